@@ -64,7 +64,7 @@ def _least(call: Call, layer: Layer) -> int:
 
 
 def layout_of(mask: Tensor, window: int | None) -> Layout | None:
-    """The sequences of a prompt's mask, (B, 1, Q, K) bool: padded on either side or packed, causal, over a window.
+    """The sequences of a prompt's mask, (B, 1, Q, K) bool: padded on either side, causal, over a window.
 
     None where it says anything else, and where the first query is not at the first key.
     """
@@ -87,16 +87,14 @@ def layout_of(mask: Tensor, window: int | None) -> Layout | None:
         expected = (place >= least[:, some, None]) & (place <= queries[some, None]) & tokens[:, None]
         if bool(((rows[:, some] != expected) & tells[:, some, None]).any()):
             return None
-    packed = []
+    ranges = []
     for is_real, is_first in zip(real.tolist(), begins.tolist(), strict=True):
         cuts = [at for at in range(q_len) if is_first[at] or is_real[at] != (at > 0 and is_real[at - 1])]
         runs = [(begin, end) for begin, end in pairwise([*cuts, q_len]) if is_real[begin]]
-        if not all(is_first[begin] for begin, _ in runs):
+        if len(runs) > 1 or not all(is_first[begin] for begin, _ in runs):
             return None
-        packed.append(tuple(runs))
-    if any(len(row) > 1 for row in packed):
-        return Layout(0, q_len, k_len, None, window=window, packed=tuple(packed))
-    return Layout(0, q_len, k_len, tuple(row[0] if row else (0, 0) for row in packed), window=window)
+        ranges.append(runs[0] if runs else (0, 0))
+    return Layout(0, q_len, k_len, tuple(ranges), window=window)
 
 
 def _registered() -> Any:
@@ -174,15 +172,15 @@ def _told(query: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
         assert mask is not None
         return mask
 
-    def make(may_skip: bool, first: int = 0, count: int = length) -> Tensor | None:
+    def make(may_skip: bool) -> Tensor | None:
         if may_skip and layout.needs_no_mask:
             return None
         if mask is not None:
-            return mask.expand(batch, -1, -1, -1)[:, :, first : first + count]
+            return mask.expand(batch, -1, -1, -1)[:, :, :length]
         place = torch.arange(length, device=query.device)
-        seen = place <= place[first : first + count, None]
+        seen = place <= place[:, None]
         if window is not None:
-            seen &= place > place[first : first + count, None] - window
+            seen &= place > place[:, None] - window
         return seen.expand(batch, 1, -1, -1)
 
     return PrefillMask(layout, make, dtype=torch.bool, device=query.device)

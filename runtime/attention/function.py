@@ -15,7 +15,7 @@ from runtime.attention.calls import Call
 from runtime.attention.kept import attend_kept
 from runtime.attention.kernel import attend, attend_step
 from runtime.attention.masks import headwise_mask, starts_of
-from runtime.attention.own import attend_alone, attend_as_before, attend_dense, with_spans
+from runtime.attention.own import attend_alone, attend_as_before, attend_dense
 from runtime.attention.reasons import NOT_OURS, Verdict, attempt, too_few, verdict_of, why_dense
 from runtime.attention.state import NOTHING, layer_of
 from runtime.omnikv.bank import fetched
@@ -106,7 +106,7 @@ def _by_patterns(call: Call, verdict: Verdict) -> Tensor | None:
     for part in long.others:
         row, queries, _ = part.places
         out[row, queries] = attend_alone(call.part(part), verdict)
-    return with_spans(call, out)
+    return out
 
 
 def _chosen(call: Call) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The one way to Headwise's kernels: patterns, every key, windows, padded and packed batches, sinks, decode.
+"""The one way to Headwise's kernels: patterns, every key, windows, padded batches, sinks, decode.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """

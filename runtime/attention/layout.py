@@ -53,8 +53,6 @@ class Layout:
         for no more than that; None elsewhere. `ranges` is then None if sequences have holes.
     held: with `fresh`, the slots [begin, end) of each sequence that are real before the queries; None for all slots.
     window: how many tokens a query sees, itself included, where the layer slides; None for all.
-    packed: the slots of each row's sequences where several lie end to end in it; `ranges` is None then.
-    spans: the slots of each row's spans whose tokens see each other both ways; None where there are none.
     """
 
     q_start: int
@@ -64,21 +62,17 @@ class Layout:
     fresh: tuple[tuple[int, int], ...] | None = None
     held: Rows | None = None
     window: int | None = None
-    packed: Rows | None = None
-    spans: Rows | None = None
     # By the kind of tensors what serves them: see runtime.attention.reasons.
     verdicts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _launches: dict[Any, Launch] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def batch(self) -> int:
-        return len(self.fresh or self.ranges or self.packed or ())
+        return len(self.fresh or self.ranges or ())
 
     @cached_property
     def sequences(self) -> list[tuple[int, int, int]] | None:
         """Row, start and end of each sequence, in slots of the cache; None where they are not contiguous."""
-        if self.packed is not None:
-            return [(row, *slots) for row, all_slots in enumerate(self.packed) for slots in all_slots]
         return None if self.ranges is None else [(row, *slots) for row, slots in enumerate(self.ranges)]
 
     @cached_property
@@ -88,8 +82,6 @@ class Layout:
             return "a sequence has holes"
         if any(end != self.k_len for _, end in self.ranges):
             return "a sequence ends before the last key"
-        if self.spans:
-            return "tokens see later ones"
         firsts = tuple(start for start, _ in self.ranges)
         return firsts if any(firsts) else None
 
@@ -113,7 +105,7 @@ class Layout:
         """Whether causal attention from the first key on is all that the mask says: sdpa does that without one."""
         near = self.window is None or self.k_len <= self.window
         whole = all((start, end) == (0, self.k_len) for _, start, end in self.sequences or ())
-        return near and whole and self.q_len == self.k_len and self.spans is None
+        return near and whole and self.q_len == self.k_len
 
     @cached_property
     def together(self) -> Launch:

@@ -10,8 +10,7 @@ tensor gets the true mask (made once a forward), so all between mask and attenti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,13 +27,13 @@ from runtime.standin import StandIn
 class PrefillMask(StandIn):
     """A causal mask over sequences of contiguous tokens, (B, 1, Q, K), without memory until it is read.
 
-    `tokens` says where the real ones are, and which of them see each other both ways. `for_dense()` is what the dense
-    attention would have got: a mask, or None where it needs none. `of_queries(first, count)` is (B, 1, count, K).
+    `tokens` says where the real ones are. `for_dense()` is what the dense attention would have got: a mask, or None
+    where it needs none.
     """
 
     tokens: Layout
     _make: Callable[..., Tensor | None]
-    _made: dict[Any, Tensor | None]
+    _made: dict[bool, Tensor | None]
 
     @staticmethod
     def __new__(
@@ -58,16 +57,10 @@ class PrefillMask(StandIn):
         assert mask is not None
         return mask
 
-    def of_queries(self, first: int, count: int) -> Tensor:
-        """The rows of some queries, counted from the call's first, as a plain tensor."""
-        rows = self._once(False, first, count)
-        assert rows is not None
-        return rows
-
-    def _once(self, *which: Any) -> Tensor | None:
-        if which not in self._made:
-            self._made[which] = self._make(*which)
-        mask = self._made[which]
+    def _once(self, may_skip: bool) -> Tensor | None:
+        if may_skip not in self._made:
+            self._made[may_skip] = self._make(may_skip)
+        mask = self._made[may_skip]
         return mask if mask is None else mask.to(self.device)
 
     def _moved(self, device: torch.device) -> PrefillMask:
@@ -141,16 +134,15 @@ class _Asked:
 
     def mask(self) -> Tensor | None:
         """One that says what it is, or what dense attention gets."""
-        evicts, rule = self.settings.evicts, self.rule
-        layout = self._fresh() if evicts else self._causal() if rule.packed is None else self._packed()
+        evicts = self.settings.evicts
+        layout = self._fresh() if evicts else self._causal()
         if layout is not None:
             return self._prefill(layout)
         mask = self.dense(**self.given)
-        plain = not evicts and rule.packed is None and rule.blocks is None
-        return self._told(mask) if plain and mask is not None else mask
+        return mask if evicts or mask is None else self._told(mask)
 
     def _causal(self) -> Layout | None:
-        """Of a call whose rows are one sequence each."""
+        """The layout of a prefill that a kernel of ours may serve, None for any other call."""
         settings, window, q_len, k_len = self.settings, self.rule.window, self.q_len, self.k_len
         if self.gone and window is None:
             return None
@@ -163,19 +155,7 @@ class _Asked:
         ranges = self._ranges(self.gone, last) if last <= self.gone + k_len else None
         if ranges is None:
             return None
-        layout = Layout(start, q_len, k_len, ranges, window=window)
-        return layout if self.rule.blocks is None else self._with_spans(layout, ranges)
-
-    def _with_spans(self, layout: Layout, ranges: Sequence[tuple[int, int]]) -> Layout | None:
-        """Of a whole prompt, some of whose tokens see later ones of their block, but not most of them."""
-        whole = not self.gone and MIN_QUERIES <= self.q_len == self.k_len
-        spans = self.rule.spans(ranges) if whole else None
-        if spans is None:
-            return None
-        tokens, within = (sum(end - begin for row in rows for begin, end in row) for rows in ((ranges,), spans))
-        if 2 * within > tokens:
-            return None
-        return replace(layout, spans=spans) if within else layout
+        return Layout(start, q_len, k_len, ranges, window=window)
 
     def _told(self, mask: Tensor) -> Tensor:
         """What dense attention gets of a causal mask, with the Layout on it that decode wants to know."""
@@ -197,20 +177,11 @@ class _Asked:
         """For a cache under policies, which wants to know the new tokens; None where it is no plain causal one."""
         rule, start = self.rule, self.start
         fresh = self._ranges(start, start + self.q_len)
-        if self.gone or rule.packed is not None or rule.blocks is not None or fresh is None:
+        if self.gone or fresh is None:
             return None
         ranges = None if rule.window is not None else self._ranges(0, start + self.q_len)
         held = None if self.padding is None else real_slots(self.padding[:, :start].bool())
         return Layout(start, self.q_len, self.k_len, ranges, fresh, held)
-
-    def _packed(self) -> Layout | None:
-        """Of sequences that lie end to end in the rows of a call without a cache; None for any other."""
-        if self.q_len != self.k_len or self.padding is not None or self.start:
-            return None
-        packed = self.rule.rows(self.batch, self.q_len)
-        if packed is None:
-            return None
-        return Layout(0, self.q_len, self.k_len, None, window=self.rule.window, packed=packed)
 
     def _ranges(self, begin: int, end: int) -> tuple[tuple[int, int], ...] | None:
         """Each sequence's range of real tokens among these slots, counted from `begin`; None where one has holes."""
@@ -226,9 +197,8 @@ class _Asked:
         # The counter of a static cache has moved on by the time the mask is read.
         given, dense, eager = self.given | {"q_offset": self.start}, self.dense, self.settings.dense == "eager"
 
-        def make(may_skip: bool, first: int = 0, count: int = layout.q_len) -> Tensor | None:
-            some = {"q_offset": given["q_offset"] + first, "q_length": count, "allow_is_causal_skip": False}
-            mask: Tensor | None = dense(**given) if may_skip else dense(**given | some)
+        def make(may_skip: bool) -> Tensor | None:
+            mask: Tensor | None = dense(**given if may_skip else given | {"allow_is_causal_skip": False})
             return mask
 
         return PrefillMask(

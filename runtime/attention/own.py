@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.decode import MAX_QUERIES
 from runtime.attention.calls import Call
 from runtime.attention.kernel import attend
-from runtime.attention.layout import Launch, Layout, Part
+from runtime.attention.layout import Launch, Layout
 from runtime.attention.masks import PrefillMask
 from runtime.attention.reasons import Verdict, attempt, verdict_of
 from runtime.attention.state import MIN_QUERIES
@@ -39,7 +39,7 @@ def every_key(call: Call, verdict: Verdict) -> Tensor:
     """(B, Q, H, E) by our kernel over every key, or those of the layer's window."""
     layout = call.tokens
     assert layout is not None
-    return with_spans(call, attend(call, layout.together, None, verdict, window=layout.window))
+    return attend(call, layout.together, None, verdict, window=layout.window)
 
 
 def attend_alone(call: Call, verdict: Verdict) -> Tensor:
@@ -50,21 +50,6 @@ def attend_alone(call: Call, verdict: Verdict) -> Tensor:
     # A few queries are decode's, which has kernels of its own.
     served = Verdict(call.layer.settings.backend) if q_len <= MAX_QUERIES else verdict
     return attend(call, Launch(), None, served)
-
-
-def with_spans(call: Call, out: Tensor) -> Tensor:
-    """Attention (B, Q, H, E) with that of spans put in, whose tokens see each other both ways, under their own mask."""
-    assert isinstance(call.mask, PrefillMask)
-    layout = call.mask.tokens
-    for row, spans in enumerate(layout.spans or ()):
-        for begin, end in spans:
-            least = layout.ranges[row][0] if layout.ranges else 0
-            first = max(least, 0 if layout.window is None else begin - layout.window + 1)
-            part = Part(row, begin - layout.q_start, end - begin, first, end - first)
-            rows, queries, keys = part.places
-            mask = call.mask.of_queries(part.q_start, part.q_len)[rows, ..., keys]
-            out[rows, queries] = attend_as_before(call.part(part, mask))[0]
-    return out
 
 
 def _how(call: Call, layout: Layout | None, verdict: Verdict) -> str | None:

@@ -18,7 +18,7 @@ from runtime.attention.calls import Call, no_kernel
 
 SLIDES = "the layer slides, and the artifact has patterns for it"
 NOT_OURS = "this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"
-NOT_CAUSAL = "the mask is not causal over contiguous tokens (overlaid, with holes, or made by hand)"
+NOT_CAUSAL = "the mask is not causal over contiguous tokens (packed, overlaid, with holes, or made by hand)"
 # What the allocators of torch say where they raise no error of their own.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
 _Served = TypeVar("_Served")
@@ -54,9 +54,8 @@ def _work_out(call: Call) -> Verdict:
     assert tokens is not None
     if tokens.sequences is None:
         return Verdict("", NOT_CAUSAL)
-    if lengths is not None and lengths.numel() > 2 and tokens.packed is None:
-        why = "sequences are packed by cu_seq_lens alone (give position_ids that restart, and use_cache=False)"
-        return Verdict("", why)
+    if lengths is not None and lengths.numel() > 2:
+        return Verdict("", "sequences are packed by cu_seq_lens alone")
     if (query.shape[0], query.shape[2], key.shape[2]) != (tokens.batch, tokens.q_len, tokens.k_len):
         return Verdict("", "the cache holds other keys than the mask is for")
     return kernel_for(call.layer.settings.backend, query, key, value)

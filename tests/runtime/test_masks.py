@@ -7,18 +7,18 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.masking_utils import (
     and_masks,
+    blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
-    create_causal_mask,
     eager_mask,
     find_packed_sequence_indices,
     or_masks,
     packed_sequence_mask_function,
     sdpa_mask,
     sliding_window_causal_mask_function,
+    sliding_window_overlay,
 )
 
-from runtime.attention.function import ATTENTION_NAME, register
 from runtime.attention.masks import PrefillMask, headwise_mask
 from runtime.attention.state import Settings, forget, remember
 from tests.runtime.tiny import DENSE_BELOW
@@ -144,34 +144,15 @@ def test_ranges_are_found_exactly_where_there_are_no_holes(rows, data):
             assert row.nonzero().flatten().tolist() == list(range(start, end))
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 150), min_size=1, max_size=6), min_size=1, max_size=3))
-def test_packed_sequences_are_where_positions_restart(lengths):
-    width = max(map(sum, lengths))
-    # All rows are as long: the last sequence is the longer.
-    lengths = [[*row[:-1], row[-1] + width - sum(row)] for row in lengths]
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    config = LlamaConfig(attn_implementation="sdpa")
-    given = {"inputs_embeds": torch.zeros(len(lengths), width, 1), "attention_mask": None, "past_key_values": None}
-    expected = create_causal_mask(config, **given, position_ids=positions)
-    register()
-    remember(config, {}, Settings(dense_below=DENSE_BELOW, dense="sdpa", strict=False, backend="auto"))
-    config._attn_implementation = ATTENTION_NAME
-    mask = create_causal_mask(config, **given, position_ids=positions)
-    if width < DENSE_BELOW or all(len(row) == 1 for row in lengths):
-        found = mask.for_dense() if isinstance(mask, PrefillMask) else mask
-        assert (found is None and expected is None) or torch.equal(found, expected)
-        return
-    assert isinstance(mask, PrefillMask) and mask.tokens.longest == max(map(max, lengths))
-    assert [end - start for _, start, end in mask.tokens.sequences] == [n for row in lengths for n in row]
-    assert torch.equal(mask.for_dense(), expected)
-
-
-@pytest.mark.parametrize("overlay", ["union", "alone", "twice", "python"])
-def test_what_is_more_than_packed_is_not_taken_for_it(overlay, call):
+@pytest.mark.parametrize("overlay", ["packed", "union", "alone", "twice", "python", "image", "image in a window"])
+def test_packed_and_overlaid_masks_are_plain_tensors(overlay, call):
     numbers = find_packed_sequence_indices(torch.cat([torch.arange(70), torch.arange(80)])[None])
     packed = packed_sequence_mask_function(numbers)
+    images = or_masks(causal_mask_function, blockwise_overlay((torch.arange(150)[None] >= 90).long() - 1))
     function = {
+        "packed": and_masks(causal_mask_function, packed),
+        "image": images,
+        "image in a window": and_masks(images, sliding_window_overlay(30)),
         "union": or_masks(causal_mask_function, packed),
         "alone": packed,
         "twice": and_masks(causal_mask_function, packed, packed_sequence_mask_function(numbers.flip(1))),

@@ -18,6 +18,7 @@ from runtime import Headwise, apply_dense
 from runtime.attention import compiled
 from runtime.attention.compiled import layout_of
 from runtime.attention.layout import Layout
+from runtime.attention.reasons import NOT_CAUSAL
 from tests.sampling import sampled
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
@@ -138,14 +139,14 @@ def test_a_prefill_without_a_cache_that_is_compiled_is_sparse(inference, graphs,
     model, prompt = build(), ids(300)
     restarts = torch.cat([torch.arange(180), torch.arange(120)])[None]
     forward = torch.compile(model.forward, backend=graphs)
+    packed = model(prompt, position_ids=restarts, use_cache=False).logits
     with masked(model):
         alone = model(prompt, use_cache=False).logits
-        parts = [model(part, use_cache=False).logits for part in prompt.split([180, 120], dim=1)]
-    with apply(model, strict=True) as handle, torch.inference_mode() if inference else nullcontext():
+    with apply(model) as handle, torch.inference_mode() if inference else nullcontext():
         torch.testing.assert_close(forward(prompt, use_cache=False).logits, alone, **CLOSE)
-        found = forward(prompt, position_ids=restarts, use_cache=False).logits
-        assert handle.stats() == {"sparse": 4, "dense": {}}
-    torch.testing.assert_close(found, torch.cat(parts, dim=1), **CLOSE)
+        assert handle.stats() == {"sparse": 2, "dense": {}}
+        torch.testing.assert_close(forward(prompt, position_ids=restarts, use_cache=False).logits, packed, **CLOSE)
+        assert handle.stats() == {"sparse": 2, "dense": {NOT_CAUSAL: 2}}
 
 
 def test_another_mask_than_a_prompts_is_dense_and_said_once(graphs, build, apply, ids, warnings) -> None:
@@ -211,11 +212,10 @@ def test_a_mask_says_which_sequences_it_is_of(window) -> None:
     found = layout(causal, within((9, 40)), within((0, 31)), within())
     if window == 1:
         # Each token sees itself alone, so that nothing tells a sequence from tokens.
-        assert found is not None and found.packed is not None
+        assert found is None
         return
     assert found == Layout(0, 40, 40, ((0, 40), (9, 40), (0, 31), (0, 0)), window=window)
-    found = layout(within((0, 12), (12, 40)), within((3, 20), (22, 39)))
-    assert found == Layout(0, 40, 40, None, window=window, packed=(((0, 12), (12, 40)), ((3, 20), (22, 39))))
+    assert layout(within((0, 12), (12, 40))) is None and layout(causal, within((3, 20), (22, 39))) is None
     # Slots of a static cache behind the prompt.
     found = layout_of(torch.nn.functional.pad(within((4, 40)), (0, 24))[None, None], window)
     assert found == Layout(0, 40, 64, ((4, 40),), window=window)

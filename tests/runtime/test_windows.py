@@ -66,9 +66,8 @@ def test_packed_sequences_do_not_see_each_other(family: str, build: Any, artifac
     prompt = ids(sum(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     expected = model(prompt, position_ids=positions, use_cache=False).logits
-    with Headwise(artifact_for(model, dense=True)).apply(model) as handle:
+    with Headwise(artifact_for(model, dense=True)).apply(model):
         found = model(prompt, position_ids=positions, use_cache=False).logits
-        assert served(handle) == sliding(model)
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
