@@ -24,6 +24,7 @@ from transformers import DynamicCache
 
 from artifacts import Artifact, HeadwiseError, arguments, save
 from artifacts.command_line import ArgumentParser, run_command
+from artifacts.windows import SEEN_WINDOWS
 from profiling.models.loading import LoadedModel, load_model
 from profiling.quality.method import Method
 from profiling.speed.baselines import KERNEL, MODEL, dense
@@ -37,7 +38,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def _without_windows(artifact: Artifact) -> Artifact:
-    """The artifact as it is served: what its search has seen is in arrays that stay behind."""
+    """The artifact as it is served, without the windows that its search has seen."""
     if artifact.search is None:
         return artifact
     calibration = artifact.search.calibration.model_copy(update={"seen_windows": 0})
@@ -60,7 +61,8 @@ def peak_of(loaded: LoadedModel, method: Method, length: int, *, spec: str, revi
         config = None
         if method.headwise is not None:
             config = Path(folder) / "cfg.yaml"
-            save(_without_windows(method.headwise.artifact), config, method.headwise.arrays or None)
+            served = {name: table for name, table in (method.headwise.arrays or {}).items() if name != SEEN_WINDOWS}
+            save(_without_windows(method.headwise.artifact), config, served or None)
         dtype = str(model.dtype).removeprefix("torch.")
         own = method.dense == KERNEL
         return peak_apart(method.name, spec, length, config=config, own=own, dtype=dtype, revision=revision).peak
