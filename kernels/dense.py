@@ -5,54 +5,18 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 from torch import Tensor
 
 from kernels.attention import sparse_attention
-from kernels.attention.checks import check_dense
-from kernels.decode import MAX_QUERIES, decode_attention
+from kernels.checks import MAX_QUERIES, check_dense
+from kernels.decode import decode_attention
 from kernels.index import check_window
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
 
 __all__ = ["dense_attention"]
-
-
-@overload
-def dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int | None = ...,
-    ragged: Ragged | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    return_lse: Literal[False] = ...,
-    block_table: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    out: Tensor | None = ...,
-    backend: str = ...,
-) -> Tensor: ...
-
-
-@overload
-def dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int | None = ...,
-    ragged: Ragged | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    return_lse: Literal[True],
-    block_table: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    out: Tensor | None = ...,
-    backend: str = ...,
-) -> tuple[Tensor, Tensor]: ...
 
 
 def dense_attention(
@@ -64,24 +28,23 @@ def dense_attention(
     ragged: Ragged | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    return_lse: bool = False,
     block_table: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Causal attention over every key, or over those of a sliding window; queries are the last of their keys.
 
     A few queries go to decode, which reads keys and values where they lie; more of them to sparse_attention with an
     index that is made once for each shape.
 
     Args:
-        q, k, v, scale, softcap, return_lse, block_table, sinks, out, backend: as for sparse_attention.
+        q, k, v, scale, softcap, block_table, sinks, out, backend: as for sparse_attention.
         window: a query sees itself and the window - 1 keys before it; None is all of them.
         ragged: where the sequences lie, if they are not all as long as the tensors; needed with a block table.
 
     Returns:
-        As sparse_attention.
+        Output and log-sum-exp, as sparse_attention.
 
     Raises:
         ValueError: as sparse_attention; a block table without the lengths of its sequences.
@@ -99,15 +62,14 @@ def dense_attention(
             table = ragged.table(q.device)
             starts, ends = table[:, 3], table[:, 3] + table[:, 4]
         few = decode_attention(q, k, v, starts=starts, ends=ends, window=window, block_table=block_table, **how)
-        return (few.out, few.lse) if return_lse else few.out
+        return few.out, few.lse
     batch, q_len, k_len = q.shape[0], q.shape[2], k.shape[2]
     if ragged is not None:
         batch, q_len, k_len = len(ragged), max(ragged.q_lens), max(ragged.k_lens)
     elif not 0 < q_len <= k_len:
         raise ValueError(f"query length must be between 1 and key length {k_len}, got {q_len}")
     index = dense_index(batch, q.shape[1], q_len, k_len, q.device, window=window, ragged=ragged)
-    attended, lse = sparse_attention(q, k, v, index, block_table=block_table, out=out, return_lse=True, **how)
-    return (attended, lse) if return_lse else attended
+    return sparse_attention(q, k, v, index, block_table=block_table, out=out, return_lse=True, **how)
 
 
 def _few(q: Tensor, k: Tensor, ragged: Ragged | None, *, paged: bool) -> bool:

@@ -193,8 +193,8 @@ def check() -> dict[str, str | None]:
 
 def _agrees(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> bool:
     """Whether the kernel gives what the fp32 reference gives, to the rounding of the dtype."""
-    found = dense_attention(q, k, v, window=window).float()
-    expected = dense_attention(q.float(), k.float(), v.float(), window=window, backend="reference")
+    found = dense_attention(q, k, v, window=window)[0].float()
+    expected = dense_attention(q.float(), k.float(), v.float(), window=window, backend="reference")[0]
     return bool(torch.allclose(found, expected, atol=8 * torch.finfo(q.dtype).eps, rtol=0.05))
 
 

@@ -42,7 +42,7 @@ def dense_attention(
         windowed = window is not None and dispatch.why_slow(q, k, v) is None
         by = "kernel" if softcap is not None or windowed else faster(q, k, v)
     if by == "kernel":
-        return every_key(q, k, v, scale=scale, softcap=softcap, window=window)
+        return every_key(q, k, v, scale=scale, softcap=softcap, window=window)[0]
     if softcap is not None:
         raise ValueError("sdpa has no soft-cap: use by='kernel'")
     return sdpa(q, k, v, scale, window)

@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 import kernels.dispatch as dispatch
-from kernels.attention.checks import check
+from kernels.checks import check
 from kernels.index import SparseIndex
 
 __all__ = ["launch", "sparse_attention"]

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 import kernels.dispatch as dispatch
-from kernels.decode.checks import MAX_QUERIES, check
+from kernels.checks import MAX_QUERIES, check_decode
 
 __all__ = ["MAX_QUERIES", "Decoded", "decode_attention"]
 
@@ -77,7 +77,7 @@ def decode_attention(
             backend that cannot serve the call. On the CPU also tokens that do not ascend, and starts, ends or pages
             that lie outside the cache.
     """
-    check(q, k, v, tokens, starts, ends, window, scale, softcap, scores, block_table, sinks)
+    check_decode(q, k, v, tokens, starts, ends, window, scale, softcap, scores, block_table, sinks)
     how = q.shape[-1] ** -0.5 if scale is None else float(scale)
 
     def call(module: ModuleType) -> Decoded:

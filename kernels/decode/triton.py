@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.attention import triton as attention
 from kernels.attention.triton_launch import architecture, combine, multiprocessors, split, unavailable, unread
 from kernels.breaker import failure
-from kernels.decode.checks import MAX_QUERIES
+from kernels.checks import MAX_QUERIES
 from kernels.dispatch import derivative_wanted
 from kernels.patterns.dense import dense_index
 from kernels.triton_calls import KernelCall, run_calls, softmax_factors

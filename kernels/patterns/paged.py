@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kernels.attention.checks import EIGHT_BITS
+from kernels.checks import EIGHT_BITS
 from kernels.index import TILE
 
 # Keys that torch copies out of pages at a time, whole tiles.

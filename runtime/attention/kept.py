@@ -50,7 +50,7 @@ def attend_kept(call: Call, cache: Any) -> Tensor:
             if isinstance(served, Tensor):
                 layer.count("sparse")
                 return served
-        return dense_attention(q, k, v, backend=backend, **how)
+        return dense_attention(q, k, v, backend=backend, **how)[0]
 
     out: Tensor = cache.attend(call.query, spans, **how, backend=backend, prefill=prefill)
     return out.transpose(1, 2)

@@ -70,7 +70,7 @@ def attend_layer(
         verdict = Verdict(layer.settings.backend)
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": verdict.kernel}
     if plan is None:
-        return dense_attention(q, k, v, window=window, ragged=ragged, **how)
+        return dense_attention(q, k, v, window=window, ragged=ragged, **how)[0]
     some = plan if kv_heads is None else plan.of(kv_heads)
     return launch(q, k, v, some.build(q, k, scale=scale, ragged=ragged), **how)[0]
 

@@ -46,4 +46,4 @@ class Step:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> tuple[Tensor, Tensor]:
         """Causal attention of queries (B, H, Q, D), the last of keys (B, G, K, D): out (B, H, Q, E), lse (B, H, Q)."""
         how: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "backend": self.backend}
-        return dense_attention(q, k, v, window=window, return_lse=True, **how)
+        return dense_attention(q, k, v, window=window, **how)

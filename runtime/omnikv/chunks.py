@@ -62,7 +62,7 @@ class Past:
             at = tokens[:, None, :, None]
             past = (x.gather(2, at.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
             k, v = (torch.cat([some, x[:, :, self.before :]], dim=2) for some, x in zip(past, (k, v), strict=True))
-        return dense_attention(q, k, v, ragged=self._ragged(), **how)
+        return dense_attention(q, k, v, ragged=self._ragged(), **how)[0]
 
     def _ragged(self) -> Ragged | None:
         """Where each sequence's chosen tokens and its part of the chunk lie; None where they all are as long."""

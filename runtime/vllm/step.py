@@ -79,7 +79,7 @@ class LayerStep(NamedTuple):
                 dense_attention(q, self.pages.k, self.pages.v, out=out, **where, **self.how)
             else:
                 how = where | self.how
-                windowed = dense_attention(q, *self.pages[:2], window=stream.window, return_lse=True, **how)
+                windowed = dense_attention(q, *self.pages[:2], window=stream.window, **how)
                 out.copy_(self._with_first(piece, stream, *windowed))
             if self.pages.v_scale != 1:
                 out *= self.pages.v_scale

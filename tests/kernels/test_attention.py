@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import cpu, launch, reference, sparse_attention
-from kernels.attention.checks import EIGHT_BITS
+from kernels.checks import EIGHT_BITS
 from kernels.index import SparseIndex
 from kernels.joining import cat_sequences
 from kernels.patterns import LayerPlan, Pattern

@@ -44,11 +44,11 @@ def expected(
 def test_dense_attention_is_causal_attention(backend: str, window: int | None, q_len: int, k_len: int) -> None:
     q, k, v = inputs(q_len, k_len, batch=2)
     for sinks in (None, torch.randn(6)):
-        found = dense_attention(q, k, v, window=window, sinks=sinks, return_lse=True, backend=backend)
+        found = dense_attention(q, k, v, window=window, sinks=sinks, backend=backend)
         for actual, wanted in zip(found, expected(q, k, v, window, sinks), strict=True):
             torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
     out = torch.empty_like(q)
-    assert dense_attention(q, k, v, window=window, out=out) is out
+    assert dense_attention(q, k, v, window=window, out=out)[0] is out
 
 
 @pytest.mark.parametrize("q_len", [1, 9, 40, 500])
@@ -65,7 +65,7 @@ def test_sequences_of_unlike_length(q_len: int, page: int | None) -> None:
         ragged = Ragged(
             rows=ragged.rows, q_starts=ragged.q_starts, q_lens=ragged.q_lens, k_starts=(0, 0, 0), k_lens=ragged.k_lens
         )
-    found, lse = dense_attention(q, cache_k, cache_v, ragged=ragged, block_table=table, window=70, return_lse=True)
+    found, lse = dense_attention(q, cache_k, cache_v, ragged=ragged, block_table=table, window=70)
     for s, n in enumerate(lengths):
         own = min(n, q_len)
         alone = q[s : s + 1, :, q_len - own :], k[s : s + 1, :, 500 - n :], v[s : s + 1, :, 500 - n :]

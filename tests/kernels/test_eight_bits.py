@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import cpu as attention
-from kernels.attention.checks import EIGHT_BITS
+from kernels.checks import EIGHT_BITS
 from kernels.decode import cpu as decode
 from kernels.patterns.dense import dense_index
 from tests.kernels.test_attention import SERVERS
