@@ -1,7 +1,7 @@
 """headwise search: find a sparse pattern for every attention head of a model and write the artifact.
 
 By default one budget is spent over all heads of the model, in seconds of this machine, and what comes out is proven end
-to end. --allocation heads is the published search, a budget for each head (MInference 1.0, Algorithm 1).
+to end. --preset paper is the published search, a budget for each head (MInference 1.0, Algorithm 1).
 
     torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml      several processes share the work
 """
@@ -20,9 +20,9 @@ from search.model.limits import add_limits, limits_of
 from search.model.pipeline import run as run_model
 from search.model.refine import without_password
 from search.model.report import report
-from search.published.config import DEFAULT_BUDGET as HEAD_BUDGET
-from search.published.config import HeadSearch
-from search.published.head_budget import run as run_heads
+from search.published.search import HeadSearch
+from search.published.search import run as run_published
+from search.published.space import PAPER_BUDGET, PAPER_LENGTH
 
 # What only one of the two searches knows, by option.
 _OF_MODEL = (
@@ -42,29 +42,24 @@ def parser() -> ArgumentParser:
     p = ArgumentParser(prog="headwise search", description=__doc__)
     arguments.add_model(p)
     arguments.add_out(p, "artifact to write, such as cfg.yaml")
-    p.add_argument(
-        "--allocation",
-        choices=("model", "heads"),
-        help="one budget for the model (default), or one for each head as published (default with --preset paper)",
-    )
     arguments.add_task(
         p,
-        f"what prompts are made of (default {' '.join(CALIBRATED_TASKS)}; with --allocation heads passkey, with "
-        f"--preset paper kv_retrieval); add text:FILE for text like yours; known: {TASKS}",
+        f"what prompts are made of (default {' '.join(CALIBRATED_TASKS)}; with --preset paper kv_retrieval); add "
+        f"text:FILE for text like yours; known: {TASKS}",
         dest="calibration",
     )
     arguments.add_length(
         p,
         "prompt lengths in tokens: patterns are for the longest, the others show how sizes go with the length "
-        "(default: the model's positions, at most 8192; with --allocation heads 30000)",
+        f"(default: the model's positions, at most 8192; with --preset paper {PAPER_LENGTH})",
         several=True,
     )
     p.add_argument("--samples", type=int, default=1, help="prompts of each task and length (default 1)")
     p.add_argument(
         "--budget",
         help=f"share of what computing all of attention costs (default {DEFAULT_BUDGET}, more where nothing keeps to "
-        "that); with --allocation heads "
-        f"what a head may compute, such a share or a_shape:SINK,WINDOW (default {HEAD_BUDGET})",
+        "that); with --preset paper "
+        f"what a head may compute, such a share or a_shape:SINK,WINDOW (default {PAPER_BUDGET})",
     )
     p.add_argument("--cost", choices=("seconds", "flops"), default="seconds", help="what is spent (default seconds)")
     p.add_argument(
@@ -82,9 +77,8 @@ def parser() -> ArgumentParser:
     add_limits(p)
     p.add_argument(
         "--preset",
-        choices=("scaled", "paper"),
-        default="scaled",
-        help="paper: MInference's own space, 30000 tokens and a_shape:1024,4096, for each head",
+        choices=("paper",),
+        help="paper: MInference's own search, a budget for each head",
     )
     arguments.add_seed(p)
     arguments.add_dtype(p)
@@ -98,8 +92,7 @@ def parser() -> ArgumentParser:
         "--dense-tail",
         type=int,
         help="last queries of a prompt that see every key (default: the best of "
-        f"{', '.join(map(str, TAILS))}, below {SHORT:,} tokens also 0; with --allocation heads 64, with --preset "
-        "paper 0)",
+        f"{', '.join(map(str, TAILS))}, below {SHORT:,} tokens also 0; with --preset paper 0)",
     )
     p.add_argument("--beyond-positions", action="store_true", help="allow a --length over the model's positions")
     p.add_argument("--fresh", action="store_true", help="discard what an interrupted search left")
@@ -115,12 +108,13 @@ def main(argv: list[str] | None = None) -> int:
     # It goes into the artifact.
     command = arguments.as_typed("search.heads", [without_password(argument) for argument in argv])
     model, out = options["model"], options["out"]
-    allocation = options.pop("allocation") or ("heads" if options["preset"] == "paper" else "model")
-    if allocation == "heads":
+    if options.pop("preset") == "paper":
         for name in _OF_MODEL:
             if options.pop(name) != p.get_default(name):
-                raise HeadwiseError(f"--{name.replace('_', '-')} goes with one budget for the model, not one a head")
-        artifact = run_heads(_for_heads(options, command))
+                raise HeadwiseError(
+                    f"--{name.replace('_', '-')} goes with one budget for the model, not with --preset paper"
+                )
+        artifact = run_published(_published(options, command))
     else:
         found = run_model(_for_model(options, command))
         if found is None:
@@ -130,18 +124,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _for_heads(options: dict[str, Any], command: str) -> HeadSearch:
+def _published(options: dict[str, Any], command: str) -> HeadSearch:
     for name in ("length", "calibration"):
         if options[name] is not None and len(options[name]) > 1:
             option = "task" if name == "calibration" else name
-            raise HeadwiseError(f"--{option} takes one value with a budget for each head, got {len(options[name])}")
+            raise HeadwiseError(f"--{option} takes one value with --preset paper, got {len(options[name])}")
         options[name] = options[name][0] if options[name] else None
-    return HeadSearch(**options, command=command)
+    given = {name: value for name, value in options.items() if value is not None}
+    return HeadSearch(**given, command=command)
 
 
 def _for_model(options: dict[str, Any], command: str) -> ModelSearch:
-    if options.pop("preset") == "paper":
-        raise HeadwiseError("--preset paper is a budget for each head: leave --allocation model out")
     limits = limits_of(options)
     tasks, lengths, budget = (options.pop(name) for name in ("calibration", "length", "budget"))
     try:
@@ -149,7 +142,7 @@ def _for_model(options: dict[str, Any], command: str) -> ModelSearch:
     except ValueError:
         raise HeadwiseError(
             f"--budget {budget!r} must be a share of all of attention such as 0.25; a_shape:SINK,WINDOW goes with "
-            "--allocation heads"
+            "--preset paper"
         ) from None
     memory = options.pop("max_memory")
     return ModelSearch(

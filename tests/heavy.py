@@ -4,6 +4,6 @@ import torch.distributed.run
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import search.model.pipeline
-import search.published.head_budget  # noqa: F401
+import search.published.search  # noqa: F401
 
 torch.set_num_threads(1)

@@ -72,7 +72,7 @@ def check_packages() -> None:
 
 
 def search(folder: Path) -> None:
-    options = "--allocation heads --length 512 --budget 0.6 --dtype float32"
+    options = "--preset paper --length 512 --budget 0.6 --task passkey --dtype float32"
     command("search.heads", "--model", "model", "--out", "cfg.yaml", *options.split(), folder=folder)
     headwise("validate", "cfg.yaml", "--level", "error", folder=folder)
     assert "LlamaForCausalLM: 3 layers" in headwise("show", "cfg.yaml", folder=folder)

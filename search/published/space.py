@@ -66,16 +66,13 @@ class Family:
         return -((largest - 1) // self.step), max(0, -(-(limit - largest) // self.step))
 
 
-def initial_space(length: int, *, scaled: bool) -> tuple[Family, ...]:
-    """The paper's space, or the same shrunk in proportion to `length` tokens."""
-    factor = min(1.0, length / PAPER_LENGTH) if scaled else 1.0
-    families = []
-    for kind, sizes in _PAPER_SPACE:
-        start = tuple((name, max(1, round(size * factor))) for name, size in sizes.items())
-        # 50 tokens are less than a block, and a block is the least that block-sparse can change by.
-        step = 1 if kind == "block_sparse" else max(1, round(_PAPER_STEP * factor))
-        families.append(Family(kind=kind, start=start, step=step))
-    return tuple(families)
+def initial_space() -> tuple[Family, ...]:
+    """The paper's space."""
+    # 50 tokens are less than a block, and a block is the least that block-sparse can change by.
+    return tuple(
+        Family(kind=kind, start=tuple(sizes.items()), step=1 if kind == "block_sparse" else _PAPER_STEP)
+        for kind, sizes in _PAPER_SPACE
+    )
 
 
 def target_tiles(budget: str, length: int, dense_tail: int) -> int:

@@ -26,8 +26,7 @@ from profiling.prompts.prompt import DEFAULT_TASKS, Prompt
 from profiling.prompts.settings import Setting
 from profiling.prompts.texts import read_ids
 from profiling.prompts.tokens import Encoder
-from search.published.config import HeadSearch
-from search.published.head_budget import run
+from search.published.search import HeadSearch, run
 from tests.search.conftest import save_tiny
 
 LENGTH = 900
@@ -124,9 +123,7 @@ def test_one_run_gives_a_table_a_page_and_a_json(
 
 
 def test_other_artifacts_are_rows_of_their_own(command: Command, searched: Path, tmp_path: Path) -> None:
-    paper = HeadSearch(
-        model=str(searched / "tiny"), out=tmp_path / "paper.yaml", length=LENGTH, budget="0.8", preset="paper"
-    )
+    paper = HeadSearch(model=str(searched / "tiny"), out=tmp_path / "paper.yaml", length=LENGTH, budget="0.8")
     run(replace(paper, calibration="passkey", dtype="float32", picture=False, command="x"))
     asked = ("--task", "passkey", "--samples", "1", "--no-speed", "--methods", "headwise")
     rows = {each["name"]: each for each in command(*asked, "paper-tail", beside=paper.out)["methods"]}

@@ -24,8 +24,7 @@ from profiling.pictures.model_pictures import spread
 from profiling.prompts.prompt import make_prompts
 from profiling.similarities.mass import ability
 from profiling.similarities.similarity_profile import Profile, save_profile
-from search.published.config import HeadSearch
-from search.published.head_budget import run
+from search.published.search import HeadSearch, run
 from tests.search.conftest import save_tiny
 
 LENGTH = 700

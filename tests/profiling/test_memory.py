@@ -10,8 +10,7 @@ import pytest
 from artifacts import HeadwiseError
 from profiling import memory
 from profiling.memory_use.plan import plan, read_shape
-from search.published.config import HeadSearch
-from search.published.head_budget import run
+from search.published.search import HeadSearch, run
 from tests.search.conftest import save_tiny
 
 GIB = 2**30

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from search.published.config import HeadSearch
-from search.published.head_budget import run
+from search.published.search import HeadSearch, run
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -120,7 +120,7 @@ def test_no_verb_has_another_spelling(verb: str) -> None:
     [
         ("filters", ["cfg.yaml"]),
         ("kv", ["cfg.yaml", "--target-share", "0.2"]),
-        ("heads", ["--allocation", "heads"]),
+        ("heads", ["--preset", "paper"]),
         ("demo", []),
     ],
 )

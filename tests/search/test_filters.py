@@ -16,7 +16,7 @@ from profiling.similarities import layer_similarity
 from runtime import load
 from search import filters
 from search.decode import filter_search
-from search.published import head_budget as heads
+from search.published import search as heads
 
 LENGTH = 600
 MEASURE = ["--task", "passkey", "--task", "kv_retrieval", "--length", str(LENGTH), "--steps", "3", "--samples", "1"]

@@ -16,8 +16,7 @@ from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
 from runtime import load
 from search.heads import main
-from search.published.config import HeadSearch
-from search.published.head_budget import run
+from search.published.search import HeadSearch, run
 from tests import processes
 from tests.processes import Process
 from tests.search.conftest import save_tiny
@@ -43,7 +42,7 @@ def test_writes_a_valid_pair_and_the_picture_and_nothing_else(found: Path) -> No
     expected = {"cfg.yaml", artifact.sidecar.file, "cfg.png", "cfg.svg", "cfg.csv"}
     assert {path.name for path in found.parent.iterdir()} == expected
     assert artifact.prefill.dense_below == LENGTH // 2
-    assert artifact.prefill.dense_tail == 64
+    assert artifact.prefill.dense_tail == 0
     assert artifact.search.calibration.samples == 2
     assert len((found.parent / "cfg.csv").read_text().splitlines()) == 1 + 3 * 6
 
@@ -112,7 +111,7 @@ def test_same_command_and_seed_give_the_same_hash(found: Path, tiny_model: Path,
 def test_killed_in_mid_search_goes_on_and_finds_the_same(found: Path, tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "cfg.yaml"
     resume = tmp_path / "cfg.yaml.heads.ledger"
-    words = ["--allocation", "heads", "--model", str(tiny_model), "--out", str(out), "--length", str(LENGTH)]
+    words = ["--preset", "paper", "--model", str(tiny_model), "--out", str(out), "--length", str(LENGTH)]
     words += ["--budget", "0.6", "--dtype", "float32", "--task", "passkey", "--samples", "2"]
     process = Process("search.heads", *words)
     while len(list(resume.glob("*.unit"))) < 2:
@@ -142,7 +141,7 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(found: Path, tiny_model
         ({"--length": "0"}, "at least 1"),
         ({"--samples": "0"}, "at least 1"),
         ({"--dense-tail": "-1"}, "at least 0"),
-        ({"--preset": "paper"}, "30000"),
+        ({"--length": "30000"}, "--beyond-positions"),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
 )
@@ -154,7 +153,7 @@ def test_bad_input_is_one_line_and_leaves_no_file(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     options = {
-        "--allocation": "heads",
+        "--preset": "paper",
         "--model": str(tiny_model),
         "--out": "cfg.yaml",
         "--length": "1000",
@@ -162,8 +161,6 @@ def test_bad_input_is_one_line_and_leaves_no_file(
         "--dtype": "float32",
         **changes,
     }
-    if "--preset" in changes:
-        del options["--length"]
     with pytest.raises(HeadwiseError, match=says) as caught:
         main([word for option in options.items() for word in option])
     assert "\n" not in str(caught.value)
@@ -172,7 +169,7 @@ def test_bad_input_is_one_line_and_leaves_no_file(
 
 def test_model_without_attention(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "mamba", family="Mamba", num_hidden_layers=2, state_size=4)
-    words = ["--allocation", "heads", "--model", str(model), "--out", str(tmp_path / "cfg.yaml")]
+    words = ["--preset", "paper", "--model", str(model), "--out", str(tmp_path / "cfg.yaml")]
     code, _, said = processes.run("search.heads", *words)
     assert code == 2
     errors = [line for line in said.splitlines() if line.startswith("error:")]

@@ -18,8 +18,7 @@ from profiling.evaluation.method_table import METHODS, method_names, says
 from profiling.evaluation.methods import Methods
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
-from search.published.config import HeadSearch
-from search.published.head_budget import run
+from search.published.search import HeadSearch, run
 from tests.runtime.tiny import look_at_themselves
 from tests.search.conftest import save_tiny
 
@@ -30,7 +29,11 @@ LENGTH = 900
 def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, artifacts.Artifact]:
     folder = tmp_path_factory.mktemp("methods")
     model, config = save_tiny(folder / "tiny"), folder / "cfg.yaml"
-    run(HeadSearch(model=str(model), out=config, length=LENGTH, budget="0.8", dtype="float32", command="x"))
+    run(
+        HeadSearch(
+            model=str(model), out=config, length=LENGTH, budget="0.8", dense_tail=64, dtype="float32", command="x"
+        )
+    )
     artifact = artifacts.load(config)
     decode = Decode(omnikv=OmniKV(filter_layers=(0,), budget=100))
     return load_model(str(model), dtype="float32"), artifact.model_copy(update={"decode": decode})

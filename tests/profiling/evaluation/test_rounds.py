@@ -14,8 +14,7 @@ from profiling.evaluate import main
 from profiling.evaluation import rounds
 from profiling.evaluation.measure import evaluate
 from profiling.prompts.settings import Setting
-from search.published.config import HeadSearch
-from search.published.head_budget import run
+from search.published.search import HeadSearch, run
 from tests.search.conftest import save_tiny
 
 LENGTH = 900

@@ -7,8 +7,8 @@ import pytest
 
 from artifacts import HeadwiseError
 from kernels.patterns import make
-from search.published.record import choose_all
 from search.published.score import FamilyScores, best_single_kind, least_error, mean_scores
+from search.published.search import choose_all
 from search.published.space import Family
 
 FAMILIES = [

@@ -11,7 +11,7 @@ from search.published.space import PAPER_BUDGET, PAPER_LENGTH, builders, change_
 
 
 def test_paper_space_is_the_papers() -> None:
-    starts = [(family.kind, dict(family.start), family.step) for family in initial_space(PAPER_LENGTH, scaled=False)]
+    starts = [(family.kind, dict(family.start), family.step) for family in initial_space()]
     assert starts == [
         ("a_shape", {"sink": 1024, "window": 4096}, 50),
         ("vertical_slash", {"vertical": 30, "slash": 2048}, 50),
@@ -22,19 +22,6 @@ def test_paper_space_is_the_papers() -> None:
     ]
 
 
-def test_at_the_papers_length_scaling_changes_nothing() -> None:
-    assert initial_space(PAPER_LENGTH, scaled=True) == initial_space(PAPER_LENGTH, scaled=False)
-    assert initial_space(2 * PAPER_LENGTH, scaled=True) == initial_space(PAPER_LENGTH, scaled=False)
-
-
-@pytest.mark.parametrize("length", [2048, 4096, 8192])
-def test_scaled_families_keep_their_character(length: int) -> None:
-    verticals = [dict(f.start) for f in initial_space(length, scaled=True) if f.kind == "vertical_slash"]
-    ratios = [sizes["vertical"] / sizes["slash"] for sizes in verticals]
-    assert ratios == sorted(ratios)
-    assert ratios[0] < 0.05 and ratios[-1] > 10
-
-
 def test_paper_budget_is_what_its_a_shape_computes() -> None:
     tensor = torch.empty(1).expand(1, 1, PAPER_LENGTH, 1)
     index = LayerPlan([make("a_shape", sink=1024, window=4096)], 1).build(tensor, tensor)
@@ -43,7 +30,7 @@ def test_paper_budget_is_what_its_a_shape_computes() -> None:
 
 def test_paper_a_shape_needs_no_change() -> None:
     """Algorithm 1 starts from the pattern that defines the target: it must come out as it went in."""
-    family = initial_space(PAPER_LENGTH, scaled=False)[0]
+    family = initial_space()[0]
     q = torch.empty(1).expand(1, 2, PAPER_LENGTH, 1)
     build = builders([family], q, q, scale=1.0, dense_tail=0)["a_shape"]
     target = target_tiles(PAPER_BUDGET, PAPER_LENGTH, 0)
@@ -72,7 +59,7 @@ def test_bad_budgets_say_what_would_be_right(budget: str, says: str) -> None:
 
 @pytest.mark.parametrize("fraction", [0.5, 0.7, 1.0])
 @pytest.mark.parametrize("dense_tail", [0, 100])
-@pytest.mark.parametrize("family", initial_space(1000, scaled=True), ids=lambda family: family.name)
+@pytest.mark.parametrize("family", initial_space(), ids=lambda family: family.name)
 def test_change_space_takes_the_largest_size_within_the_target(family, dense_tail: int, fraction: float) -> None:
     torch.manual_seed(0)
     q, k = torch.randn(1, 4, 1000, 16) * 2, torch.randn(1, 2, 1000, 16)
@@ -93,7 +80,7 @@ def test_change_space_takes_the_largest_size_within_the_target(family, dense_tai
 
 
 def test_sizes_move_in_steps_and_in_proportion() -> None:
-    family = initial_space(PAPER_LENGTH, scaled=False)[3]
+    family = initial_space()[3]
     assert family.at(0) == make("vertical_slash", vertical=500, slash=1500)
     assert family.at(3) == make("vertical_slash", vertical=550, slash=1650)
     assert family.at(-3) == make("vertical_slash", vertical=450, slash=1350)
