@@ -35,6 +35,7 @@ def test_questions_share_a_context_that_does_not_know_them(tokenizer: Any) -> No
         assert str(prompt.answer) in line and str(prompt.answer) not in turn
         asked = re.search(r"of ([\w-]+) is", turn)
         assert asked and prompt.turn < 120 and asked[1] in line
+        assert line.strip() == f"The value of {asked[1]} is {prompt.answer}."
     assert len({prompt.input_ids for prompt in prompts}) == 12
 
 
