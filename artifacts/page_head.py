@@ -140,5 +140,5 @@ def _computes(pattern: AnyPattern, length: int, query: int, key: int) -> bool:
     near += sizes.get("units", 0) * TILE
     away = query - key
     if "dilation" in sizes:
-        return key < first or (away < near and away // TILE % sizes["dilation"] == 0)
-    return key < first or away < near or ("stride" in sizes and away // TILE % sizes["stride"] == 0)
+        return bool(key < first or (away < near and away // TILE % sizes["dilation"] == 0))
+    return bool(key < first or away < near or ("stride" in sizes and away // TILE % sizes["stride"] == 0))

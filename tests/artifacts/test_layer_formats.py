@@ -69,7 +69,7 @@ def test_modelopt_there_and_back(tmp_path):
     assert artifact.patterns[name] == artifacts.SkipSoftmax(scale_factor=182.135)
     assert (there["heads"], there["exact"], there["lossy"]) == (12, 4, True)
     assert effects(there) == {("keeps less", 8), ("not carried over", 8)} and len(there["notes"]) == 3
-    assert "profiling.evaluate" in there["measure"]
+    assert "headwise evaluate" in there["measure"]
 
 
 @pytest.mark.parametrize(
