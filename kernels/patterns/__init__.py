@@ -112,7 +112,6 @@ class LayerPlan:
             self._kinds.setdefault(type(pattern), []).append(head)
         self._parts: dict[tuple[int, ...], LayerPlan] = {}
         self._lengths: dict[int, LayerPlan] = {}
-        self._whole: dict[int, tuple[int, ...]] = {}
         if growth is not None:
             self.at(growth.length)
 
@@ -140,17 +139,6 @@ class LayerPlan:
                     del self._lengths[next(iter(self._lengths))]
             self._lengths[tiles] = plan
         return plan
-
-    def whole(self, k_len: int) -> tuple[int, ...]:
-        """The query heads that are sure to see all of `k_len` keys, known without a look at the prompt."""
-        if (found := self._whole.get(k_len)) is None:
-            patterns = self.at(k_len).patterns
-            dense = {pattern: pattern.whole(k_len) for pattern in dict.fromkeys(patterns)}
-            found = tuple(head for head, pattern in enumerate(patterns) if dense[pattern])
-            if len(self._whole) >= _LENGTHS:
-                self._whole.clear()
-            self._whole[k_len] = found
-        return found
 
     def query_heads(self, kv_heads: tuple[int, ...]) -> list[int]:
         """The query heads that read these KV heads, KV head by KV head."""

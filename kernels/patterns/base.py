@@ -45,10 +45,6 @@ class Pattern:
             if fault := field.metadata.get("fault", _no_size)(getattr(self, field.name)):
                 raise ValueError(f"{self.kind}: {field.name} {fault}")
 
-    def whole(self, k_len: int) -> bool:
-        """Whether every query is sure to see all of `k_len` keys up to itself, whatever the prompt says."""
-        return False
-
     @classmethod
     def prepare(
         cls,

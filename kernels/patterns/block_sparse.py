@@ -41,10 +41,6 @@ class BlockSparse(Pattern):
     blocks: int
     coverage: float | None = field(default=None, metadata=SHARE)
 
-    def whole(self, k_len: int) -> bool:
-        """See Pattern.whole."""
-        return self.blocks >= num_tiles(k_len) and self.coverage is None
-
     @classmethod
     def prepare(
         cls,

@@ -22,10 +22,6 @@ class Dense(Pattern):
 
     kind: ClassVar[str] = "dense"
 
-    def whole(self, k_len: int) -> bool:
-        """See Pattern.whole."""
-        return True
-
     @classmethod
     def prepare(
         cls,

@@ -33,12 +33,6 @@ class Fixed(Pattern):
         """For each pattern, how many of the last queries see every key; () for none."""
         return ()
 
-    def whole(self, k_len: int) -> bool:
-        """See Pattern.whole. Without a gap up to the farthest diagonal there is none at all."""
-        far = num_tiles(k_len) - 1
-        diagonals = _entries(type(self), (self,), 1, k_len, torch.device("cpu"))[0].read()[0, 0]
-        return far < len(diagonals) and int(diagonals[far]) == far
-
     @classmethod
     def prepare(
         cls,

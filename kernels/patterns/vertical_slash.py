@@ -37,10 +37,6 @@ class VerticalSlash(Pattern):
     last_q: int = 64
     coverage: float | None = field(default=None, metadata=SHARE)
 
-    def whole(self, k_len: int) -> bool:
-        """See Pattern.whole."""
-        return self.slash >= k_len and self.coverage is None
-
     @classmethod
     def prepare(
         cls,

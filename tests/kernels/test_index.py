@@ -13,9 +13,7 @@ from torch import Tensor
 
 from kernels.attention import sparse_attention
 from kernels.index import PAD, TILE, SparseIndex, lists, no_lists, num_rows, num_tiles
-from kernels.patterns import KINDS, Growth, LayerPlan, Pattern, make
-from kernels.patterns.dense import Dense
-from kernels.patterns.fixed import Fixed
+from kernels.patterns import KINDS, LayerPlan, Pattern, make
 
 sizes = st.one_of(st.integers(1, 8), st.integers(1, 700))
 share = st.one_of(st.none(), st.floats(0.01, 1.0))
@@ -261,45 +259,6 @@ def test_validate_names_what_is_wrong(change: dict[str, object], message: str) -
     index = LayerPlan([make("dense")] * 2, 1).build(torch.zeros(1, 2, 130, 4), torch.zeros(1, 1, 130, 4))
     with pytest.raises(ValueError, match=message):
         replace(index, **change).validate()  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("k_len", [1, 64, 65, 130, 300, 500])
-def test_heads_known_to_be_whole_are(k_len: int, layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
-    """And fixed ones, of which all is known, are known to be, but for those whose columns fill the gaps."""
-    edges = [
-        *(make("vertical_slash", vertical=1, slash=k_len - less) for less in (0, 1) if k_len > less),
-        *(make("block_sparse", blocks=n) for n in (num_tiles(k_len), num_tiles(k_len) - 1) if n),
-        make("vertical_slash", vertical=1, slash=k_len, coverage=0.5),
-        make("block_sparse", blocks=num_tiles(k_len), coverage=0.5),
-        *(make("a_shape", sink=1, window=max(k_len - less, 1)) for less in (0, 64, 65)),
-        make("strided", sink=1, window=1, stride=1),
-    ]
-    heads = [*layer_of_unlike_heads, *edges]
-    q, k = torch.randn(1, len(heads), min(k_len, 200), 16), torch.randn(1, 1, k_len, 16)
-    plan = LayerPlan(heads, 1)
-    index = plan.build(q, k)
-    mask = index.to_mask()
-    seen = mask.sum((0, 2, 3)) == torch.ones(mask.shape[2:]).tril(k_len - mask.shape[2]).sum()
-    n, whole = num_tiles(k_len), plan.whole(k_len)
-    assert seen[list(whole)].all() and len(set(whole)) == len(whole)
-    for head, pattern in enumerate(heads):
-        if isinstance(pattern, Fixed | Dense):
-            gapless = index.diagonals.shape[-1] >= n and int(index.diagonals[0, head, n - 1]) == n - 1
-            assert (head in whole) == gapless, pattern
-    by_size = {"vertical_slash": lambda p: p.slash >= k_len, "block_sparse": lambda p: p.blocks >= n}
-    for head, pattern in enumerate(heads):
-        if pattern.kind in by_size:
-            assert (head in whole) == (pattern.coverage is None and by_size[pattern.kind](pattern))  # type: ignore[attr-defined]
-    assert plan.whole(k_len) is whole
-
-
-def test_whole_heads_go_by_the_sizes_that_they_have_at_a_length() -> None:
-    growth = Growth(length=100, powers={"a_shape": {"window": 1.0}})
-    plan = LayerPlan([make("a_shape", sink=1, window=128), make("dense")], 1, growth=growth)
-    assert plan.whole(100) == plan.whole(2000) == (0, 1) and LayerPlan(plan.patterns, 1).whole(2000) == (1,)
-    for k_len in range(1, 60):
-        plan.whole(k_len)
-    assert plan.whole(100) == (0, 1) and len(plan._whole) <= 16
 
 
 def test_every_kind_is_drawn_here() -> None:
