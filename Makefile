@@ -46,7 +46,7 @@ demo: $(VENV)/.installed $(VENV)/.models
 # Its own assisted decoding fails where an assistant's layers slide.
 OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 OLDEST_TESTS := $(patsubst %,tests/runtime/test_%.py,apply architectures batches caches decode fallbacks families \
-	fingerprint masks offload parallel spans traffic turns) tests/runtime/caches/test_layer.py tests/runtime/caches/test_rolling.py \
+	fingerprint masks offload spans traffic) tests/runtime/caches/test_layer.py tests/runtime/caches/test_rolling.py \
 	tests/profiling/inside/test_capture.py tests/profiling/inside/test_decode_capture.py tests/profiling/inside/test_gradients.py
 
 test-oldest: $(OLDEST_VENV)/.installed
