@@ -1,4 +1,4 @@
-"""The verbs of `python -m artifacts`, one module each.
+"""The verbs of `headwise`, one module each.
 
 A verb's module has `Config`, a frozen dataclass that declares the verb's arguments; SHORT, what it does in a line;
 EXAMPLES, the end of its help; and `run(config)`, which gives what to print and the exit status: 0 fine, 3 findings or
