@@ -73,7 +73,7 @@ def test_an_open_fingerprint_is_said_and_refused_where_asked(build, artifact_for
     model = build()
     artifact = artifact_for(model)
     unknown = artifact.model_copy(update={"model": artifact.model.model_copy(update={"weights_sha256": None})})
-    with pytest.raises(HeadwiseError, match=r"weights_sha256 open.*search\.gate --out fills it in"):
+    with pytest.raises(HeadwiseError, match=r"weights_sha256 open.*headwise gate --out fills it in"):
         Headwise(unknown).apply(model, check_fingerprint=True)
     with Headwise(artifact).apply(model, check_fingerprint=True):
         assert warnings() == []
