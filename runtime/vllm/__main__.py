@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import sys
@@ -19,7 +20,7 @@ from artifacts.options import add_arguments, config_of, option
 from runtime.omnikv.roles import roles_of
 from runtime.vllm.decode import reading
 from runtime.vllm.fit import full_layers, grouped, keeps_of, misfits, why_dense
-from runtime.vllm.options import KEY, Options, count
+from runtime.vllm.options import KEY, Options
 from runtime.vllm.snapkv import Snap
 
 # docs/vllm.md has the same versions.
@@ -55,7 +56,7 @@ def parser() -> ArgumentParser:
     arguments.add_artifact(check, dest="file")
     arguments.add_model(check, "the model as vLLM is given it: a folder or a name")
     check.add_argument(
-        "--tensor-parallel-size", type=count, default=1, metavar="N", help="over how many processes heads are sharded"
+        "--tensor-parallel-size", type=_count, default=1, metavar="N", help="over how many processes heads are sharded"
     )
     add_arguments(check, Point)
     return made
@@ -126,6 +127,13 @@ def _model_config(model: str) -> Any:
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).strip().splitlines()), "no reason given")
         raise HeadwiseError(f"the configuration of {shorten(model)} cannot be read: {reason}") from None
+
+
+def _count(text: str) -> int:
+    """A positive number of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
 
 
 def main(argv: list[str] | None = None) -> int:

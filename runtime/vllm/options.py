@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from pydantic import ValidationError
@@ -75,10 +74,3 @@ def options_of(additional_config: Any) -> Options | None:
         return Options.model_validate(given)
     except ValidationError as error:
         raise HeadwiseError(f"{where}: {explain(error)}") from None
-
-
-def count(text: str) -> int:
-    """A positive number of an option."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
