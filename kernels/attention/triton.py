@@ -54,26 +54,9 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: SparseIndex,
-    *,
-    scale: float,
-    softcap: float | None,
-    block_table: Tensor | None = None,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
-    skipped: Tensor | None = None,
-    heads: Sequence[int] | None = None,
-    launch: Launch | None = None,
-    splits: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See kernels.attention.launch; `launch` takes another build than the table's, `splits` so many parts."""
+def sparse_attention(q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, **how: Any) -> tuple[Tensor, Tensor]:
+    """See kernels.attention.launch; keywords are those of `prepare`."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "block_table": block_table, "sinks": sinks}
-    how |= {"out": out, "skipped": skipped, "heads": heads, "launch": launch, "splits": splits}
     calls = prepare(q, k, v, index, **how)
     run_calls(calls, q.device, *_build(q, v))
     return calls[-1].arguments["out"], calls[-1].arguments["lse"]
@@ -104,7 +87,8 @@ def prepare(
     """The launches that serve a call: an index's tables, then attention, then what puts its parts together, if any.
 
     With a block table k and v are caches (pages, page size, G, dim). `heads` are the query heads wanted, None for all.
-    `target` prepares for another architecture than that of q's device.
+    `launch` takes another build than the table's, `splits` cuts keys into so many parts, `target` prepares for another
+    architecture than that of q's device.
     """
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")

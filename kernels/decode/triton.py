@@ -7,6 +7,7 @@ R = Q * H / G query rows of a KV head, S splits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,45 +89,15 @@ def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
 def resident(build: Build, *, dim: int, tokens: bool, paged: bool) -> int:
     """How many programs of a build a multiprocessor is given: no more than it holds at a time, so that none comes last.
 
-    What is looked up for each key takes registers. Two have enough under way to ask for
-    all of the memory's bandwidth.
+    What is looked up for each key takes registers. Two have enough under way to ask for all of the memory's bandwidth.
     """
     return 2 if build.warps > 4 or dim > 128 else 4 - tokens - paged
 
 
-def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    tokens: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    scores: str,
-    block_table: Tensor | None,
-    sinks: Tensor | None = None,
-    splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See kernels.decode.decode_attention; `splits` takes another number of splits than the device's."""
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """See kernels.decode.decode_attention; keywords are those of `prepare`."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    launches, out, lse, mass = prepare(
-        q,
-        k,
-        v,
-        tokens=tokens,
-        starts=starts,
-        ends=ends,
-        window=window,
-        scale=scale,
-        softcap=softcap,
-        scores=scores,
-        block_table=block_table,
-        sinks=sinks,
-        splits=splits,
-    )
+    launches, out, lse, mass = prepare(q, k, v, **how)
     run_calls(launches, q.device, *_build(q, v))
     return out, lse, mass
 
@@ -150,7 +121,8 @@ def prepare(
 ) -> tuple[list[KernelCall], Tensor, Tensor, Tensor | None]:
     """The launches that serve a call, and what they write: out, log-sum-exp and scores.
 
-    `target` prepares for another architecture than that of q's device.
+    `splits` takes another number of splits than the device's, `target` prepares for another architecture than that of
+    q's device.
     """
     (batch, num_heads, q_len, dim), v_dim = q.shape, v.shape[-1]
     paged = block_table is not None
