@@ -51,11 +51,13 @@ def add_length(
     *,
     several: bool = False,
     required: bool = False,
+    dest: str = "length",
     default: int | Sequence[int] | None = None,
 ) -> None:
     """--length in tokens; `several` gives a list."""
     how: dict[str, Any] = {"nargs": "+"} if several else {}
-    p.add_argument("--length", metavar="N", type=natural, required=required, default=default, help=help, **how)
+    how |= {"required": required, "default": default}
+    p.add_argument("--length", dest=dest, metavar="N", type=natural, help=help, **how)
 
 
 def add_task(

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, field, fields
 from math import inf
 from pathlib import Path
@@ -72,10 +72,19 @@ def shared(
     return field(default=default, metadata={"add": lambda p: add(p, *given, **how), "within": within})
 
 
-def add_arguments(parser: argparse.ArgumentParser, config: type[Any]) -> None:
-    """Give the parser what the fields of a Config declare; fields that declare nothing are no options."""
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    config: type[Any],
+    names: Collection[str] | None = None,
+) -> None:
+    """Give the parser the options that a Config's fields declare; other fields are no options.
+
+    names: only these fields, of a Config that shares the parser with others.
+    """
     groups: dict[str | None, Any] = {None: parser}
     for each in fields(config):
+        if names is not None and each.name not in names:
+            continue
         # What is repeated begins empty; `config_of` leaves out what was not given.
         given = None if each.default is MISSING or isinstance(each.default, tuple) else each.default
         if "add" in each.metadata:

@@ -3,16 +3,52 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
+from artifacts.options import add_arguments, config_of, option, shared
 from profiling.prompts.kind import Kind
 from profiling.prompts.prompt import KINDS, Prompt, Task, make_prompts, parse_task
 
 _MARK = "\n... {} tokens ...\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPrompts:
+    """The prompts to show, or to write for lm-evaluation-harness; no task lists all of them."""
+
+    task: str | None = shared(
+        arguments.add_task,
+        "make prompts of this task, such as passkey@depth=0.5",
+        several=False,
+        default=None,
+    )
+    model: str = shared(
+        arguments.add_model,
+        "whose tokenizer to use (default smollm2)",
+        required=False,
+        default="smollm2",
+    )
+    length: int = shared(
+        arguments.add_length,
+        "tokens of a prompt (default %(default)s)",
+        default=1024,
+    )
+    samples: int = option("how many prompts", default=1)
+    seed: int = shared(arguments.add_seed, default=0)
+    ends: bool = option(
+        "show the start and the end of a prompt only",
+        default=False,
+        action="store_true",
+    )
+    lm_eval: Path | None = option(
+        "write them for lm-evaluation-harness's --include_path",
+        default=None,
+        metavar="FOLDER",
+    )
 
 
 def listing() -> str:
@@ -46,50 +82,52 @@ def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
 def parser() -> ArgumentParser:
     """The command line of headwise tasks."""
     p = ArgumentParser(prog="headwise tasks", description=__doc__)
-    arguments.add_task(p, "make prompts of this task, such as passkey@depth=0.5", several=False)
-    arguments.add_model(p, "whose tokenizer to use (default smollm2)", default="smollm2")
-    arguments.add_length(p, "tokens of a prompt (default 1024)", default=1024)
-    p.add_argument("--samples", type=int, default=1, help="how many prompts (default 1)")
-    arguments.add_seed(p)
-    p.add_argument("--ends", action="store_true", help="show the start and the end of a prompt only")
-    p.add_argument(
-        "--lm-eval", type=Path, metavar="FOLDER", help="write them for lm-evaluation-harness's --include_path"
-    )
+    add_arguments(p, TaskPrompts)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    options = parser().parse_args(argv)
-    if options.task is None:
+    config = config_of(TaskPrompts, vars(parser().parse_args(argv)))
+    if config.task is None:
         if argv or (argv is None and sys.argv[1:]):
             raise HeadwiseError("say which task to show: --task TASK")
         print(listing())
         return 0
-    task = parse_task(options.task)
+    task = parse_task(config.task)
     from profiling.models.loading import load_tokenizer
 
-    tokenizer = load_tokenizer(options.model)
-    if options.lm_eval is not None:
-        return _write(task, tokenizer, options)
-    prompts = make_prompts(task, tokenizer, length=options.length, samples=options.samples, seed=options.seed)
-    print("\n\n".join(shown(prompt, tokenizer, whole=not options.ends) for prompt in prompts))
+    tokenizer = load_tokenizer(config.model)
+    how = {"length": config.length, "samples": config.samples, "seed": config.seed}
+    if config.lm_eval is not None:
+        _write(task, tokenizer, config.lm_eval, **how)
+        return 0
+    prompts = make_prompts(task, tokenizer, **how)
+    print("\n\n".join(shown(prompt, tokenizer, whole=not config.ends) for prompt in prompts))
     return 0
 
 
-def _write(task: Task, tokenizer: Any, options: Namespace) -> int:
+def _write(
+    task: Task,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    length: int,
+    samples: int,
+    seed: int,
+) -> None:
+    """Write the task and its prompts for lm-evaluation-harness."""
     from profiling.harness.task_files import write_task
 
-    how = {"length": options.length, "samples": options.samples, "seed": options.seed}
-    written = write_task(options.lm_eval, task, tokenizer, **how)
+    written = write_task(folder, task, tokenizer, length=length, samples=samples, seed=seed)
     for name in written.names:
-        print(f"wrote the task {name} into {options.lm_eval}")
+        print(f"wrote the task {name} into {folder}")
     if written.changed:
-        print(f"note: {written.changed} of {options.samples} prompts have other tokens as text", file=sys.stderr)
+        told = "have other tokens as text"
+        print(f"note: {written.changed} of {samples} prompts {told}", file=sys.stderr)
     if written.turned:
         told = "ask in a later turn: the harness prefills the question with its context"
-        print(f"note: {written.turned} of {options.samples} prompts {told}", file=sys.stderr)
-    return 0
+        print(f"note: {written.turned} of {samples} prompts {told}", file=sys.stderr)
 
 
 def _described(kind: Kind) -> str:

@@ -6,15 +6,17 @@ attention and Headwise side by side.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from artifacts import HeadwiseError, arguments
+from artifacts import arguments
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.files import out_folder
+from artifacts.options import add_arguments, at_least, check_ranges, config_of, option, shared
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
@@ -34,6 +36,32 @@ PASSKEY_LENGTH = 4096
 _SEED = 1000
 
 
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """What to show, and the folder that everything lands in."""
+
+    out: Path = shared(
+        arguments.add_out,
+        "folder for the artifact and the picture",
+        metavar="FOLDER",
+    )
+    model: str = shared(
+        arguments.add_model,
+        "as for search.heads (default smollm2)",
+        required=False,
+        default="smollm2",
+    )
+    length: int = shared(
+        arguments.add_length,
+        "tokens of the prompt (default %(default)s)",
+        default=8192,
+    )
+    repeats: int = option("timed runs of each side", default=3, within=at_least(1))
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
 def run(config: ModelSearch, *, repeats: int) -> None:
     """Search, apply and compare; everything lands in the folder of `config.out`.
 
@@ -41,8 +69,6 @@ def run(config: ModelSearch, *, repeats: int) -> None:
         HeadwiseError: anything that the user has to put right, or the gate, that nothing passes.
     """
     one_process("search.demo")
-    if repeats < 1:
-        raise HeadwiseError(f"--repeats must be at least 1, got {repeats}")
     loaded = load_model(config.model, dtype=config.dtype)
     found = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     print(f"$ {config.command}", flush=True)
@@ -77,20 +103,18 @@ def _compared(loaded: LoadedModel, config: Path, length: int, repeats: int) -> N
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    options = parser().parse_args(argv)
-    out, model, length = options.out / "cfg.yaml", options.model, options.length
-    command = f"headwise search --model {model} --length {length} --out {out}"
-    run(ModelSearch(model=model, out=out, lengths=(length,), command=command), repeats=options.repeats)
+    demo = config_of(Demo, vars(parser().parse_args(argv)))
+    out = demo.out / "cfg.yaml"
+    command = f"headwise search --model {demo.model} --length {demo.length} --out {out}"
+    config = ModelSearch(model=demo.model, out=out, lengths=(demo.length,), command=command)
+    run(config, repeats=demo.repeats)
     return 0
 
 
 def parser() -> ArgumentParser:
     """The command line of headwise demo."""
     p = ArgumentParser(prog="headwise demo", description=__doc__)
-    arguments.add_out(p, "folder for the artifact and the picture", metavar="FOLDER")
-    arguments.add_model(p, "as for search.heads (default smollm2)", default="smollm2")
-    arguments.add_length(p, "tokens of the prompt (default 8192)", default=8192)
-    p.add_argument("--repeats", type=int, default=3, help="timed runs of each side (default 3)")
+    add_arguments(p, Demo)
     return p
 
 

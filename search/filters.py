@@ -16,12 +16,14 @@ from typing import Any
 from artifacts import arguments
 from artifacts.command_line import ArgumentParser, run_command
 from artifacts.options import add_arguments, config_of
-from profiling.prompts.prompt import TASKS
 from profiling.similarities.layer_similarity import SimilarityConfig
 from search.decode.filter_config import FilterSearch
 from search.decode.filter_layers import Rules
 from search.decode.filter_search import run
 from search.decode.found import record, report
+
+# Options of the similarity that is measured; the model is the search's own.
+_MEASURED = ("tasks", "length", "samples", "steps", "seed", "dtype", "device")
 
 
 def parser() -> ArgumentParser:
@@ -29,13 +31,7 @@ def parser() -> ArgumentParser:
     p = ArgumentParser(prog="headwise filters", description=__doc__)
     add_arguments(p, FilterSearch)
     add_arguments(p, Rules)
-    arguments.add_task(p, f"prompts to measure on: {TASKS}")
-    arguments.add_length(p, "their length in tokens")
-    p.add_argument("--samples", type=int, default=SimilarityConfig.samples, help="prompts of each task")
-    p.add_argument("--steps", type=int, default=SimilarityConfig.steps, help="decode steps of each prompt")
-    arguments.add_seed(p, SimilarityConfig.seed)
-    arguments.add_dtype(p)
-    arguments.add_device(p)
+    add_arguments(p, SimilarityConfig, _MEASURED)
     arguments.add_json(p)
     return p
 

@@ -9,14 +9,14 @@ to end. --preset paper is the published search, a budget for each head (MInferen
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
-from profiling.memory_use.sizes import bytes_of
-from profiling.prompts.prompt import CALIBRATED_TASKS, TASKS
-from search.model.config import DEFAULT_BUDGET, DEFAULT_TRIALS, SHORT, TAILS, ModelSearch
-from search.model.limits import add_limits, limits_of
+from artifacts.options import add_arguments, config_of, option
+from search.model.config import ModelSearch
+from search.model.limits import Limits
 from search.model.pipeline import run as run_model
 from search.model.refine import without_password
 from search.model.report import report
@@ -24,79 +24,38 @@ from search.published.search import HeadSearch
 from search.published.search import run as run_published
 from search.published.space import PAPER_BUDGET, PAPER_LENGTH
 
-# What only one of the two searches knows, by option.
-_OF_MODEL = (
-    "cost",
-    "n_trials",
-    "storage",
-    "max_memory",
-    "max_kl",
-    "max_perplexity",
-    "max_nll",
-    "max_lost",
-)
+# Options of the search with one budget for the model that --preset paper lacks, by field.
+_OF_MODEL = {
+    "cost": "--cost",
+    "n_trials": "--n-trials",
+    "storage": "--storage",
+    "max_memory": "--max-memory",
+    "kl": "--max-kl",
+    "perplexity": "--max-perplexity",
+    "nll": "--max-nll",
+    "lost": "--max-lost",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A published search in place of one budget for the model."""
+
+    preset: str | None = option(
+        "paper: MInference's own search, of one --task (default kv_retrieval) and one --length "
+        f"(default {PAPER_LENGTH}), with --dense-tail 0 by default; --budget is what a head may "
+        f"compute, a share or a_shape:SINK,WINDOW (default {PAPER_BUDGET})",
+        default=None,
+        choices=("paper",),
+    )
 
 
 def parser() -> ArgumentParser:
     """The command line of headwise search."""
     p = ArgumentParser(prog="headwise search", description=__doc__)
-    arguments.add_model(p)
-    arguments.add_out(p, "artifact to write, such as cfg.yaml")
-    arguments.add_task(
-        p,
-        f"what prompts are made of (default {' '.join(CALIBRATED_TASKS)}; with --preset paper kv_retrieval); add "
-        f"text:FILE for text like yours; known: {TASKS}",
-        dest="calibration",
-    )
-    arguments.add_length(
-        p,
-        "prompt lengths in tokens: patterns are for the longest, the others show how sizes go with the length "
-        f"(default: the model's positions, at most 8192; with --preset paper {PAPER_LENGTH})",
-        several=True,
-    )
-    p.add_argument("--samples", type=int, default=1, help="prompts of each task and length (default 1)")
-    p.add_argument(
-        "--budget",
-        help=f"share of what computing all of attention costs (default {DEFAULT_BUDGET}, more where nothing keeps to "
-        "that); with --preset paper "
-        f"what a head may compute, such a share or a_shape:SINK,WINDOW (default {PAPER_BUDGET})",
-    )
-    p.add_argument("--cost", choices=("seconds", "flops"), default="seconds", help="what is spent (default seconds)")
-    p.add_argument(
-        "--n-trials",
-        type=int,
-        default=DEFAULT_TRIALS,
-        help=f"ways of spending the budget that are tried on the whole model (default {DEFAULT_TRIALS})",
-    )
-    p.add_argument("--storage", metavar="URL", help="where Optuna keeps the study of its draws, from --n-trials 3 on")
-    p.add_argument(
-        "--max-memory",
-        metavar="SIZE",
-        help="weights that stay on the device, such as 16GiB; other layers come in one at a time (default: all stay)",
-    )
-    add_limits(p)
-    p.add_argument(
-        "--preset",
-        choices=("paper",),
-        help="paper: MInference's own search, a budget for each head",
-    )
-    arguments.add_seed(p)
-    arguments.add_dtype(p)
-    arguments.add_device(p)
-    p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")
-    arguments.add_revision(p)
-    p.add_argument(
-        "--dense-below", type=int, help="prompts shorter than this stay dense (default: measured, or half the length)"
-    )
-    p.add_argument(
-        "--dense-tail",
-        type=int,
-        help="last queries of a prompt that see every key (default: the best of "
-        f"{', '.join(map(str, TAILS))}, below {SHORT:,} tokens also 0; with --preset paper 0)",
-    )
-    p.add_argument("--beyond-positions", action="store_true", help="allow a --length over the model's positions")
-    p.add_argument("--fresh", action="store_true", help="discard what an interrupted search left")
-    p.add_argument("--no-picture", dest="picture", action="store_false", help="do not draw the pattern map")
+    add_arguments(p, ModelSearch)
+    add_arguments(p, Limits)
+    add_arguments(p, Preset)
     return p
 
 
@@ -106,54 +65,39 @@ def main(argv: list[str] | None = None) -> int:
     p = parser()
     options = vars(p.parse_args(argv))
     # It goes into the artifact.
-    command = arguments.as_typed("search.heads", [without_password(argument) for argument in argv])
-    model, out = options["model"], options["out"]
-    if options.pop("preset") == "paper":
-        for name in _OF_MODEL:
-            if options.pop(name) != p.get_default(name):
-                raise HeadwiseError(
-                    f"--{name.replace('_', '-')} goes with one budget for the model, not with --preset paper"
-                )
+    command = arguments.as_typed("search.heads", [without_password(word) for word in argv])
+    if config_of(Preset, options).preset == "paper":
+        for name, flag in _OF_MODEL.items():
+            if options[name] != p.get_default(name):
+                refused = "goes with one budget for the model, not with --preset paper"
+                raise HeadwiseError(f"{flag} {refused}")
         artifact = run_published(_published(options, command))
     else:
-        found = run_model(_for_model(options, command))
+        limits = config_of(Limits, options)
+        found = run_model(config_of(ModelSearch, options, limits=limits, command=command))
         if found is None:
             return 0
         artifact = found
-    print(report(artifact, out, model))
+    print(report(artifact, options["out"], options["model"]))
     return 0
 
 
 def _published(options: dict[str, Any], command: str) -> HeadSearch:
-    for name in ("length", "calibration"):
-        if options[name] is not None and len(options[name]) > 1:
-            option = "task" if name == "calibration" else name
-            raise HeadwiseError(f"--{option} takes one value with --preset paper, got {len(options[name])}")
-        options[name] = options[name][0] if options[name] else None
-    given = {name: value for name, value in options.items() if value is not None}
-    return HeadSearch(**given, command=command)
+    """The search of --preset paper, which is of one task and one length."""
+    one = {
+        "length": _only(options["lengths"], "--length"),
+        "calibration": _only(options["tasks"], "--task"),
+    }
+    return config_of(HeadSearch, options | one, command=command)
 
 
-def _for_model(options: dict[str, Any], command: str) -> ModelSearch:
-    limits = limits_of(options)
-    tasks, lengths, budget = (options.pop(name) for name in ("calibration", "length", "budget"))
-    try:
-        share = None if budget is None else float(budget)
-    except ValueError:
-        raise HeadwiseError(
-            f"--budget {budget!r} must be a share of all of attention such as 0.25; a_shape:SINK,WINDOW goes with "
-            "--preset paper"
-        ) from None
-    memory = options.pop("max_memory")
-    return ModelSearch(
-        **options,
-        max_memory=None if memory is None else bytes_of(memory, "--max-memory"),
-        tasks=tuple(tasks or CALIBRATED_TASKS),
-        lengths=None if lengths is None else tuple(lengths),
-        budget=share,
-        limits=limits,
-        command=command,
-    )
+def _only(values: list[Any] | None, flag: str) -> Any:
+    """The one value of an option that --preset paper takes once; None if it was not given."""
+    if values is None:
+        return None
+    if len(values) > 1:
+        raise HeadwiseError(f"{flag} takes one value with --preset paper, got {len(values)}")
+    return values[0]
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ loaded; elsewhere the mark cannot be set back, and what loading took hides as mu
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from transformers import DynamicCache
 
 from artifacts import Artifact, HeadwiseError, arguments, save
 from artifacts.command_line import ArgumentParser, run_command
+from artifacts.options import add_arguments, config_of, option, shared
 from artifacts.windows import SEEN_WINDOWS
 from profiling.models.loading import LoadedModel, load_model
 from profiling.quality.method import Method
@@ -110,20 +111,54 @@ def peak_apart(
     return Grown(int(found["bytes"]), int(found["cache"]))
 
 
-def measure(options: argparse.Namespace) -> Grown:
+@dataclass(frozen=True, kw_only=True)
+class OnePrefill:
+    """The prefill that is measured in this process; None for threads is torch's own number."""
+
+    model: str = shared(arguments.add_model)
+    config: Path | None = shared(
+        arguments.add_artifact,
+        "artifact to apply; without it attention is dense",
+        nargs="?",
+        default=None,
+    )
+    length: int = shared(arguments.add_length, "tokens of the prompt", required=True)
+    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    device: str = shared(arguments.add_device, default="cpu")
+    revision: str | None = shared(arguments.add_revision, default=None)
+    threads: int | None = option(default=None)
+    own_dense: bool = option(
+        "without an artifact: dense attention by Headwise's kernel",
+        default=False,
+        action="store_true",
+    )
+    offload: str = option(
+        "where the cache keeps keys and values",
+        default="auto",
+        choices=OFFLOADS,
+    )
+
+
+def measure(config: OnePrefill) -> Grown:
     """What one prefill of random tokens takes in this process.
 
     Raises:
         HeadwiseError: the model cannot be loaded, or the artifact is not for it.
     """
-    torch.set_num_threads(options.threads)
-    loaded = load_model(options.model, dtype=options.dtype, device=options.device, revision=options.revision)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    loaded = load_model(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        revision=config.revision,
+    )
     model = loaded.model
-    if options.config is None:
-        with dense(model, KERNEL if options.own_dense else MODEL):
-            return _grown(model, options.length, lambda: DynamicCache(config=text_config(model)))
-    with load(options.config).apply(model, check_weights=False, strict=True) as handle:
-        return _grown(model, options.length, lambda: handle.new_cache(offload=options.offload))
+    if config.config is None:
+        with dense(model, KERNEL if config.own_dense else MODEL):
+            return _grown(model, config.length, lambda: DynamicCache(config=text_config(model)))
+    with load(config.config).apply(model, check_weights=False, strict=True) as handle:
+        return _grown(model, config.length, lambda: handle.new_cache(offload=config.offload))
 
 
 @torch.no_grad()
@@ -162,16 +197,8 @@ def _mark(device: torch.device, *, reset: bool) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point; the last line is JSON."""
     p = ArgumentParser(prog="python -m profiling.memory_use.peak_memory", description=__doc__)
-    arguments.add_model(p)
-    arguments.add_artifact(p, "artifact to apply; without it attention is dense", nargs="?")
-    arguments.add_length(p, "tokens of the prompt", required=True)
-    arguments.add_dtype(p)
-    arguments.add_device(p)
-    arguments.add_revision(p)
-    p.add_argument("--threads", type=int, default=torch.get_num_threads())
-    p.add_argument("--own-dense", action="store_true", help="without an artifact: dense attention by Headwise's kernel")
-    p.add_argument("--offload", choices=OFFLOADS, default="auto", help="where the cache keeps keys and values")
-    found = measure(p.parse_args(argv))
+    add_arguments(p, OnePrefill)
+    found = measure(config_of(OnePrefill, vars(p.parse_args(argv))))
     print(json.dumps({"bytes": found.peak, "cache": found.cache}))
     return 0
 

@@ -16,7 +16,7 @@ from artifacts import Artifact, HeadwiseError, Streaming, arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
 from artifacts.commands import Outcome
 from artifacts.errors import one_line, shorten
-from artifacts.options import add_arguments, config_of, option
+from artifacts.options import add_arguments, config_of, option, shared
 from runtime.omnikv.roles import roles_of
 from runtime.vllm.decode import reading
 from runtime.vllm.fit import full_layers, grouped, keeps_of, misfits, why_dense
@@ -39,6 +39,27 @@ examples:
 _WHAT = "would this artifact serve that model inside vLLM, and if not, why not?"
 
 
+def _count(text: str) -> int:
+    """A positive number of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The model, and the processes that its heads are sharded over."""
+
+    file: Path = shared(arguments.add_artifact, dest="file")
+    model: str = shared(arguments.add_model, "the model as vLLM is given it: a folder or a name")
+    tensor_parallel_size: int = option(
+        "over how many processes heads are sharded",
+        default=1,
+        type=_count,
+        metavar="N",
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """Which point of the artifact's front is meant, see runtime.load."""
@@ -53,11 +74,7 @@ def parser() -> ArgumentParser:
     made = ArgumentParser(prog="headwise", description="Headwise inside vLLM: see docs/vllm.md.", epilog=_EPILOG)
     verbs = made.add_subparsers(dest="verb", metavar="VERB", required=True)
     check = verbs.add_parser("check", help=_WHAT, description=f"{_WHAT[0].upper()}{_WHAT[1:]}")
-    arguments.add_artifact(check, dest="file")
-    arguments.add_model(check, "the model as vLLM is given it: a folder or a name")
-    check.add_argument(
-        "--tensor-parallel-size", type=_count, default=1, metavar="N", help="over how many processes heads are sharded"
-    )
+    add_arguments(check, Asked)
     add_arguments(check, Point)
     return made
 
@@ -129,19 +146,13 @@ def _model_config(model: str) -> Any:
         raise HeadwiseError(f"the configuration of {shorten(model)} cannot be read: {reason}") from None
 
 
-def _count(text: str) -> int:
-    """A positive number of an option."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, check and print what was found; returns the exit status."""
     given = vars(parser().parse_args(argv))
-    file: Path = given["file"]
-    options = Options(artifact=str(file.absolute()), **asdict(config_of(Point, given)))
-    outcome = run(file, options, given["model"], given["tensor_parallel_size"])
+    asked = config_of(Asked, given)
+    point = config_of(Point, given)
+    options = Options(artifact=str(asked.file.absolute()), **asdict(point))
+    outcome = run(asked.file, options, asked.model, asked.tensor_parallel_size)
     sys.stdout.write(outcome.text)
     return int(outcome.status)
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from artifacts import Artifact, Evidence, HeadwiseError, load_pair, save
+from artifacts import Artifact, Evidence, HeadwiseError, arguments, load_pair, save
 from artifacts.files import check_writable
 from artifacts.front_rows import FRONT_ROWS
 from artifacts.merging import section_of
+from artifacts.options import option, shared
 from kernels.patterns import LayerPlan
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
@@ -47,16 +48,31 @@ class Check:
     out: where an artifact that passes is written for this model, whose weights may be others than those it is for.
     """
 
-    config: Path
-    model: str
+    config: Path = shared(arguments.add_artifact)
+    model: str = shared(arguments.add_model)
     limits: Limits
-    out: Path | None = None
-    tasks: tuple[str, ...] | None = None
-    length: int | None = None
-    samples: int = 1
-    seed: int = 0
-    dtype: str = "bfloat16"
-    device: str = "cpu"
+    out: Path | None = option(
+        "write the artifact for this model, with its fingerprint and evidence",
+        default=None,
+        metavar="FILE",
+    )
+    tasks: tuple[str, ...] | None = shared(
+        arguments.add_task,
+        f"what is asked (default {' '.join(GATE_TASKS)})",
+        default=None,
+    )
+    length: int | None = shared(
+        arguments.add_length,
+        "tokens of a prompt (default: what was searched)",
+        default=None,
+    )
+    samples: int = option(
+        "four times as many contexts of each task, twice as many windows of a text",
+        default=1,
+    )
+    seed: int = shared(arguments.add_seed, default=0)
+    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    device: str = shared(arguments.add_device, default="cpu")
 
 
 @dataclass(frozen=True, kw_only=True)

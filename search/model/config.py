@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from artifacts import HeadwiseError
-from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS
+from artifacts import HeadwiseError, arguments
+from artifacts.options import at_least, check_ranges, option, shared
+from profiling.memory_use.sizes import bytes_of
+from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, TASKS
 from search.model.costs import Unit
 from search.model.limits import Limits
 
@@ -21,6 +23,16 @@ TAILS = (64, 256)
 SHORT = 2048
 
 
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise HeadwiseError(
+            f"--budget {text!r} must be a share of all of attention such as 0.25; "
+            "a_shape:SINK,WINDOW goes with --preset paper"
+        ) from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSearch:
     """What a search with one budget for the model is asked to do; None takes the default that depends on the model.
@@ -33,36 +45,78 @@ class ModelSearch:
     max_memory: bytes of weights that stay on the device, None all; the other layers come in one at a time.
     """
 
-    model: str
-    out: Path
-    tasks: tuple[str, ...] = CALIBRATED_TASKS
-    lengths: tuple[int, ...] | None = None
-    samples: int = 1
-    budget: float | None = None
-    cost: Unit = "seconds"
-    n_trials: int = DEFAULT_TRIALS
-    storage: str | None = None
+    model: str = shared(arguments.add_model)
+    out: Path = shared(arguments.add_out, "artifact to write, such as cfg.yaml")
+    tasks: tuple[str, ...] = shared(
+        arguments.add_task,
+        f"what prompts are made of (default {' '.join(CALIBRATED_TASKS)}); "
+        f"add text:FILE for text like yours; known: {TASKS}",
+        default=CALIBRATED_TASKS,
+    )
+    lengths: tuple[int, ...] | None = shared(
+        arguments.add_length,
+        "prompt lengths in tokens: patterns are for the longest, "
+        "the others show how sizes go with the length "
+        "(default: the model's positions, at most 8192)",
+        several=True,
+        dest="lengths",
+        default=None,
+    )
+    samples: int = option("prompts of each task and length", default=1, within=at_least(1))
+    budget: float | None = option(
+        f"share of what all of attention costs (default {DEFAULT_BUDGET}, or more if none keeps to it)",
+        default=None,
+        read=_share,
+    )
+    cost: Unit = option(
+        "what is spent (default seconds)",
+        default="seconds",
+        choices=("seconds", "flops"),
+    )
+    n_trials: int = option(
+        "ways of spending the budget that are tried on the whole model",
+        default=DEFAULT_TRIALS,
+        within=at_least(1),
+    )
+    storage: str | None = option(
+        "where Optuna keeps the study of its draws, from --n-trials 3 on",
+        default=None,
+        metavar="URL",
+    )
     limits: Limits = field(default_factory=Limits)
-    seed: int = 0
-    dtype: str = "bfloat16"
-    device: str = "cpu"
-    backend: str = "auto"
-    revision: str | None = None
-    max_memory: int | None = None
-    dense_below: int | None = None
-    dense_tail: int | None = None
-    beyond_positions: bool = False
-    fresh: bool = False
-    picture: bool = True
+    seed: int = shared(arguments.add_seed, default=0, within=at_least(0))
+    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    device: str = shared(arguments.add_device, default="cpu")
+    backend: str = shared(arguments.add_backend, default="auto")
+    revision: str | None = shared(arguments.add_revision, default=None)
+    max_memory: int | None = option(
+        "weights that stay on the device, such as 16GiB; others come in by layer (default: all stay)",
+        default=None,
+        metavar="SIZE",
+        read=lambda text: bytes_of(text, "--max-memory"),
+    )
+    dense_below: int | None = option(
+        "prompts shorter than this stay dense (default: measured, or half the length)",
+        default=None,
+        within=at_least(1),
+    )
+    dense_tail: int | None = option(
+        "last queries of a prompt that see every key (default: the best of "
+        f"{', '.join(map(str, TAILS))}, below {SHORT:,} tokens also 0)",
+        default=None,
+        within=at_least(0),
+    )
+    beyond_positions: bool = option(
+        "allow a --length over the model's positions",
+        default=False,
+        action="store_true",
+    )
+    fresh: bool = shared(arguments.add_fresh, default=False)
+    picture: bool = shared(arguments.add_picture, default=True)
     command: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "n_trials", "dense_below"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        for name in ("seed", "dense_tail"):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
+        check_ranges(self)
         if self.lengths is not None and min(self.lengths) < 128:
             raise HeadwiseError(f"--length must be at least 128, got {min(self.lengths)}")
         if not 0 < self.share <= 1:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-from artifacts import HeadwiseError
+from artifacts.options import Range, arg, check_ranges
 from search.model.task_losses import TaskLoss, pooled
 
 MAX_KL, MAX_PERPLEXITY, MAX_NLL, MAX_LOST = 0.05, 0.03, 0.1, 0.1
-_SAYS = {
-    "kl": "nats a token to dense attention",
-    "perplexity": "rise on text",
-    "nll": "rise of -log p of right answers, nats a token",
-    "lost": "share of right answers fewer than dense attention",
-}
+_ABOVE_0: Range = (lambda value: value > 0, "above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +22,33 @@ class Limits:
     has no interval, or that its interval does not separate from none, fails nothing either.
     """
 
-    kl: float | None = MAX_KL
-    perplexity: float | None = MAX_PERPLEXITY
-    nll: float | None = MAX_NLL
-    lost: float | None = MAX_LOST
+    kl: float | None = arg(
+        "--max-kl",
+        default=MAX_KL,
+        within=_ABOVE_0,
+        help="nats a token to dense attention",
+    )
+    perplexity: float | None = arg(
+        "--max-perplexity",
+        default=MAX_PERPLEXITY,
+        within=_ABOVE_0,
+        help="rise on text",
+    )
+    nll: float | None = arg(
+        "--max-nll",
+        default=MAX_NLL,
+        within=_ABOVE_0,
+        help="rise of -log p of right answers, nats a token",
+    )
+    lost: float | None = arg(
+        "--max-lost",
+        default=MAX_LOST,
+        within=_ABOVE_0,
+        help="share of right answers fewer than dense attention",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("kl", "perplexity", "nll", "lost"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise HeadwiseError(f"--max-{name} must be above 0, got {value}")
+        check_ranges(self)
 
     def fault(self, tasks: Sequence[TaskLoss]) -> str | None:
         """Why the tasks lose too much, the worst of them or all answers together; None where none does."""
@@ -80,15 +90,3 @@ class Limits:
             )
             found.append((task.fewer / self.lost, task.fewer_low > 0, said))
         return found
-
-
-def add_limits(p: argparse.ArgumentParser) -> None:
-    """The options of a gate's limits."""
-    for field in fields(Limits):
-        says = f"{_SAYS[field.name]} (default {field.default})"
-        p.add_argument(f"--max-{field.name}", type=float, default=field.default, help=says)
-
-
-def limits_of(options: dict[str, Any]) -> Limits:
-    """Takes the limits out of a command line's options."""
-    return Limits(**{name: options.pop(f"max_{name}") for name in _SAYS})

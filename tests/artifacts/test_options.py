@@ -49,6 +49,16 @@ def test_the_help_says_a_numbers_default() -> None:
     assert "--at-most N" in p.format_help() and "so many (default 3)" in p.format_help()
 
 
+def test_a_parser_can_have_some_of_the_fields_only(capsys: pytest.CaptureFixture[str]) -> None:
+    p = ArgumentParser()
+    add_arguments(p, Config, ("at_most", "tasks"))
+    found = vars(p.parse_args(["--at-most", "4"]))
+    assert found == {"at_most": 4, "tasks": None}
+    with pytest.raises(SystemExit):
+        p.parse_args(["--no-picture"])
+    assert "--no-picture" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
