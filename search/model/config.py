@@ -64,7 +64,7 @@ class ModelSearch:
     )
     samples: int = option("prompts of each task and length", default=1, within=at_least(1))
     budget: float | None = option(
-        f"share of what all of attention costs (default {DEFAULT_BUDGET}, or more if none keeps to it)",
+        f"share of what all of attention costs (default {DEFAULT_BUDGET}, more if none keeps to it)",
         default=None,
         read=_share,
     )
@@ -90,7 +90,7 @@ class ModelSearch:
     backend: str = shared(arguments.add_backend, default="auto")
     revision: str | None = shared(arguments.add_revision, default=None)
     max_memory: int | None = option(
-        "weights that stay on the device, such as 16GiB; others come in by layer (default: all stay)",
+        "weights that stay on the device, such as 16GiB; others come in by layer (default: all)",
         default=None,
         metavar="SIZE",
         read=lambda text: bytes_of(text, "--max-memory"),
