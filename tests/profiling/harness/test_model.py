@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from profiling.evaluation.methods import Methods
 from profiling.lm_eval import main
 from profiling.models.loading import load_model, load_tokenizer
 from profiling.prompts.prompt import make_prompts
+from profiling.quality.answers import new_tokens
 from profiling.quality.trials import trials
 from profiling.tasks import main as tasks
 from runtime.fingerprint import fingerprint
@@ -130,6 +132,9 @@ def test_forced_choices_and_later_turns_are_those_of_the_evaluation(harness: Any
     how: dict[str, Any] = {"length": MORE_LENGTH, "samples": SAMPLES, "seed": SEED}
     for name, task in zip(names, MORE, strict=True):
         prompts = make_prompts(task, loaded.tokenizer, **how)
+        # The harness has one limit for all answers of a task.
+        limit = max(new_tokens(loaded.tokenizer, prompt) for prompt in prompts)
+        prompts = [replace(prompt, new_tokens=limit) for prompt in prompts]
         records = [record for _, record in sorted(trials(loaded.model, loaded.tokenizer, prompts, DENSE))]
         assert [text.strip() for ((text,),) in found[name]] == [record["text"] for record in records]
         own = results["results"][name]["score,none"]
