@@ -6,7 +6,6 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal, overload
 
@@ -125,13 +124,9 @@ def launch(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     skipped: Tensor | None = None,
-    heads: Sequence[int] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """sparse_attention, and its log-sum-exp, for who knows that the tensors go together and built the index for them.
-
-    heads: the query heads that are wanted, ascending, at least one, None for all; what the results of others hold is
-        not said.
 
     Raises:
         ValueError: a scale or soft-cap that is not positive and finite; a named backend that cannot serve the call.
@@ -141,7 +136,7 @@ def launch(
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive finite number, got {value}")
     how: dict[str, Any] = {"scale": scale, "softcap": softcap, "block_table": block_table, "sinks": sinks, "out": out}
-    how |= {"skipped": skipped, "heads": heads}
+    how["skipped"] = skipped
 
     def call(module: ModuleType) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = module.sparse_attention(q, k, v, index, **how)

@@ -5,13 +5,11 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from kernels.dispatch import derivative_wanted
-from kernels.index import PAD, SparseIndex
+from kernels.index import SparseIndex
 from kernels.native import build
 from kernels.ragged import Ragged
 
@@ -47,7 +45,6 @@ def sparse_attention(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     skipped: Tensor | None = None,
-    heads: Sequence[int] | None = None,
     engine: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.attention.launch; `engine` takes another than the fastest.
@@ -66,8 +63,6 @@ def sparse_attention(
     if not ragged.covers(batch, q_len):
         out.zero_()
         lse.fill_(float("-inf"))
-    if heads is not None:
-        index = _without(index, [head for head in range(num_heads) if head not in set(heads)])
     entries = (x.contiguous() for x in (index.diagonals, index.tiles, index.offsets, index.columns))
     pages = None if block_table is None else block_table.contiguous()
     fastest, *_ = engines(q.dtype)
@@ -80,12 +75,3 @@ def sparse_attention(
         *(scale, softcap or 0.0, engine or fastest, out, lse, skipped),
     )
     return out, lse
-
-
-def _without(index: SparseIndex, heads: list[int]) -> SparseIndex:
-    """The index with no more than each row's own tile for these heads."""
-    diagonals, columns, offsets = index.diagonals.clone(), index.columns.clone(), index.offsets.clone()
-    diagonals[:, heads, 1:] = columns[:, heads] = PAD
-    offsets[:, heads] = 0
-    tails = tuple(0 if head in heads else n for head, n in enumerate(index.dense_tail))
-    return index.changed(diagonals=diagonals, columns=columns, offsets=offsets, dense_tail=tails)

@@ -5,8 +5,6 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -31,7 +29,6 @@ def sparse_attention(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     skipped: Tensor | None = None,
-    heads: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.attention.launch. Returns out (B, H, Q, E) in q's dtype and lse (B, H, Q) fp32."""
     batch, num_heads, q_len, _ = q.shape
@@ -50,7 +47,7 @@ def sparse_attention(
             pages = block_table[s, : -(-one.k_len // k.shape[1])].long()
             keys, values = (x[pages].flatten(0, 1)[: one.k_len].transpose(0, 1) for x in (k, v))
         queries = slice(first_query, first_query + one.q_len)
-        for head in range(num_heads) if heads is None else heads:
+        for head in range(num_heads):
             group = num_heads // keys.shape[0]
             out[row, head, queries], lse[row, head, queries], left_out = _one_head(
                 q[row, head, queries].float(),

@@ -79,15 +79,14 @@ def prepare(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     skipped: Tensor | None = None,
-    heads: Sequence[int] | None = None,
     launch: Launch | None = None,
     splits: int | None = None,
     target: str | None = None,
 ) -> list[KernelCall]:
     """The launches that serve a call: an index's tables, then attention, then what puts its parts together, if any.
 
-    With a block table k and v are caches (pages, page size, G, dim). `heads` are the query heads wanted, None for all.
-    `launch` takes another build than the table's, `splits` cuts keys into so many parts, `target` prepares for another
+    With a block table k and v are caches (pages, page size, G, dim). `launch` takes another build
+    than the table's, `splits` cuts keys into so many parts, `target` prepares for another
     architecture than that of q's device.
     """
     if not scale > 0:
@@ -115,10 +114,9 @@ def prepare(
 
     # Heads with lists of tiles have a launch of their own, and the others are served two query tiles a program.
     widths = index.widths()
-    wanted = range(num_heads) if heads is None else heads
-    parts = [[head for head in wanted if bool(widths[head][1]) is listed] for listed in (False, True)]
+    parts = [[head for head in range(num_heads) if bool(widths[head][1]) is listed] for listed in (False, True)]
     if launch is not None or skip is not None or not all(parts):
-        parts = [list(wanted)]
+        parts = [list(range(num_heads))]
     has = [[max(widths[head][sort] for head in part) for sort in range(3)] for part in parts]
     launches = [build(has_tiles > 0, has_columns > 0) for _, has_tiles, has_columns in has]
     out, lse = _results(q, v_dim, ragged, out)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention import cpu, launch, reference, sparse_attention
+from kernels.attention import cpu, reference, sparse_attention
 from kernels.checks import EIGHT_BITS
 from kernels.index import SparseIndex
 from kernels.joining import cat_sequences
@@ -284,20 +284,6 @@ def test_backend_agrees_with_the_reference(
     assert out.transpose(1, 2).is_contiguous()
     check(out, expected, "out", dtype)
     check(lse, expected_lse, "lse", dtype)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("name", ["9 heads on 3", "tail by head", "packed queries, pages", "sinks"])
-@pytest.mark.parametrize("heads", [(1,), (0, 2, 5)])
-def test_heads_that_are_wanted_get_what_they_get_among_all(
-    heads: tuple[int, ...], name: str, backend: str, layer_of_unlike_heads: tuple[Pattern, ...]
-) -> None:
-    case = CASES[name]
-    q, k, v, index, table, sinks, expected, expected_lse = problem(name, torch.float32, layer_of_unlike_heads)
-    out, lse = launch(q, k, v, index, block_table=table, sinks=sinks, heads=heads, backend=backend)
-    assert case.scale is None and case.softcap is None and out.shape == expected.shape
-    check(out[:, heads], expected[:, heads], "out", torch.float32)
-    check(lse[:, heads], expected_lse[:, heads], "lse", torch.float32)
 
 
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if "4097" not in n and case.page is None])

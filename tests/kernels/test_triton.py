@@ -39,7 +39,6 @@ KEPT = (
     "skip, lists, columns, 100 of 450, tail",
     "packed, pages of 16, layer",
     "3 parts, 37 of 500, layer",
-    "heads 0, 2 and 5 of 6",
     "3 parts, packed, pages, tails",
     "3 parts, D 80, 64 keys a step, 32 columns",
     "packed, window, tails, soft-cap, 2,2,60, pages",

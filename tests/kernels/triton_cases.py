@@ -177,12 +177,6 @@ PARTS = {
     ),
     "2 parts, padded": padded(300, 30, 129, queries=140, heads=2, splits=2),
 }  # fmt: skip
-# Other heads are served elsewhere.
-SOME_HEADS = {
-    "heads 0, 2 and 5 of 6": padded(200, 30, 129, heads=6, kv_heads=2, wanted=(0, 2, 5)),
-    "heads 1 and 4 of 6, without lists": square(130, heads=6, kv_heads=2, wanted=(1, 4)),
-    "head 3 of 4, 3 parts": Case(q_len=70, k_len=400, heads=4, kv_heads=2, wanted=(3,), splits=3),
-}
 # As kernels are run on GPUs, for the most part.
 HALVES = {
     f"bfloat16, {name}": replace(case, dtype=torch.bfloat16)
@@ -193,7 +187,7 @@ HALVES = {
         ("3 parts, packed, pages, tails", PARTS["3 parts, packed, pages, tails"]),
     )
 }  # fmt: skip
-SMALL = HALVES | PLAIN | TAILS | WINDOWS | RAGGED | TOGETHER | PARTS | SOME_HEADS
+SMALL = HALVES | PLAIN | TAILS | WINDOWS | RAGGED | TOGETHER | PARTS
 
 
 def error(name: str, device: torch.device) -> tuple[float, float]:

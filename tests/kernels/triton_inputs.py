@@ -38,7 +38,7 @@ class Case:
     """`index` is "layer" (unlike heads), "listless" or "random:D,T,C" (so many of each sort in every head).
 
     Keys and values are of dtype `cache`, or of the queries'. `dense_tail` holds for all heads, or for head i if it is a
-    tuple; `given` hands `out` to the call. `wanted` are the heads that are served, None for all. `skip` is the bound of
+    tuple; `given` hands `out` to the call. `skip` is the bound of
     every head but the first; q and k are then such that tiles of keys are wanted more or less.
     """
 
@@ -64,7 +64,6 @@ class Case:
     given: bool = False
     launch: Launch | None = None
     splits: int | None = None
-    wanted: tuple[int, ...] | None = None
 
 
 def square(length: int, **more: Any) -> Case:
@@ -115,19 +114,16 @@ def run(case: Case, device: torch.device) -> tuple[float, float]:
     if case.page is not None:
         index, k, v, how["block_table"] = _paged_call(index, k, v, case.page)
     if case.launch is None and case.splits is None:
-        out, lse = launch(q, k, v, index, **how, heads=case.wanted, backend="triton")
+        out, lse = launch(q, k, v, index, **how, backend="triton")
     else:
-        out, lse = backend.sparse_attention(
-            q, k, v, index, **how, heads=case.wanted, launch=case.launch, splits=case.splits
-        )
+        out, lse = backend.sparse_attention(q, k, v, index, **how, launch=case.launch, splits=case.splits)
     assert torch.equal(*counts) and bool(counts[0].any()) == (case.skip is not None), counts
     assert out.dtype == case.dtype and lse.dtype == torch.float32
     if case.given:
         assert out is how["out"] and bool(buffer[..., [0, -2, -1]].isnan().all())
     else:
         assert out.transpose(1, 2).is_contiguous()
-    served = slice(None) if case.wanted is None else list(case.wanted)
-    return _error(out[:, served], expected[:, served]), _error(lse[:, served], expected_lse[:, served])
+    return _error(out, expected), _error(lse, expected_lse)
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:
