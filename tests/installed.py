@@ -99,7 +99,7 @@ def check_that_a_search_says_what_it_needs(folder: Path) -> None:
     words = [sys.executable, "-m", "search.heads", "--model", "model", "--out", "again.yaml"]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 2, done
-    assert done.stderr == "error: optuna is not installed: pip install 'headwise[search]'\n", done.stderr
+    assert done.stderr == "error: matplotlib is not installed: pip install 'headwise[search]'\n", done.stderr
 
 
 def main(folder: Path, *, prebuilt: bool, serve_only: bool) -> None:
