@@ -56,7 +56,7 @@ class Demo:
         "tokens of the prompt (default %(default)s)",
         default=8192,
     )
-    repeats: int = option("timed runs of each side", default=3, within=at_least(1))
+    repeats: int = option("timed runs of each side", default=2, within=at_least(1))
 
     def __post_init__(self) -> None:
         check_ranges(self)
