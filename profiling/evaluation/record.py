@@ -262,9 +262,12 @@ def crossover_sentence(record: dict[str, Any]) -> str:
     found = record["crossover"]
     lengths = [length for length, _ in found["measured"]]
     if found["length"] is None:
-        return f"prefill was slower than the better dense at every length that was timed, up to {max(lengths)} tokens"
+        return (
+            "prefill was slower than the fastest dense baseline at every length that was timed, "
+            f"up to {max(lengths)} tokens"
+        )
     already = ", the shortest that was timed" if found["length"] == min(lengths) else ""
-    return f"prefill is faster than the better dense attention from {found['length']} tokens on{already}"
+    return f"prefill is faster than the fastest dense baseline from {found['length']} tokens on{already}"
 
 
 def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -284,7 +287,7 @@ def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
     for timed in record["prefill"]:
         if timed["method"] == HEADWISE:
             count = len(timed["rounds"])
-            # The better dense first, as a speed-up is said.
+            # The fastest dense baseline first, as a speed-up is quoted.
             for name in sorted(timed["speedups"], key=timed["speedups"].get):
                 dense = timed["seconds"] * timed["speedups"][name]
                 own = _entry("prefill", timed["seconds"], dense, timed["length"], count, "s", common)

@@ -1,6 +1,6 @@
 """Speed of methods beside both dense attentions, in turn: prefill and index build, decode, and the crossover.
 
-Every method's times stand beside those that dense attention had in the same rounds, as the model comes and by
+Every method's times stand beside those that dense attention had in the same rounds, by the default attention and by
 Headwise's kernel: speeds of unlike rounds are never divided by each other.
 """
 
@@ -148,7 +148,7 @@ def decode_times(
 
 @dataclass(frozen=True, kw_only=True)
 class Crossover:
-    """The length from which Headwise is faster than the better dense attention; None where it never was.
+    """The length from which Headwise is faster than the fastest dense baseline; None where it never was.
 
     measured: (length, how many times as fast as that), ascending.
     """

@@ -110,14 +110,14 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     assert [line.split()[0] for line in shown.splitlines()[1:4]] == ["density", "dense", "dense_kernel"]
     html = (tmp_path / "report" / "index.html").read_text()
     assert html == page(record)
-    assert re.search(r"\d(, no difference beyond noise)?\) (as|than) the better dense", html)
+    assert re.search(r"\d(, no difference beyond noise)?\) (as|than) the fastest dense baseline", html)
     assert "<script" not in html and not re.search(r"(src|href)=|url\(|@import", html)
     evidence = artifacts.load(tmp_path / "cfg.yaml").evidence.measurements
     entry = next(each for each in evidence if each.name == "score: passkey")
     assert entry.value == keys["passkey", "headwise", "score"]["value"] and "--attach" in entry.command
     beside = {each.baseline_name: each.baseline for each in evidence if each.name == "prefill" and each.unit == "s"}
     assert set(beside) == {"dense attention by sdpa", "dense attention by Headwise's kernel"}
-    # The better one first: it is what a speed-up is against.
+    # The fastest one first: it is what a speed-up is against.
     assert list(beside.values()) == sorted(beside.values())
     assert next(each for each in evidence if each.name == "perplexity: text:text.txt").samples == 2
 
@@ -242,7 +242,7 @@ def test_the_crossover_becomes_dense_below_where_it_is_wanted(
     from profiling.evaluation.speed import Timed
 
     def pretended(loaded: Any, methods: Any, length: int, *, repeats: int) -> dict[str, Timed]:
-        # The model's own attention never catches up; the kernel's, which is the better dense, at 600 tokens.
+        # The model's own attention never catches up; the kernel's, which is the fastest dense baseline, at 600 tokens.
         dense = {"model": (9.0 * length,), "kernel": (float(length),)}
         return {
             m.name: Timed(seconds=(length / 2 + 300.0 if m.name == "headwise" else dense["kernel"][0],), **dense)
