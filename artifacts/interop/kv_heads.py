@@ -5,7 +5,7 @@ full attention that the head learned to want, clipped to 0 to 1. The heads at or
 keep the first sink_size tokens and the last recent_size at their positions in the text. These sizes stand in the
 config.json beside the table, which is not a model's. KVzip's .pt is one tensor (layers, KV heads): the largest
 attention that a head's keys get while the context is repeated. The heads above a threshold keep all, the others nothing
-of the context.
+of the context, but the system prompt before it and all that comes after it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ SCORES = "imported.full_attention"
 SINKS, WINDOW, THRESHOLD = 128, 256, 0.5
 # KVzip advises to keep so much.
 _KEPT = 0.6
+# Tokens of the context for which KVzip's cut is computed.
+_CONTEXT = 2**17
 _SIZES = {"sink_size": 0, "recent_size": 1}
 _UNIT = "KV head"
 
@@ -74,22 +76,44 @@ def read_kvzip(source: Source, given: Given) -> Import:
     Raises:
         ArtifactError: the file is no such tensor, or does not fit the model.
     """
-    scores, notes = _tensor(source.data), Notes()
+    scores = _tensor(source.data)
     if scores.ndim != 2 or not all(1 <= size <= MOST for size in scores.shape) or scores.numel() > MOST_HEADS:
         raise ArtifactError(f"must be of shape (layers, KV heads), got {shorten(tuple(scores.shape))}")
     table: Table = scores.double().tolist()
-    ordered = sorted((value for row in table for value in row), reverse=True)
-    if not 0 <= ordered[-1] <= ordered[0] <= 1:
-        raise ArtifactError(f"must hold scores from 0 to 1, got {ordered[-1]:g} to {ordered[0]:g}")
-    # The head that lies at the cut is dropped there, too.
-    kept = int(len(ordered) * (_KEPT if given.sparsity is None else 1 - given.sparsity))
-    at = given.threshold if given.threshold is not None else ordered[kept - 1] if kept else math.inf
+    values = [value for row in table for value in row]
+    if not all(0 <= value <= 1 for value in values):
+        raise ArtifactError(f"must hold scores from 0 to 1, got {min(values):g} to {max(values):g}")
+    if given.threshold is not None:
+        cut = given.threshold
+    elif given.sparsity is not None:
+        cut = _kvzip_cut(values, 1 - given.sparsity)
+    else:
+        cut = _kvzip_cut(values, _KEPT)
+    keep = [[value > cut for value in row] for row in table]
     stream = _stream(given)
-    keep = [[value > at for value in row] for row in table]
-    more = f"keeps {stream.sinks} sinks and {stream.window} tokens, there nothing of a context"
-    notes.heads("computes more", more, sum(row.count(False) for row in keep))
-    notes.file("same", f"KV heads above {at:.6g} keep everything")
+    notes = Notes()
+    notes.heads(
+        "chooses otherwise",
+        f"keeps {stream.sinks} sinks and the last {stream.window} tokens; there nothing of the context, and all after it",
+        sum(row.count(False) for row in keep),
+    )
+    notes.file("chooses otherwise", "this file alone was read; KVzip takes each head's largest score of all its files")
+    if math.isfinite(cut):
+        notes.file("same", f"KV heads above {cut:.6g} keep everything")
     return _import(source, given, "kvzip", table, keep, stream, notes)
+
+
+def _kvzip_cut(scores: Sequence[float], ratio: float) -> float:
+    """Score that a KV head must exceed to keep everything, as KVzip's `_threshold` has it at this ratio.
+
+    KVzip repeats a head's score for every token of the context and cuts that list, so a head counts as many times as
+    the context has tokens. With some thousands of them the cut no longer depends on how many.
+    """
+    if ratio >= 1:
+        return -math.inf
+    descending = sorted(scores, reverse=True)
+    kept_entries = int(len(descending) * _CONTEXT * ratio)
+    return descending[max(kept_entries - 1, 0) // _CONTEXT]
 
 
 def write_duo(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
@@ -229,8 +253,10 @@ def _written(
     if inclusive:
         notes.file("same", f"serve it with a threshold of {at:.6g}")
     else:
-        kept = sum(map(sum, full)) / heads
-        notes.file("same", f"serve it with a ratio just above {kept:.6g}: the head at the cut is dropped")
+        kept = sum(map(sum, full))
+        # Every ratio between kept / heads and (kept + 1) / heads cuts here.
+        ratio = min((kept + 0.5) / heads, 1.0)
+        notes.file("same", f"serve it with a ratio of {ratio:.6g}")
     return table, at, stream, notes.report(heads, exact, _UNIT)
 
 

@@ -334,9 +334,8 @@ def test_kvzip_there_and_back(tmp_path, dtype):
     # As KVzip cuts: 3 of 6 kept, less the one at the cut.
     kept = [[name == "full" for name in row] for row in artifact.kv_cache.layers]
     assert kept == [[False, True], [False, False], [True, False]]
-    assert (there["exact"], there["heads"], there["unit"]) == (2, 6, "KV head") and ("computes more", 4) in effects(
-        there
-    )
+    assert (there["exact"], there["heads"], there["unit"]) == (2, 6, "KV head")
+    assert effects(there) == {("chooses otherwise", 4), ("chooses otherwise", 0), ("same", 0)}
     assert ("keeps less", 4) in effects(back)
     for weights_only in (True, False):
         found = torch.load(file, weights_only=weights_only)
@@ -354,7 +353,7 @@ def test_tensors_that_cannot_be(tmp_path):
         (
             (torch.zeros(3), "must be of shape"),
             (torch.full((2, 2), 2.0), "must hold scores from 0 to 1, got 2 to 2"),
-            (torch.full((2, 2), float("nan")), "must hold scores from 0 to 1"),
+            (torch.tensor([[0.5, float("nan")]]), "must hold scores from 0 to 1"),
             (torch.zeros(2, 2, dtype=torch.int64), "is no .pt file of one tensor of floating-point numbers"),
             ({"a": torch.zeros(2)}, "is no .pt file of one tensor"),
             (torch.zeros(1).expand(2**30, 2**30), "must be of shape"),
