@@ -92,9 +92,10 @@ def read_kvzip(source: Source, given: Given) -> Import:
     keep = [[value > cut for value in row] for row in table]
     stream = _stream(given)
     notes = Notes()
+    streamed = f"keeps {stream.sinks} sinks and the last {stream.window} tokens"
     notes.heads(
         "chooses otherwise",
-        f"keeps {stream.sinks} sinks and the last {stream.window} tokens; there nothing of the context, and all after it",
+        f"{streamed}; there nothing of the context, and all after it",
         sum(row.count(False) for row in keep),
     )
     notes.file("chooses otherwise", "this file alone was read; KVzip takes each head's largest score of all its files")
