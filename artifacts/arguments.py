@@ -161,6 +161,6 @@ def deliver_json(record: Mapping[str, Any], to: Path | None) -> None:
         atomic_write(to, written.encode())
 
 
-def as_typed(module: str, argv: Sequence[str] | None) -> str:
-    """The command line of a command, for records: `python -m MODULE ...`."""
-    return f"python -m {module} {shlex.join(sys.argv[1:] if argv is None else argv)}".rstrip()
+def as_typed(verb: str, argv: Sequence[str] | None) -> str:
+    """The command line of a command, for records: `headwise VERB ...`."""
+    return f"headwise {verb} {shlex.join(sys.argv[1:] if argv is None else argv)}".rstrip()

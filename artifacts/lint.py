@@ -373,8 +373,8 @@ def history(case: Case) -> Checked:
         yield warning(
             "no-evidence",
             "evidence",
-            "nothing was measured with it: whether it is faster, and still right, nobody knows; run python -m "
-            "profiling.evaluate --attach",
+            "nothing was measured with it: whether it is faster, and still right, nobody knows; run "
+            "headwise evaluate --attach",
         )
     front, below = case.artifact.prefill.front, case.artifact.prefill.dense_below
     if front is not None and front.length < below:

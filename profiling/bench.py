@@ -235,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     to_json = options.json
     config = config_of(Bench, vars(options))
     check_device(config.device)
-    command = arguments.as_typed("profiling.bench", argv)
+    command = arguments.as_typed("bench", argv)
     if config.costs is not None or config.table is not None:
         costs(config, command)
         return 0

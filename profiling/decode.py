@@ -377,7 +377,7 @@ def main(argv: list[str] | None = None) -> int:
     kept = isinstance(options.json, Path) and options.json != arguments.STDOUT
     with Ledger(options.json, "decode", fresh=options.fresh) if kept else nullcontext() as ledger:
         rows, record = run(config, ledger)
-        record = {"command": arguments.as_typed("profiling.decode", argv), **record}
+        record = {"command": arguments.as_typed("decode", argv), **record}
         said = table(rows, record["all_seconds"], config.trials)
         arguments.deliver("\n".join([said, *position_lines(record.get("by_position", {}))]), record, options.json)
         if ledger is not None:

@@ -334,7 +334,7 @@ def parser() -> ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = vars(parser().parse_args(argv))
-    command = arguments.as_typed("profiling.evaluate", argv)
+    command = arguments.as_typed("evaluate", argv)
     config = config_of(Config, options, command=command)
     record = run(config)
     print(table(record))

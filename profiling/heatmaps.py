@@ -45,7 +45,7 @@ def parser() -> ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = vars(parser().parse_args(argv))
-    command = arguments.as_typed("profiling.heatmaps", argv)
+    command = arguments.as_typed("heatmaps", argv)
     for path in run(config_of(Heatmaps, options, command=command)):
         print(path)
     return 0

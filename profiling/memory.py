@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     rows = run(config)
     record = {
-        "command": arguments.as_typed("profiling.memory", argv),
+        "command": arguments.as_typed("memory", argv),
         "rows": [asdict(row) for row in rows],
         "settings": {**asdict(config), "config": config.config and config.config.name},
         "environment": environment(config.device),

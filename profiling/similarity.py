@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     options = vars(parser().parse_args(argv))
     out = options.pop("out")
     start = time.perf_counter()
-    command = arguments.as_typed("profiling.similarity", argv)
+    command = arguments.as_typed("similarity", argv)
     config = config_of(SimilarityConfig, options, command=command)
     profile = run(config, out)
     print(report(profile))

@@ -55,7 +55,7 @@ def parser() -> ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = vars(parser().parse_args(argv))
-    config = config_of(Streamed, options, command=arguments.as_typed("profiling.stream", argv))
+    config = config_of(Streamed, options, command=arguments.as_typed("stream", argv))
     found, record = run(config)
     print(report(config, found, record))
     print(f"wrote {config.out / 'stream.json'}, .csv, .png and .svg")

@@ -1,4 +1,4 @@
-"""headwise: one command for everything, also as python -m search. What a verb needs is loaded when it is called."""
+"""headwise: one command for everything. What a verb needs is loaded when it is called."""
 
 from __future__ import annotations
 

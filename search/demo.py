@@ -1,7 +1,7 @@
 """headwise demo: the whole of Headwise on a real model in a few minutes.
 
-Searches SmolLM2 as search.heads does by default, its gate included; loads the artifact in the runtime, and shows dense
-attention and Headwise side by side.
+Searches SmolLM2 as headwise search does by default, its gate included; loads the artifact in the runtime, and shows
+dense attention and Headwise side by side.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Demo:
     )
     model: str = shared(
         arguments.add_model,
-        "as for search.heads (default smollm2)",
+        "as for headwise search (default smollm2)",
         required=False,
         default="smollm2",
     )
@@ -68,7 +68,7 @@ def run(config: ModelSearch, *, repeats: int) -> None:
     Raises:
         HeadwiseError: anything that the user has to put right, or the gate, that nothing passes.
     """
-    one_process("search.demo")
+    one_process("headwise demo")
     loaded = load_model(config.model, dtype=config.dtype)
     found = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     print(f"$ {config.command}", flush=True)

@@ -51,7 +51,7 @@ def config_from(options: dict[str, Any], command: str) -> FilterSearch:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    options, command = vars(parser().parse_args(argv)), arguments.as_typed("search.filters", argv)
+    options, command = vars(parser().parse_args(argv)), arguments.as_typed("filters", argv)
     config = config_from(options, command)
     _, found = run(config)
     then = f"next: headwise decode {config.out} --model {config.model}"

@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     p = parser()
     options = vars(p.parse_args(argv))
     # It goes into the artifact.
-    command = arguments.as_typed("search.heads", [without_password(word) for word in argv])
+    command = arguments.as_typed("search", [without_password(word) for word in argv])
     if config_of(Preset, options).preset == "paper":
         for name, flag in _OF_MODEL.items():
             if options[name] != p.get_default(name):

@@ -26,7 +26,7 @@ def parser() -> ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    options, command = vars(parser().parse_args(argv)), arguments.as_typed("search.kv", argv)
+    options, command = vars(parser().parse_args(argv)), arguments.as_typed("kv", argv)
     config = config_of(KVSearch, options)
     _, found = run(config)
     then = f"headwise evaluate {config.out} --model {config.model} --out report/"

@@ -1,4 +1,4 @@
-"""python -m search.reference: docs/commands.md, every command and its arguments, from the parsers themselves."""
+"""docs/commands.md: every command and its arguments, from the parsers themselves."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from search.__main__ import GROUPS, SHARED
 _INTRO = """\
 # Commands
 
-`headwise VERB`, installed beside `python -m MODULE`, which takes the same arguments. This page is made from the
-parsers: `python -m search.reference --out docs/commands.md`.
+This page is made from the parsers.
 
 `-h`, `-q` (no progress, no warnings), `-v` (what is logged, too, and the traceback of an error) and `--version` go with
 every command. The exit status is 0 where all is good, 1 for a bug of ours (with a traceback), 2 for a mistake in what
@@ -37,7 +36,7 @@ def page() -> str:
         rows = [f"| [`headwise {verb}`](#headwise-{verb}) | {says} |" for verb, (_, says) in verbs.items()]
         parts.append("\n".join((f"**{group}**", "", "| | |", "|---|---|", *rows, "")))
     for verbs in GROUPS.values():
-        parts += [_section(verb, module, _parser(verb, module)) for verb, (module, _) in verbs.items()]
+        parts += [_section(verb, _parser(verb, module)) for verb, (module, _) in verbs.items()]
     return "\n".join(parts)
 
 
@@ -49,9 +48,8 @@ def _parser(verb: str, module: str) -> ArgumentParser:
     return subparsers.choices[verb]
 
 
-def _section(verb: str, module: str, parser: ArgumentParser) -> str:
-    below = f"{module} {verb}" if module in SHARED else module
-    lines = [f"## headwise {verb}", "", f"`python -m {below}`", ""]
+def _section(verb: str, parser: ArgumentParser) -> str:
+    lines = [f"## headwise {verb}", ""]
     lines += _text(parser.description or "")
     rows = [_row(parser, action) for action in parser._actions if action.dest not in _COMMON and _shown(action)]
     lines += ["| argument | |", "|---|---|", *rows, ""] if rows else []

@@ -12,7 +12,7 @@ from artifacts.store import read_pair
 SHORT = "check that it is whole and signed by the holder of a key; exit status 2 if not"
 EXAMPLES = """\
 Get the public key from its holder by a way that you trust; the fingerprint is what to compare.
-When a model is served: runtime.load("cfg.yaml", verify="me.key.pub").
+When a model is served: headwise.load("cfg.yaml", verify="me.key.pub").
 
 examples:
   headwise verify cfg.yaml --key me.key.pub

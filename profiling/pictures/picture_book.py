@@ -1,4 +1,4 @@
-"""The pictures of profiling.heatmaps by name: loads or measures what they need, once, and has them drawn."""
+"""The pictures of headwise heatmaps by name: loads or measures what they need, once, and has them drawn."""
 
 from __future__ import annotations
 

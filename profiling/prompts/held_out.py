@@ -24,7 +24,7 @@ _OF_TEXTS = ("text", "prose", "jsonl")
 _ALIKE = 64
 # Seeds of searches that differ by little must not meet.
 SEED = 1_000_003
-# The number of the set of held-out prompts that `search.gate` takes; no search takes it.
+# The number of the set of held-out prompts that `headwise gate` takes; no search takes it.
 GATE_SET = 4
 # Seeds by which prompts of a text are sought that were not seen.
 _ROUNDS = 40

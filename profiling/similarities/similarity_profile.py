@@ -1,4 +1,4 @@
-"""The similarity profile: what profiling.similarity measured, as arrays with what is needed to repeat them.
+"""The similarity profile: what headwise similarity measured, as arrays with what is needed to repeat them.
 
 Shapes: L layers of the model; arrays hold NaN for layers that slide or have no attention. G KV heads, T tasks, N
 steps.

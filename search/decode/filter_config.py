@@ -28,7 +28,7 @@ class FilterSearch:
     measured: SimilarityConfig
     rules: Rules
     model: str = shared(arguments.add_model)
-    config: Path = shared(arguments.add_artifact, "artifact to start from, as search.heads writes it")
+    config: Path = shared(arguments.add_artifact, "artifact to start from, as headwise search writes it")
     out: Path = shared(arguments.add_out, "artifact to write; may be the same file")
     profile: Path | None = option("folder of headwise similarity, instead of measuring", default=None)
     worst: float = option(

@@ -35,7 +35,7 @@ class KVSearch:
     """What to choose by: `share` of all tokens, or `target_bytes` of a cache of `context` tokens."""
 
     model: str = shared(arguments.add_model)
-    config: Path = shared(arguments.add_artifact, "artifact to start from, as search.heads writes it")
+    config: Path = shared(arguments.add_artifact, "artifact to start from, as headwise search writes it")
     out: Path = shared(arguments.add_out, "artifact to write; may be the same file")
     share: float | None = arg(
         "--target-share", default=None, either="total", within=SHARE, help="keep this share of all tokens, such as 0.2"

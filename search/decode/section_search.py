@@ -43,7 +43,7 @@ class SectionSearch:
         Raises:
             HeadwiseError: one of them cannot be read, they do not go together, or `out` cannot be written.
         """
-        one_process(f"search.{command}")
+        one_process(f"headwise {command}")
         check_writable(out)
         artifact, arrays = load_pair(file)
         loaded = load_model(model, dtype=dtype, device=device)

@@ -67,7 +67,7 @@ def _measurements(outcome: Outcome, timings: Timings | None) -> tuple[Measuremen
         return ()
     where = environment(outcome.setup.config.device)
     shared: dict[str, Any] = {
-        "command": outcome.setup.config.command or "search.heads",
+        "command": outcome.setup.config.command or "headwise search",
         "device": where.pop("device"),
         "versions": where,
         "length": outcome.setup.length,

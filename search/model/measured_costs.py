@@ -104,7 +104,7 @@ def _table(
         )
         for key, pattern in kinds.items()
     ]
-    command = setup.config.command or "search.heads"
+    command = setup.config.command or "headwise search"
     return CostTable(device=name, backend=setup.backend, versions=where, command=command, costs=tuple(costs))
 
 

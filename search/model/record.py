@@ -122,7 +122,7 @@ def _search(outcome: Outcome, chosen: Allocation, windows: int) -> SearchInfo:
     config = setup.config
     return SearchInfo(
         tool_version=version("headwise"),
-        command=config.command or "search.heads",
+        command=config.command or "headwise search",
         preset="scaled",
         seed=config.seed,
         calibration=Calibration(

@@ -52,7 +52,7 @@ def _quality(artifact: Artifact) -> list[str]:
     """What each task of the held-out prompts loses against dense attention."""
     evidence = artifact.evidence
     if not evidence.tasks:
-        return ["not checked on held-out prompts: search.gate does that"]
+        return ["not checked on held-out prompts: headwise gate does that"]
     assert evidence.reported_on is not None, "a search names its prompts"
     if evidence.reported_on.name == CHOSE:
         which = "prompts by which the budget was raised, none are left to hold out,"

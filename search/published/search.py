@@ -67,7 +67,7 @@ def run(config: HeadSearch) -> Artifact:
     Raises:
         HeadwiseError: anything the user has to put right; no file is written then.
     """
-    one_process("search.heads --preset paper")
+    one_process("headwise search --preset paper")
     check_writable(config.out)
     parse_task(config.calibration)
     target = target_tiles(config.budget, config.length, config.dense_tail)

@@ -121,7 +121,7 @@ def test_show(saved, capsys, monkeypatch):
     prose = " ".join(text.split())
     for expected in (
         "tiny at 12e45, LlamaForCausalLM: 3 layers of 4 query and 2 KV heads",
-        "$ python -m search.heads --model tiny --out cfg.yaml",
+        "$ headwise search --model tiny --out cfg.yaml",
         "kv_retrieval, 1 prompt of 4,096 tokens",
         "recall 0.9300, output error 1e-05, density 0.2400 (target 0.2500); means over 8 heads",
         "best single kind: vertical_slash, recall 0.9000",

@@ -66,7 +66,7 @@ def test_update_needs_a_whole_artifact_and_a_change_that_works(saved, tmp_path):
 
 
 def test_sections_written_at_once_are_all_there(saved):
-    """As search.filters and others do it: each changes its own section and adds its own arrays."""
+    """As headwise filters and others do it: each changes its own section and adds its own arrays."""
 
     def section(name):
         def change(artifact, arrays):

@@ -196,7 +196,7 @@ def test_the_command_writes_a_profile_that_comes_back(folder: Path, tmp_path: Pa
     assert "3 of 3 layers see the whole prompt; 900 tokens, top 50" in printed and "agreement of the tasks" in printed
     profile = load(out)
     assert profile.tasks == ["passkey", "kv_retrieval"] and profile.agreement.shape == (2, 2)
-    assert profile.about["command"].startswith("python -m profiling.similarity --model")
+    assert profile.about["command"].startswith("headwise similarity --model")
     assert profile.about["versions"]["torch"] == torch.__version__
     assert all(re.fullmatch("[0-9a-f]{64}", task["sha256"]) for task in profile.about["tasks"])
     for name in (

@@ -48,7 +48,7 @@ def test_more_windows_than_an_artifact_lists_are_refused_before_any_work(monkeyp
         next(held_out_sets(config, loaded, 1024, Seen()))
     monkeypatch.setattr("search.model.prompts.MAX_WINDOWS", two)
     assert list(held_out_sets(config, loaded, 1024, Seen())) == sets[:2]
-    # The gate tries as many budgets, and search.gate has a set of its own.
+    # The gate tries as many budgets, and headwise gate has a set of its own.
     assert len(sets) == ROUNDS
     own = held_out_prompts(("passkey",), loaded, length=1024, samples=1, seed=0, seen=Seen(), number=GATE_SET)
     assert not {prompt.context for prompt in own} & {prompt.context for made in sets for prompt in made}
