@@ -1,6 +1,6 @@
 """Applies an artifact to a transformers model: sparse prefill through its attention interface.
 
-    from runtime import load
+    from headwise import load
 
     with load("cfg.yaml").apply(model):
         model.generate(...)

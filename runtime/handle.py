@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 from torch import nn
 
 from artifacts import Artifact, HeadwiseError
+from artifacts.errors import one_line
 from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, register
 from runtime.attention.state import Layer, Settings, forget, remember
@@ -52,6 +53,8 @@ class Handle:
         self._artifact = artifact
         self._model: PreTrainedModel | None = model
         self.settings = settings
+        self._layers = len(layers)
+        self._sparse_layers = sum(_is_sparse(layer) for layer in layers.values())
         config = text_config(model)
         register()
         with ExitStack() as undo:
@@ -64,6 +67,16 @@ class Handle:
             self._undo = undo.pop_all()
         if any(parameter.is_cpu for parameter in model.parameters()):
             keep_freed_memory()
+
+    def __repr__(self) -> str:
+        if self._model is None:
+            return "<Handle: undone>"
+        name = self._model.name_or_path or "without a name"
+        artifact = "no artifact"
+        if self._artifact is not None:
+            artifact = f"artifact {(self._artifact.content_sha256 or 'unsaved')[:12]}"
+        layers = f"{self._sparse_layers} of {self._layers} layers sparse"
+        return f"<Handle: {type(self._model).__name__} {one_line(name)}, {artifact}, {layers}>"
 
     @property
     def _applied_to(self) -> PreTrainedModel:
@@ -111,6 +124,11 @@ class Handle:
         if decode is not None and (tokens := decode.tokens_read) is not None:
             result["tokens"] = tokens
         return result
+
+
+def _is_sparse(layer: Layer) -> bool:
+    """Whether a head of the layer has another pattern than dense."""
+    return layer.plan is not None and any(pattern.kind != "dense" for pattern in layer.plan.patterns)
 
 
 def _implementations(config: Any) -> dict[str, Any]:

@@ -61,13 +61,14 @@ def headwise(*words: str, folder: Path) -> str:
 
 
 def check_packages() -> None:
-    """All five packages are the environment's own."""
+    """Every package is the environment's own."""
     import artifacts
+    import headwise as python
     import kernels.index
     import profiling
     import runtime
 
-    for package in (artifacts, kernels.index, profiling, runtime):
+    for package in (artifacts, python, kernels.index, profiling, runtime):
         assert Path(sys.prefix) in Path(package.__file__ or "").parents, f"{package.__name__} is not the installed one"
 
 
@@ -80,13 +81,13 @@ def search(folder: Path) -> None:
 
 
 def serve(folder: Path) -> None:
-    import runtime
+    from headwise import load
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     ids = torch.randint(3, 250, (1, 512), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         dense = model(ids).logits
-        with runtime.load(folder / "cfg.yaml").apply(model, strict=True) as handle:
+        with load(folder / "cfg.yaml").apply(model, strict=True) as handle:
             sparse = model(ids).logits
             tokens = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
             assert handle.stats()["sparse"] == 6, handle.stats()

@@ -1,4 +1,4 @@
-"""Imports run one way: search > profiling > runtime > kernels | artifacts."""
+"""Imports run one way: search > profiling > runtime > kernels | artifacts, and headwise > runtime."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ BELOW: dict[str, set[str]] = {
     "kernels": set(),
     "artifacts": set(),
     "runtime": {"kernels", "artifacts"},
+    "headwise": {"runtime", "artifacts"},
     "profiling": {"runtime", "kernels", "artifacts"},
     "search": {"profiling", "runtime", "kernels", "artifacts"},
 }
@@ -23,7 +25,7 @@ BELOW: dict[str, set[str]] = {
 HEAVY = {"optuna", "matplotlib", "transformers", "triton", "vllm"}
 # What knows of vLLM: the plugin.
 ENGINE_ROOM = "runtime/vllm/"
-LIGHT_PACKAGES = {"runtime", "kernels", "artifacts"}
+LIGHT_PACKAGES = {"headwise", "runtime", "kernels", "artifacts"}
 # A room of its own for each heavy library: the module is imported lazily, and holds nothing but its code.
 HEAVY_ROOMS = {
     "kernels/attention/triton_kernel.py": {"triton"},
@@ -103,6 +105,8 @@ def test_imports_run_downwards(package: str) -> None:
     [
         ("runtime", "import profiling.models.loading"),
         ("runtime", "def f():\n    from search.heads import run"),
+        ("runtime", "from headwise import load"),
+        ("headwise", "def f():\n    from search.heads import run"),
         ("kernels", "from artifacts import load"),
         ("kernels", "if TYPE_CHECKING:\n    import artifacts.schema"),
         ("artifacts", "try:\n    import kernels.index\nexcept ImportError: pass"),
@@ -136,7 +140,7 @@ def test_the_check_allows(package: str, source: str) -> None:
 
 def test_a_serving_process_loads_no_more_than_it_needs() -> None:
     code = (
-        "import sys, runtime, runtime.attention, runtime.fingerprint;"
+        "import sys, headwise, runtime.attention, runtime.fingerprint;"
         "print(sorted(sys.modules.keys() & {'optuna', 'matplotlib', 'triton', 'transformers', 'profiling', 'search'}))"
     )
     out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
@@ -146,6 +150,18 @@ def test_a_serving_process_loads_no_more_than_it_needs() -> None:
 def test_the_plugin_loads_nothing_before_the_engine_asks() -> None:
     code = "import sys, runtime.vllm; print(sorted(sys.modules.keys() & {'torch', 'vllm', 'transformers'}))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "[]"
+
+
+def test_the_python_package_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, headwise; assert not sys.modules.keys() & {'torch', 'transformers'};"
+        "import runtime, artifacts; assert headwise.load is runtime.load;"
+        "assert headwise.HeadwiseError is artifacts.HeadwiseError;"
+        "assert headwise.apply_dense is runtime.apply_dense; assert 'apply_dense' in dir(headwise);"
+        "print(headwise.__version__)"
+    )
+    out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert out.strip() == version("headwise")
 
 
 def circle(sources: Mapping[str, str], depth: int) -> list[str]:
@@ -169,7 +185,7 @@ def circle(sources: Mapping[str, str], depth: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("package", "depth"), [("artifacts", 3), *((name, 2) for name in BELOW if name != "artifacts")]
+    ("package", "depth"), [("artifacts", 3), *((name, 2) for name in BELOW if name not in ("artifacts", "headwise"))]
 )
 def test_nothing_imports_what_imports_it(package: str, depth: int) -> None:
     """Modules of artifacts; elsewhere folders, and the modules beside them."""

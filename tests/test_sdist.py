@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("artifacts", "benchmarks", "docs", "kernels", "notebooks", "profiling", "runtime", "search", "tests")
+FOLDERS = (
+    *("artifacts", "benchmarks", "docs", "headwise", "kernels", "notebooks", "profiling", "runtime"),
+    *("search", "tests"),
+)
 FILES = (
     *("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "constraints.txt", "requirements-vllm.txt"),
     *("requirements-docs.txt", "mkdocs.yml", "CITATION.cff", "SECURITY.md"),

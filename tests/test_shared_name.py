@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SITE = Path(sysconfig.get_paths()["purelib"])
-PACKAGES = ("artifacts", "kernels", "profiling", "runtime", "search")
+PACKAGES = ("artifacts", "headwise", "kernels", "profiling", "runtime", "search")
 
 needs_theirs = pytest.mark.skipif(
     not any(d.name == "kernels" for d in importlib.metadata.distributions(path=[str(SITE)])),
@@ -28,7 +28,7 @@ needs_theirs = pytest.mark.skipif(
 )
 
 OURS = """
-import transformers, kernels.index, kernels.attention, runtime
+import transformers, kernels.index, kernels.attention, headwise
 from transformers.utils.import_utils import is_kernels_available
 from transformers import LlamaForCausalLM
 kernels.index.SparseIndex

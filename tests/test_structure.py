@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("artifacts", "kernels", "profiling", "runtime", "search")
-# Folders that may hold Python beside the five packages.
+PACKAGES = ("artifacts", "headwise", "kernels", "profiling", "runtime", "search")
+# Folders that may hold Python beside the packages.
 OTHERS = {"benchmarks", "tests", "notebooks"}
 
 
@@ -28,7 +28,7 @@ def test_every_module_says_what_it_is() -> None:
     assert [str(path) for path in modules if not _docstring(path)] == []
 
 
-def test_code_lives_in_the_five_packages() -> None:
+def test_code_lives_in_the_packages() -> None:
     hidden = {path for path in ROOT.iterdir() if path.name.startswith(".") or path.name == "build"}
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path not in hidden and any(path.rglob("*.py"))}
     assert folders <= {*PACKAGES, *OTHERS}

@@ -258,6 +258,19 @@ def test_from_a_file(build, artifact_for, ids, tmp_path):
         assert torch.equal(model(prompt).logits, expected)
 
 
+def test_a_handle_says_its_model_its_artifact_and_its_sparse_layers(build, artifact_for, tmp_path):
+    model = build(num_hidden_layers=4)
+    rows = [["a_64_64"] * 3 + ["dense"], ["dense"] * 4, None, ["bs_2"] * 4]
+    saved = artifacts.save(artifact_for(model, rows=rows), tmp_path / "cfg.yaml", None)
+    model.name_or_path = "a/model"
+    with load(tmp_path / "cfg.yaml").apply(model) as handle:
+        said = repr(handle)
+    assert "LlamaForCausalLM a/model" in said and saved.content_sha256[:12] in said and "2 of 4 layers" in said
+    assert repr(handle) == "<Handle: undone>"
+    with apply_dense(model) as handle:
+        assert "no artifact" in repr(handle) and "0 of 4 layers" in repr(handle)
+
+
 def test_an_unknown_backend_is_refused(build, artifact_for):
     with pytest.raises(HeadwiseError, match="'warp'; known: auto"):
         Headwise(artifact_for(build())).apply(build(), backend="warp")
