@@ -15,9 +15,9 @@ from profiling.environment import environment
 from profiling.progress import phase
 from profiling.quality.sequences import TokenSequence
 from profiling.speed.baselines import EVIDENCE, KERNEL, MODEL
+from profiling.speed.layer_times import ANCHOR, MOVED, SDPA, Timed, Timings, time_layers
 from search.model.setup import Outcome
 from search.model.task_losses import pooled
-from search.model.timing import ANCHOR, MOVED, SDPA, Timed, Timings, time_layers
 
 _CHOSEN = "chosen"
 # What sets of prompts are called.

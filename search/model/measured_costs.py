@@ -15,10 +15,10 @@ from profiling.inside.capture import LayerInputs
 from profiling.inside.head_fidelity import worked_tiles
 from profiling.progress import phase
 from profiling.speed.cost_table import Cost, CostTable
+from profiling.speed.layer_times import ANCHOR, Timed, Timings, spread, time_layers
 from search.model.allocation import Allocation, Heads
 from search.model.costs import Costs, costs_by, flops
 from search.model.setup import Setup
-from search.model.timing import ANCHOR, Timed, Timings, spread, time_layers
 
 # Layers on which candidates and allocations are timed.
 _LAYERS = 5

@@ -28,6 +28,7 @@ from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt, digest, parse_task
 from profiling.quality.sequences import Losses, Reference, TokenSequence, check_logits, sequences
 from profiling.ranks import Ranks, ranks
+from profiling.speed.layer_times import all_threads
 from runtime.fingerprint import fingerprint
 from search.common.layers import searched_layers, serving_backend
 from search.model.allocation import Allocation, Heads
@@ -43,7 +44,6 @@ from search.model.refine import Refinement, Trial, check_storage, refine
 from search.model.scored_prompts import score_prompts
 from search.model.setup import Outcome, Setup
 from search.model.task_losses import TaskLoss, by_task
-from search.model.timing import all_threads
 
 # Raised where the same unit would have another value.
 _VERSION = 4

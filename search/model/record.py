@@ -22,13 +22,13 @@ from artifacts import Point as FrontPoint
 from artifacts.sections import save_searched
 from profiling.prompts.prompt import digest
 from profiling.speed.cost_table import embed
+from profiling.speed.layer_times import ANCHOR, Timings
 from search.common.scores import as_artifact_pattern, score_arrays, winners
 from search.model.allocation import Allocation
 from search.model.evidence import evidence, timed
 from search.model.growth import fit
 from search.model.setup import Outcome
 from search.model.task_losses import lost_answers, mean_kl
-from search.model.timing import ANCHOR, Timings
 
 
 def write(outcome: Outcome) -> Artifact:

@@ -22,6 +22,7 @@ from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import digest, make_prompts
 from profiling.quality.sequences import Reference, sequences
 from profiling.ranks import Ranks
+from profiling.speed.layer_times import ANCHOR, SDPA
 from runtime import load
 from search.heads import main
 from search.model import measured_costs, pipeline
@@ -31,7 +32,6 @@ from search.model.limits import Limits
 from search.model.pipeline import _Search
 from search.model.prompts import held_out_prompts, held_out_sets
 from search.model.task_losses import by_task
-from search.model.timing import ANCHOR, SDPA
 from tests.processes import run
 from tests.sampling import sampled
 from tests.search.conftest import save_tiny
@@ -200,7 +200,7 @@ def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
         timed.append((tokens, list(runs), first))
         return {name: 1e-3 if name in (ANCHOR, SDPA) or name.startswith("Dense") else 1e-4 for name in runs}
 
-    monkeypatch.setattr("search.model.timing.in_turn", in_turn)
+    monkeypatch.setattr("profiling.speed.layer_times.in_turn", in_turn)
     out = tmp_path / "cfg.yaml"
     # By this clock an allocation takes as long whatever it computes, so that cheap ones look dear.
     assert main(options(tiny_model, out, cost="seconds", n_trials="1", budget="0.7")) == 0
@@ -286,7 +286,7 @@ def test_times_are_those_of_this_machine_and_this_budget(
     taken: list[int] = []
     real = measured_costs.measured
     monkeypatch.setattr(pipeline, "measured", lambda *args: taken.append(1) or real(*args))
-    monkeypatch.setattr("search.model.timing.in_turn", lambda runs, first: dict.fromkeys(runs, 1e-3))
+    monkeypatch.setattr("profiling.speed.layer_times.in_turn", lambda runs, first: dict.fromkeys(runs, 1e-3))
     out, asked = tmp_path / "cfg.yaml", {"cost": "seconds", "n_trials": "1", "budget": "0.7", "max_kl": "0.0000001"}
     more: dict[str, str]
     for count, more in ((1, {}), (1, {}), (2, {"budget": "0.6"})):

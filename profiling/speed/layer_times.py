@@ -45,12 +45,12 @@ class Timings:
     layers: tuple[int, ...]
 
     def ratio(self, name: str) -> float:
-        """How many times as fast as the better dense attention."""
+        """How many times as fast as the fastest dense baseline."""
         return self.dense / self.seconds[name]
 
     @property
     def dense(self) -> float:
-        """The better of our kernel and sdpa."""
+        """Seconds of the fastest dense baseline: our kernel, or sdpa."""
         return min(self.seconds[name] for name in (ANCHOR, SDPA) if name in self.seconds)
 
 
