@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, one_line
-from artifacts.interop import heads, kascade, kv_heads, layers, modelopt
+from artifacts.interop import duo_attention, heads, kascade, kvzip, layers, modelopt
 from artifacts.interop.report import Export, Import
 from artifacts.interop.shape import Given
 from artifacts.interop.source import Source
@@ -61,14 +61,14 @@ FORMATS: dict[str, Format] = {
     ),
     "duo_attention": Format(
         about="DuoAttention's full_attention_heads.tsv, its config.json beside it",
-        read=kv_heads.read_duo,
-        write=kv_heads.write_duo,
+        read=duo_attention.read,
+        write=duo_attention.write,
         options=_KV_HEADS,
     ),
     "kvzip": Format(
         about="KVzip's head scores, a .pt file",
-        read=kv_heads.read_kvzip,
-        write=kv_heads.write_kvzip,
+        read=kvzip.read,
+        write=kvzip.write,
         options=_KV_HEADS,
     ),
     "index_topk_pattern": Format(

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from artifacts.interop.kv_heads import read_kvzip, write_kvzip
+from artifacts.interop import kvzip
 from artifacts.interop.shape import Given
 from artifacts.interop.source import Source
 
@@ -59,20 +59,20 @@ def kept_by_kvzip(values: list[float], ratio: float, context: int) -> list[bool]
 @settings(max_examples=60, deadline=None)
 @given(values=TIED, sparsity=PERCENT, context=st.integers(1000, 1500))
 def test_kvzip_keeps_the_heads_that_kvzip_keeps(values, sparsity, context):
-    made = read_kvzip(tensor_file(values), shape(len(values) // LAYERS, sparsity=sparsity / 100))
+    made = kvzip.read(tensor_file(values), shape(len(values) // LAYERS, sparsity=sparsity / 100))
     assert kept_by(made) == kept_by_kvzip(values, (100 - sparsity) / 100, context)
 
 
 def test_of_256_heads_kvzip_keeps_153_at_a_ratio_of_0_6():
-    made = read_kvzip(tensor_file([(head + 1) / 256 for head in range(256)]), shape(32))
+    made = kvzip.read(tensor_file([(head + 1) / 256 for head in range(256)]), shape(32))
     assert sum(kept_by(made)) == 153
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.01, 0.37, 0.5, 0.99, 1.0])
 def test_the_ratio_that_an_export_names_cuts_where_the_artifact_does(sparsity):
     values = [math.sin(head) ** 2 for head in range(40)]
-    made = read_kvzip(tensor_file(values), shape(5, sparsity=sparsity))
-    written = write_kvzip(made.artifact, made.arrays, Path("back.pt"))
+    made = kvzip.read(tensor_file(values), shape(5, sparsity=sparsity))
+    written = kvzip.write(made.artifact, made.arrays, Path("back.pt"))
     (advice,) = (note.what for note in written.report.notes if note.what.startswith("serve it"))
     ratio = float(advice.removeprefix("serve it with a ratio of "))
     assert kept_by_kvzip(values, ratio, 1000) == kept_by(made)
