@@ -78,7 +78,12 @@ class Config:
         "--sinks", metavar="N", type=int, default=None, group=_HOW, help="first tokens a streaming head keeps (128)"
     )
     window: int | None = arg(
-        "--window", metavar="N", type=int, default=None, group=_HOW, help="last tokens a streaming head keeps (256)"
+        "--window",
+        metavar="N",
+        type=int,
+        default=None,
+        group=_HOW,
+        help="last tokens a streaming head sees, itself one (257, KVzip 256)",
     )
     threshold: float | None = arg(
         "--threshold", metavar="X", type=float, default=None, group=_HOW, help="KV heads from here on keep all (0.5)"

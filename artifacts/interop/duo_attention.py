@@ -4,6 +4,9 @@ A row for each layer, a column for each KV head, tabs between: the share of full
 want, clipped to 0 to 1. Heads at or above a threshold keep all; the others keep the first sink_size tokens and the last
 recent_size at their positions in the text. These sizes stand in the config.json beside the table, which is not a
 model's.
+
+A token of decode sees recent_size tokens and itself, which is a window of recent_size + 1 here. A prompt comes in
+chunks: the first is dense in all heads, and a query of a later one sees all of its chunk besides.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ from artifacts.schema import Artifact
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
+# DuoAttention adds noise of up to this to every value, which decides between heads that tie.
+_NOISE = 1e-6
 # The sizes in config.json, and the least of each.
 _SIZES = {"sink_size": 0, "recent_size": 1}
 
@@ -46,27 +51,41 @@ _SIZES = {"sink_size": 0, "recent_size": 1}
 def read(source: Source, given: Given) -> Import:
     """Read a table into an artifact that has a kv_cache section and no patterns.
 
-    Heads of 0.5 and more keep everything where nobody says otherwise. The sizes of the others are by default those of
-    DuoAttention's config.json beside the table, or 128 and 256.
+    Heads of 0.5 and more keep everything where neither a threshold nor a sparsity is given. The sizes of the others are
+    by default those of DuoAttention's config.json beside the table, or 128 and 256.
 
     Raises:
         ArtifactError: the file is no such table, or does not fit the model.
     """
     table = _table(source.text())
+    heads = [(layer, head) for layer in range(len(table)) for head in range(len(table[0]))]
+    values = list(chain.from_iterable(table))
     notes = Notes()
-    cut = THRESHOLD if given.threshold is None else given.threshold
-    if given.sparsity is not None:
-        ascending = sorted(chain.from_iterable(table))
-        count = round(given.sparsity * len(ascending))
-        cut = math.inf if count == len(ascending) else ascending[count]
-        if count and ascending[count - 1] == cut:
-            both = f"values of {cut:.6g} lie on both sides of the cut: all of them keep everything"
-            notes.file("chooses otherwise", both)
+    if given.sparsity is None:
+        threshold = THRESHOLD if given.threshold is None else given.threshold
+        streams = [value < threshold for value in values]
+        by_chance = [threshold - _NOISE < value < threshold for value in values]
+        notes.file("same", f"KV heads of {threshold:.6g} and above keep everything")
+    else:
+        streams = _lowest(values, given.sparsity)
+        by_chance = _drawn(values, streams)
+    drawn = [at for at, chance in zip(heads, by_chance, strict=True) if chance]
+    notes.heads("chooses otherwise", "tie at the cut: DuoAttention draws, here the first of them stream", len(drawn))
+    full = {at for at, stream in zip(heads, streams, strict=True) if not stream}
     config = _config(source.path.with_name("config.json")) or {"sink_size": SINKS, "recent_size": WINDOW}
-    stream = streaming(given, sinks=config["sink_size"], window=config["recent_size"])
-    notes.file("same", f"KV heads of {cut:.6g} and above keep everything")
-    keep = [[value >= cut for value in row] for row in table]
-    return import_heads(source, given, format="duo_attention", table=table, keep=keep, stream=stream, notes=notes)
+    stream = streaming(given, sinks=config["sink_size"], window=config["recent_size"] + 1)
+    seen = f"{stream.sinks} sinks and {stream.window} tokens"
+    return import_heads(
+        source,
+        given,
+        format="duo_attention",
+        table=table,
+        keep=[[(layer, head) in full for head in range(len(table[0]))] for layer in range(len(table))],
+        stream=stream,
+        differs=("keeps less", f"a query of a prompt sees {seen}; there all of its chunk, too"),
+        drawn=drawn,
+        notes=notes,
+    )
 
 
 def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
@@ -83,6 +102,7 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
             raise ArtifactError("is there and not DuoAttention's: write the table into a folder of its own")
     policies = head_policies(artifact)
     sinks, window = _commonest_sizes(policies)
+    recent = max(window - 1, 1)
     notes = Notes()
     exact = 0
     for policy in chain.from_iterable(policies):
@@ -97,17 +117,37 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
         elif policy.positions == "cache":
             notes.heads("chooses otherwise", "positions are those in the text, not in the cache")
         else:
-            exact += 1
+            notes.heads("computes more", "in prefill a query sees its whole chunk, here its sinks and window alone")
+    if recent + 1 != window:
+        notes.file("computes more", f"a token sees {recent} before itself, which is the least; here {window - 1}")
     notes.left_out(artifact, "kv_cache")
     table, threshold = parted_scores(policies, arrays)
     notes.file("same", f"serve it with a threshold of {threshold:.6g}")
     lines = ["\t".join(f"{value:.18e}" for value in row) + "\n" for row in table]
-    config = {"sink_size": sinks, "recent_size": window, "threshold": threshold}
+    config = {"sink_size": sinks, "recent_size": recent, "threshold": threshold}
     heads = artifact.model.num_layers * artifact.model.num_kv_heads
     return Export(
         files={out: "".join(lines).encode(), beside: json.dumps(config).encode() + b"\n"},
         report=notes.report(heads, exact, UNIT),
     )
+
+
+def _lowest(values: Sequence[float], sparsity: float) -> list[bool]:
+    """Whether each head streams: those below NumPy's quantile of the values, of equal ones the first."""
+    if sparsity >= 1:
+        return [True] * len(values)
+    # So many of n values that do not tie lie below it.
+    count = math.ceil(sparsity * (len(values) - 1))
+    ascending = sorted(range(len(values)), key=values.__getitem__)
+    lowest = set(ascending[:count])
+    return [head in lowest for head in range(len(values))]
+
+
+def _drawn(values: Sequence[float], streams: Sequence[bool]) -> list[bool]:
+    """Whether DuoAttention's noise decides if a head streams."""
+    largest_streaming = max((value for value, stream in zip(values, streams, strict=True) if stream), default=-math.inf)
+    least_full = min((value for value, stream in zip(values, streams, strict=True) if not stream), default=math.inf)
+    return [least_full - _NOISE < value < largest_streaming + _NOISE for value in values]
 
 
 def _commonest_sizes(policies: Sequence[Sequence[AnyPolicy | None]]) -> tuple[int, int]:

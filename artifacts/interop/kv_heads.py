@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from artifacts.errors import ArtifactError
-from artifacts.interop.report import Import, Notes
+from artifacts.interop.report import Effect, Import, Notes
 from artifacts.interop.shape import Given, model_shape
 from artifacts.interop.source import Source, array
 from artifacts.kv_cache import AnyPolicy, Full, KVCache, Policy, Streaming
@@ -49,6 +49,8 @@ def import_heads(
     table: Table,
     keep: Sequence[Sequence[bool]],
     stream: Streaming,
+    differs: tuple[Effect, str],
+    drawn: Collection[tuple[int, int]] = (),
     notes: Notes,
 ) -> Import:
     """Make an artifact with a kv_cache section alone.
@@ -60,7 +62,9 @@ def import_heads(
         table: scores, a row for each layer, a value for each KV head.
         keep: whether a head keeps everything, of the table's shape.
         stream: the policy of the other heads.
-        notes: of the report, to which the number of streaming heads is added.
+        differs: the note on each of these, which do not stream like that there.
+        drawn: layer and head of those that are full or stream by chance there.
+        notes: of the report, to which those on heads are added.
 
     Raises:
         ArtifactError: the table does not fit the model, or every layer of it slides.
@@ -78,6 +82,8 @@ def import_heads(
     counts = Counter(name for row in rows for name in row or ())
     if not counts:
         raise ArtifactError("every layer of the model slides: nothing is left to choose")
+    effect, what = differs
+    notes.heads(effect, what, counts[stream_name])
     notes.file("same", f"{counts[stream_name]} of {counts.total()} KV heads stream")
     policies: dict[str, Policy] = {"full": Full(), stream_name: stream}
     section = KVCache(
@@ -85,11 +91,11 @@ def import_heads(
         layers=rows,
         imported=source.imported(format),
     )
-    exact = counts.total() if format == "duo_attention" else counts["full"]
+    by_chance = sum(keep[layer][head] and rows[layer] is not None for layer, head in drawn)
     return Import(
         artifact=shape.artifact(kv_cache=section),
         arrays={SCORES: np.array(table, dtype=np.float64)},
-        report=notes.report(num_layers * num_kv_heads, exact, UNIT),
+        report=notes.report(num_layers * num_kv_heads, counts["full"] - by_chance, UNIT),
     )
 
 

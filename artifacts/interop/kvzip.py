@@ -65,16 +65,20 @@ def read(source: Source, given: Given) -> Import:
     keep = [[score > cut for score in row] for row in table]
     stream = streaming(given, sinks=SINKS, window=WINDOW)
     notes = Notes()
-    streamed = f"keeps {stream.sinks} sinks and the last {stream.window} tokens"
-    notes.heads(
-        "chooses otherwise",
-        f"{streamed}; there nothing of the context, and all after it",
-        sum(row.count(False) for row in keep),
-    )
     notes.file("chooses otherwise", "this file alone was read; KVzip takes each head's largest score of all its files")
     if math.isfinite(cut):
         notes.file("same", f"KV heads above {cut:.6g} keep everything")
-    return import_heads(source, given, format="kvzip", table=table, keep=keep, stream=stream, notes=notes)
+    kept = f"keeps {stream.sinks} sinks and the last {stream.window} tokens"
+    return import_heads(
+        source,
+        given,
+        format="kvzip",
+        table=table,
+        keep=keep,
+        stream=stream,
+        differs=("chooses otherwise", f"{kept}; there nothing of the context, and all after it"),
+        notes=notes,
+    )
 
 
 def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:

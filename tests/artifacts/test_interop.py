@@ -161,10 +161,12 @@ def test_strict_writes_nothing_that_is_lossy(tmp_path, make):
 
 def test_duo_attention_both_ways(tmp_path):
     artifact, _, said = imported(tmp_path, "full_attention_heads.tsv")
-    stream = "stream_64_192"
-    assert artifact.kv_cache.policies[stream] == Streaming(sinks=64, window=192, positions="original")
+    # In decode a token sees recent_size tokens and itself.
+    stream = "stream_64_193"
+    assert artifact.kv_cache.policies[stream] == Streaming(sinks=64, window=193, positions="original")
     assert artifact.kv_cache.layers == (("full", stream), (stream, "full"))
-    assert artifact.patterns == {} and artifact.prefill.layers == (None, None) and said["exact"] == 4
+    assert artifact.patterns == {} and artifact.prefill.layers == (None, None)
+    assert said["exact"] == 2 and ("keeps less", 2) in {(note["effect"], note["heads"]) for note in said["notes"]}
     out = tmp_path / "duo" / "full_attention_heads.tsv"
     out.parent.mkdir()
     convert(tmp_path / "cfg.yaml", out, target="duo_attention")

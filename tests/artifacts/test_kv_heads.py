@@ -10,11 +10,12 @@ import io
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from artifacts.interop import kvzip
+from artifacts.interop import duo_attention, kvzip
 from artifacts.interop.shape import Given
 from artifacts.interop.source import Source
 
@@ -76,3 +77,70 @@ def test_the_ratio_that_an_export_names_cuts_where_the_artifact_does(sparsity):
     (advice,) = (note.what for note in written.report.notes if note.what.startswith("serve it"))
     ratio = float(advice.removeprefix("serve it with a ratio of "))
     assert kept_by_kvzip(values, ratio, 1000) == kept_by(made)
+
+
+def duo_table(values: list[float]) -> Source:
+    text = "\n".join("\t".join(map(repr, row)) for row in rows_of(values))
+    return Source(path=Path("nowhere/full_attention_heads.tsv"), data=text.encode())
+
+
+def import_duo(values: list[float], **options: float):
+    return duo_attention.read(duo_table(values), shape(len(values) // LAYERS, **options))
+
+
+def kept_by_duo_attention(values: list[float], sparsity: float, seed: int) -> list[bool]:
+    """DuoAttention's rule: noise of up to 1e-6 on every value, then NumPy's quantile; the ends are all or nothing."""
+    noisy = np.array(values) + np.random.default_rng(seed).uniform(0, 1e-6, len(values))
+    if sparsity >= 1:
+        return [False] * len(values)
+    if sparsity <= 0:
+        return [True] * len(values)
+    return (noisy >= np.quantile(noisy, sparsity)).tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(order=st.permutations(range(LAYERS * 6)), sparsity=PERCENT)
+def test_without_ties_duo_attention_streams_ceil_of_the_share(order, sparsity):
+    values = [number / 1000 for number in order]
+    made = import_duo(values, sparsity=sparsity / 100)
+    assert kept_by(made) == kept_by_duo_attention(values, sparsity / 100, seed=0)
+    streaming = kept_by(made).count(False)
+    # ceil(s (n - 1)), in whole numbers.
+    assert streaming == (len(values) if sparsity == 100 else -(-sparsity * (len(values) - 1) // 100))
+    assert made.report.exact == len(values) - streaming
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=TIED, sparsity=st.integers(1, 99))
+def test_of_tied_heads_as_many_stream_as_in_duo_attention_and_the_report_names_them(values, sparsity):
+    made = import_duo(values, sparsity=sparsity / 100)
+    draws = [kept_by_duo_attention(values, sparsity / 100, seed) for seed in range(8)]
+    ours = kept_by(made)
+    assert {draw.count(False) for draw in draws} == {ours.count(False)}
+    ties = sum(note.heads for note in made.report.notes if note.what.startswith("tie at the cut"))
+    differing = sum(any(draw[head] != ours[head] for draw in draws) for head in range(len(values)))
+    at_the_cut = max(value for value, kept in zip(values, ours, strict=True) if not kept)
+    assert differing <= ties and ties in (0, values.count(at_the_cut))
+
+
+def test_ties_at_the_cut_stream_from_the_first_on():
+    # As in Llama-2-7B-32K's table at 0.25: 300 of 1,024 values are 0.
+    values = [0.0 if head % 3 == 0 and head < 900 else 1.0 for head in range(1024)]
+    made = import_duo(values, sparsity=0.25)
+    streaming = [head for head, kept in enumerate(kept_by(made)) if not kept]
+    assert streaming == list(range(0, 768, 3)) and len(streaming) == 256
+    (note,) = (note for note in made.report.notes if "DuoAttention draws" in note.what)
+    assert (note.effect, note.heads) == ("chooses otherwise", 300)
+    assert made.report.exact == 1024 - 300 and made.report.lossy
+
+
+@pytest.mark.parametrize("window", [1, 2, 257])
+def test_a_window_counts_the_token_itself_and_recent_size_does_not(tmp_path, window):
+    made = import_duo([0.0, 1.0] * LAYERS, window=window)
+    written = duo_attention.write(made.artifact, made.arrays, tmp_path / "full_attention_heads.tsv")
+    for path, content in written.files.items():
+        path.write_bytes(content)
+    back = duo_attention.read(Source.read(tmp_path / "full_attention_heads.tsv"), shape(2))
+    (policy,) = (policy for policy in back.artifact.kv_cache.policies.values() if policy.kind == "streaming")
+    assert policy.window == max(window, 2)
+    assert any("which is the least" in note.what for note in written.report.notes) == (window == 1)
