@@ -17,6 +17,10 @@ SHARE = "the share of the answers that are named"
 RULER = "RULER, Hsieh et al. 2024"
 
 
+class LengthTooShort(HeadwiseError):
+    """A length into which a task's prompt does not go."""
+
+
 @dataclass(frozen=True)
 class Find:
     """One thing that an answer takes out of the prompt.
@@ -134,9 +138,9 @@ class Wanted:
         what = f"{self.name} at length {self.length}"
         return HeadwiseError(f"{self.file.name} is too short for {what}: it has {has} tokens, {room} are needed")
 
-    def too_small(self, why: str) -> HeadwiseError:
+    def too_small(self, why: str) -> LengthTooShort:
         """The error of a length into which a prompt does not go."""
-        return HeadwiseError(f"length {self.length} is too small for {self.name}: {why}")
+        return LengthTooShort(f"length {self.length} is too small for {self.name}: {why}")
 
 
 @dataclass(frozen=True)

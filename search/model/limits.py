@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from artifacts.options import Range, arg, check_ranges
+from artifacts.options import SHARE, Range, arg, check_ranges
 from search.model.task_losses import TaskLoss, pooled
 
 MAX_KL, MAX_PERPLEXITY, MAX_NLL, MAX_LOST = 0.05, 0.03, 0.1, 0.1
@@ -43,7 +43,7 @@ class Limits:
     lost: float | None = arg(
         "--max-lost",
         default=MAX_LOST,
-        within=_ABOVE_0,
+        within=SHARE,
         help="share of right answers fewer than dense attention",
     )
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from artifacts import HeadwiseError, ModelInfo
 from artifacts.windows import MAX_WINDOWS
 from profiling.models.loading import LoadedModel
 from profiling.prompts.held_out import GATE_SET, Seen, held_out, of_texts
-from profiling.prompts.prompt import Prompt, make_prompts, parse_task, per_context
+from profiling.prompts.kind import LengthTooShort
+from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, Prompt, make_prompts, parse_task, per_context
 from search.model.config import ModelSearch
 from search.model.gate import ROUNDS
 from search.model.task_losses import CONTEXTS
@@ -43,13 +44,17 @@ def calibration_prompts(config: ModelSearch, loaded: LoadedModel, length: int) -
     """All of one length.
 
     Raises:
-        HeadwiseError: two tasks have one name.
+        HeadwiseError: two tasks have one name; the length is too short for a task.
     """
     names = [parse_task(task).name for task in dict.fromkeys(config.tasks)]
     for name in names:
         if names.count(name) > 1:
             raise HeadwiseError(f"--task has two tasks {name}: give their files different names")
-    return whole_contexts(config.tasks, loaded, length=length, samples=config.samples, seed=config.seed)
+
+    def make(tokens: int) -> list[Prompt]:
+        return whole_contexts(config.tasks, loaded, length=tokens, samples=config.samples, seed=config.seed)
+
+    return _made(make, length, "calibration", by_default=config.tasks == CALIBRATED_TASKS)
 
 
 def whole_contexts(tasks: Iterable[str], loaded: LoadedModel, *, length: int, samples: int, seed: int) -> list[Prompt]:
@@ -69,15 +74,47 @@ def held_out_prompts(
     """Held-out prompts: contexts are the units of what is claimed, so there are more of them than are calibrated on.
 
     Four times as many, of a text twice as many windows; where a file is too short for that, half of it or no more.
+
+    Raises:
+        HeadwiseError: the length is too short for a task, or a text for the length.
     """
-    how: dict[str, Any] = {"length": length, "seed": seed, "seen": seen, "number": number}
-    found = []
-    for task in dict.fromkeys(tasks):
-        times = 2 if parse_task(task).kind in ("text", "prose") else CONTEXTS
-        while times > 1 and of_texts(task) and not _has(task, loaded, samples=times * samples, **how):
-            times //= 2
-        found += held_out((task,), loaded.tokenizer, samples=samples * times, **how)
-    return found
+    asked = tuple(dict.fromkeys(tasks))
+
+    def make(tokens: int) -> list[Prompt]:
+        how: dict[str, Any] = {"length": tokens, "seed": seed, "seen": seen, "number": number}
+        found = []
+        for task in asked:
+            times = 2 if parse_task(task).kind in ("text", "prose") else CONTEXTS
+            while times > 1 and of_texts(task) and not _has(task, loaded, samples=times * samples, **how):
+                times //= 2
+            found += held_out((task,), loaded.tokenizer, samples=samples * times, **how)
+        return found
+
+    return _made(make, length, "held-out", by_default=asked == GATE_TASKS)
+
+
+def _made(make: Callable[[int], list[Prompt]], length: int, which: str, *, by_default: bool) -> list[Prompt]:
+    """Prompts of a length; where it is too short for default tasks, the error names a length and no task.
+
+    The user did not ask for these tasks by name.
+    """
+    try:
+        return make(length)
+    except LengthTooShort:
+        if not by_default:
+            raise
+    enough = 1 << length.bit_length()
+    while not _fits(make, enough):
+        enough *= 2
+    raise HeadwiseError(f"--length {length} is too short for the {which} prompts; {enough} is enough")
+
+
+def _fits(make: Callable[[int], list[Prompt]], length: int) -> bool:
+    try:
+        make(length)
+    except LengthTooShort:
+        return False
+    return True
 
 
 def _has(task: str, loaded: LoadedModel, **how: Any) -> bool:

@@ -66,7 +66,7 @@ def test_one_that_loses_more_than_allowed_fails_and_names_heads(
     said = capsys.readouterr().out
     assert said.startswith("fails: passkey: ")
     assert len([line for line in said.splitlines() if line.startswith("  head ")]) == 10
-    wide = [word for name in ("kl", "perplexity", "nll", "lost") for word in (f"--max-{name}", "1000")]
+    wide = [word for name in ("kl", "perplexity", "nll") for word in (f"--max-{name}", "1000")] + ["--max-lost", "1"]
     assert main([str(poor), *options(tiny_model, *wide)]) == 0
 
 
@@ -89,6 +89,7 @@ def test_what_grows_is_judged_at_the_length_of_the_prompts(tiny_model: Path, tmp
 @pytest.mark.parametrize(
     "changes, says",
     [
+        (["--max-lost", "2"], r"--max-lost must be above 0 and at most 1, got 2\.0"),
         (["--length", "100"], r"--length 100 is below the artifact's dense_below of 128"),
         (["--task", "guessing"], "unknown task"),
         (["--max-kl", "0"], r"--max-kl must be above 0, got 0\.0"),

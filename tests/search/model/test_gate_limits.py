@@ -111,6 +111,12 @@ def test_limits_are_above_0(name: str, value: float) -> None:
         Limits(**{name: value})
 
 
+def test_no_more_than_all_answers_can_be_lost() -> None:
+    assert Limits(lost=1).lost == 1
+    with pytest.raises(HeadwiseError, match="--max-lost must be above 0 and at most 1, got 2"):
+        Limits(lost=2)
+
+
 def sequence(name: str, sizes: tuple[int, ...]) -> TokenSequence:
     spans, at = [], 50
     for size in sizes:

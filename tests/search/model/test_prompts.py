@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,30 @@ def test_more_windows_than_an_artifact_lists_are_refused_before_any_work(monkeyp
     assert len(sets) == ROUNDS
     own = held_out_prompts(("passkey",), loaded, length=1024, samples=1, seed=0, seen=Seen(), number=GATE_SET)
     assert not {prompt.context for prompt in own} & {prompt.context for made in sets for prompt in made}
+
+
+@pytest.mark.parametrize("length", [256, 512, 1500])
+def test_a_length_too_short_for_default_tasks_is_refused_by_a_length_that_is_enough(length: int) -> None:
+    """They are named only where the user asked for them."""
+    loaded: Any = SimpleNamespace(tokenizer=byte_level())
+    config = ModelSearch(model="m", out=Path("cfg.yaml"))
+    held_out: dict[str, Any] = {"samples": 1, "seed": 0, "seen": Seen(), "number": GATE_SET}
+    with pytest.raises(HeadwiseError) as error:
+        held_out_prompts(config.held_out_tasks, loaded, length=length, **held_out)
+    assert str(error.value) == f"--length {length} is too short for the held-out prompts; 4096 is enough"
+    assert held_out_prompts(config.held_out_tasks, loaded, length=4096, **held_out)
+    with pytest.raises(HeadwiseError, match=rf"^length {length} is too small for facts: "):
+        held_out_prompts(("facts",), loaded, length=length, **held_out)
+
+
+def test_calibration_refuses_a_length_as_the_gate_does() -> None:
+    loaded: Any = SimpleNamespace(tokenizer=byte_level())
+    config = ModelSearch(model="m", out=Path("cfg.yaml"))
+    with pytest.raises(HeadwiseError, match=r"^--length 256 is too short for the calibration prompts; 1024 is enough$"):
+        calibration_prompts(config, loaded, 256)
+    assert calibration_prompts(config, loaded, 1024)
+    with pytest.raises(HeadwiseError, match=r"^length 256 is too small for chain: "):
+        calibration_prompts(replace(config, tasks=("chain",)), loaded, 256)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ from tests.search.model.made import heads_of
 
 LENGTH = 512
 TASKS = ("passkey", "prose")
-LIMITS = ("max_kl", "max_perplexity", "max_nll", "max_lost")
+LIMITS = ("max_kl", "max_perplexity", "max_nll")
 
 
 def options(model: Path, at: Path, *more: str, **changes: str | None) -> list[str]:
@@ -54,6 +54,7 @@ def options(model: Path, at: Path, *more: str, **changes: str | None) -> list[st
         "dtype": "float32",
         # A random model has no head that can do without much.
         **dict.fromkeys(LIMITS, "9"),
+        "max_lost": "1",
         **changes,
     }
     tasks = (told.pop("calibration") or "").split()
@@ -383,6 +384,7 @@ def test_without_gradients_it_goes_by_the_change_and_says_so(
         ({"n_trials": "0"}, "--n-trials must be at least 1"),
         ({"max_kl": "0"}, "--max-kl must be above 0"),
         ({"max_lost": "nan"}, "--max-lost must be above 0"),
+        ({"max_lost": "2"}, r"--max-lost must be above 0 and at most 1, got 2\.0"),
         ({"storage": "study"}, "cannot use the storage 'study'"),
         ({"storage": "sqlite:///study.db", "n_trials": "2"}, "draws, which begin at --n-trials 3; got 2"),
         ({"calibration": "text:a/x.txt text:b/x.txt"}, "two tasks text:x.txt: give their files different names"),
