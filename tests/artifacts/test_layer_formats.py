@@ -68,7 +68,7 @@ def test_modelopt_there_and_back(tmp_path):
     name = artifact.prefill.layers[1][0]
     assert artifact.patterns[name] == artifacts.SkipSoftmax(scale_factor=182.135)
     assert (there["heads"], there["exact"], there["lossy"]) == (12, 4, True)
-    assert effects(there) == {("keeps less", 8), ("not carried over", 8)} and len(there["notes"]) == 3
+    assert effects(there) == {("chooses otherwise", 8), ("not carried over", 8)} and len(there["notes"]) == 3
     assert "headwise evaluate" in there["measure"]
 
 
@@ -91,10 +91,38 @@ def test_the_same_without_groups_and_as_it_once_was(tmp_path, given, notes):
     assert [note["what"] for note in said["notes"][1:]] == notes
 
 
+FIT = {"a": 5.5, "b": 7.0}
+FORMULA = "a * exp(b * target_sparsity)"
+
+
+@pytest.mark.parametrize(
+    ("threshold", "target", "prefill", "decode"),
+    [
+        ({"formula": FORMULA, "coefficients": FIT}, {"prefill": 0.5, "decode": 0.3}, 182.135, "0.3 of its tiles"),
+        ({"formula": "a*exp(b*target_sparsity)", **FIT}, 0.5, 182.135, "0.5 of its tiles"),
+        ({"prefill": 40, "coefficients": FIT}, {"prefill": 0.9}, 40, "0.5 of its tiles"),
+        ({"prefill": FIT, "decode": {"a": 0.2, "b": 9.0}}, {"prefill": 0.5}, 182.135, "0.5 of its tiles"),
+        ({"prefill": FIT, "decode": {"a": 0.2, "b": 9.0}}, None, 182.135, "0.5 of its tiles"),
+        ({"prefill": 40, "decode": 7}, None, 40, "tiles by a scale factor of 7"),
+        (40, {"prefill": 0.9}, 40, "tiles by a scale factor of 40"),
+        ({"formula": FORMULA, "prefill": FIT}, {"prefill": 0.0}, 5.5, None),
+    ],
+)
+def test_every_form_of_a_scale_factor_is_read_and_decode_is_said(tmp_path, threshold, target, prefill, decode):
+    """By a exp(b target): 5.5 exp(7 / 2) = 182.135. A target that is missing is 0.5."""
+    given = {"threshold_scale_factor": threshold} | ({} if target is None else {"target_sparsity": target})
+    said = convert(_write(tmp_path, given), tmp_path / "cfg.yaml", source="modelopt", layers=3, **SHAPE)
+    (pattern,) = load_pair(tmp_path / "cfg.yaml")[0].patterns.values()
+    assert pattern == artifacts.SkipSoftmax(scale_factor=prefill)
+    dropped = [note["what"] for note in said["notes"] if note["effect"] == "not carried over"]
+    assert dropped == ([] if decode is None else [f"decode skips {decode}"])
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({}, "has no sparse_attention_config with config_groups"),
+        ({"threshold_scale_factor": {"coefficients": {"k": 2, "p": 1}}}, "must be a number above 0, or a and b"),
         ({"config_groups": 5}, "config_groups must be a mapping, got 5"),
         ({"target_sparsity": {"prefill": 2}}, r"target_sparsity\.'prefill' must be from 0 to 1, got 2"),
         ({"target_sparsity": 0.5, "ignore": ["lm_head"]}, "ignore: must name a layer, such as .*, got 'lm_head'"),
@@ -148,7 +176,7 @@ def test_a_threshold_for_all_heads_there_and_back(tmp_path, given):
     said = convert(tmp_path / "own.yaml", tmp_path / "x.json", target="modelopt")
     made = json.loads((tmp_path / "x.json").read_text())["sparse_attention_config"]["config_groups"]["group_0"]
     assert made["threshold_scale_factor"]["prefill"] == {"a": 3.5, "b": 0.0}
-    assert made["ignore"] == ["model.layers.2.self_attn"] and effects(said) == {("computes more", 8)}
+    assert made["ignore"] == ["model.layers.2.self_attn"] and effects(said) == {("chooses otherwise", 8)}
 
 
 def test_modelopt_of_patterns_that_were_searched(tmp_path):
