@@ -98,7 +98,6 @@ def test_the_version_is_one() -> None:
     project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert project is not None and cited["version"] == project[1]
-    assert f"version = {{{project[1]}}}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_results_fit_and_name_their_files() -> None:
