@@ -39,7 +39,7 @@ _HEADS = ("dense_below", "dense_tail")
 _KV_HEADS = ("sinks", "window", "threshold", "sparsity")
 FORMATS: dict[str, Format] = {
     "minference": Format(
-        about="MInference's JSON list of head patterns",
+        about="MInference's JSON list of head patterns, also within AngelSlim's best_pattern",
         read=partial(heads.read, format="minference"),
         write=partial(heads.write, format="minference"),
         options=_HEADS,

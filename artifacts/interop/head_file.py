@@ -11,12 +11,16 @@ A head or a layer that is left out gets vertical_and_slash 1000, 6096. The score
 it: a recall, or how many of an output's elements were off. vLLM and SGLang, which look for the file beside a model as
 sparse_attention_config.json, know vertical_and_slash alone, read 30 columns as 130, and serve only prompts above a
 threshold so, which stands in the model's config.json under dual_chunk_attention_config.
+
+AngelSlim keeps MInference's entries in a JSON object: best_pattern is a mapping from a layer's number to the layer's
+mapping, and model_fingerprint has fields of the config.json of the model that it was searched for. It runs block_sparse
+as vertical_and_slash of the same sizes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,29 +78,69 @@ def entry(name: str, a: int, b: int, score: float | None = None) -> Entry:
 LEFT_OUT = entry("vertical_and_slash", 1000, 6096)
 
 
-def parse(layers: Any, format: HeadFormat) -> list[dict[int, Entry]]:
+def parse(document: Any, format: HeadFormat) -> list[dict[int, Entry]]:
     """The entries of each layer by head.
 
     Raises:
         ArtifactError: it is no such list; the line has the layer, the head, the value and what would be right.
     """
+    layers = _listed(document) if format == "minference" and is_angelslim(document) else document
     if not isinstance(layers, list) or not layers:
         raise ArtifactError(f"must be a list with a mapping for each layer, got {shorten(layers)}")
     if len(layers) > MOST:
         raise ArtifactError(f"has {len(layers)} layers, the most that make sense are {MOST}")
-    return [dict(_layer(layer, row, format)) for layer, row in enumerate(layers)]
+    return [_layer(layer, row, format) for layer, row in enumerate(layers)]
 
 
-def _layer(layer: int, row: Any, format: HeadFormat) -> Iterator[tuple[int, Entry]]:
+def is_angelslim(document: Any) -> bool:
+    """Whether it is AngelSlim's object and not MInference's list."""
+    return isinstance(document, dict) and "best_pattern" in document
+
+
+def fingerprint(document: Any) -> Mapping[str, Any]:
+    """The fields of the model's config.json that AngelSlim's object names; none of a plain list.
+
+    Raises:
+        ArtifactError: they are no mapping.
+    """
+    fields = document.get("model_fingerprint", {}) if is_angelslim(document) else {}
+    if not isinstance(fields, dict):
+        raise ArtifactError(f"model_fingerprint must be a mapping, got {shorten(fields)}")
+    return fields
+
+
+def _listed(document: Mapping[str, Any]) -> list[Any]:
+    """The layers of AngelSlim's object in order; those that it leaves out are empty."""
+    version = document.get("schema_version", 1)
+    if version != 1:
+        raise ArtifactError(f"schema_version must be 1, got {shorten(version)}")
+    by_number = document["best_pattern"]
+    if not isinstance(by_number, dict) or not by_number:
+        raise ArtifactError(f"best_pattern must be a mapping from layers to heads, got {shorten(by_number)}")
+    for key in by_number:
+        if not _is_index(key):
+            raise ArtifactError(f"best_pattern: a layer must be a number from 0 on, got {shorten(key)}")
+    by_layer = {int(key): row for key, row in by_number.items()}
+    return [by_layer.get(layer, {}) for layer in range(max(by_layer) + 1)]
+
+
+def _layer(layer: int, row: Any, format: HeadFormat) -> dict[int, Entry]:
     if not isinstance(row, dict):
         raise ArtifactError(f"layer {layer}: must be a mapping from heads to patterns, got {shorten(row)}")
+    entries = {}
     for key, value in row.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 6 and str(int(key)) == key and int(key) < MOST):
+        if not _is_index(key):
             raise ArtifactError(f"layer {layer}: a head must be a number from 0 on, got {shorten(key)}")
         try:
-            yield int(key), _entry(value, format)
+            entries[int(key)] = _entry(value, format)
         except ArtifactError as error:
             raise ArtifactError(f"layer {layer}, head {key}: {error}") from None
+    return entries
+
+
+def _is_index(key: str) -> bool:
+    """Whether it is a layer's or head's number, written in one way only."""
+    return key.isascii() and key.isdigit() and len(key) < 6 and str(int(key)) == key and int(key) < MOST
 
 
 def _entry(value: Any, format: HeadFormat) -> Entry:
@@ -105,8 +149,8 @@ def _entry(value: Any, format: HeadFormat) -> Entry:
     name, a, b, score = value
     known = NAMES if format == "minference" else NAMES[:1]
     if name not in known:
-        where = "" if format == "minference" else ": vLLM and SGLang read no other; is it MInference's own file?"
-        raise ArtifactError(f"must be one of {', '.join(known)}, got {shorten(name)}{where}")
+        hint = "" if format == "minference" else ": vLLM and SGLang read no other; is it MInference's own file?"
+        raise ArtifactError(f"must be one of {', '.join(known)}, got {shorten(name)}{hint}")
     if score is not None and not _is_number(score):
         raise ArtifactError(f"the score must be a number or null, got {shorten(score)}")
     if name != "flex_vertical_and_slash":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -77,6 +78,92 @@ def test_vllm_and_sglang_read_their_own_way(tmp_path):
     assert [note["heads"] for note in said["notes"] if "130" in note["what"]] == [2]
     with pytest.raises(ArtifactError, match=r"layer 0, head 1: must be one of vertical_and_slash, got 'stream_llm'"):
         convert(FILES / "head_patterns.json", tmp_path / "x.yaml", source="sparse_attention_config", config=MODEL)
+
+
+ANGELSLIM = {
+    "schema_version": 1,
+    "model_fingerprint": {
+        "model_type": "toy",
+        "rope_theta": 1000000.0,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "hidden_size": 128,
+        "max_position_embeddings": 32768,
+    },
+    "best_pattern": {
+        "2": {"0": ["stream_llm", 128, 1024, 1], "1": ["block_sparse", 100, 1, 1]},
+        "0": {"1": ["vertical_and_slash", 500, 700, 1], "0": ["vertical_and_slash", 64, 64, 1]},
+    },
+}
+
+
+def angelslim(tmp_path, change=(), **options):
+    document = copy.deepcopy(ANGELSLIM)
+    for path, value in change:
+        *folders, last = path.split(".")
+        within = document
+        for folder in folders:
+            within = within[folder]
+        within[last] = value
+    (tmp_path / "pattern.json").write_text(json.dumps(document))
+    options = {"head_dim": 64, "as_json": STDOUT, **options}
+    said = report(convert(tmp_path / "pattern.json", tmp_path / "cfg.yaml", **options))
+    return *load_pair(tmp_path / "cfg.yaml"), said
+
+
+def test_angelslims_pattern_file_holds_minferences_entries(tmp_path):
+    artifact, _, said = angelslim(tmp_path)
+    assert artifact.prefill.layers == (("vs_64_64", "vs_500_700"), ("vs_1000_6096",) * 2, ("a_128_1024", "bs_100"))
+    model = artifact.model
+    assert (model.num_layers, model.num_heads, model.num_kv_heads, model.max_positions) == (3, 2, 1, 32768)
+    # The 1 in place of a score says nothing.
+    assert artifact.prefill.imported.scores is None
+    assert {(note["effect"], note["heads"]) for note in said["notes"]} == {
+        ("filled in", 2),
+        ("chooses otherwise", 1),
+        ("same", 0),
+    }
+    assert (said["heads"], said["exact"]) == (6, 3)
+    convert(tmp_path / "cfg.yaml", tmp_path / "list.json", target="minference")
+    listed = json.loads((tmp_path / "list.json").read_text())
+    assert [listed[0], listed[2]] == [ANGELSLIM["best_pattern"]["0"], ANGELSLIM["best_pattern"]["2"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "said"),
+    [
+        ([("schema_version", 2)], {}, "schema_version must be 1, got 2"),
+        ([("best_pattern", [])], {}, "best_pattern must be a mapping from layers to heads, got []"),
+        ([("best_pattern.x", {})], {}, "best_pattern: a layer must be a number from 0 on, got 'x'"),
+        ([("best_pattern.5000", {})], {}, "best_pattern: a layer must be a number from 0 on, got '5000'"),
+        ([("best_pattern.2", [])], {}, "layer 2: must be a mapping from heads to patterns, got []"),
+        ([("best_pattern.3", {})], {}, "names layer 3, the model has 3 layers"),
+        ([("best_pattern.0.2", ["stream_llm", 1, 1, 1])], {}, "names head 2, the model has 2 query heads"),
+        ([("model_fingerprint", 7)], {}, "model_fingerprint must be a mapping, got 7"),
+        (
+            [("model_fingerprint.num_attention_heads", "2")],
+            {},
+            "model_fingerprint.num_attention_heads: must be a whole number, got '2'",
+        ),
+        ([], {"head_dim": None}, "does not say how many channels a head the model has: give --config"),
+        ([], {"kv_heads": 2}, "--kv-heads says 2 KV heads, the file says 1: which model is it?"),
+        ([], {"layers": 4}, "model_fingerprint.num_hidden_layers is 3, the model has 4: which one is it?"),
+    ],
+)
+def test_pattern_files_of_angelslim_that_are_refused(tmp_path, change, options, said):
+    with pytest.raises(ArtifactError) as caught:
+        angelslim(tmp_path, change, **options)
+    assert said in str(caught.value) and not (tmp_path / "cfg.yaml").exists()
+
+
+def test_a_fingerprint_of_another_model_is_refused(tmp_path):
+    config = {**ANGELSLIM["model_fingerprint"], "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert angelslim(tmp_path, head_dim=None, config=tmp_path)[0].model.head_dim == 64
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 10000}))
+    with pytest.raises(ArtifactError, match=r"model_fingerprint.rope_theta is 1000000.0, the model has 10000: which"):
+        angelslim(tmp_path, head_dim=None, config=tmp_path)
 
 
 def test_what_is_left_out_is_filled_in_as_minference_does(tmp_path):
