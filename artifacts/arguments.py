@@ -19,6 +19,7 @@ from artifacts.errors import HeadwiseError
 MODEL = "hub id, local folder, GGUF file, smollm2 or gemma3"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 JSON = "print one JSON object in place of the text, or write it to FILE"
+TASKS = "headwise tasks lists them"
 # --json without a file.
 STDOUT = Path("-")
 
@@ -70,7 +71,7 @@ def add_task(
 ) -> None:
     """--task with its parameters, such as passkey@depth=0.5 or text:FILE; `several`: repeatable, a list or None."""
     if several:
-        p.add_argument("--task", dest=dest, metavar="TASK", action="append", help=f"{help}; repeatable")
+        p.add_argument("--task", dest=dest, metavar="TASK", action="append", help=f"{help}; {TASKS}; repeatable")
     else:
         p.add_argument("--task", metavar="TASK", default=default, help=help)
 
@@ -115,7 +116,8 @@ def add_dtype(
     """--dtype of the model or the tensors, also in short (bf16); `several` gives a list."""
     how: dict[str, Any] = {"nargs": "+", "default": [default]} if several else {"default": default}
     how |= {"type": lambda text: DTYPES.get(text, text), "choices": tuple(DTYPES.values())}
-    p.add_argument("--dtype", help=help or f"(default {default})", **how)
+    known = ", ".join(DTYPES.values())
+    p.add_argument("--dtype", metavar="DTYPE", help=help or f"{known} (default {default})", **how)
 
 
 def add_seed(p: ArgumentParser, default: int = 0, help: str = "of all that is drawn (default %(default)s)") -> None:
@@ -126,6 +128,10 @@ def add_seed(p: ArgumentParser, default: int = 0, help: str = "of all that is dr
 def add_revision(p: ArgumentParser) -> None:
     """--revision of a model on the hub."""
     p.add_argument("--revision", metavar="REV", help="revision of a hub model")
+
+
+# What few need of what many commands have.
+ADVANCED = frozenset((add_backend, add_dtype, add_picture, add_revision, add_seed))
 
 
 def json_file(text: str) -> Path:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
+import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -27,6 +29,9 @@ BROKEN_PIPE = 141
 verbosity = 0
 # Set by what has threads that would not survive the interpreter's end: the exit code would be theirs.
 leave_at_once = False
+# The heading of options that few need, the last of a command's help.
+ADVANCED = "advanced"
+_ALWAYS = "every command: -q no progress and no warnings, -v more on stderr, --version"
 # What serving does without -> the extra that installs it.
 EXTRAS = {
     "lm_eval": "lm-eval",
@@ -36,7 +41,22 @@ EXTRAS = {
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps line breaks, and names an option's value by its type."""
+    """Names in the usage what has to be given, fills paragraphs, and names an option's value by its type."""
+
+    def add_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Iterable[Any], prefix: str | None = None
+    ) -> None:
+        """As argparse; with a prefix it is the name that verbs go by."""
+        if usage is None and prefix is None:
+            either = [group for group in groups if group.required]
+            in_one = [action for group in either for action in group._group_actions]
+            needed = [a for a in actions if a.required or not a.option_strings or a in in_one]
+            usage = self._format_usage(None, needed, either, "").strip().replace("%", "%%") + " [options]"
+        super().add_usage(usage, actions, groups, prefix)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = re.split(r"\n\s*\n", text.strip("\n"))
+        return "\n\n".join(part if is_set_off(part) else textwrap.fill(part, width) for part in paragraphs)
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         by_type: dict[Any, str] = {int: "N", natural: "N", float: "X", Path: "PATH"}
@@ -50,9 +70,9 @@ class ArgumentParser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", _Formatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
-        self.add_argument("-q", "--quiet", action=_Verbosity, const=-1, help="no progress and no warnings on stderr")
-        self.add_argument("-v", "--verbose", action=_Verbosity, const=1, help="say more on stderr")
-        self.add_argument("--version", action=_Version, help="print the version and exit")
+        self.add_argument("-q", "--quiet", action=_Verbosity, const=-1)
+        self.add_argument("-v", "--verbose", action=_Verbosity, const=1)
+        self.add_argument("--version", action=_Version)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse; what -q or -v of an earlier call set is set back."""
@@ -69,17 +89,36 @@ class ArgumentParser(argparse.ArgumentParser):
             words[at : at + 1 + names_json] = [f"--json={words[at + 1] if names_json else '-'}"]
         return super().parse_known_args(words, namespace)
 
+    def heading(self, title: str) -> argparse._ArgumentGroup:
+        """The options under this heading, which is there once."""
+        for group in self._action_groups:
+            if group.title == title:
+                return group
+        return self.add_argument_group(title)
+
+    def format_help(self) -> str:
+        """As argparse, with what few need at the end, and what every command takes in a line."""
+        self._action_groups.sort(key=lambda group: group.title == ADVANCED)
+        return f"{super().format_help()}\n{_ALWAYS}\n"
+
     def error(self, message: str) -> NoReturn:
         """Print `error: ...` with where to find help, and exit with status 2."""
         _complain(f"{message} (see {self.prog} --help)")
         sys.exit(BAD_USE)
 
 
+def is_set_off(paragraph: str) -> bool:
+    """Whether a paragraph's line breaks count: commands, lists and tables."""
+    rows = paragraph.strip("\n").split("\n")
+    return any(re.match(r"\s{2,}\S|headwise .* --|\S+\s{3,}\S", row) for row in rows)
+
+
 class _Verbosity(argparse.Action):
     """Has its effect at once, and leaves nothing in the namespace."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, const: int, help: str) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, const=const, default=argparse.SUPPRESS, help=help)
+    def __init__(self, option_strings: Sequence[str], dest: str, const: int) -> None:
+        nothing = argparse.SUPPRESS
+        super().__init__(option_strings, nothing, nargs=0, const=const, default=nothing, help=nothing)
 
     def __call__(self, *args: Any) -> None:
         set_verbosity(self.const)
@@ -88,8 +127,9 @@ class _Verbosity(argparse.Action):
 class _Version(argparse.Action):
     """Prints and exits; the version is looked up where it is asked for."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        nothing = argparse.SUPPRESS
+        super().__init__(option_strings, nothing, nargs=0, default=nothing, help=nothing)
 
     def __call__(self, *args: Any) -> NoReturn:
         from importlib.metadata import version

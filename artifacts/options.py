@@ -13,13 +13,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, field, fields
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
+from artifacts import arguments
+from artifacts.command_line import ADVANCED, ArgumentParser
 from artifacts.errors import HeadwiseError
 
 C = TypeVar("C")
@@ -40,6 +41,7 @@ def arg(
     *flags: str,
     default: Any = MISSING,
     group: str | None = None,
+    advanced: bool = False,
     either: str | None = None,
     within: Range | None = None,
     read: Callable[[str], Any] | None = None,
@@ -52,10 +54,12 @@ def arg(
             default is said in the help.
         default: None is no value: the argument was not given.
         group: heading in the help.
+        advanced: few need it: in the help it comes last.
         either: name of a set of arguments of which one has to be given.
         within: what it may be; `check_ranges` refuses the rest.
         read: makes the value of the text, and raises HeadwiseError of its own where it cannot.
     """
+    group = ADVANCED if advanced else group
     own = {"flags": flags, "group": group, "either": either, "within": within, "read": read, "how": how}
     return field(default=default, metadata=own)
 
@@ -69,11 +73,12 @@ def shared(
     add: Callable[..., None], *given: Any, default: Any = MISSING, within: Range | None = None, **how: Any
 ) -> Any:
     """A field whose argument is one of artifacts.arguments: add(parser, *given, **how) adds it."""
-    return field(default=default, metadata={"add": lambda p: add(p, *given, **how), "within": within})
+    group = ADVANCED if add in arguments.ADVANCED else None
+    return field(default=default, metadata={"add": lambda p: add(p, *given, **how), "group": group, "within": within})
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser,
+    parser: ArgumentParser,
     config: type[Any],
     names: Collection[str] | None = None,
 ) -> None:
@@ -81,24 +86,25 @@ def add_arguments(
 
     names: only these fields, of a Config that shares the parser with others.
     """
-    groups: dict[str | None, Any] = {None: parser}
+    sets: dict[str, Any] = {}
     for each in fields(config):
         if names is not None and each.name not in names:
             continue
         # What is repeated begins empty; `config_of` leaves out what was not given.
         given = None if each.default is MISSING or isinstance(each.default, tuple) else each.default
+        group = each.metadata.get("group")
+        to = parser if group is None else parser.heading(group)
         if "add" in each.metadata:
-            each.metadata["add"](parser)
+            each.metadata["add"](to)
             if given is not None:
                 parser.set_defaults(**{each.name: given})
         elif "flags" in each.metadata:
-            flags, group, either = (each.metadata[name] for name in ("flags", "group", "either"))
+            flags, either = each.metadata["flags"], each.metadata["either"]
             how = _typed(each)
-            if either is not None and either not in groups:
-                groups[either] = parser.add_mutually_exclusive_group(required=True)
-            if group not in groups:
-                groups[group] = parser.add_argument_group(group)
-            to = groups[either or group]
+            if either is not None:
+                if either not in sets:
+                    sets[either] = parser.add_mutually_exclusive_group(required=True)
+                to = sets[either]
             if flags == ("",):
                 flags = (_flag(each),)
             if not flags:

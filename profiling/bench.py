@@ -78,23 +78,29 @@ class Bench:
         default=(),
         help="what the patterns are sized for (default 0.12; with --costs 0.03 0.06 0.12 0.25 0.5)",
     )
-    paper_sizes: bool = option("the sizes that MInference 1.0 names", default=False, action="store_true")
-    chosen: int = option("decode: how many keys are chosen", default=2048, within=at_least(1))
+    paper_sizes: bool = option("the sizes that MInference 1.0 names", default=False, action="store_true", advanced=True)
+    chosen: int = option("decode: how many keys are chosen", default=2048, within=at_least(1), advanced=True)
     costs: Path | None = option(
         "write what attention costs as a table, a .safetensors file; a killed run goes on",
         default=None,
         metavar="FILE",
     )
     table: Path | None = option(
-        "with --attach: a table that was measured before; measures nothing", default=None, metavar="FILE"
+        "with --attach: a table that was measured before; measures nothing",
+        default=None,
+        metavar="FILE",
+        advanced=True,
     )
     attach: Path | None = option(
-        "put the table into this artifact, beside those it has", default=None, metavar="ARTIFACT"
+        "put the table into this artifact, beside those it has",
+        default=None,
+        metavar="ARTIFACT",
+        advanced=True,
     )
     fresh: bool = shared(arguments.add_fresh, default=False)
     dtype: str = shared(arguments.add_dtype, default="bfloat16")
     device: str = shared(arguments.add_device, default="cpu")
-    repeats: int = option("timed rounds, interleaved", default=5, within=at_least(1))
+    repeats: int = option("timed rounds, interleaved", default=5, within=at_least(1), advanced=True)
     seed: int = shared(arguments.add_seed, default=0)
 
     def __post_init__(self) -> None:

@@ -71,20 +71,28 @@ class Comparison:
         default=None,
         read=lambda text: bytes_of(text, "--memory"),
     )
-    steps: int = option("tokens of a timed round", default=16, within=at_least(1))
-    repeats: int = option("timed rounds, interleaved, 0 for none", default=5, within=at_least(0))
+    steps: int = option("tokens of a timed round", default=16, within=at_least(1), advanced=True)
+    repeats: int = option("timed rounds, interleaved, 0 for none", default=5, within=at_least(0), advanced=True)
     text: str | None = option("long text for perplexity; without it there is none", default=None)
-    texts: int = option("windows of it", default=1, within=at_least(1))
-    text_length: int = option("tokens of the text's window", default=4096, within=at_least(1))
-    forced: int = option("of these, decoded one by one at the end", default=512, within=at_least(1))
-    task: str = shared(arguments.add_task, "what is answered (default passkey)", several=False, default="passkey")
-    task_length: int = option("tokens of its prompts", default=4096, within=at_least(1))
+    texts: int = option("windows of it", default=1, within=at_least(1), advanced=True)
+    text_length: int = option("tokens of the text's window", default=4096, within=at_least(1), advanced=True)
+    forced: int = option("of these, decoded one by one at the end", default=512, within=at_least(1), advanced=True)
+    task: str = shared(
+        arguments.add_task, f"what is answered (default passkey); {arguments.TASKS}", several=False, default="passkey"
+    )
+    task_length: int = option("tokens of its prompts", default=4096, within=at_least(1), advanced=True)
     trials: int = option("seeded prompts of the task, 0 for none", default=20, within=at_least(0))
     dense_prefill: bool = option(
-        "prefill the texts once, densely, for all artifacts (not policies)", default=False, action="store_true"
+        "prefill the texts once, densely, for all artifacts (not policies)",
+        default=False,
+        action="store_true",
+        advanced=True,
     )
     prefill_chunk: int | None = option(
-        "prefill them so many tokens at a time (default: at once)", default=None, within=at_least(1)
+        "prefill them so many tokens at a time (default: at once)",
+        default=None,
+        within=at_least(1),
+        advanced=True,
     )
     offload: tuple[str, ...] = arg(
         "--offload", nargs="+", choices=OFFLOADS, default=("auto",), help="caches to compare (default auto)"

@@ -53,7 +53,7 @@ from profiling.evaluation.rounds import FIRST, FURTHER, Rounds, places_of
 from profiling.evaluation.times import Speed, Times, measure
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.prompt import DEFAULT_TASKS, TASKS
+from profiling.prompts.prompt import DEFAULT_TASKS
 from profiling.prompts.settings import TEXT, settings, usual_length
 from profiling.speed.ratios import LEAST
 from runtime.fingerprint import check
@@ -92,7 +92,9 @@ class Config:
     )
     minutes: float | None = option("ask as many prompts as fit, in place of --samples", default=None, within=POSITIVE)
     tasks: tuple[str, ...] | None = shared(
-        arguments.add_task, f"`all` (that need no file), or one of: {TASKS}", default=None
+        arguments.add_task,
+        f"what is asked, `all` for all that need no file (default {' '.join(DEFAULT_TASKS)})",
+        default=None,
     )
     text: str | None = option("long text: adds perplexity by position, and is the haystack of the needle", default=None)
     length: tuple[int, ...] | None = shared(
@@ -112,32 +114,48 @@ class Config:
         nargs="+",
         type=float,
         within=_DEPTHS,
+        advanced=True,
     )
     fidelity: bool = option(
         "also agreement with dense attention: answers, tokens, KL, recall", default=False, action="store_true"
     )
-    share: float = option("fraction of tokens that caches keep", default=Evaluation.share, within=SHARE)
+    share: float = option("fraction of tokens that caches keep", default=Evaluation.share, within=SHARE, advanced=True)
     density: float | None = option(
-        "of single kinds and oracles (default: the artifact's own)", default=None, within=SHARE
+        "of single kinds and oracles (default: the artifact's own)",
+        default=None,
+        within=SHARE,
+        advanced=True,
     )
     seed: int = shared(arguments.add_seed, default=Evaluation.seed)
     seeds: int | None = option(
         f"number of seeds, from --seed on (default 1, with --minutes {_LIMITED_SEEDS})",
         default=None,
         within=at_least(1),
+        advanced=True,
     )
     quick: bool = option("few prompts, methods and rounds", default=False, action="store_true")
-    repeats: int | None = option("timed rounds, interleaved (default 5)", default=None, within=at_least(1))
-    steps: int = option("decoded tokens of a timed round", default=Speed.steps, within=at_least(1))
+    repeats: int | None = option(
+        "timed rounds, interleaved (default 5)", default=None, within=at_least(1), advanced=True
+    )
+    steps: int = option("decoded tokens of a timed round", default=Speed.steps, within=at_least(1), advanced=True)
     speed: bool = arg("--no-speed", default=True, action="store_false", help="quality only")
-    memory: bool = arg("--no-memory", default=True, action="store_false", help="no peak memory")
-    crossover: bool = arg("--no-crossover", default=True, action="store_false", help="no search for the crossover")
-    again: bool = arg("--time-again", default=False, action="store_true", help="time anew, whatever the ledger has")
+    memory: bool = arg("--no-memory", default=True, action="store_false", help="no peak memory", advanced=True)
+    crossover: bool = arg(
+        "--no-crossover", default=True, action="store_false", help="no search for the crossover", advanced=True
+    )
+    again: bool = arg(
+        "--time-again", default=False, action="store_true", help="time anew, whatever the ledger has", advanced=True
+    )
     sparse_always: bool = option(
-        "use the patterns below the artifact's dense_below too", default=False, action="store_true"
+        "use the patterns below the artifact's dense_below too",
+        default=False,
+        action="store_true",
+        advanced=True,
     )
     attach: bool = option("write the summary into the first artifact's evidence", default=False, action="store_true")
-    set_dense_below: bool = option("write the crossover into the first artifact", default=False, action="store_true")
+    set_dense_below: bool = option(
+        "write the crossover into the first artifact", default=False, action="store_true", advanced=True
+    )
     fresh: bool = option("discard the ledger", default=False, action="store_true")
     dtype: str = shared(arguments.add_dtype, default="bfloat16")
     device: str = shared(arguments.add_device, default="cpu")

@@ -13,15 +13,20 @@ from artifacts.command_line import ArgumentParser, run_command
 
 # Group -> verb -> (module, what it does). A module of several verbs takes the verb as its first word.
 GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
-    "find": {
+    "every day": {
+        "doctor": ("profiling.doctor", "what this machine can do, how long a search takes on it, and what it gains"),
         "search": ("search.heads", "a pattern for every head of a model"),
         "gate": ("search.gate", "what an artifact loses on prompts that its search did not see; fails if too much"),
+        "evaluate": ("profiling.evaluate", "artifacts and methods side by side: tasks, perplexity, speed, as one page"),
+        "show": ("artifacts", "an artifact to read"),
+        "check": ("runtime.vllm", "whether vLLM would serve an artifact, and if not, why not"),
+    },
+    "find": {
         "filters": ("search.filters", "the filter layers of decode (OmniKV)"),
         "kv": ("search.kv", "how many tokens each KV head keeps, for a total (H2O)"),
         "demo": ("search.demo", "search, apply and compare on a small model, in minutes"),
     },
     "measure": {
-        "evaluate": ("profiling.evaluate", "artifacts and methods side by side: tasks, perplexity, speed, as one page"),
         "lm-eval": ("profiling.lm_eval", "lm-evaluation-harness, with an artifact in its model"),
         "decode": ("profiling.decode", "decode: time a token, perplexity, answers, bytes of the cache"),
         "similarity": ("profiling.similarity", "which layers choose tokens for those after them (OmniKV)"),
@@ -30,9 +35,9 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "stream": ("profiling.stream", "streams of any length (StreamingLLM)"),
         "memory": ("profiling.memory", "peak memory of a prefill, measured or predicted"),
         "tasks": ("profiling.tasks", "the tasks that prompts are made of"),
+        "bench": ("profiling.bench", "the kernels against torch's, and a table of what attention costs"),
     },
     "artifacts": {
-        "show": ("artifacts", "an artifact to read"),
         "validate": ("artifacts", "whether its files are whole, and what is odd about it"),
         "diff": ("artifacts", "what changed from one to another"),
         "set": ("artifacts", "another value for a field"),
@@ -41,13 +46,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "schema": ("artifacts", "the JSON Schema, with what every field means"),
         "sign": ("artifacts", "a signature beside an artifact"),
         "verify": ("artifacts", "whether it is from whom it should be"),
-    },
-    "serve": {
-        "check": ("runtime.vllm", "whether vLLM would serve an artifact, and if not, why not"),
-    },
-    "this machine": {
-        "doctor": ("profiling.doctor", "what it can do, and how long a search takes on it"),
-        "bench": ("profiling.bench", "the kernels against torch's, and a table of what attention costs"),
     },
 }
 VERBS = {verb: module for group in GROUPS.values() for verb, (module, _) in group.items()}

@@ -1,9 +1,9 @@
 """headwise search: find a sparse pattern for every attention head of a model and write the artifact.
 
-By default one budget is spent over all heads of the model, in seconds of this machine, and what comes out is proven end
-to end. --preset paper is the published search, a budget for each head (MInference 1.0, Algorithm 1).
+One budget is spent over all heads of the model, in seconds of this machine, and the result is checked on held-out
+prompts, task by task.
 
-    torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml      several processes share the work
+    torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml    two processes
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Preset:
     """A published search in place of one budget for the model."""
 
     preset: str | None = option(
-        "paper: MInference's own search, of one --task (default kv_retrieval) and one --length "
-        f"(default {PAPER_LENGTH}), with --dense-tail 0 by default; --budget is what a head may "
-        f"compute, a share or a_shape:SINK,WINDOW (default {PAPER_BUDGET})",
+        f"paper: MInference's own search, of one --task, one --length (default {PAPER_LENGTH}) and a --budget for each "
+        f"head, a share or a_shape:SINK,WINDOW (default {PAPER_BUDGET})",
         default=None,
         choices=("paper",),
+        advanced=True,
     )
 
 

@@ -11,7 +11,7 @@ from textwrap import dedent
 from typing import Any
 
 from artifacts import arguments
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.command_line import ADVANCED, ArgumentParser, is_set_off, run_command
 from artifacts.files import atomic_write
 from search.__main__ import GROUPS, SHARED
 
@@ -51,7 +51,10 @@ def _parser(verb: str, module: str) -> ArgumentParser:
 def _section(verb: str, parser: ArgumentParser) -> str:
     lines = [f"## headwise {verb}", ""]
     lines += _text(parser.description or "")
-    rows = [_row(parser, action) for action in parser._actions if action.dest not in _COMMON and _shown(action)]
+    few = parser.heading(ADVANCED)._group_actions
+    shown = [action for action in parser._actions if action.dest not in _COMMON and _shown(action)]
+    shown.sort(key=lambda action: action in few)
+    rows = [_row(parser, action) for action in shown]
     lines += ["| argument | |", "|---|---|", *rows, ""] if rows else []
     lines += _text(parser.epilog or "")
     return "\n".join(lines)
@@ -82,7 +85,7 @@ def _text(text: str) -> Iterator[str]:
         rows = part.strip("\n").split("\n")
         if not part.strip():
             continue
-        if any(re.match(r"\s{2,}\S|(?:headwise|python) ", row) or re.match(r"\S+\s{3,}\S", row) for row in rows):
+        if is_set_off(part):
             yield from ("```text", *dedent("\n".join(rows)).split("\n"), "```", "")
         else:
             yield from (*rows, "")

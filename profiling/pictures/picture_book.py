@@ -18,7 +18,7 @@ from profiling.models.loading import LoadedModel, load_model
 from profiling.pictures.head_survey import Survey, check_heads, survey
 from profiling.pictures.layer_pictures import draw_layers
 from profiling.pictures.model_pictures import draw_grid, draw_maps, some_heads, typical_heads
-from profiling.prompts.prompt import TASKS, Prompt, digest, make_prompts, parse_task
+from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
 from profiling.similarities.layer_similarity import DEFAULT_LENGTH, SimilarityConfig, measure
 from profiling.similarities.similarity_profile import load_profile, save_profile
 from runtime.fingerprint import check
@@ -60,7 +60,9 @@ class Heatmaps:
         default=None,
         read=_heads,
     )
-    task: str = shared(arguments.add_task, f"prompt, one of: {TASKS}", several=False, default="passkey")
+    task: str = shared(
+        arguments.add_task, f"prompt (default passkey); {arguments.TASKS}", several=False, default="passkey"
+    )
     length: int | None = shared(
         arguments.add_length,
         f"its length in tokens (default {DEFAULT_LENGTH})",

@@ -41,7 +41,7 @@ class SimilarityConfig:
     model: str = shared(arguments.add_model)
     tasks: tuple[str, ...] = shared(
         arguments.add_task,
-        f"prompts to decode (default {', '.join(DEFAULT_TASKS)}), of: {TASKS}",
+        f"prompts to decode (default {' '.join(DEFAULT_TASKS)})",
         default=DEFAULT_TASKS,
     )
     length: int | None = shared(
@@ -56,17 +56,21 @@ class SimilarityConfig:
         f"tokens that a layer chooses (default {DEFAULT_TOP_K}, at most an eighth of the prompt)",
         default=None,
         within=at_least(1),
+        advanced=True,
     )
     seed: int = shared(arguments.add_seed, default=0)
     greedy: bool = option(
         "follow the model's own tokens from the first, not the expected answer or the text as far as known",
         default=False,
         action="store_true",
+        advanced=True,
     )
     dtype: str = shared(arguments.add_dtype, default="bfloat16")
     device: str = shared(arguments.add_device, default="cpu")
     revision: str | None = shared(arguments.add_revision, default=None)
-    beyond_positions: bool = option("allow a --length over the model's positions", default=False, action="store_true")
+    beyond_positions: bool = option(
+        "allow a --length over the model's positions", default=False, action="store_true", advanced=True
+    )
     command: str = ""
 
     def __post_init__(self) -> None:

@@ -44,12 +44,15 @@ class Streamed:
     methods: tuple[str, ...] = arg(
         "--methods", nargs="+", default=METHODS, help=f"any of {', '.join(METHODS)}, streaming:SINKS"
     )
-    chunk: int = option("tokens fed at a time", default=256, within=at_least(1))
+    chunk: int = option("tokens fed at a time", default=256, within=at_least(1), advanced=True)
     block: int | None = option(
-        "tokens of a mean and of a unit of the ledger (default 1024 or more)", default=None, within=at_least(1)
+        "tokens of a mean and of a unit of the ledger (default 1024 or more)",
+        default=None,
+        within=at_least(1),
+        advanced=True,
     )
-    stride: int = option("recomputed at every so many tokens", default=16, within=at_least(1))
-    timed: int = option("tokens of a round timed one by one", default=0, within=at_least(0))
+    stride: int = option("recomputed at every so many tokens", default=16, within=at_least(1), advanced=True)
+    timed: int = option("tokens of a round timed one by one", default=0, within=at_least(0), advanced=True)
     seed: int = shared(arguments.add_seed, help="of stream_eval", default=0)
     dtype: str = shared(arguments.add_dtype, default="bfloat16")
     device: str = shared(arguments.add_device, default="cpu")

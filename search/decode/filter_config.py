@@ -30,15 +30,21 @@ class FilterSearch:
     model: str = shared(arguments.add_model)
     config: Path = shared(arguments.add_artifact, "artifact to start from, as headwise search writes it")
     out: Path = shared(arguments.add_out, "artifact to write; may be the same file")
-    profile: Path | None = option("folder of headwise similarity, instead of measuring", default=None)
+    profile: Path | None = option("folder of headwise similarity, instead of measuring", default=None, advanced=True)
     worst: float = option(
-        "weight of the worst steps", default=0.25, within=(lambda value: 0 <= value <= 1, "from 0 to 1")
+        "weight of the worst steps",
+        default=0.25,
+        within=(lambda value: 0 <= value <= 1, "from 0 to 1"),
+        advanced=True,
     )
     budget: int | float = option("tokens of a sparse layer, or a share such as 0.125", default=2048, read=_budget)
-    selector: str = option(choices=("last", "uniform", "exponential"), default="last")
-    window: int = option("queries of the selector", default=16, within=at_least(1))
+    selector: str = option(choices=("last", "uniform", "exponential"), default="last", advanced=True)
+    window: int = option("queries of the selector", default=16, within=at_least(1), advanced=True)
     prefill_ratio: float | None = option(
-        "in chunked prefill, tokens of the past for each of the chunk", default=None, within=POSITIVE
+        "in chunked prefill, tokens of the past for each of the chunk",
+        default=None,
+        within=POSITIVE,
+        advanced=True,
     )
     fresh: bool = shared(arguments.add_fresh, default=False)
 

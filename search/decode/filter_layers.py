@@ -39,9 +39,9 @@ class Rules:
     dense_first: at least so many full-attention layers before the first filter.
     """
 
-    filters: int = option("at most so many filter layers", default=6, within=at_least(1))
-    sparse: float = option("least share of sparse layers", default=0.6, within=BETWEEN_0_AND_1)
-    dense_first: int = option("first layers that are dense", default=0, within=at_least(0))
+    filters: int = option("at most so many filter layers", default=6, within=at_least(1), advanced=True)
+    sparse: float = option("least share of sparse layers", default=0.6, within=BETWEEN_0_AND_1, advanced=True)
+    dense_first: int = option("first layers that are dense", default=0, within=at_least(0), advanced=True)
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -23,7 +23,7 @@ from profiling.ledger import Ledger
 from profiling.memory_use.sizes import bytes_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import phase
-from profiling.prompts.prompt import TASKS, Prompt, digest, make_prompts
+from profiling.prompts.prompt import Prompt, digest, make_prompts
 from profiling.quality.forced_decode import Divergence, divergence
 from runtime.layers import attention_layers, sliding_layers, window_of
 from search.decode.section_search import SectionSearch, beyond_chance
@@ -48,17 +48,18 @@ class KVSearch:
     )
     context: int | None = option("tokens that --target-bytes is for", default=None, within=at_least(1))
     tasks: tuple[str, ...] = shared(
-        arguments.add_task, f"prompts to measure on: {TASKS}", default=("multi_hop", "passkey")
+        arguments.add_task, "prompts to measure on (default multi_hop passkey)", default=("multi_hop", "passkey")
     )
     length: int = shared(
         arguments.add_length, "their length in tokens (default %(default)s)", default=2048, within=at_least(256)
     )
-    samples: int = option("of each task", default=2, within=at_least(1))
-    forced: int = option("tokens of each held-out prompt decoded", default=128, within=at_least(1))
+    samples: int = option("of each task", default=2, within=at_least(1), advanced=True)
+    forced: int = option("tokens of each held-out prompt decoded", default=128, within=at_least(1), advanced=True)
     normalised: bool = option(
         "divide scores by how many queries could see a token (default), or keep H2O's sums",
         action=argparse.BooleanOptionalAction,
         default=True,
+        advanced=True,
     )
     seed: int = shared(arguments.add_seed, default=0)
     dtype: str = shared(arguments.add_dtype, default="bfloat16")

@@ -69,6 +69,7 @@ class Check:
     samples: int = option(
         "four times as many contexts of each task, twice as many windows of a text",
         default=1,
+        advanced=True,
     )
     seed: int = shared(arguments.add_seed, default=0)
     dtype: str = shared(arguments.add_dtype, default="bfloat16")

@@ -8,7 +8,7 @@ from pathlib import Path
 from artifacts import HeadwiseError, arguments
 from artifacts.options import at_least, check_ranges, option, shared
 from profiling.memory_use.sizes import bytes_of
-from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, TASKS
+from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS
 from search.model.costs import Unit
 from search.model.limits import Limits
 
@@ -49,39 +49,41 @@ class ModelSearch:
     out: Path = shared(arguments.add_out, "artifact to write, such as cfg.yaml")
     tasks: tuple[str, ...] = shared(
         arguments.add_task,
-        f"what prompts are made of (default {' '.join(CALIBRATED_TASKS)}); "
-        f"add text:FILE for text like yours; known: {TASKS}",
+        f"what prompts are made of (default {' '.join(CALIBRATED_TASKS)}), text:FILE for text like yours",
         default=CALIBRATED_TASKS,
     )
     lengths: tuple[int, ...] | None = shared(
         arguments.add_length,
-        "prompt lengths in tokens: patterns are for the longest, "
-        "the others show how sizes go with the length "
-        "(default: the model's positions, at most 8192)",
+        "tokens of a prompt; patterns are for the longest, others show how sizes go with the "
+        "length (default: the model's positions, at most 8192)",
         several=True,
         dest="lengths",
         default=None,
     )
-    samples: int = option("prompts of each task and length", default=1, within=at_least(1))
+    samples: int = option("prompts of each task and length", default=1, within=at_least(1), advanced=True)
     budget: float | None = option(
-        f"share of what all of attention costs (default {DEFAULT_BUDGET}, more if none keeps to it)",
+        f"share of what all of attention costs (default {DEFAULT_BUDGET}, or the least)",
         default=None,
         read=_share,
     )
     cost: Unit = option(
-        "what is spent (default seconds)",
+        "what is spent, seconds or flops (default seconds)",
+        metavar="UNIT",
         default="seconds",
         choices=("seconds", "flops"),
+        advanced=True,
     )
     n_trials: int = option(
-        "ways of spending the budget that are tried on the whole model",
+        "ways to spend the budget that are tried on the whole model",
         default=DEFAULT_TRIALS,
         within=at_least(1),
+        advanced=True,
     )
     storage: str | None = option(
         "where Optuna keeps the study of its draws, from --n-trials 3 on",
         default=None,
         metavar="URL",
+        advanced=True,
     )
     limits: Limits = field(default_factory=Limits)
     seed: int = shared(arguments.add_seed, default=0, within=at_least(0))
@@ -90,26 +92,29 @@ class ModelSearch:
     backend: str = shared(arguments.add_backend, default="auto")
     revision: str | None = shared(arguments.add_revision, default=None)
     max_memory: int | None = option(
-        "weights that stay on the device, such as 16GiB; others come in by layer (default: all)",
+        "weights that stay on the device, such as 16GiB (default: all)",
         default=None,
         metavar="SIZE",
         read=lambda text: bytes_of(text, "--max-memory"),
+        advanced=True,
     )
     dense_below: int | None = option(
-        "prompts shorter than this stay dense (default: measured, or half the length)",
+        "serve shorter prompts densely (default: measured, or half the length)",
         default=None,
         within=at_least(1),
+        advanced=True,
     )
     dense_tail: int | None = option(
-        "last queries of a prompt that see every key (default: the best of "
-        f"{', '.join(map(str, TAILS))}, below {SHORT:,} tokens also 0)",
+        f"last queries kept dense (default: the best of {', '.join(map(str, TAILS))}, below {SHORT} also 0)",
         default=None,
         within=at_least(0),
+        advanced=True,
     )
     beyond_positions: bool = option(
         "allow a --length over the model's positions",
         default=False,
         action="store_true",
+        advanced=True,
     )
     fresh: bool = shared(arguments.add_fresh, default=False)
     picture: bool = shared(arguments.add_picture, default=True)

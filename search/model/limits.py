@@ -10,6 +10,7 @@ from search.model.task_losses import TaskLoss, pooled
 
 MAX_KL, MAX_PERPLEXITY, MAX_NLL, MAX_LOST = 0.05, 0.03, 0.1, 0.1
 _ABOVE_0: Range = (lambda value: value > 0, "above 0")
+_GROUP = "limits on held-out prompts, task by task"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,24 +27,28 @@ class Limits:
         "--max-kl",
         default=MAX_KL,
         within=_ABOVE_0,
+        group=_GROUP,
         help="nats a token to dense attention",
     )
     perplexity: float | None = arg(
         "--max-perplexity",
         default=MAX_PERPLEXITY,
         within=_ABOVE_0,
+        group=_GROUP,
         help="rise on text",
     )
     nll: float | None = arg(
         "--max-nll",
         default=MAX_NLL,
         within=_ABOVE_0,
+        group=_GROUP,
         help="rise of -log p of right answers, nats a token",
     )
     lost: float | None = arg(
         "--max-lost",
         default=MAX_LOST,
         within=SHARE,
+        group=_GROUP,
         help="share of right answers fewer than dense attention",
     )
 

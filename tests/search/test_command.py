@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from artifacts import HeadwiseError, arguments
+from artifacts.command_line import ADVANCED, ArgumentParser
 from search.__main__ import GROUPS, SHARED, VERBS, main
 from search.reference import _parser, page
 
@@ -97,11 +98,40 @@ PARSERS = {verb: _parser(verb, module) for verb, module in VERBS.items()}
 def test_the_same_thing_has_the_same_name_everywhere(flag: str) -> None:
     found = {verb: p._option_string_actions[flag] for verb, p in PARSERS.items() if flag in p._option_string_actions}
     assert len(found) > 3
-    shown = {"--out": {"FILE", "FOLDER", "STEM"}, "--dtype": {None}}.get(flag)
+    shown = {"--out": {"FILE", "FOLDER", "STEM"}}.get(flag)
     metavars = {action.metavar for action in found.values()}
     assert metavars <= shown if shown else len(metavars) == 1
     if flag == "--json":
         assert {(action.nargs, action.const) for action in found.values()} == {("?", arguments.STDOUT)}
+
+
+def test_daily_verbs_come_first() -> None:
+    assert list(VERBS)[:6] == ["doctor", "search", "gate", "evaluate", "show", "check"]
+
+
+def _headings(p: ArgumentParser) -> dict[str, str]:
+    """The heading of each option of a command's help."""
+    return {flag: str(g.title) for g in p._action_groups for a in g._group_actions for flag in a.option_strings}
+
+
+def test_the_help_of_a_search_fits_two_screens_and_ends_with_what_few_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = PARSERS["search"].format_help().splitlines()
+    assert len(lines) <= 48 and max(map(len, lines)) <= 100
+    headings = _headings(PARSERS["search"])
+    few = {flag for flag, heading in headings.items() if heading == ADVANCED}
+    assert {"--n-trials", "--dense-tail", "--seed", "--preset"} <= few
+    assert not few & {"--model", "--out", "--task", "--length", "--budget", "--max-lost"}
+    at = lines.index(f"{ADVANCED}:")
+    assert not any(line.strip().startswith(tuple(few)) for line in lines[:at])
+    assert not any(line.endswith(":") for line in lines[at + 1 :])
+    assert any("headwise tasks" in line for line in lines[:at])
+
+
+@pytest.mark.parametrize("flag", ["--seed", "--dtype", "--backend", "--revision", "--no-picture"])
+def test_what_few_need_of_one_command_they_need_of_none(flag: str) -> None:
+    headings = {verb: _headings(p).get(flag) for verb, p in PARSERS.items() if verb != "convert"}
+    assert set(headings.values()) == {ADVANCED, None}
 
 
 @pytest.mark.parametrize("verb", VERBS)
