@@ -25,6 +25,9 @@ namespace {
 
 using namespace headwise;
 
+// Scores of a query in a step.
+constexpr int LD = TILE * WALK;
+
 // 64 keys of a block, the columns of a group or those of a tile.
 template <class elem>
 struct Panel {
@@ -53,24 +56,26 @@ struct Scratch {
   std::vector<uint64_t> held;       // key tiles of this row, a bit each
   std::vector<Panel<elem>> panels;  // what this block computes
   size_t anchors;                   // how many of them, the first ones, are computed whatever their scores
-  std::unique_ptr<elem[], Free> q, p;
-  std::unique_ptr<float[], Free> s, o;
+  std::unique_ptr<elem[], Free> q;
+  std::unique_ptr<float[], Free> s;  // scores, and then in their place the weights
+  std::unique_ptr<float[], Free> o;
+  // Of each query the score that its weights are relative to, their sum, and the largest score.
+  float top[TILE], total[TILE], highest[TILE];
   Scratch(int64_t tiles, int64_t groups, int inner, int width)
       : held((tiles + 63) / 64),
         q(allocate<elem>(TILE * inner)),
-        p(allocate<elem>(TILE * TILE * WALK)),
-        s(allocate<float>(TILE * TILE * WALK)),
+        s(allocate<float>(TILE * LD)),
         o(allocate<float>(TILE * width)) {
     panels.reserve(tiles + groups);
     std::fill(q.get(), q.get() + TILE * inner, elem(0));
-    std::fill(p.get(), p.get() + TILE * TILE * WALK, elem(0));
+    // Rows that are no queries are multiplied, too.
+    std::fill(s.get(), s.get() + TILE * LD, 0.0f);
   }
 };
 
 template <class Engine, class T>
 struct Run {
   using elem = typename Engine::elem;
-  static constexpr int LD = TILE * WALK;
 
   const Index& index;
   const int64_t H, D, G, E, group = H / G;
@@ -173,26 +178,26 @@ struct Run {
     for (int r = 0; r < rows; ++r)
       copy(qs.at(one.row, block.h, one.q0 + block.first + r - one.offset()), D, w.q.get() + r * inner);
 
-    float top[TILE], total[TILE];
-    std::fill(top, top + TILE, NEG_INF);
-    std::fill(total, total + TILE, 0.0f);
+    std::fill(w.top, w.top + TILE, NEG_INF);
+    std::fill(w.total, w.total + TILE, 0.0f);
+    std::fill(w.highest, w.highest + TILE, NEG_INF);
     std::fill(w.o.get(), w.o.get() + TILE * width, 0.0f);
     const int64_t anchors = w.anchors, steps = (anchors + WALK - 1) / WALK;
     for (int64_t i = 0; i < steps; ++i) {
       const int64_t p0 = anchors * i / steps;
       const int step = anchors * (i + 1) / steps - p0;
       for (int t = 0; t < step; ++t) score(w, block, w.panels[p0 + t], t);
-      weigh(w, block, p0, step, top, total);
+      attend(w, block, p0, step);
     }
-    if (anchors < int64_t(w.panels.size())) attend_to_rest(w, block, top, total);
+    if (anchors < int64_t(w.panels.size())) attend_to_rest(w, block);
     if (block.parts == 1) {
-      for (int r = 0; r < rows; ++r) write(block, r, w.o.get() + r * width, top[r], total[r]);
+      for (int r = 0; r < rows; ++r) write(block, r, w.o.get() + r * width, w.top[r], w.total[r]);
       return;
     }
     const int64_t mine = (block.place + block.part) * TILE;
     std::copy(w.o.get(), w.o.get() + rows * width, partial.get() + mine * width);
-    std::copy(top, top + rows, tops.get() + mine);
-    std::copy(total, total + rows, totals.get() + mine);
+    std::copy(w.top, w.top + rows, tops.get() + mine);
+    std::copy(w.total, w.total + rows, totals.get() + mine);
     if (open[block.place].fetch_sub(1, std::memory_order_acq_rel) == 1) combine(w, block);
   }
 
@@ -207,55 +212,65 @@ struct Run {
   }
 
   // Softmax over the scores of `step` panels from p0 on, and their values.
-  void weigh(Scratch<elem>& w, const Block& block, int64_t p0, int step, float* top, float* total) const {
+  void attend(Scratch<elem>& w, const Block& block, int64_t p0, int step) const {
     const elem* values[WALK];
     uint64_t bad = 0;
     for (int t = 0; t < step; ++t) values[t] = w.panels[p0 + t].v, bad |= w.panels[p0 + t].bad;
     for (int r = 0; r < block.rows; ++r) {
-      float *s = w.s.get() + r * LD, *o = w.o.get() + r * width, rescale;
-      const float part = softmax_row(s, w.p.get() + r * LD, step * TILE, exp2, factor, top[r], rescale);
-      total[r] = total[r] * rescale + part;
+      float *s = w.s.get() + r * LD, *o = w.o.get() + r * width;
+      const float most = largest(s, step * TILE), rescale = rebase(most, factor, w.top[r]);
+      w.highest[r] = std::max(w.highest[r], most);
       if (rescale != 1.0f)
         for (int e = 0; e < width; e += LANES) store(o + e, load(o + e) * rescale);
-      if (!bad) continue;
-      std::vector<T> wide(vs.stored.eight() ? TILE * E : 0);
-      for (int t = 0; t < step; ++t) {
-        const Panel<elem>& each = w.panels[p0 + t];
-        const T* rows_of[TILE];
-        const uint64_t seen = each.bad & each.seen(block.first + r, index.window);
-        for (uint64_t left = seen; left; left &= left - 1) {
-          const int j = __builtin_ctzll(left);
-          rows_of[j] = vs.at(index.sequences[block.s], block.s, block.h / group, each.key(j), E, wide.data(), j);
-        }
-        add_bad(seen, rows_of, s + t * TILE, top[r], factor, E, o);
-      }
+      if (bad) add_bad_of(w, block, p0, step, r, s, o);
+      w.total[r] = w.total[r] * rescale + weigh(s, reinterpret_cast<elem*>(s), step * TILE, exp2, w.top[r]);
     }
-    Engine::pv(w.p.get(), block.rows, LD, values, step, width, w.o.get());
+    constexpr int ldp = LD * sizeof(float) / sizeof(elem);
+    Engine::pv(reinterpret_cast<elem*>(w.s.get()), block.rows, ldp, values, step, width, w.o.get());
+  }
+
+  // Values that are not finite, with their weights, to the output of query r.
+  void add_bad_of(Scratch<elem>& w, const Block& block, int64_t p0, int step, int r, const float* s, float* o) const {
+    std::vector<T> wide(vs.stored.eight() ? TILE * E : 0);
+    for (int t = 0; t < step; ++t) {
+      const Panel<elem>& each = w.panels[p0 + t];
+      const T* rows_of[TILE];
+      const uint64_t seen = each.bad & each.seen(block.first + r, index.window);
+      for (uint64_t left = seen; left; left &= left - 1) {
+        const int j = __builtin_ctzll(left);
+        rows_of[j] = vs.at(index.sequences[block.s], block.s, block.h / group, each.key(j), E, wide.data(), j);
+      }
+      add_bad(seen, rows_of, s + t * TILE, w.top[r], factor, E, o);
+    }
   }
 
   // The panels after the anchors, but for those whose scores are too far below the anchors' (SparseIndex.skip).
-  void attend_to_rest(Scratch<elem>& w, const Block& block, float* top, float* total) const {
+  void attend_to_rest(Scratch<elem>& w, const Block& block) const {
+    const int rows = block.rows;
     float limit[TILE];
-    for (int r = 0; r < block.rows; ++r) {
-      const bool known = std::isfinite(top[r]) && !std::isnan(total[r]);
-      limit[r] = known ? top[r] + index.bound(block.s, block.h) / how.to_logit() : NAN;
+    for (int r = 0; r < rows; ++r) {
+      const bool known = std::isfinite(w.highest[r]) && !std::isnan(w.total[r]);
+      limit[r] = known ? w.highest[r] + index.bound(block.s, block.h) / how.to_logit() : NAN;
     }
     int step = 0;
     int64_t p0 = w.anchors, left_out = 0;
+    const auto flush = [&] {
+      attend(w, block, p0, step);
+      p0 += step;
+      step = 0;
+    };
     for (size_t p = p0; p < w.panels.size(); ++p) {
       score(w, block, w.panels[p], step);
       bool matters = false;
-      for (int r = 0; r < block.rows && !matters; ++r) matters = any_not_below(w.s.get() + r * LD + step * TILE, limit[r]);
+      for (int r = 0; r < rows && !matters; ++r) matters = any_not_below(w.s.get() + r * LD + step * TILE, limit[r]);
       if (!matters) {
         ++left_out;
         continue;
       }
       w.panels[p0 + step++] = w.panels[p];
-      if (step < WALK) continue;
-      weigh(w, block, p0, step, top, total);
-      p0 += step, step = 0;
+      if (step == WALK) flush();
     }
-    if (step) weigh(w, block, p0, step, top, total);
+    if (step) flush();
     if (skipped) std::atomic_ref(skipped[block.s * H + block.h]) += int32_t(left_out);
   }
 

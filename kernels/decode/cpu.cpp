@@ -87,7 +87,7 @@ struct Dot {
   using row = at::BFloat16;
   using elem = at::BFloat16;
   using vec = __m512bh;
-  static constexpr int STEP = 2, CHUNK = 2 * LANES, TERMS = 4;
+  static constexpr int STEP = 2, CHUNK = 2 * LANES, TERMS = 3;
 
   static vec whole(const row* p) {
     vec v;

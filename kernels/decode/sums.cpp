@@ -86,9 +86,9 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Softmax 
         float* s = block + r * LD;
         if (how.softcap > 0) cap(s, n, how);
         if (t0 + step > at) std::fill(s + n - TILE + r + 1, s + n, NEG_INF);
-        float rescale, *o = w.o.get() + r * width;
-        const float part = softmax_row<Engine::TERMS, true>(s, w.p.get() + r * LD, n, exp2, factor, top[r], rescale);
-        total[r] = total[r] * rescale + part;
+        float* o = w.o.get() + r * width;
+        const float rescale = rebase(largest(s, n), factor, top[r]);
+        total[r] = total[r] * rescale + weigh<Engine::TERMS, true>(s, w.p.get() + r * LD, n, exp2, top[r]);
         w.tops[t0 / WALK * TILE + r] = top[r];
         if (rescale != 1.0f)
           for (int e = 0; e < width; e += LANES) store(o + e, load(o + e) * rescale);

@@ -95,22 +95,6 @@ void add(const elem* a, int rows, const elem* b, float* c) {
   }
 }
 
-// 2 * LANES neighbours in elements.
-template <class elem>
-inline void put(elem* to, vf a, vf b) {
-  if constexpr (std::is_same_v<elem, float>) {
-    store(to, a);
-    store(to + LANES, b);
-  } else {
-#if defined(__AVX512BF16__)
-    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
-    std::memcpy(static_cast<void*>(to), &both, 64);
-#else
-    for (int i = 0; i < LANES; ++i) to[i] = cast<elem>(a[i]), to[LANES + i] = cast<elem>(b[i]);
-#endif
-  }
-}
-
 // even and odd by turns.
 template <class elem>
 inline void put_pairs(elem* to, vf even, vf odd) {

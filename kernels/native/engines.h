@@ -43,7 +43,7 @@ struct Float {
 #if defined(__AVX512BF16__)
 struct Dot {
   using elem = at::BFloat16;
-  static constexpr int PAIR = 2, INNER = 2, TERMS = 4;
+  static constexpr int PAIR = 2, INNER = 2, TERMS = 3;
 
   template <int V>
   static void block(const elem* a, int lda, const elem* b, int ldb, int inner, vf (&acc)[MR][V]) {
@@ -115,7 +115,7 @@ struct Blocked : Engine {
 struct Brgemm {
   using elem = at::BFloat16;
   // AMX multiplies 32 bf16 of the inner dimension at a time.
-  static constexpr int PAIR = 2, INNER = 32, TERMS = 4;
+  static constexpr int PAIR = 2, INNER = 32, TERMS = 3;
 
   // A kernel is made for each number of rows: four of them are enough.
   static void qk(const elem* a, int rows, int inner, const elem* b, float* c, int ldc) {
@@ -214,47 +214,64 @@ inline void add_bad(uint64_t seen, const T* const* rows, const float* s, float t
   }
 }
 
-// One row of scores to unnormalised probabilities; returns their sum, updates the running maximum, gives the factor of
-// what was before. Where KEEP the probabilities also stand in for the scores.
-template <int TERMS, bool KEEP = false, class elem>
-inline float softmax_row(float* s, elem* p, int n, const Exp2<TERMS>& exp2, float factor, float& top, float& rescale) {
-  vf m = splat(NEG_INF);
-  for (int j = 0; j < n; j += LANES) m = larger(load(s + j), m);
+// ---- softmax ----
+
+// The largest of n scores, a multiple of 64, of those that are numbers.
+inline float largest(const float* s, int n) {
+  vf even = splat(NEG_INF);
+  vf odd = even;
+  for (int j = 0; j < n; j += 2 * LANES) {
+    even = larger(load(s + j), even);
+    odd = larger(load(s + j + LANES), odd);
+  }
+  return maximum(larger(even, odd));
+}
+
+// How far, as a power of two, scores may rise above the one that a row's weights are relative to. Only beyond it what was
+// added up is rescaled, which for most rows is never: their first keys set the scale (FlashAttention-4).
+constexpr float SLACK = 8.0f;
+
+// Makes weights relative to the highest score where that is far above `top`; returns the factor of what was added up.
+inline float rebase(float highest, float factor, float& top) {
+  if (highest <= top + SLACK / factor) return 1.0f;
   const float before = top;
-  top = std::max(before, maximum(m));
+  top = highest;
   // Before the first visible key the sum is 0 (or NaN, which stays) and needs no factor.
-  rescale = before == NEG_INF ? 1.0f : std::exp2((before - top) * factor);
-  const vf shift = splat(top == NEG_INF ? 0.0f : top);
-  vf total = {};
+  return before == NEG_INF ? 1.0f : std::exp2((before - top) * factor);
+}
+
+// 2 * LANES neighbours in elements.
+template <class elem>
+inline void put(elem* to, vf a, vf b) {
   if constexpr (std::is_same_v<elem, float>) {
-    for (int j = 0; j < n; j += LANES) {
-      const vf e = exp2(load(s + j) - shift);
-      total += e;
-      store(p + j, e);
-      if (KEEP) store(s + j, e);
-    }
+    store(to, a);
+    store(to + LANES, b);
   } else {
 #if defined(__AVX512BF16__)
-    vf second = {};
-    for (int j = 0; j < n; j += 2 * LANES) {
-      const vf a = exp2(load(s + j) - shift), b = exp2(load(s + j + LANES) - shift);
-      total += a;
-      second += b;
-      const __m512bh both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
-      std::memcpy(static_cast<void*>(p + j), &both, 64);
-      if (KEEP) store(s + j, a), store(s + j + LANES, b);
-    }
-    total += second;
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+    std::memcpy(static_cast<void*>(to), &both, 64);
 #else
-    for (int j = 0; j < n; j += LANES) {
-      const vf e = exp2(load(s + j) - shift);
-      total += e;
-      for (int i = 0; i < LANES; ++i) p[j + i] = static_cast<elem>(e[i]);
-      if (KEEP) store(s + j, e);
-    }
+    for (int i = 0; i < LANES; ++i) to[i] = cast<elem>(a[i]), to[LANES + i] = cast<elem>(b[i]);
 #endif
   }
-  return sum(total);
+}
+
+// Of a row of n scores, a multiple of 64, the weights relative to `top`; returns their sum. `p` may be where the scores
+// are. Where KEEP the weights in fp32 take the scores' place.
+template <int TERMS, bool KEEP = false, class elem>
+inline float weigh(float* s, elem* p, int n, const Exp2<TERMS>& exp2, float top) {
+  const vf shift = splat(top == NEG_INF ? 0.0f : top);
+  vf even = {};
+  vf odd = {};
+  for (int j = 0; j < n; j += 2 * LANES) {
+    const vf a = exp2(load(s + j) - shift);
+    const vf b = exp2(load(s + j + LANES) - shift);
+    even += a;
+    odd += b;
+    put(p + j, a, b);
+    if (KEEP) store(s + j, a), store(s + j + LANES, b);
+  }
+  return sum(even + odd);
 }
 
 // The engines that this build and this processor have for a dtype, fastest first.

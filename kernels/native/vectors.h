@@ -49,24 +49,30 @@ inline vf splat(float x) { return vf{} + x; }
 // b where either is NaN.
 inline vf larger(vf a, vf b) { return a > b ? a : b; }
 
-// 2^(d * factor) for d <= 0 and a factor > 0, exactly 0 below 2^-126, NaN for NaN. Taylor series of 2^f on [-1/2, 1/2]:
-// relative error 1.2e-7 with 6 terms, 4.2e-5 with 4, where the result is rounded to bf16 (3.9e-3) anyway.
+// 2^(d * factor) for a factor > 0 and powers below 2^126, exactly 0 below 2^-125, NaN for NaN. Of 2^f on [-1/2, 1/2] the
+// Taylor series of 6 terms (relative error 1.2e-7), or the best polynomial of 3 terms that is exact at 0 (1.0e-4), where
+// the result is rounded to bf16 (3.9e-3) anyway.
 //
 // Of two logits it is their difference that is scaled, never the other way round: a product that is part of a fused
 // multiply-add is exact while the one it is taken from has been rounded, and above 2^31 the rounding alone overflows.
 template <int TERMS>
 struct Exp2 {
-  vf factor, least, none;
-  explicit Exp2(float by) : factor(splat(by)), least(splat(-127.0f / by)), none(splat(-126.0f / by)) {}
+  vf factor, none;
+  explicit Exp2(float by) : factor(splat(by)), none(splat(-125.0f / by)) {}
 
   vf operator()(vf d) const {
     const vf magic = splat(12582912.0f);
-    const vf clamped = larger(least, d);
-    const vf shifted = clamped * factor + magic;
-    const vf f = clamped * factor - (shifted - magic);
-    vf p = splat(TERMS == 6 ? 1.54035304e-4f : 9.61812911e-3f);
-    if constexpr (TERMS == 6) p = ((p * f + 1.33335581e-3f) * f) + 9.61812911e-3f;
-    p = ((((p * f + 5.55041087e-2f) * f + 2.40226507e-1f) * f + 6.93147181e-1f) * f) + 1.0f;
+    const vf shifted = d * factor + magic;
+    const vf f = d * factor - (shifted - magic);
+    vf p;
+    if constexpr (TERMS == 6) {
+      p = splat(1.54035304e-4f);
+      p = ((p * f + 1.33335581e-3f) * f) + 9.61812911e-3f;
+      p = ((((p * f + 5.55041087e-2f) * f + 2.40226507e-1f) * f + 6.93147181e-1f) * f) + 1.0f;
+    } else {
+      p = (((splat(5.50089318e-2f) * f + 2.42210965e-1f) * f + 6.93282928e-1f) * f) + 1.0f;
+    }
+    // Far below `none` this is garbage, and dropped.
     const vf scaled = (vf)((vi)p + ((vi)shifted << 23));
     return d <= none ? vf{} : scaled;
   }
