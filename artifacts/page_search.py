@@ -35,8 +35,6 @@ def origin(artifact: Artifact) -> Iterator[Row]:
     prompts = f"{plural(calibration.samples, 'prompt')}{each} of {lengths} tokens"
     yield "calibration", f"{', '.join(calibration.tasks)}, {prompts}"
     yield "found", f"{means} (target {search.target_density:.4f}); means over {plural(searched, 'head')}"
-    if summary.best_single_kind is not None:
-        yield "", f"best single kind: {summary.best_single_kind}, recall {summary.best_single_kind_recall:.4f}"
 
 
 def _how(search: SearchInfo) -> str:

@@ -30,7 +30,6 @@ from artifacts.fields import (
     Share,
     Text,
     matching,
-    together,
 )
 from artifacts.front import Front
 from artifacts.growth import Growth
@@ -141,17 +140,6 @@ class Summary(Record):
     error: AtLeast0 = Field(description="relative L2 distance of the head's output from dense")
     density: Share = Field(description="of the causal area computed, in whole tiles")
     winners: dict[KindName, Natural] = Field(description="heads that each kind won")
-    best_single_kind: KindName | None = Field(
-        default=None,
-        description="the kind with the highest mean recall, if all heads had to share one; null can be where "
-        "`allocation` is `model`",
-    )
-    best_single_kind_recall: Share | None = Field(default=None, description="that recall")
-
-    @model_validator(mode="after")
-    def _both(self) -> Self:
-        together(self, "best_single_kind", "best_single_kind_recall")
-        return self
 
 
 class SearchCost(Record):
@@ -195,12 +183,6 @@ class SearchInfo(Record):
     dtype: Text = Field(description="in which precision it ran")
     kernel_backend: Text = Field(description="the attention kernels that scored the candidates")
     summary: Summary = Field(description="what was found, in means over the searched heads")
-
-    @model_validator(mode="after")
-    def _single_kind(self) -> Self:
-        if self.allocation == "heads" and self.summary.best_single_kind is None:
-            raise ValueError("summary.best_single_kind: must be a kind where allocation is heads, got null")
-        return self
 
 
 class Prefill(Record):

@@ -26,6 +26,7 @@ from search.published.space import PAPER_BUDGET, PAPER_LENGTH
 
 # Options of the search with one budget for the model that --preset paper lacks, by field.
 _OF_MODEL = {
+    "samples": "--samples",
     "cost": "--cost",
     "n_trials": "--n-trials",
     "storage": "--storage",
@@ -42,8 +43,8 @@ class Preset:
     """A published search in place of one budget for the model."""
 
     preset: str | None = option(
-        f"paper: MInference's own search, of one --task, one --length (default {PAPER_LENGTH}) and a --budget for each "
-        f"head, a share or a_shape:SINK,WINDOW (default {PAPER_BUDGET})",
+        f"paper: MInference's own search, of one prompt of one --task and --length (default {PAPER_LENGTH}), with a "
+        f"--budget for each head, a share or a_shape:SINK,WINDOW (default {PAPER_BUDGET})",
         default=None,
         choices=("paper",),
         advanced=True,

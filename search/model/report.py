@@ -27,13 +27,9 @@ def report(artifact: Artifact, out: Path, model: str) -> str:
     if left:
         lines.append(f"{left} of {artifact.model.num_layers} layers are left alone: they slide or have no attention")
     lines += [f"  {kind:<16}{count:>5}  {count / heads:6.1%}" for kind, count in summary.winners.items()]
-    if summary.best_single_kind:
-        beside = f"  (best single kind: {summary.best_single_kind} {summary.best_single_kind_recall:.4f})"
-    else:
-        beside = ""
     prefill = artifact.prefill
     lines += [
-        f"recall   {summary.recall:.4f}{beside}",
+        f"recall   {summary.recall:.4f}",
         f"density  {summary.density:.4f}  (budget {search.budget}: {_spent(artifact, out)})",
         f"error    {summary.error:.4f}  (relative L2 of a head's output)",
         f"dense    {f'the last {prefill.dense_tail} queries, and ' if prefill.dense_tail else ''}"

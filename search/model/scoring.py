@@ -9,10 +9,9 @@ dense tail begins. For one query tile, all candidates of all heads but dense are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +24,8 @@ from profiling.inside.capture import LayerInputs
 from profiling.inside.gradients import LayerGradients
 from profiling.inside.head_fidelity import kept_mass
 from profiling.inside.residual import ResidualStream
+
+Builder = Callable[[Sequence[Pattern]], SparseIndex]
 
 # One query tile in so many is scored, but never fewer tiles of a prompt than this.
 _EVERY, _LEAST = 8, 16
@@ -180,19 +181,26 @@ def score_layer(
 
 
 def build_all(inputs: LayerInputs, candidates: Sequence[Pattern]) -> list[SparseIndex]:
-    """The index of all heads for each candidate; estimates are shared by candidates that differ in sizes alone."""
+    """The index of all heads for each candidate."""
+    builders = prepare_all(inputs, candidates)
+    return [builders[estimate_of(pattern)]([pattern] * inputs.q.shape[1]) for pattern in candidates]
+
+
+def prepare_all(inputs: LayerInputs, candidates: Sequence[Pattern]) -> dict[tuple[str, int], Builder]:
+    """By estimate the function from one pattern a head to their index, for sizes up to the candidates' largest."""
     heads = range(inputs.q.shape[1])
-    builders: dict[Any, Any] = {}
-    found = []
+    alike: dict[tuple[str, int], list[Pattern]] = {}
     for pattern in candidates:
-        key = (pattern.kind, getattr(pattern, "last_q", 0))
-        if key not in builders:
-            like = [p for p in candidates if (p.kind, getattr(p, "last_q", 0)) == key]
-            builders[key] = KINDS[pattern.kind].prepare(
-                [largest(like)] * len(heads), heads, inputs.q, inputs.k, scale=inputs.scale
-            )
-        found.append(builders[key]([pattern] * len(heads)))
-    return found
+        alike.setdefault(estimate_of(pattern), []).append(pattern)
+    return {
+        key: KINDS[key[0]].prepare([largest(some)] * len(heads), heads, inputs.q, inputs.k, scale=inputs.scale)
+        for key, some in alike.items()
+    }
+
+
+def estimate_of(pattern: Pattern) -> tuple[str, int]:
+    """The kind and last queries by which a pattern chooses: those alike in both share an estimate."""
+    return pattern.kind, getattr(pattern, "last_q", 0)
 
 
 class _Joined:

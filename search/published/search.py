@@ -1,34 +1,65 @@
 """The search with a budget for each head: MInference 1.0, Algorithm 1 (kernel-aware sparse pattern search).
 
-Every candidate is brought to the same computed tiles, run through the kernels that will serve, and the one nearest to
-dense attention's output wins.
+Every candidate is brought to the same computed tiles on one prompt, run through the kernels that will serve, and the
+one nearest to dense attention's output wins.
+
+Shapes: L layers, H query heads, G KV heads, S prompt length, D head dim, C candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
 
-from artifacts import Artifact, Calibration, HeadwiseError, ModelInfo, Prefill, SearchInfo, Summary, window_arrays
+from artifacts import (
+    Artifact,
+    Calibration,
+    HeadwiseError,
+    ModelInfo,
+    Prefill,
+    SearchInfo,
+    Summary,
+    pattern_name,
+    window_arrays,
+)
 from artifacts.files import check_writable
+from artifacts.options import at_least, check_ranges, option
 from artifacts.sections import save_searched
+from kernels.index import with_dense_tail
+from kernels.patterns import Pattern
+from profiling.inside.capture import LayerInputs, capture
+from profiling.inside.head_fidelity import dense_attention, index_fidelity
 from profiling.ledger import Ledger
 from profiling.models.loading import load_model
+from profiling.progress import phase
 from profiling.prompts.held_out import Seen
-from profiling.prompts.prompt import digest, make_prompts, parse_task
+from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
 from profiling.ranks import one_process
 from runtime.fingerprint import fingerprint
-from search.common.layers import score_layers, searched_layers, serving_backend
-from search.common.measures import MEASURES
-from search.common.scores import rows_of, score_arrays, winners
+from search.common.layers import searched_layers, serving_backend
+from search.common.scores import as_artifact_pattern, rows_of, score_arrays, winners
 from search.model.prompts import check_positions
-from search.published.score import FamilyScores, HeadBudget, best_single_kind, least_error, mean_scores
-from search.published.space import PAPER_BUDGET, PAPER_LENGTH, Family, initial_space, target_tiles
+from search.model.scoring import estimate_of, prepare_all
+from search.published.space import (
+    PAPER_BUDGET,
+    PAPER_LENGTH,
+    SPACE,
+    change_space,
+    dense_tiles,
+    moved,
+    sizes,
+    target_tiles,
+)
+
+_MEASURES = ("error", "recall", "density")
+Scores = Mapping[str, np.ndarray]
+"""(H, C) each of a layer: error, recall and density as in profiling.inside.head_fidelity; steps: from the
+candidate's start; within: whether it keeps to the budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,27 +69,22 @@ class HeadSearch:
     model: str
     out: Path
     calibration: str = "kv_retrieval"
-    length: int = PAPER_LENGTH
-    samples: int = 1
+    length: int = option(default=PAPER_LENGTH, within=at_least(1))
     budget: str = PAPER_BUDGET
     seed: int = 0
     dtype: str = "bfloat16"
     device: str = "cpu"
     backend: str = "auto"
     revision: str | None = None
-    dense_below: int | None = None
-    dense_tail: int = 0
+    dense_below: int | None = option(default=None, within=at_least(1))
+    dense_tail: int = option(default=0, within=at_least(0))
     beyond_positions: bool = False
     fresh: bool = False
     picture: bool = True
     command: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("length", "samples", "dense_below"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise HeadwiseError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        if self.dense_tail < 0:
-            raise HeadwiseError(f"--dense-tail must be at least 0, got {self.dense_tail}")
+        check_ranges(self)
 
 
 def run(config: HeadSearch) -> Artifact:
@@ -77,150 +103,132 @@ def run(config: HeadSearch) -> Artifact:
         check_positions(config.length, model)
     layers = searched_layers(loaded)
     backend = serving_backend(config.backend, model, config.dtype, config.device)
-    how: dict[str, Any] = {"length": config.length, "samples": config.samples, "seed": config.seed}
-    prompts = make_prompts(config.calibration, loaded.tokenizer, **how)
-    families = initial_space()
-    windows = Seen(prompts).digests
-    calibration = Calibration(
-        tasks=(parse_task(config.calibration).name,),
-        lengths=(config.length,),
-        samples=config.samples,
-        sha256=digest(prompts),
-        seen_windows=len(windows),
-    )
+    (prompt,) = make_prompts(config.calibration, loaded.tokenizer, length=config.length, samples=1, seed=config.seed)
     # All that a layer's scores depend on.
     settings = {
         "allocation": "heads",
         "model": model.name,
         "weights": model.weights_sha256,
-        "budget": config.budget,
-        "calibration": calibration.tasks[0],
-        **how,
-        "prompts": calibration.sha256,
+        "prompts": digest([prompt]),
         "dtype": config.dtype,
         "device": config.device,
         "backend": backend,
         "dense tail": config.dense_tail,
         "target tiles": target,
-        "space": [family.name for family in families],
+        "space": [repr(start) for start in SPACE],
     }
-
-    rule = HeadBudget(families=families, target=target, dense_tail=config.dense_tail, backend=backend)
     with Ledger(config.out, "heads", settings=settings, fresh=config.fresh) as ledger:
-        scores = score_layers(
-            loaded, prompts, {layer: {} for layer in layers}, rule.score, ledger, "scoring candidates"
-        )
-        artifact = _write(
-            config,
-            model,
-            calibration,
-            families,
-            [mean_scores(scores[layer]) if layer in scores else None for layer in range(model.num_layers)],
-            target_density=target / target_tiles("1", config.length, 0),
-            kernel_backend=backend,
-            windows=windows,
-        )
-        if config.picture:
-            from profiling.pattern_map import draw_pattern_map
+        units = {layer: ledger.unit("scores", {"layer": layer}) for layer in layers}
+        left = [layer for layer, unit in units.items() if unit not in ledger]
+        with phase("scoring candidates", len(layers), "layers") as shown:
+            shown.skip(len(layers) - len(left))
 
-            draw_pattern_map(config.out, config.out.with_suffix(""))
+            def visit(inputs: LayerInputs) -> None:
+                if inputs.layer in left:
+                    scores = score(inputs, target=target, dense_tail=config.dense_tail, backend=backend)
+                    ledger.put(units[inputs.layer], scores)
+                    shown.update()
+
+            if left:
+                capture(loaded.model, torch.tensor([prompt.input_ids], device=loaded.model.device), visit)
+        scores = {layer: ledger.get(unit) for layer, unit in units.items()}
+        artifact = _write(config, model, prompt, scores, target=target, backend=backend)
         ledger.remove()
     return artifact
 
 
-def _write(
-    config: HeadSearch,
-    model: ModelInfo,
-    calibration: Calibration,
-    families: Sequence[Family],
-    layers: Sequence[FamilyScores | None],
-    *,
-    target_density: float,
-    kernel_backend: str,
-    windows: Sequence[str],
-) -> Artifact:
-    """Choose a pattern for every head and write the artifact with its sidecar to `config.out`.
+def score(inputs: LayerInputs, *, target: int, dense_tail: int, backend: str) -> Scores:
+    """The scores of all heads and candidates of a layer, q (1, H, S, D), k (1, G, S, D) and v.
 
-    layers: scores (H, C) averaged over the prompts, None for a layer left alone.
-    windows: digests of what was looked at, as profiling.prompts.held_out.Seen has them.
+    target: tiles that a head may compute, with the last `dense_tail` queries that see every key.
     """
-    by_head = [None if scores is None else _by_head(scores) for scores in layers]
-    searched = [scores for heads in by_head for scores in heads or ()]
-    chosen = choose_all(by_head)
-    rows, patterns = rows_of(
-        None if heads is None else [families[c].sized(one["sizes"][c]) for c, one in zip(row, heads, strict=True)]
-        for row, heads in zip(chosen, by_head, strict=True)
-    )
-    arrays = _candidate_arrays(families, layers, chosen)
-    kind, recall = best_single_kind(searched, families)
+    heads, length = inputs.q.shape[1:3]
+    dense = dense_attention(inputs, backend=backend)
+    # No size means more than the prompt's length.
+    builders = prepare_all(inputs, [replace(start, **dict.fromkeys(sizes(start), length)) for start in SPACE])
+    scores = {name: np.empty((heads, len(SPACE))) for name in _MEASURES}
+    scores["steps"] = np.empty((heads, len(SPACE)), dtype=int)
+    scores["within"] = np.empty((heads, len(SPACE)), dtype=bool)
+    for c, start in enumerate(SPACE):
+        build = builders[estimate_of(start)]
+        steps = change_space(start, target, build, num_heads=heads, length=length, dense_tail=dense_tail)
+        index = with_dense_tail(build([moved(start, n) for n in steps]), dense_tail)
+        fidelity = index_fidelity(inputs, index, dense=dense, backend=backend)
+        for name in _MEASURES:
+            scores[name][:, c] = getattr(fidelity, name)
+        scores["steps"][:, c] = steps
+        scores["within"][:, c] = index.computed_tiles()[0].cpu().numpy() <= target
+    return scores
+
+
+def choose(scores: Scores, layer: int) -> np.ndarray:
+    """(H,) candidates: of those within the budget the one of least error, of these the cheapest.
+
+    Raises:
+        HeadwiseError: a head has none within the budget.
+    """
+    without = np.flatnonzero(~scores["within"].any(axis=1))
+    if without.size:
+        raise HeadwiseError(
+            f"no candidate keeps to the budget for head {layer}.{without[0]}: the cheapest computes "
+            f"{scores['density'][without[0]].min():.3f} of dense attention; ask for a larger --budget"
+        )
+    best: np.ndarray = np.lexsort((scores["density"], scores["error"], ~scores["within"]))[:, 0]
+    return best
+
+
+def _write(
+    config: HeadSearch, model: ModelInfo, prompt: Prompt, scores: Mapping[int, Scores], *, target: int, backend: str
+) -> Artifact:
+    """Choose a pattern for every head and write the artifact with its sidecar. scores: by layer."""
+    shape = (model.num_layers, model.num_heads)
+    chosen = np.full(shape, -1)
+    measures = {name: np.full((*shape, len(SPACE)), np.nan) for name in _MEASURES}
+    grown = [{name: np.zeros(shape, dtype=int) for name in sizes(start)} for start in SPACE]
+    picked: list[list[Pattern] | None] = [None] * model.num_layers
+    for layer, of_layer in scores.items():
+        chosen[layer] = choose(of_layer, layer)
+        picked[layer] = [moved(SPACE[c], of_layer["steps"][head, c]) for head, c in enumerate(chosen[layer])]
+        for name in _MEASURES:
+            measures[name][layer] = of_layer[name]
+        for (head, c), steps in np.ndenumerate(of_layer["steps"]):
+            for name, size in sizes(moved(SPACE[c], steps)).items():
+                grown[c][name][layer, head] = size
+    rows, patterns = rows_of(picked)
+    arrays = score_arrays(chosen, [pattern_name(as_artifact_pattern(start)) for start in SPACE], measures, grown)
+    windows = Seen([prompt]).digests
     search = SearchInfo(
         tool_version=version("headwise"),
         command=config.command,
         preset="paper",
         seed=config.seed,
-        calibration=calibration,
+        calibration=Calibration(
+            tasks=(parse_task(config.calibration).name,),
+            lengths=(config.length,),
+            samples=1,
+            sha256=digest([prompt]),
+            seen_windows=len(windows),
+        ),
         budget=config.budget,
-        target_density=target_density,
+        target_density=target / dense_tiles(config.length),
         device=config.device,
         dtype=config.dtype,
-        kernel_backend=kernel_backend,
+        kernel_backend=backend,
         summary=Summary(
-            **{name: float(np.nanmean(arrays[f"chosen.{name}"])) for name in MEASURES},
+            **{name: float(np.nanmean(arrays[f"chosen.{name}"])) for name in _MEASURES},
             winners=winners(rows, patterns),
-            best_single_kind=kind,
-            best_single_kind_recall=recall,
         ),
     )
-    artifact = Artifact(
-        model=model,
-        search=search,
-        patterns=patterns,
-        # Sizes are token counts: at half the length they cover about twice the share, and there sparsity stops paying.
-        prefill=Prefill(
-            dense_below=config.length // 2 if config.dense_below is None else config.dense_below,
-            dense_tail=config.dense_tail,
-            layers=rows,
-        ),
+    # Sizes are token counts: at half the length they cover about twice the share, and there sparsity stops paying.
+    prefill = Prefill(
+        dense_below=config.length // 2 if config.dense_below is None else config.dense_below,
+        dense_tail=config.dense_tail,
+        layers=rows,
     )
-    return save_searched(artifact, config.out, {**arrays, **window_arrays(windows)})
+    artifact = Artifact(model=model, search=search, patterns=patterns, prefill=prefill)
+    saved = save_searched(artifact, config.out, arrays | window_arrays(windows))
+    if config.picture:
+        from profiling.pattern_map import draw_pattern_map
 
-
-def choose_all(by_head: Sequence[Sequence[FamilyScores] | None]) -> np.ndarray:
-    """(L, H) the candidate of each head by its scores, -1 in layers left alone.
-
-    Raises:
-        HeadwiseError: a head has none within the budget.
-    """
-    chosen = np.full((len(by_head), max(len(heads) for heads in by_head if heads)), -1)
-    for layer, heads in enumerate(by_head):
-        for head, scores in enumerate(heads or ()):
-            best = least_error(scores)
-            if best is None:
-                raise HeadwiseError(
-                    f"no candidate keeps to the budget for head {layer}.{head}: the cheapest computes "
-                    f"{scores['density'].min():.3f} of dense attention; ask for a larger --budget"
-                )
-            chosen[layer, head] = best
-    return chosen
-
-
-def _by_head(scores: FamilyScores) -> list[FamilyScores]:
-    return [{name: values[head] for name, values in scores.items()} for head in range(len(scores["error"]))]
-
-
-def _candidate_arrays(
-    families: Sequence[Family], layers: Sequence[FamilyScores | None], chosen: np.ndarray
-) -> dict[str, np.ndarray]:
-    """What each head got and every candidate's scores; NaN, 0 or -1 in layers left alone."""
-    shape = (*chosen.shape, len(families))
-    measures = {name: np.full(shape, np.nan) for name in MEASURES}
-    sizes = np.zeros((*shape, 2), dtype=int)
-    for layer, scores in enumerate(layers):
-        if scores is not None:
-            sizes[layer] = scores["sizes"]
-            for name, values in measures.items():
-                values[layer] = scores[name]
-    by_name = [
-        {name: sizes[..., c, at] for at, (name, _) in enumerate(family.start)} for c, family in enumerate(families)
-    ]
-    return score_arrays(chosen, [family.name for family in families], measures, by_name)
+        draw_pattern_map(config.out, config.out.with_suffix(""))
+    return saved

@@ -1,78 +1,82 @@
-"""The search space of MInference 1.0, Algorithm 1: families of patterns, grown or shrunk until they meet the budget.
+"""The search space of MInference 1.0, Algorithm 1: patterns that grow or shrink until they meet the budget.
 
-Shapes: H query heads of a layer, Q query length, K key length, D head dim.
+Shapes: H query heads of a layer, S prompt length, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from artifacts import HeadwiseError
-from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
-from kernels.patterns import KINDS, Pattern, make
-from kernels.patterns.a_shape import AShape
+from kernels.index import TILE, num_tiles, with_dense_tail
+from kernels.patterns import LayerPlan, Pattern, make
+from search.model.scoring import Builder
 
 PAPER_LENGTH = 30_000
 PAPER_BUDGET = "a_shape:1024,4096"
-_PAPER_STEP = 50
-_PAPER_SPACE: tuple[tuple[str, dict[str, int]], ...] = (
-    ("a_shape", {"sink": 1024, "window": 4096}),
-    ("vertical_slash", {"vertical": 30, "slash": 2048}),
-    ("vertical_slash", {"vertical": 100, "slash": 1800}),
-    ("vertical_slash", {"vertical": 500, "slash": 1500}),
-    ("vertical_slash", {"vertical": 3000, "slash": 200}),
-    ("block_sparse", {"blocks": 100}),
+SPACE: tuple[Pattern, ...] = (
+    make("a_shape", sink=1024, window=4096),
+    make("vertical_slash", vertical=30, slash=2048),
+    make("vertical_slash", vertical=100, slash=1800),
+    make("vertical_slash", vertical=500, slash=1500),
+    make("vertical_slash", vertical=3000, slash=200),
+    make("block_sparse", blocks=100),
 )
+"""Where ChangeSpace starts."""
+_STEP = 50
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One entry of the initial space and the line along which ChangeSpace moves it.
-
-    `start` holds the sizes by name. Moving n steps changes the largest size by n * `step` and the others in
-    proportion, so that many verticals stay many verticals.
-    """
-
-    kind: str
-    start: tuple[tuple[str, int], ...]
-    step: int
-
-    @property
-    def name(self) -> str:
-        return "_".join([self.kind, *(str(size) for _, size in self.start)])
-
-    def at(self, n: int) -> Pattern:
-        """The pattern n steps away from the start."""
-        largest = max(size for _, size in self.start)
-        moved = largest + n * self.step
-        return make(self.kind, **{name: max(1, round(size * moved / largest)) for name, size in self.start})
-
-    def sized(self, sizes: Sequence[int]) -> Pattern:
-        """The pattern of these sizes, in the order of `start`; what is left over is not read."""
-        return make(self.kind, **{name: int(size) for (name, _), size in zip(self.start, sizes, strict=False)})
-
-    def sizes_of(self, pattern: Pattern) -> list[int]:
-        """The sizes of a pattern of the family, in the order of `start`."""
-        return [getattr(pattern, name) for name, _ in self.start]
-
-    def steps(self, length: int) -> tuple[int, int]:
-        """The least n whose sizes are positive and the greatest that still changes anything at `length` tokens."""
-        largest = max(size for _, size in self.start)
-        limit = num_tiles(length) if self.kind == "block_sparse" else length
-        return -((largest - 1) // self.step), max(0, -(-(limit - largest) // self.step))
+def sizes(pattern: Pattern) -> dict[str, int]:
+    """The sizes that ChangeSpace moves, by name."""
+    return {name: size for name, size in vars(pattern).items() if name not in ("last_q", "coverage")}
 
 
-def initial_space() -> tuple[Family, ...]:
-    """The paper's space."""
+def moved(start: Pattern, steps: int) -> Pattern:
+    """The pattern so many steps from its start: the largest size moves, the others in proportion to it."""
+    own = sizes(start)
+    largest = max(own.values())
+    target = largest + steps * _step(start)
+    return replace(start, **{name: max(1, round(size * target / largest)) for name, size in own.items()})
+
+
+def bounds(start: Pattern, length: int) -> tuple[int, int]:
+    """The fewest steps whose sizes are positive, and the most that still change anything at `length` tokens."""
+    largest = max(sizes(start).values())
+    step = _step(start)
+    most = num_tiles(length) if start.kind == "block_sparse" else length
+    return -((largest - 1) // step), max(0, -(-(most - largest) // step))
+
+
+def _step(start: Pattern) -> int:
     # 50 tokens are less than a block, and a block is the least that block-sparse can change by.
-    return tuple(
-        Family(kind=kind, start=tuple(sizes.items()), step=1 if kind == "block_sparse" else _PAPER_STEP)
-        for kind, sizes in _PAPER_SPACE
-    )
+    return 1 if start.kind == "block_sparse" else _STEP
+
+
+def change_space(
+    start: Pattern, target: int, build: Builder, *, num_heads: int, length: int, dense_tail: int
+) -> list[int]:
+    """ChangeSpace for all heads of a layer: the steps to each head's largest pattern of at most `target` tiles.
+
+    Tiles are counted from the index on the layer's own q and k: a head whose diagonals lie scattered gets fewer of them
+    than one whose diagonals share tiles. A head whose smallest pattern computes more gets that one.
+    """
+    least, most = bounds(start, length)
+    low = [least] * num_heads
+    high = [most] * num_heads
+    while low != high:
+        middle = [(a + b + 1) // 2 for a, b in zip(low, high, strict=True)]
+        index = with_dense_tail(build([moved(start, steps) for steps in middle]), dense_tail)
+        for head, tiles in enumerate(index.computed_tiles()[0].tolist()):
+            if low[head] == high[head]:
+                continue
+            if tiles <= target:
+                low[head] = middle[head]
+            else:
+                high[head] = middle[head] - 1
+    return low
 
 
 def target_tiles(budget: str, length: int, dense_tail: int) -> int:
@@ -84,12 +88,13 @@ def target_tiles(budget: str, length: int, dense_tail: int) -> int:
     Raises:
         HeadwiseError: a budget that cannot be read, is more than dense, or is less than any pattern needs.
     """
-    dense, least = _a_shape_tiles(length, length, length, 0), _a_shape_tiles(1, 1, length, dense_tail)
+    dense = dense_tiles(length)
+    least = _a_shape_tiles((1, 1), length, dense_tail)
     if budget.startswith("a_shape:"):
-        sizes = budget.removeprefix("a_shape:").split(",")
-        if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        words = budget.removeprefix("a_shape:").split(",")
+        if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
             raise HeadwiseError(f"budget {budget!r} must be a_shape:SINK,WINDOW with two positive token counts")
-        target = _a_shape_tiles(int(sizes[0]), int(sizes[1]), length, dense_tail)
+        target = _a_shape_tiles([int(word) for word in words], length, dense_tail)
     else:
         try:
             fraction = float(budget)
@@ -99,57 +104,21 @@ def target_tiles(budget: str, length: int, dense_tail: int) -> int:
             raise HeadwiseError(f"budget {budget} must be a fraction of dense attention, above 0 and at most 1")
         target = int(fraction * dense)
     if target < least:
-        share = least / dense
         raise HeadwiseError(
             f"budget {budget} is impossible at {length} tokens: the smallest pattern (first and last tile of {TILE} "
-            f"keys, {dense_tail} queries dense) computes {share:.3f} of dense attention; ask for more, or for a longer "
-            "--length"
+            f"keys, {dense_tail} queries dense) computes {least / dense:.3f} of dense attention; ask for more, or for "
+            "a longer --length"
         )
     return target
 
 
-def _a_shape_tiles(sink: int, window: int, length: int, dense_tail: int) -> int:
-    # A-shape reads the shapes of q and k alone.
+def dense_tiles(length: int) -> int:
+    """Tiles of dense causal attention."""
+    return num_tiles(length) * (num_tiles(length) + 1) // 2
+
+
+def _a_shape_tiles(sizes: Sequence[int], length: int, dense_tail: int) -> int:
+    # An A-shape reads the shapes of q and k alone.
     tensor = torch.empty(1).expand(1, 1, length, 1)
-    index = AShape.build_index([AShape(sink=sink, window=window)], [0], tensor, tensor, scale=1.0)
-    return int(with_dense_tail(index, dense_tail).computed_tiles())
-
-
-Builder = Callable[[Sequence[Pattern]], SparseIndex]
-
-
-def builders(families: Sequence[Family], q: Tensor, k: Tensor, *, scale: float, dense_tail: int) -> dict[str, Builder]:
-    """For each kind the function from one pattern a head to their index on these q (1, H, Q, D) and k (1, G, K, D)."""
-
-    def with_tail(build: Builder) -> Builder:
-        return lambda patterns: with_dense_tail(build(patterns), dense_tail)
-
-    heads = range(q.shape[1])
-    made = {}
-    for kind in dict.fromkeys(family.kind for family in families):
-        # No size means more than the prompt's length.
-        names = {name for family in families if family.kind == kind for name, _ in family.start}
-        largest = make(kind, **dict.fromkeys(names, k.shape[2]))
-        made[kind] = with_tail(KINDS[kind].prepare([largest for _ in heads], heads, q, k, scale=scale))
-    return made
-
-
-def change_space(family: Family, target: int, build: Builder, *, num_heads: int, length: int) -> list[Pattern]:
-    """ChangeSpace for all heads of a layer: each head's largest pattern that computes at most `target` tiles.
-
-    What a pattern computes is counted from its SparseIndex on the layer's own q and k: a head whose diagonals lie
-    scattered gets fewer of them than one whose diagonals share tiles. The result is within one step of the target from
-    below, or the family's smallest pattern where even that computes more.
-    """
-    least, most = family.steps(length)
-    low, high = [least] * num_heads, [most] * num_heads
-    while any(a < b for a, b in zip(low, high, strict=True)):
-        middle = [(a + b + 1) // 2 for a, b in zip(low, high, strict=True)]
-        tiles = build([family.at(n) for n in middle]).computed_tiles()[0].tolist()
-        for head, n in enumerate(middle):
-            if low[head] < high[head]:
-                if tiles[head] <= target:
-                    low[head] = n
-                else:
-                    high[head] = n - 1
-    return [family.at(n) for n in low]
+    plan = LayerPlan([make("a_shape", sink=sizes[0], window=sizes[1])], 1, dense_tail=dense_tail)
+    return int(plan.build(tensor, tensor).computed_tiles())

@@ -67,8 +67,6 @@ def build(**changes: Any) -> artifacts.Artifact:
                 error=1e-05,
                 density=0.24,
                 winners={"vertical_slash": 4, "a_shape": 2, "block_sparse": 1, "dense": 1},
-                best_single_kind="vertical_slash",
-                best_single_kind_recall=0.9,
             ),
         ),
         "patterns": dict(zip(names, patterns, strict=True)),
@@ -157,7 +155,6 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
         measurements=small.evidence.measurements,
     )
     assert small.search is not None
-    summary = small.search.summary.model_dump() | {"best_single_kind": None, "best_single_kind_recall": None}
     search = small.search.model_copy(
         update={
             "calibration": artifacts.Calibration(
@@ -166,7 +163,6 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
             "allocation": "model",
             "cost": artifacts.SearchCost(unit="seconds", device="a processor"),
             "n_trials": 40,
-            "summary": artifacts.Summary(**summary),
         }
     )
     artifact = build(

@@ -124,7 +124,6 @@ def test_show(saved, capsys, monkeypatch):
         "$ headwise search --model tiny --out cfg.yaml",
         "kv_retrieval, 1 prompt of 4,096 tokens",
         "recall 0.9300, output error 1e-05, density 0.2400 (target 0.2500); means over 8 heads",
-        "best single kind: vertical_slash, recall 0.9000",
     ):
         assert expected in prose
     assert "vertical_slash      4  50.0%  vs_100_1800 x3, vs_30_2048_q32 x1\n" in text
@@ -157,7 +156,6 @@ def test_show_what_can_be_chosen_and_what_it_was_counted_by(tmp_path, every_kind
         "dense attention takes 2 s kl (nats a token), recall and answers: on held-out prompts",
     ):
         assert expected in prose
-    assert "best single kind" not in prose
     front = text[text.index("front at 4,096 tokens") :].splitlines()[1:4]
     assert [line.split() for line in front] == [
         ["attention", "speedup", "kl", "recall", "density", "lost", "answers"],

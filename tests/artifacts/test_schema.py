@@ -299,8 +299,6 @@ def test_counts_that_no_model_has(counts, message, make):
             "no table can be optimised for where search.cost has flops",
         ),
         (lambda f: f["prefill"]["front"].update(unit="flops"), "front.unit is flops, but search.cost has seconds"),
-        (lambda f: f["search"].update(allocation="heads"), "search: summary.best_single_kind: must be a kind where"),
-        (lambda f: f["search"]["summary"].update(best_single_kind="dense"), "go together: give both or neither"),
         (lambda f: f["search"]["calibration"].update(tasks=[]), "search.calibration.tasks: must not be empty"),
         (lambda f: f["search"].update(allocation="layers"), "search.allocation: must be 'heads' or 'model'"),
         (lambda f: f["search"].update(n_trials=-1), "search.n_trials: must be at least 0, got -1"),

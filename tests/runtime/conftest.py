@@ -64,8 +64,6 @@ def search_info() -> artifacts.SearchInfo:
         error=0.0,
         density=1.0,
         winners={"dense": 8},
-        best_single_kind="dense",
-        best_single_kind_recall=1.0,
     )
     return artifacts.SearchInfo(
         tool_version="0",

@@ -1,41 +1,44 @@
-"""The search space: budgets, scaling and ChangeSpace."""
+"""The published search's space, budgets, ChangeSpace and winners."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from artifacts import HeadwiseError
-from kernels.patterns import LayerPlan, make
-from search.published.space import PAPER_BUDGET, PAPER_LENGTH, builders, change_space, initial_space, target_tiles
+from kernels.index import with_dense_tail
+from kernels.patterns import KINDS, Pattern, largest
+from search.published.search import choose
+from search.published.space import (
+    PAPER_BUDGET,
+    PAPER_LENGTH,
+    SPACE,
+    bounds,
+    change_space,
+    moved,
+    sizes,
+    target_tiles,
+)
 
 
-def test_paper_space_is_the_papers() -> None:
-    starts = [(family.kind, dict(family.start), family.step) for family in initial_space()]
-    assert starts == [
-        ("a_shape", {"sink": 1024, "window": 4096}, 50),
-        ("vertical_slash", {"vertical": 30, "slash": 2048}, 50),
-        ("vertical_slash", {"vertical": 100, "slash": 1800}, 50),
-        ("vertical_slash", {"vertical": 500, "slash": 1500}, 50),
-        ("vertical_slash", {"vertical": 3000, "slash": 200}, 50),
-        ("block_sparse", {"blocks": 100}, 1),
+def test_the_space_is_the_papers() -> None:
+    assert [(start.kind, sizes(start), sizes(moved(start, 1))) for start in SPACE] == [
+        ("a_shape", {"sink": 1024, "window": 4096}, {"sink": 1036, "window": 4146}),
+        ("vertical_slash", {"vertical": 30, "slash": 2048}, {"vertical": 31, "slash": 2098}),
+        ("vertical_slash", {"vertical": 100, "slash": 1800}, {"vertical": 103, "slash": 1850}),
+        ("vertical_slash", {"vertical": 500, "slash": 1500}, {"vertical": 517, "slash": 1550}),
+        ("vertical_slash", {"vertical": 3000, "slash": 200}, {"vertical": 3050, "slash": 203}),
+        ("block_sparse", {"blocks": 100}, {"blocks": 101}),
     ]
 
 
-def test_paper_budget_is_what_its_a_shape_computes() -> None:
-    tensor = torch.empty(1).expand(1, 1, PAPER_LENGTH, 1)
-    index = LayerPlan([make("a_shape", sink=1024, window=4096)], 1).build(tensor, tensor)
-    assert target_tiles(PAPER_BUDGET, PAPER_LENGTH, 0) == int(index.computed_tiles())
-
-
-def test_paper_a_shape_needs_no_change() -> None:
+def test_the_papers_a_shape_needs_no_change() -> None:
     """Algorithm 1 starts from the pattern that defines the target: it must come out as it went in."""
-    family = initial_space()[0]
     q = torch.empty(1).expand(1, 2, PAPER_LENGTH, 1)
-    build = builders([family], q, q, scale=1.0, dense_tail=0)["a_shape"]
+    build = KINDS["a_shape"].prepare([SPACE[0]] * 2, range(2), q, q, scale=1.0)
     target = target_tiles(PAPER_BUDGET, PAPER_LENGTH, 0)
-    patterns = change_space(family, target, build, num_heads=2, length=PAPER_LENGTH)
-    assert patterns == [make("a_shape", sink=1024, window=4096)] * 2
+    assert change_space(SPACE[0], target, build, num_heads=2, length=PAPER_LENGTH, dense_tail=0) == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -57,32 +60,44 @@ def test_bad_budgets_say_what_would_be_right(budget: str, says: str) -> None:
     assert "\n" not in str(caught.value) and budget in str(caught.value)
 
 
-@pytest.mark.parametrize("fraction", [0.5, 0.7, 1.0])
-@pytest.mark.parametrize("dense_tail", [0, 100])
-@pytest.mark.parametrize("family", initial_space(), ids=lambda family: family.name)
-def test_change_space_takes_the_largest_size_within_the_target(family, dense_tail: int, fraction: float) -> None:
+@pytest.mark.parametrize(("fraction", "dense_tail"), [(0.5, 0), (0.7, 100), (1.0, 0)])
+@pytest.mark.parametrize("start", SPACE, ids=str)
+def test_change_space_takes_the_largest_size_within_the_target(
+    start: Pattern, dense_tail: int, fraction: float
+) -> None:
     torch.manual_seed(0)
     q, k = torch.randn(1, 4, 1000, 16) * 2, torch.randn(1, 2, 1000, 16)
     target = target_tiles(str(fraction), 1000, dense_tail)
-    build = builders([family], q, k, scale=0.25, dense_tail=dense_tail)[family.kind]
-    patterns = change_space(family, target, build, num_heads=4, length=1000)
-    tiles = build(patterns).computed_tiles()[0]
-    least, most = family.steps(1000)
-    places = [next(n for n in range(least, most + 1) if family.at(n) == pattern) for pattern in patterns]
-    for head, n in enumerate(places):
-        if tiles[head] > target:
-            assert n == least
-        # The next larger pattern, if the family has one, costs more than the target.
-        larger = next((m for m in range(n, most + 1) if family.at(m) != family.at(n)), None)
-        if larger is not None and tiles[head] <= target:
-            grown = [family.at(larger) if h == head else p for h, p in enumerate(patterns)]
-            assert build(grown).computed_tiles()[0, head] > target
+    least, most = bounds(start, 1000)
+    widest = largest([moved(start, most), start])
+    prepared = KINDS[start.kind].prepare([widest] * 4, range(4), q, k, scale=0.25)
+
+    def tiles(steps: list[int]) -> torch.Tensor:
+        return with_dense_tail(prepared([moved(start, n) for n in steps]), dense_tail).computed_tiles()[0]
+
+    steps = change_space(start, target, prepared, num_heads=4, length=1000, dense_tail=dense_tail)
+    more = tiles([min(n + 1, most) for n in steps])
+    for n, computed, next_computed in zip(steps, tiles(steps), more, strict=True):
+        assert computed <= target or n == least
+        assert next_computed > target or n == most
 
 
-def test_sizes_move_in_steps_and_in_proportion() -> None:
-    family = initial_space()[3]
-    assert family.at(0) == make("vertical_slash", vertical=500, slash=1500)
-    assert family.at(3) == make("vertical_slash", vertical=550, slash=1650)
-    assert family.at(-3) == make("vertical_slash", vertical=450, slash=1350)
-    least, most = family.steps(PAPER_LENGTH)
-    assert 1 <= family.at(least).slash <= 50 and family.at(most).slash >= PAPER_LENGTH
+def test_the_least_error_within_the_budget_wins_and_a_tie_goes_to_the_cheaper() -> None:
+    scores = {
+        "error": np.array([[0.3, 0.2, 0.4], [0.2, 0.2, 0.2], [0.5, 0.0, 0.0]]),
+        "density": np.array([[0.2, 0.2, 0.2], [0.3, 0.1, 0.2], [0.2, 0.9, 0.9]]),
+        "within": np.array([[True] * 3, [True] * 3, [True, False, False]]),
+    }
+    assert choose(scores, 4).tolist() == [1, 1, 0]
+    scores["within"][2] = False
+    with pytest.raises(HeadwiseError, match=r"head 4\.2: the cheapest computes 0\.200"):
+        choose(scores, 4)
+
+
+def test_sizes_shrink_to_one_and_grow_to_the_length() -> None:
+    for start in SPACE:
+        least, most = bounds(start, PAPER_LENGTH)
+        step = 1 if start.kind == "block_sparse" else 50
+        assert max(sizes(moved(start, least)).values()) == max(sizes(start).values()) + least * step
+        assert max(sizes(moved(start, least - 1)).values()) == 1
+        assert max(sizes(moved(start, most)).values()) >= (469 if start.kind == "block_sparse" else PAPER_LENGTH)
