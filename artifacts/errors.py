@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 # A field's own text may be in a line.
 _LONGEST_LINE = 800
@@ -50,6 +50,17 @@ def plural(count: int, noun: str) -> str:
 def number(value: float) -> str:
     """A measured number in four digits, large ones whole."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """0-3, 7 for 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
 
 
 def one_line(text: str) -> str:

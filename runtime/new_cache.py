@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from transformers.cache_utils import CacheLayerMixin
 
 OFFLOADS = ("auto", "never", "packed")
+# By the kind of its record.
+POLICIES: dict[str, type[Policy]] = {"full": Full, "streaming": Window, "h2o": H2O, "snapkv": SnapKV}
 
 
 def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cache:

@@ -19,7 +19,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "gate": ("search.gate", "what an artifact loses on prompts that its search did not see; fails if too much"),
         "evaluate": ("profiling.evaluate", "artifacts and methods side by side: tasks, perplexity, speed, as one page"),
         "show": ("artifacts", "an artifact to read"),
-        "check": ("runtime.vllm", "whether vLLM would serve an artifact, and if not, why not"),
+        "check": ("runtime.vllm.check", "whether vLLM would serve an artifact, and if not, why not"),
     },
     "find": {
         "filters": ("search.filters", "the filter layers of decode (OmniKV)"),
@@ -50,7 +50,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 }
 VERBS = {verb: module for group in GROUPS.values() for verb, (module, _) in group.items()}
 # Modules with verbs of their own.
-SHARED = frozenset(("artifacts", "runtime.vllm"))
+SHARED = frozenset(("artifacts",))
 _EPILOG = """\
 headwise VERB --help says more. All of them exit with 0 where all is good, 1 for a bug of ours, 2 for a mistake in what
 was typed or read, and 3 for a finding, such as a gate that fails.

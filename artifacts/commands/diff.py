@@ -9,7 +9,7 @@ from pathlib import Path
 from artifacts.command_line import FOUND
 from artifacts.commands import Outcome, answer, file_arg, json_flag
 from artifacts.difference import Difference, HeadChange, compare
-from artifacts.errors import HeadwiseError, shorten
+from artifacts.errors import HeadwiseError, ranges, shorten
 from artifacts.options import arg
 from artifacts.store import look
 
@@ -83,24 +83,13 @@ def _lines(found: Difference, every: bool) -> Iterator[str]:
 
 def _changes(changes: tuple[HeadChange, ...], every: bool) -> Iterator[str]:
     for change in changes if every else changes[:_SHOWN]:
-        layers = [f"{layer} ({_ranges(heads)})" for layer, heads in change.where.items()]
+        layers = [f"{layer} ({ranges(heads)})" for layer, heads in change.where.items()]
         shown = layers if every else layers[:4]
         left = len(layers) - len(shown)
         more = f" and in {left} more layer{'s' * (left > 1)}" if left else ""
         yield f"  {change.before or 'none'} -> {change.after or 'none'}: {change.heads:,}: {', '.join(shown)}{more}"
     if not every and len(changes) > _SHOWN:
         yield f"  and {len(changes) - _SHOWN} other changes (--heads lists them)"
-
-
-def _ranges(heads: tuple[int, ...]) -> str:
-    """0-3, 7 for 0, 1, 2, 3, 7."""
-    runs: list[list[int]] = []
-    for head in heads:
-        if runs and runs[-1][1] == head - 1:
-            runs[-1][1] = head
-        else:
-            runs.append([head, head])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _shown(value: object) -> str:

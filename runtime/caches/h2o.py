@@ -46,6 +46,11 @@ class H2O(Policy):
         super().__init__()
         self.record = record
 
+    @classmethod
+    def why_not_in_vllm(cls, record: artifacts.H2O) -> str | None:
+        """See Policy.why_not_in_vllm."""
+        return "it drops other tokens in each head at every step, and vLLM frees whole pages of all heads"
+
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend."""
         outs = [self._attend(piece) for piece in self._pieces(call)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -40,9 +40,16 @@ class Policy(ABC):
 
     keys: Tensor
     values: Tensor
+    # Whether KV heads of a layer may have records of their own in vLLM, whose pages hold them all.
+    by_head_in_vllm: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.seen = self.kept = self.settled = 0
+
+    @classmethod
+    def why_not_in_vllm(cls, record: Any) -> str | None:
+        """Reason why vLLM's paged cache cannot keep what a record says; None where it can."""
+        return None
 
     @abstractmethod
     def attend(self, call: Step) -> Tensor:

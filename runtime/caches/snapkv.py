@@ -55,6 +55,8 @@ class SnapKV(Policy):
     tokens are left, a share being of all tokens so far: in a conversation the prompt is all that was said.
     """
 
+    by_head_in_vllm = True
+
     def __init__(self, record: artifacts.SnapKV) -> None:
         super().__init__()
         self.record = record

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+import artifacts
 from kernels.merging import with_few_keys
 from runtime.caches.policy import Policy
 from runtime.caches.room import with_room
@@ -36,6 +37,13 @@ class Window(Policy):
         """`rotation` counts positions inside the cache; None leaves them as they are."""
         super().__init__()
         self.sinks, self.window, self.rotation = sinks, window, rotation
+
+    @classmethod
+    def why_not_in_vllm(cls, record: artifacts.Streaming) -> str | None:
+        """See Policy.why_not_in_vllm."""
+        if record.positions == "original":
+            return None
+        return f"positions is {record.positions!r}, and vLLM rotates keys before they are kept: use 'original'"
 
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend: sinks are put into their slots before it, what overwrites others after it."""

@@ -1,4 +1,4 @@
-"""The same artifact inside vLLM: a plugin that serves prefill by an artifact's patterns, and vLLM all the rest.
+"""The same artifact inside vLLM: a plugin that serves the layers an artifact speaks of.
 
     vllm serve MODEL --additional-config '{"headwise": "cfg.yaml"}'
 
@@ -13,10 +13,10 @@ __all__ = ["Stats", "register", "stats"]
 
 
 def register() -> None:
-    """Make Headwise's backends known to vLLM: the entry point of its plugin, called once or more in every process.
+    """Make Headwise's backends known to vLLM: its plugin's entry point, called in every process.
 
-    On a CPU it takes the place of vLLM's only backend; elsewhere it is `--attention-backend CUSTOM`. An engine that is
-    given no artifact gets the classes that it would have got without the plugin.
+    On a CPU it takes the place of vLLM's only backend; elsewhere it is `--attention-backend
+    CUSTOM`. An engine without an artifact gets the classes that it would get without the plugin.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -25,19 +25,19 @@ def register() -> None:
 
 
 def stats(worker: Any = None) -> dict[str, Any]:
-    """What this process has served so far, see runtime.vllm.counters.Counters.report; {} where no artifact is at work.
+    """What this process has served so far, see counters.Counters.report; {} without an artifact.
 
     It takes a worker so that `llm.collective_rpc(stats)` can call it in all of them.
     """
-    from runtime.vllm.served import latest
+    from runtime.vllm.engine import latest
 
-    served = latest()
-    return {} if served is None else served.report()
+    engine = latest()
+    return {} if engine is None else engine.report()
 
 
 class Stats:
-    """`--worker-extension-cls runtime.vllm.Stats` lets `llm.collective_rpc("headwise_stats")` ask every worker."""
+    """Worker extension: `--worker-extension-cls runtime.vllm.Stats` has it in every worker."""
 
     def headwise_stats(self) -> dict[str, Any]:
-        """What the worker has served so far."""
+        """What the worker has served, for `llm.collective_rpc("headwise_stats")`."""
         return stats()

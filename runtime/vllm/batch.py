@@ -1,11 +1,12 @@
-"""A step's batch as vLLM makes it, parted into what is served sparsely and what densely.
+"""A step's batch as vLLM makes it: its requests, and which of them are served together.
 
-Shapes: R requests of the step, T tokens of all of them, one after another.
+Shapes: R requests of the step, T tokens of all of them, one after another; n requests of a group,
+N pages of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -13,16 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from runtime.attention.state import MIN_QUERIES, enough_queries
+from kernels.decode import MAX_QUERIES
+from runtime.attention.state import MIN_QUERIES
 
 # The attribute of a parent's metadata that holds the Batch of the layers that are served here.
 KEY = "headwise"
 
 
-class Piece(NamedTuple):
-    """A prompt, or a chunk of one: the `q_len` tokens from row `q_start` on are the last of `k_len` of a request.
+class Chunk(NamedTuple):
+    """A request's `q_len` new tokens from row `q_start` on, the last of its `k_len`.
 
-    prompt: tokens of the request's prompt, 0 where no layer asks for that; a piece is all prompt or all behind it then.
+    prompt: tokens of the request's prompt, 0 where no layer asks for that. Where it is known, a
+    chunk is all prompt or all behind it.
     """
 
     request: int
@@ -33,23 +36,31 @@ class Piece(NamedTuple):
 
     @property
     def generated(self) -> bool:
-        """Whether its tokens come after the prompt, known only where the prompt's length is."""
+        """True where its tokens are known to come after the prompt."""
         return 0 < self.prompt < self.k_len
 
     @property
     def rows(self) -> slice:
         return slice(self.q_start, self.q_start + self.q_len)
 
+    def cut(self, most: int) -> Iterator[Chunk]:
+        """The same tokens, at most so many at a time."""
+        past = self.k_len - self.q_len
+        for begin in range(0, self.q_len, most):
+            end = min(begin + most, self.q_len)
+            start = self.q_start + begin
+            yield self._replace(q_start=start, q_len=end - begin, k_len=past + end)
 
-class Few(NamedTuple):
-    """Requests with the same few new tokens, which are served together.
 
-    rows: which of the T are theirs. table (n, N) and ends (n,) int32: their pages, and how many keys they have. k_len:
-    at most so many keys; None where it may be any number, since the step is captured to be replayed with others.
-    kept: see kept_by.
+class Group(NamedTuple):
+    """Requests with equally many new tokens, which are served in one launch.
+
+    rows: theirs of the T. table (n, N) and ends (n,) int32: their pages and numbers of keys.
+    k_len: an upper bound of the latter; None in a step that is captured to be replayed for others.
+    kept: the tokens that layers which drop some still have, by policy.
     """
 
-    pieces: tuple[Piece, ...]
+    chunks: tuple[Chunk, ...]
     q_len: int
     rows: slice | Tensor
     table: Tensor
@@ -58,146 +69,144 @@ class Few(NamedTuple):
     kept: dict[Any, Tensor]
 
     def pages(self, size: int) -> Tensor:
-        """Of the block table, with pages of `size` tokens, what is in use."""
+        """The part of the block table that is in use, with pages of `size` tokens."""
         return self.table if self.k_len is None else self.table[:, : -(-self.k_len // size)]
 
-    def parts(self, most: int) -> Iterator[tuple[slice, Few]]:
+    def parts(self, most: int) -> Iterator[tuple[slice, Group]]:
         """At most so many of the n requests at a time, and which ones they are."""
         for begin in range(0, len(self.ends), most):
-            some = slice(begin, min(begin + most, len(self.ends)))
-            at = slice(some.start * self.q_len, some.stop * self.q_len)
+            end = min(begin + most, len(self.ends))
+            first, last = begin * self.q_len, end * self.q_len
             if isinstance(self.rows, slice):
-                rows: slice | Tensor = slice(self.rows.start + at.start, self.rows.start + at.stop)
+                rows: slice | Tensor = slice(self.rows.start + first, self.rows.start + last)
             else:
-                rows = self.rows[at]
-            yield some, self._replace(rows=rows, table=self.table[some], ends=self.ends[some], kept={})
-
-    def kept_by(self, policy: Any, find: Callable[[], Tensor]) -> Tensor:
-        """The tokens that a layer with this policy has of them, found by the first such layer of the step."""
-        if policy not in self.kept:
-            self.kept[policy] = find()
-        return self.kept[policy]
-
-
-def few_of(
-    pieces: Sequence[Piece], table: Tensor, lengths: Tensor | None = None, *, captured: bool = False
-) -> tuple[Few, ...]:
-    """These requests, one group for each number of new tokens.
-
-    table, lengths: of all requests of the step, on the device. Where requests lie together, parts of both are taken as
-    they are, so that a step can be replayed; without lengths these are the pieces'.
-    """
-    groups: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        groups.setdefault(piece.q_len, []).append(piece)
-    found = []
-    for q_len, some in groups.items():
-        numbers = [piece.request for piece in some]
-        requests: slice | Tensor = slice(numbers[0], numbers[-1] + 1)
-        if numbers != list(range(numbers[0], numbers[-1] + 1)):
-            requests = moved(torch.tensor(numbers), table)
-        k_lens = [piece.k_len for piece in some]
-        ends = moved(torch.tensor(k_lens, dtype=torch.int32), table) if lengths is None else lengths[requests]
-        k_len = None if captured else max(k_lens)
-        found.append(Few(tuple(some), q_len, moved(rows_of(some), table), table[requests], ends, k_len, {}))
-    return tuple(found)
+                rows = self.rows[first:last]
+            part = slice(begin, end)
+            table, ends = self.table[part], self.ends[part]
+            yield part, self._replace(rows=rows, table=table, ends=ends, kept={})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch:
     """A step of the layers that are served here.
 
-    every: all requests of the step. pieces: prompts, or chunks of some, by patterns. chosen: decode by chosen tokens.
-    lengths: (R,) int32, the keys of each request, on the device; None where the pieces' own are right. captured: the
-    step is to be replayed for other requests.
+    requests: all of them. sparse: chunks of prompts that are served by patterns. chosen: decode by
+    chosen tokens. generated: what comes behind prompts of which a part is kept. lengths: (R,) int32
+    keys of each request, on the device; None where the chunks' own are exact. captured: the step
+    is to be replayed for other requests.
     """
 
-    every: tuple[Piece, ...] = ()
-    pieces: tuple[Piece, ...] = ()
-    chosen: tuple[Few, ...] = ()
     block_table: Tensor
+    requests: tuple[Chunk, ...] = ()
+    sparse: tuple[Chunk, ...] = ()
+    chosen: tuple[Group, ...] = ()
+    generated: tuple[Group, ...] = ()
     lengths: Tensor | None = None
     captured: bool = False
-    _left: dict[tuple[int, ...], tuple[Piece, ...]] = field(default_factory=dict)
-    _few: dict[tuple[Piece, ...], tuple[Few, ...]] = field(default_factory=dict)
+    _rests: dict[Any, tuple[tuple[Group, ...], list[Chunk]]] = field(default_factory=dict)
 
-    def left(self, served: Sequence[Piece]) -> tuple[Piece, ...]:
-        """The requests beside those that are served and those known to be generated, once for all layers alike."""
-        key = tuple(piece.q_start for piece in served)
-        if key not in self._left:
+    def rest(self, served: Sequence[Chunk] = (), most: int = MAX_QUERIES) -> tuple[tuple[Group, ...], list[Chunk]]:
+        """Requests that are neither served nor generated, worked out once for layers alike.
+
+        Returns groups of up to `most` new tokens, and the longer chunks.
+        """
+        key = most, *(chunk.q_start for chunk in served)
+        if key not in self._rests:
             done = set(served)
-            self._left[key] = tuple(piece for piece in self.every if piece not in done and not piece.generated)
-        return self._left[key]
+            rest = [each for each in self.requests if each not in done and not each.generated]
+            few = [chunk for chunk in rest if chunk.q_len <= most]
+            groups = groups_of(few, self.block_table, self.lengths, captured=self.captured)
+            self._rests[key] = groups, [chunk for chunk in rest if chunk.q_len > most]
+        return self._rests[key]
 
-    def few(self, pieces: tuple[Piece, ...]) -> tuple[Few, ...]:
-        """These requests, made once for all layers."""
-        if pieces not in self._few:
-            self._few[pieces] = few_of(pieces, self.block_table, self.lengths, captured=self.captured)
-        return self._few[pieces]
-
-    def pages(self, piece: Piece, size: int) -> Tensor:
+    def pages(self, chunk: Chunk, size: int) -> Tensor:
         """The pages (N,) of a request, of `size` tokens each."""
-        return self.block_table[piece.request, : -(-piece.k_len // size)]
+        return self.block_table[chunk.request, : -(-chunk.k_len // size)]
 
 
-def requests_of(common: Any, exact: Callable[[int], bool] = lambda _: False) -> tuple[Piece, ...]:
-    """The requests of a step, by vLLM's CommonAttentionMetadata; none where it is not plainly causal.
+def groups_of(
+    chunks: Sequence[Chunk], table: Tensor, lengths: Tensor | None = None, *, captured: bool = False
+) -> tuple[Group, ...]:
+    """One group for each number of new tokens.
 
-    Lengths come from the host, but where it has none, or only bounds and they have to be exact: then from the device.
-    exact: whether that is so where a request has this many new tokens.
+    table, lengths: of all requests of the step, on the device. Where requests lie together, parts
+    of both are taken as they are, so that a step can be replayed.
+    """
+    by_length: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        by_length.setdefault(chunk.q_len, []).append(chunk)
+    groups = []
+    for q_len, alike in by_length.items():
+        numbers = [chunk.request for chunk in alike]
+        requests: slice | Tensor = slice(numbers[0], numbers[-1] + 1)
+        if numbers != list(range(numbers[0], numbers[-1] + 1)):
+            requests = _moved(torch.tensor(numbers), table)
+        k_lens = [chunk.k_len for chunk in alike]
+        own = torch.tensor(k_lens, dtype=torch.int32)
+        ends = _moved(own, table) if lengths is None else lengths[requests]
+        rows = _moved(rows_of(alike), table)
+        k_len = None if captured else max(k_lens)
+        groups.append(Group(tuple(alike), q_len, rows, table[requests], ends, k_len, {}))
+    return tuple(groups)
+
+
+def requests_of(common: Any, *, exact: bool = False, drafts: bool = False) -> tuple[Chunk, ...]:
+    """The requests of a step, by vLLM's CommonAttentionMetadata; none unless it is plainly causal.
+
+    Lengths come from the host, which may have upper bounds alone, and from the device where they
+    have to be exact: always, or with `drafts` where a request has a few new tokens.
     """
     if special(common):
         return ()
     spans = list(pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1]))
-    host = common.seq_lens_cpu_upper_bound
-    k_lens = common.seq_lens if host is None or any(exact(end - start) for start, end in spans) else host
-    found = zip(spans, k_lens.tolist(), strict=False)
-    return tuple(Piece(i, start, end - start, k_len) for i, ((start, end), k_len) in enumerate(found) if end > start)
+    few = any(1 < end - start <= MAX_QUERIES for start, end in spans)
+    k_lens = common.seq_lens_cpu_upper_bound
+    if k_lens is None or exact or (drafts and few):
+        k_lens = common.seq_lens
+    return tuple(
+        Chunk(number, start, end - start, k_len)
+        for number, ((start, end), k_len) in enumerate(zip(spans, k_lens.tolist(), strict=False))
+        if end > start
+    )
 
 
-def prefills_of(common: Any, every: Sequence[Piece]) -> list[Piece]:
-    """Those of a step's requests that are prefills: several tokens, unless they are few and drafts to verify."""
-    told = common.is_prefilling
-    known = told is not None and told.device.type == "cpu"
-    drafts = {request for request, prefills in enumerate(told.tolist()) if not prefills} if known else set()
-    several = (p for p in every if p.q_len > 1 and not p.generated)
-    return [p for p in several if p.q_len >= MIN_QUERIES or p.request not in drafts]
+def split_at_prompts(requests: Sequence[Chunk], prompts: Sequence[int]) -> tuple[Chunk, ...]:
+    """Requests with the lengths of their prompts (R,); one that goes beyond it is two chunks."""
+    chunks = []
+    for chunk in requests:
+        prompt = prompts[chunk.request]
+        behind = chunk.k_len - prompt
+        if 0 < behind < chunk.q_len:
+            q_len = chunk.q_len - behind
+            chunks.append(chunk._replace(q_len=q_len, k_len=prompt, prompt=prompt))
+            chunk = chunk._replace(q_start=chunk.q_start + q_len, q_len=behind)
+        chunks.append(chunk._replace(prompt=prompt))
+    return tuple(chunks)
 
 
-def parted_at_prompts(every: Sequence[Piece], prompts: Sequence[int]) -> tuple[Piece, ...]:
-    """The requests of a step with the lengths of their prompts: one that computes more than its prompt is two pieces.
-
-    prompts: by request.
-    """
-    found = []
-    for piece in every:
-        prompt = prompts[piece.request]
-        behind = piece.k_len - prompt
-        if 0 < behind < piece.q_len:
-            found.append(piece._replace(q_len=piece.q_len - behind, k_len=prompt, prompt=prompt))
-            piece = Piece(piece.request, piece.q_start + piece.q_len - behind, behind, piece.k_len)
-        found.append(piece._replace(prompt=prompt))
-    return tuple(found)
+def prefills_of(common: Any, requests: Sequence[Chunk]) -> list[Chunk]:
+    """The prefills of a step: several tokens, unless they are few and drafts to verify."""
+    prefilling = common.is_prefilling
+    drafts: set[int] = set()
+    if prefilling is not None and prefilling.device.type == "cpu":
+        drafts = {number for number, prefills in enumerate(prefilling.tolist()) if not prefills}
+    several = (chunk for chunk in requests if chunk.q_len > 1 and not chunk.generated)
+    return [each for each in several if each.q_len >= MIN_QUERIES or each.request not in drafts]
 
 
 def special(common: Any) -> bool:
-    """Whether a step is another than plainly causal attention of all its requests."""
+    """True for a step that is not plainly causal attention of all its requests."""
     parts = (common.mm_req_doc_ranges, common.rswa_prefix_lens, common.logits_indices_padded)
     return common.causal is not True or any(part is not None for part in parts)
 
 
-def is_long(piece: Piece, dense_below: int, dense_tail: int) -> bool:
-    """Whether a piece may be served sparsely: as in transformers, by the keys so far, and not where all is the tail."""
-    return piece.k_len >= dense_below and enough_queries(piece.q_len, piece.k_len, dense_tail)
+def rows_of(chunks: Sequence[Chunk]) -> slice | Tensor:
+    """The rows of chunks among the T."""
+    if all(chunk.rows.stop == after.q_start for chunk, after in pairwise(chunks)):
+        return slice(chunks[0].q_start, chunks[-1].rows.stop)
+    return torch.cat([torch.arange(chunk.rows.start, chunk.rows.stop) for chunk in chunks])
 
 
-def rows_of(pieces: Sequence[Piece]) -> slice | Tensor:
-    """Which of the T rows are those of some requests."""
-    if all(one.rows.stop == other.q_start for one, other in pairwise(pieces)):
-        return slice(pieces[0].q_start, pieces[-1].rows.stop)
-    return torch.cat([torch.arange(piece.rows.start, piece.rows.stop) for piece in pieces])
-
-
-def moved(x: Any, to: Tensor) -> Any:
+def _moved(x: Any, to: Tensor) -> Any:
     """A tensor where another is, or a slice."""
     return x if isinstance(x, slice) else x.to(to.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What vLLM's --additional-config says to Headwise: the path of an artifact, or fields with more."""
+"""What vLLM's --additional-config says to Headwise: the path of an artifact, or fields."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from runtime import Headwise, load
 KEY = "headwise"
 # Added to the engine's configuration, which enters the key of vLLM's compile cache.
 HASH_KEY = "headwise_content_sha256"
+TARGETS = ("target_speedup", "target_kl", "target_recall")
 
 
 class Options(Record):
     """{"headwise": "cfg.yaml"} is short for {"headwise": {"artifact": "cfg.yaml"}}.
 
-    content_sha256: the artifact has to have this hash: every process of a cluster then serves the same one.
+    content_sha256: the artifact has to have this hash: all processes of a cluster serve the same.
     verify: a public key; the artifact has to be signed by its holder.
-    target_speedup, target_kl, target_recall: which point of the artifact's front, see runtime.load.
-    dense: no patterns and no other section of the artifact: Headwise's kernel over every key, in every layer that can
-        be served; what a speed-up is to be compared with, beside vLLM's own attention.
+    target_speedup, target_kl, target_recall: a point of the artifact's front, see runtime.load.
+    dense: no section of the artifact, but Headwise's kernel over every key in every layer that it
+        can serve: a baseline for speed, beside vLLM's own attention.
     """
 
     artifact: Text
@@ -38,31 +39,21 @@ class Options(Record):
     @property
     def point(self) -> dict[str, float]:
         """The targets that are given."""
-        targets = {name: getattr(self, name) for name in ("target_speedup", "target_kl", "target_recall")}
-        return {name: value for name, value in targets.items() if value is not None}
+        return self.model_dump(include=set(TARGETS), exclude_none=True)
 
     def load(self) -> Headwise:
-        """The artifact, checked, at the point that was asked for.
-
-        Raises:
-            HeadwiseError: see runtime.load; or it has another hash.
-        """
+        """Load the artifact at its point; HeadwiseError as runtime.load, and for another hash."""
         headwise = load(self.artifact, verify=self.verify, **self.point)
         content = headwise.artifact.content_sha256
         if self.content_sha256 not in (None, content):
-            raise HeadwiseError(
-                f"{one_line(self.artifact)} has the content hash {content}, "
-                f"--additional-config wants {shorten(self.content_sha256)}"
-            )
+            has = f"{one_line(self.artifact)} has the content hash {content}"
+            wants = shorten(self.content_sha256)
+            raise HeadwiseError(f"{has}, --additional-config wants {wants}")
         return headwise
 
 
 def options_of(additional_config: Any) -> Options | None:
-    """What an engine's additional configuration asks for, None where that is nothing.
-
-    Raises:
-        HeadwiseError: it is not understood.
-    """
+    """The options in an engine's additional configuration, if any; HeadwiseError for bad ones."""
     value = additional_config.get(KEY) if isinstance(additional_config, dict) else None
     if value is None:
         return None

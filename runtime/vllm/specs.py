@@ -1,7 +1,7 @@
 """Layers that drop tokens, as vLLM's cache knows them: pages of what is gone go back to its pool.
 
-Importing this module imports vLLM, and makes these kinds of cache known to it: in the process of the scheduler, too,
-which reads it when the specification of a layer arrives there.
+Importing this module imports vLLM and makes these kinds of cache known to it: in the process of the
+scheduler, too, which reads it when the specification of a layer arrives there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import artifacts
 from artifacts import HeadwiseError
 from runtime.caches.snapkv import left_of
 from runtime.vllm.snapkv import Snap
+from runtime.vllm.streaming import Stream
 
 
 class _OneManager:
@@ -28,7 +29,7 @@ class _OneManager:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingSpec(_OneManager, SlidingWindowSpec):
-    """A window that slides, behind the first `sinks` tokens, which stay (StreamingLLM, section 3.2)."""
+    """A window that slides, behind the first `sinks` tokens, which stay."""
 
     sinks: int
 
@@ -39,22 +40,25 @@ class StreamingSpec(_OneManager, SlidingWindowSpec):
 
     def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
         """The window's pages and those of the first tokens."""
-        return int(super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)) + self.first_pages
+        window = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
+        return int(window) + self.first_pages
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSpec(_OneManager, AttentionSpec):
-    """Everything until a prompt is computed; then what `policies` (SnapKV) keep of it, and what follows."""
+    """Everything until a prompt is computed; then what `policies` keep of it, and what follows."""
 
     policies: tuple[artifacts.SnapKV, ...]
 
     def pages_of(self, prompt: int) -> int:
-        """How many pages hold what is kept of a prompt of so many tokens: as many as the head with the most needs."""
-        return -(-max(left_of(policy, prompt, prompt) for policy in self.policies) // self.block_size)
+        """How many pages hold what the head with the largest budget keeps of a prompt."""
+        kept = max(left_of(policy, prompt, prompt) for policy in self.policies)
+        return -(-kept // self.block_size)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """A prompt as long as the longest sequence is kept whole until it is computed."""
-        return -(-vllm_config.model_config.max_model_len // self.block_size) * self.page_size_bytes
+        pages = -(-vllm_config.model_config.max_model_len // self.block_size)
+        return int(pages * self.page_size_bytes)
 
 
 class _NoPrefixes:
@@ -91,15 +95,17 @@ class PromptManager(_NoPrefixes, SingleTypeKVCacheManager):
         """As vLLM's managers do.
 
         Raises:
-            HeadwiseError: a prompt grew after parts of it were dropped (a session that is fed with more input).
+            HeadwiseError: a prompt grew after parts of it were dropped (a session that is fed with
+                more input).
         """
         prompt = num_prompt_tokens or 0
         if prompt > self._prompts.get(request_id, prompt):
-            raise HeadwiseError("a request whose prompt grows is not served where kv_cache keeps a part of each prompt")
+            raise HeadwiseError("a request whose prompt grows is not served where kv_cache keeps a part of prompts")
         if not prompt or processed_computed_tokens < prompt:
             return
         self._prompts[request_id] = prompt
-        self._remove_blocks_in_range(request_id, self.kv_cache_spec.pages_of(prompt), prompt // self.block_size)
+        first = self.kv_cache_spec.pages_of(prompt)
+        self._remove_blocks_in_range(request_id, first, prompt // self.block_size)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
         self._prompts.pop(request_id, None)
@@ -109,14 +115,15 @@ class PromptManager(_NoPrefixes, SingleTypeKVCacheManager):
         """Nothing: pages are written anew when a prompt is computed."""
 
 
-def spec_of(layer: Any, config: Any, keeps: artifacts.Streaming | Snap) -> StreamingSpec | PromptSpec:
-    """The cache of a layer of vLLM that keeps this, in the KV heads of all processes."""
-    full = type(layer).get_kv_cache_spec(layer, config)
+def spec_of(module: Any, config: Any, keeps: Stream | Snap) -> StreamingSpec | PromptSpec:
+    """The cache of an attention layer of vLLM that keeps this, in the KV heads of all processes."""
+    full = type(module).get_kv_cache_spec(module, config)
     names = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode")
     same = {name: getattr(full, name) for name in names}
-    if isinstance(keeps, artifacts.Streaming):
-        return StreamingSpec(sliding_window=keeps.window, sinks=keeps.sinks, **same)
-    return PromptSpec(policies=tuple(sorted(set(keeps.policies), key=repr)), **same)
+    if isinstance(keeps, Stream):
+        policy = keeps.policy
+        return StreamingSpec(sliding_window=policy.window, sinks=policy.sinks, **same)
+    return PromptSpec(policies=tuple(sorted(set(keeps.every), key=repr)), **same)
 
 
 # Those of vLLM first: it adds its own only to a registry that is empty.

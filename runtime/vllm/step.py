@@ -1,112 +1,134 @@
-"""A step of one layer: attention of its requests from pages, by our own kernels.
+"""A step of one layer: its pages, and dense attention of requests from them by our kernels.
 
-Shapes: T tokens of a step, H query heads, G KV heads, Q new tokens of a request, K key length, D head dim, n requests
-alike, N pages of a request, C tokens that are read, s first tokens, W window.
+Shapes: P pages of the cache, S tokens of a page, N pages of a request; T tokens of a step, H query
+heads, G KV heads, Q new tokens of a request, K key length, D head dim; n requests of a group, of
+which C tokens are read.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from artifacts import Streaming
-from kernels.decode import MAX_QUERIES, decode_attention
+from kernels.decode import decode_attention
 from kernels.dense import dense_attention
-from kernels.index import PAD
-from kernels.merging import with_few_keys
 from kernels.ragged import Ragged
-from runtime.vllm.batch import Batch, Few, Piece
-from runtime.vllm.pages import Pages
+from runtime.vllm.batch import Batch, Chunk, Group
+
+# Tokens of a tile of our kernels: a page that holds one is read in one piece.
+PAGE = 64
+# From so many tokens on rows are found first and then written: fewer are put in one by one.
+_MANY = 16
 
 
-class LayerStep(NamedTuple):
+def halves(cache: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
+    """Keys and values (P, S, G, D) of a cache (P, G, S, 2 * D).
+
+    A head of a page holds the keys of all its tokens and then their values where the layout is
+    ours, so that a tile of keys is one piece of memory; a token's key and then its value where it
+    is that of vLLM's backends for GPUs.
+    """
+    pages, heads, size, width = cache.shape
+    if not ours:
+        k, v = cache.transpose(1, 2).split(width // 2, dim=-1)
+        return k, v
+    both = cache.view(pages, heads, 2, size, width // 2)
+    return both[:, :, 0].transpose(1, 2), both[:, :, 1].transpose(1, 2)
+
+
+def quantised(x: Tensor, scale: float, eight_bits: torch.dtype) -> Tensor:
+    """x / scale in 8 bits, as bytes; what is too large becomes the largest number."""
+    most = torch.finfo(eight_bits).max
+    return (x.float() / scale).clamp(-most, most).to(eight_bits).view(torch.uint8)
+
+
+def store(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Write keys and values (T, G, D) into a cache of ours (P, G, S, 2 * D), slots (T,).
+
+    Negative slots are padding, which goes to vLLM's first page: that belongs to nobody.
+    """
+    _, heads, size, width = cache.shape
+    slots = slots.clamp_min(0)
+    page = slots // size
+    row = slots % size
+    if len(slots) < _MANY or not cache.is_contiguous():
+        for half, new in zip(halves(cache, ours=True), (key, value), strict=True):
+            half[page, row] = new[: len(slots)]
+        return
+    flat = cache.view(-1, width // 2)
+    rows = ((page[:, None] * heads + torch.arange(heads)) * (2 * size) + row[:, None]).view(-1)
+    flat.index_copy_(0, rows, key[: len(slots)].reshape(-1, width // 2))
+    flat.index_copy_(0, rows + size, value[: len(slots)].reshape(-1, width // 2))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerStep:
     """What a layer is asked in a step, and where its attention is written.
 
-    query: (T, H, D) in the model's dtype. pages: keys and values, with those of the step. output: (T, H, D).
-    how: scale, softcap and sinks, as kernels.attention.sparse_attention has them; the scale counts in the pages' own.
-    key, value: (T, G, D) of the step's tokens as they were before they were stored; None where vLLM hands on none.
+    query, output: (T, H, D). k, v: (P, S, G, D), pages with the step's own keys and values; v_scale
+    is that of the values, that of the keys counts in `options`: scale, softcap and sinks, as
+    kernels.attention.sparse_attention has them. own: the step's keys and values (T, G, D) as they
+    were before they were stored, where vLLM hands them on.
     """
 
     batch: Batch
     query: Tensor
-    pages: Pages
     output: Tensor
-    how: dict[str, Any]
-    key: Tensor | None = None
-    value: Tensor | None = None
+    k: Tensor
+    v: Tensor
+    v_scale: float = 1.0
+    options: dict[str, Any]
+    own: tuple[Tensor, Tensor] | None = None
 
-    def of(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def size(self) -> int:
+        """Tokens of a page."""
+        return self.k.shape[1]
+
+    def of(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
         """A request's queries and their output (1, H, Q, D), and its pages (1, N)."""
-        q, out = (x[piece.rows].transpose(0, 1)[None] for x in (self.query, self.output))
-        return q, out, self.batch.pages(piece, self.pages.size)[None]
+        query = self.query[chunk.rows].transpose(0, 1)[None]
+        output = self.output[chunk.rows].transpose(0, 1)[None]
+        return query, output, self.batch.pages(chunk, self.size)[None]
 
     def decode(
-        self, few: Few, tokens: Tensor | None = None, scores: Literal["none", "max", "sum"] = "none"
+        self, group: Group, tokens: Tensor | None = None, scores: Literal["none", "max"] = "none"
     ) -> Tensor | None:
-        """Write attention of requests alike to all of their tokens, or to these; (n, G, K) scores, if asked for.
+        """Write a group's attention to all keys, or to tokens (n, C) or (n, G, C).
 
-        tokens: (n, C) or (n, G, C), as kernels.decode.decode_attention has them.
+        Returns the scores (n, G, K) of kernels.decode.decode_attention, if asked for.
         """
         done = decode_attention(
-            self.query[few.rows].unflatten(0, (-1, few.q_len)).transpose(1, 2),
-            self.pages.k,
-            self.pages.v,
+            self.query[group.rows].unflatten(0, (-1, group.q_len)).transpose(1, 2),
+            self.k,
+            self.v,
             tokens=tokens,
-            block_table=few.pages(self.pages.size),
-            ends=few.ends,
+            block_table=group.pages(self.size),
+            ends=group.ends,
             scores=scores,
-            **self.how,
+            **self.options,
         )
-        out = done.out if self.pages.v_scale == 1 else done.out * self.pages.v_scale
-        self.output[few.rows] = out.transpose(1, 2).flatten(0, 1)
+        out = done.out if self.v_scale == 1 else done.out * self.v_scale
+        self.output[group.rows] = out.transpose(1, 2).flatten(0, 1)
         return done.scores
 
-    def attend(self, pieces: tuple[Piece, ...], stream: Streaming | None = None) -> None:
-        """Write these requests' attention to every key, or of each query to the first ones and a window of the last."""
-        # With a window, drafts of one request see different tokens.
-        most = MAX_QUERIES if stream is None else 1
-        for few in self.batch.few(tuple(piece for piece in pieces if piece.q_len <= most)):
-            self.decode(few, None if stream is None else few.kept_by(stream, partial(_kept, stream, few.ends)))
-        for piece in pieces:
-            if piece.q_len <= most:
-                continue
-            q, out, table = self.of(piece)
-            where: dict[str, Any] = {"ragged": Ragged.of([(0, 0, piece.q_len, 0, piece.k_len)]), "block_table": table}
-            if stream is None:
-                dense_attention(q, self.pages.k, self.pages.v, out=out, **where, **self.how)
-            else:
-                how = where | self.how
-                windowed = dense_attention(q, *self.pages[:2], window=stream.window, **how)
-                out.copy_(self._with_first(piece, stream, *windowed))
-            if self.pages.v_scale != 1:
-                out *= self.pages.v_scale
+    def dense(self, chunk: Chunk, **more: Any) -> tuple[Tensor, Tensor]:
+        """kernels.dense.dense_attention of a chunk from its pages."""
+        query, _, table = self.of(chunk)
+        more |= {"ragged": Ragged.of([(0, 0, chunk.q_len, 0, chunk.k_len)]), "block_table": table}
+        return dense_attention(query, self.k, self.v, **more, **self.options)
 
-    def _with_first(self, piece: Piece, stream: Streaming, out: Tensor, lse: Tensor) -> Tensor:
-        """(1, H, Q, D): attention over the window, out and lse (1, H, Q), merged with that over the first tokens.
-
-        A learned logit of `sinks` is in the window's already.
-        """
-        if piece.k_len <= stream.window or not stream.sinks:
-            return out
-        q, _, table = self.of(piece)
-        at = torch.arange(piece.k_len - piece.q_len, piece.k_len, device=q.device)
-        first = torch.arange(stream.sinks, device=q.device)
-        where = table[0].long()[first // self.pages.size], first % self.pages.size
-        k, v = (held[where].transpose(0, 1)[None] for held in self.pages[:2])
-        seen = first <= at[:, None] - stream.window
-        return with_few_keys(out, lse, q, k, v, seen=seen, scale=self.how["scale"], softcap=self.how["softcap"])
-
-
-def _kept(stream: Streaming, ends: Tensor) -> Tensor:
-    """The tokens (n, s + W) that the last one of each request sees, whose keys end there (n,)."""
-    first = torch.arange(stream.sinks, dtype=torch.int32, device=ends.device).expand(len(ends), -1)
-    begin = (ends - stream.window).clamp_min(0)
-    last = begin[:, None] + torch.arange(stream.window, dtype=torch.int32, device=ends.device)
-    tokens = torch.cat(
-        [torch.where(first < begin[:, None], first, PAD), torch.where(last < ends[:, None], last, PAD)], 1
-    )
-    # Padding goes to the end: few requests are as short as that.
-    return tokens.sort(dim=1).values if stream.sinks else tokens
+    def attend(self, served: Sequence[Chunk]) -> None:
+        """Write attention to every key of requests that are neither served nor generated."""
+        groups, chunks = self.batch.rest(served)
+        for group in groups:
+            self.decode(group)
+        for chunk in chunks:
+            _, output, _ = self.of(chunk)
+            self.dense(chunk, out=output)
+            if self.v_scale != 1:
+                output *= self.v_scale

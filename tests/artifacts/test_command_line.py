@@ -235,7 +235,7 @@ def test_nothing_is_said_when_the_interpreter_flushes_what_could_not_be_written(
 
 @pytest.mark.parametrize(
     ("command", "imported"),
-    [("artifacts", "yaml"), ("runtime.vllm", "torch"), ("profiling.bench", "torch"), ("search.heads", "torch")],
+    [("artifacts", "yaml"), ("runtime.vllm.check", "torch"), ("profiling.bench", "torch"), ("search.heads", "torch")],
 )
 def test_ctrl_c_during_the_imports_is_one_line(tmp_path, command, imported):
     (tmp_path / f"{imported}.py").write_text(

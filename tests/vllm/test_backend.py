@@ -13,9 +13,9 @@ import artifacts
 from runtime.omnikv.decode import OmniKV
 from runtime.vllm import register
 from runtime.vllm.builder import SparseBuilder
-from runtime.vllm.decode import Chooser
+from runtime.vllm.engine import Engine
+from runtime.vllm.filters import Chooser
 from runtime.vllm.forward import SparseImpl
-from runtime.vllm.served import Served
 
 SECTION = artifacts.OmniKV(filter_layers=(1,), budget=40, window=1)
 CHOOSES: dict[str, Any] = {"section": SECTION, "layers": (), "backend": "auto"}
@@ -109,11 +109,11 @@ def test_graphs_are_of_what_can_be_replayed(
         pass
 
     has = {"chooser": None, "kv_cache": None, "dense": False, "drafts": None, **(artifact or {})}
-    at_work: Any = object.__new__(Served)
+    at_work: Any = object.__new__(Engine)
     chooser = None if has["chooser"] is None else Chooser(OmniKV(**has["chooser"]), requests=8, longest=512)
     kept = SimpleNamespace(kv_cache=has["kv_cache"])
     at_work.__dict__.update(chooser=chooser, dense=has["dense"], artifact=kept)
-    monkeypatch.setattr("runtime.vllm.builder.served", lambda _: None if artifact is None else at_work)
+    monkeypatch.setattr("runtime.vllm.builder.engine_of", lambda _: None if artifact is None else at_work)
     drafts = None if has["drafts"] is None else SimpleNamespace(num_speculative_tokens=has["drafts"])
     config = SimpleNamespace(speculative_config=drafts)
     assert Builder.get_cudagraph_support(config, None) == AttentionCGSupport[ours]

