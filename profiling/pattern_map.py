@@ -38,6 +38,7 @@ LETTERED = ("tri_shape", "dilated", "strided", "static", "memory_units", "skip_s
 LEFT_ALONE = "#D9D9D9"
 # Recall at which a cell is palest; below it shades no longer tell heads apart.
 PALEST = 0.5
+_SUFFIXES = (".png", ".svg", ".csv")
 _SCORES = ("chosen.recall", "chosen.error", "chosen.density")
 
 
@@ -46,7 +47,7 @@ def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
 
     Args:
         config: the artifact; its sidecar holds the recall of every head, but for an import.
-        stem: <stem>.png, <stem>.svg and <stem>.csv are written.
+        stem: <stem>.png, <stem>.svg and <stem>.csv are written, also where it is given as one of these.
 
     Returns:
         The three paths. The CSV has a line for each head: layer, head, pattern, kind, recall, error, density.
@@ -59,7 +60,9 @@ def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
     scores = {name: arrays[name] for name in _SCORES if name in arrays and arrays[name].shape == shape}
     if not stem.name:
         raise HeadwiseError("--out: give the stem of the .png, .svg and .csv, such as maps/cfg, got nothing")
-    paths = [stem.with_name(stem.name + suffix) for suffix in (".png", ".svg", ".csv")]
+    # --out maps/cfg.png means the stem maps/cfg; a dot elsewhere belongs to the name.
+    name = stem.stem if stem.suffix in _SUFFIXES else stem.name
+    paths = [stem.with_name(name + suffix) for suffix in _SUFFIXES]
     for path in paths:
         check_writable(path)
     drawn = figure(artifact, scores.get("chosen.recall"))

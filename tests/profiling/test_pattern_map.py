@@ -31,6 +31,15 @@ def test_three_files_with_a_line_for_each_head(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("out", "stem"), [("x", "x"), ("x.png", "x"), ("x.svg", "x"), ("x.csv", "x"), ("model-1.5", "model-1.5")]
+)
+def test_a_file_that_is_asked_for_by_name_is_written(scored: Path, tmp_path: Path, out: str, stem: str) -> None:
+    paths = draw_pattern_map(scored, tmp_path / out)
+    assert paths == [tmp_path / f"{stem}.{kind}" for kind in ("png", "svg", "csv")]
+    assert all(path.is_file() for path in paths)
+
+
 @pytest.fixture
 def scored(tmp_path: Path) -> Path:
     """An artifact with scores, of a model whose name is a broken formula and moves the cursor."""
