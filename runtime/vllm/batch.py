@@ -86,6 +86,10 @@ class Group(NamedTuple):
             yield part, self._replace(rows=rows, table=table, ends=ends, kept={})
 
 
+# Groups of requests with few new tokens, and longer chunks.
+Rest = tuple[tuple[Group, ...], list[Chunk]]
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch:
     """A step of the layers that are served here.
@@ -103,12 +107,12 @@ class Batch:
     generated: tuple[Group, ...] = ()
     lengths: Tensor | None = None
     captured: bool = False
-    _rests: dict[Any, tuple[tuple[Group, ...], list[Chunk]]] = field(default_factory=dict)
+    _rests: dict[Any, Rest] = field(default_factory=dict)
 
-    def rest(self, served: Sequence[Chunk] = (), most: int = MAX_QUERIES) -> tuple[tuple[Group, ...], list[Chunk]]:
+    def rest(self, served: Sequence[Chunk] = (), most: int = MAX_QUERIES) -> Rest:
         """Requests that are neither served nor generated, worked out once for layers alike.
 
-        Returns groups of up to `most` new tokens, and the longer chunks.
+        Those of up to `most` new tokens are grouped.
         """
         key = most, *(chunk.q_start for chunk in served)
         if key not in self._rests:

@@ -181,7 +181,7 @@ class Config:
         "over how many processes heads are sharded", default=1, within=at_least(1), metavar="N"
     )
     target_speedup: float | None = option("point of the front: so fast", default=None, metavar="X")
-    target_kl: float | None = option("point of the front: so near to dense", default=None, metavar="X")
+    target_kl: float | None = option("point of the front: so near", default=None, metavar="X")
     target_recall: float | None = option("point of the front: so whole", default=None, metavar="X")
 
     def __post_init__(self) -> None:

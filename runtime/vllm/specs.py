@@ -100,7 +100,7 @@ class PromptManager(_NoPrefixes, SingleTypeKVCacheManager):
         """
         prompt = num_prompt_tokens or 0
         if prompt > self._prompts.get(request_id, prompt):
-            raise HeadwiseError("a request whose prompt grows is not served where kv_cache keeps a part of prompts")
+            raise HeadwiseError("a request whose prompt grows is not served where kv_cache drops tokens")
         if not prompt or processed_computed_tokens < prompt:
             return
         self._prompts[request_id] = prompt
