@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.command_line import ArgumentParser, run_command, set_verbosity
 
 VERBS = (
     "show", "validate", "diff", "set", "merge", "convert", "schema", "sign", "verify",
@@ -51,7 +51,7 @@ def parser(asked: Collection[str] = VERBS) -> ArgumentParser:
         below = subparsers.add_parser(name, help=verb.SHORT, description=says, epilog=verb.EXAMPLES)
         if name in asked:
             add_arguments(below, verb.Config)
-        below.set_defaults(module=verb)
+        below.set_defaults(module=verb, parser=below)
     return p
 
 
@@ -59,7 +59,14 @@ def main(argv: list[str] | None = None) -> int:
     """Parse the command line, run the verb and print what it gives; returns the exit status."""
     from artifacts.options import config_of
 
-    given = vars(parser(sys.argv[1:] if argv is None else argv).parse_args(argv))
+    words = sys.argv[1:] if argv is None else argv
+    set_verbosity(0)
+    namespace, left_over = parser(words).parse_known_args(words)
+    given = vars(namespace)
+    below = given.pop("parser")
+    if left_over:
+        usage = " ".join(below.format_usage().split())
+        below.error(f"unrecognized arguments: {' '.join(left_over)}; {usage}")
     verb = given.pop("module")
     outcome = verb.run(config_of(verb.Config, given))
     sys.stdout.write(outcome.text)

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from artifacts.command_line import FOUND
 from artifacts.commands import Outcome, as_asked, file_arg, json_flag
 from artifacts.errors import HeadwiseError, shorten
 from artifacts.options import arg
@@ -15,7 +16,8 @@ from artifacts.store import look
 
 SHORT = "print it as a page: model, search, winners by kind, layer map, evidence"
 EXAMPLES = """\
-The page needs only the YAML file: a sidecar that is missing or changed is said there, in the line `sidecar`.
+The page needs only the YAML file: a sidecar that is missing or changed is said there, in the line `sidecar`,
+and the exit status is 3.
 
 examples:
   headwise show cfg.yaml
@@ -52,7 +54,7 @@ def run(config: Config) -> Outcome:
     width = min(max(shutil.get_terminal_size((96, 24)).columns, 80), 100)
     arrays = {name: pair.arrays[name] for name in fitting}
     text = render(artifact, file=config.file.name, arrays=arrays, sidecar=state, width=width)
-    return as_asked(config.as_json, artifact.model_dump_json(), text)
+    return as_asked(config.as_json, artifact.model_dump_json(), text, status=FOUND if pair.fault else 0)
 
 
 def _at(text: str) -> tuple[int, int]:

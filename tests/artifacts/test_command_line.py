@@ -177,6 +177,24 @@ def test_show_without_its_sidecar_says_so(saved, capsys, monkeypatch):
     assert "0  VVAB" in text
 
 
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"changed")])
+def test_show_of_a_damaged_sidecar_is_a_finding(saved, damage, capsys):
+    assert main(["show", str(saved)]) == main(["show", str(saved), "--json"]) == 0
+    (sidecar,) = saved.parent.glob("*.safetensors")
+    damage(sidecar)
+    capsys.readouterr()
+    assert main(["show", str(saved)]) == 3 and "PROBLEM" in capsys.readouterr().out
+    assert main(["show", str(saved), "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["model"]["name"] == "tiny"
+
+
+def test_an_argument_too_many_shows_the_verbs_own_usage(saved, tmp_path):
+    done = run("merge", saved, "other.yaml", "--out", tmp_path / "out.yaml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: unrecognized arguments: other.yaml; usage: headwise merge ")
+    assert done.stderr.endswith("(see headwise merge --help)\n") and done.stderr.count("\n") == 1
+
+
 def test_show_wraps_many_heads(tmp_path, make, capsys, monkeypatch):
     artifact = make()
     model = artifact.model.model_copy(update={"num_heads": 128, "num_layers": 1})
