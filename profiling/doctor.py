@@ -1,4 +1,4 @@
-"""headwise doctor: what this machine can do with Headwise, and how long a search will take on it.
+"""headwise doctor: what this machine can do with Headwise, how long a search takes on it, and what it gains.
 
 Looks at the processor, the compiled kernels, GPUs, packages, models at hand and the cache folder, and measures for a
 few seconds how fast dense attention and a matrix product are. On each device it compares the kernel with the fp32
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import platform
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,11 +23,13 @@ from torch import Tensor
 from artifacts import arguments
 from artifacts.command_line import FOUND, ArgumentParser, run_command
 from kernels import dispatch
-from kernels.attention import cpu
+from kernels.attention import cpu, sparse_attention
 from kernels.dense import dense_attention
 from kernels.native import build, prebuilt
+from kernels.patterns import LayerPlan
 from profiling.environment import environment
 from profiling.models.packages import PACKAGES, installed_file
+from profiling.speed.attention_speed import patterns_for
 from profiling.speed.latency import in_turn
 from runtime.dense import sdpa
 
@@ -48,6 +50,25 @@ _SIZES = {
 _PREFILLS_A_SEARCH = 46
 
 
+# Density of SmolLM2's searches by length: medians of three seeds (docs/results/smollm2_search.json). At 32,768, past
+# its positions, what an artifact for 8,192 takes of dense attention's time (smollm2_32768_rivals_zen4.json).
+_DENSITIES = {4096: 0.32, 8192: 0.21, 32768: 0.15}
+# Models whose gain is said, and the density of the pattern that is timed.
+_GAINS = ("135M (SmolLM2)", "8B (Llama 3.1)")
+_TIMED_DENSITY = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """Seconds to the first token of a model at a length, densely and by patterns of a density, reckoned."""
+
+    model: str
+    length: int
+    density: float
+    dense_s: float
+    sparse_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Expected:
     """Seconds that a model of some size takes at 4,096 tokens, reckoned, and the bytes of its weights in bfloat16."""
@@ -57,13 +78,11 @@ class Expected:
     weights: float
 
 
-def look() -> dict[str, Any]:
-    """Everything that the command says, as JSON has it; `wrong` lists what is."""
-    reason = build.load()
-    brought = None if os.environ.get("CXX") else prebuilt.find()
-    compiler = build.find_compiler()
-    found: dict[str, Any] = {
-        "processor": {
+def looks() -> Iterator[tuple[str, Any]]:
+    """What the command says, as JSON has it, part by part as it is found; `wrong` lists what is wrong."""
+    yield (
+        "processor",
+        {
             "name": environment("cpu")["device"],
             "machine": platform.machine(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -71,24 +90,34 @@ def look() -> dict[str, Any]:
             "memory": _memory(),
             "instructions": [name for name in _INSTRUCTIONS if name in prebuilt.processor_flags()],
         },
-        "kernels": {
-            "cpu": "reference" if reason else "prebuilt" if brought else "compiled",
-            "reason": reason,
-            "engines": {}
-            if reason
-            else {dtype: cpu.engines(getattr(torch, dtype)) for dtype in ("bfloat16", "float32")},
-        },
-        "compiler": {"command": None if isinstance(compiler, str) else compiler, "reason": _text(compiler)},
-        "gpus": [_gpu(at) for at in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
-        "python": platform.python_version(),
-        "versions": dict(_versions()),
-        "models": {name: _installed(name) for name in PACKAGES} | {name: True for name in _hub()},
-        "cache": _cache(),
-        "dense": _dense() if reason is None else None,
-    }
-    found["check"] = check()
-    found["expected"] = {} if reason else {name: asdict(each) for name, each in expected(found["dense"]).items()}
-    return {**found, "wrong": list(_wrong(found))}
+    )
+    compiler = build.find_compiler()
+    yield "compiler", {"command": None if isinstance(compiler, str) else compiler, "reason": _text(compiler)}
+    reason = build.load()
+    kernels = _kernels(reason)
+    yield "kernels", kernels
+    faults = check()
+    yield "check", faults
+    yield "gpus", [_gpu(at) for at in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    yield "versions", {"python": platform.python_version(), **dict(_versions())}
+    yield "models", {name: _installed(name) for name in PACKAGES} | {name: True for name in _hub()}
+    cache = _cache()
+    yield "cache", cache
+    yield "wrong", list(_wrong({"kernels": kernels, "check": faults, "cache": cache}))
+    if reason is None:
+        dense = _dense()
+        yield "dense", dense
+        yield "expected", {name: asdict(each) for name, each in expected(dense).items()}
+        yield "gains", [asdict(gain) for gain in gains(dense)]
+
+
+def _kernels(reason: str | None) -> dict[str, Any]:
+    """How the kernels came here, and by which engines they compute; reason: why there are none."""
+    if reason is not None:
+        return {"cpu": "reference", "reason": reason, "engines": {}}
+    brought = None if os.environ.get("CXX") else prebuilt.find()
+    engines = {dtype: cpu.engines(getattr(torch, dtype)) for dtype in ("bfloat16", "float32")}
+    return {"cpu": "prebuilt" if brought else "compiled", "reason": None, "engines": engines}
 
 
 def expected(dense: Mapping[str, float]) -> dict[str, Expected]:
@@ -101,46 +130,97 @@ def expected(dense: Mapping[str, float]) -> dict[str, Expected]:
     return made
 
 
-def report(found: Mapping[str, Any]) -> str:
-    """The page for people; what is wrong stands first."""
-    processor, kernels, dense = found["processor"], found["kernels"], found["dense"]
-    lines = [f"WRONG      {line}" for line in found["wrong"]] or ["all is well"]
-    memory = f", {processor['memory'] / 2**30:.0f} GiB" if processor["memory"] else ""
-    lines.append(f"processor  {processor['name']}, {processor['cores']} cores, {processor['threads']} threads{memory}")
-    lines.append(f"           {' '.join(processor['instructions']) or 'no instructions that the kernels know'}")
-    if kernels["reason"] is None:
-        by = ", ".join(f"{dtype} by {engines[0]}" for dtype, engines in kernels["engines"].items())
-        lines.append(f"kernels    {kernels['cpu']}: {by}")
-        ours, theirs = (f"{1e3 * dense[f'{by}_s']:.0f} ms" for by in ("kernel", "sdpa"))
-        lines.append(f"dense      {ours} by Headwise's kernel, {theirs} by torch's sdpa at {_LENGTH:,} tokens")
-    else:
-        lines.append(f"kernels    the slow reference: {kernels['reason']}")
-    for device, fault in found["check"].items():
-        lines.append(f"check      {device}: {fault or 'the kernel agrees with the fp32 reference'}")
-    lines.append(f"compiler   {found['compiler']['reason'] or ' '.join(found['compiler']['command'])}")
-    for gpu in found["gpus"]:
-        lines.append(f"GPU        {gpu['name']}, {gpu['memory'] / 2**30:.0f} GiB: no search has been timed on one")
-    if not found["gpus"]:
-        lines.append("GPU        none that torch can use")
-    versions = (f"{name} {version or '-'}" for name, version in found["versions"].items())
-    lines.append(f"packages   Python {found['python']}, {', '.join(versions)}")
-    models = [name for name, there in found["models"].items() if there]
-    lines.append(f"models     {', '.join(models) or 'none at hand: any hub id, folder or GGUF file will do'}")
-    cache = found["cache"]
-    lines.append(f"cache      {cache['folder']}: {cache['state']}")
-    if found["expected"]:
-        lines += ["", f"what to expect at {_LENGTH:,} tokens on this machine, within a factor of three:"]
-        lines.append(f"{'model':<18}{'weights, bf16':>14}{'dense prefill':>15}{'default search':>16}")
-        for name, each in found["expected"].items():
-            size = f"{each['weights'] / 2**30:.1f} GiB"
-            fits = processor["memory"] and each["weights"] > processor["memory"]
-            times = ("too large", "too large") if fits else (_time(each["prefill_s"]), _time(each["search_s"]))
-            lines.append(f"{name:<18}{size:>14}{times[0]:>15}{times[1]:>16}")
+def gains(dense: Mapping[str, float]) -> list[Gain]:
+    """Seconds to the first token, densely and by an artifact, at the lengths and for the models of _GAINS."""
+    made = []
+    for name in _GAINS:
+        parameters, layers, heads, head_dim = _SIZES[name]
+        for length, density in _DENSITIES.items():
+            linear = 2 * parameters * length / dense["flops_a_second"]
+            all_keys = layers * heads * head_dim / 64 * dense["head_s"] * (length / _LENGTH) ** 2
+            by_patterns = all_keys * min(1.0, density * dense["sparse_cost"])
+            made.append(
+                Gain(
+                    model=name, length=length, density=density, dense_s=linear + all_keys, sparse_s=linear + by_patterns
+                )
+            )
+    return made
+
+
+def said(name: str, found: Mapping[str, Any]) -> list[str]:
+    """The lines of a part for people; `found` has this part and those before it."""
+    part = found[name]
+    if name == "processor":
+        memory = f", {part['memory'] / 2**30:.0f} GiB" if part["memory"] else ""
+        return [
+            f"processor  {part['name']}, {part['cores']} cores, {part['threads']} threads{memory}",
+            f"           {' '.join(part['instructions']) or 'no instructions that the kernels know'}",
+        ]
+    if name == "compiler":
+        return [f"compiler   {part['reason'] or ' '.join(part['command'])}"]
+    if name == "kernels":
+        by = ", ".join(f"{dtype} by {engines[0]}" for dtype, engines in part["engines"].items())
+        return [f"kernels    {part['cpu']}: {by}" if by else f"kernels    the slow reference: {part['reason']}"]
+    if name == "check":
+        agrees = "the kernel agrees with the fp32 reference"
+        return [f"check      {device}: {fault or agrees}" for device, fault in part.items()]
+    if name == "gpus":
+        lines = [
+            f"GPU        {gpu['name']}, {gpu['memory'] / 2**30:.0f} GiB: no search has been timed on one"
+            for gpu in part
+        ]
+        return lines or ["GPU        none that torch can use"]
+    if name == "versions":
+        versions = ", ".join(f"{package} {version or '-'}" for package, version in part.items())
+        return [f"packages   {versions}"]
+    if name == "models":
+        models = [model for model, there in part.items() if there]
+        return [f"models     {', '.join(models) or 'none at hand: any hub id, folder or GGUF file will do'}"]
+    if name == "cache":
+        return [f"cache      {part['folder']}: {part['state']}"]
+    if name == "wrong":
+        return [f"WRONG      {line}" for line in part] or ["all is well"]
+    if name == "dense":
+        return [
+            f"dense      {1e3 * part['kernel_s']:.0f} ms by Headwise's kernel, {1e3 * part['sdpa_s']:.0f} ms by "
+            f"torch's sdpa at {_LENGTH:,} tokens",
+            f"sparse     {1e3 * part['sparse_s']:.0f} ms by patterns of density {part['sparse_density']:.2f}",
+        ]
+    if name == "expected":
+        return _expected_lines(part, found["processor"]["memory"])
+    return _gain_lines(part)
+
+
+def _expected_lines(expected: Mapping[str, Any], memory: int | None) -> list[str]:
+    lines = ["", f"what to expect at {_LENGTH:,} tokens on this machine, within a factor of three:"]
+    lines.append(f"{'model':<18}{'weights, bf16':>14}{'dense prefill':>15}{'default search':>16}")
+    for name, each in expected.items():
+        size = f"{each['weights'] / 2**30:.1f} GiB"
+        fits = memory and each["weights"] > memory
+        times = ("too large", "too large") if fits else (_time(each["prefill_s"]), _time(each["search_s"]))
+        lines.append(f"{name:<18}{size:>14}{times[0]:>15}{times[1]:>16}")
+    lines.append(
+        "Reckoned from two short measurements and the one search that was timed (SmolLM2). A search needs more\n"
+        "memory than the weights. torchrun shares it over processes and machines."
+    )
+    return lines
+
+
+def _gain_lines(gains: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = ["", "seconds to the first token on this machine, expected:"]
+    lines.append(f"{'model':<18}{'tokens':>8}{'dense':>12}{'an artifact':>13}{'gain':>8}   density")
+    for gain in gains:
+        times = (_time(gain["dense_s"]), _time(gain["sparse_s"]))
+        over = f"{gain['dense_s'] / gain['sparse_s']:.1f}x"
         lines.append(
-            "Reckoned from two short measurements and the one search that was timed (SmolLM2). A search needs more\n"
-            "memory than the weights. torchrun shares it over processes and machines."
+            f"{gain['model']:<18}{gain['length']:>8,}{times[0]:>12}{times[1]:>13}{over:>8}   {gain['density']:.2f}"
         )
-    return "\n".join(lines)
+    lines.append(
+        "Reckoned from the dense and sparse attention and the matrix product timed above, and the densities of\n"
+        "SmolLM2's searches (docs/results.md): at 4,096 and 8,192 tokens the median of three, at 32,768 what an\n"
+        "artifact for 8,192 comes to there. Another model may need more."
+    )
+    return lines
 
 
 def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
@@ -154,15 +234,31 @@ def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _dense() -> dict[str, Any]:
-    """Seconds of dense attention by the kernel and by sdpa, of one head, and the rate of a matrix product."""
+    """Seconds of dense attention by the kernel and by sdpa, of one head, and of patterns, and a matrix product's rate.
+
+    sparse_cost: how many times what its density promises the sparse attention takes, its index built each time.
+    """
     # One head a thread.
     threads = torch.get_num_threads()
     q, k, v = _made(threads, threads, _LENGTH, _LENGTH, torch.device("cpu"))
     kernel_s = _fastest(lambda: dense_attention(q, k, v))
     sdpa_s = _fastest(lambda: sdpa(q, k, v, None))
+    patterns = {pattern.kind: pattern for pattern in patterns_for(_LENGTH, _TIMED_DENSITY)}
+    # Its density is the same whatever the queries and keys.
+    plan = LayerPlan([patterns["a_shape"]] * threads, threads)
+    density = float(plan.build(q, k).density().mean())
+    sparse_s = _fastest(lambda: sparse_attention(q, k, v, plan.build(q, k)))
     a, b = (torch.ones(2048, 2048, dtype=torch.bfloat16) for _ in range(2))
     rate = 2 * 2048**3 / _fastest(lambda: torch.mm(a, b))
-    return {"kernel_s": kernel_s, "sdpa_s": sdpa_s, "head_s": kernel_s / threads, "flops_a_second": rate}
+    return {
+        "kernel_s": kernel_s,
+        "sdpa_s": sdpa_s,
+        "head_s": kernel_s / threads,
+        "flops_a_second": rate,
+        "sparse_s": sparse_s,
+        "sparse_density": density,
+        "sparse_cost": sparse_s / kernel_s / density,
+    }
 
 
 def _fastest(run: Callable[[], object]) -> float:
@@ -284,8 +380,12 @@ def parser() -> ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point: 0 where all is well, 3 where something is wrong."""
     options = parser().parse_args(argv)
-    found = look()
-    arguments.deliver(report(found), found, options.json)
+    found: dict[str, Any] = {}
+    for name, part in looks():
+        found[name] = part
+        if options.json != arguments.STDOUT:
+            print("\n".join(said(name, found)), flush=True)
+    arguments.deliver_json(found, options.json)
     return FOUND if found["wrong"] else 0
 
 

@@ -21,8 +21,42 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["kernels"]["engines"]["float32"][-1] == "float"
     assert found["check"]["cpu"] is None
     assert all(0 < each["prefill_s"] < each["search_s"] for each in found["expected"].values())
-    text = doctor.report(found)
-    assert text.startswith("all is well\n") and "what to expect at 4,096 tokens" in text
+    assert 0 < found["dense"]["sparse_density"] < 0.5
+    assert {each["length"] for each in found["gains"]} == {4096, 8192, 32768}
+    assert all(0 < each["sparse_s"] <= each["dense_s"] for each in found["gains"])
+
+
+def test_it_prints_as_it_goes_and_ends_with_the_gain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+
+    def measured() -> dict[str, float]:
+        printed.append(capsys.readouterr().out)
+        return {
+            **dict.fromkeys(("kernel_s", "sdpa_s"), 0.1),
+            **{"head_s": 0.05, "flops_a_second": 1e12, "sparse_s": 0.03, "sparse_density": 0.25, "sparse_cost": 1.2},
+        }
+
+    monkeypatch.setattr(doctor, "_dense", measured)
+    assert doctor.main([]) == 0
+    before, after = printed[0], capsys.readouterr().out
+    assert before.startswith("processor ") and before.endswith("all is well\n")
+    assert "what to expect at 4,096 tokens" in after
+    last = after[after.index("seconds to the first token") :]
+    assert all(f"{length:,}" in last for length in (4096, 8192, 32768)) and "Reckoned from" in last
+
+
+def test_the_gain_is_what_the_density_leaves_of_attention() -> None:
+    dense = {"head_s": 0.1, "flops_a_second": 1e12, "sparse_cost": 1.0}
+    small = [gain for gain in doctor.gains(dense) if gain.model.startswith("135M")]
+    for gain in small:
+        attention = 30 * 9 * 0.1 * (gain.length / 4096) ** 2
+        assert gain.dense_s - gain.sparse_s == pytest.approx(attention * (1 - gain.density))
+    assert [gain.dense_s / gain.sparse_s for gain in small] == sorted(gain.dense_s / gain.sparse_s for gain in small)
+    # Patterns that cost more than all keys are not served.
+    slow = doctor.gains({**dense, "sparse_cost": 100.0})
+    assert all(gain.sparse_s == gain.dense_s for gain in slow)
 
 
 def test_it_is_loud_about_the_slow_reference(
@@ -34,7 +68,7 @@ def test_it_is_loud_about_the_slow_reference(
     monkeypatch.setattr(doctor, "build", broken)
     assert doctor.main([]) == 3
     said = capsys.readouterr().out
-    assert said.startswith("WRONG      attention on the CPU falls to the slow reference, ")
+    assert "WRONG      attention on the CPU falls to the slow reference, " in said and "all is well" not in said
     assert "no C++ compiler found" in said and "what to expect" not in said
 
 
