@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from types import FrameType
 from typing import NoReturn
@@ -44,6 +45,16 @@ def listen_as_usual() -> None:
     """KeyboardInterrupt from now on."""
     if signal.getsignal(signal.SIGINT) is quit_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def while_importing() -> Iterator[None]:
+    """Take Ctrl-C as before a command runs, for what it imports once its options are checked."""
+    until_it_runs()
+    try:
+        yield
+    finally:
+        listen_as_usual()
 
 
 until_it_runs()

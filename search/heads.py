@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser, run_command
+from artifacts.interrupt import while_importing
 from artifacts.options import add_arguments, config_of, option
-from search.model.config import ModelSearch
+from search.model.config import ModelSearch, without_password
 from search.model.limits import Limits
-from search.model.pipeline import run as run_model
-from search.model.refine import without_password
-from search.model.report import report
-from search.published.search import HeadSearch
-from search.published.search import run as run_published
-from search.published.space import PAPER_BUDGET, PAPER_LENGTH
+from search.published import PAPER_BUDGET, PAPER_LENGTH
+
+if TYPE_CHECKING:
+    from search.published.search import HeadSearch
 
 # Options of the search with one budget for the model that --preset paper lacks, by field.
 _OF_MODEL = {
@@ -72,19 +71,27 @@ def main(argv: list[str] | None = None) -> int:
             if options[name] != p.get_default(name):
                 refused = "goes with one budget for the model, not with --preset paper"
                 raise HeadwiseError(f"{flag} {refused}")
+        with while_importing():
+            from search.published.search import run as run_published
         artifact = run_published(_published(options, command))
     else:
-        limits = config_of(Limits, options)
-        found = run_model(config_of(ModelSearch, options, limits=limits, command=command))
+        config = config_of(ModelSearch, options, limits=config_of(Limits, options), command=command)
+        with while_importing():
+            from search.model.pipeline import run as run_model
+        found = run_model(config)
         if found is None:
             return 0
         artifact = found
+    from search.model.report import report
+
     print(report(artifact, options["out"], options["model"]))
     return 0
 
 
 def _published(options: dict[str, Any], command: str) -> HeadSearch:
     """The search of --preset paper, which is of one task and one length."""
+    from search.published.search import HeadSearch
+
     one = {
         "length": _only(options["lengths"], "--length"),
         "calibration": _only(options["tasks"], "--task"),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from artifacts import HeadwiseError, arguments
 from artifacts.options import at_least, check_ranges, option, shared
 from profiling.memory_use.sizes import bytes_of
-from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS
-from search.model.costs import Unit
+from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, parse_task
 from search.model.limits import Limits
 
+Unit = Literal["seconds", "flops"]
 DEFAULT_BUDGET = 0.25
 DEFAULT_TRIALS = 1
 # Trials that are known in closed form, before any is drawn.
@@ -21,6 +23,11 @@ CLOSED = 2
 TAILS = (64, 256)
 # In prompts shorter than this, of which a tail is a sixteenth and more, 0 is compared, too.
 SHORT = 2048
+
+
+def without_password(url: str) -> str:
+    """A storage's URL with `user:password@` cut to `user@`."""
+    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1@", url)
 
 
 def _share(text: str) -> float:
@@ -122,6 +129,8 @@ class ModelSearch:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        for task in self.tasks:
+            parse_task(task)
         if self.lengths is not None and min(self.lengths) < 128:
             raise HeadwiseError(f"--length must be at least 128, got {min(self.lengths)}")
         if not 0 < self.share <= 1:

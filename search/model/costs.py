@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
@@ -16,8 +15,7 @@ from kernels.index import TILE, num_rows, num_tiles
 from kernels.patterns import Pattern
 from profiling.speed.cost_table import CostTable
 from search.model.candidates import LAST_Q
-
-Unit = Literal["seconds", "flops"]
+from search.model.config import Unit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from artifacts.options import SHARE, Range, arg, check_ranges
-from search.model.task_losses import TaskLoss, pooled
+
+if TYPE_CHECKING:
+    from search.model.task_losses import TaskLoss
 
 MAX_KL, MAX_PERPLEXITY, MAX_NLL, MAX_LOST = 0.05, 0.03, 0.1, 0.1
 _ABOVE_0: Range = (lambda value: value > 0, "above 0")
@@ -67,6 +70,8 @@ class Limits:
 
     def _measured(self, tasks: Sequence[TaskLoss]) -> list[tuple[float, str]]:
         """(how many times the limit, in words) of all that is limited, and a finding where it is above it."""
+        from search.model.task_losses import pooled
+
         every = (*tasks, *pooled(tasks))
         return [(times, f"{task.task}: {said}") for task in every for times, sure, said in self._of(task) if sure]
 

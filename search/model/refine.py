@@ -7,7 +7,6 @@ well, and Optuna then tries weights of groups of layers and dense tails around i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import numpy as np
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from search.model.allocation import Allocation, Heads
+from search.model.config import without_password
 from search.model.task_losses import TaskLoss
 
 _GROUPS = 6
@@ -100,11 +100,6 @@ def check_storage(url: str | None) -> None:
         raise HeadwiseError(
             f"cannot use the storage {without_password(url)!r}: {shorten(why)}; it is a URL such as sqlite:///study.db"
         ) from None
-
-
-def without_password(url: str) -> str:
-    """A storage's URL with `user:password@` cut to `user@`."""
-    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1@", url)
 
 
 def balanced(heads: Heads, trial: Trial) -> dict[str, float] | None:

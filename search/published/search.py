@@ -45,9 +45,8 @@ from search.common.layers import searched_layers, serving_backend
 from search.common.scores import as_artifact_pattern, rows_of, score_arrays, winners
 from search.model.prompts import check_positions
 from search.model.scoring import estimate_of, prepare_all
+from search.published import PAPER_BUDGET, PAPER_LENGTH
 from search.published.space import (
-    PAPER_BUDGET,
-    PAPER_LENGTH,
     SPACE,
     change_space,
     dense_tiles,

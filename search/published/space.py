@@ -15,8 +15,6 @@ from kernels.index import TILE, num_tiles, with_dense_tail
 from kernels.patterns import LayerPlan, Pattern, make
 from search.model.scoring import Builder
 
-PAPER_LENGTH = 30_000
-PAPER_BUDGET = "a_shape:1024,4096"
 SPACE: tuple[Pattern, ...] = (
     make("a_shape", sink=1024, window=4096),
     make("vertical_slash", vertical=30, slash=2048),

@@ -253,7 +253,12 @@ def test_nothing_is_said_when_the_interpreter_flushes_what_could_not_be_written(
 
 @pytest.mark.parametrize(
     ("command", "imported"),
-    [("artifacts", "yaml"), ("runtime.vllm.check", "torch"), ("profiling.bench", "torch"), ("search.heads", "torch")],
+    [
+        ("artifacts --help", "yaml"),
+        ("runtime.vllm.check --help", "torch"),
+        ("profiling.bench --help", "torch"),
+        ("search.heads --model no/such --out cfg.yaml", "torch"),
+    ],
 )
 def test_ctrl_c_during_the_imports_is_one_line(tmp_path, command, imported):
     (tmp_path / f"{imported}.py").write_text(
@@ -261,7 +266,10 @@ def test_ctrl_c_during_the_imports_is_one_line(tmp_path, command, imported):
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-m", command, "--help"], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+        [sys.executable, "-m", *command.split()],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 

@@ -134,6 +134,30 @@ def test_what_few_need_of_one_command_they_need_of_none(flag: str) -> None:
     assert set(headings.values()) == {ADVANCED, None}
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("search --budget 2", "--budget must be above 0 and at most 1 "),
+        ("search --length 100", "--length must be at least 128, got 100"),
+        ("search --max-lost -1", "--max-lost must be "),
+        ("search --n-trials 0", "--n-trials must be at least 1, got 0"),
+        ("search --task nothing", "unknown task 'nothing'"),
+        ("search --preset paper --n-trials 5", "--n-trials goes with one budget for the model"),
+    ],
+)
+def test_an_option_is_judged_before_torch_is_imported(words: str, says: str, tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom artifacts import HeadwiseError\nfrom search.__main__ import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "except HeadwiseError as error:\n    print(error)\n"
+        "print('torch' in sys.modules)"
+    )
+    typed = [*words.split(), "--model", "no/such", "--out", str(tmp_path / "cfg.yaml")]
+    done = subprocess.run([sys.executable, "-c", code, *typed], capture_output=True, text=True, cwd=ROOT)
+    assert says in done.stdout and done.stdout.endswith("False\n"), (done.stdout, done.stderr)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_verb_has_another_spelling(verb: str) -> None:
     p = PARSERS[verb]

@@ -9,10 +9,9 @@ import torch
 from artifacts import HeadwiseError
 from kernels.index import with_dense_tail
 from kernels.patterns import KINDS, Pattern, largest
+from search.published import PAPER_BUDGET, PAPER_LENGTH
 from search.published.search import choose
 from search.published.space import (
-    PAPER_BUDGET,
-    PAPER_LENGTH,
     SPACE,
     bounds,
     change_space,
