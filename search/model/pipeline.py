@@ -106,7 +106,7 @@ def search_model(
         "dtype": config.dtype,
         "device": config.device.partition(":")[0],
         "backend": backend,
-        "dense tails": list(config.tails(lengths[-1])),
+        "dense tails": list(config.tails),
         "candidates": hashlib.sha256(repr(sorted(candidates.items())).encode()).hexdigest()[:16],
     }
     with Ledger(config.out, "heads", settings=settings, fresh=config.fresh, ranks=launch) as ledger:

@@ -58,7 +58,7 @@ class Setup:
     @property
     def tails(self) -> tuple[int, ...]:
         """Dense tails that are compared."""
-        return self.config.tails(self.length)
+        return self.config.tails
 
     def plans(self, allocation: Allocation) -> dict[int, LayerPlan]:
         """What serves an allocation, by layer."""
