@@ -61,8 +61,8 @@ Checked = Iterator[Finding]
 
 def lint(case: Case) -> list[Finding]:
     """All findings, errors first."""
-    found = [finding for check in CHECKS for finding in check(case)]
-    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
+    findings = [finding for check in CHECKS for finding in check(case)]
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def error(code: str, where: str, message: str) -> Finding:
@@ -82,7 +82,8 @@ def note(code: str, where: str, message: str) -> Finding:
 
 def uniform(case: Case) -> Checked:
     """All heads have one pattern, or none is sparse."""
-    artifact, where = case.artifact, "prefill.layers"
+    artifact = case.artifact
+    where = "prefill.layers"
     names = {name for row in artifact.prefill.layers for name in row or ()}
     if not names and artifact.decode is None and artifact.kv_cache is None:
         nothing = "no layer has patterns and there is no other section: applying the artifact changes nothing"
@@ -91,10 +92,11 @@ def uniform(case: Case) -> Checked:
         gains = "every head is dense: prefill gains nothing; search with a smaller budget or longer prompts"
         yield warning("nothing-sparse", where, gains)
     elif len(names) == 1 and case.named > 1:
+        (name,) = names
         yield warning(
             "uniform",
             where,
-            f"all {plural(case.named, 'head')} have {next(iter(names))}: heads differ, and a search head by head would "
+            f"all {plural(case.named, 'head')} have {name}: heads differ, and a search head by head would "
             "keep more for the same cost; was this written by hand?",
         )
 
@@ -171,9 +173,13 @@ def sizes(case: Case) -> Checked:
 
 def question(case: Case) -> Checked:
     """Layers in which no head lets the prompt's last queries see its middle."""
-    patterns, prefill = case.artifact.patterns, case.artifact.prefill
-    rows = enumerate(() if prefill.dense_tail else prefill.layers)
-    blind = [i for i, row in rows if row and all(isinstance(patterns[name], AShape | Dilated) for name in row)]
+    prefill = case.artifact.prefill
+    if prefill.dense_tail:
+        return
+    blind = []
+    for layer, row in enumerate(prefill.layers):
+        if row and all(isinstance(case.artifact.patterns[name], AShape | Dilated) for name in row):
+            blind.append(layer)
     if blind:
         yield warning(
             "no-tail",
@@ -185,8 +191,9 @@ def question(case: Case) -> Checked:
 
 def growth(case: Case) -> Checked:
     """Powers that cannot have been fitted, as there were no two lengths to fit them to."""
-    found, search = case.artifact.prefill.growth, case.artifact.search
-    if found is None or not any(power for powers in found.powers.values() for power in powers.values()):
+    section = case.artifact.prefill.growth
+    search = case.artifact.search
+    if section is None or not any(power for powers in section.powers.values() for power in powers.values()):
         return
     lengths = () if search is None else search.calibration.lengths
     if len(set(lengths)) < 2:
