@@ -82,7 +82,7 @@ def read(source: Source, given: Given, *, format: HeadFormat) -> Import:
     if not most_heads:
         raise ArtifactError("names no head")
     fields = fingerprint(document)
-    shape = model_shape(given, source.path, **_sizes_shown(layers, most_heads, fields))
+    shape = model_shape(given, source.path, own=None, **_sizes_shown(layers, most_heads, fields))
     model = shape.model
     if len(layers) > model.num_layers:
         raise ArtifactError(f"names layer {len(layers) - 1}, the model has {model.num_layers} layers")

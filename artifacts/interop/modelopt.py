@@ -234,8 +234,8 @@ def _factor(group: Mapping[str, Any], target: float) -> float | None:
         formula = given.get("formula", _FORMULA) if isinstance(given, dict) else _FORMULA
         if not isinstance(formula, str) or formula.replace(" ", "") != _FORMULA.replace(" ", ""):
             raise ArtifactError(f"threshold_scale_factor.formula must be {_FORMULA!r}, got {shorten(formula)}")
-        a = threshold.get("a")
-        b = threshold.get("b")
+        a: Any = threshold.get("a")
+        b: Any = threshold.get("b")
         threshold = a * math.exp(min(b * target, 50.0)) if _is_number(a) and _is_number(b) else None
     if not _is_number(threshold) or threshold <= 0:
         raise ArtifactError(
