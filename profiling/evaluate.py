@@ -10,6 +10,7 @@ takes, then twice and four times as many. What does not fit is left out and name
 headwise evaluate cfg.yaml --model smollm2 --length 4096 8192 --text book.txt --out report/
 headwise evaluate cfg.yaml other.yaml --model smollm2 --quick --out report/
 headwise evaluate cfg.yaml --model smollm2 --minutes 30 --out report/
+headwise evaluate cfg.yaml --model smollm2 --length 8192 --speed-only --out report/
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ from profiling.evaluation.measure import (
 from profiling.evaluation.method_table import method_names
 from profiling.evaluation.methods import Methods, beside_of
 from profiling.evaluation.page import write_report
-from profiling.evaluation.record import attached, record_of, table
+from profiling.evaluation.record import attached, record_of
 from profiling.evaluation.rounds import FIRST, FURTHER, Rounds, places_of
+from profiling.evaluation.summary import table
 from profiling.evaluation.times import Speed, Times, measure
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
@@ -75,6 +77,9 @@ _QUICK_SAMPLES = 2
 _QUICK_REPEATS = 2
 _QUICK_DEPTHS = (0.0, 0.5, 1.0)
 _QUICK_TASKS = ("line_turns@questions=4", *DEFAULT_TASKS[1:])
+# Of a model's settings the most telling, and a text beside them: as many contexts as of _QUICK_TASKS.
+_QUICK_SETTINGS = 3
+_SPEED_METHODS = ("dense", "headwise")
 _LIMITED_SEEDS = 3
 _DEPTHS: Range = (lambda depths: all(0 <= depth <= 1 for depth in depths), "from 0 to 1")
 
@@ -134,6 +139,11 @@ class Config:
         advanced=True,
     )
     quick: bool = option("few prompts, methods and rounds", default=False, action="store_true")
+    speed_only: bool = option(
+        "seconds to the first token, then of attention alone, and nothing else",
+        default=False,
+        action="store_true",
+    )
     repeats: int | None = option(
         "timed rounds, interleaved (default 5)", default=None, within=at_least(1), advanced=True
     )
@@ -167,6 +177,13 @@ class Config:
         if self.minutes is not None and (self.quick or self.samples is not None or self.text is not None):
             raise HeadwiseError(
                 "--minutes chooses the prompts: leave --quick, --samples and --text away (--task text:FILE is a text)"
+            )
+        asked = any(each is not None for each in (self.tasks, self.text, self.samples, self.minutes))
+        others = asked or self.fidelity or self.set_dense_below or not self.speed
+        if self.speed_only and others:
+            raise HeadwiseError(
+                "--speed-only asks nothing: leave --task, --text, --samples, --minutes, --fidelity, --no-speed and "
+                "--set-dense-below away"
             )
         if self.set_dense_below and (not self.speed or not self.crossover or self.minutes is not None):
             raise HeadwiseError(
@@ -252,7 +269,10 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
     lengths: Sequence[int] = config.length or ()
     samples = config.samples or (_QUICK_SAMPLES if quick else Evaluation.samples)
     usual: Sequence[str] = _QUICK_METHODS if quick else DEFAULT_METHODS
-    if limited:
+    if config.speed_only:
+        usual = _SPEED_METHODS
+        lengths = lengths or [artifact.model.max_positions]
+    elif limited:
         usual = (*FIRST, *FURTHER)
     else:
         tasks, lengths = _asked(config, artifact)
@@ -293,23 +313,26 @@ def _asked(config: Config, artifact: Artifact) -> tuple[list[str], list[int]]:
     if not config.length and (known := usual_length(rows)) >= least:
         rows = [each for each in rows if each.length == known]
         lengths = [known]
+    if config.quick:
+        rows = rows[:_QUICK_SETTINGS]
     return [*(each.task for each in rows), TEXT], lengths
 
 
 def _timed(config: Config, quality: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger) -> Times | None:
     if not config.speed:
         return None
-    short = config.quick or config.minutes is not None
+    short = config.quick or config.speed_only or config.minutes is not None
     usual = Speed.repeats
+    if config.speed_only or config.minutes is not None:
+        usual = LEAST
     if config.quick:
         usual = _QUICK_REPEATS
-    if config.minutes is not None:
-        usual = LEAST
     speed = Speed(
         lengths=quality.lengths,
         methods=quality.methods,
         repeats=config.repeats or usual,
         steps=config.steps,
+        decode=not config.speed_only,
         memory=config.memory and not short,
         crossover=config.crossover and "headwise" in quality.methods and (not short or config.set_dense_below),
     )

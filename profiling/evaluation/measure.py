@@ -35,8 +35,8 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # The task that has a grid of depths.
 GRID = "niah_single_2"
 OUTPUT = "evaluation.json"
-# What prompts have in common that are no samples of their own, and which of the seeds they are of.
-UNIT, SEED = "unit", "seed"
+# Of each record: the unit that prompts share which are no samples of their own, its seed, its number of questions.
+UNIT, SEED, QUESTIONS = "unit", "seed", "questions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,16 +276,16 @@ def groups(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, int, dict[str, li
     """(task, length, records by method), depths together.
 
     Each record says its UNIT: prompts of one context, and the same thing at several depths, are one. It is the same
-    under every method, which may have run on fewer of them. And the number of its SEED.
+    under every method, which may have run on fewer of them. And the number of its SEED, and its QUESTIONS: answers
+    inside a prompt count one by one.
     """
     found: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
     for outcome in outcomes:
         methods = found.setdefault((outcome.task, outcome.length), {})
         each = len(outcome.records) // outcome.seeds
-        told = [
-            {**record, UNIT: unit, SEED: at // each}
-            for at, (record, unit) in enumerate(zip(outcome.records, _units(outcome), strict=True))
-        ]
-        methods.setdefault(outcome.method, []).extend(told)
+        own = methods.setdefault(outcome.method, [])
+        for at, (record, unit) in enumerate(zip(outcome.records, _units(outcome), strict=True)):
+            scored = outcome.prompts[at].scored if outcome.prompts else ()
+            own.append({**record, UNIT: unit, SEED: at // each, QUESTIONS: len(scored) or 1})
     for (task, length), methods in found.items():
         yield task, length, methods

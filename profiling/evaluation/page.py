@@ -13,18 +13,26 @@ from profiling.evaluation.measure import OUTPUT
 from profiling.evaluation.method_table import says
 from profiling.evaluation.record import (
     as_json,
-    crossover_sentence,
+    attention_of,
+    entry,
     figure,
     methods_at,
-    nearness,
+    named,
     number,
     speedup_of,
     summary_tasks,
-    told_seen,
 )
-from profiling.evaluation.rows import ALL, BASELINE, CHOICE, PERPLEXITY, SCORE
+from profiling.evaluation.rows import ALL, BASELINE, CHOICE, SCORE
+from profiling.evaluation.summary import (
+    accuracy_sentences,
+    crossover_sentences,
+    nearness,
+    other_methods,
+    seen_sentences,
+    speed_sentences,
+)
 from profiling.prompts.prompt import KINDS, parse_name
-from profiling.speed.baselines import COLUMNS, HEADWISE, cells, sentence
+from profiling.speed.baselines import COLUMNS, cells
 
 _TEMPLATE = Template("""<!doctype html>
 <html lang="en">
@@ -76,11 +84,12 @@ $made_with
 </html>
 """)
 _COLUMN_NAMES = {
+    "first token": "seconds to the first token of a prompt, index builds included",
     "density": "fraction of the causal area that prefill computes, mean over heads",
     "kept": "fraction of the prompt's keys and values that decode attends to",
-    "prefill": "seconds to the first token, index builds included",
     COLUMNS[0]: "times as fast as the fastest dense baseline: sdpa, or Headwise's kernel over every key",
     COLUMNS[1]: "times as fast as the model's default attention",
+    "attention": "seconds of attention alone in one prefill, index builds included",
     "tokens/s": "decoded tokens a second after a prompt of that length",
     "cache": "bytes of keys and values after the prompt",
     "peak": "peak memory of a prefill beside the model",
@@ -105,59 +114,14 @@ def page(record: dict[str, Any]) -> str:
 
 
 def _sentences(record: dict[str, Any]) -> list[str]:
-    """The artifact's quality and speed at the longest length, and the verdicts on the other methods."""
+    """Times, accuracy and the verdicts on the other methods at the longest length."""
     length = record["settings"]["lengths"][-1]
-    columns = summary_tasks(record, length)
-    said = []
-    if columns:
-        task, measure = columns[0]
-        own = figure(record, task, length, HEADWISE, measure)
-        dense = figure(record, task, length, BASELINE, measure)
-        if own and dense and own["difference"] is not None:
-            said.append(_quality(own, dense, length))
-    timed = _of(record["prefill"], HEADWISE, length)
-    if timed:
-        crossover = f"; {crossover_sentence(record)}" if record["crossover"] else ""
-        share = timed["build"] / timed["seconds"]
-        said.append(
-            f"Prefill of {length:,} tokens takes {timed['seconds']:.3f} s, {sentence(speedup_of(timed))}; "
-            f"{share:.0%} of it builds indices{crossover}."
-        )
-    if columns:
-        said += _verdicts(record, *columns[0], length)
-    return said
-
-
-def _quality(own: dict[str, Any], dense: dict[str, Any], length: int) -> str:
-    verdicts = {
-        "better": "better than dense",
-        "worse": "worse than dense",
-        "": "too few prompts to tell it from dense" if own["few"] else "no significant difference",
-    }
-    form = "+.1%" if own["measure"].startswith(PERPLEXITY) else "+.3f"
-    difference, low, high = (format(own[name], form) for name in ("difference", "difference_low", "difference_high"))
-    return (
-        f"At {length:,} tokens Headwise's {_named(own['task'], own['measure'])} is {number(own['value'])}, "
-        f"dense attention's {number(dense['value'])} (difference {difference}, {low} to {high}, "
-        f"{own['count']} units): {verdicts[own['verdict']]}."
-    )
-
-
-def _verdicts(record: dict[str, Any], task: str, measure: str, length: int) -> list[str]:
-    groups: dict[str, list[str]] = {}
-    for name in record["settings"]["methods"]:
-        found = figure(record, task, length, name, measure)
-        if found and name not in (BASELINE, HEADWISE) and found["difference"] is not None:
-            verdict = found["verdict"] or ("few" if found["few"] else "alike")
-            groups.setdefault(verdict, []).append(name)
-    words = {
-        "better": "better than dense",
-        "worse": "worse than dense",
-        "alike": "not significantly different",
-        "few": "too few prompts to tell",
-    }
-    parts = [f"{says}: {', '.join(groups[verdict])}" for verdict, says in words.items() if verdict in groups]
-    return [f"Of the other methods, by {_named(task, measure)}: {'; '.join(parts)}."] if parts else []
+    return [
+        *speed_sentences(record, length),
+        *crossover_sentences(record),
+        *accuracy_sentences(record, length)[:1],
+        *other_methods(record, length),
+    ]
 
 
 def _length(record: dict[str, Any], length: int) -> str:
@@ -199,7 +163,7 @@ def _chart(record: dict[str, Any], length: int) -> str:
         for each in bars
     ]
     band_says = "; the band is dense attention's" if dense else ""
-    says = f"{escape(_named(task, measure))} with 95% intervals, {number(low)} to {number(high)}{band_says}."
+    says = f"{escape(named(task, measure))} with 95% intervals, {number(low)} to {number(high)}{band_says}."
     return f"<figure style='margin:0'>{''.join(rows)}<figcaption class=muted>{says}</figcaption></figure>"
 
 
@@ -209,28 +173,32 @@ def _summary(record: dict[str, Any], length: int) -> str:
     rows = []
     for made in methods_at(record, length):
         name = made["name"]
-        figures = [_cell(figure(record, task, length, name, measure)) for task, measure in columns]
-        timed = _of(record["prefill"], name, length)
-        decoded = _of(record["decode"], name, length)
-        peak = _of(record["memory"], name, length)
-        measured = [
-            *figures,
+        timed = entry(record["prefill"], name, length)
+        alone = attention_of(record, name, length)
+        decoded = entry(record["decode"], name, length)
+        peak = entry(record["memory"], name, length)
+        times = [
             f"<td>{timed['seconds']:.3f}" if timed else "",
             *(f"<td>{cell}" if timed else "" for cell in cells(speedup_of(timed) if timed else None)),
+            f"<td>{alone:.3f}" if alone else "",
+        ]
+        measured = [
+            *(_cell(figure(record, task, length, name, measure)) for task, measure in columns),
             f"<td>{decoded['tokens_per_second']:.1f}" if decoded else "",
             f"<td>{_size(decoded['cache_bytes'])}" if decoded else "",
             f"<td>{_size(peak['bytes'])}" if peak else "",
         ]
-        if any(measured):
+        if any((*times, *measured)):
             sizes = [f"<td>{number(made[key])}" for key in ("density", "kept")]
-            rows.append([f"<td>{escape(name)}", *sizes, *measured])
+            rows.append([f"<td>{escape(name)}", *times, *sizes, *measured])
     head = [
         "method",
+        "first token",
+        *COLUMNS,
+        "attention",
         "density",
         "kept",
-        *(_named(task, measure) for task, measure in columns),
-        "prefill",
-        *COLUMNS,
+        *(named(task, measure) for task, measure in columns),
         "tokens/s",
         "cache",
         "peak",
@@ -254,10 +222,6 @@ def _cell(found: dict[str, Any] | None) -> str:
 def _mark(found: dict[str, Any]) -> str:
     few = " ?" if found["few"] else ""
     return {"better": " ▲", "worse": " ▼", "": few}[found["verdict"]]
-
-
-def _named(task: str, measure: str) -> str:
-    return task if measure == SCORE and task == ALL else f"{task} {measure}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
@@ -296,16 +260,12 @@ def _made_with(record: dict[str, Any]) -> str:
     left = record.get("left_out", {"what": []})
     if left["what"]:
         told.append(f"Left out of {left['minutes']:g} minutes: {'; '.join(left['what'])}.")
-    told += told_seen(record)
+    told += seen_sentences(record)
     told.append(f"Artifact {record['artifact']['content_sha256']}")
     told.append(record["command"])
     told.append(", ".join(f"{name}: {value}" for name, value in record["environment"].items()))
     told.append(f"Every figure is in {OUTPUT}.")
     return "".join(f"<p>{escape(each)}</p>" for each in told)
-
-
-def _of(entries: Sequence[dict[str, Any]], name: str, length: int) -> dict[str, Any] | None:
-    return next((each for each in entries if each["method"] == name and each["length"] == length), None)
 
 
 def _size(value: int) -> str:

@@ -1,4 +1,4 @@
-"""What an evaluation found as plain data: the one JSON, the text table, and the summary that goes into an artifact."""
+"""An evaluation as plain data: the one JSON, what is read of it, and the entries of an artifact's evidence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Any
 
 from artifacts import Artifact
-from artifacts.page_layout import aligned
 from profiling.environment import environment
 from profiling.evaluation.measure import Evaluation, Outcome
 from profiling.evaluation.methods import Methods
@@ -17,7 +16,6 @@ from profiling.evaluation.rows import (
     ALL,
     BASELINE,
     CHOICE,
-    NEARNESS,
     NLL,
     PERPLEXITY,
     SCORE,
@@ -29,9 +27,8 @@ from profiling.evaluation.rows import (
 from profiling.evaluation.speed import Timed
 from profiling.evaluation.times import Times
 from profiling.models.loading import LoadedModel
-from profiling.prompts.held_out import overlap_sentence
 from profiling.prompts.settings import HIGH, LOW, settings
-from profiling.speed.baselines import COLUMNS, EVIDENCE, HEADWISE, KERNEL, MODEL, Speedup, cells, speedup
+from profiling.speed.baselines import EVIDENCE, HEADWISE, KERNEL, MODEL, Speedup, speedup
 
 
 def record_of(
@@ -106,8 +103,18 @@ def _method(methods: Methods, name: str, length: int) -> dict[str, Any]:
 def timed_record(times: Times | None) -> dict[str, Any]:
     """What was timed; methods of other rounds by the ratio to one dense figure."""
     if times is None:
-        return {"prefill": [], "decode": [], "memory": [], "crossover": None}
-    prefill = _rounds(times.prefill, lambda timed, slow: {"seconds": timed.median * slow, "build": timed.build * slow})
+        return {"prefill": [], "attention": [], "decode": [], "memory": [], "crossover": None}
+    prefill = _rounds(times.prefill, lambda timed, slow: {"seconds": timed.median * slow})
+    attention = [
+        {
+            "method": name,
+            "length": length,
+            "seconds": seconds[name],
+            "dense": {dense: seconds[dense] for dense in (MODEL, KERNEL) if dense in seconds},
+        }
+        for (name, length), seconds in times.attention.items()
+        if seconds
+    ]
     decode = _rounds(
         times.decode,
         lambda timed, slow: {
@@ -118,7 +125,7 @@ def timed_record(times: Times | None) -> dict[str, Any]:
     )
     memory = [{"method": name, "length": length, "bytes": held} for (name, length), held in times.memory.items()]
     found = None if times.crossover is None else asdict(times.crossover)
-    return {"prefill": prefill, "decode": decode, "memory": memory, "crossover": found}
+    return {"prefill": prefill, "attention": attention, "decode": decode, "memory": memory, "crossover": found}
 
 
 def _rounds(
@@ -174,70 +181,6 @@ def summary_tasks(record: dict[str, Any], length: int) -> list[tuple[str, str]]:
     return found
 
 
-def shown(found: dict[str, Any] | None) -> str:
-    """A figure in a few characters: its value, + or - where it is better or worse than dense, ? where none can tell."""
-    if found is None:
-        return "-"
-    none = "?" if found.get("few") else " "
-    return number(found["value"]) + {"better": "+", "worse": "-", "": none}[found["verdict"]]
-
-
-def table(record: dict[str, Any]) -> str:
-    """The summary as text, a block for each length; + and - mark what differs from dense."""
-    blocks = []
-    for length in record["settings"]["lengths"]:
-        columns = summary_tasks(record, length)
-        head = ["", "density", "kept", *(f"{task}" if kind == SCORE else f"{task} {kind}" for task, kind in columns)]
-        timed = {each["method"]: each for each in record["prefill"] if each["length"] == length}
-        lines = [[*head, *(["prefill s", *COLUMNS] if timed else [])]]
-        for method in methods_at(record, length):
-            name = method["name"]
-            line = [shown(figure(record, task, length, name, kind)) for task, kind in columns]
-            if timed:
-                own = timed.get(name)
-                line += [f"{own['seconds']:.3f}" if own else "-", *cells(speedup_of(own) if own else None)]
-            lines.append([name, number(method["density"]), number(method["kept"]), *line])
-        blocks.append(
-            "\n".join(
-                [
-                    f"{length} tokens (+ better, - worse than dense beyond chance, ? too few prompts to tell)",
-                    *aligned(lines),
-                ]
-            )
-        )
-        near = nearness(record, length)
-        if near:
-            blocks.append("\n".join([f"{length} tokens, beside dense attention's predictions", *aligned(near)]))
-    if record["crossover"]:
-        blocks.append(crossover_sentence(record))
-    blocks += told_seen(record)
-    return "\n\n".join(blocks)
-
-
-def nearness(record: dict[str, Any], length: int) -> list[list[str]]:
-    """A table of how near each method is to dense attention, its head first; empty where that was not asked for.
-
-    A cell is the mean and its 95% interval over prompts.
-    """
-    here = [each for each in record["figures"] if each["length"] == length and each["measure"] in NEARNESS]
-    columns = sorted(
-        dict.fromkeys((each["task"], each["measure"]) for each in here),
-        key=lambda column: (column[0] != ALL, column[0], NEARNESS.index(column[1])),
-    )
-    if not columns:
-        return []
-    rows = []
-    for name in dict.fromkeys(each["method"] for each in here):
-        found = [figure(record, task, length, name, measure) for task, measure in columns]
-        rows.append([name, *("-" if each is None else _bounded(each) for each in found)])
-    return [["", *(f"{task} {measure}" for task, measure in columns)], *rows]
-
-
-def _bounded(found: dict[str, Any]) -> str:
-    value, low, high = (f"{found[name]:.4f}" for name in ("value", "low", "high"))
-    return f"{value} ({low} to {high})" if found["count"] > 1 else value
-
-
 def methods_at(record: dict[str, Any], length: int) -> list[dict[str, Any]]:
     """The methods at a length, and dense attention by Headwise's kernel after the model's own where it was timed."""
     found = [each for each in record["methods"] if each["length"] == length]
@@ -247,27 +190,28 @@ def methods_at(record: dict[str, Any], length: int) -> list[dict[str, Any]]:
     return found
 
 
+def named(task: str, measure: str) -> str:
+    """The name of a column of a summary."""
+    return task if measure == SCORE and task == ALL else f"{task} {measure}"
+
+
+def entry(entries: Sequence[dict[str, Any]], name: str, length: int) -> dict[str, Any] | None:
+    """The entry of a method at a length; None where there is none."""
+    return next((each for each in entries if each["method"] == name and each["length"] == length), None)
+
+
+def attention_of(record: dict[str, Any], name: str, length: int) -> float | None:
+    """Seconds of attention alone by a method; of dense attention those beside Headwise's."""
+    if name not in (MODEL, KERNEL):
+        own = entry(record["attention"], name, length)
+        return own["seconds"] if own else None
+    beside = entry(record["attention"], HEADWISE, length)
+    return beside["dense"].get(name) if beside else None
+
+
 def speedup_of(timed: dict[str, Any]) -> Speedup:
     """The speed-up of an entry of `prefill` or `decode`."""
     return speedup(timed["rounds"], timed["dense_rounds"])
-
-
-def told_seen(record: dict[str, Any]) -> list[str]:
-    """A sentence for each task of which the search had seen prompts."""
-    return [overlap_sentence(**each) for each in record["seen_by_search"]]
-
-
-def crossover_sentence(record: dict[str, Any]) -> str:
-    """The crossover in a sentence."""
-    found = record["crossover"]
-    lengths = [length for length, _ in found["measured"]]
-    if found["length"] is None:
-        return (
-            "prefill was slower than the fastest dense baseline at every length that was timed, "
-            f"up to {max(lengths)} tokens"
-        )
-    already = ", the shortest that was timed" if found["length"] == min(lengths) else ""
-    return f"prefill is faster than the fastest dense baseline from {found['length']} tokens on{already}"
 
 
 def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -278,12 +222,6 @@ def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
         "versions": record["environment"],
     }
     entries = []
-    for length in record["settings"]["lengths"]:
-        for task, kind in summary_tasks(record, length):
-            own, dense = (figure(record, task, length, name, kind) for name in ("headwise", BASELINE))
-            if own and dense:
-                name = f"{kind}: {task}"
-                entries.append(_entry(name, own["value"], dense["value"], length, own["count"], "", common))
     for timed in record["prefill"]:
         if timed["method"] == HEADWISE:
             count = len(timed["rounds"])
@@ -292,6 +230,12 @@ def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
                 dense = timed["seconds"] * timed["speedups"][name]
                 own = _entry("prefill", timed["seconds"], dense, timed["length"], count, "s", common)
                 entries.append({**own, "baseline_name": EVIDENCE[name]})
+    for length in record["settings"]["lengths"]:
+        for task, kind in summary_tasks(record, length):
+            own, dense = (figure(record, task, length, name, kind) for name in ("headwise", BASELINE))
+            if own and dense:
+                name = f"{kind}: {task}"
+                entries.append(_entry(name, own["value"], dense["value"], length, own["count"], "", common))
     if record["crossover"] and record["crossover"]["length"]:
         entries.append(
             {

@@ -20,7 +20,7 @@ from profiling.evaluation.intervals import (
     sign_flip,
     student,
 )
-from profiling.evaluation.measure import SEED, UNIT, Outcome, groups
+from profiling.evaluation.measure import QUESTIONS, SEED, UNIT, Outcome, groups
 from profiling.quality.trials import BLOCK, FORCED
 
 ALL = "all answers"
@@ -62,6 +62,7 @@ class Figure:
     A unit is a context with all its questions, a window of a text, or the same thing at every depth: never a token.
     difference, and its bounds: the mean of method - dense over the same units; of a perplexity, its ratio to dense's
     less 1. None for dense, and where dense was not run.
+    questions: asked in those units, or windows of a text.
     needed: how many units tell a loss of 5 points in 80% of runs, by the spread of that difference; of scores alone.
     p: of that difference, by sign_flip; corrected: after Holm's correction for all looks of the page.
     verdict: "better" or "worse" than dense where the corrected p is below 0.05 and the difference shows in three
@@ -77,6 +78,7 @@ class Figure:
     low: float
     high: float
     count: int
+    questions: int = 0
     difference: float | None = None
     difference_low: float | None = None
     difference_high: float | None = None
@@ -139,7 +141,9 @@ def _of_task(task: str, length: int, methods: dict[str, list[dict[str, Any]]]) -
             other = [base[unit] for unit in own] if paired else None
             made = _figure(task, length, method, measure, list(own.values()), other)
             seeds = {record[UNIT]: record[SEED] for record in methods[method]}
-            found.append(replace(made, by_seed=_by_seed(own, base, seeds, measure) if paired else ()))
+            apart = _by_seed(own, base, seeds, measure) if paired else ()
+            questions = sum(record[QUESTIONS] for record in methods[method])
+            found.append(replace(made, by_seed=apart, questions=questions))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Speed of methods beside both dense attentions, in turn: prefill and index build, decode, and the crossover.
+"""Speed of methods beside both dense attentions: first token, attention alone, decode, and the crossover.
 
 Every method's times stand beside those that dense attention had in the same rounds, by the default attention and by
 Headwise's kernel: speeds of unlike rounds are never divided by each other.
@@ -7,7 +7,6 @@ Headwise's kernel: speeds of unlike rounds are never divided by each other.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,31 +16,29 @@ import torch
 
 from artifacts import HeadwiseError
 from profiling.evaluation.methods import Methods
-from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.method import Method
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, Speedup, speedup
 from profiling.speed.latency import interleaved
+from profiling.speed.layer_times import ANCHOR, SDPA, time_layers
+from profiling.speed.layer_times import Timed as Asked
 from runtime.memory import cache_bytes
 from runtime.plans import layer_plans
 
 _TASK, _SEED = "passkey", 424_242
-_BUILDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
     """Seconds of each round of a method, and of dense attention in the same rounds: the model's own, and our kernel's.
 
-    build: seconds of all layers' indices, which are part of a prefill; 0 where there are none.
     steps: tokens of a round of decode. cache: bytes of the cache after the prompt.
     """
 
     seconds: tuple[float, ...]
     model: tuple[float, ...]
     kernel: tuple[float, ...]
-    build: float = 0.0
     steps: int = 1
     cache: int = 0
 
@@ -79,38 +76,27 @@ def prefill_times(loaded: LoadedModel, methods: Sequence[Method], length: int, *
         model(ids, past_key_values=current[0], use_cache=True, logits_to_keep=1)
 
     seconds = interleaved({m.name: entering(m) for m in methods}, run, repeats=repeats, device=str(model.device))
-    builds = build_seconds(loaded, methods, ids)
-    return {
-        m.name: Timed(seconds=tuple(seconds[m.name]), build=builds.get(m.name, 0.0), **_dense(seconds)) for m in methods
-    }
+    return {m.name: Timed(seconds=tuple(seconds[m.name]), **_dense(seconds)) for m in methods}
 
 
 def _dense(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     return {"model": tuple(seconds[MODEL]), "kernel": tuple(seconds[KERNEL])}
 
 
-def build_seconds(loaded: LoadedModel, methods: Sequence[Method], ids: torch.Tensor) -> dict[str, float]:
-    """Seconds that the indices of all layers take, by method; methods without patterns are missing."""
-    with_patterns = {m.name: m.headwise for m in methods if m.headwise is not None and m.headwise.artifact.patterns}
-    plans = {name: layer_plans(h.artifact, h.arrays) for name, h in with_patterns.items()}
-    total = dict.fromkeys(with_patterns, 0.0)
+def attention_seconds(loaded: LoadedModel, methods: Sequence[Method], length: int) -> dict[str, float]:
+    """Seconds of one prompt's attention alone, index builds included, by methods that have patterns and densely.
 
-    def visit(inputs: LayerInputs) -> None:
-        for name, layers in plans.items():
-            if (plan := layers.get(inputs.layer)) is None:
-                continue
-            took = []
-            for _ in range(_BUILDS):
-                _wait(inputs.q.device)
-                start = time.perf_counter()
-                plan.build(inputs.q, inputs.k, scale=inputs.scale)
-                _wait(inputs.q.device)
-                took.append(time.perf_counter() - start)
-            total[name] += statistics.median(took)
-
-    if with_patterns:
-        capture(loaded.model, ids, visit)
-    return total
+    Over the layers for which all of these methods have patterns; nothing where there are none.
+    """
+    served = {method.name: method.headwise for method in methods if method.headwise is not None}
+    plans = {name: layer_plans(each.artifact, each.arrays) for name, each in served.items()}
+    layers = sorted(set.intersection(*(set(each) for each in plans.values())))
+    if not layers:
+        return {}
+    asked = Asked(tokens=length, plans=plans, sdpa=True)
+    (found,) = time_layers(loaded, prompt_ids(loaded, length)[0].tolist(), [asked], layers)
+    dense = {SDPA: MODEL, ANCHOR: KERNEL}
+    return {dense.get(name, name): seconds for name, seconds in found.seconds.items()}
 
 
 @torch.no_grad()
@@ -188,8 +174,3 @@ def crossover(loaded: LoadedModel, methods: Methods, *, low: int, high: int, rep
             else:
                 below = middle
     return Crossover(length=where, measured=tuple(sorted(found.items())))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -9,7 +9,14 @@ from typing import Any
 
 from profiling.environment import environment
 from profiling.evaluation.methods import Methods
-from profiling.evaluation.speed import Crossover, Timed, crossover, decode_times, prefill_times
+from profiling.evaluation.speed import (
+    Crossover,
+    Timed,
+    attention_seconds,
+    crossover,
+    decode_times,
+    prefill_times,
+)
 from profiling.ledger import Ledger, Unit
 from profiling.memory_use.peak_memory import peak_of
 from profiling.models.loading import LoadedModel
@@ -22,20 +29,23 @@ _DENSE = (MODEL, KERNEL)
 # Whose decode differs from dense attention's only by Headwise's own growing cache: one of them is enough.
 _PLAIN = (*_DENSE, HEADWISE)
 # Raised where what is kept of a measurement changes.
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What to time beside both dense attentions. repeats: rounds, in turn. steps: tokens of a round of decode.
+    """What to time beside both dense attentions.
 
-    memory: also peak memory at the longest length. crossover: also the length from which Headwise is faster.
+    repeats: rounds, interleaved. steps: tokens of a round of decode.
+    decode: also tokens after a prompt. memory: also peak memory at the longest length.
+    crossover: also the length from which Headwise is faster.
     """
 
     lengths: tuple[int, ...]
     methods: tuple[str, ...]
     repeats: int = 5
     steps: int = 16
+    decode: bool = True
     memory: bool = True
     crossover: bool = True
     low: int = 512
@@ -43,9 +53,13 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """What was measured: by (method, length); memory in bytes."""
+    """Measurements by (method, length); memory in bytes.
+
+    attention: seconds of attention alone of a method with patterns, and of both dense ones beside it, by name.
+    """
 
     prefill: dict[tuple[str, int], Timed]
+    attention: dict[tuple[str, int], dict[str, float]]
     decode: dict[tuple[str, int], Timed]
     memory: dict[tuple[str, int], int]
     crossover: Crossover | None
@@ -86,14 +100,19 @@ class _Clock:
         memory: dict[tuple[str, int], int] = {}
         found = None
         searched = config.crossover and config.low < longest
-        with phase("speed", 2 * len(config.lengths) + config.memory + searched, "measurements") as shown:
+        attention: dict[tuple[str, int], dict[str, float]] = {}
+        total = (2 + config.decode) * len(config.lengths) + config.memory + searched
+        with phase("speed", total, "measurements") as shown:
             for length in config.lengths:
                 named = (self._methods.make(name, length) for name in dict.fromkeys((*_DENSE, *config.methods)))
                 made = [method for method in named if method.applied is None]
                 prefill |= self._timed("prefill", made, length)
                 shown.update()
-                decode |= self._timed("decode", [m for m in made if m.evicts or m.name in _PLAIN], length)
+                attention |= self._attention(made, length)
                 shown.update()
+                if config.decode:
+                    decode |= self._timed("decode", [m for m in made if m.evicts or m.name in _PLAIN], length)
+                    shown.update()
                 if config.memory and length == longest:
                     for method in made:
                         memory[method.name, length] = self._kept(
@@ -105,7 +124,11 @@ class _Clock:
                 found = self._kept(f"crossover/{config.low}/{config.repeats}", longest, identity, self._crossover)
                 shown.update()
         return Times(
-            prefill=prefill, decode=decode, memory=memory, crossover=Crossover(**_tuples(found)) if found else None
+            prefill=prefill,
+            attention=attention,
+            decode=decode,
+            memory=memory,
+            crossover=Crossover(**_tuples(found)) if found else None,
         )
 
     def _timed(self, what: str, some: Sequence[Method], length: int) -> dict[tuple[str, int], Timed]:
@@ -121,6 +144,18 @@ class _Clock:
             for name, value in found.items():
                 self._ledger.put(units[name], asdict(value))
         return {(m.name, length): Timed(**_tuples(self._ledger.get(units[m.name]))) for m in some}
+
+    def _attention(self, made: Sequence[Method], length: int) -> dict[tuple[str, int], dict[str, float]]:
+        """Attention alone, of methods whose prefill has patterns: what caches drop is not seen in it."""
+        some = [m for m in made if m.headwise is not None and not m.evicts]
+        units = {m.name: self._unit("attention", length, m.identity) for m in some}
+        missing = [m for m in some if self._again or units[m.name] not in self._ledger]
+        if missing:
+            found = attention_seconds(self._loaded, missing, length)
+            for method in missing:
+                names = (method.name, *_DENSE)
+                self._ledger.put(units[method.name], {name: found[name] for name in names if name in found})
+        return {(m.name, length): self._ledger.get(units[m.name]) for m in some}
 
     def _crossover(self) -> dict[str, Any]:
         config = self._config

@@ -20,7 +20,7 @@ from profiling import evaluate
 from profiling.evaluate import main
 from profiling.evaluation import measure as evaluation
 from profiling.evaluation.page import page
-from profiling.models.loading import load_model
+from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import DEFAULT_TASKS, Prompt
 from profiling.prompts.settings import Setting
@@ -106,8 +106,15 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     shown = capsys.readouterr().out
     assert "headwise+snapkv" in shown and "index.html" in shown
     (line,) = (line for line in shown.splitlines() if line.startswith("headwise "))
-    assert line.split()[-2:] == [f"{min(by_hand):.2f}x", f"{by_hand[0]:.2f}x"]
-    assert [line.split()[0] for line in shown.splitlines()[1:4]] == ["density", "dense", "dense_kernel"]
+    (alone,) = (each for each in record["attention"] if each["method"] == "headwise")
+    assert set(alone["dense"]) == {"dense", "dense_kernel"}
+    assert line.split()[2:5] == [f"{min(by_hand):.2f}x", f"{by_hand[0]:.2f}x", f"{alone['seconds']:.3f}"]
+    said = shown.splitlines()
+    assert said[0].startswith("Seconds to the first token of 900 tokens: ")
+    assert said[1].startswith("Attention alone, index builds included: ")
+    assert said[2].startswith("Accuracy of all answers: dense ") and " of 6 questions, difference " in said[2]
+    table = said.index("900 tokens (+ better, - worse than dense beyond chance, ? too few prompts to tell)")
+    assert [line.split()[0] for line in said[table + 1 : table + 4]] == ["first", "dense", "dense_kernel"]
     html = (tmp_path / "report" / "index.html").read_text()
     assert html == page(record)
     assert re.search(r"\d(, no difference beyond noise)?\) (as|than) the fastest dense baseline", html)
@@ -136,11 +143,42 @@ def test_other_artifacts_are_rows_of_their_own(command: Command, searched: Path,
         command(*asked, beside=tmp_path / "headwise.yaml")
 
 
-def test_quick_is_a_first_look(command: Command) -> None:
-    record = command("--quick", "--repeats", "1", "--steps", "1")
+def test_quick_is_a_first_look_of_few_prefills(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefills: list[int] = []
+
+    def counting(*args: Any, **options: Any) -> LoadedModel:
+        loaded = load_model(*args, **options)
+
+        def count(module: Any, given: Any, keywords: dict[str, Any]) -> None:
+            ids = given[0] if given else keywords["input_ids"]
+            # But for the questions of later turns and for decode.
+            prefills.extend([ids.shape[1]] * (ids.shape[1] > LENGTH // 2))
+
+        loaded.model.register_forward_pre_hook(count, with_kwargs=True)
+        return loaded
+
+    monkeypatch.setattr(evaluate, "load_model", counting)
+    record = command("--quick", "--steps", "1")
+    # Eight contexts under four methods; three rounds of five, decode of three, one pass for sizes, one for attention.
+    # A default search of 8,192 tokens takes as long as 53 dense prefills.
+    assert len(prefills) == 8 * 4 + 3 * 5 + 3 + 1 + 1
     assert [each["name"] for each in record["methods"]] == ["dense", "headwise", "vertical_slash", "a_shape"]
     assert {each["task"] for each in record["figures"]} == {"line_turns@questions=4", *DEFAULT_TASKS[1:], "all answers"}
     assert record["crossover"] is None and record["memory"] == [] and len(record["prefill"]) == 5
+
+
+def test_speed_only_asks_nothing(
+    command: Command, trials: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = command("--speed-only", "--repeats", "1")
+    assert trials == [] and record["figures"] == record["decode"] == record["memory"] == []
+    assert {each["method"] for each in record["prefill"]} == {"dense", "dense_kernel", "headwise"}
+    assert [each["method"] for each in record["attention"]] == ["headwise"]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("Seconds to the first token of 900 tokens: ")
+    assert said[1].startswith("Attention alone, index builds included: ")
+    assert said[2] == "" and "first token s" in said[4]
+    assert "Seconds to the first token of 900 tokens: " in (tmp_path / "report" / "index.html").read_text()
 
 
 def test_fidelity_is_beside_dense_attention_and_kept(
@@ -194,6 +232,8 @@ def test_a_model_with_settings_is_asked_those_tasks(searched: Path, monkeypatch:
         return quality.tasks, quality.lengths
 
     assert asked() == asked("--quick") == (("vt", "cwe", "prose"), (LENGTH,))
+    assert asked("--quick", "--length", "700")[0] == asked("--length", "700")[0] == ("vt", "cwe", "fwe", "prose")
+    assert asked("--speed-only")[0] == ()
     assert asked("--length", "700", "800") == (("vt", "cwe", "fwe", "prose"), (700, 800))
     assert asked("--task", "passkey")[0] == ("passkey",) and LENGTH not in asked("--task", "passkey")[1]
     # What the artifact serves densely there is asked at the length of models without settings.
@@ -274,6 +314,8 @@ def test_the_crossover_becomes_dense_below_where_it_is_wanted(
         (("--task", "passkeys"), "unknown task"),
         (("--repeats", "0"), "--repeats must be at least 1"),
         (("--no-speed", "--set-dense-below"), "needs the crossover"),
+        (("--speed-only", "--task", "passkey"), "--speed-only asks nothing: leave --task"),
+        (("--speed-only", "--no-speed"), "--speed-only asks nothing: leave --task"),
     ],
 )
 def test_what_cannot_be_is_one_line(command: Command, options: tuple[str, ...], says: str) -> None:

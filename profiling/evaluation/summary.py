@@ -1,0 +1,183 @@
+"""An evaluation as text: seconds to the first token, attention alone, accuracy, and a table of all methods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from artifacts.page_layout import aligned
+from profiling.evaluation.record import (
+    attention_of,
+    entry,
+    figure,
+    methods_at,
+    named,
+    number,
+    speedup_of,
+    summary_tasks,
+)
+from profiling.evaluation.rows import ALL, BASELINE, CHOICE, NEARNESS, PERPLEXITY, SCORE
+from profiling.prompts.held_out import overlap_sentence
+from profiling.speed.baselines import COLUMNS, HEADWISE, LABELS, Speedup, cells, sentence, speedup
+
+_MEASURES = {SCORE: "Accuracy", CHOICE: "Forced choice", PERPLEXITY: "Perplexity"}
+
+
+def speed_sentences(record: dict[str, Any], length: int) -> list[str]:
+    """Seconds to the first token of a prompt, then of its attention alone; those that were timed."""
+    said = []
+    timed = entry(record["prefill"], HEADWISE, length)
+    if timed:
+        said.append(
+            f"Seconds to the first token of {length:,} tokens: " + _seconds(timed["seconds"], speedup_of(timed))
+        )
+    alone = entry(record["attention"], HEADWISE, length)
+    if alone:
+        dense = {name: [seconds] for name, seconds in alone["dense"].items()}
+        found = speedup([alone["seconds"]], dense)
+        said.append("Attention alone, index builds included: " + _seconds(alone["seconds"], found))
+    return said
+
+
+def _seconds(own: float, found: Speedup) -> str:
+    """Seconds by the fastest dense baseline and by Headwise, with the speed-up."""
+    dense = own * found.over[found.fastest]
+    return f"{dense:.3f} {LABELS[found.fastest]}, {own:.3f} Headwise, {sentence(found)}."
+
+
+def accuracy_sentences(record: dict[str, Any], length: int) -> list[str]:
+    """Accuracy of dense attention and of Headwise, task by task, as far as both were asked."""
+    said = []
+    for task, measure in summary_tasks(record, length):
+        own = figure(record, task, length, HEADWISE, measure)
+        dense = figure(record, task, length, BASELINE, measure)
+        if measure in _MEASURES and own and dense and own["difference"] is not None:
+            said.append(f"{_MEASURES[measure]} of {task}: {_difference(own, dense)}.")
+    return said
+
+
+def _difference(own: dict[str, Any], dense: dict[str, Any]) -> str:
+    perplexity = own["measure"] == PERPLEXITY
+    form = "+.1%" if perplexity else "+.3f"
+    fields = ("difference", "difference_low", "difference_high")
+    value, low, high = (format(own[name], form) for name in fields)
+    verdicts = {
+        "better": "better than dense",
+        "worse": "worse than dense",
+        "": "too few to tell it from dense" if own["few"] else "no significant difference",
+    }
+    return (
+        f"dense {number(dense['value'])}, Headwise {number(own['value'])} "
+        f"of {own['questions']} {'windows' if perplexity else 'questions'}, "
+        f"difference {value}, 95% interval {low} to {high}: {verdicts[own['verdict']]}"
+    )
+
+
+def other_methods(record: dict[str, Any], length: int) -> list[str]:
+    """Verdicts on the other methods, by the first column of the summary."""
+    columns = summary_tasks(record, length)
+    if not columns:
+        return []
+    task, measure = columns[0]
+    groups: dict[str, list[str]] = {}
+    for name in record["settings"]["methods"]:
+        found = figure(record, task, length, name, measure)
+        if found and name not in (BASELINE, HEADWISE) and found["difference"] is not None:
+            verdict = found["verdict"] or ("few" if found["few"] else "alike")
+            groups.setdefault(verdict, []).append(name)
+    words = {
+        "better": "better than dense",
+        "worse": "worse than dense",
+        "alike": "not significantly different",
+        "few": "too few prompts to tell",
+    }
+    parts = [f"{words[verdict]}: {', '.join(groups[verdict])}" for verdict in words if verdict in groups]
+    return [f"Of the other methods, by {named(task, measure)}: {'; '.join(parts)}."] if parts else []
+
+
+def crossover_sentences(record: dict[str, Any]) -> list[str]:
+    """The length from which prefill is faster, where it was looked for."""
+    found = record["crossover"]
+    if not found:
+        return []
+    lengths = [length for length, _ in found["measured"]]
+    if found["length"] is None:
+        return [
+            "Prefill was slower than the fastest dense baseline at every length that was timed, "
+            f"up to {max(lengths):,} tokens."
+        ]
+    already = ", the shortest that was timed" if found["length"] == min(lengths) else ""
+    return [f"Prefill is faster than the fastest dense baseline from {found['length']:,} tokens on{already}."]
+
+
+def seen_sentences(record: dict[str, Any]) -> list[str]:
+    """A sentence for each task of which the search had seen prompts."""
+    return [overlap_sentence(**each) for each in record["seen_by_search"]]
+
+
+def shown(found: dict[str, Any] | None) -> str:
+    """A figure in a few characters: its value, + or - where it is better or worse than dense, ? where none can tell."""
+    if found is None:
+        return "-"
+    none = "?" if found.get("few") else " "
+    return number(found["value"]) + {"better": "+", "worse": "-", "": none}[found["verdict"]]
+
+
+def table(record: dict[str, Any]) -> str:
+    """The summary as text: sentences and a table of all methods for each length."""
+    blocks = []
+    for length in record["settings"]["lengths"]:
+        said = [*speed_sentences(record, length), *accuracy_sentences(record, length)]
+        head = f"{length:,} tokens"
+        if summary_tasks(record, length):
+            head += " (+ better, - worse than dense beyond chance, ? too few prompts to tell)"
+        blocks.append("\n".join([*said, "", head, *aligned(_rows(record, length))]))
+        near = nearness(record, length)
+        if near:
+            blocks.append("\n".join([f"{length:,} tokens, beside dense attention's predictions", *aligned(near)]))
+    blocks += [*crossover_sentences(record), *seen_sentences(record)]
+    return "\n\n".join(blocks)
+
+
+def _rows(record: dict[str, Any], length: int) -> list[list[str]]:
+    """A head and a row for each method: its times where any were taken, its sizes, its figures."""
+    columns = summary_tasks(record, length)
+    timed = any(each["length"] == length for each in record["prefill"])
+    times = ["first token s", *COLUMNS, "attention s"] if timed else []
+    tasks = [task if measure == SCORE else f"{task} {measure}" for task, measure in columns]
+    rows = [["", *times, "density", "kept", *tasks]]
+    for method in methods_at(record, length):
+        name = method["name"]
+        row = [name]
+        if timed:
+            own = entry(record["prefill"], name, length)
+            row.append(f"{own['seconds']:.3f}" if own else "-")
+            row += cells(speedup_of(own) if own else None)
+            row.append(number(attention_of(record, name, length)))
+        row += [number(method["density"]), number(method["kept"])]
+        row += [shown(figure(record, task, length, name, measure)) for task, measure in columns]
+        rows.append(row)
+    return rows
+
+
+def nearness(record: dict[str, Any], length: int) -> list[list[str]]:
+    """A table of how near each method is to dense attention, its head first; empty where that was not asked for.
+
+    A cell is the mean and its 95% interval over prompts.
+    """
+    here = [each for each in record["figures"] if each["length"] == length and each["measure"] in NEARNESS]
+    columns = sorted(
+        dict.fromkeys((each["task"], each["measure"]) for each in here),
+        key=lambda column: (column[0] != ALL, column[0], NEARNESS.index(column[1])),
+    )
+    if not columns:
+        return []
+    rows = []
+    for name in dict.fromkeys(each["method"] for each in here):
+        found = [figure(record, task, length, name, measure) for task, measure in columns]
+        rows.append([name, *("-" if each is None else _bounded(each) for each in found)])
+    return [["", *(f"{task} {measure}" for task, measure in columns)], *rows]
+
+
+def _bounded(found: dict[str, Any]) -> str:
+    value, low, high = (f"{found[name]:.4f}" for name in ("value", "low", "high"))
+    return f"{value} ({low} to {high})" if found["count"] > 1 else value
