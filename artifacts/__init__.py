@@ -7,7 +7,7 @@ from artifacts import interrupt  # isort: split  # noqa: F401, before all that t
 from artifacts.costs import DeviceCosts
 from artifacts.decode import Decode, OmniKV, Similarity
 from artifacts.errors import ArtifactError, Finding, HeadwiseError
-from artifacts.evidence import Evidence, Measurement, PromptSet, TaskFigures
+from artifacts.evidence import Evidence, Measurement, PromptSet, TaskFigures, Verdict
 from artifacts.fields import Imported
 from artifacts.front import Front, Point
 from artifacts.front_rows import at_target, front_arrays, front_rows
@@ -79,6 +79,7 @@ __all__ = [
     "Summary",
     "TaskFigures",
     "TriShape",
+    "Verdict",
     "VerticalSlash",
     "at_target",
     "front_arrays",

@@ -79,9 +79,17 @@ class Measurement(Record):
         return self
 
 
+class Verdict(Record):
+    """Whether the gate that passed had answers enough to see a loss of one in five."""
+
+    proven: bool = Field(description="false: so few that a loss of one in five would often not be seen")
+    why: Text = Field(description="what it rests on")
+
+
 class Evidence(Record):
     """What was measured: figures for each task on held-out prompts, and numbers against a baseline."""
 
+    verdict: Verdict | None = Field(default=None, description="of the gate that passed; null: none has run")
     chosen_on: PromptSet | None = Field(
         default=None, description="the prompts by which was chosen what is served; null: none beside the calibration's"
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from artifacts import page_search
 from artifacts.errors import number, plural
-from artifacts.evidence import Evidence, PromptSet
+from artifacts.evidence import Evidence, PromptSet, TaskFigures
 from artifacts.front_rows import FRONT_ROWS
 from artifacts.page_layout import aligned, cell, labelled
 from artifacts.schema import Artifact
@@ -160,17 +160,18 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
     if not evidence:
         return ["evidence: none measured yet"]
     lines = ["evidence"]
+    if evidence.verdict is not None:
+        proven = "proven" if evidence.verdict.proven else "not proven"
+        lines += labelled("  verdict", f"{proven}: {evidence.verdict.why}", width, indent=15)
     for label, prompts in (("chosen on", evidence.chosen_on), ("reported on", evidence.reported_on)):
         if prompts is not None:
             lines += labelled(f"  {label}", _prompts(prompts), width, indent=15)
-    rows = [["task", "length", "prompts", "kl", "answer nll", "(95%)", "answers lost", "perplexity"]]
+    rows = [["task", "length", "prompts", "kl", "answer nll", "(95%)", "accuracy", "perplexity"]]
     for task in evidence.tasks:
         low, high = task.nll_rise_low, task.nll_rise_high
         interval = "-" if low is None or high is None else f"{low:+.4f} to {high:+.4f}"
-        lost = "-" if task.lost is None else f"{task.lost:,} of {task.dense_right:,}"
-        lost += "" if task.won is None else f", {task.won:,} won"
         figures = [cell(task.length, ","), str(task.prompts), f"{task.kl:.4g}", cell(task.nll_rise, "+.4f"), interval]
-        rows.append([task.task, *figures, lost, cell(task.perplexity_ratio, ".4f", "x")])
+        rows.append([task.task, *figures, _accuracy(task), cell(task.perplexity_ratio, ".4f", "x")])
     lines += aligned(rows, indent=2) if evidence.tasks else []
     rows = [["measured", "value", "baseline", "", "length", "samples"]]
     for m in evidence.measurements:
@@ -183,6 +184,15 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
     for device, versions in dict.fromkeys((m.device, tuple(sorted(m.versions.items()))) for m in evidence.measurements):
         lines += labelled("", ", ".join([f"on {device}", *(f"{k} {v}" for k, v in versions)]), width, indent=2)
     return lines
+
+
+def _accuracy(task: TaskFigures) -> str:
+    """Of dense attention and of the artifact, and of how many questions."""
+    if task.dense_right is None or task.lost is None or task.won is None:
+        return "-"
+    asked = task.prompts if task.answers is None else task.answers
+    kept = task.dense_right - task.lost + task.won
+    return f"dense {task.dense_right / asked:.2f}, artifact {kept / asked:.2f} of {asked:,}"
 
 
 def _prompts(prompts: PromptSet) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import cache
 from os import PathLike
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ def load(
 ) -> Headwise:
     """Load an artifact, ready to be applied; with a target, at the point of its front that meets it best.
 
+    One that its gate has not proven is loaded with a warning, once.
+
     Args:
         path: the YAML file.
         target_speedup: at least so many times as fast as dense attention (attention alone, predicted at the front's
@@ -44,6 +47,9 @@ def load(
             from; `verify` is no public key.
     """
     artifact, arrays = artifacts.load_pair(path, verify=verify, names=())
+    verdict = artifact.evidence.verdict
+    if verdict is not None and not verdict.proven:
+        _warn_once(f"{one_line(str(path))} is not proven: {verdict.why}, too few to see a loss of one in five")
     try:
         artifact = artifacts.at_target(
             artifact, arrays, target_speedup=target_speedup, target_kl=target_kl, target_recall=target_recall
@@ -51,6 +57,11 @@ def load(
     except HeadwiseError as error:
         raise HeadwiseError(f"{one_line(str(path))}: {error}") from None
     return Headwise(artifact, arrays)
+
+
+@cache
+def _warn_once(line: str) -> None:
+    _log.warning("%s", line)
 
 
 class Headwise:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from artifacts import arguments
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.command_line import FOUND, ArgumentParser, run_command
 from artifacts.files import out_folder
 from artifacts.options import add_arguments, at_least, check_ranges, config_of, option, shared
 from profiling.inside.head_fidelity import fidelity
@@ -62,8 +62,11 @@ class Demo:
         check_ranges(self)
 
 
-def run(config: ModelSearch, *, repeats: int) -> None:
+def run(config: ModelSearch, *, repeats: int) -> bool:
     """Search, apply and compare; everything lands in the folder of `config.out`.
+
+    Returns:
+        Whether there is an artifact to compare: one that is not worth serving is not written.
 
     Raises:
         HeadwiseError: anything that the user has to put right, or the gate, that nothing passes.
@@ -73,10 +76,12 @@ def run(config: ModelSearch, *, repeats: int) -> None:
     found = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     print(f"$ {config.command}", flush=True)
     with out_folder(config.out.parent):
-        artifact = search_model(config, loaded, found)
-        assert artifact is not None and artifact.search is not None
-        print(report(artifact, config.out, config.model))
-        _compared(loaded, config.out, max(artifact.search.calibration.lengths), repeats)
+        recorded = search_model(config, loaded, found)
+        assert recorded is not None, "there is one process"
+        print(report(recorded))
+        if recorded.written:
+            _compared(loaded, config.out, recorded.outcome.setup.length, repeats)
+    return recorded.written
 
 
 def _compared(loaded: LoadedModel, config: Path, length: int, repeats: int) -> None:
@@ -107,8 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     out = demo.out / "cfg.yaml"
     command = f"headwise search --model {demo.model} --length {demo.length} --out {out}"
     config = ModelSearch(model=demo.model, out=out, lengths=(demo.length,), command=command)
-    run(config, repeats=demo.repeats)
-    return 0
+    return 0 if run(config, repeats=demo.repeats) else FOUND
 
 
 def parser() -> ArgumentParser:

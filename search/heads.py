@@ -3,6 +3,9 @@
 One budget is spent over all heads of the model, in seconds of this machine, and the result is checked on held-out
 prompts, task by task.
 
+The last lines begin with the verdict. Where attention is not 1.05 times as fast as the fastest dense attention, no file
+is written and the exit status is 3; --keep writes it all the same.
+
     torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml    two processes
 """
 
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from artifacts import HeadwiseError, arguments
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.command_line import FOUND, ArgumentParser, run_command
 from artifacts.interrupt import while_importing
 from artifacts.options import add_arguments, config_of, option
 from search.model.config import ModelSearch, without_password
@@ -30,6 +33,7 @@ _OF_MODEL = {
     "n_trials": "--n-trials",
     "storage": "--storage",
     "max_memory": "--max-memory",
+    "keep": "--keep",
     "kl": "--max-kl",
     "perplexity": "--max-perplexity",
     "nll": "--max-nll",
@@ -60,7 +64,7 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
+    """Command line entry point: 0, and 3 where what was found is not worth serving and so was not written."""
     argv = sys.argv[1:] if argv is None else argv
     p = parser()
     options = vars(p.parse_args(argv))
@@ -74,18 +78,19 @@ def main(argv: list[str] | None = None) -> int:
         with while_importing():
             from search.published.search import run as run_published
         artifact = run_published(_published(options, command))
-    else:
-        config = config_of(ModelSearch, options, limits=config_of(Limits, options), command=command)
-        with while_importing():
-            from search.model.pipeline import run as run_model
-        found = run_model(config)
-        if found is None:
-            return 0
-        artifact = found
-    from search.model.report import report
+        from search.model.report import report_published
 
-    print(report(artifact, options["out"], options["model"]))
-    return 0
+        print(report_published(artifact, options["out"], options["model"]))
+        return 0
+    config = config_of(ModelSearch, options, limits=config_of(Limits, options), command=command)
+    with while_importing():
+        from search.model.pipeline import run as run_model
+        from search.model.report import report
+    recorded = run_model(config)
+    if recorded is None:
+        return 0
+    print(report(recorded))
+    return 0 if recorded.written else FOUND
 
 
 def _published(options: dict[str, Any], command: str) -> HeadSearch:

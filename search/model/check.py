@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from artifacts import Artifact, Evidence, HeadwiseError, arguments, load_pair, save
+from artifacts import Artifact, Evidence, HeadwiseError, Verdict, arguments, load_pair, save
 from artifacts.files import check_writable
 from artifacts.front_rows import FRONT_ROWS
 from artifacts.merging import section_of
@@ -30,7 +30,7 @@ from runtime.plans import layer_plans
 from search.model.evidence import HELD_OUT, prompt_set
 from search.model.limits import Limits
 from search.model.prompts import held_out_prompts
-from search.model.task_losses import TaskLoss, by_task, pooled
+from search.model.task_losses import TaskLoss, by_task, pooled, verdict
 
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
@@ -77,20 +77,28 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """fault: None for one that passes. heads: where it fails, those with the most error beyond what was searched.
+class Checked:
+    """What an artifact loses on the prompts of a gate.
 
-    heads: (layer, head, error found, error that the search measured). left_out: what was measured on
-    the former weights, of an artifact that was written for others.
+    fault: the limit that it is beyond; None where there is none. verdict: whether the prompts would have shown a loss.
+    heads: where there is a fault, those with the most error beyond what was searched, as (layer, head, error found,
+    error that the search measured). left_out: sections measured on the former weights, of an artifact that was written
+    for others.
     """
 
     tasks: tuple[TaskLoss, ...]
     fault: str | None
+    verdict: Verdict
     heads: tuple[tuple[int, int, float, float], ...]
     left_out: tuple[str, ...] = ()
 
+    @property
+    def passes(self) -> bool:
+        """Whether nothing is lost, on prompts that would have shown it."""
+        return self.fault is None and self.verdict.proven
 
-def run(config: Check) -> Verdict:
+
+def run(config: Check) -> Checked:
     """Check an artifact against its limits; one that passes is written to `out`, if there is one.
 
     Raises:
@@ -125,19 +133,22 @@ def run(config: Check) -> Verdict:
         for number in range(len(reference.sequences)):
             losses.append(reference.losses(number, plans))
             shown.update()
-    found = by_task(reference.sequences, losses)
-    fault = config.limits.fault(found)
-    heads = _worst(loaded, artifact, arrays, prompts) if fault else ()
-    every = (*found, *pooled(found))
-    left_out: tuple[str, ...] = ()
-    if config.out is not None and fault is None:
-        evidence = Evidence(
-            reported_on=prompt_set(HELD_OUT, reference.sequences),
-            tasks=tuple(task.figures(length) for task in every),
-        )
-        left_out = _write(config.out, artifact, arrays, loaded, evidence)
-    tasks = tuple(replace(task, contexts=()) for task in every)
-    return Verdict(tasks=tasks, fault=fault, heads=heads, left_out=left_out)
+    tasks = by_task(reference.sequences, losses)
+    fault = config.limits.fault(tasks)
+    checked = Checked(
+        tasks=tuple(tasks),
+        fault=fault,
+        verdict=verdict(tasks),
+        heads=_worst(loaded, artifact, arrays, prompts) if fault else (),
+    )
+    if config.out is None or not checked.passes:
+        return checked
+    evidence = Evidence(
+        verdict=checked.verdict,
+        reported_on=prompt_set(HELD_OUT, reference.sequences),
+        tasks=tuple(task.figures(length) for task in (*tasks, *pooled(tasks))),
+    )
+    return replace(checked, left_out=_write(config.out, artifact, arrays, loaded, evidence))
 
 
 def _check_shape(artifact: Artifact, loaded: LoadedModel) -> None:
@@ -172,7 +183,12 @@ def _write(
     same = former.weights_sha256 in (None, model.weights_sha256)
     if same:
         evidence = artifact.evidence.model_copy(
-            update={"chosen_on": None, "reported_on": evidence.reported_on, "tasks": evidence.tasks}
+            update={
+                "verdict": evidence.verdict,
+                "chosen_on": None,
+                "reported_on": evidence.reported_on,
+                "tasks": evidence.tasks,
+            }
         )
         save(artifact.model_copy(update={"model": model, "evidence": evidence}), out, dict(arrays))
         return ()

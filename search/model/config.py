@@ -123,6 +123,11 @@ class ModelSearch:
         advanced=True,
     )
     fresh: bool = shared(arguments.add_fresh, default=False)
+    keep: bool = option(
+        "write the artifact though it is not worth serving",
+        default=False,
+        action="store_true",
+    )
     picture: bool = shared(arguments.add_picture, default=True)
     command: str = ""
 

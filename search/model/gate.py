@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,10 +42,12 @@ class Point:
 class Gated:
     """What the gate let pass, and what reported_on says of it.
 
-    points: of the front, what was chosen among them, measured on some of reported_on. chosen_on: all sequences by which
-    there was more budget, those of the calibration aside.
+    fault: the first loss beyond a limit for which there was more budget; None where there was no more. points: of the
+    front, what was chosen among them, measured on some of reported_on. chosen_on: all sequences by which there was more
+    budget, those of the calibration aside.
     """
 
+    fault: str | None
     chosen: Point
     points: tuple[Point, ...]
     chosen_on: Sequence[TokenSequence]
@@ -60,13 +61,12 @@ class Gated:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gate:
-    """What it takes. sets: of held-out sequences, each unlike those before. quiet: another rank says what was found."""
+    """What it takes. sets: of held-out sequences, each unlike those before."""
 
     heads: Heads
     limits: Limits
     measure: Measure
     sets: Iterator[Reference]
-    quiet: bool
 
     def run(self, total: float, best: Trial) -> Gated:
         """What passes, and the points beside it.
@@ -84,7 +84,7 @@ class Gate:
         """
         like = best.allocation
         chosen_on: list[TokenSequence] = []
-        said = fault = self.limits.fault(best.tasks)
+        first = fault = self.limits.fault(best.tasks)
         spent, measured = total, [(total, self.limits.strain(best.tasks))]
         for number, reference in enumerate(self._sets(), start=1):
             if fault is not None:
@@ -97,15 +97,13 @@ class Gate:
                     f"the gate: {fault}, with {chosen.allocation.cost / total:.2f} times the budget; "
                     "ask for a larger --budget or allow more"
                 )
-            said = said or fault
+            first = first or fault
             chosen_on += [one for one in looked_at if one not in chosen_on]
             measured.append((spent, self.limits.strain(chosen.tasks)))
-        if said is not None and not self.quiet:
-            more_than = chosen.allocation.cost / total
-            print(f"the gate: {said}; with {more_than:.2f} times the budget it passes", file=sys.stderr)
         others = {one.digest: one for one in self._beside(like, spent) if one.digest != chosen.allocation.digest}
         numbers = _first(reference.sequences)
         return Gated(
+            fault=first,
             chosen=chosen,
             points=tuple(self._points(reference, [chosen.allocation, *others.values()], numbers)),
             chosen_on=chosen_on,

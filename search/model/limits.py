@@ -94,8 +94,8 @@ class Limits:
         # Near a tie answers turn both ways: those that are won stand against those that are lost.
         if self.lost is not None and task.lost - task.won > 1 and task.fewer_low is not None:
             said = (
-                f"{task.lost} of {task.dense_right} answers that dense attention gets right are lost and {task.won} of "
-                f"the others won, {task.fewer:.0%} fewer ({task.fewer_low:.0%} to {task.fewer_high:.0%}), the limit "
+                f"accuracy falls from {task.dense_accuracy:.2f} to {task.accuracy:.2f} of {task.answers} questions, "
+                f"{task.fewer:.0%} fewer right answers ({task.fewer_low:.0%} to {task.fewer_high:.0%}), the limit "
                 f"(--max-lost) is {self.lost:.0%}"
             )
             found.append((task.fewer / self.lost, task.fewer_low > 0, said))

@@ -18,7 +18,7 @@ from importlib import import_module
 from itertools import chain
 from typing import Any
 
-from artifacts import Artifact, HeadwiseError, ModelInfo
+from artifacts import HeadwiseError, ModelInfo
 from artifacts.files import check_writable
 from profiling.environment import environment
 from profiling.ledger import Ledger, Unit
@@ -39,7 +39,7 @@ from search.model.curves import Curves
 from search.model.gate import Gate
 from search.model.measured_costs import costs_of, measured
 from search.model.prompts import calibration_prompts, held_out_sets, lengths_of
-from search.model.record import write
+from search.model.record import Recorded, record
 from search.model.refine import Refinement, Trial, check_storage, refine
 from search.model.scored_prompts import score_prompts
 from search.model.setup import Outcome, Setup
@@ -49,8 +49,8 @@ from search.model.task_losses import TaskLoss, by_task
 _VERSION = 4
 
 
-def run(config: ModelSearch) -> Artifact | None:
-    """Search, and write `config.out` with its sidecar; None in ranks after the first, which help.
+def run(config: ModelSearch) -> Recorded | None:
+    """Search, and write `config.out` with its sidecar where that is worth it; None in ranks after the first.
 
     Raises:
         HeadwiseError: anything the user has to put right, or the gate, that nothing passes; no file is written then.
@@ -79,7 +79,7 @@ def run(config: ModelSearch) -> Artifact | None:
 
 def search_model(
     config: ModelSearch, loaded: LoadedModel, model: ModelInfo, launch: Ranks | None = None
-) -> Artifact | None:
+) -> Recorded | None:
     """The search on a model that is loaded and fingerprinted."""
     check_logits(loaded.model)
     searched = searched_layers(loaded)
@@ -122,17 +122,17 @@ def search_model(
             backend=backend,
             candidates=candidates,
         )
-        artifact = search.run(costs, sets)
+        recorded = search.run(costs, sets)
         if launch.is_first:
             ledger.remove()
-    return artifact
+    return recorded
 
 
 class _Search(Setup):
     """The phases."""
 
-    def run(self, costs: Costs | None, held_out: Iterator[list[Prompt]]) -> Artifact | None:
-        """All phases; the artifact in the first rank. held_out: sets of prompts."""
+    def run(self, costs: Costs | None, held_out: Iterator[list[Prompt]]) -> Recorded | None:
+        """All phases; what came of them in the first rank. held_out: sets of prompts."""
         curves: dict[int, Mapping[int, Curves]] = {}
         fault: str | None = None
         for length, made in self.prompts.items():
@@ -143,22 +143,22 @@ class _Search(Setup):
             print(f"no gradients ({fault}): heads are weighed by their change of the residual stream", file=sys.stderr)
         costs = costs or self._measured_costs(calibration.sequences[0], curves[self.length])
         heads = self._heads(curves[self.length], costs)
-        total = self._total(heads)
+        total, least = self._total(heads)
         trials = self._refined(heads, total, calibration)
         gate = Gate(
             heads=heads,
             limits=self.config.limits,
             measure=partial(self._losses, "held-out prompts"),
             sets=map(self._reference, held_out),
-            quiet=not self.launch.is_first,
         )
         gated = gate.run(total, trials[0])
         if not self.launch.is_first:
             return None
-        return write(
+        return record(
             Outcome(
                 setup=self,
                 budget=round(total / heads.total(1.0), 4),
+                least=least,
                 curves=curves,
                 costs=costs,
                 heads=heads,
@@ -192,21 +192,20 @@ class _Search(Setup):
             all_keys=costs.all_keys(),
         )
 
-    def _total(self, heads: Heads) -> float:
+    def _total(self, heads: Heads) -> tuple[float, str | None]:
+        """The budget, and why it is more than the default, None where it is not."""
         share = self.config.share
-        total, least = heads.total(share), min(heads.least(tail) for tail in heads.curves)
+        total = heads.total(share)
+        least = min(heads.least(tail) for tail in heads.curves)
         if total > least * 1.01:
-            return total
+            return total, None
         said = f"the cheapest candidates cost {least / heads.total(1.0):.3f} of all of attention"
         if self.config.budget is not None:
             raise HeadwiseError(
                 f"--budget {share:g} is impossible at {self.length} tokens: {said}; ask for a good deal more, or a "
                 "longer --length"
             )
-        total = max(1.01 * least, least + share * (heads.total(1.0) - least))
-        if self.launch.is_first:
-            print(f"at {self.length} tokens {said}: the budget is {total / heads.total(1.0):.3f}", file=sys.stderr)
-        return total
+        return max(1.01 * least, least + share * (heads.total(1.0) - least)), said
 
     def _refined(self, heads: Heads, total: float, calibration: Reference) -> list[Trial]:
         asked = Refinement(

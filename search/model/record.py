@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 
 import numpy as np
@@ -22,22 +23,66 @@ from artifacts import Point as FrontPoint
 from artifacts.sections import save_searched
 from profiling.prompts.prompt import digest
 from profiling.speed.cost_table import embed
-from profiling.speed.layer_times import ANCHOR, Timings
+from profiling.speed.layer_times import ANCHOR
 from search.common.scores import as_artifact_pattern, score_arrays, winners
 from search.model.allocation import Allocation
-from search.model.evidence import evidence, timed
+from search.model.evidence import evidence
 from search.model.growth import fit
 from search.model.setup import Outcome
+from search.model.speed import Speed, attention_speed, first_token
 from search.model.task_losses import lost_answers, mean_kl
 
+# Times as fast as the fastest dense baseline: an artifact with less is not worth serving.
+WORTH = 1.05
 
-def write(outcome: Outcome) -> Artifact:
-    """Time what was found, and write the artifact with its sidecar."""
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recorded:
+    """A search's artifact and its speed, None where FLOPs were counted. written: whether there is a file of it."""
+
+    outcome: Outcome
+    artifact: Artifact
+    speed: Speed | None
+    written: bool = False
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast attention is as the fastest dense baseline; in FLOPs how many times fewer."""
+        if self.speed is None:
+            return _dense_cost(self.outcome, None) / self.outcome.gated.chosen.allocation.cost
+        return self.speed.gain
+
+    @property
+    def is_worth_serving(self) -> bool:
+        """Whether attention gains, and a whole prefill is no slower for it."""
+        whole = None if self.speed is None else self.speed.first_token
+        return self.gain >= WORTH and (whole is None or whole.ratio >= 1)
+
+
+def record(outcome: Outcome) -> Recorded:
+    """Time what was accepted, and write the artifact with its sidecar where it is worth serving, or is to be kept."""
+    config = outcome.setup.config
+    speed = attention_speed(outcome) if config.measures_costs else None
+    artifact, arrays = _artifact(outcome, speed)
+    if speed is not None:
+        speed = replace(speed, first_token=first_token(outcome, artifact, speed))
+    artifact = artifact.model_copy(update={"evidence": evidence(outcome, speed)})
+    recorded = Recorded(outcome=outcome, artifact=artifact, speed=speed)
+    if not (recorded.is_worth_serving or config.keep):
+        return recorded
+    saved = save_searched(artifact, config.out, arrays)
+    if config.picture:
+        from profiling.pattern_map import draw_pattern_map
+
+        draw_pattern_map(config.out, config.out.with_suffix(""))
+    return replace(recorded, artifact=saved, written=True)
+
+
+def _artifact(outcome: Outcome, speed: Speed | None) -> tuple[Artifact, dict[str, np.ndarray]]:
+    """The artifact, without evidence, and its sidecar's arrays."""
     setup, chosen = outcome.setup, outcome.gated.chosen.allocation
-    config = setup.config
-    timings, below = timed(outcome) if config.measures_costs else (None, None)
     rows, patterns = chosen.rows(setup.patterns)
-    points = _front(outcome, timings)
+    points = _front(outcome, speed)
     listed = []
     for _, allocation in points:
         layers, named = allocation.rows(setup.patterns)
@@ -47,10 +92,8 @@ def write(outcome: Outcome) -> Artifact:
     arrays |= front_arrays(patterns, listed)
     windows = setup.seen.digests
     arrays |= window_arrays(windows)
-    if config.dense_below is not None:
-        below = config.dense_below
     prefill = Prefill(
-        dense_below=below if below is not None else max(1, setup.length // 2),
+        dense_below=_dense_below(outcome, speed),
         dense_tail=chosen.tail,
         layers=rows,
         growth=fit(
@@ -62,7 +105,7 @@ def write(outcome: Outcome) -> Artifact:
         front=Front(
             length=setup.length,
             unit=outcome.costs.unit,
-            dense_cost=_dense_cost(outcome, timings),
+            dense_cost=_dense_cost(outcome, speed),
             dense_right=lost_answers(outcome.gated.points[0].tasks)["dense_right"] or None,
             measured_on="held_out" if outcome.gated.held_out else "calibration",
             points=tuple(point for point, _ in points),
@@ -74,29 +117,31 @@ def write(outcome: Outcome) -> Artifact:
         patterns=patterns,
         prefill=prefill,
         costs=section,
-        evidence=evidence(outcome, timings),
     )
-    saved = save_searched(artifact, config.out, {**arrays, **_arrays(outcome, chosen)})
-    if config.picture:
-        from profiling.pattern_map import draw_pattern_map
-
-        draw_pattern_map(config.out, config.out.with_suffix(""))
-    return saved
+    return artifact, {**arrays, **_arrays(outcome, chosen)}
 
 
-def _dense_cost(outcome: Outcome, timings: Timings | None) -> float:
-    """What the better dense attention costs, in the unit that was spent."""
-    heads = len(outcome.setup.searched) * outcome.setup.model.num_heads
-    known = outcome.costs.all_keys() * heads
-    if timings is None:
+def _dense_below(outcome: Outcome, speed: Speed | None) -> int:
+    """The fewest tokens that are served by patterns: as asked for, or from where on they gain, or half the length."""
+    if outcome.setup.config.dense_below is not None:
+        return outcome.setup.config.dense_below
+    if speed is not None:
+        return speed.dense_below
+    return max(1, outcome.setup.length // 2)
+
+
+def _dense_cost(outcome: Outcome, speed: Speed | None) -> float:
+    """Cost of the fastest dense baseline, in the unit that was spent."""
+    known = outcome.heads.total(1.0)
+    if speed is None:
         return known
     # As fast as the machine was when candidates were timed.
-    return known * timings.dense / timings.seconds[ANCHOR]
+    return known * speed.longest.dense / speed.longest.seconds[ANCHOR]
 
 
-def _front(outcome: Outcome, timings: Timings | None) -> list[tuple[FrontPoint, Allocation]]:
+def _front(outcome: Outcome, speed: Speed | None) -> list[tuple[FrontPoint, Allocation]]:
     """The points that no other beats in both cost and KL, the cheapest first."""
-    dense_cost = _dense_cost(outcome, timings)
+    dense_cost = _dense_cost(outcome, speed)
     found: list[tuple[FrontPoint, Allocation]] = []
     for point in sorted(outcome.gated.points, key=lambda p: (p.allocation.cost, mean_kl(p.tasks))):
         one, answers = point.allocation, lost_answers(point.tasks)

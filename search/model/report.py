@@ -1,100 +1,165 @@
-"""What a finished search says: the patterns, what held-out prompts lose, what attention costs, and what to do next."""
+"""Report of a finished search: the patterns, what held-out prompts lose, seconds, and last the verdict."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from artifacts import Artifact, Measurement, load_arrays
-from artifacts.front_rows import served_point
-from profiling.speed.baselines import EVIDENCE, HEADWISE, KERNEL, rows, sentence, speedup
-from search.model.evidence import CHOSE
-from search.model.task_losses import line
+from artifacts import Artifact
+from profiling.environment import device_name
+from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, rows, sentence, speedup
+from profiling.speed.layer_times import ANCHOR, SDPA
+from search.model.record import Recorded
+from search.model.setup import Outcome
+from search.model.speed import CHOSEN, Speed, pace
+from search.model.task_losses import line, pooled, remedy, summary, verdict
 
-# Under this name a search writes down what it expected.
-_PREDICTED = "predicted"
+# How many times as long a prompt is advised where one is too short to gain.
+_LONGER = 4
 
 
-def report(artifact: Artifact, out: Path, model: str) -> str:
-    """The report of an artifact that a search has just written to `out`; model: as it was named to the search."""
+def report(recorded: Recorded) -> str:
+    """The report of a search with one budget for the model."""
+    outcome, artifact = recorded.outcome, recorded.artifact
+    config = outcome.setup.config
+    lines = [*_patterns(artifact), *_losses(outcome)]
+    if recorded.speed is not None:
+        lines += _seconds(outcome, recorded.speed)
+    if artifact.prefill.front is not None:
+        points = artifact.prefill.front.points
+        lines.append(f"{len(points)} points to choose from when it is loaded: {artifact.prefill.front.offers()}")
+    lines += ["", headline(recorded), _budget(outcome)]
+    if recorded.written:
+        lines += [_wrote(artifact, config.out), _next(config.out, config.model)]
+    else:
+        lines.append(f"{config.out} was not written: --keep writes it all the same")
+    return "\n".join(lines)
+
+
+def report_published(artifact: Artifact, out: Path, model: str) -> str:
+    """The report of a search with a budget for each head, which measures nothing end to end.
+
+    Args:
+        artifact: as it was written.
+        out: where.
+        model: as it was named to the search.
+    """
     search = artifact.search
     assert search is not None, "a search has just written it"
-    summary = search.summary
-    heads = sum(summary.winners.values())
-    left = sum(row is None for row in artifact.prefill.layers)
+    budget = f"budget   {search.budget} for each head: {search.target_density:.4f} of its attention"
+    proof = "not proven: nothing was run on held-out prompts, and nothing was timed; headwise gate and evaluate do that"
+    return "\n".join([*_patterns(artifact), "", proof, budget, _wrote(artifact, out), _next(out, model)])
+
+
+def headline(recorded: Recorded) -> str:
+    """The verdict in one line: seconds to the first token, attention alone, answers."""
+    outcome, speed = recorded.outcome, recorded.speed
+    length, tasks = outcome.setup.length, outcome.gated.chosen.tasks
+    if not recorded.is_worth_serving:
+        return f"not worth serving at {length:,} tokens: {_too_little(recorded)}; {_advice(outcome)}"
+    if speed is None:
+        fast = (
+            f"{1 / recorded.gain:.2f} of dense attention's FLOPs at {length:,} tokens ({recorded.gain:.2f}x fewer), "
+            "counted and not timed"
+        )
+    elif (whole := speed.first_token) is None:
+        fast = f"attention alone {recorded.gain:.2f}x the fastest dense attention's speed at {length:,} tokens"
+    else:
+        fast = (
+            f"{_of(whole.dense)} -> {_of(whole.headwise)} s to the first token at {length:,} tokens "
+            f"({whole.ratio:.2f}x the fastest dense attention's); attention alone {recorded.gain:.2f}x"
+        )
+    held = verdict(tasks)
+    if held.proven:
+        return f"{fast}; {summary(tasks)}"
+    return f"{fast}; not proven: {held.why}; {remedy(tasks, outcome.setup.config.samples)}"
+
+
+def _too_little(recorded: Recorded) -> str:
+    """What is gained where that is not worth it."""
+    speed = recorded.speed
+    if speed is None:
+        return f"{recorded.gain:.2f}x fewer FLOPs of attention, counted and not timed"
+    if (whole := speed.first_token) is not None and whole.ratio < 1:
+        return f"{whole.ratio:.2f}x to the first token, attention alone {recorded.gain:.2f}x"
+    return f"{recorded.gain:.2f}x"
+
+
+def _advice(outcome: Outcome) -> str:
+    """What may gain more."""
+    length, most = outcome.setup.length, outcome.setup.model.max_positions
+    if outcome.setup.config.budget is not None and outcome.raised is None:
+        return "try a smaller --budget"
+    if length < most:
+        return f"try --length {min(_LONGER * length, most)}"
+    return "the model takes no longer prompts"
+
+
+def _budget(outcome: Outcome) -> str:
+    """What was asked for and spent, and why where that is more."""
+    asked = f"budget   asked {outcome.setup.config.share:g}, spent {outcome.spent:.3f} of all of attention"
+    said = f"{asked} in {outcome.costs.unit}"
+    return said if outcome.raised is None else f"{said}: {outcome.raised}"
+
+
+def _patterns(artifact: Artifact) -> list[str]:
+    """What was found: kinds of patterns, and what they keep and compute."""
+    search, prefill = artifact.search, artifact.prefill
+    assert search is not None, "a search has just made it"
+    found = search.summary
+    heads = sum(found.winners.values())
+    left = sum(row is None for row in prefill.layers)
     lengths = ", ".join(f"{length:,}" for length in search.calibration.lengths)
     tasks = ", ".join(search.calibration.tasks)
     lines = [f"{artifact.model.name}: patterns for {heads} heads, searched on {tasks} at {lengths} tokens"]
     if left:
         lines.append(f"{left} of {artifact.model.num_layers} layers are left alone: they slide or have no attention")
-    lines += [f"  {kind:<16}{count:>5}  {count / heads:6.1%}" for kind, count in summary.winners.items()]
-    prefill = artifact.prefill
-    lines += [
-        f"recall   {summary.recall:.4f}",
-        f"density  {summary.density:.4f}  (budget {search.budget}: {_spent(artifact, out)})",
-        f"error    {summary.error:.4f}  (relative L2 of a head's output)",
-        f"dense    {f'the last {prefill.dense_tail} queries, and ' if prefill.dense_tail else ''}"
-        f"prompts shorter than {prefill.dense_below:,} tokens",
-        *_quality(artifact),
-        *_times(artifact, out),
+    lines += [f"  {kind:<16}{count:>5}  {count / heads:6.1%}" for kind, count in found.winners.items()]
+    tail = f"the last {prefill.dense_tail} queries, and " if prefill.dense_tail else ""
+    return [
+        *lines,
+        f"recall   {found.recall:.4f}",
+        f"density  {found.density:.4f}",
+        f"error    {found.error:.4f}  (relative L2 of a head's output)",
+        f"dense    {tail}prompts shorter than {prefill.dense_below:,} tokens",
     ]
-    if prefill.front is not None:
-        lines.append(f"{len(prefill.front.points)} points to choose from when it is loaded: {prefill.front.offers()}")
-    lines.append(f"wrote {out}, {artifact.sidecar.file if artifact.sidecar else ''}")
-    lines.append(f"next, on text like yours: headwise gate {out} --model {model} --task text:FILE")
-    return "\n".join(lines)
 
 
-def _quality(artifact: Artifact) -> list[str]:
+def _losses(outcome: Outcome) -> list[str]:
     """What each task of the held-out prompts loses against dense attention."""
-    evidence = artifact.evidence
-    if not evidence.tasks:
-        return ["not checked on held-out prompts: headwise gate does that"]
-    assert evidence.reported_on is not None, "a search names its prompts"
-    if evidence.reported_on.name == CHOSE:
+    gated, tasks = outcome.gated, outcome.gated.chosen.tasks
+    if not gated.held_out:
         which = "prompts by which the budget was raised, none are left to hold out,"
+    elif gated.chosen_on:
+        which = "held-out prompts (others raised the budget)"
     else:
-        which = "held-out prompts" + (" (others raised the budget)" if evidence.chosen_on else "")
-    return [f"{which} against dense attention:", *(f"  {line(task)}" for task in evidence.tasks)]
+        which = "held-out prompts"
+    return [f"{which} against dense attention:", *(f"  {line(task)}" for task in (*tasks, *pooled(tasks)))]
 
 
-def _times(artifact: Artifact, out: Path) -> list[str]:
-    """Seconds beside both dense attentions, the better one first in what is claimed; or predicted cost alone."""
-    by_name = {one.baseline_name: one for one in artifact.evidence.measurements if one.baseline_name}
-    if EVIDENCE[KERNEL] not in by_name:
-        return _counted(artifact, out)
-    found = by_name[EVIDENCE[KERNEL]]
-    dense = {name: _baseline(by_name[said]) for name, said in EVIDENCE.items() if said in by_name}
-    how = sentence(speedup([found.value], {name: [seconds] for name, seconds in dense.items()}))
-    lines = [f"attention of one prefill of {found.length or 0:,} tokens ({found.device}): {how}"]
-    lines += rows({**dense, HEADWISE: found.value})
-    if _PREDICTED in by_name:
-        predicted = _baseline(by_name[_PREDICTED])
-        lines[-1] += f"  (predicted {predicted:.3f} s, {predicted / found.value - 1:+.0%})"
+def _seconds(outcome: Outcome, speed: Speed) -> list[str]:
+    """Seconds to the first token, then those of attention alone, each against dense attention."""
+    length, seconds = outcome.setup.length, speed.longest.seconds
+    lines = [f"on {device_name(outcome.setup.config.device)} at {length:,} tokens"]
+    if (whole := speed.first_token) is not None:
+        lines.append(f"to the first token, median of {whole.rounds} interleaved rounds:")
+        lines += rows({whole.baseline: whole.dense, HEADWISE: whole.headwise})
+    dense = {name: seconds[timed] for name, timed in ((MODEL, SDPA), (KERNEL, ANCHOR)) if timed in seconds}
+    compared = speedup([seconds[CHOSEN]], {name: [taken] for name, taken in dense.items()})
+    lines.append(f"attention alone: {sentence(compared)}")
+    lines += rows({**dense, HEADWISE: seconds[CHOSEN]})
+    predicted = outcome.gated.chosen.allocation.cost * pace(outcome, speed.longest)
+    lines[-1] += f"  (predicted {predicted:.3f} s, {predicted / seconds[CHOSEN] - 1:+.0%})"
     return lines
 
 
-def _counted(artifact: Artifact, out: Path) -> list[str]:
-    """Where nothing was timed: what the point that is served costs by the search's own count."""
-    cost = _cost(artifact, out)
-    return [] if cost is None else [f"cost     {cost}, counted; not timed here"]
+def _wrote(artifact: Artifact, out: Path) -> str:
+    return f"wrote {out}, {artifact.sidecar.file if artifact.sidecar else ''}"
 
 
-def _spent(artifact: Artifact, out: Path) -> str:
-    """What a budget came to: the gate may have raised it."""
-    assert artifact.search is not None, "a search has just written it"
-    cost = _cost(artifact, out)
-    return f"{artifact.search.target_density:.4f}" if cost is None else f"spent {cost}"
+def _next(out: Path, model: str) -> str:
+    return f"next, on text like yours: headwise gate {out} --model {model} --task text:FILE"
 
 
-def _cost(artifact: Artifact, out: Path) -> str | None:
-    """The cost of the point that is served, by the search's own count; None without a front."""
-    front = artifact.prefill.front
-    number = None if front is None else served_point(artifact, load_arrays(out))
-    if front is None or number is None:
-        return None
-    return f"{front.points[number].cost / front.dense_cost:.3f} of dense attention in {front.unit}"
-
-
-def _baseline(measured: Measurement) -> float:
-    assert measured.baseline is not None, "it has a name"
-    return measured.baseline
+def _of(seconds: float) -> str:
+    """Seconds in two digits or three."""
+    return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.3f}"

@@ -67,10 +67,15 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """What a search found. budget: the share of all of attention that could be spent. curves: by length and tail."""
+    """What a search found.
+
+    budget: the share of all of attention that could be spent. least: why that is more than was asked for, None where it
+    is not. curves: by length and tail.
+    """
 
     setup: Setup
     budget: float
+    least: str | None
     curves: Mapping[int, Mapping[int, Curves]]
     costs: Costs
     heads: Heads
@@ -78,6 +83,16 @@ class Outcome:
     gated: Gated
     calibration: Sequence[TokenSequence]
     gradient_fault: str | None
+
+    @property
+    def spent(self) -> float:
+        """What was spent, as a share of what computing everything costs."""
+        return self.gated.chosen.allocation.cost / self.heads.total(1.0)
+
+    @property
+    def raised(self) -> str | None:
+        """Why more was spent than was asked for; None where it was not."""
+        return "; ".join(filter(None, (self.least, self.gated.fault))) or None
 
     def density(self, tail: int) -> np.ndarray:
         """(L, H, C) tiles computed over those of dense attention."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import exp
+from math import ceil, exp
 
 import numpy as np
 
-from artifacts import TaskFigures
+from artifacts import TaskFigures, Verdict
+from artifacts.errors import plural
 from profiling.evaluation.intervals import share_of
 from profiling.quality.sequences import Losses, TokenSequence
 
@@ -114,6 +115,16 @@ class TaskLoss:
         return (self.lost - self.won) / max(1, self.dense_right)
 
     @property
+    def dense_accuracy(self) -> float:
+        """Of dense attention, over all answers."""
+        return self.dense_right / max(1, self.answers)
+
+    @property
+    def accuracy(self) -> float:
+        """With the patterns."""
+        return (self.dense_right - self.lost + self.won) / max(1, self.answers)
+
+    @property
     def loss(self) -> float:
         """In nats a token: the KL, and the rise of the answers' loss where there is one."""
         return self.kl + max(0.0, self.nll_rise or 0.0)
@@ -164,24 +175,73 @@ def pooled(tasks: Sequence[TaskLoss]) -> list[TaskLoss]:
     return [TaskLoss.of(POOL, contexts)]
 
 
-def line(task: TaskLoss | TaskFigures) -> str:
+def line(task: TaskLoss) -> str:
     """A task's losses, for people."""
     said = f"{task.task:<26} KL {task.kl:.4f}"
     if task.perplexity_ratio is not None:
         said += f"  perplexity {task.perplexity_ratio - 1:+.2%}"
-    if not task.dense_right and not task.answers:
+    if not task.answers:
         return said
-    lost, won, right = task.lost or 0, task.won or 0, task.dense_right or 0
-    said += f"  answers lost {lost} of {right}, won {won}"
-    if right and task.fewer_low is not None:
-        low, high = 0 - (task.fewer_high or 0.0), 0 - task.fewer_low
-        said += f", in all {(won - lost) / right:+.0%} ({low:+.0%} to {high:+.0%})"
+    said += f"  accuracy dense {task.dense_accuracy:.2f}, artifact {task.accuracy:.2f} of {task.answers} questions"
+    if (interval := _interval(task)) is not None:
+        said += f", {0 - task.fewer:+.0%} ({interval})"
     if task.nll_rise is not None:
         said += f", -log p {task.nll_rise:+.3f}"
     if task.nll_rise_low is None:
         return f"{said}  (not tested: answers take {CONTEXTS} contexts, got {task.prompts})"
     said += f" ({task.nll_rise_low:+.3f} to {task.nll_rise_high:+.3f})"
-    return said if right >= ENOUGH else f"{said}  (too few to see a loss of one in five)"
+    return f"{said}  (too few to see a loss of one in five)" if _too_few(task) else said
+
+
+def verdict(tasks: Sequence[TaskLoss]) -> Verdict:
+    """Whether a loss of one in five answers would show, in one task's or in those of all together."""
+    asked = _asked(tasks)
+    if not asked:
+        return Verdict(proven=True, why="text alone, no answers were asked for")
+    most = _most_right(asked)
+    why = f"{plural(most.dense_right, 'right answer')} of {plural(most.prompts, 'context')}"
+    return Verdict(proven=not all(map(_too_few, asked)), why=why)
+
+
+def remedy(tasks: Sequence[TaskLoss], samples: int) -> str:
+    """How to have answers enough. samples: what --samples was."""
+    most = _most_right(_asked(tasks))
+    if not most.dense_right:
+        return "dense attention gets none right: take a --task that it can answer, or a shorter --length"
+    if most.prompts < CONTEXTS:
+        return f"a longer file would give the {CONTEXTS} contexts that answers take"
+    return f"--samples {samples * ceil(ENOUGH / most.dense_right)} would see a loss of one in five"
+
+
+def summary(tasks: Sequence[TaskLoss]) -> str:
+    """What tasks that passed the gate have shown, in a few words."""
+    asked = _asked(tasks)
+    if not asked:
+        worst = max(task.perplexity_ratio or 1.0 for task in tasks)
+        return f"text holds (perplexity {worst - 1:+.2%})"
+    return f"answers hold ({_interval(_most_right(asked))})"
+
+
+def _asked(tasks: Sequence[TaskLoss]) -> list[TaskLoss]:
+    """Tasks with answers, and all answers together."""
+    return [task for task in (*tasks, *pooled(tasks)) if task.answers]
+
+
+def _most_right(asked: Sequence[TaskLoss]) -> TaskLoss:
+    return max(asked, key=lambda task: task.dense_right)
+
+
+def _too_few(task: TaskLoss) -> bool:
+    """Whether a loss of one in five would often not be seen."""
+    return task.nll_rise_low is None or task.dense_right < ENOUGH
+
+
+def _interval(task: TaskLoss) -> str | None:
+    """The 95% interval of the change in right answers, as a share of dense attention's."""
+    if not task.dense_right or task.fewer_low is None or task.fewer_high is None:
+        return None
+    # 0 - x, so that no change is +0%.
+    return f"95% interval {0 - task.fewer_high:+.0%} to {0 - task.fewer_low:+.0%}"
 
 
 def mean_kl(tasks: Sequence[TaskLoss]) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -11,52 +13,38 @@ from artifacts import HeadwiseError
 from artifacts.commands.show import Config as ShowConfig
 from artifacts.commands.show import run as show
 from search.heads import main as heads
-from search.model.report import report
 
 TASKS = ["passkey", "line_turns@questions=2"]
 
 
 @pytest.fixture(scope="module")
-def searched(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def done(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The artifact of a search, and its report."""
     out = tmp_path_factory.mktemp("searched") / "cfg.yaml"
     options = ["--length", "1000", "--dtype", "float32", "--cost", "flops", "--budget", "0.7", "--n-trials", "2"]
     limits = ["--max-kl", "100", "--max-perplexity", "100", "--max-nll", "100", "--max-lost", "1"]
     tasks = [word for task in TASKS for word in ("--task", task)]
-    assert heads(["--model", str(tiny_model), "--out", str(out), *options, *limits, *tasks, "--no-picture"]) == 0
-    return out
+    said = io.StringIO()
+    with redirect_stdout(said):
+        code = heads(["--model", str(tiny_model), "--out", str(out), *options, *limits, *tasks, "--no-picture"])
+    assert code == 0
+    return out, said.getvalue()
 
 
-def test_the_report_says_what_was_found_and_what_to_type_next(searched: Path) -> None:
+@pytest.fixture(scope="module")
+def searched(done: tuple[Path, str]) -> Path:
+    return done[0]
+
+
+def test_the_report_says_what_was_found_and_what_to_type_next(done: tuple[Path, str], tiny_model: Path) -> None:
+    searched, said = done
     artifact = artifacts.load(searched)
-    said = report(artifact, searched, "tiny")
-    assert f"{sum(artifact.search.summary.winners.values())} heads" in said if artifact.search else False
+    assert artifact.search is not None and f"{sum(artifact.search.summary.winners.values())} heads" in said
     for task in artifact.evidence.tasks:
         assert task.task in said
-    assert "answers lost" in said and "counted; not timed here" in said
-    assert said.endswith(f"headwise gate {searched} --model tiny --task text:FILE")
-
-
-def test_times_are_quoted_against_the_better_dense(searched: Path) -> None:
-    artifact = artifacts.load(searched)
-    where = {"command": "c", "device": "a machine", "versions": {}, "length": 1000, "unit": "s"}
-    ours, sdpa = "dense attention by Headwise's kernel", "dense attention by sdpa"
-    rows = {ours: 2.0, sdpa: 8.0, "predicted": 1.1}
-
-    def said(seconds: float) -> str:
-        measured = [
-            artifacts.Measurement(name="attention", value=seconds, baseline=value, baseline_name=name, **where)
-            for name, value in rows.items()
-        ]
-        return report(
-            artifact.model_copy(update={"evidence": artifacts.Evidence(measurements=tuple(measured))}), searched, "m"
-        )
-
-    quoted = "2.00 times as fast as the fastest dense baseline, 8.00 times as fast as default attention (sdpa)"
-    assert f"1,000 tokens (a machine): {quoted}" in said(1.0)
-    assert "(predicted 1.100 s, +10%)" in said(1.0)
-    assert "2.00 times SLOWER than the fastest dense baseline" in said(4.0)
-    for line in ("default attention (sdpa)              8.000 s", "dense by Headwise's kernel            2.000 s"):
-        assert line in said(1.0)
+        assert f"accuracy dense 0.00, artifact 0.00 of {task.answers} questions" in said
+    assert "counted and not timed" in said and "held-out prompts against dense attention:" in said
+    assert said.endswith(f"headwise gate {searched} --model {tiny_model} --task text:FILE\n")
 
 
 def test_a_head_shows_its_curve_its_neighbours_and_its_picture(searched: Path) -> None:

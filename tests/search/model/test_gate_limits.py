@@ -12,7 +12,20 @@ import pytest
 from artifacts import HeadwiseError
 from profiling.quality.sequences import Losses, TokenSequence
 from search.model.limits import Limits
-from search.model.task_losses import ENOUGH, POOL, TaskLoss, by_task, line, lost_answers, mean_kl, pooled
+from search.model.task_losses import (
+    ENOUGH,
+    POOL,
+    ContextLoss,
+    TaskLoss,
+    by_task,
+    line,
+    lost_answers,
+    mean_kl,
+    pooled,
+    remedy,
+    summary,
+    verdict,
+)
 
 GOOD = {"kl": 0.01, "perplexity_ratio": None, "nll_rise": 0.01, "nll_rise_low": -0.02, "nll_rise_high": 0.04}
 
@@ -56,8 +69,8 @@ def test_what_loses_little_passes() -> None:
         (
             task(lost=6, won=1, fewer_low=0.04, fewer_high=0.31),
             "lost",
-            "kv: 6 of 30 answers that dense attention gets right are lost and 1 of the others won, "
-            "17% fewer (4% to 31%), the limit (--max-lost) is 10%",
+            "kv: accuracy falls from 0.75 to 0.62 of 40 questions, "
+            "17% fewer right answers (4% to 31%), the limit (--max-lost) is 10%",
         ),
     ],
     ids=["kl", "perplexity", "nll", "lost"],
@@ -75,8 +88,8 @@ def test_each_limit_fails_alone(bad: TaskLoss, limit: str, says: str) -> None:
 
 def test_of_several_faults_the_worst_is_said() -> None:
     twice, thrice = task("twice", kl=0.1), task("thrice", lost=9, fewer_low=0.1)
-    assert (said := Limits().fault([twice, thrice])) is not None and said.startswith("thrice: 9 of 30")
-    assert (said := Limits().fault([thrice, task("four", kl=0.2)])) is not None and said.startswith("four: KL")
+    assert (Limits().fault([twice, thrice]) or "").startswith("thrice: accuracy falls from 0.75 to 0.53")
+    assert (Limits().fault([thrice, task("four", kl=0.2)]) or "").startswith("four: KL")
 
 
 @pytest.mark.parametrize("dense_right", [1, 2, 5])
@@ -189,7 +202,8 @@ def test_answers_of_fewer_contexts_than_four_are_no_evidence(contexts: int) -> N
     # A KL is judged on any number of prompts.
     assert Limits(kl=0.005).fault([few]) is not None
     said = line(few)
-    assert f"answers lost {2 * contexts} of {2 * contexts}" in said and "nan" not in said and "None" not in said
+    assert f"accuracy dense 1.00, artifact 0.00 of {2 * contexts} questions" in said
+    assert "nan" not in said and "None" not in said and "interval" not in said
     assert said.endswith(f"(not tested: answers take 4 contexts, got {contexts})")
     assert "not tested" not in line(four) and "too few to see" in line(four)
 
@@ -221,7 +235,7 @@ def test_a_loss_of_one_in_five_of_all_answers_is_seen_where_no_task_has_enough()
     assert all(Limits().fault([task]) is None for task in tasks)
     (pool,) = pooled(tasks)
     assert (pool.task, pool.prompts, pool.answers, pool.dense_right, pool.lost) == (POOL, 4, 80, 80, 13)
-    assert (said := Limits().fault(tasks)) is not None and said.startswith("all answers: 13 of 80 answers")
+    assert (Limits().fault(tasks) or "").startswith("all answers: accuracy falls from 1.00 to 0.84 of 80 questions")
     assert Limits().strain(tasks) == pytest.approx(13 / 80 / 0.1)
     assert Limits().fault(by_task(made[:3], found[:3])) is None
     assert Limits(lost=None).fault(tasks) is None
@@ -247,6 +261,61 @@ def test_figures_of_an_artifact_count_prompts_and_answers() -> None:
     asked, *_ = by_task(made, found)
     figures = asked.figures(50)
     assert (figures.prompts, figures.answers, figures.dense_right, figures.lost) == (4, 40, 40, 8)
-    assert figures.fewer_low == asked.fewer_low and line(figures) == line(asked)
+    assert figures.fewer_low == asked.fewer_low
     (prose,) = by_task([sequence("prose", ())], [losses((), [], [], [], 0.3)])
-    assert prose.figures(50).answers is None and line(prose.figures(50)) == line(prose)
+    assert prose.figures(50).answers is None
+
+
+def test_a_line_says_accuracy_with_its_interval() -> None:
+    made, found = zip(*(facts(fewer, 0, seed=at) for at, fewer in enumerate([1, 3, 2, 2])), strict=True)
+    asked, *_ = by_task(made, found)
+    said = line(asked)
+    low, high = -(asked.fewer_high or 0), -(asked.fewer_low or 0)
+    assert f"accuracy dense 1.00, artifact 0.80 of 40 questions, -20% (95% interval {low:+.0%} to {high:+.0%})" in said
+    kept, *_ = by_task(made, [replace(one, right=one.dense_right) for one in found])
+    assert "artifact 1.00 of 40 questions, +0% (95% interval +0% to +0%)" in line(kept)
+
+
+@pytest.mark.parametrize(
+    ("right", "proven", "samples"), [(0, False, None), (1, False, 72), (14, False, 6), (71, False, 2), (72, True, None)]
+)
+def test_too_few_right_answers_are_no_proof_and_more_samples_would_be(
+    right: int, proven: bool, samples: int | None
+) -> None:
+    """As many in the text's line as in all others is no help: it asks for none."""
+    asked = TaskLoss.of("kv", contexts_of(right, 4))
+    tasks = [asked, text()]
+    assert verdict(tasks).proven == proven and verdict(tasks).why.endswith(" of 4 contexts")
+    assert verdict(tasks).why.startswith(f"{right} right answer")
+    if samples:
+        assert remedy(tasks, 1) == f"--samples {samples} would see a loss of one in five"
+        assert remedy(tasks, 2) == f"--samples {2 * samples} would see a loss of one in five"
+        more = [TaskLoss.of("kv", contexts_of(samples * right, 4 * samples)), text()]
+        assert verdict(more).proven
+    elif not proven:
+        assert remedy(tasks, 1).startswith("dense attention gets none right")
+
+
+def test_all_answers_together_may_be_enough_and_three_contexts_never_are() -> None:
+    few = [TaskLoss.of("a", contexts_of(40, 4)), TaskLoss.of("b", contexts_of(40, 4))]
+    assert not verdict(few[:1]).proven and verdict(few).proven
+    assert verdict(few).why == "80 right answers of 4 contexts"
+    many = [TaskLoss.of("a", contexts_of(300, 3))]
+    assert not verdict(many).proven and remedy(many, 1) == "a longer file would give the 4 contexts that answers take"
+
+
+def test_text_alone_asks_for_no_answers() -> None:
+    assert verdict([text()]).proven and summary([text(), text("other", perplexity_ratio=1.02)]) == (
+        "text holds (perplexity +2.00%)"
+    )
+    assert summary([task(dense_right=80, fewer_low=0.01, fewer_high=0.1), text()]) == (
+        "answers hold (95% interval -10% to -1%)"
+    )
+
+
+def contexts_of(right: int, count: int) -> list[ContextLoss]:
+    """So many right answers in all, over so many contexts."""
+    spread = [right // count + (at < right % count) for at in range(count)]
+    return [
+        ContextLoss(digest=str(at), kl=0.01, tokens=9, answers=200, dense_right=some) for at, some in enumerate(spread)
+    ]

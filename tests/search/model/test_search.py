@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import digest, make_prompts
 from profiling.quality.sequences import Reference, sequences
 from profiling.ranks import Ranks
+from profiling.speed.baselines import HEADWISE, KERNEL
 from profiling.speed.layer_times import ANCHOR, SDPA
 from runtime import load
 from search.heads import main
@@ -191,36 +193,182 @@ def test_held_out_prompts_that_raise_the_budget_do_not_report(
     assert arrays["chosen.flops"].sum() > 0.5 * artifact.prefill.front.dense_cost
 
 
-def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All runs are real; only the clock is made up: dense attention takes ten times as long as patterns."""
-    timed: list[tuple[int, list[str], bool]] = []
+@dataclass
+class Clock:
+    """A made-up clock: every run is real, and takes as long as this says.
 
-    def in_turn(runs: Mapping[str, Callable[[], Any]], *, first: bool) -> dict[str, float]:
+    dense: attention of a layer over every key; sparse: by the patterns that were accepted; candidates take 0.1 ms.
+
+    first_token: times as fast as dense attention to the first token. attention: what was timed of it, as (tokens,
+    names, whether one turn is not counted). prefills: the ways of each round.
+    """
+
+    dense: float = 1e-3
+    sparse: float = 1e-4
+    first_token: float = 2.0
+    attention: list[tuple[int, list[str], bool]] = field(default_factory=list)
+    prefills: list[list[str]] = field(default_factory=list)
+
+    def in_turn(self, runs: Mapping[str, Callable[[], Any]], *, first: bool) -> dict[str, float]:
         (tokens,) = {run().shape[2] for run in runs.values()}
-        timed.append((tokens, list(runs), first))
-        return {name: 1e-3 if name in (ANCHOR, SDPA) or name.startswith("Dense") else 1e-4 for name in runs}
+        self.attention.append((tokens, list(runs), first))
+        is_dense = {name: name in (ANCHOR, SDPA) or name.startswith("Dense") for name in runs}
+        candidates = {name: self.dense if is_dense[name] else 1e-4 for name in runs}
+        return candidates | ({"chosen": self.sparse} if "chosen" in runs else {})
 
-    monkeypatch.setattr("profiling.speed.layer_times.in_turn", in_turn)
+    def interleaved(self, ways: Any, run: Any, *, repeats: int, device: str) -> dict[str, list[float]]:
+        for enter in ways.values():
+            with enter():
+                run()
+        self.prefills.append(list(ways))
+        return {name: [1.0 if name == HEADWISE else self.first_token] for name in ways}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("profiling.speed.layer_times.in_turn", clock.in_turn)
+    monkeypatch.setattr("search.model.speed.interleaved", clock.interleaved)
+    return clock
+
+
+# By such a clock an allocation takes as long whatever it computes, so that cheap ones look dear.
+TIMED: dict[str, str | None] = {"cost": "seconds", "n_trials": "1", "budget": "0.7"}
+
+
+def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
+    tiny_model: Path, tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dense attention takes ten times as long as patterns, and a whole prefill twice as long."""
     out = tmp_path / "cfg.yaml"
-    # By this clock an allocation takes as long whatever it computes, so that cheap ones look dear.
-    assert main(options(tiny_model, out, cost="seconds", n_trials="1", budget="0.7")) == 0
+    assert main(options(tiny_model, out, **TIMED)) == 0
     artifact = artifacts.load(out)
     assert artifact.search is not None and artifact.search.cost.unit == "seconds" and len(artifact.costs) == 1
     assert artifact.prefill.dense_below == LENGTH // 2
-    found = {one.baseline_name: one for one in artifact.evidence.measurements}
-    assert [one.value for one in found.values()] == pytest.approx([3e-4] * 3)
-    assert found["dense attention by sdpa"].baseline == pytest.approx(3e-3)
+    whole, *attention = artifact.evidence.measurements
+    assert (whole.name, whole.value, whole.baseline, whole.samples) == ("seconds to the first token", 1.0, 2.0, 6)
+    assert whole.baseline_name == "dense attention by Headwise's kernel"
+    assert [one.value for one in attention] == pytest.approx([3e-4] * 3)
+    assert {one.baseline_name: one for one in attention}["dense attention by sdpa"].baseline == pytest.approx(3e-3)
     # Three budgets, and of all kinds some, on each layer; then what was found, and that on half the prompt.
-    costs, chosen = timed[:3], timed[3:]
+    costs, chosen = clock.attention[:3], clock.attention[3:]
     kinds = {name.partition("(")[0] for name in costs[0][1]}
     assert kinds == {"0", "1", "2", "AShape", "VerticalSlash", "BlockSparse", "SkipSoftmax", "Dense", ANCHOR}
     assert [names for _, names, _ in chosen[:2]] == [["chosen", ANCHOR, SDPA]] * 2
     assert [tokens for tokens, _, _ in chosen] == [LENGTH, LENGTH // 2] * 3
     # One turn is not counted where each length is timed first.
-    assert [first for _, _, first in timed] == [True, False, False, True, True, *[False] * 4]
-    assert "10.00 times as fast as the fastest dense baseline" in capsys.readouterr().out
+    assert [first for _, _, first in clock.attention] == [True, False, False, True, True, *[False] * 4]
+    # Against the fastest dense baseline alone, in turn.
+    assert clock.prefills == [[KERNEL, HEADWISE]] * 6
+    said = capsys.readouterr().out
+    block = said.split("\n\n")[-1].splitlines()
+    assert block[0] == (
+        "2.0 -> 1.0 s to the first token at 512 tokens (2.00x the fastest dense attention's); attention alone 10.00x; "
+        "not proven: 0 right answers of 4 contexts; dense attention gets none right: take a --task that it can answer, "
+        "or a shorter --length"
+    )
+    assert block[1].startswith("budget   asked 0.7, spent 0.") and block[1].endswith(" of all of attention in seconds")
+    assert block[2].startswith(f"wrote {out}, ") and block[3].startswith("next, on text like yours: headwise gate ")
+    assert "attention alone: 10.00 times as fast as the fastest dense baseline" in said
+    assert artifact.evidence.verdict == artifacts.Verdict(proven=False, why="0 right answers of 4 contexts")
+
+
+@pytest.mark.parametrize(
+    ("faster", "says"),
+    [
+        ({"sparse": 1e-3 / 1.04}, "1.04x; "),
+        ({"sparse": 1e-3}, "1.00x; "),
+        ({"sparse": 2e-3}, "0.50x; "),
+        ({"first_token": 0.98}, "0.98x to the first token, attention alone 10.00x; "),
+    ],
+    ids=["too little", "nothing", "slower", "slower as a whole"],
+)
+def test_what_is_not_worth_serving_is_not_written(
+    tiny_model: Path,
+    tmp_path: Path,
+    clock: Clock,
+    faster: dict[str, float],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in faster.items():
+        setattr(clock, name, value)
+    out = tmp_path / "cfg.yaml"
+    assert main(options(tiny_model, out, **TIMED)) == 3
+    block = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+    assert block[0] == f"not worth serving at 512 tokens: {says}try a smaller --budget"
+    assert block[-1] == f"{out} was not written: --keep writes it all the same" and not list(tmp_path.iterdir())
+    # A prefill of which nothing would be sparse is not timed.
+    assert bool(clock.prefills) == (clock.sparse < 1e-3)
+    assert main(options(tiny_model, out, "--keep", **TIMED)) == 0
+    block = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+    assert block[0] == f"not worth serving at 512 tokens: {says}try a smaller --budget"
+    assert block[2].startswith(f"wrote {out}, ") and artifacts.load(out).search is not None
+
+
+def test_what_is_there_stays_where_nothing_better_is_found(
+    found: Path, tiny_model: Path, tmp_path: Path, clock: Clock
+) -> None:
+    """A file from before is whole afterwards."""
+    out = tmp_path / "cfg.yaml"
+    artifact, arrays = artifacts.load_pair(found)
+    artifacts.save(artifact, out, arrays)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    clock.sparse = clock.dense
+    assert main(options(tiny_model, out, **TIMED)) == 3
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_without_a_budget_a_longer_prompt_is_advised_and_a_raised_budget_is_said_once(
+    tiny_model: Path, tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock.sparse = clock.dense
+    assert main(options(tiny_model, tmp_path / "cfg.yaml", **TIMED | {"budget": None})) == 3
+    said, progress = capsys.readouterr()
+    block = said.split("\n\n")[-1].splitlines()
+    # The model has 1,024 positions.
+    assert block[0] == "not worth serving at 512 tokens: 1.00x; try --length 1024"
+    assert block[1].startswith("budget   asked 0.25, spent ")
+    assert ": the cheapest candidates cost " in block[1] and said.count("cheapest candidates") == 1
+    assert "budget" not in progress
+
+
+def test_by_flops_it_is_the_count_that_decides(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "cfg.yaml"
+    assert main(options(tiny_model, out, n_trials="1", budget="0.99")) == 3
+    block = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+    assert re.fullmatch(
+        r"not worth serving at 512 tokens: 1\.0\dx fewer FLOPs of attention, counted and not timed; "
+        r"try a smaller --budget",
+        block[0],
+    )
+    assert not list(tmp_path.iterdir())
+    assert main(options(tiny_model, out, n_trials="1")) == 0
+    block = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+    assert re.match(r"0\.\d\d of dense attention's FLOPs at 512 tokens \(\d\.\d\dx fewer\), counted and not", block[0])
+
+
+def test_what_was_timed_is_not_timed_again_by_the_search_that_goes_on(
+    tiny_model: Path, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "cfg.yaml"
+    with monkeypatch.context() as patch:
+        patch.setattr("search.model.speed.interleaved", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            main(options(tiny_model, out, **TIMED))
+    assert not out.exists() and len(clock.attention) == 9
+    with monkeypatch.context() as patch:
+        patch.setattr("search.model.record.save_searched", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            main(options(tiny_model, out, **TIMED))
+    assert not out.exists() and len(clock.prefills) == 6
+    assert main(options(tiny_model, out, **TIMED)) == 0
+    assert (len(clock.attention), len(clock.prefills)) == (9, 6) and not ledger_of(out).exists()
 
 
 @pytest.mark.parametrize("after", [1, 5, 8, 11])
@@ -417,12 +565,12 @@ def test_a_model_that_only_slides_has_nothing_to_search(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("cfg*"))
 
 
-def test_without_a_budget_there_is_always_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_budget_there_is_always_one() -> None:
     heads = heads_of(0, heads=4, candidates=8)
     costs = {tail: 0.5 + 0.5 * costs / np.nanmax(costs) for tail, costs in heads.costs.items()}
     heads = replace(heads, costs=costs, all_keys=1.0)
     asked = SimpleNamespace(config=ModelSearch(model="x", out=Path("x.yaml")), length=128, launch=Ranks())
     least = min(map(heads.least, heads.curves))
-    total = _Search._total(cast(Any, asked), heads)
+    total, why = _Search._total(cast(Any, asked), heads)
     assert least < total < heads.total(1.0) and total == pytest.approx(least + 0.25 * (heads.total(1.0) - least))
-    assert "at 128 tokens the cheapest candidates cost 0." in capsys.readouterr().err
+    assert why is not None and why.startswith("the cheapest candidates cost 0.")
