@@ -319,18 +319,23 @@ def test_what_is_there_stays_where_nothing_better_is_found(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_without_a_budget_a_longer_prompt_is_advised_and_a_raised_budget_is_said_once(
+def test_without_a_budget_a_longer_prompt_is_advised(
     tiny_model: Path, tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock.sparse = clock.dense
     assert main(options(tiny_model, tmp_path / "cfg.yaml", **TIMED | {"budget": None})) == 3
-    said, progress = capsys.readouterr()
-    block = said.split("\n\n")[-1].splitlines()
+    block = capsys.readouterr().out.split("\n\n")[-1].splitlines()
     # The model has 1,024 positions.
     assert block[0] == "not worth serving at 512 tokens: 1.00x; try --length 1024"
     assert block[1].startswith("budget   asked 0.25, spent ")
-    assert ": the cheapest candidates cost " in block[1] and said.count("cheapest candidates") == 1
-    assert "budget" not in progress
+
+
+def test_a_raised_budget_is_said_once(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options(tiny_model, tmp_path / "cfg.yaml", n_trials="1", budget=None)) == 0
+    printed, progress = capsys.readouterr()
+    block = printed.split("\n\n")[-1].splitlines()
+    assert block[1].startswith("budget   asked 0.25, spent ") and ": the cheapest candidates cost " in block[1]
+    assert printed.count("cheapest candidates") == 1 and "budget" not in progress
 
 
 def test_by_flops_it_is_the_count_that_decides(
