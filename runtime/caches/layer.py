@@ -46,9 +46,6 @@ class PolicyLayer(CacheLayerMixin):
     transformers counts slots, padding included; a policy counts the tokens of a sequence.
     """
 
-    # crop() refuses what a policy cannot undo: transformers must not run ahead of itself and come back.
-    is_croppable = False
-
     def __init__(self, groups: Sequence[KVHeads], *, sliding: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         # The mask of sliding layers is asked for by this.
@@ -171,6 +168,13 @@ class PolicyLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether crop() can take back the last slot: no policy has dropped others for it."""
+        if len(self._parts) > 1:
+            return False
+        return all(policy.settled < policy.seen or policy.seen == 0 for policy in self.policies)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -`tokens_to_remove` slots.
