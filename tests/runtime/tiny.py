@@ -1,5 +1,6 @@
 """Sizes of the tiny random models: architectures that are served, and such as cannot be."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -146,16 +147,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "BloomForCausalLM": {
         "cause": f"adds ALiBi inside its own attention (BloomAttention) {_OWN}",
     },
-    "GPTJForCausalLM": {
-        "n_positions": 128,
-        "rotary_dim": 8,
-        "cause": f"computes attention by itself (GPTJAttention) {_OWN}",
-    },
-    "CodeGenForCausalLM": {
-        "n_positions": 128,
-        "rotary_dim": 8,
-        "cause": f"computes attention by itself (CodeGenAttention) {_OWN}",
-    },
     "MambaForCausalLM": {"cause": "has no attention that could be sparse"},
     "BertLMHeadModel": {
         "config": "BertConfig",
@@ -189,6 +180,17 @@ def look_at_themselves(model: Any) -> None:
                 if (own := getattr(k, name)) is not None:
                     first = getattr(q, name).unflatten(0, (groups, -1, dim))[:, 0]
                     own.copy_(first.flatten(0, 1))
+
+
+# Served where transformers takes them to the attention interface, from 5.24 on; refused before.
+SINCE_5_24 = ("GPTJ", "CodeGen")
+for _name in SINCE_5_24:
+    _module = import_module(f"transformers.models.{_name.lower()}.modeling_{_name.lower()}")
+    _sizes = {"n_positions": 1024, "rotary_dim": 8}
+    if hasattr(_module, "ALL_ATTENTION_FUNCTIONS"):
+        FAMILIES[_name] = _sizes | {"num_key_value_heads": 4}
+    else:
+        REFUSED[f"{_name}ForCausalLM"] = _sizes | {"cause": f"computes attention by itself ({_name}Attention) {_OWN}"}
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
