@@ -232,10 +232,12 @@ def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
                 entries.append({**own, "baseline_name": EVIDENCE[name]})
     for length in record["settings"]["lengths"]:
         for task, kind in summary_tasks(record, length):
-            own, dense = (figure(record, task, length, name, kind) for name in ("headwise", BASELINE))
-            if own and dense:
+            ours = figure(record, task, length, HEADWISE, kind)
+            baseline = figure(record, task, length, BASELINE, kind)
+            if ours and baseline:
                 name = f"{kind}: {task}"
-                entries.append(_entry(name, own["value"], dense["value"], length, own["count"], "", common))
+                values = ours["value"], baseline["value"]
+                entries.append(_entry(name, *values, length, ours["count"], "", common))
     if record["crossover"] and record["crossover"]["length"]:
         entries.append(
             {

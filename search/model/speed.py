@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -125,7 +126,7 @@ def first_token(outcome: Outcome, artifact: Artifact, speed: Speed) -> FirstToke
     seconds = speed.longest.seconds
     baseline = KERNEL if seconds[ANCHOR] <= seconds.get(SDPA, seconds[ANCHOR]) else MODEL
     model = setup.loaded.model
-    ways = {
+    ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
         baseline: partial(dense, model, baseline),
         HEADWISE: partial(Headwise(artifact).apply, model, check_weights=False),
     }
