@@ -114,10 +114,15 @@ def looks() -> Iterator[tuple[str, Any]]:
 def _kernels(reason: str | None) -> dict[str, Any]:
     """How the kernels came here, and by which engines they compute; reason: why there are none."""
     if reason is not None:
-        return {"cpu": "reference", "reason": reason, "engines": {}}
+        return {"cpu": "reference", "reason": reason, "engines": {}, "why_no_tiles": reason}
     brought = None if os.environ.get("CXX") else prebuilt.find()
     engines = {dtype: cpu.engines(getattr(torch, dtype)) for dtype in ("bfloat16", "float32")}
-    return {"cpu": "prebuilt" if brought else "compiled", "reason": None, "engines": engines}
+    return {
+        "cpu": "prebuilt" if brought else "compiled",
+        "reason": None,
+        "engines": engines,
+        "why_no_tiles": cpu.why_no_tiles(),
+    }
 
 
 def expected(dense: Mapping[str, float]) -> dict[str, Expected]:
@@ -160,7 +165,12 @@ def said(name: str, found: Mapping[str, Any]) -> list[str]:
         return [f"compiler   {part['reason'] or ' '.join(part['command'])}"]
     if name == "kernels":
         by = ", ".join(f"{dtype} by {engines[0]}" for dtype, engines in part["engines"].items())
-        return [f"kernels    {part['cpu']}: {by}" if by else f"kernels    the slow reference: {part['reason']}"]
+        if not by:
+            return [f"kernels    the slow reference: {part['reason']}"]
+        lines = [f"kernels    {part['cpu']}: {by}"]
+        if part["why_no_tiles"]:
+            lines.append(f"           not by AMX: {part['why_no_tiles']}")
+        return lines
     if name == "check":
         agrees = "the kernel agrees with the fp32 reference"
         return [f"check      {device}: {fault or agrees}" for device, fault in part.items()]

@@ -4,9 +4,9 @@
 //
 // K and V are packed once a KV head into panels of 64 keys (K transposed, both in the order the inner product reads),
 // and the single columns of each query head once into panels of the same form. From there a column group costs exactly
-// what a tile costs. A task is one block of queries: it walks its panels up to WALK at a time, so that one softmax pass
-// sees up to WALK * 64 keys, with the running maximum and sum of online softmax (Milakov and Gimelshein, 2018;
-// FlashAttention-2). Few queries behind many keys are cut into parts of the keys, whose results whoever finishes the
+// what a tile costs. A task is one block of queries: it walks its panels up to STEP at a time, ROWS queries at a time, so
+// that one softmax pass sees STEP * 64 keys, with the running maximum and sum of online softmax (Milakov and Gimelshein,
+// 2018; FlashAttention-2). Few queries behind many keys are cut into parts of the keys, whose results whoever finishes the
 // last of them puts together in order (Flash-Decoding; Dao et al., 2023).
 
 #include <ATen/Parallel.h>
@@ -24,9 +24,6 @@
 namespace {
 
 using namespace headwise;
-
-// Scores of a query in a step.
-constexpr int LD = TILE * WALK;
 
 // 64 keys of a block, the columns of a group or those of a tile.
 template <class elem>
@@ -51,8 +48,10 @@ struct Panel {
 };
 
 // Everything one thread needs for a task; allocated once a call.
-template <class elem>
+template <class Engine>
 struct Scratch {
+  using elem = typename Engine::elem;
+  static constexpr int LD = TILE * Engine::STEP;  // scores of a query in a step
   std::vector<uint64_t> held;       // key tiles of this row, a bit each
   std::vector<Panel<elem>> panels;  // what this block computes
   size_t anchors;                   // how many of them, the first ones, are computed whatever their scores
@@ -76,6 +75,8 @@ struct Scratch {
 template <class Engine, class T>
 struct Run {
   using elem = typename Engine::elem;
+  using Scratch = ::Scratch<Engine>;
+  static constexpr int ROWS = Engine::ROWS, STEP = Engine::STEP, LD = Scratch::LD;
 
   const Index& index;
   const int64_t H, D, G, E, group = H / G;
@@ -112,9 +113,9 @@ struct Run {
     for (const Sequence& one : index.sequences) most_tiles = std::max(most_tiles, one.tiles());
     std::atomic<size_t> next{0};
     at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
-      Scratch<elem> scratch(most_tiles, packed.most_groups, inner, width);
+      Scratch scratch(most_tiles, packed.most_groups, inner, width);
+      const InUse<Engine> engine;
       for (size_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < blocks.size();) task(scratch, blocks[t]);
-      Engine::finish();
     });
   }
 
@@ -123,7 +124,7 @@ struct Run {
             nullptr, 0, TILE, false};
   }
 
-  void add_tile(Scratch<elem>& w, const Block& block, int64_t t) const {
+  void add_tile(Scratch& w, const Block& block, int64_t t) const {
     const int64_t last = block.first + block.rows - 1;
     Panel<elem> one = panel(packed.slot[packed.tile_start[block.s * G + block.h / group] + t]);
     one.first = t * TILE;
@@ -132,7 +133,7 @@ struct Run {
   }
 
   // The panels of a block, ascending: columns, then tiles; where tiles may be skipped, the own one and tile 0 first.
-  void collect(Scratch<elem>& w, const Block& block) const {
+  void collect(Scratch& w, const Block& block) const {
     w.panels.clear();
     const int64_t last = block.first + block.rows - 1;
     if (block.dense) {
@@ -170,7 +171,7 @@ struct Run {
     if (!skips) w.anchors = w.panels.size();
   }
 
-  void task(Scratch<elem>& w, const Block& block) {
+  void task(Scratch& w, const Block& block) {
     const Sequence& one = index.sequences[block.s];
     const int64_t g = block.h / group;
     const int rows = block.rows;
@@ -182,12 +183,15 @@ struct Run {
     std::fill(w.total, w.total + TILE, 0.0f);
     std::fill(w.highest, w.highest + TILE, NEG_INF);
     std::fill(w.o.get(), w.o.get() + TILE * width, 0.0f);
-    const int64_t anchors = w.anchors, steps = (anchors + WALK - 1) / WALK;
+    const int64_t anchors = w.anchors, steps = (anchors + STEP - 1) / STEP;
     for (int64_t i = 0; i < steps; ++i) {
       const int64_t p0 = anchors * i / steps;
       const int step = anchors * (i + 1) / steps - p0;
-      for (int t = 0; t < step; ++t) score(w, block, w.panels[p0 + t], t);
-      attend(w, block, p0, step);
+      for (int r0 = 0; r0 < rows; r0 += ROWS) {
+        const int r1 = std::min(r0 + ROWS, rows);
+        for (int t = 0; t < step; ++t) score(w, block, w.panels[p0 + t], r0, r1, w.s.get() + t * TILE);
+        attend(w, block, p0, step, r0, r1, w.s.get());
+      }
     }
     if (anchors < int64_t(w.panels.size())) attend_to_rest(w, block);
     if (block.parts == 1) {
@@ -201,23 +205,22 @@ struct Run {
     if (open[block.place].fetch_sub(1, std::memory_order_acq_rel) == 1) combine(w, block);
   }
 
-  // The scores of a panel, into place `slot` of a step.
-  void score(Scratch<elem>& w, const Block& block, const Panel<elem>& each, int slot) const {
-    float* s = w.s.get() + slot * TILE;
-    Engine::qk(w.q.get(), block.rows, inner, each.k, s, LD);
+  // The scores of queries [r0, r1) for a panel, into rows of LD from s on.
+  void score(Scratch& w, const Block& block, const Panel<elem>& each, int r0, int r1, float* s) const {
+    Engine::qk(w.q.get() + r0 * inner, r1 - r0, inner, each.k, s, LD);
     if (how.softcap > 0)
-      for (int r = 0; r < block.rows; ++r) cap(s + r * LD, TILE, how);
+      for (int r = r0; r < r1; ++r) cap(s + (r - r0) * LD, TILE, how);
     if (each.edge || ~each.live)
-      for (int r = 0; r < block.rows; ++r) keep_seen(s + r * LD, each.seen(block.first + r, index.window));
+      for (int r = r0; r < r1; ++r) keep_seen(s + (r - r0) * LD, each.seen(block.first + r, index.window));
   }
 
-  // Softmax over the scores of `step` panels from p0 on, and their values.
-  void attend(Scratch<elem>& w, const Block& block, int64_t p0, int step) const {
-    const elem* values[WALK];
+  // Softmax over the scores that queries [r0, r1) have for `step` panels from p0 on, and the values of these.
+  void attend(Scratch& w, const Block& block, int64_t p0, int step, int r0, int r1, float* scores) const {
+    const elem* values[STEP];
     uint64_t bad = 0;
     for (int t = 0; t < step; ++t) values[t] = w.panels[p0 + t].v, bad |= w.panels[p0 + t].bad;
-    for (int r = 0; r < block.rows; ++r) {
-      float *s = w.s.get() + r * LD, *o = w.o.get() + r * width;
+    for (int r = r0; r < r1; ++r) {
+      float *s = scores + (r - r0) * LD, *o = w.o.get() + r * width;
       const float most = largest(s, step * TILE), rescale = rebase(most, factor, w.top[r]);
       w.highest[r] = std::max(w.highest[r], most);
       if (rescale != 1.0f)
@@ -226,11 +229,11 @@ struct Run {
       w.total[r] = w.total[r] * rescale + weigh(s, reinterpret_cast<elem*>(s), step * TILE, exp2, w.top[r]);
     }
     constexpr int ldp = LD * sizeof(float) / sizeof(elem);
-    Engine::pv(reinterpret_cast<elem*>(w.s.get()), block.rows, ldp, values, step, width, w.o.get());
+    Engine::pv(reinterpret_cast<elem*>(scores), r1 - r0, ldp, values, step, width, w.o.get() + r0 * width);
   }
 
   // Values that are not finite, with their weights, to the output of query r.
-  void add_bad_of(Scratch<elem>& w, const Block& block, int64_t p0, int step, int r, const float* s, float* o) const {
+  void add_bad_of(Scratch& w, const Block& block, int64_t p0, int step, int r, const float* s, float* o) const {
     std::vector<T> wide(vs.stored.eight() ? TILE * E : 0);
     for (int t = 0; t < step; ++t) {
       const Panel<elem>& each = w.panels[p0 + t];
@@ -245,7 +248,7 @@ struct Run {
   }
 
   // The panels after the anchors, but for those whose scores are too far below the anchors' (SparseIndex.skip).
-  void attend_to_rest(Scratch<elem>& w, const Block& block) const {
+  void attend_to_rest(Scratch& w, const Block& block) const {
     const int rows = block.rows;
     float limit[TILE];
     for (int r = 0; r < rows; ++r) {
@@ -255,27 +258,29 @@ struct Run {
     int step = 0;
     int64_t p0 = w.anchors, left_out = 0;
     const auto flush = [&] {
-      attend(w, block, p0, step);
+      for (int r0 = 0; r0 < rows; r0 += ROWS)
+        attend(w, block, p0, step, r0, std::min(r0 + ROWS, rows), w.s.get() + r0 * LD);
       p0 += step;
       step = 0;
     };
     for (size_t p = p0; p < w.panels.size(); ++p) {
-      score(w, block, w.panels[p], step);
+      float* const s = w.s.get() + step * TILE;
+      score(w, block, w.panels[p], 0, rows, s);
       bool matters = false;
-      for (int r = 0; r < rows && !matters; ++r) matters = any_not_below(w.s.get() + r * LD + step * TILE, limit[r]);
+      for (int r = 0; r < rows && !matters; ++r) matters = any_not_below(s + r * LD, limit[r]);
       if (!matters) {
         ++left_out;
         continue;
       }
       w.panels[p0 + step++] = w.panels[p];
-      if (step == WALK) flush();
+      if (step == STEP) flush();
     }
     if (step) flush();
     if (skipped) std::atomic_ref(skipped[block.s * H + block.h]) += int32_t(left_out);
   }
 
   // Puts the parts of a block together, in their order.
-  void combine(Scratch<elem>& w, const Block& block) {
+  void combine(Scratch& w, const Block& block) {
     for (int r = 0; r < block.rows; ++r) {
       const int64_t first = block.place * TILE + r;
       float highest = NEG_INF, total = 0;
@@ -311,14 +316,9 @@ template <class T>
 void run_for(const std::string& engine, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
              const std::optional<at::Tensor>& block_table, const Index& index, Softmax how, const float* sinks,
              at::Tensor& out, at::Tensor& lse, int32_t* skipped) {
-  if (engine == "float") return Run<Blocked<Float>, T>(q, k, v, block_table, index, how, sinks, out, lse, skipped)();
-  if constexpr (std::is_same_v<T, at::BFloat16>) {
-#if defined(__AVX512BF16__)
-    if (engine == "dot") return Run<Blocked<Dot>, T>(q, k, v, block_table, index, how, sinks, out, lse, skipped)();
-#endif
-    if (engine == "brgemm") return Run<Brgemm, T>(q, k, v, block_table, index, how, sinks, out, lse, skipped)();
-  }
-  TORCH_CHECK_VALUE(false, "engine '", engine, "' does not serve ", q.scalar_type(), " on this processor");
+  with_engine<T>(engine, [&](auto with) {
+    Run<decltype(with), T>(q, k, v, block_table, index, how, sinks, out, lse, skipped)();
+  });
 }
 
 // sequences: five numbers for each, row, q_start, q_len, k_start, k_len. window 0 is none. skip: of each sequence and
@@ -357,6 +357,7 @@ TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "int[] sequences, int[] dense_tail, int window, Tensor? block_table, Tensor? skip, Tensor? sinks, float scale, "
       "float softcap, str engine, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? skipped) -> ()");
   m.def("engines(ScalarType dtype) -> str[]", &engines);
+  m.def("why_no_tiles() -> str", [] { return tiles::fault(); });
 }
 
 TORCH_LIBRARY_IMPL(headwise, CPU, m) { m.impl("sparse_attention", &sparse_attention); }

@@ -133,12 +133,12 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Softmax 
   at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
     Scratch w{allocate<elem>(TILE * inner), allocate<elem>(TILE * LD), allocate<float>(TILE * padded),
               allocate<float>(TILE * width), std::vector<float>(walks * TILE), std::vector<int64_t>(sums.size(), 0)};
+    const InUse<Engine> engine;
     // Rows of a tile that are no queries are multiplied, too.
     std::fill(w.p.get(), w.p.get() + TILE * LD, elem(0));
     // The longest rows first, so that threads finish together; the query heads of a KV head side by side.
     for (int64_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < B * H * rows;)
       task(w, t / H % B, t % H, tiles - 1 - t / (B * H));
-    Engine::finish();
     const std::lock_guard<std::mutex> lock(adding);
     for (size_t i = 0; i < sums.size(); ++i) sums[i] += w.sums[i];
   });
@@ -149,14 +149,7 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Softmax 
 template <class T>
 void run_for(const std::string& engine, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Softmax how,
              at::Tensor& out, at::Tensor& lse, at::Tensor& scores) {
-  if (engine == "float") return run<Blocked<Float>, T>(q, k, v, how, out, lse, scores);
-  if constexpr (std::is_same_v<T, at::BFloat16>) {
-#if defined(__AVX512BF16__)
-    if (engine == "dot") return run<Blocked<Dot>, T>(q, k, v, how, out, lse, scores);
-#endif
-    if (engine == "brgemm") return run<Brgemm, T>(q, k, v, how, out, lse, scores);
-  }
-  TORCH_CHECK_VALUE(false, "engine '", engine, "' does not serve ", q.scalar_type(), " on this processor");
+  with_engine<T>(engine, [&](auto with) { run<decltype(with), T>(q, k, v, how, out, lse, scores); });
 }
 
 // See kernels.decode.cpu.with_sums.

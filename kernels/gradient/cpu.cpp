@@ -77,24 +77,6 @@ float product(const T* a, const T* b, int64_t n) {
   return sum(total) + rest;
 }
 
-// C (rows x 64) += A (rows x 64) B (64 x 64), rows a multiple of MR.
-template <class Engine, class elem>
-void add(const elem* a, int rows, const elem* b, float* c) {
-  if constexpr (std::is_same_v<Engine, Brgemm>) {
-    at::native::cpublas::brgemm(rows, TILE, TILE, TILE, TILE, TILE, true, a, b, c, true);
-  } else {
-    for (int row = 0; row < rows; row += MR)
-      for (int col = 0; col < TILE; col += NV * LANES) {
-        vf acc[MR][NV];
-        for (int i = 0; i < MR; ++i)
-          for (int j = 0; j < NV; ++j) acc[i][j] = load(c + (row + i) * TILE + col + j * LANES);
-        Engine::template block<NV>(a + row * TILE, TILE, b + col * Engine::PAIR, TILE, TILE, acc);
-        for (int i = 0; i < MR; ++i)
-          for (int j = 0; j < NV; ++j) store(c + (row + i) * TILE + col + j * LANES, acc[i][j]);
-      }
-  }
-}
-
 // even and odd by turns.
 template <class elem>
 inline void put_pairs(elem* to, vf even, vf odd) {
@@ -176,7 +158,7 @@ void softmax_gradient(const float* s, const float* dp, const float* lse, const f
       }
       if constexpr (Engine::PAIR == 2)
         for (int half = 0; half < 2; ++half)
-          put_pairs(pairs + j * TILE + 2 * (c + half * LANES), grad[0][half], grad[1][half]);
+          put_pairs(pairs + Engine::place(TILE, TILE, j, c + half * LANES), grad[0][half], grad[1][half]);
     }
   }
 }
@@ -229,7 +211,7 @@ struct Units {
         inner_v(round_up(E, Engine::INNER)),
         width(round_up(D, LANES)),
         width_v(round_up(E, LANES)),
-        high(round_up(D, MR)),
+        high(round_up(D, Engine::BAND)),
         most(most),
         rows(n.tiles() - n.first()),
         tiles(n.tiles()) {
@@ -372,7 +354,7 @@ struct Units {
         const bool counts = edge ? step(w, live, Edge{int32_t(distance), window}, key, at)
                                  : step(w, live, Whole{}, key, at);
         if (!counts) continue;
-        add<Engine>(k_across.get() + key * high, high, w.pairs.get(), dq.get() + at * high);
+        Engine::add(k_across.get() + key * high, high, w.pairs.get(), dq.get() + at * high);
         gradients[live] = o_along.get() + at * width_v;
         queries[live] = q_along.get() + at * width;
         if (++live == STEP) flush();
@@ -391,6 +373,7 @@ struct Units {
     std::atomic<size_t> next{0};
     at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
       Scratch<elem> scratch;
+      const InUse<Engine> engine;
       for (size_t t; (t = next.fetch_add(1, std::memory_order_relaxed)) < list.size();) {
         const Task& task = list[t];
         auto& of_query = queries_done[(task.unit * group + task.head) * n.strips() + task.query_strip];
@@ -403,7 +386,6 @@ struct Units {
         of_query.store(task.query_turn + 1, std::memory_order_release);
         of_key.store(task.key_turn + 1, std::memory_order_release);
       }
-      Engine::finish();
     });
     for_each_tile(
         first, count, [&](auto... at) { write_queries(at...); }, [&](auto... at) { write_keys(at...); });
@@ -423,14 +405,7 @@ void run(const Tensors<T>& tensors, at::IntArrayRef sizes, Options how) {
 
 template <class T>
 void run_for(const std::string& engine, const Tensors<T>& tensors, at::IntArrayRef sizes, Options how) {
-  if (engine == "float") return run<Blocked<Float>, T>(tensors, sizes, how);
-  if constexpr (std::is_same_v<T, at::BFloat16>) {
-#if defined(__AVX512BF16__)
-    if (engine == "dot") return run<Blocked<Dot>, T>(tensors, sizes, how);
-#endif
-    if (engine == "brgemm") return run<Brgemm, T>(tensors, sizes, how);
-  }
-  TORCH_CHECK_VALUE(false, "engine '", engine, "' does not serve this dtype on this processor");
+  with_engine<T>(engine, [&](auto with) { run<decltype(with), T>(tensors, sizes, how); });
 }
 
 // window 0 and softcap 0 are none. lse is contiguous; of all others the last dimension is.

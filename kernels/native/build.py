@@ -29,7 +29,8 @@ SOURCES = tuple(
     for name in ("attention/cpu.cpp", "decode/cpu.cpp", "decode/sums.cpp", "gradient/cpu.cpp", "patterns/cpu.cpp")
 )
 HEADERS = tuple(
-    _KERNELS / name for name in ("native/vectors.h", "native/engines.h", "attention/index.h", "attention/panels.h")
+    _KERNELS / name
+    for name in ("native/vectors.h", "native/tiles.h", "native/engines.h", "attention/index.h", "attention/panels.h")
 )
 _FLAGS = (
     "-std=c++20",

@@ -1,12 +1,13 @@
 // Products of 64 x 64 tiles in the number formats of the processor, and the packing that they read from.
 //
-// Three engines: `Float` (compiler vectors: AVX-512, AVX2, NEON), `Dot` (AVX-512 bf16 dot products) and `Brgemm` (ATen's
-// wrapper of oneDNN, which uses AMX). The last two read bf16 in pairs of adjacent inner indices.
+// Four engines: `Float` (compiler vectors: AVX-512, AVX2, NEON), `Dot` (AVX-512 bf16 dot products), `Amx` (its tiles) and
+// `Brgemm` (ATen's wrapper of oneDNN, which uses AMX, too). All but `Float` read bf16 in pairs of adjacent inner indices.
 
 #pragma once
 
 #include <ATen/native/CPUBlas.h>
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace headwise {
@@ -16,8 +17,12 @@ constexpr int WALK = 8;
 // A block of a product in registers: rows, vectors.
 constexpr int MR = 4, NV = LANES == 8 ? 2 : 4;
 
-// ---- engines: qk writes C (rows x 64) = A (rows x inner) B; pv adds P (rows x 64 count) V to C (rows x width). Both
-// may compute rows up to the next multiple of 16, which A, P and C must have. ----
+// ---- engines: qk writes C (rows x 64) = A (rows x inner) B; pv adds P (rows x 64 count) V to C (rows x width); add adds
+// A (rows x 64) B (64 x 64) to C, for rows a multiple of BAND. The first two may compute rows up to the next multiple of
+// 16, which A, P and C must have. `place` says where an element of a packed B or V lies, of which RUN columns lie side by
+// side. ROWS queries are attended to at a time, over STEP panels a softmax. ----
+
+constexpr int WHOLE = std::numeric_limits<int>::max();
 
 struct Float {
   using elem = float;
@@ -65,10 +70,21 @@ struct Dot {
 };
 #endif
 
+// Packed row by row, PAIR rows together.
+template <int PAIR>
+struct ByRows {
+  static constexpr int RUN = WHOLE, ROWS = TILE, STEP = WALK;
+
+  static int place(int, int cols, int row, int col) { return row / PAIR * PAIR * cols + col * PAIR + row % PAIR; }
+};
+
 // Blocked products over an engine's `block`.
 template <class Engine>
-struct Blocked : Engine {
+struct Blocked : Engine, ByRows<Engine::PAIR> {
   using elem = typename Engine::elem;
+  static constexpr int BAND = MR;
+
+  static void begin() {}
 
   static void qk(const elem* a, int rows, int inner, const elem* b, float* c, int ldc) {
     for (int col = 0; col < TILE; col += NV * LANES)
@@ -110,12 +126,26 @@ struct Blocked : Engine {
       }
     }
   }
+
+  static void add(const elem* a, int rows, const elem* b, float* c) {
+    for (int row = 0; row < rows; row += MR)
+      for (int col = 0; col < TILE; col += NV * LANES) {
+        vf acc[MR][NV];
+        for (int i = 0; i < MR; ++i)
+          for (int j = 0; j < NV; ++j) acc[i][j] = load(c + (row + i) * TILE + col + j * LANES);
+        Engine::template block<NV>(a + row * TILE, TILE, b + col * Engine::PAIR, TILE, TILE, acc);
+        for (int i = 0; i < MR; ++i)
+          for (int j = 0; j < NV; ++j) store(c + (row + i) * TILE + col + j * LANES, acc[i][j]);
+      }
+  }
 };
 
-struct Brgemm {
+struct Brgemm : ByRows<2> {
   using elem = at::BFloat16;
   // AMX multiplies 32 bf16 of the inner dimension at a time.
-  static constexpr int PAIR = 2, INNER = 32, TERMS = 3;
+  static constexpr int PAIR = 2, INNER = 32, TERMS = 3, BAND = MR;
+
+  static void begin() {}
 
   // A kernel is made for each number of rows: four of them are enough.
   static void qk(const elem* a, int rows, int inner, const elem* b, float* c, int ldc) {
@@ -125,13 +155,131 @@ struct Brgemm {
     for (int t = 0; t < count; ++t)
       at::native::cpublas::brgemm(round_up(rows, 16), width, TILE, ldp, width, width, true, p + t * TILE, v[t], c, true);
   }
+  static void add(const elem* a, int rows, const elem* b, float* c) {
+    at::native::cpublas::brgemm(rows, TILE, TILE, TILE, TILE, TILE, true, a, b, c, true);
+  }
   static void finish() { at::native::cpublas::brgemm_release(true); }
 };
+
+#if defined(HEADWISE_TILES)
+// One configuration of the tiles for as long as a thread computes. B and V are packed as tiles of 1 KB: 16 pairs of rows by
+// 16 columns, those of a band of columns one after another. Two tiles of A by two of B make four of C, which stay in
+// registers over all panels of a step; the scores of 32 queries by 256 keys, 32 KB, stay in the first cache.
+struct Amx {
+  using elem = at::BFloat16;
+  static constexpr int PAIR = 2, INNER = 32, TERMS = 3, BAND = 16, RUN = 16, ROWS = 32, STEP = 4;
+  // Elements of a tile, and the rows and columns of a packed matrix that it holds.
+  static constexpr int SIZE = 512, HIGH = 32, WIDE = 16;
+
+  static int place(int rows, int, int row, int col) {
+    return (col / WIDE * (rows / HIGH) + row / HIGH) * SIZE + row % HIGH / 2 * 2 * WIDE + col % WIDE * 2 + row % 2;
+  }
+
+  static void begin() { tiles::configure(); }
+  static void finish() { tiles::release(); }
+
+  static void qk(const elem* a, int rows, int inner, const elem* b, float* c, int ldc) {
+    multiply<false>(a, rows, inner, &b, 1, inner / HIGH, TILE, c, ldc);
+  }
+  static void pv(const elem* p, int rows, int ldp, const elem* const* v, int count, int width, float* c) {
+    multiply<true>(p, rows, ldp, v, count, TILE / HIGH, width, c, width);
+  }
+  static void add(const elem* a, int rows, const elem* b, float* c) {
+    multiply<true>(a, rows, TILE, &b, 1, TILE / HIGH, TILE, c, TILE);
+  }
+
+ private:
+  // C (16 R x 16 N) of A and, one below the other, `count` matrices B of `depth` tiles a band of columns, from tile
+  // `first` on.
+  template <bool ADD, int R, int N>
+  HEADWISE_USES_TILES static void block(const elem* a, int lda, const elem* const* b, int count, int depth, int first,
+                                        float* c, int ldc) {
+    const int64_t a_row = lda * sizeof(elem), c_row = ldc * sizeof(float);
+    float* const c_low = c + 16 * ldc;
+    if constexpr (ADD) {
+      tiles::load<0>(c, c_row);
+      if constexpr (N > 1) tiles::load<1>(c + WIDE, c_row);
+      if constexpr (R > 1) tiles::load<2>(c_low, c_row);
+      if constexpr (R > 1 && N > 1) tiles::load<3>(c_low + WIDE, c_row);
+    } else {
+      tiles::zero<0>();
+      if constexpr (N > 1) tiles::zero<1>();
+      if constexpr (R > 1) tiles::zero<2>();
+      if constexpr (R > 1 && N > 1) tiles::zero<3>();
+    }
+    for (int t = 0; t < count; ++t) {
+      const elem* at = b[t] + first * SIZE;
+      for (int d = 0; d < depth; ++d, a += HIGH, at += SIZE) {
+        tiles::load<4>(a, a_row);
+        tiles::load<6>(at, 64);
+        tiles::add_product<0, 4, 6>();
+        if constexpr (N > 1) {
+          tiles::load<7>(at + depth * SIZE, 64);
+          tiles::add_product<1, 4, 7>();
+        }
+        if constexpr (R > 1) {
+          tiles::load<5>(a + 16 * lda, a_row);
+          tiles::add_product<2, 5, 6>();
+        }
+        if constexpr (R > 1 && N > 1) tiles::add_product<3, 5, 7>();
+      }
+    }
+    tiles::store<0>(c, c_row);
+    if constexpr (N > 1) tiles::store<1>(c + WIDE, c_row);
+    if constexpr (R > 1) tiles::store<2>(c_low, c_row);
+    if constexpr (R > 1 && N > 1) tiles::store<3>(c_low + WIDE, c_row);
+  }
+
+  template <bool ADD>
+  HEADWISE_USES_TILES static void multiply(const elem* a, int rows, int lda, const elem* const* b, int count, int depth,
+                                           int cols, float* c, int ldc) {
+    for (int row = 0; row < rows; row += 32)
+      for (int col = 0; col < cols; col += 2 * WIDE) {
+        const bool two_bands = rows - row > 16;
+        const bool two_columns = cols - col > WIDE;
+        const int first = col / WIDE * depth;
+        const elem* const from = a + row * lda;
+        float* const to = c + row * ldc + col;
+        if (two_bands && two_columns) block<ADD, 2, 2>(from, lda, b, count, depth, first, to, ldc);
+        else if (two_bands) block<ADD, 2, 1>(from, lda, b, count, depth, first, to, ldc);
+        else if (two_columns) block<ADD, 1, 2>(from, lda, b, count, depth, first, to, ldc);
+        else block<ADD, 1, 1>(from, lda, b, count, depth, first, to, ldc);
+      }
+  }
+};
+#endif
+
+// An engine in use by a thread, until the end of its life, also where that is an error.
+template <class Engine>
+struct InUse {
+  InUse() { Engine::begin(); }
+  ~InUse() { Engine::finish(); }
+  InUse(const InUse&) = delete;
+  InUse& operator=(const InUse&) = delete;
+};
+
+// Calls f with the engine of that name, which computes on T.
+template <class T, class F>
+void with_engine(const std::string& name, F f) {
+  if (name == "float") return f(Blocked<Float>());
+  if constexpr (std::is_same_v<T, at::BFloat16>) {
+#if defined(HEADWISE_TILES)
+    if (name == "amx" && tiles::fault().empty()) return f(Amx());
+#endif
+#if defined(__AVX512BF16__)
+    if (name == "dot") return f(Blocked<Dot>());
+#endif
+    if (name == "brgemm") return f(Brgemm());
+  }
+  TORCH_CHECK_VALUE(false, "engine '", name, "' does not serve ", c10::CppTypeToScalarType<T>::value,
+                    " on this processor");
+}
 
 // ---- packing ----
 
 #if defined(__AVX512F__)
-// 16 words of each of 16 rows from byte `at` on, transposed: word w of all rows to to + w * TILE.
+// 16 words of each of 16 rows from byte `at` on, transposed: word w of all rows to to + w * STRIDE.
+template <int STRIDE>
 inline void transpose_words(const char* const* rows, int64_t at, int32_t* to) {
   __m512i a[16], b[16];
   for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + at);
@@ -146,10 +294,10 @@ inline void transpose_words(const char* const* rows, int64_t at, int32_t* to) {
     const __m512i low = _mm512_shuffle_i32x4(a[w], a[4 + w], 0x44), high = _mm512_shuffle_i32x4(a[w], a[4 + w], 0xee);
     const __m512i low2 = _mm512_shuffle_i32x4(a[8 + w], a[12 + w], 0x44);
     const __m512i high2 = _mm512_shuffle_i32x4(a[8 + w], a[12 + w], 0xee);
-    _mm512_storeu_si512(to + w * TILE, _mm512_shuffle_i32x4(low, low2, 0x88));
-    _mm512_storeu_si512(to + (4 + w) * TILE, _mm512_shuffle_i32x4(low, low2, 0xdd));
-    _mm512_storeu_si512(to + (8 + w) * TILE, _mm512_shuffle_i32x4(high, high2, 0x88));
-    _mm512_storeu_si512(to + (12 + w) * TILE, _mm512_shuffle_i32x4(high, high2, 0xdd));
+    _mm512_storeu_si512(to + w * STRIDE, _mm512_shuffle_i32x4(low, low2, 0x88));
+    _mm512_storeu_si512(to + (4 + w) * STRIDE, _mm512_shuffle_i32x4(low, low2, 0xdd));
+    _mm512_storeu_si512(to + (8 + w) * STRIDE, _mm512_shuffle_i32x4(high, high2, 0x88));
+    _mm512_storeu_si512(to + (12 + w) * STRIDE, _mm512_shuffle_i32x4(high, high2, 0xdd));
   }
 }
 #endif
@@ -167,12 +315,13 @@ void pack_k(const T* const* rows, int have, int dim, int inner, typename Engine:
     if (have == TILE)
       for (; first + 16 * P <= dim; first += 16 * P)
         for (int j = 0; j < TILE; j += 16)
-          transpose_words(reinterpret_cast<const char* const*>(rows + j), first * sizeof(elem),
-                          reinterpret_cast<int32_t*>(to + first * TILE) + j);
+          transpose_words<std::min(Engine::RUN, TILE)>(
+              reinterpret_cast<const char* const*>(rows + j), first * sizeof(elem),
+              reinterpret_cast<int32_t*>(to + Engine::place(inner, TILE, first, j)));
 #endif
   for (int d = first; d < dim; d += P)
     for (int j = 0; j < have; ++j) {
-      elem* at = to + d * TILE + j * P;
+      elem* at = to + Engine::place(inner, TILE, d, j);
       at[0] = cast<elem>(rows[j][d]);
       if (P == 2 && d + 1 < dim) at[1] = cast<elem>(rows[j][d + 1]);
     }
@@ -187,19 +336,21 @@ uint64_t pack_v(const T* const* rows, int have, int dim, int width, typename Eng
   if (have < TILE || dim < width) std::fill(to, to + width * TILE, elem(0));
   uint64_t bad = 0;
   for (int j = 0; j < have; ++j) bad |= uint64_t(!finite(rows[j], dim)) << j;
-  for (int j = 0; j < have; j += P) {
-    elem* at = to + j * width;
-    if (P == 2 && j + 1 < have) {
-      const T *__restrict a = rows[j], *__restrict b = rows[j + 1];
-      for (int e = 0; e < dim; ++e) at[2 * e] = cast<elem>(a[e]), at[2 * e + 1] = cast<elem>(b[e]);
-    } else {
-      for (int e = 0; e < dim; ++e) at[e * P] = cast<elem>(rows[j][e]);
+  constexpr int RUN = Engine::RUN;
+  for (int j = 0; j < have; j += P)
+    for (int64_t first = 0; first < dim; first += RUN) {
+      elem* at = to + Engine::place(TILE, width, j, first);
+      const int n = std::min<int64_t>(RUN, dim - first);
+      if (P == 2 && j + 1 < have) {
+        const T *__restrict a = rows[j] + first, *__restrict b = rows[j + 1] + first;
+        for (int e = 0; e < n; ++e) at[2 * e] = cast<elem>(a[e]), at[2 * e + 1] = cast<elem>(b[e]);
+      } else {
+        for (int e = 0; e < n; ++e) at[e * P] = cast<elem>(rows[j][first + e]);
+      }
     }
-  }
   for (uint64_t left = bad; left; left &= left - 1) {
     const int j = __builtin_ctzll(left);
-    elem* at = to + j / P * P * width + j % P;
-    for (int e = 0; e < dim; ++e) at[e * P] = elem(0);
+    for (int e = 0; e < dim; ++e) to[Engine::place(TILE, width, j, e)] = elem(0);
   }
   return bad;
 }
@@ -278,6 +429,7 @@ inline float weigh(float* s, elem* p, int n, const Exp2<TERMS>& exp2, float top)
 inline std::vector<std::string> engines(at::ScalarType dtype) {
   std::vector<std::string> found;
   if (dtype == at::kBFloat16) {
+    if (tiles::fault().empty()) found.push_back("amx");
     const bool amx = at::native::cpublas::could_pack(at::kBFloat16);
     if (amx) found.push_back("brgemm");
 #if defined(__AVX512BF16__)

@@ -1,8 +1,8 @@
 """Native code that a wheel brings, built for several instruction sets, of which the processor's best is taken.
 
 A wheel that is built with HEADWISE_PREBUILD=1 (setup.py) holds a library for each level of its architecture. AMX needs
-none of its own: torch's matrix products, which the bf16 kernels call, take it where the processor has it. A library
-fits the release of torch that it was built with; with another one, and on a processor below every level, the code is
+none of its own: the library for AVX-512 bf16 has its instructions in functions of their own (tiles.h). A library fits
+the release of torch that it was built with; with another one, and on a processor below every level, the code is
 compiled at first use.
 """
 

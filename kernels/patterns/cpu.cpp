@@ -52,6 +52,7 @@ void for_each_row(const Keys<T>& ks, const Group<typename Engine::elem>& group, 
   const auto scores = allocate<float>(TILE * TILE);
   const auto wide = allocate<T>(ks.stored.eight() ? TILE * D : 0);
   const Sequence keys = whole(group.b, K);
+  const InUse<Engine> engine;
   for (int64_t key0 = chunk * CHUNK; key0 < std::min(K, (chunk + 1) * CHUNK); key0 += TILE) {
     const T* rows[TILE];
     const int have = std::min<int64_t>(TILE, K - key0);
@@ -73,7 +74,6 @@ void for_each_row(const Keys<T>& ks, const Group<typename Engine::elem>& group, 
         }
       }
   }
-  Engine::finish();
 }
 
 template <class Engine, class T>
@@ -184,18 +184,17 @@ std::tuple<at::Tensor, at::Tensor> vertical_slash_estimate(const at::Tensor& q, 
   at::Tensor slash = at::empty_like(vertical);
   const float factor = static_cast<float>(scale) * LOG2E;
   if (!window) window = K;
-  if (q.scalar_type() == at::kBFloat16 && engine == "brgemm")
-    estimate_with<Brgemm, at::BFloat16>(q, k, table, heads, last_q, factor, window, vertical, slash);
-#if defined(__AVX512BF16__)
-  else if (q.scalar_type() == at::kBFloat16 && engine == "dot")
-    estimate_with<Blocked<Dot>, at::BFloat16>(q, k, table, heads, last_q, factor, window, vertical, slash);
-#endif
-  else if (q.scalar_type() == at::kBFloat16)
-    estimate_with<Blocked<Float>, at::BFloat16>(q, k, table, heads, last_q, factor, window, vertical, slash);
-  else if (q.scalar_type() == at::kHalf)
-    estimate_with<Blocked<Float>, at::Half>(q, k, table, heads, last_q, factor, window, vertical, slash);
-  else
-    estimate_with<Blocked<Float>, float>(q, k, table, heads, last_q, factor, window, vertical, slash);
+  const auto serve = [&](auto zero) {
+    using T = decltype(zero);
+    with_engine<T>(engine, [&](auto with) {
+      estimate_with<decltype(with), T>(q, k, table, heads, last_q, factor, window, vertical, slash);
+    });
+  };
+  switch (q.scalar_type()) {
+    case at::kHalf: serve(at::Half()); break;
+    case at::kBFloat16: serve(at::BFloat16()); break;
+    default: serve(float());
+  }
   return {vertical, slash};
 }
 

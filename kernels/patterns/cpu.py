@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.attention.cpu import engines
 from kernels.native import build
 from kernels.patterns.paged import Keys
 
@@ -27,7 +28,7 @@ def estimate(
     q: Tensor, k: Keys, heads: Sequence[int], last_q: Sequence[int], *, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """See kernels.patterns.last_queries.estimate."""
-    fastest = torch.ops.headwise.engines(q.dtype)[0]
+    fastest = engines(q.dtype)[0]
     found: tuple[Tensor, Tensor] = torch.ops.headwise.vertical_slash_estimate(
         q if q.stride(-1) == 1 else q.contiguous(), *_where(k), heads, last_q, scale, window or 0, fastest
     )

@@ -147,7 +147,7 @@ CASES = {
         }.items()
     },
 }
-ENGINES = {torch.float32: ["float"], torch.float16: ["float"], torch.bfloat16: ["brgemm", "dot", "float"]}
+ENGINES = {torch.float32: ["float"], torch.float16: ["float"], torch.bfloat16: ["amx", "brgemm", "dot", "float"]}
 SERVERS = [(dtype, f"cpu {engine}") for dtype, engines in ENGINES.items() for engine in engines]
 # The reference is the oracle: what is left to see is that it takes these dtypes and layouts.
 REFERENCE_CASES = (

@@ -61,7 +61,7 @@ CASES = {
     "strided": square(300, batch=2, heads=6, kv_heads=2, layout="strided"),
     "expanded": square(300, batch=2, heads=6, kv_heads=2, layout="expanded"),
 }
-ENGINES = {torch.float32: ["float"], torch.float16: ["float"], torch.bfloat16: ["brgemm", "dot", "float"]}
+ENGINES = {torch.float32: ["float"], torch.float16: ["float"], torch.bfloat16: ["amx", "brgemm", "dot", "float"]}
 SERVERS = [(dtype, engine) for dtype, engines in ENGINES.items() for engine in [*engines, "reference"]]
 # Largest absolute error, in units of the largest gradient, and relative L2 error.
 TOLERANCES = {torch.float32: (1e-5, 5e-6), torch.float16: (2e-3, 5e-4), torch.bfloat16: (2e-2, 5e-3)}

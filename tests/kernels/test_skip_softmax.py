@@ -128,7 +128,7 @@ def expected_of(
     return logits.masked_fill(~without, -math.inf).softmax(-1) @ values, lost
 
 
-SERVERS = [("reference", torch.float32), *((f"cpu {e}", torch.bfloat16) for e in ("brgemm", "dot", "float"))]
+SERVERS = [("reference", torch.float32), *((f"cpu {e}", torch.bfloat16) for e in ("amx", "brgemm", "dot", "float"))]
 SERVERS += [("cpu float", torch.float32), ("cpu float", torch.float16)]
 
 

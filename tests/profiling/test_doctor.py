@@ -19,6 +19,7 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["wrong"] == [] and found["kernels"]["cpu"] in ("compiled", "prebuilt")
     assert found["kernels"]["engines"]["float32"][-1] == "float"
+    assert ("amx" in found["kernels"]["engines"]["bfloat16"]) is (found["kernels"]["why_no_tiles"] is None)
     assert found["check"]["cpu"] is None
     assert all(0 < each["prefill_s"] < each["search_s"] for each in found["expected"].values())
     assert 0 < found["dense"]["sparse_density"] < 0.5

@@ -1,0 +1,178 @@
+"""The engine on AMX's tiles: its instructions, all of attention on emulated ones, and when it does not serve.
+
+The emulation follows Intel's manual for the product of two tiles. No processor without AMX runs the real instructions:
+there they are only compiled and read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.attention import cpu
+from kernels.native import build
+
+ROOT = Path(build.__file__).parents[2]
+SUITES = (
+    "test_attention.py",
+    "test_skip_softmax.py",
+    "test_eight_bits.py",
+    "test_nan.py",
+    "test_edges.py",
+    "test_decode_sums.py",
+    "test_gradients.py",
+    "test_patterns.py",
+)
+# C += A B of one tile each.
+PRODUCT = """
+#include "{header}"
+using namespace headwise;
+extern "C" HEADWISE_USES_TILES void product(const void* a, const void* b, float* c) {{
+  tiles::configure();
+  tiles::load<0>(c, 64);
+  tiles::load<4>(a, 64);
+  tiles::load<6>(b, 64);
+  tiles::add_product<0, 4, 6>();
+  tiles::store<0>(c, 64);
+  tiles::release();
+}}
+"""
+
+
+def compiler() -> list[str]:
+    found = build.find_compiler()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def has_bf16() -> None:
+    if "dot" not in cpu.engines(torch.bfloat16):
+        pytest.skip("this processor has no AVX-512 bf16")
+
+
+def compiled(folder: Path, source: str, *flags: str) -> Path:
+    (folder / "product.cpp").write_text(source.format(header=ROOT / "kernels" / "native" / "tiles.h"))
+    torch_headers = Path(torch.__file__).parent / "include"
+    target = ("-O3", "-std=c++20", "-fPIC", "-w", "-march=x86-64-v4", "-mavx512bf16", f"-I{torch_headers}")
+    command = [*compiler(), *target, "-shared", str(folder / "product.cpp"), *flags, "-o", str(folder / "product.so")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "product.so"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("has_bf16")
+def test_the_instructions_are_those_of_a_product(tmp_path: Path) -> None:
+    """The order of operands, and that flags for AVX-512 alone are enough."""
+    if shutil.which("objdump") is None:
+        pytest.skip("objdump is not installed")
+    listing = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", "--disassemble=product", str(compiled(tmp_path, PRODUCT))],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    found = re.findall(r"\t(ldtilecfg|tile\w+|tdp\w+)\s*(\S*)", listing)
+    assert [(name, re.findall(r"%tmm\d", operands)) for name, operands in found] == [
+        ("ldtilecfg", []),
+        ("tileloadd", ["%tmm0"]),
+        ("tileloadd", ["%tmm4"]),
+        ("tileloadd", ["%tmm6"]),
+        ("tdpbf16ps", ["%tmm6", "%tmm4", "%tmm0"]),
+        ("tilestored", ["%tmm0"]),
+        ("tilerelease", []),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("has_bf16")
+def test_emulated_products_are_those_of_the_manual(tmp_path: Path) -> None:
+    import ctypes
+
+    torch.manual_seed(0)
+    flags = ("-DHEADWISE_EMULATE_TILES", f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10")
+    library = ctypes.CDLL(str(compiled(tmp_path, PRODUCT, *flags)))
+    a, b = torch.randn(16, 32).bfloat16(), torch.randn(32, 16).bfloat16()
+    # A number that is subnormal counts as zero.
+    a[3] = 1e-39
+    c = torch.randn(16, 16)
+    expected = c.double() + a.double().where(a.abs() > 1e-38, 0) @ b.double()
+    pairs = b.view(16, 2, 16).transpose(1, 2).contiguous()
+    library.product(*(ctypes.c_void_p(x.data_ptr()) for x in (a, pairs, c)))
+    torch.testing.assert_close(c.double(), expected, rtol=1e-6, atol=1e-5)
+    assert torch.equal(c[3].double(), expected[3])
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("has_bf16")
+def test_every_suite_passes_on_emulated_tiles() -> None:
+    """In a process of its own, with a library that is compiled for it and kept."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive"]
+        + [f"tests/kernels/{name}" for name in SUITES]
+        + ["-k", "amx or not (float or dot or brgemm)"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "CXX": f"{' '.join(compiler())} -DHEADWISE_EMULATE_TILES",
+            "HEADWISE_AMX": "1",
+            "PYTHONPATH": str(ROOT),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    skipped = Counter(re.findall(r"no engine '(\w+)'", done.stdout))
+    # Decoding a few queries has an engine of its own.
+    assert skipped["amx"] <= 1
+
+
+@pytest.mark.usefixtures("has_bf16")
+def test_tiles_that_compute_otherwise_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong:
+        """The native operators of a processor whose tiles are there, and wrong."""
+
+        def __init__(self, by: float) -> None:
+            self.by = by
+
+        def why_no_tiles(self) -> str:
+            return ""
+
+        def engines(self, dtype: torch.dtype) -> list[str]:
+            return ["amx", *(e for e in torch.ops.headwise.engines(dtype) if e != "amx")]
+
+        def sparse_attention(self, *args: object) -> None:
+            engine, out = args[-4], args[-3]
+            real.sparse_attention(*args[:-4], "dot", *args[-3:])
+            if engine == "amx":
+                assert isinstance(out, torch.Tensor)
+                out += self.by
+
+    monkeypatch.setenv("HEADWISE_AMX", "1")
+    real = torch.ops.headwise
+    for by, reason in ((0.0, None), (0.5, "its results are not those of the engine without tiles")):
+        cpu.why_no_tiles.cache_clear()
+        with monkeypatch.context() as there:
+            there.setattr("kernels.attention.cpu.torch.ops.headwise", Wrong(by))
+            assert cpu.why_no_tiles() == reason
+    cpu.why_no_tiles.cache_clear()
+
+
+def test_a_processor_without_tiles_says_so() -> None:
+    reason = cpu.why_no_tiles()
+    assert ("amx" in cpu.engines(torch.bfloat16)) is (reason is None)
+    if torch.ops.headwise.why_no_tiles():
+        q = torch.randn(1, 1, 4, 32).bfloat16()
+        with pytest.raises(ValueError, match="engine 'amx' does not serve BFloat16 on this processor"):
+            torch.ops.headwise.attention_with_sums(q, q, q, 1.0, 0.0, "amx")
