@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # kvpress_worker.py is started by kvpress.py, in an environment of its own.
-SCRIPT_NAMES = ("chart.py", "gpu/run.py", "kvpress.py", "openvino.py", "vllm_ttft.py")
+SCRIPT_NAMES = ("chart.py", "cpu_engines.py", "gpu/run.py", "kvpress.py", "openvino.py", "vllm_ttft.py")
 SCRIPTS = [ROOT / "benchmarks" / name for name in SCRIPT_NAMES]
 
 
