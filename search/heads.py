@@ -1,10 +1,8 @@
 """headwise search: find a sparse pattern for every attention head of a model and write the artifact.
 
-One budget is spent over all heads of the model, in seconds of this machine, and the result is checked on held-out
-prompts, task by task.
-
-The last lines begin with the verdict. Where attention is not 1.05 times as fast as the fastest dense attention, no file
-is written and the exit status is 3; --keep writes it all the same.
+One budget is spent over all heads, in seconds of this machine, and held-out prompts check the result, task by task.
+The last lines begin with the verdict; below 1.05 times the fastest dense attention no file is written and the exit
+status is 3, unless --keep.
 
     torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml    two processes
 """
