@@ -353,7 +353,7 @@ def origin(case: Case) -> Checked:
             "one-prompt",
             "search.calibration",
             f"was searched on a single prompt of {longest:,} tokens: chance decides between near candidates; search "
-            "with --samples 3 or more",
+            "without --preset paper and with --samples 3 or more",
         )
     if most >= 4 * longest:
         yield note(
