@@ -285,3 +285,17 @@ def test_importing_and_loading_pull_in_neither_torch_nor_transformers():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_an_artifact_that_is_not_proven_is_loaded_with_one_warning(build, artifact_for, tmp_path, warnings) -> None:
+    artifact = artifact_for(build())
+    for name, proven in (("proven", True), ("open", False)):
+        verdict = artifacts.Verdict(proven=proven, why="14 right answers of 4 contexts")
+        evidence = artifact.evidence.model_copy(update={"verdict": verdict})
+        artifacts.save(artifact.model_copy(update={"evidence": evidence}), tmp_path / f"{name}.yaml")
+    load(tmp_path / "proven.yaml")
+    assert warnings() == []
+    for _ in range(2):
+        load(tmp_path / "open.yaml")
+    (warning,) = warnings()
+    assert "open.yaml is not proven: 14 right answers of 4 contexts" in warning
