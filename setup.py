@@ -1,8 +1,9 @@
-"""Departures from setuptools' defaults: Hugging Face has a package named `kernels` too, and wheels bring native code.
+"""Departures from setuptools' defaults: Hugging Face has a package named `kernels` too, and wheels
+bring native code.
 
-HEADWISE_PREBUILD=1 compiles the CPU kernels for every instruction set that kernels/native/prebuilt.py names, and the
-wheel is then one for this platform and any Python. It needs torch: build without isolation.
-"""
+HEADWISE_PREBUILD=1 compiles the CPU kernels for every instruction set that
+kernels/native/prebuilt.py names, and the wheel is then one for this platform and any Python. It
+needs torch: build without isolation."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ PREBUILD = os.environ.get("HEADWISE_PREBUILD") == "1"
 
 
 class BuildPy(build_py):
-    """Leaves kernels/__init__.py out: in site-packages both share one folder, and theirs keeps its own."""
+    """Leaves kernels/__init__.py out: in site-packages both share one folder, and theirs keeps its
+    own."""
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         modules = super().find_package_modules(package, package_dir)
@@ -44,7 +46,8 @@ class BuildPy(build_py):
 
 
 class BdistWheel(bdist_wheel):
-    """The libraries are operators of torch and no modules of Python's: one wheel for every version of it."""
+    """The libraries are operators of torch and no modules of Python's: one wheel for every version
+    of it."""
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
@@ -59,7 +62,8 @@ class WithNativeCode(Distribution):
 
 
 class EditableWheel(editable_wheel):
-    """Puts the checkout at the front of the path: behind site-packages their `kernels` would hide ours."""
+    """Puts the checkout at the front of the path: behind site-packages their `kernels` would hide
+    ours."""
 
     def _select_strategy(self, name: str, tag: str, build_lib: Any) -> Any:
         strategy = super()._select_strategy(name, tag, build_lib)

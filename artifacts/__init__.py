@@ -1,4 +1,5 @@
-"""The artifact: a YAML and a safetensors file that say which attention pattern each head can live with.
+"""The artifact: a YAML and a safetensors file that say which attention pattern each head can live
+with.
 
 Data only: imports neither torch nor, until arrays are read or written, numpy.
 """

@@ -21,7 +21,7 @@ exit status:
   3  findings or differences
 
 examples:
-  headwise show cfg.yaml                          a page: model, search, winners, layer map, evidence
+  headwise show cfg.yaml                          a page: model, search, winners, layers, evidence
   headwise validate cfg.yaml                      are both files whole, and is it sensible?
   headwise diff old.yaml new.yaml                 which heads changed, and what that does to density
   headwise set cfg.yaml prefill.dense_below=4096 --out new.yaml

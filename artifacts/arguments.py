@@ -1,4 +1,5 @@
-"""The arguments that the commands of Headwise share, each declared once: the same thing has the same name everywhere.
+"""The arguments that the commands of Headwise share, each declared once: the same thing has the
+same name everywhere.
 
 A command adds those that it takes to its parser: `add_model(p)` is --model.
 """
@@ -35,15 +36,25 @@ def add_artifact(
     p.add_argument(dest, metavar="ARTIFACT", type=Path, nargs=nargs, help=help)
 
 
-def add_model(p: ArgumentParser, help: str = MODEL, *, required: bool = True, default: str | None = None) -> None:
+def add_model(
+    p: ArgumentParser, help: str = MODEL, *, required: bool = True, default: str | None = None
+) -> None:
     """--model; a default makes it optional."""
-    p.add_argument("--model", metavar="MODEL", required=required and default is None, default=default, help=help)
+    p.add_argument(
+        "--model",
+        metavar="MODEL",
+        required=required and default is None,
+        default=default,
+        help=help,
+    )
 
 
 def add_beside(p: ArgumentParser) -> None:
     """--beside, further artifacts; a list."""
     help = "more artifacts to compare, each a row by its name"
-    p.add_argument("--beside", metavar="ARTIFACT", type=Path, nargs="+", action="extend", default=[], help=help)
+    p.add_argument(
+        "--beside", metavar="ARTIFACT", type=Path, nargs="+", action="extend", default=[], help=help
+    )
 
 
 def add_length(
@@ -69,9 +80,16 @@ def add_task(
     dest: str = "tasks",
     default: str | None = None,
 ) -> None:
-    """--task with its parameters, such as passkey@depth=0.5 or text:FILE; `several`: repeatable, a list or None."""
+    """--task with its parameters, such as passkey@depth=0.5 or text:FILE; `several`: repeatable, a
+    list or None."""
     if several:
-        p.add_argument("--task", dest=dest, metavar="TASK", action="append", help=f"{help}; {TASKS}; repeatable")
+        p.add_argument(
+            "--task",
+            dest=dest,
+            metavar="TASK",
+            action="append",
+            help=f"{help}; {TASKS}; repeatable",
+        )
     else:
         p.add_argument("--task", metavar="TASK", default=default, help=help)
 
@@ -82,7 +100,8 @@ def add_out(p: ArgumentParser, help: str, *, metavar: str = "FILE", required: bo
 
 
 def add_json(p: ArgumentParser) -> None:
-    """--json [FILE]: None, STDOUT or a file that can be written. One that does not end in .json needs `--json=FILE`."""
+    """--json [FILE]: None, STDOUT or a file that can be written. One that does not end in .json
+    needs `--json=FILE`."""
     p.add_argument("--json", metavar="FILE", nargs="?", type=json_file, const=STDOUT, help=JSON)
 
 
@@ -93,17 +112,26 @@ def add_fresh(p: ArgumentParser) -> None:
 
 def add_backend(p: ArgumentParser) -> None:
     """--backend of attention."""
-    p.add_argument("--backend", default="auto", help="attention backend (default: the fastest that serves)")
+    p.add_argument(
+        "--backend", default="auto", help="attention backend (default: the fastest that serves)"
+    )
 
 
 def add_picture(p: ArgumentParser) -> None:
     """--no-picture; the destination is `picture`."""
-    p.add_argument("--no-picture", dest="picture", action="store_false", help="do not draw the pattern map")
+    p.add_argument(
+        "--no-picture", dest="picture", action="store_false", help="do not draw the pattern map"
+    )
 
 
 def add_device(p: ArgumentParser, default: str = "cpu") -> None:
     """--device as torch names it."""
-    p.add_argument("--device", metavar="DEVICE", default=default, help=f"cpu, cuda, cuda:1, ... (default {default})")
+    p.add_argument(
+        "--device",
+        metavar="DEVICE",
+        default=default,
+        help=f"cpu, cuda, cuda:1, ... (default {default})",
+    )
 
 
 def add_dtype(
@@ -120,7 +148,9 @@ def add_dtype(
     p.add_argument("--dtype", metavar="DTYPE", help=help or f"{known} (default {default})", **how)
 
 
-def add_seed(p: ArgumentParser, default: int = 0, help: str = "of all that is drawn (default %(default)s)") -> None:
+def add_seed(
+    p: ArgumentParser, default: int = 0, help: str = "of all that is drawn (default %(default)s)"
+) -> None:
     """--seed, a whole number."""
     p.add_argument("--seed", metavar="N", type=natural, default=default, help=help)
 
@@ -148,7 +178,8 @@ def json_file(text: str) -> Path:
 
 
 def deliver(text: str, record: Mapping[str, Any], to: Path | None) -> None:
-    """Print what a command found: the text, or with --json the record in its place; --json FILE also writes that."""
+    """Print what a command found: the text, or with --json the record in its place; --json FILE
+    also writes that."""
     if to != STDOUT:
         print(text)
     deliver_json(record, to)

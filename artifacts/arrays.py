@@ -1,4 +1,5 @@
-"""The arrays that an artifact cannot do without: those of static patterns, cost tables, the front and seen windows."""
+"""The arrays that an artifact cannot do without: those of static patterns, cost tables, the front
+and seen windows."""
 
 from __future__ import annotations
 
@@ -20,14 +21,16 @@ MAX_POSITIONS = 2**22
 
 
 def check_arrays(
-    artifact: Artifact, arrays: Mapping[str, Array] | None, entries: Mapping[str, Entry] | None = None
+    artifact: Artifact,
+    arrays: Mapping[str, Array] | None,
+    entries: Mapping[str, Entry] | None = None,
 ) -> None:
     """Check the arrays of every section that needs some.
 
     Args:
-        artifact: whose sections.
-        arrays: the sidecar's; None where there is none.
-        entries: their dtypes and shapes, which are enough for those that nothing here looks into; None asks the arrays.
+        artifact: whose sections. arrays: the sidecar's; None where there is none. entries: their
+        dtypes and shapes, which are enough for those that nothing here looks into; None asks the
+        arrays.
 
     Raises:
         ArtifactError: the first that is missing or not as it has to be.
@@ -43,12 +46,16 @@ def check_arrays(
 
 
 def check_static(
-    patterns: Mapping[str, AnyPattern], arrays: Mapping[str, Array] | None, entries: Mapping[str, Entry] | None = None
+    patterns: Mapping[str, AnyPattern],
+    arrays: Mapping[str, Array] | None,
+    entries: Mapping[str, Entry] | None = None,
 ) -> None:
-    """Check that the arrays of every static pattern are there, and that they are lists of positions.
+    """Check that the arrays of every static pattern are there, and that they are lists of
+    positions.
 
     Raises:
-        ArtifactError: the first that is missing or is not one row of ascending int32 positions from 0 on.
+        ArtifactError: the first that is missing or is not one row of ascending int32 positions from
+        0 on.
     """
     looked_at = set[str]()
     for name, pattern in patterns.items():
@@ -68,12 +75,17 @@ def needed(artifact: Artifact) -> Iterator[str]:
         yield FRONT_ROWS
 
 
-def _static_fault(name: str, arrays: Mapping[str, Array] | None, entries: Mapping[str, Entry] | None) -> str | None:
+def _static_fault(
+    name: str, arrays: Mapping[str, Array] | None, entries: Mapping[str, Entry] | None
+) -> str | None:
     if arrays is None:
         return f"the array {name} must be in the sidecar, and there is none"
     if name not in arrays:
         near = sorted(other for other in arrays if other.startswith("static."))[:3]
-        return f"the sidecar has no array {name}; of static patterns it has: {', '.join(near) or 'none'}"
+        return (
+            f"the sidecar has no array {name}; of static patterns it has: "
+            f"{', '.join(near) or 'none'}"
+        )
     entry = (entries or arrays)[name]
     if entry.dtype != "int32" or len(entry.shape) != 1:
         return f"{name} must be one row of int32, got {entry.dtype} of shape {entry.shape}"
@@ -99,26 +111,41 @@ def _cost_fault(number: int, arrays: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _front_fault(artifact: Artifact, arrays: Mapping[str, Array], entries: Mapping[str, Entry] | None) -> str | None:
-    front, model = artifact.prefill.front, artifact.model
+def _front_fault(
+    artifact: Artifact, arrays: Mapping[str, Array], entries: Mapping[str, Entry] | None
+) -> str | None:
+    front = artifact.prefill.front
+    model = artifact.model
     if front is None:
         return None
     if FRONT_ROWS not in arrays:
         return f"the sidecar has no array {FRONT_ROWS}, and the points' rows are there"
-    shape, entry = (len(front.points), model.num_layers, model.num_heads), (entries or arrays)[FRONT_ROWS]
+    shape = (len(front.points), model.num_layers, model.num_heads)
+    entry = (entries or arrays)[FRONT_ROWS]
     if entry.dtype != "int16" or entry.shape != shape:
-        return f"{FRONT_ROWS} must be int16 of shape {shape}, got {entry.dtype} of shape {entry.shape}"
+        return (
+            f"{FRONT_ROWS} must be int16 of shape {shape}, got {entry.dtype} of shape {entry.shape}"
+        )
     table = arrays[FRONT_ROWS]
     alone = [row is None for row in artifact.prefill.layers]
     if ((table < 0) != [[[left] for left in alone]]).any():
-        return f"{FRONT_ROWS} must leave alone (-1) the layers that prefill.layers leaves alone, and no others"
+        return (
+            f"{FRONT_ROWS} must leave alone (-1) the layers that "
+            f"prefill.layers leaves alone, and no others"
+        )
     if table.max(initial=-1) >= len(artifact.patterns):
-        return f"{FRONT_ROWS} names pattern {table.max()}, there are {len(artifact.patterns)} from 0 on"
+        return (
+            f"{FRONT_ROWS} names pattern {table.max()}, there are "
+            f"{len(artifact.patterns)} from 0 on"
+        )
     used = {name for row in artifact.prefill.layers for name in row or ()}
     names = sorted(artifact.patterns)
     used |= {names[number] for number in set(table.ravel().tolist()) if number >= 0}
     if unused := next((name for name in names if name not in used), None):
-        return f"patterns.{shorten(unused)} is used by no head, of prefill.layers or of a point: remove it"
+        return (
+            f"patterns.{shorten(unused)} is used by no head, of "
+            f"prefill.layers or of a point: remove it"
+        )
     return None
 
 
@@ -128,5 +155,8 @@ def _windows_fault(artifact: Artifact, arrays: Mapping[str, Any]) -> str | None:
     if table is None:
         return f"says {count}, and the sidecar has no array {SEEN_WINDOWS}" if count else None
     if table.dtype != "uint8" or table.shape != (count, 32):
-        return f"{SEEN_WINDOWS} must be uint8 of shape {(count, 32)}, got {table.dtype} of shape {table.shape}"
+        return (
+            f"{SEEN_WINDOWS} must be uint8 of shape {(count, 32)}, got "
+            f"{table.dtype} of shape {table.shape}"
+        )
     return None

@@ -1,8 +1,8 @@
 """What every command of Headwise shares: one-line errors, exit codes, -q, -v and --version.
 
-Exit codes: 0 good, 1 a bug (with traceback), 2 a mistake of the user, 3 a finding, such as a gate that fails,
-130 interrupted, 141 the reader of the output went away. artifacts.arguments has the arguments that commands share.
-"""
+Exit codes: 0 good, 1 a bug (with traceback), 2 a mistake of the user, 3 a finding, such as a gate
+that fails, 130 interrupted, 141 the reader of the output went away. artifacts.arguments has the
+arguments that commands share."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from artifacts.errors import Finding, HeadwiseError, one_line, reason
 from artifacts.interrupt import INTERRUPTED as INTERRUPTED
 from artifacts.interrupt import listen_as_usual
 
-BAD_USE, FOUND = HeadwiseError.status, Finding.status
+BAD_USE = HeadwiseError.status
+FOUND = Finding.status
 # As large as a field of an artifact may be (artifacts.fields, which takes long to import).
 LARGEST = 2**31 - 1
 BROKEN_PIPE = 141
 # -1 with -q, 1 with -v: see set_verbosity.
 verbosity = 0
-# Set by what has threads that would not survive the interpreter's end: the exit code would be theirs.
+# Set by what has threads that would not survive the interpreter's end: the exit code would be
+# theirs.
 leave_at_once = False
 # The heading of options that few need, the last of a command's help.
 ADVANCED = "advanced"
@@ -41,22 +43,32 @@ EXTRAS = {
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Names in the usage what has to be given, fills paragraphs, and names an option's value by its type."""
+    """Names in the usage what has to be given, fills paragraphs, and names an option's value by its
+    type."""
 
     def add_usage(
-        self, usage: str | None, actions: Iterable[argparse.Action], groups: Iterable[Any], prefix: str | None = None
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[Any],
+        prefix: str | None = None,
     ) -> None:
         """As argparse; with a prefix it is the name that verbs go by."""
         if usage is None and prefix is None:
             either = [group for group in groups if group.required]
             in_one = [action for group in either for action in group._group_actions]
             needed = [a for a in actions if a.required or not a.option_strings or a in in_one]
-            usage = self._format_usage(None, needed, either, "").strip().replace("%", "%%") + " [options]"
+            usage = (
+                self._format_usage(None, needed, either, "").strip().replace("%", "%%")
+                + " [options]"
+            )
         super().add_usage(usage, actions, groups, prefix)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = re.split(r"\n\s*\n", text.strip("\n"))
-        return "\n\n".join(part if is_set_off(part) else textwrap.fill(part, width) for part in paragraphs)
+        return "\n\n".join(
+            part if is_set_off(part) else textwrap.fill(part, width) for part in paragraphs
+        )
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         by_type: dict[Any, str] = {int: "N", natural: "N", float: "X", Path: "PATH"}
@@ -64,7 +76,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with one-line errors, no abbreviated options, help that keeps its line breaks, and -q, -v, --version."""
+    """argparse with one-line errors, no abbreviated options, help that keeps its line breaks, and
+    -q, -v, --version."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _Formatter)
@@ -118,7 +131,9 @@ class _Verbosity(argparse.Action):
 
     def __init__(self, option_strings: Sequence[str], dest: str, const: int) -> None:
         nothing = argparse.SUPPRESS
-        super().__init__(option_strings, nothing, nargs=0, const=const, default=nothing, help=nothing)
+        super().__init__(
+            option_strings, nothing, nargs=0, const=const, default=nothing, help=nothing
+        )
 
     def __call__(self, *args: Any) -> None:
         set_verbosity(self.const)
@@ -139,12 +154,15 @@ class _Version(argparse.Action):
 
 
 def set_verbosity(level: int) -> None:
-    """-1: no progress, no warnings; 0: as usual; 1: what is logged, too, and the traceback of an error."""
+    """-1: no progress, no warnings; 0: as usual; 1: what is logged, too, and the traceback of an
+    error."""
     global verbosity
     if level != verbosity:
         import logging
 
-        logging.getLogger("headwise").setLevel({-1: logging.ERROR, 0: logging.NOTSET, 1: logging.INFO}[level])
+        logging.getLogger("headwise").setLevel(
+            {-1: logging.ERROR, 0: logging.NOTSET, 1: logging.INFO}[level]
+        )
         if level > 0:
             logging.basicConfig(format="%(message)s")
     verbosity = level
@@ -157,7 +175,9 @@ def natural(text: str) -> int:
     except ValueError:
         number = -1
     if not 0 <= number <= LARGEST:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {LARGEST}, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number from 0 to {LARGEST}, got {text!r}"
+        )
     return number
 
 
@@ -181,13 +201,15 @@ class _Output(io.TextIOWrapper):
             raise HeadwiseError(f"cannot write the output: {reason(error)}") from None
 
 
-def run_command(main: Callable[[list[str] | None], int | None], argv: Sequence[str] | None = None) -> NoReturn:
-    """Run a command's main and exit: HeadwiseError becomes one line `error: ...` on stderr and status 2.
+def run_command(
+    main: Callable[[list[str] | None], int | None], argv: Sequence[str] | None = None
+) -> NoReturn:
+    """Run a command's main and exit: HeadwiseError becomes one line `error: ...` on stderr and
+    status 2.
 
-    An interruption ends with one line and status 130, from the command's start on (artifacts.interrupt), a closed pipe
-    silently with 141, and output that is closed or cannot be written as a mistake of the user; any other exception
-    keeps its traceback.
-    """
+    An interruption ends with one line and status 130, from the command's start on
+    (artifacts.interrupt), a closed pipe silently with 141, and output that is closed or cannot be
+    written as a mistake of the user; any other exception keeps its traceback."""
     code: Any
     try:
         _prepare_output()
@@ -228,9 +250,12 @@ def _prepare_output() -> None:
     if sys.stdout is None:
         raise HeadwiseError("cannot write the output: it is closed")
     if type(sys.stdout) is io.TextIOWrapper:
-        lines, encoding = sys.stdout.line_buffering, sys.stdout.encoding
+        lines = sys.stdout.line_buffering
+        encoding = sys.stdout.encoding
         # A name that the terminal's encoding lacks is no reason to fail.
-        sys.stdout = _Output(sys.stdout.detach(), encoding, "backslashreplace", line_buffering=lines)
+        sys.stdout = _Output(
+            sys.stdout.detach(), encoding, "backslashreplace", line_buffering=lines
+        )
 
 
 def _how_to_install(package: str) -> str:
@@ -246,7 +271,8 @@ def _say(line: str) -> None:
 
 
 def _discard(stream: TextIO | None) -> None:
-    """Point the stream nowhere where it cannot be written, or the interpreter's flush at exit complains about it."""
+    """Point the stream nowhere where it cannot be written, or the interpreter's flush at exit
+    complains about it."""
     try:
         if stream is not None:
             stream.flush()

@@ -18,7 +18,9 @@ def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
 
 def _part(value: int | float) -> int | float:
     if not value or (isinstance(value, float) and value >= 1):
-        raise ValueError("must be a whole number of tokens, or a share of the context between 0 and 1")
+        raise ValueError(
+            "must be a whole number of tokens, or a share of the context between 0 and 1"
+        )
     return value
 
 
@@ -26,56 +28,82 @@ Layers = Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST)], ...], AfterValida
 
 
 class Similarity(Record):
-    """Attention mass kept on held-out prompts: by the chosen filter layers and by evenly spaced ones."""
+    """Attention mass kept on held-out prompts: by the chosen filter layers and by evenly spaced
+    ones."""
 
-    kept: Share = Field(description="attention mass kept by the chosen layers, mean over full-attention layers")
+    kept: Share = Field(
+        description="attention mass kept by the chosen layers, mean over full-attention layers"
+    )
     evenly_spaced: Share = Field(description="the same by as many evenly spaced layers")
     error: AtLeast0 | None = Field(
         default=None,
-        description="squared change of the sparse layers' outputs relative to the residual stream, summed over layers",
+        description=(
+            "squared change of the sparse layers' outputs relative to the "
+            "residual stream, summed over layers"
+        ),
     )
     top_k: Count = Field(description="tokens of each filter that count as kept")
-    tasks: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(description="the held-out prompts' tasks")
+    tasks: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(
+        description="the held-out prompts' tasks"
+    )
 
 
 class OmniKV(Record):
-    """Filter layers attend to everything and choose; the layers after each, up to the next, attend to what it chose."""
+    """Filter layers attend to everything and choose; the layers after each, up to the next, attend
+    to what it chose."""
 
     filter_layers: Annotated[Layers, Field(min_length=1)] = Field(
-        description="ascending: attend to everything and choose the tokens for the layers after them, each up to the "
+        description="ascending: attend to everything and choose the tokens for the "
+        "layers after them, each up to the "
         "next filter layer"
     )
     dense_layers: Layers = Field(
         default=(),
-        description="ascending: attend to everything and choose nothing; so do all layers before the first filter "
+        description="ascending: attend to everything and choose nothing; so do all "
+        "layers before the first filter "
         "layer. Layers that slide are named nowhere",
     )
     selector: Literal["last", "uniform", "exponential"] = Field(
         default="last",
-        description="by whose scores is chosen: the last query's, or the mean of the last `window` queries', all alike "
+        description="by whose scores is chosen: the last query's, or the mean of the "
+        "last `window` queries', all alike "
         "or halved from each to the one before",
     )
-    window: Annotated[int, Field(ge=1, le=256)] = Field(default=16, description="queries of the selector")
+    window: Annotated[int, Field(ge=1, le=256)] = Field(
+        default=16, description="queries of the selector"
+    )
     budget: Annotated[Budget, AfterValidator(_part)] = Field(
-        default=2048, description="how many tokens a sparse layer attends to, or which share of the context"
+        default=2048,
+        description="how many tokens a sparse layer attends to, or which share of the context",
     )
     prefill_ratio: Positive | None = Field(
         default=None,
-        description="in chunked prefill, how many tokens of the past a sparse layer sees for each token of the chunk "
+        description="in chunked prefill, how many tokens of the past a sparse layer "
+        "sees for each token of the chunk "
         "(OmniKV, appendix D.10); null: all. A chunk's own tokens are always seen",
     )
-    similarity: Similarity | None = Field(default=None, description="what the filter layers keep on held-out prompts")
+    similarity: Similarity | None = Field(
+        default=None, description="what the filter layers keep on held-out prompts"
+    )
 
     @model_validator(mode="after")
     def _disjoint(self) -> Self:
         if both := sorted(set(self.filter_layers) & set(self.dense_layers)):
-            raise ValueError(f"layer {both[0]} is both in filter_layers and in dense_layers: a filter layer is dense")
+            raise ValueError(
+                f"layer {both[0]} is both in filter_layers and in dense_layers: a filter layer is "
+                f"dense"
+            )
         return self
 
     def filter_of(self, layer: int) -> int | None:
-        """The filter layer that serves a full-attention layer; None where it attends to everything."""
+        """The filter layer that serves a full-attention layer; None where it attends to
+        everything."""
         before = [at for at in self.filter_layers if at < layer]
-        return before[-1] if before and layer not in (*self.filter_layers, *self.dense_layers) else None
+        return (
+            before[-1]
+            if before and layer not in (*self.filter_layers, *self.dense_layers)
+            else None
+        )
 
     def fault(self, num_layers: int) -> str | None:
         """Why the section does not fit a model, None where it does."""
@@ -91,5 +119,6 @@ class Decode(Record):
 
     omnikv: OmniKV = Field(description="OmniKV's filter layers; `headwise filters` writes it")
     imported: Imported | None = Field(
-        default=None, description="where the section comes from, if it was taken over from another tool's file"
+        default=None,
+        description="where the section comes from, if it was taken over from another tool's file",
     )

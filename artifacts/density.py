@@ -1,11 +1,13 @@
-"""The share of the causal area that a pattern computes on a prompt, from its sizes alone: no tensors, no model.
+"""The share of the causal area that a pattern computes on a prompt, from its sizes alone: no
+tensors, no model.
 
-Counted as the kernels count it, in tiles of 64 queries by 64 keys, whole prompts at once. Exact for every pattern that
-is the same on all prompts, and for block-sparse without a coverage. Where the prompt chooses, the count is of the
-plainest choice: a vertical-slash head's columns are taken to be the first and its diagonals the nearest, and a coverage
-to need all that the sizes allow. A real prompt's columns and diagonals lie apart, which takes more tiles, and further
-on, where fewer queries see them, which takes less: it is an estimate either way. What skip-softmax skips no size says.
-"""
+Counted as the kernels count it, in tiles of 64 queries by 64 keys, whole prompts at once. Exact for
+every pattern that is the same on all prompts, and for block-sparse without a coverage. Where the
+prompt chooses, the count is of the plainest choice: a vertical-slash head's columns are taken to be
+the first and its diagonals the nearest, and a coverage to need all that the sizes allow. A real
+prompt's columns and diagonals lie apart, which takes more tiles, and further on, where fewer
+queries see them, which takes less: it is an estimate either way. What skip-softmax skips no size
+says."""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from artifacts.schema import Artifact
 if TYPE_CHECKING:
     from artifacts.sidecar import Array, Entry
 
-# Longer than any model's prompts; a file may claim any length, and counting takes time and memory for each tile.
+# Longer than any model's prompts; a file may claim any length, and counting takes time and memory
+# for each tile.
 LONGEST = 2**24
 # Of all static patterns together; where there are more, theirs are not counted.
 MOST_ENTRIES = 2**21
@@ -44,16 +47,22 @@ def num_tiles(length: int) -> int:
 
 
 def density(
-    pattern: AnyPattern, length: int, *, dense_tail: int = 0, arrays: Mapping[str, Array] | None = None
+    pattern: AnyPattern,
+    length: int,
+    *,
+    dense_tail: int = 0,
+    arrays: Mapping[str, Array] | None = None,
 ) -> float | None:
-    """Computed tiles over causal tiles on a prompt of `length` tokens; above 1 where a pattern costs more than dense.
+    """Computed tiles over causal tiles on a prompt of `length` tokens; above 1 where a pattern
+    costs more than dense.
 
     Args:
-        pattern: whose sizes are counted, as they are at this length (artifacts.growth).
-        length: of the prompt, in tokens; the density is None above LONGEST, and of skip_softmax, which multiplies every
+        pattern: whose sizes are counted, as they are at this length (artifacts.growth). length: of
+        the prompt, in tokens; the density is None above LONGEST, and of skip_softmax, which
+        multiplies every
             tile and goes on with those whose scores are high.
-        dense_tail: last queries that see every key, whatever the pattern.
-        arrays: the sidecar's, for the entries of a static pattern; its density is None without them.
+        dense_tail: last queries that see every key, whatever the pattern. arrays: the sidecar's,
+        for the entries of a static pattern; its density is None without them.
     """
     if length > LONGEST or isinstance(pattern, SkipSoftmax):
         return None
@@ -76,7 +85,8 @@ def density(
 def densities(
     artifact: Artifact, length: int, arrays: Mapping[str, Array] | None = None
 ) -> list[list[float | None] | None]:
-    """density() of every head, a row for each layer; None for a layer that is left alone. All 1 below dense_below."""
+    """density() of every head, a row for each layer; None for a layer that is left alone. All 1
+    below dense_below."""
     prefill = artifact.prefill
     if sum(array.size for array in static_entries(artifact, arrays)) > MOST_ENTRIES:
         arrays = None
@@ -84,7 +94,10 @@ def densities(
         name: 1.0
         if length < prefill.dense_below
         else density(
-            grown(pattern, prefill.growth, min(length, LONGEST)), length, dense_tail=prefill.dense_tail, arrays=arrays
+            grown(pattern, prefill.growth, min(length, LONGEST)),
+            length,
+            dense_tail=prefill.dense_tail,
+            arrays=arrays,
         )
         for name, pattern in artifact.patterns.items()
     }
@@ -92,41 +105,58 @@ def densities(
 
 
 def static_entries(artifact: Artifact, arrays: Mapping[str, Array] | None) -> list[Array | Entry]:
-    """What the header says of the static patterns' arrays, or these themselves where there is none."""
+    """What the header says of the static patterns' arrays, or these themselves where there is
+    none."""
     names = {name for p in artifact.patterns.values() if isinstance(p, Static) for name in p.arrays}
     known: Mapping[str, Any] = getattr(arrays, "entries", arrays) or {}
     return [known[name] for name in names if name in known]
 
 
-def mean_density(artifact: Artifact, length: int, arrays: Mapping[str, Array] | None = None) -> float | None:
-    """The mean over all heads that have a pattern and whose density is known; None if there is none."""
-    values = [value for row in densities(artifact, length, arrays) for value in row or () if value is not None]
+def mean_density(
+    artifact: Artifact, length: int, arrays: Mapping[str, Array] | None = None
+) -> float | None:
+    """The mean over all heads that have a pattern and whose density is known; None if there is
+    none."""
+    values = [
+        value
+        for row in densities(artifact, length, arrays)
+        for value in row or ()
+        if value is not None
+    ]
     return sum(values) / len(values) if values else None
 
 
 def _tiles(pattern: AnyPattern, length: int, rows: int) -> int:
-    """Tiles computed in the first `rows` rows of tiles: diagonals, and the first columns where no diagonal is.
+    """Tiles computed in the first `rows` rows of tiles: diagonals, and the first columns where no
+    diagonal is.
 
-    Diagonals are the nearest ones, and beyond them every `step`-th before `end`. Row r computes N(r + 1) of them, with
-    N(b) = min(near, b) + those of the others before b; of the column tiles t it computes those that are not among them.
-    """
+    Diagonals are the nearest ones, and beyond them every `step`-th before `end`. Row r computes N(r
+    + 1) of them, with N(b) = min(near, b) + those of the others before b; of the column tiles t it
+    computes those that are not among them."""
     tiles = num_tiles(length)
-    near, step, end, columns = tiles, 1, 0, 0
+    near = tiles
+    step = 1
+    end = 0
+    columns = 0
     match pattern:
         case AShape(sink=columns, window=window) | TriShape(sink=columns, window=window):
             near = _reach(window, tiles - 1) + 1
         case Dilated(sink=columns, window=window, dilation=step):
-            near, end = 1, _reach(window, tiles - 1) + 1
+            near = 1
+            end = _reach(window, tiles - 1) + 1
         case Strided(sink=columns, window=window, stride=step):
-            near, end = _reach(window, tiles - 1) + 1, tiles
+            near = _reach(window, tiles - 1) + 1
+            end = tiles
         case VerticalSlash(vertical=columns, slash=slash):
             near = _reach(max(slash, TILE), tiles - 1) + 1
         case MemoryUnits(sink=sink, window=window):
-            near, columns = _reach(window, tiles - 1) + 1, num_tiles(sink) * TILE
+            near = _reach(window, tiles - 1) + 1
+            columns = num_tiles(sink) * TILE
 
     def diagonals(last: int) -> int:
         """The sum of N(b) for b from 1 to `last`."""
-        every, among = min(last, end), min(last, near, end)
+        every = min(last, end)
+        among = min(last, near, end)
         beyond = _steps(every, step) + (last - every) * -(-end // step)
         shared = _steps(among, step) + (last - among) * -(-min(near, end) // step)
         nearest = min(last, near)
@@ -148,7 +178,8 @@ def _reach(window: int, last: int) -> int:
 
 
 def _looked_up(pattern: MemoryUnits, rows: int, tiles: int) -> int:
-    """Tiles between sinks and window that the first `rows` rows look up: all there are, up to `units` of them."""
+    """Tiles between sinks and window that the first `rows` rows look up: all there are, up to
+    `units` of them."""
     most = max(rows - 1 - _reach(pattern.window, tiles - 1) - num_tiles(pattern.sink), 0)
     units = min(pattern.units, most)
     return units * (units + 1) // 2 + (most - units) * units
@@ -164,15 +195,16 @@ def _frozen(
 
     kept = np.union1d(np.arange(min(TILE, length)), columns[columns < length])
     offsets = np.union1d([0], diagonals[diagonals < num_tiles(length)])
-    return offsets.tolist(), [set((kept[i : i + TILE] // TILE).tolist()) for i in range(0, len(kept), TILE)]
+    return offsets.tolist(), [
+        set((kept[i : i + TILE] // TILE).tolist()) for i in range(0, len(kept), TILE)
+    ]
 
 
 def _frozen_tiles(offsets: Iterable[int], groups: Iterable[set[int]], rows: int) -> int:
     """Tiles computed in the first `rows` rows of tiles.
 
-    A group of columns costs a tile in each row that has one of its tiles behind it and does not compute it already. Bit
-    t of a mask is row t.
-    """
+    A group of columns costs a tile in each row that has one of its tiles behind it and does not
+    compute it already. Bit t of a mask is row t."""
     held = [offset for offset in offsets if offset < rows]
     count = sum(rows - offset for offset in held)
     own = sorted({0, *held})

@@ -1,4 +1,5 @@
-"""What is not the same in two artifacts: heads, sections, fields, arrays, and what it does to density."""
+"""What is not the same in two artifacts: heads, sections, fields, arrays, and what it does to
+density."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ SECTIONS = (
     "costs",
     "sidecar",
 )
-# What two runs that found the same may differ in, as in the content hash, and what is compared head by head.
+# What two runs that found the same may differ in, as in the content hash, and what is compared head
+# by head.
 _VOLATILE = ("created_at", "content_sha256", "search.command", "sidecar.file", "sidecar.sha256")
 _NAMED = ("patterns", "kv_cache.policies")
 _BY_HEAD = ("prefill.layers", "kv_cache.layers")
@@ -64,10 +66,9 @@ class FieldChange:
 class Difference:
     """All that differs.
 
-    heads, kv_heads: changes of patterns and of cache policies, most heads first; None where shapes differ and
-    heads cannot be compared. length: of the prompts that `density` is for, before and after, in tokens. recall: means
-    of chosen.recall, where both have it.
-    """
+    heads, kv_heads: changes of patterns and of cache policies, most heads first; None where shapes
+    differ and heads cannot be compared. length: of the prompts that `density` is for, before and
+    after, in tokens. recall: means of chosen.recall, where both have it."""
 
     heads: tuple[HeadChange, ...] | None
     kv_heads: tuple[HeadChange, ...] | None
@@ -81,7 +82,14 @@ class Difference:
     arrays: dict[str, tuple[str, ...]]
 
     def __bool__(self) -> bool:
-        differing = (self.heads, self.kv_heads, self.added, self.removed, self.fields, *self.arrays.values())
+        differing = (
+            self.heads,
+            self.kv_heads,
+            self.added,
+            self.removed,
+            self.fields,
+            *self.arrays.values(),
+        )
         return self.heads is None or any(differing)
 
 
@@ -95,11 +103,15 @@ def compare(
 ) -> Difference:
     """What differs, leaving out times, command lines and the sidecar's name.
 
-    length: of the prompts to count density at; None is the longest that either was searched on, and where neither was,
+    length: of the prompts to count density at; None is the longest that either was searched on, and
+    where neither was,
         four times the longer dense_below.
     """
     length = length or _length(before, after)
-    same = all(getattr(before.model, n) == getattr(after.model, n) for n in ("num_layers", "num_heads", "num_kv_heads"))
+    same = all(
+        getattr(before.model, n) == getattr(after.model, n)
+        for n in ("num_layers", "num_heads", "num_kv_heads")
+    )
     old, new = (artifact.model_dump(mode="json") for artifact in (before, after))
     there = [{name for name in SECTIONS if _at(fields, name)} for fields in (old, new)]
     return Difference(
@@ -107,7 +119,10 @@ def compare(
         kv_heads=_heads(_policies(before), _policies(after)) if same else None,
         total=before.model.num_layers * before.model.num_heads,
         length=length,
-        density=(mean_density(before, length, arrays_before), mean_density(after, length, arrays_after)),
+        density=(
+            mean_density(before, length, arrays_before),
+            mean_density(after, length, arrays_after),
+        ),
         recall=_recall(arrays_before, arrays_after),
         added=tuple(name for name in SECTIONS if name in there[1] - there[0]),
         removed=tuple(name for name in SECTIONS if name in there[0] - there[1]),
@@ -129,22 +144,28 @@ def _at(fields: Mapping[str, Any], path: str) -> Any:
 
 
 def _patterns(artifact: Artifact) -> Named:
-    """The pattern of every query head: its name, None where a layer is left alone, and what each name means."""
+    """The pattern of every query head: its name, None where a layer is left alone, and what each
+    name means."""
     nothing = (None,) * artifact.model.num_heads
     return [row or nothing for row in artifact.prefill.layers], artifact.patterns
 
 
 def _policies(artifact: Artifact) -> Named:
     """The same of every KV head and its cache policy."""
-    layers, heads, section = artifact.model.num_layers, artifact.model.num_kv_heads, artifact.kv_cache
+    layers = artifact.model.num_layers
+    heads = artifact.model.num_kv_heads
+    section = artifact.kv_cache
     if section is None:
         return [(None,) * heads] * layers, {}
-    return [section.heads(layer, heads) or (None,) * heads for layer in range(layers)], section.policies
+    return [
+        section.heads(layer, heads) or (None,) * heads for layer in range(layers)
+    ], section.policies
 
 
 def _heads(before: Named, after: Named) -> tuple[HeadChange, ...]:
     """By what a name means: a pattern that only got another name did not change."""
-    (rows_before, meant_before), (rows_after, meant_after) = before, after
+    (rows_before, meant_before) = before
+    (rows_after, meant_after) = after
     found: dict[tuple[str | None, str | None], dict[int, list[int]]] = {}
     for layer, (old, new) in enumerate(zip(rows_before, rows_after, strict=True)):
         for head, (a, b) in enumerate(zip(old, new, strict=True)):
@@ -169,8 +190,11 @@ def _recall(before: Mapping[str, Array], after: Mapping[str, Array]) -> tuple[fl
     return sum(values[0]) / len(values[0]), sum(values[1]) / len(values[1])
 
 
-def _fields(old: Mapping[str, Any], new: Mapping[str, Any], skip: set[str]) -> Iterator[FieldChange]:
-    a, b = dict(_flat(old)), dict(_flat(new))
+def _fields(
+    old: Mapping[str, Any], new: Mapping[str, Any], skip: set[str]
+) -> Iterator[FieldChange]:
+    a = dict(_flat(old))
+    b = dict(_flat(new))
     for name in dict.fromkeys([*a, *b]):
         inside = any(name == section or name.startswith(f"{section}.") for section in skip)
         if not inside and name not in (*_VOLATILE, *_BY_HEAD) and a.get(name) != b.get(name):
@@ -178,7 +202,8 @@ def _fields(old: Mapping[str, Any], new: Mapping[str, Any], skip: set[str]) -> I
 
 
 def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every field by its path; lists are values, and so are patterns, policies and the rotary embedding."""
+    """Every field by its path; lists are values, and so are patterns, policies and the rotary
+    embedding."""
     for key, entry in value.items():
         name = f"{path}.{key}" if path else key
         if isinstance(entry, Mapping) and path not in _NAMED and name != "model.rope":
@@ -204,4 +229,8 @@ def _seen(arrays: Mapping[str, Array], name: str) -> tuple[object, ...]:
     if isinstance(arrays, Sidecar):
         entry = arrays.entries[name]
         return entry.dtype, entry.shape, arrays.digest(name)
-    return str(arrays[name].dtype), arrays[name].shape, hashlib.sha256(arrays[name].tobytes()).hexdigest()
+    return (
+        str(arrays[name].dtype),
+        arrays[name].shape,
+        hashlib.sha256(arrays[name].tobytes()).hexdigest(),
+    )

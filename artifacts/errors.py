@@ -13,15 +13,15 @@ _LONGEST_LINE = 800
 class HeadwiseError(ValueError):
     """A user's mistake. str() is one clear line: what is wrong, the value, and what would be right.
 
-    Commands print it as `error: <line>` and exit with `status` (see artifacts.command_line); anything else
-    that escapes is a bug.
-    """
+    Commands print it as `error: <line>` and exit with `status` (see artifacts.command_line);
+    anything else that escapes is a bug."""
 
     status = 2
 
 
 class Finding(HeadwiseError):
-    """Nobody's mistake: what was looked for is not there, such as an artifact that passes its gate."""
+    """Nobody's mistake: what was looked for is not there, such as an artifact that passes its
+    gate."""
 
     status = 3
 
@@ -31,7 +31,8 @@ class ArtifactError(HeadwiseError):
 
 
 def shorten(value: object, limit: int = 60) -> str:
-    """The value as it goes into an error's line: its repr, on one line, at most `limit` characters."""
+    """The value as it goes into an error's line: its repr, on one line, at most `limit`
+    characters."""
     # Slicing first keeps a 16 MiB string from being quoted whole only to be cut.
     text = repr(value[: limit + 1] if isinstance(value, str | bytes) else value)
     return text if len(text) <= limit else f"{text[: limit - 4]}...{text[-1]}"
@@ -64,7 +65,8 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text with line breaks and control characters escaped: it prints as one line and moves no cursor."""
+    """The text with line breaks and control characters escaped: it prints as one line and moves no
+    cursor."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -74,6 +76,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except ArtifactError as error:
-        text, name = one_line(str(error)), one_line(os.fspath(path))
+        text = one_line(str(error))
+        name = one_line(os.fspath(path))
         text = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
         raise ArtifactError(text if text.startswith(f"{name}: ") else f"{name}: {text}") from None

@@ -1,4 +1,5 @@
-"""The evidence section: what was measured with an artifact, on which prompts it was chosen and on which reported."""
+"""The evidence section: what was measured with an artifact, on which prompts it was chosen and on
+which reported."""
 
 from __future__ import annotations
 
@@ -24,23 +25,41 @@ class TaskFigures(Record):
     """What one task's held-out prompts lose with the artifact applied, against dense attention."""
 
     task: Text = Field(description="the task's name")
-    length: Count | None = Field(default=None, description="of the prompts, in tokens; null: of several lengths")
-    prompts: Count = Field(description="how many prompts")
-    kl: AtLeast0 = Field(description="mean divergence of the next token's distribution from dense, nats a token")
-    nll_rise: float | None = Field(
-        default=None, description="rise of the answer's negative log-likelihood over dense, mean in nats a token"
+    length: Count | None = Field(
+        default=None, description="of the prompts, in tokens; null: of several lengths"
     )
-    nll_rise_low: float | None = Field(default=None, description="lower end of its 95% interval over the prompts")
+    prompts: Count = Field(description="how many prompts")
+    kl: AtLeast0 = Field(
+        description="mean divergence of the next token's distribution from dense, nats a token"
+    )
+    nll_rise: float | None = Field(
+        default=None,
+        description="rise of the answer's negative log-likelihood over dense, mean in nats a token",
+    )
+    nll_rise_low: float | None = Field(
+        default=None, description="lower end of its 95% interval over the prompts"
+    )
     nll_rise_high: float | None = Field(default=None, description="upper end")
-    answers: Count | None = Field(default=None, description="answers that the prompts ask for; null: one each, or none")
-    dense_right: Natural | None = Field(default=None, description="answers that dense attention gets right")
-    lost: Natural | None = Field(default=None, description="of these, wrong with the artifact applied")
-    won: Natural | None = Field(default=None, description="of the others, right with the artifact applied")
+    answers: Count | None = Field(
+        default=None, description="answers that the prompts ask for; null: one each, or none"
+    )
+    dense_right: Natural | None = Field(
+        default=None, description="answers that dense attention gets right"
+    )
+    lost: Natural | None = Field(
+        default=None, description="of these, wrong with the artifact applied"
+    )
+    won: Natural | None = Field(
+        default=None, description="of the others, right with the artifact applied"
+    )
     fewer_low: float | None = Field(
-        default=None, description="lower end of the 95% interval over contexts of (lost - won) / dense_right"
+        default=None,
+        description="lower end of the 95% interval over contexts of (lost - won) / dense_right",
     )
     fewer_high: float | None = Field(default=None, description="upper end")
-    perplexity_ratio: Positive | None = Field(default=None, description="perplexity over that of dense attention")
+    perplexity_ratio: Positive | None = Field(
+        default=None, description="perplexity over that of dense attention"
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -51,11 +70,16 @@ class TaskFigures(Record):
         if self.won is not None and self.won > answers - (self.dense_right or 0):
             wrong = answers - (self.dense_right or 0)
             raise ValueError(f"won is {self.won}, dense attention answers {wrong} wrong")
-        low, rise, high = self.nll_rise_low, self.nll_rise, self.nll_rise_high
+        low = self.nll_rise_low
+        rise = self.nll_rise
+        high = self.nll_rise_high
         together(self, "nll_rise_low", "nll_rise_high")
         together(self, "fewer_low", "fewer_high")
         if low is not None and high is not None and (rise is None or not low <= rise <= high):
-            raise ValueError(f"nll_rise must lie from nll_rise_low to nll_rise_high, got {rise} for {low} to {high}")
+            raise ValueError(
+                f"nll_rise must lie from nll_rise_low to nll_rise_high, got {rise} for {low} to "
+                f"{high}"
+            )
         return self
 
 
@@ -65,8 +89,12 @@ class Measurement(Record):
     name: Text = Field(description="what was measured")
     value: float = Field(description="with the artifact applied")
     unit: str = Field(description="of `value` and `baseline`")
-    baseline: float | None = Field(default=None, description="without the artifact, in the same unit")
-    baseline_name: Text | None = Field(default=None, description="what the baseline was; null where there is none")
+    baseline: float | None = Field(
+        default=None, description="without the artifact, in the same unit"
+    )
+    baseline_name: Text | None = Field(
+        default=None, description="what the baseline was; null where there is none"
+    )
     length: Count | None = Field(default=None, description="of the prompts, in tokens")
     samples: Count | None = Field(default=None, description="measurements behind the value")
     command: Text = Field(description="measures it again")
@@ -82,27 +110,43 @@ class Measurement(Record):
 class Verdict(Record):
     """Whether the gate that passed had answers enough to see a loss of one in five."""
 
-    proven: bool = Field(description="false: so few that a loss of one in five would often not be seen")
+    proven: bool = Field(
+        description="false: so few that a loss of one in five would often not be seen"
+    )
     why: Text = Field(description="what it rests on")
 
 
 class Evidence(Record):
-    """What was measured: figures for each task on held-out prompts, and numbers against a baseline."""
+    """What was measured: figures for each task on held-out prompts, and numbers against a
+    baseline."""
 
-    verdict: Verdict | None = Field(default=None, description="of the gate that passed; null: none has run")
+    verdict: Verdict | None = Field(
+        default=None, description="of the gate that passed; null: none has run"
+    )
     chosen_on: PromptSet | None = Field(
-        default=None, description="the prompts by which was chosen what is served; null: none beside the calibration's"
+        default=None,
+        description=(
+            "the prompts by which was chosen what is served; null: none beside the calibration's"
+        ),
     )
     reported_on: PromptSet | None = Field(
-        default=None, description="the prompts of `tasks`; no choice was made by them where they are not `chosen_on`"
+        default=None,
+        description=(
+            "the prompts of `tasks`; no choice was made by them where they are not `chosen_on`"
+        ),
     )
     tasks: Annotated[tuple[TaskFigures, ...], Field(max_length=MAX_TASKS)] = Field(
         default=(), description="for each task what its prompts lose against dense attention"
     )
-    measurements: tuple[Measurement, ...] = Field(default=(), description="numbers against a baseline")
+    measurements: tuple[Measurement, ...] = Field(
+        default=(), description="numbers against a baseline"
+    )
 
-    def with_measurements(self, entries: Iterable[Measurement], *, command: str | None = None) -> Evidence:
-        """The same with more measurements, in place of those that `command` gave before, if it is named."""
+    def with_measurements(
+        self, entries: Iterable[Measurement], *, command: str | None = None
+    ) -> Evidence:
+        """The same with more measurements, in place of those that `command` gave before, if it is
+        named."""
         kept = [entry for entry in self.measurements if command is None or entry.command != command]
         return self.model_copy(update={"measurements": (*kept, *entries)})
 

@@ -1,4 +1,5 @@
-"""What the parts of an artifact are made of: the base of every record, and counts, sizes, shares and names."""
+"""What the parts of an artifact are made of: the base of every record, and counts, sizes, shares
+and names."""
 
 from __future__ import annotations
 
@@ -16,15 +17,18 @@ from pydantic import (
     WrapValidator,
 )
 
-# No prompt is longer and no size larger; what a file may claim has to be small enough to be counted with.
+# No prompt is longer and no size larger; what a file may claim has to be small enough to be counted
+# with.
 LARGEST = 2**31 - 1
-# Of layers, and of the heads of one; and of the query heads of all layers together. Models have up to 16,128.
+# Of layers, and of the heads of one; and of the query heads of all layers together. Models have up
+# to 16,128.
 MOST = 4_096
 MOST_HEADS = 65_536
 
 
 class Record(BaseModel):
-    """Base of every part of an artifact: immutable, no unknown fields, no converted types, finite numbers."""
+    """Base of every part of an artifact: immutable, no unknown fields, no converted types, finite
+    numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -36,7 +40,8 @@ def together(record: BaseModel, one: str, other: str) -> None:
 
 
 def matching(pattern: str, wanted: str) -> AfterValidator:
-    """Text that matches as a whole; pydantic's own message would show the user a regular expression."""
+    """Text that matches as a whole; pydantic's own message would show the user a regular
+    expression."""
     compiled = re.compile(pattern)
 
     def check(value: str) -> str:
@@ -48,10 +53,12 @@ def matching(pattern: str, wanted: str) -> AfterValidator:
 
 
 def either(wanted: str) -> WrapValidator:
-    """A value of one of several types; pydantic's own message would name each type and what it lacks."""
+    """A value of one of several types; pydantic's own message would name each type and what it
+    lacks."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        # Raised within the handler it would keep pydantic's error, of which a file may have thousands.
+        # Raised within the handler it would keep pydantic's error, of which a file may have
+        # thousands.
         with suppress(ValidationError):
             return handler(value)
         raise ValueError(f"must be {wanted}")
@@ -81,7 +88,10 @@ Budget = Annotated[
 Sha256 = Annotated[str, matching("[0-9a-f]{64}", "a SHA-256 of 64 lower-case hex digits")]
 PatternName = Annotated[
     str,
-    matching("[A-Za-z][A-Za-z0-9_.-]{0,63}", "a letter and then up to 63 letters, digits, '_', '.' or '-'"),
+    matching(
+        "[A-Za-z][A-Za-z0-9_.-]{0,63}",
+        "a letter and then up to 63 letters, digits, '_', '.' or '-'",
+    ),
 ]
 Rows = tuple[tuple[PatternName, ...] | None, ...]
 
@@ -102,5 +112,6 @@ class Imported(Record):
     file: Text = Field(description="the file's bare name")
     sha256: Sha256 = Field(description="of the file's bytes")
     scores: Literal["recall", "other"] | None = Field(
-        default=None, description="what the file's scores are: shares of the attention kept, others, or none"
+        default=None,
+        description="what the file's scores are: shares of the attention kept, others, or none",
     )

@@ -1,4 +1,5 @@
-"""Writing files so that a crash leaves the old one or the new one, and reading none that never ends."""
+"""Writing files so that a crash leaves the old one or the new one, and reading none that never
+ends."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from pathlib import Path
 
 from artifacts.errors import ArtifactError, HeadwiseError, one_line, reason, shorten
 
-# File systems allow 255 bytes; the names of a sidecar and of a temporary file are longer than the artifact's.
+# File systems allow 255 bytes; the names of a sidecar and of a temporary file are longer than the
+# artifact's.
 _LONGEST_NAME = 200
 
 
@@ -29,7 +31,9 @@ def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
     beside = _beside(target)
     try:
         try:
-            _write_new(beside, data, mode=target.stat().st_mode & 0o777 if target.exists() else None)
+            _write_new(
+                beside, data, mode=target.stat().st_mode & 0o777 if target.exists() else None
+            )
             os.replace(beside, target)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -59,10 +63,12 @@ def write_secret(path: Path, data: bytes) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Find out before long work starts whether a file can be written at `path`; leaves nothing behind.
+    """Find out before long work starts whether a file can be written at `path`; leaves nothing
+    behind.
 
     Raises:
-        HeadwiseError: `path` is empty or a directory, its directory is missing or refuses new files, or its
+        HeadwiseError: `path` is empty or a directory, its directory is missing or refuses new
+        files, or its
             name is too long.
     """
     target = Path(path)
@@ -90,7 +96,8 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def out_folder(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make a folder for what is written inside; what was made goes again after a failure, where nothing is in it.
+    """Make a folder for what is written inside; what was made goes again after a failure, where
+    nothing is in it.
 
     Raises:
         HeadwiseError: it cannot be made.
@@ -111,10 +118,12 @@ def out_folder(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a regular file, or a link to one, for reading; unlike open() this never waits for a pipe or a device.
+    """Open a regular file, or a link to one, for reading; unlike open() this never waits for a pipe
+    or a device.
 
     Raises:
-        OSError: there is none, it cannot be read, or it is something else: a directory, a pipe, a device.
+        OSError: there is none, it cannot be read, or it is something else: a directory, a pipe, a
+        device.
     """
     # Asked of the open file: what a path leads to may change after it was looked at.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -128,10 +137,12 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def read_regular(path: Path, most: int, what: str) -> bytes:
-    """The bytes of a regular file of at most so many; `what` they are too many for is said otherwise.
+    """The bytes of a regular file of at most so many; `what` they are too many for is said
+    otherwise.
 
     Raises:
-        ArtifactError: there is no such file, it cannot be read, is no regular file or too large; the line names it.
+        ArtifactError: there is no such file, it cannot be read, is no regular file or too large;
+        the line names it.
     """
     shown = one_line(str(path))
     try:
@@ -172,7 +183,8 @@ def _write_new(path: Path, data: bytes, *, mode: int | None) -> None:
 
 
 def _sync_directory(folder: Path) -> None:
-    """Make the rename itself survive a power cut, where the system can (Windows cannot open a directory)."""
+    """Make the rename itself survive a power cut, where the system can (Windows cannot open a
+    directory)."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,5 @@
-"""The front: settings of the same model between fast and exact, of which one is chosen when it is loaded."""
+"""The front: settings of the same model between fast and exact, of which one is chosen when it is
+loaded."""
 
 from __future__ import annotations
 
@@ -18,14 +19,25 @@ MAX_POINTS = 32
 class Point(Record):
     """What one setting of all heads costs and loses; its rows are in the sidecar."""
 
-    cost: Positive = Field(description="predicted, of all layers' attention and index builds on one prompt")
-    speedup: Positive = Field(description="`dense_cost` over `cost`: predicted, and of attention alone")
-    kl: AtLeast0 = Field(description="mean divergence of the next token's distribution from dense, nats a token")
+    cost: Positive = Field(
+        description="predicted, of all layers' attention and index builds on one prompt"
+    )
+    speedup: Positive = Field(
+        description="`dense_cost` over `cost`: predicted, and of attention alone"
+    )
+    kl: AtLeast0 = Field(
+        description="mean divergence of the next token's distribution from dense, nats a token"
+    )
     recall: Share = Field(description="attention mass kept, mean over the searched heads")
     density: Share = Field(description="of the causal area computed, mean over the searched heads")
-    dense_tail: Natural | None = Field(default=None, description="that goes with its rows; null: that of `prefill`")
+    dense_tail: Natural | None = Field(
+        default=None, description="that goes with its rows; null: that of `prefill`"
+    )
     lost: Natural | None = Field(
-        default=None, description="of the answers that dense attention gets right (`dense_right`), those that are lost"
+        default=None,
+        description=(
+            "of the answers that dense attention gets right (`dense_right`), those that are lost"
+        ),
     )
 
 
@@ -37,12 +49,20 @@ class Front(Record):
         description="of all costs in the front; seconds are of `search.cost.device`"
     )
     dense_cost: Positive = Field(
-        description="of dense attention, of both kernels the better where both were timed: all layers, one prompt"
+        description=(
+            "of dense attention, of both kernels the better where both were "
+            "timed: all layers, one prompt"
+        )
     )
     dense_right: Natural | None = Field(
-        default=None, description="prompts that dense attention answers right; null where answers were not asked for"
+        default=None,
+        description=(
+            "prompts that dense attention answers right; null where answers were not asked for"
+        ),
     )
-    measured_on: Literal["calibration", "held_out"] = Field(description="the prompts of `kl`, `recall` and `lost`")
+    measured_on: Literal["calibration", "held_out"] = Field(
+        description="the prompts of `kl`, `recall` and `lost`"
+    )
     points: Annotated[tuple[Point, ...], Field(min_length=1, max_length=MAX_POINTS)] = Field(
         description="ascending in cost and descending in kl: none is beaten in both; at most 32"
     )
@@ -51,15 +71,21 @@ class Front(Record):
     def _sorted(self) -> Self:
         for i, (a, b) in enumerate(pairwise(self.points), start=1):
             if b.cost <= a.cost:
-                raise ValueError(f"points must get dearer, but points[{i}] costs {b.cost:g} after {a.cost:g}")
+                raise ValueError(
+                    f"points must get dearer, but points[{i}] costs {b.cost:g} after {a.cost:g}"
+                )
             if b.kl >= a.kl:
                 raise ValueError(
-                    f"points[{i}] costs more than the one before without being better (kl {b.kl:g} after {a.kl:g}): "
+                    f"points[{i}] costs more than the one before without being better (kl {b.kl:g} "
+                    f"after {a.kl:g}): "
                     "leave it out"
                 )
         for i, point in enumerate(self.points):
             if not isclose(point.speedup, expected := self.dense_cost / point.cost, rel_tol=1e-3):
-                raise ValueError(f"points[{i}].speedup is {point.speedup:g}, dense_cost over cost is {expected:g}")
+                raise ValueError(
+                    f"points[{i}].speedup is {point.speedup:g}, dense_cost over cost is "
+                    f"{expected:g}"
+                )
             check_lost(point.lost, self.dense_right)
         return self
 
@@ -73,17 +99,24 @@ class Front(Record):
         """The number of the best point for one target.
 
         Args:
-            target_speedup: at least so many times as fast as dense attention: of these the point with the least kl.
-            target_kl: at most so many nats a token from dense: of these the fastest.
-            target_recall: at least this share of the attention mass kept: of these the fastest.
+            target_speedup: at least so many times as fast as dense attention: of these the point
+            with the least kl. target_kl: at most so many nats a token from dense: of these the
+            fastest. target_recall: at least this share of the attention mass kept: of these the
+            fastest.
 
         Raises:
             HeadwiseError: no target or several, one that is no number, or one that no point meets.
         """
-        given = {"target_speedup": target_speedup, "target_kl": target_kl, "target_recall": target_recall}
+        given = {
+            "target_speedup": target_speedup,
+            "target_kl": target_kl,
+            "target_recall": target_recall,
+        }
         targets = {name: value for name, value in given.items() if value is not None}
         if len(targets) != 1:
-            raise HeadwiseError(f"give one of {', '.join(given)}, got {', '.join(targets) or 'none'}")
+            raise HeadwiseError(
+                f"give one of {', '.join(given)}, got {', '.join(targets) or 'none'}"
+            )
         ((name, target),) = targets.items()
         if isinstance(target, bool) or not isinstance(target, int | float) or not target >= 0:
             raise HeadwiseError(f"{name} must be a number from 0 on, got {target!r}")
@@ -103,9 +136,12 @@ class Front(Record):
     def offers(self) -> str:
         """What the points range over, in a line."""
         recalls = [point.recall for point in self.points]
-        first, last = self.points[0], self.points[-1]
+        first = self.points[0]
+        last = self.points[-1]
         return (
-            f"its points have speedups of attention from {last.speedup:.3g} to {first.speedup:.3g}, kl from "
-            f"{last.kl:.3g} to {first.kl:.3g} nats a token and recall from {min(recalls):.3g} to {max(recalls):.3g}, "
+            f"its points have speedups of attention from {last.speedup:.3g} to "
+            f"{first.speedup:.3g}, kl from "
+            f"{last.kl:.3g} to {first.kl:.3g} nats a token and recall from {min(recalls):.3g} to "
+            f"{max(recalls):.3g}, "
             f"at {self.length:,} tokens"
         )

@@ -1,8 +1,8 @@
 """Which pattern each head has at each point of a front.
 
-They are the array `front.rows` of the sidecar: int16 of shape (points, layers, query heads), where a number is a place
-in the names of `patterns` in ascending order, and -1 a layer that is left alone.
-"""
+They are the array `front.rows` of the sidecar: int16 of shape (points, layers, query heads), where
+a number is a place in the names of `patterns` in ascending order, and -1 a layer that is left
+alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def front_arrays(patterns: Iterable[str], rows: Sequence[Rows]) -> dict[str, Arr
     left_alone = (-1,) * heads
     try:
         listed = [
-            [left_alone if row is None else tuple(number[name] for name in row) for row in point] for point in rows
+            [left_alone if row is None else tuple(number[name] for name in row) for row in point]
+            for point in rows
         ]
         return {FRONT_ROWS: np.array(listed, dtype=np.int16).reshape(len(rows), -1, heads)}
     except KeyError as error:
@@ -53,22 +54,38 @@ def front_rows(artifact: Artifact, arrays: Mapping[str, Array] | None, point: in
     """
     table = (arrays or {}).get(FRONT_ROWS)
     if table is None:
-        raise ArtifactError(f"the sidecar has no array {FRONT_ROWS}, and the points' rows are there")
+        raise ArtifactError(
+            f"the sidecar has no array {FRONT_ROWS}, and the points' rows are there"
+        )
     names = sorted(artifact.patterns)
-    return tuple(None if row[0] < 0 else tuple(names[number] for number in row) for row in table[point].tolist())
+    return tuple(
+        None if row[0] < 0 else tuple(names[number] for number in row)
+        for row in table[point].tolist()
+    )
 
 
 def served_point(artifact: Artifact, arrays: Mapping[str, Array] | None) -> int | None:
-    """The number of the point whose rows are those of prefill.layers; None where it is none, or they are not there."""
+    """The number of the point whose rows are those of prefill.layers; None where it is none, or
+    they are not there."""
     table = (arrays or {}).get(FRONT_ROWS)
     if table is None or artifact.prefill.front is None:
         return None
     served = front_arrays(artifact.patterns, [artifact.prefill.layers])[FRONT_ROWS][0]
-    return next((i for i, rows in enumerate(table) if rows.shape == served.shape and (rows == served).all()), None)
+    return next(
+        (
+            i
+            for i, rows in enumerate(table)
+            if rows.shape == served.shape and (rows == served).all()
+        ),
+        None,
+    )
 
 
-def at_target(artifact: Artifact, arrays: Mapping[str, Array] | None = None, **targets: float | None) -> Artifact:
-    """The artifact with the rows of the point that Front.choose gives; itself where all targets are None.
+def at_target(
+    artifact: Artifact, arrays: Mapping[str, Array] | None = None, **targets: float | None
+) -> Artifact:
+    """The artifact with the rows of the point that Front.choose gives; itself where all targets are
+    None.
 
     All else stays: `search`, `evidence` and hashes are still those of the file and its own rows.
 
@@ -86,7 +103,8 @@ def at_target(artifact: Artifact, arrays: Mapping[str, Array] | None = None, **t
         return artifact
     if artifact.prefill.front is None:
         raise HeadwiseError(
-            f"{given[0]}: the artifact has no front to choose from: load it without, or search with one budget for the "
+            f"{given[0]}: the artifact has no front to choose from: load it without, or search "
+            f"with one budget for the "
             "whole model"
         )
     number = artifact.prefill.front.choose(**targets)

@@ -15,7 +15,9 @@ Power = Annotated[float, Field(ge=0.0, le=1.0)]
 # The number of a prompt's last queries is no size of a pattern.
 SIZES: dict[str, tuple[str, ...]] = {
     cls.model_fields["kind"].default: tuple(
-        name for name, field in cls.model_fields.items() if field.annotation is int and name != "last_q"
+        name
+        for name, field in cls.model_fields.items()
+        if field.annotation is int and name != "last_q"
     )
     for cls in get_args(AnyPattern)
 }
@@ -23,11 +25,13 @@ SIZES: dict[str, tuple[str, ...]] = {
 
 
 class Growth(Record):
-    """The patterns' sizes hold at `length` tokens; at others a named size goes with a power of the length."""
+    """The patterns' sizes hold at `length` tokens; at others a named size goes with a power of the
+    length."""
 
     length: Count = Field(description="where the sizes in `patterns` hold, in tokens")
     powers: dict[KindName, dict[str, Power]] = Field(
-        description="on K keys a size s becomes max(1, round(s * (K / `length`) ** power)), both lengths in whole "
+        description="on K keys a size s becomes max(1, round(s * (K / `length`) ** "
+        "power)), both lengths in whole "
         "tiles of 64; sizes that are not named stay as they are"
     )
 
@@ -36,20 +40,25 @@ class Growth(Record):
         for kind, powers in self.powers.items():
             if wrong := [field for field in powers if field not in SIZES[kind]]:
                 known = ", ".join(SIZES[kind]) or "none"
-                raise ValueError(f"powers.{kind} names {shorten(wrong[0])}, sizes of {kind} that may grow are: {known}")
+                raise ValueError(
+                    f"powers.{kind} names {shorten(wrong[0])}, sizes of {kind} that may grow are: "
+                    f"{known}"
+                )
         return self
 
 
 def grown(pattern: AnyPattern, growth: Growth | None, length: int) -> AnyPattern:
-    """The pattern with the sizes that it has on `length` keys: s becomes max(1, round(s * (length / at) ** power)).
+    """The pattern with the sizes that it has on `length` keys: s becomes max(1, round(s * (length /
+    at) ** power)).
 
-    Both lengths count in whole tiles of 64; kernels.patterns.growth does the same to the kernels' patterns.
-    """
+    Both lengths count in whole tiles of 64; kernels.patterns.growth does the same to the kernels'
+    patterns."""
     powers = {} if growth is None else growth.powers.get(pattern.kind, {})
     if growth is None or not powers:
         return pattern
     ratio = -(-length // TILE) / -(-growth.length // TILE)
     sizes = {
-        field: max(1, min(round(getattr(pattern, field) * ratio**power), LARGEST)) for field, power in powers.items()
+        field: max(1, min(round(getattr(pattern, field) * ratio**power), LARGEST))
+        for field, power in powers.items()
     }
     return pattern.model_copy(update=sizes)

@@ -15,7 +15,8 @@ _as_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one way to write a JSON value, that of RFC 8785 (JCS): so every language can make the same bytes.
+    """The one way to write a JSON value, that of RFC 8785 (JCS): so every language can make the
+    same bytes.
 
     Raises:
         ValueError: a number is NaN, infinite, or whole and above 2^53; text is not valid Unicode.
@@ -32,16 +33,20 @@ def content_sha256(artifact: Mapping[str, Any]) -> str:
 def content_of(artifact: Mapping[str, Any]) -> dict[str, Any]:
     """What of an artifact's fields, as plain JSON data, its hash is over.
 
-    Left out is what differs between two runs that found the same: content_sha256 itself, created_at,
-    search.command, the command of each measurement and cost table, and sidecar.file, which is a place and not a
-    content (its sha256 is covered).
-    """
-    content = {key: value for key, value in artifact.items() if key not in ("content_sha256", "created_at")}
+    Left out is what differs between two runs that found the same: content_sha256 itself,
+    created_at, search.command, the command of each measurement and cost table, and sidecar.file,
+    which is a place and not a content (its sha256 is covered)."""
+    content = {
+        key: value for key, value in artifact.items() if key not in ("content_sha256", "created_at")
+    }
     content["search"] = _without(content.get("search"), "command")
     content["sidecar"] = _without(content.get("sidecar"), "file")
     evidence = content.get("evidence")
     if isinstance(evidence, Mapping) and "measurements" in evidence:
-        content["evidence"] = {**evidence, "measurements": _without_commands(evidence.get("measurements"))}
+        content["evidence"] = {
+            **evidence,
+            "measurements": _without_commands(evidence.get("measurements")),
+        }
     content["costs"] = _without_commands(content.get("costs"))
     return content
 
@@ -55,7 +60,8 @@ def _text(value: Any) -> str:
         if wrong := [key for key in value if not isinstance(key, str)]:
             # json would write the key 1 as "1", so that two different values had one form.
             raise TypeError(f"keys must be text, got {wrong[0]!r}")
-        # RFC 8785 sorts by UTF-16 code units, in which other planes come before the last of the first one.
+        # RFC 8785 sorts by UTF-16 code units, in which other planes come before the last of the
+        # first one.
         keys = sorted(value, key=lambda key: key.encode("utf-16-be"))
         return "{" + ",".join(f"{_text(key)}:{_text(value[key])}" for key in keys) + "}"
     if isinstance(value, list | tuple):
@@ -93,4 +99,8 @@ def _without(value: Any, key: str) -> Any:
 
 
 def _without_commands(entries: Any) -> Any:
-    return [_without(entry, "command") for entry in entries] if isinstance(entries, list | tuple) else entries
+    return (
+        [_without(entry, "command") for entry in entries]
+        if isinstance(entries, list | tuple)
+        else entries
+    )

@@ -6,8 +6,8 @@
         h2o: {kind: h2o, heavy: 0.1, recent: 0.1}
       layers: [stream, h2o, [full, stream, stream], null, ...]
 
-A row is one policy for all KV heads, or one for each; null is a layer that slides over a window of the model's own.
-"""
+A row is one policy for all KV heads, or one for each; null is a layer that slides over a window of
+the model's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from artifacts.fields import Budget, Count, Imported, Natural, Record, matching
 
 PolicyName = Annotated[
     str,
-    matching("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", "a letter or digit and then up to 63 letters, digits, '_', '.' or '-'"),
+    matching(
+        "[A-Za-z0-9][A-Za-z0-9_.-]{0,63}",
+        "a letter or digit and then up to 63 letters, digits, '_', '.' or '-'",
+    ),
 ]
 
 
@@ -34,28 +37,44 @@ class Streaming(Record):
 
     kind: Literal["streaming"] = Field(default="streaming", description=__doc__)
     sinks: Natural = Field(default=4, description="first tokens that are kept")
-    window: Count = Field(default=1020, description="last tokens that are kept, the newest included")
+    window: Count = Field(
+        default=1020, description="last tokens that are kept, the newest included"
+    )
     positions: Literal["cache", "original"] = Field(
         default="cache",
-        description="a token's position is counted in the cache, so that a stream never ends, or is that in the text",
+        description=(
+            "a token's position is counted in the cache, so that a stream "
+            "never ends, or is that in the text"
+        ),
     )
 
 
 class H2O(Record):
-    """the tokens that were attended to most, for each KV head, and the latest (H2O, section 4 and Algorithm 1)"""
+    """the tokens that were attended to most, for each KV head, and the latest (H2O, section 4 and
+    Algorithm 1)"""
 
     kind: Literal["h2o"] = Field(default="h2o", description=__doc__)
     heavy: Budget = Field(
-        default=0.1, description="how many of the most attended tokens are kept, or their share of those seen so far"
+        default=0.1,
+        description=(
+            "how many of the most attended tokens are kept, or their share of those seen so far"
+        ),
     )
-    recent: Budget = Field(default=0.1, description="how many of the latest tokens are kept, or their share")
+    recent: Budget = Field(
+        default=0.1, description="how many of the latest tokens are kept, or their share"
+    )
     normalised: bool = Field(
         default=False,
-        description="scores are divided by how many queries could see a token, which else favours old ones",
+        description=(
+            "scores are divided by how many queries could see a token, which else favours old ones"
+        ),
     )
     eviction: Literal["top_k", "greedy"] = Field(
         default="top_k",
-        description="keep the best of each call's whole cache, or evict one token after each query (Algorithm 1)",
+        description=(
+            "keep the best of each call's whole cache, or evict one token "
+            "after each query (Algorithm 1)"
+        ),
     )
 
 
@@ -64,7 +83,8 @@ class SnapKV(Record):
 
     kind: Literal["snapkv"] = Field(default="snapkv", description=__doc__)
     budget: Budget = Field(
-        default=1024, description="tokens kept of a prompt, the window included, or their share of it"
+        default=1024,
+        description="tokens kept of a prompt, the window included, or their share of it",
     )
     window: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=64, description="the prompt's last queries, which vote and are kept"
@@ -76,26 +96,32 @@ class SnapKV(Record):
 
 AnyPolicy = Full | Streaming | H2O | SnapKV
 Policy = Annotated[AnyPolicy, Field(discriminator="kind")]
-POLICY_KINDS: tuple[str, ...] = tuple(cls.model_fields["kind"].default for cls in get_args(AnyPolicy))
+POLICY_KINDS: tuple[str, ...] = tuple(
+    cls.model_fields["kind"].default for cls in get_args(AnyPolicy)
+)
 # The tags are no part of a field's path (artifacts.validation).
 Row = Annotated[
-    Annotated[PolicyName, Tag("[name]")] | Annotated[tuple[PolicyName, ...], Field(min_length=1), Tag("[names]")],
+    Annotated[PolicyName, Tag("[name]")]
+    | Annotated[tuple[PolicyName, ...], Field(min_length=1), Tag("[names]")],
     Discriminator(lambda row: "[name]" if isinstance(row, str) else "[names]"),
 ]
 
 
 class KVCache(Record):
-    """Policies by name, and a row for each layer; None for one that slides over a window of the model's own."""
+    """Policies by name, and a row for each layer; None for one that slides over a window of the
+    model's own."""
 
     policies: dict[PolicyName, Policy] = Field(
         default_factory=dict, description="the policies in use; an unused one is an error"
     )
     layers: Annotated[tuple[Row | None, ...], Field(min_length=1)] = Field(
-        description="a row for each layer: a policy's name for all its KV heads, or a list with one for each; `null`: "
+        description="a row for each layer: a policy's name for all its KV heads, or a "
+        "list with one for each; `null`: "
         "the layer slides over a window of the model's own"
     )
     imported: Imported | None = Field(
-        default=None, description="where the section comes from, if it was taken over from another tool's file"
+        default=None,
+        description="where the section comes from, if it was taken over from another tool's file",
     )
 
     def heads(self, layer: int, num_kv_heads: int) -> tuple[str, ...] | None:
@@ -112,13 +138,20 @@ class KVCache(Record):
             row = self.layers[layer]
             names = (row,) if isinstance(row, str) else row or ()
             if not isinstance(row, str | None) and len(names) != num_kv_heads:
-                return f"layers[{layer}] has {len(names)} names, the model has {num_kv_heads} KV heads"
+                return (
+                    f"layers[{layer}] has {len(names)} names, the model has {num_kv_heads} KV heads"
+                )
             for name in names:
                 if name not in self.policies:
-                    return f"layers[{layer}]: no policy is called {name!r}; known: {', '.join(self.policies)}"
+                    return (
+                        f"layers[{layer}]: no policy is called {name!r}; known: "
+                        f"{', '.join(self.policies)}"
+                    )
                 unused.pop(name, None)
         if unused:
-            return f"policies.{next(iter(unused))} is used by no layer: remove it or use it in layers"
+            return (
+                f"policies.{next(iter(unused))} is used by no layer: remove it or use it in layers"
+            )
         for name, policy in self.policies.items():
             if isinstance(policy, H2O) and policy.heavy == 0 and policy.recent == 0:
                 return f"policies.{name} keeps nothing: heavy and recent are both 0"
@@ -126,6 +159,13 @@ class KVCache(Record):
                 return f"policies.{name}.budget must be more than 0"
             if isinstance(policy, SnapKV) and policy.pool % 2 == 0:
                 return f"policies.{name}.pool must be odd, got {policy.pool}"
-            if isinstance(policy, SnapKV) and isinstance(policy.budget, int) and policy.budget <= policy.window:
-                return f"policies.{name}.budget must be above its window of {policy.window} tokens, got {policy.budget}"
+            if (
+                isinstance(policy, SnapKV)
+                and isinstance(policy.budget, int)
+                and policy.budget <= policy.window
+            ):
+                return (
+                    f"policies.{name}.budget must be above its window of "
+                    f"{policy.window} tokens, got {policy.budget}"
+                )
         return None

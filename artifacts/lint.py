@@ -1,4 +1,5 @@
-"""What is odd about an artifact that is whole: what an expert would ask about before serving with it."""
+"""What is odd about an artifact that is whole: what an expert would ask about before serving with
+it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from artifacts.density import densities
 from artifacts.errors import number, plural
 from artifacts.growth import grown
 from artifacts.kv_cache import H2O, Full, Streaming
-from artifacts.patterns import TILE, AnyPattern, AShape, BlockSparse, Dilated, MemoryUnits, pattern_name
+from artifacts.patterns import (
+    TILE,
+    AnyPattern,
+    AShape,
+    BlockSparse,
+    Dilated,
+    MemoryUnits,
+    pattern_name,
+)
 from artifacts.schema import Artifact
 
 if TYPE_CHECKING:
@@ -33,9 +42,9 @@ _PER_KV_HEAD = ("imported.full_attention",)
 class Finding:
     """One thing that is odd.
 
-    code: its rule, to be ignored by. severity: "error" is a contradiction or a loss on every prompt, "warning" most
-    likely a mistake, "note" worth knowing. where: the field or array. message: what, why, what to do.
-    """
+    code: its rule, to be ignored by. severity: "error" is a contradiction or a loss on every
+    prompt, "warning" most likely a mistake, "note" worth knowing. where: the field or array.
+    message: what, why, what to do."""
 
     code: str
     severity: Severity
@@ -86,24 +95,32 @@ def uniform(case: Case) -> Checked:
     where = "prefill.layers"
     names = {name for row in artifact.prefill.layers for name in row or ()}
     if not names and artifact.decode is None and artifact.kv_cache is None:
-        nothing = "no layer has patterns and there is no other section: applying the artifact changes nothing"
+        nothing = (
+            "no layer has patterns and there is no other section: applying "
+            "the artifact changes nothing"
+        )
         yield warning("nothing-sparse", where, nothing)
     elif names and all(artifact.patterns[name].kind == "dense" for name in names):
-        gains = "every head is dense: prefill gains nothing; search with a smaller budget or longer prompts"
+        gains = (
+            "every head is dense: prefill gains nothing; search with a "
+            "smaller budget or longer prompts"
+        )
         yield warning("nothing-sparse", where, gains)
     elif len(names) == 1 and case.named > 1:
         (name,) = names
         yield warning(
             "uniform",
             where,
-            f"all {plural(case.named, 'head')} have {name}: heads differ, and a search head by head would "
+            f"all {plural(case.named, 'head')} have {name}: heads differ, and a search head by "
+            f"head would "
             "keep more for the same cost; was this written by hand?",
         )
 
 
 def near_dense(case: Case) -> Checked:
     """Patterns that compute as much as dense attention, at lengths that are served with them."""
-    search, below = case.artifact.search, case.artifact.prefill.dense_below
+    search = case.artifact.search
+    below = case.artifact.prefill.dense_below
     lengths = {max(below, _SHORTEST): "the shortest served"}
     if search is not None and max(search.calibration.lengths) >= below:
         lengths[max(search.calibration.lengths)] = "as searched"
@@ -113,8 +130,10 @@ def near_dense(case: Case) -> Checked:
             continue
         name, most = known.most_common(1)[0]
         message = (
-            f"{plural(known.total(), 'head')} of {case.named:,} compute {NEAR_DENSE:.0%} of dense attention or more at "
-            f"{length:,} tokens ({why}; {name} on {plural(most, 'head')}): sparse kernels win nothing there; "
+            f"{plural(known.total(), 'head')} of {case.named:,} compute {NEAR_DENSE:.0%} of dense "
+            f"attention or more at "
+            f"{length:,} tokens ({why}; {name} on {plural(most, 'head')}): sparse kernels win "
+            f"nothing there; "
             f"{_remedy(case, length)}"
         )
         if why == "as searched" and known.total() == case.named:
@@ -124,13 +143,18 @@ def near_dense(case: Case) -> Checked:
 
 
 def _as_dense(case: Case, length: int) -> Counter[str]:
-    """How many heads of each sparse pattern compute about as much as dense attention at a length."""
-    rows = zip(case.artifact.prefill.layers, densities(case.artifact, length, case.arrays), strict=True)
+    """How many heads of each sparse pattern compute about as much as dense attention at a
+    length."""
+    rows = zip(
+        case.artifact.prefill.layers, densities(case.artifact, length, case.arrays), strict=True
+    )
     return Counter(
         name
         for names, shares in rows
         for name, share in zip(names or (), shares or (), strict=True)
-        if share is not None and share >= NEAR_DENSE and case.artifact.patterns[name].kind != "dense"
+        if share is not None
+        and share >= NEAR_DENSE
+        and case.artifact.patterns[name].kind != "dense"
     )
 
 
@@ -139,8 +163,14 @@ def _remedy(case: Case, length: int) -> str:
         length *= 2
         left = _as_dense(case, length).total()
         if left * 10 <= case.named:
-            return f"take smaller sizes or raise dense_below to {length:,}, where {plural(left, 'head')} still do"
-    return "take smaller sizes: at any length that the model serves more than a tenth of the heads are like that"
+            return (
+                f"take smaller sizes or raise dense_below to {length:,}, where "
+                f"{plural(left, 'head')} still do"
+            )
+    return (
+        "take smaller sizes: at any length that the model serves more than a "
+        "tenth of the heads are like that"
+    )
 
 
 def sizes(case: Case) -> Checked:
@@ -153,7 +183,11 @@ def sizes(case: Case) -> Checked:
     for name, pattern in artifact.patterns.items():
         where = f"patterns.{name}"
         largest = grown(pattern, artifact.prefill.growth, most)
-        tokens = {field: value for field, value in largest if field in ("sink", "window", "vertical", "slash", "last")}
+        tokens = {
+            field: value
+            for field, value in largest
+            if field in ("sink", "window", "vertical", "slash", "last")
+        }
         if isinstance(largest, BlockSparse):
             tokens["blocks"] = largest.blocks * TILE
         if isinstance(largest, MemoryUnits):
@@ -163,7 +197,8 @@ def sizes(case: Case) -> Checked:
             yield warning(
                 "beyond-model",
                 where,
-                f"{large[0]} covers {tokens[large[0]]:,} tokens, the model takes {most:,}: the pattern is dense on "
+                f"{large[0]} covers {tokens[large[0]]:,} tokens, the model takes {most:,}: the "
+                f"pattern is dense on "
                 "that side; is the artifact for a model of longer context?",
             )
         if called.get(name, set()) - {pattern}:
@@ -184,7 +219,8 @@ def question(case: Case) -> Checked:
         yield warning(
             "no-tail",
             "prefill.dense_tail",
-            f"dense_tail is 0 and in {_layers(blind)} every head sees sinks and a window alone: a question at the end "
+            f"dense_tail is 0 and in {_layers(blind)} every head sees sinks and a window alone: a "
+            f"question at the end "
             "finds nothing in the middle; set dense_tail to 64",
         )
 
@@ -193,15 +229,20 @@ def growth(case: Case) -> Checked:
     """Powers that cannot have been fitted, as there were no two lengths to fit them to."""
     section = case.artifact.prefill.growth
     search = case.artifact.search
-    if section is None or not any(power for powers in section.powers.values() for power in powers.values()):
+    if section is None or not any(
+        power for powers in section.powers.values() for power in powers.values()
+    ):
         return
     lengths = () if search is None else search.calibration.lengths
     if len(set(lengths)) < 2:
-        seen = f"the search saw {lengths[0]:,} tokens only" if lengths else "no search saw any length"
+        seen = (
+            f"the search saw {lengths[0]:,} tokens only" if lengths else "no search saw any length"
+        )
         yield warning(
             "unfitted-growth",
             "prefill.growth.powers",
-            f"sizes go with powers of the length, but {seen}: they are guessed; search on several lengths, or evaluate "
+            f"sizes go with powers of the length, but {seen}: they are guessed; search on several "
+            f"lengths, or evaluate "
             "at others",
         )
 
@@ -211,11 +252,15 @@ def shapes(case: Case) -> Checked:
     model = case.artifact.model
     for name, array in sorted(_entries(case).items()):
         heads = model.num_kv_heads if name in _PER_KV_HEAD else model.num_heads
-        if name.startswith((*_PER_HEAD, *_PER_KV_HEAD)) and array.shape[:2] != (model.num_layers, heads):
+        if name.startswith((*_PER_HEAD, *_PER_KV_HEAD)) and array.shape[:2] != (
+            model.num_layers,
+            heads,
+        ):
             yield error(
                 "head-counts",
                 name,
-                f"has the shape {tuple(array.shape)}, the model has {model.num_layers} layers of {heads} heads: the "
+                f"has the shape {tuple(array.shape)}, the model has {model.num_layers} layers of "
+                f"{heads} heads: the "
                 "sidecar is of another model; search again",
             )
             return
@@ -224,39 +269,51 @@ def shapes(case: Case) -> Checked:
 def gaps(case: Case) -> Checked:
     """Scores where there is no pattern and none where there is one."""
     for name, array in sorted(_tables(case).items()):
-        if not name.startswith("chosen.") or name.rpartition(".")[2] not in ("recall", "density", "error"):
+        if not name.startswith("chosen.") or name.rpartition(".")[2] not in (
+            "recall",
+            "density",
+            "error",
+        ):
             continue
         rows = zip(array.tolist(), case.artifact.prefill.layers, strict=True)
-        scored = [(any(value == value for value in values), row is not None) for values, row in rows]
+        scored = [
+            (any(value == value for value in values), row is not None) for values, row in rows
+        ]
         wrong = [i for i, (score, pattern) in enumerate(scored) if score != pattern]
         if wrong:
             yield error(
                 "score-gap",
                 name,
-                f"{_layers(wrong)}: has scores without patterns or patterns without scores: YAML and sidecar are of "
+                f"{_layers(wrong)}: has scores without patterns or patterns without scores: YAML "
+                f"and sidecar are of "
                 "two searches; search again",
             )
 
 
 def summary(case: Case) -> Checked:
     """A summary that does not say what the rows say."""
-    artifact, search = case.artifact, case.artifact.search
+    artifact = case.artifact
+    search = case.artifact.search
     if search is None:
         return
-    won = Counter(str(artifact.patterns[name].kind) for row in artifact.prefill.layers for name in row or ())
+    won = Counter(
+        str(artifact.patterns[name].kind) for row in artifact.prefill.layers for name in row or ()
+    )
     said = {kind: count for kind, count in search.summary.winners.items() if count}
     if said != dict(won):
         yield error(
             "stale-summary",
             "search.summary.winners",
-            f"says {_counts(said)}, the rows have {_counts(won)}: rows were changed after the search, and its scores "
+            f"says {_counts(said)}, the rows have {_counts(won)}: rows were changed after the "
+            f"search, and its scores "
             "are not theirs; search again",
         )
 
 
 def low_recall(case: Case) -> Checked:
     """Heads whose sparse pattern keeps less than half of their attention."""
-    artifact, imported = case.artifact, case.artifact.prefill.imported
+    artifact = case.artifact
+    imported = case.artifact.prefill.imported
     there = "chosen.recall" in case.arrays or imported is None or imported.scores != "recall"
     name = "chosen.recall" if there else "imported.score"
     table = _tables(case).get(name)
@@ -273,15 +330,18 @@ def low_recall(case: Case) -> Checked:
         yield warning(
             "low-recall",
             name,
-            f"{plural(low.total(), 'head')} keep less than {LOW_RECALL:.0%} of their attention (down to {worst:.2f}; "
-            f"most in layer {low.most_common(1)[0][0]}, {plural(len(low), 'layer')} in all): whatever the budget, "
+            f"{plural(low.total(), 'head')} keep less than {LOW_RECALL:.0%} of their attention "
+            f"(down to {worst:.2f}; "
+            f"most in layer {low.most_common(1)[0][0]}, {plural(len(low), 'layer')} in all): "
+            f"whatever the budget, "
             "these heads lose; give them dense or a larger pattern",
         )
 
 
 def imports(case: Case) -> Checked:
     """Imported scores that are no recalls, of two scales, or of two precisions."""
-    imported, where = case.artifact.prefill.imported, "imported.score"
+    imported = case.artifact.prefill.imported
+    where = "imported.score"
     table = _tables(case).get(where)
     if imported is None or table is None:
         return
@@ -292,16 +352,20 @@ def imports(case: Case) -> Checked:
         yield warning(
             "mixed-scales",
             where,
-            f"{plural(len(shares), 'head')} have scores between 0 and 1 and {plural(len(larger), 'head')} up to "
-            f"{max(larger):,.6g}: two scales in one file, no mean means anything; was the file put together of two "
+            f"{plural(len(shares), 'head')} have scores between 0 and 1 and "
+            f"{plural(len(larger), 'head')} up to "
+            f"{max(larger):,.6g}: two scales in one file, no mean means anything; was the file put "
+            f"together of two "
             "searches?",
         )
     elif larger:
         yield warning(
             "foreign-scores",
             where,
-            f"scores run from {number(min(values))} to {number(max(values))}: no recalls, most likely how many "
-            "elements of the output were off (less is better), and not to be compared between heads of other sizes",
+            f"scores run from {number(min(values))} to {number(max(values))}: no recalls, most "
+            f"likely how many "
+            "elements of the output were off (less is better), and not to be compared between "
+            "heads of other sizes",
         )
     if imported.scores != "recall":
         return
@@ -310,20 +374,29 @@ def imports(case: Case) -> Checked:
         for name, value in zip(row or (), scores, strict=False):
             by_pattern.setdefault(name, []).append(value)
     # bfloat16 steps by 1/256 from a half on, and by 1/512 below.
-    coarse = [name for name, own in by_pattern.items() if len(own) > 1 and all(value * 512 % 1 == 0 for value in own)]
+    coarse = [
+        name
+        for name, own in by_pattern.items()
+        if len(own) > 1 and all(value * 512 % 1 == 0 for value in own)
+    ]
     if coarse and len(coarse) < len(by_pattern):
         yield warning(
             "mixed-precision",
             where,
-            f"the recalls of {', '.join(coarse[:3])} ({plural(sum(len(by_pattern[name]) for name in coarse), 'head')}) "
-            "are multiples of 1/512, those of other patterns are not: they were measured in half precision beside "
+            f"the recalls of {', '.join(coarse[:3])} "
+            f"({plural(sum(len(by_pattern[name]) for name in coarse), 'head')}) "
+            "are multiples of 1/512, those of other patterns are not: they were measured in half "
+            "precision beside "
             "full, and won or lost by their rounding",
         )
 
 
 def origin(case: Case) -> Checked:
-    """Patterns that were not searched here, on one prompt only, or on other lengths than are served."""
-    artifact, search, imported = case.artifact, case.artifact.search, case.artifact.prefill.imported
+    """Patterns that were not searched here, on one prompt only, or on other lengths than are
+    served."""
+    artifact = case.artifact
+    search = case.artifact.search
+    imported = case.artifact.prefill.imported
     if artifact.model.weights_sha256 is None:
         yield warning(
             "no-fingerprint",
@@ -335,31 +408,38 @@ def origin(case: Case) -> Checked:
             yield warning(
                 "unsearched",
                 "search",
-                f"the patterns were taken over from {imported.file}: no prompts, lengths or seed say on what they "
+                f"the patterns were taken over from {imported.file}: no prompts, lengths or seed "
+                f"say on what they "
                 "hold; measure them, or search",
             )
         return
-    lengths, samples = search.calibration.lengths, search.calibration.samples
-    longest, below, most = max(lengths), artifact.prefill.dense_below, artifact.model.max_positions
+    lengths = search.calibration.lengths
+    samples = search.calibration.samples
+    longest = max(lengths)
+    below = artifact.prefill.dense_below
+    most = artifact.model.max_positions
     if longest < below:
         yield warning(
             "searched-below",
             "prefill.dense_below",
-            f"prompts below {below:,} tokens are served densely, but the search saw none above {longest:,}: the "
+            f"prompts below {below:,} tokens are served densely, but the search saw none above "
+            f"{longest:,}: the "
             "patterns are used on no length that they were chosen for; search on longer prompts",
         )
     if len(lengths) * samples == 1:
         yield note(
             "one-prompt",
             "search.calibration",
-            f"was searched on a single prompt of {longest:,} tokens: chance decides between near candidates; search "
+            f"was searched on a single prompt of {longest:,} tokens: chance decides between near "
+            f"candidates; search "
             "without --preset paper and with --samples 3 or more",
         )
     if most >= 4 * longest:
         yield note(
             "short-search",
             "search.calibration.lengths",
-            f"was searched on prompts of up to {longest:,} tokens, the model takes {most:,}: nothing is known of the "
+            f"was searched on prompts of up to {longest:,} tokens, the model takes {most:,}: "
+            f"nothing is known of the "
             "patterns there; evaluate at such lengths",
         )
 
@@ -373,38 +453,45 @@ def history(case: Case) -> Checked:
         yield note(
             "edited",
             "edits",
-            f"{last.field} was set from {last.before} to {last.after}{more}: search and evidence are of the artifact "
+            f"{last.field} was set from {last.before} to {last.after}{more}: search and evidence "
+            f"are of the artifact "
             "before; measure again what matters",
         )
     if not case.artifact.evidence:
         yield warning(
             "no-evidence",
             "evidence",
-            "nothing was measured with it: whether it is faster, and still right, nobody knows; run "
+            "nothing was measured with it: whether it is faster, and still right, nobody knows; "
+            "run "
             "headwise evaluate --attach",
         )
-    front, below = case.artifact.prefill.front, case.artifact.prefill.dense_below
+    front = case.artifact.prefill.front
+    below = case.artifact.prefill.dense_below
     if front is not None and front.length < below:
         yield warning(
             "front-below",
             "prefill.front.length",
-            f"the points' figures are for {front.length:,} tokens, but prompts below {below:,} are served densely: no "
+            f"the points' figures are for {front.length:,} tokens, but prompts below {below:,} are "
+            f"served densely: no "
             "target holds where the patterns are used; search on longer prompts",
         )
 
 
 def decode(case: Case) -> Checked:
     """Filter layers that serve nobody, and budgets that leave nothing out."""
-    section, model = case.artifact.decode, case.artifact.model
+    section = case.artifact.decode
+    model = case.artifact.model
     if section is None:
         return
-    omnikv, where = section.omnikv, "decode.omnikv"
+    omnikv = section.omnikv
+    where = "decode.omnikv"
     full = {*omnikv.filter_layers, *omnikv.dense_layers, *range(omnikv.filter_layers[0])}
     if len(full) >= model.num_layers:
         yield warning(
             "no-sparse-layer",
             where,
-            "every layer filters or is dense: decode attends to everything and chooses for nobody; name fewer filter "
+            "every layer filters or is dense: decode attends to everything and chooses for nobody; "
+            "name fewer filter "
             "layers",
         )
     if isinstance(omnikv.budget, int) and omnikv.budget >= model.max_positions:
@@ -413,26 +500,39 @@ def decode(case: Case) -> Checked:
 
 def kv_cache(case: Case) -> Checked:
     """Policies that free nothing, keep no sinks, or can never evict."""
-    section, most = case.artifact.kv_cache, case.artifact.model.max_positions
+    section = case.artifact.kv_cache
+    most = case.artifact.model.max_positions
     if section is None:
         return
     if all(isinstance(policy, Full) for policy in section.policies.values()):
-        keeps = "every KV head keeps everything: the section frees no memory; remove it or name other policies"
+        keeps = (
+            "every KV head keeps everything: the section frees no memory; "
+            "remove it or name other policies"
+        )
         yield warning("nothing-freed", "kv_cache", keeps)
     for name, policy in section.policies.items():
-        where, tokens = f"kv_cache.policies.{name}", _kept(policy)
+        where = f"kv_cache.policies.{name}"
+        tokens = _kept(policy)
         if isinstance(policy, Streaming) and policy.sinks == 0:
-            breaks = "keeps no sinks: perplexity breaks down as soon as the first tokens leave the window; keep 4"
+            breaks = (
+                "keeps no sinks: perplexity breaks down as soon as the first "
+                "tokens leave the window; keep 4"
+            )
             yield warning("no-sinks", where, breaks)
         if tokens is not None and tokens >= most:
             yield _impossible(where, tokens, most)
     rows = zip(section.layers, case.artifact.prefill.layers, strict=True)
-    unlike = [i for i, (policies, patterns) in enumerate(rows) if policies is None and patterns is not None]
+    unlike = [
+        i
+        for i, (policies, patterns) in enumerate(rows)
+        if policies is None and patterns is not None
+    ]
     if unlike:
         yield warning(
             "sliding-layers",
             "kv_cache.layers",
-            f"{_layers(unlike)} slides according to kv_cache but has patterns in prefill: one of the two is for "
+            f"{_layers(unlike)} slides according to kv_cache but has patterns in prefill: one of "
+            f"the two is for "
             "another model",
         )
 
@@ -465,7 +565,9 @@ def _entries(case: Case) -> Mapping[str, Any]:
 def _tables(case: Case) -> dict[str, Array]:
     """The arrays that have a number for each head of the model."""
     shape = (case.artifact.model.num_layers, case.artifact.model.num_heads)
-    return {name: case.arrays[name] for name, entry in _entries(case).items() if entry.shape == shape}
+    return {
+        name: case.arrays[name] for name, entry in _entries(case).items() if entry.shape == shape
+    }
 
 
 def _counts(counts: Mapping[str, int]) -> str:

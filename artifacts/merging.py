@@ -13,7 +13,8 @@ from artifacts.schema import Artifact, ModelInfo, now
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-# What tells two models apart, from what a person recognises first to the hashes; not the name, that a person gives.
+# What tells two models apart, from what a person recognises first to the hashes; not the name, that
+# a person gives.
 _COMPARED = (
     "num_layers",
     "num_heads",
@@ -40,14 +41,19 @@ class Part:
     arrays: Mapping[str, Array]
 
 
-def merge(base: Part, prefill: Part, decode: Part | None, kv_cache: Part | None) -> tuple[Artifact, dict[str, Array]]:
-    """The artifact with each section and its arrays from where it was asked for; None leaves a section out.
+def merge(
+    base: Part, prefill: Part, decode: Part | None, kv_cache: Part | None
+) -> tuple[Artifact, dict[str, Array]]:
+    """The artifact with each section and its arrays from where it was asked for; None leaves a
+    section out.
 
-    `base` has to be for the same model, and what it knows of it counts. Search, patterns and all other fields are those
-    of `prefill`. Evidence is kept of all parts, each entry once: measured on the parts, not on the whole.
+    `base` has to be for the same model, and what it knows of it counts. Search, patterns and all
+    other fields are those of `prefill`. Evidence is kept of all parts, each entry once: measured on
+    the parts, not on the whole.
 
     Raises:
-        ArtifactError: the parts are for unlike models (the first field that differs is named), a part lacks the section
+        ArtifactError: the parts are for unlike models (the first field that differs is named), a
+        part lacks the section
             that it was named for, or the sections do not go together.
     """
     model = _one_model(prefill.artifact.model, base, prefill)
@@ -59,11 +65,17 @@ def merge(base: Part, prefill: Part, decode: Part | None, kv_cache: Part | None)
         if name != "prefill" and getattr(part.artifact, name) is None:
             raise ArtifactError(f"{one_line(str(part.file))}: has no {name} section")
     given = [part for part in parts.values() if part is not None]
-    entries = {e.model_dump_json(): e for part in given for e in part.artifact.evidence.measurements}
-    arrays = {name: array for name, array in prefill.arrays.items() if section_of(name) == "prefill"}
+    entries = {
+        e.model_dump_json(): e for part in given for e in part.artifact.evidence.measurements
+    }
+    arrays = {
+        name: array for name, array in prefill.arrays.items() if section_of(name) == "prefill"
+    }
     for section, part in parts.items():
         own = (
-            {} if part is None else {name: array for name, array in part.arrays.items() if section_of(name) == section}
+            {}
+            if part is None
+            else {name: array for name, array in part.arrays.items() if section_of(name) == section}
         )
         arrays |= own
     changes: dict[str, Any] = {
@@ -71,28 +83,39 @@ def merge(base: Part, prefill: Part, decode: Part | None, kv_cache: Part | None)
         "model": model,
         "decode": None if decode is None else decode.artifact.decode,
         "kv_cache": None if kv_cache is None else kv_cache.artifact.kv_cache,
-        "evidence": prefill.artifact.evidence.model_copy(update={"measurements": tuple(entries.values())}),
+        "evidence": prefill.artifact.evidence.model_copy(
+            update={"measurements": tuple(entries.values())}
+        ),
     }
     return prefill.artifact.model_copy(update=changes), arrays
 
 
 def section_of(array: str) -> str:
-    """The section that an array of a sidecar belongs to, by how its name begins: decode, kv_cache or prefill."""
-    return next((section for section, begins in _ARRAYS.items() if array.startswith(begins)), "prefill")
+    """The section that an array of a sidecar belongs to, by how its name begins: decode, kv_cache
+    or prefill."""
+    return next(
+        (section for section, begins in _ARRAYS.items() if array.startswith(begins)), "prefill"
+    )
 
 
 def _one_model(model: ModelInfo, part: Part, first: Part) -> ModelInfo:
     """The model, with what this part knows of it beside; an import knows less."""
     other = part.artifact.model
     for field in _COMPARED:
-        mine, theirs = getattr(model, field), getattr(other, field)
+        mine = getattr(model, field)
+        theirs = getattr(other, field)
         if mine is not None and theirs is not None and mine != theirs:
             raise ArtifactError(
-                f"these artifacts are for unlike models: {field} is {mine} in {one_line(str(first.file))}, {theirs} in "
+                f"these artifacts are for unlike models: {field} is {mine} in "
+                f"{one_line(str(first.file))}, {theirs} in "
                 f"{one_line(str(part.file))}"
             )
     known = {field: getattr(other, field) for field in _COMPARED if getattr(model, field) is None}
     if known.get("weights_sha256") is not None:
         # A fingerprint is of the model that has the name.
-        known |= {"name": other.name, "revision": other.revision, "max_positions": other.max_positions}
+        known |= {
+            "name": other.name,
+            "revision": other.revision,
+            "max_positions": other.max_positions,
+        }
     return model.model_copy(update=known)

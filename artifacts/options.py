@@ -1,4 +1,5 @@
-"""A command's options, each declared once: a field of its Config is the argument, its default and its range.
+"""A command's options, each declared once: a field of its Config is the argument, its default and
+its range.
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -8,8 +9,8 @@
         def __post_init__(self) -> None:
             check_ranges(self)
 
-`add_arguments(parser, Config)` adds them, and `config_of(Config, options)` makes one of what was typed.
-"""
+`add_arguments(parser, Config)` adds them, and `config_of(Config, options)` makes one of what was
+typed."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def arg(
     """A field of a Config and its argument.
 
     Args:
-        flags, how: as argparse has them; without flags it is a positional one. The type is the field's, and a number's
+        flags, how: as argparse has them; without flags it is a positional one. The type is the
+        field's, and a number's
             default is said in the help.
         default: None is no value: the argument was not given.
         group: heading in the help.
@@ -60,7 +62,14 @@ def arg(
         read: makes the value of the text, and raises HeadwiseError of its own where it cannot.
     """
     group = ADVANCED if advanced else group
-    own = {"flags": flags, "group": group, "either": either, "within": within, "read": read, "how": how}
+    own = {
+        "flags": flags,
+        "group": group,
+        "either": either,
+        "within": within,
+        "read": read,
+        "how": how,
+    }
     return field(default=default, metadata=own)
 
 
@@ -70,11 +79,18 @@ def option(help: str | None = None, *, default: Any, **how: Any) -> Any:
 
 
 def shared(
-    add: Callable[..., None], *given: Any, default: Any = MISSING, within: Range | None = None, **how: Any
+    add: Callable[..., None],
+    *given: Any,
+    default: Any = MISSING,
+    within: Range | None = None,
+    **how: Any,
 ) -> Any:
     """A field whose argument is one of artifacts.arguments: add(parser, *given, **how) adds it."""
     group = ADVANCED if add in arguments.ADVANCED else None
-    return field(default=default, metadata={"add": lambda p: add(p, *given, **how), "group": group, "within": within})
+    return field(
+        default=default,
+        metadata={"add": lambda p: add(p, *given, **how), "group": group, "within": within},
+    )
 
 
 def add_arguments(
@@ -99,7 +115,8 @@ def add_arguments(
             if given is not None:
                 parser.set_defaults(**{each.name: given})
         elif "flags" in each.metadata:
-            flags, either = each.metadata["flags"], each.metadata["either"]
+            flags = each.metadata["flags"]
+            either = each.metadata["either"]
             how = _typed(each)
             if either is not None:
                 if either not in sets:
@@ -122,7 +139,11 @@ def _typed(each: Field[Any]) -> dict[str, Any]:
     """What argparse is given of a field, with its type and its default in words."""
     how = dict(each.metadata["how"])
     kind = _TYPES.get(str(each.type).partition(" |")[0])
-    if kind is not None and not {"action", "type", "choices"} & how.keys() and each.metadata["read"] is None:
+    if (
+        kind is not None
+        and not {"action", "type", "choices"} & how.keys()
+        and each.metadata["read"] is None
+    ):
         how["type"] = kind
     number = isinstance(each.default, int | float) and not isinstance(each.default, bool)
     if number and "(default" not in (says := how.get("help") or ""):
@@ -131,7 +152,8 @@ def _typed(each: Field[Any]) -> dict[str, Any]:
 
 
 def config_of(config: type[C], options: Mapping[str, Any], **more: Any) -> C:
-    """The Config of a command line's options, among which others may be for other Configs; `more` wins."""
+    """The Config of a command line's options, among which others may be for other Configs; `more`
+    wins."""
     found: dict[str, Any] = {}
     for each in fields(config):  # type: ignore[arg-type]
         if (value := options.get(each.name)) is not None:
@@ -144,7 +166,8 @@ def config_of(config: type[C], options: Mapping[str, Any], **more: Any) -> C:
 def check_ranges(config: Any) -> None:
     """Raise HeadwiseError for a value that its field does not allow; None is no value."""
     for each in fields(config):
-        within, value = each.metadata.get("within"), getattr(config, each.name)
+        within = each.metadata.get("within")
+        value = getattr(config, each.name)
         if within is not None and value is not None and not within[0](value):
             flag = next(iter(each.metadata.get("flags", ())), "") or _flag(each)
             raise HeadwiseError(f"{flag} must be {within[1]}, got {value}")

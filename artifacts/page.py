@@ -38,13 +38,14 @@ ARRAYS = (*(f"chosen.{name}" for name in _MEANS), "imported.score", FRONT_ROWS)
 """The arrays that a page is made of."""
 
 
-def render(artifact: Artifact, *, file: str, arrays: Mapping[str, Array], sidecar: str, width: int = 96) -> str:
+def render(
+    artifact: Artifact, *, file: str, arrays: Mapping[str, Array], sidecar: str, width: int = 96
+) -> str:
     """The page that `headwise show` prints.
 
     Args:
-        artifact: what to show.
-        file: the YAML file's name, for the first line.
-        arrays: the sidecar's arrays. chosen.recall, chosen.error and chosen.density, each (layers, heads),
+        artifact: what to show. file: the YAML file's name, for the first line. arrays: the
+        sidecar's arrays. chosen.recall, chosen.error and chosen.density, each (layers, heads),
             give a mean for each layer; where there are none, imported recalls do.
         sidecar: one line on the sidecar's state.
         width: columns that sentences may take.
@@ -62,14 +63,20 @@ def render(artifact: Artifact, *, file: str, arrays: Mapping[str, Array], sideca
 def _head(artifact: Artifact, file: str, sidecar: str, width: int) -> list[str]:
     model = artifact.model
     revision = f" at {model.revision}" if model.revision else ""
-    shape = f"{model.num_layers} layers of {model.num_heads} query and {model.num_kv_heads} KV heads"
+    shape = (
+        f"{model.num_layers} layers of {model.num_heads} query and {model.num_kv_heads} KV heads"
+    )
     facts = f"head dim {model.head_dim}, {model.max_positions:,} positions"
     unknown = "" if model.weights_sha256 else "; not compared with any weights"
     rows = [
         ("artifact", f"{file} (schema {artifact.schema_version}, written {artifact.created_at})"),
         ("content", artifact.content_sha256),
         ("sidecar", sidecar),
-        ("model", f"{model.name}{revision}, {model.architecture or 'some architecture'}: {shape}, {facts}{unknown}"),
+        (
+            "model",
+            f"{model.name}{revision}, {model.architecture or 'some architecture'}: {shape}, "
+            f"{facts}{unknown}",
+        ),
         *page_search.origin(artifact),
         *page_search.costs(artifact),
         *page_search.lengths(artifact),
@@ -83,15 +90,28 @@ def _decode(artifact: Artifact) -> Iterator[str]:
     if artifact.decode is None:
         return
     omnikv = artifact.decode.omnikv
-    budget = f"{omnikv.budget:,} tokens" if isinstance(omnikv.budget, int) else f"{omnikv.budget:.1%} of the context"
-    selector = omnikv.selector + ("" if omnikv.selector == "last" else f" over {omnikv.window} queries")
+    budget = (
+        f"{omnikv.budget:,} tokens"
+        if isinstance(omnikv.budget, int)
+        else f"{omnikv.budget:.1%} of the context"
+    )
+    selector = omnikv.selector + (
+        "" if omnikv.selector == "last" else f" over {omnikv.window} queries"
+    )
     dense = f"; dense {', '.join(map(str, omnikv.dense_layers))}" if omnikv.dense_layers else ""
-    yield f"OmniKV: filter layers {', '.join(map(str, omnikv.filter_layers))}{dense}; {budget}, selector {selector}"
+    yield (
+        f"OmniKV: filter layers "
+        f"{', '.join(map(str, omnikv.filter_layers))}{dense}; {budget}, selector {selector}"
+    )
     if omnikv.prefill_ratio is not None:
-        yield f"chunked prefill: {omnikv.prefill_ratio:g} tokens of the past for each token of the chunk"
+        yield (
+            f"chunked prefill: {omnikv.prefill_ratio:g} tokens of the "
+            f"past for each token of the chunk"
+        )
     if kept := omnikv.similarity:
         yield (
-            f"keeps {kept.kept:.4f} of the attention mass on held-out prompts ({', '.join(kept.tasks)}); evenly spaced "
+            f"keeps {kept.kept:.4f} of the attention mass on held-out prompts "
+            f"({', '.join(kept.tasks)}); evenly spaced "
             f"{kept.evenly_spaced:.4f}"
         )
         if kept.error is not None:
@@ -101,11 +121,17 @@ def _decode(artifact: Artifact) -> Iterator[str]:
 def _kv_cache(artifact: Artifact) -> Iterator[str]:
     if artifact.kv_cache is None:
         return
-    heads = [artifact.kv_cache.heads(layer, artifact.model.num_kv_heads) for layer in range(artifact.model.num_layers)]
+    heads = [
+        artifact.kv_cache.heads(layer, artifact.model.num_kv_heads)
+        for layer in range(artifact.model.num_layers)
+    ]
     counts = Counter(name for names in heads for name in names or ())
     for name, policy in artifact.kv_cache.policies.items():
         sizes = ", ".join(f"{field} {value}" for field, value in policy if field != "kind")
-        yield f"{name}: {policy.kind}{' of ' if sizes else ''}{sizes}; {plural(counts[name], 'KV head')}"
+        yield (
+            f"{name}: {policy.kind}{' of ' if sizes else ''}{sizes}; "
+            f"{plural(counts[name], 'KV head')}"
+        )
     if imported := artifact.kv_cache.imported:
         yield f"imported from {imported.file}, {imported.format}, {imported.sha256[:12]}"
 
@@ -122,7 +148,10 @@ def _winners(artifact: Artifact) -> list[str]:
         common = ", ".join(f"{name} x{count}" for name, count in counts.most_common(2))
         more = f", {len(counts) - 2} more" if len(counts) > 2 else ""
         rows.append([kind, str(counts.total()), f"{counts.total() / total:.1%}", common + more])
-    return ["winners by kind" if artifact.search else "heads by kind", *aligned(rows, left=(0, 3), indent=2)]
+    return [
+        "winners by kind" if artifact.search else "heads by kind",
+        *aligned(rows, left=(0, 3), indent=2),
+    ]
 
 
 def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
@@ -135,15 +164,21 @@ def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
     means = {
         name: array
         for name in _MEANS
-        if (array := arrays.get(f"chosen.{name}")) is not None and array.shape == (artifact.model.num_layers, heads)
+        if (array := arrays.get(f"chosen.{name}")) is not None
+        and array.shape == (artifact.model.num_layers, heads)
     }
-    scores, imported = arrays.get("imported.score"), artifact.prefill.imported
+    scores = arrays.get("imported.score")
+    imported = artifact.prefill.imported
     if not means and scores is not None and imported is not None and imported.scores == "recall":
         means = {"recall": scores} if scores.shape == (artifact.model.num_layers, heads) else {}
     lines = [f"map: {', '.join(filter(None, (legend, f'{LEFT_ALONE} slides already')))}"]
     lines.append(f"  layer  {label:{column}}" + "".join(f"{name:>9}" for name in means))
     for layer, row in enumerate(artifact.prefill.layers):
-        letters = "".join(LETTERS[artifact.patterns[name].kind] for name in row) if row else LEFT_ALONE * heads
+        letters = (
+            "".join(LETTERS[artifact.patterns[name].kind] for name in row)
+            if row
+            else LEFT_ALONE * heads
+        )
         first, *rest = (letters[i : i + per_line] for i in range(0, heads, per_line))
         tail = "".join(_mean(array[layer].tolist()) for array in means.values())
         lines.append(f"  {layer:>5}  {first:{column}}{tail}".rstrip())
@@ -163,26 +198,43 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
     if evidence.verdict is not None:
         proven = "proven" if evidence.verdict.proven else "not proven"
         lines += labelled("  verdict", f"{proven}: {evidence.verdict.why}", width, indent=15)
-    for label, prompts in (("chosen on", evidence.chosen_on), ("reported on", evidence.reported_on)):
+    for label, prompts in (
+        ("chosen on", evidence.chosen_on),
+        ("reported on", evidence.reported_on),
+    ):
         if prompts is not None:
             lines += labelled(f"  {label}", _prompts(prompts), width, indent=15)
     rows = [["task", "length", "prompts", "kl", "answer nll", "(95%)", "accuracy", "perplexity"]]
     for task in evidence.tasks:
-        low, high = task.nll_rise_low, task.nll_rise_high
+        low = task.nll_rise_low
+        high = task.nll_rise_high
         interval = "-" if low is None or high is None else f"{low:+.4f} to {high:+.4f}"
-        figures = [cell(task.length, ","), str(task.prompts), f"{task.kl:.4g}", cell(task.nll_rise, "+.4f"), interval]
+        figures = [
+            cell(task.length, ","),
+            str(task.prompts),
+            f"{task.kl:.4g}",
+            cell(task.nll_rise, "+.4f"),
+            interval,
+        ]
         rows.append([task.task, *figures, _accuracy(task), cell(task.perplexity_ratio, ".4f", "x")])
     lines += aligned(rows, indent=2) if evidence.tasks else []
     rows = [["measured", "value", "baseline", "", "length", "samples"]]
     for m in evidence.measurements:
-        values = ["-" if value is None else f"{number(value)} {m.unit}".strip() for value in (m.value, m.baseline)]
+        values = [
+            "-" if value is None else f"{number(value)} {m.unit}".strip()
+            for value in (m.value, m.baseline)
+        ]
         rows.append([m.name, *values, m.baseline_name or "", cell(m.length, ","), cell(m.samples)])
     lines += aligned(rows, left=(0, 3), indent=2) if evidence.measurements else []
     # Most entries share a command and a machine: said once.
     for command in dict.fromkeys(m.command for m in evidence.measurements):
         lines += labelled("", f"$ {command}", width, indent=2)
-    for device, versions in dict.fromkeys((m.device, tuple(sorted(m.versions.items()))) for m in evidence.measurements):
-        lines += labelled("", ", ".join([f"on {device}", *(f"{k} {v}" for k, v in versions)]), width, indent=2)
+    for device, versions in dict.fromkeys(
+        (m.device, tuple(sorted(m.versions.items()))) for m in evidence.measurements
+    ):
+        lines += labelled(
+            "", ", ".join([f"on {device}", *(f"{k} {v}" for k, v in versions)]), width, indent=2
+        )
     return lines
 
 

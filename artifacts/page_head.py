@@ -1,4 +1,5 @@
-"""The page of one head: what a search tried for it, what was chosen, and what the pattern computes."""
+"""The page of one head: what a search tried for it, what was chosen, and what the pattern
+computes."""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 _MEASURES = ("error", "recall", "density", "objective", "change", "seconds", "flops")
-_CELLS, _SAMPLES = 24, 4
+_CELLS = 24
+_SAMPLES = 4
 _MARKS = "·░▒▓█"
 
 
 @dataclass(kw_only=True)
 class _Tried:
-    """One candidate's name, with its sizes where they differ from head to head, and its scores for the head."""
+    """One candidate's name, with its sizes where they differ from head to head, and its scores for
+    the head."""
 
     label: str
     scores: dict[str, float] = field(default_factory=dict)
@@ -40,7 +43,9 @@ def render_head(artifact: Artifact, arrays: Mapping[str, Array], layer: int, hea
     """
     model = artifact.model
     if layer >= model.num_layers or head >= model.num_heads:
-        raise ArtifactError(f"no head {layer}.{head}: {model.num_layers} layers have {model.num_heads} heads each")
+        raise ArtifactError(
+            f"no head {layer}.{head}: {model.num_layers} layers have {model.num_heads} heads each"
+        )
     row = artifact.prefill.layers[layer]
     if row is None:
         raise ArtifactError(f"layer {layer} is left as it is: no head of it has a pattern")
@@ -50,7 +55,8 @@ def render_head(artifact: Artifact, arrays: Mapping[str, Array], layer: int, hea
         [
             f"layer {layer}, head {head}: {row[head]}",
             *_curve(arrays, layer, head),
-            f"computed of {length:,} tokens, queries downwards (chosen columns and blocks drawn as the nearest):",
+            f"computed of {length:,} tokens, queries downwards (chosen columns and blocks drawn as "
+            f"the nearest):",
             *picture(pattern, length),
         ]
     )
@@ -62,8 +68,13 @@ def _curve(arrays: Mapping[str, Array], layer: int, head: int) -> Iterator[str]:
         yield "no candidates were tried for it: headwise search tries some"
         return
     chosen = int(arrays["chosen.candidate"][layer, head]) if "chosen.candidate" in arrays else -1
-    unit = next(name for name in ("seconds", "flops", "density") if any(name in each.scores for each in tried.values()))
-    cost, loss = {}, {}
+    unit = next(
+        name
+        for name in ("seconds", "flops", "density")
+        if any(name in each.scores for each in tried.values())
+    )
+    cost = {}
+    loss = {}
     for at, each in tried.items():
         cost[at] = each.scores[unit]
         loss[at] = each.first("objective", "change", "error")
@@ -75,7 +86,12 @@ def _curve(arrays: Mapping[str, Array], layer: int, head: int) -> Iterator[str]:
     rows = [["", "candidate", "loss", unit, "error", "recall", ""]]
     for at in ordered:
         scores = tried[at].scores
-        figures = [f"{loss[at]:.3g}", number(cost[at]), f"{scores['error']:.4f}", f"{scores['recall']:.4f}"]
+        figures = [
+            f"{loss[at]:.3g}",
+            number(cost[at]),
+            f"{scores['error']:.4f}",
+            f"{scores['recall']:.4f}",
+        ]
         on_it = "frontier" if at in frontier else ""
         rows.append(["*" if at == chosen else "", tried[at].label, *figures, on_it])
     yield from aligned(rows, left=(0, 1, 6))
@@ -88,14 +104,21 @@ def _curve(arrays: Mapping[str, Array], layer: int, head: int) -> Iterator[str]:
         for at in near:
             spent = cost[at] - cost[chosen]
             lost = loss[at] - loss[chosen]
-            yield f"next {name}: {tried[at].label}, {unit} {spent:+.3g}, loss {lost:+.3g} ({-lost / spent:.3g} a unit)"
+            yield (
+                f"next {name}: {tried[at].label}, {unit} {spent:+.3g}, loss "
+                f"{lost:+.3g} ({-lost / spent:.3g} a unit)"
+            )
     if "allocation.price" in arrays:
         price = arrays["allocation.price"].reshape(-1)
-        yield f"the price of the model's budget: {float(price[layer % len(price)]):.3g} of weighted loss a unit"
+        yield (
+            f"the price of the model's budget: "
+            f"{float(price[layer % len(price)]):.3g} of weighted loss a unit"
+        )
 
 
 def _tried(arrays: Mapping[str, Array], layer: int, head: int) -> dict[int, _Tried]:
-    """From arrays candidates.NUMBER.NAME.MEASURE, (layers, heads) each; a name may have dots of its own."""
+    """From arrays candidates.NUMBER.NAME.MEASURE, (layers, heads) each; a name may have dots of its
+    own."""
     tried: dict[int, _Tried] = {}
     for key in arrays:
         first, _, rest = key.partition(".")
@@ -113,7 +136,8 @@ def _tried(arrays: Mapping[str, Array], layer: int, head: int) -> dict[int, _Tri
 
 
 def picture(pattern: AnyPattern, length: int) -> list[str]:
-    """Lines of a square: of each cell of queries by keys how much is computed, from · for nothing to █ for all."""
+    """Lines of a square: of each cell of queries by keys how much is computed, from · for nothing
+    to █ for all."""
     step = length / _CELLS / _SAMPLES
     lines = []
     for row in range(_CELLS):
@@ -131,9 +155,12 @@ def picture(pattern: AnyPattern, length: int) -> list[str]:
 
 
 def _computes(pattern: AnyPattern, length: int, query: int, key: int) -> bool:
-    """Whether a pattern computes a pair; what a prompt chooses is taken to be the first columns and what is nearest."""
+    """Whether a pattern computes a pair; what a prompt chooses is taken to be the first columns and
+    what is nearest."""
     sizes = dict(pattern)
-    if pattern.kind in ("dense", "static", "skip_softmax") or query >= length - sizes.get("last", 0):
+    if pattern.kind in ("dense", "static", "skip_softmax") or query >= length - sizes.get(
+        "last", 0
+    ):
         return True
     first = sizes.get("sink") or max(sizes.get("vertical", 0), TILE)
     near = sizes.get("window") or sizes.get("slash") or sizes["blocks"] * TILE
@@ -141,4 +168,6 @@ def _computes(pattern: AnyPattern, length: int, query: int, key: int) -> bool:
     away = query - key
     if "dilation" in sizes:
         return bool(key < first or (away < near and away // TILE % sizes["dilation"] == 0))
-    return bool(key < first or away < near or ("stride" in sizes and away // TILE % sizes["stride"] == 0))
+    return bool(
+        key < first or away < near or ("stride" in sizes and away // TILE % sizes["stride"] == 0)
+    )

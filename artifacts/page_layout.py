@@ -22,8 +22,11 @@ def cell(value: float | None, form: str = "", unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), indent: int = 0) -> list[str]:
-    """Rows of cells in columns, a line each; columns numbered in `left` to the left and the others to the right."""
+def aligned(
+    rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), indent: int = 0
+) -> list[str]:
+    """Rows of cells in columns, a line each; columns numbered in `left` to the left and the others
+    to the right."""
     cells = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
     lines = []

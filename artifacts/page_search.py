@@ -1,4 +1,5 @@
-"""What the page of an artifact says of where its patterns come from, what they cost, and what else can be chosen."""
+"""What the page of an artifact says of where its patterns come from, what they cost, and what else
+can be chosen."""
 
 from __future__ import annotations
 
@@ -20,28 +21,49 @@ _BUDGET = {"heads": "for each head", "model": "for all heads together"}
 def origin(artifact: Artifact) -> Iterator[Row]:
     """Import and search, as labels and texts."""
     if imported := artifact.prefill.imported:
-        scores = {"recall": "its scores are recalls", "other": "its scores are no recalls", None: "without scores"}
-        yield "imported", f"{imported.file}, {imported.format}, {imported.sha256[:12]}; {scores[imported.scores]}"
+        scores = {
+            "recall": "its scores are recalls",
+            "other": "its scores are no recalls",
+            None: "without scores",
+        }
+        yield (
+            "imported",
+            f"{imported.file}, {imported.format}, {imported.sha256[:12]}; "
+            f"{scores[imported.scores]}",
+        )
     search = artifact.search
     if search is None:
         return
-    summary, calibration = search.summary, search.calibration
+    summary = search.summary
+    calibration = search.calibration
     searched = sum(len(row) for row in artifact.prefill.layers if row is not None)
-    means = f"recall {summary.recall:.4f}, output error {summary.error:.4g}, density {summary.density:.4f}"
-    yield "search", f"{_how(search)}; {search.device}, {search.dtype}, {search.kernel_backend} kernels"
+    means = (
+        f"recall {summary.recall:.4f}, output error {summary.error:.4g}, "
+        f"density {summary.density:.4f}"
+    )
+    yield (
+        "search",
+        f"{_how(search)}; {search.device}, {search.dtype}, {search.kernel_backend} kernels",
+    )
     yield "", f"$ {search.command}"
     each = " each" if len(calibration.tasks) + len(calibration.lengths) > 2 else ""
     lengths = ", ".join(f"{length:,}" for length in calibration.lengths)
     prompts = f"{plural(calibration.samples, 'prompt')}{each} of {lengths} tokens"
     yield "calibration", f"{', '.join(calibration.tasks)}, {prompts}"
-    yield "found", f"{means} (target {search.target_density:.4f}); means over {plural(searched, 'head')}"
+    yield (
+        "found",
+        f"{means} (target {search.target_density:.4f}); means over {plural(searched, 'head')}",
+    )
 
 
 def _how(search: SearchInfo) -> str:
     budget = f"budget {search.budget} {_BUDGET[search.allocation]}"
     parts = [f"headwise {search.tool_version}", f"preset {search.preset}", budget]
     if search.cost is not None:
-        parts.append(f"by {search.cost.unit}" + (f" of {search.cost.device}" if search.cost.unit == "seconds" else ""))
+        parts.append(
+            f"by {search.cost.unit}"
+            + (f" of {search.cost.device}" if search.cost.unit == "seconds" else "")
+        )
     if search.n_trials is not None:
         parts.append(plural(search.n_trials, "trial"))
     return ", ".join([*parts, f"seed {search.seed}"])
@@ -50,7 +72,10 @@ def _how(search: SearchInfo) -> str:
 def lengths(artifact: Artifact) -> Iterator[Row]:
     """From where on prefill is sparse, and how sizes go with the length."""
     prefill = artifact.prefill
-    sparse = f"dense below {prefill.dense_below:,} tokens; the last {prefill.dense_tail:,} queries see every key"
+    sparse = (
+        f"dense below {prefill.dense_below:,} tokens; the last "
+        f"{prefill.dense_tail:,} queries see every key"
+    )
     yield "prefill", sparse
     if growth := prefill.growth:
         powers = "; ".join(
@@ -58,7 +83,11 @@ def lengths(artifact: Artifact) -> Iterator[Row]:
             for kind, fields in growth.powers.items()
             if fields
         )
-        yield "", f"sizes hold at {growth.length:,} tokens and go with powers of the length: {powers or 'none'}"
+        yield (
+            "",
+            f"sizes hold at {growth.length:,} tokens and go with powers of the length: "
+            f"{powers or 'none'}",
+        )
 
 
 def costs(artifact: Artifact) -> Iterator[Row]:
@@ -70,7 +99,8 @@ def costs(artifact: Artifact) -> Iterator[Row]:
 
 
 def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
-    """The points that can be chosen, the cheapest first; the one that prefill.layers is has a mark."""
+    """The points that can be chosen, the cheapest first; the one that prefill.layers is has a
+    mark."""
     found = artifact.prefill.front
     if found is None:
         return []
@@ -78,12 +108,18 @@ def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
     served = served_point(artifact, arrays)
     rows = [["", "attention", "speedup", "kl", "recall", "density", "lost answers"]]
     for i, point in enumerate(found.points):
-        figures = [f"{point.speedup:.2f}x", f"{point.kl:.4g}", f"{point.recall:.4f}", f"{point.density:.4f}"]
+        figures = [
+            f"{point.speedup:.2f}x",
+            f"{point.kl:.4g}",
+            f"{point.recall:.4f}",
+            f"{point.density:.4f}",
+        ]
         lost = "-" if point.lost is None else f"{point.lost:,} of {found.dense_right:,}"
         rows.append(["*" if i == served else "", f"{number(point.cost)}{unit}", *figures, lost])
     return [
         f"front at {found.length:,} tokens (*: what is served where no target is given)",
         *aligned(rows, indent=2),
         f"  attention: predicted; dense attention takes {number(found.dense_cost)}{unit}",
-        f"  kl (nats a token), recall and answers: on {found.measured_on.replace('_', '-')} prompts",
+        "  kl (nats a token), recall and answers: on "
+        f"{found.measured_on.replace('_', '-')} prompts",
     ]

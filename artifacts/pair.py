@@ -1,9 +1,8 @@
 """The two files of an artifact, replaced as one, by one writer at a time.
 
-The sidecar's name has the first digits of its SHA-256, so that a new one never takes an old one's place. Write order:
-new sidecar, YAML (atomic rename), delete the old sidecar. Whenever the writer dies, the YAML names a sidecar that is
-there and right; at worst an unused one stays behind.
-"""
+The sidecar's name has the first digits of its SHA-256, so that a new one never takes an old one's
+place. Write order: new sidecar, YAML (atomic rename), delete the old sidecar. Whenever the writer
+dies, the YAML names a sidecar that is there and right; at worst an unused one stays behind."""
 
 from __future__ import annotations
 
@@ -26,17 +25,19 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 @contextlib.contextmanager
 def locked(target: Path, timeout: float = TIMEOUT) -> Iterator[None]:
-    """Hold the lock of the artifact at `target`; all that share its stem share one, as they share names of sidecars.
+    """Hold the lock of the artifact at `target`; all that share its stem share one, as they share
+    names of sidecars.
 
-    It is the system's, on a file beside the artifact, and ends with its holder. Where the file system has no locks
-    there is none, and one process at a time may write.
+    It is the system's, on a file beside the artifact, and ends with its holder. Where the file
+    system has no locks there is none, and one process at a time may write.
 
     Raises:
         HeadwiseError: another process holds it for `timeout` seconds, or there can be no such file.
     """
     from filelock import FileLock, Timeout
 
-    path, shown = target.with_name(f".{target.stem}.lock"), shorten(str(target), 400)
+    path = target.with_name(f".{target.stem}.lock")
+    shown = shorten(str(target), 400)
     if not target.parent.is_dir():
         # The lock would make the folder.
         raise HeadwiseError(f"cannot write {shown}: no such file or directory")
@@ -45,10 +46,14 @@ def locked(target: Path, timeout: float = TIMEOUT) -> Iterator[None]:
         lock.acquire(poll_interval=_PAUSE)
     except Timeout:
         since = f"has been writing it for {timeout:g} s" if timeout else "is writing it"
-        raise HeadwiseError(f"cannot write {shown}: another process {since}; wait for it or end it") from None
+        raise HeadwiseError(
+            f"cannot write {shown}: another process {since}; wait for it or end it"
+        ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
-            raise HeadwiseError(f"cannot write {shown}: its lock file {path.name}: {reason(error)}") from error
+            raise HeadwiseError(
+                f"cannot write {shown}: its lock file {path.name}: {reason(error)}"
+            ) from error
     try:
         yield
     finally:
@@ -64,7 +69,8 @@ def sidecar_name(path: Path, sha256: str) -> str:
 
 
 def replace_pair(path: Path, text: bytes, name: str | None, data: bytes | None) -> None:
-    """Replace the pair at `path`, whose lock is held; after a failure the old pair is there, without new files.
+    """Replace the pair at `path`, whose lock is held; after a failure the old pair is there,
+    without new files.
 
     Args:
         path: the YAML file.
@@ -93,7 +99,8 @@ def replace_pair(path: Path, text: bytes, name: str | None, data: bytes | None) 
 
 
 def _own_sidecar(path: Path) -> Path | None:
-    """The sidecar that the YAML at `path` names, where save() named it; a hand-written name removes no file."""
+    """The sidecar that the YAML at `path` names, where save() named it; a hand-written name removes
+    no file."""
     try:
         with open_regular(path) as stream:
             name = strict_yaml.parse(stream.read(MAX_BYTES))["sidecar"]["file"]

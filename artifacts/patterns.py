@@ -1,7 +1,8 @@
-"""The attention patterns an artifact can name: the same kinds and sizes as kernels.patterns, as data.
+"""The attention patterns an artifact can name: the same kinds and sizes as kernels.patterns, as
+data.
 
-A static pattern's entries are too many for a page: its record names the arrays of the sidecar that hold them.
-"""
+A static pattern's entries are too many for a page: its record names the arrays of the sidecar that
+hold them."""
 
 from __future__ import annotations
 
@@ -18,18 +19,25 @@ DEFAULT_LAST_Q = 64
 DEFAULT_REPRESENTATIVES = 4
 
 Sink = Annotated[Count, Field(description="the first keys, in tokens")]
-Window = Annotated[Count, Field(description="the last keys before each query, itself included, in tokens")]
+Window = Annotated[
+    Count, Field(description="the last keys before each query, itself included, in tokens")
+]
 AtMost = Annotated[
     Coverage | None,
     Field(
-        description="take only as much as holds this share, at most the sizes (FlexPrefill, XAttention; `_c95` in the "
+        description="take only as much as holds this share, at most the sizes "
+        "(FlexPrefill, XAttention; `_c95` in the "
         "name); null: the sizes"
     ),
 ]
-# No dot, which ends the name inside an array's; short enough for static_<name> to be a pattern's name.
+# No dot, which ends the name inside an array's; short enough for static_<name> to be a pattern's
+# name.
 IndicesName = Annotated[
     str,
-    matching("[A-Za-z0-9][A-Za-z0-9_-]{0,47}", "a letter or digit and then up to 47 letters, digits, '_' or '-'"),
+    matching(
+        "[A-Za-z0-9][A-Za-z0-9_-]{0,47}",
+        "a letter or digit and then up to 47 letters, digits, '_' or '-'",
+    ),
 ]
 
 
@@ -62,7 +70,9 @@ class Dilated(Record):
     kind: Literal["dilated"] = Field(default="dilated", description=__doc__)
     sink: Sink
     window: Window
-    dilation: Count = Field(description="n: of the window's tiles of 64 keys every n-th, the query's own among them")
+    dilation: Count = Field(
+        description="n: of the window's tiles of 64 keys every n-th, the query's own among them"
+    )
 
 
 class Strided(Record):
@@ -71,23 +81,29 @@ class Strided(Record):
     kind: Literal["strided"] = Field(default="strided", description=__doc__)
     sink: Sink
     window: Window
-    stride: Count = Field(description="beyond the window every `stride`-th diagonal of tiles of 64 keys")
+    stride: Count = Field(
+        description="beyond the window every `stride`-th diagonal of tiles of 64 keys"
+    )
 
 
 class Static(Record):
     """columns and diagonals that are the same on every prompt; named `static_NAME`"""
 
     kind: Literal["static"] = Field(default="static", description=__doc__)
-    indices: IndicesName = Field(description="the name of the sidecar's arrays that list them, see [Arrays](#arrays)")
+    indices: IndicesName = Field(
+        description="the name of the sidecar's arrays that list them, see [Arrays](#arrays)"
+    )
 
     @property
     def arrays(self) -> tuple[str, str]:
-        """The names of its arrays: key columns in tokens, diagonals in 64-token tiles from the query's own."""
+        """The names of its arrays: key columns in tokens, diagonals in 64-token tiles from the
+        query's own."""
         return f"static.{self.indices}.columns", f"static.{self.indices}.diagonals"
 
 
 class VerticalSlash(Record):
-    """columns and diagonals that a prompt's last queries attend to most (MInference 1.0); named `vs_1000_6096`"""
+    """columns and diagonals that a prompt's last queries attend to most (MInference 1.0); named
+    `vs_1000_6096`"""
 
     kind: Literal["vertical_slash"] = Field(default="vertical_slash", description=__doc__)
     vertical: Count = Field(description="key columns; the first 64 are always among them")
@@ -96,46 +112,68 @@ class VerticalSlash(Record):
         default=DEFAULT_LAST_Q,
         ge=1,
         le=1024,
-        description="the last queries, by whose attention is chosen; other than 64 `_q32` in the name",
+        description=(
+            "the last queries, by whose attention is chosen; other than 64 `_q32` in the name"
+        ),
     )
     coverage: AtMost = None
 
 
 class BlockSparse(Record):
-    """for each 64 queries the blocks whose mean-pooled keys score highest (MInference 1.0); named `bs_100`"""
+    """for each 64 queries the blocks whose mean-pooled keys score highest (MInference 1.0); named
+    `bs_100`"""
 
     kind: Literal["block_sparse"] = Field(default="block_sparse", description=__doc__)
-    blocks: Count = Field(description="blocks of 64 keys; a query's own and the first are always among them")
+    blocks: Count = Field(
+        description="blocks of 64 keys; a query's own and the first are always among them"
+    )
     coverage: AtMost = None
 
 
 class MemoryUnits(Record):
-    """sinks, a window, and tiles of the past looked up (InfLLM, section 3); named `mu_128_4096_32`"""
+    """sinks, a window, and tiles of the past looked up (InfLLM, section 3); named
+    `mu_128_4096_32`"""
 
     kind: Literal["memory_units"] = Field(default="memory_units", description=__doc__)
     sink: Count = Field(description="the first keys, in whole tiles of 64 tokens")
     window: Window
-    units: Count = Field(description="tiles of 64 keys between sinks and window that 64 queries look up")
+    units: Count = Field(
+        description="tiles of 64 keys between sinks and window that 64 queries look up"
+    )
     representatives: Count = Field(
         default=DEFAULT_REPRESENTATIVES,
-        description="keys that stand for a tile: those that the queries after it want; other than 4 `_r8` in the name",
+        description=(
+            "keys that stand for a tile: those that the queries after it "
+            "want; other than 4 `_r8` in the name"
+        ),
     )
 
 
 class SkipSoftmax(Record):
-    """every tile of scores, softmax and values only where scores are high enough (BLASST); named `skip_40`"""
+    """every tile of scores, softmax and values only where scores are high enough (BLASST); named
+    `skip_40`"""
 
     kind: Literal["skip_softmax"] = Field(default="skip_softmax", description=__doc__)
     scale_factor: float = Field(
         gt=0.0,
         le=LARGEST,
-        description="on K keys a tile is skipped where no query has a weight of at least this / K of that of its "
+        description="on K keys a tile is skipped where no query has a weight of at "
+        "least this / K of that of its "
         "highest key in its own tile or the first; from K on nothing is skipped",
     )
 
 
 AnyPattern = (
-    Dense | AShape | TriShape | Dilated | Strided | Static | VerticalSlash | BlockSparse | MemoryUnits | SkipSoftmax
+    Dense
+    | AShape
+    | TriShape
+    | Dilated
+    | Strided
+    | Static
+    | VerticalSlash
+    | BlockSparse
+    | MemoryUnits
+    | SkipSoftmax
 )
 Pattern = Annotated[AnyPattern, Field(discriminator="kind")]
 KINDS: tuple[str, ...] = tuple(cls.model_fields["kind"].default for cls in get_args(AnyPattern))

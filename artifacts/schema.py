@@ -43,7 +43,9 @@ MAX_EDITS = 256
 SavedSha256 = Annotated[str, matching("([0-9a-f]{64})?", "a SHA-256 of 64 lower-case hex digits")]
 Timestamp = Annotated[
     str,
-    matching(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", "a UTC time like 2025-01-31T12:00:00Z"),
+    matching(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)", "a UTC time like 2025-01-31T12:00:00Z"
+    ),
 ]
 # A bare name: a path could reach any file, and the pair could no longer be moved together.
 SidecarName = Annotated[
@@ -61,13 +63,16 @@ def now() -> str:
 
 
 def _plain(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """JSON that every reader takes alike: finite numbers, and whole ones that a float holds exactly."""
+    """JSON that every reader takes alike: finite numbers, and whole ones that a float holds
+    exactly."""
 
     def check(entry: JsonValue, path: str) -> None:
         if isinstance(entry, float) and not isfinite(entry):
             raise ValueError(f"must hold finite numbers only, got {entry} at {path}")
         if isinstance(entry, int) and abs(entry) >= 2**53:
-            raise ValueError(f"must hold whole numbers below 2^53 only, got {shorten(entry)} at {path}")
+            raise ValueError(
+                f"must hold whole numbers below 2^53 only, got {shorten(entry)} at {path}"
+            )
         if isinstance(entry, dict):
             for key, inner in entry.items():
                 check(inner, f"{path}.{key}" if path else key)
@@ -86,7 +91,9 @@ class ModelInfo(Record):
     """
 
     name: Text = Field(description="as it was given: a hub id, a folder, a file")
-    revision: Text | None = Field(default=None, description="the hub revision, where one was asked for")
+    revision: Text | None = Field(
+        default=None, description="the hub revision, where one was asked for"
+    )
     architecture: Text | None = Field(description="the transformers class")
     config_sha256: Sha256 | None = Field(
         description="over the configuration that determines attention (`runtime.fingerprint`)"
@@ -99,20 +106,27 @@ class ModelInfo(Record):
     rope: Annotated[dict[str, JsonValue], AfterValidator(_plain)] | None = Field(
         description="the rotary embedding's parameters, as the configuration has them"
     )
-    max_positions: Count = Field(description="the longest prompt that the configuration allows, in tokens")
+    max_positions: Count = Field(
+        description="the longest prompt that the configuration allows, in tokens"
+    )
 
     @property
     def unknown(self) -> tuple[str, ...]:
         """The hashes that are open, so that any model of the shape passes for this one."""
-        return tuple(name for name in ("config_sha256", "weights_sha256") if getattr(self, name) is None)
+        return tuple(
+            name for name in ("config_sha256", "weights_sha256") if getattr(self, name) is None
+        )
 
     @model_validator(mode="after")
     def _groups(self) -> Self:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}")
+            raise ValueError(
+                f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}"
+            )
         if self.num_layers * self.num_heads > MOST_HEADS:
             raise ValueError(
-                f"num_layers * num_heads must be at most {MOST_HEADS}, got {self.num_layers} layers of "
+                f"num_layers * num_heads must be at most {MOST_HEADS}, got {self.num_layers} "
+                f"layers of "
                 f"{self.num_heads} query heads"
             )
         return self
@@ -124,17 +138,23 @@ class Calibration(Record):
     tasks: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(
         description="`kv_retrieval`, `passkey`, `text`, `jsonl` and so on"
     )
-    lengths: Annotated[tuple[Count, ...], Field(min_length=1)] = Field(description="the prompts' lengths, in tokens")
+    lengths: Annotated[tuple[Count, ...], Field(min_length=1)] = Field(
+        description="the prompts' lengths, in tokens"
+    )
     samples: Count = Field(description="prompts of each task and length")
     sha256: Sha256 = Field(description="over the prompts' token ids")
     seen_windows: Annotated[int, Field(ge=0, le=MAX_WINDOWS)] = Field(
         default=0,
-        description="windows of text that the search has seen, its gates included; the sidecar has their digests",
+        description=(
+            "windows of text that the search has seen, its gates included; "
+            "the sidecar has their digests"
+        ),
     )
 
 
 class Summary(Record):
-    """Means over the searched heads with their chosen patterns, and how many heads each kind won."""
+    """Means over the searched heads with their chosen patterns, and how many heads each kind
+    won."""
 
     recall: Share = Field(description="attention mass kept")
     error: AtLeast0 = Field(description="relative L2 distance of the head's output from dense")
@@ -143,10 +163,15 @@ class Summary(Record):
 
 
 class SearchCost(Record):
-    """What the search's objective counted as cost: seconds of a device, whose table is in `costs`, or FLOPs of any."""
+    """What the search's objective counted as cost: seconds of a device, whose table is in `costs`,
+    or FLOPs of any."""
 
-    unit: Literal["seconds", "flops"] = Field(description="measured seconds of a device, or floating-point operations")
-    device: Text = Field(description="whose seconds; `costs` has its table. With `flops` where the search ran")
+    unit: Literal["seconds", "flops"] = Field(
+        description="measured seconds of a device, or floating-point operations"
+    )
+    device: Text = Field(
+        description="whose seconds; `costs` has its table. With `flops` where the search ran"
+    )
 
 
 class SearchInfo(Record):
@@ -161,22 +186,27 @@ class SearchInfo(Record):
     calibration: Calibration = Field(description="the prompts that the search looked at")
     allocation: Literal["heads", "model"] = Field(
         default="heads",
-        description="whether the budget is one for each head (MInference 1.0, Algorithm 1) or one for all heads "
+        description="whether the budget is one for each head (MInference 1.0, "
+        "Algorithm 1) or one for all heads "
         "together",
     )
-    budget: Text = Field(description="as it was given: `a_shape:SINK,WINDOW` or a share of the dense causal FLOPs")
+    budget: Text = Field(
+        description="as it was given: `a_shape:SINK,WINDOW` or a share of the dense causal FLOPs"
+    )
     target_density: Annotated[Share, Field(gt=0.0)] = Field(
         description="the share of the causal area that the budget allows"
     )
     cost: SearchCost | None = Field(
-        default=None, description="what the search counted as cost; null: tiles, alike for all kinds"
+        default=None,
+        description="what the search counted as cost; null: tiles, alike for all kinds",
     )
     n_trials: Natural | None = Field(
         default=None, description="Optuna trials behind the result; null: there was no study"
     )
     gradient_fault: Text | None = Field(
         default=None,
-        description="why the loss had no gradients, so that heads were weighed by their change of the residual stream "
+        description="why the loss had no gradients, so that heads were weighed by "
+        "their change of the residual stream "
         "alone; null: it had, or the search takes none",
     )
     device: Text = Field(description="where the model ran")
@@ -186,26 +216,32 @@ class SearchInfo(Record):
 
 
 class Prefill(Record):
-    """The pattern's name for every layer and query head; None for a layer left as it is: it slides."""
+    """The pattern's name for every layer and query head; None for a layer left as it is: it
+    slides."""
 
     dense_below: Natural = Field(description="prompts with fewer tokens are served densely")
     dense_tail: Natural = Field(
         default=0,
-        description="the last so many queries of a prompt (whole tiles of 64 positions) see every key, whatever the "
+        description="the last so many queries of a prompt (whole tiles of 64 "
+        "positions) see every key, whatever the "
         "pattern: a question is asked there; 0: none",
     )
     growth: Growth | None = Field(
-        default=None, description="how sizes go with the prompt's length; null: they stay as they are"
+        default=None,
+        description="how sizes go with the prompt's length; null: they stay as they are",
     )
     layers: Rows = Field(
-        description="a row for each layer: a pattern's name for every query head, in the model's own order; `null` "
+        description="a row for each layer: a pattern's name for every query head, in "
+        "the model's own order; `null` "
         "leaves the layer as it is: it slides, or nothing was said about it"
     )
     front: Front | None = Field(
-        default=None, description="settings between fast and exact, of which one can be chosen when it is loaded"
+        default=None,
+        description="settings between fast and exact, of which one can be chosen when it is loaded",
     )
     imported: Imported | None = Field(
-        default=None, description="where the section comes from, if it was taken over from another tool's file"
+        default=None,
+        description="where the section comes from, if it was taken over from another tool's file",
     )
 
 
@@ -226,19 +262,25 @@ class Edit(Record):
 
 
 class Artifact(Record):
-    """What was found for a model: a pattern for every searched head, how it was found, what was measured with it.
+    """What was found for a model: a pattern for every searched head, how it was found, what was
+    measured with it.
 
-    artifacts.save fills in `sidecar` and `content_sha256`; an artifact that was never saved has None and "".
-    """
+    artifacts.save fills in `sidecar` and `content_sha256`; an artifact that was never saved has
+    None and ""."""
 
     schema_version: Literal[1] = Field(default=1, description="the layout of this file")
-    created_at: Timestamp = Field(default_factory=now, description="when it was written, UTC, `2025-01-31T12:00:00Z`")
+    created_at: Timestamp = Field(
+        default_factory=now, description="when it was written, UTC, `2025-01-31T12:00:00Z`"
+    )
     model: ModelInfo = Field(description="which model it is for")
     search: SearchInfo | None = Field(
-        description="how the patterns were found; null: none was searched here, and `prefill.imported` says where they "
+        description="how the patterns were found; null: none was searched here, and "
+        "`prefill.imported` says where they "
         "come from"
     )
-    patterns: dict[PatternName, Pattern] = Field(description="the patterns in use; an unused one is an error")
+    patterns: dict[PatternName, Pattern] = Field(
+        description="the patterns in use; an unused one is an error"
+    )
     prefill: Prefill = Field(description="which query head gets which pattern")
     decode: Decode | None = Field(
         default=None, description="which layers choose the tokens that others attend to in decode"
@@ -246,25 +288,39 @@ class Artifact(Record):
     kv_cache: KVCache | None = Field(
         default=None, description="what each layer and KV head keeps of its keys and values"
     )
-    evidence: Evidence = Field(default=Evidence(), description="what was measured, and on which prompts")
+    evidence: Evidence = Field(
+        default=Evidence(), description="what was measured, and on which prompts"
+    )
     costs: tuple[DeviceCosts, ...] = Field(
         default=(), description="devices whose measured cost tables lie in the sidecar"
     )
     edits: Annotated[tuple[Edit, ...], Field(max_length=MAX_EDITS)] = Field(
-        default=(), description="what was set by hand, the first change first; `search` and `evidence` are of before"
+        default=(),
+        description=(
+            "what was set by hand, the first change first; `search` and `evidence` are of before"
+        ),
     )
     sidecar: Sidecar | None = Field(default=None, description="the file with the arrays")
-    content_sha256: SavedSha256 = Field(default="", description="hash of the content, see [Hashes](#hashes)")
+    content_sha256: SavedSha256 = Field(
+        default="", description="hash of the content, see [Hashes](#hashes)"
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         used = self._check_rows()
         if self.search is None and self.prefill.imported is None and self.patterns:
-            raise ValueError("search must say how the patterns were found, or prefill.imported where they come from")
+            raise ValueError(
+                "search must say how the patterns were found, or prefill.imported where they come "
+                "from"
+            )
         front = self.prefill.front
         # Which patterns the points of a front use, the sidecar says.
-        if front is None and (unused := next((name for name in self.patterns if name not in used), None)):
-            raise ValueError(f"patterns.{unused} is used by no head: remove it or use it in prefill.layers")
+        if front is None and (
+            unused := next((name for name in self.patterns if name not in used), None)
+        ):
+            raise ValueError(
+                f"patterns.{unused} is used by no head: remove it or use it in prefill.layers"
+            )
         if fault := _unpriced(None if self.search is None else self.search.cost, self.costs, front):
             raise ValueError(fault)
         if self.decode is not None and (fault := self.decode.omnikv.fault(self.model.num_layers)):
@@ -278,34 +334,47 @@ class Artifact(Record):
 
     def _check_rows(self) -> set[str]:
         """What the rows name, which have to fit the model and name patterns that there are."""
-        rows, used = self.prefill.layers, set[str]()
+        rows = self.prefill.layers
+        used = set[str]()
         if len(rows) != self.model.num_layers:
-            raise ValueError(f"prefill.layers has {len(rows)} rows, the model has {self.model.num_layers} layers")
+            raise ValueError(
+                f"prefill.layers has {len(rows)} rows, the model has {self.model.num_layers} layers"
+            )
         for layer, row in enumerate(rows):
             if row is None:
                 continue
             if len(row) != self.model.num_heads:
                 raise ValueError(
-                    f"prefill.layers[{layer}] has {len(row)} names, the model has {self.model.num_heads} query heads"
+                    f"prefill.layers[{layer}] has {len(row)} names, the model has "
+                    f"{self.model.num_heads} query heads"
                 )
             used.update(row)
             if unknown := next((name for name in row if name not in self.patterns), None):
                 raise ValueError(
-                    f"prefill.layers[{layer}][{row.index(unknown)}]: {_unknown(unknown, list(self.patterns))}"
+                    f"prefill.layers[{layer}][{row.index(unknown)}]: "
+                    f"{_unknown(unknown, list(self.patterns))}"
                 )
         return used
 
 
-def _unpriced(cost: SearchCost | None, tables: tuple[DeviceCosts, ...], front: Front | None) -> str | None:
+def _unpriced(
+    cost: SearchCost | None, tables: tuple[DeviceCosts, ...], front: Front | None
+) -> str | None:
     """Why tables and front are not those of what the search says it counted."""
     unit = None if cost is None else cost.unit
     counted = [i for i, table in enumerate(tables) if table.optimised]
     if len(counted) != (unit == "seconds"):
         wanted = "exactly one table is" if unit == "seconds" else "no table can be"
-        return f"costs: {wanted} optimised for where search.cost has {unit or 'no unit'}, but {len(counted)} say so"
+        return (
+            f"costs: {wanted} optimised for where search.cost has "
+            f"{unit or 'no unit'}, but {len(counted)} say so"
+        )
     for i in counted:
         if cost is not None and tables[i].device != cost.device:
-            return f"costs[{i}].device is {shorten(tables[i].device)}, but search.cost.device {shorten(cost.device)}"
+            return (
+                f"costs[{i}].device is {shorten(tables[i].device)}, but "
+                f"search.cost.device {shorten(cost.device)}"
+            )
     if front is not None and front.unit != unit:
         return f"prefill.front.unit is {front.unit}, but search.cost has {unit or 'no unit'}"
     return None
@@ -318,7 +387,8 @@ def _both(omnikv: OmniKV, kv_cache: KVCache) -> str | None:
         free = layer in omnikv.dense_layers or layer < omnikv.filter_layers[0]
         if not free and any(kv_cache.policies[name].kind != "full" for name in names):
             return (
-                f"kv_cache.layers[{layer}] drops tokens that decode.omnikv chooses from: keep it full, "
+                f"kv_cache.layers[{layer}] drops tokens that decode.omnikv chooses from: keep it "
+                f"full, "
                 "or name the layer in decode.omnikv.dense_layers"
             )
     return None

@@ -21,12 +21,15 @@ _OF_OTHERS = ("decode", "kv_cache")
 _NAMES = {"name", "revision"}
 
 
-def save_searched(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array]) -> Artifact:
-    """Write a search's result to `path`; sections that it lacks and an artifact of the same model there has are kept.
+def save_searched(
+    artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array]
+) -> Artifact:
+    """Write a search's result to `path`; sections that it lacks and an artifact of the same model
+    there has are kept.
 
-    Their arrays are kept with them, and so are the windows of text that their searches have seen, and cost tables of
-    other devices. Their evidence is not: it was measured with the patterns that are replaced. What is no whole
-    artifact, or of another model, is replaced altogether.
+    Their arrays are kept with them, and so are the windows of text that their searches have seen,
+    and cost tables of other devices. Their evidence is not: it was measured with the patterns that
+    are replaced. What is no whole artifact, or of another model, is replaced altogether.
 
     Returns:
         The artifact as save() returns it.
@@ -36,7 +39,9 @@ def save_searched(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapp
         HeadwiseError: as save() and update().
     """
     try:
-        return update(path, lambda old, old_arrays: _with_sections(artifact, arrays, old, old_arrays))
+        return update(
+            path, lambda old, old_arrays: _with_sections(artifact, arrays, old, old_arrays)
+        )
     except ArtifactError:
         # Nothing there to be kept; or what is wrong is the artifact itself, and save says so.
         return save(artifact, path, arrays)
@@ -52,8 +57,11 @@ def _with_sections(
     theirs = {name: array for name, array in old_arrays.items() if section_of(name) in kept}
     costs, tables = with_others(artifact.costs, old.costs, old_arrays)
     merged = artifact.model_copy(update={**kept, "costs": costs})
-    # The list does not say which search saw a window: while a section of others is there, all of them count.
-    return with_seen(merged, {**theirs, **arrays, **tables}, seen_windows(old_arrays) if kept else ())
+    # The list does not say which search saw a window: while a section of others is there, all of
+    # them count.
+    return with_seen(
+        merged, {**theirs, **arrays, **tables}, seen_windows(old_arrays) if kept else ()
+    )
 
 
 def with_seen(

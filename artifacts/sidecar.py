@@ -1,4 +1,5 @@
-"""The safetensors file beside the YAML: arrays to bytes, and back one by one, once its hash is known to be right."""
+"""The safetensors file beside the YAML: arrays to bytes, and back one by one, once its hash is
+known to be right."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ MAX_DIMENSIONS = 32
 _CHUNK = 2**20
 _DTYPES = {
     "BOOL": "bool",
-    **{f"{kind}{bits}": f"{name}{bits}" for kind, name in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},
+    **{
+        f"{kind}{bits}": f"{name}{bits}"
+        for kind, name in (("I", "int"), ("U", "uint"))
+        for bits in (8, 16, 32, 64)
+    },
     **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
 }
 
@@ -46,15 +51,22 @@ def to_bytes(arrays: Mapping[str, Array]) -> bytes:
     if len(arrays) > MAX_ARRAYS:
         raise ArtifactError(f"{len(arrays)} arrays, a sidecar may have {MAX_ARRAYS}")
     if (size := sum(array.nbytes for array in arrays.values())) > MAX_SIDECAR - MAX_HEADER:
-        raise ArtifactError(f"the arrays come to {size} bytes, a sidecar may have {MAX_SIDECAR - MAX_HEADER}")
-    # safetensors writes the buffer as it lies: it has to be in C order and in this machine's byte order.
-    plain = {name: np.asarray(a, dtype=a.dtype.newbyteorder("="), order="C") for name, a in arrays.items()}
+        raise ArtifactError(
+            f"the arrays come to {size} bytes, a sidecar may have {MAX_SIDECAR - MAX_HEADER}"
+        )
+    # safetensors writes the buffer as it lies: it has to be in C order and in this machine's byte
+    # order.
+    plain = {
+        name: np.asarray(a, dtype=a.dtype.newbyteorder("="), order="C")
+        for name, a in arrays.items()
+    }
     try:
         data: bytes = save(plain)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         kinds = sorted({str(a.dtype) for a in plain.values()})
         raise ArtifactError(
-            f"safetensors cannot hold these arrays of {', '.join(kinds)}: {shorten(str(error), 120)}"
+            f"safetensors cannot hold these arrays of {', '.join(kinds)}: "
+            f"{shorten(str(error), 120)}"
         ) from None
     return data
 
@@ -75,7 +87,8 @@ class Entry:
 
 
 class Sidecar(Mapping[str, "Array"]):
-    """The arrays of a sidecar whose hash is right, each read when it is asked for, and anew each time.
+    """The arrays of a sidecar whose hash is right, each read when it is asked for, and anew each
+    time.
 
     entries: what the header says of each array, by name.
     """
@@ -84,10 +97,11 @@ class Sidecar(Mapping[str, "Array"]):
         """Open the file, hash it and read its header, no more than a MiB at a time.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ArtifactError: it is not the file with this SHA-256, holds more than a sidecar may, or cannot be read.
+            FileNotFoundError: there is no such file. ArtifactError: it is not the file with this
+            SHA-256, holds more than a sidecar may, or cannot be read.
         """
-        self._name, self._sha256 = shorten(file.name), sha256
+        self._name = shorten(file.name)
+        self._sha256 = sha256
         self.entries: dict[str, Entry] = {}
         try:
             self._stream = open_regular(file)
@@ -97,9 +111,13 @@ class Sidecar(Mapping[str, "Array"]):
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise ArtifactError(f"sidecar.file: {self._name} cannot be read, {reason(error)}") from None
+            raise ArtifactError(
+                f"sidecar.file: {self._name} cannot be read, {reason(error)}"
+            ) from None
         except _Fault as fault:
-            raise ArtifactError(f"sidecar.file: {self._name} is no safetensors file of arrays ({fault})") from None
+            raise ArtifactError(
+                f"sidecar.file: {self._name} is no safetensors file of arrays ({fault})"
+            ) from None
 
     def __getitem__(self, name: str) -> Array:
         import numpy as np
@@ -110,9 +128,13 @@ class Sidecar(Mapping[str, "Array"]):
             self._stream.seek(entry.begin)
             read = self._stream.readinto(data)
         except OSError as error:
-            raise ArtifactError(f"sidecar.file: {self._name} cannot be read, {reason(error)}") from None
+            raise ArtifactError(
+                f"sidecar.file: {self._name} cannot be read, {reason(error)}"
+            ) from None
         if read != entry.nbytes or not self._unchanged():
-            raise ArtifactError(f"sidecar.file: {self._name} was changed while it was read, try again")
+            raise ArtifactError(
+                f"sidecar.file: {self._name} was changed while it was read, try again"
+            )
         little = np.frombuffer(data, dtype=np.dtype(entry.dtype).newbyteorder("<"))
         return little.astype(entry.dtype, copy=False).reshape(entry.shape)
 
@@ -129,7 +151,8 @@ class Sidecar(Mapping[str, "Array"]):
     def digest(self, name: str) -> str:
         """The SHA-256 of an array's bytes, without holding them in memory."""
         entry = self.entries[name]
-        digest, left = hashlib.sha256(), entry.nbytes
+        digest = hashlib.sha256()
+        left = entry.nbytes
         self._stream.seek(entry.begin)
         while left and (chunk := self._stream.read(min(left, _CHUNK))):
             digest.update(chunk)
@@ -155,12 +178,16 @@ class _Fault(Exception):
 
 
 def _digest(stream: BufferedReader, name: str) -> str:
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     # What a file says of its size may be wrong: one may grow, and those of /proc say nothing.
     while chunk := stream.read(_CHUNK):
         size += len(chunk)
         if size > MAX_SIDECAR:
-            raise ArtifactError(f"sidecar.file: {name} has more than {MAX_SIDECAR} bytes, the most that one may have")
+            raise ArtifactError(
+                f"sidecar.file: {name} has more than {MAX_SIDECAR} bytes, the most that one may "
+                f"have"
+            )
         digest.update(chunk)
     return digest.hexdigest()
 
@@ -168,7 +195,8 @@ def _digest(stream: BufferedReader, name: str) -> str:
 def _compare(name: str, stated: str, actual: str) -> None:
     if actual != stated:
         raise ArtifactError(
-            f"sidecar.sha256: says {shorten(stated, 14)} but {name} gives {shorten(actual, 14)}: the sidecar was "
+            f"sidecar.sha256: says {shorten(stated, 14)} but {name} gives {shorten(actual, 14)}: "
+            f"the sidecar was "
             "changed or belongs to another artifact; restore it or run the search again"
         )
 
@@ -182,8 +210,13 @@ def _entries(stream: BufferedReader) -> dict[str, Entry]:
     if length > MAX_HEADER:
         raise _Fault(f"its header has {length} bytes, a sidecar's may have {MAX_HEADER}")
     text = stream.read(length)
-    # However names are spelled, these cannot be: what they hold together is bounded before it is made.
-    if text.count(b"{") > MAX_ARRAYS + 2 or text.count(b",") > 12 * MAX_ARRAYS or text.count(b"[") > 2 * MAX_ARRAYS + 2:
+    # However names are spelled, these cannot be: what they hold together is bounded before it is
+    # made.
+    if (
+        text.count(b"{") > MAX_ARRAYS + 2
+        or text.count(b",") > 12 * MAX_ARRAYS
+        or text.count(b"[") > 2 * MAX_ARRAYS + 2
+    ):
         raise _Fault(f"it has more than {MAX_ARRAYS} arrays")
     if text.count(b'"') > 12 * MAX_ARRAYS:
         raise _Fault("its header has more names than its arrays can have")
@@ -194,17 +227,30 @@ def _entries(stream: BufferedReader) -> dict[str, Entry]:
     if not isinstance(header, dict):
         raise _Fault("its header is no mapping")
     header.pop("__metadata__", None)
-    found, end = dict[str, Entry](), 8 + length
+    found = dict[str, Entry]()
+    end = 8 + length
     for name, entry in sorted(header.items(), key=_begin):
         try:
-            dtype, shape, (begin, finish) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            dtype = _DTYPES[entry["dtype"]]
+            shape = tuple(entry["shape"])
+            (begin, finish) = entry["data_offsets"]
             whole = all(type(number) is int and number >= 0 for number in (*shape, begin, finish))
         except (KeyError, TypeError, ValueError):
-            raise _Fault(f"{shorten(name)} has not dtype, shape and data_offsets of an array") from None
+            raise _Fault(
+                f"{shorten(name)} has not dtype, shape and data_offsets of an array"
+            ) from None
         nbytes = prod(shape) * _size(dtype) if whole and len(shape) <= MAX_DIMENSIONS else -1
         # No holes, no overlaps: as safetensors wants it.
-        if not whole or nbytes != finish - begin or begin + 8 + length != end or max(shape, default=0) > MAX_SIDECAR:
-            raise _Fault(f"{shorten(name)} of shape {shorten(shape)} does not lie from {begin!s:.20} to {finish!s:.20}")
+        if (
+            not whole
+            or nbytes != finish - begin
+            or begin + 8 + length != end
+            or max(shape, default=0) > MAX_SIDECAR
+        ):
+            raise _Fault(
+                f"{shorten(name)} of shape {shorten(shape)} does not lie from {begin!s:.20} to "
+                f"{finish!s:.20}"
+            )
         found[name] = Entry(dtype=dtype, shape=shape, begin=end, nbytes=nbytes)
         end += nbytes
     if end != size:
@@ -216,7 +262,9 @@ def _begin(item: tuple[str, Any]) -> tuple[int, int]:
     try:
         return int(item[1]["data_offsets"][0]), int(item[1]["data_offsets"][1])
     except (KeyError, IndexError, TypeError, ValueError):
-        raise _Fault(f"{shorten(item[0])} has not dtype, shape and data_offsets of an array") from None
+        raise _Fault(
+            f"{shorten(item[0])} has not dtype, shape and data_offsets of an array"
+        ) from None
 
 
 def _size(dtype: str) -> int:

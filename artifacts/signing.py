@@ -1,8 +1,9 @@
-"""Signatures of artifacts: Ed25519 over a context and the YAML file's bytes, which name the sidecar's hash.
+"""Signatures of artifacts: Ed25519 over a context and the YAML file's bytes, which name the
+sidecar's hash.
 
-`cfg.yaml.sig` is three lines of text: the context, which key signed, and the signature in base64. Signed are the first
-two lines and after them the YAML file, so that no signature can pass for one of something else. Keys are PEM files, and
-other tools can check it too:
+`cfg.yaml.sig` is three lines of text: the context, which key signed, and the signature in base64.
+Signed are the first two lines and after them the YAML file, so that no signature can pass for one
+of something else. Keys are PEM files, and other tools can check it too:
 
     head -n 2 cfg.yaml.sig | cat - cfg.yaml > signed; tail -n 1 cfg.yaml.sig | base64 -d > signature
     openssl pkeyutl -verify -pubin -inkey KEY.pub -rawin -in signed -sigfile signature
@@ -24,7 +25,10 @@ from artifacts.errors import ArtifactError, HeadwiseError, one_line, reason, sho
 from artifacts.files import atomic_write, check_writable, open_regular, write_secret
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
 
 # A key file, or its text.
 Key: TypeAlias = "str | os.PathLike[str] | bytes"
@@ -43,7 +47,8 @@ def signature_path(path: Path) -> Path:
 
 
 def make_key(path: str | os.PathLike[str], *, passphrase: bytes | None = None) -> tuple[Path, str]:
-    """Write a new private key to `path`, readable by its owner alone, and the public one beside it with .pub.
+    """Write a new private key to `path`, readable by its owner alone, and the public one beside it
+    with .pub.
 
     Args:
         path: the private key's file.
@@ -65,20 +70,27 @@ def make_key(path: str | os.PathLike[str], *, passphrase: bytes | None = None) -
         PublicFormat,
     )
 
-    private, public = Path(path), Path(f"{os.fspath(path)}.pub")
+    private = Path(path)
+    public = Path(f"{os.fspath(path)}.pub")
     for file in (private, public):
         check_writable(file)
         if file.exists():
-            raise HeadwiseError(f"{one_line(str(file))}: is there already, and a key is never replaced: name another")
+            raise HeadwiseError(
+                f"{one_line(str(file))}: is there already, and a key is never replaced: name "
+                f"another"
+            )
     key = Ed25519PrivateKey.generate()
     how = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
     write_secret(private, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, how))
-    atomic_write(public, key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    atomic_write(
+        public, key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    )
     return public, _fingerprint(key.public_key())
 
 
 def signature(data: bytes, key: Key, ask: Ask | None = None) -> tuple[bytes, str]:
-    """What a signature's file holds for the bytes of a YAML file, and the fingerprint of the public key.
+    """What a signature's file holds for the bytes of a YAML file, and the fingerprint of the public
+    key.
 
     Args:
         data: the bytes that were read and checked.
@@ -86,7 +98,8 @@ def signature(data: bytes, key: Key, ask: Ask | None = None) -> tuple[bytes, str
         ask: gives the passphrase where the key is encrypted.
 
     Raises:
-        HeadwiseError: `key` is no private Ed25519 key, others can read it, it is encrypted and its passphrase is
+        HeadwiseError: `key` is no private Ed25519 key, others can read it, it is encrypted and its
+        passphrase is
             missing or wrong; or cryptography is missing.
     """
     private = _private(key, ask)
@@ -96,7 +109,8 @@ def signature(data: bytes, key: Key, ask: Ask | None = None) -> tuple[bytes, str
 
 
 def fingerprint(key: Key) -> str:
-    """By which people tell the public `key` from another: the first 16 hex digits of the SHA-256 of its 32 bytes.
+    """By which people tell the public `key` from another: the first 16 hex digits of the SHA-256 of
+    its 32 bytes.
 
     Raises:
         HeadwiseError: `key` is no public Ed25519 key, or cryptography is missing.
@@ -105,7 +119,8 @@ def fingerprint(key: Key) -> str:
 
 
 def check_signature(path: Path, data: bytes, key: Key) -> str:
-    """Check that `data`, the bytes of the YAML file at `path`, are signed by the holder of the public `key`.
+    """Check that `data`, the bytes of the YAML file at `path`, are signed by the holder of the
+    public `key`.
 
     Returns:
         The key's fingerprint.
@@ -117,23 +132,30 @@ def check_signature(path: Path, data: bytes, key: Key) -> str:
     public = _public(key)
     from cryptography.exceptions import InvalidSignature
 
-    file, by, shown = signature_path(path), _fingerprint(public), one_line(str(path))
+    file = signature_path(path)
+    by = _fingerprint(public)
+    shown = one_line(str(path))
     try:
         with open_regular(file) as stream:
             found = _LAYOUT.fullmatch(stream.read(_LONGEST_SIGNATURE))
     except FileNotFoundError:
         raise ArtifactError(f"{shown}: is not signed, {shorten(file.name)} is missing") from None
     except OSError as error:
-        raise ArtifactError(f"{shown}: {shorten(file.name)} cannot be read, {reason(error)}") from None
+        raise ArtifactError(
+            f"{shown}: {shorten(file.name)} cannot be read, {reason(error)}"
+        ) from None
     if found is None:
-        raise ArtifactError(f"{shown}: {shorten(file.name)} is no {CONTEXT}: sign the artifact again")
+        raise ArtifactError(
+            f"{shown}: {shorten(file.name)} is no {CONTEXT}: sign the artifact again"
+        )
     if found[2].decode() != by:
         raise ArtifactError(f"{shown}: is signed by the key {found[2].decode()}, not by {by}")
     try:
         public.verify(base64.b64decode(found[3]), found[1] + data)
     except InvalidSignature:
         raise ArtifactError(
-            f"{shown}: {shorten(file.name)} is no signature of this file by the key {by}: the file was changed after "
+            f"{shown}: {shorten(file.name)} is no signature of this file by the key {by}: the file "
+            f"was changed after "
             "it was signed"
         ) from None
     return by
@@ -150,7 +172,9 @@ def _private(key: Key, ask: Ask | None) -> Ed25519PrivateKey:
     passphrase = None
     if b"ENCRYPTED" in data:
         if ask is None:
-            raise HeadwiseError(f"{shown}: is encrypted, and there is no terminal to ask for its passphrase")
+            raise HeadwiseError(
+                f"{shown}: is encrypted, and there is no terminal to ask for its passphrase"
+            )
         passphrase = ask()
     private = _parsed(load_pem_private_key, data, password=passphrase)
     if private is None and passphrase is not None:
@@ -167,7 +191,9 @@ def _public(key: Key) -> Ed25519PublicKey:
 
     data, shown = _key_bytes(key)
     if b"PRIVATE KEY" in data:
-        raise HeadwiseError(f"{shown}: is a private key, keep it to yourself: verifying takes the public one")
+        raise HeadwiseError(
+            f"{shown}: is a private key, keep it to yourself: verifying takes the public one"
+        )
     public = _parsed(load_pem_public_key, data)
     if not isinstance(public, Ed25519PublicKey):
         raise HeadwiseError(f"{shown}: is no public Ed25519 key in PEM")
@@ -197,7 +223,9 @@ def _key_bytes(key: Key, *, secret: bool = False) -> tuple[bytes, str]:
         why = reason(error) if isinstance(error, OSError) else str(error)
         raise HeadwiseError(f"{shown}: the key cannot be read, {why}") from None
     if secret and os.name == "posix" and mode & 0o077 and b"PRIVATE KEY" in data:
-        raise HeadwiseError(f"{shown}: others can use the key (mode {mode:03o}): chmod 600 it, or make another")
+        raise HeadwiseError(
+            f"{shown}: others can use the key (mode {mode:03o}): chmod 600 it, or make another"
+        )
     return data, shown
 
 
@@ -209,4 +237,6 @@ def _cryptography() -> None:
     try:
         import cryptography  # noqa: F401
     except ImportError:
-        raise HeadwiseError("signatures need the package cryptography: pip install 'headwise[sign]'") from None
+        raise HeadwiseError(
+            "signatures need the package cryptography: pip install 'headwise[sign]'"
+        ) from None

@@ -1,7 +1,8 @@
-"""An artifact on disk: `cfg.yaml` to read and diff, and beside it `cfg.<8 hex>.safetensors` for the arrays.
+"""An artifact on disk: `cfg.yaml` to read and diff, and beside it `cfg.<8 hex>.safetensors` for the
+arrays.
 
-A reader at any instant finds the old pair or the new one, and writers take turns: see artifacts.pair.
-"""
+A reader at any instant finds the old pair or the new one, and writers take turns: see
+artifacts.pair."""
 
 from __future__ import annotations
 
@@ -27,13 +28,15 @@ from artifacts.validation import to_artifact
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-# Editors that know the YAML language server complete and check by the schema, where it lies beside the file.
+# Editors that know the YAML language server complete and check by the schema, where it lies beside
+# the file.
 SCHEMA_FILE = f"headwise-v{SCHEMA_VERSION}.schema.json"
 MAX_CONTENT = 4 * 2**20
 """Bytes of canonical JSON: whatever the layout of a file within it, it can be written again."""
 _HEADER = (
     f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
-    "# Written by headwise; `headwise show FILE` prints it, `set` changes it. A change by hand breaks the "
+    "# Written by headwise; `headwise show FILE` prints it, `set` changes it. A change by hand "
+    "breaks the "
     "hash.\n"
 )
 # Each is another pair that was replaced between the two reads.
@@ -44,10 +47,10 @@ _ATTEMPTS = 100
 class Pair:
     """An artifact as it was read.
 
-    data: the bytes of the YAML file. arrays: the sidecar's, each read when it is asked for; empty where there is none.
-    signed_by: the fingerprint of the key by whose holder it is signed; None where nobody was asked for. fault: what is
-    wrong with the sidecar, whose arrays are left out then (see look()).
-    """
+    data: the bytes of the YAML file. arrays: the sidecar's, each read when it is asked for; empty
+    where there is none. signed_by: the fingerprint of the key by whose holder it is signed; None
+    where nobody was asked for. fault: what is wrong with the sidecar, whose arrays are left out
+    then (see look())."""
 
     artifact: Artifact
     data: bytes
@@ -61,19 +64,23 @@ class Pair:
         return self.arrays.entries if isinstance(self.arrays, Sidecar) else {}
 
 
-def save(artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array] | None = None) -> Artifact:
+def save(
+    artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array] | None = None
+) -> Artifact:
     """Write the artifact to `path` and its arrays, if any, beside it.
 
-    The same content gives the same bytes but for created_at and the commands. An existing pair is replaced, whatever it
-    held: what adds to an artifact calls update(). A signature of the file that is replaced goes. After a failure the
-    old pair is as it was, without new files.
+    The same content gives the same bytes but for created_at and the commands. An existing pair is
+    replaced, whatever it held: what adds to an artifact calls update(). A signature of the file
+    that is replaced goes. After a failure the old pair is as it was, without new files.
 
     Returns:
         The artifact with `sidecar` and `content_sha256` filled in, whatever they were.
 
     Raises:
-        ArtifactError: a field is not as the schema wants it (possible with model_copy), an array of a static pattern,
-            cost table or front is missing or not as it has to be, or there is more than an artifact may hold.
+        ArtifactError: a field is not as the schema wants it (possible with model_copy), an array of
+        a static pattern,
+            cost table or front is missing or not as it has to be, or there is more than an artifact
+            may hold.
         HeadwiseError: the files cannot be written.
     """
     path = Path(path)
@@ -93,10 +100,11 @@ def update(
     """Change the artifact at `path` without losing what others write into it meanwhile.
 
     Args:
-        path: the YAML file; it has to be there.
-        change: makes of the artifact and its arrays, as they are now, those to be written. No other process writes
+        path: the YAML file; it has to be there. change: makes of the artifact and its arrays, as
+        they are now, those to be written. No other process writes
             while it runs: measure first, then call this.
-        out: where to write it; another file is replaced, whatever it held, and the one at `path` stays as it is. None
+        out: where to write it; another file is replaced, whatever it held, and the one at `path`
+        stays as it is. None
             is `path`.
         timeout: how many seconds to wait for others that write.
 
@@ -116,7 +124,8 @@ def update(
 
 
 def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tuple[Path, str]:
-    """Check the artifact at `path` and write beside it the signature of the bytes that were checked.
+    """Check the artifact at `path` and write beside it the signature of the bytes that were
+    checked.
 
     Returns:
         The signature's path, and the fingerprint of the public key.
@@ -132,28 +141,37 @@ def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tupl
     return signature_path(path), by
 
 
-def load(path: str | os.PathLike[str], *, check_sidecar: bool = True, verify: Key | None = None) -> Artifact:
+def load(
+    path: str | os.PathLike[str], *, check_sidecar: bool = True, verify: Key | None = None
+) -> Artifact:
     """Read an artifact and check it against its hash.
 
     Args:
-        path: the YAML file.
-        check_sidecar: also hash the sidecar, and look at the arrays that patterns need; without it the sidecar need
+        path: the YAML file. check_sidecar: also hash the sidecar, and look at the arrays that
+        patterns need; without it the sidecar need
             not be there.
-        verify: a public key, by its file or as the bytes of one: what its holder did not sign is refused, before
+        verify: a public key, by its file or as the bytes of one: what its holder did not sign is
+        refused, before
             anything else in the file is looked at. None asks for no signature.
 
     Raises:
-        ArtifactError: the file cannot be read, is no artifact, was changed, is of a newer schema version, or
-            its sidecar is missing or changed; it is not signed by the key. The line names the file, the field, its
-            value and what would be right.
+        ArtifactError: the file cannot be read, is no artifact, was changed, is of a newer schema
+        version, or
+            its sidecar is missing or changed; it is not signed by the key. The line names the file,
+            the field, its value and what would be right.
         HeadwiseError: `verify` is no public key.
     """
     path = Path(path)
-    return read_pair(path, verify=verify).artifact if check_sidecar else _parse(path, read_yaml(path), verify).artifact
+    return (
+        read_pair(path, verify=verify).artifact
+        if check_sidecar
+        else _parse(path, read_yaml(path), verify).artifact
+    )
 
 
 def load_arrays(path: str | os.PathLike[str], *, verify: Key | None = None) -> dict[str, Array]:
-    """The arrays beside the artifact at `path` (the YAML file), by name; empty where it has no sidecar.
+    """The arrays beside the artifact at `path` (the YAML file), by name; empty where it has no
+    sidecar.
 
     Raises:
         ArtifactError: as load().
@@ -167,9 +185,8 @@ def load_pair(
     """An artifact and its arrays, which belong together even if the pair is replaced meanwhile.
 
     Args:
-        path: the YAML file.
-        verify: as for load().
-        names: read only these arrays, where they are there, and those without which the patterns cannot be applied;
+        path: the YAML file. verify: as for load(). names: read only these arrays, where they are
+        there, and those without which the patterns cannot be applied;
             None reads all.
 
     Raises:
@@ -182,7 +199,8 @@ def load_pair(
 
 
 def read_pair(path: Path, *, verify: Key | None = None) -> Pair:
-    """An artifact whose sidecar is right, but for arrays that nothing needs: each is read when it is asked for.
+    """An artifact whose sidecar is right, but for arrays that nothing needs: each is read when it
+    is asked for.
 
     Raises:
         ArtifactError: as load().
@@ -228,10 +246,15 @@ def _with_sidecar(path: Path, pair: Pair, verify: Key | None) -> Pair:
     )
 
 
-def _prepared(artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None) -> Callable[[], Artifact]:
+def _prepared(
+    artifact: Artifact, path: Path, arrays: Mapping[str, Array] | None
+) -> Callable[[], Artifact]:
     """All of save() that needs no lock, and the rest as a function of one."""
     with naming(path):
-        fields = artifact.model_dump(mode="json", warnings=False) | {"sidecar": None, "content_sha256": ""}
+        fields = artifact.model_dump(mode="json", warnings=False) | {
+            "sidecar": None,
+            "content_sha256": "",
+        }
         check_arrays(to_artifact(fields), arrays)
         data = to_bytes(arrays) if arrays else None
         if data is not None:
@@ -258,14 +281,19 @@ def _parse(path: Path, data: bytes, verify: Key | None) -> Pair:
         try:
             data.decode()
         except UnicodeDecodeError as error:
-            raise ArtifactError(f"not UTF-8 text (byte {error.start}), is this the YAML file?") from None
+            raise ArtifactError(
+                f"not UTF-8 text (byte {error.start}), is this the YAML file?"
+            ) from None
         fields = strict_yaml.parse(data)
         if not isinstance(fields, dict):
-            raise ArtifactError(f"must be a mapping with schema_version and so on, got {shorten(fields)}")
+            raise ArtifactError(
+                f"must be a mapping with schema_version and so on, got {shorten(fields)}"
+            )
         version = fields.get("schema_version")
         if type(version) is not int or version != SCHEMA_VERSION:
             raise ArtifactError(
-                f"schema_version: this headwise reads {SCHEMA_VERSION}, got {shorten(version)}: a file of a newer "
+                f"schema_version: this headwise reads {SCHEMA_VERSION}, got {shorten(version)}: a "
+                f"file of a newer "
                 "version needs a newer headwise"
             )
         missing = [name for name in Artifact.model_fields if name not in fields]
@@ -283,15 +311,19 @@ def _content_sha256(fields: Mapping[str, Any]) -> str:
     except ValueError as error:
         raise ArtifactError(f"holds what JSON has no place for: {error}") from None
     if len(content) > MAX_CONTENT:
-        raise ArtifactError(f"has {len(content)} bytes of content, an artifact may have {MAX_CONTENT}")
+        raise ArtifactError(
+            f"has {len(content)} bytes of content, an artifact may have {MAX_CONTENT}"
+        )
     return hashlib.sha256(content).hexdigest()
 
 
 def _check_content(fields: Mapping[str, Any]) -> None:
-    stated, actual = fields.get("content_sha256"), _content_sha256(fields)
+    stated = fields.get("content_sha256")
+    actual = _content_sha256(fields)
     if stated != actual:
         raise ArtifactError(
-            f"content_sha256: says {shorten(stated, 14)} but the content gives {shorten(actual, 14)}: the file was "
+            f"content_sha256: says {shorten(stated, 14)} but the content gives "
+            f"{shorten(actual, 14)}: the file was "
             "changed after it was written; restore it, or change it by `headwise set`"
         )
 

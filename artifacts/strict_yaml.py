@@ -1,8 +1,8 @@
 """YAML as artifacts use it: JSON's values in YAML's layout, read and written by PyYAML.
 
-Refused are aliases (a small file could unfold into a huge one), tags, keys given twice, more values than an artifact
-has, and plain scalars that YAML 1.1 and 1.2 take for different things: `no`, `1:30`, `0x1F`, `1e5`, `2025-01-31`, `<<`.
-"""
+Refused are aliases (a small file could unfold into a huge one), tags, keys given twice, more values
+than an artifact has, and plain scalars that YAML 1.1 and 1.2 take for different things: `no`,
+`1:30`, `0x1F`, `1e5`, `2025-01-31`, `<<`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _WORDS: dict[str, Any] = {"": None, "~": None, "null": None, "true": True, "fals
 _INT = re.compile(r"-?(0|[1-9][0-9]{0,15})")
 _FLOAT = re.compile(r"-?(0|[1-9][0-9]*)\.[0-9]+([eE][-+][0-9]+)?")
 # Text to PyYAML, a number or a truth value to YAML 1.2 or some reader.
-_UNCLEAR = re.compile(r"([yn]|[-+]?(\.nan|\.inf|0[xob][0-9a-f_]+|(\.\d+|\d+(\.[0-9_]*)?)(e[-+]?\d+)?))$", re.I)
+_UNCLEAR = re.compile(
+    r"([yn]|[-+]?(\.nan|\.inf|0[xob][0-9a-f_]+|(\.\d+|\d+(\.[0-9_]*)?)(e[-+]?\d+)?))$", re.I
+)
 
 
 class _Loader(yaml.CSafeLoader):
@@ -78,7 +80,9 @@ def _check_events(data: bytes) -> None:
             values += 1
             depth += isinstance(event, yaml.CollectionStartEvent)
             if values > MAX_VALUES or depth > MAX_DEPTH:
-                _refuse(event, f"more than {MAX_VALUES} values, or nested more than {MAX_DEPTH} deep")
+                _refuse(
+                    event, f"more than {MAX_VALUES} values, or nested more than {MAX_DEPTH} deep"
+                )
 
 
 def _value(node: Any) -> Any:
@@ -103,7 +107,9 @@ def _value(node: Any) -> Any:
     # Larger whole numbers are rounded by readers that have only floats.
     if _INT.fullmatch(text) and abs(int(text)) <= 2**53:
         return int(text)
-    _refuse(node, f"readers disagree about {shorten(text)}: quote a text, write numbers like 1.0e-05")
+    _refuse(
+        node, f"readers disagree about {shorten(text)}: quote a text, write numbers like 1.0e-05"
+    )
 
 
 def _refuse(at: Any, why: str) -> NoReturn:

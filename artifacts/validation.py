@@ -1,4 +1,5 @@
-"""Plain data to an Artifact, and pydantic's reports to one line that names field, value and remedy."""
+"""Plain data to an Artifact, and pydantic's reports to one line that names field, value and
+remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from artifacts.kv_cache import POLICY_KINDS
 from artifacts.patterns import KINDS
 from artifacts.schema import Artifact
 
-# pydantic makes half a kilobyte of each error, and another of each that is asked for; none helps beside so many.
+# pydantic makes half a kilobyte of each error, and another of each that is asked for; none helps
+# beside so many.
 _TOO_MANY = 5_000
 
 # By the name of the mapping whose entries have a kind.
@@ -47,18 +49,21 @@ def to_artifact(fields: Mapping[str, Any]) -> Artifact:
     """The artifact of a mapping as it was read from YAML.
 
     Raises:
-        ArtifactError: one line with the first wrong field's path, its value, what would be right, and how
+        ArtifactError: one line with the first wrong field's path, its value, what would be right,
+        and how
             many more are wrong.
     """
     try:
-        # The JSON mode is as strict as the Python mode, but takes a list for a tuple: YAML has no tuples.
+        # The JSON mode is as strict as the Python mode, but takes a list for a tuple: YAML has no
+        # tuples.
         return Artifact.model_validate_json(json.dumps(fields))
     except ValidationError as error:
         raise ArtifactError(explain(error)) from None
 
 
 def explain(error: ValidationError) -> str:
-    """One line for the first of pydantic's errors, unknown fields first; "and N more" for the rest."""
+    """One line for the first of pydantic's errors, unknown fields first; "and N more" for the
+    rest."""
     if error.error_count() > _TOO_MANY:
         return f"{error.error_count()} fields are not as the schema has them, is this an artifact?"
     details = error.errors(include_url=False)
@@ -68,20 +73,28 @@ def explain(error: ValidationError) -> str:
 
 
 def _describe(detail: ErrorDetails, others: Sequence[ErrorDetails]) -> str:
-    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    kind = detail["type"]
+    value = detail["input"]
+    context = detail.get("ctx", {})
     where = _path(detail["loc"])
     if kind == "missing":
         return f"{where}: missing"
     if kind == "extra_forbidden":
-        # A misspelt field is missing under its right name, unless it has a default, as some at the top have.
-        beside = [d["loc"][-1] for d in others if d["type"] == "missing" and d["loc"][:-1] == detail["loc"][:-1]]
+        # A misspelt field is missing under its right name, unless it has a default, as some at the
+        # top have.
+        beside = [
+            d["loc"][-1]
+            for d in others
+            if d["type"] == "missing" and d["loc"][:-1] == detail["loc"][:-1]
+        ]
         known = [*map(str, beside), *(Artifact.model_fields if len(detail["loc"]) == 1 else ())]
         near = difflib.get_close_matches(str(detail["loc"][-1])[:64], known[:256], n=1)
         return f"{where}: unknown field" + (f", did you mean {near[0]}?" if near else "")
     if kind == "union_tag_not_found":
         return f"{where}.kind: missing, must be one of {', '.join(_KINDS[str(detail['loc'][-2])])}"
     if kind == "union_tag_invalid":
-        where, value = f"{where}.kind", context["tag"]
+        where = f"{where}.kind"
+        value = context["tag"]
     if kind == "value_error":
         message = str(context["error"])
         if isinstance(value, dict | list):
@@ -98,7 +111,8 @@ def _shown(value: object) -> str:
 
 
 def _path(loc: Sequence[int | str]) -> str:
-    """('prefill', 'layers', 3, 2) -> prefill.layers[3][2], without pydantic's names for alternatives."""
+    """('prefill', 'layers', 3, 2) -> prefill.layers[3][2], without pydantic's names for
+    alternatives."""
     parts = [part for part in loc if not (isinstance(part, str) and part.startswith("["))]
     for i, (place, _, kind) in enumerate(zip(parts, parts[1:], parts[2:], strict=False)):
         if kind in _KINDS.get(str(place), ()):
@@ -109,9 +123,15 @@ def _path(loc: Sequence[int | str]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         else:
-            path += ("." if path else "") + (part if part.isidentifier() and len(part) < 65 else _quoted(part))
+            path += ("." if path else "") + (
+                part if part.isidentifier() and len(part) < 65 else _quoted(part)
+            )
     return path
 
 
 def _quoted(key: str) -> str:
-    return key if key and len(key) < 65 and all(c.isalnum() or c in "_.-" for c in key) else shorten(key, 40)
+    return (
+        key
+        if key and len(key) < 65 and all(c.isalnum() or c in "_.-" for c in key)
+        else shorten(key, 40)
+    )

@@ -1,8 +1,8 @@
-"""The windows of text that a search has seen, by their digests, so that nobody reports on them later.
+"""The windows of text that a search has seen, by their digests, so that nobody reports on them
+later.
 
-A digest is the SHA-256 of the window's token ids as little-endian int32. They are the array `calibration.seen_windows`
-of the sidecar, uint8 of shape (windows, 32).
-"""
+A digest is the SHA-256 of the window's token ids as little-endian int32. They are the array
+`calibration.seen_windows` of the sidecar, uint8 of shape (windows, 32)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def window_arrays(digests: Iterable[str]) -> dict[str, Array]:
-    """The sidecar's array for these digests of 64 hex digits, each once and in order; none for no digests.
+    """The sidecar's array for these digests of 64 hex digits, each once and in order; none for no
+    digests.
 
     Raises:
         ArtifactError: one is no such digest, or there are more than 1,048,576.

@@ -1,4 +1,5 @@
-"""Draw docs/first_token.png, seconds to the first token by processor and method, from docs/results.md.
+"""Draw docs/first_token.png, seconds to the first token by processor and method, from
+docs/results.md.
 
 The table is the first of that page; `python benchmarks/chart.py` draws it anew.
 """
@@ -38,7 +39,8 @@ def _cells(line: str) -> list[str]:
 
 
 def draw(rows: list[dict[str, str]], out: Path) -> None:
-    """Draw one panel a prompt length, one group of bars a processor; a method without a figure has no bar."""
+    """Draw one panel a prompt length, one group of bars a processor; a method without a figure has
+    no bar."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -73,8 +75,12 @@ def _draw_panel(panel, groups: list[dict[str, str]]) -> None:
 
 def main() -> None:
     """Read the table and draw it."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--out", type=Path, default=ROOT / "docs/first_token.png", help="default %(default)s")
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument(
+        "--out", type=Path, default=ROOT / "docs/first_token.png", help="default %(default)s"
+    )
     given = p.parse_args()
     page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     draw(table(page), given.out)

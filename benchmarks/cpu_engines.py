@@ -2,9 +2,9 @@
 
     HEADWISE_AMX=1 python -m benchmarks.cpu_engines --json cpu_engines.json
 
-Dense causal attention by head dim and length, interleaved, medians; and nanoseconds for 16 scores of the inner loop on
-one thread, 64 queries of each of 64 heads over 4,096 keys that they share. An engine whose result is not that of fp32
-has no speed: it is said, and the exit status is 3.
+Dense causal attention by head dim and length, interleaved, medians; and nanoseconds for 16 scores
+of the inner loop on one thread, 64 queries of each of 64 heads over 4,096 keys that they share. An
+engine whose result is not that of fp32 has no speed: it is said, and the exit status is 3.
 
 Shapes: H query heads, G KV heads, Q query length, K key length, D head dim; the batch is 1.
 """
@@ -39,7 +39,9 @@ _INNER = (64, 64, 4096, 64)
 
 def parser() -> argparse.ArgumentParser:
     """The script's command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     p.add_argument("--head-dims", type=int, nargs="+", default=list(_HEADS), choices=list(_HEADS))
     p.add_argument("--threads", type=int, default=2)
@@ -87,13 +89,22 @@ def _inner_loop(repeats: int) -> dict[str, Any]:
     q_len, heads, k_len, head_dim = _INNER
     seconds, wrong = _measured(_inputs(heads, 1, q_len, k_len, head_dim), repeats, with_sdpa=False)
     scores = heads * q_len * (k_len - q_len / 2)
-    return {"ns": {name: each * 1e9 / (scores / 16) for name, each in seconds.items()}, "wrong": wrong}
+    return {
+        "ns": {name: each * 1e9 / (scores / 16) for name, each in seconds.items()},
+        "wrong": wrong,
+    }
 
 
-def _inputs(heads: int, kv_heads: int, q_len: int, k_len: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(
+    heads: int, kv_heads: int, q_len: int, k_len: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Random q (1, H, Q, D), k and v (1, G, K, D) in bf16."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (1, heads, q_len, head_dim), (1, kv_heads, k_len, head_dim), (1, kv_heads, k_len, head_dim)
+    shapes = (
+        (1, heads, q_len, head_dim),
+        (1, kv_heads, k_len, head_dim),
+        (1, kv_heads, k_len, head_dim),
+    )
     q, k, v = (torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes)
     return q, k, v
 
@@ -107,7 +118,9 @@ def _measured(
     scale = q.shape[3] ** -0.5
 
     def engine(name: str) -> Callable[[], Tensor]:
-        return lambda: cpu.sparse_attention(q, k, v, index, scale=scale, softcap=None, engine=name)[0]
+        return lambda: cpu.sparse_attention(q, k, v, index, scale=scale, softcap=None, engine=name)[
+            0
+        ]
 
     runs = {name: engine(name) for name in cpu.engines(torch.bfloat16) if name != "float"}
     if with_sdpa:
@@ -131,12 +144,17 @@ def _right(out: Tensor, oracle: Tensor) -> bool:
 def _table(found: dict[str, Any]) -> str:
     """Rates by head dim and length; a wrong result in place of a speed."""
     names = [*(e for e in cpu.engines(torch.bfloat16) if e != "float"), _SDPA]
-    lines = [f"{found['environment']['device']}, {found['environment']['threads']} threads, GFLOP/s"]
+    lines = [
+        f"{found['environment']['device']}, {found['environment']['threads']} threads, GFLOP/s"
+    ]
     if found["why_no_tiles"]:
         lines.append(f"no engine by AMX: {found['why_no_tiles']}")
     lines.append(f"{'head dim':>8}{'tokens':>8}" + "".join(f"{name:>10}" for name in names))
     for row in found["dense"]:
-        cells = (f"{row['gflops'][name]:>10,.0f}" if name in row["gflops"] else f"{'wrong':>10}" for name in names)
+        cells = (
+            f"{row['gflops'][name]:>10,.0f}" if name in row["gflops"] else f"{'wrong':>10}"
+            for name in names
+        )
         lines.append(f"{row['head_dim']:>8}{row['length']:>8,}" + "".join(cells))
     inner = found["inner_loop"]
     times = (f"{name} {time:.2f}" for name, time in inner["ns"].items())

@@ -1,11 +1,12 @@
 """Caches under Headwise's policies and kvpress's presses, on the same prompts and model.
 
-    python benchmarks/kvpress.py --model smollm2 --task line_turns@questions=8 --length 1024 --samples 6
+    python benchmarks/kvpress.py --model smollm2 --task line_turns@questions=8 --length 1024
+    --samples 6
 
-kvpress runs in an environment of its own, with the transformers that it needs (make kvpress; --python), by its own
-pipeline: it prefills a context under a press, feeds each question after it, and answers greedily. So do Headwise's
-caches. The last token of a prompt that is no later turn is fed after the rest. Both keep the same share of the context.
-"""
+kvpress runs in an environment of its own, with the transformers that it needs (make kvpress;
+--python), by its own pipeline: it prefills a context under a press, feeds each question after it,
+and answers greedily. So do Headwise's caches. The last token of a prompt that is no later turn is
+fed after the rest. Both keep the same share of the context."""
 
 from __future__ import annotations
 
@@ -47,22 +48,38 @@ from runtime.memory import memory_report
 WORKER = Path(__file__).parent / "kvpress_worker.py"
 # Of kvpress: no press, and those that are compared, by its class.
 _NONE = "kvpress: none"
-_PRESSES = ("SnapKVPress", "ExpectedAttentionPress", "KVzipPress", "StreamingLLMPress", "RandomPress")
+_PRESSES = (
+    "SnapKVPress",
+    "ExpectedAttentionPress",
+    "KVzipPress",
+    "StreamingLLMPress",
+    "RandomPress",
+)
 
 
 def parser() -> argparse.ArgumentParser:
     """The script's command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--model", required=True)
-    p.add_argument("--task", dest="tasks", action="append", required=True, help="what is asked; repeatable")
+    p.add_argument(
+        "--task", dest="tasks", action="append", required=True, help="what is asked; repeatable"
+    )
     p.add_argument("--length", type=int, default=1024, help="tokens of a prompt (default 1024)")
-    p.add_argument("--share", type=float, default=0.25, help="of a context that is kept (default 0.25)")
+    p.add_argument(
+        "--share", type=float, default=0.25, help="of a context that is kept (default 0.25)"
+    )
     p.add_argument("--samples", type=int, default=12, help="contexts of each task (default 12)")
     p.add_argument("--seed", type=int, default=4000)
     p.add_argument("--dtype", default="bfloat16")
     python = Path(".venv-kvpress/bin/python")
-    p.add_argument("--python", type=Path, default=python, help=f"of kvpress's environment (default {python})")
-    p.add_argument("--presses", nargs="+", default=_PRESSES, help=f"kvpress's (default: {' '.join(_PRESSES)})")
+    p.add_argument(
+        "--python", type=Path, default=python, help=f"of kvpress's environment (default {python})"
+    )
+    p.add_argument(
+        "--presses", nargs="+", default=_PRESSES, help=f"kvpress's (default: {' '.join(_PRESSES)})"
+    )
     p.add_argument("--out", type=Path, metavar="FILE", help="also write the figures as JSON")
     return p
 
@@ -82,12 +99,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         HeadwiseError: anything that the user has to put right, and an error of kvpress.
     """
     if not options.python.exists():
-        raise HeadwiseError(f"--python {shorten(str(options.python))} is not there: make kvpress, or name another")
+        raise HeadwiseError(
+            f"--python {shorten(str(options.python))} is not there: make kvpress, or name another"
+        )
     loaded = load_model(options.model, dtype=options.dtype)
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     token = 2 * model.num_kv_heads * model.head_dim * loaded.model.dtype.itemsize
     contexts = [each for task in options.tasks for each in _contexts(options, loaded, task)]
-    found = {method.name: _of_ours(loaded, method, contexts, token) for method in _methods(options, loaded)}
+    found = {
+        method.name: _of_ours(loaded, method, contexts, token)
+        for method in _methods(options, loaded)
+    }
     found |= _of_kvpress(options, loaded, contexts)
     return {
         "command": sys.argv,
@@ -100,9 +122,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def _contexts(options: argparse.Namespace, loaded: LoadedModel, task: str) -> Iterator[_Context]:
     samples = options.samples * per_context(task)
-    made = make_prompts(task, loaded.tokenizer, length=options.length, samples=samples, seed=options.seed)
+    made = make_prompts(
+        task, loaded.tokenizer, length=options.length, samples=samples, seed=options.seed
+    )
     if any(prompt.scored or prompt.answer is None for prompt in made):
-        raise HeadwiseError(f"--task {task} asks nothing after its prompts: take one with an answer at the end")
+        raise HeadwiseError(
+            f"--task {task} asks nothing after its prompts: take one with an answer at the end"
+        )
     prompts = [replace(prompt, turn=max(1, prompt.turn)) for prompt in made]
     for numbers in by_context(prompts):
         yield _Context(parse_task(task).name, tuple(prompts[number] for number in numbers))
@@ -113,10 +139,14 @@ def _methods(options: argparse.Namespace, loaded: LoadedModel) -> Iterator[Metho
     for name, (policy, _) in CACHES.items():
         made = policy(options.share, options.length)
         drawn = partial(drawing, record=made) if name == RANDOM else None
-        yield of_policy(loaded, name, CacheKind(policy=made, changed=drawn) if drawn else CacheKind(policy=made))
+        yield of_policy(
+            loaded, name, CacheKind(policy=made, changed=drawn) if drawn else CacheKind(policy=made)
+        )
 
 
-def _of_ours(loaded: LoadedModel, method: Method, contexts: Sequence[_Context], token: int) -> list[dict[str, Any]]:
+def _of_ours(
+    loaded: LoadedModel, method: Method, contexts: Sequence[_Context], token: int
+) -> list[dict[str, Any]]:
     found = []
     with method.apply(loaded.model):
         for each in bar(contexts, desc=method.name):
@@ -128,9 +158,12 @@ def _of_ours(loaded: LoadedModel, method: Method, contexts: Sequence[_Context], 
 
 @torch.no_grad()
 def _bytes(loaded: LoadedModel, method: Method, context: _Context, token: int) -> float:
-    """Bytes of the tokens, `token` each, that are kept of a context, without room for new ones and without scores."""
+    """Bytes of the tokens, `token` each, that are kept of a context, without room for new ones and
+    without scores."""
     cache = method.cache(loaded.model)
-    loaded.model(torch.tensor([context.prompts[0].context]), past_key_values=cache, logits_to_keep=1)
+    loaded.model(
+        torch.tensor([context.prompts[0].context]), past_key_values=cache, logits_to_keep=1
+    )
     return sum(layer.mean_kept for layer in memory_report(cache).layers) * token
 
 
@@ -139,7 +172,10 @@ def _of_kvpress(
 ) -> dict[str, list[dict[str, Any]]]:
     """The same of every press, run by one process."""
     presses: dict[str, Any] = {_NONE: None}
-    presses |= {f"kvpress: {name}": (name, {"compression_ratio": 1 - options.share}) for name in options.presses}
+    presses |= {
+        f"kvpress: {name}": (name, {"compression_ratio": 1 - options.share})
+        for name in options.presses
+    }
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in presses}
     # Press by press, context by context.
     for told in _worker(options, loaded, presses, contexts):
@@ -149,9 +185,16 @@ def _of_kvpress(
 
 
 def _worker(
-    options: argparse.Namespace, loaded: LoadedModel, presses: Mapping[str, Any], contexts: Sequence[_Context]
+    options: argparse.Namespace,
+    loaded: LoadedModel,
+    presses: Mapping[str, Any],
+    contexts: Sequence[_Context],
 ) -> Iterator[dict[str, Any]]:
-    folder = local_folder(options.model, dtype=options.dtype) if options.model in PACKAGES else options.model
+    folder = (
+        local_folder(options.model, dtype=options.dtype)
+        if options.model in PACKAGES
+        else options.model
+    )
     job = {
         "model": str(Path(folder).resolve()),
         "dtype": options.dtype,
@@ -170,7 +213,9 @@ def _worker(
     command = [str(options.python), "-P", str(WORKER)]
     with (
         tempfile.TemporaryFile() as said,
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said) as process,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said
+        ) as process,
     ):
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps(job).encode())
@@ -181,32 +226,51 @@ def _worker(
         said.seek(0)
         last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
     if process.returncode:
-        raise HeadwiseError(f"kvpress in {shorten(str(options.python))} failed: {shorten(last or 'it said nothing')}")
+        raise HeadwiseError(
+            f"kvpress in {shorten(str(options.python))} failed: "
+            f"{shorten(last or 'it said nothing')}"
+        )
 
 
 def _versions(python: Path) -> dict[str, str]:
     code = "from importlib.metadata import version as v; print(v('kvpress'), v('transformers'))"
-    told = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    told = subprocess.run(
+        [str(python), "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     return {"kvpress": told[0], "transformers of kvpress": told[1]}
 
 
-def _rows(contexts: Sequence[_Context], found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """A row for each task and method; differences are to dense attention of the same library, over contexts."""
+def _rows(
+    contexts: Sequence[_Context], found: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
+    """A row for each task and method; differences are to dense attention of the same library, over
+    contexts."""
     rows: list[dict[str, Any]] = []
     for task in dict.fromkeys(each.task for each in contexts):
         here = [at for at, each in enumerate(contexts) if each.task == task]
-        scores = {name: [_score(contexts[at], some[at]["answers"]) for at in here] for name, some in found.items()}
+        scores = {
+            name: [_score(contexts[at], some[at]["answers"]) for at in here]
+            for name, some in found.items()
+        }
         for name, own in scores.items():
             dense = _NONE if name.startswith("kvpress") else KERNEL
             full = statistics.mean(found[dense][at]["bytes"] for at in here)
             held = statistics.mean(found[name][at]["bytes"] for at in here)
             interval = mean_interval(own)
             row: dict[str, Any] = {"task": task, "method": name, "contexts": len(own)}
-            row |= {"answers": sum(len(contexts[at].prompts) for at in here), "bytes": held, "of_full": held / full}
+            row |= {
+                "answers": sum(len(contexts[at].prompts) for at in here),
+                "bytes": held,
+                "of_full": held / full,
+            }
             row |= {"score": interval.value, "low": interval.low, "high": interval.high}
             if name != dense:
                 gap = paired_difference(own, scores[dense])
-                row |= {"difference": gap.value, "difference_low": gap.low, "difference_high": gap.high}
+                row |= {
+                    "difference": gap.value,
+                    "difference_low": gap.low,
+                    "difference_high": gap.high,
+                }
                 row["p"] = sign_flip([a - b for a, b in zip(own, scores[dense], strict=True)])
             rows.append(row)
     looks = [row for row in rows if "p" in row]
@@ -216,19 +280,27 @@ def _rows(contexts: Sequence[_Context], found: Mapping[str, Sequence[Mapping[str
 
 
 def _score(context: _Context, answers: Sequence[str]) -> float:
-    return statistics.mean(score(prompt, text) for prompt, text in zip(context.prompts, answers, strict=True))
+    return statistics.mean(
+        score(prompt, text) for prompt, text in zip(context.prompts, answers, strict=True)
+    )
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as text; - where a method is worse than dense attention beyond chance."""
-    lines = [f"{'':<28}{'method':<34}{'score':>6}  {'less dense (95%)':>26}  {'cache':>10}  of full"]
+    lines = [
+        f"{'':<28}{'method':<34}{'score':>6}  {'less dense (95%)':>26}  {'cache':>10}  of full"
+    ]
     for row in rows:
         gap = ""
         if "difference" in row:
             mark = "-" if row["corrected"] < 0.05 and row["difference"] < 0 else " "
-            gap = f"{row['difference']:+.3f} ({row['difference_low']:+.3f} to {row['difference_high']:+.3f}){mark}"
+            gap = (
+                f"{row['difference']:+.3f} ({row['difference_low']:+.3f} to "
+                f"{row['difference_high']:+.3f}){mark}"
+            )
         lines.append(
-            f"{row['task']:<28}{row['method']:<34}{row['score']:>6.3f}  {gap:>26}  {row['bytes'] / 2**20:>6.2f} MiB  "
+            f"{row['task']:<28}{row['method']:<34}{row['score']:>6.3f}  {gap:>26}  "
+            f"{row['bytes'] / 2**20:>6.2f} MiB  "
             f"{row['of_full']:.2f}"
         )
     return "\n".join(lines)

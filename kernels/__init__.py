@@ -1,10 +1,11 @@
-"""Overlay of Hugging Face's package of the same name, so that a checkout of ours hides nothing of theirs.
+"""Overlay of Hugging Face's package of the same name, so that a checkout of ours hides nothing of
+theirs.
 
-Ours is `kernels.index`, `kernels.attention`, ...: import those, never a name from `kernels` itself. Where
-another `kernels` lies further down the path, its folder joins `__path__` and its `__init__` runs in this
-namespace, so that `kernels.get_kernel` is theirs. Where none lies there, no `__version__` is defined:
-transformers then knows that theirs is absent. A built wheel has no such file: there both share one folder.
-"""
+Ours is `kernels.index`, `kernels.attention`, ...: import those, never a name from `kernels` itself.
+Where another `kernels` lies further down the path, its folder joins `__path__` and its `__init__`
+runs in this namespace, so that `kernels.get_kernel` is theirs. Where none lies there, no
+`__version__` is defined: transformers then knows that theirs is absent. A built wheel has no such
+file: there both share one folder."""
 
 import sys as _sys
 from importlib.machinery import PathFinder as _PathFinder
@@ -18,7 +19,8 @@ def _theirs() -> _Path | None:
         if spec is None or not spec.origin or not spec.origin.endswith(".py"):
             continue
         found = _Path(spec.origin).resolve()
-        # A second checkout of ours further down holds this very overlay and would look for itself for ever.
+        # A second checkout of ours further down holds this very overlay and would look for itself
+        # for ever.
         if found != own and b"def _theirs()" not in found.read_bytes():
             return found
     return None

@@ -1,4 +1,5 @@
-"""Kernels that cannot be built on this machine: each is tried once, and why it failed is remembered."""
+"""Kernels that cannot be built on this machine: each is tried once, and why it failed is
+remembered."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ _failed: dict[tuple[object, ...], str] = {}
 
 
 class CannotBuildError(RuntimeError):
-    """A kernel could not be compiled or does not fit the device. The call is to be done by another."""
+    """A kernel could not be compiled or does not fit the device. The call is to be done by
+    another."""
 
 
 def failure(*kernel: object) -> str | None:
@@ -40,7 +42,8 @@ def building(*kernel: object) -> Iterator[None]:
     """Around a launch: what goes wrong in its build is remembered for these names.
 
     Raises:
-        CannotBuildError: the build failed. What a device reports while it runs (no memory left, an illegal address) is
+        CannotBuildError: the build failed. What a device reports while it runs (no memory left, an
+        illegal address) is
             none of the build's and goes through.
     """
     try:
@@ -52,5 +55,8 @@ def building(*kernel: object) -> Iterator[None]:
         # What the driver says of a kernel that runs.
         if lines and lines[0].startswith("Triton Error ["):
             raise
-        _failed[kernel] = f"its kernel failed to build: {type(error).__name__}: {lines[0] if lines else 'no message'}"
+        _failed[kernel] = (
+            f"its kernel failed to build: {type(error).__name__}: "
+            f"{lines[0] if lines else 'no message'}"
+        )
         raise CannotBuildError(_failed[kernel]) from error

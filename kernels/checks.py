@@ -1,7 +1,7 @@
 """What a call of sparse attention or of decode must hold to before a backend sees it.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim.
-"""
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
+E value dim."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels.index import SparseIndex, check_window
 
-# More queries than this are a prefill: sparse_attention shares the reading of keys among them better. Only scores are
-# summed over more.
+# More queries than this are a prefill: sparse_attention shares the reading of keys among them
+# better. Only scores are summed over more.
 MAX_QUERIES = 16
 
 
@@ -40,26 +40,39 @@ def check(
     if not isinstance(index, SparseIndex):
         raise ValueError(f"index must be a SparseIndex, got {type(index).__name__}")
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D")
+        raise ValueError(
+            f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D"
+        )
     # Each look at a shape makes it anew.
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    q_shape = q.shape
+    k_shape = k.shape
+    v_shape = v.shape
     if k_shape[:3] != v_shape[:3] or k_shape[3] != q_shape[3]:
-        raise ValueError(f"shapes do not go together: q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}")
+        raise ValueError(
+            f"shapes do not go together: q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
+        )
     if not q_shape[3] or not v_shape[3]:
         raise ValueError(f"head dims must be positive, got {q_shape[3]} and {v_shape[3]}")
     check_dtypes(q, k, v)
     index.validate()
-    tensors = [x for x in (q, k, v, index.diagonals, block_table, out, sinks, skipped) if x is not None]
+    tensors = [
+        x for x in (q, k, v, index.diagonals, block_table, out, sinks, skipped) if x is not None
+    ]
     if len(devices := {x.device for x in tensors}) > 1:
-        raise ValueError(f"all tensors of a call must share a device, got {', '.join(sorted(map(str, devices)))}")
-    num_heads, num_kv_heads = q_shape[1], k_shape[1 if block_table is None else 2]
+        raise ValueError(
+            f"all tensors of a call must share a device, got {', '.join(sorted(map(str, devices)))}"
+        )
+    num_heads = q_shape[1]
+    num_kv_heads = k_shape[1 if block_table is None else 2]
     if not num_kv_heads or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads do not divide into {num_kv_heads} KV heads")
     if index.num_heads != num_heads:
         raise ValueError(f"index is for {index.num_heads} heads, q has {num_heads}")
     check_sinks(sinks, num_heads)
     if skipped is not None and (
-        skipped.dtype != torch.int32 or skipped.shape != index.diagonals.shape[:2] or not skipped.is_contiguous()
+        skipped.dtype != torch.int32
+        or skipped.shape != index.diagonals.shape[:2]
+        or not skipped.is_contiguous()
     ):
         expected = f"contiguous int32 {tuple(index.diagonals.shape[:2])}"
         raise ValueError(f"skipped must be {expected}, got {skipped.dtype} {tuple(skipped.shape)}")
@@ -71,14 +84,19 @@ def check(
     shape = (*q_shape[:3], v_shape[3])
     if tuple(out.shape) != shape or out.dtype != q.dtype or out.stride(-1) != 1:
         raise ValueError(
-            f"out must be {q.dtype} {shape} with its last dimension contiguous, got {out.dtype} {tuple(out.shape)}"
+            f"out must be {q.dtype} {shape} with its last dimension contiguous, got {out.dtype} "
+            f"{tuple(out.shape)}"
         )
     if _overlaps(out):
-        raise ValueError(f"out must have a place of its own for each element, got strides {out.stride()} for {shape}")
+        raise ValueError(
+            f"out must have a place of its own for each element, got strides {out.stride()} for "
+            f"{shape}"
+        )
 
 
 def check_dense(**given: object) -> None:
-    """Raise ValueError for what is no tensor, or one that is not laid out by strides (sparse, mkldnn ...)."""
+    """Raise ValueError for what is no tensor, or one that is not laid out by strides (sparse,
+    mkldnn ...)."""
     for name, x in given.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -91,9 +109,12 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError where keys and values are neither of the queries' floating dtype nor of 8 bits."""
+    """Raise ValueError where keys and values are neither of the queries' floating dtype nor of 8
+    bits."""
     if k.dtype != v.dtype or k.dtype not in (q.dtype, *EIGHT_BITS) or not q.is_floating_point():
-        raise ValueError(f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise ValueError(
+            f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
 
 
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
@@ -102,7 +123,9 @@ def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
         return
     check_dense(sinks=sinks)
     if tuple(sinks.shape) != (num_heads,) or not sinks.is_floating_point():
-        raise ValueError(f"sinks must be floating ({num_heads},), got {sinks.dtype} {tuple(sinks.shape)}")
+        raise ValueError(
+            f"sinks must be floating ({num_heads},), got {sinks.dtype} {tuple(sinks.shape)}"
+        )
 
 
 def _overlaps(out: Tensor) -> bool:
@@ -133,9 +156,15 @@ def _check_lengths(q: Sequence[int], k: Sequence[int], index: SparseIndex, *, pa
 
 def _check_pages(k: Tensor, v: Tensor, index: SparseIndex, table: Tensor) -> None:
     needed = -(-index.k_len // k.shape[1]) if k.shape[1] else 0
-    if table.dim() != 2 or table.dtype != torch.int32 or table.shape[0] != index.batch or table.shape[1] < needed:
+    if (
+        table.dim() != 2
+        or table.dtype != torch.int32
+        or table.shape[0] != index.batch
+        or table.shape[1] < needed
+    ):
         raise ValueError(
-            f"the block table must be int32 ({index.batch}, at least {needed}), got {table.dtype} {tuple(table.shape)}"
+            f"the block table must be int32 ({index.batch}, at least {needed}), got {table.dtype} "
+            f"{tuple(table.shape)}"
         )
     if k.stride(-1) != 1 or v.stride(-1) != 1:
         raise ValueError("the last dimension of a paged cache must be contiguous")
@@ -155,18 +184,24 @@ def check_decode(
     block_table: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Raise ValueError, in one line with the values, where the arguments do not go together. Reads no data."""
+    """Raise ValueError, in one line with the values, where the arguments do not go together. Reads
+    no data."""
     check_dense(q=q, k=k, v=v)
     optional = {"tokens": tokens, "starts": starts, "ends": ends, "block_table": block_table}
     check_dense(**{name: x for name, x in optional.items() if x is not None})
     _check_tensors(q, k, v, paged=block_table is not None)
     bare = all(x is None for x in (tokens, starts, ends, window, block_table, sinks))
     if q.shape[2] > MAX_QUERIES and not (bare and scores == "sum"):
-        raise ValueError(f"decode takes 1 to {MAX_QUERIES} queries, got {q.shape[2]} (more are a prefill)")
+        raise ValueError(
+            f"decode takes 1 to {MAX_QUERIES} queries, got {q.shape[2]} (more are a prefill)"
+        )
     if q.shape[2] > max(MAX_QUERIES, k.shape[2]):
-        raise ValueError(f"queries are the last of the keys: got {q.shape[2]} queries and {k.shape[2]} keys")
+        raise ValueError(
+            f"queries are the last of the keys: got {q.shape[2]} queries and {k.shape[2]} keys"
+        )
     check_sinks(sinks, q.shape[1])
-    batch, num_kv_heads = q.shape[0], k.shape[1 if block_table is None else 2]
+    batch = q.shape[0]
+    num_kv_heads = k.shape[1 if block_table is None else 2]
     if tokens is not None and (
         tokens.dtype != torch.int32
         or tokens.shape[:-1] not in ((batch,), (batch, num_kv_heads))
@@ -178,12 +213,16 @@ def check_decode(
         )
     for name, bounds in (("starts", starts), ("ends", ends)):
         if bounds is not None and (bounds.dtype != torch.int32 or tuple(bounds.shape) != (batch,)):
-            raise ValueError(f"{name} must be int32 ({batch},), got {bounds.dtype} {tuple(bounds.shape)}")
+            raise ValueError(
+                f"{name} must be int32 ({batch},), got {bounds.dtype} {tuple(bounds.shape)}"
+            )
     if block_table is not None:
         _check_table(k, v, block_table, batch)
     tensors = [x for x in (q, k, v, tokens, starts, ends, block_table, sinks) if x is not None]
     if len(devices := {x.device for x in tensors}) > 1:
-        raise ValueError(f"all tensors of a call must share a device, got {', '.join(sorted(map(str, devices)))}")
+        raise ValueError(
+            f"all tensors of a call must share a device, got {', '.join(sorted(map(str, devices)))}"
+        )
     check_window(window)
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and not 0 < value < math.inf:
@@ -194,9 +233,17 @@ def check_decode(
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, paged: bool) -> None:
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D")
-    if k.shape[:3] != v.shape[:3] or k.shape[-1] != q.shape[-1] or not (paged or k.shape[0] == q.shape[0]):
-        raise ValueError(f"shapes do not go together: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+        raise ValueError(
+            f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D"
+        )
+    if (
+        k.shape[:3] != v.shape[:3]
+        or k.shape[-1] != q.shape[-1]
+        or not (paged or k.shape[0] == q.shape[0])
+    ):
+        raise ValueError(
+            f"shapes do not go together: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
     if not q.shape[-1] or not v.shape[-1]:
         raise ValueError(f"head dims must be positive, got {q.shape[-1]} and {v.shape[-1]}")
     if not q.shape[2]:
@@ -209,7 +256,14 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, paged: bool) -> None:
 
 
 def _check_table(k: Tensor, v: Tensor, table: Tensor, batch: int) -> None:
-    if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != batch or not table.shape[1]:
-        raise ValueError(f"the block table must be int32 ({batch}, n), got {table.dtype} {tuple(table.shape)}")
+    if (
+        table.dtype != torch.int32
+        or table.dim() != 2
+        or table.shape[0] != batch
+        or not table.shape[1]
+    ):
+        raise ValueError(
+            f"the block table must be int32 ({batch}, n), got {table.dtype} {tuple(table.shape)}"
+        )
     if k.stride(-1) != 1 or v.stride(-1) != 1:
         raise ValueError("the last dimension of a paged cache must be contiguous")

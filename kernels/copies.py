@@ -14,11 +14,12 @@ _captured: list[Tensor] = []
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """A tensor that is copied to a GPU without waiting: the stream that copies it, and the event that it has been.
+    """A tensor that is copied to a GPU without waiting: the stream that copies it, and the event
+    that it has been.
 
-    to: the GPU, where the copy was first wanted while a graph was captured: no tensor of that graph holds anything
-    before it is replayed, nor after, so that the tensor stays on the host and each who asks gets a copy.
-    """
+    to: the GPU, where the copy was first wanted while a graph was captured: no tensor of that graph
+    holds anything before it is replayed, nor after, so that the tensor stays on the host and each
+    who asks gets a copy."""
 
     tensor: Tensor
     stream: torch.cuda.Stream | None = None
@@ -64,6 +65,8 @@ def _copied(values: tuple[float, ...], device: torch.device, dtype: torch.dtype)
         return Copy.of(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
-def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+def on_device(
+    values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
     """Numbers as a 1-D tensor, copied to each device once; not to be written to."""
     return _copied(values, device, dtype).read()

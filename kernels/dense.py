@@ -1,4 +1,5 @@
-"""Dense causal attention by our own kernels, from one token to whole prompts: no index to build, no mask to make.
+"""Dense causal attention by our own kernels, from one token to whole prompts: no index to build, no
+mask to make.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -33,15 +34,16 @@ def dense_attention(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention over every key, or over those of a sliding window; queries are the last of their keys.
+    """Causal attention over every key, or over those of a sliding window; queries are the last of
+    their keys.
 
-    A few queries go to decode, which reads keys and values where they lie; more of them to sparse_attention with an
-    index that is made once for each shape.
+    A few queries go to decode, which reads keys and values where they lie; more of them to
+    sparse_attention with an index that is made once for each shape.
 
     Args:
-        q, k, v, scale, softcap, block_table, sinks, out, backend: as for sparse_attention.
-        window: a query sees itself and the window - 1 keys before it; None is all of them.
-        ragged: where the sequences lie, if they are not all as long as the tensors; needed with a block table.
+        q, k, v, scale, softcap, block_table, sinks, out, backend: as for sparse_attention. window:
+        a query sees itself and the window - 1 keys before it; None is all of them. ragged: where
+        the sequences lie, if they are not all as long as the tensors; needed with a block table.
 
     Returns:
         Output and log-sum-exp, as sparse_attention.
@@ -51,7 +53,9 @@ def dense_attention(
     """
     check_dense(q=q, k=k, v=v)
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D")
+        raise ValueError(
+            f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D"
+        )
     check_window(window)
     if block_table is not None and ragged is None:
         raise ValueError("a block table needs the lengths of its sequences: give a Ragged")
@@ -60,21 +64,32 @@ def dense_attention(
         starts = ends = None
         if ragged is not None:
             table = ragged.table(q.device)
-            starts, ends = table[:, 3], table[:, 3] + table[:, 4]
-        few = decode_attention(q, k, v, starts=starts, ends=ends, window=window, block_table=block_table, **how)
+            starts = table[:, 3]
+            ends = table[:, 3] + table[:, 4]
+        few = decode_attention(
+            q, k, v, starts=starts, ends=ends, window=window, block_table=block_table, **how
+        )
         return few.out, few.lse
-    batch, q_len, k_len = q.shape[0], q.shape[2], k.shape[2]
+    batch = q.shape[0]
+    q_len = q.shape[2]
+    k_len = k.shape[2]
     if ragged is not None:
-        batch, q_len, k_len = len(ragged), max(ragged.q_lens), max(ragged.k_lens)
+        batch = len(ragged)
+        q_len = max(ragged.q_lens)
+        k_len = max(ragged.k_lens)
     elif not 0 < q_len <= k_len:
         raise ValueError(f"query length must be between 1 and key length {k_len}, got {q_len}")
     index = dense_index(batch, q.shape[1], q_len, k_len, q.device, window=window, ragged=ragged)
-    return sparse_attention(q, k, v, index, block_table=block_table, out=out, return_lse=True, **how)
+    return sparse_attention(
+        q, k, v, index, block_table=block_table, out=out, return_lse=True, **how
+    )
 
 
 def _few(q: Tensor, k: Tensor, ragged: Ragged | None, *, paged: bool) -> bool:
-    """Whether decode serves the call: every sequence has the same few queries, in a batch element of its own."""
-    batch, q_len = q.shape[0], q.shape[2]
+    """Whether decode serves the call: every sequence has the same few queries, in a batch element
+    of its own."""
+    batch = q.shape[0]
+    q_len = q.shape[2]
     if not 0 < q_len <= MAX_QUERIES or not batch:
         return False
     if ragged is None:

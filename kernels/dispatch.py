@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 
 from kernels.breaker import CannotBuildError
 
-# Fastest first. Each is a module of kernels.attention and of kernels.decode, with supports(q, k, v) ->
-# str | None and the op itself. `op` says which of them is meant.
+# Fastest first. Each is a module of kernels.attention and of kernels.decode, with supports(q, k, v)
+# -> str | None and the op itself. `op` says which of them is meant.
 BACKENDS = ("triton", "cpu", "reference")
 # A backend made for another device is no loss that a user need hear of.
 _MADE_FOR = {"triton": "cuda", "cpu": "cpu"}
@@ -35,7 +35,8 @@ def backend(name: str, op: str = "attention") -> ModuleType:
 
 @functools.cache
 def _by_device(kind: str) -> tuple[str, ...]:
-    """The backends, the one made for this type of device first: as a rule no other needs to be asked."""
+    """The backends, the one made for this type of device first: as a rule no other needs to be
+    asked."""
     return tuple(sorted(BACKENDS, key=lambda name: name == "reference" or _MADE_FOR[name] != kind))
 
 
@@ -45,8 +46,11 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, op: str = "attention") -> dict[str,
 
 
 def fastest(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The backend that "auto" takes for a call of attention, "reference" where no other can serve it."""
-    return next(name for name in _by_device(q.device.type) if backend(name).supports(q, k, v) is None)
+    """The backend that "auto" takes for a call of attention, "reference" where no other can serve
+    it."""
+    return next(
+        name for name in _by_device(q.device.type) if backend(name).supports(q, k, v) is None
+    )
 
 
 def why_slow(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -60,11 +64,14 @@ def why_slow(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def derivative_wanted(*tensors: Tensor) -> str | None:
-    """Why native code and Triton cannot serve these tensors if somebody wants a derivative; None if nobody does."""
+    """Why native code and Triton cannot serve these tensors if somebody wants a derivative; None if
+    nobody does."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "it has no backward pass (use torch.no_grad or torch.inference_mode)"
     # Only where a level is open can a tensor have a tangent.
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
         return "it has no forward-mode derivative"
     return None
 
@@ -91,7 +98,11 @@ def choose(
         return module
     for candidate in _by_device(q.device.type):
         module = backend(candidate, op)
-        reason = failed.get(candidate) or module.supports(q, k, v) or (unwanted if candidate != "reference" else None)
+        reason = (
+            failed.get(candidate)
+            or module.supports(q, k, v)
+            or (unwanted if candidate != "reference" else None)
+        )
         if reason is None:
             return module
         if _MADE_FOR[candidate] == q.device.type:
@@ -109,7 +120,8 @@ def serve(
     *,
     sinks: Tensor | None = None,
 ) -> _Result:
-    """What `call` makes of the module that `choose` gives, of the next one where that turns out not to build.
+    """What `call` makes of the module that `choose` gives, of the next one where that turns out not
+    to build.
 
     Raises:
         ValueError: the backend asked for by name cannot serve the call.

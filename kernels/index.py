@@ -2,29 +2,32 @@
 
 Shapes: B batch, H query heads, Q query length, K key length, R query tiles (rows), N key tiles.
 
-Tiles are TILE x TILE and lie on the grid of absolute key positions. Queries are the last Q of the K positions, so row 0
-holds the tile of the first query (position K - Q) and every row has exactly one tile on the causal diagonal. A key is
-computed for a row if one of three things says so:
+Tiles are TILE x TILE and lie on the grid of absolute key positions. Queries are the last Q of the K
+positions, so row 0 holds the tile of the first query (position K - Q) and every row has exactly one
+tile on the causal diagonal. A key is computed for a row if one of three things says so:
 
-* `diagonals`: tile offsets d; row at tile t computes key tile t - d. The same for all rows of a head, so a slash costs
-  one number however long the prompt is.
-* `tiles`: key tiles listed row by row (block-sparse), all lists end to end; `offsets` says where each begins, so that
-  a head takes what its own rows list and nothing for another's (compressed sparse rows).
-* `columns`: single key positions, the same for all rows of a head, gathered once a head and skipped in those rows
-  whose tiles hold them already. At 1M tokens a head's verticals take kilobytes; a list for each row would take 64 MB.
+* `diagonals`: tile offsets d; row at tile t computes key tile t - d. The same for all rows of a
+  head, so a slash costs one number however long the prompt is.
+* `tiles`: key tiles listed row by row (block-sparse), all lists end to end; `offsets` says where
+  each begins, so that a head takes what its own rows list and nothing for another's (compressed
+  sparse rows).
+* `columns`: single key positions, the same for all rows of a head, gathered once a head and skipped
+  in those rows whose tiles hold them already. At 1M tokens a head's verticals take kilobytes; a
+  list for each row would take 64 MB.
 
-Beside them, the rows that hold a head's last `dense_tail` queries compute every tile up to their own: a prompt's
-question is asked there. A sliding `window` takes away what lies too far back.
+Beside them, the rows that hold a head's last `dense_tail` queries compute every tile up to their
+own: a prompt's question is asked there. A sliding `window` takes away what lies too far back.
 
-A head with a bound in `skip` leaves out tiles whose scores say that they do not matter (skip-softmax; BLASST, arXiv
-2512.12087). A query's anchor is its highest logit among its row's columns, its own tile and key tile 0, if the row
-computes that. Another tile is skipped if no query of the row has a logit in it as high as its anchor + bound. Nothing
-depends on the order of tiles, so that all backends decide alike, but for rounding. Columns, tiles of the anchors and
-dense rows are always computed. BLASST compares with a running maximum from left to right instead: lower at first.
+A head with a bound in `skip` leaves out tiles whose scores say that they do not matter
+(skip-softmax; BLASST, arXiv 2512.12087). A query's anchor is its highest logit among its row's
+columns, its own tile and key tile 0, if the row computes that. Another tile is skipped if no query
+of the row has a logit in it as high as its anchor + bound. Nothing depends on the order of tiles,
+so that all backends decide alike, but for rounding. Columns, tiles of the anchors and dense rows
+are always computed. BLASST compares with a running maximum from left to right instead: lower at
+first.
 
-The entries of a head, and those of a row's list, are ascending and padded at the end with PAD, which lies beyond every
-causal limit.
-"""
+The entries of a head, and those of a row's list, are ascending and padded at the end with PAD,
+which lies beyond every causal limit."""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ from kernels.ragged import Ragged
 
 TILE = 64
 PAD = 2**31 - 1
-# Elements of a boolean scratch (rows x tiles or rows x columns, all heads): bounds memory when counting at 1M tokens.
+# Elements of a boolean scratch (rows x tiles or rows x columns, all heads): bounds memory when
+# counting at 1M tokens.
 _SCRATCH = 1 << 26
 
 
@@ -58,15 +62,18 @@ def num_rows(q_len: int, k_len: int) -> int:
 class SparseIndex:
     """Which key tiles and key columns each (batch, query head, query tile) computes.
 
-    diagonals (B, H, ND), tiles (T) and columns (B, H, NC) are int32, offsets (B, H, R + 1) int64, on the device of the
-    queries: row r of head h of element b lists tiles[offsets[b, h, r] : offsets[b, h, r + 1]]. ND, T and NC may be 0
-    except that every head has diagonal 0. A key that two entries name is computed once.
+    diagonals (B, H, ND), tiles (T) and columns (B, H, NC) are int32, offsets (B, H, R + 1) int64,
+    on the device of the queries: row r of head h of element b lists tiles[offsets[b, h, r] :
+    offsets[b, h, r + 1]]. ND, T and NC may be 0 except that every head has diagonal 0. A key that
+    two entries name is computed once.
 
-    dense_tail: for each head, how many of the last queries see every key, rounded up to whole tiles; () is none.
-    window: a query sees itself and the window - 1 keys before it, and tiles wholly outside are not computed.
-    skip: (B, H) fp32 the natural log of a threshold, at most 0 (-inf: nothing is skipped); None: no head skips. For
+    dense_tail: for each head, how many of the last queries see every key, rounded up to whole
+    tiles; () is none. window: a query sees itself and the window - 1 keys before it, and tiles
+    wholly outside are not computed. skip: (B, H) fp32 the natural log of a threshold, at most 0
+    (-inf: nothing is skipped); None: no head skips. For
         each key left out a query loses at most exp(skip) of its largest weight.
-    ragged: B is then its number of sequences, q_len and k_len the largest, and tiles and columns count from the first
+    ragged: B is then its number of sequences, q_len and k_len the largest, and tiles and columns
+    count from the first
         key of their own sequence.
     """
 
@@ -82,19 +89,22 @@ class SparseIndex:
     ragged: Ragged | None = None
     # Whether it is known to hold to what validate() asks.
     _valid: bool = field(default=False, init=False, repr=False)
-    # For each head how many diagonals, tiles of a row and columns it has at most; None where that is not known.
+    # For each head how many diagonals, tiles of a row and columns it has at most; None where that
+    # is not known.
     _widths: tuple[tuple[int, ...], ...] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def built(cls, *, widths: tuple[tuple[int, ...], ...] | None = None, **fields: Any) -> Self:
-        """An index that is right by the way it was made, as are its widths: no call looks at it again."""
+        """An index that is right by the way it was made, as are its widths: no call looks at it
+        again."""
         index = cls(**fields)
         object.__setattr__(index, "_valid", True)
         object.__setattr__(index, "_widths", widths)
         return index
 
     def changed(self, **fields: Any) -> SparseIndex:
-        """The index with other fields that are as right as its own (dataclasses.replace: looked at anew)."""
+        """The index with other fields that are as right as its own (dataclasses.replace: looked at
+        anew)."""
         index = replace(self, **fields)
         object.__setattr__(index, "_valid", self._valid)
         if not fields.keys() & {"diagonals", "tiles", "columns"}:
@@ -102,13 +112,16 @@ class SparseIndex:
         return index
 
     def widths(self) -> tuple[tuple[int, ...], ...]:
-        """For each head how many diagonals, tiles of a row and columns it has at most, without reading any."""
+        """For each head how many diagonals, tiles of a row and columns it has at most, without
+        reading any."""
         most = tuple(x.shape[-1] for x in (self.diagonals, self.tiles, self.columns))
         return self._widths or (most,) * self.num_heads
 
     def listed(self, rows: slice = slice(None)) -> Tensor:
-        """The lists of some rows, padded to the longest that there may be: (B, H, rows, any width) int32."""
-        begin, end = self.offsets[..., :-1][..., rows, None], self.offsets[..., 1:][..., rows, None]
+        """The lists of some rows, padded to the longest that there may be: (B, H, rows, any width)
+        int32."""
+        begin = self.offsets[..., :-1][..., rows, None]
+        end = self.offsets[..., 1:][..., rows, None]
         if not self.tiles.numel():
             return empty_entries(*begin.shape[:-1], 0, device=self.tiles.device)
         # Where the longest is not known it is read, which waits for a GPU.
@@ -138,9 +151,12 @@ class SparseIndex:
 
     @property
     def causal_tiles(self) -> int:
-        """Tiles on and below the causal diagonal and inside the window: what dense attention computes."""
+        """Tiles on and below the causal diagonal and inside the window: what dense attention
+        computes."""
         if self.ragged is not None:
-            raise ValueError("sequences of a ragged index have each their own: ask index.sequence(i)")
+            raise ValueError(
+                "sequences of a ragged index have each their own: ask index.sequence(i)"
+            )
         below = self.reach + 1
         rows = range(self.first_row, num_tiles(self.k_len))
         short = range(rows.start, max(rows.start, min(rows.stop, below)))
@@ -179,36 +195,47 @@ class SparseIndex:
         return found
 
     def first_dense(self) -> list[int]:
-        """For each head the key tile of its first dense row (past the last row if it has none); not for ragged ones."""
+        """For each head the key tile of its first dense row (past the last row if it has none); not
+        for ragged ones."""
         return first_dense(self.dense_tail or (0,) * self.num_heads, self.k_len)
 
     @property
     def nbytes(self) -> int:
         # Rows that list nothing share one offset.
-        entries = (self.diagonals, self.tiles, self.columns, *([self.offsets] if self.tiles.numel() else ()))
+        entries = (
+            self.diagonals,
+            self.tiles,
+            self.columns,
+            *([self.offsets] if self.tiles.numel() else ()),
+        )
         return sum(t.numel() * t.element_size() for t in entries)
 
     def computed_tiles(self, every: int = 1) -> Tensor:
-        """TILE x TILE products of queries and keys for each head, (B, H) int64, counted as the kernels execute them.
+        """TILE x TILE products of queries and keys for each head, (B, H) int64, counted as the
+        kernels execute them.
 
         Those that `skip` leaves out are among them: a product is what says so.
 
-        A group of TILE columns costs a tile in each row where at least one of its columns is not already in a tile.
-        With `every` only one row in so many is counted, from the middle of the first so many on.
-        """
+        A group of TILE columns costs a tile in each row where at least one of its columns is not
+        already in a tile. With `every` only one row in so many is counted, from the middle of the
+        first so many on."""
         if self.ragged is not None:
             return torch.cat([self.sequence(s).computed_tiles(every) for s in range(self.batch)])
-        count = torch.zeros(self.batch, self.num_heads, dtype=torch.int64, device=self.diagonals.device)
+        count = torch.zeros(
+            self.batch, self.num_heads, dtype=torch.int64, device=self.diagonals.device
+        )
         touched = self._tiles_of_column_groups()
         for rows, mask in self.row_masks(every):
             count += mask.sum(dim=(2, 3))
-            # A group is computed in a row if one of the tiles it touches lies before the row's own and is not held.
+            # A group is computed in a row if one of the tiles it touches lies before the row's own
+            # and is not held.
             free = ~mask & self._before(rows, mask.device)
             count += (free.float() @ touched > 0).sum(dim=(2, 3))
         return count
 
     def density(self, most_rows: int | None = None) -> Tensor:
-        """Share of the causal tiles that is computed, (B, H) float32; of at most so many rows, evenly spread."""
+        """Share of the causal tiles that is computed, (B, H) float32; of at most so many rows,
+        evenly spread."""
         if self.ragged is not None:
             return torch.cat([self.sequence(s).density(most_rows) for s in range(self.batch)])
         every = 1 if most_rows is None else -(-self.num_rows // most_rows)
@@ -225,7 +252,8 @@ class SparseIndex:
         return self.computed_tiles() * (2 * TILE * TILE * (head_dim + (v_dim or head_dim)))
 
     def to_mask(self) -> Tensor:
-        """The visible keys as a mask (B, H, Q, K). For tests and pictures: memory is Q x K; one sequence at a time."""
+        """The visible keys as a mask (B, H, Q, K). For tests and pictures: memory is Q x K; one
+        sequence at a time."""
         offset = self.k_len - self.q_len
         parts = []
         for rows, tiles in self.row_masks():
@@ -243,7 +271,8 @@ class SparseIndex:
         return mask & (distance >= 0) & (distance < (self.window or self.k_len))
 
     def check_shapes(self) -> None:
-        """Raise ValueError where lengths, shapes, dtypes or devices do not go together. Reads no data."""
+        """Raise ValueError where lengths, shapes, dtypes or devices do not go together. Reads no
+        data."""
         for name in ("diagonals", "tiles", "offsets", "columns"):
             entries: Tensor = getattr(self, name)
             if not isinstance(entries, Tensor) or entries.layout is not torch.strided:
@@ -252,17 +281,25 @@ class SparseIndex:
         if not 0 < self.q_len <= self.k_len:
             raise ValueError(f"q_len must be between 1 and k_len={self.k_len}, got {self.q_len}")
         check_window(self.window)
-        tail, skip, heads, device = self.dense_tail, self.skip, tuple(self.diagonals.shape[:2]), self.diagonals.device
+        tail = self.dense_tail
+        skip = self.skip
+        heads = tuple(self.diagonals.shape[:2])
+        device = self.diagonals.device
         if tail and (len(tail) != self.num_heads or not all(is_count(n, 0) for n in tail)):
             raise ValueError(f"dense_tail must be () or {self.num_heads} counts, got {tail}")
-        if skip is not None and (skip.dtype, tuple(skip.shape), skip.device) != (torch.float32, heads, device):
+        if skip is not None and (skip.dtype, tuple(skip.shape), skip.device) != (
+            torch.float32,
+            heads,
+            device,
+        ):
             found = f"{skip.dtype} {tuple(skip.shape)} on {skip.device}"
             raise ValueError(f"skip must be float32 {heads} on {device}, got {found}")
         if self.ragged is not None:
             longest = (max(self.ragged.q_lens), max(self.ragged.k_lens))
             if len(self.ragged) != self.batch or (self.q_len, self.k_len) != longest:
                 raise ValueError(
-                    f"index is for {self.batch} sequences of up to {(self.q_len, self.k_len)} queries and keys, "
+                    f"index is for {self.batch} sequences of up to {(self.q_len, self.k_len)} "
+                    f"queries and keys, "
                     f"its ragged batch has {len(self.ragged)} of up to {longest}"
                 )
         some = "any width"
@@ -274,29 +311,40 @@ class SparseIndex:
             dtype = torch.int64 if name == "offsets" else torch.int32
             entries = getattr(self, name)
             if entries.dtype != dtype:
-                raise ValueError(f"{name} must be {str(dtype).removeprefix('torch.')}, got {entries.dtype}")
+                raise ValueError(
+                    f"{name} must be {str(dtype).removeprefix('torch.')}, got {entries.dtype}"
+                )
             if entries.device != device:
                 raise ValueError(f"{name} must be on {device}, got {entries.device}")
             given = tuple(entries.shape)
-            if len(given) != len(shape) or any(a not in (b, some) for a, b in zip(shape, given, strict=True)):
+            if len(given) != len(shape) or any(
+                a not in (b, some) for a, b in zip(shape, given, strict=True)
+            ):
                 raise ValueError(f"{name} must be ({', '.join(map(str, shape))}), got {given}")
 
     def validate(self) -> None:
         """Raise ValueError where an invariant is broken.
 
-        Reads the data, which waits for a GPU. Attention asks for it the first time that it meets an index made by hand;
-        those that patterns build are right by the way they are made.
-        """
+        Reads the data, which waits for a GPU. Attention asks for it the first time that it meets an
+        index made by hand; those that patterns build are right by the way they are made."""
         if self._valid:
             return
         self.check_shapes()
         wrong = (self.offsets < 0) | (self.offsets > len(self.tiles))
         if bool(wrong.any()) or bool((self.offsets.diff(dim=-1) < 0).any()):
-            raise ValueError(f"offsets must be ascending from 0 to at most {len(self.tiles)}, the entries of tiles")
-        for name, entries in (("diagonals", self.diagonals), ("tiles", self.listed()), ("columns", self.columns)):
+            raise ValueError(
+                f"offsets must be ascending from 0 to at most {len(self.tiles)}, the entries of "
+                f"tiles"
+            )
+        for name, entries in (
+            ("diagonals", self.diagonals),
+            ("tiles", self.listed()),
+            ("columns", self.columns),
+        ):
             if entries.numel() and int(entries.min()) < 0:
                 raise ValueError(f"{name} must not be negative, got {int(entries.min())}")
-            ahead, behind = entries[..., 1:], entries[..., :-1]
+            ahead = entries[..., 1:]
+            behind = entries[..., :-1]
             if not bool(((ahead > behind) | ((ahead == PAD) & (behind == PAD))).all()):
                 raise ValueError(f"{name} must be strictly ascending up to the padding")
         if self.diagonals.shape[-1] == 0 or not bool((self.diagonals[..., 0] == 0).all()):
@@ -306,19 +354,24 @@ class SparseIndex:
         object.__setattr__(self, "_valid", True)
 
     def row_masks(self, every: int = 1) -> Iterator[tuple[range, Tensor]]:
-        """Chunks of rows with the key tiles they compute, (B, H, rows, N) bool, columns left out; one sequence.
+        """Chunks of rows with the key tiles they compute, (B, H, rows, N) bool, columns left out;
+        one sequence.
 
         With `every` one row in so many, from the middle of the first so many on.
         """
-        n, heads = num_tiles(self.k_len), self.batch * self.num_heads
+        n = num_tiles(self.k_len)
+        heads = self.batch * self.num_heads
         step = max(1, _SCRATCH // (heads * max(n, self.columns.shape[-1], 1)))
         device = self.diagonals.device
         sample = range(every // 2, self.num_rows, every)
         for start in range(0, len(sample), step):
             rows = sample[start : start + step]
             at = torch.arange(rows.start, rows.stop, every, device=device)[:, None] + self.first_row
-            # One column more than there are tiles takes what lies outside the causal limit, then goes.
-            mask = torch.zeros(self.batch, self.num_heads, len(rows), n + 1, dtype=torch.bool, device=device)
+            # One column more than there are tiles takes what lies outside the causal limit, then
+            # goes.
+            mask = torch.zeros(
+                self.batch, self.num_heads, len(rows), n + 1, dtype=torch.bool, device=device
+            )
             key = at - self.diagonals.long()[:, :, None]
             mask.scatter_(-1, torch.where(key >= 0, key, n), True)
             listed = self.listed(slice(rows.start, rows.stop, every)).long()
@@ -337,10 +390,14 @@ class SparseIndex:
         return (tile < at) & (tile >= at - self.reach)
 
     def _tiles_of_column_groups(self) -> Tensor:
-        """Which key tiles the columns of each group of TILE lie in, (B, H, N, groups) fp32 of 0 and 1."""
-        n, columns = num_tiles(self.k_len), self.columns.shape[-1]
+        """Which key tiles the columns of each group of TILE lie in, (B, H, N, groups) fp32 of 0 and
+        1."""
+        n = num_tiles(self.k_len)
+        columns = self.columns.shape[-1]
         groups = num_tiles(columns)
-        touched = torch.zeros(self.batch, self.num_heads, groups * (n + 1), device=self.columns.device)
+        touched = torch.zeros(
+            self.batch, self.num_heads, groups * (n + 1), device=self.columns.device
+        )
         group = torch.arange(columns, device=self.columns.device) // TILE
         touched.scatter_(-1, group * (n + 1) + (self.columns.long() // TILE).clamp_max(n), 1.0)
         return touched.unflatten(-1, (groups, n + 1))[..., :n].transpose(2, 3)
@@ -363,7 +420,10 @@ def lists(tiles: Tensor) -> dict[str, Any]:
     batch, heads, rows, width = tiles.shape
     each = torch.arange(rows + 1, device=tiles.device) * width
     head = torch.arange(batch * heads, device=tiles.device) * (rows * width)
-    return {"tiles": tiles.reshape(-1), "offsets": (head[:, None] + each).view(batch, heads, rows + 1)}
+    return {
+        "tiles": tiles.reshape(-1),
+        "offsets": (head[:, None] + each).view(batch, heads, rows + 1),
+    }
 
 
 def no_lists(batch: int, heads: int, rows: int, *, device: torch.device) -> dict[str, Any]:
@@ -393,7 +453,8 @@ def first_dense(dense_tail: Sequence[int], k_len: int) -> list[int]:
 
 
 def with_dense_tail(index: SparseIndex, queries: int) -> SparseIndex:
-    """The index with every key computed for the tiles that hold the last `queries` queries, in every head."""
+    """The index with every key computed for the tiles that hold the last `queries` queries, in
+    every head."""
     if not queries:
         return index
     tails = index.dense_tail or (0,) * index.num_heads

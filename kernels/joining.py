@@ -17,8 +17,11 @@ from kernels.index import PAD, SparseIndex
 from kernels.ragged import Ragged
 
 
-def cat_heads(parts: Sequence[SparseIndex], order: Tensor, host_order: Sequence[int]) -> SparseIndex:
-    """One index from parts that hold some heads each; head i of the result is head order[i] of their concatenation.
+def cat_heads(
+    parts: Sequence[SparseIndex], order: Tensor, host_order: Sequence[int]
+) -> SparseIndex:
+    """One index from parts that hold some heads each; head i of the result is head order[i] of
+    their concatenation.
 
     `order` lies where the parts do; `host_order` is the same on the host.
     """
@@ -39,19 +42,26 @@ def cat_heads(parts: Sequence[SparseIndex], order: Tensor, host_order: Sequence[
 
 def cat_sequences(parts: Sequence[SparseIndex], ragged: Ragged) -> SparseIndex:
     """One index over a ragged batch from one for each of its sequences, all of the same heads."""
-    widths = tuple(tuple(map(max, *sorts, sorts[0])) for sorts in zip(*(part.widths() for part in parts), strict=True))
+    widths = tuple(
+        tuple(map(max, *sorts, sorts[0]))
+        for sorts in zip(*(part.widths() for part in parts), strict=True)
+    )
     lengths = {"q_len": max(ragged.q_lens), "k_len": max(ragged.k_lens)}
     return _changed(parts, widths, **_joined(parts, 0), **lengths, ragged=ragged)
 
 
 def _joined(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
-    """The entries of all parts, padded to the widest, their lists, and their bounds where one has any."""
+    """The entries of all parts, padded to the widest, their lists, and their bounds where one has
+    any."""
     made = _lists(parts, dim)
     for name in ("diagonals", "columns"):
         entries: list[Tensor] = [getattr(part, name) for part in parts]
         width = max(e.shape[-1] for e in entries)
         # To pad by nothing is to copy.
-        padded = [e if e.shape[-1] == width else pad(e, (0, width - e.shape[-1]), value=PAD) for e in entries]
+        padded = [
+            e if e.shape[-1] == width else pad(e, (0, width - e.shape[-1]), value=PAD)
+            for e in entries
+        ]
         made[name] = torch.cat(padded, dim)
     if any(part.skip is not None for part in parts):
         skips = [
@@ -84,8 +94,11 @@ def _lists(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
     }
 
 
-def _changed(parts: Sequence[SparseIndex], widths: tuple[tuple[int, ...], ...], **fields: Any) -> SparseIndex:
-    """The first part with other fields; its entries are known to be right only if all parts' are."""
+def _changed(
+    parts: Sequence[SparseIndex], widths: tuple[tuple[int, ...], ...], **fields: Any
+) -> SparseIndex:
+    """The first part with other fields; its entries are known to be right only if all parts'
+    are."""
     first = parts[0] if all(part._valid for part in parts) else replace(parts[0])
     index = first.changed(**fields)
     object.__setattr__(index, "_widths", widths)

@@ -1,4 +1,5 @@
-"""Results of a function that are kept for the arguments asked for last, as many as a number of bytes has room for."""
+"""Results of a function that are kept for the arguments asked for last, as many as a number of
+bytes has room for."""
 
 from __future__ import annotations
 
@@ -11,10 +12,14 @@ _Made = TypeVar("_Made")
 
 
 class Kept(Generic[_Asked, _Made]):
-    """A function of hashable positional arguments that makes each of its results once while there is room for it."""
+    """A function of hashable positional arguments that makes each of its results once while there
+    is room for it."""
 
-    def __init__(self, make: Callable[_Asked, _Made], nbytes: Callable[[_Made], int], room: int) -> None:
-        """make: the function; nbytes: what a result of it holds; room: bytes of all results, but the last one stays."""
+    def __init__(
+        self, make: Callable[_Asked, _Made], nbytes: Callable[[_Made], int], room: int
+    ) -> None:
+        """make: the function; nbytes: what a result of it holds; room: bytes of all results, but
+        the last one stays."""
         self.__wrapped__ = make
         self._nbytes = nbytes
         self._room = room
@@ -40,6 +45,8 @@ class Kept(Generic[_Asked, _Made]):
         return made
 
 
-def kept(nbytes: Callable[[Any], int], room: int) -> Callable[[Callable[_Asked, _Made]], Kept[_Asked, _Made]]:
+def kept(
+    nbytes: Callable[[Any], int], room: int
+) -> Callable[[Callable[_Asked, _Made]], Kept[_Asked, _Made]]:
     """A decorator: see Kept."""
     return lambda make: Kept(make, nbytes, room)

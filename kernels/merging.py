@@ -22,13 +22,15 @@ def with_few_keys(
 ) -> Tensor:
     """Attention over the keys that `out` is over and over s others: (B, H, Q, E).
 
-    Two parts of a softmax over disjoint keys add up, weighted by their log-sum-exp (Flash-Decoding; Dao et al.).
+    Two parts of a softmax over disjoint keys add up, weighted by their log-sum-exp (Flash-Decoding;
+    Dao et al.).
 
     Args:
-        out, lse: (B, H, Q, E) and fp32 (B, H, Q); a query that sees nothing there has -inf. A learned logit counts in
+        out, lse: (B, H, Q, E) and fp32 (B, H, Q); a query that sees nothing there has -inf. A
+        learned logit counts in
             there.
-        q, k, v: (B, H, Q, D), (B, G, s, D) and (B, G, s, E): torch multiplies them in fp32, so s should be small.
-        seen: (Q, s) bool, which of these keys a query sees; None for all of them.
+        q, k, v: (B, H, Q, D), (B, G, s, D) and (B, G, s, E): torch multiplies them in fp32, so s
+        should be small. seen: (Q, s) bool, which of these keys a query sees; None for all of them.
         scale: of the logits. softcap: as kernels.attention.sparse_attention has it.
     """
     k, v = (x.float()[:, :, None] for x in (k, v))
@@ -40,4 +42,6 @@ def with_few_keys(
     logits = logits.flatten(1, 2)
     whole = torch.logaddexp(lse, logits.logsumexp(-1))
     weights = (logits - whole[..., None]).exp().unflatten(1, (k.shape[1], -1))
-    return (out.float() * (lse - whole).exp()[..., None] + (weights @ v).flatten(1, 2)).to(out.dtype)
+    return (out.float() * (lse - whole).exp()[..., None] + (weights @ v).flatten(1, 2)).to(
+        out.dtype
+    )

@@ -1,4 +1,5 @@
-"""Where the sequences of a batch lie when they are not all as long as the tensors: padded, packed, or both."""
+"""Where the sequences of a batch lie when they are not all as long as the tensors: padded, packed,
+or both."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from kernels.copies import Copy
 
 @dataclass(frozen=True, kw_only=True)
 class Ragged:
-    """S sequences inside q (B, H, Q, D) and k, v (B, G, K, dim); queries are the last positions of their sequence.
+    """S sequences inside q (B, H, Q, D) and k, v (B, G, K, dim); queries are the last positions of
+    their sequence.
 
-    Sequence s lies in batch element rows[s]; its queries are q_lens[s] rows of q from q_starts[s] on, its keys
-    k_lens[s] rows of k from k_starts[s] on. Lengths are known on the host, as they are to whoever made the batch:
-    reading them back from a device would make every layer wait for it.
+    Sequence s lies in batch element rows[s]; its queries are q_lens[s] rows of q from q_starts[s]
+    on, its keys k_lens[s] rows of k from k_starts[s] on. Lengths are known on the host, as they are
+    to whoever made the batch: reading them back from a device would make every layer wait for it.
     """
 
     rows: tuple[int, ...]
@@ -27,38 +29,49 @@ class Ragged:
     q_lens: tuple[int, ...]
     k_starts: tuple[int, ...]
     k_lens: tuple[int, ...]
-    _tables: dict[torch.device, Copy] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _tables: dict[torch.device, Copy] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if len({len(part) for part in self._columns}) != 1 or not self.rows:
-            raise ValueError("rows, q_starts, q_lens, k_starts and k_lens must have one entry for each sequence")
+            raise ValueError(
+                "rows, q_starts, q_lens, k_starts and k_lens must have one entry for each sequence"
+            )
         for number in (number for part in self._columns for number in part):
             if not isinstance(number, int):
                 raise ValueError(f"rows, starts and lengths must be integers, got {number!r}")
         for s, (row, q_start, q_len, k_start, k_len) in enumerate(self.sequences):
             if not 0 < q_len <= k_len:
-                raise ValueError(f"sequence {s}: q_len must be between 1 and k_len={k_len}, got {q_len}")
+                raise ValueError(
+                    f"sequence {s}: q_len must be between 1 and k_len={k_len}, got {q_len}"
+                )
             if min(row, q_start, k_start) < 0:
-                raise ValueError(f"sequence {s}: starts must not be negative, got {(row, q_start, k_start)}")
+                raise ValueError(
+                    f"sequence {s}: starts must not be negative, got {(row, q_start, k_start)}"
+                )
         # Keys may be shared, queries may not: two sequences would write to one place.
         ends: dict[int, tuple[int, int]] = {}
         for row, q_start, s in sorted(zip(self.rows, self.q_starts, range(len(self)), strict=True)):
             end, before = ends.get(row, (0, 0))
             if q_start < end:
                 raise ValueError(
-                    f"sequences {before} and {s} overlap: row {q_start} of batch element {row} is a query of both"
+                    f"sequences {before} and {s} overlap: row {q_start} of batch element {row} is "
+                    f"a query of both"
                 )
             ends[row] = (q_start + self.q_lens[s], s)
 
     @classmethod
     def of(cls, sequences: Iterable[Sequence[int]]) -> Self:
-        """From row, q_start, q_len, k_start and k_len of one sequence after another, at least one."""
+        """From row, q_start, q_len, k_start and k_len of one sequence after another, at least
+        one."""
         rows, q_starts, q_lens, k_starts, k_lens = zip(*sequences, strict=True)
         return cls(rows=rows, q_starts=q_starts, q_lens=q_lens, k_starts=k_starts, k_lens=k_lens)
 
     @classmethod
     def left_padded(cls, lengths: Sequence[int], q_len: int, k_len: int) -> Self:
-        """A batch whose sequence s is the last lengths[s] of the k_len keys; q holds the last q_len positions."""
+        """A batch whose sequence s is the last lengths[s] of the k_len keys; q holds the last q_len
+        positions."""
         q_lens = tuple(min(length, q_len) for length in lengths)
         return cls(
             rows=tuple(range(len(lengths))),
@@ -70,7 +83,8 @@ class Ragged:
 
     @classmethod
     def packed(cls, cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int]) -> Self:
-        """One batch element with all sequences end to end: they start at these rows, the last entry is the end."""
+        """One batch element with all sequences end to end: they start at these rows, the last entry
+        is the end."""
         return cls(
             rows=(0,) * (len(cu_seqlens_q) - 1),
             q_starts=tuple(cu_seqlens_q[:-1]),
@@ -102,23 +116,31 @@ class Ragged:
         return zip(*self._columns, strict=True)
 
     def table(self, device: torch.device) -> Tensor:
-        """(S, 5) int32 of row, q_start, q_len, k_start, k_len; made once for each device, without waiting for it."""
+        """(S, 5) int32 of row, q_start, q_len, k_start, k_len; made once for each device, without
+        waiting for it."""
         if device not in self._tables:
-            self._tables[device] = Copy.of(torch.tensor(self.flat, dtype=torch.int32).view(-1, 5), device)
+            self._tables[device] = Copy.of(
+                torch.tensor(self.flat, dtype=torch.int32).view(-1, 5), device
+            )
         return self._tables[device].read()
 
     def fault(self, q_shape: Sequence[int], k_shape: Sequence[int] | None) -> str | None:
-        """Why the sequences do not lie in q (B, H, Q, D) and k (B, G, K, D; None for paged keys); None if they do."""
+        """Why the sequences do not lie in q (B, H, Q, D) and k (B, G, K, D; None for paged keys);
+        None if they do."""
         for s, (row, q_start, q_len, k_start, k_len) in enumerate(self.sequences):
             if row >= q_shape[0] or q_start + q_len > q_shape[2]:
                 where = f"rows {q_start} to {q_start + q_len} of batch element {row}"
                 return f"sequence {s} has its queries in {where}, q is {tuple(q_shape)}"
             if k_shape is not None and k_start + k_len > k_shape[2]:
-                return f"sequence {s} has its keys in rows {k_start} to {k_start + k_len}, k is {tuple(k_shape)}"
+                return (
+                    f"sequence {s} has its keys in rows {k_start} to "
+                    f"{k_start + k_len}, k is {tuple(k_shape)}"
+                )
             if k_shape is None and k_start:
                 return f"sequence {s} starts at key {k_start}: paged keys start at 0"
         return None
 
     def covers(self, batch: int, q_len: int) -> bool:
-        """Whether every query row of a (batch, q_len) tensor belongs to a sequence (they never overlap)."""
+        """Whether every query row of a (batch, q_len) tensor belongs to a sequence (they never
+        overlap)."""
         return sum(self.q_lens) == batch * q_len

@@ -1,4 +1,5 @@
-"""Launches of Triton kernels: what one is made of, and how several run one after the other on a device."""
+"""Launches of Triton kernels: what one is made of, and how several run one after the other on a
+device."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCall:
-    """One launch: the kernel and the module that has it, its grid, its arguments, those of them that are compiled in,
-    and Triton's own options.
+    """One launch: the kernel and the module that has it, its grid, its arguments, those of them
+    that are compiled in, and Triton's own options.
 
     plain: whether no call of its op does with less; where it does not build, the op is not served.
     """
@@ -32,8 +33,13 @@ class KernelCall:
     plain: bool = True
 
     def build(self, op: tuple[object, ...]) -> tuple[object, ...]:
-        """What a build of it that fails is remembered by: its op, and what is compiled in where others do without."""
-        return op if self.plain else (*op, self.kernel, *self.constants.values(), *self.options.values())
+        """What a build of it that fails is remembered by: its op, and what is compiled in where
+        others do without."""
+        return (
+            op
+            if self.plain
+            else (*op, self.kernel, *self.constants.values(), *self.options.values())
+        )
 
     @property
     def function(self) -> Any:
@@ -42,14 +48,16 @@ class KernelCall:
 
 
 def softmax_factors(scale: float, softcap: float | None) -> dict[str, float]:
-    """Both factors with log2(e) folded in; with a soft-cap, scale is what makes the product the exponent of e^2x."""
+    """Both factors with log2(e) folded in; with a soft-cap, scale is what makes the product the
+    exponent of e^2x."""
     if softcap is None:
         return {"scale": scale * _LOG2E, "softcap": 0.0}
     return {"scale": 2 * scale / softcap * _LOG2E, "softcap": softcap * _LOG2E}
 
 
 def run_calls(calls: Sequence[KernelCall], device: torch.device, *op: object) -> None:
-    """Launch them in turn, none where one is known to fail; `op` is what their builds have in common (kernels.breaker).
+    """Launch them in turn, none where one is known to fail; `op` is what their builds have in
+    common (kernels.breaker).
 
     Raises:
         CannotBuildError: one cannot be built. What was launched before it is to be done again.

@@ -1,15 +1,16 @@
 """Speed of the kernels against torch's, side by side in one run, of right results only.
 
-attention (the default): prefill by SDPA, by Headwise over every key, and by Headwise with patterns; with --past N of
-new tokens behind N others. decode: one token by torch, and by Headwise over all and over chosen keys.
+attention (the default): prefill by SDPA, by Headwise over every key, and by Headwise with patterns;
+with --past N of new tokens behind N others. decode: one token by torch, and by Headwise over all
+and over chosen keys.
 
     headwise bench --length 4096 8192 --head-dims 64 128 --json out.json
     headwise bench --past 32768 --length 64 200 1000
     headwise bench decode --length 8192 32768 --chosen 2048
     headwise bench --costs cost.safetensors --attach cfg.yaml
 
---costs measures a table of what attention costs by pattern, density, length and head dim; an artifact can carry those
-of several devices.
+--costs measures a table of what attention costs by pattern, density, length and head dim; an
+artifact can carry those of several devices.
 
 Shapes: B batch (1 here), H query heads, G KV heads, S length, D head dim, N key tiles.
 """
@@ -45,24 +46,38 @@ _CHUNKS = (16, 64, 200, 1000)
 def head_pair(text: str) -> tuple[int, int]:
     """Read H/G, such as 32/8."""
     heads, slash, kv_heads = text.partition("/")
-    if not (slash and heads.isdigit() and kv_heads.isdigit() and int(kv_heads) and int(heads) % int(kv_heads) == 0):
-        raise argparse.ArgumentTypeError(f"must be H/G with H a multiple of G, such as 32/8, got {text!r}")
+    if not (
+        slash
+        and heads.isdigit()
+        and kv_heads.isdigit()
+        and int(kv_heads)
+        and int(heads) % int(kv_heads) == 0
+    ):
+        raise argparse.ArgumentTypeError(
+            f"must be H/G with H a multiple of G, such as 32/8, got {text!r}"
+        )
     return int(heads), int(kv_heads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What to measure; heads are pairs of query and KV heads. Empty ones have defaults by what is measured."""
+    """What to measure; heads are pairs of query and KV heads. Empty ones have defaults by what is
+    measured."""
 
     what: str = arg(nargs="?", choices=("attention", "decode"), default="attention")
     length: tuple[int, ...] = shared(
         arguments.add_length,
-        "tokens (default 4096 8192 16384 32768; with --past 16 64 200 1000; with --costs by device)",
+        "tokens (default 4096 8192 16384 32768; with --past 16 64 200 1000; "
+        "with --costs by device)",
         several=True,
         default=(),
     )
-    past: int = option("tokens before those of --length, whose keys are there", default=0, within=at_least(0))
-    head_dims: tuple[int, ...] = arg("--head-dims", type=int, nargs="+", default=(64, 128), help="(default 64 128)")
+    past: int = option(
+        "tokens before those of --length, whose keys are there", default=0, within=at_least(0)
+    )
+    head_dims: tuple[int, ...] = arg(
+        "--head-dims", type=int, nargs="+", default=(64, 128), help="(default 64 128)"
+    )
     heads: tuple[tuple[int, int], ...] = arg(
         "--heads",
         type=head_pair,
@@ -78,8 +93,12 @@ class Bench:
         default=(),
         help="what the patterns are sized for (default 0.12; with --costs 0.03 0.06 0.12 0.25 0.5)",
     )
-    paper_sizes: bool = option("the sizes that MInference 1.0 names", default=False, action="store_true", advanced=True)
-    chosen: int = option("decode: how many keys are chosen", default=2048, within=at_least(1), advanced=True)
+    paper_sizes: bool = option(
+        "the sizes that MInference 1.0 names", default=False, action="store_true", advanced=True
+    )
+    chosen: int = option(
+        "decode: how many keys are chosen", default=2048, within=at_least(1), advanced=True
+    )
     costs: Path | None = option(
         "write what attention costs as a table, a .safetensors file; a killed run goes on",
         default=None,
@@ -111,9 +130,13 @@ class Bench:
         if self.density and self.paper_sizes:
             raise HeadwiseError("--paper-sizes are sizes of their own: leave --density away")
         if self.attach is None and self.table is not None:
-            raise HeadwiseError("--table measures nothing: name the artifact that it goes into with --attach")
+            raise HeadwiseError(
+                "--table measures nothing: name the artifact that it goes into with --attach"
+            )
         if self.attach is not None and (self.costs is None) == (self.table is None):
-            raise HeadwiseError("--attach puts a table into an artifact: give one of --costs and --table")
+            raise HeadwiseError(
+                "--attach puts a table into an artifact: give one of --costs and --table"
+            )
         if self.past and (self.what == "decode" or self.costs is not None):
             raise HeadwiseError("--past is of attention alone: decode and --costs have none")
         # Before anything is measured: the last size may be the one that cannot be.
@@ -154,7 +177,17 @@ class Bench:
 
 
 HEADER = [
-    *("length", "dim", "heads", "pattern", "density", "sdpa ms", "dense ms", "sparse ms", "build ms"),
+    *(
+        "length",
+        "dim",
+        "heads",
+        "pattern",
+        "density",
+        "sdpa ms",
+        "dense ms",
+        "sparse ms",
+        "build ms",
+    ),
     *(*COLUMNS, "without build", "rate/sdpa"),
 ]
 
@@ -188,14 +221,20 @@ def run(config: Bench, show: Callable[[Size, Speed], None]) -> list[tuple[Size, 
         patterns = paper_patterns()
         if not config.paper_sizes:
             seen = size.past + size.length
-            patterns = [pattern for density in config.density or (0.12,) for pattern in patterns_for(seen, density)]
+            patterns = [
+                pattern
+                for density in config.density or (0.12,)
+                for pattern in patterns_for(seen, density)
+            ]
         for speed in measure(size, patterns, repeats=config.repeats):
             show(size, speed)
             lines.append((size, speed))
     return lines
 
 
-def run_decode(config: Bench, show: Callable[[Size, DecodeSpeed], None]) -> list[tuple[Size, DecodeSpeed]]:
+def run_decode(
+    config: Bench, show: Callable[[Size, DecodeSpeed], None]
+) -> list[tuple[Size, DecodeSpeed]]:
     """Measure one token's attention at every size; its line is shown when it is there."""
     lines = []
     for size in config.sizes:
@@ -209,7 +248,8 @@ def costs(config: Bench, command: str) -> None:
     """Measure the cost table or read one, and put it into an artifact where one is named.
 
     Raises:
-        HeadwiseError: a file is missing or cannot be written, before anything is measured; a wrong result.
+        HeadwiseError: a file is missing or cannot be written, before anything is measured; a wrong
+        result.
     """
     if config.costs is not None:
         check_writable(config.costs)
@@ -218,13 +258,19 @@ def costs(config: Bench, command: str) -> None:
         check_writable(config.attach)
     if config.costs is not None:
         table = measure_costs(config.grid(), config.costs, command=command, fresh=config.fresh)
-        print(f"{table.device}, backend {table.backend}: {len(table.costs)} measurements -> {config.costs}")
+        print(
+            f"{table.device}, backend {table.backend}: {len(table.costs)} measurements -> "
+            f"{config.costs}"
+        )
     else:
         assert config.table is not None
         table = load(config.table)
     if config.attach is not None:
         saved = update(config.attach, lambda artifact, arrays: attach(artifact, arrays, table))
-        print(f"{config.attach}: carries the costs of {', '.join(entry.device for entry in saved.costs)}")
+        print(
+            f"{config.attach}: carries the costs of "
+            f"{', '.join(entry.device for entry in saved.costs)}"
+        )
 
 
 def parser() -> ArgumentParser:
@@ -255,7 +301,10 @@ def main(argv: list[str] | None = None) -> int:
 
     def show(line: list[str]) -> None:
         if to_json != arguments.STDOUT:
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
+            print(
+                "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)),
+                flush=True,
+            )
 
     show(header)
     lines: list[tuple[Size, Any]] = []

@@ -1,14 +1,16 @@
-"""Decode by both dense attentions, artifacts and cache policies: time a token, perplexity, pass keys, bytes held.
+"""Decode by both dense attentions, artifacts and cache policies: time a token, perplexity, pass
+keys, bytes held.
 
 headwise decode cfg.yaml --model smollm2 --context 8192 --text novel.txt --trials 20
 
-With --policy caches that drop tokens are compared, with an artifact or without one; with --memory also by the largest
-batch whose caches fit into it, and what that decodes in a second: caches that shrink serve more sequences at once.
-With --dense-prefill texts are prefilled once, densely, for all artifacts: what decode alone loses.
-With --json FILE an interrupted comparison goes on after the last method whose quality it has.
+With --policy caches that drop tokens are compared, with an artifact or without one; with --memory
+also by the largest batch whose caches fit into it, and what that decodes in a second: caches that
+shrink serve more sequences at once. With --dense-prefill texts are prefilled once, densely, for all
+artifacts: what decode alone loses. With --json FILE an interrupted comparison goes on after the
+last method whose quality it has.
 
-Speed is measured on a cache of random keys and values (of random tokens where it drops some), whatever context the
-model was trained for; quality on prompts.
+Speed is measured on a cache of random keys and values (of random tokens where it drops some),
+whatever context the model was trained for; quality on prompts.
 
 Shapes: T texts, F forced tokens of each.
 """
@@ -33,7 +35,13 @@ from artifacts.options import add_arguments, arg, at_least, check_ranges, config
 from artifacts.page_layout import aligned
 from profiling.caches.policies import CACHES, parse_cache
 from profiling.environment import environment
-from profiling.evaluation.decode_losses import apart, by_position, changed, in_blocks, position_lines
+from profiling.evaluation.decode_losses import (
+    apart,
+    by_position,
+    changed,
+    in_blocks,
+    position_lines,
+)
 from profiling.evaluation.decode_steps import filled, methods, step_seconds
 from profiling.evaluation.intervals import Interval
 from profiling.ledger import Ledger
@@ -56,7 +64,10 @@ class Comparison:
 
     model: str = shared(arguments.add_model)
     config: Path | None = shared(
-        arguments.add_artifact, "artifact with a decode section; none: --policy alone", nargs="?", default=None
+        arguments.add_artifact,
+        "artifact with a decode section; none: --policy alone",
+        nargs="?",
+        default=None,
     )
     beside: tuple[Path, ...] = shared(arguments.add_beside, default=())
     policies: tuple[str, ...] = arg(
@@ -65,22 +76,36 @@ class Comparison:
         default=(),
         help=f"KIND or KIND:FIELD=VALUE,..., repeatable: caches to compare; kinds: {CACHES}",
     )
-    context: int = option("tokens in the cache when decode is timed", default=8192, within=at_least(1))
+    context: int = option(
+        "tokens in the cache when decode is timed", default=8192, within=at_least(1)
+    )
     memory: int | None = option(
-        "time also the largest batch whose caches fit into so many bytes, such as 1GiB (not artifacts)",
+        "time also the largest batch whose caches fit into so many bytes, such as 1GiB (not "
+        "artifacts)",
         default=None,
         read=lambda text: bytes_of(text, "--memory"),
     )
     steps: int = option("tokens of a timed round", default=16, within=at_least(1), advanced=True)
-    repeats: int = option("timed rounds, interleaved, 0 for none", default=5, within=at_least(0), advanced=True)
+    repeats: int = option(
+        "timed rounds, interleaved, 0 for none", default=5, within=at_least(0), advanced=True
+    )
     text: str | None = option("long text for perplexity; without it there is none", default=None)
     texts: int = option("windows of it", default=1, within=at_least(1), advanced=True)
-    text_length: int = option("tokens of the text's window", default=4096, within=at_least(1), advanced=True)
-    forced: int = option("of these, decoded one by one at the end", default=512, within=at_least(1), advanced=True)
-    task: str = shared(
-        arguments.add_task, f"what is answered (default passkey); {arguments.TASKS}", several=False, default="passkey"
+    text_length: int = option(
+        "tokens of the text's window", default=4096, within=at_least(1), advanced=True
     )
-    task_length: int = option("tokens of its prompts", default=4096, within=at_least(1), advanced=True)
+    forced: int = option(
+        "of these, decoded one by one at the end", default=512, within=at_least(1), advanced=True
+    )
+    task: str = shared(
+        arguments.add_task,
+        f"what is answered (default passkey); {arguments.TASKS}",
+        several=False,
+        default="passkey",
+    )
+    task_length: int = option(
+        "tokens of its prompts", default=4096, within=at_least(1), advanced=True
+    )
     trials: int = option("seeded prompts of the task, 0 for none", default=20, within=at_least(0))
     dense_prefill: bool = option(
         "prefill the texts once, densely, for all artifacts (not policies)",
@@ -95,7 +120,11 @@ class Comparison:
         advanced=True,
     )
     offload: tuple[str, ...] = arg(
-        "--offload", nargs="+", choices=OFFLOADS, default=("auto",), help="caches to compare (default auto)"
+        "--offload",
+        nargs="+",
+        choices=OFFLOADS,
+        default=("auto",),
+        help="caches to compare (default auto)",
     )
     seed: int = shared(arguments.add_seed, default=1000)
     dtype: str = shared(arguments.add_dtype, default="bfloat16")
@@ -120,14 +149,15 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One method's figures; None where they were not asked for. Bytes are those of the cache of the timed context.
+    """One method's figures; None where they were not asked for. Bytes are those of the cache of the
+    timed context.
 
-    Of dense attention by our kernel only time and bytes are measured: it is there where they are asked for.
-    change, apart: of the loss, in nats a token, against dense and against the first artifact on the same tokens, over
-    texts. losses: of 64 tokens, by text.
-    tokens: that a KV head of a sparse layer read in a step, on average over all that was decoded.
-    batch: the most sequences whose caches fit into the memory asked for. batch_rate: tokens a second of all of them.
-    """
+    Of dense attention by our kernel only time and bytes are measured: it is there where they are
+    asked for. change, apart: of the loss, in nats a token, against dense and against the first
+    artifact on the same tokens, over texts. losses: of 64 tokens, by text. tokens: that a KV head
+    of a sparse layer read in a step, on average over all that was decoded. batch: the most
+    sequences whose caches fit into the memory asked for. batch_rate: tokens a second of all of
+    them."""
 
     method: str
     token_seconds: float | None
@@ -146,7 +176,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Of each method, by name: seconds of each round, bytes of its cache, its largest batch and seconds of that."""
+    """Of each method, by name: seconds of each round, bytes of its cache, its largest batch and
+    seconds of that."""
 
     seconds: dict[str, list[float]]
     held: dict[str, CacheBytes]
@@ -155,7 +186,8 @@ class Timed:
 
 
 def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], dict[str, Any]]:
-    """Load the model and compare; rows of the methods, dense first, and what is needed to repeat them.
+    """Load the model and compare; rows of the methods, dense first, and what is needed to repeat
+    them.
 
     ledger: keeps the quality of the methods that are done.
 
@@ -177,11 +209,21 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     if config.prefill_chunk is not None:
         # Each process loads a model of its own: nobody else generates with it.
         loaded.model.generation_config.prefill_chunk_size = config.prefill_chunk
-    compared = methods({name: load_headwise(file) for name, file in zip(names, files, strict=True)}, config.offload)
+    compared = methods(
+        {name: load_headwise(file) for name, file in zip(names, files, strict=True)}, config.offload
+    )
     compared += [of_policy(loaded, text, parse_cache(text)) for text in config.policies]
     timed = _timed(config, loaded, compared)
-    prompts = _prompts(config, loaded, config.task, config.task_length, config.trials) if config.trials else []
-    texts = _prompts(config, loaded, f"text:{config.text}", config.text_length, config.texts) if config.text else []
+    prompts = (
+        _prompts(config, loaded, config.task, config.task_length, config.trials)
+        if config.trials
+        else []
+    )
+    texts = (
+        _prompts(config, loaded, f"text:{config.text}", config.text_length, config.texts)
+        if config.text
+        else []
+    )
     begun = cache(partial(_shared, config, loaded, texts))
     depends = None if ledger is None else _depends(config, loaded, prompts, texts)
     rows: list[Row] = []
@@ -198,7 +240,9 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
             quality = ledger.once(ledger.unit(f"{method.name} {method.identity}", depends), find)
         if texts:
             known[method.name] = torch.as_tensor(quality["losses"])
-        rows.append(_row(config, method.name, timed, prompts, quality["answers"], known, quality["tokens"]))
+        rows.append(
+            _row(config, method.name, timed, prompts, quality["answers"], known, quality["tokens"])
+        )
     parts = by_position(known, known[MODEL]) if texts else {}
     figures: dict[str, Any] = {"rows": [asdict(row) for row in rows], "all_seconds": timed.seconds}
     figures["by_position"] = {name: [asdict(part) for part in each] for name, each in parts.items()}
@@ -208,10 +252,15 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
 
 
 def _timed(config: Comparison, loaded: LoadedModel, compared: Sequence[Method]) -> Timed:
-    """Time one sequence by each method, and with --memory the largest batch; nothing without repeats."""
+    """Time one sequence by each method, and with --memory the largest batch; nothing without
+    repeats."""
     if not config.repeats:
         return Timed(seconds={}, held={}, batches={}, batch_seconds={})
-    how: dict[str, Any] = {"context": config.context, "steps": config.steps, "repeats": config.repeats}
+    how: dict[str, Any] = {
+        "context": config.context,
+        "steps": config.steps,
+        "repeats": config.repeats,
+    }
     caches = filled(loaded, compared, context=config.context, seed=config.seed)
     held = {name: cache_bytes(cache) for name, cache in caches.items()}
     seconds = step_seconds(loaded, compared, caches, **how)
@@ -222,7 +271,8 @@ def _timed(config: Comparison, loaded: LoadedModel, compared: Sequence[Method]) 
     for name, batch in batches.items():
         if batch < 1:
             raise HeadwiseError(
-                f"--memory {config.memory} is too small for one sequence of {config.context} tokens under {name}, "
+                f"--memory {config.memory} is too small for one sequence of {config.context} "
+                f"tokens under {name}, "
                 f"which takes {held[name].device}"
             )
         caches[name].batch_repeat_interleave(batch)
@@ -242,7 +292,11 @@ def _depends(
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     names = ("dtype", "device", "forced", "dense_prefill", "prefill_chunk")
     made = {"prompts": digest(prompts), "texts": digest(texts)}
-    return {"weights": model.weights_sha256, **made, **{name: getattr(config, name) for name in names}}
+    return {
+        "weights": model.weights_sha256,
+        **made,
+        **{name: getattr(config, name) for name in names},
+    }
 
 
 def _quality(
@@ -253,7 +307,8 @@ def _quality(
     texts: Sequence[Prompt],
     shared: Callable[[], Sequence[Begun]],
 ) -> dict[str, Any]:
-    """A method's answers, the losses (T, F) of its texts, and the tokens that it read in a step: None where none."""
+    """A method's answers, the losses (T, F) of its texts, and the tokens that it read in a step:
+    None where none."""
     losses: Tensor | None = None
     # Before the method is applied: it is a prefill of another one.
     sharing = shared() if texts and config.dense_prefill and _chooses(method) else None
@@ -267,37 +322,57 @@ def _quality(
             begun = sharing or begin(loaded.model, new_cache, texts, config.forced)
             losses = forced_losses(loaded.model, begun, config.forced)
         tokens = applied.stats().get("tokens") if _chooses(method) else None
-    return {"answers": given, "losses": None if losses is None else losses.cpu().numpy(), "tokens": tokens}
+    return {
+        "answers": given,
+        "losses": None if losses is None else losses.cpu().numpy(),
+        "tokens": tokens,
+    }
 
 
 def _check_shared(artifacts: Iterable[Artifact]) -> None:
-    """Raise HeadwiseError where an artifact cannot go on from a cache that another prefill has filled."""
+    """Raise HeadwiseError where an artifact cannot go on from a cache that another prefill has
+    filled."""
     for artifact in artifacts:
         if artifact.kv_cache or (artifact.decode and artifact.decode.omnikv.selector != "last"):
             raise HeadwiseError(
-                "--dense-prefill shares one cache: artifacts with a kv_cache section, or a selector other than last, "
+                "--dense-prefill shares one cache: artifacts with a kv_cache section, or a "
+                "selector other than last, "
                 "need their own"
             )
 
 
 def _shared(config: Comparison, loaded: LoadedModel, texts: Sequence[Prompt]) -> list[Begun]:
-    """The texts after a dense prefill, in caches that serve every artifact which chooses by the last query alone."""
+    """The texts after a dense prefill, in caches that serve every artifact which chooses by the
+    last query alone."""
     with dense(loaded.model, KERNEL):
-        return list(begin(loaded.model, lambda: make_cache(None, loaded.model, "never"), texts, config.forced))
+        return list(
+            begin(
+                loaded.model, lambda: make_cache(None, loaded.model, "never"), texts, config.forced
+            )
+        )
 
 
-def _record(config: Comparison, hashes: Mapping[str, str], figures: dict[str, Any]) -> dict[str, Any]:
-    """What was found, and what is needed to repeat it. hashes: the artifacts' content, by their names."""
+def _record(
+    config: Comparison, hashes: Mapping[str, str], figures: dict[str, Any]
+) -> dict[str, Any]:
+    """What was found, and what is needed to repeat it. hashes: the artifacts' content, by their
+    names."""
     file = config.config
     return {
         **figures,
-        "settings": {**asdict(config), "config": file and file.name, "beside": [each.name for each in config.beside]},
+        "settings": {
+            **asdict(config),
+            "config": file and file.name,
+            "beside": [each.name for each in config.beside],
+        },
         "artifacts": hashes,
         "environment": environment(config.device),
     }
 
 
-def _prompts(config: Comparison, loaded: LoadedModel, task: str, length: int, samples: int) -> list[Prompt]:
+def _prompts(
+    config: Comparison, loaded: LoadedModel, task: str, length: int, samples: int
+) -> list[Prompt]:
     return make_prompts(task, loaded.tokenizer, length=length, samples=samples, seed=config.seed)
 
 
@@ -315,12 +390,16 @@ def _row(
     first = None if losses is None else next((each for each in known if each != MODEL), name)
     return Row(
         method=name,
-        token_seconds=statistics.median(timed.seconds[name]) / config.steps if name in timed.seconds else None,
+        token_seconds=statistics.median(timed.seconds[name]) / config.steps
+        if name in timed.seconds
+        else None,
         device_bytes=timed.held[name].device if name in timed.held else None,
         bank_bytes=timed.held[name].bank if name in timed.held else None,
         perplexity=None if losses is None else math.exp(losses.mean().item()),
         change=None if losses is None or name == MODEL else apart(losses, known[MODEL]),
-        right=sum(is_right(p, text) for p, text in zip(prompts, given, strict=True)) if prompts else None,
+        right=sum(is_right(p, text) for p, text in zip(prompts, given, strict=True))
+        if prompts
+        else None,
         tokens=tokens,
         answers=tuple(given),
         losses=() if losses is None else in_blocks(losses),
@@ -330,19 +409,34 @@ def _row(
             if name in timed.batch_seconds
             else None
         ),
-        apart=None if losses is None or first is None or name in (MODEL, first) else apart(losses, known[first]),
+        apart=None
+        if losses is None or first is None or name in (MODEL, first)
+        else apart(losses, known[first]),
     )
 
 
 def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: int) -> str:
     """The comparison as an aligned text table. seconds: of each method's rounds."""
     rates = {row.method: [1 / row.batch_rate] for row in rows if row.batch_rate}
-    lines = [["", "ms/token", "tokens/s", *COLUMNS, "cache MiB", "bank MiB", "tokens read", "perplexity", "right"]]
+    lines = [
+        [
+            "",
+            "ms/token",
+            "tokens/s",
+            *COLUMNS,
+            "cache MiB",
+            "bank MiB",
+            "tokens read",
+            "perplexity",
+            "right",
+        ]
+    ]
     beside = [row.apart for row in rows if row.apart]
     lines[0] += ["perplexity to the first's"] if beside else []
     lines[0] += ["batch", "tokens/s", *COLUMNS] if rates else []
     for row in rows:
-        t, loss = row.token_seconds, row.perplexity
+        t = row.token_seconds
+        loss = row.perplexity
         change = f" {changed(row.change)}" if row.change else ""
         lines.append(
             [
@@ -350,7 +444,10 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
                 f"{1e3 * t:.2f}" if t else "-",
                 f"{1 / t:.1f}" if t else "-",
                 *cells(of_rounds(seconds, row.method) if seconds else None),
-                *(f"{n / 2**20:.1f}" if n is not None else "-" for n in (row.device_bytes, row.bank_bytes)),
+                *(
+                    f"{n / 2**20:.1f}" if n is not None else "-"
+                    for n in (row.device_bytes, row.bank_bytes)
+                ),
                 f"{row.tokens:.0f}" if row.tokens else "-",
                 f"{loss:.3f}{change}" if loss else "-",
                 f"{row.right}/{trials}" if row.right is not None else "-",
@@ -362,7 +459,8 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
 
 
 def _batch_cells(row: Row, rates: Mapping[str, Sequence[float]]) -> list[str]:
-    """The largest batch, its tokens a second, and how many times as fast that is as each dense attention's batch."""
+    """The largest batch, its tokens a second, and how many times as fast that is as each dense
+    attention's batch."""
     if row.batch_rate is None:
         return ["-"] * (2 + len(COLUMNS))
     return [str(row.batch), f"{row.batch_rate:.1f}", *cells(of_rounds(rates, row.method))]
@@ -387,7 +485,9 @@ def main(argv: list[str] | None = None) -> int:
         rows, record = run(config, ledger)
         record = {"command": arguments.as_typed("decode", argv), **record}
         said = table(rows, record["all_seconds"], config.trials)
-        arguments.deliver("\n".join([said, *position_lines(record.get("by_position", {}))]), record, options.json)
+        arguments.deliver(
+            "\n".join([said, *position_lines(record.get("by_position", {}))]), record, options.json
+        )
         if ledger is not None:
             ledger.remove()
     return 0

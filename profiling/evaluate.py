@@ -1,11 +1,14 @@
-"""headwise evaluate: quality and speed of artifacts beside dense attention and other methods, as one page.
+"""headwise evaluate: quality and speed of artifacts beside dense attention and other methods, as
+one page.
 
-The first artifact is the row `headwise`, each further one a row by the name of its file. Every prompt under every
-method is a file of a ledger in the report's folder: a killed run goes on where it was, and methods, tasks, lengths and
-samples can be added later without running again what is there.
+The first artifact is the row `headwise`, each further one a row by the name of its file. Every
+prompt under every method is a file of a ledger in the report's folder: a killed run goes on where
+it was, and methods, tasks, lengths and samples can be added later without running again what is
+there.
 
-With --minutes the methods are timed, then tasks are asked, the most telling first: of each as many prompts as any mark
-takes, then twice and four times as many. What does not fit is left out and named.
+With --minutes the methods are timed, then tasks are asked, the most telling first: of each as many
+prompts as any mark takes, then twice and four times as many. What does not fit is left out and
+named.
 
 headwise evaluate cfg.yaml --model smollm2 --length 4096 8192 --text book.txt --out report/
 headwise evaluate cfg.yaml other.yaml --model smollm2 --quick --out report/
@@ -77,7 +80,8 @@ _QUICK_SAMPLES = 2
 _QUICK_REPEATS = 2
 _QUICK_DEPTHS = (0.0, 0.5, 1.0)
 _QUICK_TASKS = ("line_turns@questions=4", *DEFAULT_TASKS[1:])
-# Of a model's settings the most telling, and a text beside them: as many contexts as of _QUICK_TASKS.
+# Of a model's settings the most telling, and a text beside them: as many contexts as of
+# _QUICK_TASKS.
 _QUICK_SETTINGS = 3
 _SPEED_METHODS = ("dense", "headwise")
 _LIMITED_SEEDS = 3
@@ -89,21 +93,33 @@ class Config:
     """One run of the command; None takes the default that depends on the rest."""
 
     configs: tuple[Path, ...] = shared(
-        arguments.add_artifact, "artifacts of one model, such as cfg.yaml", dest="configs", nargs="+"
+        arguments.add_artifact,
+        "artifacts of one model, such as cfg.yaml",
+        dest="configs",
+        nargs="+",
     )
     model: str = shared(arguments.add_model)
     out: Path = shared(
-        arguments.add_out, "folder of the report: index.html, evaluation.json, the ledger", metavar="FOLDER"
+        arguments.add_out,
+        "folder of the report: index.html, evaluation.json, the ledger",
+        metavar="FOLDER",
     )
-    minutes: float | None = option("ask as many prompts as fit, in place of --samples", default=None, within=POSITIVE)
+    minutes: float | None = option(
+        "ask as many prompts as fit, in place of --samples", default=None, within=POSITIVE
+    )
     tasks: tuple[str, ...] | None = shared(
         arguments.add_task,
         f"what is asked, `all` for all that need no file (default {' '.join(DEFAULT_TASKS)})",
         default=None,
     )
-    text: str | None = option("long text: adds perplexity by position, and is the haystack of the needle", default=None)
+    text: str | None = option(
+        "long text: adds perplexity by position, and is the haystack of the needle", default=None
+    )
     length: tuple[int, ...] | None = shared(
-        arguments.add_length, "prompt lengths (default: the model's positions)", several=True, default=None
+        arguments.add_length,
+        "prompt lengths (default: the model's positions)",
+        several=True,
+        default=None,
     )
     methods: tuple[str, ...] | None = option(
         f"`all`, or some of them (default: {' '.join(DEFAULT_METHODS)})", default=None, nargs="+"
@@ -122,9 +138,13 @@ class Config:
         advanced=True,
     )
     fidelity: bool = option(
-        "also agreement with dense attention: answers, tokens, KL, recall", default=False, action="store_true"
+        "also agreement with dense attention: answers, tokens, KL, recall",
+        default=False,
+        action="store_true",
     )
-    share: float = option("fraction of tokens that caches keep", default=Evaluation.share, within=SHARE, advanced=True)
+    share: float = option(
+        "fraction of tokens that caches keep", default=Evaluation.share, within=SHARE, advanced=True
+    )
     density: float | None = option(
         "of single kinds and oracles (default: the artifact's own)",
         default=None,
@@ -147,14 +167,26 @@ class Config:
     repeats: int | None = option(
         "timed rounds, interleaved (default 5)", default=None, within=at_least(1), advanced=True
     )
-    steps: int = option("decoded tokens of a timed round", default=Speed.steps, within=at_least(1), advanced=True)
+    steps: int = option(
+        "decoded tokens of a timed round", default=Speed.steps, within=at_least(1), advanced=True
+    )
     speed: bool = arg("--no-speed", default=True, action="store_false", help="quality only")
-    memory: bool = arg("--no-memory", default=True, action="store_false", help="no peak memory", advanced=True)
+    memory: bool = arg(
+        "--no-memory", default=True, action="store_false", help="no peak memory", advanced=True
+    )
     crossover: bool = arg(
-        "--no-crossover", default=True, action="store_false", help="no search for the crossover", advanced=True
+        "--no-crossover",
+        default=True,
+        action="store_false",
+        help="no search for the crossover",
+        advanced=True,
     )
     again: bool = arg(
-        "--time-again", default=False, action="store_true", help="time anew, whatever the ledger has", advanced=True
+        "--time-again",
+        default=False,
+        action="store_true",
+        help="time anew, whatever the ledger has",
+        advanced=True,
     )
     sparse_always: bool = option(
         "use the patterns below the artifact's dense_below too",
@@ -162,9 +194,14 @@ class Config:
         action="store_true",
         advanced=True,
     )
-    attach: bool = option("write the summary into the first artifact's evidence", default=False, action="store_true")
+    attach: bool = option(
+        "write the summary into the first artifact's evidence", default=False, action="store_true"
+    )
     set_dense_below: bool = option(
-        "write the crossover into the first artifact", default=False, action="store_true", advanced=True
+        "write the crossover into the first artifact",
+        default=False,
+        action="store_true",
+        advanced=True,
     )
     fresh: bool = option("discard the ledger", default=False, action="store_true")
     dtype: str = shared(arguments.add_dtype, default="bfloat16")
@@ -174,20 +211,29 @@ class Config:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.minutes is not None and (self.quick or self.samples is not None or self.text is not None):
+        if self.minutes is not None and (
+            self.quick or self.samples is not None or self.text is not None
+        ):
             raise HeadwiseError(
-                "--minutes chooses the prompts: leave --quick, --samples and --text away (--task text:FILE is a text)"
+                "--minutes chooses the prompts: leave --quick, --samples and --text away (--task "
+                "text:FILE is a text)"
             )
-        asked = any(each is not None for each in (self.tasks, self.text, self.samples, self.minutes))
+        asked = any(
+            each is not None for each in (self.tasks, self.text, self.samples, self.minutes)
+        )
         others = asked or self.fidelity or self.set_dense_below or not self.speed
         if self.speed_only and others:
             raise HeadwiseError(
-                "--speed-only asks nothing: leave --task, --text, --samples, --minutes, --fidelity, --no-speed and "
+                "--speed-only asks nothing: leave --task, --text, --samples, --minutes, "
+                "--fidelity, --no-speed and "
                 "--set-dense-below away"
             )
-        if self.set_dense_below and (not self.speed or not self.crossover or self.minutes is not None):
+        if self.set_dense_below and (
+            not self.speed or not self.crossover or self.minutes is not None
+        ):
             raise HeadwiseError(
-                "--set-dense-below needs the crossover: leave --no-speed, --no-crossover and --minutes away"
+                "--set-dense-below needs the crossover: leave --no-speed, --no-crossover and "
+                "--minutes away"
             )
 
 
@@ -212,8 +258,12 @@ def run(config: Config) -> dict[str, Any]:
     known = method_names(artifact, beside)
     for name in quality.methods:
         if name not in known:
-            raise HeadwiseError(f"unknown method {name!r}; known for this artifact: {', '.join(known)}")
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+            raise HeadwiseError(
+                f"unknown method {name!r}; known for this artifact: {', '.join(known)}"
+            )
+    loaded = load_model(
+        config.model, dtype=config.dtype, device=config.device, revision=config.revision
+    )
     for each in (artifact, *(other.artifact for other in beside.values())):
         check(each.model, loaded.model)
     places: list[tuple[str, int]] = []
@@ -248,7 +298,9 @@ def run(config: Config) -> dict[str, Any]:
                 tasks=tuple(dict.fromkeys(step.task for step in rounds.prompts)),
                 samples=max(rounds.prompts.values()),
             )
-    record = record_of(artifact, methods, quality, outcomes, times, loaded=loaded, command=config.command)
+    record = record_of(
+        artifact, methods, quality, outcomes, times, loaded=loaded, command=config.command
+    )
     if config.minutes is not None:
         record["left_out"] = {"minutes": config.minutes, "what": left}
     write_report(config.out, record)
@@ -297,7 +349,8 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
 
 
 def _asked(config: Config, artifact: Artifact) -> tuple[list[str], list[int]]:
-    """Tasks and lengths: those asked for, else the model's settings at their usual length, else the defaults.
+    """Tasks and lengths: those asked for, else the model's settings at their usual length, else the
+    defaults.
 
     Where the artifact serves that length densely, the length is that of a model without settings.
     """
@@ -318,7 +371,9 @@ def _asked(config: Config, artifact: Artifact) -> tuple[list[str], list[int]]:
     return [*(each.task for each in rows), TEXT], lengths
 
 
-def _timed(config: Config, quality: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger) -> Times | None:
+def _timed(
+    config: Config, quality: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger
+) -> Times | None:
     if not config.speed:
         return None
     short = config.quick or config.speed_only or config.minutes is not None
@@ -334,7 +389,9 @@ def _timed(config: Config, quality: Evaluation, loaded: LoadedModel, methods: Me
         steps=config.steps,
         decode=not config.speed_only,
         memory=config.memory and not short,
-        crossover=config.crossover and "headwise" in quality.methods and (not short or config.set_dense_below),
+        crossover=config.crossover
+        and "headwise" in quality.methods
+        and (not short or config.set_dense_below),
     )
     return measure(
         speed,
@@ -348,16 +405,22 @@ def _timed(config: Config, quality: Evaluation, loaded: LoadedModel, methods: Me
 
 
 def _write_into(config: Config, record: dict[str, Any]) -> None:
-    """Write the evidence, and dense_below where the crossover was found, into the first artifact."""
+    """Write the evidence, and dense_below where the crossover was found, into the first
+    artifact."""
     entries = tuple(Measurement(**entry) for entry in attached(record)) if config.attach else ()
     found = record["crossover"] and record["crossover"]["length"]
     if config.set_dense_below and found is None:
-        print("dense_below stays as it is: no length was found from which Headwise is faster", file=sys.stderr)
+        print(
+            "dense_below stays as it is: no length was found from which Headwise is faster",
+            file=sys.stderr,
+        )
 
     def change(artifact: Artifact, arrays: dict[str, Any]) -> tuple[Artifact, dict[str, Any]]:
         fields: dict[str, Any] = {}
         if entries:
-            fields["evidence"] = artifact.evidence.with_measurements(entries, command=config.command)
+            fields["evidence"] = artifact.evidence.with_measurements(
+                entries, command=config.command
+            )
         if config.set_dense_below and found is not None:
             fields["prefill"] = artifact.prefill.model_copy(update={"dense_below": found})
         return artifact.model_copy(update=fields), arrays

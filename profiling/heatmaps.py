@@ -1,9 +1,10 @@
 """headwise heatmaps: pictures of what attention does, layer by layer and head by head.
 
-layers     from a saved profile, or one measured on the model: layer x layer similarity (OmniKV, Figure 8), filtering
-           ability, hit rate and variability (Figures 6a, 6b, 1c)
+layers     from a saved profile, or one measured on the model: layer x layer similarity (OmniKV,
+           Figure 8), filtering ability, hit rate and variability (Figures 6a, 6b, 1c)
 maps       attention of single heads, an artifact's patterns drawn over it
-sparsity   of each head (H2O, Figure 2a), and with an artifact of its kernels (MInference 1.0, Figure 12)
+sparsity   of each head (H2O, Figure 2a), and with an artifact of its kernels (MInference 1.0,
+           Figure 12)
 
 Each as PNG and SVG with the numbers beside it.
 

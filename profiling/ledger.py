@@ -1,8 +1,9 @@
-"""The resume ledger of long commands: a folder beside the output with one file for each finished unit of work.
+"""The resume ledger of long commands: a folder beside the output with one file for each finished
+unit of work.
 
-A unit's file is named by a hash of all that its result depends on, so whatever it is asked for again by, another run
-or other options, a unit that is there is right. Killed at any moment, a command loses the unit in hand.
-"""
+A unit's file is named by a hash of all that its result depends on, so whatever it is asked for
+again by, another run or other options, a unit that is there is right. Killed at any moment, a
+command loses the unit in hand."""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ class Unit:
 class Ledger:
     """The finished units of one command's work for one output.
 
-    Values are JSON values with numpy arrays among them, and come back as profiling.values.from_bytes returns them, from
-    put() too: a run that was interrupted and one that was not compute on the same.
-    """
+    Values are JSON values with numpy arrays among them, and come back as
+    profiling.values.from_bytes returns them, from put() too: a run that was interrupted and one
+    that was not compute on the same."""
 
     def __init__(
         self,
@@ -55,24 +56,30 @@ class Ledger:
         fresh: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        """Start the ledger, or go on with what an interrupted run left of it; other ranks join the first one's.
+        """Start the ledger, or go on with what an interrupted run left of it; other ranks join the
+        first one's.
 
         Args:
             out: the file that the command writes; the ledger is `OUT.COMMAND.ledger` beside it.
-            command: a word.
-            settings: JSON that every unit depends on. A run with others would use nothing of what is there, which
+            command: a word. settings: JSON that every unit depends on. A run with others would use
+            nothing of what is there, which
                 is a mistake more often than not.
             fresh: discard what is there.
             ranks: of this launch; one if None.
 
         Raises:
-            HeadwiseError: another process is at work for the same output, or an interrupted one had other settings.
+            HeadwiseError: another process is at work for the same output, or an interrupted one had
+            other settings.
         """
         self.folder = out.with_name(f"{out.name}.{command}.ledger")
         self._ranks = ranks or Ranks()
         # In their order: of several that differ the first is named.
         self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
-        self._versions = {"format": _FORMAT, "headwise": version("headwise"), "torch": version("torch")}
+        self._versions = {
+            "format": _FORMAT,
+            "headwise": version("headwise"),
+            "torch": version("torch"),
+        }
         with ExitStack() as stack:
             if self._ranks.is_first:
                 # The system's: it ends with its holder, however that ends.
@@ -99,7 +106,8 @@ class Ledger:
         return self.get(unit) is not None
 
     def unit(self, name: str, depends: Mapping[str, Any] | None = None) -> Unit:
-        """A unit of that name, which depends on these values (JSON) besides the ledger's settings and the versions."""
+        """A unit of that name, which depends on these values (JSON) besides the ledger's settings
+        and the versions."""
         content = [name, dict(depends or {}), self._settings, self._versions]
         return Unit(name=name, key=hashlib.sha256(_canonical(content)).hexdigest())
 
@@ -115,7 +123,8 @@ class Ledger:
         return found["value"] if found["key"] == unit.key else None
 
     def put(self, unit: Unit, value: Any) -> Any:
-        """Keep a unit's value; when this returns it survives a kill. Returns the value as get() does."""
+        """Keep a unit's value; when this returns it survives a kill. Returns the value as get()
+        does."""
         if value is None:
             raise ValueError(f"{unit.name}: None is no value, it says that there is none")
         data = to_bytes({"name": unit.name, "key": unit.key, "value": value})
@@ -137,22 +146,29 @@ class Ledger:
         has: Sequence[str] = (),
         done: Callable[[int], object] | None = None,
     ) -> list[Any]:
-        """The values of all units in every rank, in order: what no rank has yet is dealt to the ranks.
+        """The values of all units in every rank, in order: what no rank has yet is dealt to the
+        ranks.
 
         Args:
-            units: the same in every rank.
-            work: finds the value of one.
-            costs: how long each takes, in any unit; all the same if None.
-            needs: for each what a rank makes for it first, as costly as itself, and then has; nothing if None.
-            has: what this rank has of that.
-            done: called with how many of all units are done: those from before, then after each of this rank with as
+            units: the same in every rank. work: finds the value of one. costs: how long each takes,
+            in any unit; all the same if None. needs: for each what a rank makes for it first, as
+            costly as itself, and then has; nothing if None. has: what this rank has of that. done:
+            called with how many of all units are done: those from before, then after each of this
+            rank with as
                 many of the others', and at the end with all.
         """
-        held: dict[str, Any] = {unit.key: found for unit in units if (found := self.get(unit)) is not None}
-        # A rank that starts late may find what another has just finished: dealt is what nobody had at first.
+        held: dict[str, Any] = {
+            unit.key: found for unit in units if (found := self.get(unit)) is not None
+        }
+        # A rank that starts late may find what another has just finished: dealt is what nobody had
+        # at first.
         by_rank = [set(keys) for keys in self._ranks.gather_all(sorted(held))]
-        left = [at for at, unit in enumerate(units) if not any(unit.key in keys for keys in by_rank)]
-        held_by = [] if needs is None else [set(theirs) for theirs in self._ranks.gather_all(list(has))]
+        left = [
+            at for at, unit in enumerate(units) if not any(unit.key in keys for keys in by_rank)
+        ]
+        held_by = (
+            [] if needs is None else [set(theirs) for theirs in self._ranks.gather_all(list(has))]
+        )
         mine = self._ranks.deal(
             left,
             None if costs is None else [costs[at] for at in left],
@@ -170,7 +186,9 @@ class Ledger:
             show(count)
         if self._ranks.count > 1:
             sent = set().union(*by_rank[: self._ranks.rank])
-            held = self._ranks.gather({key: value for key, value in held.items() if key not in sent})
+            held = self._ranks.gather(
+                {key: value for key, value in held.items() if key not in sent}
+            )
         if done is not None:
             done(len(units))
         return [held[unit.key] for unit in units]
@@ -195,7 +213,9 @@ class Ledger:
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
             why = (error.strerror or str(error)).lower()
-            raise HeadwiseError(f"cannot make the folder {shorten(str(self.folder), 400)}: {why}") from None
+            raise HeadwiseError(
+                f"cannot make the folder {shorten(str(self.folder), 400)}: {why}"
+            ) from None
 
     def _begin(self) -> None:
         """Compare settings, and clear away what a kill left half-written."""
@@ -209,12 +229,16 @@ class Ledger:
         if isinstance(found, dict) and len(self):
             settings = self._settings
             changed = [
-                key for key in {**settings, **found} if _canonical(settings.get(key)) != _canonical(found.get(key))
+                key
+                for key in {**settings, **found}
+                if _canonical(settings.get(key)) != _canonical(found.get(key))
             ]
             if changed:
                 raise HeadwiseError(
-                    f"{self.folder} belongs to another run: its {changed[0]} is {shorten(found.get(changed[0]))}, not "
-                    f"{shorten(settings.get(changed[0]))}; repeat that command to finish it, or pass --fresh to "
+                    f"{self.folder} belongs to another run: its {changed[0]} is "
+                    f"{shorten(found.get(changed[0]))}, not "
+                    f"{shorten(settings.get(changed[0]))}; repeat that command to finish it, or "
+                    f"pass --fresh to "
                     "discard it"
                 )
             print(f"going on with {self.folder}: {len(self)} units are finished", file=sys.stderr)

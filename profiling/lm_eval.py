@@ -17,7 +17,8 @@ _EPILOG = """\
   target_speedup, target_kl, target_recall
                     a point of the artifact's front
 
-headwise tasks --lm-eval FOLDER writes our tasks for --include_path; docs/evaluation.md has an example.
+headwise tasks --lm-eval FOLDER writes our tasks for --include_path; docs/evaluation.md has an
+example.
 """
 
 
@@ -43,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     import profiling.harness.model  # noqa: F401
 
     # The harness's parser reads the process's own words.
-    before, sys.argv = sys.argv, ["lm_eval", *(sys.argv[1:] if argv is None else argv)]
+    before = sys.argv
+    sys.argv = ["lm_eval", *(sys.argv[1:] if argv is None else argv)]
     try:
         cli_evaluate()
     finally:

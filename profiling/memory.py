@@ -3,11 +3,10 @@
     headwise memory cfg.yaml --model smollm2 --length 8192 16384 32768 --dense
     headwise memory --plan config.json --length 131072 524288 1048576 --memory 139GB
 
-Each figure comes from a process of its own (profiling.memory_use.peak_memory). `passing` is what is there at most
-beside weights and the cache, `predicted` the same from the model's configuration. Prompts are random tokens, so lengths
-may go beyond the model's positions. --plan only predicts, from a config.json, the folder of one, or such JSON on the
-command line: no weights are read.
-"""
+Each figure comes from a process of its own (profiling.memory_use.peak_memory). `passing` is what is
+there at most beside weights and the cache, `predicted` the same from the model's configuration.
+Prompts are random tokens, so lengths may go beyond the model's positions. --plan only predicts,
+from a config.json, the folder of one, or such JSON on the command line: no weights are read."""
 
 from __future__ import annotations
 
@@ -35,13 +34,17 @@ class Memory:
 
     config: Path | None = shared(arguments.add_artifact, nargs="?", default=None)
     model: str | None = shared(arguments.add_model, required=False, default=None)
-    length: tuple[int, ...] = shared(arguments.add_length, "tokens of the prompts", several=True, required=True)
+    length: tuple[int, ...] = shared(
+        arguments.add_length, "tokens of the prompts", several=True, required=True
+    )
     dense: bool = option("also the model without an artifact", default=False, action="store_true")
     offload: str = option("where the cache keeps keys and values", default="auto", choices=OFFLOADS)
     plan: str | None = option(
         "only predict: config.json, a folder with one, or its JSON", default=None, metavar="SHAPE"
     )
-    banked: int = option("with --plan: layers whose keys and values are offloaded", default=0, within=at_least(0))
+    banked: int = option(
+        "with --plan: layers whose keys and values are offloaded", default=0, within=at_least(0)
+    )
     memory: int | None = option(
         "with --plan: bytes of the device, such as 139GB: which rows fit",
         default=None,
@@ -56,12 +59,15 @@ class Memory:
         if min(self.length) < 1:
             raise HeadwiseError(f"--length must be at least 1, got {min(self.length)}")
         if self.plan is None and (self.config is None or self.model is None):
-            raise HeadwiseError("name an artifact and its model with --model, or a configuration with --plan")
+            raise HeadwiseError(
+                "name an artifact and its model with --model, or a configuration with --plan"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Bytes of one prefill beside the model: at most, of those the cache's, and beside that, measured and predicted."""
+    """Bytes of one prefill beside the model: at most, of those the cache's, and beside that,
+    measured and predicted."""
 
     method: str
     length: int
@@ -81,7 +87,9 @@ def predicted(config: Memory) -> str:
     shape = read_shape(config.plan, config.dtype)
     full = shape.layers - shape.sliding
     if config.banked > full:
-        raise HeadwiseError(f"--banked must be 0 to {full}, the layers that see all: got {config.banked}")
+        raise HeadwiseError(
+            f"--banked must be 0 to {full}, the layers that see all: got {config.banked}"
+        )
     return plan_table(shape, config.length, config.memory, config.banked)
 
 

@@ -1,4 +1,5 @@
-"""The pattern map: which pattern each head got (colour by kind) and how much attention it keeps (shade by recall).
+"""The pattern map: which pattern each head got (colour by kind) and how much attention it keeps
+(shade by recall).
 
 headwise map cfg.yaml --out cfg
 """
@@ -20,8 +21,8 @@ from artifacts.files import atomic_write, check_writable
 from artifacts.options import add_arguments, config_of, shared
 from artifacts.page import LETTERS
 
-# Okabe and Ito's palette: told apart with any colour vision. Its second half comes near to pale shades of the first, so
-# that those kinds carry their letter, too.
+# Okabe and Ito's palette: told apart with any colour vision. Its second half comes near to pale
+# shades of the first, so that those kinds carry their letter, too.
 COLOURS = {
     "vertical_slash": "#0072B2",
     "a_shape": "#E69F00",
@@ -46,20 +47,25 @@ def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
     """Draw an artifact's pattern map.
 
     Args:
-        config: the artifact; its sidecar holds the recall of every head, but for an import.
-        stem: <stem>.png, <stem>.svg and <stem>.csv are written, also where it is given as one of these.
+        config: the artifact; its sidecar holds the recall of every head, but for an import. stem:
+        <stem>.png, <stem>.svg and <stem>.csv are written, also where it is given as one of these.
 
     Returns:
-        The three paths. The CSV has a line for each head: layer, head, pattern, kind, recall, error, density.
+        The three paths. The CSV has a line for each head: layer, head, pattern, kind, recall,
+        error, density.
 
     Raises:
         HeadwiseError: the artifact cannot be read, or a file cannot be written.
     """
     artifact, arrays = load_pair(config)
     shape = (artifact.model.num_layers, artifact.model.num_heads)
-    scores = {name: arrays[name] for name in _SCORES if name in arrays and arrays[name].shape == shape}
+    scores = {
+        name: arrays[name] for name in _SCORES if name in arrays and arrays[name].shape == shape
+    }
     if not stem.name:
-        raise HeadwiseError("--out: give the stem of the .png, .svg and .csv, such as maps/cfg, got nothing")
+        raise HeadwiseError(
+            "--out: give the stem of the .png, .svg and .csv, such as maps/cfg, got nothing"
+        )
     # --out maps/cfg.png means the stem maps/cfg; a dot elsewhere belongs to the name.
     name = stem.stem if stem.suffix in _SUFFIXES else stem.name
     paths = [stem.with_name(name + suffix) for suffix in _SUFFIXES]
@@ -79,7 +85,8 @@ def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
 
 
 def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
-    """The map as a matplotlib figure; recall (layers, heads), None draws every head in its kind's full colour."""
+    """The map as a matplotlib figure; recall (layers, heads), None draws every head in its kind's
+    full colour."""
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "headwise"
@@ -87,7 +94,8 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    layers, heads = artifact.model.num_layers, artifact.model.num_heads
+    layers = artifact.model.num_layers
+    heads = artifact.model.num_heads
     image = np.ones((heads, layers, 3))
     counts: dict[str, int] = {}
     marks: list[tuple[int, int, str]] = []
@@ -107,7 +115,11 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
             image[head, layer] = 1 - (0.2 + 0.8 * strength) * (1 - colour)
 
     cell = min(0.32, 14 / layers)
-    drawn = Figure(figsize=(max(6.5, layers * cell + 1.2), max(2.2, heads * cell) + 1.5), layout="constrained", dpi=150)
+    drawn = Figure(
+        figsize=(max(6.5, layers * cell + 1.2), max(2.2, heads * cell) + 1.5),
+        layout="constrained",
+        dpi=150,
+    )
     axes = drawn.subplots()
     axes.imshow(image, aspect="equal", interpolation="nearest", origin="lower")
     for layer, head, letter in marks:
@@ -127,27 +139,42 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
     # A name is no formula, and moves no cursor where the SVG is printed.
     lines = [one_line(line).replace("$", r"\$") for line in caption.split("\n")]
     axes.set_title("\n".join(lines), loc="left", fontsize=8)
-    handles = [Patch(color=COLOURS[kind], label=f"{_label(kind)} {count}") for kind, count in sorted(counts.items())]
+    handles = [
+        Patch(color=COLOURS[kind], label=f"{_label(kind)} {count}")
+        for kind, count in sorted(counts.items())
+    ]
     if None in artifact.prefill.layers:
         handles.append(Patch(color=LEFT_ALONE, label="slides already"))
     for value in () if recall is None else (1.0, 0.75, PALEST):
         grey = 1 - 0.6 * (0.2 + 0.8 * (value - PALEST) / (1 - PALEST))
         handles.append(Patch(color=str(grey), label=f"recall {value:.2f}"))
     # The names with letters are longer: six of them are wider than a small map.
-    drawn.legend(handles=handles, loc="outside lower left", ncols=5 if marks else 6, fontsize=7, frameon=False)
+    drawn.legend(
+        handles=handles,
+        loc="outside lower left",
+        ncols=5 if marks else 6,
+        fontsize=7,
+        frameon=False,
+    )
     return drawn
 
 
 def _origin(artifact: Artifact) -> str:
     """How the patterns were found, for the caption."""
-    search, imported = artifact.search, artifact.prefill.imported
+    search = artifact.search
+    imported = artifact.prefill.imported
     if search is None:
-        return f"imported from {imported.file} ({imported.format})" if imported else "no pattern was searched"
+        return (
+            f"imported from {imported.file} ({imported.format})"
+            if imported
+            else "no pattern was searched"
+        )
     tasks = ", ".join(search.calibration.tasks)
     lengths = ", ".join(str(length) for length in search.calibration.lengths)
     return (
         f"{tasks}, {lengths} tokens, budget {search.budget}: density {search.summary.density:.3f}, "
-        f"recall {search.summary.recall:.3f}; {search.dtype} on {search.device}, {search.kernel_backend} kernels"
+        f"recall {search.summary.recall:.3f}; {search.dtype} on {search.device}, "
+        f"{search.kernel_backend} kernels"
     )
 
 
@@ -161,7 +188,9 @@ def _numbers(artifact: Artifact, scores: dict[str, np.ndarray]) -> bytes:
     writer.writerow(["layer", "head", "pattern", "kind", "recall", "error", "density"])
     for layer, row in enumerate(artifact.prefill.layers):
         for head, name in enumerate(row or ()):
-            measures = [f"{scores[score][layer, head]:.6g}" if score in scores else "" for score in _SCORES]
+            measures = [
+                f"{scores[score][layer, head]:.6g}" if score in scores else "" for score in _SCORES
+            ]
             writer.writerow([layer, head, name, artifact.patterns[name].kind, *measures])
     return stream.getvalue().encode()
 
@@ -171,7 +200,9 @@ class Config:
     """The artifact, and where its map goes."""
 
     config: Path = shared(arguments.add_artifact)
-    out: Path = shared(arguments.add_out, "stem of the .png, .svg and .csv to write", metavar="STEM")
+    out: Path = shared(
+        arguments.add_out, "stem of the .png, .svg and .csv to write", metavar="STEM"
+    )
 
 
 def parser() -> ArgumentParser:

@@ -1,4 +1,5 @@
-"""Progress of long commands on stderr: phase, units done, time left; a bar on a terminal, else lines in a log."""
+"""Progress of long commands on stderr: phase, units done, time left; a bar on a terminal, else
+lines in a log."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ class Phase:
 
     def __init__(self, name: str, total: int, unit: str, bar: tqdm[Any] | None) -> None:
         """bar: where there is a terminal."""
-        self.name, self.total, self.unit = name, total, unit
+        self.name = name
+        self.total = total
+        self.unit = unit
         self.done = 0
         self._bar = bar
         self._before = 0
@@ -60,14 +63,21 @@ class Phase:
         """How far the phase is, and how long the rest will take at its pace so far."""
         now = self.done - self._before
         seconds = time.monotonic() - self._began
-        left = f", {tqdm.format_interval(seconds / now * (self.total - self.done))} left" if now else ""
+        left = (
+            f", {tqdm.format_interval(seconds / now * (self.total - self.done))} left"
+            if now
+            else ""
+        )
         note = f" ({self._note})" if self._note else ""
         return f"{self.name}: {self.done} of {self.total} {self.unit}{left}{note}"
 
     def end(self) -> str:
         """The line of a phase that is over."""
         seconds = time.monotonic() - self._began
-        return f"{self.name}: {self.done} of {self.total} {self.unit} in {tqdm.format_interval(seconds)}"
+        return (
+            f"{self.name}: {self.done} of {self.total} {self.unit} in "
+            f"{tqdm.format_interval(seconds)}"
+        )
 
 
 @contextmanager
@@ -77,16 +87,17 @@ def phase(
     """Show a phase while the block runs.
 
     Args:
-        name: what the phase is called.
-        total: how many units it has.
-        unit: what they are, in the plural.
-        quiet: show nothing, as ranks after the first do, and every command with -q.
-        every: without a terminal, seconds from one line to the next, between those of its start and its end.
+        name: what the phase is called. total: how many units it has. unit: what they are, in the
+        plural. quiet: show nothing, as ranks after the first do, and every command with -q. every:
+        without a terminal, seconds from one line to the next, between those of its start and its
+        end.
     """
     if quiet or command_line.verbosity < 0:
         yield Phase(name, total, unit, None)
     elif sys.stderr.isatty():
-        with tqdm(total=total, desc=name, unit=f" {unit}", unit_scale=total > 9999, smoothing=0.05) as bar:
+        with tqdm(
+            total=total, desc=name, unit=f" {unit}", unit_scale=total > 9999, smoothing=0.05
+        ) as bar:
             yield Phase(name, total, unit, bar)
     else:
         shown = Phase(name, total, unit, None)

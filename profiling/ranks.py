@@ -1,4 +1,5 @@
-"""The processes of one launch by torchrun, which share a command's work: who does what, and what all of them know.
+"""The processes of one launch by torchrun, which share a command's work: who does what, and what
+all of them know.
 
     torchrun --nproc_per_node 8 -m search.heads --model M --out cfg.yaml
 
@@ -18,20 +19,26 @@ from artifacts import HeadwiseError, command_line
 from artifacts.command_line import INTERRUPTED
 from profiling.values import from_bytes, to_bytes
 
-# The longest that a rank waits for the others at the end of a phase. One that has died is noticed at once.
+# The longest that a rank waits for the others at the end of a phase. One that has died is noticed
+# at once.
 TIMEOUT = 7200.0
-_FAILED, _CODE = "headwise/failed", "headwise/code"
+_FAILED = "headwise/failed"
+_CODE = "headwise/code"
 _SECONDS_TO_TELL = 5.0
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of this launch as one of them sees them. Every rank has to make the same calls in the same order."""
+    """The ranks of this launch as one of them sees them. Every rank has to make the same calls in
+    the same order."""
 
     def __init__(self, rank: int = 0, count: int = 1, local: int = 0, store: Any = None) -> None:
-        """local: the rank among those on this machine. store: torch.distributed's, through which failures are known."""
-        self.rank, self.count, self.local = rank, count, local
+        """local: the rank among those on this machine. store: torch.distributed's, through which
+        failures are known."""
+        self.rank = rank
+        self.count = count
+        self.local = local
         self._store = store
 
     @property
@@ -64,13 +71,13 @@ class Ranks:
         needs: Sequence[str] | None = None,
         has: Sequence[Collection[str]] = (),
     ) -> list[T]:
-        """This rank's share of the units, in their order: each, the longest first, goes where it is done first.
+        """This rank's share of the units, in their order: each, the longest first, goes where it is
+        done first.
 
         Args:
-            units: the same in every rank.
-            costs: of each, in any unit; all the same if None.
-            needs: for each what a rank makes for it first, as costly as itself, and then has; nothing if None.
-            has: what each rank has of that.
+            units: the same in every rank. costs: of each, in any unit; all the same if None. needs:
+            for each what a rank makes for it first, as costly as itself, and then has; nothing if
+            None. has: what each rank has of that.
         """
         costs = [1.0] * len(units) if costs is None else costs
         load = [0.0] * self.count
@@ -79,7 +86,10 @@ class Ranks:
         for place in sorted(range(len(units)), key=lambda place: -costs[place]):
             need = None if needs is None else needs[place]
             makes = [need is not None and need not in theirs for theirs in known]
-            ends = [(load[rank] + costs[place] * (1 + makes[rank]), makes[rank], rank) for rank in range(self.count)]
+            ends = [
+                (load[rank] + costs[place] * (1 + makes[rank]), makes[rank], rank)
+                for rank in range(self.count)
+            ]
             end, _, rank = min(ends)
             load[rank] = end
             if need is not None:
@@ -89,7 +99,8 @@ class Ranks:
         return [units[place] for place in sorted(mine)]
 
     def gather(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of all ranks together, sorted by key; a key that several have is the first rank's.
+        """The values of all ranks together, sorted by key; a key that several have is the first
+        rank's.
 
         They are as profiling.values.from_bytes returns them, also where there is one rank.
         """
@@ -112,8 +123,13 @@ class Ranks:
         longest = max(int(size) for size in sizes)
         padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.count)]
         with self._together():
-            distributed.all_gather(padded, torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
-        return [from_bytes(bytes(part[: int(size)].numpy())) for part, size in zip(padded, sizes, strict=True)]
+            distributed.all_gather(
+                padded, torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+            )
+        return [
+            from_bytes(bytes(part[: int(size)].numpy()))
+            for part, size in zip(padded, sizes, strict=True)
+        ]
 
     def broadcast(self, value: Any = None) -> Any:
         """The first rank's value, in every rank."""
@@ -129,7 +145,8 @@ class Ranks:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The first rank does the block, then the others do: it fills caches on disk that they find filled."""
+        """The first rank does the block, then the others do: it fills caches on disk that they find
+        filled."""
         if not self.is_first:
             self.barrier()
         yield
@@ -138,7 +155,8 @@ class Ranks:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """A call that ends in every rank or in none: where another rank has failed, this one ends with its code."""
+        """A call that ends in every rank or in none: where another rank has failed, this one ends
+        with its code."""
         try:
             yield
         except RuntimeError as error:
@@ -147,7 +165,8 @@ class Ranks:
                 raise SystemExit(code) from None
             # A rank that is killed says nothing.
             raise HeadwiseError(
-                f"rank {self.rank} of {self.count} lost another rank, which was killed or has not come for long "
+                f"rank {self.rank} of {self.count} lost another rank, which was killed or has not "
+                f"come for long "
                 f"({_last_line(error)}); what is finished is kept: start the same command again"
             ) from None
 
@@ -159,7 +178,8 @@ class Ranks:
             return None
 
     def _fails(self, error: BaseException) -> None:
-        """Let the others know how this rank ends; where they know of another failure, this one is not told."""
+        """Let the others know how this rank ends; where they know of another failure, this one is
+        not told."""
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         elif isinstance(error, HeadwiseError):
@@ -181,8 +201,9 @@ class Ranks:
 def ranks(*, timeout: float = TIMEOUT) -> Iterator[Ranks]:
     """Join the ranks of this launch until the block ends; leave it when all work is done.
 
-    An error in one rank ends all of them: it is told once, and the others end with its exit code when they next wait
-    for each other, or are ended by torchrun. torch.distributed speaks gloo for what is on the CPU, NCCL for GPUs.
+    An error in one rank ends all of them: it is told once, and the others end with its exit code
+    when they next wait for each other, or are ended by torchrun. torch.distributed speaks gloo for
+    what is on the CPU, NCCL for GPUs.
 
     Args:
         timeout: seconds that a rank waits for the others.
@@ -221,15 +242,20 @@ def ranks(*, timeout: float = TIMEOUT) -> Iterator[Ranks]:
 
 
 def one_process(command: str) -> None:
-    """Raise HeadwiseError where torchrun has started several processes of a command that does not share its work."""
+    """Raise HeadwiseError where torchrun has started several processes of a command that does not
+    share its work."""
     if (count := _number("WORLD_SIZE", 1)) > 1:
-        raise HeadwiseError(f"{command} is for one process, got {count} of a launch: start it without torchrun")
+        raise HeadwiseError(
+            f"{command} is for one process, got {count} of a launch: start it without torchrun"
+        )
 
 
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
-        raise HeadwiseError(f"the environment's {name} must be a number, as torchrun sets it, got {text!r}")
+        raise HeadwiseError(
+            f"the environment's {name} must be a number, as torchrun sets it, got {text!r}"
+        )
     return int(text)
 
 

@@ -1,9 +1,9 @@
 """headwise similarity: which layers rank first the tokens that the layers after them attend to.
 
-Prompts of several tasks are decoded step by step. At each step every layer that sees the whole prompt ranks the tokens
-by its own attention, and S[i, j] is the share of layer j's attention on layer i's top-k tokens: OmniKV, section 3.1 and
-Figures 1c, 6 and 8, with what it does to each KV head's output. Layers that slide over a window are marked and left
-out.
+Prompts of several tasks are decoded step by step. At each step every layer that sees the whole
+prompt ranks the tokens by its own attention, and S[i, j] is the share of layer j's attention on
+layer i's top-k tokens: OmniKV, section 3.1 and Figures 1c, 6 and 8, with what it does to each KV
+head's output. Layers that slide over a window are marked and left out.
 
 headwise similarity --model smollm2 --out profile/ --task multi_hop:novel.txt --task kv_retrieval \\
     --task text:novel.txt --length 4096 --steps 32
@@ -31,7 +31,8 @@ load = load_profile
 
 
 def run(config: SimilarityConfig, out: Path) -> Profile:
-    """Load the model, measure, and write similarity.safetensors and the CSV files into the folder `out`.
+    """Load the model, measure, and write similarity.safetensors and the CSV files into the folder
+    `out`.
 
     Raises:
         HeadwiseError: anything that the user has to put right; no file is written then.
@@ -40,10 +41,14 @@ def run(config: SimilarityConfig, out: Path) -> Profile:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise HeadwiseError(f"cannot make the folder {out}: {(error.strerror or str(error)).lower()}") from None
+        raise HeadwiseError(
+            f"cannot make the folder {out}: {(error.strerror or str(error)).lower()}"
+        ) from None
     try:
         check_writable(out / FILE)
-        loaded = load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+        loaded = load_model(
+            config.model, dtype=config.dtype, device=config.device, revision=config.revision
+        )
         profile = measure(config, loaded)
         save_profile(profile, out)
     except BaseException:
@@ -55,18 +60,28 @@ def run(config: SimilarityConfig, out: Path) -> Profile:
 
 
 def report(profile: Profile) -> str:
-    """A line for each task: what is kept, by which layers best, the best hit rate, what freezing misses."""
-    about, size = profile.about, max(map(len, profile.tasks))
+    """A line for each task: what is kept, by which layers best, the best hit rate, what freezing
+    misses."""
+    about = profile.about
+    size = max(map(len, profile.tasks))
     lines = [
-        f"{about['model']}: {len(profile.layers)} of {profile.num_layers} layers see the whole prompt; "
-        f"{about['length']} tokens, top {about['top_k']}, {about['steps']} steps of {about['samples']} prompts a task",
-        f"{'':<{size}}  {'kept':>6}  {'best over the next 8 layers':<32}{'best hit':>14}  {'missed when frozen':>18}",
+        f"{about['model']}: {len(profile.layers)} of {profile.num_layers} layers see the whole "
+        f"prompt; "
+        f"{about['length']} tokens, top {about['top_k']}, {about['steps']} steps of "
+        f"{about['samples']} prompts a task",
+        f"{'':<{size}}  {'kept':>6}  {'best over the next 8 layers':<32}{'best hit':>14}  "
+        f"{'missed when frozen':>18}",
     ]
     for task in profile.tasks:
         later = profile.mass(task)[np.triu_indices(profile.num_layers, 1)]
         kept = f"{np.nanmean(later):.3f}" if np.isfinite(later).any() else "-"
-        reach, hit = profile.ability(task), profile.hit(task)
-        best = [int(at) for at in np.argsort(-np.nan_to_num(reach, nan=-1.0))[:3] if np.isfinite(reach[at])]
+        reach = profile.ability(task)
+        hit = profile.hit(task)
+        best = [
+            int(at)
+            for at in np.argsort(-np.nan_to_num(reach, nan=-1.0))[:3]
+            if np.isfinite(reach[at])
+        ]
         shown = ", ".join(f"{reach[at]:.3f} ({at})" for at in best)
         found = "-" if hit is None else f"{np.nanmax(hit):.2f} ({int(np.nanargmax(hit))})"
         missed = f"{np.nanmean(profile.variability(task)):.3f}"

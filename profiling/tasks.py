@@ -52,18 +52,25 @@ class TaskPrompts:
 
 
 def listing() -> str:
-    """Every task: how it is written, what it asks, how answers are scored, where it is from, what it can be told."""
+    """Every task: how it is written, what it asks, how answers are scored, where it is from, what
+    it can be told."""
     return "\n\n".join(_described(kind) for kind in KINDS.values())
 
 
 def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
-    """A prompt as text with what is known of its answer; of a long one only both ends and what is to be found."""
+    """A prompt as text with what is known of its answer; of a long one only both ends and what is
+    to be found."""
     ids = prompt.input_ids
     end = len(ids) if whole else min(200, len(ids) // 2)
     text = tokenizer.decode(ids[:end])
     if end < len(ids):
         text += _MARK.format(len(ids) - 2 * end) + tokenizer.decode(ids[-end:])
-    lines = [text, "", f"tokens: {len(ids)}", f"answer: {'unknown' if prompt.answer is None else prompt.answer}"]
+    lines = [
+        text,
+        "",
+        f"tokens: {len(ids)}",
+        f"answer: {'unknown' if prompt.answer is None else prompt.answer}",
+    ]
     if prompt.answer is not None:
         lines.append(f"metric: {prompt.metric}")
     if prompt.references[1:]:
@@ -71,7 +78,9 @@ def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
     if prompt.turn:
         lines.append(f"later turn: the last {prompt.turn} tokens")
     for start, stop in prompt.scored:
-        lines.append(f"answer inside: {start} to {stop}, {tokenizer.decode(ids[start:stop]).strip()}")
+        lines.append(
+            f"answer inside: {start} to {stop}, {tokenizer.decode(ids[start:stop]).strip()}"
+        )
     for find in prompt.finds:
         start, stop = find.span
         block = tokenizer.decode(ids[start:stop]).strip()
@@ -131,7 +140,12 @@ def _write(
 
 
 def _described(kind: Kind) -> str:
-    lines = [kind.usage, f"    asks: {kind.asks}", f"    scored: {kind.scored}", f"    from: {kind.source}"]
+    lines = [
+        kind.usage,
+        f"    asks: {kind.asks}",
+        f"    scored: {kind.scored}",
+        f"    from: {kind.source}",
+    ]
     lines += [f"    {parameter.name}: {parameter.says}" for parameter in kind.parameters]
     return "\n".join(lines)
 

@@ -1,4 +1,5 @@
-"""Plain values and arrays as bytes, without pickle: what a resume ledger keeps, and what ranks send each other."""
+"""Plain values and arrays as bytes, without pickle: what a resume ledger keeps, and what ranks send
+each other."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _JSON = "json"
 
 
 def to_bytes(value: Any) -> bytes:
-    """A safetensors file of JSON values, whose keys are text, with numpy arrays anywhere among them.
+    """A safetensors file of JSON values, whose keys are text, with numpy arrays anywhere among
+    them.
 
     Raises:
         TypeError: something else is among them.
@@ -46,7 +48,8 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """What to_bytes() was given, with lists where there were tuples and Python's numbers where there were numpy's."""
+    """What to_bytes() was given, with lists where there were tuples and Python's numbers where
+    there were numpy's."""
     from safetensors.numpy import load
 
     arrays: dict[str, np.ndarray] = load(data)

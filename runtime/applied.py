@@ -49,15 +49,21 @@ def attach(
         dense=dense,
         strict=strict,
         backend=backend,
-        decode=None if artifact.decode is None else _decode(artifact.decode.omnikv, modules, backend),
+        decode=None
+        if artifact.decode is None
+        else _decode(artifact.decode.omnikv, modules, backend),
         # The reference is slower than dense attention.
-        dense_by="auto" if dense_kernels and backend != "reference" and _may_be_ours(model, dense) else "model",
+        dense_by="auto"
+        if dense_kernels and backend != "reference" and _may_be_ours(model, dense)
+        else "model",
         spread=len({parameter.device for parameter in model.parameters()}) > 1,
         evicts=artifact.kv_cache is not None,
     )
     plans = layer_plans(artifact, arrays)
     if missing := plans.keys() - modules.keys():
-        raise HeadwiseError(f"the artifact has patterns for layer {min(missing)}, which has no attention here")
+        raise HeadwiseError(
+            f"the artifact has patterns for layer {min(missing)}, which has no attention here"
+        )
     roles = {} if settings.decode is None else settings.decode.roles
     layers = {}
     for number, module in modules.items():
@@ -66,24 +72,28 @@ def attach(
 
 
 def apply_dense(model: nn.Module, *, by: str = "kernel") -> Handle:
-    """Serve every attention layer of a transformers model densely, without an artifact: the baseline of a sparse one.
+    """Serve every attention layer of a transformers model densely, without an artifact: the
+    baseline of a sparse one.
 
     Args:
-        model: a transformers model.
-        by: "kernel": Headwise's kernel over every key, wherever it can serve; "auto": the faster of it and what the
+        model: a transformers model. by: "kernel": Headwise's kernel over every key, wherever it can
+        serve; "auto": the faster of it and what the
             model had; "model": what it had.
 
     Returns:
         The handle: leaving it as a context manager, or its undo(), restores the model.
 
     Raises:
-        HeadwiseError: the model cannot be served or has an artifact applied already; `by` is unknown.
+        HeadwiseError: the model cannot be served or has an artifact applied already; `by` is
+        unknown.
     """
     if by not in (known := ("auto", "kernel", "model")):
         raise HeadwiseError(f"by must be one of {', '.join(known)}, got {by!r}")
     model, modules = _servable(model)
     dense = _dense_of(model)
-    settings = Settings(dense_below=sys.maxsize, dense=dense, strict=False, backend="auto", dense_by=by)
+    settings = Settings(
+        dense_below=sys.maxsize, dense=dense, strict=False, backend="auto", dense_by=by
+    )
     layers = {module: Layer(settings, number, None) for number, module in modules.items()}
     return Handle(None, model, layers, settings)
 
@@ -107,7 +117,8 @@ def _servable(model: Any) -> tuple[PreTrainedModel, dict[int, nn.Module]]:
         raise HeadwiseError(f"this {name} has an artifact applied already: undo that first")
     if settings_of(text_config(model)) is not None:
         raise HeadwiseError(
-            f"this {name} shares its configuration object with a model that has an artifact applied: give it a copy"
+            f"this {name} shares its configuration object with a model that has an artifact "
+            f"applied: give it a copy"
         )
     return model, modules
 
@@ -119,6 +130,7 @@ def _decode(section: artifacts.OmniKV, modules: dict[int, nn.Module], backend: s
         if layer not in free:
             why = "slides" if layer in sliding else "has no attention here"
             raise HeadwiseError(
-                f"filter layer {layer} {why}: decode can filter in the layers {', '.join(map(str, free))}"
+                f"filter layer {layer} {why}: decode can filter in the layers "
+                f"{', '.join(map(str, free))}"
             )
     return OmniKV(section, free, backend=backend)

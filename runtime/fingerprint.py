@@ -1,16 +1,18 @@
-"""Says which model an artifact belongs to, whatever dtype, folder or library version it was loaded with.
+"""Says which model an artifact belongs to, whatever dtype, folder or library version it was loaded
+with.
 
-config_sha256 covers the fields of _CONFIG_FIELDS that the configuration sets, the head counts as the model
-uses them, the rotary embedding and, where a layer slides, the kind of each layer. It leaves out dtype, paths,
-cache switches, token ids and the number of positions: stretching the positions makes no other model.
+config_sha256 covers the fields of _CONFIG_FIELDS that the configuration sets, the head counts as
+the model uses them, the rotary embedding and, where a layer slides, the kind of each layer. It
+leaves out dtype, paths, cache switches, token ids and the number of positions: stretching the
+positions makes no other model.
 
-weights_sha256 covers every parameter's name and shape and SAMPLES of its elements, evenly strided: its time
-does not grow with the size of the weights. Elements are rounded to bfloat16 and magnitudes under 2**-14
-(subnormal in float16) count as zero: a bfloat16 or float16 checkpoint gives one hash however it is loaded.
-A float32 checkpoint gives one for float32 and bfloat16, and may give another as float16, which rounds twice.
-Tied weights count once. Only plain floating-point tensors are hashed: of a model that is quantised or has adapters
-around its weights only the configuration can be compared, with check_weights=False.
-"""
+weights_sha256 covers every parameter's name and shape and SAMPLES of its elements, evenly strided:
+its time does not grow with the size of the weights. Elements are rounded to bfloat16 and magnitudes
+under 2**-14 (subnormal in float16) count as zero: a bfloat16 or float16 checkpoint gives one hash
+however it is loaded. A float32 checkpoint gives one for float32 and bfloat16, and may give another
+as float16, which rounds twice. Tied weights count once. Only plain floating-point tensors are
+hashed: of a model that is quantised or has adapters around its weights only the configuration can
+be compared, with check_weights=False."""
 
 from __future__ import annotations
 
@@ -53,8 +55,8 @@ _CONFIG_FIELDS = (
     "num_experts_per_tok",
     "moe_intermediate_size",
 )
-# The fields that tell two models apart, from what a person recognises first to the hashes. Not the name, that
-# a person gives, nor max_positions, that may have been stretched.
+# The fields that tell two models apart, from what a person recognises first to the hashes. Not the
+# name, that a person gives, nor max_positions, that may have been stretched.
 _COMPARED = (
     "architecture",
     "num_layers",
@@ -71,7 +73,8 @@ _log = logging.getLogger("headwise")
 
 
 def fingerprint(model: PreTrainedModel, *, name: str, revision: str | None = None) -> ModelInfo:
-    """What the artifact records of a model; of weights that are not plain tensors no hash, and that is said.
+    """What the artifact records of a model; of weights that are not plain tensors no hash, and that
+    is said.
 
     Raises:
         HeadwiseError: a weight is nowhere to be read.
@@ -84,7 +87,8 @@ def fingerprint(model: PreTrainedModel, *, name: str, revision: str | None = Non
 
 
 def check(expected: ModelInfo, model: PreTrainedModel, *, weights: bool = True) -> None:
-    """Raise HeadwiseError unless `model` is the expected one; weights are read last, and if asked for."""
+    """Raise HeadwiseError unless `model` is the expected one; weights are read last, and if asked
+    for."""
     found = config_info(text_config(model), type(model).__name__, expected.name)
     compare(expected, found)
     if weights and expected.weights_sha256 is not None:
@@ -110,13 +114,15 @@ def why_not_hashed(model: PreTrainedModel) -> str | None:
 def compare(expected: ModelInfo, actual: ModelInfo) -> None:
     """Raise HeadwiseError naming the first field in which the models differ, with both values.
 
-    None differs from nothing: an imported artifact does not know it of its model, or it was not read of this one.
-    """
+    None differs from nothing: an imported artifact does not know it of its model, or it was not
+    read of this one."""
     for field in _COMPARED:
-        wanted, found = getattr(expected, field), getattr(actual, field)
+        wanted = getattr(expected, field)
+        found = getattr(actual, field)
         if None not in (wanted, found) and wanted != found:
             raise HeadwiseError(
-                f"this artifact is for another model: {field} is {wanted} in the artifact ({expected.name}), "
+                f"this artifact is for another model: {field} is {wanted} in the artifact "
+                f"({expected.name}), "
                 f"{found} in this model"
             )
 
@@ -129,13 +135,16 @@ def weights_sha256(model: PreTrainedModel) -> str:
     """
     if (why := why_not_hashed(model)) is not None:
         raise HeadwiseError(
-            f"the weights cannot be compared: {why}; apply with check_weights=False, which compares the configuration "
+            f"the weights cannot be compared: {why}; apply with check_weights=False, which "
+            f"compares the configuration "
             "alone: other weights of the same shape then pass"
         )
     digest = hashlib.sha256()
     samples: list[Tensor] = []
     homes = {
-        id(weight): (module, key) for module in model.modules() for key, weight in module.named_parameters("", False)
+        id(weight): (module, key)
+        for module in model.modules()
+        for key, weight in module.named_parameters("", False)
     }
     for name, weight in sorted(model.named_parameters(), key=lambda pair: pair[0]):
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
@@ -156,7 +165,8 @@ def weights_sha256(model: PreTrainedModel) -> str:
 
 
 def brought_in(module: nn.Module) -> AbstractContextManager[None]:
-    """While it lasts, the module's own weights are there, also where accelerate keeps them in memory or on disk."""
+    """While it lasts, the module's own weights are there, also where accelerate keeps them in
+    memory or on disk."""
     from accelerate.utils import align_module_device
 
     aligned: AbstractContextManager[None] = align_module_device(module)
@@ -169,7 +179,9 @@ def _sample(weight: Tensor) -> Tensor:
     at = torch.arange(count, device=weight.device) * (weight.numel() // count)
     values = weight[torch.unravel_index(at, weight.shape)] if weight.dim() else weight.reshape(1)
     rounded = values.to(torch.bfloat16)
-    return torch.where(rounded.abs() < 2.0**-14, torch.zeros_like(rounded), rounded).view(torch.int16)
+    return torch.where(rounded.abs() < 2.0**-14, torch.zeros_like(rounded), rounded).view(
+        torch.int16
+    )
 
 
 def _gathered(samples: list[Tensor]) -> list[Tensor]:
@@ -177,14 +189,19 @@ def _gathered(samples: list[Tensor]) -> list[Tensor]:
     result = list(samples)
     for device in dict.fromkeys(sample.device for sample in samples):
         members = [i for i, sample in enumerate(samples) if sample.device == device]
-        parts = torch.split(torch.cat([samples[i] for i in members]).cpu(), [samples[i].numel() for i in members])
+        parts = torch.split(
+            torch.cat([samples[i] for i in members]).cpu(), [samples[i].numel() for i in members]
+        )
         for i, part in zip(members, parts, strict=True):
             result[i] = part
     return result
 
 
-def config_info(config: Any, architecture: str, name: str, revision: str | None = None) -> ModelInfo:
-    """All but the weights, by the configuration of a model's language part and the name of its class."""
+def config_info(
+    config: Any, architecture: str, name: str, revision: str | None = None
+) -> ModelInfo:
+    """All but the weights, by the configuration of a model's language part and the name of its
+    class."""
     num_heads, num_kv_heads = heads_in(config)
     shape: dict[str, Any] = {
         "architecture": architecture,
@@ -210,9 +227,12 @@ def config_info(config: Any, architecture: str, name: str, revision: str | None 
 
 
 def _plain(value: Any) -> Any:
-    """Plain JSON: one sort of number, because 10000 and 10000.0 are one base; None in mappings dropped."""
+    """Plain JSON: one sort of number, because 10000 and 10000.0 are one base; None in mappings
+    dropped."""
     if isinstance(value, dict):
-        return {str(key): _plain(entry) for key, entry in sorted(value.items()) if entry is not None}
+        return {
+            str(key): _plain(entry) for key, entry in sorted(value.items()) if entry is not None
+        }
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 
-# How a call was served, by the name that it is counted under; all other names are reasons for dense attention.
+# How a call was served, by the name that it is counted under; all other names are reasons for dense
+# attention.
 _SERVED = {"sparse": "sparse", "chosen": "decode", "kept": "kept"}
 
 
 class _Name(str):
-    """The attention's name in the configuration it is applied to; a copy of that has the attention from before."""
+    """The attention's name in the configuration it is applied to; a copy of that has the attention
+    from before."""
 
     former: str
 
@@ -42,13 +44,18 @@ class _Name(str):
 
 
 class Handle:
-    """What is at work on a model: an artifact, or dense attention. A context manager; undo() ends it.
+    """What is at work on a model: an artifact, or dense attention. A context manager; undo() ends
+    it.
 
     settings: how calls are served, and the counts of what served them.
     """
 
     def __init__(
-        self, artifact: Artifact | None, model: PreTrainedModel, layers: dict[nn.Module, Layer], settings: Settings
+        self,
+        artifact: Artifact | None,
+        model: PreTrainedModel,
+        layers: dict[nn.Module, Layer],
+        settings: Settings,
     ) -> None:
         self._artifact = artifact
         self._model: PreTrainedModel | None = model
@@ -58,7 +65,9 @@ class Handle:
         config = text_config(model)
         register()
         with ExitStack() as undo:
-            undo.callback(setattr, model.config, "_attn_implementation", _implementations(model.config))
+            undo.callback(
+                setattr, model.config, "_attn_implementation", _implementations(model.config)
+            )
             undo.callback(forget, config, list(layers))
             remember(config, layers, settings)
             former = _implementations(config)
@@ -85,7 +94,8 @@ class Handle:
         return self._model
 
     def undo(self) -> None:
-        """Give the model its former attention back, nested configurations too; later calls do nothing."""
+        """Give the model its former attention back, nested configurations too; later calls do
+        nothing."""
         self._model = None
         self._undo.close()
 
@@ -100,17 +110,20 @@ class Handle:
         return make_cache(self._artifact, self._applied_to, offload)
 
     def cache_bytes(self, cache: Cache) -> CacheBytes:
-        """Bytes of memory that a cache holds on the device and in the bank, room for new tokens included."""
+        """Bytes of memory that a cache holds on the device and in the bank, room for new tokens
+        included."""
         return cache_bytes(cache)
 
     def stats(self) -> dict[str, Any]:
-        """Calls of attention layers so far: {"sparse": n, "dense": {reason: n}}, and more with more sections.
+        """Calls of attention layers so far: {"sparse": n, "dense": {reason: n}}, and more with more
+        sections.
 
-        "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; with a decode section "decode"
-        are steps by chosen tokens and "tokens" how many a KV head of a sparse layer read in one, on average; with a
-        kv_cache section "kept" are calls served from a cache under policies.
-        """
-        artifact, counts = self._artifact, self.settings.calls.total()
+        "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; with a
+        decode section "decode" are steps by chosen tokens and "tokens" how many a KV head of a
+        sparse layer read in one, on average; with a kv_cache section "kept" are calls served from a
+        cache under policies."""
+        artifact = self._artifact
+        counts = self.settings.calls.total()
         sections = {
             "sparse": artifact,
             "chosen": artifact and artifact.decode,
@@ -128,11 +141,14 @@ class Handle:
 
 def _is_sparse(layer: Layer) -> bool:
     """Whether a head of the layer has another pattern than dense."""
-    return layer.plan is not None and any(pattern.kind != "dense" for pattern in layer.plan.patterns)
+    return layer.plan is not None and any(
+        pattern.kind != "dense" for pattern in layer.plan.patterns
+    )
 
 
 def _implementations(config: Any) -> dict[str, Any]:
-    """What a configuration's _attn_implementation can be set to: its own and, by name, those nested in it."""
+    """What a configuration's _attn_implementation can be set to: its own and, by name, those nested
+    in it."""
     nested = {name: getattr(config, name, None) for name in config.sub_configs}
     return {"": config._attn_implementation} | {
         name: _implementations(part) for name, part in nested.items() if part is not None

@@ -1,7 +1,8 @@
-"""Finds the layers that go through transformers' attention interface, without a table of model names.
+"""Finds the layers that go through transformers' attention interface, without a table of model
+names.
 
-Where a model, or a section of an artifact on it, cannot be served, the cause is named, read off the model's code.
-"""
+Where a model, or a section of an artifact on it, cannot be served, the cause is named, read off the
+model's code."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _INTERFACE = "transformers' attention interface"
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The configuration of the model's language part, the model's own where it has no other part."""
+    """The configuration of the model's language part, the model's own where it has no other
+    part."""
     return model.config.get_text_config(decoder=True)
 
 
@@ -39,7 +41,8 @@ def heads_in(config: Any) -> tuple[int, int]:
 
 
 def of_full_layers(config: Any, name: str) -> Any:
-    """A field of a configuration, None where it has none; of layers that differ in it (Gemma 4), the full ones'."""
+    """A field of a configuration, None where it has none; of layers that differ in it (Gemma 4),
+    the full ones'."""
     kinds = list(getattr(config, "layer_types", None) or ())
     layers = getattr(config, "per_layer_config", None)
     if not layers or "full_attention" not in kinds:
@@ -50,22 +53,28 @@ def of_full_layers(config: Any, name: str) -> Any:
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     """The causal self-attention modules of a model's language part by layer number, in order.
 
-    A layer is one if its class calls transformers' attention interface. Layers of another sort, such as
-    linear attention in a hybrid model, are missing from the result.
+    A layer is one if its class calls transformers' attention interface. Layers of another sort,
+    such as linear attention in a hybrid model, are missing from the result.
 
     Raises:
-        HeadwiseError: not a transformers model; no layer of it goes through the attention interface, or one that does
-            chooses keys itself, so that no pattern can; two modules claim the same layer; the model is sharded.
+        HeadwiseError: not a transformers model; no layer of it goes through the attention
+        interface, or one that does
+            chooses keys itself, so that no pattern can; two modules claim the same layer; the model
+            is sharded.
     """
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
-        raise HeadwiseError(f"{type(model).__name__} is not a transformers PreTrainedModel: pass the model itself")
+        raise HeadwiseError(
+            f"{type(model).__name__} is not a transformers PreTrainedModel: pass the model itself"
+        )
     config = text_config(model)
     kind = type(model).__name__
     # A DTensor's parts lie in several processes.
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise HeadwiseError(f"{kind} is sharded over processes: vLLM is the way to serve it with an artifact so")
+        raise HeadwiseError(
+            f"{kind} is sharded over processes: vLLM is the way to serve it with an artifact so"
+        )
     found: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         if not _is_layer(module, config):
@@ -74,7 +83,8 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
         if layer in found:
             raise HeadwiseError(f"{kind} has two attentions in layer {layer}, one is {name}")
         if isinstance(indexer := getattr(module, "indexer", None), nn.Module):
-            # What it chose comes as an argument that sdpa ignores: not even the dense way would be right.
+            # What it chose comes as an argument that sdpa ignores: not even the dense way would be
+            # right.
             raise HeadwiseError(
                 f"{kind} chooses the keys of each query itself ({type(indexer).__name__}): "
                 "no other choice can be put in its place"
@@ -104,7 +114,9 @@ def window_of(module: nn.Module) -> int:
 
 
 def _slides(module: nn.Module) -> bool:
-    if getattr(module, "sliding_window", None) is not None or "sliding" in str(getattr(module, "layer_type", "")):
+    if getattr(module, "sliding_window", None) is not None or "sliding" in str(
+        getattr(module, "layer_type", "")
+    ):
         return True
     # Where a configuration has no types of layers, transformers has all of them slide (Mistral).
     config = getattr(module, "config", None)
@@ -125,16 +137,20 @@ def check_sections(artifact: Artifact, modules: Mapping[int, nn.Module]) -> None
         sinks = getattr(module, "sinks", None) is not None
         for section, given in (("kv_cache", artifact.kv_cache), ("decode", artifact.decode)):
             if sinks and given is not None:
-                raise HeadwiseError(f"{where} has attention sinks of its own: the {section} section cannot serve it")
+                raise HeadwiseError(
+                    f"{where} has attention sinks of its own: the {section} section cannot serve it"
+                )
         if artifact.kv_cache is not None and caches_latents(module):
             raise HeadwiseError(
-                f"{where} caches what it makes keys and values of (multi-head latent attention), for all heads "
+                f"{where} caches what it makes keys and values of (multi-head latent attention), "
+                f"for all heads "
                 "together: the kv_cache section cannot serve it"
             )
 
 
 def caches_latents(module: nn.Module) -> bool:
-    """Whether a layer's cache holds latents in place of keys and values (DeepSeek-V2, section 2.1)."""
+    """Whether a layer's cache holds latents in place of keys and values (DeepSeek-V2, section
+    2.1)."""
     return hasattr(module, "expand_kv")
 
 
@@ -149,7 +165,8 @@ def _is_layer(module: nn.Module, config: Any) -> bool:
 
 
 def _asks_interface(cls: type[nn.Module]) -> bool:
-    """Whether a class's own code looks its attention function up in transformers' attention interface."""
+    """Whether a class's own code looks its attention function up in transformers' attention
+    interface."""
     for base in cls.__mro__:
         for member in vars(base).values():
             code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
@@ -161,8 +178,12 @@ def _asks_interface(cls: type[nn.Module]) -> bool:
 def _why_none(model: Any, config: Any) -> str:
     """Why none of a model's layers is causal attention that goes through the interface."""
     if getattr(model.config, "is_encoder_decoder", False):
-        return "is an encoder with a decoder: only causal models with nothing but a decoder are served"
-    attentions = {type(module) for module in model.modules() if "attention" in type(module).__name__.lower()}
+        return (
+            "is an encoder with a decoder: only causal models with nothing but a decoder are served"
+        )
+    attentions = {
+        type(module) for module in model.modules() if "attention" in type(module).__name__.lower()
+    }
     if not attentions:
         return "has no attention that could be sparse"
     if asking := [cls.__name__ for cls in attentions if _asks_interface(cls)]:
@@ -175,4 +196,7 @@ def _why_none(model: Any, config: Any) -> str:
 
 def _has_alibi(cls: type[nn.Module], config: Any) -> bool:
     names = vars(sys.modules[cls.__module__])
-    return any("alibi" in name.lower() for name in names) and getattr(config, "alibi", True) is not False
+    return (
+        any("alibi" in name.lower() for name in names)
+        and getattr(config, "alibi", True) is not False
+    )

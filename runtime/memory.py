@@ -1,4 +1,5 @@
-"""What a cache holds, in bytes and in tokens: any of transformers' caches, and those that Headwise makes."""
+"""What a cache holds, in bytes and in tokens: any of transformers' caches, and those that Headwise
+makes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class LayerMemory(NamedTuple):
-    """Bytes of one layer on the device, slots seen (padding included), and tokens kept: the most and the mean of heads.
+    """Bytes of one layer on the device, slots seen (padding included), and tokens kept: the most
+    and the mean of heads.
 
     A layer in a context bank keeps all tokens there; its bytes are in the report's totals only.
     """
@@ -24,7 +26,8 @@ class LayerMemory(NamedTuple):
 
 
 class MemoryReport(NamedTuple):
-    """What a cache holds by layer, and bytes in all on the devices that compute and in CPU memory's context bank."""
+    """What a cache holds by layer, and bytes in all on the devices that compute and in CPU memory's
+    context bank."""
 
     layers: tuple[LayerMemory, ...]
     device: int
@@ -32,21 +35,28 @@ class MemoryReport(NamedTuple):
 
 
 class CacheBytes(NamedTuple):
-    """Bytes of memory that a cache holds: on the devices that compute, and in the context bank in CPU memory."""
+    """Bytes of memory that a cache holds: on the devices that compute, and in the context bank in
+    CPU memory."""
 
     device: int
     bank: int
 
 
 def cache_bytes(cache: Cache) -> CacheBytes:
-    """Bytes that any cache of transformers holds, room for new tokens included: what the allocator gave out for it."""
-    banks = {id(bank): bank for layer in cache.layers if (bank := getattr(layer, "bank", None)) is not None}
+    """Bytes that any cache of transformers holds, room for new tokens included: what the allocator
+    gave out for it."""
+    banks = {
+        id(bank): bank
+        for layer in cache.layers
+        if (bank := getattr(layer, "bank", None)) is not None
+    }
     slots = sum(bank.slots.nbytes for bank in banks.values() if bank.slots is not None)
     return CacheBytes(_held(*cache.layers) + slots, sum(bank.nbytes for bank in banks.values()))
 
 
 def memory_report(cache: Cache) -> MemoryReport:
-    """What a cache holds: for each layer bytes, slots seen (padding included) and tokens kept, and bytes in all.
+    """What a cache holds: for each layer bytes, slots seen (padding included) and tokens kept, and
+    bytes in all.
 
     Any cache of transformers does; bytes count the room for new tokens, as the allocator does.
     """
@@ -59,7 +69,13 @@ def memory_report(cache: Cache) -> MemoryReport:
             mean = layer.mean_kept
         else:
             keys = getattr(layer, "keys", None)
-            kept = keys.shape[-2] if keys is not None and keys.numel() else seen if hasattr(layer, "bank") else 0
+            kept = (
+                keys.shape[-2]
+                if keys is not None and keys.numel()
+                else seen
+                if hasattr(layer, "bank")
+                else 0
+            )
             mean = float(kept)
         layers.append(LayerMemory(number, _held(layer), seen, kept, mean))
     return MemoryReport(tuple(layers), *cache_bytes(cache))

@@ -1,4 +1,5 @@
-"""Makes the cache that an artifact's decode and kv_cache sections want. Imports transformers where it is used."""
+"""Makes the cache that an artifact's decode and kv_cache sections want. Imports transformers where
+it is used."""
 
 from __future__ import annotations
 
@@ -33,11 +34,17 @@ if TYPE_CHECKING:
 
 OFFLOADS = ("auto", "never", "packed")
 # By the kind of its record.
-POLICIES: dict[str, type[Policy]] = {"full": Full, "streaming": Window, "h2o": H2O, "snapkv": SnapKV}
+POLICIES: dict[str, type[Policy]] = {
+    "full": Full,
+    "streaming": Window,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+}
 
 
 def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cache:
-    """See Headwise.new_cache: what neither section speaks of grows, or slides as transformers' own does."""
+    """See Headwise.new_cache: what neither section speaks of grows, or slides as transformers' own
+    does."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
@@ -50,7 +57,8 @@ def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cac
     sliding = sliding_layers(modules)
     cache = DynamicCache(config=text_config(model))
     section = None if decode is None else decode.omnikv
-    # Only what is the plain growing cache is replaced by a better one. A bank is for keys, not for latents.
+    # Only what is the plain growing cache is replaced by a better one. A bank is for keys, not for
+    # latents.
     plain = {
         number: next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         for number, module in modules.items()
@@ -76,12 +84,15 @@ def _layers(
 
     if section is None:
         return {number: GrowingLayer() for number in plain}
-    roles, window = roles_of(section, plain), section.window
+    roles = roles_of(section, plain)
+    window = section.window
     layers: dict[int, CacheLayerMixin] = {}
     served: dict[tuple[int, torch.device], list[int]] = {}
     for number, device in plain.items():
         chooser = roles[number].filter
-        if chooser is not None and (offload == "packed" or (offload == "auto" and device.type == "cuda")):
+        if chooser is not None and (
+            offload == "packed" or (offload == "auto" and device.type == "cuda")
+        ):
             served.setdefault((chooser, device), []).append(number)
     keep = section.budget if isinstance(section.budget, int) else 0
     banked: dict[int, list[list[BankedLayer]]] = {}
@@ -108,10 +119,13 @@ def check_rows(section: KVCache, modules: dict[int, nn.Module]) -> None:
     for number in modules:
         row = section.layers[number] if number < len(section.layers) else None
         if number in sliding and row is not None:
-            raise HeadwiseError(f"kv_cache.layers[{number}] must be null: the layer slides over a window already")
+            raise HeadwiseError(
+                f"kv_cache.layers[{number}] must be null: the layer slides over a window already"
+            )
         if number not in sliding and row is None:
             raise HeadwiseError(
-                f"kv_cache.layers[{number}] must name a policy, such as full: the layer sees every token"
+                f"kv_cache.layers[{number}] must name a policy, such as full: the layer sees every "
+                f"token"
             )
 
 
@@ -120,7 +134,8 @@ def policy_layers(
 ) -> dict[int, CacheLayerMixin]:
     """The cache layers of all layers, by number: rolling buffers for those that slide.
 
-    choosing: the artifact has a decode section, which has caches of its own for layers that are full.
+    choosing: the artifact has a decode section, which has caches of its own for layers that are
+    full.
 
     Raises:
         HeadwiseError: see check_rows; positions cannot be counted inside the cache of this model.
@@ -152,7 +167,9 @@ def policy_layers(
 
 
 def maker(
-    policy: artifacts.Full | artifacts.Streaming | artifacts.H2O | artifacts.SnapKV, model: nn.Module, module: nn.Module
+    policy: artifacts.Full | artifacts.Streaming | artifacts.H2O | artifacts.SnapKV,
+    model: nn.Module,
+    module: nn.Module,
 ) -> Callable[[], Policy]:
     """What makes a policy's state for one layer of a model."""
     if isinstance(policy, artifacts.Full):

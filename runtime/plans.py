@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 
-def kernel_patterns(artifact: Artifact, arrays: Mapping[str, Array] | None = None) -> dict[str, Pattern]:
+def kernel_patterns(
+    artifact: Artifact, arrays: Mapping[str, Array] | None = None
+) -> dict[str, Pattern]:
     """The artifact's patterns by name, ready to be built.
 
     Args:
@@ -41,10 +43,15 @@ def kernel_growth(artifact: Artifact) -> Growth | None:
     return None if growth is None else Growth(length=growth.length, powers=growth.powers)
 
 
-def layer_plans(artifact: Artifact, arrays: Mapping[str, Array] | None = None) -> dict[int, LayerPlan]:
-    """The plans of layers by number, each for all of its heads; layers left alone have none. See kernel_patterns."""
-    patterns, growth = kernel_patterns(artifact, arrays), kernel_growth(artifact)
-    tail, kv_heads = artifact.prefill.dense_tail, artifact.model.num_kv_heads
+def layer_plans(
+    artifact: Artifact, arrays: Mapping[str, Array] | None = None
+) -> dict[int, LayerPlan]:
+    """The plans of layers by number, each for all of its heads; layers left alone have none. See
+    kernel_patterns."""
+    patterns = kernel_patterns(artifact, arrays)
+    growth = kernel_growth(artifact)
+    tail = artifact.prefill.dense_tail
+    kv_heads = artifact.model.num_kv_heads
     return {
         layer: LayerPlan([patterns[name] for name in row], kv_heads, dense_tail=tail, growth=growth)
         for layer, row in enumerate(artifact.prefill.layers)
@@ -56,4 +63,6 @@ def part_of(plan: LayerPlan | None, heads: slice, num_kv_heads: int) -> LayerPla
     """The plan of the query heads that a process has, which read `num_kv_heads` KV heads there."""
     if plan is None:
         return None
-    return LayerPlan(plan.patterns[heads], num_kv_heads, dense_tail=plan.dense_tail, growth=plan.growth)
+    return LayerPlan(
+        plan.patterns[heads], num_kv_heads, dense_tail=plan.dense_tail, growth=plan.growth
+    )

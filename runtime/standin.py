@@ -1,4 +1,5 @@
-"""Tensors without memory, that stand for what is somewhere else, is gone, or is made only when it is read.
+"""Tensors without memory, that stand for what is somewhere else, is gone, or is made only when it
+is read.
 
 Shapes: B batch, G KV heads, Q new tokens, D head dim.
 """
@@ -16,7 +17,8 @@ from artifacts import HeadwiseError
 
 
 class StandIn(Tensor):
-    """A tensor of some shape, dtype and device; whoever reads it as a tensor gets what read() gives."""
+    """A tensor of some shape, dtype and device; whoever reads it as a tensor gets what read()
+    gives."""
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Self:
@@ -40,7 +42,8 @@ class StandIn(Tensor):
 
 
 class NewTokens(StandIn):
-    """All keys (B, G, slots, D) or values of a cache that drops tokens: says whose, and cannot be read."""
+    """All keys (B, G, slots, D) or values of a cache that drops tokens: says whose, and cannot be
+    read."""
 
     # The PolicyLayer that made it.
     layer: Any
@@ -54,6 +57,7 @@ class NewTokens(StandIn):
     def read(self) -> Tensor:
         """Raises HeadwiseError."""
         raise HeadwiseError(
-            "this cache drops keys and values, and only Headwise's attention can read what it keeps: "
+            "this cache drops keys and values, and only Headwise's attention can read what it "
+            "keeps: "
             "apply the artifact to the model (load(cfg).apply(model)) before the cache is used"
         )

@@ -11,15 +11,28 @@ from typing import Any
 from artifacts import HeadwiseError
 from artifacts.command_line import ArgumentParser, run_command
 
-# Group -> verb -> (module, what it does). A module of several verbs takes the verb as its first word.
+# Group -> verb -> (module, what it does). A module of several verbs takes the verb as its first
+# word.
 GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "every day": {
-        "doctor": ("profiling.doctor", "what this machine can do, how long a search takes on it, and what it gains"),
+        "doctor": (
+            "profiling.doctor",
+            "what this machine can do, how long a search takes on it, and what it gains",
+        ),
         "search": ("search.heads", "a pattern for every head of a model"),
-        "gate": ("search.gate", "what an artifact loses on prompts that its search did not see; fails if too much"),
-        "evaluate": ("profiling.evaluate", "artifacts and methods side by side: tasks, perplexity, speed, as one page"),
+        "gate": (
+            "search.gate",
+            "what an artifact loses on prompts that its search did not see; fails if too much",
+        ),
+        "evaluate": (
+            "profiling.evaluate",
+            "artifacts and methods side by side: tasks, perplexity, speed, as one page",
+        ),
         "show": ("artifacts", "an artifact to read"),
-        "check": ("runtime.vllm.check", "whether vLLM would serve an artifact, and if not, why not"),
+        "check": (
+            "runtime.vllm.check",
+            "whether vLLM would serve an artifact, and if not, why not",
+        ),
     },
     "find": {
         "filters": ("search.filters", "the filter layers of decode (OmniKV)"),
@@ -28,14 +41,23 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "measure": {
         "lm-eval": ("profiling.lm_eval", "lm-evaluation-harness, with an artifact in its model"),
-        "decode": ("profiling.decode", "decode: time a token, perplexity, answers, bytes of the cache"),
-        "similarity": ("profiling.similarity", "which layers choose tokens for those after them (OmniKV)"),
+        "decode": (
+            "profiling.decode",
+            "decode: time a token, perplexity, answers, bytes of the cache",
+        ),
+        "similarity": (
+            "profiling.similarity",
+            "which layers choose tokens for those after them (OmniKV)",
+        ),
         "heatmaps": ("profiling.heatmaps", "pictures of layers and heads"),
         "map": ("profiling.pattern_map", "the picture of an artifact's patterns"),
         "stream": ("profiling.stream", "streams of any length (StreamingLLM)"),
         "memory": ("profiling.memory", "peak memory of a prefill, measured or predicted"),
         "tasks": ("profiling.tasks", "the tasks that prompts are made of"),
-        "bench": ("profiling.bench", "the kernels against torch's, and a table of what attention costs"),
+        "bench": (
+            "profiling.bench",
+            "the kernels against torch's, and a table of what attention costs",
+        ),
     },
     "artifacts": {
         "validate": ("artifacts", "whether its files are whole, and what is odd about it"),
@@ -52,8 +74,8 @@ VERBS = {verb: module for group in GROUPS.values() for verb, (module, _) in grou
 # Modules with verbs of their own.
 SHARED = frozenset(("artifacts",))
 _EPILOG = """\
-headwise VERB --help says more. All of them exit with 0 where all is good, 1 for a bug of ours, 2 for a mistake in what
-was typed or read, and 3 for a finding, such as a gate that fails.
+headwise VERB --help says more. All of them exit with 0 where all is good, 1 for a bug of ours, 2
+for a mistake in what was typed or read, and 3 for a finding, such as a gate that fails.
 
   headwise doctor
   headwise search --model MODEL --out cfg.yaml
@@ -64,10 +86,19 @@ was typed or read, and 3 for a finding, such as a gate that fails.
 def parser() -> ArgumentParser:
     """The command line of headwise before its verb."""
     width = max(map(len, VERBS)) + 2
-    lines = ["Find, check, measure and serve sparse attention patterns for the heads of a long-context language model."]
+    lines = [
+        "Find, check, measure and serve sparse attention patterns for the heads of a long-context "
+        "language model."
+    ]
     for group, verbs in GROUPS.items():
-        lines += ["", f"{group}:", *(f"  {verb:<{width}}{says}" for verb, (_, says) in verbs.items())]
-    p = ArgumentParser(prog="headwise", usage="headwise VERB ...", description="\n".join(lines), epilog=_EPILOG)
+        lines += [
+            "",
+            f"{group}:",
+            *(f"  {verb:<{width}}{says}" for verb, (_, says) in verbs.items()),
+        ]
+    p = ArgumentParser(
+        prog="headwise", usage="headwise VERB ...", description="\n".join(lines), epilog=_EPILOG
+    )
     return p
 
 

@@ -1,8 +1,7 @@
 """headwise demo: the whole of Headwise on a real model in a few minutes.
 
-Searches SmolLM2 as headwise search does by default, its gate included; loads the artifact in the runtime, and shows
-dense attention and Headwise side by side.
-"""
+Searches SmolLM2 as headwise search does by default, its gate included; loads the artifact in the
+runtime, and shows dense attention and Headwise side by side."""
 
 from __future__ import annotations
 
@@ -85,17 +84,25 @@ def run(config: ModelSearch, *, repeats: int) -> bool:
 
 
 def _compared(loaded: LoadedModel, config: Path, length: int, repeats: int) -> None:
-    """Print prefills by both dense attentions and by the artifact, in turn, what it keeps, and a pass key's answers."""
-    model, headwise = loaded.model, load(config)
+    """Print prefills by both dense attentions and by the artifact, in turn, what it keeps, and a
+    pass key's answers."""
+    model = loaded.model
+    headwise = load(config)
     (prompt,) = make_prompts("passkey", loaded.tokenizer, length=length, samples=1, seed=_SEED)
     kept = fidelity(model, headwise.artifact, prompt, headwise.arrays)
     ids = torch.tensor([prompt.input_ids])
-    ways = {name: partial(dense, model, name) for name in (MODEL, KERNEL)} | {HEADWISE: partial(headwise.apply, model)}
+    ways = {name: partial(dense, model, name) for name in (MODEL, KERNEL)} | {
+        HEADWISE: partial(headwise.apply, model)
+    }
     seconds = interleaved(ways, lambda: prefill(model, ids), repeats=repeats, device="cpu")
-    print(f"\nseconds to the first token after {length:,} tokens, median of {repeats} interleaved runs\n")
+    print(
+        f"\nseconds to the first token after {length:,} tokens, median of {repeats} interleaved "
+        f"runs\n"
+    )
     print("\n".join(rows(medians(seconds))))
     print(f"Headwise is {sentence(of_rounds(seconds, HEADWISE))}")
-    density, recall = np.nanmean(kept.density), np.nanmean(kept.recall)
+    density = np.nanmean(kept.density)
+    recall = np.nanmean(kept.recall)
     print(f"it computes {density:.3f} of the tiles and keeps {recall:.3f} of the attention mass")
     asked = min(PASSKEY_LENGTH, length)
     (key,) = make_prompts("passkey", loaded.tokenizer, length=asked, samples=1, seed=_SEED)

@@ -1,11 +1,13 @@
-"""headwise filters: choose the layers that filter in decode and those that stay dense, for an artifact.
+"""headwise filters: choose the layers that filter in decode and those that stay dense, for an
+artifact.
 
-The similarity of layers is measured on a few prompts (or read with --profile). The filter and dense layers that change
-what the sparse layers add to the residual stream least are found exactly. On other prompts the choice is compared with
-evenly spaced filter layers. The artifact's other sections stay as they are.
+The similarity of layers is measured on a few prompts (or read with --profile). The filter and dense
+layers that change what the sparse layers add to the residual stream least are found exactly. On
+other prompts the choice is compared with evenly spaced filter layers. The artifact's other sections
+stay as they are.
 
-headwise filters cfg.yaml --model smollm2 --out cfg.yaml --task multi_hop:novel.txt --task kv_retrieval
-"""
+headwise filters cfg.yaml --model smollm2 --out cfg.yaml --task multi_hop:novel.txt --task
+kv_retrieval"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def config_from(options: dict[str, Any], command: str) -> FilterSearch:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    options, command = vars(parser().parse_args(argv)), arguments.as_typed("filters", argv)
+    options = vars(parser().parse_args(argv))
+    command = arguments.as_typed("filters", argv)
     config = config_from(options, command)
     _, found = run(config)
     then = f"next: headwise decode {config.out} --model {config.model}"

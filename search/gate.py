@@ -1,17 +1,18 @@
-"""headwise gate: what an artifact loses on prompts that its search did not see, before anyone serves with it.
+"""headwise gate: what an artifact loses on prompts that its search did not see, before anyone
+serves with it.
 
-The worst task decides, or all answers together: KL to dense attention, perplexity on text, and on answers how much less
-likely the right one becomes and how many that dense attention gets right are lost.
+The worst task decides, or all answers together: KL to dense attention, perplexity on text, and on
+answers how much less likely the right one becomes and how many that dense attention gets right are
+lost.
 
     headwise gate cfg.yaml --model MODEL --max-kl 0.05 --max-lost 0.1
     headwise gate cfg.yaml --model FINE_TUNE --out new.yaml
 
-Where dense attention gets so few answers right that a loss of one in five would often not be seen, nothing is proven:
-the first line says so, and the exit status is 3, as of a gate that fails.
+Where dense attention gets so few answers right that a loss of one in five would often not be seen,
+nothing is proven: the first line says so, and the exit status is 3, as of a gate that fails.
 
-With --out an artifact that passes is written for the model that it was checked on: a fine-tune, or the model of an
-import, which does not say which it is for.
-"""
+With --out an artifact that passes is written for the model that it was checked on: a fine-tune, or
+the model of an import, which does not say which it is for."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line entry point: 0 where the artifact passes, 3 where it does not or too few answers were asked for."""
+    """Command line entry point: 0 where the artifact passes, 3 where it does not or too few answers
+    were asked for."""
     options = vars(parser().parse_args(argv))
     config = config_of(Check, options, limits=config_of(Limits, options))
     checked = run(config)
@@ -64,7 +66,9 @@ def _text(config: Check, checked: Checked) -> str:
     else:
         lines.append(f"nothing was written: search again, headwise search --model {config.model}")
     if checked.left_out:
-        lines.append(f"left out, for they were measured on other weights: {', '.join(checked.left_out)}")
+        lines.append(
+            f"left out, for they were measured on other weights: {', '.join(checked.left_out)}"
+        )
     return "\n".join(lines)
 
 

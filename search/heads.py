@@ -1,8 +1,9 @@
-"""headwise search: find a sparse pattern for every attention head of a model and write the artifact.
+"""headwise search: find a sparse pattern for every attention head of a model and write the
+artifact.
 
-One budget is spent over all heads, in seconds of this machine, and held-out prompts check the result, task by task.
-The last lines begin with the verdict; below 1.05 times the fastest dense attention no file is written and the exit
-status is 3, unless --keep.
+One budget is spent over all heads, in seconds of this machine, and held-out prompts check the
+result, task by task. The last lines begin with the verdict; below 1.05 times the fastest dense
+attention no file is written and the exit status is 3, unless --keep.
 
     torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml    two processes
 """
@@ -44,7 +45,8 @@ class Preset:
     """A published search in place of one budget for the model."""
 
     preset: str | None = option(
-        f"paper: MInference's own search, of one prompt of one --task and --length (default {PAPER_LENGTH}), with a "
+        f"paper: MInference's own search, of one prompt of one --task and --length (default "
+        f"{PAPER_LENGTH}), with a "
         f"--budget for each head, a share or a_shape:SINK,WINDOW (default {PAPER_BUDGET})",
         default=None,
         choices=("paper",),
@@ -62,7 +64,8 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line entry point: 0, and 3 where what was found is not worth serving and so was not written."""
+    """Command line entry point: 0, and 3 where what was found is not worth serving and so was not
+    written."""
     argv = sys.argv[1:] if argv is None else argv
     p = parser()
     options = vars(p.parse_args(argv))

@@ -1,12 +1,13 @@
-"""headwise kv: choose how many tokens each KV head keeps, for a total, and write that into an artifact.
+"""headwise kv: choose how many tokens each KV head keeps, for a total, and write that into an
+artifact.
 
 headwise kv cfg.yaml --model smollm2 --out cfg.yaml --target-share 0.2
 headwise kv cfg.yaml --model smollm2 --out cfg.yaml --target-bytes 64MiB --context 8192
 
-Heads that find what they need in few tokens give their room to those that do not. Each head's curve of error against
-budget is measured (profiling.caches.budget_curves), the total is spent exactly, and the result is compared with the
-same total spent evenly, on held-out prompts; where it is not better beyond chance, even is written. Others report.
-"""
+Heads that find what they need in few tokens give their room to those that do not. Each head's curve
+of error against budget is measured (profiling.caches.budget_curves), the total is spent exactly,
+and the result is compared with the same total spent evenly, on held-out prompts; where it is not
+better beyond chance, even is written. Others report."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def parser() -> ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
-    options, command = vars(parser().parse_args(argv)), arguments.as_typed("kv", argv)
+    options = vars(parser().parse_args(argv))
+    command = arguments.as_typed("kv", argv)
     config = config_of(KVSearch, options)
     _, found = run(config)
     then = f"headwise evaluate {config.out} --model {config.model} --out report/"

@@ -20,10 +20,11 @@ _INTRO = """\
 
 This page is made from the parsers.
 
-`-h`, `-q` (no progress, no warnings), `-v` (what is logged, too, and the traceback of an error) and `--version` go with
-every command. The exit status is 0 where all is good, 1 for a bug of ours (with a traceback), 2 for a mistake in what
-was typed or read (one line) and 3 for a finding: a failed gate, something odd, a difference. After Ctrl-C it is 130.
-`--json` prints one JSON object in place of the text; `--json FILE.json` prints the text and writes the file.
+`-h`, `-q` (no progress, no warnings), `-v` (what is logged, too, and the traceback of an error)
+and `--version` go with every command. The exit status is 0 where all is good, 1 for a bug of ours
+(with a traceback), 2 for a mistake in what was typed or read (one line) and 3 for a finding: a
+failed gate, something odd, a difference. After Ctrl-C it is 130. `--json` prints one JSON object
+in place of the text; `--json FILE.json` prints the text and writes the file.
 """
 # What the page says once, for all.
 _COMMON = frozenset(("help", "quiet", "verbose", "version"))
@@ -33,7 +34,10 @@ def page() -> str:
     """The page as Markdown."""
     parts = [_INTRO]
     for group, verbs in GROUPS.items():
-        rows = [f"| [`headwise {verb}`](#headwise-{verb}) | {says} |" for verb, (_, says) in verbs.items()]
+        rows = [
+            f"| [`headwise {verb}`](#headwise-{verb}) | {says} |"
+            for verb, (_, says) in verbs.items()
+        ]
         parts.append("\n".join((f"**{group}**", "", "| | |", "|---|---|", *rows, "")))
     for verbs in GROUPS.values():
         parts += [_section(verb, _parser(verb, module)) for verb, (module, _) in verbs.items()]
@@ -43,7 +47,9 @@ def page() -> str:
 def _parser(verb: str, module: str) -> ArgumentParser:
     if module not in SHARED:
         return import_module(module).parser()
-    subparsers = next(each for each in import_module(f"{module}.__main__").parser()._actions if each.choices)
+    subparsers = next(
+        each for each in import_module(f"{module}.__main__").parser()._actions if each.choices
+    )
     assert isinstance(subparsers, argparse._SubParsersAction)
     return subparsers.choices[verb]
 
@@ -61,13 +67,20 @@ def _section(verb: str, parser: ArgumentParser) -> str:
 
 
 def _shown(action: argparse.Action) -> bool:
-    return action.help != argparse.SUPPRESS and not set(action.option_strings) & {"-h", "-q", "-v", "--version"}
+    return action.help != argparse.SUPPRESS and not set(action.option_strings) & {
+        "-h",
+        "-q",
+        "-v",
+        "--version",
+    }
 
 
 def _row(parser: ArgumentParser, action: argparse.Action) -> str:
     takes = parser._get_formatter()
     names = ", ".join(action.option_strings)
-    metavar = takes._get_default_metavar_for_optional(action) if action.option_strings else action.dest
+    metavar = (
+        takes._get_default_metavar_for_optional(action) if action.option_strings else action.dest
+    )
     value = takes._format_args(action, metavar) if action.nargs != 0 else ""
     name = f"{names} {value}".strip().replace("|", "\\|")
     required = " (required)" if action.required and action.option_strings else ""

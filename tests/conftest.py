@@ -1,4 +1,5 @@
-"""Every test: one thread a process, builds of Triton and torch.compile that stay, and one line for all GPU tests."""
+"""Every test: one thread a process, builds of Triton and torch.compile that stay, and one line for
+all GPU tests."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported, and for every process that a test starts: two workers of pytest-xdist share two cores, and
-# everything here is small. Tests of threads ask for them with torch.set_num_threads.
+# Before torch is imported, and for every process that a test starts: two workers of pytest-xdist
+# share two cores, and everything here is small. Tests of threads ask for them with
+# torch.set_num_threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Beside the native kernels, so that one folder is all that a machine of CI has to keep between runs.
+# Beside the native kernels, so that one folder is all that a machine of CI has to keep between
+# runs.
 CACHE = Path(os.environ.get("HEADWISE_CACHE") or Path.home() / ".cache" / "headwise")
 os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
@@ -19,7 +22,8 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU the first test marked `gpu` skips for all of them, and says how many they are."""
+    """Without a GPU the first test marked `gpu` skips for all of them, and says how many they
+    are."""
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return
@@ -36,7 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def _native_code() -> None:
-    """On a machine that has none yet the first worker compiles the native code, and the others wait for it."""
+    """On a machine that has none yet the first worker compiles the native code, and the others wait
+    for it."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     from filelock import FileLock

@@ -1,4 +1,5 @@
-"""What a process of tests.processes has imported when it starts: packages that take seconds, and nothing of a test."""
+"""What a process of tests.processes has imported when it starts: packages that take seconds, and
+nothing of a test."""
 
 import torch.distributed.run
 import transformers.models.llama.modeling_llama  # noqa: F401

@@ -1,8 +1,9 @@
-"""An installed wheel finds an artifact and serves it, away from the checkout; `make test-wheel` runs this.
+"""An installed wheel finds an artifact and serves it, away from the checkout; `make test-wheel`
+runs this.
 
-python tests/installed.py FOLDER                 in the environment that the wheel is installed in; files go into FOLDER
-python tests/installed.py FOLDER --prebuilt      the same without a compiler: the wheel brings the native code
-python tests/installed.py FOLDER --serve-only    serves what was found before, without the packages of a search
+python tests/installed.py FOLDER               in the wheel's environment; files go into FOLDER
+python tests/installed.py FOLDER --prebuilt   without a compiler: the wheel brings native code
+python tests/installed.py FOLDER --serve-only  serves what was found before, without a search
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def save_model(folder: Path) -> None:
 
 def command(*words: str, folder: Path) -> str:
     """What `python -m ...` prints; it must end with 0."""
-    done = subprocess.run([sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True
+    )
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -56,7 +59,9 @@ def headwise(*words: str, folder: Path) -> str:
     """What the console script prints; it must end with 0."""
     script = Path(sys.executable).with_name("headwise")
     done = subprocess.run([script, *words], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, f"headwise {' '.join(words)}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
+    assert done.returncode == 0, (
+        f"headwise {' '.join(words)}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
+    )
     return done.stdout
 
 
@@ -69,12 +74,16 @@ def check_packages() -> None:
     import runtime
 
     for package in (artifacts, python, kernels.index, profiling, runtime):
-        assert Path(sys.prefix) in Path(package.__file__ or "").parents, f"{package.__name__} is not the installed one"
+        assert Path(sys.prefix) in Path(package.__file__ or "").parents, (
+            f"{package.__name__} is not the installed one"
+        )
 
 
 def search(folder: Path) -> None:
     options = "--preset paper --length 512 --budget 0.6 --task passkey --dtype float32"
-    command("search.heads", "--model", "model", "--out", "cfg.yaml", *options.split(), folder=folder)
+    command(
+        "search.heads", "--model", "model", "--out", "cfg.yaml", *options.split(), folder=folder
+    )
     headwise("validate", "cfg.yaml", "--level", "error", folder=folder)
     assert "LlamaForCausalLM: 3 layers" in headwise("show", "cfg.yaml", folder=folder)
     assert "\nall is well\n" in headwise("doctor", folder=folder)
@@ -100,7 +109,9 @@ def check_that_a_search_says_what_it_needs(folder: Path) -> None:
     words = [sys.executable, "-m", "search.heads", "--model", "model", "--out", "again.yaml"]
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 2, done
-    assert done.stderr == "error: matplotlib is not installed: pip install 'headwise[search]'\n", done.stderr
+    assert done.stderr == "error: matplotlib is not installed: pip install 'headwise[search]'\n", (
+        done.stderr
+    )
 
 
 def main(folder: Path, *, prebuilt: bool, serve_only: bool) -> None:
@@ -120,11 +131,16 @@ def main(folder: Path, *, prebuilt: bool, serve_only: bool) -> None:
         save_model(folder / "model")
         search(folder)
     serve(folder)
-    print(f"{'served' if serve_only else 'searched and served'} from {sys.prefix}, Python {sys.version.split()[0]}")
+    print(
+        f"{'served' if serve_only else 'searched and served'} from {sys.prefix}, Python "
+        f"{sys.version.split()[0]}"
+    )
 
 
 if __name__ == "__main__":
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("folder", type=Path)
     p.add_argument("--prebuilt", action="store_true")
     p.add_argument("--serve-only", action="store_true")

@@ -1,8 +1,8 @@
-"""Commands as processes of their own, for tests of kills, exit codes and ranks; what is heavy is imported once.
+"""Commands as processes of their own, for tests of kills, exit codes and ranks; what is heavy is
+imported once.
 
-They are forks of one server, which has imported it and computed nothing. A command runs as by `python -m`, or under
-torchrun, whose ranks are forks in turn.
-"""
+They are forks of one server, which has imported it and computed nothing. A command runs as by
+`python -m`, or under torchrun, whose ranks are forks in turn."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ _servers.set_forkserver_preload(["tests.heavy"])
 
 
 class Process:
-    """A command that runs. Its process is the first of a group, which the ranks of torchrun belong to."""
+    """A command that runs. Its process is the first of a group, which the ranks of torchrun belong
+    to."""
 
     def __init__(self, module: str, *words: str, ranks: int = 0, cwd: Path = ROOT) -> None:
         """Start `python -m module words` in the folder `cwd`; with `ranks`, under torchrun."""
         self._folder = tempfile.TemporaryDirectory()
-        self._process = _servers.Process(target=_run, args=(module, words, ranks, cwd, self._folder.name))
+        self._process = _servers.Process(
+            target=_run, args=(module, words, ranks, cwd, self._folder.name)
+        )
         self._process.start()
         self.pid = self._process.pid or 0
 
@@ -41,7 +44,9 @@ class Process:
         """Exit code, stdout and stderr, when it has ended."""
         self._process.join(SECONDS)
         assert self.code is not None, f"it runs for more than {SECONDS} s"
-        said, complained = (Path(self._folder.name, name).read_text() for name in ("stdout", "stderr"))
+        said, complained = (
+            Path(self._folder.name, name).read_text() for name in ("stdout", "stderr")
+        )
         return self.code, said, complained
 
     def kill(self) -> None:
@@ -67,7 +72,14 @@ def _run(module: str, words: tuple[str, ...], ranks: int, cwd: Path, folder: str
         return
     from torch.distributed.run import main
 
-    launcher = ["--standalone", "--nproc_per_node", str(ranks), "--start-method", "fork", "--run-path"]
+    launcher = [
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+        "--start-method",
+        "fork",
+        "--run-path",
+    ]
     main([*launcher, __file__, module, *words])
 
 
@@ -77,7 +89,8 @@ def _as_main(module: str, *words: str) -> None:
 
 
 if __name__ == "__main__":
-    # A rank, which ends as an interpreter does: torchrun would report an error that a function of its own raises.
+    # A rank, which ends as an interpreter does: torchrun would report an error that a function of
+    # its own raises.
     try:
         _as_main(*sys.argv[1:])
     except Exception:

@@ -1,4 +1,5 @@
-"""Large sets of cases: `make test` runs those that stand for the others, `make test-all` all of them.
+"""Large sets of cases: `make test` runs those that stand for the others, `make test-all` all of
+them.
 
 Of the cases that need a GPU some are marked `core`: `make gpu` runs them before it times anything.
 """
@@ -21,7 +22,8 @@ def sampled(cases: Iterable[Any], *kept: Any) -> list[Any]:
 
 
 def core(cases: Iterable[Any], *kept: Any) -> list[Any]:
-    """The cases as parameters of a test, the `kept` ones marked `core`; ValueError where one is none of the cases."""
+    """The cases as parameters of a test, the `kept` ones marked `core`; ValueError where one is
+    none of the cases."""
     return [_marked(case, pytest.mark.core) if case in kept else case for case in _all(cases, kept)]
 
 
@@ -37,7 +39,8 @@ def _marked(case: Any, *marks: pytest.MarkDecorator) -> Any:
 
 
 def names_in_this_run(request: pytest.FixtureRequest) -> list[str]:
-    """The parameter `name` of every test of this run that uses the fixture, for what serves them all at once."""
+    """The parameter `name` of every test of this run that uses the fixture, for what serves them
+    all at once."""
     return [
         item.callspec.params["name"]
         for item in request.session.items

@@ -1,4 +1,5 @@
-"""The scripts of benchmarks/ start, and what measures a GPU runs on the CPU by Triton's interpreter."""
+"""The scripts of benchmarks/ start, and what measures a GPU runs on the CPU by Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # kvpress_worker.py is started by kvpress.py, in an environment of its own.
-SCRIPT_NAMES = ("chart.py", "cpu_engines.py", "gpu/run.py", "kvpress.py", "openvino.py", "vllm_ttft.py")
+SCRIPT_NAMES = (
+    "chart.py",
+    "cpu_engines.py",
+    "gpu/run.py",
+    "kvpress.py",
+    "openvino.py",
+    "vllm_ttft.py",
+)
 SCRIPTS = [ROOT / "benchmarks" / name for name in SCRIPT_NAMES]
 
 

@@ -28,7 +28,9 @@ FIXED = {
     "block_sparse": {"blocks": st.integers(1, 30)},
     "memory_units": {"sink": size, "window": size, "units": st.integers(1, 9)},
 }
-POSITIONS = st.lists(st.integers(0, 1500), max_size=200, unique=True).map(lambda at: tuple(sorted(at)))
+POSITIONS = st.lists(st.integers(0, 1500), max_size=200, unique=True).map(
+    lambda at: tuple(sorted(at))
+)
 ADAPTER: TypeAdapter[Any] = TypeAdapter(artifacts.Pattern)
 
 
@@ -48,8 +50,15 @@ def test_the_kernels_count_the_same(kind: str, data: st.DataObject, length: int,
 
 
 @settings(deadline=None, max_examples=40)
-@given(columns=POSITIONS, diagonals=POSITIONS, length=st.integers(1, 1500), tail=st.sampled_from([0, 64]))
-def test_static_patterns_too(columns: tuple[int, ...], diagonals: tuple[int, ...], length: int, tail: int) -> None:
+@given(
+    columns=POSITIONS,
+    diagonals=POSITIONS,
+    length=st.integers(1, 1500),
+    tail=st.sampled_from([0, 64]),
+)
+def test_static_patterns_too(
+    columns: tuple[int, ...], diagonals: tuple[int, ...], length: int, tail: int
+) -> None:
     arrays = {
         "static.x.columns": np.array(columns, dtype=np.int32),
         "static.x.diagonals": np.array(diagonals, dtype=np.int32),
@@ -69,8 +78,13 @@ def test_vertical_slash_as_if_the_columns_were_first_and_the_diagonals_near() ->
 
 def test_a_million_tokens() -> None:
     n = (1 << 20) // 64
-    window, sink = sum(n - offset for offset in range(65)), sum(n - 65 - group for group in range(16))
-    assert density(artifacts.AShape(sink=1024, window=4096), 1 << 20) == (window + sink) / (n * (n + 1) // 2)
+    window, sink = (
+        sum(n - offset for offset in range(65)),
+        sum(n - 65 - group for group in range(16)),
+    )
+    assert density(artifacts.AShape(sink=1024, window=4096), 1 << 20) == (window + sink) / (
+        n * (n + 1) // 2
+    )
 
 
 def test_sizes_beyond_all_measure() -> None:
@@ -104,7 +118,12 @@ def test_sizes_are_counted_as_they_are_at_the_length() -> None:
     growth = artifacts.Growth(length=4096, powers={"a_shape": {"window": 1.0, "sink": 1.0}})
     rows: tuple[tuple[str, ...] | None, ...] = (("a_1024_2048",) * 4, None, ("a_1024_2048",) * 4)
     prefill = artifacts.Prefill(dense_below=0, growth=growth, layers=rows)
-    artifact = build(patterns={"a_1024_2048": artifacts.AShape(sink=1024, window=2048)}, prefill=prefill)
-    found, expected = mean_density(artifact, 1 << 18), density(artifacts.AShape(sink=1 << 16, window=1 << 17), 1 << 18)
+    artifact = build(
+        patterns={"a_1024_2048": artifacts.AShape(sink=1024, window=2048)}, prefill=prefill
+    )
+    found, expected = (
+        mean_density(artifact, 1 << 18),
+        density(artifacts.AShape(sink=1 << 16, window=1 << 17), 1 << 18),
+    )
     assert found == pytest.approx(expected)
     assert found == pytest.approx(mean_density(artifact, 4096), abs=0.02)

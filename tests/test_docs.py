@@ -1,4 +1,5 @@
-"""The pages: every link leads somewhere, every page is in the site's navigation, and README keeps to its length."""
+"""The pages: every link leads somewhere, every page is in the site's navigation, and README keeps
+to its length."""
 
 from __future__ import annotations
 
@@ -27,14 +28,19 @@ SITE: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8
 
 
 def links(page: Path) -> list[str]:
-    """Where a page's links and pictures lead; code has none, but its text is what a heading's anchor is made of."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    """Where a page's links and pictures lead; code has none, but its text is what a heading's
+    anchor is made of."""
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     return re.findall(r"!?\[[^\]]*\]\(\s*([^()\s]+)\s*\)", text)
 
 
 def anchors(page: Path) -> set[str]:
     """What the headings of a page can be linked by, as GitHub and Python-Markdown make it."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     found = set()
     for heading in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE):
         words = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
@@ -50,7 +56,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         if re.match(r"[a-z]+:", path):
             continue
         there = (page.parent / unquote(path)).resolve() if path else page
-        inside = there.suffix != ".md" or not anchor or anchor in anchors(there) if there.exists() else False
+        inside = (
+            there.suffix != ".md" or not anchor or anchor in anchors(there)
+            if there.exists()
+            else False
+        )
         if not inside:
             wrong.append(link)
     assert not wrong
@@ -58,7 +68,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_a_dead_link_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# A `b` heading\n\n[one](none.md) [two](#a-b-heading)\n\n```\n# no heading [x](y.md)\n```\n")
+    page.write_text(
+        "# A `b` heading\n\n[one](none.md) [two](#a-b-heading)\n\n```\n# no heading "
+        "[x](y.md)\n```\n"
+    )
     assert links(page) == ["none.md", "#a-b-heading"] and anchors(page) == {"a-b-heading"}
 
 

@@ -1,4 +1,5 @@
-"""Imports run one way: search > profiling > runtime > kernels | artifacts, and headwise > runtime."""
+"""Imports run one way: search > profiling > runtime > kernels | artifacts, and headwise >
+runtime."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ HEAVY = {"optuna", "matplotlib", "transformers", "triton", "vllm"}
 # What knows of vLLM: the plugin.
 ENGINE_ROOM = "runtime/vllm/"
 LIGHT_PACKAGES = {"headwise", "runtime", "kernels", "artifacts"}
-# A room of its own for each heavy library: the module is imported lazily, and holds nothing but its code.
+# A room of its own for each heavy library: the module is imported lazily, and holds nothing but its
+# code.
 HEAVY_ROOMS = {
     "kernels/attention/triton_kernel.py": {"triton"},
     "kernels/attention/triton_loops.py": {"triton"},
@@ -41,7 +43,8 @@ HEAVY_ROOMS = {
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
-    """(line, module, whether it happens on import), from function bodies and type-checking blocks too."""
+    """(line, module, whether it happens on import), from function bodies and type-checking blocks
+    too."""
 
     def walk(node: ast.AST, now: bool) -> Iterator[tuple[int, str, bool]]:
         for child in ast.iter_child_nodes(node):
@@ -49,12 +52,19 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
                 for alias in child.names:
                     yield child.lineno, alias.name, now
             elif isinstance(child, ast.ImportFrom):
-                assert child.level == 0, f"line {child.lineno}: relative imports hide where they point"
+                assert child.level == 0, (
+                    f"line {child.lineno}: relative imports hide where they point"
+                )
                 assert child.module is not None
-                # `from kernels import index` imports kernels.index, or a name of the package itself.
+                # `from kernels import index` imports kernels.index, or a name of the package
+                # itself.
                 names = [alias.name for alias in child.names]
                 for name in names if "." not in child.module else [None]:
-                    yield child.lineno, child.module if name is None else f"{child.module}.{name}", now
+                    yield (
+                        child.lineno,
+                        child.module if name is None else f"{child.module}.{name}",
+                        now,
+                    )
             else:
                 lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
                 typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
@@ -73,11 +83,16 @@ def wrong(package: str, path: str, source: str) -> list[str]:
         if top == "benchmarks":
             found.append(f"{path}:{line}: {module} is no part of a package")
         if top == "kernels" and not _is_room_of_kernels(module):
-            found.append(f"{path}:{line}: {module} may be Hugging Face's: name a module of ours, like kernels.index")
+            found.append(
+                f"{path}:{line}: {module} may be Hugging Face's: name a module of ours, like "
+                f"kernels.index"
+            )
         if top == "vllm" and not path.startswith(ENGINE_ROOM):
             found.append(f"{path}:{line}: only {ENGINE_ROOM} may import {module}")
         if top in HEAVY - HEAVY_ROOMS.get(path, set()) and now and package in LIGHT_PACKAGES:
-            found.append(f"{path}:{line}: import {top} where it is used, not at the top of {package}")
+            found.append(
+                f"{path}:{line}: import {top} where it is used, not at the top of {package}"
+            )
     return found
 
 
@@ -96,7 +111,9 @@ def test_imports_run_downwards(package: str) -> None:
     assert paths
     for path in paths:
         if path != ROOT / "kernels" / "__init__.py":
-            found += wrong(package, path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+            found += wrong(
+                package, path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+            )
     assert not found, "\n".join(found)
 
 
@@ -128,7 +145,10 @@ def test_the_check_sees(package: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("package", "source"),
     [
-        ("runtime", "import kernels.index\nfrom kernels import dispatch\nfrom artifacts import load"),
+        (
+            "runtime",
+            "import kernels.index\nfrom kernels import dispatch\nfrom artifacts import load",
+        ),
         ("runtime", "def f():\n    import transformers"),
         ("kernels", "if TYPE_CHECKING:\n    import triton"),
         ("search", "import optuna\nfrom profiling.inside.capture import capture"),
@@ -141,15 +161,21 @@ def test_the_check_allows(package: str, source: str) -> None:
 def test_a_serving_process_loads_no_more_than_it_needs() -> None:
     code = (
         "import sys, headwise, runtime.attention, runtime.fingerprint;"
-        "print(sorted(sys.modules.keys() & {'optuna', 'matplotlib', 'triton', 'transformers', 'profiling', 'search'}))"
+        "print(sorted(sys.modules.keys() & {'optuna', 'matplotlib', 'triton', 'transformers', "
+        "'profiling', 'search'}))"
     )
     out = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
     assert out.strip() == "[]"
 
 
 def test_the_plugin_loads_nothing_before_the_engine_asks() -> None:
-    code = "import sys, runtime.vllm; print(sorted(sys.modules.keys() & {'torch', 'vllm', 'transformers'}))"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "[]"
+    code = (
+        "import sys, runtime.vllm; print(sorted(sys.modules.keys() & "
+        "{'torch', 'vllm', 'transformers'}))"
+    )
+    assert (
+        subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "[]"
+    )
 
 
 def test_the_python_package_loads_neither_torch_nor_transformers() -> None:
@@ -167,15 +193,18 @@ def test_the_python_package_loads_neither_torch_nor_transformers() -> None:
 def circle(sources: Mapping[str, str], depth: int) -> list[str]:
     """Names in a circle of imports, also in functions and for types; none where there is none.
 
-    sources: what modules of one package say, by their names, of which the first `depth` parts count. The package's own
-    `__init__` is above them all.
-    """
+    sources: what modules of one package say, by their names, of which the first `depth` parts
+    count. The package's own `__init__` is above them all."""
     below: dict[str, set[str]] = {}
     for name, source in sources.items():
         package, *inner = name.split(".")[:depth]
         mine = ".".join((package, *inner))
-        theirs = {".".join(module.split(".")[:depth]) for _, module, _ in imports(ast.parse(source))}
-        below.setdefault(mine, set()).update(theirs & {".".join(other.split(".")[:depth]) for other in sources})
+        theirs = {
+            ".".join(module.split(".")[:depth]) for _, module, _ in imports(ast.parse(source))
+        }
+        below.setdefault(mine, set()).update(
+            theirs & {".".join(other.split(".")[:depth]) for other in sources}
+        )
         below[mine] -= {mine, package}
     try:
         TopologicalSorter(below).prepare()
@@ -185,19 +214,27 @@ def circle(sources: Mapping[str, str], depth: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("package", "depth"), [("artifacts", 3), *((name, 2) for name in BELOW if name not in ("artifacts", "headwise"))]
+    ("package", "depth"),
+    [("artifacts", 3), *((name, 2) for name in BELOW if name not in ("artifacts", "headwise"))],
 )
 def test_nothing_imports_what_imports_it(package: str, depth: int) -> None:
     """Modules of artifacts; elsewhere folders, and the modules beside them."""
-    modules = {_module(path): path.read_text(encoding="utf-8") for path in (ROOT / package).rglob("*.py")}
-    assert len(modules) > 30 and not circle({name: text for name, text in modules.items() if name != package}, depth)
+    modules = {
+        _module(path): path.read_text(encoding="utf-8") for path in (ROOT / package).rglob("*.py")
+    }
+    assert len(modules) > 30 and not circle(
+        {name: text for name, text in modules.items() if name != package}, depth
+    )
 
 
 @pytest.mark.parametrize(
     ("caches", "found"),
     [
         ("from runtime.attention.calls import Call", {"runtime.attention", "runtime.caches"}),
-        ("def f():\n    from runtime.attention.calls import Call", {"runtime.attention", "runtime.caches"}),
+        (
+            "def f():\n    from runtime.attention.calls import Call",
+            {"runtime.attention", "runtime.caches"},
+        ),
         (
             "if TYPE_CHECKING:\n    from runtime import handle",
             {"runtime.attention", "runtime.caches", "runtime.handle"},
@@ -221,4 +258,7 @@ def _module(path: Path) -> str:
 
 def test_artifacts_needs_no_torch() -> None:
     code = "import sys, artifacts.__main__; print('torch' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "False"
+    assert (
+        subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip()
+        == "False"
+    )

@@ -1,4 +1,5 @@
-"""A pattern is data in artifacts, code in kernels and a colour in the picture: the three know the same kinds."""
+"""A pattern is data in artifacts, code in kernels and a colour in the picture: the three know the
+same kinds."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ LENGTHS = st.integers(1, 2**24)
 
 
 def sizes_in_code(cls: type[code.Pattern]) -> dict[str, Any]:
-    return {field.name: None if field.default is MISSING else field.default for field in fields(cls)}
+    return {
+        field.name: None if field.default is MISSING else field.default for field in fields(cls)
+    }
 
 
 def sizes_in_data(cls: type[data.Record]) -> dict[str, Any]:
@@ -53,7 +56,9 @@ def test_sizes_grow_alike(drawn: st.DataObject, kind: str, at: int, length: int)
         return
     sizes = {name: drawn.draw(SIZES) for name in names}
     powers = {kind: {name: drawn.draw(POWERS) for name in names}}
-    record = {cls.model_fields["kind"].default: cls for cls in get_args(get_args(data.Pattern)[0])}[kind](**sizes)
+    record = {cls.model_fields["kind"].default: cls for cls in get_args(get_args(data.Pattern)[0])}[
+        kind
+    ](**sizes)
     grown = growth_data.grown(record, growth_data.Growth(length=at, powers=powers), length)
     made = code.Growth(length=at, powers=powers).grown(code.make(**record.model_dump()), length)
     assert code.make(**grown.model_dump()) == made

@@ -27,6 +27,10 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import nbformat
 
     monkeypatch.setenv("HEADWISE_NOTEBOOK", "small")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(path.parents[1]), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(path.parents[1]), os.environ.get("PYTHONPATH", "")])
+    )
     notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute(cwd=str(path.parent))
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute(
+        cwd=str(path.parent)
+    )

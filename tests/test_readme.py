@@ -1,4 +1,5 @@
-"""README.md's blocks run from top to bottom, as a reader would run them, on a tiny model in an empty folder."""
+"""README.md's blocks run from top to bottom, as a reader would run them, on a tiny model in an
+empty folder."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 # What makes a command small; one that is not here fails until it says so.
 SMALL = {
-    "search": "--length 512 --budget 0.8 --dtype float32 --cost flops --n-trials 2 --task passkey --task prose "
+    "search": "--length 512 --budget 0.8 --dtype float32 --cost flops "
+    "--n-trials 2 --task passkey --task prose "
     "--max-kl 9 --max-perplexity 9",
     "filters": "--length 256 --dtype float32 --task prose --filters 1 --sparse 0.3",
     "gate": "--length 512 --dtype float32 --task prose --max-kl 9 --max-perplexity 9",

@@ -1,8 +1,8 @@
-"""Our `kernels` and Hugging Face's get on: from a checkout, installed, editable; with theirs and without.
+"""Our `kernels` and Hugging Face's get on: from a checkout, installed, editable; with theirs and
+without.
 
-Each case is a folder of links to what is installed here, with or without their package, in a process that sees
-nothing else.
-"""
+Each case is a folder of links to what is installed here, with or without their package, in a
+process that sees nothing else."""
 
 from __future__ import annotations
 
@@ -56,13 +56,16 @@ print("ours")
 
 
 def farm(folder: Path, *, theirs: bool) -> Path:
-    """Links to all that is installed, but for Headwise itself and, unless asked for, their package."""
+    """Links to all that is installed, but for Headwise itself and, unless asked for, their
+    package."""
     folder.mkdir()
     for entry in SITE.iterdir():
         name = entry.name.lower()
         mine = "headwise" in name or name in PACKAGES or name.endswith((".pth", ".egg-link"))
         if name.partition("-")[0] == "kernels" and theirs:
-            shutil.copytree(entry, folder / entry.name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                entry, folder / entry.name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         elif not mine and name.partition("-")[0] != "kernels":
             (folder / entry.name).symlink_to(entry)
     return folder
@@ -70,8 +73,14 @@ def farm(folder: Path, *, theirs: bool) -> Path:
 
 def run(code: str, *path: Path, cwd: Path) -> str:
     """Run code in a process with nothing but these folders and the standard library on its path."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=cwd, env=environment, text=True, capture_output=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=cwd, env=environment, text=True, capture_output=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
 
@@ -91,7 +100,9 @@ def build(sources: Path, hook: str, target: Path) -> Path:
     """The archive that a build hook of setuptools makes."""
     code = f"import sys; from setuptools import build_meta; build_meta.{hook}(sys.argv[1])"
     target.mkdir()
-    subprocess.run([sys.executable, "-c", code, target], cwd=sources, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", code, target], cwd=sources, check=True, capture_output=True
+    )
     (archive,) = target.iterdir()
     return archive
 
@@ -132,7 +143,9 @@ def test_the_wheel_has_all_but_the_overlay(wheel: Path) -> None:
         for pattern in ("*.py", *project["tool"]["setuptools"]["package-data"]["*"])
         for path in (ROOT / name).rglob(pattern)
     }
-    assert {name for name in packed if ".dist-info/" not in name} == expected - {"kernels/__init__.py"}
+    assert {name for name in packed if ".dist-info/" not in name} == expected - {
+        "kernels/__init__.py"
+    }
     assert any(name.endswith("licenses/LICENSE") for name in packed)
 
 
@@ -159,7 +172,10 @@ def test_wheel_without_theirs(wheel: Path, tmp_path: Path) -> None:
 def test_editable_with_theirs(sources: Path, tmp_path: Path) -> None:
     site = farm(tmp_path / "site", theirs=True)
     zipfile.ZipFile(build(sources, "build_editable", tmp_path / "dist")).extractall(site)
-    code = f"import sys, site; sys.path.remove({str(site)!r}); site.addsitedir({str(site)!r})\n{WITH_THEIRS}"
+    code = (
+        f"import sys, site; sys.path.remove({str(site)!r}); "
+        f"site.addsitedir({str(site)!r})\n{WITH_THEIRS}"
+    )
     code += f"assert kernels.index.__file__.startswith({str(sources)!r})"
     assert run(code, site, cwd=tmp_path) == "both"
 

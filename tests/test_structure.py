@@ -1,4 +1,5 @@
-"""docs/structure.md has a line for every folder of code, in the words of the folder's own docstring."""
+"""docs/structure.md has a line for every folder of code, in the words of the folder's own
+docstring."""
 
 from __future__ import annotations
 
@@ -30,5 +31,9 @@ def test_every_module_says_what_it_is() -> None:
 
 def test_code_lives_in_the_packages() -> None:
     hidden = {path for path in ROOT.iterdir() if path.name.startswith(".") or path.name == "build"}
-    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path not in hidden and any(path.rglob("*.py"))}
+    folders = {
+        path.name
+        for path in ROOT.iterdir()
+        if path.is_dir() and path not in hidden and any(path.rglob("*.py"))
+    }
     assert folders <= {*PACKAGES, *OTHERS}

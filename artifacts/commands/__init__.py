@@ -1,9 +1,8 @@
 """The verbs of `headwise`, one module each.
 
-A verb's module has `Config`, a frozen dataclass that declares the verb's arguments; SHORT, what it does in a line;
-EXAMPLES, the end of its help; and `run(config)`, which gives what to print and the exit status: 0 fine, 3 findings or
-differences. Bad input is an error, with status 2.
-"""
+A verb's module has `Config`, a frozen dataclass that declares the verb's arguments; SHORT, what it
+does in a line; EXAMPLES, the end of its help; and `run(config)`, which gives what to print and the
+exit status: 0 fine, 3 findings or differences. Bad input is an error, with status 2."""
 
 from __future__ import annotations
 
@@ -39,8 +38,11 @@ class Verb(Protocol):
 
 
 def answer(as_json: Path | None, facts: Any, lines: Iterable[str], *, status: int = 0) -> Outcome:
-    """The lines for people; with --json the facts as one JSON object in their place, or in a file."""
-    return as_asked(as_json, json.dumps(facts), "".join(f"{one_line(line)}\n" for line in lines), status=status)
+    """The lines for people; with --json the facts as one JSON object in their place, or in a
+    file."""
+    return as_asked(
+        as_json, json.dumps(facts), "".join(f"{one_line(line)}\n" for line in lines), status=status
+    )
 
 
 def as_asked(as_json: Path | None, made: str, text: str, *, status: int = 0) -> Outcome:
@@ -52,7 +54,9 @@ def as_asked(as_json: Path | None, made: str, text: str, *, status: int = 0) -> 
     return Outcome(text=text, status=status)
 
 
-def file_arg(metavar: str = "FILE", help: str = "the artifact's YAML file, such as cfg.yaml") -> Any:
+def file_arg(
+    metavar: str = "FILE", help: str = "the artifact's YAML file, such as cfg.yaml"
+) -> Any:
     """An artifact's YAML file."""
     return arg(metavar=metavar, type=Path, help=help)
 
@@ -64,4 +68,6 @@ def out_arg(help: str, default: Any = MISSING) -> Any:
 
 def json_flag() -> Any:
     """For programs."""
-    return arg("--json", metavar="FILE", nargs="?", type=json_file, const=STDOUT, default=None, help=JSON)
+    return arg(
+        "--json", metavar="FILE", nargs="?", type=json_file, const=STDOUT, default=None, help=JSON
+    )

@@ -1,4 +1,5 @@
-"""convert: other tools' files into artifacts, and artifacts into theirs, with a report of what does not fit."""
+"""convert: other tools' files into artifacts, and artifacts into theirs, with a report of what does
+not fit."""
 
 from __future__ import annotations
 
@@ -19,19 +20,19 @@ from artifacts.store import read_pair, save
 
 SHORT = "read another tool's file into an artifact, or write one from it"
 EXAMPLES = f"""\
-FILE is another tool's file, and OUT an artifact; or, with --to, FILE is an artifact and OUT the tool's file.
+FILE is another tool's file, and OUT an artifact; or, with --to, FILE is an artifact and OUT the
+tool's file.
 
 formats:
 {"".join(f"  {name:<24} {form.about}" + chr(10) for name, form in FORMATS.items())}
-The report says how many heads (or layers) are the same on both sides, and what becomes of the others:
-  same              another form, the same effect
-  computes more     nothing is lost but time
-  keeps less, chooses otherwise, not carried over, filled in
-                    it can cost recall; the report ends with the command that measures how much
-The exit status is 0, or with --strict 3 where anything is lost; then nothing is written.
+The report says how many heads (or layers) are the same on both sides, and what becomes of the
+others:   same              another form, the same effect   computes more     nothing is lost but
+time   keeps less, chooses otherwise, not carried over, filled in                     it can cost
+recall; the report ends with the command that measures how much The exit status is 0, or with
+--strict 3 where anything is lost; then nothing is written.
 
-The model's shape comes from the file, its config.json (--config) or flags; what an import cannot know,
-such as the weights, is left open and not compared when the artifact is applied.
+The model's shape comes from the file, its config.json (--config) or flags; what an import cannot
+know, such as the weights, is left open and not compared when the artifact is applied.
 
 examples:
   headwise convert best_pattern.json --config Llama-3-8B/config.json --out cfg.yaml
@@ -50,32 +51,77 @@ _HOW = "how an import is read"
 class Config:
     """Which file into which, and what is known of the model; None where not given."""
 
-    file: Path = arg(metavar="FILE", type=Path, help="another tool's file, or with --to an artifact's YAML")
+    file: Path = arg(
+        metavar="FILE", type=Path, help="another tool's file, or with --to an artifact's YAML"
+    )
     out: Path = out_arg("the artifact's YAML file, or with --to the tool's file")
-    source: str | None = arg("--from", choices=tuple(FORMATS), default=None, help="what FILE is (told by its name)")
-    target: str | None = arg("--to", choices=tuple(FORMATS), default=None, help="write this from the artifact FILE")
+    source: str | None = arg(
+        "--from", choices=tuple(FORMATS), default=None, help="what FILE is (told by its name)"
+    )
+    target: str | None = arg(
+        "--to", choices=tuple(FORMATS), default=None, help="write this from the artifact FILE"
+    )
     config: Path | None = arg(
-        "--config", metavar="PATH", type=Path, default=None, group=_MODEL, help="its config.json, or its folder"
+        "--config",
+        metavar="PATH",
+        type=Path,
+        default=None,
+        group=_MODEL,
+        help="its config.json, or its folder",
     )
     model: str | None = arg(
-        "--model", metavar="NAME", default=None, group=_MODEL, help="its name; the command that measures takes it, too"
+        "--model",
+        metavar="NAME",
+        default=None,
+        group=_MODEL,
+        help="its name; the command that measures takes it, too",
     )
-    revision: str | None = arg("--revision", metavar="REV", default=None, group=_MODEL, help="its revision on the hub")
-    layers: int | None = arg("--layers", metavar="N", type=int, default=None, group=_MODEL, help="layers")
-    heads: int | None = arg("--heads", metavar="N", type=int, default=None, group=_MODEL, help="query heads a layer")
-    kv_heads: int | None = arg("--kv-heads", metavar="N", type=int, default=None, group=_MODEL, help="KV heads a layer")
-    head_dim: int | None = arg("--head-dim", metavar="N", type=int, default=None, group=_MODEL, help="channels a head")
+    revision: str | None = arg(
+        "--revision", metavar="REV", default=None, group=_MODEL, help="its revision on the hub"
+    )
+    layers: int | None = arg(
+        "--layers", metavar="N", type=int, default=None, group=_MODEL, help="layers"
+    )
+    heads: int | None = arg(
+        "--heads", metavar="N", type=int, default=None, group=_MODEL, help="query heads a layer"
+    )
+    kv_heads: int | None = arg(
+        "--kv-heads", metavar="N", type=int, default=None, group=_MODEL, help="KV heads a layer"
+    )
+    head_dim: int | None = arg(
+        "--head-dim", metavar="N", type=int, default=None, group=_MODEL, help="channels a head"
+    )
     max_positions: int | None = arg(
-        "--max-positions", metavar="N", type=int, default=None, group=_MODEL, help="the longest prompt, in tokens"
+        "--max-positions",
+        metavar="N",
+        type=int,
+        default=None,
+        group=_MODEL,
+        help="the longest prompt, in tokens",
     )
     dense_below: int | None = arg(
-        "--dense-below", metavar="N", type=int, default=None, group=_HOW, help="serve shorter prompts densely"
+        "--dense-below",
+        metavar="N",
+        type=int,
+        default=None,
+        group=_HOW,
+        help="serve shorter prompts densely",
     )
     dense_tail: int | None = arg(
-        "--dense-tail", metavar="N", type=int, default=None, group=_HOW, help="last queries that see every key (0)"
+        "--dense-tail",
+        metavar="N",
+        type=int,
+        default=None,
+        group=_HOW,
+        help="last queries that see every key (0)",
     )
     sinks: int | None = arg(
-        "--sinks", metavar="N", type=int, default=None, group=_HOW, help="first tokens a streaming head keeps (128)"
+        "--sinks",
+        metavar="N",
+        type=int,
+        default=None,
+        group=_HOW,
+        help="first tokens a streaming head keeps (128)",
     )
     window: int | None = arg(
         "--window",
@@ -86,13 +132,26 @@ class Config:
         help="last tokens a streaming head sees, itself one (257, KVzip 256)",
     )
     threshold: float | None = arg(
-        "--threshold", metavar="X", type=float, default=None, group=_HOW, help="KV heads from here on keep all (0.5)"
+        "--threshold",
+        metavar="X",
+        type=float,
+        default=None,
+        group=_HOW,
+        help="KV heads from here on keep all (0.5)",
     )
     sparsity: float | None = arg(
-        "--sparsity", metavar="X", type=float, default=None, group=_HOW, help="instead, the share of them that stream"
+        "--sparsity",
+        metavar="X",
+        type=float,
+        default=None,
+        group=_HOW,
+        help="instead, the share of them that stream",
     )
     strict: bool = arg(
-        "--strict", action="store_true", default=False, help="write nothing, exit with 3, if more than time is lost"
+        "--strict",
+        action="store_true",
+        default=False,
+        help="write nothing, exit with 3, if more than time is lost",
     )
     as_json: Path | None = json_flag()
 
@@ -107,7 +166,9 @@ def run(config: Config) -> Outcome:
     check_writable(config.out)
     report, wrote = _export(config, FORMATS[config.target]) if config.target else _import(config)
     lost = config.strict and report.lossy
-    first = "wrote nothing: --strict, and something is lost" if lost else f"wrote {', '.join(wrote)}"
+    first = (
+        "wrote nothing: --strict, and something is lost" if lost else f"wrote {', '.join(wrote)}"
+    )
     facts = {"wrote": wrote, "report": report.as_json()}
     return answer(config.as_json, facts, [first, *report.lines()], status=FOUND if lost else 0)
 
@@ -133,7 +194,8 @@ def _import(config: Config) -> tuple[Report, list[str]]:
     for name in ("dense_below", "dense_tail", "sinks", "window", "threshold", "sparsity"):
         if name not in form.options and getattr(config, name) is not None:
             raise ArtifactError(f"--{name.replace('_', '-')} means nothing for {source}")
-    given, file = Given(**{each.name: getattr(config, each.name) for each in fields(Given)}), Source.read(config.file)
+    given = Given(**{each.name: getattr(config, each.name) for each in fields(Given)})
+    file = Source.read(config.file)
     with naming(config.file):
         made = form.read(file, given)
     report = replace(made.report, measure=_measure(config, form, config.out, None))
@@ -147,9 +209,16 @@ def _import(config: Config) -> tuple[Report, list[str]]:
 def _export(config: Config, form: Format) -> tuple[Report, list[str]]:
     pair = read_pair(config.file)
     made = form.write(pair.artifact, pair.arrays, config.out)
-    shown = {"layers": "num_layers", "heads": "num_heads", "kv-heads": "num_kv_heads", "head-dim": "head_dim"}
+    shown = {
+        "layers": "num_layers",
+        "heads": "num_heads",
+        "kv-heads": "num_kv_heads",
+        "head-dim": "head_dim",
+    }
     shown |= {"max-positions": "max_positions"}
-    flags = " ".join(f"--{flag} {getattr(pair.artifact.model, name)}" for flag, name in shown.items())
+    flags = " ".join(
+        f"--{flag} {getattr(pair.artifact.model, name)}" for flag, name in shown.items()
+    )
     report = replace(made.report, measure=_measure(config, form, config.file, flags))
     if config.strict and report.lossy:
         return report, []
@@ -159,7 +228,8 @@ def _export(config: Config, form: Format) -> tuple[Report, list[str]]:
 
 
 def _measure(config: Config, form: Format, artifact: Path, flags: str | None) -> str:
-    """How recall is measured: of an import as it is; of an export against what the tool makes of it."""
+    """How recall is measured: of an import as it is; of an export against what the tool makes of
+    it."""
     if not form.patterns:
         return ""
     model = shlex.quote(config.model) if config.model else "MODEL"
@@ -167,5 +237,8 @@ def _measure(config: Config, form: Format, artifact: Path, flags: str | None) ->
     options = f"--model {model} --fidelity --no-speed --out report/"
     if flags is None:
         return f"measure it with: {run} {options}"
-    back = f"headwise convert {shlex.quote(str(config.out))} --from {config.target} {flags} --out back.yaml"
+    back = (
+        f"headwise convert {shlex.quote(str(config.out))} --from "
+        f"{config.target} {flags} --out back.yaml"
+    )
     return f"measure what it costs with: {one_line(back)} && {run} back.yaml {options}"

@@ -13,11 +13,14 @@ from artifacts.errors import HeadwiseError, ranges, shorten
 from artifacts.options import arg
 from artifacts.store import look
 
-SHORT = "say what changed from A to B: heads, density, sections, fields, arrays; exit status 3 if anything did"
+SHORT = (
+    "say what changed from A to B: heads, density, sections, fields, "
+    "arrays; exit status 3 if anything did"
+)
 EXAMPLES = """\
-Heads are compared by what their pattern is, not by its name. Times, command lines and the sidecar's name
-are left out, as in the content hash. Density is counted from the patterns' sizes at one length; recall is
-the searches' own. A sidecar that is missing is said and left out.
+Heads are compared by what their pattern is, not by its name. Times, command lines and the
+sidecar's name are left out, as in the content hash. Density is counted from the patterns' sizes
+at one length; recall is the searches' own. A sidecar that is missing is said and left out.
 
 examples:
   headwise diff old.yaml new.yaml
@@ -35,9 +38,15 @@ class Config:
     before: Path = file_arg("A")
     after: Path = file_arg("B")
     length: int | None = arg(
-        "--length", metavar="N", type=int, default=None, help="count density on prompts of N tokens (as searched)"
+        "--length",
+        metavar="N",
+        type=int,
+        default=None,
+        help="count density on prompts of N tokens (as searched)",
     )
-    heads: bool = arg("--heads", action="store_true", default=False, help="list every head that changed")
+    heads: bool = arg(
+        "--heads", action="store_true", default=False, help="list every head that changed"
+    )
     as_json: Path | None = json_flag()
 
 
@@ -49,8 +58,11 @@ def run(config: Config) -> Outcome:
     """
     if config.length is not None and config.length < 1:
         raise HeadwiseError(f"--length must be at least 1, got {config.length}")
-    before, after = look(config.before), look(config.after)
-    found = compare(before.artifact, after.artifact, before.arrays, after.arrays, length=config.length)
+    before = look(config.before)
+    after = look(config.after)
+    found = compare(
+        before.artifact, after.artifact, before.arrays, after.arrays, length=config.length
+    )
     lines = list(_lines(found, config.heads)) if found else ["no difference"]
     said = [f"sidecar    {pair.fault}" for pair in (before, after) if pair.fault]
     facts = {"differs": bool(found), **asdict(found)}
@@ -61,7 +73,10 @@ def _lines(found: Difference, every: bool) -> Iterator[str]:
     if found.heads is None:
         yield "heads      cannot be compared: the models have other numbers of layers or heads"
     else:
-        yield f"heads      {sum(change.heads for change in found.heads):,} of {found.total:,} have another pattern"
+        yield (
+            f"heads      {sum(change.heads for change in found.heads):,} of "
+            f"{found.total:,} have another pattern"
+        )
         yield from _changes(found.heads, every)
     if found.kv_heads:
         yield f"KV heads   {sum(change.heads for change in found.kv_heads):,} have another policy"
@@ -87,7 +102,10 @@ def _changes(changes: tuple[HeadChange, ...], every: bool) -> Iterator[str]:
         shown = layers if every else layers[:4]
         left = len(layers) - len(shown)
         more = f" and in {left} more layer{'s' * (left > 1)}" if left else ""
-        yield f"  {change.before or 'none'} -> {change.after or 'none'}: {change.heads:,}: {', '.join(shown)}{more}"
+        yield (
+            f"  {change.before or 'none'} -> {change.after or 'none'}: "
+            f"{change.heads:,}: {', '.join(shown)}{more}"
+        )
     if not every and len(changes) > _SHOWN:
         yield f"  and {len(changes) - _SHOWN} other changes (--heads lists them)"
 

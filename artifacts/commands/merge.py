@@ -18,11 +18,13 @@ from artifacts.store import load_pair, save, update
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-SHORT = "put the prefill of one artifact, the decode of another and the kv_cache of a third into one"
+SHORT = (
+    "put the prefill of one artifact, the decode of another and the kv_cache of a third into one"
+)
 EXAMPLES = """\
 The first file gives everything that no option names; `none` leaves a section out. Unlike models are
-refused by the first field that differs. Evidence is kept as it was measured, on the parts: measure the
-whole again.
+refused by the first field that differs. Evidence is kept as it was measured, on the parts:
+measure the whole again.
 
 examples:
   headwise merge cfg.yaml --decode filters.yaml --out both.yaml
@@ -35,17 +37,28 @@ _SECTIONS = ("decode", "kv_cache")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The file that gives what is not named, and of each section its file, `none`, or None for the first file."""
+    """The file that gives what is not named, and of each section its file, `none`, or None for the
+    first file."""
 
     file: Path = file_arg(help="gives every section that no option names")
     prefill: Path | None = arg(
-        "--prefill", metavar="FILE", type=Path, default=None, help="search, patterns and prefill of this artifact"
+        "--prefill",
+        metavar="FILE",
+        type=Path,
+        default=None,
+        help="search, patterns and prefill of this artifact",
     )
     decode: str | None = arg(
-        "--decode", metavar="FILE", default=None, help="the decode section of this artifact, or none"
+        "--decode",
+        metavar="FILE",
+        default=None,
+        help="the decode section of this artifact, or none",
     )
     kv_cache: str | None = arg(
-        "--kv-cache", metavar="FILE", default=None, help="the kv_cache section of this artifact, or none"
+        "--kv-cache",
+        metavar="FILE",
+        default=None,
+        help="the kv_cache section of this artifact, or none",
     )
     out: Path = out_arg("the artifact to write; may be one of those read")
     as_json: Path | None = json_flag()
@@ -55,16 +68,23 @@ def run(config: Config) -> Outcome:
     """Merge and write.
 
     Raises:
-        HeadwiseError: a file cannot be read, lacks the section, or is for another model; the sections do not go
+        HeadwiseError: a file cannot be read, lacks the section, or is for another model; the
+        sections do not go
             together; the output cannot be written.
     """
     check_writable(config.out)
-    named = [config.file, config.prefill, *(_file(getattr(config, name), name) for name in _SECTIONS)]
+    named = [
+        config.file,
+        config.prefill,
+        *(_file(getattr(config, name), name) for name in _SECTIONS),
+    ]
     parts = {file.resolve(): _part(file) for file in named if file is not None}
     out = config.out.resolve()
     if out in parts:
 
-        def change(artifact: Artifact, arrays: dict[str, Array]) -> tuple[Artifact, dict[str, Array]]:
+        def change(
+            artifact: Artifact, arrays: dict[str, Array]
+        ) -> tuple[Artifact, dict[str, Array]]:
             # Another command may have written to it since it was read.
             parts[out] = Part(file=config.out, artifact=artifact, arrays=arrays)
             return merge(*_chosen(config, parts))
@@ -76,7 +96,10 @@ def run(config: Config) -> Outcome:
     chosen = zip(("prefill", *_SECTIONS), _chosen(config, parts)[1:], strict=True)
     origin = {section: None if part is None else str(part.file) for section, part in chosen}
     whole = {"wrote": str(config.out), "sections": origin, "content_sha256": saved.content_sha256}
-    lines = [f"wrote {config.out}", *(f"  {section:<9} {file or 'none'}" for section, file in origin.items())]
+    lines = [
+        f"wrote {config.out}",
+        *(f"  {section:<9} {file or 'none'}" for section, file in origin.items()),
+    ]
     if count := len(saved.evidence.measurements):
         lines.append(f"  evidence  {count} measured on the parts: measure the whole again")
     return answer(config.as_json, whole, lines)
@@ -93,7 +116,9 @@ def _part(file: Path) -> Part:
     return Part(file=file, artifact=artifact, arrays=arrays)
 
 
-def _chosen(config: Config, parts: Mapping[Path, Part]) -> tuple[Part, Part, Part | None, Part | None]:
+def _chosen(
+    config: Config, parts: Mapping[Path, Part]
+) -> tuple[Part, Part, Part | None, Part | None]:
     """The part that gives what is not named, and those of prefill, decode and kv_cache."""
     base = parts[config.file.resolve()]
     prefill = base if config.prefill is None else parts[config.prefill.resolve()]

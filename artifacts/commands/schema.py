@@ -19,10 +19,10 @@ from artifacts.store import SCHEMA_FILE
 
 SHORT = "print the JSON Schema of the current version, with what every field means"
 EXAMPLES = f"""\
-The schema is of the fields alone. That rows and names go together, that hashes are right and that the YAML
-is the subset that artifacts use, only `validate` knows. An artifact's first line names the schema as
-{SCHEMA_FILE}: where that file lies beside it, editors with the YAML language server show
-what every field means and complete names.
+The schema is of the fields alone. That rows and names go together, that hashes are right and that
+the YAML is the subset that artifacts use, only `validate` knows. An artifact's first line names
+the schema as {SCHEMA_FILE}: where that file lies beside it, editors with the YAML language server
+show what every field means and complete names.
 
 examples:
   headwise schema --out .                  writes ./{SCHEMA_FILE}
@@ -35,9 +35,12 @@ _TYPES = {"integer": "int", "string": "text", "boolean": "true or false", "objec
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Whether as Markdown, and where to; the schema is JSON also without --json, which puts it on one line."""
+    """Whether as Markdown, and where to; the schema is JSON also without --json, which puts it on
+    one line."""
 
-    markdown: bool = arg("--markdown", action="store_true", default=False, help="print tables of the fields")
+    markdown: bool = arg(
+        "--markdown", action="store_true", default=False, help="print tables of the fields"
+    )
     as_json: Path | None = json_flag()
     out: Path | None = out_arg(f"write a file; in a folder it is {SCHEMA_FILE}", default=None)
 
@@ -90,7 +93,10 @@ def _parts(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel],
                 yield from _parts(inner, f"{below}, kind {inner.model_fields['kind'].default}")
             else:
                 yield from _parts(
-                    inner, below if field.annotation is inner or _optional(field.annotation) else f"{below}, each entry"
+                    inner,
+                    below
+                    if field.annotation is inner or _optional(field.annotation)
+                    else f"{below}, each entry",
                 )
 
 
@@ -118,5 +124,9 @@ def _type(field: Mapping[str, Any], models: Mapping[str, Any]) -> str:
         return f"list of {_type(field['items'], models)}" if "items" in field else "list"
     extra = field.get("additionalProperties")
     if isinstance(extra, dict):
-        return "mapping" if extra.get("$ref", "").endswith("JsonValue") else f"name: {_type(extra, models)}"
+        return (
+            "mapping"
+            if extra.get("$ref", "").endswith("JsonValue")
+            else f"name: {_type(extra, models)}"
+        )
     return _TYPES.get(str(field.get("type")), str(field.get("type")))

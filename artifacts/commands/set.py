@@ -20,10 +20,14 @@ from artifacts.validation import to_artifact
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-SHORT = "change fields: each change is written into `edits`, with what it replaced, and the hash is made anew"
+SHORT = (
+    "change fields: each change is written into `edits`, with what it "
+    "replaced, and the hash is made anew"
+)
 EXAMPLES = """\
-A FIELD is named by its path, as `show --json` and the errors have it; a VALUE is YAML. What the search found
-and what was measured stays and is of the artifact as it was: measure again what matters, `validate` says so.
+A FIELD is named by its path, as `show --json` and the errors have it; a VALUE is YAML. What the
+search found and what was measured stays and is of the artifact as it was: measure again what
+matters, `validate` says so.
 
 examples:
   headwise set cfg.yaml prefill.dense_below=4096 --out new.yaml
@@ -40,7 +44,9 @@ class Config:
     """Which file, what becomes what, and where to."""
 
     file: Path = file_arg()
-    changes: tuple[str, ...] = arg(metavar="FIELD=VALUE", nargs="+", help="a field's path and its new value")
+    changes: tuple[str, ...] = arg(
+        metavar="FIELD=VALUE", nargs="+", help="a field's path and its new value"
+    )
     out: Path = out_arg("the artifact to write; may be FILE itself")
     as_json: Path | None = json_flag()
 
@@ -49,18 +55,26 @@ def run(config: Config) -> Outcome:
     """Change and write.
 
     Raises:
-        HeadwiseError: a field is not there or cannot have the value; the file cannot be read or written.
+        HeadwiseError: a field is not there or cannot have the value; the file cannot be read or
+        written.
     """
     check_writable(config.out)
     wanted = [_parsed(change) for change in config.changes]
 
-    def change(artifact: Artifact, arrays: dict[str, Array]) -> tuple[Artifact, Mapping[str, Array]]:
-        fields, over = artifact.model_dump(mode="json"), artifact.content_sha256
+    def change(
+        artifact: Artifact, arrays: dict[str, Array]
+    ) -> tuple[Artifact, Mapping[str, Array]]:
+        fields = artifact.model_dump(mode="json")
+        over = artifact.content_sha256
         edits = []
         for path, value in wanted:
             if (before := _put(fields, path, value)) == value:
                 raise ArtifactError(f"{shorten(path)}: is {_said(value)} already")
-            edits.append(Edit(field=path, before=_said(before), after=_said(value), over=over).model_dump(mode="json"))
+            edits.append(
+                Edit(field=path, before=_said(before), after=_said(value), over=over).model_dump(
+                    mode="json"
+                )
+            )
         fields |= {"edits": [*fields["edits"], *edits], "created_at": now()}
         return to_artifact(fields), arrays
 
@@ -71,16 +85,23 @@ def run(config: Config) -> Outcome:
         "edits": [edit.model_dump(mode="json") for edit in made],
         "content_sha256": saved.content_sha256,
     }
-    lines = [f"wrote {config.out}", *(f"  {edit.field}: {edit.before} -> {edit.after}" for edit in made)]
+    lines = [
+        f"wrote {config.out}",
+        *(f"  {edit.field}: {edit.before} -> {edit.after}" for edit in made),
+    ]
     return answer(config.as_json, whole, lines)
 
 
 def _parsed(change: str) -> tuple[str, Any]:
     path, equals, value = change.partition("=")
     if not equals or not path:
-        raise ArtifactError(f"a change is FIELD=VALUE, such as prefill.dense_below=4096, got {shorten(change)}")
+        raise ArtifactError(
+            f"a change is FIELD=VALUE, such as prefill.dense_below=4096, got {shorten(change)}"
+        )
     if path.partition(".")[0].partition("[")[0] in _OWN:
-        raise ArtifactError(f"{shorten(path)}: is written by headwise, not set: change what it is made of")
+        raise ArtifactError(
+            f"{shorten(path)}: is written by headwise, not set: change what it is made of"
+        )
     try:
         return path, strict_yaml.parse(value) if value else ""
     except ArtifactError as error:
@@ -89,17 +110,20 @@ def _parsed(change: str) -> tuple[str, Any]:
 
 def _put(fields: Any, path: str, value: Any) -> Any:
     """Put the value in its place and give what was there."""
-    node, rest = fields, path
+    node = fields
+    rest = path
     while True:
         key, rest = _step(node, rest, path)
         if not rest:
-            before, node[key] = node[key], value
+            before = node[key]
+            node[key] = value
             return before
         node = node[key]
 
 
 def _step(node: Any, rest: str, path: str) -> tuple[Any, str]:
-    """The key that a path begins with, and what is left of it; names of patterns may have dots of their own."""
+    """The key that a path begins with, and what is left of it; names of patterns may have dots of
+    their own."""
     known: Sequence[str] = ()
     if isinstance(node, dict):
         known = [key for key in node if rest == key or rest.startswith((f"{key}.", f"{key}["))]
@@ -113,7 +137,11 @@ def _step(node: Any, rest: str, path: str) -> tuple[Any, str]:
     here = path[: len(path) - len(rest)].rstrip(".") or "the artifact"
     held = "no fields"
     if isinstance(node, dict | list):
-        held = ", ".join(list(node)[:12]) if isinstance(node, dict) else f"{len(node)} entries, [0] and so on"
+        held = (
+            ", ".join(list(node)[:12])
+            if isinstance(node, dict)
+            else f"{len(node)} entries, [0] and so on"
+        )
     raise ArtifactError(f"{shorten(path)}: {here} has no {shorten(rest)}, it has: {held}")
 
 

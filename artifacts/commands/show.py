@@ -16,8 +16,8 @@ from artifacts.store import look
 
 SHORT = "print it as a page: model, search, winners by kind, layer map, evidence"
 EXAMPLES = """\
-The page needs only the YAML file: a sidecar that is missing or changed is said there, in the line `sidecar`,
-and the exit status is 3.
+The page needs only the YAML file: a sidecar that is missing or changed is said there, in the line
+`sidecar`, and the exit status is 3.
 
 examples:
   headwise show cfg.yaml
@@ -31,7 +31,9 @@ class Config:
     """Which file, which head alone, and whether as JSON."""
 
     file: Path = file_arg()
-    head: str | None = arg("--head", metavar="LAYER.HEAD", default=None, help="one head: its curve and its picture")
+    head: str | None = arg(
+        "--head", metavar="LAYER.HEAD", default=None, help="one head: its curve and its picture"
+    )
     as_json: Path | None = json_flag()
 
 
@@ -44,7 +46,8 @@ def run(config: Config) -> Outcome:
     pair = look(config.file)
     if config.head is not None:
         return Outcome(text=f"{render_head(pair.artifact, pair.arrays, *_at(config.head))}\n")
-    artifact, entries = pair.artifact, pair.entries
+    artifact = pair.artifact
+    entries = pair.entries
     shape = (artifact.model.num_layers, artifact.model.num_heads)
     fitting = [name for name in ARRAYS if name in entries and entries[name].shape[-2:] == shape]
     state = f"{artifact.sidecar.file} (arrays: {len(entries)})" if artifact.sidecar else "none"
@@ -54,11 +57,15 @@ def run(config: Config) -> Outcome:
     width = min(max(shutil.get_terminal_size((96, 24)).columns, 80), 100)
     arrays = {name: pair.arrays[name] for name in fitting}
     text = render(artifact, file=config.file.name, arrays=arrays, sidecar=state, width=width)
-    return as_asked(config.as_json, artifact.model_dump_json(), text, status=FOUND if pair.fault else 0)
+    return as_asked(
+        config.as_json, artifact.model_dump_json(), text, status=FOUND if pair.fault else 0
+    )
 
 
 def _at(text: str) -> tuple[int, int]:
     layer, _, head = text.partition(".")
     if not layer.isdecimal() or not head.isdecimal():
-        raise HeadwiseError(f"--head must be a layer and a head of it, such as 12.3, got {shorten(text)}")
+        raise HeadwiseError(
+            f"--head must be a layer and a head of it, such as 12.3, got {shorten(text)}"
+        )
     return int(layer), int(head)

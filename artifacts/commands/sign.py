@@ -15,16 +15,17 @@ from artifacts.store import sign
 
 SHORT = "sign it: FILE.sig, by which others see that it comes from you and was not changed"
 EXAMPLES = """\
-The artifact is checked first, and signed are the bytes that were checked: those of the YAML file, which name
-the hash of the sidecar. A changed artifact has to be signed again. Move the three files together.
+The artifact is checked first, and signed are the bytes that were checked: those of the YAML file,
+which name the hash of the sidecar. A changed artifact has to be signed again. Move the three
+files together.
 
-KEY is an Ed25519 key in PEM, readable by you alone: keep it. KEY.pub is the public one: give it to those who
-use your artifacts, by a way that they trust.
+KEY is an Ed25519 key in PEM, readable by you alone: keep it. KEY.pub is the public one: give it
+to those who use your artifacts, by a way that they trust.
 
 examples:
   headwise sign cfg.yaml --key me.key --new-key       once: makes me.key and me.key.pub, and signs
   headwise sign cfg.yaml --key me.key                 writes cfg.yaml.sig
-  headwise sign cfg.yaml --key me.key --new-key --encrypt      asks for a passphrase, and so does sign
+  headwise sign cfg.yaml --key me.key --new-key --encrypt    asks for a passphrase, and so does sign
 """
 
 
@@ -34,8 +35,12 @@ class Config:
 
     file: Path = file_arg()
     key: Path = arg("--key", metavar="KEY", type=Path, help="your private key")
-    new_key: bool = arg("--new-key", action="store_true", default=False, help="make KEY and KEY.pub first")
-    encrypt: bool = arg("--encrypt", action="store_true", default=False, help="ask for a passphrase of the new key")
+    new_key: bool = arg(
+        "--new-key", action="store_true", default=False, help="make KEY and KEY.pub first"
+    )
+    encrypt: bool = arg(
+        "--encrypt", action="store_true", default=False, help="ask for a passphrase of the new key"
+    )
     as_json: Path | None = json_flag()
 
 
@@ -43,7 +48,8 @@ def run(config: Config) -> Outcome:
     """The signature, and with --new-key two files more.
 
     Raises:
-        HeadwiseError: the artifact is not whole, the key is none or not yours alone, or cryptography is missing; a new
+        HeadwiseError: the artifact is not whole, the key is none or not yours alone, or
+        cryptography is missing; a new
             key is there already, or its passphrase is not the same twice.
     """
     if config.encrypt and not config.new_key:
@@ -52,10 +58,14 @@ def run(config: Config) -> Outcome:
     if config.new_key:
         passphrase = getpass("passphrase: ").encode() if config.encrypt else None
         if passphrase == b"" or (passphrase and getpass("again: ").encode() != passphrase):
-            raise HeadwiseError("the passphrase is empty, or not the same twice: nothing was written")
+            raise HeadwiseError(
+                "the passphrase is empty, or not the same twice: nothing was written"
+            )
         public, _ = make_key(config.key, passphrase=passphrase)
         lines.append(f"wrote {config.key} (keep it) and {public} (give it away)")
-    asked = (lambda: getpass(f"passphrase of {config.key}: ").encode()) if sys.stdin.isatty() else None
+    asked = (
+        (lambda: getpass(f"passphrase of {config.key}: ").encode()) if sys.stdin.isatty() else None
+    )
     file, fingerprint = sign(config.file, config.key, asked)
     lines.append(f"wrote {file}, signed by the key {fingerprint}")
     whole = {"signature": str(file), "key": str(config.key), "fingerprint": fingerprint}

@@ -13,14 +13,17 @@ from artifacts.lint import SEVERITIES, Case, Severity, lint
 from artifacts.options import arg
 from artifacts.store import read_pair
 
-SHORT = "check fields, hashes and sidecar, and say what is odd; exit status 2 if it is not whole, 3 for findings"
+SHORT = (
+    "check fields, hashes and sidecar, and say what is odd; exit status 2 "
+    "if it is not whole, 3 for findings"
+)
 EXAMPLES = """\
-A file that is not whole ends with one line and exit status 2. Of one that is, each finding is a line: severity,
-code, where; what is odd, why it matters, what to do.
+A file that is not whole ends with one line and exit status 2. Of one that is, each finding is a
+line: severity, code, where; what is odd, why it matters, what to do.
 
   error    the file contradicts itself: head counts, scores, summary
-  warning  most likely a mistake: uniform, near-dense, impossible-budget, mixed-scales, foreign-scores,
-           low-recall, no-evidence, no-fingerprint, ...
+  warning  most likely a mistake: uniform, near-dense, impossible-budget, mixed-scales,
+           foreign-scores, low-recall, no-evidence, no-fingerprint, ...
   note     worth knowing: one-prompt, short-search, edited
 
 The exit status is 3 if there is a finding of --level or above (warning).
@@ -38,8 +41,12 @@ class Config:
     """Which file, from which severity on it fails, and which codes it leaves out."""
 
     file: Path = file_arg()
-    level: Severity = arg("--level", choices=SEVERITIES, default="warning", help="exit with 3 from this severity on")
-    ignore: tuple[str, ...] = arg("--ignore", metavar="CODE", nargs="+", default=(), help="leave these codes out")
+    level: Severity = arg(
+        "--level", choices=SEVERITIES, default="warning", help="exit with 3 from this severity on"
+    )
+    ignore: tuple[str, ...] = arg(
+        "--ignore", metavar="CODE", nargs="+", default=(), help="leave these codes out"
+    )
     as_json: Path | None = json_flag()
 
 
@@ -50,9 +57,12 @@ def run(config: Config) -> Outcome:
         ArtifactError: the pair is not whole.
     """
     pair = read_pair(config.file)
-    artifact, entries = pair.artifact, pair.entries
+    artifact = pair.artifact
+    entries = pair.entries
     findings = [
-        finding for finding in lint(Case(artifact=artifact, arrays=pair.arrays)) if finding.code not in config.ignore
+        finding
+        for finding in lint(Case(artifact=artifact, arrays=pair.arrays))
+        if finding.code not in config.ignore
     ]
     counts = Counter(finding.severity for finding in findings)
     file = artifact.sidecar.file if artifact.sidecar else None
@@ -63,15 +73,29 @@ def run(config: Config) -> Outcome:
         "content_sha256": artifact.content_sha256,
         "fingerprint": not artifact.model.unknown,
         "sidecar": file,
-        "arrays": {name: {"dtype": e.dtype, "shape": list(e.shape)} for name, e in sorted(entries.items())},
+        "arrays": {
+            name: {"dtype": e.dtype, "shape": list(e.shape)} for name, e in sorted(entries.items())
+        },
         "findings": [asdict(finding) for finding in findings],
         "counts": {severity: counts[severity] for severity in SEVERITIES},
     }
     beside = f"sidecar {file}, arrays: {len(entries)}" if file else "no sidecar"
-    fits = f"; fits any model of its shape: {', '.join(unknown)} open" if (unknown := artifact.model.unknown) else ""
-    odd = ", ".join(plural(counts[severity], severity) for severity in SEVERITIES) if findings else "nothing odd"
-    facts = f"schema {artifact.schema_version}, content {artifact.content_sha256[:12]}, {beside}{fits}"
+    fits = (
+        f"; fits any model of its shape: {', '.join(unknown)} open"
+        if (unknown := artifact.model.unknown)
+        else ""
+    )
+    odd = (
+        ", ".join(plural(counts[severity], severity) for severity in SEVERITIES)
+        if findings
+        else "nothing odd"
+    )
+    facts = (
+        f"schema {artifact.schema_version}, content {artifact.content_sha256[:12]}, {beside}{fits}"
+    )
     lines = [f"{f.severity:<8} {f.code}  {f.where}: {f.message}" for f in findings]
     failing = SEVERITIES[: SEVERITIES.index(config.level) + 1]
     status = FOUND if any(finding.severity in failing for finding in findings) else 0
-    return answer(config.as_json, whole, [*lines, f"ok: {config.file} ({facts}): {odd}"], status=status)
+    return answer(
+        config.as_json, whole, [*lines, f"ok: {config.file} ({facts}): {odd}"], status=status
+    )

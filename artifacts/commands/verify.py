@@ -34,7 +34,8 @@ def run(config: Config) -> Outcome:
     """One line, or one JSON object.
 
     Raises:
-        HeadwiseError: it is not signed by the key, not whole, the key is none, or cryptography is missing.
+        HeadwiseError: it is not signed by the key, not whole, the key is none, or cryptography is
+        missing.
     """
     pair = read_pair(config.file, verify=config.key)
     content = pair.artifact.content_sha256

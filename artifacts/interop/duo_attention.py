@@ -1,13 +1,13 @@
 """DuoAttention's full_attention_heads.tsv, from and to policies of KV heads.
 
-A row for each layer, a column for each KV head, tabs between: the share of full attention that the head learned to
-want, clipped to 0 to 1. Heads at or above a threshold keep all; the others keep the first sink_size tokens and the last
-recent_size at their positions in the text. These sizes stand in the config.json beside the table, which is not a
-model's.
+A row for each layer, a column for each KV head, tabs between: the share of full attention that the
+head learned to want, clipped to 0 to 1. Heads at or above a threshold keep all; the others keep the
+first sink_size tokens and the last recent_size at their positions in the text. These sizes stand in
+the config.json beside the table, which is not a model's.
 
-A token of decode sees recent_size tokens and itself, which is a window of recent_size + 1 here. A prompt comes in
-chunks: the first is dense in all heads, and a query of a later one sees all of its chunk besides.
-"""
+A token of decode sees recent_size tokens and itself, which is a window of recent_size + 1 here. A
+prompt comes in chunks: the first is dense in all heads, and a query of a later one sees all of its
+chunk besides."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ _SIZES = {"sink_size": 0, "recent_size": 1}
 def read(source: Source, given: Given) -> Import:
     """Read a table into an artifact that has a kv_cache section and no patterns.
 
-    Heads of 0.5 and more keep everything where neither a threshold nor a sparsity is given. The sizes of the others are
-    by default those of DuoAttention's config.json beside the table, or 128 and 256.
+    Heads of 0.5 and more keep everything where neither a threshold nor a sparsity is given. The
+    sizes of the others are by default those of DuoAttention's config.json beside the table, or 128
+    and 256.
 
     Raises:
         ArtifactError: the file is no such table, or does not fit the model.
@@ -70,9 +71,16 @@ def read(source: Source, given: Given) -> Import:
         streams = _lowest(values, given.sparsity)
         by_chance = _drawn(values, streams)
     drawn = [at for at, chance in zip(heads, by_chance, strict=True) if chance]
-    notes.heads("chooses otherwise", "tie at the cut: DuoAttention draws, here the first of them stream", len(drawn))
+    notes.heads(
+        "chooses otherwise",
+        "tie at the cut: DuoAttention draws, here the first of them stream",
+        len(drawn),
+    )
     full = {at for at, stream in zip(heads, streams, strict=True) if not stream}
-    config = _config(source.path.with_name("config.json")) or {"sink_size": SINKS, "recent_size": WINDOW}
+    config = _config(source.path.with_name("config.json")) or {
+        "sink_size": SINKS,
+        "recent_size": WINDOW,
+    }
     stream = streaming(given, sinks=config["sink_size"], window=config["recent_size"] + 1)
     seen = f"{stream.sinks} sinks and {stream.window} tokens"
     return import_heads(
@@ -80,7 +88,9 @@ def read(source: Source, given: Given) -> Import:
         given,
         format="duo_attention",
         table=table,
-        keep=[[(layer, head) in full for head in range(len(table[0]))] for layer in range(len(table))],
+        keep=[
+            [(layer, head) in full for head in range(len(table[0]))] for layer in range(len(table))
+        ],
         stream=stream,
         differs=("keeps less", f"a query of a prompt sees {seen}; there all of its chunk, too"),
         drawn=drawn,
@@ -91,15 +101,19 @@ def read(source: Source, given: Given) -> Import:
 def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     """Write the table and its config.json beside it.
 
-    Values that were imported are written as they were read, if a threshold still parts the heads; otherwise 1 and 0.
+    Values that were imported are written as they were read, if a threshold still parts the heads;
+    otherwise 1 and 0.
 
     Raises:
-        ArtifactError: the artifact has no kv_cache section, or another config.json lies beside `out`.
+        ArtifactError: the artifact has no kv_cache section, or another config.json lies beside
+        `out`.
     """
     beside = out.with_name("config.json")
     if beside.exists() and _config(beside) is None:
         with naming(beside):
-            raise ArtifactError("is there and not DuoAttention's: write the table into a folder of its own")
+            raise ArtifactError(
+                "is there and not DuoAttention's: write the table into a folder of its own"
+            )
     policies = head_policies(artifact)
     sinks, window = _commonest_sizes(policies)
     recent = max(window - 1, 1)
@@ -113,13 +127,21 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
         elif not isinstance(policy, Streaming):
             notes.heads("computes more", f"{policy.kind} is written as full")
         elif (policy.sinks, policy.window) != (sinks, window):
-            notes.heads("chooses otherwise", f"all heads stream over {sinks} sinks and {window} tokens")
+            notes.heads(
+                "chooses otherwise", f"all heads stream over {sinks} sinks and {window} tokens"
+            )
         elif policy.positions == "cache":
             notes.heads("chooses otherwise", "positions are those in the text, not in the cache")
         else:
-            notes.heads("computes more", "in prefill a query sees its whole chunk, here its sinks and window alone")
+            notes.heads(
+                "computes more",
+                "in prefill a query sees its whole chunk, here its sinks and window alone",
+            )
     if recent + 1 != window:
-        notes.file("computes more", f"a token sees {recent} before itself, which is the least; here {window - 1}")
+        notes.file(
+            "computes more",
+            f"a token sees {recent} before itself, which is the least; here {window - 1}",
+        )
     notes.left_out(artifact, "kv_cache")
     table, threshold = parted_scores(policies, arrays)
     notes.file("same", f"serve it with a threshold of {threshold:.6g}")
@@ -133,7 +155,8 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
 
 
 def _lowest(values: Sequence[float], sparsity: float) -> list[bool]:
-    """Whether each head streams: those below NumPy's quantile of the values, of equal ones the first."""
+    """Whether each head streams: those below NumPy's quantile of the values, of equal ones the
+    first."""
     if sparsity >= 1:
         return [True] * len(values)
     # So many of n values that do not tie lie below it.
@@ -145,15 +168,22 @@ def _lowest(values: Sequence[float], sparsity: float) -> list[bool]:
 
 def _drawn(values: Sequence[float], streams: Sequence[bool]) -> list[bool]:
     """Whether DuoAttention's noise decides if a head streams."""
-    largest_streaming = max((value for value, stream in zip(values, streams, strict=True) if stream), default=-math.inf)
-    least_full = min((value for value, stream in zip(values, streams, strict=True) if not stream), default=math.inf)
+    largest_streaming = max(
+        (value for value, stream in zip(values, streams, strict=True) if stream), default=-math.inf
+    )
+    least_full = min(
+        (value for value, stream in zip(values, streams, strict=True) if not stream),
+        default=math.inf,
+    )
     return [least_full - _NOISE < value < largest_streaming + _NOISE for value in values]
 
 
 def _commonest_sizes(policies: Sequence[Sequence[AnyPolicy | None]]) -> tuple[int, int]:
     """Sinks and window that most streaming heads have."""
     sizes = Counter(
-        (policy.sinks, policy.window) for policy in chain.from_iterable(policies) if isinstance(policy, Streaming)
+        (policy.sinks, policy.window)
+        for policy in chain.from_iterable(policies)
+        if isinstance(policy, Streaming)
     )
     if not sizes:
         return SINKS, WINDOW
@@ -164,7 +194,8 @@ def _table(text: str) -> Table:
     """The values of a table, clipped to 0 to 1.
 
     Raises:
-        ArtifactError: a line is no row of finite numbers as long as those before, or there are too many or none.
+        ArtifactError: a line is no row of finite numbers as long as those before, or there are too
+        many or none.
     """
     table = Table()
     for number, line in enumerate(text.splitlines(), 1):
@@ -175,11 +206,15 @@ def _table(text: str) -> Table:
         try:
             row = [float(cell) for cell in line.split("\t")]
         except ValueError:
-            raise ArtifactError(f"line {number}: must be numbers with tabs between, got {shorten(line)}") from None
+            raise ArtifactError(
+                f"line {number}: must be numbers with tabs between, got {shorten(line)}"
+            ) from None
         if not all(math.isfinite(value) for value in row):
             raise ArtifactError(f"line {number}: must be finite numbers, got {shorten(line)}")
         if table and len(row) != len(table[0]):
-            raise ArtifactError(f"line {number}: has {len(row)} values, the lines before have {len(table[0])}")
+            raise ArtifactError(
+                f"line {number}: has {len(row)} values, the lines before have {len(table[0])}"
+            )
         table.append([min(max(value, 0.0), 1.0) for value in row])
     if not table:
         raise ArtifactError("has no line of values")
@@ -187,7 +222,8 @@ def _table(text: str) -> Table:
 
 
 def _config(file: Path) -> dict[str, Any] | None:
-    """DuoAttention's config.json; None where there is none, or it is another one, such as a model's."""
+    """DuoAttention's config.json; None where there is none, or it is another one, such as a
+    model's."""
     if not file.is_file():
         return None
     with naming(file):
@@ -197,5 +233,7 @@ def _config(file: Path) -> dict[str, Any] | None:
         for name, least in _SIZES.items():
             size = config[name]
             if not isinstance(size, int) or isinstance(size, bool) or size < least:
-                raise ArtifactError(f"{name}: must be a whole number from {least} on, got {shorten(size)}")
+                raise ArtifactError(
+                    f"{name}: must be a whole number from {least} on, got {shorten(size)}"
+                )
         return config

@@ -23,7 +23,8 @@ Write = Callable[["Artifact", Mapping[str, "Array"], Path], Export]
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format. about: what it is, for the help. options: what of Given `read` heeds besides the model.
+    """A format. about: what it is, for the help. options: what of Given `read` heeds besides the
+    model.
 
     patterns: it is about heads' patterns in prefill, so that recall can be measured.
     """
@@ -96,7 +97,10 @@ def guess(file: Path) -> str:
         ArtifactError: it is an artifact by its name.
     """
     if file.suffix in (".yaml", ".yml"):
-        raise ArtifactError(f"{one_line(str(file))}: is an artifact by its name: say with --to what to write from it")
+        raise ArtifactError(
+            f"{one_line(str(file))}: is an artifact by its name: say with --to what to write from "
+            f"it"
+        )
     by_suffix = {".tsv": "duo_attention", ".pt": "kvzip", ".npy": "kascade"}
     by_name = {
         "sparse_attention_config.json": "sparse_attention_config",

@@ -7,15 +7,15 @@ A JSON list of layers, each a mapping from a query head's number to [name, a, b,
 * block_sparse: 100 blocks of 64 keys a row, whatever a and b say.
 * flex_vertical_and_slash: a and b are [share, most], as FlexPrefill takes columns and diagonals.
 
-A head or a layer that is left out gets vertical_and_slash 1000, 6096. The score is the search's own and nothing reads
-it: a recall, or how many of an output's elements were off. vLLM and SGLang, which look for the file beside a model as
-sparse_attention_config.json, know vertical_and_slash alone, read 30 columns as 130, and serve only prompts above a
-threshold so, which stands in the model's config.json under dual_chunk_attention_config.
+A head or a layer that is left out gets vertical_and_slash 1000, 6096. The score is the search's own
+and nothing reads it: a recall, or how many of an output's elements were off. vLLM and SGLang, which
+look for the file beside a model as sparse_attention_config.json, know vertical_and_slash alone,
+read 30 columns as 130, and serve only prompts above a threshold so, which stands in the model's
+config.json under dual_chunk_attention_config.
 
-AngelSlim keeps MInference's entries in a JSON object: best_pattern is a mapping from a layer's number to the layer's
-mapping, and model_fingerprint has fields of the config.json of the model that it was searched for. It runs block_sparse
-as vertical_and_slash of the same sizes.
-"""
+AngelSlim keeps MInference's entries in a JSON object: best_pattern is a mapping from a layer's
+number to the layer's mapping, and model_fingerprint has fields of the config.json of the model that
+it was searched for. It runs block_sparse as vertical_and_slash of the same sizes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ HeadFormat = Literal["minference", "sparse_attention_config"]
 NAMES = ("vertical_and_slash", "stream_llm", "block_sparse", "flex_vertical_and_slash")
 BLOCKS = 100
 # vLLM and SGLang add 100 columns to these.
-FEW_COLUMNS, MORE_COLUMNS = 30, 130
+FEW_COLUMNS = 30
+MORE_COLUMNS = 130
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What a file says of a head: [name, a, b, score] as it stands there, and the sizes and shares in it.
+    """What a file says of a head: [name, a, b, score] as it stands there, and the sizes and shares
+    in it.
 
     shares: those of a flex_vertical_and_slash. score: None where it is null.
     """
@@ -82,7 +84,8 @@ def parse(document: Any, format: HeadFormat) -> list[dict[int, Entry]]:
     """The entries of each layer by head.
 
     Raises:
-        ArtifactError: it is no such list; the line has the layer, the head, the value and what would be right.
+        ArtifactError: it is no such list; the line has the layer, the head, the value and what
+        would be right.
     """
     layers = _listed(document) if format == "minference" and is_angelslim(document) else document
     if not isinstance(layers, list) or not layers:
@@ -116,21 +119,29 @@ def _listed(document: Mapping[str, Any]) -> list[Any]:
         raise ArtifactError(f"schema_version must be 1, got {shorten(version)}")
     by_number = document["best_pattern"]
     if not isinstance(by_number, dict) or not by_number:
-        raise ArtifactError(f"best_pattern must be a mapping from layers to heads, got {shorten(by_number)}")
+        raise ArtifactError(
+            f"best_pattern must be a mapping from layers to heads, got {shorten(by_number)}"
+        )
     for key in by_number:
         if not _is_index(key):
-            raise ArtifactError(f"best_pattern: a layer must be a number from 0 on, got {shorten(key)}")
+            raise ArtifactError(
+                f"best_pattern: a layer must be a number from 0 on, got {shorten(key)}"
+            )
     by_layer = {int(key): row for key, row in by_number.items()}
     return [by_layer.get(layer, {}) for layer in range(max(by_layer) + 1)]
 
 
 def _layer(layer: int, row: Any, format: HeadFormat) -> dict[int, Entry]:
     if not isinstance(row, dict):
-        raise ArtifactError(f"layer {layer}: must be a mapping from heads to patterns, got {shorten(row)}")
+        raise ArtifactError(
+            f"layer {layer}: must be a mapping from heads to patterns, got {shorten(row)}"
+        )
     entries = {}
     for key, value in row.items():
         if not _is_index(key):
-            raise ArtifactError(f"layer {layer}: a head must be a number from 0 on, got {shorten(key)}")
+            raise ArtifactError(
+                f"layer {layer}: a head must be a number from 0 on, got {shorten(key)}"
+            )
         try:
             entries[int(key)] = _entry(value, format)
         except ArtifactError as error:
@@ -140,7 +151,13 @@ def _layer(layer: int, row: Any, format: HeadFormat) -> dict[int, Entry]:
 
 def _is_index(key: str) -> bool:
     """Whether it is a layer's or head's number, written in one way only."""
-    return key.isascii() and key.isdigit() and len(key) < 6 and str(int(key)) == key and int(key) < MOST
+    return (
+        key.isascii()
+        and key.isdigit()
+        and len(key) < 6
+        and str(int(key)) == key
+        and int(key) < MOST
+    )
 
 
 def _entry(value: Any, format: HeadFormat) -> Entry:
@@ -149,14 +166,20 @@ def _entry(value: Any, format: HeadFormat) -> Entry:
     name, a, b, score = value
     known = NAMES if format == "minference" else NAMES[:1]
     if name not in known:
-        hint = "" if format == "minference" else ": vLLM and SGLang read no other; is it MInference's own file?"
+        hint = (
+            ""
+            if format == "minference"
+            else ": vLLM and SGLang read no other; is it MInference's own file?"
+        )
         raise ArtifactError(f"must be one of {', '.join(known)}, got {shorten(name)}{hint}")
     if score is not None and not _is_number(score):
         raise ArtifactError(f"the score must be a number or null, got {shorten(score)}")
     if name != "flex_vertical_and_slash":
         return Entry(as_json=value, sizes=(_size(a), _size(b)))
     if not all(isinstance(size, list) and len(size) == 2 for size in (a, b)):
-        raise ArtifactError(f"must be [{name}, [share, most], [share, most], score], got {shorten(value)}")
+        raise ArtifactError(
+            f"must be [{name}, [share, most], [share, most], score], got {shorten(value)}"
+        )
     if not all(_is_number(share) and 0 < share <= 1 for share in (a[0], b[0])):
         raise ArtifactError(f"a share must be above 0 and at most 1, got {shorten([a[0], b[0]])}")
     return Entry(as_json=value, sizes=(_size(a[1]), _size(b[1])), shares=(float(a[0]), float(b[0])))
@@ -164,7 +187,9 @@ def _entry(value: Any, format: HeadFormat) -> Entry:
 
 def _is_number(value: Any) -> bool:
     try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        )
     except OverflowError:
         return False
 

@@ -58,18 +58,27 @@ _FINGERPRINT_SIZES = {
 }
 # Of kinds that are written as stream_llm of the same sink and window.
 _STREAMED: dict[str, tuple[Effect, str]] = {
-    "tri_shape": ("keeps less", "a tri-shape is written as stream_llm: its last queries see the window alone"),
+    "tri_shape": (
+        "keeps less",
+        "a tri-shape is written as stream_llm: its last queries see the window alone",
+    ),
     "dilated": ("computes more", "a dilated window is written as stream_llm: the whole window"),
-    "strided": ("keeps less", "a strided pattern is written as stream_llm: nothing beyond its window"),
-    "memory_units": ("keeps less", "memory units are written as stream_llm: what they look up is left out"),
+    "strided": (
+        "keeps less",
+        "a strided pattern is written as stream_llm: nothing beyond its window",
+    ),
+    "memory_units": (
+        "keeps less",
+        "memory units are written as stream_llm: what they look up is left out",
+    ),
 }
 
 
 def read(source: Source, given: Given, *, format: HeadFormat) -> Import:
     """Read a file of MInference's or AngelSlim's, or one for vLLM and SGLang.
 
-    Where nobody says from which length on it serves sparsely, that is as the tool does it, or, where it has no such
-    limit, from where the patterns leave out a fifth of the causal area.
+    Where nobody says from which length on it serves sparsely, that is as the tool does it, or,
+    where it has no such limit, from where the patterns leave out a fifth of the causal area.
 
     Raises:
         ArtifactError: the file is no such list, or does not fit the model.
@@ -85,16 +94,26 @@ def read(source: Source, given: Given, *, format: HeadFormat) -> Import:
     shape = model_shape(given, source.path, own=None, **_sizes_shown(layers, most_heads, fields))
     model = shape.model
     if len(layers) > model.num_layers:
-        raise ArtifactError(f"names layer {len(layers) - 1}, the model has {model.num_layers} layers")
+        raise ArtifactError(
+            f"names layer {len(layers) - 1}, the model has {model.num_layers} layers"
+        )
     if most_heads > model.num_heads:
-        raise ArtifactError(f"names head {most_heads - 1}, the model has {model.num_heads} query heads")
+        raise ArtifactError(
+            f"names head {most_heads - 1}, the model has {model.num_heads} query heads"
+        )
     _check_fingerprint(fields, shape)
     notes = Notes()
     table = _complete(layers, model.num_layers, model.num_heads)
     total = model.num_layers * model.num_heads
     filled_in = total - sum(map(len, layers))
-    notes.heads("filled in", "the file leaves it out: vertical_and_slash 1000, 6096, as MInference does", filled_in)
-    read_as = [[_pattern(each, format, shape, is_angelslim(document)) for each in row] for row in table]
+    notes.heads(
+        "filled in",
+        "the file leaves it out: vertical_and_slash 1000, 6096, as MInference does",
+        filled_in,
+    )
+    read_as = [
+        [_pattern(each, format, shape, is_angelslim(document)) for each in row] for row in table
+    ]
     for _, changes in chain.from_iterable(read_as):
         for effect, what in changes:
             notes.heads(effect, what)
@@ -109,7 +128,9 @@ def read(source: Source, given: Given, *, format: HeadFormat) -> Import:
             exact += listed and unchanged and rows[layer] is not None
     scores = _scores_of([each.score for row in table for each in row if each.score is not None])
     if scores == "other":
-        notes.file("same", "the scores are no recalls (some are above 1); they are kept in the sidecar")
+        notes.file(
+            "same", "the scores are no recalls (some are above 1); they are kept in the sidecar"
+        )
     used = {name for row in rows for name in row or ()}
     artifact = shape.artifact(
         patterns={name: pattern for name, pattern in patterns.items() if name in used},
@@ -122,23 +143,32 @@ def read(source: Source, given: Given, *, format: HeadFormat) -> Import:
     )
     if given.dense_below is None:
         length = _dense_below(artifact, format, shape.config, notes)
-        artifact = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_below": length})})
-    table_of_scores = [[np.nan if each.score is None else each.score for each in row] for row in table]
+        artifact = artifact.model_copy(
+            update={"prefill": artifact.prefill.model_copy(update={"dense_below": length})}
+        )
+    table_of_scores = [
+        [np.nan if each.score is None else each.score for each in row] for row in table
+    ]
     return Import(
         artifact=artifact,
-        arrays=source.kept("prefill") | {"imported.score": np.array(table_of_scores, dtype=np.float64)},
+        arrays=source.kept("prefill")
+        | {"imported.score": np.array(table_of_scores, dtype=np.float64)},
         report=notes.report(total, exact),
     )
 
 
-def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path, *, format: HeadFormat) -> Export:
+def write(
+    artifact: Artifact, arrays: Mapping[str, Array], out: Path, *, format: HeadFormat
+) -> Export:
     """The file for `out`, and how true it is.
 
-    A head that was imported and not changed since is written as it was read, with its score; another with its recall,
-    where the sidecar has it. What the format lacks is written as the nearest that it has.
-    """
-    notes, shape = Notes(), (artifact.model.num_layers, artifact.model.num_heads)
-    originals, recalls = _originals(artifact, arrays), array(arrays, "chosen.recall", shape)
+    A head that was imported and not changed since is written as it was read, with its score;
+    another with its recall, where the sidecar has it. What the format lacks is written as the
+    nearest that it has."""
+    notes = Notes()
+    shape = (artifact.model.num_layers, artifact.model.num_heads)
+    originals = _originals(artifact, arrays)
+    recalls = array(arrays, "chosen.recall", shape)
     listed: list[dict[str, list[Any]]] = []
     exact = 0
     for layer, row in enumerate(artifact.prefill.layers):
@@ -158,15 +188,22 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path, *, format:
                 notes.heads(effect, what)
     _settings(artifact, format, notes)
     notes.left_out(artifact, "prefill")
-    return Export(files={out: json.dumps(listed).encode() + b"\n"}, report=notes.report(shape[0] * shape[1], exact))
+    return Export(
+        files={out: json.dumps(listed).encode() + b"\n"},
+        report=notes.report(shape[0] * shape[1], exact),
+    )
 
 
-def _complete(layers: Sequence[dict[int, Entry]], num_layers: int, num_heads: int) -> list[list[Entry]]:
+def _complete(
+    layers: Sequence[dict[int, Entry]], num_layers: int, num_heads: int
+) -> list[list[Entry]]:
     filled = [*layers, *[dict[int, Entry]()] * (num_layers - len(layers))]
     return [[row.get(head, LEFT_OUT) for head in range(num_heads)] for row in filled]
 
 
-def _sizes_shown(layers: Sequence[dict[int, Entry]], most_heads: int, fields: Mapping[str, Any]) -> dict[str, int]:
+def _sizes_shown(
+    layers: Sequence[dict[int, Entry]], most_heads: int, fields: Mapping[str, Any]
+) -> dict[str, int]:
     """The sizes of the model that the file shows, by their names in ModelInfo."""
     sizes = {"num_layers": len(layers)}
     # Where some layer names every head up to the highest, these are all heads.
@@ -177,7 +214,9 @@ def _sizes_shown(layers: Sequence[dict[int, Entry]], most_heads: int, fields: Ma
         if size is None:
             continue
         if not isinstance(size, int) or isinstance(size, bool):
-            raise ArtifactError(f"model_fingerprint.{field}: must be a whole number, got {shorten(size)}")
+            raise ArtifactError(
+                f"model_fingerprint.{field}: must be a whole number, got {shorten(size)}"
+            )
         sizes[name] = size
     return sizes
 
@@ -199,28 +238,54 @@ def _pattern(
     pattern = read.pattern(format)
     changes: list[tuple[Effect, str]] = []
     if angelslim and read.name == "block_sparse":
-        changes.append(("chooses otherwise", "AngelSlim runs block_sparse as vertical_and_slash of the same sizes"))
+        changes.append(
+            (
+                "chooses otherwise",
+                "AngelSlim runs block_sparse as vertical_and_slash of the same sizes",
+            )
+        )
     if read.shares is not None and read.shares[0] != read.shares[1]:
-        changes.append(("computes more", "columns and diagonals share one coverage here: the larger"))
-    if read.name == "vertical_and_slash" and read.sizes[0] == FEW_COLUMNS and format == "sparse_attention_config":
-        changes.append(("same", f"{FEW_COLUMNS} columns are read as {MORE_COLUMNS} by vLLM and SGLang, and so here"))
+        changes.append(
+            ("computes more", "columns and diagonals share one coverage here: the larger")
+        )
+    if (
+        read.name == "vertical_and_slash"
+        and read.sizes[0] == FEW_COLUMNS
+        and format == "sparse_attention_config"
+    ):
+        changes.append(
+            (
+                "same",
+                f"{FEW_COLUMNS} columns are read as {MORE_COLUMNS} by vLLM and SGLang, and so here",
+            )
+        )
     if isinstance(pattern, VerticalSlash):
         last_q = _chunked(shape.config, "sparse_attention_last_q", 1024)
         if format == "sparse_attention_config" and last_q:
             pattern = pattern.model_copy(update={"last_q": last_q})
         if pattern.vertical < TILE or pattern.slash < TILE:
-            always = f"the first {TILE} columns and the nearest {TILE} diagonals are always kept here"
+            always = (
+                f"the first {TILE} columns and the nearest {TILE} diagonals are always kept here"
+            )
             changes.append(("computes more", always))
     return pattern, changes
 
 
-def _dense_below(artifact: Artifact, format: HeadFormat, config: Mapping[str, Any], notes: Notes) -> int:
+def _dense_below(
+    artifact: Artifact, format: HeadFormat, config: Mapping[str, Any], notes: Notes
+) -> int:
     if format == "sparse_attention_config":
         return 1 + (_chunked(config, "sparse_attention_threshold", 2**31) or _THRESHOLD)
     length = 1024
-    while length < artifact.model.max_positions and (mean_density(artifact, length) or 0) > _WORTH_IT:
+    while (
+        length < artifact.model.max_positions and (mean_density(artifact, length) or 0) > _WORTH_IT
+    ):
         length *= 2
-    notes.file("same", f"dense below {length:,} tokens, where the patterns leave out little; MInference has no limit")
+    notes.file(
+        "same",
+        f"dense below {length:,} tokens, where the patterns leave out little; MInference has no "
+        f"limit",
+    )
     return length
 
 
@@ -228,11 +293,16 @@ def _chunked(config: Mapping[str, Any], name: str, most: int) -> int | None:
     """A number that the model's config.json has for vLLM and SGLang; None where it has none."""
     section = config.get("dual_chunk_attention_config")
     value = section.get(name) if isinstance(section, dict) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most else None
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+        else None
+    )
 
 
 def _scores_of(scores: Sequence[float]) -> Literal["recall", "other"] | None:
-    """What the scores are: recalls where all are shares, others where some are above 1, None where they say nothing."""
+    """What the scores are: recalls where all are shares, others where some are above 1, None where
+    they say nothing."""
     # All 0, or the 1 that AngelSlim writes.
     if set(scores) <= {0, 1}:
         return None
@@ -242,12 +312,17 @@ def _scores_of(scores: Sequence[float]) -> Literal["recall", "other"] | None:
 
 def _originals(artifact: Artifact, arrays: Mapping[str, Array]) -> list[list[Entry]] | None:
     """The entries that were imported; None where there are none."""
-    imported, model = artifact.prefill.imported, artifact.model
+    imported = artifact.prefill.imported
+    model = artifact.model
     source = original("prefill", imported, arrays, "minference", "sparse_attention_config")
     if source is None or imported is None:
         return None
     layers = parse(source.json(), "minference")
-    return _complete(layers, model.num_layers, model.num_heads) if len(layers) <= model.num_layers else None
+    return (
+        _complete(layers, model.num_layers, model.num_heads)
+        if len(layers) <= model.num_layers
+        else None
+    )
 
 
 def _still(read: Entry, pattern: AnyPattern | None, format: HeadFormat) -> bool:
@@ -257,7 +332,11 @@ def _still(read: Entry, pattern: AnyPattern | None, format: HeadFormat) -> bool:
     if pattern is None:
         return True
     meant = read.pattern(format)
-    if isinstance(pattern, VerticalSlash) and isinstance(meant, VerticalSlash) and format != "minference":
+    if (
+        isinstance(pattern, VerticalSlash)
+        and isinstance(meant, VerticalSlash)
+        and format != "minference"
+    ):
         # Their last_q stands in the model's config.json.
         meant = meant.model_copy(update={"last_q": pattern.last_q})
     return meant == pattern
@@ -266,16 +345,24 @@ def _still(read: Entry, pattern: AnyPattern | None, format: HeadFormat) -> bool:
 def _nearest(
     pattern: AnyPattern | None, artifact: Artifact, arrays: Mapping[str, Array], format: HeadFormat
 ) -> tuple[Entry, list[tuple[Effect, str]]]:
-    """The entry nearest to a pattern, None for a layer that slides; and what is not the same, nothing where all is."""
+    """The entry nearest to a pattern, None for a layer that slides; and what is not the same,
+    nothing where all is."""
     nearest, changes = _for_minference(pattern, artifact, arrays)
     if format == "minference":
         return nearest, changes
     a, b = nearest.sizes
     if nearest.name == "stream_llm":
-        changes.append(("chooses otherwise", "an A-shape is written as vertical_and_slash of the same sizes"))
+        changes.append(
+            ("chooses otherwise", "an A-shape is written as vertical_and_slash of the same sizes")
+        )
     if nearest.name == "block_sparse":
         a, b = LEFT_OUT.sizes
-        changes = [("chooses otherwise", f"block_sparse is written as vertical_and_slash {a}, {b}, as MInference does")]
+        changes = [
+            (
+                "chooses otherwise",
+                f"block_sparse is written as vertical_and_slash {a}, {b}, as MInference does",
+            )
+        ]
     if a == FEW_COLUMNS:
         changes.append(("computes more", f"{FEW_COLUMNS} columns are read as {MORE_COLUMNS}"))
     return entry("vertical_and_slash", a, b), changes
@@ -289,13 +376,22 @@ def _for_minference(
     match pattern:
         case VerticalSlash(vertical=vertical, slash=slash, last_q=last_q, coverage=coverage):
             if last_q != DEFAULT_LAST_Q:
-                changes.append(("chooses otherwise", f"the last {DEFAULT_LAST_Q} queries choose, here {last_q}"))
+                changes.append(
+                    (
+                        "chooses otherwise",
+                        f"the last {DEFAULT_LAST_Q} queries choose, here {last_q}",
+                    )
+                )
             if coverage is not None:
-                changes.append(("computes more", "a coverage is left out: always all that the sizes allow"))
+                changes.append(
+                    ("computes more", "a coverage is left out: always all that the sizes allow")
+                )
             return entry("vertical_and_slash", vertical, slash), changes
         case BlockSparse(blocks=blocks, coverage=coverage):
             if blocks != BLOCKS or coverage is not None:
-                limit = f"here {blocks}{'' if coverage is None else f' at most, by coverage {coverage}'}"
+                limit = f"here {blocks}"
+                if coverage is not None:
+                    limit += f" at most, by coverage {coverage}"
                 effect: Effect = "computes more" if blocks <= BLOCKS else "keeps less"
                 changes = [(effect, f"always {BLOCKS} blocks, {limit}")]
             return entry("block_sparse", blocks, 1), changes
@@ -308,7 +404,9 @@ def _for_minference(
             what = "static columns and diagonals are written by their number: each prompt chooses"
             return entry("vertical_and_slash", a, b), [("chooses otherwise", what)]
         case None:
-            changes = [("not carried over", "a layer that slides over its own window is written as dense")]
+            changes = [
+                ("not carried over", "a layer that slides over its own window is written as dense")
+            ]
         case TriShape() | Dilated() | Strided() | MemoryUnits():
             return entry("stream_llm", pattern.sink, pattern.window), [_STREAMED[pattern.kind]]
         case SkipSoftmax():
@@ -325,14 +423,25 @@ def _settings(artifact: Artifact, format: HeadFormat, notes: Notes) -> None:
         notes.file("keeps less", f"the last {prefill.dense_tail} queries do not see every key")
     if format == "sparse_attention_config":
         threshold = f'"sparse_attention_threshold": {max(prefill.dense_below - 1, 0)}'
-        notes.file("same", f"set {threshold} under dual_chunk_attention_config in the model's config.json")
+        notes.file(
+            "same", f"set {threshold} under dual_chunk_attention_config in the model's config.json"
+        )
         last = {p.last_q for p in artifact.patterns.values() if isinstance(p, VerticalSlash)}
         if last - {DEFAULT_LAST_Q}:
-            notes.file("same", f'set "sparse_attention_last_q" there: one of {sorted(last)} for all heads')
+            notes.file(
+                "same", f'set "sparse_attention_last_q" there: one of {sorted(last)} for all heads'
+            )
     elif prefill.dense_below and prefill.imported is None:
-        notes.file("keeps less", f"prompts below {prefill.dense_below} tokens are served sparsely, too")
+        notes.file(
+            "keeps less", f"prompts below {prefill.dense_below} tokens are served sparsely, too"
+        )
     if prefill.growth is not None:
         at = prefill.growth.length
-        notes.file("not carried over", f"sizes go with the length here; written are those of {at} tokens")
+        notes.file(
+            "not carried over", f"sizes go with the length here; written are those of {at} tokens"
+        )
     if prefill.front is not None:
-        notes.file("not carried over", f"written is prefill.layers, of a front of {len(prefill.front.points)} points")
+        notes.file(
+            "not carried over",
+            f"written is prefill.layers, of a front of {len(prefill.front.points)} points",
+        )

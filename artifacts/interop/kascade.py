@@ -1,9 +1,9 @@
-"""Kascade's anchor layers, from and to decode.omnikv; whose tokens each KV head takes there has no place here.
+"""Kascade's anchor layers, from and to decode.omnikv; whose tokens each KV head takes there has no
+place here.
 
-An int32 .npy of shape (layers, KV heads): the KV head of the layer's anchor, the nearest one before it, whose token
-list a head takes; anchor rows count from 0. The anchors themselves stand in the file's name alone,
-MODEL_layers_0_2_8.npy. Layer 0 is always one.
-"""
+An int32 .npy of shape (layers, KV heads): the KV head of the layer's anchor, the nearest one before
+it, whose token list a head takes; anchor rows count from 0. The anchors themselves stand in the
+file's name alone, MODEL_layers_0_2_8.npy. Layer 0 is always one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 # Kascade's own where nothing is said: a tenth of the keys, at least 128.
-_SHARE, _LEAST = 0.1, 128
+_SHARE = 0.1
+_LEAST = 128
 _NAME = re.compile(r".+_layers_((?:[0-9]{1,4}_)*[0-9]{1,4})\.npy")
 
 
@@ -40,12 +41,16 @@ def read(source: Source, given: Given) -> Import:
     found = _NAME.fullmatch(source.path.name)
     if found is None:
         raise ArtifactError("the name must say the anchors, such as MODEL_layers_0_2_8.npy")
-    anchors, table = {int(number) for number in found[1].split("_")}, _table(source.data)
+    anchors = {int(number) for number in found[1].split("_")}
+    table = _table(source.data)
     layers, heads = table.shape
     if 0 not in anchors or max(anchors) >= layers:
-        raise ArtifactError(f"the anchors must be layers from 0 to {layers - 1}, 0 among them, got {found[1]}")
+        raise ArtifactError(
+            f"the anchors must be layers from 0 to {layers - 1}, 0 among them, got {found[1]}"
+        )
     shape = model_shape(given, source.path, num_layers=layers, num_kv_heads=heads)
-    full, notes = np.isin(np.arange(layers), list(anchors)), Notes()
+    full = np.isin(np.arange(layers), list(anchors))
+    notes = Notes()
     decode = section(source, "kascade", full.tolist(), _LEAST)
     more = "an anchor attends to everything here, there to its own top tokens"
     notes.heads("computes more", more, (len(anchors) - 1) * heads)
@@ -60,26 +65,40 @@ def read(source: Source, given: Given) -> Import:
 
 
 def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
-    """The anchors, with a map by which each KV head takes the list of the KV head of its own number.
+    """The anchors, with a map by which each KV head takes the list of the KV head of its own
+    number.
 
     Raises:
         ArtifactError: there is no decode section, or `out` is not called as the anchors want it.
     """
     import numpy as np
 
-    full, heads = full_layers(artifact), artifact.model.num_kv_heads
+    full = full_layers(artifact)
+    heads = artifact.model.num_kv_heads
     omnikv = section_of(artifact).omnikv
     anchors = [layer for layer, each in enumerate(full) if each]
     ending = f"_layers_{'_'.join(map(str, anchors))}.npy"
     if not out.name.endswith(ending) or out.name == ending:
-        raise ArtifactError(f"{one_line(str(out))}: the name has to say the anchors: call it MODEL{ending}")
-    notes, table = Notes(), np.tile(np.arange(heads, dtype="<i4"), (len(full), 1))
-    notes.heads("keeps less", "an anchor attends to its own top tokens, here to everything", (len(anchors) - 1) * heads)
+        raise ArtifactError(
+            f"{one_line(str(out))}: the name has to say the anchors: call it MODEL{ending}"
+        )
+    notes = Notes()
+    table = np.tile(np.arange(heads, dtype="<i4"), (len(full), 1))
+    notes.heads(
+        "keeps less",
+        "an anchor attends to its own top tokens, here to everything",
+        (len(anchors) - 1) * heads,
+    )
     served = full.count(False) * heads
-    notes.heads("chooses otherwise", "one KV head chooses for it there, here all of them together", served)
+    notes.heads(
+        "chooses otherwise", "one KV head chooses for it there, here all of them together", served
+    )
     budget = omnikv.budget
     share = budget if isinstance(budget, float) else budget / artifact.model.max_positions
-    notes.file("same", f"serve it with --recompute_layers {' '.join(map(str, anchors))} --topk {100 * share:.3g}")
+    notes.file(
+        "same",
+        f"serve it with --recompute_layers {' '.join(map(str, anchors))} --topk {100 * share:.3g}",
+    )
     notes.left_out(artifact, "decode")
     stream = io.BytesIO()
     np.save(stream, table)
@@ -93,16 +112,27 @@ def _table(data: bytes) -> Array:
     try:
         stream = io.BytesIO(data)
         version = np.lib.format.read_magic(stream)
-        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        header = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
         shape, fortran, dtype = header(stream)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise ArtifactError(f"is no .npy file ({shorten(str(error), 120)})") from None
     if len(shape) != 2 or dtype != np.dtype("<i4") or not all(1 <= size <= MOST for size in shape):
-        raise ArtifactError(f"must be int32 of shape (layers, KV heads), got {dtype} of shape {shorten(shape)}")
-    count, size = shape[0] * shape[1], len(data) - stream.tell()
+        raise ArtifactError(
+            f"must be int32 of shape (layers, KV heads), got {dtype} of shape {shorten(shape)}"
+        )
+    count = shape[0] * shape[1]
+    size = len(data) - stream.tell()
     if count > MOST_HEADS or size != 4 * count:
         raise ArtifactError(f"has {size} bytes for {count} heads of 4 each")
-    table = np.frombuffer(data, dtype="<i4", offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
+    table = np.frombuffer(data, dtype="<i4", offset=stream.tell()).reshape(
+        shape, order="F" if fortran else "C"
+    )
     if table.min() < 0 or table.max() >= shape[1]:
-        raise ArtifactError(f"must hold KV heads from 0 to {shape[1] - 1}, got {table.min()} to {table.max()}")
+        raise ArtifactError(
+            f"must hold KV heads from 0 to {shape[1] - 1}, got {table.min()} to {table.max()}"
+        )
     return np.ascontiguousarray(table, dtype=np.int32)

@@ -1,8 +1,8 @@
 """What files of KV heads' scores share: by a score a head keeps everything or streams.
 
-A streaming head keeps sinks and a window at their positions in the text. What is written is the scores that were
-imported, as long as a threshold parts them as the artifact's policies do; otherwise 1 and 0.
-"""
+A streaming head keeps sinks and a window at their positions in the text. What is written is the
+scores that were imported, as long as a threshold parts them as the artifact's policies do;
+otherwise 1 and 0."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ SLIDES = "a layer that slides over its own window is full"
 
 
 def streaming(given: Given, *, sinks: int, window: int) -> Streaming:
-    """The policy of heads that stream, with the user's sizes in place of these where they are given."""
+    """The policy of heads that stream, with the user's sizes in place of these where they are
+    given."""
     return Streaming(
         sinks=sinks if given.sinks is None else given.sinks,
         window=window if given.window is None else given.window,
@@ -107,7 +108,9 @@ def head_policies(artifact: Artifact) -> list[list[AnyPolicy | None]]:
     """
     section = artifact.kv_cache
     if section is None:
-        raise ArtifactError("the artifact has no kv_cache section, which is what this format is about")
+        raise ArtifactError(
+            "the artifact has no kv_cache section, which is what this format is about"
+        )
     num_kv_heads = artifact.model.num_kv_heads
     policies: list[list[AnyPolicy | None]] = []
     for layer in range(artifact.model.num_layers):
@@ -119,8 +122,11 @@ def head_policies(artifact: Artifact) -> list[list[AnyPolicy | None]]:
     return policies
 
 
-def parted_scores(policies: Sequence[Sequence[AnyPolicy | None]], arrays: Mapping[str, Array]) -> tuple[Table, float]:
-    """Scores to write, and the threshold from which on heads keep everything: all but streaming ones."""
+def parted_scores(
+    policies: Sequence[Sequence[AnyPolicy | None]], arrays: Mapping[str, Array]
+) -> tuple[Table, float]:
+    """Scores to write, and the threshold from which on heads keep everything: all but streaming
+    ones."""
     keep = [[not isinstance(policy, Streaming) for policy in row] for row in policies]
     imported = array(arrays, SCORES, (len(keep), len(keep[0])))
     if imported is not None:

@@ -1,9 +1,8 @@
 """KVzip's head scores, from and to policies of KV heads.
 
-A .pt file of one tensor (layers, KV heads): the largest attention that a head's keys get while the context is repeated.
-Heads above a threshold keep all; the others keep nothing of the context, but the system prompt before it and all that
-comes after it.
-"""
+A .pt file of one tensor (layers, KV heads): the largest attention that a head's keys get while the
+context is repeated. Heads above a threshold keep all; the others keep nothing of the context, but
+the system prompt before it and all that comes after it."""
 
 from __future__ import annotations
 
@@ -48,8 +47,8 @@ _CONTEXT = 2**17
 def read(source: Source, given: Given) -> Import:
     """Read a tensor of head scores into an artifact that has a kv_cache section and no patterns.
 
-    The share of heads that keep everything is 0.6 where nobody says otherwise, and cut as KVzip cuts it. The others
-    keep sinks and a window.
+    The share of heads that keep everything is 0.6 where nobody says otherwise, and cut as KVzip
+    cuts it. The others keep sinks and a window.
 
     Raises:
         ArtifactError: the file is no such tensor, or does not fit the model.
@@ -65,7 +64,10 @@ def read(source: Source, given: Given) -> Import:
     keep = [[score > cut for score in row] for row in table]
     stream = streaming(given, sinks=SINKS, window=WINDOW)
     notes = Notes()
-    notes.file("chooses otherwise", "this file alone was read; KVzip takes each head's largest score of all its files")
+    notes.file(
+        "chooses otherwise",
+        "this file alone was read; KVzip takes each head's largest score of all its files",
+    )
     if math.isfinite(cut):
         notes.file("same", f"KV heads above {cut:.6g} keep everything")
     kept = f"keeps {stream.sinks} sinks and the last {stream.window} tokens"
@@ -82,7 +84,8 @@ def read(source: Source, given: Given) -> Import:
 
 
 def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
-    """Write the tensor of scores: those that were imported, if a threshold still parts the heads; otherwise 1 and 0.
+    """Write the tensor of scores: those that were imported, if a threshold still parts the heads;
+    otherwise 1 and 0.
 
     Raises:
         ArtifactError: the artifact has no kv_cache section.
@@ -110,11 +113,12 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
 
 
 def _cut(scores: Sequence[float], ratio: float) -> float:
-    """Score that a KV head must exceed to keep everything, as KVzip's `_threshold` has it at this ratio.
+    """Score that a KV head must exceed to keep everything, as KVzip's `_threshold` has it at this
+    ratio.
 
-    KVzip repeats a head's score for every token of the context and cuts that list, so a head counts as many times as
-    the context has tokens. With some thousands of them the cut no longer depends on how many.
-    """
+    KVzip repeats a head's score for every token of the context and cuts that list, so a head counts
+    as many times as the context has tokens. With some thousands of them the cut no longer depends
+    on how many."""
     if ratio >= 1:
         return -math.inf
     descending = sorted(scores, reverse=True)
@@ -129,8 +133,14 @@ def _table(data: bytes) -> Table:
         ArtifactError: the tensor is of another shape, or holds other numbers than scores.
     """
     tensor = _tensor(data)
-    if tensor.ndim != 2 or not all(1 <= size <= MOST for size in tensor.shape) or tensor.numel() > MOST_HEADS:
-        raise ArtifactError(f"must be of shape (layers, KV heads), got {shorten(tuple(tensor.shape))}")
+    if (
+        tensor.ndim != 2
+        or not all(1 <= size <= MOST for size in tensor.shape)
+        or tensor.numel() > MOST_HEADS
+    ):
+        raise ArtifactError(
+            f"must be of shape (layers, KV heads), got {shorten(tuple(tensor.shape))}"
+        )
     table: Table = tensor.double().tolist()
     scores = list(chain.from_iterable(table))
     if not all(0 <= score <= 1 for score in scores):
@@ -142,7 +152,8 @@ def _tensor(data: bytes) -> torch.Tensor:
     """The floating-point tensor of a .pt file.
 
     Raises:
-        ArtifactError: the file is no .pt of one such tensor, or unpacks to more than is read of any file.
+        ArtifactError: the file is no .pt of one such tensor, or unpacks to more than is read of any
+        file.
     """
     import torch
 
@@ -152,9 +163,15 @@ def _tensor(data: bytes) -> torch.Tensor:
         if size > MAX_BYTES:
             raise ValueError(f"unpacks to {size} bytes")
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load names no kinds of errors for files that are none of its own
+    except (
+        Exception
+    ) as error:  # torch.load names no kinds of errors for files that are none of its own
         raise ArtifactError(f"is no .pt file of one tensor: {shorten(str(error), 120)}") from None
-    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or not tensor.is_floating_point():
+    if (
+        type(tensor) is not torch.Tensor
+        or tensor.layout != torch.strided
+        or not tensor.is_floating_point()
+    ):
         raise ArtifactError("is no .pt file of one tensor of floating-point numbers")
     return tensor
 

@@ -1,16 +1,17 @@
-"""ModelOpt's sparse_attention_config: how many tiles a threshold shall skip, for the whole model at once.
+"""ModelOpt's sparse_attention_config: how many tiles a threshold shall skip, for the whole model at
+once.
 
-It stands in the root of an exported checkpoint's config.json, or alone in a file: config_groups, of which one of
-skip_softmax has target_sparsity for prefill and decode, threshold_scale_factor with the a and b of its calibration, and
-in `ignore` the modules that stay dense; one of sparse_softmax keeps N of M keys. TensorRT-LLM also reads the fields of
-the one group without config_groups around it, and old files have sparse_softmax beside config_groups.
+It stands in the root of an exported checkpoint's config.json, or alone in a file: config_groups, of
+which one of skip_softmax has target_sparsity for prefill and decode, threshold_scale_factor with
+the a and b of its calibration, and in `ignore` the modules that stay dense; one of sparse_softmax
+keeps N of M keys. TensorRT-LLM also reads the fields of the one group without config_groups around
+it, and old files have sparse_softmax beside config_groups.
 
-threshold_scale_factor is a number, a number or a and b for each phase, or a and b for both, in `coefficients` or beside
-`formula`. By a and b it is a exp(b target), and then our skip_softmax with that scale factor; without them the nearest
-is block_sparse with as many blocks as leave out the target's share. Their tiles are 128 wide and compared with a
-running maximum from the left, ours 64 wide and with the own tile and the first: each skips some that the other
-computes.
-"""
+threshold_scale_factor is a number, a number or a and b for each phase, or a and b for both, in
+`coefficients` or beside `formula`. By a and b it is a exp(b target), and then our skip_softmax with
+that scale factor; without them the nearest is block_sparse with as many blocks as leave out the
+target's share. Their tiles are 128 wide and compared with a running maximum from the left, ours 64
+wide and with the own tile and the first: each skips some that the other computes."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,4})(?:\.|$)")
 
 
 def read(source: Source, given: Given) -> Import:
-    """Read it into an artifact whose heads, but for the ignored layers', are skip_softmax, uncalibrated block_sparse.
+    """Read it into an artifact whose heads, but for the ignored layers', are skip_softmax,
+    uncalibrated block_sparse.
 
     Raises:
         ArtifactError: it is no such configuration, or has no group that skips tiles in prefill.
@@ -58,23 +60,36 @@ def read(source: Source, given: Given) -> Import:
     target = targets.get("prefill", _TARGET)
     factor = _factor(group, target)
     length = min(model.max_positions, LONGEST)
-    pattern = SkipSoftmax(scale_factor=factor) if factor is not None else BlockSparse(blocks=_blocks(target, length))
+    pattern = (
+        SkipSoftmax(scale_factor=factor)
+        if factor is not None
+        else BlockSparse(blocks=_blocks(target, length))
+    )
     name = pattern_name(pattern)
     notes = Notes()
-    named = [("dense" if layer in ignored else name,) * model.num_heads for layer in range(model.num_layers)]
+    named = [
+        ("dense" if layer in ignored else name,) * model.num_heads
+        for layer in range(model.num_layers)
+    ]
     rows = shape.leave(named, notes, model.num_heads)
     sparse = sum(row is not None and row[0] == name for row in rows) * model.num_heads
     if factor is None:
         computed = f"{name} computes {1 - target:.4g} at {length:,} tokens; there by score"
         notes.heads("chooses otherwise", computed, sparse)
     else:
-        notes.heads("chooses otherwise", f"{name} in tiles of {TILE}, by the own tile and the first; {_THERE}", sparse)
+        notes.heads(
+            "chooses otherwise",
+            f"{name} in tiles of {TILE}, by the own tile and the first; {_THERE}",
+            sparse,
+        )
     decode = _decode(group, targets)
     if decode is not None:
         notes.heads("not carried over", decode, sparse)
     for other in keep_n_of_m:
         counts = f"{shorten(other.get('sparsity_n'))} of {shorten(other.get('sparsity_m'))}"
-        notes.heads("not carried over", f"of every few keys some are kept in prefill: {counts}", sparse)
+        notes.heads(
+            "not carried over", f"of every few keys some are kept in prefill: {counts}", sparse
+        )
     prefill = Prefill(
         dense_below=given.dense_below or 0,
         dense_tail=given.dense_tail or 0,
@@ -95,7 +110,8 @@ def read(source: Source, given: Given) -> Import:
 
 
 def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
-    """Write the configuration; an import that was not changed since as it was read, calibration and all.
+    """Write the configuration; an import that was not changed since as it was read, calibration and
+    all.
 
     Raises:
         ArtifactError: the artifact has no patterns.
@@ -118,12 +134,18 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     }
     factor = _common_factor(artifact, dense)
     if factor is None:
-        length = min(artifact.search.calibration.lengths[-1] if artifact.search else model.max_positions, LONGEST)
+        length = min(
+            artifact.search.calibration.lengths[-1] if artifact.search else model.max_positions,
+            LONGEST,
+        )
         sparsity = _sparsity(artifact, arrays, dense, length)
         group["target_sparsity"] = {"prefill": sparsity}
         by_score = f"{sparsity:.4g} of the tiles at {length:,} tokens, skipped by score"
         notes.heads("chooses otherwise", by_score, total - exact)
-        notes.file("not carried over", "thresholds need a calibration: calibrate_sparse_attn.py fits a and b")
+        notes.file(
+            "not carried over",
+            "thresholds need a calibration: calibrate_sparse_attn.py fits a and b",
+        )
     else:
         # With b = 0 every target has the artifact's own scale factor.
         group["target_sparsity"] = {"prefill": _TARGET}
@@ -135,7 +157,8 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
 
 
 def _dense_layers(artifact: Artifact) -> list[int]:
-    """Layers without a sparse head; they are named in the file, and count for nothing in the target."""
+    """Layers without a sparse head; they are named in the file, and count for nothing in the
+    target."""
     dense = []
     for layer, row in enumerate(artifact.prefill.layers):
         if row is None or all(artifact.patterns[name].kind == "dense" for name in row):
@@ -144,7 +167,8 @@ def _dense_layers(artifact: Artifact) -> list[int]:
 
 
 def _common_factor(artifact: Artifact, dense: Collection[int]) -> float | None:
-    """The scale factor that all heads outside the dense layers have; None where one has another pattern."""
+    """The scale factor that all heads outside the dense layers have; None where one has another
+    pattern."""
     factors: set[float | None] = set()
     for layer, row in enumerate(artifact.prefill.layers):
         if layer in dense:
@@ -155,9 +179,13 @@ def _common_factor(artifact: Artifact, dense: Collection[int]) -> float | None:
     return factors.pop() if len(factors) == 1 else None
 
 
-def _sparsity(artifact: Artifact, arrays: Mapping[str, Array], dense: Collection[int], length: int) -> float:
+def _sparsity(
+    artifact: Artifact, arrays: Mapping[str, Array], dense: Collection[int], length: int
+) -> float:
     """The share of tiles that the heads outside the dense layers leave out at a length."""
-    rows = tuple(None if layer in dense else row for layer, row in enumerate(artifact.prefill.layers))
+    rows = tuple(
+        None if layer in dense else row for layer, row in enumerate(artifact.prefill.layers)
+    )
     prefill = artifact.prefill.model_copy(update={"layers": rows})
     computed = mean_density(artifact.model_copy(update={"prefill": prefill}), length, arrays)
     return 0.0 if computed is None else round(max(0.0, 1 - computed), 4)
@@ -183,7 +211,8 @@ def _parted_groups(root: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _groups(root: Any) -> list[dict[str, Any]]:
-    """The groups of a configuration, of which TensorRT-LLM takes a single one without config_groups around it."""
+    """The groups of a configuration, of which TensorRT-LLM takes a single one without config_groups
+    around it."""
     if not isinstance(root, dict) or not root.keys() & {"config_groups", *_FLAT}:
         raise ArtifactError(f"has no {_KEY} with config_groups")
     by_name = root.get("config_groups", {"": {"algorithm": "skip_softmax", **root}})
@@ -204,12 +233,15 @@ def _targets(group: Mapping[str, Any]) -> dict[str, float]:
     targets = given if isinstance(given, dict) else {"prefill": given, "decode": given}
     for phase, value in targets.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ArtifactError(f"target_sparsity.{shorten(phase)} must be from 0 to 1, got {shorten(value)}")
+            raise ArtifactError(
+                f"target_sparsity.{shorten(phase)} must be from 0 to 1, got {shorten(value)}"
+            )
     return targets
 
 
 def _threshold(group: Mapping[str, Any], phase: str) -> Any:
-    """The part of threshold_scale_factor that counts in a phase: a number, a mapping with a and b, or None."""
+    """The part of threshold_scale_factor that counts in a phase: a number, a mapping with a and b,
+    or None."""
     given = group.get("threshold_scale_factor")
     if not isinstance(given, dict):
         return given
@@ -221,7 +253,8 @@ def _threshold(group: Mapping[str, Any], phase: str) -> Any:
 
 
 def _factor(group: Mapping[str, Any], target: float) -> float | None:
-    """The scale factor of prefill: the number given, or by a and b; None where the file is not calibrated.
+    """The scale factor of prefill: the number given, or by a and b; None where the file is not
+    calibrated.
 
     Raises:
         ArtifactError: it is no number above 0, or goes by another formula than ModelOpt's.
@@ -233,13 +266,16 @@ def _factor(group: Mapping[str, Any], target: float) -> float | None:
     if isinstance(threshold, dict):
         formula = given.get("formula", _FORMULA) if isinstance(given, dict) else _FORMULA
         if not isinstance(formula, str) or formula.replace(" ", "") != _FORMULA.replace(" ", ""):
-            raise ArtifactError(f"threshold_scale_factor.formula must be {_FORMULA!r}, got {shorten(formula)}")
+            raise ArtifactError(
+                f"threshold_scale_factor.formula must be {_FORMULA!r}, got {shorten(formula)}"
+            )
         a: Any = threshold.get("a")
         b: Any = threshold.get("b")
         threshold = a * math.exp(min(b * target, 50.0)) if _is_number(a) and _is_number(b) else None
     if not _is_number(threshold) or threshold <= 0:
         raise ArtifactError(
-            f"threshold_scale_factor must be a number above 0, or a and b that make one, got {shorten(given)}"
+            f"threshold_scale_factor must be a number above 0, or a and b that make one, got "
+            f"{shorten(given)}"
         )
     return float(f"{threshold:.6g}")
 
@@ -249,7 +285,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _decode(group: Mapping[str, Any], targets: Mapping[str, float]) -> str | None:
-    """What is skipped in decode, which has no place in an artifact; None where nothing is said of it."""
+    """What is skipped in decode, which has no place in an artifact; None where nothing is said of
+    it."""
     threshold = _threshold(group, "decode")
     if isinstance(threshold, dict) or "decode" in targets:
         return f"decode skips {targets.get('decode', _TARGET):.4g} of its tiles"
@@ -267,7 +304,10 @@ def _ignored(group: Mapping[str, Any]) -> set[int]:
     for module in modules:
         named = _LAYER.search(module)
         if named is None:
-            raise ArtifactError(f"ignore: must name a layer, such as model.layers.0.self_attn, got {shorten(module)}")
+            raise ArtifactError(
+                f"ignore: must name a layer, such as model.layers.0.self_attn, got "
+                f"{shorten(module)}"
+            )
         layers.add(int(named[1]))
     return layers
 

@@ -1,4 +1,5 @@
-"""How true a conversion is: how many heads are the same on both sides, and what becomes of the others."""
+"""How true a conversion is: how many heads are the same on both sides, and what becomes of the
+others."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from artifacts.schema import Artifact
 if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
-Effect = Literal["keeps less", "computes more", "chooses otherwise", "not carried over", "filled in", "same"]
+Effect = Literal[
+    "keeps less", "computes more", "chooses otherwise", "not carried over", "filled in", "same"
+]
 # Where a head computes more, it keeps all that it kept: nothing is lost but time.
 HARMLESS = ("computes more", "same")
 
@@ -35,9 +38,9 @@ class Note:
 class Report:
     """How true a conversion is.
 
-    heads: that the file speaks of, or layers, as `unit` says. exact: those that are the same on both sides. measure:
-    the command that measures what the conversion costs in recall, given a model.
-    """
+    heads: that the file speaks of, or layers, as `unit` says. exact: those that are the same on
+    both sides. measure: the command that measures what the conversion costs in recall, given a
+    model."""
 
     heads: int
     exact: int
@@ -66,7 +69,8 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """What an import makes: the artifact, its sidecar's arrays, and how true both are to the file."""
+    """What an import makes: the artifact, its sidecar's arrays, and how true both are to the
+    file."""
 
     artifact: Artifact
     arrays: dict[str, Array]
@@ -97,13 +101,21 @@ class Notes:
         self._heads[effect, what] = 0
 
     def left_out(self, artifact: Artifact, *carried: str) -> None:
-        """Note the sections that the artifact has and the format no place for, which carries only these."""
-        there = {"prefill": artifact.patterns, "decode": artifact.decode, "kv_cache": artifact.kv_cache}
+        """Note the sections that the artifact has and the format no place for, which carries only
+        these."""
+        there = {
+            "prefill": artifact.patterns,
+            "decode": artifact.decode,
+            "kv_cache": artifact.kv_cache,
+        }
         for name, section in there.items():
             if section and name not in carried:
                 self.file("not carried over", f"the {name} section has no place in this format")
 
     def report(self, heads: int, exact: int, unit: str = "head") -> Report:
         """All of it, in the order in which it first came up."""
-        notes = tuple(Note(effect=effect, heads=count, what=what) for (effect, what), count in self._heads.items())
+        notes = tuple(
+            Note(effect=effect, heads=count, what=what)
+            for (effect, what), count in self._heads.items()
+        )
         return Report(heads=heads, exact=exact, unit=unit, notes=notes)

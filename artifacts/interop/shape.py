@@ -1,4 +1,5 @@
-"""The model that an imported file is for, put together from the file, the model's config.json and flags."""
+"""The model that an imported file is for, put together from the file, the model's config.json and
+flags."""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ T = TypeVar("T")
 class Given:
     """What the user says of the model and of how a file is read, each None where not given.
 
-    config: the model's config.json. layers to max_positions: as ModelInfo has them. dense_below, dense_tail: as in
-    prefill. sinks, window: of streaming heads, in tokens. threshold: of a KV head's score, from which on it keeps
-    everything; sparsity: instead, the share of KV heads that stream, those with the smallest scores.
-    """
+    config: the model's config.json. layers to max_positions: as ModelInfo has them. dense_below,
+    dense_tail: as in prefill. sinks, window: of streaming heads, in tokens. threshold: of a KV
+    head's score, from which on it keeps everything; sparsity: instead, the share of KV heads that
+    stream, those with the smallest scores."""
 
     config: Path | None = None
     model: str | None = None
@@ -52,55 +53,73 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The model, the layers that slide over a window of their own, and the rest of its config.json."""
+    """The model, the layers that slide over a window of their own, and the rest of its
+    config.json."""
 
     model: ModelInfo
     sliding: frozenset[int]
     config: Mapping[str, Any]
 
     def artifact(self, **fields: Any) -> Artifact:
-        """An artifact for the model with these fields, without patterns where none are among them."""
+        """An artifact for the model with these fields, without patterns where none are among
+        them."""
         nothing = Prefill(dense_below=0, layers=(None,) * self.model.num_layers)
-        return Artifact(**{"model": self.model, "search": None, "patterns": {}, "prefill": nothing} | fields)
+        return Artifact(
+            **{"model": self.model, "search": None, "patterns": {}, "prefill": nothing} | fields
+        )
 
     def leave(self, rows: Sequence[T], notes: Notes, heads: int = 1) -> tuple[T | None, ...]:
         """The layers' rows, None for those that slide; each of these is noted for so many heads."""
         left = len(self.sliding) * heads
-        notes.heads("not carried over", "the layer slides over a window of its own and is left alone", left)
+        notes.heads(
+            "not carried over", "the layer slides over a window of its own and is left alone", left
+        )
         return tuple(None if layer in self.sliding else row for layer, row in enumerate(rows))
 
 
 def model_shape(
-    given: Given, file: Path, *, own: Mapping[str, Any] | None = None, least_layers: int = 0, **of_file: int
+    given: Given,
+    file: Path,
+    *,
+    own: Mapping[str, Any] | None = None,
+    least_layers: int = 0,
+    **of_file: int,
 ) -> Shape:
     """Put the model together.
 
     Args:
-        given: the user's config.json and flags.
-        file: the imported file, which names the model where nothing else does.
-        own: the file's own fields, where it may be the model's config.json; it counts where no other is given.
-        least_layers: how many the file names, where it does not show how many there are.
-        of_file: the sizes that the file itself shows, by their names in ModelInfo. The number of layers is a minimum:
+        given: the user's config.json and flags. file: the imported file, which names the model
+        where nothing else does. own: the file's own fields, where it may be the model's
+        config.json; it counts where no other is given. least_layers: how many the file names, where
+        it does not show how many there are. of_file: the sizes that the file itself shows, by their
+        names in ModelInfo. The number of layers is a minimum:
             a file may leave the last ones out.
 
     Raises:
-        ArtifactError: a size is missing, or two places disagree about one; the line says where it can come from.
+        ArtifactError: a size is missing, or two places disagree about one; the line says where it
+        can come from.
     """
     path, config = _config(given.config)
     if path is None and own is not None and set(own) & _KEYS:
-        path, config = file, own
+        path = file
+        config = own
     found = {name: _size(name, given, path, config, of_file) for name in _SIZES}
     sizes = {name: size for name, size in found.items() if size is not None}
     if missing := [_SIZES[name] for name, size in found.items() if size is None]:
-        whats, flags = ", ".join(what for _, _, what in missing), " ".join(flag for _, flag, _ in missing)
+        whats = ", ".join(what for _, _, what in missing)
+        flags = " ".join(flag for _, flag, _ in missing)
         raise ArtifactError(
-            f"the file does not say how many {whats} the model has: give --config config.json or {flags}"
+            f"the file does not say how many {whats} the model has: give --config config.json or "
+            f"{flags}"
         )
     if sizes["num_layers"] < (least := max(least_layers, of_file.get("num_layers", 0))):
-        raise ArtifactError(f"has {least} layers, the model has {sizes['num_layers']}: which model is it?")
+        raise ArtifactError(
+            f"has {least} layers, the model has {sizes['num_layers']}: which model is it?"
+        )
     if sizes["num_heads"] % sizes["num_kv_heads"]:
         raise ArtifactError(
-            f"the KV heads must divide the {sizes['num_heads']} query heads, got {sizes['num_kv_heads']} (--kv-heads)"
+            f"the KV heads must divide the {sizes['num_heads']} query heads, got "
+            f"{sizes['num_kv_heads']} (--kv-heads)"
         )
     architectures = config.get("architectures")
     known = isinstance(architectures, list) and architectures and isinstance(architectures[0], str)
@@ -114,8 +133,14 @@ def model_shape(
         **sizes,
     )
     kinds = config.get("layer_types")
-    sliding = [i for i, kind in enumerate(kinds) if kind != "full_attention"] if isinstance(kinds, list) else []
-    return Shape(model=model, sliding=frozenset(i for i in sliding if i < model.num_layers), config=config)
+    sliding = (
+        [i for i, kind in enumerate(kinds) if kind != "full_attention"]
+        if isinstance(kinds, list)
+        else []
+    )
+    return Shape(
+        model=model, sliding=frozenset(i for i in sliding if i < model.num_layers), config=config
+    )
 
 
 def _config(path: Path | None) -> tuple[Path | None, Mapping[str, Any]]:
@@ -133,7 +158,11 @@ def _config(path: Path | None) -> tuple[Path | None, Mapping[str, Any]]:
 
 
 def _size(
-    name: str, given: Given, path: Path | None, config: Mapping[str, Any], of_file: Mapping[str, int]
+    name: str,
+    given: Given,
+    path: Path | None,
+    config: Mapping[str, Any],
+    of_file: Mapping[str, int],
 ) -> int | None:
     """A size of the model from all that say it; None where nothing does."""
     keys, flag, what = _SIZES[name]
@@ -141,7 +170,9 @@ def _size(
     flagged = getattr(given, flag[2:].replace("-", "_"))
     if flagged is not None:
         found.append((flag, flagged))
-    key, value = next(((key, config[key]) for key in keys if config.get(key) is not None), ("", None))
+    key, value = next(
+        ((key, config[key]) for key in keys if config.get(key) is not None), ("", None)
+    )
     if value is None and config:
         key, value = _derived(name, config)
     if value is not None:
@@ -157,13 +188,17 @@ def _size(
         if not 1 <= size <= most:
             raise ArtifactError(f"{where}: must be from 1 to {most}, got {shorten(size)}")
         if size != found[0][1]:
-            raise ArtifactError(f"{found[0][0]} says {found[0][1]} {what}, {where} says {size}: which model is it?")
+            raise ArtifactError(
+                f"{found[0][0]} says {found[0][1]} {what}, {where} says {size}: which model is it?"
+            )
     return found[0][1]
 
 
 def _derived(name: str, config: Mapping[str, Any]) -> tuple[str, Any]:
-    """What a config.json leaves out because it follows: as many KV heads as query heads, the width by the heads."""
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    """What a config.json leaves out because it follows: as many KV heads as query heads, the width
+    by the heads."""
+    heads = config.get("num_attention_heads")
+    hidden = config.get("hidden_size")
     if name == "num_kv_heads":
         return "num_attention_heads", heads
     if name == "head_dim" and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:

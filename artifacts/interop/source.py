@@ -22,7 +22,8 @@ MAX_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A file's path and bytes. Errors of its methods are without its name: see artifacts.errors.naming."""
+    """A file's path and bytes. Errors of its methods are without its name: see
+    artifacts.errors.naming."""
 
     path: Path
     data: bytes
@@ -47,12 +48,15 @@ class Source:
         """The JSON value in it.
 
         Raises:
-            ArtifactError: it is no JSON, has a key twice, a NaN or an infinity, or is nested too deep.
+            ArtifactError: it is no JSON, has a key twice, a NaN or an infinity, or is nested too
+            deep.
         """
         try:
             return json.loads(self.text(), object_pairs_hook=_unique, parse_constant=_constant)
         except json.JSONDecodeError as error:
-            raise ArtifactError(f"line {error.lineno}: not valid JSON, {error.msg.lower()}") from None
+            raise ArtifactError(
+                f"line {error.lineno}: not valid JSON, {error.msg.lower()}"
+            ) from None
         except RecursionError:
             raise ArtifactError("nested too deep") from None
         except ArtifactError:
@@ -71,20 +75,31 @@ class Source:
     def imported(self, format: Any, scores: Any = None) -> Imported:
         """What an artifact's section says of the file that it comes from."""
         name = self.path.name.encode(errors="replace").decode()
-        return Imported(format=format, file=name, sha256=hashlib.sha256(self.data).hexdigest(), scores=scores)
+        return Imported(
+            format=format, file=name, sha256=hashlib.sha256(self.data).hexdigest(), scores=scores
+        )
 
     def kept(self, section: str) -> dict[str, Array]:
-        """The array of an artifact that keeps the file of a section as it is, to be written again."""
+        """The array of an artifact that keeps the file of a section as it is, to be written
+        again."""
         import numpy as np
 
         return {f"imported.{section}": np.frombuffer(self.data, dtype=np.uint8)}
 
 
-def original(section: str, imported: Imported | None, arrays: Mapping[str, Array], *formats: str) -> Source | None:
-    """The file that a section was imported from, where it was of one of these formats and the sidecar has it."""
+def original(
+    section: str, imported: Imported | None, arrays: Mapping[str, Array], *formats: str
+) -> Source | None:
+    """The file that a section was imported from, where it was of one of these formats and the
+    sidecar has it."""
     name = f"imported.{section}"
     entry = header(arrays).get(name)
-    if imported is None or imported.format not in formats or entry is None or entry.nbytes > MAX_BYTES:
+    if (
+        imported is None
+        or imported.format not in formats
+        or entry is None
+        or entry.nbytes > MAX_BYTES
+    ):
         return None
     source = Source(path=Path(imported.file), data=arrays[name].tobytes())
     return source if hashlib.sha256(source.data).hexdigest() == imported.sha256 else None

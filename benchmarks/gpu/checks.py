@@ -22,10 +22,12 @@ from kernels.decode import decode_attention
 from kernels.patterns import LayerPlan, make
 from kernels.ragged import Ragged
 
-# Largest error on standard normal inputs: one rounding of the output, and of the probabilities in 16 bits.
+# Largest error on standard normal inputs: one rounding of the output, and of the probabilities in
+# 16 bits.
 ERROR = {torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SCORE_ERROR = 1e-4
-# Scores that are as near as rounding may be chosen in either order: share of the keys that two indices differ in.
+# Scores that are as near as rounding may be chosen in either order: share of the keys that two
+# indices differ in.
 INDEX_ERROR = 2e-3
 HEADS = 4
 KV_HEADS = 2
@@ -57,12 +59,13 @@ class Inputs:
 Check = Callable[[Inputs], tuple[float, float]]
 
 
-def attention(patterns: Sequence[Any], *, missing: int = 0, page: int = 0, cuts: bool = False, **how: Any) -> Check:
+def attention(
+    patterns: Sequence[Any], *, missing: int = 0, page: int = 0, cuts: bool = False, **how: Any
+) -> Check:
     """The check of one sort of call.
 
-    missing: tokens of the past, which have no queries. page: tokens of a page that keys and values lie in. cuts: three
-    sequences end to end.
-    """
+    missing: tokens of the past, which have no queries. page: tokens of a page that keys and values
+    lie in. cuts: three sequences end to end."""
 
     def check(inputs: Inputs) -> tuple[float, float]:
         n = inputs.length
@@ -72,7 +75,9 @@ def attention(patterns: Sequence[Any], *, missing: int = 0, page: int = 0, cuts:
         ragged = Ragged.packed(places, places) if cuts else None
         plan = LayerPlan(patterns, KV_HEADS, dense_tail=options.pop("dense_tail", 0))
         index = plan.build(q, k, window=options.pop("window", None), ragged=ragged)
-        expected = sparse_attention(q.float(), k.float(), v.float(), index, backend="reference", **options)
+        expected = sparse_attention(
+            q.float(), k.float(), v.float(), index, backend="reference", **options
+        )
         if page:
             k, v, options["block_table"] = paged(k, v, page)
         found = sparse_attention(q, k, v, index, backend="triton", **options)
@@ -82,7 +87,8 @@ def attention(patterns: Sequence[Any], *, missing: int = 0, page: int = 0, cuts:
 
 
 def paged(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values (1, G, K, D) in shuffled pages of a cache, NaN where no key lies; and their table."""
+    """Keys and values (1, G, K, D) in shuffled pages of a cache, NaN where no key lies; and their
+    table."""
     count = -(-k.shape[2] // size)
     order = torch.randperm(count + 2)[:count].to(k.device)
     caches = []
@@ -129,7 +135,9 @@ def decode(*, chosen: bool, queries: int = 1) -> Check:
             order = torch.rand(1, KV_HEADS, inputs.length, device=q.device).argsort(-1)
             tokens = order[..., : inputs.length // 3].sort(-1).values.to(torch.int32)
         found = decode_attention(q, k, v, tokens=tokens, scores="sum", backend="triton")
-        expected = decode_attention(q.float(), k.float(), v.float(), tokens=tokens, scores="sum", backend="reference")
+        expected = decode_attention(
+            q.float(), k.float(), v.float(), tokens=tokens, scores="sum", backend="reference"
+        )
         wrong = float((found.out.float() - expected.out).abs().max()) / ERROR[inputs.dtype]
         score = float((found.scores - expected.scores).abs().max()) / (10 * queries * SCORE_ERROR)
         return max(wrong, score), 1.0
@@ -138,7 +146,8 @@ def decode(*, chosen: bool, queries: int = 1) -> Check:
 
 
 def scores_of_a_prompt(inputs: Inputs) -> tuple[float, float]:
-    """Output and scores, as a share of the queries that add to them, in units of what is allowed."""
+    """Output and scores, as a share of the queries that add to them, in units of what is
+    allowed."""
     q, k, v = inputs.tensors(inputs.length - 60)
     found = decode_attention(q, k, v, scores="sum", backend="triton")
     expected = decode_attention(q.float(), k.float(), v.float(), scores="sum", backend="reference")
@@ -164,7 +173,9 @@ CHECKS: dict[str, Check] = {
     "attention, no lists": attention(PAIRED),
     "attention, lists of tiles": attention(LISTS),
     "attention, few queries on a past": attention(LISTS, missing=2930),
-    "attention, window, dense tail, soft-cap": attention(LISTS, dense_tail=70, window=130, softcap=20.0),
+    "attention, window, dense tail, soft-cap": attention(
+        LISTS, dense_tail=70, window=130, softcap=20.0
+    ),
     "attention, packed sequences": attention(LISTS, cuts=True),
     "attention, pages of 64": attention(PAIRED, page=64),
     "attention, pages of 16, lists": attention(LISTS, page=16),
@@ -177,11 +188,17 @@ CHECKS: dict[str, Check] = {
     "scores of a prompt": scores_of_a_prompt,
 }
 # Between them they launch every kernel: a rehearsal runs no others.
-REHEARSED = ("attention, pages of 16, lists", "index of a layer, pages", "decode, chosen keys", "scores of a prompt")
+REHEARSED = (
+    "attention, pages of 16, lists",
+    "index of a layer, pages",
+    "decode, chosen keys",
+    "scores of a prompt",
+)
 
 
 def run(inputs: Inputs, names: Sequence[str]) -> dict[str, Any]:
-    """Errors, what is allowed and what failed by check, and the kernels that none of them launched."""
+    """Errors, what is allowed and what failed by check, and the kernels that none of them
+    launched."""
     torch.manual_seed(0)
     rows: dict[str, Any] = {}
     with launched() as kernels:

@@ -2,11 +2,11 @@
 
     python benchmarks/gpu/run.py --out build/gpu
 
-Each step runs in a process of its own, so that a crash costs that step alone: the device and its rates; every
-kernel once against the reference; the tests marked `core`; attention at 8K to 128K with the published sizes against
-the fastest of torch's dense kernels; decode; prefills of an 8B shape. FOLDER/report.json has the figures, with device
-and versions. --rehearse runs the same on the CPU in Triton's interpreter, at tiny sizes: its times mean nothing.
-"""
+Each step runs in a process of its own, so that a crash costs that step alone: the device and its
+rates; every kernel once against the reference; the tests marked `core`; attention at 8K to 128K
+with the published sizes against the fastest of torch's dense kernels; decode; prefills of an 8B
+shape. FOLDER/report.json has the figures, with device and versions. --rehearse runs the same on the
+CPU in Triton's interpreter, at tiny sizes: its times mean nothing."""
 
 from __future__ import annotations
 
@@ -37,9 +37,13 @@ INTERPRETED = {
 
 def parser() -> argparse.ArgumentParser:
     """The script's command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder of the report")
-    p.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, metavar="STEP", help=", ".join(STEPS))
+    p.add_argument(
+        "--steps", nargs="+", choices=STEPS, default=STEPS, metavar="STEP", help=", ".join(STEPS)
+    )
     p.add_argument("--minutes", type=float, default=5, help="of a step, at most (default 5)")
     p.add_argument("--device", default="cuda")
     p.add_argument("--rehearse", action="store_true", help="on the CPU, interpreted, at tiny sizes")
@@ -62,23 +66,43 @@ def main() -> int:
         print(json.dumps(report["steps"][step], indent=1)[:4000], flush=True)
         (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     failed = [step for step, found in report["steps"].items() if "failed" in found]
-    print(f"wrote {options.out / 'report.json'}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    print(
+        f"wrote {options.out / 'report.json'}"
+        + (f"; failed: {', '.join(failed)}" if failed else "")
+    )
     return 3 if failed else 0
 
 
 def apart(step: str, options: argparse.Namespace) -> dict[str, Any]:
     """What a step found in a process of its own, or why it failed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(INTERPRETED if options.rehearse else {})}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        **(INTERPRETED if options.rehearse else {}),
+    }
     if step == "tests":
         which = ["-k", "growth"] if options.rehearse else ["-m", "gpu and core"]
         files = ["tests/kernels/test_growth.py"] if options.rehearse else TESTS
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which, *files]
     else:
-        command = [sys.executable, __file__, "--out", str(options.out), "--steps", step, "--in-process"]
+        command = [
+            sys.executable,
+            __file__,
+            "--out",
+            str(options.out),
+            "--steps",
+            step,
+            "--in-process",
+        ]
         command += ["--device", options.device, *(["--rehearse"] if options.rehearse else [])]
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60 * options.minutes
+            command,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60 * options.minutes,
         )
     except subprocess.TimeoutExpired:
         return {"failed": f"took more than {options.minutes:g} minutes"}
@@ -123,7 +147,8 @@ def measured(step: str, device: str, small: bool) -> dict[str, Any]:
 
 
 def as_on_gpu() -> ExitStack:
-    """Have Triton's interpreter do what Triton does on a GPU, and native code for the CPU nothing of it."""
+    """Have Triton's interpreter do what Triton does on a GPU, and native code for the CPU nothing
+    of it."""
     from kernels.dispatch import BACKENDS
 
     stack = ExitStack()

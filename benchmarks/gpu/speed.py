@@ -43,11 +43,14 @@ TINY = {
 def size_of(length: int, device: str, dtype: str, small: bool) -> Size:
     """The attention of an 8B model's layer at that length; a tiny one in a rehearsal."""
     heads, kv_heads, head_dim = (2, 1, 64) if small else (32, 8, 128)
-    return Size(length=length, head_dim=head_dim, heads=heads, kv_heads=kv_heads, dtype=dtype, device=device)
+    return Size(
+        length=length, head_dim=head_dim, heads=heads, kv_heads=kv_heads, dtype=dtype, device=device
+    )
 
 
 def rates(device: str, dtype: str, small: bool) -> dict[str, Any]:
-    """Bytes a second of a copy, read and written, and operations a second of a product of matrices."""
+    """Bytes a second of a copy, read and written, and operations a second of a product of
+    matrices."""
     n = 256 if small else 8192
     a = torch.randn(n, n, device=device).to(getattr(torch, dtype))
     # Larger than any cache of the second level.
@@ -62,7 +65,8 @@ def rates(device: str, dtype: str, small: bool) -> dict[str, Any]:
 
 
 def attention(device: str, dtype: str, small: bool) -> list[dict[str, Any]]:
-    """A layer's attention by the published patterns; every result is compared with the reference first."""
+    """A layer's attention by the published patterns; every result is compared with the reference
+    first."""
     found = []
     for length in (130,) if small else LENGTHS:
         size = size_of(length, device, dtype, small)
@@ -81,7 +85,8 @@ def attention(device: str, dtype: str, small: bool) -> list[dict[str, Any]]:
 
 
 def decode(device: str, dtype: str, small: bool) -> list[dict[str, Any]]:
-    """One token over all and over 2,048 chosen keys; every result is compared with the reference first."""
+    """One token over all and over 2,048 chosen keys; every result is compared with the reference
+    first."""
     found = []
     for length in (200,) if small else LENGTHS:
         size = size_of(length, device, dtype, small)
@@ -94,12 +99,13 @@ def decode(device: str, dtype: str, small: bool) -> list[dict[str, Any]]:
 def model(device: str, dtype: str, small: bool) -> list[dict[str, Any]]:
     """Prefills of an 8B shape with random weights, densely and with patterns, interleaved.
 
-    Half of the heads are vertical-slash, a quarter each A-shape and block-sparse. Seconds do not depend on the
-    weights, but for the density of vertical-slash.
-    """
+    Half of the heads are vertical-slash, a quarter each A-shape and block-sparse. Seconds do not
+    depend on the weights, but for the density of vertical-slash."""
     config = transformers.LlamaConfig(**TINY if small else LLAMA_8B)
     with torch.device(device):
-        made = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        made = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype)
+        ).eval()
     headwise = Headwise(_artifact(made, small))
     contexts = {
         MODEL: lambda: dense(made, MODEL),
@@ -110,9 +116,13 @@ def model(device: str, dtype: str, small: bool) -> list[dict[str, Any]]:
     for length in (70,) if small else LENGTHS:
         ids = torch.randint(3, 90, (1, length), device=device)
         repeats = 0 if small else 1 if length > 65_536 else 3
-        seconds = interleaved(contexts, lambda ids=ids: prefill(made, ids), repeats=repeats, device=device)
+        seconds = interleaved(
+            contexts, lambda ids=ids: prefill(made, ids), repeats=repeats, device=device
+        )
         speedup = of_rounds(seconds, HEADWISE)
-        found.append({"length": length, "seconds": seconds, "times the fastest dense": speedup.value})
+        found.append(
+            {"length": length, "seconds": seconds, "times the fastest dense": speedup.value}
+        )
     return found
 
 

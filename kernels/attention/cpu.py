@@ -45,9 +45,9 @@ def engines(dtype: torch.dtype) -> list[str]:
 def why_no_tiles() -> str | None:
     """Why the engine "amx" does not serve here; None where it does.
 
-    It serves where HEADWISE_AMX=1 asks for it, until a processor with AMX has measured it (benchmarks/cpu_engines.py).
-    Before its first use in a process it is compared with the engine "dot" on one small random case.
-    """
+    It serves where HEADWISE_AMX=1 asks for it, until a processor with AMX has measured it
+    (benchmarks/cpu_engines.py). Before its first use in a process it is compared with the engine
+    "dot" on one small random case."""
     if reason := build.load():
         return reason
     if missing := str(torch.ops.headwise.why_no_tiles()):
@@ -61,15 +61,23 @@ def why_no_tiles() -> str | None:
     index = SparseIndex.built(
         q_len=100,
         k_len=330,
-        diagonals=torch.tensor([0, 2], dtype=torch.int32, device="cpu").expand(1, 4, -1).contiguous(),
+        diagonals=torch.tensor([0, 2], dtype=torch.int32, device="cpu")
+        .expand(1, 4, -1)
+        .contiguous(),
         **no_lists(1, 4, num_rows(100, 330), device=q.device),
-        columns=torch.tensor([1, 70, 71, 130, 200], dtype=torch.int32, device="cpu").expand(1, 4, -1).contiguous(),
+        columns=torch.tensor([1, 70, 71, 130, 200], dtype=torch.int32, device="cpu")
+        .expand(1, 4, -1)
+        .contiguous(),
         window=300,
     )
     ours, theirs = (
-        sparse_attention(q, k, v, index, scale=80**-0.5, softcap=None, engine=engine) for engine in ("amx", "dot")
+        sparse_attention(q, k, v, index, scale=80**-0.5, softcap=None, engine=engine)
+        for engine in ("amx", "dot")
     )
-    agrees = all(torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02) for a, b in zip(ours, theirs, strict=True))
+    agrees = all(
+        torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02)
+        for a, b in zip(ours, theirs, strict=True)
+    )
     return None if agrees else "its results are not those of the engine without tiles"
 
 
@@ -89,9 +97,8 @@ def sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """See kernels.attention.launch; `engine` takes another than the fastest.
 
-    float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by the engine "float".
-    Keys and values of 8 bits become q's dtype.
-    """
+    float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by
+    the engine "float". Keys and values of 8 bits become q's dtype."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, num_heads, q_len, _ = q.shape
     lse = torch.empty(batch, num_heads, q_len, dtype=torch.float32)

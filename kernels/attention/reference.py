@@ -1,4 +1,5 @@
-"""Sparse attention in plain fp32 torch, row of tiles by row of tiles: slow, obvious, and the only oracle.
+"""Sparse attention in plain fp32 torch, row of tiles by row of tiles: slow, obvious, and the only
+oracle.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -30,7 +31,8 @@ def sparse_attention(
     out: Tensor | None = None,
     skipped: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See kernels.attention.launch. Returns out (B, H, Q, E) in q's dtype and lse (B, H, Q) fp32."""
+    """See kernels.attention.launch. Returns out (B, H, Q, E) in q's dtype and lse (B, H, Q)
+    fp32."""
     batch, num_heads, q_len, _ = q.shape
     lse = torch.full((batch, num_heads, q_len), float("-inf"), device=q.device)
     if out is None:
@@ -40,7 +42,9 @@ def sparse_attention(
     for s in range(index.batch):
         one = index.sequence(s)
         ragged = index.ragged or Ragged.left_padded([index.k_len] * batch, q_len, index.k_len)
-        row, first_query, first_key = ragged.rows[s], ragged.q_starts[s], ragged.k_starts[s]
+        row = ragged.rows[s]
+        first_query = ragged.q_starts[s]
+        first_key = ragged.k_starts[s]
         if block_table is None:
             keys, values = (x[row, :, first_key : first_key + one.k_len] for x in (k, v))
         else:
@@ -74,16 +78,25 @@ def _one_head(
     softcap: float | None,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor, int]:
-    """(Q, D), (K, D), (K, E) -> (Q, E), (Q,) and how many tiles were skipped: one head of one sequence."""
-    k_len, offset = index.k_len, index.k_len - index.q_len
-    diagonals, tiles, columns = index.diagonals[0, head], index.listed()[0, head], index.columns[0, head]
+    """(Q, D), (K, D), (K, E) -> (Q, E), (Q,) and how many tiles were skipped: one head of one
+    sequence."""
+    k_len = index.k_len
+    offset = index.k_len - index.q_len
+    diagonals = index.diagonals[0, head]
+    tiles = index.listed()[0, head]
+    columns = index.columns[0, head]
     positions = torch.arange(k_len, device=q.device)
     bound = float("-inf") if index.skip is None else float(index.skip[0, head])
-    outs, lses, skipped = [], [], 0
+    outs = []
+    lses = []
+    skipped = 0
     for row in range(index.num_rows):
         at = index.first_row + row
-        first, last = max(at * TILE, offset), min((at + 1) * TILE, k_len)
-        seen = torch.isin(positions // TILE, torch.cat([at - diagonals, tiles[row]])) | torch.isin(positions, columns)
+        first = max(at * TILE, offset)
+        last = min((at + 1) * TILE, k_len)
+        seen = torch.isin(positions // TILE, torch.cat([at - diagonals, tiles[row]])) | torch.isin(
+            positions, columns
+        )
         if at >= index.first_dense()[head]:
             seen[:] = True
         keys = positions[seen & (positions < last)]
@@ -95,10 +108,14 @@ def _one_head(
         logits = logits.masked_fill(outside, float("-inf"))
         if bound > float("-inf") and at < index.first_dense()[head]:
             tile = torch.cat([at - diagonals, tiles[row]])
-            out_of = _skipped(logits, torch.where(torch.isin(keys // TILE, tile), keys // TILE, -1), at, bound)
+            out_of = _skipped(
+                logits, torch.where(torch.isin(keys // TILE, tile), keys // TILE, -1), at, bound
+            )
             # Beyond a window there is nothing that could be computed.
             skipped += int(((keys[out_of] // TILE).unique() >= at - index.reach).sum())
-            keys, logits, outside = keys[~out_of], logits[:, ~out_of], outside[:, ~out_of]
+            keys = keys[~out_of]
+            logits = logits[:, ~out_of]
+            outside = outside[:, ~out_of]
         if sink is not None:
             # One more key, which has no value.
             logits = torch.cat([logits, sink.expand(len(logits), 1)], dim=-1)
@@ -110,8 +127,8 @@ def _one_head(
 def _skipped(logits: Tensor, tiles: Tensor, own: int, bound: float) -> Tensor:
     """Which keys (n,) lie in tiles of a row that are skipped.
 
-    logits: (Q, n). tiles: (n,) of each key, -1 of columns. own: the row's tile. bound: the log of the threshold.
-    """
+    logits: (Q, n). tiles: (n,) of each key, -1 of columns. own: the row's tile. bound: the log of
+    the threshold."""
     anchor = logits[:, (tiles <= 0) | (tiles == own)].amax(-1)
     # Where the anchor is not a number, or infinite, nothing is known to be below it.
     limit = torch.where(anchor.isfinite(), anchor + bound, float("nan"))

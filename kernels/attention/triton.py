@@ -1,7 +1,7 @@
 """Sparse attention on the GPU in Triton: checks a call, prepares and launches it.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim, N key tiles.
-"""
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim, N
+key tiles."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ _MAX_DIM = 512
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why this backend cannot serve the call; None where it can. Looks for triton only if the tensors are on a GPU."""
+    """Why this backend cannot serve the call; None where it can. Looks for triton only if the
+    tensors are on a GPU."""
     if reason := unavailable(q.device):
         return reason
     if q.dtype not in _DTYPES:
@@ -50,11 +51,16 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if reason := derivative_wanted(q, k, v) or failure(*_build(q, v)):
         return reason
     if not serves(target := architecture(q.device), dim=widest, itemsize=q.element_size()):
-        return f"{str(q.dtype).removeprefix('torch.')} with head dim {widest} does not fit the memory of {target}"
+        return (
+            f"{str(q.dtype).removeprefix('torch.')} with head dim {widest} "
+            f"does not fit the memory of {target}"
+        )
     return None
 
 
-def sparse_attention(q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, **how: Any) -> tuple[Tensor, Tensor]:
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, **how: Any
+) -> tuple[Tensor, Tensor]:
     """See kernels.attention.launch; keywords are those of `prepare`."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     calls = prepare(q, k, v, index, **how)
@@ -83,7 +89,8 @@ def prepare(
     splits: int | None = None,
     target: str | None = None,
 ) -> list[KernelCall]:
-    """The launches that serve a call: an index's tables, then attention, then what puts its parts together, if any.
+    """The launches that serve a call: an index's tables, then attention, then what puts its parts
+    together, if any.
 
     With a block table k and v are caches (pages, page size, G, dim). `launch` takes another build
     than the table's, `splits` cuts keys into so many parts, `target` prepares for another
@@ -92,29 +99,47 @@ def prepare(
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
     num_heads, q_len, dim, v_dim = *q.shape[1:], v.shape[-1]
-    columns, ragged, skip = index.columns, index.ragged, index.skip
+    columns = index.columns
+    ragged = index.ragged
+    skip = index.skip
     # A window that holds all keys costs a comparison for each of them.
     window = None if index.window is None or index.window >= index.k_len else index.window
     if skip is not None and skipped is None:
         skipped = torch.empty(skip.shape, dtype=torch.int32, device=q.device)
 
     target = target or architecture(q.device)
-    few = triton_launch.few(index.batch * num_heads * index.num_rows, q.device) if splits is None else splits > 1
+    few = (
+        triton_launch.few(index.batch * num_heads * index.num_rows, q.device)
+        if splits is None
+        else splits > 1
+    )
 
     def build(has_tiles: bool, has_columns: bool) -> Launch:
         if launch is not None:
             return launch
-        # What is skipped is said for each query tile, so that one is a program, as it is where tiles are listed; and
-        # of few queries half a program would often be empty.
+        # What is skipped is said for each query tile, so that one is a program, as it is where
+        # tiles are listed; and of few queries half a program would often be empty.
         alone = has_tiles or skip is not None or few
         found = choose(target, dim=max(dim, v_dim), itemsize=q.element_size(), has_tiles=alone)
         # What is looked up for each key takes the registers of half a step, and so does a tail.
-        crowded = window is not None or block_table is not None or skip is not None or any(index.dense_tail)
-        return replace(found, keys=min(found.keys, 32 if has_tiles and has_columns else TILE if crowded else 128))
+        crowded = (
+            window is not None
+            or block_table is not None
+            or skip is not None
+            or any(index.dense_tail)
+        )
+        return replace(
+            found,
+            keys=min(found.keys, 32 if has_tiles and has_columns else TILE if crowded else 128),
+        )
 
-    # Heads with lists of tiles have a launch of their own, and the others are served two query tiles a program.
+    # Heads with lists of tiles have a launch of their own, and the others are served two query
+    # tiles a program.
     widths = index.widths()
-    parts = [[head for head in range(num_heads) if bool(widths[head][1]) is listed] for listed in (False, True)]
+    parts = [
+        [head for head in range(num_heads) if bool(widths[head][1]) is listed]
+        for listed in (False, True)
+    ]
     if launch is not None or skip is not None or not all(parts):
         parts = [list(range(num_heads))]
     has = [[max(widths[head][sort] for head in part) for sort in range(3)] for part in parts]
@@ -133,7 +158,8 @@ def prepare(
         splits = 1
     elif splits is None:
         splits = max(
-            _splits(index, part, each, sizes, q, (k, v)) for part, each, sizes in zip(parts, launches, has, strict=True)
+            _splits(index, part, each, sizes, q, (k, v))
+            for part, each, sizes in zip(parts, launches, has, strict=True)
         )
     partial = {"tops": lse, "totals": lse, "partial": lse}
     holes = ragged is not None and not ragged.covers(q.shape[0], q_len)
@@ -144,31 +170,43 @@ def prepare(
         "tiles": index.tiles.contiguous(),
         "offsets": index.offsets.contiguous() if index.tiles.numel() else index.offsets,
         "columns": columns.contiguous(),
-        "dense_tail": on_device(index.dense_tail, q.device, torch.int32) if any(index.dense_tail) else made,
+        "dense_tail": on_device(index.dense_tail, q.device,
+        torch.int32) if any(index.dense_tail) else made,
         "pages": made if block_table is None else block_table.contiguous(),
         "places": made if ragged is None else ragged.table(q.device),
         "sinks": lse if sinks is None else sinks.float().contiguous(),
-        "skip": lse if skip is None else skip.contiguous(), "skipped": made if skipped is None else skipped,
+        "skip": lse if skip is None else skip.contiguous(),
+        "skipped": made if skipped is None else skipped,
         **partial, **softmax_factors(scale, softcap),
     }  # fmt: skip
-    for name, tensor, axes in (("q", q, (0, 1, 2)), ("k", k, order), ("v", v, order), ("out", out, (0, 1, 2))):
+    for name, tensor, axes in (
+        ("q", q, (0, 1, 2)),
+        ("k", k, order),
+        ("v", v, order),
+        ("out", out, (0, 1, 2)),
+    ):
         arguments |= {
-            f"{name}_{axis}": tensor.stride(i) for axis, i in zip(("batch", "head", "row"), axes, strict=True)
+            f"{name}_{axis}": tensor.stride(i)
+            for axis, i in zip(("batch", "head", "row"), axes, strict=True)
         }
     arguments |= {
-        "num_heads": num_heads, "num_kv_heads": num_kv_heads, "group": group, "splits": splits, "q_len": q_len,
-        "k_len": index.k_len, "first_row": index.first_row, "num_rows": index.num_rows, "window": window or 0,
+        "num_heads": num_heads, "num_kv_heads": num_kv_heads, "group": group, "splits": splits,
+        "q_len": q_len,
+        "k_len": index.k_len, "first_row": index.first_row, "num_rows": index.num_rows,
+        "window": window or 0,
         "walk_width": first.arguments["walk_width"], "table_width": first.arguments["n"] + 1,
         "table_size": made.shape[-1],
         "columns_width": columns.shape[-1],
         "pages_width": 0 if block_table is None else block_table.shape[-1],
-        "search_steps": min(max(width for _, width, _ in widths), num_tiles(index.k_len)).bit_length(),
+        "search_steps": min(max(width for _, width, _ in widths),
+        num_tiles(index.k_len)).bit_length(),
     }  # fmt: skip
     calls = [first]
     for part, (diagonals, listed, columned), each in zip(parts, has, launches, strict=True):
         # A product of fp32 without the matrix units holds whole operands in registers.
         widest = 128 if q.dtype == torch.float32 and each.precision == "ieee" else 256
-        subset, chunks = len(part) < num_heads, -(-len(part) // group)
+        subset = len(part) < num_heads
+        chunks = -(-len(part) // group)
         per_chunk = group * -(-index.num_rows // each.rows) * splits
         (d0, d1), (e0, e1) = split(dim, widest), split(v_dim, widest)
         compiled = How(
@@ -176,33 +214,58 @@ def prepare(
             rows=each.rows, keys=each.keys, stages=each.stages, precision=each.precision,
             page=0 if block_table is None else k.shape[1],
             walk=diagonals > 1, tiles=listed > 0, columns=columned > 0, tail=any(index.dense_tail),
-            window=window is not None, ragged=ragged is not None, softcap=softcap is not None, sinks=sinks is not None,
+            window=window is not None, ragged=ragged is not None, softcap=softcap is not None,
+            sinks=sinks is not None,
             skip=skip is not None, subset=subset, split=splits > 1,
         )  # fmt: skip
         more = {
             "heads": on_device(tuple(part), q.device, torch.int32) if subset else made,
             "head_count": len(part), "chunks": chunks, "per_chunk": per_chunk,
         }  # fmt: skip
-        programs, options = index.batch * chunks * per_chunk, build_options(each)
-        call = _call("triton_kernel", "sparse_attention_kernel", programs, arguments | more, {"H": compiled}, options)
+        programs = index.batch * chunks * per_chunk
+        options = build_options(each)
+        call = _call(
+            "triton_kernel",
+            "sparse_attention_kernel",
+            programs,
+            arguments | more,
+            {"H": compiled},
+            options,
+        )
         calls.append(replace(call, plain=compiled.plain and launch is None))
     if splits > 1:
-        calls.append(combine(arguments, out, lse, sinks, rows=group * q_len, splits=splits, holes=holes))
+        calls.append(
+            combine(arguments, out, lse, sinks, rows=group * q_len, splits=splits, holes=holes)
+        )
     return calls
 
 
 def _splits(
-    index: SparseIndex, heads: Sequence[int], launch: Launch, sizes: Sequence[int], q: Tensor, kv: Sequence[Tensor]
+    index: SparseIndex,
+    heads: Sequence[int],
+    launch: Launch,
+    sizes: Sequence[int],
+    q: Tensor,
+    kv: Sequence[Tensor],
 ) -> int:
-    """Into how many parts a launch over some heads cuts the keys of a program, by the most that it may have."""
+    """Into how many parts a launch over some heads cuts the keys of a program, by the most that it
+    may have."""
     diagonals, listed, columned = sizes
-    keys = index.k_len if any(index.dense_tail) else min(index.k_len, (diagonals + listed) * TILE + columned)
+    keys = (
+        index.k_len
+        if any(index.dense_tail)
+        else min(index.k_len, (diagonals + listed) * TILE + columned)
+    )
     programs = index.batch * len(heads) * -(-index.num_rows // launch.rows)
     query, *key = (sum(split(x.shape[-1])) * x.element_size() for x in (q, *kv))
-    return triton_launch.count(programs, keys // 128, triton_launch.at_once(launch, sum(key), query, q.device))
+    return triton_launch.count(
+        programs, keys // 128, triton_launch.at_once(launch, sum(key), query, q.device)
+    )
 
 
-def _results(q: Tensor, v_dim: int, ragged: Ragged | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
+def _results(
+    q: Tensor, v_dim: int, ragged: Ragged | None, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Memory for out and lse; rows of q that are in no sequence are 0 and -inf already."""
     batch, num_heads, q_len, _ = q.shape
     if ragged is None or ragged.covers(batch, q_len):
@@ -230,21 +293,30 @@ def _between(ragged: Ragged, batch: int, q_len: int) -> Iterator[tuple[int, slic
             yield row, slice(end, q_len)
 
 
-def tables(index: SparseIndex, rows: int, window: int | None, *, alone: Sequence[int] = ()) -> KernelCall:
-    """The launch that makes an index's tables for programs of `rows` query tiles; nothing is read on the host.
+def tables(
+    index: SparseIndex, rows: int, window: int | None, *, alone: Sequence[int] = ()
+) -> KernelCall:
+    """The launch that makes an index's tables for programs of `rows` query tiles; nothing is read
+    on the host.
 
     alone: of `rows` = 2, the heads whose programs serve one query tile all the same.
     """
-    device, (batch, num_heads, width) = index.diagonals.device, index.diagonals.shape
-    n, columns_width = num_tiles(index.k_len), index.columns.shape[-1]
+    device = index.diagonals.device
+    (batch, num_heads, width) = index.diagonals.shape
+    n = num_tiles(index.k_len)
+    columns_width = index.columns.shape[-1]
     walk_width = min(n, 2 * width)
-    made = torch.empty(batch, num_heads, 4 * walk_width + 7 * (n + 1), dtype=torch.int32, device=device)
+    made = torch.empty(
+        batch, num_heads, 4 * walk_width + 7 * (n + 1), dtype=torch.int32, device=device
+    )
     flags = tuple(int(head in alone) for head in range(num_heads))
     arguments = {
-        "diagonals": index.diagonals.contiguous(), "columns": index.columns.contiguous(), "tables": made,
+        "diagonals": index.diagonals.contiguous(), "columns": index.columns.contiguous(),
+        "tables": made,
         "alone": on_device(flags, device, torch.int32) if alone else made, "heads": num_heads,
         "width": width, "columns_width": columns_width, "walk_width": walk_width, "n": n,
-        "reach": n if window is None else index.reach, "window": n + 2 if window is None else window // TILE,
+        "reach": n if window is None else index.reach,
+        "window": n + 2 if window is None else window // TILE,
         "steps": width.bit_length(), "column_steps": columns_width.bit_length(),
     }  # fmt: skip
     chunk = min(1024, max(128, 1 << n.bit_length()))
@@ -253,7 +325,9 @@ def tables(index: SparseIndex, rows: int, window: int | None, *, alone: Sequence
     return _call("triton_kernel", "tables_kernel", batch * num_heads, arguments, constants, options)
 
 
-def _call(module: str, kernel: str, programs: int, arguments: Any, constants: Any, options: Any) -> KernelCall:
+def _call(
+    module: str, kernel: str, programs: int, arguments: Any, constants: Any, options: Any
+) -> KernelCall:
     return KernelCall(
         module=f"{__package__}.{module}",
         kernel=kernel,

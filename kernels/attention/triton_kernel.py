@@ -1,19 +1,22 @@
-"""The device code of the Triton backend; kernels.attention.triton launches it. Importing this imports triton.
+"""The device code of the Triton backend; kernels.attention.triton launches it. Importing this
+imports triton.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim, R query tiles, N key
-tiles, P parts, ND diagonals of a head, NC columns.
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim, R
+query tiles, N key tiles, P parts, ND diagonals of a head, NC columns.
 
-A program serves one or two adjacent query tiles of one query head (H.rows). With two a key tile that both want is read
-once, which halves the traffic from the L2 cache. Few queries on a long past are too few programs for a GPU: each does a
-part of its keys (H.split), and combine_kernel puts the parts together (Flash-Decoding; Dao et al., 2023).
+A program serves one or two adjacent query tiles of one query head (H.rows). With two a key tile
+that both want is read once, which halves the traffic from the L2 cache. Few queries on a long past
+are too few programs for a GPU: each does a part of its keys (H.split), and combine_kernel puts the
+parts together (Flash-Decoding; Dao et al., 2023).
 
-A head dim is two powers of two side by side, d0 + d1 >= d (80 = 64 + 16, 96 = 64 + 32), so that little is padded; the
-value dim likewise. What a call does not need (kernels.attention.triton_launch.How) is not compiled in.
+A head dim is two powers of two side by side, d0 + d1 >= d (80 = 64 + 16, 96 = 64 + 32), so that
+little is padded; the value dim likewise. What a call does not need
+(kernels.attention.triton_launch.How) is not compiled in.
 
-No program takes the tiles of another after its own. As a device hands programs out, 32 heads of 8K tokens or more are
-done within 2% of the time of evenly shared work; persistent ones, longest first, within 0.4%. Nor do warps specialise:
-Triton 3.9 compiles no loop so that looks its tiles up, or that another follows.
-"""
+No program takes the tiles of another after its own. As a device hands programs out, 32 heads of 8K
+tokens or more are done within 2% of the time of evenly shared work; persistent ones, longest first,
+within 0.4%. Nor do warps specialise: Triton 3.9 compiles no loop so that looks its tiles up, or
+that another follows."""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ from kernels.attention.triton_step import (
 
 @triton.jit
 def _sums(top, total, exists, scale, sinks, head, H: tl.constexpr):
-    """The log-sum-exp of each query as a power of two, and what its output is multiplied by in the end."""
+    """The log-sum-exp of each query as a power of two, and what its output is multiplied by in the
+    end."""
     total = tl.where(exists, total, 1.0)
     log_sum = scaled(top, scale, H) + tl.log2(total)
     left = 1.0 / total
@@ -50,20 +54,31 @@ def _sums(top, total, exists, scale, sinks, head, H: tl.constexpr):
 @triton.jit
 def _results(
     zero, places, heads, out, partial,
-    num_heads, num_kv_heads, group, chunks, per_chunk, splits, all_queries, all_keys, first_row, num_rows,
+    num_heads, num_kv_heads, group, chunks, per_chunk, splits, all_queries, all_keys, first_row,
+    num_rows,
     out_batch, out_head, out_row,
     H: tl.constexpr,
 ):  # fmt: skip
-    """Where a program's results go: base and offsets of its rows, which of its queries exist, its head, and the places
-    of its log-sum-exps, or of the maxima and sums of a part.
+    """Where a program's results go: base and offsets of its rows, which of its queries exist, its
+    head, and the places of its log-sum-exps, or of the maxima and sums of a part.
 
-    All of it is worked out anew, from a number that the compiler cannot know: held since the beginning it would take
-    the registers of the loops. `zero` is where a 0 lies: the last number of a head's tables, for no tile is as far away
-    as there are tiles.
-    """
+    All of it is worked out anew, from a number that the compiler cannot know: held since the
+    beginning it would take the registers of the loops. `zero` is where a 0 lies: the last number of
+    a head's tables, for no tile is as far away as there are tiles."""
     pid = tl.program_id(0) + tl.load(zero, volatile=True)
     _, batch, head, part, first_query, q_len, k_len, _, at = _queries(
-        pid, places, heads, group, chunks, per_chunk, splits, all_queries, all_keys, first_row, num_rows, H
+        pid,
+        places,
+        heads,
+        group,
+        chunks,
+        per_chunk,
+        splits,
+        all_queries,
+        all_keys,
+        first_row,
+        num_rows,
+        H,
     )
     query = at * TILE + tl.arange(0, H.rows * TILE) - (k_len - q_len)
     exists = (query >= 0) & (query < q_len)
@@ -81,13 +96,15 @@ def _results(
 
 @triton.jit
 def _queries(
-    pid, places, heads, group, chunks, per_chunk, splits, q_len, k_len, first_row, num_rows, H: tl.constexpr
+    pid, places, heads, group, chunks, per_chunk, splits, q_len, k_len, first_row, num_rows,
+    H: tl.constexpr
 ):  # fmt: skip
-    """Whose queries a program serves: (sequence, batch, head, part, first_query, q_len, k_len, row, at).
+    """Whose queries a program serves: (sequence, batch, head, part, first_query, q_len, k_len, row,
+    at).
 
-    The query heads of one KV head run side by side and read its keys while the L2 cache has them, then the next part of
-    those; long rows start first, so that the last programs to finish are short ones.
-    """
+    The query heads of one KV head run side by side and read its keys while the L2 cache has them,
+    then the next part of those; long rows start first, so that the last programs to finish are
+    short ones."""
     blocks = (num_rows + H.rows - 1) // H.rows
     chunk = pid // per_chunk
     rest = pid % per_chunk
@@ -106,23 +123,48 @@ def _queries(
         first_row = (k_len - q_len) // TILE
         blocks = ((k_len + TILE - 1) // TILE - first_row + H.rows - 1) // H.rows
     row = (blocks - 1 - rest // (group * splits)) * H.rows
-    return sequence, batch, head, rest // group % splits, first_query, q_len, k_len, row, first_row + row
+    return (
+        sequence,
+        batch,
+        head,
+        rest // group % splits,
+        first_query,
+        q_len,
+        k_len,
+        row,
+        first_row + row,
+    )
 
 
 @triton.jit
 def _program(
     pid,
-    q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks, skip, skipped, heads,
+    q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks, skip,
+    skipped, heads,
     tops, totals, partial, scale, softcap,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-    num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, all_queries, all_keys, first_row, num_rows,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head,
+    out_row,
+    num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, all_queries, all_keys,
+    first_row, num_rows,
     window, walk_width, table_width, table_size, columns_width, pages_width, search_steps,
     H: tl.constexpr,
 ):  # fmt: skip
-    """One program of sparse_attention_kernel; 1 if its output holds NaN, which H.safe then replaces."""
+    """One program of sparse_attention_kernel; 1 if its output holds NaN, which H.safe then
+    replaces."""
     tl.static_assert(H.rows == 1 or not (H.tiles or H.skip))
     sequence, batch, head, part, first_query, q_len, k_len, row, at = _queries(
-        pid, places, heads, group, chunks, per_chunk, splits, all_queries, all_keys, first_row, num_rows, H
+        pid,
+        places,
+        heads,
+        group,
+        chunks,
+        per_chunk,
+        splits,
+        all_queries,
+        all_keys,
+        first_row,
+        num_rows,
+        H,
     )
     kv_head = head // group
     if H.ragged:
@@ -145,7 +187,8 @@ def _program(
     else:
         pages += sequence * pages_width
 
-    # How many tiles before its own a query tile can see, and the last key that each query no longer sees.
+    # How many tiles before its own a query tile can see, and the last key that each query no longer
+    # sees.
     reach = at
     local = tl.arange(0, H.rows * TILE)
     half = local // TILE
@@ -173,7 +216,8 @@ def _program(
     q1 = q0
     if H.d1 > 0:
         q1 = load_rows(q, q_rows, exists, H.d0, H.d1, H.d, True)
-    # Listed tiles before the own one, and how many of them are edges: all, if one of them is on a diagonal, too.
+    # Listed tiles before the own one, and how many of them are edges: all, if one of them is on a
+    # diagonal, too.
     listed = 0
     cut = 0
     if H.tiles:
@@ -203,7 +247,9 @@ def _program(
     if H.walk:
         inner = tl.load(counts + at)
     if H.tail:
-        inner = tl.where(dense != 0, tl.maximum(tl.minimum(reach, uncut), 0), tl.where(dense_last != 0, 0, inner))
+        inner = tl.where(
+            dense != 0, tl.maximum(tl.minimum(reach, uncut), 0), tl.where(dense_last != 0, 0, inner)
+        )
     first_column = 0
     column_count = 0
     if H.columns:
@@ -223,13 +269,17 @@ def _program(
         bound = tl.load(skip + heads_before)
     spoilt = 0
     if H.safe:
-        # A few keys and a few columns at a time, so as to take no more registers than the fast way does.
+        # A few keys and a few columns at a time, so as to take no more registers than the fast way
+        # does.
         for e_first in range(0, H.e, 16):
-            state, _ = every_step((q0, q1, scale, softcap, e_first), kv, place, named, columned, bound, H)
+            state, _ = every_step(
+                (q0, q1, scale, softcap, e_first), kv, place, named, columned, bound, H
+            )
             acc, _, top, total = state
             to, rows, exists, head, lse_at = _results(
                 walk + table_size - 1, places, heads, out, partial,
-                num_heads, num_kv_heads, group, chunks, per_chunk, splits, all_queries, all_keys, first_row, num_rows,
+                num_heads, num_kv_heads, group, chunks, per_chunk, splits, all_queries, all_keys,
+                first_row, num_rows,
                 out_batch, out_head, out_row, H,
             )  # fmt: skip
             if not H.split:
@@ -239,13 +289,16 @@ def _program(
             there = exists[:, None] & (e < H.e)[None, :]
             tl.store(to + rows[:, None] + e[None, :], acc.to(to.dtype.element_ty), mask=there)
     else:
-        state, left_out = every_step((q0, q1, scale, softcap, 0), kv, place, named, columned, bound, H)
+        state, left_out = every_step(
+            (q0, q1, scale, softcap, 0), kv, place, named, columned, bound, H
+        )
         acc0, acc1, top, total = state
         if H.skip:
             tl.atomic_add(skipped + heads_before, left_out)
         to, rows, exists, head, lse_at = _results(
             walk + table_size - 1, places, heads, out, partial,
-            num_heads, num_kv_heads, group, chunks, per_chunk, splits, all_queries, all_keys, first_row, num_rows,
+            num_heads, num_kv_heads, group, chunks, per_chunk, splits, all_queries, all_keys,
+            first_row, num_rows,
             out_batch, out_head, out_row, H,
         )  # fmt: skip
         if H.split:
@@ -268,41 +321,45 @@ def _program(
 
 @triton.jit(
     do_not_specialize=[
-        "num_heads", "num_kv_heads", "group", "head_count", "chunks", "per_chunk", "splits", "q_len", "k_len",
-        "first_row", "num_rows", "window", "walk_width", "table_width", "table_size", "columns_width", "pages_width",
+        "num_heads", "num_kv_heads", "group", "head_count", "chunks", "per_chunk", "splits",
+        "q_len", "k_len",
+        "first_row", "num_rows", "window", "walk_width", "table_width", "table_size",
+        "columns_width", "pages_width",
         "search_steps",
     ]
 )  # fmt: skip
 def sparse_attention_kernel(
-    q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks, skip, skipped, heads,
+    q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks, skip,
+    skipped, heads,
     tops, totals, partial, scale, softcap,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-    num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, q_len, k_len, first_row, num_rows, window,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head,
+    out_row,
+    num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, q_len, k_len, first_row,
+    num_rows, window,
     walk_width, table_width, table_size, columns_width, pages_width, search_steps,
     H: tl.constexpr,
 ):  # fmt: skip
-    """Sparse attention of one program: H.rows query tiles of a head (MInference 1.0, Algorithm 5, for every pattern).
+    """Sparse attention of one program: H.rows query tiles of a head (MInference 1.0, Algorithm 5,
+    for every pattern).
 
-    e is a distance in key tiles from a program's first query tile.
-    tables (B, H, table_size) int32 by the tables kernel, table_width = N + 1 and table_size = 4 * walk_width +
-    7 * table_width; of each head:
-    walk (4, walk_width): distances in key tiles from a program's first query tile, ascending, of tiles that both of
-    its query tiles want, only the first, only the second, or whoever does but the window cuts.
-    counts (6, table_width), by the first query tile: how many entries of each of these it has; by the last: columns
-    before the unbroken run of diagonals; by the first: columns before all tiles that it sees.
-    held (table_width): whether the head has that diagonal.
-    tiles (T) int32 and offsets (B, H, R + 1) int64 if H.tiles, as in a SparseIndex.
-    dense_tail (H) int32 if H.tail: how many of the last queries see every key.
-    pages (B, pages_width) int32 if H.page > 0; k_batch and v_batch are then the strides of a page.
-    places (B, 5) int32 if H.ragged: batch row, first query, queries, first key and keys of each sequence; B is then the
-    number of sequences, and num_rows, q_len of q and the widths of all tables are those of the longest.
-    sinks (H) fp32 if H.sinks: a logit of each head that takes a share and has no value.
-    heads (head_count) int32 if H.subset: the heads that the launch serves, ascending, `chunks` times H / G of them.
-    skip (B, H) fp32 if H.skip: the log of each head's threshold; skipped (B, H) int32: to which is added how many tiles
-    it skips.
-    tops, totals (B, G, P, H / G * Q) and partial (..., E) fp32 if H.split, instead of out and lse: of each of the
-    P = splits parts maximum (as a power of two), sum and unnormalised output.
-    """
+    e is a distance in key tiles from a program's first query tile. tables (B, H, table_size) int32
+    by the tables kernel, table_width = N + 1 and table_size = 4 * walk_width + 7 * table_width; of
+    each head: walk (4, walk_width): distances in key tiles from a program's first query tile,
+    ascending, of tiles that both of its query tiles want, only the first, only the second, or
+    whoever does but the window cuts. counts (6, table_width), by the first query tile: how many
+    entries of each of these it has; by the last: columns before the unbroken run of diagonals; by
+    the first: columns before all tiles that it sees. held (table_width): whether the head has that
+    diagonal. tiles (T) int32 and offsets (B, H, R + 1) int64 if H.tiles, as in a SparseIndex.
+    dense_tail (H) int32 if H.tail: how many of the last queries see every key. pages (B,
+    pages_width) int32 if H.page > 0; k_batch and v_batch are then the strides of a page. places (B,
+    5) int32 if H.ragged: batch row, first query, queries, first key and keys of each sequence; B is
+    then the number of sequences, and num_rows, q_len of q and the widths of all tables are those of
+    the longest. sinks (H) fp32 if H.sinks: a logit of each head that takes a share and has no
+    value. heads (head_count) int32 if H.subset: the heads that the launch serves, ascending,
+    `chunks` times H / G of them. skip (B, H) fp32 if H.skip: the log of each head's threshold;
+    skipped (B, H) int32: to which is added how many tiles it skips. tops, totals (B, G, P, H / G *
+    Q) and partial (..., E) fp32 if H.split, instead of out and lse: of each of the P = splits parts
+    maximum (as a power of two), sum and unnormalised output."""
     pid = tl.program_id(0)
     if H.subset:  # noqa: SIM102 (known at compile time; the next is not)
         if pid // per_chunk % chunks * group + pid % per_chunk % group >= head_count:
@@ -314,38 +371,47 @@ def sparse_attention_kernel(
         if pid % per_chunk // (group * splits) >= (have + H.rows - 1) // H.rows:
             return
     spoilt = _program(
-        pid, q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks, skip, skipped, heads,
+        pid, q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks,
+        skip, skipped, heads,
         tops, totals, partial, scale, softcap,
-        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-        num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, q_len, k_len, first_row, num_rows,
+        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch,
+        out_head, out_row,
+        num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, q_len, k_len,
+        first_row, num_rows,
         window, walk_width, table_width, table_size, columns_width, pages_width, search_steps, H,
     )  # fmt: skip
-    # A zero weight times a value that is NaN or infinite is NaN. Such values are rare, so nobody looks for them until
-    # they show; then everything is done again with care.
+    # A zero weight times a value that is NaN or infinite is NaN. Such values are rare, so nobody
+    # looks for them until they show; then everything is done again with care.
     if spoilt != 0:
-        # In truth the same number: whatever follows from it is worked out anew, and held in no register until then.
+        # In truth the same number: whatever follows from it is worked out anew, and held in no
+        # register until then.
         pid += spoilt - 1
         CAREFUL: tl.constexpr = H.careful
         _program(
-            pid, q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks, skip, skipped,
+            pid, q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places,
+            sinks, skip, skipped,
             heads, tops, totals, partial, scale, softcap,
-            q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head, out_row,
-            num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, q_len, k_len, first_row, num_rows,
-            window, walk_width, table_width, table_size, columns_width, pages_width, search_steps, CAREFUL,
+            q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch,
+            out_head, out_row,
+            num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, q_len, k_len,
+            first_row, num_rows,
+            window, walk_width, table_width, table_size, columns_width, pages_width, search_steps,
+            CAREFUL,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "q_len", "splits"])
 def combine_kernel(
-    tops, totals, partial, out, lse, sinks, out_batch, out_head, out_row, num_kv_heads, rows, q_len, splits,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr, HOLES: tl.constexpr,
+    tops, totals, partial, out, lse, sinks, out_batch, out_head, out_row, num_kv_heads, rows,
+    q_len, splits,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    HOLES: tl.constexpr,
 ):  # fmt: skip
     """Puts the parts of one query row together, in their order, SPLITS at a time.
 
-    tops, totals (B, G, P, rows) and partial (B, G, P, rows, E) fp32, rows = H / G * Q; where a total is 0 nothing else
-    is read. sinks (H) fp32 if SINKS: a logit of each head that takes a share and has no value. Rows without a part are
-    left as they are if HOLES.
-    """
+    tops, totals (B, G, P, rows) and partial (B, G, P, rows, E) fp32, rows = H / G * Q; where a
+    total is 0 nothing else is read. sinks (H) fp32 if SINKS: a logit of each head that takes a
+    share and has no value. Rows without a part are left as they are if HOLES."""
     pid = tl.program_id(0).to(tl.int64)
     kv = pid // rows
     row = pid % rows
@@ -368,7 +434,8 @@ def combine_kernel(
         weight = tl.exp2(tl.load(tops + at, mask=present, other=LOWEST) - highest)
         total += tl.sum(weight * some)
         each = tl.load(
-            partial + at[:, None] * E + at_e[None, :], mask=present[:, None] & (at_e < E)[None, :], other=0.0
+            partial + at[:, None] * E + at_e[None, :], mask=present[:, None] & (at_e < E)[None, :],
+            other=0.0
         )  # fmt: skip
         acc += tl.sum(weight[:, None] * each, 0)
     # A query that saw no key: zeros and -inf, which the logarithm gives.
@@ -388,7 +455,8 @@ def combine_kernel(
 
 @triton.jit
 def _append(to, values, chosen, found, counts, at, present):
-    """Append the chosen values to a list of `found`, and count for each place how many there are up to it."""
+    """Append the chosen values to a list of `found`, and count for each place how many there are up
+    to it."""
     upto = found + tl.cumsum(chosen.to(tl.int32), 0)
     tl.store(to + upto - 1, values, mask=chosen)
     tl.store(counts + at, upto, mask=present)
@@ -397,19 +465,20 @@ def _append(to, values, chosen, found, counts, at, present):
 
 @triton.jit(
     do_not_specialize=[
-        "heads", "width", "columns_width", "walk_width", "n", "reach", "window", "steps", "column_steps",
+        "heads", "width", "columns_width", "walk_width", "n", "reach", "window", "steps",
+        "column_steps",
     ]
 )  # fmt: skip
 def tables_kernel(
-    diagonals, columns, alone, tables, heads, width, columns_width, walk_width, n, reach, window, steps, column_steps,
+    diagonals, columns, alone, tables, heads, width, columns_width, walk_width, n, reach, window,
+    steps, column_steps,
     ROWS: tl.constexpr, ALONE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The tables of one head; what they are sparse_attention_kernel says.
 
-    diagonals (B, H, ND) and columns (B, H, NC) int32, as in a SparseIndex; alone (H) int32 if ALONE: 1 for each head
-    whose programs serve one query tile, not two; reach: the farthest diagonal that is looked at; window: the whole
-    tiles that it holds, or more than there are.
-    """
+    diagonals (B, H, ND) and columns (B, H, NC) int32, as in a SparseIndex; alone (H) int32 if
+    ALONE: 1 for each head whose programs serve one query tile, not two; reach: the farthest
+    diagonal that is looked at; window: the whole tiles that it holds, or more than there are."""
     head = tl.program_id(0).to(tl.int64)
     # The farthest tile before a program's first that no window cuts.
     whole = window - ROWS
@@ -444,11 +513,27 @@ def tables_kernel(
             if ALONE:
                 second = tl.where(single != 0, first, second)
         before = (e > 0) & (e < n)
-        wholes = _append(walk, e, before & (e <= whole) & first & second, wholes, counts, e, present)
+        wholes = _append(
+            walk, e, before & (e <= whole) & first & second, wholes, counts, e, present
+        )
         if ROWS == 2:
-            firsts = _append(walk + walk_width, e, before & first & (second == 0), firsts, counts + n + 1, e, present)
+            firsts = _append(
+                walk + walk_width,
+                e,
+                before & first & (second == 0),
+                firsts,
+                counts + n + 1,
+                e,
+                present,
+            )
             seconds = _append(
-                walk + 2 * walk_width, e, before & second & (first == 0), seconds, counts + 2 * (n + 1), e, present
+                walk + 2 * walk_width,
+                e,
+                before & second & (first == 0),
+                seconds,
+                counts + 2 * (n + 1),
+                e,
+                present,
             )
         cut = before & (e > whole) & first & second
         cuts = _append(walk + 3 * walk_width, e, cut, cuts, counts + 3 * (n + 1), e, present)

@@ -1,13 +1,14 @@
-"""How the Triton kernels are built for each kind of GPU, and into how many parts few queries on many keys are cut.
+"""How the Triton kernels are built for each kind of GPU, and into how many parts few queries on
+many keys are cut.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, E value dim, P parts.
 
-No entry has been timed: they were chosen by what the compiler reports (registers that suffice, shared memory that
-fits) and by counting. A multiprocessor of Hopper wants two warp groups at work, one in softmax, one multiplying. It
-reads a tile of keys and values from the L2 cache for every `rows` * 64 queries: at rows = 1 that is 64 operations for
-each byte, for which the cache delivers a little over half of the matrix rate. Of 128 keys a step the output is scaled
-half as often as of 64, where registers and shared memory suffice.
-"""
+No entry has been timed: they were chosen by what the compiler reports (registers that suffice,
+shared memory that fits) and by counting. A multiprocessor of Hopper wants two warp groups at work,
+one in softmax, one multiplying. It reads a tile of keys and values from the L2 cache for every
+`rows` * 64 queries: at rows = 1 that is 64 operations for each byte, for which the cache delivers a
+little over half of the matrix rate. Of 128 keys a step the output is scaled half as often as of 64,
+where registers and shared memory suffice."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from kernels.triton_calls import KernelCall
 # Triton reads the variable once, when a kernel is defined.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# Beyond so many programs for each that runs at a time the last ones keep a GPU waiting for too little to matter.
+# Beyond so many programs for each that runs at a time the last ones keep a GPU waiting for too
+# little to matter.
 _WAVES = 4
 # What a program and its part of the result cost, in steps of 128 keys.
 OVERHEAD = 4
@@ -39,13 +41,14 @@ _SHARED_OF_A_PROGRAM = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A build of the kernel: query tiles of a program, keys of a softmax step, warps, and steps under way at once.
+    """A build of the kernel: query tiles of a program, keys of a softmax step, warps, and steps
+    under way at once.
 
-    A step of 128 keys is two tiles, wherever they lie. Two stages copy nothing ahead: a step's keys are waited for when
-    the next one's are asked for.
+    A step of 128 keys is two tiles, wherever they lie. Two stages copy nothing ahead: a step's keys
+    are waited for when the next one's are asked for.
 
-    `registers` is a thread's limit; without one the compiler spills a few to fit another program on a multiprocessor.
-    """
+    `registers` is a thread's limit; without one the compiler spills a few to fit another program on
+    a multiprocessor."""
 
     rows: int
     keys: int
@@ -59,10 +62,10 @@ class Launch:
 class How:
     """What is compiled into the attention kernel; what a call does not need is not.
 
-    d0 + d1 and e0 + e1 cover the head dim d and the value dim e (split). walk, tiles, columns: which sorts of entries
-    some head of the launch has beside diagonal 0. page: tokens of a page, 0 for none. split: a program takes a part of
-    its keys. safe: see `careful`. The others are a Launch's, or say that a call has that argument.
-    """
+    d0 + d1 and e0 + e1 cover the head dim d and the value dim e (split). walk, tiles, columns:
+    which sorts of entries some head of the launch has beside diagonal 0. page: tokens of a page, 0
+    for none. split: a program takes a part of its keys. safe: see `careful`. The others are a
+    Launch's, or say that a call has that argument."""
 
     d: int
     d0: int
@@ -89,36 +92,48 @@ class How:
     safe: bool = False
 
     def __repr__(self) -> str:
-        # Part of the names of compiled functions, and what Triton's cache knows them by: also what is worked out below.
+        # Part of the names of compiled functions, and what Triton's cache knows them by: also what
+        # is worked out below.
         return "_".join(str(value) for value in (*vars(self).values(), self.few))
 
     @property
     def plain(self) -> bool:
-        """Whether it is the least that is compiled: keys of a tensor by diagonals, of all heads and whole rows."""
-        more = (self.tiles, self.columns, self.tail, self.window, self.ragged, self.softcap, self.sinks, self.skip)
+        """Whether it is the least that is compiled: keys of a tensor by diagonals, of all heads and
+        whole rows."""
+        more = (
+            self.tiles,
+            self.columns,
+            self.tail,
+            self.window,
+            self.ragged,
+            self.softcap,
+            self.sinks,
+            self.skip,
+        )
         return not (self.page or self.subset or self.split or any(more))
 
     @property
     def few(self) -> int:
         """Keys of a step over columns or own tiles.
 
-        Columns are looked up ahead, in shared memory, too: in steps of 64 what parts of 64 keys take of it would be too
-        much for a second program on a multiprocessor of Hopper.
-        """
+        Columns are looked up ahead, in shared memory, too: in steps of 64 what parts of 64 keys
+        take of it would be too much for a second program on a multiprocessor of Hopper."""
         crowded = self.split and self.columns and self.d0 > 64
         return min(32 if crowded else 64, self.keys)
 
     @property
     def careful(self) -> How:
-        """The same a few keys and columns at a time, keeping bad values from queries that do not see them.
+        """The same a few keys and columns at a time, keeping bad values from queries that do not
+        see them.
 
-        A part of a row is so many tiles, or pairs of them: done again, it must have the keys that it had.
-        """
+        A part of a row is so many tiles, or pairs of them: done again, it must have the keys that
+        it had."""
         keys = self.keys if self.split and self.keys > 64 else 16
         return replace(self, e0=16, e1=0, keys=keys, stages=1, safe=True)
 
 
-# Largest padded head dim -> the build with one query tile a program and, where it is expected to be faster, with two.
+# Largest padded head dim -> the build with one query tile a program and, where it is expected to be
+# faster, with two.
 _Builds = dict[int, tuple[Launch, ...]]
 
 
@@ -130,18 +145,21 @@ def _two(keys: int, warps: int, stages: int, **more: Any) -> Launch:
     return Launch(rows=2, keys=keys, warps=warps, stages=stages, registers=255, **more)
 
 
-# Compute capability 9. Two tiles a program take eight warps, and one such program fills a multiprocessor; at
-# small head dims three programs of one tile fit and hide each other's softmax: worth more there than half the traffic.
+# Compute capability 9. Two tiles a program take eight warps, and one such program fills a
+# multiprocessor; at small head dims three programs of one tile fit and hide each other's softmax:
+# worth more there than half the traffic.
 _HOPPER_16: _Builds = {
     64: (_one(64, 4, 3),),
     128: (_one(64, 4, 3), _two(128, 8, 3)),
     256: (_one(32, 8, 3), _two(32, 8, 3)),
     512: (_one(16, 8, 2),),
 }
-# Every other one, 99 KiB in the smaller ones. The queries stay in registers: 32 keys a step leave room.
+# Every other one, 99 KiB in the smaller ones. The queries stay in registers: 32 keys a step leave
+# room.
 _OTHERS_16: _Builds = {128: (_one(32, 4, 3),), 256: (_one(32, 8, 2),), 512: (_one(16, 8, 2),)}
-# float32 is for checking, not for speed, and may spill registers. Three tf32 products are as exact as one of fp32,
-# which Triton does without the matrix units; beyond 128 they do not fit in shared memory.
+# float32 is for checking, not for speed, and may spill registers. Three tf32 products are as exact
+# as one of fp32, which Triton does without the matrix units; beyond 128 they do not fit in shared
+# memory.
 _CUDA_32: _Builds = {
     64: (_one(32, 8, 2, "tf32x3"),),
     128: (_one(16, 4, 2, "tf32x3"),),
@@ -155,7 +173,8 @@ _INTERPRETER: _Builds = {512: (_one(32, 4, 1), _two(32, 4, 1))}
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why no Triton kernel runs on a device; None if one does. Looks for triton only if the device is a GPU."""
+    """Why no Triton kernel runs on a device; None if one does. Looks for triton only if the device
+    is a GPU."""
     if device.type != "cuda" and not _INTERPRETED:
         return f"it serves tensors on a GPU, not on {device.type}"
     return _missing(device)
@@ -173,7 +192,8 @@ def _missing(device: torch.device) -> str | None:
 
 
 def architecture(device: torch.device) -> str:
-    """What a device's kernels are compiled for: "sm_90", "hip" or, for interpreted kernels, "interpreter"."""
+    """What a device's kernels are compiled for: "sm_90", "hip" or, for interpreted kernels,
+    "interpreter"."""
     if device.type != "cuda":
         return "interpreter"
     if torch.version.hip is not None:
@@ -185,13 +205,16 @@ def architecture(device: torch.device) -> str:
 def unread(k: Tensor) -> str | None:
     """Why keys of this dtype cannot be read on their device; None where they can."""
     target = architecture(k.device)
-    if k.dtype == torch.float8_e4m3fn and (target == "hip" or (target.startswith("sm_") and int(target[3:]) < 89)):
+    if k.dtype == torch.float8_e4m3fn and (
+        target == "hip" or (target.startswith("sm_") and int(target[3:]) < 89)
+    ):
         return f"float8_e4m3fn needs compute capability 8.9, this GPU is {target}"
     return None
 
 
 def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool) -> Launch:
-    """The build for an architecture and the larger head dim; lists of tiles are served one query tile a program."""
+    """The build for an architecture and the larger head dim; lists of tiles are served one query
+    tile a program."""
     if target == "interpreter":
         builds = _INTERPRETER
     elif target == "hip":
@@ -205,10 +228,11 @@ def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool) -> Launch:
 
 
 def serves(target: str, *, dim: int, itemsize: int) -> bool:
-    """Whether the table has a build that fits: all but wide float32, the wider the less shared memory there is.
+    """Whether the table has a build that fits: all but wide float32, the wider the less shared
+    memory there is.
 
-    Blackwell's tensor memory does not hold logits and an output wider than 256: the compiler leaves a trap there.
-    """
+    Blackwell's tensor memory does not hold logits and an output wider than 256: the compiler leaves
+    a trap there."""
     if dim > 256 and target.startswith(("sm_10", "sm_11")):
         return False
     if itemsize == 2 or dim <= 128 or target == "interpreter":
@@ -217,7 +241,8 @@ def serves(target: str, *, dim: int, itemsize: int) -> bool:
 
 
 def split(dim: int, widest: int = 256) -> tuple[int, int]:
-    """Two powers of two, the second 0 or at least 16, that cover `dim` with the least padding (80 = 64 + 16)."""
+    """Two powers of two, the second 0 or at least 16, that cover `dim` with the least padding (80 =
+    64 + 16)."""
     whole = max(16, 1 << (dim - 1).bit_length())
     if dim <= 16:
         return whole, 0
@@ -227,21 +252,31 @@ def split(dim: int, widest: int = 256) -> tuple[int, int]:
 
 
 def build_options(launch: Launch) -> dict[str, Any]:
-    """Triton's own options. Fused multiply-adds are named because its default is about to change."""
+    """Triton's own options. Fused multiply-adds are named because its default is about to
+    change."""
     limit = {} if launch.registers is None else {"maxnreg": launch.registers}
-    return {"num_warps": launch.warps, "num_stages": launch.stages, "enable_fp_fusion": True, **limit}
+    return {
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+        "enable_fp_fusion": True,
+        **limit,
+    }
 
 
 @functools.lru_cache(maxsize=1024)
 def count(programs: int, steps: int, at_once: int) -> int:
-    """Into how many parts the `steps` of every program are cut, where a device runs so many programs `at_once`.
+    """Into how many parts the `steps` of every program are cut, where a device runs so many
+    programs `at_once`.
 
-    The time of a launch is taken to be that of its last wave: as many programs as run at once, one after the other.
-    """
+    The time of a launch is taken to be that of its last wave: as many programs as run at once, one
+    after the other."""
     if programs >= _WAVES * at_once:
         return 1
     most = max(1, min(_MOST, steps // (2 * OVERHEAD)))
-    return min(range(1, most + 1), key=lambda parts: -(-programs * parts // at_once) * (-(-steps // parts) + OVERHEAD))
+    return min(
+        range(1, most + 1),
+        key=lambda parts: -(-programs * parts // at_once) * (-(-steps // parts) + OVERHEAD),
+    )
 
 
 def few(programs: int, device: torch.device) -> bool:
@@ -258,10 +293,11 @@ def at_once(build: Launch, key_bytes: int, query_bytes: int, device: torch.devic
 
 
 def resident(build: Launch, key_bytes: int, query_bytes: int, shared: int | None) -> int:
-    """How many programs of a build a multiprocessor holds whose shared memory is so large; None: large enough.
+    """How many programs of a build a multiprocessor holds whose shared memory is so large; None:
+    large enough.
 
-    Registers suffice for two of four warps, or one of eight. Keys and values lie there stage by stage.
-    """
+    Registers suffice for two of four warps, or one of eight. Keys and values lie there stage by
+    stage."""
     by_registers = max(1, 8 // build.warps)
     if shared is None:
         return by_registers
@@ -272,19 +308,27 @@ def resident(build: Launch, key_bytes: int, query_bytes: int, shared: int | None
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many a device has; an interpreter is one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
 
 
 @functools.cache
 def _shared(device: torch.device) -> int | None:
-    """Bytes of a multiprocessor of NVIDIA's; Triton copies less ahead on others, so that it does not bind there."""
+    """Bytes of a multiprocessor of NVIDIA's; Triton copies less ahead on others, so that it does
+    not bind there."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
 
 
-def scratch(q: Tensor, num_kv_heads: int, v_dim: int, parts: int, *, holes: bool) -> dict[str, Tensor]:
-    """Memory for maximum, sum and unnormalised output of each part of each query row; holes: some have none."""
+def scratch(
+    q: Tensor, num_kv_heads: int, v_dim: int, parts: int, *, holes: bool
+) -> dict[str, Tensor]:
+    """Memory for maximum, sum and unnormalised output of each part of each query row; holes: some
+    have none."""
     batch, num_heads, q_len, _ = q.shape
     shape = (batch, num_kv_heads, parts, num_heads // num_kv_heads * q_len)
     tops, totals = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -302,7 +346,8 @@ def combine(
     splits: int,
     holes: bool = False,
 ) -> KernelCall:
-    """What puts the parts together that a launch with these arguments leaves, of `rows` query rows of each KV head.
+    """What puts the parts together that a launch with these arguments leaves, of `rows` query rows
+    of each KV head.
 
     holes: some rows belong to nobody, and have been written.
     """
@@ -319,7 +364,8 @@ def combine(
             "rows": rows, "splits": splits,
         },
         constants={
-            "E": dim, "BLOCK_E": max(16, 1 << (dim - 1).bit_length()), "SPLITS": _COMBINED, "SINKS": sinks is not None,
+            "E": dim, "BLOCK_E": max(16, 1 << (dim - 1).bit_length()), "SPLITS": _COMBINED,
+            "SINKS": sinks is not None,
             "HOLES": holes,
         },
         options={"num_warps": 4},

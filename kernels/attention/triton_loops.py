@@ -1,25 +1,28 @@
-"""The loops of the attention kernel, on the device: over own tiles, columns, inner tiles, edges. Imports triton.
+"""The loops of the attention kernel, on the device: over own tiles, columns, inner tiles, edges.
+Imports triton.
 
 Shapes: M queries of a program, S keys of a step.
 
-Tiles that every query of the program sees come in a loop without mask code (inner tiles); those that one of the two
-query tiles wants, or that the window cuts, in a loop with it (edges). A softmax step takes H.keys keys, at most 64
-where there is a mask; 128 are two tiles, wherever they lie. A loop looks its tiles up itself, in the step that copies
-them, so that Triton copies ahead: an address that comes from the step before makes every copy wait. What is looked up
-for an address may not be looked at for anything else.
+Tiles that every query of the program sees come in a loop without mask code (inner tiles); those
+that one of the two query tiles wants, or that the window cuts, in a loop with it (edges). A softmax
+step takes H.keys keys, at most 64 where there is a mask; 128 are two tiles, wherever they lie. A
+loop looks its tiles up itself, in the step that copies them, so that Triton copies ahead: an
+address that comes from the step before makes every copy wait. What is looked up for an address may
+not be looked at for anything else.
 
-Columns are gathered in every program. Copied once per head to where they lie end to end they would come as tiles do. By
-the compiler's count that saves 3 to 6% of this one loop's instructions (20% where keys lie in pages), whose mask costs
-more: by estimate 1% of a prefill (4% in pages), for another launch and C * (D + E) numbers of each query head.
+Columns are gathered in every program. Copied once per head to where they lie end to end they would
+come as tiles do. By the compiler's count that saves 3 to 6% of this one loop's instructions (20%
+where keys lie in pages), whose mask costs more: by estimate 1% of a prefill (4% in pages), for
+another launch and C * (D + E) numbers of each query head.
 
-`place` is (held, at, half, floor, position, exists, k_len, dense, dense_last, part, parts): which diagonals the head
-has, the first query tile, of each query its tile of the two, the last key that it no longer sees, its position and
-whether it is asked, whether the first and the last tile see every key, and which part of so many the program takes.
-`named` is (walk, walk_width, table_width, reach, inner, cut, tiles, listed): the entries of tables and lists, how many
-tiles before its own the first query tile can see, how many are inner tiles, and lists that are edges; `edged` is
-(firsts, seconds, edges), tiles wanted by the first alone, by the second alone, and edges in all; `columned` is
-(columns, first, count, search_steps). The others are triton_step's.
-"""
+`place` is (held, at, half, floor, position, exists, k_len, dense, dense_last, part, parts): which
+diagonals the head has, the first query tile, of each query its tile of the two, the last key that
+it no longer sees, its position and whether it is asked, whether the first and the last tile see
+every key, and which part of so many the program takes. `named` is (walk, walk_width, table_width,
+reach, inner, cut, tiles, listed): the entries of tables and lists, how many tiles before its own
+the first query tile can see, how many are inner tiles, and lists that are edges; `edged` is
+(firsts, seconds, edges), tiles wanted by the first alone, by the second alone, and edges in all;
+`columned` is (columns, first, count, search_steps). The others are triton_step's."""
 
 from __future__ import annotations
 
@@ -42,7 +45,8 @@ from kernels.attention.triton_step import (
 
 @triton.jit
 def _part(count, place, H: tl.constexpr):
-    """Which of `count` tiles, pairs of tiles or runs of 64 columns are this program's: all, or one of several parts."""
+    """Which of `count` tiles, pairs of tiles or runs of 64 columns are this program's: all, or one
+    of several parts."""
     begin = 0
     end = count
     if H.split:
@@ -66,7 +70,8 @@ def _words(flags, KEYS: tl.constexpr):
 
 @triton.jit
 def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: tl.constexpr):
-    """Gathers the columns first ... count, some a step (PIT's gather); SEARCH seeks them in the row's listed tiles."""
+    """Gathers the columns first ... count, some a step (PIT's gather); SEARCH seeks them in the
+    row's listed tiles."""
     held, at, half, floor, _, _, _, _, dense_last, _, _ = place
     _, _, _, _, _, _, tiles, listed = named
     columns, first, count, search_steps = columned
@@ -95,7 +100,8 @@ def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: 
         live = ((tl.where(lane[None, :] < 32, low, high) >> (lane % 32)[None, :]) & 1) == 1
         if H.window:
             live = live & (column[None, :] > floor[:, None])
-        # Places without a column read key 0, not page 0: that may be anybody's, and NaN times a zero weight is NaN.
+        # Places without a column read key 0, not page 0: that may be anybody's, and NaN times a
+        # zero weight is NaN.
         k_rows, v_rows = key_rows(column, lane < H.few, kv, H)
         state = attend(asked, state, kv[0], kv[1], k_rows, v_rows, present, live, H, False, True)
     return state
@@ -103,7 +109,8 @@ def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: 
 
 @triton.jit
 def _edges(place, named, H: tl.constexpr):
-    """`edged` of the module's docstring: looked up where it is needed, since it would be held over the loops before."""
+    """`edged` of the module's docstring: looked up where it is needed, since it would be held over
+    the loops before."""
     _, at, _, _, _, _, _, _, dense_last, _, _ = place
     walk, walk_width, table_width, reach, inner, _, _, _ = named
     counts = walk + 4 * walk_width + at
@@ -126,11 +133,12 @@ def _edges(place, named, H: tl.constexpr):
 
 @triton.jit
 def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
-    """Key tile of entry i of the inner tiles or of the edges, and a bit for each query tile that wants it.
+    """Key tile of entry i of the inner tiles or of the edges, and a bit for each query tile that
+    wants it.
 
-    left: the inner tile that is an edge, too, for want of another beside it; -1 for none. `wants` depends on no load
-    that the tile depends on: Triton copies ahead only what is looked up for one purpose.
-    """
+    left: the inner tile that is an edge, too, for want of another beside it; -1 for none. `wants`
+    depends on no load that the tile depends on: Triton copies ahead only what is looked up for one
+    purpose."""
     held, at, _, _, _, _, _, dense, dense_last, _, _ = place
     walk, walk_width, _, _, inner, cut, tiles, listed = named
     wants = 3
@@ -151,11 +159,14 @@ def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
                 at_walk += 2 * walk_width
             far = tl.load(walk + at_walk, mask=there & (dense_last == 0), other=1)
         if H.tail:
-            # All that the second query tile sees; the first goes by its diagonals unless it is dense, too.
+            # All that the second query tile sees; the first goes by its diagonals unless it is
+            # dense, too.
             far = tl.where(there & (dense_last != 0), inner + 1 + i, far)
             if H.rows == 2:
                 one = (dense == 0) & (dense_last != 0) & there
-                wants = tl.where(one & (tl.load(held + inner + 1 + i, mask=one, other=0) == 0), 2, wants)
+                wants = tl.where(
+                    one & (tl.load(held + inner + 1 + i, mask=one, other=0) == 0), 2, wants
+                )
         tile = at - far
         if H.tiles:
             there = (i >= edges) & (i < edges + cut)
@@ -172,17 +183,20 @@ def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
             far = tl.load(walk + i, mask=(i < inner) & (dense == 0), other=i + 1)
         tile = tl.maximum(at - far, 0)
         if H.tiles:
-            entry = tl.load(tiles + cut + i - inner, mask=(i >= inner) & (i < inner + listed - cut), other=0)
+            entry = tl.load(
+                tiles + cut + i - inner, mask=(i >= inner) & (i < inner + listed - cut), other=0
+            )
             tile = tl.where(i < inner, tile, entry)
     return tile, wants
 
 
 @triton.jit
 def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.constexpr):
-    """The inner tiles, without any mask, or the edges: wanted by one query tile of two, or cut by the window.
+    """The inner tiles, without any mask, or the edges: wanted by one query tile of two, or cut by
+    the window.
 
-    Edges come in steps of at most a tile: what 128 keys and a mask take of registers is more than there are.
-    """
+    Edges come in steps of at most a tile: what 128 keys and a mask take of registers is more than
+    there are."""
     _, _, half, floor, _, _, _, _, _, _, _ = place
     _, _, _, _, inner, cut, _, listed = named
     KEYS: tl.constexpr = H.few if EDGE else H.keys
@@ -197,8 +211,8 @@ def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.const
         _, _, edges = edged
         count = (left >= 0).to(tl.int32) + edges + cut
     begin, end = _part(count, place, H)
-    # Each look-up that an address waits for takes as many stages as a copy to be as far ahead. What the window is
-    # compared with is not copied ahead.
+    # Each look-up that an address waits for takes as many stages as a copy to be as far ahead. What
+    # the window is compared with is not copied ahead.
     NAMED: tl.constexpr = 1 if (H.walk or H.tiles) and not (H.window and EDGE) else 0
     LEVELS: tl.constexpr = NAMED + (1 if H.page > 0 else 0)
     for step in tl.range(begin * PARTS, end * PARTS, num_stages=1 + (H.stages - 1) * (1 + LEVELS)):
@@ -211,13 +225,16 @@ def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.const
         if H.window and EDGE:
             seen = seen & ((one * TILE + part * KEYS + lane)[None, :] > floor[:, None])
         k_run, v_run, k_rows, v_rows = step_rows(kv, one, two, part, H, KEYS)
-        state = attend(asked, state, k_run, v_run, k_rows, v_rows, lane < KEYS, seen, H, False, EDGE)
+        state = attend(
+            asked, state, k_run, v_run, k_rows, v_rows, lane < KEYS, seen, H, False, EDGE
+        )
     return state
 
 
 @triton.jit
 def _own(asked, state, kv, place, H: tl.constexpr):
-    """The own tiles: the only ones that need the causal triangle and the only ones that the keys may end in."""
+    """The own tiles: the only ones that need the causal triangle and the only ones that the keys
+    may end in."""
     held, at, half, floor, position, _, k_len, _, dense_last, _, _ = place
     PARTS: tl.constexpr = 64 // H.few
     begin, end = _part(H.rows, place, H)
@@ -238,7 +255,8 @@ def _own(asked, state, kv, place, H: tl.constexpr):
 
 @triton.jit
 def _counts(logits, limit, exists):
-    """Whether some query of a tile has a logit that is no less than its limit; NaN is less than nothing."""
+    """Whether some query of a tile has a logit that is no less than its limit; NaN is less than
+    nothing."""
     counts = exists[:, None] & ((logits < limit[:, None]) == 0)
     return tl.max(tl.max(counts.to(tl.int32), 1), 0)
 
@@ -256,11 +274,11 @@ def _tile_again(asked, state, kv, tile, place, H: tl.constexpr):
 
 @triton.jit
 def _or_skip(asked, state, kv, place, named, bound, H: tl.constexpr):
-    """Key tile 0, if the row wants it, then those of the others that are not skipped; and how many were.
+    """Key tile 0, if the row wants it, then those of the others that are not skipped; and how many
+    were.
 
-    `bound` is the log of the threshold. Columns and the own tile have been computed. A tile that takes several steps is
-    multiplied once more where it counts.
-    """
+    `bound` is the log of the threshold. Columns and the own tile have been computed. A tile that
+    takes several steps is multiplied once more where it counts."""
     PARTS: tl.constexpr = 64 // H.keys
     held, at, _, floor, _, exists, _, dense, _, _, _ = place
     _, _, _, _, inner, cut, tiles, listed = named
@@ -272,7 +290,9 @@ def _or_skip(asked, state, kv, place, named, bound, H: tl.constexpr):
     if H.tiles:
         anchored = ((listed > 0) & (tl.load(tiles, mask=listed > 0, other=1) == 0)).to(tl.int32)
     # A row of a dense tail skips nothing: no tile has to come before the others.
-    anchored = tl.where((dense == 0) & (at > 0) & ((tl.load(held + at) != 0) | (anchored != 0)), 1, 0)
+    anchored = tl.where(
+        (dense == 0) & (at > 0) & ((tl.load(held + at) != 0) | (anchored != 0)), 1, 0
+    )
     if anchored != 0:
         state = _tile_again(asked, state, kv, tl.full([], 0, tl.int32), place, H)
     _, _, scale, _, _ = asked
@@ -283,7 +303,9 @@ def _or_skip(asked, state, kv, place, named, bound, H: tl.constexpr):
         limit = tl.where(dense != 0, float("nan"), limit)
     skipped = 0
     # Keys are loaded for every tile, so that they are copied ahead; values only where it counts.
-    LEVELS: tl.constexpr = (1 if (H.walk or H.tiles) and not H.window else 0) + (1 if H.page > 0 else 0)
+    LEVELS: tl.constexpr = (1 if (H.walk or H.tiles) and not H.window else 0) + (
+        1 if H.page > 0 else 0
+    )
     for i in tl.range(0, whole + edges + cut, num_stages=1 + (H.stages - 1) * (1 + LEVELS)):
         tile, wants = _entry(i, left, place, named, edged, H, False)
         if H.window or (H.walk and H.tiles):
@@ -311,20 +333,22 @@ def _or_skip(asked, state, kv, place, named, bound, H: tl.constexpr):
 def every_step(asked, kv, place, named, columned, bound, H: tl.constexpr):
     """The state of one program: its own tiles, then columns, then inner tiles, then edges; and 0.
 
-    What own tiles and columns take of registers is free again in the loops that take the most. If H.skip, the last are
-    those that may be skipped, and how many were is returned.
-    """
+    What own tiles and columns take of registers is free again in the loops that take the most. If
+    H.skip, the last are those that may be skipped, and how many were is returned."""
     _, _, _, _, inner, cut, _, listed = named
     columns, first, count, search_steps = columned
     state = no_state(H)
     skipped = 0
     if H.columns:
         if H.tiles:  # noqa: SIM102 (known at compile time; the next is not)
-            # Only heads with listed tiles pay for the search; the others of the layer take the loop below.
+            # Only heads with listed tiles pay for the search; the others of the layer take the loop
+            # below.
             if listed > 0:
                 state = _columns(asked, state, kv, place, named, columned, H, True)
                 count = 0
-        state = _columns(asked, state, kv, place, named, (columns, first, count, search_steps), H, False)
+        state = _columns(
+            asked, state, kv, place, named, (columns, first, count, search_steps), H, False
+        )
     if H.skip:
         state = _own(asked, state, kv, place, H)
         state, skipped = _or_skip(asked, state, kv, place, named, bound, H)

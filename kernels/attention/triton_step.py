@@ -1,12 +1,13 @@
-"""One step of softmax over a few keys, on the device, and how keys and values are read. Importing this imports triton.
+"""One step of softmax over a few keys, on the device, and how keys and values are read. Importing
+this imports triton.
 
 Shapes: M queries of a program, S keys of a step, D head dim, E value dim.
 
-What belongs together goes together: `asked` is (q0, q1, scale, softcap, e_first), the queries in two parts and what
-their logits are scaled by; `state` is (acc0, acc1, top, total), the unnormalised output in two parts, maximum and sum;
-`kv` is (k, v, pages, k_page, k_row, v_page, v_row), a KV head with its strides, of pages or of batch elements; and H,
-kernels.attention.triton_launch.How, is what is compiled in.
-"""
+What belongs together goes together: `asked` is (q0, q1, scale, softcap, e_first), the queries in
+two parts and what their logits are scaled by; `state` is (acc0, acc1, top, total), the unnormalised
+output in two parts, maximum and sum; `kv` is (k, v, pages, k_page, k_row, v_page, v_row), a KV head
+with its strides, of pages or of batch elements; and H, kernels.attention.triton_launch.How, is what
+is compiled in."""
 
 from __future__ import annotations
 
@@ -21,8 +22,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_rows(base, rows, present, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr):
-    """Elements FIRST ... FIRST + WIDTH of rows at these offsets; zero beyond DIM and, if TAIL, where not present."""
+def load_rows(
+    base,
+    rows,
+    present,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Elements FIRST ... FIRST + WIDTH of rows at these offsets; zero beyond DIM and, if TAIL,
+    where not present."""
     at = FIRST + tl.arange(0, WIDTH)
     pointers = base + rows[:, None] + at[None, :]
     if TAIL and FIRST + WIDTH > DIM:
@@ -37,8 +47,11 @@ def load_rows(base, rows, present, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM
 
 
 @triton.jit
-def load_some(base, rows, present, first, WIDTH: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr):
-    """Elements first ... first + WIDTH of rows at these offsets; zero beyond DIM and, if TAIL, where not present."""
+def load_some(
+    base, rows, present, first, WIDTH: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr
+):
+    """Elements first ... first + WIDTH of rows at these offsets; zero beyond DIM and, if TAIL,
+    where not present."""
     at = first + tl.arange(0, WIDTH)
     there = (at < DIM)[None, :]
     if TAIL:
@@ -47,11 +60,15 @@ def load_some(base, rows, present, first, WIDTH: tl.constexpr, DIM: tl.constexpr
 
 
 @triton.jit
-def store_rows(base, rows, present, values, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
+def store_rows(
+    base, rows, present, values, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr
+):
     """Stores values as elements FIRST ... FIRST + WIDTH of rows at these offsets, where present."""
     at = FIRST + tl.arange(0, WIDTH)
     pointers = base + rows[:, None] + at[None, :]
-    tl.store(pointers, values.to(base.dtype.element_ty), mask=present[:, None] & (at < DIM)[None, :])
+    tl.store(
+        pointers, values.to(base.dtype.element_ty), mask=present[:, None] & (at < DIM)[None, :]
+    )
 
 
 @triton.jit
@@ -72,12 +89,13 @@ def key_rows(keys, present, kv, H: tl.constexpr):
 
 @triton.jit
 def step_rows(kv, one, two, part, H: tl.constexpr, KEYS: tl.constexpr):
-    """What `attend` reads the KEYS keys of a step by: bases of K and V, and the offsets of their rows from there.
+    """What `attend` reads the KEYS keys of a step by: bases of K and V, and the offsets of their
+    rows from there.
 
-    The step holds KEYS keys of tile `one`, the part-th so many, or all of `one` and of `two`. Only small pages need a
-    look-up for each row; elsewhere it would cost registers. What is selected is multiplied by a stride afterwards: of
-    a selection of products the compiler would not know that it is aligned, and would copy it with loads that wait.
-    """
+    The step holds KEYS keys of tile `one`, the part-th so many, or all of `one` and of `two`. Only
+    small pages need a look-up for each row; elsewhere it would cost registers. What is selected is
+    multiplied by a stride afterwards: of a selection of products the compiler would not know that
+    it is aligned, and would copy it with loads that wait."""
     k, v, pages, k_page, k_row, v_page, v_row = kv
     lane = tl.arange(0, KEYS)
     within = lane
@@ -94,7 +112,9 @@ def step_rows(kv, one, two, part, H: tl.constexpr, KEYS: tl.constexpr):
         if H.page > 0:
             page = tl.load(pages + first // H.page).to(tl.int64)
             if KEYS > 64:
-                page = tl.where(lane < TILE, page, tl.load(pages + two * TILE // H.page).to(tl.int64))
+                page = tl.where(
+                    lane < TILE, page, tl.load(pages + two * TILE // H.page).to(tl.int64)
+                )
                 k_rows = page * k_page + k_rows
                 v_rows = page * v_page + v_rows
             else:
@@ -126,16 +146,21 @@ def finite_values(v):
 
 @triton.jit
 def bad_values(p, v, live, MASK: tl.constexpr):
-    """NaN or infinity for each query of p (M, S) and column of v (S, E) that sees such a value, else 0."""
+    """NaN or infinity for each query of p (M, S) and column of v (S, E) that sees such a value,
+    else 0."""
     seen = tl.full(p.shape, 1.0, p.dtype)
     if MASK:
         seen = tl.where(live, seen, 0.0)
     positive = (v == float("inf")).to(tl.float32)
     negative = (v == float("-inf")).to(tl.float32)
     # One infinity, or several alike, are that infinity; with its opposite or a NaN they are NaN.
-    count = tl.dot(seen, ((v != v).to(tl.float32) + positive + negative).to(p.dtype), input_precision="ieee")
+    count = tl.dot(
+        seen, ((v != v).to(tl.float32) + positive + negative).to(p.dtype), input_precision="ieee"
+    )
     balance = tl.dot(seen, (positive - negative).to(p.dtype), input_precision="ieee")
-    infinite = tl.where(balance == count, float("inf"), tl.where(balance == -count, float("-inf"), float("nan")))
+    infinite = tl.where(
+        balance == count, float("inf"), tl.where(balance == -count, float("-inf"), float("nan"))
+    )
     return tl.where(count == 0, 0.0, infinite)
 
 
@@ -159,7 +184,9 @@ def scaled(top, scale, H: tl.constexpr):
 
 
 @triton.jit
-def logits_of(asked, k, k_rows, present, live, H: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr):
+def logits_of(
+    asked, k, k_rows, present, live, H: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr
+):
     """(M, S) logits, which weigh scales, -inf where not live. Arguments as in attend."""
     q0, q1, scale, softcap, _ = asked
     k0 = load_rows(k, k_rows, present, 0, H.d0, H.d, TAIL).to(q0.dtype)
@@ -176,12 +203,23 @@ def logits_of(asked, k, k_rows, present, live, H: tl.constexpr, TAIL: tl.constex
 
 
 @triton.jit
-def weigh(asked, state, logits, v, v_rows, present, live, H: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr):
+def weigh(
+    asked,
+    state,
+    logits,
+    v,
+    v_rows,
+    present,
+    live,
+    H: tl.constexpr,
+    TAIL: tl.constexpr,
+    MASK: tl.constexpr,
+):
     """The state with what logits (M, S) and their values add to it. Arguments as in attend."""
     _, _, scale, _, e_first = asked
     acc0, acc1, top, total = state
-    # Differences are scaled, not logits: in a fused multiply-add the product would be exact and the maximum rounded,
-    # and above 2^31 the rounding alone overflows.
+    # Differences are scaled, not logits: in a fused multiply-add the product would be exact and the
+    # maximum rounded, and above 2^31 the rounding alone overflows.
     highest = tl.maximum(top, tl.max(logits, 1))
     p = tl.exp2(scaled(logits - highest[:, None], scale, H))
     rescale = tl.exp2(scaled(top - highest, scale, H))
@@ -203,21 +241,23 @@ def weigh(asked, state, logits, v, v_rows, present, live, H: tl.constexpr, TAIL:
 
 @triton.jit
 def attend(
-    asked, state, k, v, k_rows, v_rows, present, live, H: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr
+    asked, state, k, v, k_rows, v_rows, present, live, H: tl.constexpr, TAIL: tl.constexpr,
+    MASK: tl.constexpr
 ):  # fmt: skip
-    """The state after one step of online softmax over S keys, in powers of two (FlashAttention-2, Algorithm 1).
+    """The state after one step of online softmax over S keys, in powers of two (FlashAttention-2,
+    Algorithm 1).
 
-    `present` (S) says which keys exist and is looked at if TAIL; `live`, (M, S) or what broadcasts to it, which logits
-    count, and is looked at if MASK. If H.safe, values that are not finite stay away from queries that do not see them,
-    and acc0 is of the H.e0 columns from `e_first` on.
-    """
+    `present` (S) says which keys exist and is looked at if TAIL; `live`, (M, S) or what broadcasts
+    to it, which logits count, and is looked at if MASK. If H.safe, values that are not finite stay
+    away from queries that do not see them, and acc0 is of the H.e0 columns from `e_first` on."""
     logits = logits_of(asked, k, k_rows, present, live, H, TAIL, MASK)
     return weigh(asked, state, logits, v, v_rows, present, live, H, TAIL, MASK)
 
 
 @triton.jit
 def with_sink(log_sum, sink):
-    """The log-sum-exp, as a power of two, with a sink's logit in it, and the share of attention that is left."""
+    """The log-sum-exp, as a power of two, with a sink's logit in it, and the share of attention
+    that is left."""
     sink = sink * LOG2E
     highest = tl.maximum(tl.maximum(log_sum, sink), LOWEST)
     rest = tl.exp2(log_sum - highest)
@@ -227,7 +267,8 @@ def with_sink(log_sum, sink):
 
 @triton.jit
 def below(entries, bounds, count, steps):
-    """How many of the first `count` ascending entries lie below each bound: a binary search of `steps` halvings."""
+    """How many of the first `count` ascending entries lie below each bound: a binary search of
+    `steps` halvings."""
     low = tl.zeros_like(bounds)
     high = low + count
     for _ in range(steps):

@@ -1,9 +1,10 @@
-"""Attention of a few queries over all or chosen keys on the CPU in native code: cpu.cpp, compiled at first use.
+"""Attention of a few queries over all or chosen keys on the CPU in native code: cpu.cpp, compiled
+at first use.
 
 With summed scores of any number of queries: sums.cpp.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim.
-"""
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
+E value dim."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 @functools.cache
 def engines(dtype: torch.dtype) -> list[str]:
-    """The engines of this build for a dtype, fastest first: "dot" (AVX-512 bf16 dot products), "float"."""
+    """The engines of this build for a dtype, fastest first: "dot" (AVX-512 bf16 dot products),
+    "float"."""
     if reason := build.load():
         raise ValueError(reason)
     found: list[str] = torch.ops.headwise.decode_engines(dtype)
@@ -48,26 +50,42 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See kernels.decode.decode_attention; `engine` takes another than the fastest.
 
-    float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by the engine "float".
-    """
+    float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by
+    the engine "float"."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     lists = (x if x is None else x.contiguous() for x in (tokens, starts, ends, block_table))
     logits = None if sinks is None else sinks.float().contiguous()
     out, lse, mass = torch.ops.headwise.decode_attention(
-        q, k, v, *lists, logits, window or 0, scale, softcap or 0.0, scores, engine or engines(q.dtype)[0]
+        q,
+        k,
+        v,
+        *lists,
+        logits,
+        window or 0,
+        scale,
+        softcap or 0.0,
+        scores,
+        engine or engines(q.dtype)[0],
     )
     return out, lse, None if scores == "none" else mass
 
 
 def with_sums(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None, engine: str | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    engine: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """decode_attention with summed scores for any number of queries, the last Q of K.
 
-    Rows of attention exist for 64 queries of a head at a time, one such tile a thread. `engine` takes another than the
-    fastest (kernels.attention.cpu.engines).
-    """
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype)))
+    Rows of attention exist for 64 queries of a head at a time, one such tile a thread. `engine`
+    takes another than the fastest (kernels.attention.cpu.engines)."""
+    q, k, v = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype))
+    )
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.headwise.attention_with_sums(
         q, k, v, scale, softcap or 0.0, engine or attention.engines(q.dtype)[0]
     )

@@ -12,7 +12,8 @@ from kernels.native import build
 
 
 def serves(x: Tensor) -> bool:
-    """Whether native code (sums.cpp) drops tokens of a cache that x belongs to; torch does where it does not."""
+    """Whether native code (sums.cpp) drops tokens of a cache that x belongs to; torch does where it
+    does not."""
     return x.device.type == "cpu" and build.load() is None
 
 
@@ -32,18 +33,17 @@ def drop_lowest(
     The last of them takes its row; nothing else moves (H2O, Algorithm 1, where a token is evicted).
 
     Args:
-        keys: (B, G, R, D), contiguous, as are all.
-        values: (B, G, R, E).
-        scores: (B, G, R) fp32.
-        positions: (B, G, R) int32, in the text.
-        rows: how many rows hold tokens; rows - 1 do afterwards.
-        latest: tokens from this position on are not dropped; there must be others.
-        queries: tokens are ranked by their score over (queries - position), how many queries saw them; by the score if
+        keys: (B, G, R, D), contiguous, as are all. values: (B, G, R, E). scores: (B, G, R) fp32.
+        positions: (B, G, R) int32, in the text. rows: how many rows hold tokens; rows - 1 do
+        afterwards. latest: tokens from this position on are not dropped; there must be others.
+        queries: tokens are ranked by their score over (queries - position), how many queries saw
+        them; by the score if
             None.
         backend: "auto" and "cpu" take native code for tensors on the CPU, others torch.
 
     Raises:
-        ValueError: tensors that do not go together or are not contiguous; fewer than two rows, or more than there are.
+        ValueError: tensors that do not go together or are not contiguous; fewer than two rows, or
+        more than there are.
     """
     _check(keys, values, scores, positions, rows)
     if backend in ("auto", "cpu") and serves(keys):
@@ -53,7 +53,9 @@ def drop_lowest(
     victims = ranked.argmin(dim=2, keepdim=True)
     for tensor in (keys, values, scores, positions):
         last = tensor[:, :, rows - 1 : rows]
-        tensor.scatter_(2, victims if tensor.dim() == 3 else victims[..., None].expand_as(last), last.clone())
+        tensor.scatter_(
+            2, victims if tensor.dim() == 3 else victims[..., None].expand_as(last), last.clone()
+        )
 
 
 def ranks(scores: Tensor, positions: Tensor, *, latest: int, queries: int | None = None) -> Tensor:
@@ -65,11 +67,20 @@ def ranks(scores: Tensor, positions: Tensor, *, latest: int, queries: int | None
 
 def _check(keys: Tensor, values: Tensor, scores: Tensor, positions: Tensor, rows: int) -> None:
     if scores.dtype != torch.float32 or positions.dtype != torch.int32:
-        raise ValueError(f"scores must be float32 and positions int32, got {scores.dtype} and {positions.dtype}")
+        raise ValueError(
+            f"scores must be float32 and positions int32, got {scores.dtype} and {positions.dtype}"
+        )
     tensors = (keys, values, scores, positions)
-    if not keys.dim() == values.dim() == 4 or any(tensor.shape[:3] != scores.shape for tensor in tensors):
-        raise ValueError(f"shapes do not go together: {', '.join(str(tuple(tensor.shape)) for tensor in tensors)}")
+    if not keys.dim() == values.dim() == 4 or any(
+        tensor.shape[:3] != scores.shape for tensor in tensors
+    ):
+        raise ValueError(
+            f"shapes do not go together: "
+            f"{', '.join(str(tuple(tensor.shape)) for tensor in tensors)}"
+        )
     if not all(tensor.is_contiguous() for tensor in tensors):
-        raise ValueError("keys, values, scores and positions must be contiguous: they are written in place")
+        raise ValueError(
+            "keys, values, scores and positions must be contiguous: they are written in place"
+        )
     if not 1 < rows <= scores.shape[2]:
         raise ValueError(f"rows must be 2 to {scores.shape[2]}, got {rows}")

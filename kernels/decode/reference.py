@@ -1,7 +1,8 @@
-"""Attention of a few queries over all or chosen keys in plain fp32 torch: slow, obvious, and the only oracle.
+"""Attention of a few queries over all or chosen keys in plain fp32 torch: slow, obvious, and the
+only oracle.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim.
-"""
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
+E value dim."""
 
 from __future__ import annotations
 
@@ -34,10 +35,14 @@ def decode_attention(
     block_table: Tensor | None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See kernels.decode.decode_attention. Returns out (B, H, Q, E), lse (B, H, Q) and scores (B, G, C or K)."""
+    """See kernels.decode.decode_attention. Returns out (B, H, Q, E), lse (B, H, Q) and scores (B,
+    G, C or K)."""
     if block_table is not None:
-        k, v = _unpaged(k, block_table), _unpaged(v, block_table)
-    (batch, num_heads, q_len, _), num_kv_heads, k_len = q.shape, k.shape[1], k.shape[2]
+        k = _unpaged(k, block_table)
+        v = _unpaged(v, block_table)
+    (batch, num_heads, q_len, _) = q.shape
+    num_kv_heads = k.shape[1]
+    k_len = k.shape[2]
     rows = torch.arange(k_len, device=q.device) if tokens is None else tokens.long()
     rows = rows.view(batch if tokens is not None else 1, -1, 1, rows.shape[-1])
     first = torch.zeros(batch, device=q.device) if starts is None else starts
@@ -62,12 +67,18 @@ def decode_attention(
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse.view(batch, num_heads, q_len), mass
 
 
-def with_sums(q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """decode_attention with summed scores for any number of queries, the last Q of K, some of them at a time."""
-    q_len, k_len = q.shape[2], k.shape[2]
+def with_sums(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """decode_attention with summed scores for any number of queries, the last Q of K, some of them
+    at a time."""
+    q_len = q.shape[2]
+    k_len = k.shape[2]
     how: dict[str, Any] = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table"))
     how |= {"scale": scale, "softcap": softcap, "scores": "sum"}
-    outs, sums, scores = [], [], torch.zeros(k.shape[:3], device=k.device)
+    outs = []
+    sums = []
+    scores = torch.zeros(k.shape[:3], device=k.device)
     for begin in range(0, q_len, _QUERIES):
         end = min(begin + _QUERIES, q_len)
         seen = k_len - q_len + end
@@ -80,7 +91,8 @@ def with_sums(q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float |
 
 
 def _weighted(shares: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-    """(B, G, n, Q, E): shares (B, G, n, Q, C) times values (B, G, C, E), nothing of those that a query does not see."""
+    """(B, G, n, Q, E): shares (B, G, n, Q, C) times values (B, G, C, E), nothing of those that a
+    query does not see."""
     finite = values.isfinite().all(-1)
     out = torch.einsum("bgnqk,bgke->bgnqe", shares, values.where(finite[..., None], 0))
     if values.is_meta:
@@ -94,13 +106,15 @@ def _weighted(shares: Tensor, values: Tensor, seen: Tensor) -> Tensor:
 
 
 def _unpaged(cache: Tensor, block_table: Tensor) -> Tensor:
-    """(B, G, K, dim) from pages (pages, page size, G, dim); entries that are no page become page 0."""
+    """(B, G, K, dim) from pages (pages, page size, G, dim); entries that are no page become page
+    0."""
     pages = block_table.where((block_table >= 0) & (block_table < cache.shape[0]), 0).long()
     return cache[pages].flatten(1, 2).transpose(1, 2)
 
 
 def _chosen(x: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
-    """fp32 rows (B, G, C, dim) of x (B, G, K, dim); zeros where no query sees the row, whatever lies there."""
+    """fp32 rows (B, G, C, dim) of x (B, G, K, dim); zeros where no query sees the row, whatever
+    lies there."""
     batch, num_kv_heads, k_len, dim = x.shape
     at = rows[:, :, 0].clamp(0, k_len - 1).expand(batch, num_kv_heads, -1)
     taken = x.float().gather(2, at[..., None].expand(-1, -1, -1, dim))

@@ -1,8 +1,8 @@
-"""Attention of a few queries over all or chosen keys on the GPU in Triton: checks a call, prepares and launches it.
+"""Attention of a few queries over all or chosen keys on the GPU in Triton: checks a call, prepares
+and launches it.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim,
-R = Q * H / G query rows of a KV head, S splits.
-"""
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
+E value dim, R = Q * H / G query rows of a KV head, S splits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from kernels.attention import triton as attention
-from kernels.attention.triton_launch import architecture, combine, multiprocessors, split, unavailable, unread
+from kernels.attention.triton_launch import (
+    architecture,
+    combine,
+    multiprocessors,
+    split,
+    unavailable,
+    unread,
+)
 from kernels.breaker import failure
 from kernels.checks import MAX_QUERIES
 from kernels.dispatch import derivative_wanted
@@ -24,13 +31,15 @@ _MODULE = f"{__package__}.triton_kernel"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_DIM = 512
 # A split shorter than this costs more to combine than it saves, and so do more of them than this.
-_FEWEST_KEYS, _MOST_SPLITS = 256, 256
+_FEWEST_KEYS = 256
+_MOST_SPLITS = 256
 _SCORED = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class SumsBuild:
-    """How column_sums_kernel is built: keys of a program, queries of a step, warps, and steps under way at once."""
+    """How column_sums_kernel is built: keys of a program, queries of a step, warps, and steps under
+    way at once."""
 
     keys: int
     queries: int
@@ -41,7 +50,8 @@ class SumsBuild:
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """How the split kernel is built: query rows, keys of a softmax step, warps, and steps under way at once."""
+    """How the split kernel is built: query rows, keys of a softmax step, warps, and steps under way
+    at once."""
 
     rows: int
     keys: int
@@ -51,7 +61,8 @@ class Build:
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why this backend cannot serve the call; None where it can. Looks for triton only if the tensors are on a GPU."""
+    """Why this backend cannot serve the call; None where it can. Looks for triton only if the
+    tensors are on a GPU."""
     if q.shape[2] > MAX_QUERIES:
         return attention.supports(q, k, v) or failure(*_sums_build(q))
     if reason := unavailable(q.device):
@@ -71,9 +82,9 @@ def _build(q: Tensor, v: Tensor) -> tuple[object, ...]:
 def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
     """The build for an architecture, the larger padded head dim and the query rows of a KV head.
 
-    Untimed: about 48 KiB of keys and values under way, so that two programs or more fit a multiprocessor and together
-    ask for what its share of the memory's bandwidth takes to arrive; query rows as many as the registers hold.
-    """
+    Untimed: about 48 KiB of keys and values under way, so that two programs or more fit a
+    multiprocessor and together ask for what its share of the memory's bandwidth takes to arrive;
+    query rows as many as the registers hold."""
     rows = min(max(16, _power_of_two(rows)), 64 if dim <= 128 else 32)
     warps = 8 if rows > 32 else 4
     if target == "interpreter":
@@ -82,19 +93,24 @@ def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
         small = dim * itemsize <= 256
         return Build(rows=rows, keys=32 if small else 16, warps=warps, stages=2 if small else 1)
     if itemsize == 4:
-        return Build(rows=rows, keys=16, warps=warps, stages=2, precision="tf32x3" if dim <= 128 else "ieee")
+        return Build(
+            rows=rows, keys=16, warps=warps, stages=2, precision="tf32x3" if dim <= 128 else "ieee"
+        )
     return Build(rows=rows, keys=64 if dim <= 64 else 32, warps=warps, stages=3)
 
 
 def resident(build: Build, *, dim: int, tokens: bool, paged: bool) -> int:
-    """How many programs of a build a multiprocessor is given: no more than it holds at a time, so that none comes last.
+    """How many programs of a build a multiprocessor is given: no more than it holds at a time, so
+    that none comes last.
 
-    What is looked up for each key takes registers. Two have enough under way to ask for all of the memory's bandwidth.
-    """
+    What is looked up for each key takes registers. Two have enough under way to ask for all of the
+    memory's bandwidth."""
     return 2 if build.warps > 4 or dim > 128 else 4 - tokens - paged
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, **how: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """See kernels.decode.decode_attention; keywords are those of `prepare`."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     launches, out, lse, mass = prepare(q, k, v, **how)
@@ -121,14 +137,15 @@ def prepare(
 ) -> tuple[list[KernelCall], Tensor, Tensor, Tensor | None]:
     """The launches that serve a call, and what they write: out, log-sum-exp and scores.
 
-    `splits` takes another number of splits than the device's, `target` prepares for another architecture than that of
-    q's device.
-    """
-    (batch, num_heads, q_len, dim), v_dim = q.shape, v.shape[-1]
+    `splits` takes another number of splits than the device's, `target` prepares for another
+    architecture than that of q's device."""
+    (batch, num_heads, q_len, dim) = q.shape
+    v_dim = v.shape[-1]
     paged = block_table is not None
     # Where both layouts keep (batch or page, head, row).
     order = (0, 2, 1) if paged else (0, 1, 2)
-    num_kv_heads, page = k.shape[order[1]], k.shape[1] if paged else 0
+    num_kv_heads = k.shape[order[1]]
+    page = k.shape[1] if paged else 0
     k_len = block_table.shape[1] * page if block_table is not None else k.shape[2]
     places = k_len if tokens is None else tokens.shape[-1]
     rows = num_heads // num_kv_heads * q_len
@@ -145,9 +162,12 @@ def prepare(
         return torch.empty(shape, dtype=torch.float32, device=q.device)
 
     heads = (batch, num_kv_heads)
-    out = torch.empty(batch, q_len, num_heads, v_dim, dtype=q.dtype, device=q.device).transpose(1, 2)
+    out = torch.empty(batch, q_len, num_heads, v_dim, dtype=q.dtype, device=q.device).transpose(
+        1, 2
+    )
     lse = empty(batch, num_heads, q_len)
-    tops, totals = empty(*heads, splits, rows), empty(*heads, splits, rows)
+    tops = empty(*heads, splits, rows)
+    totals = empty(*heads, splits, rows)
     partial = empty(*heads, splits, rows, v_dim)
     mass = None if scores == "none" else empty(*heads, places)
     kept = totals if mass is None else empty(*heads, rows, places)
@@ -161,7 +181,8 @@ def prepare(
         "ends": lse if ends is None else ends.contiguous(),
     }
     sizes = {
-        "num_kv_heads": num_kv_heads, "rows": rows, "q_len": q_len, "k_len": k_len, "places": places,
+        "num_kv_heads": num_kv_heads, "rows": rows, "q_len": q_len, "k_len": k_len,
+        "places": places,
         "window": window or 0,
     }  # fmt: skip
     which = {
@@ -187,8 +208,10 @@ def prepare(
             "pages_width": 0 if block_table is None else block_table.shape[1],
         },
         constants={
-            "D": dim, "BLOCK_D": block_d, "E": v_dim, "BLOCK_E": block_e, "ROWS": build.rows, "KEYS": build.keys,
-            "STAGES": build.stages, "PAGE": page, "SOFTCAP": softcap is not None, "PRECISION": build.precision,
+            "D": dim, "BLOCK_D": block_d, "E": v_dim, "BLOCK_E": block_e, "ROWS": build.rows,
+            "KEYS": build.keys,
+            "STAGES": build.stages, "PAGE": page, "SOFTCAP": softcap is not None,
+            "PRECISION": build.precision,
             **which, "KEEP": mass is not None,
         },
         options={"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": True},
@@ -210,8 +233,11 @@ def prepare(
     return launches, out, lse, mass
 
 
-def with_sums(q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """decode_attention with summed scores for any number of queries, the last Q of K: attention, then column sums."""
+def with_sums(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """decode_attention with summed scores for any number of queries, the last Q of K: attention,
+    then column sums."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     index = dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
     out, lse = attention.sparse_attention(q, k, v, index, scale=scale, softcap=softcap)
@@ -221,13 +247,21 @@ def with_sums(q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float |
 
 
 def prepare_sums(
-    q: Tensor, k: Tensor, lse: Tensor, *, scale: float, softcap: float | None, target: str | None = None
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    target: str | None = None,
 ) -> tuple[KernelCall, Tensor]:
-    """The launch that adds up probabilities by their rows' log-sum-exp (B, H, Q), and the sums (B, G, K) it writes.
+    """The launch that adds up probabilities by their rows' log-sum-exp (B, H, Q), and the sums (B,
+    G, K) it writes.
 
     `target` prepares for another architecture than that of q's device.
     """
-    (batch, num_heads, q_len, dim), (_, num_kv_heads, k_len, _) = q.shape, k.shape
+    (batch, num_heads, q_len, dim) = q.shape
+    (_, num_kv_heads, k_len, _) = k.shape
     target = target or architecture(q.device)
     # A product of fp32 without the matrix units holds whole operands in registers.
     d0, d1 = split(dim, 128 if q.element_size() == 4 else 256)
@@ -243,11 +277,14 @@ def prepare_sums(
         kernel="column_sums_kernel",
         grid=(batch * num_kv_heads * -(-k_len // build.keys),),
         arguments={
-            "q": q, "k": k, "lse": lse, "scores": scores, **softmax_factors(scale, softcap), **strides,
-            "num_kv_heads": num_kv_heads, "group": num_heads // num_kv_heads, "q_len": q_len, "k_len": k_len,
+            "q": q, "k": k, "lse": lse, "scores": scores, **softmax_factors(scale, softcap),
+            **strides,
+            "num_kv_heads": num_kv_heads, "group": num_heads // num_kv_heads, "q_len": q_len,
+            "k_len": k_len,
         },
         constants={
-            "D": dim, "D0": d0, "D1": d1, "KEYS": build.keys, "QUERIES": build.queries, "STAGES": build.stages,
+            "D": dim, "D0": d0, "D1": d1, "KEYS": build.keys, "QUERIES": build.queries,
+            "STAGES": build.stages,
             "SOFTCAP": softcap is not None, "PRECISION": build.precision,
         },
         options={"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": True},
@@ -259,21 +296,29 @@ def prepare_sums(
 def choose_sums(target: str, *, dim: int, itemsize: int) -> SumsBuild:
     """The build of column_sums_kernel for an architecture and the padded head dim.
 
-    Untimed: keys stay in shared memory and queries come by, as many bytes of both as let two programs run side by side
-    where there is room for that, so that one multiplies while the other makes probabilities.
-    """
+    Untimed: keys stay in shared memory and queries come by, as many bytes of both as let two
+    programs run side by side where there is room for that, so that one multiplies while the other
+    makes probabilities."""
     if target == "interpreter":
         return SumsBuild(keys=32, queries=32, warps=4, stages=1)
     if itemsize == 4:
         keys, queries = (64, 32) if dim <= 64 else (32, 16) if dim <= 128 else (16, 16)
         precision = "tf32x3" if target != "hip" and dim <= 128 else "ieee"
-        return SumsBuild(keys=keys, queries=queries, warps=4, stages=1 if target == "hip" else 2, precision=precision)
+        return SumsBuild(
+            keys=keys,
+            queries=queries,
+            warps=4,
+            stages=1 if target == "hip" else 2,
+            precision=precision,
+        )
     if target == "hip":
         keys, queries = (64, 64) if dim <= 128 else (64, 32) if dim <= 256 else (32, 16)
         return SumsBuild(keys=keys, queries=queries, warps=4, stages=1)
     if dim <= 128:
         return SumsBuild(keys=128, queries=64, warps=8, stages=3)
-    return SumsBuild(keys=64, queries=32 if dim <= 256 else 16, warps=4, stages=3 if dim <= 256 else 2)
+    return SumsBuild(
+        keys=64, queries=32 if dim <= 256 else 16, warps=4, stages=3 if dim <= 256 else 2
+    )
 
 
 def _sums_build(q: Tensor) -> tuple[object, ...]:

@@ -1,8 +1,9 @@
-"""The device code of decode in Triton; kernels.decode.triton launches it. Importing this imports triton.
+"""The device code of decode in Triton; kernels.decode.triton launches it. Importing this imports
+triton.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim,
-R = Q * H / G query rows of a KV head (all queries of its first query head, then those of its second), S splits, N
-places: C, or K where no keys are chosen.
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
+E value dim, R = Q * H / G query rows of a KV head (all queries of its first query head, then those
+of its second), S splits, N places: C, or K where no keys are chosen.
 
 All query rows of a KV head are the rows of one product, so that its keys are read once for them.
 """
@@ -12,13 +13,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.attention.triton_step import LOG2E, LOWEST, bad_values, finite_values, load_rows, load_some, widened
+from kernels.attention.triton_step import (
+    LOG2E,
+    LOWEST,
+    bad_values,
+    finite_values,
+    load_rows,
+    load_some,
+    widened,
+)
 
 PAD = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _bounds(starts, ends, batch, q_len, k_len, window, STARTS: tl.constexpr, ENDS: tl.constexpr, WINDOW: tl.constexpr):
+def _bounds(
+    starts,
+    ends,
+    batch,
+    q_len,
+    k_len,
+    window,
+    STARTS: tl.constexpr,
+    ENDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
     """The rows that some query of a sequence sees: from the first, up to before the second."""
     first = 0
     if STARTS:
@@ -33,23 +52,29 @@ def _bounds(starts, ends, batch, q_len, k_len, window, STARTS: tl.constexpr, END
 
 @triton.jit
 def _keys(
-    queries, k, v, tokens, pages, kept, scale, softcap, row, alive, position, first, end, begin, stop, window,
+    queries, k, v, tokens, pages, kept, scale, softcap, row, alive, position, first, end, begin,
+    stop, window,
     k_batch, k_row, v_batch, v_row, e_first,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr, SAFE: tl.constexpr,
 ):  # fmt: skip
     """Unnormalised output, maximum and sum over the places begin ... stop.
 
-    Of the columns from e_first on. SAFE keeps values that are not finite from queries that do not see them.
-    """
+    Of the columns from e_first on. SAFE keeps values that are not finite from queries that do not
+    see them."""
     at_d = tl.arange(0, BLOCK_D)
     acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
 
-    # Two loads give the address of a key that is chosen or paged: they need two stages more to be as far ahead.
-    for start in tl.range(begin, stop, KEYS, num_stages=STAGES if PAGE == 0 and not TOKENS else STAGES + 2):
+    # Two loads give the address of a key that is chosen or paged: they need two stages more to be
+    # as far ahead.
+    for start in tl.range(
+        begin, stop, KEYS, num_stages=STAGES if PAGE == 0 and not TOKENS else STAGES + 2
+    ):
         place = start + tl.arange(0, KEYS)
         key = place
         if TOKENS:
@@ -65,7 +90,8 @@ def _keys(
             k_rows = page * k_batch + slot * k_row
             v_rows = page * v_batch + slot * v_row
         keys = tl.load(
-            k + k_rows[:, None] + at_d[None, :], mask=present[:, None] & (at_d < D)[None, :], other=0.0
+            k + k_rows[:, None] + at_d[None, :], mask=present[:, None] & (at_d < D)[None, :],
+            other=0.0
         )  # fmt: skip
         logits = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision=PRECISION)
         factor = scale
@@ -79,7 +105,11 @@ def _keys(
             live = live & (key[None, :] > position[:, None] - window)
         logits = tl.where(live, logits, float("-inf"))
         if KEEP:
-            tl.store(kept[:, None] + place[None, :], logits, mask=alive[:, None] & (place < stop)[None, :])
+            tl.store(
+                kept[:, None] + place[None, :],
+                logits,
+                mask=alive[:, None] & (place < stop)[None, :],
+            )
         highest = tl.maximum(top, tl.max(logits, 1))
         p = tl.exp2(logits - highest[:, None])
         rescale = tl.exp2(top - highest)
@@ -95,22 +125,27 @@ def _keys(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["rows", "q_len", "k_len", "places", "splits", "window", "tokens_batch", "tokens_head",
+@triton.jit(do_not_specialize=["rows", "q_len", "k_len", "places", "splits", "window",
+"tokens_batch", "tokens_head",
                                "pages_width"])  # fmt: skip
 def split_kernel(
     q, k, v, tokens, starts, ends, pages, tops, totals, partial, kept,
     scale, softcap,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, tokens_batch, tokens_head, pages_width,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, tokens_batch,
+    tokens_head, pages_width,
     num_kv_heads, rows, q_len, k_len, places, splits, window,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr, WINDOW: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """One split of a KV head for ROWS of its query rows (Flash-Decoding; Dao et al., 2023).
 
-    tops, totals (B, G, S, R) and partial (B, G, S, R, E) fp32: maximum (as a power of two), sum and unnormalised
-    output. kept (B, G, R, N) fp32 if KEEP: the logits as powers of two, of places that some query sees.
-    """
+    tops, totals (B, G, S, R) and partial (B, G, S, R, E) fp32: maximum (as a power of two), sum and
+    unnormalised output. kept (B, G, R, N) fp32 if KEEP: the logits as powers of two, of places that
+    some query sees."""
     split = tl.program_id(1)
     blocks = (rows + ROWS - 1) // ROWS
     kv = (tl.program_id(0) // blocks).to(tl.int64)
@@ -126,7 +161,9 @@ def split_kernel(
     at_e = tl.arange(0, BLOCK_E)
     q_rows = head * q_head + (row % q_len) * q_row
     queries = tl.load(
-        q + batch * q_batch + q_rows[:, None] + at_d[None, :], mask=alive[:, None] & (at_d < D)[None, :], other=0.0
+        q + batch * q_batch + q_rows[:, None] + at_d[None, :],
+        mask=alive[:, None] & (at_d < D)[None, :],
+        other=0.0,
     )
     k += kv_head * k_head
     v += kv_head * v_head
@@ -148,25 +185,35 @@ def split_kernel(
     stop = tl.minimum(stop, begin + share)
     kept += (kv * rows + row) * places
     acc, top, total = _keys(
-        queries, k, v, tokens, pages, kept, scale, softcap, row, alive, position, first, end, begin, stop, window,
+        queries, k, v, tokens, pages, kept, scale, softcap, row, alive, position, first, end,
+        begin, stop, window,
         k_batch, k_row, v_batch, v_row, 0,
-        D, BLOCK_D, E, BLOCK_E, ROWS, KEYS, STAGES, PAGE, SOFTCAP, PRECISION, TOKENS, WINDOW, KEEP, False,
+        D, BLOCK_D, E, BLOCK_E, ROWS, KEYS, STAGES, PAGE, SOFTCAP, PRECISION, TOKENS, WINDOW, KEEP,
+        False,
     )  # fmt: skip
     to = (kv * splits + split) * rows + row
     tl.store(tops + to, top, mask=alive)
     tl.store(totals + to, total, mask=alive)
-    tl.store(partial + to[:, None] * E + at_e[None, :], acc, mask=alive[:, None] & (at_e < E)[None, :])
-    # A zero weight times a value that is NaN or infinite is NaN: where one shows everything is done again with care, a
-    # few keys and columns at a time so as to take no more registers.
+    tl.store(
+        partial + to[:, None] * E + at_e[None, :], acc, mask=alive[:, None] & (at_e < E)[None, :]
+    )
+    # A zero weight times a value that is NaN or infinite is NaN: where one shows everything is done
+    # again with care, a few keys and columns at a time so as to take no more registers.
     if tl.max(tl.max((acc != acc).to(tl.int32), 1), 0) != 0:
         for e_first in range(0, E, 16):
             again, _, _ = _keys(
-                queries, k, v, tokens, pages, kept, scale, softcap, row, alive, position, first, end, begin, stop,
+                queries, k, v, tokens, pages, kept, scale, softcap, row, alive, position, first,
+                end, begin, stop,
                 window, k_batch, k_row, v_batch, v_row, e_first,
-                D, BLOCK_D, E, 16, ROWS, 16, 1, PAGE, SOFTCAP, PRECISION, TOKENS, WINDOW, False, True,
+                D, BLOCK_D, E, 16, ROWS, 16, 1, PAGE, SOFTCAP, PRECISION, TOKENS, WINDOW, False,
+                True,
             )  # fmt: skip
             e = e_first + tl.arange(0, 16)
-            tl.store(partial + to[:, None] * E + e[None, :], again, mask=alive[:, None] & (e < E)[None, :])
+            tl.store(
+                partial + to[:, None] * E + e[None, :],
+                again,
+                mask=alive[:, None] & (e < E)[None, :],
+            )
 
 
 @triton.jit(do_not_specialize=["rows", "q_len", "k_len", "places", "window"])
@@ -175,10 +222,13 @@ def score_kernel(
     KEYS: tl.constexpr, LARGEST: tl.constexpr,
     TOKENS: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Scores (B, G, N) of KEYS places: probabilities out of the kept logits, added up or the LARGEST of them."""
+    """Scores (B, G, N) of KEYS places: probabilities out of the kept logits, added up or the
+    LARGEST of them."""
     kv = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
-    first, end = _bounds(starts, ends, kv // num_kv_heads, q_len, k_len, window, STARTS, ENDS, WINDOW)
+    first, end = _bounds(
+        starts, ends, kv // num_kv_heads, q_len, k_len, window, STARTS, ENDS, WINDOW
+    )
     written = (place < places) & (place < end)
     if not TOKENS:
         written = written & (place >= first)
@@ -201,11 +251,12 @@ def column_sums_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
     STAGES: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """scores (B, G, K) fp32: each key's probabilities in all queries of a KV head's query heads, added up.
+    """scores (B, G, K) fp32: each key's probabilities in all queries of a KV head's query heads,
+    added up.
 
-    A program has KEYS keys to itself and walks the queries that see them, so that no order of programs shows in a sum.
-    Programs of one KV head run side by side and read its queries while the L2 cache has them, the longest first.
-    """
+    A program has KEYS keys to itself and walks the queries that see them, so that no order of
+    programs shows in a sum. Programs of one KV head run side by side and read its queries while the
+    L2 cache has them, the longest first."""
     tiles = (k_len + KEYS - 1) // KEYS
     kv = (tl.program_id(0) // tiles).to(tl.int64)
     first = tl.program_id(0) % tiles * KEYS

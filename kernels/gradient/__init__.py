@@ -1,4 +1,5 @@
-"""Gradients of dense attention, computed again tile by tile from the log-sum-exp, and dense attention that has them.
+"""Gradients of dense attention, computed again tile by tile from the log-sum-exp, and dense
+attention that has them.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -31,27 +32,26 @@ def attention_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a loss by q, k and v of dense causal attention, from its gradient by the output.
 
-    No Q x K matrix is made (FlashAttention-2, Algorithm 2; Dao, 2023). The same bits in every run and for any number of
-    threads.
+    No Q x K matrix is made (FlashAttention-2, Algorithm 2; Dao, 2023). The same bits in every run
+    and for any number of threads.
 
     Args:
-        q: (B, H, Q, D) queries, the last Q of the K positions.
-        k: (B, G, K, D) keys; query head i reads KV head i // (H // G).
-        v: (B, G, K, E) values.
-        out: (B, H, Q, E) what attention put out.
-        lse: (B, H, Q) natural log-sum-exp of each query's logits, as kernels.attention.sparse_attention returns it.
-        grad_out: (B, H, Q, E) gradient of the loss by `out`.
-        scale: factor on the logits; D ** -0.5 if None.
-        softcap: logits become softcap * tanh(logits / softcap).
-        window: a query sees itself and the window - 1 keys before it; None is all of them.
-        skip_below: leave out tiles of 64 x 64 positions in which no probability reaches this, as if they were 0.
-        backend: "cpu" is native code, "reference" torch on any device; "auto" takes the first that serves the call.
+        q: (B, H, Q, D) queries, the last Q of the K positions. k: (B, G, K, D) keys; query head i
+        reads KV head i // (H // G). v: (B, G, K, E) values. out: (B, H, Q, E) what attention put
+        out. lse: (B, H, Q) natural log-sum-exp of each query's logits, as
+        kernels.attention.sparse_attention returns it. grad_out: (B, H, Q, E) gradient of the loss
+        by `out`. scale: factor on the logits; D ** -0.5 if None. softcap: logits become softcap *
+        tanh(logits / softcap). window: a query sees itself and the window - 1 keys before it; None
+        is all of them. skip_below: leave out tiles of 64 x 64 positions in which no probability
+        reaches this, as if they were 0. backend: "cpu" is native code, "reference" torch on any
+        device; "auto" takes the first that serves the call.
 
     Returns:
         dq, dk, dv with the shapes and dtypes of q, k and v.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together; a number out of its range; a named backend that
+        ValueError: shapes, dtypes or devices that do not go together; a number out of its range; a
+        named backend that
             cannot serve the call.
     """
     _check(q, k, v, out, lse, grad_out)
@@ -64,11 +64,22 @@ def attention_gradients(
         raise ValueError(f"backend 'cpu' cannot serve this call: {reason}")
     module = reference if backend == "reference" or reason else cpu
     return module.attention_gradients(
-        q, k, v, out, lse, grad_out, scale=scale, softcap=softcap, window=window, skip_below=skip_below
+        q,
+        k,
+        v,
+        out,
+        lse,
+        grad_out,
+        scale=scale,
+        softcap=softcap,
+        window=window,
+        skip_below=skip_below,
     )
 
 
-def check_numbers(scale: float, softcap: float | None, window: int | None, skip_below: float) -> None:
+def check_numbers(
+    scale: float, softcap: float | None, window: int | None, skip_below: float
+) -> None:
     """Raise ValueError, in one line with the value, where one is out of its range."""
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and not 0 < value < math.inf:
@@ -98,11 +109,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: 
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads do not divide into {k.shape[1]} KV heads")
     if q.shape[2] > k.shape[2]:
-        raise ValueError(f"queries are the last of the keys: got {q.shape[2]} queries and {k.shape[2]} keys")
+        raise ValueError(
+            f"queries are the last of the keys: got {q.shape[2]} queries and {k.shape[2]} keys"
+        )
     if len(dtypes := {x.dtype for x in tensors.values()}) > 1 or not q.is_floating_point():
-        raise ValueError(f"all but lse must share a floating dtype, got {', '.join(sorted(map(str, dtypes)))}")
+        raise ValueError(
+            f"all but lse must share a floating dtype, got {', '.join(sorted(map(str, dtypes)))}"
+        )
     wide = torch.promote_types(q.dtype, torch.float32)
     if lse.dtype not in (torch.float32, wide):
         raise ValueError(f"lse must be {wide}, got {lse.dtype}")
     if len(devices := {x.device for x in (*tensors.values(), lse)}) > 1:
-        raise ValueError(f"all tensors of a call must share a device, got {', '.join(sorted(map(str, devices)))}")
+        raise ValueError(
+            f"all tensors of a call must share a device, got {', '.join(sorted(map(str, devices)))}"
+        )

@@ -39,18 +39,39 @@ def attention_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels.gradient.attention_gradients; `engine` takes another than the fastest.
 
-    float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by the engine "float".
-    """
-    q, k, v, out, grad_out = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, out, grad_out))
-    # Laid out as what they are the gradients of, as autograd likes it; each has a place of its own in memory.
+    float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by
+    the engine "float"."""
+    q, k, v, out, grad_out = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, out, grad_out)
+    )
+    # Laid out as what they are the gradients of, as autograd likes it; each has a place of its own
+    # in memory.
     dq, dk, dv = (_like(x) for x in (q, k, v))
     torch.ops.headwise.attention_gradients(
-        *(q.detach(), k.detach(), v.detach(), out.detach(), lse.detach().contiguous(), grad_out.detach()),
-        *(window or 0, scale, softcap or 0.0, skip_below, engine or attention.engines(q.dtype)[0], dq, dk, dv),
+        *(
+            q.detach(),
+            k.detach(),
+            v.detach(),
+            out.detach(),
+            lse.detach().contiguous(),
+            grad_out.detach(),
+        ),
+        *(
+            window or 0,
+            scale,
+            softcap or 0.0,
+            skip_below,
+            engine or attention.engines(q.dtype)[0],
+            dq,
+            dk,
+            dv,
+        ),
     )
     return dq, dk, dv
 
 
 def _like(x: Tensor) -> Tensor:
     made = torch.empty_like(x)
-    return made if made.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return (
+        made if made.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+    )

@@ -31,11 +31,15 @@ class DenseAttention(torch.autograd.Function):
         skip_below: float,
     ) -> Tensor:
         if q.dtype == torch.float64:
-            out, lse = reference.dense_attention(q, k, v, scale=scale, softcap=softcap, window=window)
+            out, lse = reference.dense_attention(
+                q, k, v, scale=scale, softcap=softcap, window=window
+            )
         else:
             index = dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
             index = replace(index, window=window)
-            out, lse = sparse_attention(q, k, v, index, scale=scale, softcap=softcap, return_lse=True)
+            out, lse = sparse_attention(
+                q, k, v, index, scale=scale, softcap=softcap, return_lse=True
+            )
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.how = {"scale": scale, "softcap": softcap, "window": window, "skip_below": skip_below}
         return out
@@ -43,7 +47,9 @@ class DenseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("dense attention can be differentiated once: create_graph must be False")
+            raise RuntimeError(
+                "dense attention can be differentiated once: create_graph must be False"
+            )
         q, k, v, out, lse = ctx.saved_tensors
         found = attention_gradients(q, k, v, out, lse, grad_out.to(q.dtype), **ctx.how)
         return *found, None, None, None, None
@@ -59,13 +65,14 @@ def dense_attention(
     window: int | None = None,
     skip_below: float = 0.0,
 ) -> Tensor:
-    """Dense causal attention with a backward pass: (B, H, Q, E) in q's dtype, from q, k and v as `attention_gradients`.
+    """Dense causal attention with a backward pass: (B, H, Q, E) in q's dtype, from q, k and v as
+    `attention_gradients`.
 
     Memory is linear in the lengths, both ways. It can be differentiated once.
 
     Raises:
-        RuntimeError: in its backward pass, where that is to be differentiated again.
-        ValueError: as kernels.attention.sparse_attention and kernels.gradient.attention_gradients do.
+        RuntimeError: in its backward pass, where that is to be differentiated again. ValueError: as
+        kernels.attention.sparse_attention and kernels.gradient.attention_gradients do.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     check_numbers(scale, softcap, window, skip_below)

@@ -1,8 +1,8 @@
-"""Dense attention and its gradients in plain torch, a block of queries at a time: the oracle, and the fallback.
+"""Dense attention and its gradients in plain torch, a block of queries at a time: the oracle, and
+the fallback.
 
-Shapes: B batch, H query heads, G KV heads, M = H // G, Q query length, K key length, R rows of a block, D head dim,
-E value dim.
-"""
+Shapes: B batch, H query heads, G KV heads, M = H // G, Q query length, K key length, R rows of a
+block, D head dim, E value dim."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _SCORES = 1 << 24
 
 
 class _Block(NamedTuple):
-    """Some queries, the keys that they see, and their logits (B, G, M, R, keys), -inf where one sees no key."""
+    """Some queries, the keys that they see, and their logits (B, G, M, R, keys), -inf where one
+    sees no key."""
 
     queries: slice
     keys: slice
@@ -30,8 +31,11 @@ class _Block(NamedTuple):
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """(B, H, Q, E) in q's dtype, and the natural log-sum-exp of each query's logits (B, H, Q); at least in fp32."""
-    q_heads, k_heads, v_heads = _by_group(q, k.shape[1]), _wide(k), _wide(v)
+    """(B, H, Q, E) in q's dtype, and the natural log-sum-exp of each query's logits (B, H, Q); at
+    least in fp32."""
+    q_heads = _by_group(q, k.shape[1])
+    k_heads = _wide(k)
+    v_heads = _wide(v)
     out = q_heads.new_empty(*q_heads.shape[:-1], v.shape[-1])
     lse = q_heads.new_empty(q_heads.shape[:-1])
     for block in _blocks(q_heads, k_heads, scale, softcap, window):
@@ -55,7 +59,9 @@ def attention_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See kernels.gradient.attention_gradients; at least in fp32."""
     q_heads, out_heads, by_out = (_by_group(x, k.shape[1]) for x in (q, out, grad_out))
-    k_heads, v_heads, lse_heads = _wide(k), _wide(v), _wide(lse).unflatten(1, (k.shape[1], -1))
+    k_heads = _wide(k)
+    v_heads = _wide(v)
+    lse_heads = _wide(lse).unflatten(1, (k.shape[1], -1))
     delta = (out_heads * by_out).sum(-1)
     dq, dk, dv = (torch.zeros_like(x) for x in (q_heads, k_heads, v_heads))
     offset = k.shape[2] - q.shape[2]
@@ -82,7 +88,9 @@ def _by_group(x: Tensor, num_kv_heads: int) -> Tensor:
     return _wide(x).unflatten(1, (num_kv_heads, -1))
 
 
-def _blocks(q: Tensor, k: Tensor, scale: float, softcap: float | None, window: int | None) -> Iterator[_Block]:
+def _blocks(
+    q: Tensor, k: Tensor, scale: float, softcap: float | None, window: int | None
+) -> Iterator[_Block]:
     """Blocks of (B, G, M, Q, D) queries, cut where tiles of positions begin."""
     batch, kv_heads, heads, q_len, _ = q.shape
     k_len = k.shape[2]
@@ -90,18 +98,30 @@ def _blocks(q: Tensor, k: Tensor, scale: float, softcap: float | None, window: i
     rows = max(1, _SCORES // (batch * kv_heads * heads * k_len * TILE)) * TILE
     end = offset
     while end < k_len:
-        start, end = end, min((end // rows + 1) * rows, k_len)
+        start = end
+        end = min((end // rows + 1) * rows, k_len)
         first = 0 if window is None else max(0, start - window + 1) // TILE * TILE
-        logits = q[..., start - offset : end - offset, :] @ k[:, :, None, first:end].transpose(-1, -2) * scale
+        logits = (
+            q[..., start - offset : end - offset, :]
+            @ k[:, :, None, first:end].transpose(-1, -2)
+            * scale
+        )
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        distance = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
+        distance = torch.arange(start, end, device=q.device)[:, None] - torch.arange(
+            first, end, device=q.device
+        )
         outside = (distance < 0) | (distance >= (window or k_len))
-        yield _Block(slice(start - offset, end - offset), slice(first, end), logits.masked_fill(outside, float("-inf")))
+        yield _Block(
+            slice(start - offset, end - offset),
+            slice(first, end),
+            logits.masked_fill(outside, float("-inf")),
+        )
 
 
 def _without_small_tiles(p: Tensor, first_query: int, first_key: int, least: float) -> Tensor:
-    """p (..., R, keys) with zeros in each 64 x 64 tile of positions whose largest probability is below `least`."""
+    """p (..., R, keys) with zeros in each 64 x 64 tile of positions whose largest probability is
+    below `least`."""
     rows, keys = p.shape[-2:]
     before = first_query % TILE
     above = F.pad(p, (0, -(first_key + keys) % TILE, before, -(first_query + rows) % TILE))

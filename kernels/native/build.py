@@ -1,4 +1,5 @@
-"""Loads the native kernels: what a wheel brought, or compiled for this machine at first use and kept in the cache."""
+"""Loads the native kernels: what a wheel brought, or compiled for this machine at first use and
+kept in the cache."""
 
 from __future__ import annotations
 
@@ -26,11 +27,23 @@ from kernels.native import prebuilt
 _KERNELS = Path(__file__).parents[1]
 SOURCES = tuple(
     _KERNELS / name
-    for name in ("attention/cpu.cpp", "decode/cpu.cpp", "decode/sums.cpp", "gradient/cpu.cpp", "patterns/cpu.cpp")
+    for name in (
+        "attention/cpu.cpp",
+        "decode/cpu.cpp",
+        "decode/sums.cpp",
+        "gradient/cpu.cpp",
+        "patterns/cpu.cpp",
+    )
 )
 HEADERS = tuple(
     _KERNELS / name
-    for name in ("native/vectors.h", "native/tiles.h", "native/engines.h", "attention/index.h", "attention/panels.h")
+    for name in (
+        "native/vectors.h",
+        "native/tiles.h",
+        "native/engines.h",
+        "attention/index.h",
+        "attention/panels.h",
+    )
 )
 _FLAGS = (
     "-std=c++20",
@@ -53,16 +66,18 @@ _LONGEST_BUILD = 600
 
 @functools.cache
 def load() -> str | None:
-    """Make torch.ops.headwise available, compiling it if need be; the reason where that is not possible, else None.
+    """Make torch.ops.headwise available, compiling it if need be; the reason where that is not
+    possible, else None.
 
-    A library that the wheel brought for this processor is taken, unless CXX asks for a compiler. Else it is compiled,
-    which is tried once a process, and done once by all processes of a machine that start together: they wait for the
-    first. It is compiled beside its place and renamed into it, so that an interrupted build does no harm. One that is
-    there and does not load (cut off, or of another machine that shares the folder) is compiled again. The folder must
-    be the user's own and nobody else may write to it. HEADWISE_CACHE moves the cache folder, CXX names another
-    compiler.
-    """
-    # Threads that come first together would compile and load two, and torch takes operators of a name only once.
+    A library that the wheel brought for this processor is taken, unless CXX asks for a compiler.
+    Else it is compiled, which is tried once a process, and done once by all processes of a machine
+    that start together: they wait for the first. It is compiled beside its place and renamed into
+    it, so that an interrupted build does no harm. One that is there and does not load (cut off, or
+    of another machine that shares the folder) is compiled again. The folder must be the user's own
+    and nobody else may write to it. HEADWISE_CACHE moves the cache folder, CXX names another
+    compiler."""
+    # Threads that come first together would compile and load two, and torch takes operators of a
+    # name only once.
     with _loading:
         return _load()
 
@@ -79,7 +94,10 @@ def _load() -> str | None:
     try:
         library = cache_folder() / f"cpu-{_key(compiler)}.so"
         if (reason := _make_private(library)) is not None:
-            return f"compiled kernels are not taken from there: {reason} (HEADWISE_CACHE moves the cache folder)"
+            return (
+                f"compiled kernels are not taken from there: {reason} "
+                f"(HEADWISE_CACHE moves the cache folder)"
+            )
         if library.exists() and _why_not_loaded(library) is None:
             return None
         with _lock(library):
@@ -94,13 +112,17 @@ def _load() -> str | None:
     except subprocess.CalledProcessError as error:
         return f"{' '.join(compiler)} failed: {_first_error(error.stderr)}"
     except (OSError, RuntimeError) as error:
-        return f"the compiled library cannot be stored: {error} (HEADWISE_CACHE moves the cache folder)"
+        return (
+            f"the compiled library cannot be stored: {error} "
+            f"(HEADWISE_CACHE moves the cache folder)"
+        )
     return None
 
 
 @contextmanager
 def _lock(library: Path) -> Iterator[None]:
-    """Of the processes of this machine that want the library, one at a time; all of them where it waits too long."""
+    """Of the processes of this machine that want the library, one at a time; all of them where it
+    waits too long."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(library.parent.parent / f"{library.stem}.lock", timeout=_LONGEST_BUILD)
@@ -108,7 +130,9 @@ def _lock(library: Path) -> Iterator[None]:
         lock.acquire()
     except (Timeout, NotImplementedError):
         # A second build at the same time costs time and nothing else.
-        _log.warning("waited %d s for another process that compiles the CPU kernels", _LONGEST_BUILD)
+        _log.warning(
+            "waited %d s for another process that compiles the CPU kernels", _LONGEST_BUILD
+        )
     try:
         yield
     finally:
@@ -129,11 +153,16 @@ def _make_private(library: Path) -> str | None:
     if os.name != "posix":
         return None
     user = os.geteuid()
-    for path, remedy in ((folder, "empty it and chmod 700 it"), (root, "chmod go-w it"), (library, "remove it")):
+    for path, remedy in (
+        (folder, "empty it and chmod 700 it"),
+        (root, "chmod go-w it"),
+        (library, "remove it"),
+    ):
         if path is library and not library.exists():
             continue
         found = path.stat()
-        # Nobody needs to be kept from what root could do anyway; but the folder has to be written to.
+        # Nobody needs to be kept from what root could do anyway; but the folder has to be written
+        # to.
         if found.st_uid != user and (found.st_uid != 0 or path is folder):
             return f"{path} belongs to user {found.st_uid}, not to {user}"
         # In a folder such as /tmp nobody can rename what is another's.
@@ -156,12 +185,15 @@ def _why_not_loaded(library: Path) -> str | None:
 
 
 def _cut_off(library: Path) -> bool:
-    """Whether the file ends before its table of sections does: loading such a one ends the process, not the call."""
+    """Whether the file ends before its table of sections does: loading such a one ends the process,
+    not the call."""
     with library.open("rb") as file:
         head = file.read(64)
     if head[:6] != b"\x7fELF\x02\x01" or len(head) < 64:
         return False
-    table, size, count = (int.from_bytes(head[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
+    table, size, count = (
+        int.from_bytes(head[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62))
+    )
     return library.stat().st_size < table + size * count
 
 
@@ -175,21 +207,29 @@ def find_compiler() -> list[str] | str:
     """The compiler's command (CXX, c++ or g++), or why there is none."""
     if chosen := os.environ.get("CXX"):
         command = shlex.split(chosen)
-        return command if command and shutil.which(command[0]) else f"no C++ compiler found: CXX is {chosen!r}"
+        return (
+            command
+            if command and shutil.which(command[0])
+            else f"no C++ compiler found: CXX is {chosen!r}"
+        )
     found = shutil.which("c++") or shutil.which("g++")
     return [found] if found else "no C++ compiler found (install g++, or set CXX)"
 
 
 def _first_error(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
+    return next(
+        (line for line in lines if "error" in line.lower()), lines[0] if lines else "no message"
+    )
 
 
-def compile_library(compiler: list[str], library: Path, machine: tuple[str, ...] = _THIS_MACHINE) -> None:
+def compile_library(
+    compiler: list[str], library: Path, machine: tuple[str, ...] = _THIS_MACHINE
+) -> None:
     """Compile all sources into one library, for the processors that the flags `machine` name.
 
-    Raises subprocess.CalledProcessError with the compiler's message, OSError where it cannot be stored.
-    """
+    Raises subprocess.CalledProcessError with the compiler's message, OSError where it cannot be
+    stored."""
     home = Path(torch.__file__).parent
     openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
@@ -198,11 +238,26 @@ def compile_library(compiler: list[str], library: Path, machine: tuple[str, ...]
         objects = [str(Path(folder) / f"{at}.o") for at in range(len(SOURCES))]
         # One compiler process a source, all at once: most of the time goes into torch's headers.
         for _ in pool.map(
-            lambda source, to: _run([*command, f"-I{home / 'include'}", "-c", str(source), "-o", to]), SOURCES, objects
+            lambda source, to: _run(
+                [*command, f"-I{home / 'include'}", "-c", str(source), "-o", to]
+            ),
+            SOURCES,
+            objects,
         ):
             pass
         built = Path(folder) / library.name
-        _run([*command, "-shared", *objects, "-o", str(built), f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"])
+        _run(
+            [
+                *command,
+                "-shared",
+                *objects,
+                "-o",
+                str(built),
+                f"-L{home / 'lib'}",
+                "-ltorch_cpu",
+                "-lc10",
+            ]
+        )
         # Whatever the umask: one that others could write to would not be loaded.
         built.chmod(0o755)
         os.replace(built, library)
@@ -213,11 +268,20 @@ def _run(command: list[str]) -> None:
 
 
 def _key(compiler: list[str]) -> str:
-    """What the library depends on: sources, flags, compiler, torch and the instructions of this processor."""
+    """What the library depends on: sources, flags, compiler, torch and the instructions of this
+    processor."""
     processor = (platform.machine(), *sorted(prebuilt.processor_flags()))
     texts = (path.read_text() for path in (*SOURCES, *HEADERS))
     flags = (*_THIS_MACHINE, *_FLAGS)
-    parts = (*texts, *flags, *compiler, _version(compiler), torch.__version__, sys.platform, *processor)
+    parts = (
+        *texts,
+        *flags,
+        *compiler,
+        _version(compiler),
+        torch.__version__,
+        sys.platform,
+        *processor,
+    )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

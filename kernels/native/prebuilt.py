@@ -1,10 +1,10 @@
-"""Native code that a wheel brings, built for several instruction sets, of which the processor's best is taken.
+"""Native code that a wheel brings, built for several instruction sets, of which the processor's
+best is taken.
 
-A wheel that is built with HEADWISE_PREBUILD=1 (setup.py) holds a library for each level of its architecture. AMX needs
-none of its own: the library for AVX-512 bf16 has its instructions in functions of their own (tiles.h). A library fits
-the release of torch that it was built with; with another one, and on a processor below every level, the code is
-compiled at first use.
-"""
+A wheel that is built with HEADWISE_PREBUILD=1 (setup.py) holds a library for each level of its
+architecture. AMX needs none of its own: the library for AVX-512 bf16 has its instructions in
+functions of their own (tiles.h). A library fits the release of torch that it was built with; with
+another one, and on a processor below every level, the code is compiled at first use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def library(level: str, folder: Path = FOLDER) -> Path:
 
 
 def find() -> Path | None:
-    """The best library that the wheel brought for this processor and this torch; None where there is none."""
+    """The best library that the wheel brought for this processor and this torch; None where there
+    is none."""
     if not FOLDER.is_dir():
         return None
     has = processor_flags()

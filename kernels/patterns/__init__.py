@@ -1,4 +1,5 @@
-"""Attention patterns: KINDS by name, and LayerPlan, which lowers a layer of unlike heads to one SparseIndex.
+"""Attention patterns: KINDS by name, and LayerPlan, which lowers a layer of unlike heads to one
+SparseIndex.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
 """
@@ -52,7 +53,18 @@ __all__ = [
 
 KINDS: dict[str, type[Pattern]] = {
     cls.kind: cls
-    for cls in (Dense, AShape, TriShape, Dilated, Strided, Static, VerticalSlash, BlockSparse, MemoryUnits, SkipSoftmax)
+    for cls in (
+        Dense,
+        AShape,
+        TriShape,
+        Dilated,
+        Strided,
+        Static,
+        VerticalSlash,
+        BlockSparse,
+        MemoryUnits,
+        SkipSoftmax,
+    )
 }
 
 
@@ -60,7 +72,8 @@ def make(kind: str, **sizes: Any) -> Pattern:
     """The pattern of that kind with those fields, sizes for the most part.
 
     Raises:
-        ValueError: an unknown kind, an unknown size, a missing one, or one that is not as the pattern wants it.
+        ValueError: an unknown kind, an unknown size, a missing one, or one that is not as the
+        pattern wants it.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown pattern kind {kind!r}; known: {', '.join(KINDS)}")
@@ -75,34 +88,46 @@ def make(kind: str, **sizes: Any) -> Pattern:
 def largest(patterns: Sequence[Pattern]) -> Pattern:
     """A pattern that none of these, all of one kind and last_q, is larger than."""
     first = patterns[0]
-    names = [name for name, value in vars(first).items() if name != "coverage" and type(value) in (int, float)]
+    names = [
+        name
+        for name, value in vars(first).items()
+        if name != "coverage" and type(value) in (int, float)
+    ]
     return make(first.kind, **{name: max(getattr(p, name) for p in patterns) for name in names})
 
 
-# Plans for other lengths that a plan remembers: chunks of a prompt ask for each once, a batch for a few at once.
+# Plans for other lengths that a plan remembers: chunks of a prompt ask for each once, a batch for a
+# few at once.
 _LENGTHS = 16
 _growing = threading.Lock()
 
 
 class LayerPlan:
-    """The patterns of one layer, sorted by kind once so that each forward builds each kind in one call."""
+    """The patterns of one layer, sorted by kind once so that each forward builds each kind in one
+    call."""
 
     def __init__(
-        self, patterns: Sequence[Pattern], num_kv_heads: int, *, dense_tail: int = 0, growth: Growth | None = None
+        self,
+        patterns: Sequence[Pattern],
+        num_kv_heads: int,
+        *,
+        dense_tail: int = 0,
+        growth: Growth | None = None,
     ) -> None:
         """Plan one pattern a query head.
 
         Args:
-            patterns: in the order of the query heads.
-            num_kv_heads: KV heads that they read.
-            dense_tail: the last so many queries of a call see every key in any case.
-            growth: how the patterns' sizes go with the number of keys; None leaves them as they are.
+            patterns: in the order of the query heads. num_kv_heads: KV heads that they read.
+            dense_tail: the last so many queries of a call see every key in any case. growth: how
+            the patterns' sizes go with the number of keys; None leaves them as they are.
 
         Raises:
             ValueError: heads that do not divide; growth of a field that is no size of its kind.
         """
         if not patterns or num_kv_heads < 1 or len(patterns) % num_kv_heads:
-            raise ValueError(f"{len(patterns)} query heads do not divide into {num_kv_heads} KV heads")
+            raise ValueError(
+                f"{len(patterns)} query heads do not divide into {num_kv_heads} KV heads"
+            )
         self.patterns = tuple(patterns)
         self.num_kv_heads = num_kv_heads
         self.dense_tail = dense_tail
@@ -119,11 +144,14 @@ class LayerPlan:
         """The plan of these KV heads and the query heads that read them."""
         if kv_heads not in self._parts:
             some = [self.patterns[head] for head in self.query_heads(kv_heads)]
-            self._parts[kv_heads] = LayerPlan(some, len(kv_heads), dense_tail=self.dense_tail, growth=self.growth)
+            self._parts[kv_heads] = LayerPlan(
+                some, len(kv_heads), dense_tail=self.dense_tail, growth=self.growth
+            )
         return self._parts[kv_heads]
 
     def at(self, k_len: int) -> LayerPlan:
-        """The plan with the sizes that its patterns have on `k_len` keys; itself where nothing grows."""
+        """The plan with the sizes that its patterns have on `k_len` keys; itself where nothing
+        grows."""
         if self.growth is None:
             return self
         tiles = num_tiles(k_len)
@@ -132,7 +160,10 @@ class LayerPlan:
             # Taken out and put back, so that the one not asked for longest is the first.
             plan = self._lengths.pop(tiles, None)
             if plan is None:
-                grown = {pattern: self.growth.grown(pattern, k_len) for pattern in dict.fromkeys(self.patterns)}
+                grown = {
+                    pattern: self.growth.grown(pattern, k_len)
+                    for pattern in dict.fromkeys(self.patterns)
+                }
                 some = [grown[pattern] for pattern in self.patterns]
                 plan = LayerPlan(some, self.num_kv_heads, dense_tail=self.dense_tail)
                 if len(self._lengths) == _LENGTHS:
@@ -156,32 +187,40 @@ class LayerPlan:
         block_table: Tensor | None = None,
         k_len: int | None = None,
     ) -> SparseIndex:
-        """The index of all heads for queries (B, H, Q, D), the last Q of the K positions, and keys (B, G, K, D).
+        """The index of all heads for queries (B, H, Q, D), the last Q of the K positions, and keys
+        (B, G, K, D).
 
         Args:
-            q, k: queries and keys; with `ragged` each of its sequences has its queries last. With a block table k is a
-                cache (pages, page size, G, D) of q's dtype, or of 8 bits, which are read in q's dtype.
-            scale: factor on the logits; D ** -0.5 if None.
-            window: a sliding layer's window: a query sees itself and the window - 1 keys before it.
-            ragged: where the sequences lie, if they are not all as long as the tensors.
-            block_table: (sequences, at least ceil(K / page size)) int32: the page that holds keys i * page size and on.
+            q, k: queries and keys; with `ragged` each of its sequences has its queries last. With a
+            block table k is a
+                cache (pages, page size, G, D) of q's dtype, or of 8 bits, which are read in q's
+                dtype.
+            scale: factor on the logits; D ** -0.5 if None. window: a sliding layer's window: a
+            query sees itself and the window - 1 keys before it. ragged: where the sequences lie, if
+            they are not all as long as the tensors. block_table: (sequences, at least ceil(K / page
+            size)) int32: the page that holds keys i * page size and on.
                 Patterns that choose by keys read them where they lie.
             k_len: with a block table and without `ragged`, K.
 
-        Sizes that grow are those for K keys, or for each sequence's own number of them: what a sequence gets does not
-        depend on the others of its batch.
+        Sizes that grow are those for K keys, or for each sequence's own number of them: what a
+        sequence gets does not depend on the others of its batch.
 
         Raises:
             ValueError: shapes that do not go together, or heads that the plan was not made for.
         """
         if not q.dim() == k.dim() == 4:
-            raise ValueError(f"q and k must be 4-D (B, heads, length, dim), got {q.dim()} and {k.dim()}-D")
+            raise ValueError(
+                f"q and k must be 4-D (B, heads, length, dim), got {q.dim()} and {k.dim()}-D"
+            )
         keys: Keys = k
         if block_table is not None:
             lengths = (k_len,) * q.shape[0] if ragged is None else ragged.k_lens
             keys = Paged.of(k, block_table, lengths, q.dtype)
         if q.shape[3] != keys.shape[3] or (ragged is None and q.shape[0] != keys.shape[0]):
-            raise ValueError(f"q and k must share batch and head dim, got q {tuple(q.shape)}, k {tuple(keys.shape)}")
+            raise ValueError(
+                f"q and k must share batch and head dim, got q {tuple(q.shape)}, k "
+                f"{tuple(keys.shape)}"
+            )
         if q.shape[1] != len(self.patterns) or keys.shape[1] != self.num_kv_heads:
             raise ValueError(
                 f"planned for {len(self.patterns)} query and {self.num_kv_heads} KV heads, "
@@ -203,15 +242,22 @@ class LayerPlan:
 
     def _build(self, q: Tensor, k: Keys, scale: float, window: int | None) -> SparseIndex:
         if not 0 < q.shape[2] <= k.shape[2]:
-            raise ValueError(f"query length must be between 1 and key length {k.shape[2]}, got {q.shape[2]}")
-        if self.dense_tail and max(k.shape[2] - self.dense_tail, 0) // TILE <= (k.shape[2] - q.shape[2]) // TILE:
+            raise ValueError(
+                f"query length must be between 1 and key length {k.shape[2]}, got {q.shape[2]}"
+            )
+        if (
+            self.dense_tail
+            and max(k.shape[2] - self.dense_tail, 0) // TILE <= (k.shape[2] - q.shape[2]) // TILE
+        ):
             # Every row is one of the tail: there is nothing to choose.
             return dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
         how: dict[str, Any] = {"scale": scale, "window": window}
         order: list[int] = []
         parts = []
         for cls, heads in self._kinds.items():
-            parts.append(cls.build_index([self.patterns[head] for head in heads], heads, q, k, **how))
+            parts.append(
+                cls.build_index([self.patterns[head] for head in heads], heads, q, k, **how)
+            )
             order += heads
         # Where each head stands in the concatenation of the parts.
         place = sorted(range(len(order)), key=order.__getitem__)

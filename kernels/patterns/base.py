@@ -1,7 +1,8 @@
-"""What every attention pattern is: a frozen set of sizes and a builder that lowers many heads at once.
+"""What every attention pattern is: a frozen set of sizes and a builder that lowers many heads at
+once.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, h heads of one kind in a layer.
-"""
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, h heads of one
+kind in a layer."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def _no_size(value: object) -> str | None:
 
 
 def _no_share(value: object) -> str | None:
-    fits = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1)
+    fits = value is None or (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+    )
     return None if fits else f"must be above 0 and at most 1, got {value!r}"
 
 
@@ -32,11 +35,11 @@ SHARE: Mapping[str, Any] = {"fault": _no_share}
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """Base of all patterns: fields are positive integers, sizes in tokens, unless the pattern says otherwise.
+    """Base of all patterns: fields are positive integers, sizes in tokens, unless the pattern says
+    otherwise.
 
-    A field of another type has its rule in its metadata, as "fault": a function from the value to what is wrong with
-    it, or None.
-    """
+    A field of another type has its rule in its metadata, as "fault": a function from the value to
+    what is wrong with it, or None."""
 
     kind: ClassVar[str]
 
@@ -56,20 +59,20 @@ class Pattern:
         scale: float,
         window: int | None = None,
     ) -> Callable[[Sequence[Self]], SparseIndex]:
-        """Do what does not depend on the sizes once, for building many indices over the same tensors.
+        """Do what does not depend on the sizes once, for building many indices over the same
+        tensors.
 
         Args:
-            largest: h patterns of this kind, one a head; no later pattern may be larger or differ in `last_q`.
-            heads: the h query heads of q that they belong to.
-            q: (B, H, Q, D) queries, the last Q of the K positions.
-            k: (B, G, K, D) keys, or pages that hold them; query head i reads KV head i // (H // G).
-            scale: factor on the logits.
-            window: in a sliding layer, how many keys a query sees, itself included: nothing is chosen for what lies
+            largest: h patterns of this kind, one a head; no later pattern may be larger or differ
+            in `last_q`. heads: the h query heads of q that they belong to. q: (B, H, Q, D) queries,
+            the last Q of the K positions. k: (B, G, K, D) keys, or pages that hold them; query head
+            i reads KV head i // (H // G). scale: factor on the logits. window: in a sliding layer,
+            how many keys a query sees, itself included: nothing is chosen for what lies
                 beyond. The index may name it all the same; it has a window of its own.
 
         Returns:
-            A function from h patterns to the index of those h heads. Building waits for no device, and the widths of
-            the index follow from sizes and lengths alone.
+            A function from h patterns to the index of those h heads. Building waits for no device,
+            and the widths of the index follow from sizes and lengths alone.
         """
         raise NotImplementedError
 

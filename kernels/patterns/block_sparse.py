@@ -22,19 +22,21 @@ from kernels.patterns.choose import best_places
 from kernels.patterns.paged import Keys, of_heads, part
 from kernels.patterns.rows import offsets_of, put
 
-# Bytes of fp32 numbers held at once: on a GPU little beside 1M tokens, on a CPU what stays near its cores.
+# Bytes of fp32 numbers held at once: on a GPU little beside 1M tokens, on a CPU what stays near its
+# cores.
 _SCRATCH_BYTES = {"cpu": 1 << 22}
 _SCRATCH_BYTES_ELSEWHERE = 1 << 28
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSparse(Pattern):
-    """For each query tile the `blocks` key tiles whose mean key has the largest product with the mean query.
+    """For each query tile the `blocks` key tiles whose mean key has the largest product with the
+    mean query.
 
-    With a `coverage`, only the smallest set of tiles that holds this share of the attention between the means, still at
-    most `blocks` (FlexPrefill, Lai 2025, Algorithm 4; XAttention, Xu 2025, section 2.2). The query's own tile and the
-    first tile are always among them, so that 1 and 2 blocks are the same.
-    """
+    With a `coverage`, only the smallest set of tiles that holds this share of the attention between
+    the means, still at most `blocks` (FlexPrefill, Lai 2025, Algorithm 4; XAttention, Xu 2025,
+    section 2.2). The query's own tile and the first tile are always among them, so that 1 and 2
+    blocks are the same."""
 
     kind: ClassVar[str] = "block_sparse"
 
@@ -58,8 +60,11 @@ class BlockSparse(Pattern):
             mean_of_tiles(k, [head // (q.shape[1] // k.shape[1]) for head in heads], lead=0),
         )
         # The function holds the means, not queries and keys.
-        q_len, k_len = q.shape[2], k.shape[2]
-        return lambda patterns: select(*means, patterns, q_len=q_len, k_len=k_len, scale=scale, window=window)
+        q_len = q.shape[2]
+        k_len = k.shape[2]
+        return lambda patterns: select(
+            *means, patterns, q_len=q_len, k_len=k_len, scale=scale, window=window
+        )
 
 
 def select(
@@ -72,17 +77,29 @@ def select(
     scale: float,
     window: int | None = None,
 ) -> SparseIndex:
-    """The index of the best tiles of each row by the mean queries (B, h, R, D) and keys (B, h, N, D), both fp32."""
-    (batch, heads, rows, _), n, device = queries.shape, keys.shape[2], queries.device
+    """The index of the best tiles of each row by the mean queries (B, h, R, D) and keys (B, h, N,
+    D), both fp32."""
+    (batch, heads, rows, _) = queries.shape
+    n = keys.shape[2]
+    device = queries.device
     first = (k_len - q_len) // TILE
     reach = n - 1 if window is None else min(num_tiles(window - 1), n - 1)
     # The own tile is not listed.
     most = tuple(min(max(p.blocks, 2) - 1, reach) for p in patterns)
     offsets, total = offsets_of(most, batch, rows, first, device)
     if cpu.serves(queries):
-        blocks, coverage = [p.blocks for p in patterns], [p.coverage for p in patterns]
+        blocks = [p.blocks for p in patterns]
+        coverage = [p.coverage for p in patterns]
         tiles = cpu.best_tiles(
-            queries, keys, blocks, coverage, offsets, first=first, reach=reach, scale=scale, total=total
+            queries,
+            keys,
+            blocks,
+            coverage,
+            offsets,
+            first=first,
+            reach=reach,
+            scale=scale,
+            total=total,
         )
     else:
         tiles = torch.empty(total + 1, dtype=torch.int32, device=device)
@@ -90,9 +107,15 @@ def select(
             # No row of the chunk sees a tile outside these.
             seen = slice(max(first + some.start - reach, 0), first + some.stop)
             own = torch.arange(some.start, some.stop, device=device)[:, None] + (first - seen.start)
-            best = _best_tiles(queries[:, :, some], keys[:, :, seen], own, reach, seen.start == 0, patterns, scale)
+            best = _best_tiles(
+                queries[:, :, some], keys[:, :, seen], own, reach, seen.start == 0, patterns, scale
+            )
             # Place 0 is the own tile, then come those that are seen.
-            put(tiles, offsets[:, :, some.start : some.stop + 1], torch.where(best < PAD, best + (seen.start - 1), PAD))
+            put(
+                tiles,
+                offsets[:, :, some.start : some.stop + 1],
+                torch.where(best < PAD, best + (seen.start - 1), PAD),
+            )
     return SparseIndex.built(
         widths=tuple((1, width, 0) for width in most),
         q_len=q_len,
@@ -113,32 +136,40 @@ def _best_tiles(
     patterns: Sequence[BlockSparse],
     scale: float,
 ) -> Tensor:
-    """The best of the tiles `keys` for each of some rows, their own left out: (B, h, rows, any width) int32, padded.
+    """The best of the tiles `keys` for each of some rows, their own left out: (B, h, rows, any
+    width) int32, padded.
 
-    They are counted from 1.
-    own: (rows, 1), the row's own among the tiles. from_first: whether these begin with the first tile of all.
-    """
+    They are counted from 1. own: (rows, 1), the row's own among the tiles. from_first: whether
+    these begin with the first tile of all."""
     tile = torch.arange(keys.shape[2], device=own.device)
-    # The own tile takes part in front of all others: it is always among the best, and its mass counts.
-    scores = torch.empty(*queries.shape[:3], keys.shape[2] + 1, dtype=torch.float32, device=own.device)
+    # The own tile takes part in front of all others: it is always among the best, and its mass
+    # counts.
+    scores = torch.empty(
+        *queries.shape[:3], keys.shape[2] + 1, dtype=torch.float32, device=own.device
+    )
     products = scores.flatten(0, 1)[..., 1:]
     torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out=products)
     coverage = [p.coverage for p in patterns]
     if covered := tuple(head for head, share in enumerate(coverage) if share is not None):
-        at, unseen = on_device(covered, own.device), (tile > own) | (tile < own - reach)
+        at = on_device(covered, own.device)
+        unseen = (tile > own) | (tile < own - reach)
         logits = scores[..., 1:].index_select(1, at).mul_(scale).masked_fill_(unseen, float("-inf"))
         scores[..., 1:].index_copy_(1, at, logits.softmax(dim=-1))
     scores[..., :1] = scores[..., 1:].gather(-1, own.expand(*queries.shape[:3], 1))
     scores[..., 1:].masked_fill_((tile >= own) | (tile < own - reach), float("-inf"))
-    return best_places(scores, [max(p.blocks, 2) for p in patterns], coverage, forced=1 + from_first)[..., 1:]
+    return best_places(
+        scores, [max(p.blocks, 2) for p in patterns], coverage, forced=1 + from_first
+    )[..., 1:]
 
 
 def mean_of_tiles(x: Keys, heads: Sequence[int], *, lead: int) -> Tensor:
-    """Mean over each tile of positions of some heads of x (B, heads, length, D), fp32 (B, h, tiles, D).
+    """Mean over each tile of positions of some heads of x (B, heads, length, D), fp32 (B, h, tiles,
+    D).
 
     `lead` positions of the first tile are missing.
     """
-    low, high = min(heads), max(heads) + 1
+    low = min(heads)
+    high = max(heads) + 1
     if not cpu.serves(x) and triton.serves(x):
         # Where it turns out not to build, torch serves this call and those to come.
         with suppress(CannotBuildError):
@@ -156,8 +187,13 @@ def _pool_all(x: Keys, *, lead: int) -> Tensor:
     tiles = (x.shape[2] - cut) // TILE
     some = chunks(tiles, 4 * TILE * x.shape[0] * x.shape[1] * x.shape[3], x.device)
     bounds = [(0, cut), *((cut + each.start * TILE, cut + each.stop * TILE) for each in some)]
-    pieces = (part(x, *each) for each in (*bounds, (cut + tiles * TILE, x.shape[2])) if each[0] < each[1])
-    means = [piece.unflatten(2, (-1, min(TILE, piece.shape[2]))).mean(3, dtype=torch.float32) for piece in pieces]
+    pieces = (
+        part(x, *each) for each in (*bounds, (cut + tiles * TILE, x.shape[2])) if each[0] < each[1]
+    )
+    means = [
+        piece.unflatten(2, (-1, min(TILE, piece.shape[2]))).mean(3, dtype=torch.float32)
+        for piece in pieces
+    ]
     return means[0] if len(means) == 1 else torch.cat(means, dim=2)
 
 

@@ -1,4 +1,5 @@
-"""The choice that every pattern built at run time comes down to: the best entries of each row, by number or by mass.
+"""The choice that every pattern built at run time comes down to: the best entries of each row, by
+number or by mass.
 
 Shapes: B batch, h heads of one kind, n entries to choose from, W the most that any head takes.
 """
@@ -16,7 +17,8 @@ from kernels.copies import on_device
 from kernels.index import PAD
 from kernels.patterns import cpu, triton
 
-# Mass is added up in whole numbers: what fp32 adds up to depends on the order, and on a GPU the order on the run.
+# Mass is added up in whole numbers: what fp32 adds up to depends on the order, and on a GPU the
+# order on the run.
 _UNITS = 2.0**40
 _LOWER_HALF = 0xFFFFFFFF
 
@@ -30,21 +32,26 @@ def best_places(
     ends: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """The places of the best entries in the last axis of fp32 scores (B, h, ..., n), ascending: (B, h, ..., W) int32.
+    """The places of the best entries in the last axis of fp32 scores (B, h, ..., n), ascending: (B,
+    h, ..., W) int32.
 
     Args:
-        scores: any numbers; -inf for what must not be taken. Where a head has a coverage, its mass: none below 0, in
+        scores: any numbers; -inf for what must not be taken. Where a head has a coverage, its mass:
+        none below 0, in
             all at most 1,024.
         sizes: how many of its entries head i takes at most; W is the largest of these, or n.
-        coverage: None, or the share of all its mass that head i wants: it takes the fewest entries that hold it, and
+        coverage: None, or the share of all its mass that head i wants: it takes the fewest entries
+        that hold it, and
             none without mass.
-        forced: the first so many entries are taken before all others, whatever their scores (but -inf).
-        ends: (B,) int32, the entry behind the last of each row of a sequence: what stands there is not read. n if None.
-        counts: (B,) int32, how many entries any head of a sequence takes at most, beside `sizes`.
+        forced: the first so many entries are taken before all others, whatever their scores (but
+        -inf). ends: (B,) int32, the entry behind the last of each row of a sequence: what stands
+        there is not read. n if None. counts: (B,) int32, how many entries any head of a sequence
+        takes at most, beside `sizes`.
 
     Returns:
-        The places, padded with PAD. Nothing waits for the device. The smaller place of two with equal scores comes
-        first; where a GPU is left to torch, as it is with a coverage, topk decides, each time alike.
+        The places, padded with PAD. Nothing waits for the device. The smaller place of two with
+        equal scores comes first; where a GPU is left to torch, as it is with a coverage, topk
+        decides, each time alike.
     """
     if cpu.serves(scores):
         return cpu.best_places(scores, sizes, coverage, forced=forced, ends=ends, counts=counts)
@@ -54,7 +61,9 @@ def best_places(
             return triton.best_places(scores, sizes, forced=forced, ends=ends, counts=counts)
     width = min(max(sizes), scores.shape[-1])
     if ends is not None:
-        behind = torch.arange(scores.shape[-1], device=scores.device) >= _each_sequence(ends, scores)
+        behind = torch.arange(scores.shape[-1], device=scores.device) >= _each_sequence(
+            ends, scores
+        )
         scores = scores.masked_fill(behind, float("-inf"))
     marked = scores.clone()
     first = marked[..., :forced]
@@ -78,10 +87,12 @@ def best_places(
 
 
 def _best_first(scores: Tensor, width: int) -> Tensor:
-    """Places of the `width` largest scores (..., n) of each row, largest first: (..., width) int64."""
+    """Places of the `width` largest scores (..., n) of each row, largest first: (..., width)
+    int64."""
     if scores.device.type != "cpu":
         return scores.topk(width, dim=-1).indices
-    # Bits and place make one 64-bit key: no two are equal, and topk gives what a stable sort of everything would.
+    # Bits and place make one 64-bit key: no two are equal, and topk gives what a stable sort of
+    # everything would.
     bits = scores.contiguous().view(torch.int32)
     # As integers the bits of negative numbers run the wrong way round.
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
@@ -101,6 +112,7 @@ def _each_sequence(values: Tensor, scores: Tensor) -> Tensor:
 
 
 def ascending(mask: Tensor, width: int) -> Tensor:
-    """Positions set in the last axis of `mask`, ascending, padded to `width` (at least the largest count), int32."""
+    """Positions set in the last axis of `mask`, ascending, padded to `width` (at least the largest
+    count), int32."""
     at = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
     return torch.where(mask, at, PAD).sort(dim=-1).values[..., :width].contiguous()

@@ -2,8 +2,8 @@
 
 In torch each of these is a dozen operations over K columns, and every one waits for all threads.
 
-Shapes: B batch, H query heads, h heads of one kind, G KV heads, Q query length, K key length, D head dim.
-"""
+Shapes: B batch, H query heads, h heads of one kind, G KV heads, Q query length, K key length, D
+head dim."""
 
 from __future__ import annotations
 
@@ -20,29 +20,44 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def serves(x: Keys) -> bool:
-    """Whether native code serves builders on these tensors, or pages; torch does where it does not."""
+    """Whether native code serves builders on these tensors, or pages; torch does where it does
+    not."""
     return x.device.type == "cpu" and x.dtype in _DTYPES and build.load() is None
 
 
 def estimate(
-    q: Tensor, k: Keys, heads: Sequence[int], last_q: Sequence[int], *, scale: float, window: int | None
+    q: Tensor,
+    k: Keys,
+    heads: Sequence[int],
+    last_q: Sequence[int],
+    *,
+    scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.patterns.last_queries.estimate."""
     fastest = engines(q.dtype)[0]
     found: tuple[Tensor, Tensor] = torch.ops.headwise.vertical_slash_estimate(
-        q if q.stride(-1) == 1 else q.contiguous(), *_where(k), heads, last_q, scale, window or 0, fastest
+        q if q.stride(-1) == 1 else q.contiguous(),
+        *_where(k),
+        heads,
+        last_q,
+        scale,
+        window or 0,
+        fastest,
     )
     return found
 
 
 def mean_pool(x: Keys, *, lead: int) -> Tensor:
-    """Mean over each tile of positions, fp32 (B, heads, tiles, D); `lead` positions of the first tile are missing."""
+    """Mean over each tile of positions, fp32 (B, heads, tiles, D); `lead` positions of the first
+    tile are missing."""
     pooled: Tensor = torch.ops.headwise.mean_pool(*_where(x), lead)
     return pooled
 
 
 def _where(k: Keys) -> tuple[Tensor, Tensor | None, int]:
-    """Keys as operators take them: the tensor or the cache, the block table, and how many they are."""
+    """Keys as operators take them: the tensor or the cache, the block table, and how many they
+    are."""
     if isinstance(k, Tensor):
         return k if k.stride(-1) == 1 else k.contiguous(), None, k.shape[2]
     return k.cache, k.table.contiguous(), k.k_len
@@ -60,7 +75,9 @@ def best_places(
     """See kernels.patterns.choose.best_places."""
     shares = [share or 0.0 for share in coverage]
     lists = (x if x is None else x.contiguous() for x in (ends, counts))
-    found: Tensor = torch.ops.headwise.best_places(scores.contiguous(), sizes, shares, forced, *lists)
+    found: Tensor = torch.ops.headwise.best_places(
+        scores.contiguous(), sizes, shares, forced, *lists
+    )
     return found
 
 
@@ -76,11 +93,12 @@ def best_tiles(
     scale: float,
     total: int,
 ) -> Tensor:
-    """For each row of tiles the best key tiles before its own, ascending, padded with PAD: (total,) int32.
+    """For each row of tiles the best key tiles before its own, ascending, padded with PAD: (total,)
+    int32.
 
-    queries (B, h, R, D) and keys (B, h, N, D) are fp32 means; row r stands at key tile first + r and sees `reach` tiles
-    before it. Its list lies where offsets (B, h, R + 1) int64 say, and has room for all that may be chosen.
-    """
+    queries (B, h, R, D) and keys (B, h, N, D) are fp32 means; row r stands at key tile first + r
+    and sees `reach` tiles before it. Its list lies where offsets (B, h, R + 1) int64 say, and has
+    room for all that may be chosen."""
     shares = [share or 0.0 for share in coverage]
     found: Tensor = torch.ops.headwise.best_tiles(
         queries.contiguous(), keys.contiguous(), blocks, shares, offsets, first, reach, scale, total

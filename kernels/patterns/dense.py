@@ -49,11 +49,14 @@ def dense_index(
     window: int | None = None,
     ragged: Ragged | None = None,
 ) -> SparseIndex:
-    """The index of dense causal attention for `num_heads` heads, made once for each shape; not to be written to.
+    """The index of dense causal attention for `num_heads` heads, made once for each shape; not to
+    be written to.
 
     With `ragged` the batch is its sequences, and the lengths are the largest of them.
     """
-    rows = max(num_rows(*each) for each in (((q_len, k_len),) if ragged is None else ragged.lengths))
+    rows = max(
+        num_rows(*each) for each in (((q_len, k_len),) if ragged is None else ragged.lengths)
+    )
     with torch.inference_mode(False):
         diagonals = torch.arange(num_tiles(k_len), dtype=torch.int32, device=device)
         return SparseIndex.built(

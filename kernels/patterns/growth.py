@@ -13,8 +13,10 @@ from kernels.patterns.base import Pattern
 class Growth:
     """Sizes that hold at `length` keys and elsewhere go with powers of the number of keys.
 
-    powers: by kind and field, from 0 (the size stays) to 1 (its share of the keys stays). Fields that are not named
-        keep their size. Lengths count in whole tiles, so that a cache that grows does not plan anew for every token.
+    powers: by kind and field, from 0 (the size stays) to 1 (its share of the keys stays). Fields
+    that are not named
+        keep their size. Lengths count in whole tiles, so that a cache that grows does not plan anew
+        for every token.
     """
 
     length: int
@@ -26,7 +28,9 @@ class Growth:
         for kind, powers in self.powers.items():
             for field, power in powers.items():
                 if not 0 <= power <= 1:
-                    raise ValueError(f"growth: the power of {kind}'s {field} must be from 0 to 1, got {power!r}")
+                    raise ValueError(
+                        f"growth: the power of {kind}'s {field} must be from 0 to 1, got {power!r}"
+                    )
 
     def ratio(self, k_len: int) -> float:
         """How many times the length it is for `k_len` keys are, in tiles."""
@@ -47,5 +51,9 @@ class Growth:
             raise ValueError(f"growth: {pattern.kind} has no size {unknown[0]!r}; it has: {known}")
         ratio = self.ratio(k_len)
         return replace(
-            pattern, **{name: max(1, round(getattr(pattern, name) * ratio**power)) for name, power in powers.items()}
+            pattern,
+            **{
+                name: max(1, round(getattr(pattern, name) * ratio**power))
+                for name, power in powers.items()
+            },
         )

@@ -1,8 +1,9 @@
-"""What the last queries attend to: the estimate that vertical-slash chooses by (MInference 1.0, Algorithm 2).
+"""What the last queries attend to: the estimate that vertical-slash chooses by (MInference 1.0,
+Algorithm 2).
 
-Shapes: B batch, h heads asked for, H query heads, G KV heads, L last queries, Q query length, K key length, D head dim;
-in a run n KV heads with m query heads each, S keys that the last queries can see.
-"""
+Shapes: B batch, h heads asked for, H query heads, G KV heads, L last queries, Q query length, K key
+length, D head dim; in a run n KV heads with m query heads each, S keys that the last queries can
+see."""
 
 from __future__ import annotations
 
@@ -18,15 +19,16 @@ from kernels.copies import on_device
 from kernels.patterns import cpu, triton
 from kernels.patterns.paged import Keys, of_heads, of_sequence, parts
 
-# Bytes of attention rows held at once: on a GPU enough to be busy at 128K tokens and little at 1M; on a CPU what stays
-# near its cores and is not handed back to the system after each use.
+# Bytes of attention rows held at once: on a GPU enough to be busy at 128K tokens and little at 1M;
+# on a CPU what stays near its cores and is not handed back to the system after each use.
 _SCRATCH_BYTES = {"cpu": 1 << 24}
 _SCRATCH_BYTES_ELSEWHERE = 1 << 29
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """Heads that one batched product serves: equally many, `last` queries each, on neighbouring KV heads.
+    """Heads that one batched product serves: equally many, `last` queries each, on neighbouring KV
+    heads.
 
     `members` are places in the list of heads, KV head by KV head.
     """
@@ -38,9 +40,16 @@ class _Run:
 
 @torch.no_grad()
 def estimate(
-    q: Tensor, k: Keys, heads: Sequence[int], last_q: Sequence[int], *, scale: float, window: int | None = None
+    q: Tensor,
+    k: Keys,
+    heads: Sequence[int],
+    last_q: Sequence[int],
+    *,
+    scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention mass of each column and each diagonal from the last queries (Algorithm 2, lines 1-6).
+    """Attention mass of each column and each diagonal from the last queries (Algorithm 2, lines
+    1-6).
 
     Args:
         q: (B, H, Q, D) queries, the last Q of the K positions.
@@ -51,8 +60,8 @@ def estimate(
         window: how many keys a query sees, itself included; None for all.
 
     Returns:
-        vertical (B, h, K): mass on key j; slash (B, h, K): mass at distance s = query position - key position. fp32;
-        each adds up to the number of last queries.
+        vertical (B, h, K): mass on key j; slash (B, h, K): mass at distance s = query position -
+        key position. fp32; each adds up to the number of last queries.
     """
     if cpu.serves(q):
         return cpu.estimate(q, k, heads, last_q, scale=scale, window=window)
@@ -60,7 +69,9 @@ def estimate(
         # Where it turns out not to build, torch serves this call and those to come.
         with suppress(CannotBuildError):
             return triton.estimate(q, k, heads, last_q, scale=scale, window=window)
-    batch, group, k_len = q.shape[0], q.shape[1] // k.shape[1], k.shape[2]
+    batch = q.shape[0]
+    group = q.shape[1] // k.shape[1]
+    k_len = k.shape[2]
     last_q = [min(last, q.shape[2]) for last in last_q]
     room = _SCRATCH_BYTES.get(q.device.type, _SCRATCH_BYTES_ELSEWHERE)
     runs = _runs(heads, group, last_q, room // ((q.element_size() + 4) * k_len))
@@ -82,33 +93,49 @@ def estimate(
 
 
 def _masses(
-    queries: Tensor, parts_of_keys: Iterable[Tensor], kv_heads: int, seen: int, last: int, window: int | None
+    queries: Tensor,
+    parts_of_keys: Iterable[Tensor],
+    kv_heads: int,
+    seen: int,
+    last: int,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Mass by key and by distance, (n * m, S) fp32 each, of queries (n * m, L, D) on keys (n, S, D), some at a time."""
+    """Mass by key and by distance, (n * m, S) fp32 each, of queries (n * m, L, D) on keys (n, S,
+    D), some at a time."""
     heads, _, dim = queries.shape
-    # Rows stand in a wider buffer, each one further right than the one above seen from the diagonal, so that one
-    # strided view lines the diagonals up. Rows of a multiple of 8 numbers are what matrix units write best.
+    # Rows stand in a wider buffer, each one further right than the one above seen from the
+    # diagonal, so that one strided view lines the diagonals up. Rows of a multiple of 8 numbers are
+    # what matrix units write best.
     margin = last + -(last + seen) % 8
     logits = queries.new_empty(kv_heads, heads // kv_heads * last, margin + seen)
     logits[..., :margin] = float("-inf")
     at = margin
     for keys in parts_of_keys:
-        torch.bmm(queries.view(kv_heads, -1, dim), keys.transpose(1, 2), out=logits[..., at : at + keys.shape[1]])
+        torch.bmm(
+            queries.view(kv_heads, -1, dim),
+            keys.transpose(1, 2),
+            out=logits[..., at : at + keys.shape[1]],
+        )
         at += keys.shape[1]
     rows = logits.view(heads, last, margin + seen)
     corner = torch.ones(last, last, dtype=torch.bool, device=queries.device)
     rows[..., -last:].masked_fill_(corner.triu(1), float("-inf"))
     if window is not None:
         # Query r is key seen - last + r: it sees no key at or below r + seen - last - window.
-        rows[..., margin : margin + last].masked_fill_(corner.tril(seen - last - window), float("-inf"))
+        rows[..., margin : margin + last].masked_fill_(
+            corner.tril(seen - last - window), float("-inf")
+        )
     weights = torch.softmax(rows, dim=-1, dtype=torch.float32)
     stride = margin + seen
-    lined_up = weights.as_strided((heads, last, seen + 1), (last * stride, stride + 1, 1), margin - last)
+    lined_up = weights.as_strided(
+        (heads, last, seen + 1), (last * stride, stride + 1, 1), margin - last
+    )
     return weights[..., margin:].sum(1), lined_up.sum(1)[:, 1:].flip(-1)
 
 
 def _runs(heads: Sequence[int], group: int, last_q: Sequence[int], most_queries: int) -> list[_Run]:
-    """The heads as runs of at most `most_queries` queries, or of one head each if even that is more."""
+    """The heads as runs of at most `most_queries` queries, or of one head each if even that is
+    more."""
     by_key: dict[tuple[int, int], list[int]] = {}
     for at, head in enumerate(heads):
         by_key.setdefault((last_q[at], head // group), []).append(at)
@@ -120,10 +147,12 @@ def _runs(heads: Sequence[int], group: int, last_q: Sequence[int], most_queries:
             former = runs[-1] if runs else None
             if (
                 former
-                and (former.last, former.kv.stop, len(former.members)) == (last, kv_head, len(some) * len(former.kv))
+                and (former.last, former.kv.stop, len(former.members))
+                == (last, kv_head, len(some) * len(former.kv))
                 and len(former.members) + len(some) <= most
             ):
-                kv, joined = range(former.kv.start, kv_head + 1), former.members + some
+                kv = range(former.kv.start, kv_head + 1)
+                joined = former.members + some
                 runs[-1] = _Run(last=last, kv=kv, members=joined)
             else:
                 runs.append(_Run(last=last, kv=range(kv_head, kv_head + 1), members=some))

@@ -1,7 +1,8 @@
-"""Memory units: sinks, a local window, and blocks of the past looked up by a few representative keys (InfLLM).
+"""Memory units: sinks, a local window, and blocks of the past looked up by a few representative
+keys (InfLLM).
 
-Shapes: B batch, Q query length, K key length, D head dim, h heads of this kind, R query tiles, U units: key tiles.
-"""
+Shapes: B batch, Q query length, K key length, D head dim, h heads of this kind, R query tiles, U
+units: key tiles."""
 
 from __future__ import annotations
 
@@ -27,14 +28,15 @@ _SCRATCH_BYTES = 1 << 26
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUnits(Pattern):
-    """The first `sink` keys, the last `window` before each query, and `units` tiles of the past between them.
+    """The first `sink` keys, the last `window` before each query, and `units` tiles of the past
+    between them.
 
-    A unit is a tile of TILE keys, and stands for itself by `representatives` of them: those that the queries of the
-    window after them would attend to most, by the mean of the products (Xiao et al. 2024, InfLLM, section 3.2). Each
-    query tile looks up the units whose representatives have the largest products with its queries (section 3.3). sink
-    and window in tokens; the sinks are rounded up to whole tiles, the window as in an A-shape. Positions stay as they
-    are, where InfLLM gives all units one.
-    """
+    A unit is a tile of TILE keys, and stands for itself by `representatives` of them: those that
+    the queries of the window after them would attend to most, by the mean of the products (Xiao et
+    al. 2024, InfLLM, section 3.2). Each query tile looks up the units whose representatives have
+    the largest products with its queries (section 3.3). sink and window in tokens; the sinks are
+    rounded up to whole tiles, the window as in an A-shape. Positions stay as they are, where InfLLM
+    gives all units one."""
 
     kind: ClassVar[str] = "memory_units"
 
@@ -55,7 +57,8 @@ class MemoryUnits(Pattern):
         window: int | None = None,
     ) -> Callable[[Sequence[Self]], SparseIndex]:
         """See Pattern.prepare. Units depend on the window: they are made with each index."""
-        q_len, k_len = q.shape[2], k.shape[2]
+        q_len = q.shape[2]
+        k_len = k.shape[2]
         queries = mean_of_tiles(q, heads, lead=(k_len - q_len) % TILE)
 
         def build(patterns: Sequence[Self]) -> SparseIndex:
@@ -66,21 +69,28 @@ class MemoryUnits(Pattern):
 
 
 def _units(q: Tensor, k: Keys, heads: Sequence[int], patterns: Sequence[MemoryUnits]) -> Tensor:
-    """The representatives (B, h, U, D) of some heads. Those of one size go together, as scratch has room."""
+    """The representatives (B, h, U, D) of some heads. Those of one size go together, as scratch has
+    room."""
     group = q.shape[1] // k.shape[1]
     alike: dict[tuple[int, int], list[int]] = {}
     for place, p in enumerate(patterns):
         alike.setdefault((p.window, p.representatives), []).append(place)
     at_once = max(1, _SCRATCH_BYTES // (8 * q.shape[0] * k.shape[2] * k.shape[3]))
-    made, order = [], []
+    made = []
+    order = []
     for (window, count), places in alike.items():
         for start in range(0, len(places), at_once):
             some = places[start : start + at_once]
             mine = tuple(heads[place] for place in some)
-            first, last = min(mine) // group, max(mine) // group
+            first = min(mine) // group
+            last = max(mine) // group
             queries = q.index_select(1, on_device(mine, q.device))
             kv_heads = on_device(tuple(head // group - first for head in mine), q.device)
-            made.append(representatives(queries, of_heads(k, slice(first, last + 1)), kv_heads, window, count))
+            made.append(
+                representatives(
+                    queries, of_heads(k, slice(first, last + 1)), kv_heads, window, count
+                )
+            )
             order += some
     if len(made) == 1:
         return made[0]
@@ -89,15 +99,26 @@ def _units(q: Tensor, k: Keys, heads: Sequence[int], patterns: Sequence[MemoryUn
 
 
 def select(
-    queries: Tensor, units: Tensor, patterns: Sequence[MemoryUnits], *, q_len: int, k_len: int, window: int | None
+    queries: Tensor,
+    units: Tensor,
+    patterns: Sequence[MemoryUnits],
+    *,
+    q_len: int,
+    k_len: int,
+    window: int | None,
 ) -> SparseIndex:
-    """The index of the best units of each row by mean queries (B, h, R, D) and representatives (B, h, U, D), fp32."""
-    (batch, heads, rows, _), n, device = queries.shape, units.shape[2], queries.device
+    """The index of the best units of each row by mean queries (B, h, R, D) and representatives (B,
+    h, U, D), fp32."""
+    (batch, heads, rows, _) = queries.shape
+    n = units.shape[2]
+    device = queries.device
     first = (k_len - q_len) // TILE
     back, sinks = (
-        [f(p) for p in patterns] for f in (lambda p: reach(p.window, k_len), lambda p: min(num_tiles(p.sink), n))
+        [f(p) for p in patterns]
+        for f in (lambda p: reach(p.window, k_len), lambda p: min(num_tiles(p.sink), n))
     )
-    most, held = tuple(min(p.units, n) for p in patterns), tuple(map(sum, zip(back, sinks, strict=True)))
+    most = tuple(min(p.units, n) for p in patterns)
+    held = tuple(map(sum, zip(back, sinks, strict=True)))
     offsets, total = offsets_of(most, batch, rows, first, device, held=held)
     tiles = torch.empty(total + 1, dtype=torch.int32, device=device)
     near, after = (on_device(tuple(each), device)[:, None, None] for each in (back, sinks))
@@ -108,7 +129,9 @@ def select(
         some = slice(start, min(start + step, rows))
         own = torch.arange(some.start, some.stop, device=device)[:, None] + first
         scores = queries[:, :, some] @ units.transpose(2, 3)
-        scores.masked_fill_((unit < after) | (unit >= own - near) | (unit < own - seen), float("-inf"))
+        scores.masked_fill_(
+            (unit < after) | (unit >= own - near) | (unit < own - seen), float("-inf")
+        )
         best = best_places(scores, [p.units for p in patterns], [None] * heads, forced=0)
         put(tiles, offsets[:, :, some.start : some.stop + 1], best)
     columns = [min(s * TILE, k_len) for s in sinks]
@@ -116,7 +139,9 @@ def select(
         widths=tuple(zip((b + 1 for b in back), most, columns, strict=True)),
         q_len=q_len,
         k_len=k_len,
-        diagonals=counted([b + 1 for b in back], [1] * heads, device).expand(batch, -1, -1).contiguous(),
+        diagonals=counted([b + 1 for b in back], [1] * heads, device)
+        .expand(batch, -1, -1)
+        .contiguous(),
         tiles=tiles[:total],
         offsets=offsets,
         columns=counted(columns, [1] * heads, device).expand(batch, -1, -1).contiguous(),
@@ -124,30 +149,40 @@ def select(
 
 
 def representatives(q: Tensor, k: Keys, kv_heads: Tensor, window: int, count: int) -> Tensor:
-    """The mean of each unit's `count` best keys, (B, h, U, D) fp32, by the mean product with the queries after them.
+    """The mean of each unit's `count` best keys, (B, h, U, D) fp32, by the mean product with the
+    queries after them.
 
-    q (B, h, Q, D) and k (B, G, K, D), of which each head reads the one that `kv_heads` (h,) says. Only queries of the
-    call within `window` of a key count; keys that none follows are all alike.
+    q (B, h, Q, D) and k (B, G, K, D), of which each head reads the one that `kv_heads` (h,) says.
+    Only queries of the call within `window` of a key count; keys that none follows are all alike.
     """
-    q_len, k_len = q.shape[2], k.shape[2]
+    q_len = q.shape[2]
+    k_len = k.shape[2]
     window = min(window, k_len)
     # Sums over windows are differences of running sums, which fp32 would round away.
     sums = torch.nn.functional.pad(q.to(torch.float64).cumsum(2), (0, 0, 1, 0))
-    found, at = [], 0
+    found = []
+    at = 0
     for keys in parts(k):
         after = torch.arange(at, at + keys.shape[2], device=q.device) - (k_len - q_len) + 1
-        start, stop = after.clamp(0, q_len), (after + window).clamp(0, q_len)
-        local = (sums.index_select(2, stop) - sums.index_select(2, start)) / (stop - start).clamp_min(1)[:, None]
+        start = after.clamp(0, q_len)
+        stop = (after + window).clamp(0, q_len)
+        local = (sums.index_select(2, stop) - sums.index_select(2, start)) / (
+            stop - start
+        ).clamp_min(1)[:, None]
         found.append(_best_of_tiles(local.float(), keys.index_select(1, kv_heads).float(), count))
         at += keys.shape[2]
     return torch.cat(found, dim=2)
 
 
 def _best_of_tiles(local: Tensor, keys: Tensor, count: int) -> Tensor:
-    """The mean of the `count` keys (B, h, n, D) of each tile with the largest products with `local`, fp32."""
+    """The mean of the `count` keys (B, h, n, D) of each tile with the largest products with
+    `local`, fp32."""
     relevance = (local * keys).sum(-1)
-    n, missing = num_tiles(keys.shape[2]), -keys.shape[2] % TILE
-    relevance = torch.nn.functional.pad(relevance, (0, missing), value=float("-inf")).unflatten(2, (n, TILE))
+    n = num_tiles(keys.shape[2])
+    missing = -keys.shape[2] % TILE
+    relevance = torch.nn.functional.pad(relevance, (0, missing), value=float("-inf")).unflatten(
+        2, (n, TILE)
+    )
     keys = torch.nn.functional.pad(keys, (0, 0, 0, missing)).unflatten(2, (n, TILE))
     best = relevance.topk(min(count, TILE), dim=-1)
     held = (best.values > float("-inf")).float()[..., None]

@@ -1,7 +1,8 @@
-"""Keys as builders read them: a tensor, or the pages of a serving engine's cache, read where they lie.
+"""Keys as builders read them: a tensor, or the pages of a serving engine's cache, read where they
+lie.
 
-Shapes: B batch, G KV heads, K key length, D head dim, P pages of a cache, S tokens of a page, N pages of a sequence.
-"""
+Shapes: B batch, G KV heads, K key length, D head dim, P pages of a cache, S tokens of a page, N
+pages of a sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _AT_ONCE = 256 * TILE
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Paged:
-    """Keys (B, G, K, D) in the pages of `cache` (P, S, G, D): `table` (B, at least ceil(K / S)) int32 names them.
+    """Keys (B, G, K, D) in the pages of `cache` (P, S, G, D): `table` (B, at least ceil(K / S))
+    int32 names them.
 
     dtype: what they are read as, which holds what the cache holds exactly.
     """
@@ -42,7 +44,9 @@ class Paged:
         return self.table.shape[0], self.cache.shape[2], self.k_len, self.cache.shape[3]
 
     @classmethod
-    def of(cls, cache: Tensor, table: Tensor, lengths: Sequence[int | None], dtype: torch.dtype) -> Self:
+    def of(
+        cls, cache: Tensor, table: Tensor, lengths: Sequence[int | None], dtype: torch.dtype
+    ) -> Self:
         """The keys of sequences of these lengths, one a row of the table; K is the largest of them.
 
         Raises:
@@ -50,18 +54,29 @@ class Paged:
         """
         known = [length for length in lengths if length is not None]
         if len(known) < len(lengths):
-            raise ValueError("a block table does not say how many keys there are: k_len does, or ragged")
-        size, k_len = cache.shape[1], max(known)
+            raise ValueError(
+                "a block table does not say how many keys there are: k_len does, or ragged"
+            )
+        size = cache.shape[1]
+        k_len = max(known)
         if not size:
             raise ValueError("a page must have at least one token")
         needed = -(-k_len // size)
-        if table.dim() != 2 or table.dtype != torch.int32 or len(table) != len(known) or table.shape[1] < needed:
-            wanted, found = f"int32 ({len(known)}, at least {needed})", f"{table.dtype} {tuple(table.shape)}"
+        if (
+            table.dim() != 2
+            or table.dtype != torch.int32
+            or len(table) != len(known)
+            or table.shape[1] < needed
+        ):
+            wanted = f"int32 ({len(known)}, at least {needed})"
+            found = f"{table.dtype} {tuple(table.shape)}"
             raise ValueError(f"the block table must be {wanted}, got {found}")
         if cache.stride(-1) != 1:
             raise ValueError("the last dimension of a paged cache must be contiguous")
         if cache.dtype not in (dtype, *EIGHT_BITS):
-            raise ValueError(f"a cache must be of the queries' dtype, {dtype}, or of 8 bits, got {cache.dtype}")
+            raise ValueError(
+                f"a cache must be of the queries' dtype, {dtype}, or of 8 bits, got {cache.dtype}"
+            )
         return cls(cache=cache, table=table, k_len=k_len, dtype=dtype)
 
 
@@ -75,17 +90,20 @@ def of_heads(k: Keys, heads: slice) -> Keys:
 
 
 def of_sequence(k: Keys, s: int, row: int, start: int, length: int) -> Keys:
-    """The keys (1, G, length, D) of sequence s: in a tensor those of a row from `start` on, in pages from 0 on."""
+    """The keys (1, G, length, D) of sequence s: in a tensor those of a row from `start` on, in
+    pages from 0 on."""
     if isinstance(k, Tensor):
         return k[row : row + 1, :, start : start + length]
     return replace(k, table=k.table[s : s + 1], k_len=length)
 
 
 def part(k: Keys, start: int, stop: int) -> Tensor:
-    """Keys start ... stop - 1, (B, G, stop - start, D): a view, or a copy of these rows of the pages."""
+    """Keys start ... stop - 1, (B, G, stop - start, D): a view, or a copy of these rows of the
+    pages."""
     if isinstance(k, Tensor):
         return k[:, :, start:stop]
-    at, size = torch.arange(start, stop, device=k.device), k.cache.shape[1]
+    at = torch.arange(start, stop, device=k.device)
+    size = k.cache.shape[1]
     pages = k.table.index_select(1, at // size).long()
     return k.cache[pages, at % size].transpose(1, 2).to(k.dtype)
 

@@ -1,4 +1,5 @@
-"""Where the lists of query tiles lie in an index, one behind the other: counted from sizes, with nothing read back.
+"""Where the lists of query tiles lie in an index, one behind the other: counted from sizes, with
+nothing read back.
 
 Shapes: B batch, h heads of one kind, R query tiles, T entries of all lists.
 """
@@ -13,33 +14,53 @@ from kernels.kept import kept
 
 
 def offsets_of(
-    most: tuple[int, ...], batch: int, rows: int, first: int, device: torch.device, *, held: tuple[int, ...] = ()
+    most: tuple[int, ...],
+    batch: int,
+    rows: int,
+    first: int,
+    device: torch.device,
+    *,
+    held: tuple[int, ...] = (),
 ) -> tuple[Tensor, int]:
-    """Where each row's list begins and ends, (B, h, R + 1) int64, and how many entries there are in all.
+    """Where each row's list begins and ends, (B, h, R + 1) int64, and how many entries there are in
+    all.
 
-    Head i lists at most most[i] tiles, and no more than lie before the row's own, at key tile first + r; held[i] of
-    those are never listed. Not to be written to.
-    """
+    Head i lists at most most[i] tiles, and no more than lie before the row's own, at key tile first
+    + r; held[i] of those are never listed. Not to be written to."""
     offsets, total = _made(most, held or (0,) * len(most), batch, rows, first, device)
     return offsets.read(), total
 
 
 @kept(lambda made: made[0].nbytes, 1 << 26)
 def _made(
-    most: tuple[int, ...], held: tuple[int, ...], batch: int, rows: int, first: int, device: torch.device
+    most: tuple[int, ...],
+    held: tuple[int, ...],
+    batch: int,
+    rows: int,
+    first: int,
+    device: torch.device,
 ) -> tuple[Copy, int]:
     with torch.inference_mode(False):
-        before, limit, never = (torch.as_tensor(x, device="cpu") for x in (range(first, first + rows), most, held))
-        counts = torch.minimum(limit[:, None], (before - never[:, None]).clamp_min(0)).repeat(batch, 1)
+        before, limit, never = (
+            torch.as_tensor(x, device="cpu") for x in (range(first, first + rows), most, held)
+        )
+        counts = torch.minimum(limit[:, None], (before - never[:, None]).clamp_min(0)).repeat(
+            batch, 1
+        )
         ends = counts.flatten().cumsum(0).view(batch * len(most), rows)
-        made = torch.cat([ends[:, :1] - counts[:, :1], ends], dim=1).view(batch, len(most), rows + 1)
+        made = torch.cat([ends[:, :1] - counts[:, :1], ends], dim=1).view(
+            batch, len(most), rows + 1
+        )
         return Copy.of(made, device), int(ends.max()) if made.numel() else 0
 
 
 def put(tiles: Tensor, offsets: Tensor, lists: Tensor) -> None:
-    """Write the lists (B, h, some rows, any width) to where their offsets (B, h, some rows + 1) say.
+    """Write the lists (B, h, some rows, any width) to where their offsets (B, h, some rows + 1)
+    say.
 
     tiles (T + 1): its last entry takes what a list has no room for, which is padding.
     """
     at = offsets[..., :-1, None] + on_device(tuple(range(lists.shape[-1])), tiles.device)
-    tiles.scatter_(0, torch.where(at < offsets[..., 1:, None], at, len(tiles) - 1).flatten(), lists.flatten())
+    tiles.scatter_(
+        0, torch.where(at < offsets[..., 1:, None], at, len(tiles) - 1).flatten(), lists.flatten()
+    )

@@ -1,4 +1,5 @@
-"""Skip-softmax: all tiles of scores, softmax and values where scores are high enough (BLASST, arXiv 2512.12087)."""
+"""Skip-softmax: all tiles of scores, softmax and values where scores are high enough (BLASST, arXiv
+2512.12087)."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ def _no_factor(value: object) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SkipSoftmax(Pattern):
-    """Every causal tile but those whose largest weight is below a threshold, which goes with the prompt's length.
+    """Every causal tile but those whose largest weight is below a threshold, which goes with the
+    prompt's length.
 
-    scale_factor: the threshold is scale_factor / K on K keys, as BLASST calibrates it and ModelOpt stores it; from 1 on
+    scale_factor: the threshold is scale_factor / K on K keys, as BLASST calibrates it and ModelOpt
+    stores it; from 1 on
         nothing is skipped. SparseIndex.skip says what is compared with what.
     """
 
@@ -54,6 +57,8 @@ class SkipSoftmax(Pattern):
 
         def build(patterns: Sequence[Self]) -> SparseIndex:
             bounds = tuple(pattern.bound(k_len) for pattern in patterns)
-            return every.changed(skip=on_device(bounds, q.device, torch.float32).expand(q.shape[0], -1))
+            return every.changed(
+                skip=on_device(bounds, q.device, torch.float32).expand(q.shape[0], -1)
+            )
 
         return build

@@ -1,4 +1,5 @@
-"""Static: columns and diagonals that were chosen once and hold for every prompt (MInference 1.0, "Ours w/ static").
+"""Static: columns and diagonals that were chosen once and hold for every prompt (MInference 1.0,
+"Ours w/ static").
 
 Shapes: h heads of this kind.
 """
@@ -36,9 +37,8 @@ def _not_ascending(value: object) -> str | None:
 class Static(Fixed):
     """Key columns, in tokens, and diagonals of tiles, as distances from the query's own tile.
 
-    Both ascending. The query's own tile and the first tile of keys are kept whether named or not. What lies beyond the
-    end of a prompt waits for a longer one.
-    """
+    Both ascending. The query's own tile and the first tile of keys are kept whether named or not.
+    What lies beyond the end of a prompt waits for a longer one."""
 
     kind: ClassVar[str] = "static"
 
@@ -55,14 +55,17 @@ class Static(Fixed):
         return made
 
     @classmethod
-    def entries(cls, patterns: Sequence[Self], k_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def entries(
+        cls, patterns: Sequence[Self], k_len: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """See Fixed.entries."""
         diagonals, columns = (table.read() for table in _tables(tuple(patterns), device))
         return _below(num_tiles(k_len), diagonals), _below(k_len, columns)
 
 
 def freeze(index: SparseIndex) -> list[Static]:
-    """One pattern a head that computes on every prompt what `index` computes in the first element of its batch.
+    """One pattern a head that computes on every prompt what `index` computes in the first element
+    of its batch.
 
     The window and the dense tail of the index belong to its call and are not frozen.
 
@@ -72,10 +75,14 @@ def freeze(index: SparseIndex) -> list[Static]:
     listed = (index.listed()[0] != PAD).any(dim=-1).any(dim=-1).tolist()
     if any(listed):
         raise ValueError(
-            f"head {listed.index(True)} lists tiles row by row (block-sparse): only columns and diagonals can be frozen"
+            f"head {listed.index(True)} lists tiles row by row (block-sparse): only columns and "
+            f"diagonals can be frozen"
         )
     pairs = zip(index.columns[0].tolist(), index.diagonals[0].tolist(), strict=True)
-    return [Static(columns=_unpadded(columns), diagonals=_unpadded(diagonals)) for columns, diagonals in pairs]
+    return [
+        Static(columns=_unpadded(columns), diagonals=_unpadded(diagonals))
+        for columns, diagonals in pairs
+    ]
 
 
 def _unpadded(entries: list[int]) -> tuple[int, ...]:
@@ -84,7 +91,8 @@ def _unpadded(entries: list[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _tables(patterns: tuple[Static, ...], device: torch.device) -> tuple[Copy, Copy]:
-    """Diagonals and columns of all patterns as they are on a prompt without end; shared: not to be written to."""
+    """Diagonals and columns of all patterns as they are on a prompt without end; shared: not to be
+    written to."""
     diagonals = [sorted({0, *p.diagonals}) for p in patterns]
     columns = [sorted({*range(TILE), *p.columns}) for p in patterns]
     return _table(diagonals, device), _table(columns, device)
@@ -93,7 +101,9 @@ def _tables(patterns: tuple[Static, ...], device: torch.device) -> tuple[Copy, C
 def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Copy:
     width = max(map(len, rows))
     with torch.inference_mode(False):
-        made = torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows], dtype=torch.int32, device="cpu")
+        made = torch.tensor(
+            [[*row, *[PAD] * (width - len(row))] for row in rows], dtype=torch.int32, device="cpu"
+        )
         return Copy.of(made, device)
 
 

@@ -1,8 +1,7 @@
 """Strided: attention sinks, a local window, and beyond it every n-th diagonal of tiles.
 
-"StreamingLLM with strided" among the baselines of MInference 1.0 (section 4), up to the first key as in Sparse
-Transformers (Child 2019, section 4.3).
-"""
+"StreamingLLM with strided" among the baselines of MInference 1.0 (section 4), up to the first key
+as in Sparse Transformers (Child 2019, section 4.3)."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from kernels.patterns.fixed import Fixed, reach, sink_columns
 
 @dataclass(frozen=True, kw_only=True)
 class Strided(Fixed):
-    """The first `sink` keys, the last `window` before each query, and every `stride`-th diagonal of tiles.
+    """The first `sink` keys, the last `window` before each query, and every `stride`-th diagonal of
+    tiles.
 
-    sink and window in tokens; a tile lies on such a diagonal if its distance from the query's own, in tiles, is a
-    multiple of `stride`. The first tile of keys is always kept.
-    """
+    sink and window in tokens; a tile lies on such a diagonal if its distance from the query's own,
+    in tiles, is a multiple of `stride`. The first tile of keys is always kept."""
 
     kind: ClassVar[str] = "strided"
 
@@ -33,7 +32,9 @@ class Strided(Fixed):
     stride: int
 
     @classmethod
-    def entries(cls, patterns: Sequence[Self], k_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def entries(
+        cls, patterns: Sequence[Self], k_len: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         """See Fixed.entries."""
         near = [reach(p.window, k_len) + 1 for p in patterns]
         # Multiples of the stride below `near` are in the window already.

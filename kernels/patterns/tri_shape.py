@@ -11,7 +11,8 @@ from kernels.patterns.a_shape import AShape
 
 @dataclass(frozen=True, kw_only=True)
 class TriShape(AShape):
-    """The first `sink` keys, the last `window` before each query, and all keys for the last `last` queries.
+    """The first `sink` keys, the last `window` before each query, and all keys for the last `last`
+    queries.
 
     In tokens. The rows of tiles that hold one of the last queries are computed whole.
     """

@@ -1,10 +1,10 @@
 """What builders do to whole prompts, in Triton on GPUs: prepares and launches triton_kernels.py.
 
-In torch the estimate writes the attention of the last queries out, four bytes a key for each of them, and reads it
-again several times; here it stays on the chip.
+In torch the estimate writes the attention of the last queries out, four bytes a key for each of
+them, and reads it again several times; here it stays on the chip.
 
-Shapes: B batch, H query heads, h heads asked for, G KV heads, Q query length, K key length, D head dim.
-"""
+Shapes: B batch, H query heads, h heads asked for, G KV heads, Q query length, K key length, D head
+dim."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _LOG2E = 1.4426950408889634
 _MAX_DIM = 256
 # The widest heads of which two at a time fit the smaller shared memories.
 _MOST_FOR_TWO = 128
-# Programs that keep every GPU busy to the end, and chunks of keys whose sums are put together afterwards.
+# Programs that keep every GPU busy to the end, and chunks of keys whose sums are put together
+# afterwards.
 _PROGRAMS = 1024
 _MOST_CHUNKS = 64
 # Scores of a row that a program takes at a time.
@@ -38,13 +39,15 @@ _CHUNK = 4096
 
 
 def serves(x: Keys) -> bool:
-    """Whether Triton serves builders on these tensors: half precision on a GPU that it compiles for."""
+    """Whether Triton serves builders on these tensors: half precision on a GPU that it compiles
+    for."""
     fits = x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= _MAX_DIM
     return fits and unavailable(x.device) is None and _built(x.device)
 
 
 def _built(device: torch.device) -> bool:
-    """Whether no kernel of the builders has failed to build for the device; torch does their work where one has."""
+    """Whether no kernel of the builders has failed to build for the device; torch does their work
+    where one has."""
     reason = failure("builders", str(device))
     if reason is not None:
         say_once("triton for builders", reason)
@@ -67,7 +70,12 @@ def best_places(
 
 
 def choice(
-    scores: Tensor, sizes: Sequence[int], *, forced: int, ends: Tensor | None = None, counts: Tensor | None = None
+    scores: Tensor,
+    sizes: Sequence[int],
+    *,
+    forced: int,
+    ends: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, KernelCall]:
     """Memory for the places, and the launch that fills it."""
     n = scores.shape[-1]
@@ -75,7 +83,8 @@ def choice(
     places = torch.empty(*scores.shape[:-1], width, dtype=torch.int32, device=scores.device)
     chunk = min(max(128, 1 << (n - 1).bit_length()), _CHUNK)
     arguments = {
-        "scores": scores.contiguous(), "sizes": on_device(tuple(sizes), scores.device), "places": places,
+        "scores": scores.contiguous(), "sizes": on_device(tuple(sizes), scores.device),
+        "places": places,
         # What is absent is never read; some tensor has to stand there.
         "ends": places if ends is None else ends.contiguous(),
         "counts": places if counts is None else counts.contiguous(),
@@ -86,18 +95,33 @@ def choice(
         kernel="best_places_kernel",
         grid=(scores.shape[:-1].numel(),),
         arguments=arguments,
-        constants={"FORCED": forced, "ENDS": ends is not None, "COUNTS": counts is not None, "CHUNK": chunk},
+        constants={
+            "FORCED": forced,
+            "ENDS": ends is not None,
+            "COUNTS": counts is not None,
+            "CHUNK": chunk,
+        },
         options={"num_warps": max(1, chunk // 512), "enable_fp_fusion": True},
     )
 
 
 def estimate(
-    q: Tensor, k: Keys, heads: Sequence[int], last_q: Sequence[int], *, scale: float, window: int | None
+    q: Tensor,
+    k: Keys,
+    heads: Sequence[int],
+    last_q: Sequence[int],
+    *,
+    scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """See kernels.patterns.last_queries.estimate. The sums have an order of their own, each time the same."""
+    """See kernels.patterns.last_queries.estimate. The sums have an order of their own, each time
+    the same."""
     how = plan(q, k, heads, last_q, scale=scale, window=window)
-    shape, distances = (q.shape[0], len(heads)), how.arguments["tiles"] * TILE
-    partial = torch.empty(*shape, how.blocks * TILE, how.chunks, dtype=torch.float32, device=q.device)
+    shape = (q.shape[0], len(heads))
+    distances = how.arguments["tiles"] * TILE
+    partial = torch.empty(
+        *shape, how.blocks * TILE, how.chunks, dtype=torch.float32, device=q.device
+    )
     run(how.normalisers(partial), q.device)
     # Nobody writes to keys that no query sees.
     new = torch.empty if window is None else torch.zeros
@@ -123,10 +147,14 @@ def means(x: Keys, heads: Sequence[int], *, lead: int) -> tuple[Tensor, KernelCa
     starts = [i for i, head in enumerate(heads) if not i or head != heads[i - 1]]
     places = [(heads[i], i, j) for i, j in pairwise([*starts, len(heads)])]
     tiles = num_tiles(lead + x.shape[2])
-    made = torch.empty(x.shape[0], len(heads), tiles, x.shape[3], dtype=torch.float32, device=x.device)
+    made = torch.empty(
+        x.shape[0], len(heads), tiles, x.shape[3], dtype=torch.float32, device=x.device
+    )
     arguments = {
-        "means": made, "places": on_device(tuple(n for place in places for n in place), x.device, torch.int32),
-        "heads": len(heads), "wanted": len(places), "tiles": tiles, "length": x.shape[2], "lead": lead,
+        "means": made, "places": on_device(tuple(n for place in places for n in place), x.device,
+        torch.int32),
+        "heads": len(heads), "wanted": len(places), "tiles": tiles, "length": x.shape[2],
+        "lead": lead,
         **_rows_of(x, "x"),
     }  # fmt: skip
     return made, KernelCall(
@@ -144,10 +172,18 @@ def _rows_of(x: Keys, name: str) -> dict[str, Any]:
     if isinstance(x, Tensor):
         held = x if x.stride(-1) == 1 else x.contiguous()
         # Pages that are absent are never read; some tensor has to stand there.
-        pages, width, order = held, 0, (0, 1, 2)
+        pages = held
+        width = 0
+        order = (0, 1, 2)
     else:
-        held, pages, width, order = x.cache, x.table.contiguous(), x.table.shape[1], (0, 2, 1)
-    strides = {f"{name}_{axis}": held.stride(i) for i, axis in zip(order, ("batch", "head", "row"), strict=True)}
+        held = x.cache
+        pages = x.table.contiguous()
+        width = x.table.shape[1]
+        order = (0, 2, 1)
+    strides = {
+        f"{name}_{axis}": held.stride(i)
+        for i, axis in zip(order, ("batch", "head", "row"), strict=True)
+    }
     return {name: held, "pages": pages, "pages_width": width, **strides}
 
 
@@ -166,7 +202,8 @@ def _sizes(k: Keys) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """An estimate cut up into launches: what they have in common, blocks of 64 queries, and chunks of key tiles."""
+    """An estimate cut up into launches: what they have in common, blocks of 64 queries, and chunks
+    of key tiles."""
 
     arguments: dict[str, Any]
     constants: dict[str, Any]
@@ -176,7 +213,8 @@ class Plan:
     chunks: int
 
     def normalisers(self, partial: Tensor) -> KernelCall:
-        """The log-sum-exp of each query over each chunk, to `partial` (B, h, blocks * 64, chunks)."""
+        """The log-sum-exp of each query over each chunk, to `partial` (B, h, blocks * 64,
+        chunks)."""
         return KernelCall(
             module=_MODULE,
             kernel="normalisers_kernel",
@@ -186,7 +224,9 @@ class Plan:
             options=self.options,
         )
 
-    def masses(self, normalisers: Tensor, vertical: Tensor, near: Tensor, far: Tensor) -> KernelCall:
+    def masses(
+        self, normalisers: Tensor, vertical: Tensor, near: Tensor, far: Tensor
+    ) -> KernelCall:
         """The masses of all queries, block after block."""
         tensors = {"normalisers": normalisers, "vertical": vertical, "near": near, "far": far}
         return KernelCall(
@@ -209,27 +249,37 @@ def plan(
     window: int | None,
     target: str | None = None,
 ) -> Plan:
-    """How an estimate is made; `target` compiles for another architecture than that of q's device."""
+    """How an estimate is made; `target` compiles for another architecture than that of q's
+    device."""
     batch, num_heads, q_len, dim = q.shape
-    k_len, group_size = k.shape[2], num_heads // k.shape[1]
+    k_len = k.shape[2]
+    group_size = num_heads // k.shape[1]
     last = [min(n, q_len) for n in last_q]
     # Of several blocks their sums take the registers of a second head.
-    members = _members(heads, last, group_size, 2 if dim <= _MOST_FOR_TWO and max(last) <= TILE else 1)
+    members = _members(
+        heads, last, group_size, 2 if dim <= _MOST_FOR_TWO and max(last) <= TILE else 1
+    )
     seen = k_len if window is None else min(k_len, max(last) + window - 1)
-    tiles, blocks, groups = num_tiles(seen), num_tiles(max(last)), len(members)
+    tiles = num_tiles(seen)
+    blocks = num_tiles(max(last))
+    groups = len(members)
     chunk = -(-tiles // min(_MOST_CHUNKS, -(-_PROGRAMS // (batch * groups))))
     chunks = -(-tiles // chunk)
     arguments: dict[str, Any] = {
         **_where(q, k),
-        "members": on_device(tuple(n for group in members for member in group for n in member), q.device),
+        "members": on_device(tuple(n for group in members for member in group for n in member),
+        q.device),
         "scale": scale * _LOG2E, "heads": len(heads), "groups": groups, "group_size": group_size,
-        "tiles": tiles, "chunk": chunk, "chunks": chunks, "rows": blocks * TILE, "window": window or 0,
+        "tiles": tiles, "chunk": chunk, "chunks": chunks, "rows": blocks * TILE,
+        "window": window or 0,
     }  # fmt: skip
     constants = {
         **_sizes(k),
         "MEMBERS": len(members[0]), "WINDOW": window is not None and window < k_len,
     }  # fmt: skip
-    build = choose(target or architecture(q.device), dim=dim, itemsize=q.element_size(), has_tiles=False)
+    build = choose(
+        target or architecture(q.device), dim=dim, itemsize=q.element_size(), has_tiles=False
+    )
     warps = 8 if len(members[0]) == 2 or dim > _MOST_FOR_TWO or max(last) > TILE else 4
     options = {"num_warps": warps, "num_stages": build.stages, "enable_fp_fusion": True}
     return Plan(
@@ -242,13 +292,18 @@ def plan(
     )
 
 
-def _members(heads: Sequence[int], last: Sequence[int], group_size: int, most: int) -> list[list[tuple[int, int, int]]]:
-    """Up to `most` heads that share a KV head, each with its place and number of queries; empty partners fill up."""
+def _members(
+    heads: Sequence[int], last: Sequence[int], group_size: int, most: int
+) -> list[list[tuple[int, int, int]]]:
+    """Up to `most` heads that share a KV head, each with its place and number of queries; empty
+    partners fill up."""
     by_kv: dict[int, list[tuple[int, int, int]]] = {}
     for place, head in enumerate(heads):
         by_kv.setdefault(head // group_size, []).append((head, place, last[place]))
     size = min(most, max(map(len, by_kv.values())))
-    groups = [some[i : i + size] for _, some in sorted(by_kv.items()) for i in range(0, len(some), size)]
+    groups = [
+        some[i : i + size] for _, some in sorted(by_kv.items()) for i in range(0, len(some), size)
+    ]
     return [some + [(*some[0][:2], 0)] * (size - len(some)) for some in groups]
 
 

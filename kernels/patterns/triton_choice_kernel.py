@@ -1,4 +1,5 @@
-"""The device code that chooses the best of many scores; kernels.patterns.triton launches it. Importing imports triton.
+"""The device code that chooses the best of many scores; kernels.patterns.triton launches it.
+Importing imports triton.
 
 Shapes: B batch, H query heads, h heads of one kind, R query tiles, N key tiles, K key length.
 """
@@ -20,17 +21,19 @@ def _scores(scores, at, n):
 
 @triton.jit
 def _ordered(scores):
-    """Whole numbers without a sign that compare as the scores do: the bits of negative ones run backwards."""
+    """Whole numbers without a sign that compare as the scores do: the bits of negative ones run
+    backwards."""
     bits = scores.to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) ^ -2147483648).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _worst(scores, first, n, wanted, CHUNK: tl.constexpr):
-    """The worst score of the best `wanted` of first ... n, as _ordered, and how many equal to it are among them.
+    """The worst score of the best `wanted` of first ... n, as _ordered, and how many equal to it
+    are among them.
 
-    Eight bits at a time, from the highest: how many scores have each value of them says which one it is.
-    """
+    Eight bits at a time, from the highest: how many scores have each value of them says which one
+    it is."""
     bins = tl.arange(0, 256)
     worst = tl.full([], 0, tl.uint32)
     for level in tl.static_range(4):
@@ -41,7 +44,9 @@ def _worst(scores, first, n, wanted, CHUNK: tl.constexpr):
             alike = found > float("-inf")
             if level > 0:
                 alike = alike & ((order >> (32 - 8 * level)) == (worst >> (32 - 8 * level)))
-            counts += tl.histogram(((order >> (24 - 8 * level)) & 255).to(tl.int32), 256, mask=alike)
+            counts += tl.histogram(
+                ((order >> (24 - 8 * level)) & 255).to(tl.int32), 256, mask=alike
+            )
         if level == 0:
             wanted = tl.minimum(wanted, tl.sum(counts))
         digit = tl.sum((tl.cumsum(counts, 0, reverse=True) >= wanted).to(tl.int32)) - 1
@@ -63,7 +68,8 @@ def _taken(scores, at, n, forced, worst, room):
 
 @triton.jit
 def _search(scores, forced, n, size, CHUNK: tl.constexpr):
-    """The worst score and the room for equal ones beside the first `forced` places, which come before all others."""
+    """The worst score and the room for equal ones beside the first `forced` places, which come
+    before all others."""
     held = 0
     for start in range(0, tl.minimum(forced, n), CHUNK):
         found = _scores(scores, start + tl.arange(0, CHUNK), tl.minimum(forced, n))
@@ -76,12 +82,13 @@ def best_places_kernel(
     scores, sizes, places, ends, counts, heads, rows, n, width,
     FORCED: tl.constexpr, ENDS: tl.constexpr, COUNTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The places of the best entries of one row, ascending; of two that are equal the smaller place is the better.
+    """The places of the best entries of one row, ascending; of two that are equal the smaller place
+    is the better.
 
-    scores (B * heads * rows, n) fp32; sizes (heads) int64; places (B * heads * rows, width) int32, padded with PAD. The
-    first FORCED are taken before all others. ends, counts (B) int32 if ENDS, if COUNTS: of a sequence's rows only the
-    entries before its end are there, and no more than its count are taken.
-    """
+    scores (B * heads * rows, n) fp32; sizes (heads) int64; places (B * heads * rows, width) int32,
+    padded with PAD. The first FORCED are taken before all others. ends, counts (B) int32 if ENDS,
+    if COUNTS: of a sequence's rows only the entries before its end are there, and no more than its
+    count are taken."""
     row = tl.program_id(0).to(tl.int64)
     sequence = row // rows // heads
     size = tl.minimum(tl.load(sizes + row // rows % heads).to(tl.int32), width)

@@ -1,16 +1,17 @@
-"""The device code of the builders on GPUs; kernels.patterns.triton launches it. Importing this imports triton.
+"""The device code of the builders on GPUs; kernels.patterns.triton launches it. Importing this
+imports triton.
 
-Shapes: B batch, h heads asked for, H query heads, G KV heads, Q query length, K key length, D head dim, N key tiles,
-C chunks of tiles, at most 64; M queries of a program.
+Shapes: B batch, h heads asked for, H query heads, G KV heads, Q query length, K key length, D head
+dim, N key tiles, C chunks of tiles, at most 64; M queries of a program.
 
-The last queries of MEMBERS heads that share a KV head stand in one product, MEMBERS * 64 rows, so that its keys are
-read once for all of them. Query blocks and key tiles are counted from the end: block or tile 0 ends with the last
-position, and the distance between block b and tile t is 64 * (t - b) + row - column, whatever the lengths. Means are of
-tiles on the grid of positions, counted from the first.
+The last queries of MEMBERS heads that share a KV head stand in one product, MEMBERS * 64 rows, so
+that its keys are read once for all of them. Query blocks and key tiles are counted from the end:
+block or tile 0 ends with the last position, and the distance between block b and tile t is 64 * (t
+- b) + row - column, whatever the lengths. Means are of tiles on the grid of positions, counted from
+the first.
 
-If PAGE > 0, keys lie in pages of so many tokens: k_batch is the stride of a page, and `pages` (B, pages_width) int32
-says which page holds keys i * PAGE and on.
-"""
+If PAGE > 0, keys lie in pages of so many tokens: k_batch is the stride of a page, and `pages` (B,
+pages_width) int32 says which page holds keys i * PAGE and on."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from kernels.attention.triton_step import LN2, LOG2E, LOWEST, TILE, load_rows
 
 @triton.jit
 def _members(group, q_len, block, members, MEMBERS: tl.constexpr):
-    """Of each row of a program: its head, its place among the heads asked for, its query, and whether it is asked."""
+    """Of each row of a program: its head, its place among the heads asked for, its query, and
+    whether it is asked."""
     local = tl.arange(0, MEMBERS * TILE)
     entry = members + (group * MEMBERS + local // TILE) * 3
     before_end = (block + 1) * TILE - local % TILE
@@ -41,11 +43,11 @@ def _element(k, pages, batch, k_batch, pages_width, PAGE: tl.constexpr):
 
 @triton.jit
 def _rows(k, pages, start, last, present, k_page, k_row, PAGE: tl.constexpr):
-    """Where 64 keys from `start` on lie, `last` being the last that is there: a base and the offsets of their rows.
+    """Where 64 keys from `start` on lie, `last` being the last that is there: a base and the
+    offsets of their rows.
 
-    They touch two pages at most; only smaller ones need a look-up for each row. What is selected is multiplied by a
-    stride afterwards (kernels.attention.triton_step).
-    """
+    They touch two pages at most; only smaller ones need a look-up for each row. What is selected is
+    multiplied by a stride afterwards (kernels.attention.triton_step)."""
     column = tl.arange(0, TILE)
     if PAGE == 0:
         k += start.to(tl.int64) * k_row
@@ -56,14 +58,17 @@ def _rows(k, pages, start, last, present, k_page, k_row, PAGE: tl.constexpr):
             page = tl.load(pages + key // PAGE, mask=present, other=0)
         else:
             first = tl.maximum(start, 0) // PAGE
-            page = tl.where(key < (first + 1) * PAGE, tl.load(pages + first), tl.load(pages + last // PAGE))
+            page = tl.where(
+                key < (first + 1) * PAGE, tl.load(pages + first), tl.load(pages + last // PAGE)
+            )
         rows = page.to(tl.int64) * k_page + (key % PAGE).to(tl.int64) * k_row
     return k, rows
 
 
 @triton.jit
 def _store_mean(
-    x, rows, present, count, means, entry, tiles, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr
+    x, rows, present, count, means, entry, tiles, FIRST: tl.constexpr, WIDTH: tl.constexpr,
+    D: tl.constexpr
 ):  # fmt: skip
     """The mean of elements FIRST ... FIRST + WIDTH of some rows, to all places of a head."""
     column = FIRST + tl.arange(0, WIDTH)
@@ -74,10 +79,12 @@ def _store_mean(
 
 @triton.jit(do_not_specialize=["heads", "wanted", "tiles", "length", "lead"])
 def means_kernel(
-    x, pages, means, places, x_batch, x_head, x_row, pages_width, heads, wanted, tiles, length, lead,
+    x, pages, means, places, x_batch, x_head, x_row, pages_width, heads, wanted, tiles, length,
+    lead,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Means over tiles of keys, to means (B, heads, tiles, D) fp32: a tile a program; `lead` rows of the first miss.
+    """Means over tiles of keys, to means (B, heads, tiles, D) fp32: a tile a program; `lead` rows
+    of the first miss.
 
     places (wanted, 3): a head of x and the range of places in means that its own go to.
     """
@@ -90,7 +97,9 @@ def means_kernel(
     last = tl.minimum(start + TILE, length) - 1
     row = start + tl.arange(0, TILE)
     present = (row >= 0) & (row <= last)
-    x, rows = _rows(x + tl.load(entry).to(tl.int64) * x_head, pages, start, last, present, x_batch, x_row, PAGE)
+    x, rows = _rows(
+        x + tl.load(entry).to(tl.int64) * x_head, pages, start, last, present, x_batch, x_row, PAGE
+    )
     count = (last - tl.maximum(start, 0) + 1).to(tl.float32)
     means += (batch * heads * tiles + tile) * D
     _store_mean(x, rows, present, count, means, entry, tiles, 0, D0, D)
@@ -101,17 +110,21 @@ def means_kernel(
 @triton.jit
 def _logits(
     q0, q1, k, pages, tile, block, k_len, k_page, k_row, scale, window,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, MEMBERS: tl.constexpr, WINDOW: tl.constexpr,
+    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, MEMBERS: tl.constexpr,
+    WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Logits (M, 64) of a query block on a key tile in powers of two, -inf for what is not seen; and the keys."""
+    """Logits (M, 64) of a query block on a key tile in powers of two, -inf for what is not seen;
+    and the keys."""
     start = k_len - (tile + 1) * TILE
     column = tl.arange(0, TILE)
     present = start + column >= 0
     k, rows = _rows(k, pages, start, start + TILE - 1, present, k_page, k_row, PAGE)
     logits = tl.dot(q0, tl.trans(load_rows(k, rows, present, 0, D0, D, True).to(q0.dtype)))
     if D1 > 0:
-        logits = tl.dot(q1, tl.trans(load_rows(k, rows, present, D0, D1, D, True).to(q0.dtype)), logits)
+        logits = tl.dot(
+            q1, tl.trans(load_rows(k, rows, present, D0, D1, D, True).to(q0.dtype)), logits
+        )
     row = tl.arange(0, MEMBERS * TILE) % TILE
     distance = (tile - block) * TILE + row[:, None] - column[None, :]
     seen = (distance >= 0) & present[None, :]
@@ -120,7 +133,18 @@ def _logits(
     return tl.where(seen, logits * scale, float("-inf")), start + column
 
 
-_SIZES = ["heads", "groups", "group_size", "q_len", "k_len", "tiles", "chunk", "chunks", "rows", "window"]
+_SIZES = [
+    "heads",
+    "groups",
+    "group_size",
+    "q_len",
+    "k_len",
+    "tiles",
+    "chunk",
+    "chunks",
+    "rows",
+    "window",
+]
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -132,11 +156,11 @@ def normalisers_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     MEMBERS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of a query block's logits over a chunk of key tiles: normalisers (B, h, rows, C) fp32, natural.
+    """Log-sum-exp of a query block's logits over a chunk of key tiles: normalisers (B, h, rows, C)
+    fp32, natural.
 
-    members (groups, MEMBERS, 3): head, place among the heads asked for, and number of last queries; the heads of a
-    group share a KV head, and a place without one repeats a head with 0 queries.
-    """
+    members (groups, MEMBERS, 3): head, place among the heads asked for, and number of last queries;
+    the heads of a group share a KV head, and a place without one repeats a head with 0 queries."""
     group = tl.program_id(0) % groups
     part = tl.program_id(0) // groups % chunks
     batch = (tl.program_id(0) // groups // chunks).to(tl.int64)
@@ -156,14 +180,34 @@ def normalisers_kernel(
     total = tl.zeros([MEMBERS * TILE], tl.float32)
     # The page of a key is looked up before it: what is copied ahead takes twice as many stages.
     LEVELS: tl.constexpr = 2 if PAGE > 0 else 1
-    for tile in tl.range(part * chunk, tl.minimum((part + 1) * chunk, tiles), num_stages=1 + (STAGES - 1) * LEVELS):
+    for tile in tl.range(
+        part * chunk, tl.minimum((part + 1) * chunk, tiles), num_stages=1 + (STAGES - 1) * LEVELS
+    ):
         logits, _ = _logits(
-            q0, q1, k, pages, tile, block, k_len, k_batch, k_row, scale, window, D, D0, D1, MEMBERS, WINDOW, PAGE
+            q0,
+            q1,
+            k,
+            pages,
+            tile,
+            block,
+            k_len,
+            k_batch,
+            k_row,
+            scale,
+            window,
+            D,
+            D0,
+            D1,
+            MEMBERS,
+            WINDOW,
+            PAGE,
         )
         highest = tl.maximum(top, tl.max(logits, 1))
         total = total * tl.exp2(top - highest) + tl.sum(tl.exp2(logits - highest[:, None]), 1)
         top = highest
-    at = ((batch * heads + place) * rows + block * TILE + tl.arange(0, MEMBERS * TILE) % TILE) * chunks + part
+    at = (
+        (batch * heads + place) * rows + block * TILE + tl.arange(0, MEMBERS * TILE) % TILE
+    ) * chunks + part
     tl.store(normalisers + at, (top + tl.log2(total)) * LN2, mask=asked)
 
 
@@ -187,9 +231,11 @@ def _masses(
     scale, q_head, q_row, k_batch, k_row,
     heads, q_len, k_len, tiles, chunks, rows, window,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, ADD: tl.constexpr,
+    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """What one query block attends to of the keys and of the distances of tiles begin ... end - 1."""
+    """What one query block attends to of the keys and of the distances of tiles begin ... end -
+    1."""
     head, place, query, asked = _members(group, q_len, block, members, MEMBERS)
     if tl.max(asked.to(tl.int32)) == 0:
         return
@@ -202,22 +248,44 @@ def _masses(
     at = (batch * heads + place) * rows + block * TILE + row
     each = tl.arange(0, 64)
     kept = asked[:, None] & (each < chunks)[None, :]
-    sums = tl.load(normalisers + at[:, None] * chunks + each[None, :], mask=kept, other=float("-inf")) * LOG2E
+    sums = (
+        tl.load(normalisers + at[:, None] * chunks + each[None, :], mask=kept, other=float("-inf"))
+        * LOG2E
+    )
     top = tl.maximum(tl.max(sums, 1), LOWEST)
     # Queries that are not asked have a sum of infinity: they attend to nothing.
-    normaliser = tl.where(asked, top + tl.log2(tl.sum(tl.exp2(sums - top[:, None]), 1)), float("inf"))
+    normaliser = tl.where(
+        asked, top + tl.log2(tl.sum(tl.exp2(sums - top[:, None]), 1)), float("inf")
+    )
 
     column = tl.arange(0, TILE)
     entry = members + (group * MEMBERS + tl.arange(0, MEMBERS)) * 3
     live = (tl.load(entry + 2) > block * TILE)[:, None] & (column >= 0)[None, :]
     member = (batch * heads + tl.load(entry + 1))[:, None]
-    # Column c of the skewed weights holds what lies c, or c - 64, keys before the row's own place in the tile.
+    # Column c of the skewed weights holds what lies c, or c - 64, keys before the row's own place
+    # in the tile.
     skew = (row[:, None] - column[None, :]) & (TILE - 1)
     LEVELS: tl.constexpr = 2 if PAGE > 0 else 1
     last = tl.minimum(end + block, tiles)
     for tile in tl.range(tl.maximum(begin, block), last, num_stages=1 + (STAGES - 1) * LEVELS):
         logits, key = _logits(
-            q0, q1, k, pages, tile, block, k_len, k_batch, k_row, scale, window, D, D0, D1, MEMBERS, WINDOW, PAGE
+            q0,
+            q1,
+            k,
+            pages,
+            tile,
+            block,
+            k_len,
+            k_batch,
+            k_row,
+            scale,
+            window,
+            D,
+            D0,
+            D1,
+            MEMBERS,
+            WINDOW,
+            PAGE,
         )
         weights = tl.exp2(logits - normaliser[:, None])
         there = live & (key >= 0)[None, :]
@@ -225,15 +293,37 @@ def _masses(
         if ADD:
             there = there & (column + tile * TILE < end * TILE)[None, :]
             mine = live & (column + (tile - block) * TILE >= begin * TILE)[None, :]
-        _keep(vertical, member * k_len + key[None, :], _over_queries(weights, MEMBERS), there, block, ADD)
+        _keep(
+            vertical,
+            member * k_len + key[None, :],
+            _over_queries(weights, MEMBERS),
+            there,
+            block,
+            ADD,
+        )
         skewed = tl.gather(weights, skew, 1)
         own = column[None, :] <= row[:, None]
         offset = (tile - block) * TILE
-        # Before the distances of block 0 lies nothing: what it would add there is 0, and goes to the end.
+        # Before the distances of block 0 lies nothing: what it would add there is 0, and goes to
+        # the end.
         before = tl.where(offset == 0, tiles * TILE, offset) - TILE
         width = member * tiles * TILE + column[None, :]
-        _keep(near, width + offset, _over_queries(tl.where(own, skewed, 0.0), MEMBERS), mine, block, ADD)
-        _keep(far, width + before, _over_queries(tl.where(own, 0.0, skewed), MEMBERS), mine, block, ADD)
+        _keep(
+            near,
+            width + offset,
+            _over_queries(tl.where(own, skewed, 0.0), MEMBERS),
+            mine,
+            block,
+            ADD,
+        )
+        _keep(
+            far,
+            width + before,
+            _over_queries(tl.where(own, 0.0, skewed), MEMBERS),
+            mine,
+            block,
+            ADD,
+        )
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -243,17 +333,20 @@ def masses_kernel(
     q_batch, q_head, q_row, k_batch, k_head, k_row, pages_width,
     heads, groups, group_size, q_len, k_len, tiles, chunk, chunks, rows, window,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, BLOCKS: tl.constexpr,
+    MEMBERS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """What the query blocks attend to, by key and by distance (MInference 1.0, Algorithm 2, lines 3-6).
+    """What the query blocks attend to, by key and by distance (MInference 1.0, Algorithm 2, lines
+    3-6).
 
-    A tile touches 127 distances: those of its own 64 and, where the column is right of the row, those before them. Each
-    has its array, so that one program alone writes a place: a program has the keys and the distances of its chunk of
-    tiles. For block b these are not the same tiles: b of them are another program's, too (BLOCKS: there are several).
+    A tile touches 127 distances: those of its own 64 and, where the column is right of the row,
+    those before them. Each has its array, so that one program alone writes a place: a program has
+    the keys and the distances of its chunk of tiles. For block b these are not the same tiles: b of
+    them are another program's, too (BLOCKS: there are several).
 
     normalisers (B, h, rows, C) fp32: natural log-sum-exp of each query's logits, by chunks of keys.
-    vertical (B, h, K) fp32. near, far (B, h, tiles * 64) fp32: the mass at a distance is the sum of both.
-    """
+    vertical (B, h, K) fp32. near, far (B, h, tiles * 64) fp32: the mass at a distance is the sum of
+    both."""
     group = tl.program_id(0) % groups
     part = tl.program_id(0) // groups % chunks
     batch = (tl.program_id(0) // groups // chunks).to(tl.int64)
@@ -265,8 +358,10 @@ def masses_kernel(
     if BLOCKS:
         for block in tl.range(0, rows // TILE, num_stages=1):
             _masses(
-                block, begin, end, group, batch, q, k, pages, normalisers, members, vertical, near, far,
-                scale, q_head, q_row, k_batch, k_row, heads, q_len, k_len, tiles, chunks, rows, window,
+                block, begin, end, group, batch, q, k, pages, normalisers, members, vertical, near,
+                far,
+                scale, q_head, q_row, k_batch, k_row, heads, q_len, k_len, tiles, chunks, rows,
+                window,
                 D, D0, D1, MEMBERS, WINDOW, STAGES, PAGE, True,
             )  # fmt: skip
             # The next block adds to what other threads of the program have stored.

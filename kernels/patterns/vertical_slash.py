@@ -1,4 +1,5 @@
-"""Vertical-slash: key columns and diagonals chosen at run time (MInference 1.0, Algorithms 2 and 4).
+"""Vertical-slash: key columns and diagonals chosen at run time (MInference 1.0, Algorithms 2 and
+4).
 
 A build is `estimate`, which reads q and k, and `select`, which chooses by what it found.
 
@@ -23,12 +24,13 @@ from kernels.patterns.paged import Keys
 
 @dataclass(frozen=True, kw_only=True)
 class VerticalSlash(Pattern):
-    """The `vertical` key columns and `slash` diagonals with the most attention from the last `last_q` queries.
+    """The `vertical` key columns and `slash` diagonals with the most attention from the last
+    `last_q` queries.
 
-    With a `coverage`, only the smallest sets of columns and of diagonals that each hold this share of that attention,
-    still at most `vertical` and `slash` of them (FlexPrefill, Lai 2025, Algorithm 3). The first tile of columns and the
-    first TILE diagonals are always among them and count towards both sizes.
-    """
+    With a `coverage`, only the smallest sets of columns and of diagonals that each hold this share
+    of that attention, still at most `vertical` and `slash` of them (FlexPrefill, Lai 2025,
+    Algorithm 3). The first tile of columns and the first TILE diagonals are always among them and
+    count towards both sizes."""
 
     kind: ClassVar[str] = "vertical_slash"
 
@@ -55,15 +57,24 @@ class VerticalSlash(Pattern):
         return lambda patterns: select(*masses, patterns, q_len=q_len)
 
 
-def select(vertical: Tensor, slash: Tensor, patterns: Sequence[VerticalSlash], *, q_len: int) -> SparseIndex:
-    """The index of the best columns and diagonals of each head by their masses (B, h, K) (Algorithm 4).
+def select(
+    vertical: Tensor, slash: Tensor, patterns: Sequence[VerticalSlash], *, q_len: int
+) -> SparseIndex:
+    """The index of the best columns and diagonals of each head by their masses (B, h, K) (Algorithm
+    4).
 
-    A diagonal at distance s crosses the tiles at offsets floor(s / TILE) and ceil(s / TILE), in every row alike.
-    """
-    (batch, heads, k_len), device = vertical.shape, vertical.device
-    n, coverage = num_tiles(k_len), [p.coverage for p in patterns]
-    columns = best_places(vertical, [max(p.vertical, TILE) for p in patterns], coverage, forced=TILE)
-    distance = best_places(slash, [max(p.slash, TILE) for p in patterns], coverage, forced=TILE).to(torch.int64)
+    A diagonal at distance s crosses the tiles at offsets floor(s / TILE) and ceil(s / TILE), in
+    every row alike."""
+    (batch, heads, k_len) = vertical.shape
+    device = vertical.device
+    n = num_tiles(k_len)
+    coverage = [p.coverage for p in patterns]
+    columns = best_places(
+        vertical, [max(p.vertical, TILE) for p in patterns], coverage, forced=TILE
+    )
+    distance = best_places(slash, [max(p.slash, TILE) for p in patterns], coverage, forced=TILE).to(
+        torch.int64
+    )
     offsets = torch.zeros(batch, heads, n + 1, dtype=torch.bool, device=device)
     for rounding in (0, TILE - 1):
         offsets.scatter_(-1, ((distance + rounding) // TILE).clamp_max_(n), True)

@@ -1,11 +1,12 @@
-"""What it costs each KV head to keep a share of its tokens as H2O would: the curves that budgets are chosen by.
+"""What it costs each KV head to keep a share of its tokens as H2O would: the curves that budgets
+are chosen by.
 
-Shapes: L layers, G KV heads, H query heads, N shares, S prompt length, K keys so far, D head dim, E value dim.
+Shapes: L layers, G KV heads, H query heads, N shares, S prompt length, K keys so far, D head dim, E
+value dim.
 
-A prompt is walked once. Every query adds to the accumulated scores (H2O, section 3.1); at some places the next few
-queries attend both to everything and, for each share, to the heavy hitters and the latest tokens of that moment. What
-earlier evictions would have changed is not followed.
-"""
+A prompt is walked once. Every query adds to the accumulated scores (H2O, section 3.1); at some
+places the next few queries attend both to everything and, for each share, to the heavy hitters and
+the latest tokens of that moment. What earlier evictions would have changed is not followed."""
 
 from __future__ import annotations
 
@@ -38,10 +39,9 @@ _FIRST = 0.25
 class BudgetCurves:
     """Means over prompts and places; NaN for layers that slide or have no attention.
 
-    error (L, G, N): squared error that a head leaves in the residual stream, as a share of the stream's square.
-    kept (L, G, N): attention mass on what is kept, as a mean over the query heads.
-    shares (N): half heavy hitters, half the latest tokens.
-    """
+    error (L, G, N): squared error that a head leaves in the residual stream, as a share of the
+    stream's square. kept (L, G, N): attention mass on what is kept, as a mean over the query heads.
+    shares (N): half heavy hitters, half the latest tokens."""
 
     shares: tuple[float, ...]
     error: np.ndarray
@@ -54,7 +54,10 @@ class BudgetCurves:
 
 
 def measure(
-    loaded: LoadedModel, prompts: Sequence[Prompt], shares: Sequence[float] = SHARES, ledger: Ledger | None = None
+    loaded: LoadedModel,
+    prompts: Sequence[Prompt],
+    shares: Sequence[float] = SHARES,
+    ledger: Ledger | None = None,
 ) -> BudgetCurves:
     """Walk the prompts; the model is left as it was.
 
@@ -68,7 +71,11 @@ def measure(
     layers = len(attention_layers(loaded.model))
     with phase("budget curves", len(prompts) * layers, "layers") as shown:
         for prompt in prompts:
-            unit = None if ledger is None else ledger.unit("curves", {"prompt": digest([prompt]), "shares": shares})
+            unit = (
+                None
+                if ledger is None
+                else ledger.unit("curves", {"prompt": digest([prompt]), "shares": shares})
+            )
             curves = None if ledger is None or unit is None else ledger.get(unit)
             if curves is not None:
                 shown.skip(layers)
@@ -77,13 +84,20 @@ def measure(
                 if ledger is not None and unit is not None:
                     curves = ledger.put(unit, curves)
             found.append(curves)
-    error, kept = (np.sum([curves[name] / len(prompts) for curves in found], axis=0) for name in ("error", "kept"))
+    error, kept = (
+        np.sum([curves[name] / len(prompts) for curves in found], axis=0)
+        for name in ("error", "kept")
+    )
     if not np.isfinite(error).any():
-        raise HeadwiseError(f"every layer of {loaded.name} slides over a window: there is no budget to choose")
+        raise HeadwiseError(
+            f"every layer of {loaded.name} slides over a window: there is no budget to choose"
+        )
     return BudgetCurves(shares=tuple(shares), error=error, kept=kept)
 
 
-def _of_prompt(loaded: LoadedModel, prompt: Prompt, shares: Sequence[float], shown: Phase) -> dict[str, np.ndarray]:
+def _of_prompt(
+    loaded: LoadedModel, prompt: Prompt, shares: Sequence[float], shown: Phase
+) -> dict[str, np.ndarray]:
     """Error and mass kept on one prompt, each (L, G, N), NaN where nothing is measured."""
     model = loaded.model
     _, kv_heads = heads_of(model)
@@ -103,9 +117,14 @@ def _of_prompt(loaded: LoadedModel, prompt: Prompt, shares: Sequence[float], sho
     return {"error": error, "kept": kept}
 
 
-def _walk(inputs: LayerInputs, stream: ResidualStream, shares: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+def _walk(
+    inputs: LayerInputs, stream: ResidualStream, shares: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
     """Error and mass kept (G, N) of one layer."""
-    q, k, v, s_len = inputs.q, inputs.k, inputs.v, inputs.q.shape[2]
+    q = inputs.q
+    k = inputs.k
+    v = inputs.v
+    s_len = inputs.q.shape[2]
     how: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap}
     scores = torch.zeros(k.shape[:3], device=k.device)
     blocks = math.ceil(s_len / MAX_QUERIES)
@@ -114,14 +133,19 @@ def _walk(inputs: LayerInputs, stream: ResidualStream, shares: Sequence[float]) 
     error = np.zeros((k.shape[1], len(shares)))
     kept = np.zeros_like(error)
     for block in range(blocks):
-        begin, end = block * MAX_QUERIES, min((block + 1) * MAX_QUERIES, s_len)
-        some, keys, values = q[:, :, begin:end], k[:, :, :end], v[:, :, :end]
+        begin = block * MAX_QUERIES
+        end = min((block + 1) * MAX_QUERIES, s_len)
+        some = q[:, :, begin:end]
+        keys = k[:, :, :end]
+        values = v[:, :, :end]
         whole = decode_attention(some, keys, values, scores="sum", **how)
         if block in places:
             for at, share in enumerate(shares):
                 tokens = _held(scores[:, :, :begin], share, end)
                 part = decode_attention(some, keys, values, tokens=tokens, **how)
-                missed = stream.relative(inputs.layer, _changes(part.out - whole.out, k.shape[1]), slice(begin, end))
+                missed = stream.relative(
+                    inputs.layer, _changes(part.out - whole.out, k.shape[1]), slice(begin, end)
+                )
                 error[:, at] += missed.mean(-1).double().cpu().numpy() / len(places)
                 mass = (part.lse - whole.lse).exp().unflatten(1, (k.shape[1], -1)).mean((0, 2, 3))
                 kept[:, at] += mass.double().cpu().numpy() / len(places)
@@ -131,7 +155,8 @@ def _walk(inputs: LayerInputs, stream: ResidualStream, shares: Sequence[float]) 
 
 
 def _held(scores: Tensor, share: float, k_len: int) -> Tensor:
-    """The tokens (1, G, C) int32 held of `k_len`: half of the share by score, half the latest; scores (1, G, K)."""
+    """The tokens (1, G, C) int32 held of `k_len`: half of the share by score, half the latest;
+    scores (1, G, K)."""
     recent = math.ceil(share / 2 * k_len)
     old = max(0, min(scores.shape[2], k_len - recent))
     heavy = min(math.ceil(share / 2 * k_len), old)
@@ -141,7 +166,8 @@ def _held(scores: Tensor, share: float, k_len: int) -> Tensor:
 
 
 def _changes(missed: Tensor, kv_heads: int) -> Tensor:
-    """Each KV head's own part (G, Q, H * E) of a change (1, H, Q, E) of all heads' outputs, zero elsewhere."""
+    """Each KV head's own part (G, Q, H * E) of a change (1, H, Q, E) of all heads' outputs, zero
+    elsewhere."""
     _, heads, q_len, dim = missed.shape
     alone = missed.new_zeros(kv_heads, q_len, kv_heads, heads // kv_heads * dim)
     own = missed[0].unflatten(0, (kv_heads, -1)).transpose(1, 2).flatten(2)

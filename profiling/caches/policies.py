@@ -1,4 +1,5 @@
-"""Caches under some policy without a search: artifacts made in memory, and policies as they are typed."""
+"""Caches under some policy without a search: artifacts made in memory, and policies as they are
+typed."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def with_policy(loaded: LoadedModel, policy: Policy | None) -> Headwise:
     modules = attention_layers(loaded.model)
     free = modules.keys() - sliding_layers(modules)
     if not free:
-        raise HeadwiseError(f"every layer of {loaded.name} slides over a window of its own: none can have a policy")
+        raise HeadwiseError(
+            f"every layer of {loaded.name} slides over a window of its own: none can have a policy"
+        )
     layers = range(text_config(loaded.model).num_hidden_layers)
     rows = tuple(_NAME if layer in free else None for layer in layers)
     return with_section(loaded, KVCache(policies={_NAME: policy}, layers=rows))
@@ -73,7 +76,9 @@ def with_section(loaded: LoadedModel, section: KVCache | None) -> Headwise:
         raise HeadwiseError(f"kv_cache.{fault}")
     # Layers without patterns are left alone: dense.
     prefill = Prefill(dense_below=0, layers=(None,) * model.num_layers)
-    return Headwise(Artifact(model=model, search=None, patterns={}, prefill=prefill, kv_cache=section))
+    return Headwise(
+        Artifact(model=model, search=None, patterns={}, prefill=prefill, kv_cache=section)
+    )
 
 
 def parse_policy(text: str) -> Policy:
@@ -89,14 +94,18 @@ def parse_policy(text: str) -> Policy:
     for part in filter(None, given.split(",")):
         name, equals, value = part.partition("=")
         if not equals:
-            raise HeadwiseError(f"policy {text!r}: {part!r} must be FIELD=VALUE, such as window=1020")
+            raise HeadwiseError(
+                f"policy {text!r}: {part!r} must be FIELD=VALUE, such as window=1020"
+            )
         fields[name] = _value(value)
     try:
         made: Policy = TypeAdapter(Policy).validate_python(fields)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"][1:2])
-        raise HeadwiseError(f"policy {text!r}: {field}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise HeadwiseError(
+            f"policy {text!r}: {field}: {first['msg'].removeprefix('Value error, ')}"
+        ) from None
     return made
 
 

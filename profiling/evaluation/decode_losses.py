@@ -18,7 +18,8 @@ from profiling.evaluation.intervals import Interval, student
 # Tokens of a mean that is kept.
 BLOCK = 64
 # Parts of the forced tokens whose perplexities stand side by side, each of so many tokens at least.
-_PARTS, _LEAST = 4, 128
+_PARTS = 4
+_LEAST = 128
 
 
 def in_blocks(losses: Tensor) -> tuple[tuple[float, ...], ...]:
@@ -33,13 +34,16 @@ def apart(losses: Tensor, others: Tensor) -> Interval:
 
 def changed(interval: Interval) -> str:
     """A difference of losses as one of perplexities; a single text has no interval."""
-    value, low, high = (100 * math.expm1(each) for each in (interval.value, interval.low, interval.high))
+    value, low, high = (
+        100 * math.expm1(each) for each in (interval.value, interval.low, interval.high)
+    )
     return f"{value:+.2f}%" + (f" ({low:+.2f} to {high:+.2f})" if interval.count > 1 else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Forced tokens from one place on: their perplexity, and their loss less the dense one, as `apart` says it.
+    """Forced tokens from one place on: their perplexity, and their loss less the dense one, as
+    `apart` says it.
 
     change: None of dense attention itself.
     """
@@ -59,7 +63,11 @@ def by_position(losses: Mapping[str, Tensor], dense: Tensor) -> dict[str, list[P
     def parts(own: Tensor) -> list[Part]:
         pairs = zip(starts, own.split(size, 1), dense.split(size, 1), strict=True)
         return [
-            Part(start=start, perplexity=math.exp(a.mean()), change=None if own is dense else apart(a, b))
+            Part(
+                start=start,
+                perplexity=math.exp(a.mean()),
+                change=None if own is dense else apart(a, b),
+            )
             for start, a, b in pairs
         ]
 
@@ -70,10 +78,23 @@ def position_lines(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str
     """Lines of a table of `by_position`, its parts as mappings; of nothing none."""
     if not found:
         return []
-    lines = [["perplexity by position", *(f"from {part['start']}" for part in next(iter(found.values())))]]
+    lines = [
+        [
+            "perplexity by position",
+            *(f"from {part['start']}" for part in next(iter(found.values()))),
+        ]
+    ]
     for name, parts in found.items():
-        changes = [f" {changed(Interval(**part['change']))}" if part["change"] else "" for part in parts]
+        changes = [
+            f" {changed(Interval(**part['change']))}" if part["change"] else "" for part in parts
+        ]
         lines.append(
-            [name, *(f"{part['perplexity']:.2f}{change}" for part, change in zip(parts, changes, strict=True))]
+            [
+                name,
+                *(
+                    f"{part['perplexity']:.2f}{change}"
+                    for part, change in zip(parts, changes, strict=True)
+                ),
+            ]
         )
     return aligned(lines)

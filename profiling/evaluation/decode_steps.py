@@ -1,4 +1,5 @@
-"""Methods of decode, and the seconds of a step by each: on a cache of random keys and values, interleaved.
+"""Methods of decode, and the seconds of a step by each: on a cache of random keys and values,
+interleaved.
 
 Shapes: B batch (1 here), G KV heads, K context, D head dim.
 """
@@ -25,9 +26,13 @@ _CHUNK = 2048
 
 def methods(artifacts: Mapping[str, Headwise], offloads: Sequence[str]) -> list[Method]:
     """Both dense attentions, and each artifact with each way to keep keys that are not chosen."""
-    both = [Method(name=name, make=lambda: None, identity="", dense=name) for name in (MODEL, KERNEL)]
+    both = [
+        Method(name=name, make=lambda: None, identity="", dense=name) for name in (MODEL, KERNEL)
+    ]
     return both + [
-        _of_artifact(name, headwise, offload) for name, headwise in artifacts.items() for offload in offloads
+        _of_artifact(name, headwise, offload)
+        for name, headwise in artifacts.items()
+        for offload in offloads
     ]
 
 
@@ -42,7 +47,9 @@ def _of_artifact(name: str, headwise: Headwise, offload: str) -> Method:
 
 
 @torch.no_grad()
-def filled(loaded: LoadedModel, methods: Sequence[Method], *, context: int, seed: int) -> dict[str, Any]:
+def filled(
+    loaded: LoadedModel, methods: Sequence[Method], *, context: int, seed: int
+) -> dict[str, Any]:
     """Each method's cache of one sequence with that context, by the method's name."""
     caches = {}
     for method in methods:
@@ -66,7 +73,8 @@ def step_seconds(
     repeats: int,
     batches: Mapping[str, int] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of `steps` tokens of each sequence, the methods interleaved. batches: sequences in a cache; 1 of each."""
+    """Seconds of `steps` tokens of each sequence, the methods interleaved. batches: sequences in a
+    cache; 1 of each."""
     model = loaded.model
     current: list[Any] = []
 
@@ -101,14 +109,23 @@ def _prefill(model: Any, cache: Any, context: int, seed: int) -> None:
 
 
 def fill(model: Any, cache: Any, context: int, seed: int) -> None:
-    """Random keys and values (1, G, K, D) in every layer, the same for every method, as a long prefill leaves them."""
+    """Random keys and values (1, G, K, D) in every layer, the same for every method, as a long
+    prefill leaves them."""
     config = text_config(model)
     heads, kv_heads = heads_of(model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     generator = torch.Generator(model.device).manual_seed(seed)
     for layer in range(config.num_hidden_layers):
         k, v = (
-            torch.randn(1, kv_heads, context, head_dim, generator=generator, device=model.device, dtype=model.dtype)
+            torch.randn(
+                1,
+                kv_heads,
+                context,
+                head_dim,
+                generator=generator,
+                device=model.device,
+                dtype=model.dtype,
+            )
             for _ in range(2)
         )
         cache.update(k, v, layer)

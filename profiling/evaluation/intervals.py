@@ -1,9 +1,8 @@
 """Confidence intervals of means over units, and whether two methods differ by more than chance.
 
-A unit is what was drawn by itself: a prompt, a window of a text, a context with all its answers. Of few units
-resampling them is too narrow (at 4 normal ones a percentile interval of 95% holds the mean in 82%), so means have
-Student's interval throughout.
-"""
+A unit is what was drawn by itself: a prompt, a window of a text, a context with all its answers. Of
+few units resampling them is too narrow (at 4 normal ones a percentile interval of 95% holds the
+mean in 82%), so means have Student's interval throughout."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ _BLOCK = 10_000
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate from `count` prompts and the bounds that hold the true value at the confidence asked for."""
+    """An estimate from `count` prompts and the bounds that hold the true value at the confidence
+    asked for."""
 
     value: float
     low: float
@@ -39,11 +39,15 @@ class Interval:
 
 
 def wilson(right: int, count: int, *, confidence: float = CONFIDENCE) -> Interval:
-    """The score interval of a share of right answers (Wilson 1927): sound for few prompts and for none or all right."""
+    """The score interval of a share of right answers (Wilson 1927): sound for few prompts and for
+    none or all right."""
     if not 0 <= right <= count or count < 1:
-        raise HeadwiseError(f"{right} right of {count}: give at least 1 prompt and at most as many right ones")
+        raise HeadwiseError(
+            f"{right} right of {count}: give at least 1 prompt and at most as many right ones"
+        )
     z = _z(confidence)
-    share, spread = right / count, z * z / count
+    share = right / count
+    spread = z * z / count
     middle = (share + spread / 2) / (1 + spread)
     half = z * math.sqrt(share * (1 - share) / count + spread / (4 * count)) / (1 + spread)
     # Rounding must not put the bound of none or all right beside 0 or 1.
@@ -53,28 +57,36 @@ def wilson(right: int, count: int, *, confidence: float = CONFIDENCE) -> Interva
 
 
 def student(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Interval:
-    """Student's t interval of a mean (1908); of one value, whose spread nothing tells, the value alone."""
+    """Student's t interval of a mean (1908); of one value, whose spread nothing tells, the value
+    alone."""
     found = _checked(values)
-    value, count = float(found.mean()), len(found)
+    value = float(found.mean())
+    count = len(found)
     if count == 1:
         return Interval(value, value, value, count)
     half = _quantile(count - 1, confidence) * float(found.std(ddof=1)) / math.sqrt(count)
     return Interval(value, value - half, value + half, count)
 
 
-def share_of(values: Sequence[float], sizes: Sequence[float], *, confidence: float = CONFIDENCE) -> Interval:
+def share_of(
+    values: Sequence[float], sizes: Sequence[float], *, confidence: float = CONFIDENCE
+) -> Interval:
     """The sum of values over the sum of sizes, with Student's interval of its linear approximation.
 
-    values, sizes: of each unit, such as answers lost and answers in all of a context; units of size 0 count as well.
-    """
-    found, weights = _checked(values), _checked(sizes)
+    values, sizes: of each unit, such as answers lost and answers in all of a context; units of size
+    0 count as well."""
+    found = _checked(values)
+    weights = _checked(sizes)
     total = max(1.0, float(weights.sum()))
     ratio = float(found.sum()) / total
-    return student((ratio + (found - ratio * weights) * len(found) / total).tolist(), confidence=confidence)
+    return student(
+        (ratio + (found - ratio * weights) * len(found) / total).tolist(), confidence=confidence
+    )
 
 
 def mean_interval(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Interval:
-    """Of scores from 0 to 1: Wilson's interval where all are one or the other, else Student's as far as scores go."""
+    """Of scores from 0 to 1: Wilson's interval where all are one or the other, else Student's as
+    far as scores go."""
     found = _checked(values)
     if np.isin(found, (0, 1)).all():
         return wilson(int(found.sum()), len(found), confidence=confidence)
@@ -82,13 +94,15 @@ def mean_interval(values: Sequence[float], *, confidence: float = CONFIDENCE) ->
     return replace(made, low=max(made.low, 0.0), high=min(made.high, 1.0))
 
 
-def paired_difference(a: Sequence[float], b: Sequence[float], *, confidence: float = CONFIDENCE) -> Interval:
+def paired_difference(
+    a: Sequence[float], b: Sequence[float], *, confidence: float = CONFIDENCE
+) -> Interval:
     """The interval of the mean of a - b over the same units.
 
-    Where every score is 0 or 1, Newcombe's (1998, Statistics in Medicine 17:2635, method 10), which is sound for few
-    prompts and where none or all are right; elsewhere Student's over pairs.
-    """
-    first, second = _checked(a), _checked(b)
+    Where every score is 0 or 1, Newcombe's (1998, Statistics in Medicine 17:2635, method 10), which
+    is sound for few prompts and where none or all are right; elsewhere Student's over pairs."""
+    first = _checked(a)
+    second = _checked(b)
     if len(first) != len(second):
         raise HeadwiseError(f"scores of {len(first)} and {len(second)} prompts cannot be paired")
     if np.isin(first, (0, 1)).all() and np.isin(second, (0, 1)).all():
@@ -97,18 +111,20 @@ def paired_difference(a: Sequence[float], b: Sequence[float], *, confidence: flo
 
 
 def sign_flip(differences: Sequence[float], *, resamples: int = RESAMPLES, seed: int = 0) -> float:
-    """The p-value of a mean of paired differences that is as likely to be of either sign (Fisher's randomisation test).
+    """The p-value of a mean of paired differences that is as likely to be of either sign (Fisher's
+    randomisation test).
 
-    Every assignment of signs where there are at most `resamples`, which for right and wrong answers is McNemar's exact
-    test; that many random ones, and the one that was found, elsewhere.
-    """
+    Every assignment of signs where there are at most `resamples`, which for right and wrong answers
+    is McNemar's exact test; that many random ones, and the one that was found, elsewhere."""
     found = _checked(differences)
     found = found[found != 0]
     count = len(found)
     if not count:
         return 1.0
     exact = count < 63 and 1 << count <= resamples
-    rng, total, far = np.random.default_rng(seed), 1 << count if exact else resamples, 0
+    rng = np.random.default_rng(seed)
+    total = 1 << count if exact else resamples
+    far = 0
     # Sums in another order must not be farther than they are.
     least = abs(found.sum()) * (1 - 1e-9)
     for start in range(0, total, _BLOCK):
@@ -122,7 +138,8 @@ def sign_flip(differences: Sequence[float], *, resamples: int = RESAMPLES, seed:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values after Holm's correction (1979): of those below 0.05, none errs in 95% of such tables."""
+    """p-values after Holm's correction (1979): of those below 0.05, none errs in 95% of such
+    tables."""
     found = [1.0] * len(p_values)
     highest = 0.0
     for rank, at in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -132,7 +149,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def least_units(looks: int) -> int:
-    """The fewest units of which a difference can be marked among so many looks: by Holm the first has all of them.
+    """The fewest units of which a difference can be marked among so many looks: by Holm the first
+    has all of them.
 
     n units that all favour one side have a p of 2^(1 - n).
     """
@@ -140,10 +158,11 @@ def least_units(looks: int) -> int:
 
 
 def prompts_needed(differences: Sequence[float], loss: float = 0.05, *, power: float = 0.8) -> int:
-    """How many prompts tell a mean loss of that size, at 95%, so often: by the spread of these paired differences.
+    """How many prompts tell a mean loss of that size, at 95%, so often: by the spread of these
+    paired differences.
 
-    ((z(0.975) + z(power)) * spread / loss)^2, and at least the 6 below which chance alone favours one side in all.
-    """
+    ((z(0.975) + z(power)) * spread / loss)^2, and at least the 6 below which chance alone favours
+    one side in all."""
     spread = float(_checked(differences).std(ddof=1)) if len(differences) > 1 else math.nan
     if not math.isfinite(spread):
         raise HeadwiseError("a spread needs at least 2 prompts")
@@ -172,10 +191,13 @@ def _newcombe(a: np.ndarray, b: np.ndarray, confidence: float) -> Interval:
 
 @cache
 def _quantile(freedom: int, confidence: float) -> float:
-    """Student's t with f degrees of freedom is sqrt(f) tan(x) where x has the density cos(x)^(f - 1)."""
+    """Student's t with f degrees of freedom is sqrt(f) tan(x) where x has the density cos(x)^(f -
+    1)."""
     angles = np.linspace(-math.pi / 2, math.pi / 2, 1 << 16)
     below = np.append(0.0, np.cumsum(np.cos((angles[1:] + angles[:-1]) / 2) ** (freedom - 1)))
-    return math.sqrt(freedom) * math.tan(np.interp(1 - _tail(confidence), below / below[-1], angles))
+    return math.sqrt(freedom) * math.tan(
+        np.interp(1 - _tail(confidence), below / below[-1], angles)
+    )
 
 
 def _checked(values: Sequence[float]) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Sizes at which one pattern for all heads costs as much as an artifact does, counted from indices on a real prompt.
+"""Sizes at which one pattern for all heads costs as much as an artifact does, counted from indices
+on a real prompt.
 
 Shapes: S prompt length, h heads of a layer.
 """
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 # Prompts that sizes are fitted on: of no evaluation's seed.
-CALIBRATION_TASK, CALIBRATION_SEED = "passkey", 7_777_777
+CALIBRATION_TASK = "passkey"
+CALIBRATION_SEED = 7_777_777
 _CHOOSING = ("vertical_slash", "block_sparse")
 # A threshold falls to 1 / e in so many steps, and ten times at most.
 _STEPS = 50
@@ -44,7 +46,8 @@ class Sizes:
 
 
 def _strided(n: int, target: float) -> Mapping[str, int]:
-    # Diagonals at every stride-th tile are one stride-th of the area: about half of what may be computed.
+    # Diagonals at every stride-th tile are one stride-th of the area: about half of what may be
+    # computed.
     return {"sink": n, "window": 2 * n, "stride": max(2, round(2 / target))}
 
 
@@ -61,20 +64,27 @@ SIZES: dict[str, Sizes] = {
     "slash": Sizes("vertical_slash", lambda n, _: {"vertical": 1, "slash": n}),
     "block_sparse": Sizes("block_sparse", lambda n, _: {"blocks": n}),
     # As many tokens looked up as in the window, and 128 sinks, as InfLLM has it.
-    "infllm": Sizes("memory_units", lambda n, _: {"sink": 2 * TILE, "window": n * TILE, "units": n}),
+    "infllm": Sizes(
+        "memory_units", lambda n, _: {"sink": 2 * TILE, "window": n * TILE, "units": n}
+    ),
     # The threshold, which Meter.fit makes a share of the length.
     "skip_softmax": Sizes("skip_softmax", lambda n, _: {"scale_factor": math.exp(-n / _STEPS)}),
 }
 
 
 class Meter:
-    """One dense pass over a calibration prompt: what indices of any sizes would compute in every layer.
+    """One dense pass over a calibration prompt: what indices of any sizes would compute in every
+    layer.
 
-    Of each layer only the estimates and gaps that its patterns choose by are kept, no queries and no keys.
-    """
+    Of each layer only the estimates and gaps that its patterns choose by are kept, no queries and
+    no keys."""
 
     def __init__(
-        self, loaded: LoadedModel, artifact: Artifact, arrays: Mapping[str, Array] | None, length: int
+        self,
+        loaded: LoadedModel,
+        artifact: Artifact,
+        arrays: Mapping[str, Array] | None,
+        length: int,
     ) -> None:
         """Measure an artifact that has patterns, at `length` tokens.
 
@@ -82,16 +92,22 @@ class Meter:
             HeadwiseError: it has none, or no prompt of that length can be made.
         """
         if not any(artifact.prefill.layers):
-            raise HeadwiseError("the artifact has no patterns: there is no density to compare methods at")
+            raise HeadwiseError(
+                "the artifact has no patterns: there is no density to compare methods at"
+            )
         self.length = length
         self.heads = artifact.model.num_heads
         self._prepared: dict[int, dict[str, Callable[[Sequence[Any]], SparseIndex]]] = {}
         self._own: dict[int, SparseIndex] = {}
         self._gaps: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tail = artifact.prefill.dense_tail
-        without = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 0})})
+        without = artifact.model_copy(
+            update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 0})}
+        )
         plans = layer_plans(without, arrays)
-        prompt = make_prompts(CALIBRATION_TASK, loaded.tokenizer, length=length, samples=1, seed=CALIBRATION_SEED)[0]
+        prompt = make_prompts(
+            CALIBRATION_TASK, loaded.tokenizer, length=length, samples=1, seed=CALIBRATION_SEED
+        )[0]
 
         def visit(inputs: LayerInputs) -> None:
             if (plan := plans.get(inputs.layer)) is None:
@@ -102,7 +118,11 @@ class Meter:
             heads = range(inputs.q.shape[1])
             self._prepared[inputs.layer] = {
                 kind: KINDS[kind].prepare(
-                    [_largest(kind, length) for _ in heads], heads, inputs.q, inputs.k, scale=inputs.scale
+                    [_largest(kind, length) for _ in heads],
+                    heads,
+                    inputs.q,
+                    inputs.k,
+                    scale=inputs.scale,
                 )
                 for kind in _CHOOSING
             }
@@ -121,26 +141,38 @@ class Meter:
         return sum(found) / len(found)
 
     def density(self, pattern: Pattern, *, dense_tail: int) -> float:
-        """Mean density where every head has this pattern; of skip-softmax the share of tiles that are not skipped."""
+        """Mean density where every head has this pattern; of skip-softmax the share of tiles that
+        are not skipped."""
         if isinstance(pattern, SkipSoftmax):
-            dense, bound = first_dense([dense_tail], self.length)[0], pattern.bound(self.length)
-            kept = [float(((gaps >= bound) | (rows >= dense)).float().mean()) for gaps, rows in self._gaps.values()]
+            dense = first_dense([dense_tail], self.length)[0]
+            bound = pattern.bound(self.length)
+            kept = [
+                float(((gaps >= bound) | (rows >= dense)).float().mean())
+                for gaps, rows in self._gaps.values()
+            ]
             return sum(kept) / len(kept)
         if isinstance(pattern, Fixed | MemoryUnits):
             return _fixed_density(pattern, self.length, dense_tail)
         means = [
-            float(with_dense_tail(kinds[pattern.kind]([pattern] * self.heads), dense_tail).density().mean())
+            float(
+                with_dense_tail(kinds[pattern.kind]([pattern] * self.heads), dense_tail)
+                .density()
+                .mean()
+            )
             for kinds in self._prepared.values()
         ]
         return sum(means) / len(means)
 
-    def fit(self, name: str, *, dense_tail: int, target: float | None = None) -> tuple[dict[str, Any], float]:
-        """The largest sizes of SIZES[name] that cost no more than `target`, and what they cost, the tail included.
+    def fit(
+        self, name: str, *, dense_tail: int, target: float | None = None
+    ) -> tuple[dict[str, Any], float]:
+        """The largest sizes of SIZES[name] that cost no more than `target`, and what they cost, the
+        tail included.
 
-        The target is the artifact's own density if None. The least sizes there are where even these cost more. Returns
-        the pattern's fields with its kind, and its density.
-        """
-        line, target = SIZES[name], self.target if target is None else target
+        The target is the artifact's own density if None. The least sizes there are where even these
+        cost more. Returns the pattern's fields with its kind, and its density."""
+        line = SIZES[name]
+        target = self.target if target is None else target
 
         def fields(n: int) -> dict[str, Any]:
             sizes = dict(line.at(n, target))
@@ -149,7 +181,8 @@ class Meter:
             return {"kind": line.kind, **sizes}
 
         cost = partial(self.density, dense_tail=dense_tail)
-        low, high = 1, num_tiles(self.length) if name in _BY_TILES else self.length
+        low = 1
+        high = num_tiles(self.length) if name in _BY_TILES else self.length
         high = 10 * _STEPS if name == "skip_softmax" else high
         while low < high:
             middle = (low + high + 1) // 2
@@ -161,7 +194,11 @@ class Meter:
 
 
 def _largest(kind: str, length: int) -> Pattern:
-    return make(kind, blocks=num_tiles(length)) if kind == "block_sparse" else make(kind, vertical=length, slash=length)
+    return (
+        make(kind, blocks=num_tiles(length))
+        if kind == "block_sparse"
+        else make(kind, vertical=length, slash=length)
+    )
 
 
 def _fixed_density(pattern: Fixed | MemoryUnits, length: int, dense_tail: int) -> float:

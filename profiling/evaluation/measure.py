@@ -1,8 +1,8 @@
-"""Quality of many methods on many tasks and lengths: each prompt under each method once, kept in a ledger.
+"""Quality of many methods on many tasks and lengths: each prompt under each method once, kept in a
+ledger.
 
-What is there is not run again: tasks, lengths, samples and methods can be added, and a run that was killed goes on with
-the prompt that it was at.
-"""
+What is there is not run again: tasks, lengths, samples and methods can be added, and a run that was
+killed goes on with the prompt that it was at."""
 
 from __future__ import annotations
 
@@ -29,23 +29,29 @@ from profiling.quality.trials import VERSION, trials
 from profiling.speed.baselines import MODEL
 from runtime.plans import layer_plans
 
-# Raised where the same prompt under the same method would give another record of its agreement with dense attention.
+# Raised where the same prompt under the same method would give another record of its agreement with
+# dense attention.
 _AGREEMENT = 2
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # The task that has a grid of depths.
 GRID = "niah_single_2"
 OUTPUT = "evaluation.json"
-# Of each record: the unit that prompts share which are no samples of their own, its seed, its number of questions.
-UNIT, SEED, QUESTIONS = "unit", "seed", "questions"
+# Of each record: the unit that prompts share which are no samples of their own, its seed, its
+# number of questions.
+UNIT = "unit"
+SEED = "seed"
+QUESTIONS = "questions"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What to evaluate. samples: prompts of each task and length, or contexts with all their questions, and of each
-    depth where there is a grid: of each of `seeds` seeds, from `seed` on.
+    """What to evaluate. samples: prompts of each task and length, or contexts with all their
+    questions, and of each depth where there is a grid: of each of `seeds` seeds, from `seed` on.
 
-    share: of a prompt's keys and values that caches under policies keep. density: what single kinds are fitted to and
-        oracles compute; the artifact's own if None. fidelity: also how near each is to dense attention's predictions.
+    share: of a prompt's keys and values that caches under policies keep. density: what single kinds
+    are fitted to and
+        oracles compute; the artifact's own if None. fidelity: also how near each is to dense
+        attention's predictions.
     """
 
     tasks: tuple[str, ...] = DEFAULT_TASKS
@@ -66,7 +72,8 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Set:
-    """The prompts of one task at one length; `depth` is the place in the grid, None where there is none.
+    """The prompts of one task at one length; `depth` is the place in the grid, None where there is
+    none.
 
     overlapping: how many of the prompts the artifact's search has seen, for want of others.
     """
@@ -80,7 +87,8 @@ class Set:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a method made of a set, prompt by prompt: the records of profiling.quality.trials, and the prompts.
+    """What a method made of a set, prompt by prompt: the records of profiling.quality.trials, and
+    the prompts.
 
     seeds: how many they are of, as many prompts of each, one seed after the other.
     """
@@ -98,7 +106,9 @@ class Outcome:
 def tasks_of(names: Sequence[str]) -> tuple[str, ...]:
     """The tasks that were asked for; `all` are those that need no file."""
     free = tuple(kind.name for kind in KINDS.values() if kind.takes_file != "must")
-    return tuple(dict.fromkeys(task for name in names for task in (free if name == "all" else (name,))))
+    return tuple(
+        dict.fromkeys(task for name in names for task in (free if name == "all" else (name,)))
+    )
 
 
 def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
@@ -106,33 +116,58 @@ def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
     for length in lengths:
         if length < artifact.prefill.dense_below and any(artifact.prefill.layers):
             raise HeadwiseError(
-                f"--length {length} is below the artifact's dense_below of {artifact.prefill.dense_below}, so it "
-                "would be served densely: ask for longer prompts, or for the patterns all the same with --sparse-always"
+                f"--length {length} is below the artifact's dense_below of "
+                f"{artifact.prefill.dense_below}, so it "
+                "would be served densely: ask for longer prompts, or for the patterns all the same "
+                "with --sparse-always"
             )
         if length > artifact.model.max_positions:
             raise HeadwiseError(
-                f"--length {length} is more than the {artifact.model.max_positions} positions of {artifact.model.name}"
+                f"--length {length} is more than the {artifact.model.max_positions} positions of "
+                f"{artifact.model.name}"
             )
 
 
 def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> list[Set]:
-    """All prompts of one length: of texts such windows as are not among those `seen`, as far as there are any."""
+    """All prompts of one length: of texts such windows as are not among those `seen`, as far as
+    there are any."""
     seeds = range(config.seed, config.seed + config.seeds)
     how: dict[str, Any] = {"seeds": seeds, "seen": seen}
     sets = []
     for name in config.tasks:
         task = parse_task(name)
-        gridded = task.kind == GRID and not any(parameter == "depth" for parameter, _ in task.parameters)
+        gridded = task.kind == GRID and not any(
+            parameter == "depth" for parameter, _ in task.parameters
+        )
         for depth in config.depths if gridded else (None,):
-            placed = task if depth is None else replace(task, parameters=(*task.parameters, ("depth", depth)))
-            made = seeded_prompts(placed, tokenizer, length=length, samples=config.samples * per_context(placed), **how)
+            placed = (
+                task
+                if depth is None
+                else replace(task, parameters=(*task.parameters, ("depth", depth)))
+            )
+            made = seeded_prompts(
+                placed,
+                tokenizer,
+                length=length,
+                samples=config.samples * per_context(placed),
+                **how,
+            )
             prompts = tuple(made.prompts)
-            sets.append(Set(task=task.name, length=length, depth=depth, prompts=prompts, overlapping=made.overlapping))
+            sets.append(
+                Set(
+                    task=task.name,
+                    length=length,
+                    depth=depth,
+                    prompts=prompts,
+                    overlapping=made.overlapping,
+                )
+            )
     return sets
 
 
 def open_ledger(folder: Path, *, fresh: bool) -> Ledger:
-    """The ledger of all evaluations in a folder, whatever they were asked for; it stays for those that come."""
+    """The ledger of all evaluations in a folder, whatever they were asked for; it stays for those
+    that come."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -140,9 +175,16 @@ def open_ledger(folder: Path, *, fresh: bool) -> Ledger:
     return Ledger(folder / OUTPUT, "evaluate", fresh=fresh)
 
 
-def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger) -> list[Outcome]:
-    """Every prompt under every method that is not in the ledger yet; outcomes by length, task, depth and method."""
-    sets = [each for length in config.lengths for each in prompt_sets(config, loaded.tokenizer, length, methods.seen)]
+def evaluate(
+    config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger
+) -> list[Outcome]:
+    """Every prompt under every method that is not in the ledger yet; outcomes by length, task,
+    depth and method."""
+    sets = [
+        each
+        for length in config.lengths
+        for each in prompt_sets(config, loaded.tokenizer, length, methods.seen)
+    ]
     of = _Units(ledger, methods.artifact, loaded, f"trial/{VERSION}")
     total = len(config.methods) * sum(each.length * len(each.prompts) for each in sets)
     outcomes = []
@@ -153,7 +195,11 @@ def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: 
             made = [methods.make(name, length) for name in config.methods]
             for method in made:
                 _run(loaded, method, here, of, ledger, shown)
-            like = _Units(ledger, methods.artifact, loaded, f"agreement/{_AGREEMENT}") if config.fidelity else None
+            like = (
+                _Units(ledger, methods.artifact, loaded, f"agreement/{_AGREEMENT}")
+                if config.fidelity
+                else None
+            )
             if like is not None:
                 _agreement(loaded, made, here, like, ledger)
             outcomes += [
@@ -173,7 +219,14 @@ def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: 
     return outcomes
 
 
-def _run(loaded: LoadedModel, method: Method, sets: Sequence[Set], of: _Units, ledger: Ledger, shown: Phase) -> None:
+def _run(
+    loaded: LoadedModel,
+    method: Method,
+    sets: Sequence[Set],
+    of: _Units,
+    ledger: Ledger,
+    shown: Phase,
+) -> None:
     left = []
     for each in sets:
         for prompt in each.prompts:
@@ -189,18 +242,24 @@ def _run(loaded: LoadedModel, method: Method, sets: Sequence[Set], of: _Units, l
             shown.note(f"{method.name} {some[0][0].task} {some[0][0].length}")
             new = {unit.key: (unit, prompt) for _, prompt, unit in some if unit not in ledger}
             units = [unit for unit, _ in new.values()]
-            for number, record in trials(loaded.model, loaded.tokenizer, [p for _, p in new.values()], method):
+            for number, record in trials(
+                loaded.model, loaded.tokenizer, [p for _, p in new.values()], method
+            ):
                 ledger.put(units[number], record)
             shown.update(sum(each.length for each, _, _ in some))
 
 
 def _compares(method: Method) -> bool:
-    """Whether its prefill is another than dense attention's; what caches drop is not seen in a prefill."""
+    """Whether its prefill is another than dense attention's; what caches drop is not seen in a
+    prefill."""
     return method.name != MODEL and not method.evicts
 
 
-def _agreement(loaded: LoadedModel, methods: Sequence[Method], sets: Sequence[Set], of: _Units, ledger: Ledger) -> None:
-    """How near each method comes to dense attention on each prompt; questions of one context are one prompt here."""
+def _agreement(
+    loaded: LoadedModel, methods: Sequence[Method], sets: Sequence[Set], of: _Units, ledger: Ledger
+) -> None:
+    """How near each method comes to dense attention on each prompt; questions of one context are
+    one prompt here."""
     prompts = {prompt.context: prompt for each in sets for prompt in each.prompts}.values()
     some = [method for method in methods if _compares(method)]
     with phase("fidelity", sum(len(prompt.context) for prompt in prompts), "tokens") as shown:
@@ -209,12 +268,21 @@ def _agreement(loaded: LoadedModel, methods: Sequence[Method], sets: Sequence[Se
             missing = [method for method in some if of(method, _context(prompt)) not in ledger]
             if missing:
                 reference = Reference(loaded.model, sequences([_context(prompt)], loaded.tokenizer))
-                served = {method.name: method.headwise for method in missing if method.headwise is not None}
-                plans = {name: layer_plans(each.artifact, each.arrays) for name, each in served.items()}
+                served = {
+                    method.name: method.headwise
+                    for method in missing
+                    if method.headwise is not None
+                }
+                plans = {
+                    name: layer_plans(each.artifact, each.arrays) for name, each in served.items()
+                }
                 kept = recall(loaded.model, prompt, plans)
                 for method in missing:
                     agreement = reference.agreement(0, method.apply(loaded.model))
-                    ledger.put(of(method, _context(prompt)), {**asdict(agreement), "recall": kept.get(method.name)})
+                    ledger.put(
+                        of(method, _context(prompt)),
+                        {**asdict(agreement), "recall": kept.get(method.name)},
+                    )
             shown.update(len(prompt.context))
 
 
@@ -226,29 +294,40 @@ def _context(prompt: Prompt) -> Prompt:
 def _records(
     one: Set, method: Method, dense: Method, ledger: Ledger, of: _Units, like: _Units | None
 ) -> tuple[dict[str, Any], ...]:
-    """What the ledger has of a method on a set, with how near it comes to dense attention where that was asked for."""
+    """What the ledger has of a method on a set, with how near it comes to dense attention where
+    that was asked for."""
     found = [dict(ledger.get(of(method, prompt))) for prompt in one.prompts]
     if like is None or method is dense:
         return tuple(found)
     if _compares(method):
         near = [ledger.get(like(method, _context(prompt))) for prompt in one.prompts]
         found = [{**record, **other} for record, other in zip(found, near, strict=True)]
-    return tuple(as_dense(one.prompts, found, [ledger.get(of(dense, prompt)) for prompt in one.prompts]))
+    return tuple(
+        as_dense(one.prompts, found, [ledger.get(of(dense, prompt)) for prompt in one.prompts])
+    )
 
 
 def as_dense(
-    prompts: Sequence[Prompt], records: Sequence[Mapping[str, Any]], dense: Sequence[Mapping[str, Any]]
+    prompts: Sequence[Prompt],
+    records: Sequence[Mapping[str, Any]],
+    dense: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """The records of trials, `as_dense` beside where an answer follows the prompt: whether its text is dense's."""
+    """The records of trials, `as_dense` beside where an answer follows the prompt: whether its text
+    is dense's."""
     return [
-        dict(own) if prompt.scored or "text" not in own else {**own, "as_dense": float(own["text"] == other["text"])}
+        dict(own)
+        if prompt.scored or "text" not in own
+        else {**own, "as_dense": float(own["text"] == other["text"])}
         for prompt, own, other in zip(prompts, records, dense, strict=True)
     ]
 
 
 def _units(outcome: Outcome) -> Iterator[tuple[Any, ...]]:
-    """By the context itself, however many others there are; in a grid by its number, which all depths have."""
-    places = {at: number for number, group in enumerate(by_context(outcome.prompts)) for at in group}
+    """By the context itself, however many others there are; in a grid by its number, which all
+    depths have."""
+    places = {
+        at: number for number, group in enumerate(by_context(outcome.prompts)) for at in group
+    }
     for at in range(len(outcome.records)):
         if outcome.depth is None and outcome.prompts:
             ids = array("i", outcome.prompts[at].context).tobytes()
@@ -269,16 +348,19 @@ class _Units:
     def __call__(self, method: Method, prompt: Prompt) -> Unit:
         fields = {**asdict(prompt), "finds": None, "task": None}
         digest = hashlib.sha256(canonical_json(fields)).hexdigest()[:16]
-        return self._ledger.unit(f"{self._before}/{method.name}.{method.identity}/{len(prompt.input_ids)}/{digest}")
+        return self._ledger.unit(
+            f"{self._before}/{method.name}.{method.identity}/{len(prompt.input_ids)}/{digest}"
+        )
 
 
-def groups(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, int, dict[str, list[dict[str, Any]]]]]:
+def groups(
+    outcomes: Sequence[Outcome],
+) -> Iterator[tuple[str, int, dict[str, list[dict[str, Any]]]]]:
     """(task, length, records by method), depths together.
 
-    Each record says its UNIT: prompts of one context, and the same thing at several depths, are one. It is the same
-    under every method, which may have run on fewer of them. And the number of its SEED, and its QUESTIONS: answers
-    inside a prompt count one by one.
-    """
+    Each record says its UNIT: prompts of one context, and the same thing at several depths, are
+    one. It is the same under every method, which may have run on fewer of them. And the number of
+    its SEED, and its QUESTIONS: answers inside a prompt count one by one."""
     found: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
     for outcome in outcomes:
         methods = found.setdefault((outcome.task, outcome.length), {})

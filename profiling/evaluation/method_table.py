@@ -1,10 +1,11 @@
-"""What methods an evaluation knows, as one table: METHODS, and the caches that either prefill can have: CACHES.
+"""What methods an evaluation knows, as one table: METHODS, and the caches that either prefill can
+have: CACHES.
 
-Every sparse method computes the last queries of a prompt densely, as many as the artifact does; `NAME-tail` is the same
-method without, its size fitted anew.
+Every sparse method computes the last queries of a prompt densely, as many as the artifact does;
+`NAME-tail` is the same method without, its size fitted anew.
 
-`dense+CACHE` and `headwise+CACHE` are the two prefills with a cache of CACHES, or with a section of the artifact.
-"""
+`dense+CACHE` and `headwise+CACHE` are the two prefills with a cache of CACHES, or with a section of
+the artifact."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ TOP_P = 0.95
 class Kind:
     """One row of METHODS. sizes: a name of SIZES, where one size is fitted for all heads.
 
-    chosen: how tiles are chosen by what they hold: "random", "top_k" or "top_p"; "keys" are single keys. The choice
+    chosen: how tiles are chosen by what they hold: "random", "top_k" or "top_p"; "keys" are single
+    keys. The choice
         costs more than attention, so that they are never timed.
     """
 
@@ -39,33 +41,65 @@ METHODS: dict[str, Kind] = {
     KERNEL: Kind(says="every key, by Headwise's kernel", source="this project"),
     "headwise": Kind(says="the artifact's patterns", source="this project, after MInference 1.0"),
     "vertical_slash": Kind(
-        says="vertical-slash for all heads", source="MInference 1.0, ablation", sizes="vertical_slash"
+        says="vertical-slash for all heads",
+        source="MInference 1.0, ablation",
+        sizes="vertical_slash",
     ),
-    "block_sparse": Kind(says="block-sparse for all heads", source="MInference 1.0, ablation", sizes="block_sparse"),
-    "vertical": Kind(says="columns alone for all heads", source="MInference 1.0, ablation", sizes="vertical"),
-    "slash": Kind(says="diagonals alone for all heads", source="MInference 1.0, ablation", sizes="slash"),
-    "a_shape": Kind(says="sinks and a window", source="StreamingLLM, Xiao et al. 2024", sizes="a_shape"),
+    "block_sparse": Kind(
+        says="block-sparse for all heads", source="MInference 1.0, ablation", sizes="block_sparse"
+    ),
+    "vertical": Kind(
+        says="columns alone for all heads", source="MInference 1.0, ablation", sizes="vertical"
+    ),
+    "slash": Kind(
+        says="diagonals alone for all heads", source="MInference 1.0, ablation", sizes="slash"
+    ),
+    "a_shape": Kind(
+        says="sinks and a window", source="StreamingLLM, Xiao et al. 2024", sizes="a_shape"
+    ),
     "tri_shape": Kind(
-        says="sinks, a window, and the last tile dense", source="SCBench, Li et al. 2024", sizes="tri_shape"
+        says="sinks, a window, and the last tile dense",
+        source="SCBench, Li et al. 2024",
+        sizes="tri_shape",
     ),
-    "dilated": Kind(says="sinks and every second tile of a window", source="Longformer, Beltagy 2020", sizes="dilated"),
+    "dilated": Kind(
+        says="sinks and every second tile of a window",
+        source="Longformer, Beltagy 2020",
+        sizes="dilated",
+    ),
     "strided": Kind(
-        says="sinks, a window and every n-th diagonal", source="Sparse Transformers, Child 2019", sizes="strided"
+        says="sinks, a window and every n-th diagonal",
+        source="Sparse Transformers, Child 2019",
+        sizes="strided",
     ),
     "infllm": Kind(
-        says="sinks, a window, and tiles of the past looked up by a few of their keys; its decode is a full cache's",
+        says=(
+            "sinks, a window, and tiles of the past looked up by a few of their "
+            "keys; its decode is a full cache's"
+        ),
         source="InfLLM, Xiao et al. 2024",
         sizes="infllm",
     ),
     "skip_softmax": Kind(
-        says="one threshold for all heads: tiles of low scores get no softmax and no values, and are not counted",
+        says=(
+            "one threshold for all heads: tiles of low scores get no softmax "
+            "and no values, and are not counted"
+        ),
         source="BLASST, 2025",
         sizes="skip_softmax",
     ),
-    "random_tiles": Kind(says="tiles drawn at random at the artifact's density", source="baseline", chosen="random"),
-    "oracle": Kind(says="of each query the keys of the highest exact scores", source="upper limit", chosen="keys"),
+    "random_tiles": Kind(
+        says="tiles drawn at random at the artifact's density", source="baseline", chosen="random"
+    ),
+    "oracle": Kind(
+        says="of each query the keys of the highest exact scores",
+        source="upper limit",
+        chosen="keys",
+    ),
     "oracle_tiles": Kind(
-        says="tiles of the most attention mass, the same number", source="upper limit", chosen="top_k"
+        says="tiles of the most attention mass, the same number",
+        source="upper limit",
+        chosen="top_k",
     ),
     "top_p_tiles": Kind(
         says=f"as many of those tiles as hold {TOP_P:g} of each row's mass",
@@ -85,7 +119,10 @@ def _snapkv(share: float, length: int) -> SnapKV:
 RANDOM = "random"
 CACHES: dict[str, tuple[CacheOf, str]] = {
     "snapkv": (_snapkv, "of the prompt what its last 64 queries vote for (Li et al. 2024)"),
-    RANDOM: (_snapkv, f"of the prompt the first {SINKS} tokens, the last 64, and others drawn (arXiv 2609.03430)"),
+    RANDOM: (
+        _snapkv,
+        f"of the prompt the first {SINKS} tokens, the last 64, and others drawn (arXiv 2609.03430)",
+    ),
     "h2o": (
         lambda share, _: H2O(heavy=share / 2, recent=share / 2),
         "heavy hitters and the latest (Zhang et al. 2023)",
@@ -97,14 +134,22 @@ CACHES: dict[str, tuple[CacheOf, str]] = {
 }
 # These caches decide themselves how a prompt is attended to: patterns would change nothing.
 OF_PROMPTS = ("h2o", "streaming")
-OMNIKV, OWN = "omnikv", "own"
-# What a method's name ends with where it has no dense tail, and the tail of methods where the artifact has none.
-NO_TAIL, TAIL = "-tail", 64
+OMNIKV = "omnikv"
+OWN = "own"
+# What a method's name ends with where it has no dense tail, and the tail of methods where the
+# artifact has none.
+NO_TAIL = "-tail"
+TAIL = 64
 
 
 def method_names(artifact: Artifact, beside: Iterable[str] = ()) -> tuple[str, ...]:
-    """All methods that there are for an artifact, dense first; `beside` are other artifacts by name."""
-    caches = [*CACHES, *([OMNIKV] if artifact.decode else []), *([OWN] if artifact.kv_cache else [])]
+    """All methods that there are for an artifact, dense first; `beside` are other artifacts by
+    name."""
+    caches = [
+        *CACHES,
+        *([OMNIKV] if artifact.decode else []),
+        *([OWN] if artifact.kv_cache else []),
+    ]
     if not any(artifact.prefill.layers):
         return (MODEL, KERNEL, *(f"dense+{cache}" for cache in caches))
     with_caches = [f"{prefill}+{cache}" for cache in caches for prefill in ("dense", "headwise")]
@@ -112,7 +157,11 @@ def method_names(artifact: Artifact, beside: Iterable[str] = ()) -> tuple[str, .
     return (
         *METHODS,
         *without,
-        *(name for name in with_caches if name not in {f"headwise+{cache}" for cache in OF_PROMPTS}),
+        *(
+            name
+            for name in with_caches
+            if name not in {f"headwise+{cache}" for cache in OF_PROMPTS}
+        ),
         *(name + end for name in beside for end in ("", NO_TAIL)),
     )
 
@@ -123,6 +172,9 @@ def says(name: str) -> tuple[str, str]:
     if not cache:
         kind = METHODS[name.removesuffix(NO_TAIL)]
         return kind.says + (", without a dense tail" if name.endswith(NO_TAIL) else ""), kind.source
-    kept = {OMNIKV: "decode by filter layers (OmniKV, Hao et al. 2025)", OWN: "the artifact's kv_cache section"}
+    kept = {
+        OMNIKV: "decode by filter layers (OmniKV, Hao et al. 2025)",
+        OWN: "the artifact's kv_cache section",
+    }
     told = kept[cache] if cache in kept else f"cache: {CACHES[cache][1]}"
     return f"{METHODS[prefill].says}; {told}", ""

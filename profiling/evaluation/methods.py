@@ -1,4 +1,5 @@
-"""Makes the methods of method_table for a model and a length; all run on the same kernels and runtime."""
+"""Makes the methods of method_table for a model and a length; all run on the same kernels and
+runtime."""
 
 from __future__ import annotations
 
@@ -75,10 +76,16 @@ class Methods:
     ) -> None:
         """share: of the prompt's keys and values that the caches of CACHES keep.
 
-        density: what sizes are fitted to; None for the artifact's own. beside: other artifacts of the model by name,
+        density: what sizes are fitted to; None for the artifact's own. beside: other artifacts of
+        the model by name,
             each a method, with the same dense tail as all others.
         """
-        self._loaded, self.arrays, self._share, self._density = loaded, dict(arrays or {}), share, density
+        self._loaded, self.arrays, self._share, self._density = (
+            loaded,
+            dict(arrays or {}),
+            share,
+            density,
+        )
         # A prompt is what it is evaluated at: which lengths are worth it is asked for elsewhere.
         prefill = artifact.prefill.model_copy(update={"dense_below": 0})
         self.artifact = artifact.model_copy(update={"prefill": prefill, "evidence": Evidence()})
@@ -91,7 +98,8 @@ class Methods:
             if isinstance(pattern, Static)
             for name in pattern.arrays
         }
-        weights, dtype = artifact.model.weights_sha256, str(loaded.model.dtype)
+        weights = artifact.model.weights_sha256
+        dtype = str(loaded.model.dtype)
         self._of = digest(weights, _identity(self._patterns_of()), entries, dtype, _VERSION)
         tail = prefill.dense_tail or TAIL
         self._beside = {
@@ -106,9 +114,14 @@ class Methods:
 
     @property
     def seeds(self) -> dict[str, int]:
-        """The seeds of the searches of all artifacts, by the names of their rows; those that were searched."""
+        """The seeds of the searches of all artifacts, by the names of their rows; those that were
+        searched."""
         found = {HEADWISE: self, **self._beside}.items()
-        return {name: each.artifact.search.seed for name, each in found if each.artifact.search is not None}
+        return {
+            name: each.artifact.search.seed
+            for name, each in found
+            if each.artifact.search is not None
+        }
 
     def says(self, name: str) -> tuple[str, str]:
         """What a method is, in a line, and where it comes from."""
@@ -118,7 +131,10 @@ class Methods:
         other, own = found
         search = other.artifact.search
         told, source = says(own)
-        return told, "MInference 1.0's own search" if search and search.preset == "paper" else source
+        return (
+            told,
+            "MInference 1.0's own search" if search and search.preset == "paper" else source,
+        )
 
     def _other(self, name: str) -> tuple[Methods, str] | None:
         """The methods of the artifact beside that a name is of, and what it is called there."""
@@ -136,8 +152,13 @@ class Methods:
         if name not in (known := method_names(self.artifact, self._beside)):
             hint = ""
             if name.removeprefix("headwise+") in OF_PROMPTS:
-                hint = " (that cache says itself how prompts are attended to: the patterns would change nothing)"
-            raise HeadwiseError(f"unknown method {shorten(name)}{hint}; known for this artifact: {', '.join(known)}")
+                hint = (
+                    " (that cache says itself how prompts are attended to: the "
+                    "patterns would change nothing)"
+                )
+            raise HeadwiseError(
+                f"unknown method {shorten(name)}{hint}; known for this artifact: {', '.join(known)}"
+            )
         prefill, _, cache = name.partition("+")
         base = self._plain(prefill, length)
         return self._with_cache(base, name, cache, length) if cache else base
@@ -145,20 +166,42 @@ class Methods:
     def _plain(self, name: str, length: int) -> Method:
         if name in (MODEL, KERNEL):
             return Method(
-                name=name, make=lambda: None, density=1.0, kept=1.0, identity=name, evicts=False, sizes="", dense=name
+                name=name,
+                make=lambda: None,
+                density=1.0,
+                kept=1.0,
+                identity=name,
+                evicts=False,
+                sizes="",
+                dense=name,
             )
-        kind, tailed = name.removesuffix(NO_TAIL), not name.endswith(NO_TAIL)
+        kind = name.removesuffix(NO_TAIL)
+        tailed = not name.endswith(NO_TAIL)
         tail = self.artifact.prefill.dense_tail if tailed else 0
         if kind == "headwise":
-            artifact, sizes = _with_tail(self._patterns_of(), tail), f"{len(self.artifact.patterns)} patterns"
-            density = self._remember(f"density/{tail}", length, lambda: self._meter(length).own(dense_tail=tail))
-            make, identity = partial(Headwise, artifact, self.arrays), _identity(artifact)
+            artifact = _with_tail(self._patterns_of(), tail)
+            sizes = f"{len(self.artifact.patterns)} patterns"
+            density = self._remember(
+                f"density/{tail}", length, lambda: self._meter(length).own(dense_tail=tail)
+            )
+            make = partial(Headwise, artifact, self.arrays)
+            identity = _identity(artifact)
         elif METHODS[kind].chosen:
             return self._chosen(name, kind, length, (tail or TAIL) if tailed else 0)
         else:
             artifact, density = self._uniform(kind, length, (tail or TAIL) if tailed else 0)
-            make, sizes, identity = partial(Headwise, artifact), ", ".join(artifact.patterns), _identity(artifact)
-        return Method(name=name, make=make, density=density, kept=1.0, identity=identity, evicts=False, sizes=sizes)
+            make = partial(Headwise, artifact)
+            sizes = ", ".join(artifact.patterns)
+            identity = _identity(artifact)
+        return Method(
+            name=name,
+            make=make,
+            density=density,
+            kept=1.0,
+            identity=identity,
+            evicts=False,
+            sizes=sizes,
+        )
 
     def _patterns_of(self) -> Artifact:
         return self.artifact.model_copy(update={"decode": None, "kv_cache": None})
@@ -180,16 +223,21 @@ class Methods:
         update = {"dense_tail": tail, "layers": rows, "growth": None, "front": None}
         prefill = self.artifact.prefill.model_copy(update=update)
         patterns = {pattern_name(pattern): pattern}
-        return self._patterns_of().model_copy(update={"patterns": patterns, "prefill": prefill}), found["density"]
+        return self._patterns_of().model_copy(
+            update={"patterns": patterns, "prefill": prefill}
+        ), found["density"]
 
     def _chosen(self, name: str, kind: str, length: int, tail: int) -> Method:
-        """Tiles or keys chosen by their scores or drawn, as much of them as the artifact computes."""
+        """Tiles or keys chosen by their scores or drawn, as much of them as the artifact
+        computes."""
         how = METHODS[kind].chosen
         density = self._density or self._remember(
             f"density/{tail}", length, lambda: self._meter(length).own(dense_tail=tail)
         )
         share = share_beside(density, length, tail)
-        applied: Callable[[Any], AbstractContextManager[object]] = partial(oracle, density=share, tail=tail)
+        applied: Callable[[Any], AbstractContextManager[object]] = partial(
+            oracle, density=share, tail=tail
+        )
         if how != "keys":
             attend = partial(
                 attend_to,
@@ -212,23 +260,31 @@ class Methods:
 
     def _with_cache(self, base: Method, name: str, cache: str, length: int) -> Method:
         artifact = self._without_patterns() if base.name == "dense" else self._patterns_of()
-        density, sizes, changed = base.density, "", None
+        density = base.density
+        sizes = ""
+        changed = None
         kept: float | None = self._share
         if cache == OMNIKV:
             assert self.artifact.decode is not None
             artifact = artifact.model_copy(update={"decode": self.artifact.decode})
             budget = self.artifact.decode.omnikv.budget
-            kept, sizes = min(1.0, budget if isinstance(budget, float) else budget / length), f"budget {budget}"
+            kept = min(1.0, budget if isinstance(budget, float) else budget / length)
+            sizes = f"budget {budget}"
         elif cache == OWN:
             artifact = artifact.model_copy(update={"kv_cache": self.artifact.kv_cache})
-            kept, density = None, None
+            kept = None
+            density = None
         else:
             policy = CACHES[cache][0](self._share, length)
             artifact = artifact.model_copy(update={"kv_cache": self._section(policy)})
-            sizes = ", ".join(f"{key} {value}" for key, value in policy.model_dump(exclude={"kind"}).items())
+            sizes = ", ".join(
+                f"{key} {value}" for key, value in policy.model_dump(exclude={"kind"}).items()
+            )
             if isinstance(policy, Streaming):
                 seen = policy.sinks + policy.window
-                density = sum(min(at + 1, seen) for at in range(length)) / (length * (length + 1) / 2)
+                density = sum(min(at + 1, seen) for at in range(length)) / (
+                    length * (length + 1) / 2
+                )
             if cache == RANDOM:
                 assert isinstance(policy, SnapKV)
                 changed = partial(drawing, record=policy)
@@ -252,7 +308,9 @@ class Methods:
     def _section(self, policy: Policy) -> KVCache:
         modules = attention_layers(self._loaded.model)
         free = modules.keys() - sliding_layers(modules)
-        rows = tuple("all" if layer in free else None for layer in range(self.artifact.model.num_layers))
+        rows = tuple(
+            "all" if layer in free else None for layer in range(self.artifact.model.num_layers)
+        )
         return KVCache(policies={"all": policy}, layers=rows)
 
     def _meter(self, length: int) -> Meter:
@@ -264,7 +322,9 @@ class Methods:
     def _remember(self, what: str, length: int, find: Callable[[], Any]) -> Any:
         key = self._key(what, length)
         if key not in self._found:
-            self._found[key] = find() if self._ledger is None else self._ledger.once(self._ledger.unit(key), find)
+            self._found[key] = (
+                find() if self._ledger is None else self._ledger.once(self._ledger.unit(key), find)
+            )
         return self._found[key]
 
     def _key(self, what: str, length: int) -> str:
@@ -280,13 +340,17 @@ def beside_of(files: Iterable[Path], artifact: Artifact) -> dict[str, Headwise]:
     found: dict[str, Headwise] = {}
     for file in files:
         if file.stem in method_names(artifact, found):
-            raise HeadwiseError(f"{shorten(str(file))}: there is a method {file.stem} already, rename the file")
+            raise HeadwiseError(
+                f"{shorten(str(file))}: there is a method {file.stem} already, rename the file"
+            )
         found[file.stem] = Headwise(*load_pair(file))
     return found
 
 
 def _with_tail(artifact: Artifact, tail: int) -> Artifact:
-    return artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": tail})})
+    return artifact.model_copy(
+        update={"prefill": artifact.prefill.model_copy(update={"dense_tail": tail})}
+    )
 
 
 def _identity(artifact: Artifact) -> str:
@@ -295,10 +359,17 @@ def _identity(artifact: Artifact) -> str:
         # What never grows keeps the name it had before sizes could.
         artifact.prefill.model_dump(
             mode="json",
-            exclude={"imported", "dense_below", "front", *({"growth"} if not artifact.prefill.growth else ())},
+            exclude={
+                "imported",
+                "dense_below",
+                "front",
+                *({"growth"} if not artifact.prefill.growth else ()),
+            },
         ),
         None
         if artifact.decode is None
         else artifact.decode.model_dump(mode="json", exclude={"omnikv": {"similarity"}}),
-        None if artifact.kv_cache is None else artifact.kv_cache.model_dump(mode="json", exclude={"imported"}),
+        None
+        if artifact.kv_cache is None
+        else artifact.kv_cache.model_dump(mode="json", exclude={"imported"}),
     )

@@ -1,4 +1,5 @@
-"""The page of an evaluation: one HTML file that needs no network and no script; evaluation.json has every figure."""
+"""The page of an evaluation: one HTML file that needs no network and no script; evaluation.json has
+every figure."""
 
 from __future__ import annotations
 
@@ -55,9 +56,11 @@ small, caption, .muted { color: var(--muted) }
 .scroll { overflow-x: auto }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums }
 caption { text-align: left; padding-bottom: .3rem }
-th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap }
+th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap;
+  border-bottom: 1px solid var(--rule) }
 thead th { white-space: normal; vertical-align: bottom }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--paper) }
+th:first-child, td:first-child {
+  text-align: left; position: sticky; left: 0; background: var(--paper) }
 td small { display: block }
 .better { color: var(--good) }
 .worse { color: var(--bad) }
@@ -87,7 +90,9 @@ _COLUMN_NAMES = {
     "first token": "seconds to the first token of a prompt, index builds included",
     "density": "fraction of the causal area that prefill computes, mean over heads",
     "kept": "fraction of the prompt's keys and values that decode attends to",
-    COLUMNS[0]: "times as fast as the fastest dense baseline: sdpa, or Headwise's kernel over every key",
+    COLUMNS[
+        0
+    ]: "times as fast as the fastest dense baseline: sdpa, or Headwise's kernel over every key",
     COLUMNS[1]: "times as fast as the model's default attention",
     "attention": "seconds of attention alone in one prefill, index builds included",
     "tokens/s": "decoded tokens a second after a prompt of that length",
@@ -135,14 +140,16 @@ def _length(record: dict[str, Any], length: int) -> str:
 
 
 def _chart(record: dict[str, Any], length: int) -> str:
-    """A row for each method: its value and 95% interval by the first column of the table; a band for dense's."""
+    """A row for each method: its value and 95% interval by the first column of the table; a band
+    for dense's."""
     columns = summary_tasks(record, length)
     if not columns:
         return ""
     task, measure = columns[0]
     found = [figure(record, task, length, name, measure) for name in record["settings"]["methods"]]
     bars = [each for each in found if each is not None]
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     if measure not in (SCORE, CHOICE):
         low = min(each["low"] for each in bars)
         high = max(each["high"] for each in bars)
@@ -152,19 +159,28 @@ def _chart(record: dict[str, Any], length: int) -> str:
 
     def span(kind: str, each: dict[str, Any]) -> str:
         left = percent(each["low"])
-        return f'<span class={kind} style="left:{left:.1f}%;width:{percent(each["high"]) - left:.1f}%"></span>'
+        width = percent(each["high"]) - left
+        return f'<span class={kind} style="left:{left:.1f}%;width:{width:.1f}%"></span>'
 
     dense = next((each for each in bars if each["method"] == BASELINE), None)
     band = span("band", dense) if dense else ""
     rows = [
-        f"<div class=row><span class=name>{escape(each['method'])}</span><span class=track>{band}{span('bar', each)}"
+        f"<div class=row><span class=name>{escape(each['method'])}</span><span "
+        f"class=track>{band}{span('bar', each)}"
         f'<span class=dot style="left:{percent(each["value"]):.1f}%"></span></span>'
-        f"<span class={each['verdict'] or 'value'}>{number(each['value'])}{_mark(each)}</span></div>"
+        f"<span class={each['verdict'] or 'value'}>"
+        f"{number(each['value'])}{_mark(each)}</span></div>"
         for each in bars
     ]
     band_says = "; the band is dense attention's" if dense else ""
-    says = f"{escape(named(task, measure))} with 95% intervals, {number(low)} to {number(high)}{band_says}."
-    return f"<figure style='margin:0'>{''.join(rows)}<figcaption class=muted>{says}</figcaption></figure>"
+    says = (
+        f"{escape(named(task, measure))} with 95% intervals, "
+        f"{number(low)} to {number(high)}{band_says}."
+    )
+    return (
+        f"<figure style='margin:0'>{''.join(rows)}<figcaption "
+        f"class=muted>{says}</figcaption></figure>"
+    )
 
 
 def _summary(record: dict[str, Any], length: int) -> str:
@@ -179,7 +195,10 @@ def _summary(record: dict[str, Any], length: int) -> str:
         peak = entry(record["memory"], name, length)
         times = [
             f"<td>{timed['seconds']:.3f}" if timed else "",
-            *(f"<td>{cell}" if timed else "" for cell in cells(speedup_of(timed) if timed else None)),
+            *(
+                f"<td>{cell}" if timed else ""
+                for cell in cells(speedup_of(timed) if timed else None)
+            ),
             f"<td>{alone:.3f}" if alone else "",
         ]
         measured = [
@@ -205,7 +224,8 @@ def _summary(record: dict[str, Any], length: int) -> str:
     ]
     shown = [at for at in range(len(head)) if any(row[at] for row in rows)]
     says = (
-        "Beneath each figure its 95% interval. ▲ better, ▼ worse: significantly different from dense "
+        "Beneath each figure its 95% interval. ▲ better, ▼ worse: significantly different from "
+        "dense "
         "(Holm-corrected over all comparisons on this page); ?: too few prompts for any mark."
     )
     kept = [[row[at] or "<td>-" for at in shown] for row in rows]
@@ -248,7 +268,11 @@ def _names(record: dict[str, Any]) -> str:
         elif kind is not None:
             terms[task] = f"{kind.asks}; scored by {kind.scored}"
     terms |= _COLUMN_NAMES
-    return "<dl>" + "".join(f"<dt>{escape(name)}<dd>{escape(says)}" for name, says in terms.items()) + "</dl>"
+    return (
+        "<dl>"
+        + "".join(f"<dt>{escape(name)}<dd>{escape(says)}" for name, says in terms.items())
+        + "</dl>"
+    )
 
 
 def _made_with(record: dict[str, Any]) -> str:
@@ -256,7 +280,10 @@ def _made_with(record: dict[str, Any]) -> str:
     seeds = range(settings["seed"], settings["seed"] + settings["seeds"])
     told = [f"Prompts of seed {', '.join(map(str, seeds))}."]
     if searches := record["artifact"]["seeds"]:
-        told[0] += f" Searched with seed: {', '.join(f'{name} {seed}' for name, seed in searches.items())}."
+        told[0] += (
+            f" Searched with seed: "
+            f"{', '.join(f'{name} {seed}' for name, seed in searches.items())}."
+        )
     left = record.get("left_out", {"what": []})
     if left["what"]:
         told.append(f"Left out of {left['minutes']:g} minutes: {'; '.join(left['what'])}.")

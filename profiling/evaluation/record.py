@@ -1,4 +1,5 @@
-"""An evaluation as plain data: the one JSON, what is read of it, and the entries of an artifact's evidence."""
+"""An evaluation as plain data: the one JSON, what is read of it, and the entries of an artifact's
+evidence."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def record_of(
 ) -> dict[str, Any]:
     """Everything that was found and what it was found with."""
     found = figures(outcomes)
-    device, dtype = str(loaded.model.device), str(loaded.model.dtype).removeprefix("torch.")
+    device = str(loaded.model.device)
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
     return {
         "command": command,
         "model": {"name": artifact.model.name, "weights_sha256": artifact.model.weights_sha256},
@@ -54,7 +56,9 @@ def record_of(
         },
         "settings": {**asdict(config), "device": device, "dtype": dtype},
         "environment": environment(device),
-        "methods": [_method(methods, name, length) for length in config.lengths for name in config.methods],
+        "methods": [
+            _method(methods, name, length) for length in config.lengths for name in config.methods
+        ],
         "figures": [asdict(figure) for figure in found],
         "measures": _measures(artifact.model.name, found),
         "curves": [asdict(curve) for curve in curves(outcomes)],
@@ -65,20 +69,33 @@ def record_of(
 
 
 def _measures(model: str, found: Sequence[Figure]) -> list[dict[str, Any]]:
-    """Of each task with a forced choice which measure counts, by the model's settings or by how dense attention did."""
+    """Of each task with a forced choice which measure counts, by the model's settings or by how
+    dense attention did."""
     known = {(each.task, each.length): each.measure for each in settings(model)}
-    dense = {(each.task, each.length, each.measure): each.value for each in found if each.method == BASELINE}
+    dense = {
+        (each.task, each.length, each.measure): each.value
+        for each in found
+        if each.method == BASELINE
+    }
     told = []
     for task, length in [place[:2] for place in dense if place[2] == CHOICE]:
         shows = LOW <= dense.get((task, length, SCORE), 0.0) <= HIGH
-        measure = SCORE if known.get((task, length), "score" if shows else "choice") == "score" else CHOICE
+        measure = (
+            SCORE
+            if known.get((task, length), "score" if shows else "choice") == "score"
+            else CHOICE
+        )
         told.append({"task": task, "length": length, "measure": measure})
     return told
 
 
 def _seen(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """How many prompts of a task and length the search had looked at, where it was any."""
-    found = {(each.task, each.length): (each.overlapping, len(each.records)) for each in outcomes if each.overlapping}
+    found = {
+        (each.task, each.length): (each.overlapping, len(each.records))
+        for each in outcomes
+        if each.overlapping
+    }
     return [
         {"task": task, "length": length, "overlapping": overlapping, "samples": samples}
         for (task, length), (overlapping, samples) in found.items()
@@ -123,18 +140,28 @@ def timed_record(times: Times | None) -> dict[str, Any]:
             "steps": timed.steps,
         },
     )
-    memory = [{"method": name, "length": length, "bytes": held} for (name, length), held in times.memory.items()]
+    memory = [
+        {"method": name, "length": length, "bytes": held}
+        for (name, length), held in times.memory.items()
+    ]
     found = None if times.crossover is None else asdict(times.crossover)
-    return {"prefill": prefill, "attention": attention, "decode": decode, "memory": memory, "crossover": found}
+    return {
+        "prefill": prefill,
+        "attention": attention,
+        "decode": decode,
+        "memory": memory,
+        "crossover": found,
+    }
 
 
 def _rounds(
     times: Mapping[tuple[str, int], Timed], told: Callable[[Timed, float], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Methods may be timed in other rounds than those before them, on a busier machine: `told` has the factor.
+    """Methods may be timed in other rounds than those before them, on a busier machine: `told` has
+    the factor.
 
-    It makes a method's seconds those of one dense figure, Headwise's kernel's in its last rounds, by their ratio.
-    """
+    It makes a method's seconds those of one dense figure, Headwise's kernel's in its last rounds,
+    by their ratio."""
     dense = {length: timed.median for (name, length), timed in times.items() if name == KERNEL}
     return [
         {
@@ -161,28 +188,38 @@ def number(value: float | None) -> str:
     return f"{value:.3f}" if abs(value) < 100 else f"{value:,.1f}"
 
 
-def figure(record: dict[str, Any], task: str, length: int, method: str, measure: str) -> dict[str, Any] | None:
+def figure(
+    record: dict[str, Any], task: str, length: int, method: str, measure: str
+) -> dict[str, Any] | None:
     """One figure of a record; None where there is none."""
     wanted = {"task": task, "length": length, "method": method, "measure": measure}
     return next((each for each in record["figures"] if wanted.items() <= each.items()), None)
 
 
 def summary_tasks(record: dict[str, Any], length: int) -> list[tuple[str, str]]:
-    """(task, measure) of the columns of a summary: answers together first, then each task by its own measure."""
+    """(task, measure) of the columns of a summary: answers together first, then each task by its
+    own measure."""
     here = [each for each in record["figures"] if each["length"] == length]
-    of = {each["task"]: each["measure"] for each in record.get("measures", []) if each["length"] == length}
+    of = {
+        each["task"]: each["measure"]
+        for each in record.get("measures", [])
+        if each["length"] == length
+    }
     tasks = dict.fromkeys(each["task"] for each in here)
     found = []
     for task in sorted(tasks, key=lambda name: name != ALL):
         measures = {each["measure"] for each in here if each["task"] == task}
-        found += [(task, measure) for measure in (of.get(task, SCORE), PERPLEXITY) if measure in measures]
+        found += [
+            (task, measure) for measure in (of.get(task, SCORE), PERPLEXITY) if measure in measures
+        ]
         if task == ALL and NLL in measures:
             found.append((task, NLL))
     return found
 
 
 def methods_at(record: dict[str, Any], length: int) -> list[dict[str, Any]]:
-    """The methods at a length, and dense attention by Headwise's kernel after the model's own where it was timed."""
+    """The methods at a length, and dense attention by Headwise's kernel after the model's own where
+    it was timed."""
     found = [each for each in record["methods"] if each["length"] == length]
     timed = {each["method"] for each in record["prefill"] if each["length"] == length}
     if KERNEL in timed and all(each["name"] != KERNEL for each in found):
@@ -197,7 +234,9 @@ def named(task: str, measure: str) -> str:
 
 def entry(entries: Sequence[dict[str, Any]], name: str, length: int) -> dict[str, Any] | None:
     """The entry of a method at a length; None where there is none."""
-    return next((each for each in entries if each["method"] == name and each["length"] == length), None)
+    return next(
+        (each for each in entries if each["method"] == name and each["length"] == length), None
+    )
 
 
 def attention_of(record: dict[str, Any], name: str, length: int) -> float | None:
@@ -215,7 +254,8 @@ def speedup_of(timed: dict[str, Any]) -> Speedup:
 
 
 def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Fields of the artifact's evidence: Headwise's own figures at each length, with dense attention's beside them."""
+    """Fields of the artifact's evidence: Headwise's own figures at each length, with dense
+    attention's beside them."""
     common = {
         "command": record["command"],
         "device": record["settings"]["device"],
@@ -228,7 +268,9 @@ def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
             # The fastest dense baseline first, as a speed-up is quoted.
             for name in sorted(timed["speedups"], key=timed["speedups"].get):
                 dense = timed["seconds"] * timed["speedups"][name]
-                own = _entry("prefill", timed["seconds"], dense, timed["length"], count, "s", common)
+                own = _entry(
+                    "prefill", timed["seconds"], dense, timed["length"], count, "s", common
+                )
                 entries.append({**own, "baseline_name": EVIDENCE[name]})
     for length in record["settings"]["lengths"]:
         for task, kind in summary_tasks(record, length):
@@ -251,7 +293,13 @@ def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _entry(
-    name: str, value: float, dense: float, length: int, samples: int, unit: str, common: dict[str, Any]
+    name: str,
+    value: float,
+    dense: float,
+    length: int,
+    samples: int,
+    unit: str,
+    common: dict[str, Any],
 ) -> dict[str, Any]:
     return {
         **common,

@@ -1,4 +1,5 @@
-"""Rounds of an evaluation within a time limit: the most telling tasks and methods first, then more prompts of each."""
+"""Rounds of an evaluation within a time limit: the most telling tasks and methods first, then more
+prompts of each."""
 
 from __future__ import annotations
 
@@ -46,17 +47,21 @@ class Step(NamedTuple):
 def places_of(
     model: str, artifact: Artifact, tasks: Sequence[str], lengths: Sequence[int]
 ) -> tuple[list[tuple[str, int]], list[str]]:
-    """Tasks with their lengths, the most telling first, and those left out because they would be served densely.
+    """Tasks with their lengths, the most telling first, and those left out because they would be
+    served densely.
 
     Raises:
-        HeadwiseError: a length that was asked for, or every one, is shorter than the artifact serves sparsely.
+        HeadwiseError: a length that was asked for, or every one, is shorter than the artifact
+        serves sparsely.
     """
     known = [each for each in settings(model) if each.asked]
     if not tasks and not lengths and known:
         places = [(TEXT, usual_length(known)), *((each.task, each.length) for each in known)]
         least = artifact.prefill.dense_below
         left = [
-            f"{task} at {length} tokens, which the artifact serves densely" for task, length in places if length < least
+            f"{task} at {length} tokens, which the artifact serves densely"
+            for task, length in places
+            if length < least
         ]
         kept = [(task, length) for task, length in places if length >= least]
         if kept:
@@ -78,7 +83,8 @@ class Rounds:
         ledger: Ledger,
         end: float,
     ) -> None:
-        """config: methods and seeds; its tasks and lengths are those of each step. end: of time.monotonic()."""
+        """config: methods and seeds; its tasks and lengths are those of each step. end: of
+        time.monotonic()."""
         self._config = config
         self._loaded = loaded
         self._methods = methods
@@ -109,20 +115,25 @@ class Rounds:
             for step in steps:
                 if self.prompts and time.monotonic() + self._expected(step, samples) > self._end:
                     under = f" under {', '.join(further)}" if step.further else ""
-                    left.append(f"{step.task} at {step.length} tokens, {samples * seeds} prompts{under}")
+                    left.append(
+                        f"{step.task} at {step.length} tokens, {samples * seeds} prompts{under}"
+                    )
                 else:
                     self._run(step, samples)
         return left
 
     def _expected(self, step: Step, samples: int) -> float:
-        """Seconds for the prompts that are missing; a step that never ran is taken for the slowest that did."""
+        """Seconds for the prompts that are missing; a step that never ran is taken for the slowest
+        that did."""
         each = self._seconds.get(step, max(self._seconds.values()))
         return each * (samples - self.prompts.get(step, 0))
 
     def _run(self, step: Step, samples: int) -> None:
         start = time.monotonic()
         names = tuple(name for name in self._config.methods if (name in FURTHER) == step.further)
-        asked = replace(self._config, tasks=(step.task,), lengths=(step.length,), methods=names, samples=samples)
+        asked = replace(
+            self._config, tasks=(step.task,), lengths=(step.length,), methods=names, samples=samples
+        )
         self._outcomes[step] = evaluate(asked, self._loaded, self._methods, self._ledger)
         new = samples - self.prompts.get(step, 0)
         self._seconds[step] = (time.monotonic() - start) / new

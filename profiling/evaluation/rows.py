@@ -1,4 +1,5 @@
-"""From the records of an evaluation to its figures, each with its interval and how far it is from dense attention."""
+"""From the records of an evaluation to its figures, each with its interval and how far it is from
+dense attention."""
 
 from __future__ import annotations
 
@@ -25,15 +26,31 @@ from profiling.quality.trials import BLOCK, FORCED
 
 ALL = "all answers"
 BASELINE = "dense"
-SCORE, ACCURACY, NLL, CHOICE = "score", "token accuracy", "nll of the answer", "forced choice"
-PERPLEXITY, DECODED = "perplexity", f"perplexity, last {FORCED} tokens"
+SCORE = "score"
+ACCURACY = "token accuracy"
+NLL = "nll of the answer"
+CHOICE = "forced choice"
+PERPLEXITY = "perplexity"
+DECODED = f"perplexity, last {FORCED} tokens"
 COPIES = "nll of far copies"
-ANSWERS, SAME, KL, RECALL = "answers as dense's", "tokens as dense's", "KL to dense", "recall"
-# How near a method is to dense attention, right or wrong: of dense attention itself there is nothing to compare with.
+ANSWERS = "answers as dense's"
+SAME = "tokens as dense's"
+KL = "KL to dense"
+RECALL = "recall"
+# How near a method is to dense attention, right or wrong: of dense attention itself there is
+# nothing to compare with.
 NEARNESS = (ANSWERS, SAME, KL, RECALL)
 # Whether more of it is better.
 MEASURES = {
-    **{SCORE: True, CHOICE: True, ACCURACY: True, NLL: False, PERPLEXITY: False, DECODED: False, COPIES: False},
+    **{
+        SCORE: True,
+        CHOICE: True,
+        ACCURACY: True,
+        NLL: False,
+        PERPLEXITY: False,
+        DECODED: False,
+        COPIES: False,
+    },
     **{ANSWERS: True, SAME: True, KL: False, RECALL: True},
 }
 _FIELDS = {
@@ -59,13 +76,14 @@ _SHOWN = 5e-4
 class Figure:
     """A measure of one method on one task at one length, with a 95% interval over `count` units.
 
-    A unit is a context with all its questions, a window of a text, or the same thing at every depth: never a token.
-    difference, and its bounds: the mean of method - dense over the same units; of a perplexity, its ratio to dense's
-    less 1. None for dense, and where dense was not run.
-    questions: asked in those units, or windows of a text.
-    needed: how many units tell a loss of 5 points in 80% of runs, by the spread of that difference; of scores alone.
-    p: of that difference, by sign_flip; corrected: after Holm's correction for all looks of the page.
-    verdict: "better" or "worse" than dense where the corrected p is below 0.05 and the difference shows in three
+    A unit is a context with all its questions, a window of a text, or the same thing at every
+    depth: never a token. difference, and its bounds: the mean of method - dense over the same
+    units; of a perplexity, its ratio to dense's less 1. None for dense, and where dense was not
+    run. questions: asked in those units, or windows of a text. needed: how many units tell a loss
+    of 5 points in 80% of runs, by the spread of that difference; of scores alone. p: of that
+    difference, by sign_flip; corrected: after Holm's correction for all looks of the page. verdict:
+    "better" or "worse" than dense where the corrected p is below 0.05 and the difference shows in
+    three
         decimals, "" otherwise. few: so few units that none could be, whatever they were.
     by_seed: that difference of each seed's prompts alone, where there are several.
     """
@@ -92,7 +110,8 @@ class Figure:
 
 def figures(outcomes: Sequence[Outcome]) -> list[Figure]:
     """All figures; answers of all tasks together as well, where there are several."""
-    found, pooled = [], dict[int, dict[str, list[dict[str, Any]]]]()
+    found = []
+    pooled = dict[int, dict[str, list[dict[str, Any]]]]()
     answered: dict[int, set[str]] = {}
     asked: dict[tuple[int, str], set[str]] = {}
     for task, length, methods in groups(outcomes):
@@ -104,7 +123,11 @@ def figures(outcomes: Sequence[Outcome]) -> list[Figure]:
                 asked.setdefault((length, method), set()).add(task)
     for length, methods in pooled.items():
         # A method that was not asked all of them would have the mean of other tasks.
-        whole = {name: records for name, records in methods.items() if asked[length, name] == answered[length]}
+        whole = {
+            name: records
+            for name, records in methods.items()
+            if asked[length, name] == answered[length]
+        }
         if len(answered[length]) > 1:
             found += _of_task(ALL, length, whole)
     return _marked(found)
@@ -147,7 +170,9 @@ def _of_task(task: str, length: int, methods: dict[str, list[dict[str, Any]]]) -
     return found
 
 
-def _by_seed(own: dict[Any, float], base: dict[Any, float], seeds: dict[Any, int], measure: str) -> tuple[float, ...]:
+def _by_seed(
+    own: dict[Any, float], base: dict[Any, float], seeds: dict[Any, int], measure: str
+) -> tuple[float, ...]:
     """The mean difference of each seed's units; nothing of one seed alone."""
     apart: dict[int, list[float]] = {}
     for unit, value in own.items():
@@ -172,7 +197,12 @@ def _values(records: Sequence[dict[str, Any]], measure: str) -> dict[Any, float]
 
 
 def _figure(
-    task: str, length: int, method: str, measure: str, own: Sequence[float], base: Sequence[float] | None
+    task: str,
+    length: int,
+    method: str,
+    measure: str,
+    own: Sequence[float],
+    base: Sequence[float] | None,
 ) -> Figure:
     perplexity = measure in _PERPLEXITIES
     interval = mean_interval(own) if measure in _SCORES else student(own)
@@ -207,12 +237,15 @@ def _figure(
 
 
 def _through(interval: Interval, function: Callable[[float], float]) -> Interval:
-    return Interval(function(interval.value), function(interval.low), function(interval.high), interval.count)
+    return Interval(
+        function(interval.value), function(interval.low), function(interval.high), interval.count
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Perplexity of a text by position: of `positions[i]` on average, the middle of a block of tokens."""
+    """Perplexity of a text by position: of `positions[i]` on average, the middle of a block of
+    tokens."""
 
     task: str
     length: int
@@ -231,7 +264,13 @@ def curves(outcomes: Sequence[Outcome]) -> list[Curve]:
                 mean = np.exp(np.mean(blocks, axis=0))
                 at = tuple(BLOCK * i + BLOCK // 2 for i in range(len(mean)))
                 found.append(
-                    Curve(task=task, length=length, method=method, positions=at, perplexity=tuple(mean.tolist()))
+                    Curve(
+                        task=task,
+                        length=length,
+                        method=method,
+                        positions=at,
+                        perplexity=tuple(mean.tolist()),
+                    )
                 )
     return found
 

@@ -1,8 +1,8 @@
-"""Speed of methods beside both dense attentions: first token, attention alone, decode, and the crossover.
+"""Speed of methods beside both dense attentions: first token, attention alone, decode, and the
+crossover.
 
-Every method's times stand beside those that dense attention had in the same rounds, by the default attention and by
-Headwise's kernel: speeds of unlike rounds are never divided by each other.
-"""
+Every method's times stand beside those that dense attention had in the same rounds, by the default
+attention and by Headwise's kernel: speeds of unlike rounds are never divided by each other."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from profiling.speed.layer_times import Timed as Asked
 from runtime.memory import cache_bytes
 from runtime.plans import layer_plans
 
-_TASK, _SEED = "passkey", 424_242
+_TASK = "passkey"
+_SEED = 424_242
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Seconds of each round of a method, and of dense attention in the same rounds: the model's own, and our kernel's.
+    """Seconds of each round of a method, and of dense attention in the same rounds: the model's
+    own, and our kernel's.
 
     steps: tokens of a round of decode. cache: bytes of the cache after the prompt.
     """
@@ -60,9 +62,13 @@ def prompt_ids(loaded: LoadedModel, length: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def prefill_times(loaded: LoadedModel, methods: Sequence[Method], length: int, *, repeats: int) -> dict[str, Timed]:
-    """Time to the first token of a prompt of `length` tokens; both dense attentions have to be among the methods."""
-    model, ids = loaded.model, prompt_ids(loaded, length)
+def prefill_times(
+    loaded: LoadedModel, methods: Sequence[Method], length: int, *, repeats: int
+) -> dict[str, Timed]:
+    """Time to the first token of a prompt of `length` tokens; both dense attentions have to be
+    among the methods."""
+    model = loaded.model
+    ids = prompt_ids(loaded, length)
     current: list[Any] = []
 
     def entering(method: Method) -> Callable[[], AbstractContextManager[object]]:
@@ -75,7 +81,9 @@ def prefill_times(loaded: LoadedModel, methods: Sequence[Method], length: int, *
     def run() -> None:
         model(ids, past_key_values=current[0], use_cache=True, logits_to_keep=1)
 
-    seconds = interleaved({m.name: entering(m) for m in methods}, run, repeats=repeats, device=str(model.device))
+    seconds = interleaved(
+        {m.name: entering(m) for m in methods}, run, repeats=repeats, device=str(model.device)
+    )
     return {m.name: Timed(seconds=tuple(seconds[m.name]), **_dense(seconds)) for m in methods}
 
 
@@ -83,8 +91,11 @@ def _dense(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     return {"model": tuple(seconds[MODEL]), "kernel": tuple(seconds[KERNEL])}
 
 
-def attention_seconds(loaded: LoadedModel, methods: Sequence[Method], length: int) -> dict[str, float]:
-    """Seconds of one prompt's attention alone, index builds included, by methods that have patterns and densely.
+def attention_seconds(
+    loaded: LoadedModel, methods: Sequence[Method], length: int
+) -> dict[str, float]:
+    """Seconds of one prompt's attention alone, index builds included, by methods that have patterns
+    and densely.
 
     Over the layers for which all of these methods have patterns; nothing where there are none.
     """
@@ -103,9 +114,12 @@ def attention_seconds(loaded: LoadedModel, methods: Sequence[Method], length: in
 def decode_times(
     loaded: LoadedModel, methods: Sequence[Method], length: int, *, steps: int, repeats: int
 ) -> dict[str, Timed]:
-    """Times of `steps` tokens after a prompt of `length`; both dense attentions have to be among the methods."""
-    model, ids = loaded.model, prompt_ids(loaded, length)
-    caches, held = {}, {}
+    """Times of `steps` tokens after a prompt of `length`; both dense attentions have to be among
+    the methods."""
+    model = loaded.model
+    ids = prompt_ids(loaded, length)
+    caches = {}
+    held = {}
     for method in methods:
         with method.apply(model):
             caches[method.name] = method.cache(model)
@@ -125,16 +139,21 @@ def decode_times(
         for _ in range(steps):
             model(token, past_key_values=current[0], use_cache=True)
 
-    seconds = interleaved({m.name: entering(m) for m in methods}, run, repeats=repeats, device=str(model.device))
+    seconds = interleaved(
+        {m.name: entering(m) for m in methods}, run, repeats=repeats, device=str(model.device)
+    )
     return {
-        m.name: Timed(seconds=tuple(seconds[m.name]), steps=steps, cache=held[m.name], **_dense(seconds))
+        m.name: Timed(
+            seconds=tuple(seconds[m.name]), steps=steps, cache=held[m.name], **_dense(seconds)
+        )
         for m in methods
     }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crossover:
-    """The length from which Headwise is faster than the fastest dense baseline; None where it never was.
+    """The length from which Headwise is faster than the fastest dense baseline; None where it never
+    was.
 
     measured: (length, how many times as fast as that), ascending.
     """
@@ -143,19 +162,26 @@ class Crossover:
     measured: tuple[tuple[int, float], ...]
 
 
-def crossover(loaded: LoadedModel, methods: Methods, *, low: int, high: int, repeats: int) -> Crossover:
-    """Bisection over lengths between `low` and `high` tokens, down to a 16th of `high` or 64 tokens.
+def crossover(
+    loaded: LoadedModel, methods: Methods, *, low: int, high: int, repeats: int
+) -> Crossover:
+    """Bisection over lengths between `low` and `high` tokens, down to a 16th of `high` or 64
+    tokens.
 
     Raises:
         HeadwiseError: the bounds leave nothing to search.
     """
     if not 64 <= low < high:
-        raise HeadwiseError(f"a crossover is looked for between at least 64 tokens and more, got {low} and {high}")
+        raise HeadwiseError(
+            f"a crossover is looked for between at least 64 tokens and more, got {low} and {high}"
+        )
     found: dict[int, float] = {}
 
     def faster(length: int) -> bool:
         three = [methods.make(name, length) for name in (MODEL, KERNEL, HEADWISE)]
-        found[length] = prefill_times(loaded, three, length, repeats=repeats)[HEADWISE].speedup.value
+        found[length] = prefill_times(loaded, three, length, repeats=repeats)[
+            HEADWISE
+        ].speedup.value
         return found[length] > 1
 
     step = max(64, high // 16 // 64 * 64)

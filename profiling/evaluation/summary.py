@@ -1,4 +1,5 @@
-"""An evaluation as text: seconds to the first token, attention alone, accuracy, and a table of all methods."""
+"""An evaluation as text: seconds to the first token, attention alone, accuracy, and a table of all
+methods."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ _MEASURES = {SCORE: "Accuracy", CHOICE: "Forced choice", PERPLEXITY: "Perplexity
 
 
 def speed_sentences(record: dict[str, Any], length: int) -> list[str]:
-    """Seconds to the first token of a prompt, then of its attention alone; those that were timed."""
+    """Seconds to the first token of a prompt, then of its attention alone; those that were
+    timed."""
     said = []
     timed = entry(record["prefill"], HEADWISE, length)
     if timed:
         said.append(
-            f"Seconds to the first token of {length:,} tokens: " + _seconds(timed["seconds"], speedup_of(timed))
+            f"Seconds to the first token of {length:,} tokens: "
+            + _seconds(timed["seconds"], speedup_of(timed))
         )
     alone = entry(record["attention"], HEADWISE, length)
     if alone:
@@ -90,8 +93,12 @@ def other_methods(record: dict[str, Any], length: int) -> list[str]:
         "alike": "not significantly different",
         "few": "too few prompts to tell",
     }
-    parts = [f"{words[verdict]}: {', '.join(groups[verdict])}" for verdict in words if verdict in groups]
-    return [f"Of the other methods, by {named(task, measure)}: {'; '.join(parts)}."] if parts else []
+    parts = [
+        f"{words[verdict]}: {', '.join(groups[verdict])}" for verdict in words if verdict in groups
+    ]
+    return (
+        [f"Of the other methods, by {named(task, measure)}: {'; '.join(parts)}."] if parts else []
+    )
 
 
 def crossover_sentences(record: dict[str, Any]) -> list[str]:
@@ -106,7 +113,10 @@ def crossover_sentences(record: dict[str, Any]) -> list[str]:
             f"up to {max(lengths):,} tokens."
         ]
     already = ", the shortest that was timed" if found["length"] == min(lengths) else ""
-    return [f"Prefill is faster than the fastest dense baseline from {found['length']:,} tokens on{already}."]
+    return [
+        f"Prefill is faster than the fastest dense baseline from {found['length']:,} tokens "
+        f"on{already}."
+    ]
 
 
 def seen_sentences(record: dict[str, Any]) -> list[str]:
@@ -115,7 +125,8 @@ def seen_sentences(record: dict[str, Any]) -> list[str]:
 
 
 def shown(found: dict[str, Any] | None) -> str:
-    """A figure in a few characters: its value, + or - where it is better or worse than dense, ? where none can tell."""
+    """A figure in a few characters: its value, + or - where it is better or worse than dense, ?
+    where none can tell."""
     if found is None:
         return "-"
     none = "?" if found.get("few") else " "
@@ -133,7 +144,11 @@ def table(record: dict[str, Any]) -> str:
         blocks.append("\n".join([*said, "", head, *aligned(_rows(record, length))]))
         near = nearness(record, length)
         if near:
-            blocks.append("\n".join([f"{length:,} tokens, beside dense attention's predictions", *aligned(near)]))
+            blocks.append(
+                "\n".join(
+                    [f"{length:,} tokens, beside dense attention's predictions", *aligned(near)]
+                )
+            )
     blocks += [*crossover_sentences(record), *seen_sentences(record)]
     return "\n\n".join(blocks)
 
@@ -160,11 +175,16 @@ def _rows(record: dict[str, Any], length: int) -> list[list[str]]:
 
 
 def nearness(record: dict[str, Any], length: int) -> list[list[str]]:
-    """A table of how near each method is to dense attention, its head first; empty where that was not asked for.
+    """A table of how near each method is to dense attention, its head first; empty where that was
+    not asked for.
 
     A cell is the mean and its 95% interval over prompts.
     """
-    here = [each for each in record["figures"] if each["length"] == length and each["measure"] in NEARNESS]
+    here = [
+        each
+        for each in record["figures"]
+        if each["length"] == length and each["measure"] in NEARNESS
+    ]
     columns = sorted(
         dict.fromkeys((each["task"], each["measure"]) for each in here),
         key=lambda column: (column[0] != ALL, column[0], NEARNESS.index(column[1])),

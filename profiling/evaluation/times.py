@@ -1,4 +1,5 @@
-"""The speed part of an evaluation: what is measured of which method and length, kept in the ledger like the rest."""
+"""The speed part of an evaluation: what is measured of which method and length, kept in the ledger
+like the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
 
 # Both are timed in the same rounds as whatever stands beside them.
 _DENSE = (MODEL, KERNEL)
-# Whose decode differs from dense attention's only by Headwise's own growing cache: one of them is enough.
+# Whose decode differs from dense attention's only by Headwise's own growing cache: one of them is
+# enough.
 _PLAIN = (*_DENSE, HEADWISE)
 # Raised where what is kept of a measurement changes.
 _VERSION = 3
@@ -55,8 +57,8 @@ class Speed:
 class Times:
     """Measurements by (method, length); memory in bytes.
 
-    attention: seconds of attention alone of a method with patterns, and of both dense ones beside it, by name.
-    """
+    attention: seconds of attention alone of a method with patterns, and of both dense ones beside
+    it, by name."""
 
     prefill: dict[tuple[str, int], Timed]
     attention: dict[tuple[str, int], dict[str, float]]
@@ -87,14 +89,25 @@ def measure(
 class _Clock:
     """One run of measurements."""
 
-    def __init__(self, config: Speed, loaded: LoadedModel, methods: Methods, ledger: Ledger, again: bool) -> None:
-        self._config, self._loaded, self._methods, self._ledger, self._again = config, loaded, methods, ledger, again
+    def __init__(
+        self, config: Speed, loaded: LoadedModel, methods: Methods, ledger: Ledger, again: bool
+    ) -> None:
+        self._config = config
+        self._loaded = loaded
+        self._methods = methods
+        self._ledger = ledger
+        self._again = again
         model = methods.artifact.model
-        where = [*environment(loaded.model.device).values(), str(loaded.model.dtype), str(loaded.model.device)]
+        where = [
+            *environment(loaded.model.device).values(),
+            str(loaded.model.dtype),
+            str(loaded.model.device),
+        ]
         self._where = "/".join([(model.weights_sha256 or model.name)[:16], *where])
 
     def run(self, peak: Callable[[Method, int], int]) -> Times:
-        config, longest = self._config, max(self._config.lengths)
+        config = self._config
+        longest = max(self._config.lengths)
         prefill: dict[tuple[str, int], Timed] = {}
         decode: dict[tuple[str, int], Timed] = {}
         memory: dict[tuple[str, int], int] = {}
@@ -104,14 +117,19 @@ class _Clock:
         total = (2 + config.decode) * len(config.lengths) + config.memory + searched
         with phase("speed", total, "measurements") as shown:
             for length in config.lengths:
-                named = (self._methods.make(name, length) for name in dict.fromkeys((*_DENSE, *config.methods)))
+                named = (
+                    self._methods.make(name, length)
+                    for name in dict.fromkeys((*_DENSE, *config.methods))
+                )
                 made = [method for method in named if method.applied is None]
                 prefill |= self._timed("prefill", made, length)
                 shown.update()
                 attention |= self._attention(made, length)
                 shown.update()
                 if config.decode:
-                    decode |= self._timed("decode", [m for m in made if m.evicts or m.name in _PLAIN], length)
+                    decode |= self._timed(
+                        "decode", [m for m in made if m.evicts or m.name in _PLAIN], length
+                    )
                     shown.update()
                 if config.memory and length == longest:
                     for method in made:
@@ -121,7 +139,9 @@ class _Clock:
                     shown.update()
             if searched:
                 identity = self._methods.make(HEADWISE, longest).identity
-                found = self._kept(f"crossover/{config.low}/{config.repeats}", longest, identity, self._crossover)
+                found = self._kept(
+                    f"crossover/{config.low}/{config.repeats}", longest, identity, self._crossover
+                )
                 shown.update()
         return Times(
             prefill=prefill,
@@ -131,22 +151,32 @@ class _Clock:
             crossover=Crossover(**_tuples(found)) if found else None,
         )
 
-    def _timed(self, what: str, some: Sequence[Method], length: int) -> dict[tuple[str, int], Timed]:
+    def _timed(
+        self, what: str, some: Sequence[Method], length: int
+    ) -> dict[tuple[str, int], Timed]:
         config = self._config
-        units = {m.name: self._unit(f"{what}/{config.repeats}/{config.steps}", length, m.identity) for m in some}
+        units = {
+            m.name: self._unit(f"{what}/{config.repeats}/{config.steps}", length, m.identity)
+            for m in some
+        }
         missing = [m for m in some if self._again or units[m.name] not in self._ledger]
         if missing:
             with_dense = [m for m in some if m.name in _DENSE or m in missing]
             if what == "prefill":
                 found = prefill_times(self._loaded, with_dense, length, repeats=config.repeats)
             else:
-                found = decode_times(self._loaded, with_dense, length, steps=config.steps, repeats=config.repeats)
+                found = decode_times(
+                    self._loaded, with_dense, length, steps=config.steps, repeats=config.repeats
+                )
             for name, value in found.items():
                 self._ledger.put(units[name], asdict(value))
         return {(m.name, length): Timed(**_tuples(self._ledger.get(units[m.name]))) for m in some}
 
-    def _attention(self, made: Sequence[Method], length: int) -> dict[tuple[str, int], dict[str, float]]:
-        """Attention alone, of methods whose prefill has patterns: what caches drop is not seen in it."""
+    def _attention(
+        self, made: Sequence[Method], length: int
+    ) -> dict[tuple[str, int], dict[str, float]]:
+        """Attention alone, of methods whose prefill has patterns: what caches drop is not seen in
+        it."""
         some = [m for m in made if m.headwise is not None and not m.evicts]
         units = {m.name: self._unit("attention", length, m.identity) for m in some}
         missing = [m for m in some if self._again or units[m.name] not in self._ledger]
@@ -154,12 +184,20 @@ class _Clock:
             found = attention_seconds(self._loaded, missing, length)
             for method in missing:
                 names = (method.name, *_DENSE)
-                self._ledger.put(units[method.name], {name: found[name] for name in names if name in found})
+                self._ledger.put(
+                    units[method.name], {name: found[name] for name in names if name in found}
+                )
         return {(m.name, length): self._ledger.get(units[m.name]) for m in some}
 
     def _crossover(self) -> dict[str, Any]:
         config = self._config
-        found = crossover(self._loaded, self._methods, low=config.low, high=max(config.lengths), repeats=config.repeats)
+        found = crossover(
+            self._loaded,
+            self._methods,
+            low=config.low,
+            high=max(config.lengths),
+            repeats=config.repeats,
+        )
         return asdict(found)
 
     def _kept(self, what: str, length: int, identity: str, find: Callable[[], Any]) -> Any:

@@ -21,8 +21,8 @@ DENSE = "dense"
 class HeadwiseLM(HFLM):
     """The harness's model for transformers, served by an artifact; it takes all that `hf` takes.
 
-    Log-likelihoods are one prefill each, by the artifact's patterns. Generation also has the artifact's caches.
-    """
+    Log-likelihoods are one prefill each, by the artifact's patterns. Generation also has the
+    artifact's caches."""
 
     def __init__(
         self,
@@ -38,22 +38,30 @@ class HeadwiseLM(HFLM):
         """Load the model and apply the artifact.
 
         Args:
-            pretrained: what `hf` takes, or smollm2 or gemma3 from their packages.
-            config: the artifact, or `dense` for the model's own attention.
-            check_weights: see runtime.Headwise.apply.
-            target_speedup, target_kl, target_recall: the point of the artifact's front, see runtime.load.
-            dtype, kwargs: see HFLM.
+            pretrained: what `hf` takes, or smollm2 or gemma3 from their packages. config: the
+            artifact, or `dense` for the model's own attention. check_weights: see
+            runtime.Headwise.apply. target_speedup, target_kl, target_recall: the point of the
+            artifact's front, see runtime.load. dtype, kwargs: see HFLM.
 
         Raises:
             HeadwiseError: no config; an artifact that cannot be read or is for another model.
         """
         if not config:
-            raise HeadwiseError("--model headwise needs config=ARTIFACT in --model_args, or config=dense")
+            raise HeadwiseError(
+                "--model headwise needs config=ARTIFACT in --model_args, or config=dense"
+            )
         headwise = None
         if config != DENSE:
-            headwise = load(config, target_speedup=target_speedup, target_kl=target_kl, target_recall=target_recall)
+            headwise = load(
+                config,
+                target_speedup=target_speedup,
+                target_kl=target_kl,
+                target_recall=target_recall,
+            )
         if isinstance(pretrained, str) and pretrained in PACKAGES:
-            pretrained = local_folder(pretrained, dtype="bfloat16" if dtype == "auto" else str(dtype))
+            pretrained = local_folder(
+                pretrained, dtype="bfloat16" if dtype == "auto" else str(dtype)
+            )
         super().__init__(pretrained=pretrained, dtype=dtype, **kwargs)
         self._handle: Handle | None = None
         self._sparse_from: int | None = None
@@ -67,10 +75,12 @@ class HeadwiseLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """As HFLM, with prompts that patterns serve one by one.
 
-        HFLM pads a batch on the right and gives no mask. Causal attention does not mind, but patterns are chosen by a
-        prompt's last queries, which would be those of the padding.
-        """
-        apart = [self._sparse_from is not None and len(c) + len(a) > self._sparse_from for _, c, a in requests]
+        HFLM pads a batch on the right and gives no mask. Causal attention does not mind, but
+        patterns are chosen by a prompt's last queries, which would be those of the padding."""
+        apart = [
+            self._sparse_from is not None and len(c) + len(a) > self._sparse_from
+            for _, c, a in requests
+        ]
         if not any(apart):
             return list(super()._loglikelihood_tokens(requests, disable_tqdm, override_bs))
         found: dict[int, tuple[float, bool]] = {}
@@ -88,16 +98,23 @@ class HeadwiseLM(HFLM):
             found.update(zip(numbers, done, strict=True))
         return [found[number] for number in range(len(requests))]
 
-    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **given: Any) -> torch.Tensor:
-        """As HFLM, with a cache as the artifact wants it; batches are padded on the left, under a mask."""
+    def _model_generate(
+        self, context: torch.Tensor, max_length: int, stop: list[str], **given: Any
+    ) -> torch.Tensor:
+        """As HFLM, with a cache as the artifact wants it; batches are padded on the left, under a
+        mask."""
         if self._handle is not None:
             given.setdefault("past_key_values", self._handle.new_cache())
         made: torch.Tensor = super()._model_generate(context, max_length, stop, **given)
         return made
 
     def get_model_info(self) -> dict[str, Any]:
-        """As HFLM, with the artifact's hash and the calls of attention layers that were served so far."""
+        """As HFLM, with the artifact's hash and the calls of attention layers that were served so
+        far."""
         told: dict[str, Any] = super().get_model_info()
         if self._handle is not None:
-            told |= {"headwise_content_sha256": self._content, "headwise_calls": self._handle.stats()}
+            told |= {
+                "headwise_content_sha256": self._content,
+                "headwise_calls": self._handle.stats(),
+            }
         return told

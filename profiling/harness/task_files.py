@@ -1,4 +1,5 @@
-"""Our tasks as files of lm-evaluation-harness, and the score that the harness gives their answers."""
+"""Our tasks as files of lm-evaluation-harness, and the score that the harness gives their
+answers."""
 
 from __future__ import annotations
 
@@ -25,21 +26,23 @@ PREFIX = "headwise"
 class Written(NamedTuple):
     """What was written.
 
-    names: of the tasks in the harness: its answers, and its forced choice where the prompts have one.
-    changed: how many prompts have other tokens once they are text.
-    turned: how many ask in a later turn, which the harness has no way to feed after its context.
-    """
+    names: of the tasks in the harness: its answers, and its forced choice where the prompts have
+    one. changed: how many prompts have other tokens once they are text. turned: how many ask in a
+    later turn, which the harness has no way to feed after its context."""
 
     names: tuple[str, ...]
     changed: int
     turned: int
 
 
-def write_task(folder: Path, task: Task, tokenizer: Any, *, length: int, samples: int, seed: int) -> Written:
-    """Write NAME.jsonl, NAME.yaml and, with a forced choice, NAME_choice.yaml for a task at one length into a folder.
+def write_task(
+    folder: Path, task: Task, tokenizer: Any, *, length: int, samples: int, seed: int
+) -> Written:
+    """Write NAME.jsonl, NAME.yaml and, with a forced choice, NAME_choice.yaml for a task at one
+    length into a folder.
 
-    A question of a later turn is written behind its context, so that one prefill has both: the same answer under dense
-    attention; patterns that look at the last queries know it.
+    A question of a later turn is written behind its context, so that one prefill has both: the same
+    answer under dense attention; patterns that look at the last queries know it.
 
     Args:
         folder: for the harness's --include_path.
@@ -48,15 +51,21 @@ def write_task(folder: Path, task: Task, tokenizer: Any, *, length: int, samples
         length, samples, seed: see make_prompts.
 
     Raises:
-        HeadwiseError: see make_prompts; the prompts ask for no answer after their end, or for others inside; the folder
+        HeadwiseError: see make_prompts; the prompts ask for no answer after their end, or for
+        others inside; the folder
             cannot be made.
     """
     prompts = make_prompts(task, tokenizer, length=length, samples=samples, seed=seed)
     if why := _unfit(prompts):
-        raise HeadwiseError(f"the task {task.kind!r} cannot be written for lm-evaluation-harness: {why}")
+        raise HeadwiseError(
+            f"the task {task.kind!r} cannot be written for lm-evaluation-harness: {why}"
+        )
     name = re.sub(r"\W+", "_", f"{PREFIX} {task.name} {length}")
     texts = [_text(tokenizer, prompt) for prompt in prompts]
-    lines = [json.dumps(_document(tokenizer, prompt, text)) for prompt, text in zip(prompts, texts, strict=True)]
+    lines = [
+        json.dumps(_document(tokenizer, prompt, text))
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
     file = folder.absolute() / f"{name}.jsonl"
     configs = {name: _generated(max(new_tokens(tokenizer, prompt) for prompt in prompts))}
     if all(compared(prompt) for prompt in prompts):
@@ -66,12 +75,15 @@ def write_task(folder: Path, task: Task, tokenizer: Any, *, length: int, samples
         for each, fields in configs.items():
             atomic_write(folder / f"{each}.yaml", _config(each, file, fields).encode())
     encode = Encoder(tokenizer)
-    changed = sum((*encode.prefix, *encode(t)) != p.input_ids for t, p in zip(texts, prompts, strict=True))
+    changed = sum(
+        (*encode.prefix, *encode(t)) != p.input_ids for t, p in zip(texts, prompts, strict=True)
+    )
     return Written(tuple(configs), changed, sum(prompt.turn > 0 for prompt in prompts))
 
 
 def process_results(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """What the harness calls for each answer: {"score": from 0 to 1}, by the metric that the task has here."""
+    """What the harness calls for each answer: {"score": from 0 to 1}, by the metric that the task
+    has here."""
     finds = tuple(Find(expected, (0, 0)) for expected in doc["finds"])
     prompt = Prompt(
         (0,),
@@ -84,7 +96,8 @@ def process_results(doc: dict[str, Any], results: Sequence[str]) -> dict[str, fl
 
 
 def process_choices(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, float]:
-    """What the harness calls for the log-likelihoods of the compared answers: {"choice": 1 or 0}, as evaluated here.
+    """What the harness calls for the log-likelihoods of the compared answers: {"choice": 1 or 0},
+    as evaluated here.
 
     The right one has to be the likeliest, a token on average.
     """
@@ -100,7 +113,8 @@ def _unfit(prompts: Sequence[Prompt]) -> str | None:
 
 
 def _text(tokenizer: Any, prompt: Prompt) -> str:
-    """The prompt without what the tokenizer starts a sequence with, which the harness's model adds again."""
+    """The prompt without what the tokenizer starts a sequence with, which the harness's model adds
+    again."""
     ids = prompt.input_ids[len(Encoder(tokenizer).prefix) :]
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
@@ -116,7 +130,10 @@ def _document(tokenizer: Any, prompt: Prompt, text: str) -> dict[str, Any]:
         # As the harness puts them behind the prompt, and how many tokens each has there.
         "compared": [f" {choice}" for choice in choices],
         "gold": choices.index(prompt.answer) if prompt.answer in choices else None,
-        "tokens": [len(answer_ids(tokenizer, replace(prompt, answer=choice, finds=()))) for choice in choices],
+        "tokens": [
+            len(answer_ids(tokenizer, replace(prompt, answer=choice, finds=())))
+            for choice in choices
+        ],
     }
 
 

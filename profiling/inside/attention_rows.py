@@ -1,8 +1,7 @@
 """Rows of a layer's attention and what pictures need of them, in pieces: never S x S.
 
-Shapes: H query heads, G KV heads, S prompt length, D head dim, n queries, P pooled cells, R query tiles, N key tiles;
-batch 1. For layers that see every key.
-"""
+Shapes: H query heads, G KV heads, S prompt length, D head dim, n queries, P pooled cells, R query
+tiles, N key tiles; batch 1. For layers that see every key."""
 
 from __future__ import annotations
 
@@ -21,8 +20,10 @@ NEGLIGIBLE = 0.01
 
 
 def logits(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of the queries with what their softmax is taken over, (n, S) fp32, -inf for keys after the query."""
-    length, group = inputs.q.shape[2], inputs.q.shape[1] // inputs.k.shape[1]
+    """Pieces of the queries with what their softmax is taken over, (n, S) fp32, -inf for keys after
+    the query."""
+    length = inputs.q.shape[2]
+    group = inputs.q.shape[1] // inputs.k.shape[1]
     keys = inputs.k[0, head // group].float().T * inputs.scale
     position = torch.arange(length, device=keys.device)
     for piece in queries.split(max(1, _SCORES // length)):
@@ -33,7 +34,8 @@ def logits(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Te
 
 
 def rows(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of the queries with their attention, (n, S) fp32; beside sinks a row's sum is less than 1."""
+    """Pieces of the queries with their attention, (n, S) fp32; beside sinks a row's sum is less
+    than 1."""
     for piece, scores in logits(inputs, head, queries):
         if inputs.sinks is None:
             yield piece, scores.softmax(-1)
@@ -43,7 +45,8 @@ def rows(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Tens
 
 
 def pooled_map(inputs: LayerInputs, head: int, cell: int) -> Tensor:
-    """Attention by cells of `cell` queries and keys, (P, P) fp32: the share that a cell's queries give to its keys."""
+    """Attention by cells of `cell` queries and keys, (P, P) fp32: the share that a cell's queries
+    give to its keys."""
     length = inputs.q.shape[2]
     size = -(-length // cell)
     pooled = torch.zeros(size, size, device=inputs.q.device)
@@ -55,8 +58,10 @@ def pooled_map(inputs: LayerInputs, head: int, cell: int) -> Tensor:
 
 
 def sparsity_of(inputs: LayerInputs, queries: Tensor) -> Tensor:
-    """Fraction of visible entries that are negligible, over the queries, (H) fp32 (H2O, Figure 2a)."""
-    heads, length = inputs.q.shape[1], inputs.q.shape[2]
+    """Fraction of visible entries that are negligible, over the queries, (H) fp32 (H2O, Figure
+    2a)."""
+    heads = inputs.q.shape[1]
+    length = inputs.q.shape[2]
     small = torch.zeros(heads, dtype=torch.float64, device=queries.device)
     for head in range(heads):
         for piece, attention in rows(inputs, head, queries):
@@ -67,11 +72,13 @@ def sparsity_of(inputs: LayerInputs, queries: Tensor) -> Tensor:
 
 
 def cover(index: SparseIndex, head: int, cell: int) -> Tensor:
-    """Share of each cell of `cell` queries and keys (a multiple of TILE) that a prompt's index computes, (P, P) fp32.
+    """Share of each cell of `cell` queries and keys (a multiple of TILE) that a prompt's index
+    computes, (P, P) fp32.
 
     Counted in tiles; one that the causal limit cuts is a whole one.
     """
-    n, per = num_tiles(index.k_len), cell // TILE
+    n = num_tiles(index.k_len)
+    per = cell // TILE
     size = -(-n // per)
     columns = index.columns[0, head]
     real = columns[columns < index.k_len].long()

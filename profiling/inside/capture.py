@@ -2,10 +2,9 @@
 
 Shapes: B batch (1 here), H query heads, G KV heads, S prompt length, D head dim, E value dim.
 
-The pass goes through an attention function of our own, registered with transformers; no forward is replaced.
-One layer's tensors are alive at a time and no S x S tensor is ever made, masks included: memory grows
-linearly with S.
-"""
+The pass goes through an attention function of our own, registered with transformers; no forward is
+replaced. One layer's tensors are alive at a time and no S x S tensor is ever made, masks included:
+memory grows linearly with S."""
 
 from __future__ import annotations
 
@@ -32,14 +31,13 @@ CAPTURE_NAME = "headwise_capture"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerInputs:
-    """What one attention layer attends with, after position encoding: for reading, during the visit.
+    """What one attention layer attends with, after position encoding: for reading, during the
+    visit.
 
-    q: (1, H, S, D); k: (1, G, S, D); v: (1, G, S, E), not repeated for grouped queries.
-    scale: factor on q k^T.
-    sliding_window: keys that a query sees, itself included (or a chunk's size); None where it sees all.
-    softcap: c in c * tanh(scores / c), None without.
-    sinks: (H,) logits of a virtual key without value, None without.
-    """
+    q: (1, H, S, D); k: (1, G, S, D); v: (1, G, S, E), not repeated for grouped queries. scale:
+    factor on q k^T. sliding_window: keys that a query sees, itself included (or a chunk's size);
+    None where it sees all. softcap: c in c * tanh(scores / c), None without. sinks: (H,) logits of
+    a virtual key without value, None without."""
 
     layer: int
     q: Tensor
@@ -52,17 +50,20 @@ class LayerInputs:
 
 
 Visit = Callable[[LayerInputs], Tensor | None]
-"""Is shown a layer's inputs; an output (1, H, S, E) that it returns goes on in place of dense attention's."""
+"""Is shown a layer's inputs; an output (1, H, S, E) that it returns goes on in place of dense
+attention's."""
 
 
 def capture(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
-    """Run one dense forward pass over a prompt and call `visit` once for each attention layer, in order.
+    """Run one dense forward pass over a prompt and call `visit` once for each attention layer, in
+    order.
 
     Args:
-        model: any transformers causal model whose attention goes through AttentionInterface. It is left as it
+        model: any transformers causal model whose attention goes through AttentionInterface. It is
+        left as it
             was, also where `visit` raises.
-        input_ids: (1, S) on the model's device, without padding.
-        visit: may do anything but write to the tensors. The pass goes on with the output that it returns, or with
+        input_ids: (1, S) on the model's device, without padding. visit: may do anything but write
+        to the tensors. The pass goes on with the output that it returns, or with
             dense attention's where it returns None.
 
     Raises:
@@ -83,13 +84,16 @@ def _pass(model: PreTrainedModel, input_ids: Tensor, visit: Visit, *, use_cache:
         output = _forward(model, input_ids, use_cache)
     if not run.visits:
         name = type(model).__name__
-        raise HeadwiseError(f"model without attention that Headwise can serve: {name} asked for none in this pass")
+        raise HeadwiseError(
+            f"model without attention that Headwise can serve: {name} asked for none in this pass"
+        )
     return output
 
 
 @contextmanager
 def attending(model: PreTrainedModel, visit: Visit) -> Iterator[Run]:
-    """Every forward pass of the model in this context hands its layers to `visit`, as `capture` does.
+    """Every forward pass of the model in this context hands its layers to `visit`, as `capture`
+    does.
 
     Raises:
         HeadwiseError: the model has no attention that Headwise can reach.
@@ -134,7 +138,8 @@ def masks_of(run: Run) -> Iterator[None]:
 def attending_with(
     model: PreTrainedModel, name: str, attention: Callable[..., Any], mask: Callable[..., Any]
 ) -> Iterator[None]:
-    """An attention and a mask function in place of the model's, under a name of theirs; dropout off."""
+    """An attention and a mask function in place of the model's, under a name of theirs; dropout
+    off."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention)
@@ -170,13 +175,16 @@ def layer_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """None for a causal layer; else the mask's shape over one element, which stands for the LayerMask."""
+    """None for a causal layer; else the mask's shape over one element, which stands for the
+    LayerMask."""
     from transformers.masking_utils import causal_mask_function
 
     if mask_function is None or mask_function is causal_mask_function:
         return None
     if local_size is None:
-        raise HeadwiseError("the model's mask is not plainly causal over the prompt: Headwise is for causal models")
+        raise HeadwiseError(
+            "the model's mask is not plainly causal over the prompt: Headwise is for causal models"
+        )
     standin = torch.ones(1, dtype=torch.bool, device=kwargs.get("device", "cpu"))
     made = LayerMask(standin, mask_function, local_size, bool(kwargs.get("use_vmap")))
     _run.get().masks[standin.untyped_storage().data_ptr()] = made
@@ -188,7 +196,8 @@ def _attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, No
 
 
 def attend_densely(run: Run, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """As transformers calls it: query (1, H, S, D), key (1, G, S, D), value (1, G, S, E) -> (1, S, H, E)."""
+    """As transformers calls it: query (1, H, S, D), key (1, G, S, D), value (1, G, S, E) -> (1, S,
+    H, E)."""
     inputs, mask = inputs_of(run, module, *args, **kwargs)
     run.visits += 1
     out = run.visit(inputs)
@@ -208,7 +217,8 @@ def inputs_of(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[LayerInputs, LayerMask | None]:
-    """What a layer attends with, and its mask where it is not plainly causal; arguments as transformers gives them."""
+    """What a layer attends with, and its mask where it is not plainly causal; arguments as
+    transformers gives them."""
     layer = getattr(module, "layer_idx", None)
     layer = run.visits if layer is None else int(layer)
     mask = _known(run, layer, attention_mask)
@@ -230,11 +240,16 @@ def inputs_of(
 
 
 def dense_output(inputs: LayerInputs, mask: LayerMask | None) -> Tensor:
-    """(1, H, S, E) dense attention's output, by the fastest that this machine has where the layer is plain."""
-    q, k, v = inputs.q, inputs.k, inputs.v
+    """(1, H, S, E) dense attention's output, by the fastest that this machine has where the layer
+    is plain."""
+    q = inputs.q
+    k = inputs.k
+    v = inputs.v
     if mask is None and inputs.sinks is None and not torch.is_grad_enabled():
         return best_dense(q, k, v, scale=inputs.scale, softcap=inputs.softcap)
-    return blockwise_attention(q, k, v, scale=inputs.scale, softcap=inputs.softcap, sinks=inputs.sinks, mask=mask)
+    return blockwise_attention(
+        q, k, v, scale=inputs.scale, softcap=inputs.softcap, sinks=inputs.sinks, mask=mask
+    )
 
 
 def _known(run: Run, layer: int, attention_mask: Tensor | None) -> LayerMask | None:
@@ -243,16 +258,26 @@ def _known(run: Run, layer: int, attention_mask: Tensor | None) -> LayerMask | N
     mask = run.masks.get(attention_mask.untyped_storage().data_ptr())
     if mask is None:
         raise HeadwiseError(
-            f"layer {layer} attends with a mask or a bias of its own: only causal attention can be captured"
+            f"layer {layer} attends with a mask or a bias of its own: only causal attention can be "
+            f"captured"
         )
     return mask
 
 
-def _refuse(module: nn.Module, layer: int, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
+def _refuse(
+    module: nn.Module, layer: int, query: Tensor, key: Tensor, kwargs: dict[str, Any]
+) -> None:
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise HeadwiseError(f"layer {layer} of {type(module).__name__} is not causal: Headwise is for causal models")
+        raise HeadwiseError(
+            f"layer {layer} of {type(module).__name__} is not causal: Headwise is for causal models"
+        )
     if kwargs.get("position_bias") is not None:
-        raise HeadwiseError(f"layer {layer} adds a position bias to its scores, which Headwise does not know")
+        raise HeadwiseError(
+            f"layer {layer} adds a position bias to its scores, which Headwise does not know"
+        )
     if query.shape[2] != key.shape[2]:
-        raise HeadwiseError(f"layer {layer} has {query.shape[2]} queries and {key.shape[2]} keys: not self-attention")
+        raise HeadwiseError(
+            f"layer {layer} has {query.shape[2]} queries and {key.shape[2]} keys: not "
+            f"self-attention"
+        )

@@ -1,7 +1,9 @@
-"""Attention in which each row of query tiles computes key tiles that are drawn, or chosen by what they really hold.
+"""Attention in which each row of query tiles computes key tiles that are drawn, or chosen by what
+they really hold.
 
-Random ones say what a density is worth without any choice; those with the most attention mass are the upper limit of
-choosing tiles, for they know all scores. All run on Headwise's kernel; every row has its own tile and the first one.
+Random ones say what a density is worth without any choice; those with the most attention mass are
+the upper limit of choosing tiles, for they know all scores. All run on Headwise's kernel; every row
+has its own tile and the first one.
 
 Shapes: H query heads, G KV heads, S prompt length, D head dim, R tiles of the prompt.
 """
@@ -18,22 +20,25 @@ from kernels.attention import sparse_attention
 from kernels.index import TILE, SparseIndex, lists, num_tiles, with_dense_tail
 from kernels.patterns.choose import ascending
 
-# Orders the tiles of each row, best first: (H, R, R) scores of key tiles from queries, keys, scale and layer.
+# Orders the tiles of each row, best first: (H, R, R) scores of key tiles from queries, keys, scale
+# and layer.
 Scores = Callable[[Tensor, Tensor, float, int], Tensor]
 
 
 def random_scores(q: Tensor, k: Tensor, scale: float, layer: int, *, seed: int = 0) -> Tensor:
-    """Any order of the tiles, another one for each layer, head and row, the same for every prompt of a length."""
+    """Any order of the tiles, another one for each layer, head and row, the same for every prompt
+    of a length."""
     rows = num_tiles(k.shape[2])
     generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
     return torch.rand(q.shape[1], rows, rows, generator=generator).to(q.device)
 
 
 def mass_scores(q: Tensor, k: Tensor, scale: float, layer: int) -> Tensor:
-    """The share of its attention that each row of query tiles spends on each key tile, by exact scores.
+    """The share of its attention that each row of query tiles spends on each key tile, by exact
+    scores.
 
-    q: (1, H, S, D); k: (1, G, S, D). Returns (H, R, R) fp32, whose causal part sums to 1 in each row.
-    """
+    q: (1, H, S, D); k: (1, G, S, D). Returns (H, R, R) fp32, whose causal part sums to 1 in each
+    row."""
     rows = num_tiles(k.shape[2])
     found = torch.zeros(q.shape[1], rows, rows, device=q.device)
     for row in range(rows):
@@ -43,24 +48,36 @@ def mass_scores(q: Tensor, k: Tensor, scale: float, layer: int) -> Tensor:
 
 def row_mass(q: Tensor, k: Tensor, scale: float, row: int) -> Tensor:
     """The same of one row of query tiles: (H, row + 1)."""
-    heads, groups, start, stop = q.shape[1], k.shape[1], row * TILE, min((row + 1) * TILE, q.shape[2])
+    heads = q.shape[1]
+    groups = k.shape[1]
+    start = row * TILE
+    stop = min((row + 1) * TILE, q.shape[2])
     keys = k[0, :, :stop].repeat_interleave(heads // groups, dim=0).float()
     scores = (q[0, :, start:stop].float() @ keys.transpose(1, 2)) * scale
-    ahead = torch.arange(start, stop, device=q.device)[:, None] < torch.arange(stop, device=q.device)
+    ahead = torch.arange(start, stop, device=q.device)[:, None] < torch.arange(
+        stop, device=q.device
+    )
     weights = scores.masked_fill(ahead, float("-inf")).softmax(-1).mean(1)
     padded = torch.nn.functional.pad(weights, (0, (row + 1) * TILE - stop))
     return padded.unflatten(1, (row + 1, TILE)).sum(-1)
 
 
 def top_k_index(scores: Tensor, length: int, density: float, *, tail: int = 0) -> SparseIndex:
-    """Of each row the highest tiles, so many that `density` of its causal tiles is computed; own and first included."""
+    """Of each row the highest tiles, so many that `density` of its causal tiles is computed; own
+    and first included."""
     rows = scores.shape[1]
     seen = torch.arange(1, rows + 1, device=scores.device)
-    return _index(scores, (density * seen).round().clamp(min=2).long()[None].expand(scores.shape[0], -1), length, tail)
+    return _index(
+        scores,
+        (density * seen).round().clamp(min=2).long()[None].expand(scores.shape[0], -1),
+        length,
+        tail,
+    )
 
 
 def top_p_index(scores: Tensor, length: int, mass: float, *, tail: int = 0) -> SparseIndex:
-    """Of each row as many of the highest tiles as together hold `mass` of its attention (Twilight, Lin et al. 2025)."""
+    """Of each row as many of the highest tiles as together hold `mass` of its attention (Twilight,
+    Lin et al. 2025)."""
     held = _first(scores).sort(-1, descending=True)
     shares = scores.gather(-1, held.indices).cumsum(-1)
     counts = (shares < mass).sum(-1) + 1
@@ -68,7 +85,8 @@ def top_p_index(scores: Tensor, length: int, mass: float, *, tail: int = 0) -> S
 
 
 def _first(scores: Tensor) -> Tensor:
-    """The scores with a row's own tile and the first one before all others, and what it cannot see after them."""
+    """The scores with a row's own tile and the first one before all others, and what it cannot see
+    after them."""
     rows = scores.shape[1]
     at = torch.arange(rows, device=scores.device)
     kept = (at[:, None] == at) | (at == 0)
@@ -80,17 +98,22 @@ def _index(scores: Tensor, counts: Tensor, length: int, tail: int) -> SparseInde
     heads, rows = scores.shape[:2]
     order = _first(scores).sort(-1, descending=True).indices
     at = torch.arange(rows, device=scores.device)
-    taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, (at < counts[..., None]).contiguous())
+    taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(
+        -1, order, (at < counts[..., None]).contiguous()
+    )
     taken &= at < at[:, None]
     tiles = ascending(taken, int(taken.sum(-1).max()))
     nothing = torch.zeros(1, heads, 0, dtype=torch.int32, device=scores.device)
     diagonal = torch.zeros(1, heads, 1, dtype=torch.int32, device=scores.device)
-    index = SparseIndex(q_len=length, k_len=length, diagonals=diagonal, **lists(tiles[None]), columns=nothing)
+    index = SparseIndex(
+        q_len=length, k_len=length, diagonals=diagonal, **lists(tiles[None]), columns=nothing
+    )
     return with_dense_tail(index, tail)
 
 
 def share_beside(density: float, length: int, tail: int) -> float:
-    """What rows may compute before the last `tail` queries, which are dense, for `density` of the prompt in all."""
+    """What rows may compute before the last `tail` queries, which are dense, for `density` of the
+    prompt in all."""
     causal = num_tiles(length) * (num_tiles(length) + 1) / 2
     first = max(0, length - tail) // TILE
     sparse = first * (first + 1) / 2
@@ -98,9 +121,19 @@ def share_beside(density: float, length: int, tail: int) -> float:
 
 
 def attend_to(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, layer: int, *, scores: Scores, share: float, by_mass: bool, tail: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    layer: int,
+    *,
+    scores: Scores,
+    share: float,
+    by_mass: bool,
+    tail: int,
 ) -> Tensor:
-    """Attention (1, H, S, E) over chosen tiles: `share` of the tiles, or as many as hold that share of the mass.
+    """Attention (1, H, S, E) over chosen tiles: `share` of the tiles, or as many as hold that share
+    of the mass.
 
     Raises:
         HeadwiseError: a share that is none.

@@ -1,11 +1,10 @@
 """Hands out queries, keys and values of every attention layer at each step of decoding.
 
-Shapes: H query heads, G KV heads, S prompt length, K keys (prompt and what was decoded so far), D head dim, E value
-dim; batch 1.
+Shapes: H query heads, G KV heads, S prompt length, K keys (prompt and what was decoded so far), D
+head dim, E value dim; batch 1.
 
-The prompt but for its end is prefilled densely, with memory linear in S; then tokens are fed one at a time. One layer's
-scores of one query, H x K in fp32, are alive at a time.
-"""
+The prompt but for its end is prefilled densely, with memory linear in S; then tokens are fed one at
+a time. One layer's scores of one query, H x K in fp32, are alive at a time."""
 
 from __future__ import annotations
 
@@ -30,14 +29,15 @@ CAPTURE_NAME = "headwise_decode_capture"
 class StepInputs(LayerInputs):
     """What one layer attends with for one query: q (1, H, 1, D), k (1, G, K, D), v (1, G, K, E).
 
-    visible: (K) bool, None where the query sees every key. A sliding layer's cache holds its window only.
-    """
+    visible: (K) bool, None where the query sees every key. A sliding layer's cache holds its window
+    only."""
 
     visible: Tensor | None
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """The attention of each query head over the keys, (H, K) fp32; beside sinks a head's sum is less than 1."""
+        """The attention of each query head over the keys, (H, K) fp32; beside sinks a head's sum is
+        less than 1."""
         groups = self.k.shape[1]
         q = self.q[0, :, 0].float().unflatten(0, (groups, -1)) * self.scale
         # One KV head at a time: the keys of all of them in fp32 would be twice the cache's layer.
@@ -69,18 +69,18 @@ def capture_decode(
     continuation: Sequence[int] = (),
     avoid: Collection[int] = (),
 ) -> tuple[int, ...]:
-    """Decode and call `visit(step, inputs)` for each attention layer of each step, then `done(step)`.
+    """Decode and call `visit(step, inputs)` for each attention layer of each step, then
+    `done(step)`.
 
-    Step t predicts the t-th new token: step 0 feeds the prompt's last token, step t the (t - 1)-th new one.
+    Step t predicts the t-th new token: step 0 feeds the prompt's last token, step t the (t - 1)-th
+    new one.
 
     Args:
-        model: as for `capture`.
-        input_ids: (1, S) on the model's device, S at least tail + 2.
-        visit: may do anything but write to the tensors.
-        steps: how many, at least 1.
-        tail: how many of the prompt's tokens before its last one are fed singly as well; these are steps -tail to -1.
-        continuation: new tokens that are given; after them the model's own follow, chosen greedily.
-        avoid: tokens that the model may not choose, such as those that end a text.
+        model: as for `capture`. input_ids: (1, S) on the model's device, S at least tail + 2.
+        visit: may do anything but write to the tensors. steps: how many, at least 1. tail: how many
+        of the prompt's tokens before its last one are fed singly as well; these are steps -tail to
+        -1. continuation: new tokens that are given; after them the model's own follow, chosen
+        greedily. avoid: tokens that the model may not choose, such as those that end a text.
 
     Returns:
         The `steps` new tokens.
@@ -93,10 +93,13 @@ def capture_decode(
         raise ValueError(f"steps and tail do not fit {length} tokens, got {steps} and {tail}")
     windows: dict[int, int | None] = {}
     start = length - 1 - tail
-    given, made = input_ids[0].tolist(), list[int]()
+    given = input_ids[0].tolist()
+    made = list[int]()
     with torch.inference_mode():
         cache = capture_prefill(
-            model, input_ids[:, :start], lambda inputs: windows.update({inputs.layer: inputs.sliding_window})
+            model,
+            input_ids[:, :start],
+            lambda inputs: windows.update({inputs.layer: inputs.sliding_window}),
         )
         run = _Run(visit, windows, step=-tail)
         token = _run.set(run)
@@ -120,7 +123,9 @@ def _next(logits: Tensor, step: int, continuation: Sequence[int], avoid: Collect
     if step < len(continuation):
         return continuation[step]
     if avoid:
-        logits = logits.index_fill(0, torch.tensor(sorted(avoid), device=logits.device), float("-inf"))
+        logits = logits.index_fill(
+            0, torch.tensor(sorted(avoid), device=logits.device), float("-inf")
+        )
     return int(logits.argmax())
 
 
@@ -134,13 +139,17 @@ class _Run:
 _run: ContextVar[_Run] = ContextVar("headwise_decode_capture")
 
 
-def _mask(*args: Any, mask_function: Callable[..., Any] | None = None, **kwargs: Any) -> Tensor | None:
+def _mask(
+    *args: Any, mask_function: Callable[..., Any] | None = None, **kwargs: Any
+) -> Tensor | None:
     """One row: None where the query sees every key."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     if mask_function is None or mask_function is causal_mask_function:
         return None
-    return sdpa_mask(*args, mask_function=mask_function, **{**kwargs, "allow_is_causal_skip": False})
+    return sdpa_mask(
+        *args, mask_function=mask_function, **{**kwargs, "allow_is_causal_skip": False}
+    )
 
 
 def _attention(
@@ -153,8 +162,10 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query (1, H, 1, D), key (1, G, K, D), value (1, G, K, E) -> (1, 1, H, E)."""
-    run, layer = _run.get(), int(module.layer_idx)
+    """As transformers calls it: query (1, H, 1, D), key (1, G, K, D), value (1, G, K, E) -> (1, 1,
+    H, E)."""
+    run = _run.get()
+    layer = int(module.layer_idx)
     inputs = StepInputs(
         layer=layer,
         q=query,

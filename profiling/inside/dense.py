@@ -22,7 +22,8 @@ _SCORES = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class LayerMask:
-    """A local causal mask that is made in pieces: no query sees a key `local_size` or more tokens back.
+    """A local causal mask that is made in pieces: no query sees a key `local_size` or more tokens
+    back.
 
     `standin` is the one element that stands for it while the model hands it around.
     """
@@ -65,7 +66,8 @@ def blockwise_attention(
 
     q: (1, H, S, D); k: (1, G, S, D); v: (1, G, S, E). Returns (1, H, S, E) in q's dtype.
     """
-    heads, length = q.shape[1], q.shape[2]
+    heads = q.shape[1]
+    length = q.shape[2]
     plain = softcap is None and sinks is None
     block = BLOCK if plain else max(1, min(BLOCK, _SCORES // (heads * length)))
     reach = length if mask is None else mask.local_size
@@ -80,7 +82,9 @@ def blockwise_attention(
             v[:, :, keys.start : keys.stop],
         )
         attend = (
-            partial(_plain, scale=scale) if plain else partial(_explicit, scale=scale, softcap=softcap, sinks=sinks)
+            partial(_plain, scale=scale)
+            if plain
+            else partial(_explicit, scale=scale, softcap=softcap, sinks=sinks)
         )
         if torch.is_grad_enabled():
             # Else every block's scores would be kept for the way back.

@@ -1,11 +1,11 @@
-"""One dense pass forth and back: what every head puts out, and how a loss depends on it to first order.
+"""One dense pass forth and back: what every head puts out, and how a loss depends on it to first
+order.
 
 Shapes: S tokens, H query heads, G KV heads, D head dim, E value dim, V vocabulary, M hidden size.
 
-Attention goes through Headwise's own kernels both ways. Of each layer its input and its attention's output are kept on
-the way forth, nothing that grows with the square of S; on the way back layers are computed again one at a time, and one
-layer's gradients are alive at a time.
-"""
+Attention goes through Headwise's own kernels both ways. Of each layer its input and its attention's
+output are kept on the way forth, nothing that grows with the square of S; on the way back layers
+are computed again one at a time, and one layer's gradients are alive at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from kernels.gradient import attention_gradients
-from profiling.inside.capture import LayerInputs, Run, attend_densely, attending_with, inputs_of, layer_mask, masks_of
+from profiling.inside.capture import (
+    LayerInputs,
+    Run,
+    attend_densely,
+    attending_with,
+    inputs_of,
+    layer_mask,
+    masks_of,
+)
 from profiling.inside.head_fidelity import dense_attention
 from runtime.layers import text_config
 
@@ -29,11 +37,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "headwise_gradients"
-# Tiles of 64 x 64 whose largest probability is below this add nothing that counts to a gradient: most tiles have less.
+# Tiles of 64 x 64 whose largest probability is below this add nothing that counts to a gradient:
+# most tiles have less.
 SKIP_BELOW = 1e-3
 # Logits that are held at once.
 _LOGITS = 1 << 24
-# Tokens by which the logits that a model computes are compared with those that are put together here.
+# Tokens by which the logits that a model computes are compared with those that are put together
+# here.
 _TRIED = 16
 _NONE = torch.zeros(0)
 
@@ -42,9 +52,9 @@ _NONE = torch.zeros(0)
 class LayerGradients:
     """One layer on the way back, for reading during the visit.
 
-    out: (1, H, S, E) dense attention's output. lse: (1, H, S) its log-sum-exp. by_out: (1, H, S, E) the gradient of the
-    loss by `out`: adding d to what a head puts out at token t adds by_out[t] . d to the loss, to first order.
-    """
+    out: (1, H, S, E) dense attention's output. lse: (1, H, S) its log-sum-exp. by_out: (1, H, S, E)
+    the gradient of the loss by `out`: adding d to what a head puts out at token t adds by_out[t] .
+    d to the loss, to first order."""
 
     inputs: LayerInputs
     out: Tensor
@@ -56,11 +66,11 @@ class LayerGradients:
 class DensePass:
     """What the model says of the tokens.
 
-    nll: (S - 1,) fp32 -log p of each token but the first; likeliest: (S - 1,) the likeliest in its place. Where some
+    nll: (S - 1,) fp32 -log p of each token but the first; likeliest: (S - 1,) the likeliest in its
+    place. Where some
         tokens are marked as an answer's, of these and of those after the positions that are kept.
-    log_probs: (P, V) fp16 at the positions that were asked for. gradients: whether layers were visited on the way back;
-    if not, `fault` says why.
-    """
+    log_probs: (P, V) fp16 at the positions that were asked for. gradients: whether layers were
+    visited on the way back; if not, `fault` says why."""
 
     nll: Tensor
     likeliest: Tensor
@@ -79,20 +89,21 @@ def gradient_pass(
     keep: Tensor | None = None,
     backend: str = "auto",
 ) -> DensePass:
-    """Run the model forth and back over a prompt and call `visit` for each wanted layer, the last one first.
+    """Run the model forth and back over a prompt and call `visit` for each wanted layer, the last
+    one first.
 
     Layers with a window of their own are left to torch and not visited.
 
-    The loss is the sum of -log p over all tokens; where some are marked as an answer's, it is the sum of -log(p/(1-p))
-    over those alone: log-odds do not go flat where the model is sure of its answer.
+    The loss is the sum of -log p over all tokens; where some are marked as an answer's, it is the
+    sum of -log(p/(1-p)) over those alone: log-odds do not go flat where the model is sure of its
+    answer.
 
     Args:
-        model: any transformers causal model that profiling.inside.capture serves. It is left as it was.
-        input_ids: (1, S) on the model's device, without padding.
-        answers: (S,) bool, which tokens are an answer's; all False for a text.
-        visit: may do anything but write to the tensors.
-        wanted: whether a layer is visited, from what it attends with; what this raises ends the pass.
-        keep: (P,) positions whose predictions of the next token are returned.
+        model: any transformers causal model that profiling.inside.capture serves. It is left as it
+        was. input_ids: (1, S) on the model's device, without padding. answers: (S,) bool, which
+        tokens are an answer's; all False for a text. visit: may do anything but write to the
+        tensors. wanted: whether a layer is visited, from what it attends with; what this raises
+        ends the pass. keep: (P,) positions whose predictions of the next token are returned.
         backend: the attention backend, as for kernels.attention.sparse_attention.
     """
     keep = torch.zeros(0, dtype=torch.long, device=input_ids.device) if keep is None else keep
@@ -108,7 +119,12 @@ def gradient_pass(
         out: Tensor = _Dense.apply(inputs.q, inputs.k, inputs.v, inputs, kept, watch, backend)
         return out.transpose(1, 2).contiguous(), None
 
-    with torch.enable_grad(), masks_of(run), attending_with(model, NAME, attention, layer_mask), _recomputing(model):
+    with (
+        torch.enable_grad(),
+        masks_of(run),
+        attending_with(model, NAME, attention, layer_mask),
+        _recomputing(model),
+    ):
         head = _head_of(model, input_ids[:, :_TRIED])
         kept.clear()
         run.visits = 0
@@ -116,11 +132,20 @@ def gradient_pass(
             states = _states(model, input_ids)
         if head is None or states is None or not states.requires_grad:
             name = type(model).__name__
-            return _without(model, input_ids, keep, f"{name} makes its logits in a way of its own, or has no gradients")
-        by_states, nll, likeliest, log_probs = _losses(states.detach(), input_ids, answers, head, keep)
+            return _without(
+                model,
+                input_ids,
+                keep,
+                f"{name} makes its logits in a way of its own, or has no gradients",
+            )
+        by_states, nll, likeliest, log_probs = _losses(
+            states.detach(), input_ids, answers, head, keep
+        )
         if not bool(by_states.isfinite().all()):
             fault = "the loss is not finite"
-            return DensePass(nll=nll, likeliest=likeliest, log_probs=log_probs, gradients=False, fault=fault)
+            return DensePass(
+                nll=nll, likeliest=likeliest, log_probs=log_probs, gradients=False, fault=fault
+            )
         torch.autograd.grad(states, entered[0], by_states)
     return DensePass(nll=nll, likeliest=likeliest, log_probs=log_probs, gradients=True)
 
@@ -156,37 +181,65 @@ class _Dense(torch.autograd.Function):
         if visit is not None:
             inputs = replace(inputs, q=q.detach(), k=k.detach(), v=v.detach())
             visit(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=by_out))
-        # With learned sinks too: they are in the output and in the log-sum-exp, and have no value of their own.
+        # With learned sinks too: they are in the output and in the log-sum-exp, and have no value
+        # of their own.
         found = attention_gradients(
-            q, k, v, out, lse, by_out, scale=inputs.scale, softcap=inputs.softcap, skip_below=SKIP_BELOW
+            q,
+            k,
+            v,
+            out,
+            lse,
+            by_out,
+            scale=inputs.scale,
+            softcap=inputs.softcap,
+            skip_below=SKIP_BELOW,
         )
         return *found, None, None, None, None
 
 
 def _states(model: PreTrainedModel, input_ids: Tensor) -> Any:
     """(1, S, M) the last hidden states; None where the model's base returns something else."""
-    return getattr(model.base_model(input_ids=input_ids, use_cache=False), "last_hidden_state", None)
+    return getattr(
+        model.base_model(input_ids=input_ids, use_cache=False), "last_hidden_state", None
+    )
 
 
 def _losses(
-    states: Tensor, input_ids: Tensor, answers: Tensor, head: Callable[[Tensor], Tensor], keep: Tensor
+    states: Tensor,
+    input_ids: Tensor,
+    answers: Tensor,
+    head: Callable[[Tensor], Tensor],
+    keep: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss' gradient by the last hidden states (1, S, M), and a DensePass' nll, likeliest and log_probs."""
+    """The loss' gradient by the last hidden states (1, S, M), and a DensePass' nll, likeliest and
+    log_probs."""
     gradient = torch.zeros_like(states)
-    length, width = states.shape[1] - 1, head(states[:, :1]).shape[-1]
+    length = states.shape[1] - 1
+    width = head(states[:, :1]).shape[-1]
     nll = torch.full((length,), torch.nan, device=states.device)
     likeliest = torch.zeros(length, dtype=torch.long, device=states.device)
     kept = torch.zeros(len(keep), width, dtype=torch.float16, device=states.device)
-    # Where some tokens are answers, nobody asks for what is predicted of the others: logits are what costs here.
+    # Where some tokens are answers, nobody asks for what is predicted of the others: logits are
+    # what costs here.
     before = answers[1:].nonzero()[:, 0]
-    asked = torch.cat([keep, before]).unique() if len(before) else torch.arange(length + 1, device=states.device)
+    asked = (
+        torch.cat([keep, before]).unique()
+        if len(before)
+        else torch.arange(length + 1, device=states.device)
+    )
     for some in asked.split(max(1, _LOGITS // width)):
         part = states[:, some].requires_grad_(True)
         logits = head(part)[0].float()
         here = torch.isin(keep, some)
-        kept[here] = logits.detach()[torch.searchsorted(some, keep[here])].log_softmax(-1).clamp_min_(-1e4).half()
+        kept[here] = (
+            logits.detach()[torch.searchsorted(some, keep[here])]
+            .log_softmax(-1)
+            .clamp_min_(-1e4)
+            .half()
+        )
         # The last token is followed by none.
-        logits, rows = logits[some < length], some[some < length]
+        logits = logits[some < length]
+        rows = some[some < length]
         targets = input_ids[0, rows + 1].to(logits.device)
         lost = cross_entropy(logits, targets, reduction="none")
         nll[rows] = lost.detach()
@@ -217,11 +270,13 @@ def _without(model: PreTrainedModel, input_ids: Tensor, keep: Tensor, fault: str
 
 @torch.no_grad()
 def _head_of(model: PreTrainedModel, input_ids: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """From last hidden states to logits, as the model does it: a linear map, with the soft-cap or factor of its config.
+    """From last hidden states to logits, as the model does it: a linear map, with the soft-cap or
+    factor of its config.
 
     None where that does not come to the model's own logits.
     """
-    head, config = model.get_output_embeddings(), text_config(model)
+    head = model.get_output_embeddings()
+    config = text_config(model)
     softcap = getattr(config, "final_logit_softcapping", None)
     factors = [1.0]
     if (divisor := getattr(config, "logits_scaling", None)) is not None:
@@ -267,13 +322,16 @@ def _recomputing(model: PreTrainedModel) -> Iterator[None]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not getattr(model, "supports_gradient_checkpointing", False):
         layers = []
     before = [vars(layer).get("forward") for layer in layers]
     try:
         for layer in layers:
-            # Through the layer's own switch it would have to be in training, and some drop out by that.
+            # Through the layer's own switch it would have to be in training, and some drop out by
+            # that.
             vars(layer)["forward"] = partial(again, layer.forward)
         yield
     finally:

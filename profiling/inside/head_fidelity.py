@@ -1,4 +1,5 @@
-"""How near each head's sparse attention comes to dense attention on a prompt, whatever the artifact was searched on.
+"""How near each head's sparse attention comes to dense attention on a prompt, whatever the artifact
+was searched on.
 
 Shapes: L layers, H query heads, S prompt length, E value dim.
 """
@@ -27,9 +28,8 @@ from runtime.plans import layer_plans
 class Fidelity:
     """Per head, (L, H) fp32, NaN in layers left alone.
 
-    error: relative L2 distance of the output; recall: attention mass kept; density: share of the causal tiles computed,
-    those that skip-softmax skips by half.
-    """
+    error: relative L2 distance of the output; recall: attention mass kept; density: share of the
+    causal tiles computed, those that skip-softmax skips by half."""
 
     error: np.ndarray
     recall: np.ndarray
@@ -44,14 +44,20 @@ def fidelity(
     *,
     backend: str = "auto",
 ) -> Fidelity:
-    """Measure an artifact's patterns on one dense forward pass: each layer on the inputs that dense attention gives.
+    """Measure an artifact's patterns on one dense forward pass: each layer on the inputs that dense
+    attention gives.
 
     arrays: those of the artifact's sidecar, which static patterns are read from. backend: as for
     kernels.attention.sparse_attention.
     """
     plans = layer_plans(artifact, arrays)
     shape = (artifact.model.num_layers, artifact.model.num_heads)
-    found = Fidelity(**{name: np.full(shape, np.nan, dtype=np.float32) for name in ("error", "recall", "density")})
+    found = Fidelity(
+        **{
+            name: np.full(shape, np.nan, dtype=np.float32)
+            for name in ("error", "recall", "density")
+        }
+    )
 
     def visit(inputs: LayerInputs) -> None:
         if (plan := plans.get(inputs.layer)) is None:
@@ -65,7 +71,11 @@ def fidelity(
 
 
 def layer_fidelity(
-    inputs: LayerInputs, plan: LayerPlan, *, dense: tuple[Tensor, Tensor] | None = None, backend: str = "auto"
+    inputs: LayerInputs,
+    plan: LayerPlan,
+    *,
+    dense: tuple[Tensor, Tensor] | None = None,
+    backend: str = "auto",
 ) -> Fidelity:
     """The same of one layer, (H,) each.
 
@@ -75,11 +85,16 @@ def layer_fidelity(
         dense: what dense_attention returned for the layer, None to compute it.
         backend: as for kernels.attention.sparse_attention.
     """
-    return index_fidelity(inputs, plan.build(inputs.q, inputs.k, scale=inputs.scale), dense=dense, backend=backend)
+    return index_fidelity(
+        inputs, plan.build(inputs.q, inputs.k, scale=inputs.scale), dense=dense, backend=backend
+    )
 
 
-def recall(model: Any, prompt: Prompt, plans: Mapping[str, Mapping[int, LayerPlan]]) -> dict[str, float]:
-    """The share of dense attention's mass that patterns keep, mean over the heads that have some, by name of the plans.
+def recall(
+    model: Any, prompt: Prompt, plans: Mapping[str, Mapping[int, LayerPlan]]
+) -> dict[str, float]:
+    """The share of dense attention's mass that patterns keep, mean over the heads that have some,
+    by name of the plans.
 
     One dense pass for all; plans without patterns have none.
     """
@@ -99,7 +114,11 @@ def recall(model: Any, prompt: Prompt, plans: Mapping[str, Mapping[int, LayerPla
 
 
 def index_fidelity(
-    inputs: LayerInputs, index: SparseIndex, *, dense: tuple[Tensor, Tensor] | None = None, backend: str = "auto"
+    inputs: LayerInputs,
+    index: SparseIndex,
+    *,
+    dense: tuple[Tensor, Tensor] | None = None,
+    backend: str = "auto",
 ) -> Fidelity:
     """The same of an index that is built."""
     heads = range(inputs.q.shape[1])
@@ -117,7 +136,8 @@ def index_fidelity(
 
 
 def worked_tiles(inputs: LayerInputs, index: SparseIndex, *, backend: str = "auto") -> Tensor:
-    """Tiles that each head computes, (1, H) fp64; one that is skipped counts half, for it has one product of two."""
+    """Tiles that each head computes, (1, H) fp64; one that is skipped counts half, for it has one
+    product of two."""
     counted = index.computed_tiles().double()
     if index.skip is None:
         return counted
@@ -127,28 +147,42 @@ def worked_tiles(inputs: LayerInputs, index: SparseIndex, *, backend: str = "aut
 
 
 def dense_attention(inputs: LayerInputs, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """A layer's dense attention through the kernels that serve: output (1, H, S, E), log-sum-exp (1, H, S).
+    """A layer's dense attention through the kernels that serve: output (1, H, S, E), log-sum-exp
+    (1, H, S).
 
     Learned sinks of the layer are in both.
     """
     heads, length = inputs.q.shape[1:3]
-    return attend(inputs, dense_index(1, heads, length, inputs.k.shape[2], inputs.q.device), backend)
+    return attend(
+        inputs, dense_index(1, heads, length, inputs.k.shape[2], inputs.q.device), backend
+    )
 
 
 def attend(
     inputs: LayerInputs, index: SparseIndex, backend: str, *, skipped: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A layer's attention over an index: output (1, H, S, E), log-sum-exp (1, H, S). skipped: as for the op."""
-    how: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "sinks": inputs.sinks, "backend": backend}
-    return sparse_attention(inputs.q, inputs.k, inputs.v, index, return_lse=True, skipped=skipped, **how)
+    """A layer's attention over an index: output (1, H, S, E), log-sum-exp (1, H, S). skipped: as
+    for the op."""
+    how: dict[str, Any] = {
+        "scale": inputs.scale,
+        "softcap": inputs.softcap,
+        "sinks": inputs.sinks,
+        "backend": backend,
+    }
+    return sparse_attention(
+        inputs.q, inputs.k, inputs.v, index, return_lse=True, skipped=skipped, **how
+    )
 
 
 def kept_mass(lse: Tensor, dense_lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """The share of dense attention's mass on keys that a pattern keeps, in the shape of its log-sum-exps (H, ..., S).
+    """The share of dense attention's mass on keys that a pattern keeps, in the shape of its
+    log-sum-exps (H, ..., S).
 
     sinks: (H,) learned sinks that both log-sum-exps have in them; they are no keys.
     """
     if sinks is not None:
         sink = sinks.float().view(-1, *[1] * (lse.dim() - 1))
-        lse, dense_lse = (one + torch.log1p(-(sink - one).clamp(max=-1e-6).exp()) for one in (lse, dense_lse))
+        lse, dense_lse = (
+            one + torch.log1p(-(sink - one).clamp(max=-1e-6).exp()) for one in (lse, dense_lse)
+        )
     return (lse - dense_lse).exp().clamp(max=1.0)

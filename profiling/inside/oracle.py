@@ -1,6 +1,8 @@
-"""Oracle top-k attention: of each query the keys with the highest exact scores, single tokens, head by head.
+"""Oracle top-k attention: of each query the keys with the highest exact scores, single tokens, head
+by head.
 
-What no pattern of that density can beat by choosing keys, for it knows all scores. Plain torch: for measurements only.
+What no pattern of that density can beat by choosing keys, for it knows all scores. Plain torch: for
+measurements only.
 
 Shapes: H query heads, G KV heads, Q query length, K key length, D head dim; batch 1.
 """
@@ -29,7 +31,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
 
 @contextmanager
 def oracle(model: Any, density: float, *, tail: int = 0) -> Iterator[None]:
-    """Prefill by oracle top-k in layers that see the whole prompt; densely in others, and what comes after it.
+    """Prefill by oracle top-k in layers that see the whole prompt; densely in others, and what
+    comes after it.
 
     Args:
         model: any transformers causal model whose attention goes through AttentionInterface.
@@ -51,7 +54,8 @@ def oracle(model: Any, density: float, *, tail: int = 0) -> Iterator[None]:
 
 @contextmanager
 def choosing(model: Any, attend: Attend | None) -> Iterator[None]:
-    """Prefill by `attend` in layers that see the whole prompt, or by sdpa; densely in others, and what comes after."""
+    """Prefill by `attend` in layers that see the whole prompt, or by sdpa; densely in others, and
+    what comes after."""
     from transformers.masking_utils import sdpa_mask
 
     with attending_with(model, NAME, partial(_attention, attend=attend), sdpa_mask):
@@ -72,31 +76,45 @@ def _attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    prefill, window = query.shape[0] == 1 and query.shape[2] == key.shape[2] > 1, kwargs.get("sliding_window")
+    prefill = query.shape[0] == 1 and query.shape[2] == key.shape[2] > 1
+    window = kwargs.get("sliding_window")
     if prefill and attend and attention_mask is None:
         return attend(query, key, value, scale, int(module.layer_idx)).transpose(1, 2), None
-    # Of a long prompt a window is a small part, which sdpa does not use; for one query it takes several times as long.
-    ours = (prefill and attend and window) or (query.shape[2] == 1 and (window or attention_mask is None))
+    # Of a long prompt a window is a small part, which sdpa does not use; for one query it takes
+    # several times as long.
+    ours = (prefill and attend and window) or (
+        query.shape[2] == 1 and (window or attention_mask is None)
+    )
     if ours and kwargs.get("s_aux") is None and (prefill or kwargs.get("softcap") is None):
-        by, softcap = "auto" if prefill else "kernel", kwargs.get("softcap")
+        by = "auto" if prefill else "kernel"
+        softcap = kwargs.get("softcap")
         out = dense_attention(query, key, value, scale=scale, softcap=softcap, window=window, by=by)
         return out.transpose(1, 2), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **kwargs
+    )[0], None
 
 
-def top_k_attention(q: Tensor, k: Tensor, v: Tensor, *, density: float, tail: int, scale: float) -> Tensor:
+def top_k_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, density: float, tail: int, scale: float
+) -> Tensor:
     """softmax over the top keys of each query, causal.
 
-    q: (1, H, Q, D); k and v: (1, G, Q, D). Returns (1, H, Q, D) in q's dtype. Queries of a block of 64 have as many
-    keys each: `density` of what its last one sees.
-    """
-    heads, groups, length = q.shape[1], k.shape[1], q.shape[2]
+    q: (1, H, Q, D); k and v: (1, G, Q, D). Returns (1, H, Q, D) in q's dtype. Queries of a block of
+    64 have as many keys each: `density` of what its last one sees."""
+    heads = q.shape[1]
+    groups = k.shape[1]
+    length = q.shape[2]
     out = torch.empty_like(q)
     for start in range(0, length, _BLOCK):
         stop = min(start + _BLOCK, length)
         part = q[0, :, start:stop].unflatten(0, (groups, -1)).flatten(1, 2)
         # (G, H / G, rows, keys): scores of the keys that any query of the block sees.
-        scores = (part.float() @ k[0, :, :stop].float().transpose(1, 2)).mul_(scale).unflatten(1, (heads // groups, -1))
+        scores = (
+            (part.float() @ k[0, :, :stop].float().transpose(1, 2))
+            .mul_(scale)
+            .unflatten(1, (heads // groups, -1))
+        )
         rows = torch.arange(start, stop, device=q.device)[:, None]
         ahead = rows < torch.arange(start, stop, device=q.device)
         scores[..., start:].masked_fill_(ahead, float("-inf"))
@@ -106,7 +124,9 @@ def top_k_attention(q: Tensor, k: Tensor, v: Tensor, *, density: float, tail: in
             least[..., max(0, length - tail - start) :, :] = float("-inf")
             scores.masked_fill_(scores < least, float("-inf"))
         weights = scores.softmax(-1).to(v.dtype).flatten(1, 2)
-        out[0, :, start:stop] = (weights @ v[0, :, :stop]).unflatten(1, (heads // groups, -1)).flatten(0, 1)
+        out[0, :, start:stop] = (
+            (weights @ v[0, :, :stop]).unflatten(1, (heads // groups, -1)).flatten(0, 1)
+        )
     return out
 
 

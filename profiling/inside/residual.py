@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class ResidualStream:
-    """Watches a model while it runs, as a context manager: how large the stream is that each attention layer adds to.
+    """Watches a model while it runs, as a context manager: how large the stream is that each
+    attention layer adds to.
 
     The stream is what enters the block around an attention module.
     """
@@ -31,7 +32,8 @@ class ResidualStream:
         self._modules = attention_layers(model)
         names = {id(module): name for name, module in model.named_modules()}
         self._blocks = {
-            layer: model.get_submodule(names[id(module)].rpartition(".")[0]) for layer, module in self._modules.items()
+            layer: model.get_submodule(names[id(module)].rpartition(".")[0])
+            for layer, module in self._modules.items()
         }
         self._sizes: dict[int, Tensor] = {}
         self._written: dict[int, ref[Tensor]] = {}
@@ -40,16 +42,17 @@ class ResidualStream:
         self._hooks = ExitStack()
 
     def relative(self, layer: int, change: Tensor, at: int | slice = -1) -> Tensor:
-        """Squared size of changes (..., H * E) of an attention output that is being made, by the stream's: (...).
+        """Squared size of changes (..., H * E) of an attention output that is being made, by the
+        stream's: (...).
 
-        at: the token, or tokens in the last dimension but one, that the changes are of; the newest if not given.
-        What a change comes to once added is this times `gain` after the block.
-        """
+        at: the token, or tokens in the last dimension but one, that the changes are of; the newest
+        if not given. What a change comes to once added is this times `gain` after the block."""
         written = _project(self._modules[layer], change)
         return written.square().sum(-1) / self._sizes[layer][at]
 
     def by_head(self, layer: int, change: Tensor, at: slice = slice(None)) -> Tensor:
-        """Squared size of changes (H, C, S, E) of each head's output at the tokens `at`, by the stream's: (H, C) sums.
+        """Squared size of changes (H, C, S, E) of each head's output at the tokens `at`, by the
+        stream's: (H, C) sums.
 
         What they come to once added is this times `gain` after the block.
         """
@@ -59,11 +62,14 @@ class ResidualStream:
             written = _project(self._modules[layer], basis).unflatten(0, (heads, width))
             # Of the size of E x E a head, whatever the hidden size: x W W^T x.
             self._grams[layer] = written @ written.transpose(1, 2)
-        moved = torch.bmm(change.flatten(1, 2), self._grams[layer]).view_as(change).mul_(change).sum(-1)
+        moved = (
+            torch.bmm(change.flatten(1, 2), self._grams[layer]).view_as(change).mul_(change).sum(-1)
+        )
         return moved @ (1 / self._sizes[layer][at])
 
     def gain(self, layer: int) -> Tensor:
-        """What a norm between attention and stream, as Gemma has it, made of the output's squared size; else 1."""
+        """What a norm between attention and stream, as Gemma has it, made of the output's squared
+        size; else 1."""
         return self._gains[layer]
 
     def __enter__(self) -> Self:
@@ -80,7 +86,10 @@ class ResidualStream:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._hooks.close()
 
@@ -93,7 +102,8 @@ class ResidualStream:
 
     def _attends(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            # Not the tensor itself: the outputs of all layers together are larger than anything else that is held.
+            # Not the tensor itself: the outputs of all layers together are larger than anything
+            # else that is held.
             written = output[0] if isinstance(output, tuple) else output
             self._written[layer] = ref(written)
             self._gains[layer] = torch.ones_like(self._sizes[layer][-1])
@@ -116,7 +126,8 @@ def _size(states: Tensor) -> Tensor:
 
 
 def _project(module: nn.Module, change: Tensor) -> Tensor:
-    """What an attention module makes of a change of its heads' outputs: its last linear map that takes them."""
+    """What an attention module makes of a change of its heads' outputs: its last linear map that
+    takes them."""
     for child in reversed(list(module.children())):
         with brought_in(child):
             weight = getattr(child, "weight", None)

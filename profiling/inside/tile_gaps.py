@@ -1,4 +1,5 @@
-"""How far below a query's highest logits each tile of keys stays: what a threshold of skip-softmax goes by.
+"""How far below a query's highest logits each tile of keys stays: what a threshold of skip-softmax
+goes by.
 
 Shapes: H query heads, G KV heads, S tokens, D head dim, n tiles.
 """
@@ -12,18 +13,21 @@ from profiling.inside.capture import LayerInputs
 
 
 def tile_gaps(inputs: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every causal tile the gap to its anchor (SparseIndex.skip), (H, n) fp32, and its row of tiles, (n,).
+    """Of every causal tile the gap to its anchor (SparseIndex.skip), (H, n) fp32, and its row of
+    tiles, (n,).
 
-    A threshold with the log b skips the tiles whose gap is below b. Own tiles and key tile 0 have +inf.
-    """
+    A threshold with the log b skips the tiles whose gap is below b. Own tiles and key tile 0 have
+    +inf."""
     heads, length = inputs.q.shape[1:3]
     group = heads // inputs.k.shape[1]
     rows = num_tiles(length)
     gaps = torch.full((heads, rows, rows), torch.inf)
     for head in range(heads):
-        q, k = inputs.q[0, head].float(), inputs.k[0, head // group].float()
+        q = inputs.q[0, head].float()
+        k = inputs.k[0, head // group].float()
         for row in range(2, rows):
-            first, last = row * TILE, min((row + 1) * TILE, length)
+            first = row * TILE
+            last = min((row + 1) * TILE, length)
             logits = q[first:last] @ k[:last].T * inputs.scale
             if inputs.softcap is not None:
                 logits = inputs.softcap * torch.tanh(logits / inputs.softcap)

@@ -1,11 +1,12 @@
-"""The most memory that a prefill needs beside the model, in a process of its own: what was freed before is no help.
+"""The most memory that a prefill needs beside the model, in a process of its own: what was freed
+before is no help.
 
 python -m profiling.memory_use.peak_memory cfg.yaml --model smollm2 --length 8192
 
-`headwise memory` runs it for several lengths and ways of serving. On a GPU the figure is what torch gave out
-at most. On Linux it is the growth of the resident set's high-water mark, which is set back once model and kernels are
-loaded; elsewhere the mark cannot be set back, and what loading took hides as much.
-"""
+`headwise memory` runs it for several lengths and ways of serving. On a GPU the figure is what torch
+gave out at most. On Linux it is the growth of the resident set's high-water mark, which is set back
+once model and kernels are loaded; elsewhere the mark cannot be set back, and what loading took
+hides as much."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ from runtime.memory import cache_bytes
 from runtime.new_cache import OFFLOADS
 
 _WARM = 192
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_RESET = Path("/proc/self/clear_refs")
 
 
 def _without_windows(artifact: Artifact) -> Artifact:
@@ -43,13 +45,18 @@ def _without_windows(artifact: Artifact) -> Artifact:
     if artifact.search is None:
         return artifact
     calibration = artifact.search.calibration.model_copy(update={"seen_windows": 0})
-    return artifact.model_copy(update={"search": artifact.search.model_copy(update={"calibration": calibration})})
+    return artifact.model_copy(
+        update={"search": artifact.search.model_copy(update={"calibration": calibration})}
+    )
 
 
-def peak_of(loaded: LoadedModel, method: Method, length: int, *, spec: str, revision: str | None) -> int:
+def peak_of(
+    loaded: LoadedModel, method: Method, length: int, *, spec: str, revision: str | None
+) -> int:
     """Bytes that a prefill by the method takes beside the model, keys and values included.
 
-    spec, revision: what the model was loaded from, for a process of its own; on a GPU none is needed.
+    spec, revision: what the model was loaded from, for a process of its own; on a GPU none is
+    needed.
 
     Raises:
         HeadwiseError: that process failed.
@@ -62,15 +69,22 @@ def peak_of(loaded: LoadedModel, method: Method, length: int, *, spec: str, revi
         config = None
         if method.headwise is not None:
             config = Path(folder) / "cfg.yaml"
-            served = {name: table for name, table in (method.headwise.arrays or {}).items() if name != SEEN_WINDOWS}
+            served = {
+                name: table
+                for name, table in (method.headwise.arrays or {}).items()
+                if name != SEEN_WINDOWS
+            }
             save(_without_windows(method.headwise.artifact), config, served or None)
         dtype = str(model.dtype).removeprefix("torch.")
         own = method.dense == KERNEL
-        return peak_apart(method.name, spec, length, config=config, own=own, dtype=dtype, revision=revision).peak
+        return peak_apart(
+            method.name, spec, length, config=config, own=own, dtype=dtype, revision=revision
+        ).peak
 
 
 class Grown(NamedTuple):
-    """Bytes that a prefill takes at most beside the model, and what of them its cache holds on the device then."""
+    """Bytes that a prefill takes at most beside the model, and what of them its cache holds on the
+    device then."""
 
     peak: int
     cache: int
@@ -96,12 +110,30 @@ def peak_apart(
     Raises:
         HeadwiseError: that process failed.
     """
-    command = [sys.executable, "-m", "profiling.memory_use.peak_memory", "--model", spec, "--length", str(length)]
-    command += ["--dtype", dtype, "--device", device, "--offload", offload, "--threads", str(torch.get_num_threads())]
+    command = [
+        sys.executable,
+        "-m",
+        "profiling.memory_use.peak_memory",
+        "--model",
+        spec,
+        "--length",
+        str(length),
+    ]
+    command += [
+        "--dtype",
+        dtype,
+        "--device",
+        device,
+        "--offload",
+        offload,
+        "--threads",
+        str(torch.get_num_threads()),
+    ]
     command += ["--revision", revision] if revision else []
     command += [str(config)] if config else []
     command += ["--own-dense"] if own else []
-    # glibc keeps what it was given back up to 32 MiB a piece: that is of the allocator, not of the prefill.
+    # glibc keeps what it was given back up to 32 MiB a piece: that is of the allocator, not of the
+    # prefill.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
@@ -165,10 +197,13 @@ def measure(config: OnePrefill) -> Grown:
 def _grown(model: Any, length: int, cache: Callable[[], Any]) -> Grown:
     """What a prefill of random tokens takes."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(model.device)
+    ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(
+        model.device
+    )
     # What is loaded or compiled at the first call belongs to no prompt.
     model(ids[:, :_WARM], past_key_values=cache(), use_cache=True, logits_to_keep=1)
-    before, filled = _mark(model.device, reset=True), cache()
+    before = _mark(model.device, reset=True)
+    filled = cache()
     model(ids, past_key_values=filled, use_cache=True, logits_to_keep=1)
     return Grown(max(0, _mark(model.device, reset=False) - before), cache_bytes(filled).device)
 
@@ -189,7 +224,9 @@ def _mark(device: torch.device, *, reset: bool) -> int:
         try:
             _RESET.write_text("5")
         except OSError as error:
-            raise HeadwiseError(f"cannot set the high-water mark of memory back: {error.strerror}") from None
+            raise HeadwiseError(
+                f"cannot set the high-water mark of memory back: {error.strerror}"
+            ) from None
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 

@@ -1,8 +1,8 @@
 """What a prefill will need, from the model's configuration alone.
 
-The figures are those of batch 1 beside what a driver and a kernel library take, and of blocks as Llama's: two norms, an
-MLP of three matrices, rotary embeddings. `headwise memory` measures what is predicted here.
-"""
+The figures are those of batch 1 beside what a driver and a kernel library take, and of blocks as
+Llama's: two norms, an MLP of three matrices, rotary embeddings. `headwise memory` measures what is
+predicted here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _ROOM = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes of a model that memory follows from. parameters: numbers, all weights; itemsize: bytes of a number."""
+    """The sizes of a model that memory follows from. parameters: numbers, all weights; itemsize:
+    bytes of a number."""
 
     layers: int
     sliding: int
@@ -40,7 +41,8 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Bytes at most in a prefill: weights, keys and values on the device and in CPU memory, and all that passes."""
+    """Bytes at most in a prefill: weights, keys and values on the device and in CPU memory, and all
+    that passes."""
 
     weights: int
     cache: int
@@ -75,37 +77,44 @@ def shape_of(config: Any, dtype: str = "bfloat16") -> Shape:
             heads=heads,
             kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
-            intermediate=int(text.intermediate_size) * int(getattr(text, "num_experts_per_tok", None) or 1),
+            intermediate=int(text.intermediate_size)
+            * int(getattr(text, "num_experts_per_tok", None) or 1),
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             itemsize=getattr(torch, dtype).itemsize,
         )
     except (AttributeError, ValueError, TypeError) as error:
         reason = one_line(str(error).strip().splitlines()[0])[:200]
-        raise HeadwiseError(f"no memory can be predicted from this {type(config).__name__}: {reason}") from error
+        raise HeadwiseError(
+            f"no memory can be predicted from this {type(config).__name__}: {reason}"
+        ) from error
 
 
 def plan(shape: Shape, length: int, *, banked: int = 0, growing: bool = True) -> Plan:
     """What a prefill of `length` tokens needs at most.
 
     Args:
-        shape: the model.
-        length: tokens of the prompt.
-        banked: full-attention layers whose keys and values go to the bank in CPU memory (`offload`).
-        growing: the cache is one of new_cache, which keeps an eighth free.
+        shape: the model. length: tokens of the prompt. banked: full-attention layers whose keys and
+        values go to the bank in CPU memory (`offload`). growing: the cache is one of new_cache,
+        which keeps an eighth free.
     """
-    e, full = shape.itemsize, shape.layers - shape.sliding
+    e = shape.itemsize
+    full = shape.layers - shape.sliding
     token = 2 * shape.kv_heads * shape.head_dim * e
     room = length + (max(256, length // _ROOM) if growing else 0)
     kept = token * ((full - banked) * room + shape.sliding * min(length, shape.window))
     # Cosines and sines, identifiers and positions.
     passing = _whole(shape, length, token) + length * (2 * shape.head_dim * e + 16)
-    return Plan(weights=shape.parameters * e, cache=kept, bank=token * banked * length, passing=passing)
+    return Plan(
+        weights=shape.parameters * e, cache=kept, bank=token * banked * length, passing=passing
+    )
 
 
 def _whole(shape: Shape, length: int, token: int) -> int:
-    """Bytes beside weights and cache: the rotation, the MLP or a norm in fp32, whichever takes most."""
+    """Bytes beside weights and cache: the rotation, the MLP or a norm in fp32, whichever takes
+    most."""
     e = shape.itemsize
-    hidden, queries = shape.hidden * e, shape.heads * shape.head_dim * e
+    hidden = shape.hidden * e
+    queries = shape.heads * shape.head_dim * e
     rotation = 3 * hidden + 4 * queries + token
     attention = 3 * hidden + 2 * queries + 2 * token + 8 * shape.heads
     mlp = 4 * hidden + 3 * shape.intermediate * e
@@ -132,18 +141,26 @@ def read_shape(text: str, dtype: str) -> Shape:
         raise HeadwiseError(f"no shape in {shorten(str(path))}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = one_line(str(error).strip().splitlines()[0])[:200]
-        raise HeadwiseError(f"{shorten(text)} is no configuration of transformers: {reason}") from None
+        raise HeadwiseError(
+            f"{shorten(text)} is no configuration of transformers: {reason}"
+        ) from None
     return shape_of(config, dtype)
 
 
 def table(shape: Shape, lengths: Sequence[int], memory: int | None, banked: int) -> str:
     """For each length what is needed, in GiB, and with `memory` in bytes whether that fits."""
-    lines = [["tokens", "weights", "cache", "passing", "device", "bank", *(["fits"] if memory else [])]]
+    lines = [
+        ["tokens", "weights", "cache", "passing", "device", "bank", *(["fits"] if memory else [])]
+    ]
     for length in lengths:
         found = plan(shape, length, banked=banked)
         parts = (found.weights, found.cache, found.passing, found.device, found.bank)
         fits = [] if memory is None else ["yes" if found.device <= memory else "no"]
         lines.append([str(length), *(f"{part / 2**30:.1f}" for part in parts), *fits])
     return "\n".join(
-        [*aligned(lines), "GiB; device = weights + cache + passing, beside what the driver takes; bank = CPU memory"]
+        [
+            *aligned(lines),
+            "GiB; device = weights + cache + passing, beside what the driver takes; bank = CPU "
+            "memory",
+        ]
     )

@@ -17,5 +17,7 @@ def bytes_of(text: str, option: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise HeadwiseError(f"{option} must be a number of bytes such as 67108864 or 64MiB, got {text!r}")
+        raise HeadwiseError(
+            f"{option} must be a number of bytes such as 67108864 or 64MiB, got {text!r}"
+        )
     return int(float(match[1]) * _UNITS[match[2]])

@@ -19,8 +19,9 @@ def cache_folder() -> Path:
 def made_once(kind: str, key: str, make: Callable[[Path], None], *, name: str) -> Path:
     """The folder `kind/key` of the cache folder, made by `make` where it is not there yet.
 
-    A conversion is made beside its place and renamed into it under a lock that dies with its process: an
-    interrupted one leaves nothing that counts, and of two at once one waits for the other.
+    A conversion is made beside its place and renamed into it under a lock that dies with its
+    process: an interrupted one leaves nothing that counts, and of two at once one waits for the
+    other.
 
     Args:
         kind, key: where it is kept; the key says all that the content depends on.
@@ -35,7 +36,8 @@ def made_once(kind: str, key: str, make: Callable[[Path], None], *, name: str) -
     root = cache_folder() / kind
     try:
         root.mkdir(parents=True, exist_ok=True)
-        target, beside = root / key, root / f"{key}.part"
+        target = root / key
+        beside = root / f"{key}.part"
         if target.is_dir():
             return target
         with FileLock(root / f"{key}.lock"):

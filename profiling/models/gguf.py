@@ -22,7 +22,8 @@ _FORMAT = 1
 
 
 def converted(parts: Sequence[Path], *, name: str, dtype: str) -> Path:
-    """The folder with the weights in `dtype` and the tokenizer of a GGUF file; `parts` follow one another.
+    """The folder with the weights in `dtype` and the tokenizer of a GGUF file; `parts` follow one
+    another.
 
     Raises:
         HeadwiseError: the file cannot be read or converted, or the cache folder cannot be written.
@@ -31,7 +32,9 @@ def converted(parts: Sequence[Path], *, name: str, dtype: str) -> Path:
         if _start(parts[0]) != _MAGIC:
             raise HeadwiseError(f"{name} is no GGUF file: it does not start with 'GGUF'")
         key = f"{_sha256(parts)[:32]}-{dtype}-{_FORMAT}"
-    return made_once("models", key, lambda folder: _convert(parts, folder, name=name, dtype=dtype), name=name)
+    return made_once(
+        "models", key, lambda folder: _convert(parts, folder, name=name, dtype=dtype), name=name
+    )
 
 
 def _convert(parts: Sequence[Path], folder: Path, *, name: str, dtype: str) -> None:
@@ -44,7 +47,9 @@ def _convert(parts: Sequence[Path], folder: Path, *, name: str, dtype: str) -> N
         place = {"pretrained_model_name_or_path": str(whole.parent), "gguf_file": whole.name}
         with _readable(name), _quiet():
             model = AutoModelForCausalLM.from_pretrained(
-                **place, dtype=getattr(torch, dtype), quantization_config=GgufConfig(dequantize=True)
+                **place,
+                dtype=getattr(torch, dtype),
+                quantization_config=GgufConfig(dequantize=True),
             )
             tokenizer = AutoTokenizer.from_pretrained(**place)
         model.save_pretrained(folder)

@@ -1,4 +1,5 @@
-"""Loads any causal language model that transformers can load and whose attention Headwise can reach."""
+"""Loads any causal language model that transformers can load and whose attention Headwise can
+reach."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from profiling.models.packages import PACKAGES, package_files, package_revision
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model in evaluation mode with its tokenizer; `name` is what its user called it, without folders."""
+    """A model in evaluation mode with its tokenizer; `name` is what its user called it, without
+    folders."""
 
     model: Any
     tokenizer: Any
@@ -56,16 +58,17 @@ def load_model(
     """Load a causal language model.
 
     Args:
-        spec: `smollm2` or `gemma3` (from their packages), a GGUF file (*.gguf), a local folder (write `./smollm2`
+        spec: `smollm2` or `gemma3` (from their packages), a GGUF file (*.gguf), a local folder
+        (write `./smollm2`
             for one of that name) or a hub id. Code that comes with a model is never run.
-        dtype: bfloat16, float16 or float32, or bf16, fp16, fp32.
-        device: as torch names it: cpu, cuda, cuda:1.
-        revision: of a hub id only: branch, tag or commit.
-        max_memory: bytes of weights that stay on the device; the other layers come in one at a time, from the CPU's
+        dtype: bfloat16, float16 or float32, or bf16, fp16, fp32. device: as torch names it: cpu,
+        cuda, cuda:1. revision: of a hub id only: branch, tag or commit. max_memory: bytes of
+        weights that stay on the device; the other layers come in one at a time, from the CPU's
             memory or, on the CPU, from the files (accelerate's offload). None: all stay.
 
     Raises:
-        HeadwiseError: one line for all that can be wrong with the above, and for a model that is not causal or has
+        HeadwiseError: one line for all that can be wrong with the above, and for a model that is
+        not causal or has
             no attention that goes through transformers' AttentionInterface.
     """
     dtype = DTYPES.get(dtype, dtype)
@@ -78,10 +81,14 @@ def load_model(
     model = (model if max_memory else model.to(device)).eval()
     if (embeddings := model.get_input_embeddings().weight).is_meta:
         least, given = (f"{size / 2**20:.0f} MiB" for size in (embeddings.nbytes, max_memory or 0))
-        raise HeadwiseError(f"--max-memory of {given} is too little for {source.name}: its embeddings take {least}")
+        raise HeadwiseError(
+            f"--max-memory of {given} is too little for {source.name}: its embeddings take {least}"
+        )
     # Two tokens show what a long prompt would only show after minutes.
     try:
-        capture(model, torch.zeros(1, 2, dtype=torch.long, device=model.device), lambda inputs: None)
+        capture(
+            model, torch.zeros(1, 2, dtype=torch.long, device=model.device), lambda inputs: None
+        )
     except HeadwiseError as error:
         raise HeadwiseError(f"cannot use {source.name}: {error}") from None
     return LoadedModel(model, tokenizer, source.name, source.revision or _commit(model))
@@ -118,7 +125,9 @@ def _find(spec: str, dtype: str, revision: str | None) -> _Source:
     path = Path(spec).expanduser()
     local = spec in PACKAGES or path.suffix == ".gguf" or path.exists() or _looks_like_path(spec)
     if local and revision is not None:
-        raise HeadwiseError(f"--revision {revision} is for a model on the hub, {shorten(spec)} is not from there")
+        raise HeadwiseError(
+            f"--revision {revision} is for a model on the hub, {shorten(spec)} is not from there"
+        )
     if spec in PACKAGES:
         folder = converted(package_files(spec), name=spec, dtype=dtype)
         return _Source(place=str(folder), name=spec, revision=package_revision(spec), on_hub=False)
@@ -134,7 +143,12 @@ def _find(spec: str, dtype: str, revision: str | None) -> _Source:
 
 
 def _looks_like_path(spec: str) -> bool:
-    return not spec or spec.startswith((".", "~", os.sep)) or spec.endswith(os.sep) or spec.count("/") > 1
+    return (
+        not spec
+        or spec.startswith((".", "~", os.sep))
+        or spec.endswith(os.sep)
+        or spec.count("/") > 1
+    )
 
 
 def _check_folder(path: Path, spec: str) -> None:
@@ -143,17 +157,23 @@ def _check_folder(path: Path, spec: str) -> None:
     if not path.is_dir():
         raise HeadwiseError(f"unknown model {shorten(spec)}: neither a folder nor a .gguf file")
     if not (path / "config.json").is_file():
-        raise HeadwiseError(f"the folder {shorten(spec)} is no model for transformers: it has no config.json")
+        raise HeadwiseError(
+            f"the folder {shorten(spec)} is no model for transformers: it has no config.json"
+        )
 
 
 def _placement(device: str, max_memory: int | None) -> dict[str, Any]:
-    """What transformers takes to keep so many bytes of weights on a device and the rest elsewhere."""
+    """What transformers takes to keep so many bytes of weights on a device and the rest
+    elsewhere."""
     if max_memory is None:
         return {}
     at = torch.device(device)
     where: dict[Any, int] = {"cpu": max_memory}
     if at.type != "cpu":
-        where = {at.index or 0: max_memory, "cpu": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+        where = {
+            at.index or 0: max_memory,
+            "cpu": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        }
     return {"device_map": "auto", "max_memory": where}
 
 
@@ -167,7 +187,9 @@ def _load(source: _Source, dtype: str, placement: dict[str, Any]) -> tuple[Any, 
         raise HeadwiseError(f"{source.name} ({config.model_type}) is not a causal language model")
     with _one_line_of(source, options):
         tokenizer = AutoTokenizer.from_pretrained(source.place, **options)
-        model = AutoModelForCausalLM.from_pretrained(source.place, dtype=getattr(torch, dtype), **placement, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            source.place, dtype=getattr(torch, dtype), **placement, **options
+        )
     return model, tokenizer
 
 
@@ -180,10 +202,19 @@ def _options(source: _Source) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _one_line_of(source: _Source, options: dict[str, Any]) -> Iterator[None]:
-    """transformers' many ways of saying no, in one line. RuntimeError is among them for shapes that do not fit."""
+    """transformers' many ways of saying no, in one line. RuntimeError is among them for shapes that
+    do not fit."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        ImportError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
         reason = one_line(next(iter(str(error).strip().splitlines()), type(error).__name__))[:250]
         if "trust_remote_code" in str(error):
             reason = "it needs code of its own, which Headwise never runs"
@@ -192,14 +223,16 @@ def _one_line_of(source: _Source, options: dict[str, Any]) -> Iterator[None]:
             if options["local_files_only"]:
                 why = "the hub cannot be reached and its cache does not have it"
             raise HeadwiseError(
-                f"unknown model {shorten(source.name)}: no folder of that name, no package ({', '.join(PACKAGES)}), "
+                f"unknown model {shorten(source.name)}: no folder of that name, no package "
+                f"({', '.join(PACKAGES)}), "
                 f"and on the hub: {why}"
             ) from error
         raise HeadwiseError(f"cannot load the model {shorten(source.name)}: {reason}") from error
 
 
 def _hub_reachable() -> bool:
-    """Whether asking the hub is worth the while: without a network its client retries for half a minute."""
+    """Whether asking the hub is worth the while: without a network its client retries for half a
+    minute."""
     from huggingface_hub import constants
 
     host = urllib.parse.urlparse(constants.ENDPOINT).hostname
@@ -230,7 +263,8 @@ def check_device(device: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers' progress bars only for a person to see; no word of accelerate's on layers that it moves."""
+    """transformers' progress bars only for a person to see; no word of accelerate's on layers that
+    it moves."""
     from transformers.utils import logging
 
     getLogger("accelerate.big_modeling").setLevel(ERROR)

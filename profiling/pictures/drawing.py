@@ -1,4 +1,5 @@
-"""What the pictures share: colours that are told apart with any colour vision, captions, and files that stay the same.
+"""What the pictures share: colours that are told apart with any colour vision, captions, and files
+that stay the same.
 
 Each picture is a matplotlib Figure without pyplot: no window system, no state.
 """
@@ -38,9 +39,13 @@ def new_figure(width: float, height: float, caption: str, *, layout: Layout = "c
     matplotlib.rcParams["svg.hashsalt"] = "headwise"
     from matplotlib.figure import Figure
 
-    lines = [line for part in caption.splitlines() for line in textwrap.wrap(part, int(width * _CAPTION))]
+    lines = [
+        line for part in caption.splitlines() for line in textwrap.wrap(part, int(width * _CAPTION))
+    ]
     figure = Figure(figsize=(width, height + 0.14 * len(lines)), layout=layout, dpi=150)
-    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=6, color="#404040", linespacing=1.3)
+    figure.supxlabel(
+        "\n".join(lines), x=0.01, ha="left", fontsize=6, color="#404040", linespacing=1.3
+    )
     return figure
 
 
@@ -63,13 +68,15 @@ def save_table(stem: Path, header: Sequence[str], rows: Iterable[Sequence[object
 
 
 def ticks(count: int, most: int = 16) -> range:
-    """Positions of at most about `most` labels on an axis of `count`: every 1st, 2nd, 5th, 10th, ..."""
+    """Positions of at most about `most` labels on an axis of `count`: every 1st, 2nd, 5th, 10th,
+    ..."""
     steps = (base * 10**power for power in range(6) for base in (1, 2, 5))
     return range(0, count, next(step for step in steps if count <= most * step))
 
 
 def shade(values: np.ndarray, low: float, high: float) -> tuple[np.ndarray, Any]:
-    """Colours (..., 3) of the values, LEFT_OUT where they are NaN, and what a colour bar is made of."""
+    """Colours (..., 3) of the values, LEFT_OUT where they are NaN, and what a colour bar is made
+    of."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize, to_rgb

@@ -26,7 +26,11 @@ def maps_figure(maps: Sequence[HeadMap], caption: str) -> Any:
     from matplotlib.colors import LogNorm
 
     scale = ScalarMappable(LogNorm(_FAINTEST, 1.0), colormaps[MAP])
-    panels = [(one, over) for one in maps for over in ((False, True) if one.computed is not None else (False,))]
+    panels = [
+        (one, over)
+        for one in maps
+        for over in ((False, True) if one.computed is not None else (False,))
+    ]
     columns = min(len(panels), 4)
     rows = -(-len(panels) // columns)
     figure = new_figure(2.9 * columns + 0.9, 3.1 * rows + 0.2, caption, layout="compressed")
@@ -74,13 +78,18 @@ def _outline(axes: Any, computed: np.ndarray, cell: int) -> None:
 
 
 def grid_figure(values: np.ndarray, label: str, caption: str) -> Any:
-    """A share of each head, (L, H), and the layers' means (MInference 1.0, Figure 12; H2O, Figure 2a)."""
+    """A share of each head, (L, H), and the layers' means (MInference 1.0, Figure 12; H2O, Figure
+    2a)."""
     from matplotlib.patches import Patch
 
     layers, heads = values.shape
     cell = min(0.3, 13 / layers)
-    figure = new_figure(max(6.0, layers * cell + 1.6), max(1.6, min(heads * cell, 8.0)) + 2.4, caption)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[max(1.6, min(heads * cell, 8.0)), 1.2])
+    figure = new_figure(
+        max(6.0, layers * cell + 1.6), max(1.6, min(heads * cell, 8.0)) + 2.4, caption
+    )
+    upper, lower = figure.subplots(
+        2, 1, sharex=True, height_ratios=[max(1.6, min(heads * cell, 8.0)), 1.2]
+    )
     # A few heads far below the others are not to take the colours of all.
     low = min(0.9, float(np.floor(10 * np.nanquantile(values, 0.02)) / 10))
     high = min(1.0, float(np.ceil(10 * np.nanmax(values)) / 10))
@@ -100,7 +109,13 @@ def grid_figure(values: np.ndarray, label: str, caption: str) -> Any:
     measured = np.flatnonzero(np.isfinite(values).any(1))
     kept = values[measured]
     lower.fill_between(
-        measured, kept.min(1), kept.max(1), color=LINES[0], alpha=0.2, linewidth=0, label="least to most"
+        measured,
+        kept.min(1),
+        kept.max(1),
+        color=LINES[0],
+        alpha=0.2,
+        linewidth=0,
+        label="least to most",
     )
     lower.plot(measured, kept.mean(1), color=LINES[0], linewidth=1.3, label="mean of the heads")
     lower.set_ylim(top=high + 0.005)

@@ -36,8 +36,8 @@ QUERIES = 512
 class HeadMap:
     """Attention of one head by cells of `cell` tokens, (P, P).
 
-    With a pattern: the share of each cell that it computes, (P, P), its density, and the share of attention it keeps.
-    """
+    With a pattern: the share of each cell that it computes, (P, P), its density, and the share of
+    attention it keeps."""
 
     layer: int
     head: int
@@ -66,15 +66,20 @@ def survey(
 ) -> Survey:
     """One dense pass over a prompt.
 
-    heads: (layer, head) of the maps; artifact: its patterns are drawn over them; arrays: of its sidecar.
+    heads: (layer, head) of the maps; artifact: its patterns are drawn over them; arrays: of its
+    sidecar.
 
     Raises:
-        HeadwiseError: a head that is not there or in a layer that slides; a model whose layers all do.
+        HeadwiseError: a head that is not there or in a layer that slides; a model whose layers all
+        do.
     """
-    model, length = loaded.model, len(prompt.input_ids)
+    model = loaded.model
+    length = len(prompt.input_ids)
     check_heads(loaded, heads)
     cell = TILE * -(-num_tiles(length) // CELLS)
-    queries = torch.linspace(0, length - 1, min(length, QUERIES), device=model.device).round().long()
+    queries = (
+        torch.linspace(0, length - 1, min(length, QUERIES), device=model.device).round().long()
+    )
     plans = {} if artifact is None else layer_plans(artifact, arrays)
     sparsity = dict[int, np.ndarray]()
     maps = dict[tuple[int, int], HeadMap]()
@@ -85,23 +90,34 @@ def survey(
         wanted = sorted({head for layer, head in heads if layer == inputs.layer})
         if inputs.sliding_window is not None:
             if wanted:
-                raise HeadwiseError(f"layer {inputs.layer} of {loaded.name} slides: choose heads of another layer")
+                raise HeadwiseError(
+                    f"layer {inputs.layer} of {loaded.name} slides: choose heads of another layer"
+                )
             return
         sparsity[inputs.layer] = sparsity_of(inputs, queries).cpu().numpy()
-        row, built = None, None
+        row = None
+        built = None
         if artifact is not None and wanted:
             row = artifact.prefill.layers[inputs.layer]
             plan = plans.get(inputs.layer)
             built = None if plan is None else _built(inputs, plan)
         for head in wanted:
             attention = pooled_map(inputs, head, cell).cpu().numpy()
-            drawn = {} if built is None or row is None else {"pattern": row[head], **_drawn(*built, head, cell)}
-            maps[inputs.layer, head] = HeadMap(layer=inputs.layer, head=head, cell=cell, attention=attention, **drawn)
+            drawn = (
+                {}
+                if built is None or row is None
+                else {"pattern": row[head], **_drawn(*built, head, cell)}
+            )
+            maps[inputs.layer, head] = HeadMap(
+                layer=inputs.layer, head=head, cell=cell, attention=attention, **drawn
+            )
 
     with bar(total=len(layers), desc="surveying", unit="layer") as progress:
         capture(model, torch.tensor([prompt.input_ids], device=model.device), visit)
     if not sparsity:
-        raise HeadwiseError(f"every layer of {loaded.name} slides over a window: none sees the whole prompt")
+        raise HeadwiseError(
+            f"every layer of {loaded.name} slides over a window: none sees the whole prompt"
+        )
     whole = np.full((max(layers) + 1, len(next(iter(sparsity.values())))), np.nan, dtype=np.float32)
     whole[list(sparsity)] = np.stack(list(sparsity.values()))
     return Survey(sparsity=whole, maps=[maps[at] for at in dict.fromkeys(heads)])
@@ -109,11 +125,13 @@ def survey(
 
 def check_heads(loaded: LoadedModel, heads: Sequence[tuple[int, int]]) -> None:
     """Raise HeadwiseError where a model has no such layer or head."""
-    layers, count = attention_layers(loaded.model), int(text_config(loaded.model).num_attention_heads)
+    layers = attention_layers(loaded.model)
+    count = int(text_config(loaded.model).num_attention_heads)
     for layer, head in heads:
         if layer not in layers or not 0 <= head < count:
             raise HeadwiseError(
-                f"{loaded.name} has no head {layer}.{head}: its layers are {min(layers)} to {max(layers)}, "
+                f"{loaded.name} has no head {layer}.{head}: its layers are {min(layers)} to "
+                f"{max(layers)}, "
                 f"its heads 0 to {count - 1}"
             )
 
@@ -121,7 +139,9 @@ def check_heads(loaded: LoadedModel, heads: Sequence[tuple[int, int]]) -> None:
 def _built(inputs: LayerInputs, plan: LayerPlan) -> tuple[SparseIndex, torch.Tensor]:
     """The layer's index, and the attention mass that each head keeps with it, (H)."""
     index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
-    whole = dense_index(1, len(plan.patterns), inputs.q.shape[2], inputs.k.shape[2], inputs.q.device)
+    whole = dense_index(
+        1, len(plan.patterns), inputs.q.shape[2], inputs.k.shape[2], inputs.q.device
+    )
     options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "return_lse": True}
     (_, every), (_, kept) = (
         sparse_attention(inputs.q, inputs.k, inputs.v, which, **options) for which in (whole, index)

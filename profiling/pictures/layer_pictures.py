@@ -12,16 +12,27 @@ from typing import Any
 import numpy as np
 
 from artifacts import OmniKV
-from profiling.pictures.drawing import LEFT_OUT, MARK, line_style, new_figure, save, save_table, shade, ticks
+from profiling.pictures.drawing import (
+    LEFT_OUT,
+    MARK,
+    line_style,
+    new_figure,
+    save,
+    save_table,
+    shade,
+    ticks,
+)
 from profiling.similarities.similarity_profile import Profile, file_name
 
 
-def draw_layers(profile: Profile, folder: Path, command: str, decode: OmniKV | None = None) -> list[Path]:
-    """Draw all pictures of a profile: similarity of each task and on average, ability, hit rate, variability.
+def draw_layers(
+    profile: Profile, folder: Path, command: str, decode: OmniKV | None = None
+) -> list[Path]:
+    """Draw all pictures of a profile: similarity of each task and on average, ability, hit rate,
+    variability.
 
-    decode: an artifact's section, whose filter layers are marked. Each picture is written as PNG and SVG, its
-    numbers as CSV.
-    """
+    decode: an artifact's section, whose filter layers are marked. Each picture is written as PNG
+    and SVG, its numbers as CSV."""
     paths: list[Path] = []
     filters = () if decode is None else decode.filter_layers
     for task in [None, *(profile.tasks if len(profile.tasks) > 1 else [])]:
@@ -30,16 +41,23 @@ def draw_layers(profile: Profile, folder: Path, command: str, decode: OmniKV | N
         figure = similarity_figure(mass, title, _caption(profile, task, command), filters)
         stem = folder / ("similarity" if task is None else f"similarity.{file_name(task)}")
         header = ["layer", *(f"layer {at}" for at in range(len(mass)))]
-        paths += [*save(figure, stem), save_table(stem, header, ([i, *row] for i, row in enumerate(mass.tolist())))]
+        paths += [
+            *save(figure, stem),
+            save_table(stem, header, ([i, *row] for i, row in enumerate(mass.tolist()))),
+        ]
     for name, lines in _curves(profile).items():
         figure = curve_figure(name, lines, profile, _caption(profile, None, command))
-        table = ([at, *row] for at, row in enumerate(np.stack(list(lines.values()), axis=1).tolist()))
+        table = (
+            [at, *row] for at, row in enumerate(np.stack(list(lines.values()), axis=1).tolist())
+        )
         x = "step" if name == "variability" else "layer"
         paths += [*save(figure, folder / name), save_table(folder / name, [x, *lines], table)]
     return paths
 
 
-def similarity_figure(mass: np.ndarray, title: str, caption: str, filters: Sequence[int] = ()) -> Any:
+def similarity_figure(
+    mass: np.ndarray, title: str, caption: str, filters: Sequence[int] = ()
+) -> Any:
     """Layer x layer similarity (OmniKV, Figure 8): row i chooses, column j attends.
 
     mass: (L, L), NaN for layers left out; filters: rows to mark.
@@ -62,7 +80,9 @@ def similarity_figure(mass: np.ndarray, title: str, caption: str, filters: Seque
     axes.set_xticks(ticks(n))
     axes.set_yticks(ticks(n))
     axes.spines[:].set_visible(False)
-    figure.colorbar(scale, ax=axes, shrink=0.8, label="share of attention on the chosen tokens", extend="min")
+    figure.colorbar(
+        scale, ax=axes, shrink=0.8, label="share of attention on the chosen tokens", extend="min"
+    )
     marks = []
     if np.isnan(mass[later]).any():
         marks.append(Patch(color=LEFT_OUT, label="left out: slides or does not attend"))
@@ -78,7 +98,8 @@ def similarity_figure(mass: np.ndarray, title: str, caption: str, filters: Seque
 
 
 def curve_figure(name: str, lines: Mapping[str, np.ndarray], profile: Profile, caption: str) -> Any:
-    """One of the curves `ability`, `hit` (OmniKV, Figures 6a and 6b) or `variability` (Figure 1c)."""
+    """One of the curves `ability`, `hit` (OmniKV, Figures 6a and 6b) or `variability` (Figure
+    1c)."""
     what = {
         "ability": "share of attention kept, mean",
         "hit": "share of the answer's block chosen",
@@ -87,7 +108,11 @@ def curve_figure(name: str, lines: Mapping[str, np.ndarray], profile: Profile, c
     figure = new_figure(7.2, 3.4, caption)
     axes = figure.subplots()
     for at, (label, values) in enumerate(lines.items()):
-        style = line_style(at) if name != "ability" else line_style(at // 2) | {"linestyle": ("-", "--")[at % 2]}
+        style = (
+            line_style(at)
+            if name != "ability"
+            else line_style(at // 2) | {"linestyle": ("-", "--")[at % 2]}
+        )
         dots = {"marker": "o", "markersize": 3} if len(values) <= 48 else {}
         seen = np.flatnonzero(np.isfinite(values))
         axes.plot(seen, values[seen], label=label, linewidth=1.3, **dots, **style)
@@ -96,7 +121,9 @@ def curve_figure(name: str, lines: Mapping[str, np.ndarray], profile: Profile, c
             axes.fill_between(seen, *spread, color=style["color"], alpha=0.12, linewidth=0)
     if name == "hit":
         chance = profile.about["top_k"] / profile.about["length"]
-        axes.axhline(chance, color="#404040", linewidth=0.8, linestyle=":", label="chosen at random")
+        axes.axhline(
+            chance, color="#404040", linewidth=0.8, linestyle=":", label="chosen at random"
+        )
     axes.set_xlabel("decode step" if name == "variability" else "layer that chooses")
     axes.set_ylabel(what[name])
     axes.set_ylim(bottom=0, top=None if name == "variability" else 1.02)
@@ -115,22 +142,34 @@ def _curves(profile: Profile) -> dict[str, dict[str, np.ndarray]]:
         ability[f"{task}, next 16"] = profile.ability(task, 16)
     hits = {task: hit for task in profile.tasks if (hit := profile.hit(task)) is not None}
     missed = {task: np.nanmean(profile.variability(task), axis=0) for task in profile.tasks}
-    return {name: lines for name, lines in (("ability", ability), ("hit", hits), ("variability", missed)) if lines}
+    return {
+        name: lines
+        for name, lines in (("ability", ability), ("hit", hits), ("variability", missed))
+        if lines
+    }
 
 
 def _outline(corner: tuple[float, float], width: float, height: float) -> Any:
     from matplotlib.patches import Rectangle
 
-    return Rectangle(corner, width, height, fill=False, edgecolor=MARK, linewidth=1.2, clip_on=False)
+    return Rectangle(
+        corner, width, height, fill=False, edgecolor=MARK, linewidth=1.2, clip_on=False
+    )
 
 
 def _caption(profile: Profile, task: str | None, command: str) -> str:
     about = profile.about
-    made = {entry["name"]: entry["sha256"][:8] for entry in about["tasks"] if task in (None, entry["name"])}
+    made = {
+        entry["name"]: entry["sha256"][:8]
+        for entry in about["tasks"]
+        if task in (None, entry["name"])
+    }
     return "\n".join(
         [
-            f"{about['model']}: {about['length']} tokens, the top {about['top_k']} of each layer, {about['steps']} "
-            f"decode steps of {about['samples']} prompts a task; {about['dtype']} on {about['device']}",
+            f"{about['model']}: {about['length']} tokens, the top {about['top_k']} of each layer, "
+            f"{about['steps']} "
+            f"decode steps of {about['samples']} prompts a task; {about['dtype']} on "
+            f"{about['device']}",
             "prompts: " + ", ".join(f"{name} ({digest})" for name, digest in made.items()),
             f"measured: {about['command']}",
             f"drawn: {command}",

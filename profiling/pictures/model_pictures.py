@@ -1,4 +1,5 @@
-"""Draws what a survey of a model found and writes it: each picture as PNG and SVG with the numbers beside it.
+"""Draws what a survey of a model found and writes it: each picture as PNG and SVG with the numbers
+beside it.
 
 Shapes: L layers, H query heads.
 """
@@ -26,7 +27,9 @@ _MAPS = 4
 def draw_maps(folder: Path, maps: Sequence[HeadMap], caption: str) -> list[Path]:
     """maps.png, .svg, and maps.safetensors with `<layer>.<head>.attention` and `.computed`."""
     arrays = {f"{one.layer}.{one.head}.attention": one.attention for one in maps}
-    arrays |= {f"{one.layer}.{one.head}.computed": one.computed for one in maps if one.computed is not None}
+    arrays |= {
+        f"{one.layer}.{one.head}.computed": one.computed for one in maps if one.computed is not None
+    }
     numbers = folder / "maps.safetensors"
     atomic_write(numbers, to_bytes(arrays))
     caption += f"\nattention by cells of {maps[0].cell} x {maps[0].cell} tokens"
@@ -42,7 +45,8 @@ def draw_grid(folder: Path, name: str, values: np.ndarray, label: str, caption: 
 
 
 def typical_heads(artifact: Artifact, recall: np.ndarray) -> list[tuple[int, int]]:
-    """For each kind of pattern the head whose recall is nearest to the kind's mean, the most frequent kinds first."""
+    """For each kind of pattern the head whose recall is nearest to the kind's mean, the most
+    frequent kinds first."""
     by_kind: dict[str, list[tuple[int, int]]] = {}
     for layer, row in enumerate(artifact.prefill.layers):
         for head, name in enumerate(row or ()):
@@ -56,7 +60,10 @@ def typical_heads(artifact: Artifact, recall: np.ndarray) -> list[tuple[int, int
 
 def some_heads(layers: Sequence[int], num_heads: int) -> list[tuple[int, int]]:
     """A few heads of different layers."""
-    return [(layer, (at * num_heads) // _MAPS % num_heads) for at, layer in enumerate(spread(layers, _MAPS))]
+    return [
+        (layer, (at * num_heads) // _MAPS % num_heads)
+        for at, layer in enumerate(spread(layers, _MAPS))
+    ]
 
 
 def spread(values: Sequence[T], most: int) -> list[T]:

@@ -1,4 +1,5 @@
-"""The pictures of headwise heatmaps by name: loads or measures what they need, once, and has them drawn."""
+"""The pictures of headwise heatmaps by name: loads or measures what they need, once, and has them
+drawn."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def _heads(text: str) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Heatmaps:
-    """What to draw from what; None takes the default that depends on the rest. heads: (layer, head) of the maps."""
+    """What to draw from what; None takes the default that depends on the rest. heads: (layer, head)
+    of the maps."""
 
     config: Path | None = shared(
         arguments.add_artifact,
@@ -61,7 +63,10 @@ class Heatmaps:
         read=_heads,
     )
     task: str = shared(
-        arguments.add_task, f"prompt (default passkey); {arguments.TASKS}", several=False, default="passkey"
+        arguments.add_task,
+        f"prompt (default passkey); {arguments.TASKS}",
+        several=False,
+        default="passkey",
     )
     length: int | None = shared(
         arguments.add_length,
@@ -82,9 +87,13 @@ class Heatmaps:
             raise HeadwiseError("nothing to draw from: give --profile DIR or --model M")
         for name in self.pictures or ():
             if name not in PICTURES:
-                raise HeadwiseError(f"unknown picture {shorten(name)}; known: {', '.join(PICTURES)}")
+                raise HeadwiseError(
+                    f"unknown picture {shorten(name)}; known: {', '.join(PICTURES)}"
+                )
             if self.model is None and name != "layers":
-                raise HeadwiseError(f"the picture {name!r} needs --model: a profile has no single heads")
+                raise HeadwiseError(
+                    f"the picture {name!r} needs --model: a profile has no single heads"
+                )
 
 
 class PictureBook:
@@ -100,19 +109,27 @@ class PictureBook:
         if self._artifact is not None:
             if config.model is not None:
                 check(self._artifact.model, self._loaded.model)
-            if self._profile and self._profile.about["weights_sha256"] != self._artifact.model.weights_sha256:
+            if (
+                self._profile
+                and self._profile.about["weights_sha256"] != self._artifact.model.weights_sha256
+            ):
                 raise HeadwiseError(
-                    f"the profile is of {self._profile.about['model']}, the artifact of {self._artifact.model.name}: "
+                    f"the profile is of {self._profile.about['model']}, the artifact of "
+                    f"{self._artifact.model.name}: "
                     "give those of one model"
                 )
         if config.heads is not None and config.model is not None:
             check_heads(self._loaded, config.heads)
 
     def layers(self) -> list[Path]:
-        config, written = self._config, list[Path]()
+        config = self._config
+        written = list[Path]()
         if self._profile is None:
             assert config.model is not None
-            settings = {name: getattr(config, name) for name in ("length", "seed", "dtype", "device", "command")}
+            settings = {
+                name: getattr(config, name)
+                for name in ("length", "seed", "dtype", "device", "command")
+            }
             self._profile = measure(
                 SimilarityConfig(model=config.model, tasks=(config.task,), **settings), self._loaded
             )
@@ -122,31 +139,51 @@ class PictureBook:
         return written + draw_layers(self._profile, config.out, config.command, section)
 
     def maps(self) -> list[Path]:
-        return draw_maps(self._config.out, self._survey.maps, self._caption(self._prompted, *self._served))
+        return draw_maps(
+            self._config.out, self._survey.maps, self._caption(self._prompted, *self._served)
+        )
 
     def sparsity(self) -> list[Path]:
-        out, label = self._config.out, "share of entries below\n1% of the row's largest"
-        paths = draw_grid(out, "sparsity", self._survey.sparsity, label, self._caption(self._prompted))
-        if self._artifact is not None and self._artifact.search is not None and "chosen.density" in self._arrays:
+        out = self._config.out
+        label = "share of entries below\n1% of the row's largest"
+        paths = draw_grid(
+            out, "sparsity", self._survey.sparsity, label, self._caption(self._prompted)
+        )
+        if (
+            self._artifact is not None
+            and self._artifact.search is not None
+            and "chosen.density" in self._arrays
+        ):
             calibration = self._artifact.search.calibration
-            tasks, lengths = ", ".join(calibration.tasks), ", ".join(map(str, calibration.lengths))
+            tasks = ", ".join(calibration.tasks)
+            lengths = ", ".join(map(str, calibration.lengths))
             prompts = f"as searched on {tasks}, {lengths} tokens"
-            skipped, label = 1 - self._arrays["chosen.density"], "share of tiles\nnot computed"
-            paths += draw_grid(out, "kernel_sparsity", skipped, label, self._caption(prompts, *self._served))
+            skipped = 1 - self._arrays["chosen.density"]
+            label = "share of tiles\nnot computed"
+            paths += draw_grid(
+                out, "kernel_sparsity", skipped, label, self._caption(prompts, *self._served)
+            )
         return paths
 
     @cached_property
     def _loaded(self) -> LoadedModel:
         config = self._config
         assert config.model is not None
-        return load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+        return load_model(
+            config.model, dtype=config.dtype, device=config.device, revision=config.revision
+        )
 
     @cached_property
     def _prompt(self) -> Prompt:
         config = self._config
-        positions = getattr(text_config(self._loaded.model), "max_position_embeddings", None) or DEFAULT_LENGTH
+        positions = (
+            getattr(text_config(self._loaded.model), "max_position_embeddings", None)
+            or DEFAULT_LENGTH
+        )
         length = config.length or min(DEFAULT_LENGTH, positions)
-        return make_prompts(config.task, self._loaded.tokenizer, length=length, samples=1, seed=config.seed)[0]
+        return make_prompts(
+            config.task, self._loaded.tokenizer, length=length, samples=1, seed=config.seed
+        )[0]
 
     @cached_property
     def _survey(self) -> Survey:
@@ -154,13 +191,19 @@ class PictureBook:
         if heads is None and self._artifact is not None and "chosen.recall" in self._arrays:
             heads = tuple(typical_heads(self._artifact, self._arrays["chosen.recall"]))
         if heads is None:
-            heads = tuple(some_heads(_full_layers(self._loaded), text_config(self._loaded.model).num_attention_heads))
+            heads = tuple(
+                some_heads(
+                    _full_layers(self._loaded), text_config(self._loaded.model).num_attention_heads
+                )
+            )
         return survey(self._loaded, self._prompt, heads, self._artifact, self._arrays)
 
     @property
     def _prompted(self) -> str:
-        config, prompt = self._config, self._prompt
-        name, length = parse_task(config.task).name, len(prompt.input_ids)
+        config = self._config
+        prompt = self._prompt
+        name = parse_task(config.task).name
+        length = len(prompt.input_ids)
         return f"prompt: {name}, {length} tokens, seed {config.seed} ({digest([prompt])[:8]})"
 
     @property
@@ -185,5 +228,7 @@ def _full_layers(loaded: LoadedModel) -> list[int]:
 
     capture(loaded.model, torch.zeros(1, 2, dtype=torch.long, device=loaded.model.device), visit)
     if not found:
-        raise HeadwiseError(f"every layer of {loaded.name} slides over a window: none sees the whole prompt")
+        raise HeadwiseError(
+            f"every layer of {loaded.name} slides over a window: none sees the whole prompt"
+        )
     return found

@@ -1,1 +1,2 @@
-"""Prompts: every task, the texts they are made of, how answers are scored, and which windows a search has seen."""
+"""Prompts: every task, the texts they are made of, how answers are scored, and which windows a
+search has seen."""

@@ -1,8 +1,9 @@
-"""BABILong (Kuratov et al. 2024): facts in the manner of bAbI (Weston et al. 2015), in their order, all over a text.
+"""BABILong (Kuratov et al. 2024): facts in the manner of bAbI (Weston et al. 2015), in their order,
+all over a text.
 
-A prompt is prefix + worked examples + text with facts + question. The text is the user's or a generated one. 1 asks
-where somebody is, 2 where a thing is that somebody carried, 3 where it was before it came to a place.
-"""
+A prompt is prefix + worked examples + text with facts + question. The text is the user's or a
+generated one. 1 asks where somebody is, 2 where a thing is that somebody carried, 3 where it was
+before it came to a place."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 _THINGS = ("football", "apple", "milk")
 _GO = ("moved to", "went to", "travelled to", "journeyed to")
 _HEAD = (
-    "Facts about people and things are hidden in the text below. Where there are several, the last one holds. "
+    "Facts about people and things are hidden in the text below. Where there are several, the last "
+    "one holds. "
     "Questions are answered by one word.\n"
 )
 _QUESTION = {
@@ -39,14 +41,18 @@ class Story(NamedTuple):
 
 def babilong(wanted: Wanted) -> list[Prompt]:
     """Prompts of bAbI's task 1, 2 or 3, as the name ends."""
-    encode, number = wanted.encode, int(wanted.name[-1])
+    encode = wanted.encode
+    number = int(wanted.name[-1])
     hay = haystacks.of(wanted)
 
     def one(rng: random.Random) -> Prompt:
         examples = [make_story(rng, number, least=4 * number) for _ in range(_EXAMPLES)]
-        shown = "".join(f"\nExample: {' '.join(e.facts)}{e.question} {e.answer}.\n" for e in examples)
+        shown = "".join(
+            f"\nExample: {' '.join(e.facts)}{e.question} {e.answer}.\n" for e in examples
+        )
         story = make_story(rng, number, least=_FACTS[number])
-        head, question = encode(_HEAD + shown), encode(story.question)
+        head = encode(_HEAD + shown)
+        question = encode(story.question)
         hidden = encode.each([f" {fact}" for fact in story.facts])
         room = wanted.room(head, *hidden, question)
         depths = sorted(rng.random() for _ in hidden)
@@ -68,7 +74,9 @@ def make_story(rng: random.Random, number: int, *, least: int) -> Story:
         free = [
             thing
             for thing in _THINGS
-            if thing not in holder and (thing not in ways or ways[thing][-1] == at.get(who)) and who in at
+            if thing not in holder
+            and (thing not in ways or ways[thing][-1] == at.get(who))
+            and who in at
         ]
         kind = rng.choice(["go", "go", *(["take"] if free else []), *(["drop"] if held else [])])
         if number == 1 or kind == "go":

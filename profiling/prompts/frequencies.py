@@ -1,7 +1,8 @@
-"""RULER's aggregation tasks (Hsieh et al. 2024, section 3.3): which words of a list or a coded text are most frequent.
+"""RULER's aggregation tasks (Hsieh et al. 2024, section 3.3): which words of a list or a coded text
+are most frequent.
 
-A prompt is prefix + padding + worked example + head + words + question. What whole words leave is padding.
-"""
+A prompt is prefix + padding + worked example + head + words + question. What whole words leave is
+padding."""
 
 from __future__ import annotations
 
@@ -17,13 +18,20 @@ from profiling.prompts.kind import RULER, SHARE, Kind, Parameter, Prompt, Wanted
 from profiling.prompts.tokens import Encoder, Ids, flat
 from profiling.prompts.words import compounds
 
-_LIST_HEAD = "\nBelow is a numbered list of words. Some of them come up more often than the others.\n\n"
-_LIST_QUESTION = (
-    "\n\nWhich {count} words come up most often in the list above? The {count} words that come up most often are:"
+_LIST_HEAD = (
+    "\nBelow is a numbered list of words. Some of them come up more often than the others.\n\n"
 )
-_CODE_HEAD = "\nThe text below is written in code words. Count how often each comes up; the dots stand for nothing.\n\n"
+_LIST_QUESTION = (
+    "\n\nWhich {count} words come up most often in the list above? The "
+    "{count} words that come up most often are:"
+)
+_CODE_HEAD = (
+    "\nThe text below is written in code words. Count how often each comes "
+    "up; the dots stand for nothing.\n\n"
+)
 _CODE_QUESTION = (
-    "\n\nWhich three code words come up most often in the text above, the dots apart? The three most frequent words are"
+    "\n\nWhich three code words come up most often in the text above, the dots "
+    "apart? The three most frequent words are"
 )
 _DOTS = "..."
 _LETTERS = 6
@@ -32,28 +40,36 @@ _SHORT = 4096
 _BATCH = 256
 _TOKENS_A_WORD = 50
 # What RULER lets a model answer with.
-_LIST_NEW_TOKENS, _CODE_NEW_TOKENS = 120, 50
+_LIST_NEW_TOKENS = 120
+_CODE_NEW_TOKENS = 50
 
 
 def common_words(
     wanted: Wanted, *, words: int = 10, common: int | None = None, uncommon: int | None = None
 ) -> list[Prompt]:
-    """A numbered list with `words` words `common` times each, all others `uncommon` times (30 and 3, or 6 and 1)."""
-    encode, length = wanted.encode, wanted.length
+    """A numbered list with `words` words `common` times each, all others `uncommon` times (30 and
+    3, or 6 and 1)."""
+    encode = wanted.encode
+    length = wanted.length
     short = length < _SHORT
-    often, seldom = common or (6 if short else 30), uncommon or (1 if short else 3)
+    often = common or (6 if short else 30)
+    seldom = uncommon or (1 if short else 3)
     if often <= seldom:
-        raise HeadwiseError(f"cwe needs common above uncommon, got common={often} and uncommon={seldom}")
+        raise HeadwiseError(
+            f"cwe needs common above uncommon, got common={often} and uncommon={seldom}"
+        )
     size, example_often, example_seldom = (20, 3, 1) if short else (40, 10, 3)
     numbers = _Numbers(encode)
-    head, asked = encode(_LIST_HEAD), encode(_LIST_QUESTION.format(count=words))
+    head = encode(_LIST_HEAD)
+    asked = encode(_LIST_QUESTION.format(count=words))
 
     def one(rng: random.Random) -> Prompt:
         source = compounds(rng)
         example = _encoded(encode, islice(source, max(size, words + 1)))
         answered = encode(f" {_numbered(list(example)[:words])}\n")
         listed = _shuffled(numbers, example, words, example_often, example_seldom, rng)
-        before, after = (*head, *listed, *asked, *answered, *head), asked
+        before = (*head, *listed, *asked, *answered, *head)
+        after = asked
         room = length - len(wanted.ids(before, after))
         chosen, left = _fitting(encode, source, numbers, words, often, seldom, room)
         if left < 0:
@@ -72,9 +88,12 @@ def common_words(
 
 
 def frequent_words(wanted: Wanted, *, alpha: float = 2.0) -> list[Prompt]:
-    """Code words whose counts fall with their rank to the power of `alpha` (Zeta); the first rank is dots."""
-    encode, length = wanted.encode, wanted.length
-    head, asked = encode(_CODE_HEAD), encode(_CODE_QUESTION)
+    """Code words whose counts fall with their rank to the power of `alpha` (Zeta); the first rank
+    is dots."""
+    encode = wanted.encode
+    length = wanted.length
+    head = encode(_CODE_HEAD)
+    asked = encode(_CODE_QUESTION)
     room = length - len(wanted.ids(head, asked))
 
     def one(rng: random.Random) -> Prompt:
@@ -94,7 +113,8 @@ def frequent_words(wanted: Wanted, *, alpha: float = 2.0) -> list[Prompt]:
         least = next(most for most in count(math.ceil(5**alpha)) if told_apart(most))
         if taken(least) > room:
             raise wanted.too_small(f"give at least {length - room + taken(least)}")
-        low, high = least, max(least, room) + 1
+        low = least
+        high = max(least, room) + 1
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if taken(middle) <= room else (low, middle)
@@ -132,9 +152,16 @@ class _Numbers:
 
 
 def _fitting(
-    encode: Encoder, source: Iterator[str], numbers: _Numbers, words: int, often: int, seldom: int, room: int
+    encode: Encoder,
+    source: Iterator[str],
+    numbers: _Numbers,
+    words: int,
+    often: int,
+    seldom: int,
+    room: int,
 ) -> tuple[dict[str, Ids], int]:
-    """As many words as fit, the common ones first, and how many tokens are left; fewer than 0 where none fits."""
+    """As many words as fit, the common ones first, and how many tokens are left; fewer than 0 where
+    none fits."""
     chosen = _encoded(encode, islice(source, words))
     listed = often * words
     left = room - often * sum(map(len, chosen.values())) - numbers.tokens(1, listed)
@@ -144,14 +171,25 @@ def _fitting(
             if taken > left:
                 return chosen, left if len(chosen) > words else left - taken
             chosen[word] = ids
-            left, listed = left - taken, listed + seldom
+            left = left - taken
+            listed = listed + seldom
 
 
 def _shuffled(
-    numbers: _Numbers, chosen: dict[str, Ids], words: int, often: int, seldom: int, rng: random.Random
+    numbers: _Numbers,
+    chosen: dict[str, Ids],
+    words: int,
+    often: int,
+    seldom: int,
+    rng: random.Random,
 ) -> Ids:
-    """The list: each of the first `words` words `often` times, the others `seldom`, in any order, numbered."""
-    items = [ids for at, ids in enumerate(chosen.values()) for _ in range(often if at < words else seldom)]
+    """The list: each of the first `words` words `often` times, the others `seldom`, in any order,
+    numbered."""
+    items = [
+        ids
+        for at, ids in enumerate(chosen.values())
+        for _ in range(often if at < words else seldom)
+    ]
     rng.shuffle(items)
     return flat([part for at, ids in enumerate(items, start=1) for part in (numbers[at], ids)])
 

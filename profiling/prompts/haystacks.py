@@ -1,8 +1,8 @@
-"""Haystacks of whole sentences, of exactly so many tokens, things hidden between the sentences, and whole items.
+"""Haystacks of whole sentences, of exactly so many tokens, things hidden between the sentences, and
+whole items.
 
-A haystack is a list of pieces, the token ids of a sentence each, so that nothing is hidden inside a word. Its start may
-be cut.
-"""
+A haystack is a list of pieces, the token ids of a sentence each, so that nothing is hidden inside a
+word. Its start may be cut."""
 
 from __future__ import annotations
 
@@ -56,7 +56,11 @@ def of_file(wanted: Wanted) -> Haystack:
     text = read_text(file)
     if not text.strip():
         raise HeadwiseError(f"{file.name} is empty")
-    found = [part[at : at + _LONGEST] for part in _SENTENCE_END.split(text) for at in range(0, len(part), _LONGEST)]
+    found = [
+        part[at : at + _LONGEST]
+        for part in _SENTENCE_END.split(text)
+        for at in range(0, len(part), _LONGEST)
+    ]
     pieces = wanted.encode.each(found)
     ends = list(itertools.accumulate(map(len, pieces)))
 
@@ -78,7 +82,8 @@ def of(wanted: Wanted) -> Haystack:
 
 def fill(source: Iterable[Ids], room: int) -> list[Ids]:
     """Pieces of exactly `room` tokens together; what is too much is cut from the start."""
-    pieces, count = [], 0
+    pieces = []
+    count = 0
     for piece in source:
         if count >= room:
             break
@@ -136,7 +141,8 @@ def whole_items(encode: Encoder, items: Iterable[str], room: int) -> list[Ids]:
 
 
 def laid_out(wanted: Wanted, *parts: Ids) -> Ids:
-    """Exactly as many ids as wanted: prefix, padding to make up what whole items leave, and the parts.
+    """Exactly as many ids as wanted: prefix, padding to make up what whole items leave, and the
+    parts.
 
     Raises:
         HeadwiseError: the parts alone take more.

@@ -1,9 +1,10 @@
-"""Prompts that a search has not seen: the one mechanism by which what is reported is kept from what chose.
+"""Prompts that a search has not seen: the one mechanism by which what is reported is kept from what
+chose.
 
-Generated prompts of another seed are other prompts. Texts are another matter: their windows may overlap, so what has
-been seen is remembered by digests of its tokens, in the artifact too; renamed and edited files stay honest. Every 64th
-window of 64 tokens is, so that nothing that is held out shares 127 tokens in a row with what was seen.
-"""
+Generated prompts of another seed are other prompts. Texts are another matter: their windows may
+overlap, so what has been seen is remembered by digests of its tokens, in the artifact too; renamed
+and edited files stay honest. Every 64th window of 64 tokens is, so that nothing that is held out
+shares 127 tokens in a row with what was seen."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _ROUNDS = 40
 
 
 def of_texts(task: str | Task) -> bool:
-    """Whether prompts of the task come out of a text or a file, where those of other seeds may overlap them."""
+    """Whether prompts of the task come out of a text or a file, where those of other seeds may
+    overlap them."""
     return (parse_task(task) if isinstance(task, str) else task).kind in _OF_TEXTS
 
 
@@ -68,7 +70,8 @@ class Seen:
 def _windows(prompt: Prompt, step: int) -> Iterator[bytes]:
     """The digests of a prompt's windows, one in every `step` tokens."""
     ids = array("i", prompt.input_ids)
-    data, size = ids.tobytes(), ids.itemsize
+    data = ids.tobytes()
+    size = ids.itemsize
     ends = range(_ALIKE * size, len(data) + 1, step * size)
     return (hashlib.sha256(data[end - _ALIKE * size : end]).digest() for end in ends)
 
@@ -76,13 +79,15 @@ def _windows(prompt: Prompt, step: int) -> Iterator[bytes]:
 def overlap_sentence(task: str, length: int, overlapping: int, samples: int) -> str:
     """That some prompts of a task, by its name, were seen: in a sentence."""
     return (
-        f"{overlapping} of {samples} prompts of {task} at {length} tokens overlap what the search looked at: take a "
+        f"{overlapping} of {samples} prompts of {task} at {length} tokens overlap what the search "
+        f"looked at: take a "
         "longer text, or fewer samples"
     )
 
 
 class Unseen(NamedTuple):
-    """prompts: as many as were asked for. overlapping: how many of them the searches have seen, for want of others.
+    """prompts: as many as were asked for. overlapping: how many of them the searches have seen, for
+    want of others.
 
     apart: whether those that took the place of others share nothing with the rest.
     """
@@ -92,8 +97,11 @@ class Unseen(NamedTuple):
     apart: bool = True
 
 
-def unseen_prompts(task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int, seen: Seen) -> Unseen:
-    """Prompts as make_prompts makes them, with those of other seeds in place of those that searches have seen.
+def unseen_prompts(
+    task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int, seen: Seen
+) -> Unseen:
+    """Prompts as make_prompts makes them, with those of other seeds in place of those that searches
+    have seen.
 
     What replaces them is apart from the rest where the text is long enough for that.
     """
@@ -106,8 +114,11 @@ def unseen_prompts(task: str | Task, tokenizer: Any, *, length: int, samples: in
     if not of_texts(task):
         return Unseen(first, 0)
     chosen = [prompt for prompt in first if not seen.overlaps(prompt)]
-    taken, near = Seen(chosen), list[Prompt]()
-    others = (prompt for turn in range(1, _ROUNDS) for prompt in made(turn) if not seen.overlaps(prompt))
+    taken = Seen(chosen)
+    near = list[Prompt]()
+    others = (
+        prompt for turn in range(1, _ROUNDS) for prompt in made(turn) if not seen.overlaps(prompt)
+    )
     while len(chosen) < samples and (prompt := next(others, None)) is not None:
         if taken.overlaps(prompt):
             near.append(prompt)
@@ -115,13 +126,22 @@ def unseen_prompts(task: str | Task, tokenizer: Any, *, length: int, samples: in
             chosen.append(prompt)
             taken.add(prompt)
     apart = len(chosen) == samples
-    chosen += [prompt for prompt in dict.fromkeys(near) if prompt not in chosen][: samples - len(chosen)]
+    chosen += [prompt for prompt in dict.fromkeys(near) if prompt not in chosen][
+        : samples - len(chosen)
+    ]
     known = [prompt for prompt in first if prompt not in chosen][: samples - len(chosen)]
     return Unseen(chosen + known, len(known), apart)
 
 
 def held_out(
-    tasks: Sequence[str], tokenizer: Any, *, length: int, samples: int, seed: int, seen: Seen, number: int = 0
+    tasks: Sequence[str],
+    tokenizer: Any,
+    *,
+    length: int,
+    samples: int,
+    seed: int,
+    seen: Seen,
+    number: int = 0,
 ) -> list[Prompt]:
     """Prompts of the tasks that nothing has seen, none of them for want of others.
 
@@ -144,8 +164,10 @@ def held_out(
         made = unseen_prompts(task, tokenizer, length=length, samples=many, seed=at, seen=seen)
         if made.overlapping or not made.apart:
             raise HeadwiseError(
-                f"{parse_task(task).name} is too short to hold prompts out: {samples} x {length} tokens that no search "
-                "looks at are needed; take a longer text (text:FILE), a shorter --length or fewer --samples"
+                f"{parse_task(task).name} is too short to hold prompts out: {samples} x {length} "
+                f"tokens that no search "
+                "looks at are needed; take a longer text (text:FILE), a shorter --length or fewer "
+                "--samples"
             )
         found += made.prompts
     return found
@@ -160,10 +182,14 @@ def seeded_prompts(
     seeds: Sequence[int],
     seen: Seen,
 ) -> Unseen:
-    """As unseen_prompts makes them, as many of each seed; a text's windows of one seed are none of those before."""
-    known, found = Seen(digests=seen.digests), list[Unseen]()
+    """As unseen_prompts makes them, as many of each seed; a text's windows of one seed are none of
+    those before."""
+    known = Seen(digests=seen.digests)
+    found = list[Unseen]()
     for seed in seeds:
-        found.append(unseen_prompts(task, tokenizer, length=length, samples=samples, seed=seed, seen=known))
+        found.append(
+            unseen_prompts(task, tokenizer, length=length, samples=samples, seed=seed, seen=known)
+        )
         if of_texts(task) and len(seeds) > 1:
             known.add(*found[-1].prompts)
     prompts = [prompt for made in found for prompt in made.prompts]

@@ -1,7 +1,7 @@
 """Questions that take several facts hidden in a text, answered step by step.
 
-A prompt is prefix + text with facts + worked examples + question. The text is the user's or a generated one.
-"""
+A prompt is prefix + text with facts + worked examples + question. The text is the user's or a
+generated one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _HOPS = 2
 
 
 def multi_hop(wanted: Wanted) -> list[Prompt]:
-    """Multi-hop questions in chain-of-thought form, the task of OmniKV's section 3: `A's teacher is B. B's aunt is C.`
+    """Multi-hop questions in chain-of-thought form, the task of OmniKV's section 3: `A's teacher is
+    B. B's aunt is C.`
 
-    The chain that is asked for, those of the worked examples and some others lie in the text fact by fact, at random
-    depths. The answer has to name B and C.
-    """
+    The chain that is asked for, those of the worked examples and some others lie in the text fact
+    by fact, at random depths. The answer has to name B and C."""
     hay = Hay(wanted)
     return wanted.prompts(lambda rng: _asked(wanted, hay, rng))
 
@@ -36,16 +36,25 @@ def _asked(wanted: Wanted, hay: Hay, rng: random.Random) -> Prompt:
     chains = _chains(1 + _EXAMPLES + _OTHERS, hay.text, rng)
     facts = [_FACT.format(who, relation, whom) for chain in chains for who, relation, whom in chain]
     (a, one, b), (_, other, c) = chains[0]
-    question = _STEPS + "".join(map(_worked, chains[1 : 1 + _EXAMPLES])) + _QUESTION.format(a=a, one=one, other=other)
+    question = (
+        _STEPS
+        + "".join(map(_worked, chains[1 : 1 + _EXAMPLES]))
+        + _QUESTION.format(a=a, one=one, other=other)
+    )
     encode = wanted.encode
-    head, asked, hidden = encode(_HEAD), encode(question), encode.each(facts)
+    head = encode(_HEAD)
+    asked = encode(question)
+    hidden = encode.each(facts)
     room = wanted.room(head, asked, *hidden)
     text = hay.tokens(room, rng)
     depths = sorted(rng.randint(0, room) for _ in hidden)
-    ids, spans, done = list(wanted.ids(head)), {}, 0
+    ids = list(wanted.ids(head))
+    spans = {}
+    done = 0
     for depth, fact in zip(depths, rng.sample(range(len(hidden)), len(hidden)), strict=True):
         ids += text[done:depth]
-        spans[fact], done = (len(ids), len(ids) + len(hidden[fact])), depth
+        spans[fact] = (len(ids), len(ids) + len(hidden[fact]))
+        done = depth
         ids += hidden[fact]
     found = Find(f" {b}", spans[0]), Find(f" {c}", spans[1], lead=f". {b}'s {other} is")
     return Prompt.to_find((*ids, *text[done:], *asked), *found)
@@ -57,7 +66,9 @@ def _chains(count: int, text: str, rng: random.Random) -> list[list[tuple[str, s
     chains = []
     for _ in range(count):
         chain = [next(people) for _ in range(_HOPS + 1)]
-        chains.append(list(zip(chain, rng.sample(_RELATIONS.split(), _HOPS), chain[1:], strict=False)))
+        chains.append(
+            list(zip(chain, rng.sample(_RELATIONS.split(), _HOPS), chain[1:], strict=False))
+        )
     return chains
 
 

@@ -19,9 +19,8 @@ _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 def jsonl(wanted: Wanted) -> list[Prompt]:
     """Prompts of a file with one JSON object a line, in random order.
 
-    What is too long loses its start; what is too short is passed over. All lines are read before any is used: a
-    damaged one is found whatever the seed.
-    """
+    What is too long loses its start; what is too short is passed over. All lines are read before
+    any is used: a damaged one is found whatever the seed."""
     lines = _lines(wanted)
     wanted.rng().shuffle(lines)
     before = len(wanted.ids())
@@ -37,7 +36,8 @@ def jsonl(wanted: Wanted) -> list[Prompt]:
             if len(made) == wanted.samples:
                 return made
     raise HeadwiseError(
-        f"{wanted.file.name} has {len(made)} prompts of at least {wanted.length} tokens, {wanted.samples} are needed; "
+        f"{wanted.file.name} has {len(made)} prompts of at least {wanted.length} tokens, "
+        f"{wanted.samples} are needed; "
         f"the longest of its {len(lines)} has {longest} tokens"
     )
 
@@ -57,7 +57,9 @@ def _line(line: str, place: str) -> tuple[str, str | None]:
     record = _record(line, place)
     named = [field for field in _FIELDS if record.get(field) is not None]
     if len(named) != 1:
-        raise HeadwiseError(f"{place}: give one of {', '.join(_FIELDS)}, found {', '.join(named) or 'none'}")
+        raise HeadwiseError(
+            f"{place}: give one of {', '.join(_FIELDS)}, found {', '.join(named) or 'none'}"
+        )
     answer = None if record.get("answer") is None else _text(record, "answer", place)
     return _text(record, named[0], place), answer
 
@@ -70,7 +72,8 @@ def _text(record: dict[str, Any], name: str, place: str) -> str:
 
 
 def _record(line: str, place: str) -> dict[str, Any]:
-    """A JSON object; HeadwiseError, which names the place, where the line is cut off or holds none."""
+    """A JSON object; HeadwiseError, which names the place, where the line is cut off or holds
+    none."""
     try:
         record = json.loads(line)
         if _HALF_PAIR.search(line):
@@ -78,7 +81,9 @@ def _record(line: str, place: str) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         raise HeadwiseError(f"{place}: half of a surrogate pair, which is no character") from error
     except json.JSONDecodeError as error:
-        raise HeadwiseError(f"{place}: not JSON: {error.msg.lower()} at column {error.colno}") from error
+        raise HeadwiseError(
+            f"{place}: not JSON: {error.msg.lower()} at column {error.colno}"
+        ) from error
     except RecursionError as error:
         raise HeadwiseError(f"{place}: not usable JSON: nested too deeply") from error
     if not isinstance(record, dict):
@@ -86,4 +91,12 @@ def _record(line: str, place: str) -> dict[str, Any]:
     return record
 
 
-KINDS = (Kind(name="jsonl", make=jsonl, takes_file="must", asks="what your prompts ask", source="your file"),)
+KINDS = (
+    Kind(
+        name="jsonl",
+        make=jsonl,
+        takes_file="must",
+        asks="what your prompts ask",
+        source="your file",
+    ),
+)

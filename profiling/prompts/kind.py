@@ -25,10 +25,9 @@ class LengthTooShort(HeadwiseError):
 class Find:
     """One thing that an answer takes out of the prompt.
 
-    expected: the text that a right greedy answer has for it, its leading space included.
-    span: half-open range of token positions of the block that says it.
-    lead: what leads on to it from the find before it; empty for the first, for which the prompt's end asks.
-    """
+    expected: the text that a right greedy answer has for it, its leading space included. span:
+    half-open range of token positions of the block that says it. lead: what leads on to it from the
+    find before it; empty for the first, for which the prompt's end asks."""
 
     expected: str
     span: tuple[int, int]
@@ -37,21 +36,23 @@ class Find:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, special tokens included, and what a right greedy answer starts with, where that is known.
+    """Token ids, special tokens included, and what a right greedy answer starts with, where that is
+    known.
 
-    turn: how many of the last ids come in a later turn. The ids before them, the context, are prefilled under the
-        method; these are fed after it with dense attention over the cache, and the prefill did not know them. Prompts
-        with the same context share its prefill.
-    scored: half-open ranges of the context's tokens that are answers too: the model is asked for them inside the
+    turn: how many of the last ids come in a later turn. The ids before them, the context, are
+    prefilled under the
+        method; these are fed after it with dense attention over the cache, and the prefill did not
+        know them. Prompts with the same context share its prefill.
+    scored: half-open ranges of the context's tokens that are answers too: the model is asked for
+    them inside the
         prompt, so what the method's prefill makes of the tokens before them is what is measured.
-    labels: which kind of answer each scored range is, where a prompt has several kinds.
-    task: what the prompt was made of, as Task.name; empty where it was made by hand.
-    finds: where in the prompt the answer lies, in the order in which it is put together; empty where unknown.
-    metric: how an answer is scored, as profiling.prompts.metrics knows it; `begins` is with `answer`.
-    references: what the metric compares an answer with, where that is not `answer`.
-    choices: the classes or options that an answer chooses from.
-    new_tokens: how many tokens the task's authors let a model answer with; at least a few more than `answer` has.
-    """
+    labels: which kind of answer each scored range is, where a prompt has several kinds. task: what
+    the prompt was made of, as Task.name; empty where it was made by hand. finds: where in the
+    prompt the answer lies, in the order in which it is put together; empty where unknown. metric:
+    how an answer is scored, as profiling.prompts.metrics knows it; `begins` is with `answer`.
+    references: what the metric compares an answer with, where that is not `answer`. choices: the
+    classes or options that an answer chooses from. new_tokens: how many tokens the task's authors
+    let a model answer with; at least a few more than `answer` has."""
 
     input_ids: Ids
     answer: str | None
@@ -86,8 +87,14 @@ class Prompt:
 
     @classmethod
     def to_find(cls, input_ids: Ids, *finds: Find, **scoring: Any) -> Prompt:
-        """A prompt whose answer is what it takes to find, in turn; `scoring` are fields from `metric` on."""
-        return cls(input_ids, "".join(find.lead + find.expected for find in finds).strip(), finds, **scoring)
+        """A prompt whose answer is what it takes to find, in turn; `scoring` are fields from
+        `metric` on."""
+        return cls(
+            input_ids,
+            "".join(find.lead + find.expected for find in finds).strip(),
+            finds,
+            **scoring,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +143,9 @@ class Wanted:
     def too_short(self, has: int, room: int) -> HeadwiseError:
         """The error of a text that has too few tokens to fill a prompt."""
         what = f"{self.name} at length {self.length}"
-        return HeadwiseError(f"{self.file.name} is too short for {what}: it has {has} tokens, {room} are needed")
+        return HeadwiseError(
+            f"{self.file.name} is too short for {what}: it has {has} tokens, {room} are needed"
+        )
 
     def too_small(self, why: str) -> LengthTooShort:
         """The error of a length into which a prompt does not go."""
@@ -145,7 +154,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a task can be told after an @, as in `passkey@depth=0.5`; `low` and `high` are bounds, both included."""
+    """What a task can be told after an @, as in `passkey@depth=0.5`; `low` and `high` are bounds,
+    both included."""
 
     name: str
     type: type[float] | type[int]
@@ -161,22 +171,33 @@ class Parameter:
             value = None
         if value is None or not self.low <= float(value) <= self.high:
             what = "a whole number" if self.type is int else "a number"
-            bounds = f"from {self.low:g} to {self.high:g}" if self.high < float("inf") else f"of at least {self.low:g}"
-            raise HeadwiseError(f"{self.name} of the task {kind!r} must be {what} {bounds}, got {shorten(text)}")
+            bounds = (
+                f"from {self.low:g} to {self.high:g}"
+                if self.high < float("inf")
+                else f"of at least {self.low:g}"
+            )
+            raise HeadwiseError(
+                f"{self.name} of the task {kind!r} must be {what} {bounds}, got {shorten(text)}"
+            )
         return value
 
 
-DEPTH = Parameter("depth", float, "where it lies: 0 is the start, 1 the end; without it at random", 0, 1)
-QUESTION_FIRST = Parameter("question_first", int, "1 asks before the text, and only points back at its end (0)", 0, 1)
+DEPTH = Parameter(
+    "depth", float, "where it lies: 0 is the start, 1 the end; without it at random", 0, 1
+)
+QUESTION_FIRST = Parameter(
+    "question_first", int, "1 asks before the text, and only points back at its end (0)", 0, 1
+)
 QUESTIONS = Parameter("questions", int, "how many questions share a context (8)", 1, 1000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of task. make: is called with what is wanted, and by name with the parameters that were given.
+    """One kind of task. make: is called with what is wanted, and by name with the parameters that
+    were given.
 
-    asks, scored, source: for people: what a prompt asks, the metric in words, the paper. docs/tasks.md has more.
-    """
+    asks, scored, source: for people: what a prompt asks, the metric in words, the paper.
+    docs/tasks.md has more."""
 
     name: str
     make: Callable[..., list[Prompt]]
@@ -189,6 +210,8 @@ class Kind:
     @property
     def usage(self) -> str:
         """How it is written, such as `passkey[@depth=D][:FILE]`."""
-        told = ",".join(f"{parameter.name}={parameter.name[0].upper()}" for parameter in self.parameters)
+        told = ",".join(
+            f"{parameter.name}={parameter.name[0].upper()}" for parameter in self.parameters
+        )
         file = {"no": "", "may": "[:FILE]", "must": ":FILE"}[self.takes_file]
         return self.name + (f"[@{told}]" if told else "") + file

@@ -1,8 +1,7 @@
 """Prompts over a list of generated lines: a value by its name, and a value by way of another line.
 
-Such a prompt is prefix + head + lines + question. The lines that the question needs are whole; what is too much is cut
-from the start of one that it does not need.
-"""
+Such a prompt is prefix + head + lines + question. The lines that the question needs are whole; what
+is too much is cut from the start of one that it does not need."""
 
 from __future__ import annotations
 
@@ -20,20 +19,23 @@ _ASKED_FIRST = "Question: What is the value of {}? The answer is in the list.\n\
 _ASKED_BACK = "\nThe answer to the question at the start: the value is"
 _BOX = "{} owns the box {}."
 _BOTH = "\nFind the box of the owner first, then the value of the box.\n\n"
-# Worked examples: with fewer, models of some hundred million parameters do not go on to the second stage.
+# Worked examples: with fewer, models of some hundred million parameters do not go on to the second
+# stage.
 _EXAMPLES = 3
 _BATCH = 256
 
 
 def line_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
-    """Words with a number each, one a line, then one of the words; the answer is its number (LongEval's lines task).
+    """Words with a number each, one a line, then one of the words; the answer is its number
+    (LongEval's lines task).
 
     With `question_first` the word stands before the list only.
     """
 
     def one(rng: random.Random) -> Prompt:
         word = words(rng)
-        name, number = next(word), five_digits(rng)
+        name = next(word)
+        number = five_digits(rng)
         needed = [_line(_VALUE, name, number)]
         head = f"{_ASKED_FIRST.format(name)}{_HEAD}" if question_first else _HEAD
         question = _ASKED_BACK if question_first else "\n" + _asked(_VALUE, name)
@@ -48,11 +50,12 @@ def line_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
 
 
 def two_stage_retrieval(wanted: Wanted) -> list[Prompt]:
-    """Owners with a box each and boxes with a value each, in any order; asked for is the value of an owner's box.
+    """Owners with a box each and boxes with a value each, in any order; asked for is the value of
+    an owner's box.
 
-    After OmniKV's 2StageRetr (appendix A): what the second stage looks for is not known before the first has answered,
-    so tokens that look unimportant while the prompt is read are needed later. The answer has to name both.
-    """
+    After OmniKV's 2StageRetr (appendix A): what the second stage looks for is not known before the
+    first has answered, so tokens that look unimportant while the prompt is read are needed later.
+    The answer has to name both."""
 
     def one(rng: random.Random) -> Prompt:
         word = words(rng)
@@ -61,9 +64,13 @@ def two_stage_retrieval(wanted: Wanted) -> list[Prompt]:
         worked = [f"{_BOX.format(a, b)} {_VALUE.format(b, c)}\n\n" for a, b, c in chains[1:]]
         owner, box, value = chains[0]
         question = _BOTH + "".join(worked) + _asked(_BOX, owner)
-        ids, spans = _listed(wanted, needed, lambda: _stages(next(word), next(word), five_digits(rng)), question, rng)
+        ids, spans = _listed(
+            wanted, needed, lambda: _stages(next(word), next(word), five_digits(rng)), question, rng
+        )
         first = Find(f" {box}", spans[0])
-        return Prompt.to_find(ids, first, Find(f" {value}", spans[1], lead=f". {_asked(_VALUE, box)}"))
+        return Prompt.to_find(
+            ids, first, Find(f" {value}", spans[1], lead=f". {_asked(_VALUE, box)}")
+        )
 
     return wanted.prompts(one)
 
@@ -90,9 +97,12 @@ def _listed(
     *,
     head: str = _HEAD,
 ) -> tuple[Ids, list[tuple[int, int]]]:
-    """The prompt's ids, and the span of each needed line. `more` makes the lines of one more item."""
+    """The prompt's ids, and the span of each needed line. `more` makes the lines of one more
+    item."""
     encode = wanted.encode
-    before, asked, lines = encode(head), encode(question), encode.each(needed)
+    before = encode(head)
+    asked = encode(question)
+    lines = encode.each(needed)
     room = wanted.room(before, asked, *lines)
     last: list[Ids] = []
     while room > 0:

@@ -1,7 +1,8 @@
-"""How an answer is scored: score(prompt, text), from 0 to 1, by the metric that the prompt's task has.
+"""How an answer is scored: score(prompt, text), from 0 to 1, by the metric that the prompt's task
+has.
 
-A metric compares what a model wrote with the references of a prompt, as its task's authors score it.
-"""
+A metric compares what a model wrote with the references of a prompt, as its task's authors score
+it."""
 
 from __future__ import annotations
 
@@ -27,12 +28,15 @@ def score(prompt: Prompt, text: str) -> float:
     if prompt.metric == "begins":
         return _begins(prompt, text.strip(), references)
     if prompt.metric not in METRICS:
-        raise HeadwiseError(f"unknown metric {prompt.metric!r}; known: begins, {', '.join(METRICS)}")
+        raise HeadwiseError(
+            f"unknown metric {prompt.metric!r}; known: begins, {', '.join(METRICS)}"
+        )
     return METRICS[prompt.metric](text, references)
 
 
 def _begins(prompt: Prompt, text: str, references: Sequence[str]) -> float:
-    """1 where the text begins with an answer; one of several finds names them all in their order."""
+    """1 where the text begins with an answer; one of several finds names them all in their
+    order."""
     if len(prompt.finds) < 2:
         return float(any(text.startswith(reference.strip()) for reference in references))
     wanted = ".*?".join(re.escape(find.expected.strip()) for find in prompt.finds)
@@ -52,7 +56,8 @@ def _chapters(text: str, references: Sequence[str]) -> float:
 
 
 def _numbered(text: str, references: Sequence[str]) -> float:
-    """The share of the references that stand after their numbers, in any case, without articles; 1 if none is asked."""
+    """The share of the references that stand after their numbers, in any case, without articles; 1
+    if none is asked."""
     given = dict[str, str]()
     for number, value in re.findall(r"(?m)^\s*(\d+)\.\s*(.*)$", _answered(text)):
         given.setdefault(number, _plain(value))
@@ -72,7 +77,14 @@ def _answered(text: str) -> str:
 
 def _plain(text: str) -> str:
     found = text.lower().strip().rstrip(".")
-    return next((found.removeprefix(article) for article in _ARTICLES if found.startswith(article)), found)
+    return next(
+        (found.removeprefix(article) for article in _ARTICLES if found.startswith(article)), found
+    )
 
 
-METRICS: dict[str, Metric] = {"all": _all, "chapters": _chapters, "numbered": _numbered, "item": _item}
+METRICS: dict[str, Metric] = {
+    "all": _all,
+    "chapters": _chapters,
+    "numbered": _numbered,
+    "item": _item,
+}

@@ -1,4 +1,5 @@
-"""RULER's eight needle tasks (Hsieh et al. 2024, section 3.1): one or more of several values by key, out of a haystack.
+"""RULER's eight needle tasks (Hsieh et al. 2024, section 3.1): one or more of several values by
+key, out of a haystack.
 
 A prompt is prefix + head + haystack with needles + question.
 """
@@ -17,11 +18,17 @@ from profiling.prompts.kind import DEPTH, RULER, SHARE, Find, Kind, Prompt, Want
 from profiling.prompts.words import words
 
 _HEAD = (
-    "Some secret {what}s stand somewhere in the text below. Remember them, there is a question about them after it.\n"
+    "Some secret {what}s stand somewhere in the text below. Remember them, "
+    "there is a question about them after it.\n"
 )
 _NEEDLE = "One of the secret {what}s of {key} is {value}."
-_ONE = "\n\nWhat is the secret {what} of {keys}, according to the text? The secret {what} of {keys} is"
-_MANY = "\n\nWhat are all the secret {what}s of {keys}, according to the text? The secret {what}s of {keys} are"
+_ONE = (
+    "\n\nWhat is the secret {what} of {keys}, according to the text? The secret {what} of {keys} is"
+)
+_MANY = (
+    "\n\nWhat are all the secret {what}s of {keys}, according to the "
+    "text? The secret {what}s of {keys} are"
+)
 # What RULER lets a model answer with.
 _NEW_TOKENS = 128
 
@@ -30,7 +37,8 @@ Thing = Literal["word", "number", "UUID"]
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One of the eight: what its haystack is made of; how many keys, values for each and keys asked for it has."""
+    """One of the eight: what its haystack is made of; how many keys, values for each and keys asked
+    for it has."""
 
     asks: str
     haystack: Literal["noise", "text", "needles"]
@@ -42,16 +50,29 @@ class Variant:
 
 
 VARIANTS = {
-    "niah_single_1": Variant(asks="the number of a word, in a haystack of one line over and over", haystack="noise"),
+    "niah_single_1": Variant(
+        asks="the number of a word, in a haystack of one line over and over", haystack="noise"
+    ),
     "niah_single_2": Variant(asks="the number of a word, in a text", haystack="text"),
     "niah_single_3": Variant(asks="the UUID of a word, in a text", haystack="text", value="UUID"),
-    "niah_multikey_1": Variant(asks="the number of one of four words, in a text", haystack="text", keys=4),
-    "niah_multikey_2": Variant(asks="the number of one word, in nothing but numbers of words", haystack="needles"),
-    "niah_multikey_3": Variant(
-        asks="the UUID of one UUID, in nothing but such", haystack="needles", key="UUID", value="UUID"
+    "niah_multikey_1": Variant(
+        asks="the number of one of four words, in a text", haystack="text", keys=4
     ),
-    "niah_multivalue": Variant(asks="all four numbers of a word, in a text", haystack="text", values=4),
-    "niah_multiquery": Variant(asks="the numbers of four words, in a text", haystack="text", keys=4, asked=4),
+    "niah_multikey_2": Variant(
+        asks="the number of one word, in nothing but numbers of words", haystack="needles"
+    ),
+    "niah_multikey_3": Variant(
+        asks="the UUID of one UUID, in nothing but such",
+        haystack="needles",
+        key="UUID",
+        value="UUID",
+    ),
+    "niah_multivalue": Variant(
+        asks="all four numbers of a word, in a text", haystack="text", values=4
+    ),
+    "niah_multiquery": Variant(
+        asks="the numbers of four words, in a text", haystack="text", keys=4, asked=4
+    ),
 }
 
 
@@ -61,10 +82,16 @@ def needles(wanted: Wanted, *, depth: float | None = None) -> list[Prompt]:
     return wanted.prompts(lambda rng: _one(wanted, text, rng, depth))
 
 
-def _one(wanted: Wanted, text: haystacks.Haystack | None, rng: random.Random, depth: float | None) -> Prompt:
-    encode, made = wanted.encode, VARIANTS[wanted.name]
-    keys, values = _things(made.key, rng), _things(made.value, rng)
-    pairs = [(key, next(values)) for key in itertools.islice(keys, made.keys) for _ in range(made.values)]
+def _one(
+    wanted: Wanted, text: haystacks.Haystack | None, rng: random.Random, depth: float | None
+) -> Prompt:
+    encode = wanted.encode
+    made = VARIANTS[wanted.name]
+    keys = _things(made.key, rng)
+    values = _things(made.value, rng)
+    pairs = [
+        (key, next(values)) for key in itertools.islice(keys, made.keys) for _ in range(made.values)
+    ]
     asked = rng.sample(list(dict.fromkeys(key for key, _ in pairs)), made.asked)
     right = [at for key in asked for at, pair in enumerate(pairs) if pair[0] == key]
 
@@ -77,11 +104,16 @@ def _one(wanted: Wanted, text: haystacks.Haystack | None, rng: random.Random, de
     if made.haystack == "noise":
         text = haystacks.noise(encode)
     elif made.haystack == "needles":
-        text = haystacks.written(encode, lambda _: ("\n" + _said(made, key, next(values)) for key in keys))
+        text = haystacks.written(
+            encode, lambda _: ("\n" + _said(made, key, next(values)) for key in keys)
+        )
     assert text is not None
     depths = [rng.random() for _ in pairs] if depth is None else [depth] * len(pairs)
     ids, spans = haystacks.hide(hidden, depths, text(room, rng), len(wanted.ids(head)))
-    found = [Find(f" {pairs[at][1]}", spans[at], lead="," if which else "") for which, at in enumerate(right)]
+    found = [
+        Find(f" {pairs[at][1]}", spans[at], lead="," if which else "")
+        for which, at in enumerate(right)
+    ]
     answers = tuple(pairs[at][1] for at in right)
     whole = wanted.ids(head, ids, question)
     return Prompt.to_find(whole, *found, metric="all", references=answers, new_tokens=_NEW_TOKENS)
@@ -98,7 +130,9 @@ def _things(kind: Thing, rng: random.Random) -> Iterator[str]:
     seen = set()
     while True:
         number = rng.randrange(10**6, 10**7)
-        thing = str(number) if kind == "number" else str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        thing = (
+            str(number) if kind == "number" else str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        )
         if thing not in seen:
             seen.add(thing)
             yield thing

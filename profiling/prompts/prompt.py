@@ -32,16 +32,35 @@ from profiling.prompts import (
 from profiling.prompts.kind import Find, Kind, Prompt, Wanted
 from profiling.prompts.tokens import Encoder
 
-__all__ = ["CALIBRATED_TASKS", "DEFAULT_TASKS", "GATE_TASKS", "KINDS", "TASKS", "Find", "Prompt", "Task"]
+__all__ = [
+    "CALIBRATED_TASKS",
+    "DEFAULT_TASKS",
+    "GATE_TASKS",
+    "KINDS",
+    "TASKS",
+    "Find",
+    "Prompt",
+    "Task",
+]
 __all__ += ["digest", "make_prompts", "parse_name", "parse_task", "per_context"]
 
-_FILES: tuple[ModuleType, ...] = (retrieval, lines, hops, turns, recalls, needles, variables, frequencies)
+_FILES: tuple[ModuleType, ...] = (
+    retrieval,
+    lines,
+    hops,
+    turns,
+    recalls,
+    needles,
+    variables,
+    frequencies,
+)
 _FILES += (stories, babi, texts, jsonl)
 KINDS: dict[str, Kind] = {kind.name: kind for file in _FILES for kind in file.KINDS}
-# What is evaluated on by default: docs/results.md has the table that they were chosen by. Questions of a later turn
-# share a context: 16 of them cost little more than one.
+# What is evaluated on by default: docs/results.md has the table that they were chosen by. Questions
+# of a later turn share a context: 16 of them cost little more than one.
 DEFAULT_TASKS = ("line_turns@questions=16", "line_asked", "chain", "prose")
-# What a search calibrates on by default: what it finds by these loses no more of a later turn's answers.
+# What a search calibrates on by default: what it finds by these loses no more of a later turn's
+# answers.
 CALIBRATED_TASKS = ("line_asked", "chain", "prose")
 # What a search is judged on by default: all kinds of answers in one prefill.
 GATE_TASKS = ("facts", "prose")
@@ -50,7 +69,8 @@ TASKS = ", ".join(KINDS) + " (headwise tasks explains them)"
 
 @dataclass(frozen=True)
 class Task:
-    """What to make prompts of; `name` is the same on every machine: of the file it has the last part only."""
+    """What to make prompts of; `name` is the same on every machine: of the file it has the last
+    part only."""
 
     kind: str
     file: Path | None = None
@@ -64,10 +84,12 @@ class Task:
 
 
 def parse_task(text: str) -> Task:
-    """Read a task as TASKS lists them, such as `kv_retrieval`, `passkey:FILE` or `passkey@depth=0.5:FILE`.
+    """Read a task as TASKS lists them, such as `kv_retrieval`, `passkey:FILE` or
+    `passkey@depth=0.5:FILE`.
 
     Raises:
-        HeadwiseError: none of these, a parameter that the task does not have, or the file is not there.
+        HeadwiseError: none of these, a parameter that the task does not have, or the file is not
+        there.
     """
     head, colon, file = text.partition(":")
     name, at, told = head.partition("@")
@@ -98,24 +120,31 @@ def _parameters(kind: Kind, told: str) -> tuple[tuple[str, float | int], ...]:
     for item in told.split(","):
         name, equals, value = item.partition("=")
         if name not in known or not equals or name in found:
-            takes = f"it takes {', '.join(known)}, each once, as in {kind.usage}" if known else "it takes none"
-            raise HeadwiseError(f"cannot read the parameter {shorten(item)} of the task {kind.name!r}: {takes}")
+            takes = (
+                f"it takes {', '.join(known)}, each once, as in {kind.usage}"
+                if known
+                else "it takes none"
+            )
+            raise HeadwiseError(
+                f"cannot read the parameter {shorten(item)} of the task {kind.name!r}: {takes}"
+            )
         found[name] = known[name].read(value, kind.name)
     return tuple((name, found[name]) for name in known if name in found)
 
 
-def make_prompts(task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int) -> list[Prompt]:
+def make_prompts(
+    task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int
+) -> list[Prompt]:
     """Make `samples` prompts of exactly `length` tokens.
 
     Args:
-        task: as parse_task reads it.
-        tokenizer: any transformers tokenizer; what it starts a sequence with counts among the `length` tokens.
-        length: in tokens.
-        samples: how many prompts; different ones.
-        seed: the same seed, tokenizer and file give the same prompts.
+        task: as parse_task reads it. tokenizer: any transformers tokenizer; what it starts a
+        sequence with counts among the `length` tokens. length: in tokens. samples: how many
+        prompts; different ones. seed: the same seed, tokenizer and file give the same prompts.
 
     Raises:
-        HeadwiseError: unknown task; a file that is missing, empty, malformed or too short; a length that the
+        HeadwiseError: unknown task; a file that is missing, empty, malformed or too short; a length
+        that the
             question alone fills.
     """
     task = parse_task(task) if isinstance(task, str) else task
@@ -137,7 +166,8 @@ def make_prompts(task: str | Task, tokenizer: Any, *, length: int, samples: int,
 
 
 def per_context(task: str | Task) -> int:
-    """How many prompts of a task share a context: so many are a whole one, and cost little more than one of them."""
+    """How many prompts of a task share a context: so many are a whole one, and cost little more
+    than one of them."""
     task = parse_task(task) if isinstance(task, str) else task
     known = {parameter.name for parameter in KINDS[task.kind].parameters}
     return int(dict(task.parameters).get("questions", 8)) if "questions" in known else 1
@@ -145,5 +175,8 @@ def per_context(task: str | Task) -> int:
 
 def digest(prompts: Sequence[Prompt]) -> str:
     """sha256 over the ids, the answers and where these are asked for, in hexadecimal."""
-    content = [[list(p.input_ids), p.answer, *([p.turn, p.scored] if p.turn or p.scored else [])] for p in prompts]
+    content = [
+        [list(p.input_ids), p.answer, *([p.turn, p.scored] if p.turn or p.scored else [])]
+        for p in prompts
+    ]
     return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()

@@ -1,11 +1,12 @@
-"""Prompts that come back to what is far before, again and again, and say it themselves: one prefill, many answers.
+"""Prompts that come back to what is far before, again and again, and say it themselves: one
+prefill, many answers.
 
-A prompt is prefix + head + items. An item is new or comes back to one that began at least a quarter of the prompt
-before it; what it says then follows from that one alone, and these tokens are the prompt's `scored` ranges. They are
-predicted by the prefill itself, so dense attention of the last queries cannot stand in for the pattern. What is too
-much is cut from the first items, to which nothing comes back. The last 128 tokens have no scored range. A form may ask
-in a later turn as well: then several prompts share a context, and the first of them has its scored ranges.
-"""
+A prompt is prefix + head + items. An item is new or comes back to one that began at least a quarter
+of the prompt before it; what it says then follows from that one alone, and these tokens are the
+prompt's `scored` ranges. They are predicted by the prefill itself, so dense attention of the last
+queries cannot stand in for the pattern. What is too much is cut from the first items, to which
+nothing comes back. The last 128 tokens have no scored range. A form may ask in a later turn as
+well: then several prompts share a context, and the first of them has its scored ranges."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ _NAMES = 64
 
 @dataclass(frozen=True)
 class Thing:
-    """What items speak of: a name, and what is to be recalled with it, its leading space included."""
+    """What items speak of: a name, and what is to be recalled with it, its leading space
+    included."""
 
     name: str
     value: str
@@ -58,10 +60,9 @@ class Again:
 class Form:
     """How items are written. asks, source: see Kind.
 
-    things: without end, none twice; those of one prompt.
-    new: of a thing that is new, text before the value and after it. again: of one that comes back, in turn.
-    every: of the items of the second half one in so many comes back. turn: what a later turn asks; empty for nothing.
-    """
+    things: without end, none twice; those of one prompt. new: of a thing that is new, text before
+    the value and after it. again: of one that comes back, in turn. every: of the items of the
+    second half one in so many comes back. turn: what a later turn asks; empty for nothing."""
 
     asks: str
     source: str
@@ -73,7 +74,9 @@ class Form:
     turn: str = ""
 
 
-def _numbered(source: Callable[[random.Random], Iterator[str]]) -> Callable[[random.Random], Iterator[Thing]]:
+def _numbered(
+    source: Callable[[random.Random], Iterator[str]],
+) -> Callable[[random.Random], Iterator[Thing]]:
     return lambda rng: (Thing(name, f" {rng.randrange(10**4, 10**5)}") for name in source(rng))
 
 
@@ -83,8 +86,12 @@ def _labelled(rng: random.Random) -> Iterator[Thing]:
 
 
 _FACT = ("The value of {name} is", ".\n")
-_ASKED = Again("Question: What is the value of {name}? Answer: The value of {name} is", ".\n", label="asked")
-_CHAINED = Again("The value of {new} is that of {name}, which is", ".\n", gives=True, label="chained")
+_ASKED = Again(
+    "Question: What is the value of {name}? Answer: The value of {name} is", ".\n", label="asked"
+)
+_CHAINED = Again(
+    "The value of {new} is that of {name}, which is", ".\n", gives=True, label="chained"
+)
 FORMS = {
     "line_asked": Form(
         "numbers of words by questions between the lines",
@@ -105,7 +112,8 @@ FORMS = {
     "facts": Form(
         "what `line_asked` and `chain` ask in one prompt, and more in later turns",
         "LongEval, Li et al. 2023; RULER, Hsieh et al. 2024",
-        "Below values are set, one a line, some of them to the value of an earlier one, and some are asked for.\n\n",
+        "Below values are set, one a line, some of them to the value of an earlier one, and some "
+        "are asked for.\n\n",
         _numbered(words),
         _FACT,
         (_ASKED, _CHAINED),
@@ -124,7 +132,8 @@ FORMS = {
 
 
 def recalls(wanted: Wanted, *, questions: int = 8) -> list[Prompt]:
-    """Prompts of one of FORMS; `questions` of them share a context where it asks in a later turn."""
+    """Prompts of one of FORMS; `questions` of them share a context where it asks in a later
+    turn."""
     questions = questions if FORMS[wanted.name].turn else 1
     made: list[Prompt] = []
     for number in range(-(-wanted.samples // questions)):
@@ -133,17 +142,24 @@ def recalls(wanted: Wanted, *, questions: int = 8) -> list[Prompt]:
 
 
 def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
-    encode, length, form = wanted.encode, wanted.length, FORMS[wanted.name]
+    encode = wanted.encode
+    length = wanted.length
+    form = FORMS[wanted.name]
     head = encode.prefix + encode(form.head)
     named = rng.random()
     things = form.things(random.Random(named))
     # Questions of one context have as many tokens each: it leaves the same room before all of them.
-    some = [thing.name for thing in islice(form.things(random.Random(named)), _NAMES)] if form.turn else []
+    some = (
+        [thing.name for thing in islice(form.things(random.Random(named)), _NAMES)]
+        if form.turn
+        else []
+    )
     turns = encode.each([form.turn.format(name=one) for one in some]) if some else [()]
     size = Counter(map(len, turns)).most_common(1)[0][0]
     room = length - len(head) - size
     ids: list[int] = []
-    # Where each thing began that may come back, in order; what was recalled goes to the end of the line.
+    # Where each thing began that may come back, in order; what was recalled goes to the end of the
+    # line.
     known: list[tuple[int, Thing]] = []
     lines: dict[Thing, tuple[int, int]] = {}
     scored: list[tuple[int, int, str]] = []
@@ -155,14 +171,18 @@ def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
             again = form.again[len(scored) % len(form.again)]
             _, thing = known.pop(rng.choice(due))
             new = next(things)
-            before, after = (text.format(name=thing.name, new=new.name) for text in (again.before, again.after))
+            before, after = (
+                text.format(name=thing.name, new=new.name) for text in (again.before, again.after)
+            )
             said = Thing(new.name, thing.value) if again.gives else thing
         else:
             said = next(things)
             before, after = (text.format(name=said.name) for text in form.new)
         parts = encode.each([before, said.value, after])
         if back:
-            scored.append((len(ids) + len(parts[0]), len(ids) + len(parts[0]) + len(parts[1]), again.label))
+            scored.append(
+                (len(ids) + len(parts[0]), len(ids) + len(parts[0]) + len(parts[1]), again.label)
+            )
         if items >= _CUT:
             known.append((len(ids), said))
             lines[said] = (len(ids), len(ids) + sum(map(len, parts)))
@@ -183,7 +203,9 @@ def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
     for thing in rng.sample(asked, count):
         start, stop = lines[thing]
         find = Find(thing.value, (shift + start, shift + stop))
-        prompts.append(Prompt.to_find((*context, *encode(form.turn.format(name=thing.name))), find, turn=size))
+        prompts.append(
+            Prompt.to_find((*context, *encode(form.turn.format(name=thing.name))), find, turn=size)
+        )
     labels = tuple(label for _, _, label in ranges)
     return [replace(prompts[0], scored=spans, labels=labels), *prompts[1:]]
 
@@ -195,7 +217,9 @@ KINDS = tuple(
         make=recalls,
         parameters=(QUESTIONS,) if form.turn else (),
         asks=form.asks,
-        scored=f"{_INSIDE}; after the first question of a context, whether {BEGINS}" if form.turn else _INSIDE,
+        scored=f"{_INSIDE}; after the first question of a context, whether {BEGINS}"
+        if form.turn
+        else _INSIDE,
         source=form.source,
     )
     for name, form in FORMS.items()

@@ -1,8 +1,7 @@
 """Prompts that ask for one thing out of many: a value by its key, a number hidden in a text.
 
-A prompt is prefix + head + haystack + question. Head and question are whole; what is too much is cut from the
-start of the haystack.
-"""
+A prompt is prefix + head + haystack + question. Head and question are whole; what is too much is
+cut from the start of the haystack."""
 
 from __future__ import annotations
 
@@ -14,7 +13,9 @@ from profiling.prompts.texts import read_ids, read_text
 from profiling.prompts.tokens import Encoder, Ids
 from profiling.prompts.words import sentences
 
-_KV_HEAD = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
+_KV_HEAD = (
+    "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
+)
 _KV_QUESTION = '\n\nKey: "{key}"\nCorresponding value: "'
 _KEY_HEAD = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
@@ -28,7 +29,8 @@ _BATCH = 256
 
 
 def kv_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
-    """A JSON object with UUIDs for keys and values, then one of its keys; the answer is that key's value.
+    """A JSON object with UUIDs for keys and values, then one of its keys; the answer is that key's
+    value.
 
     With `question_first` the key stands before the object only.
     """
@@ -36,10 +38,11 @@ def kv_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
 
 
 def passkey(wanted: Wanted, *, depth: float | None = None) -> list[Prompt]:
-    """A seven-digit key at some depth of a text (the user's, or a generated one), then the question for it.
+    """A seven-digit key at some depth of a text (the user's, or a generated one), then the question
+    for it.
 
-    The same seed hides the same key in the same text at every depth, so that depths can be compared.
-    """
+    The same seed hides the same key in the same text at every depth, so that depths can be
+    compared."""
     encode = wanted.encode
     hay = Hay(wanted)
     head = encode(_KEY_HEAD)
@@ -60,8 +63,10 @@ def passkey(wanted: Wanted, *, depth: float | None = None) -> list[Prompt]:
 
 
 def _key_values(wanted: Wanted, rng: random.Random, first: bool) -> Prompt:
-    encode, length = wanted.encode, wanted.length
-    plain, tail = encode.prefix + encode(_KV_HEAD), encode("}")
+    encode = wanted.encode
+    length = wanted.length
+    plain = encode.prefix + encode(_KV_HEAD)
+    tail = encode("}")
     pairs: list[tuple[str, str]] = []
     haystack: list[int] = []
     starts: list[int] = []
@@ -90,7 +95,8 @@ def _uuid(rng: random.Random) -> str:
 
 
 class Hay:
-    """Tokens to hide something in: of the user's text from a random place on, or else of generated sentences."""
+    """Tokens to hide something in: of the user's text from a random place on, or else of generated
+    sentences."""
 
     def __init__(self, wanted: Wanted) -> None:
         """Read the text.

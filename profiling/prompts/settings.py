@@ -1,9 +1,10 @@
-"""Settings by model: the length and difficulty at which a task shows differences on it, as measured.
+"""Settings by model: the length and difficulty at which a task shows differences on it, as
+measured.
 
-A task shows differences where dense attention is right in 40% to 90% of its prompts, and more often than guessing.
-Where no setting does, the forced choice is its score: whether the right answer is likelier than each wrong one.
-settings.json holds what was found for the models that come as packages; evaluations use it by default.
-"""
+A task shows differences where dense attention is right in 40% to 90% of its prompts, and more often
+than guessing. Where no setting does, the forced choice is its score: whether the right answer is
+likelier than each wrong one. settings.json holds what was found for the models that come as
+packages; evaluations use it by default."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from functools import cache
 from pathlib import Path
 
 # Where dense attention has to be for a task to show what a method loses, and what it could win.
-LOW, HIGH = 0.4, 0.9
+LOW = 0.4
+HIGH = 0.9
 FILE = Path(__file__).with_name("settings.json")
 # A text: what it loses shows on every model.
 TEXT = "prose"
@@ -51,13 +53,17 @@ class Setting:
 
     @property
     def asked(self) -> bool:
-        """Whether it is asked by default: it shows a loss, or is the forced choice of a task that no score shows."""
-        return self.shows or (self.measure == "choice" and self.above_chance and self.difference is not None)
+        """Whether it is asked by default: it shows a loss, or is the forced choice of a task that
+        no score shows."""
+        return self.shows or (
+            self.measure == "choice" and self.above_chance and self.difference is not None
+        )
 
 
 @cache
 def settings(model: str) -> tuple[Setting, ...]:
-    """The settings of a model by the name it was loaded by, the most telling first; none for a model never measured."""
+    """The settings of a model by the name it was loaded by, the most telling first; none for a
+    model never measured."""
     return tuple(Setting(**row) for row in json.loads(FILE.read_bytes()).get(model, ()))
 
 

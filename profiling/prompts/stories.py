@@ -1,9 +1,9 @@
-"""Sparse Frontier's story tasks (Nawrot et al. 2025): chapters of one traveller's purchases, and questions about them.
+"""Sparse Frontier's story tasks (Nawrot et al. 2025): chapters of one traveller's purchases, and
+questions about them.
 
-A prompt is prefix + padding + instruction + question + chapters + question; as many chapters as fit. Retrieval asks for
-places, people and items of chapters, multihop for the item bought just before another, filtering for the chapters in
-which nothing is bought.
-"""
+A prompt is prefix + padding + instruction + question + chapters + question; as many chapters as
+fit. Retrieval asks for places, people and items of chapters, multihop for the item bought just
+before another, filtering for the chapters in which nothing is bought."""
 
 from __future__ import annotations
 
@@ -18,28 +18,64 @@ from profiling.prompts.kind import Kind, Parameter, Prompt, Wanted
 from profiling.prompts.words import names, sentences
 
 _HERO = "Mirabel"
-_HEAD = f"The context holds chapters about {_HERO}'s travels. Answer from it, within <answer> and </answer>.\n\n"
-_OPEN, _CLOSE = "\n<context>\n", "</context>\n"
-_ANSWER, _END = "\n<answer>", "\n</answer>"
-_BOUGHT, _SOLD = f" {_HERO} bought the {{}}.", " She sold the {}."
-_KINDS = "amber brass clay copper cotton glass granite ivory leather linen oak paper pine silk silver wool"
+_HEAD = (
+    f"The context holds chapters about {_HERO}'s travels. Answer from it, "
+    f"within <answer> and </answer>.\n\n"
+)
+_OPEN = "\n<context>\n"
+_CLOSE = "</context>\n"
+_ANSWER = "\n<answer>"
+_END = "\n</answer>"
+_BOUGHT = f" {_HERO} bought the {{}}."
+_SOLD = " She sold the {}."
+_KINDS = (
+    "amber brass clay copper cotton glass granite ivory leather linen "
+    "oak paper pine silk silver wool"
+)
 _LOOKS = (
-    "ancient bent bright broad carved chipped cracked dark dusty faded fancy folded gilded heavy hollow large light "
-    "long matte narrow odd painted pale plain polished rare rough round rusty scented short slim small smooth spotted "
+    "ancient bent bright broad carved chipped cracked dark dusty faded fancy folded gilded heavy "
+    "hollow large light "
+    "long matte narrow odd painted pale plain polished rare rough round rusty scented short slim "
+    "small smooth spotted "
     "square striped tall thin tiny worn"
 )
 _THINGS = (
-    "basin bell belt bowl box brooch brush button candle chair chest clock comb cup dish drum fan flute frame glove "
-    "hat horn kite knife ladle lamp mask mirror mug necklace pipe plate purse ring rug saddle scarf spoon tray vase"
+    "basin bell belt bowl box brooch brush button candle chair chest clock comb cup dish drum fan "
+    "flute frame glove "
+    "hat horn kite knife ladle lamp mask mirror mug necklace pipe plate purse ring rug saddle "
+    "scarf spoon tray vase"
 )
 _PLACES = [
     f"{what} of {where}"
-    for what in ("harbour", "market", "castle", "bridge", "garden", "square", "abbey", "mill", "tower", "inn")
+    for what in (
+        "harbour",
+        "market",
+        "castle",
+        "bridge",
+        "garden",
+        "square",
+        "abbey",
+        "mill",
+        "tower",
+        "inn",
+    )
     for where in ("Arvel", "Bremo", "Cadiss", "Dorne", "Elmar", "Fenwick", "Garro", "Hallin")
 ]
-_EVENTS = ("fair", "wedding", "sale", "concert", "race", "feast", "parade", "play", "trial", "harvest")
+_EVENTS = (
+    "fair",
+    "wedding",
+    "sale",
+    "concert",
+    "race",
+    "feast",
+    "parade",
+    "play",
+    "trial",
+    "harvest",
+)
 _PEOPLE = 250
-_EMPTY, _SLACK = 3, 24
+_EMPTY = 3
+_SLACK = 24
 
 
 class Chapter(NamedTuple):
@@ -64,12 +100,19 @@ class StoryQuestion(NamedTuple):
 
 def stories(wanted: Wanted, *, asked: int = 16) -> list[Prompt]:
     """Prompts of one of FORMS; `asked` is how many numbered questions retrieval has."""
-    encode, length, form = wanted.encode, wanted.length, wanted.name.partition("_")[2]
-    head, opened, closed = encode(_HEAD), encode(_OPEN), encode(_CLOSE)
+    encode = wanted.encode
+    length = wanted.length
+    form = wanted.name.partition("_")[2]
+    head = encode(_HEAD)
+    opened = encode(_OPEN)
+    closed = encode(_CLOSE)
 
     def one(rng: random.Random) -> Prompt:
         # Chapters that might be, for the size of a question.
-        some = [Chapter(max(_PLACES, key=len), "Nobody", "item", "") for _ in range(max(4, length // 60))]
+        some = [
+            Chapter(max(_PLACES, key=len), "Nobody", "item", "")
+            for _ in range(max(4, length // 60))
+        ]
         size = len(encode(_sized(form, some, asked))) + _SLACK
         room = wanted.room(head, opened, closed, encode(_ANSWER), least=2 * size) - 2 * size
         made: list[Chapter] = []
@@ -84,7 +127,12 @@ def stories(wanted: Wanted, *, asked: int = 16) -> list[Prompt]:
                 gone = [_SOLD.format(chapter.sold)] if chapter.sold in never else []
                 gone += [_BOUGHT.format(chapter.item)] if at in empty else []
                 texts[at] = encode(
-                    _titled(at, functools.reduce(lambda text, part: text.replace(part, ""), gone, chapter.text))
+                    _titled(
+                        at,
+                        functools.reduce(
+                            lambda text, part: text.replace(part, ""), gone, chapter.text
+                        ),
+                    )
                 )
         question = FORMS[form](made, empty, asked, rng)
         said = encode(f"{question.text}\n")
@@ -102,14 +150,21 @@ def stories(wanted: Wanted, *, asked: int = 16) -> list[Prompt]:
 
 def _told(made: list[Chapter], rng: random.Random) -> Iterator[str]:
     """Chapters until there are no more items; what is given is put into `made`."""
-    items = [f"{look} {kind} {thing}" for look, kind, thing in product(_LOOKS.split(), _KINDS.split(), _THINGS.split())]
+    items = [
+        f"{look} {kind} {thing}"
+        for look, kind, thing in product(_LOOKS.split(), _KINDS.split(), _THINGS.split())
+    ]
     rng.shuffle(items)
     met = list(product(_PLACES, names(rng, _PEOPLE)))
     rng.shuffle(met)
-    talk, owned = sentences(rng), list[str]()
+    talk = sentences(rng)
+    owned = list[str]()
     for item, (place, person) in zip(items, met, strict=False):
         said = " ".join(next(talk).strip() for _ in range(3))
-        text = f"{_HERO} came to the {place} for a {rng.choice(_EVENTS)} and met {person}. {said}{_BOUGHT.format(item)}"
+        text = (
+            f"{_HERO} came to the {place} for a {rng.choice(_EVENTS)} and met "
+            f"{person}. {said}{_BOUGHT.format(item)}"
+        )
         sold = owned.pop(rng.randrange(len(owned))) if owned and rng.random() < 0.5 else None
         text += _SOLD.format(sold) if sold else ""
         owned.append(item)
@@ -124,7 +179,9 @@ def _titled(at: int, text: str) -> str:
 def _sized(form: str, some: list[Chapter], asked: int) -> str:
     """A question as long as one over so many chapters can be."""
     if form == "retrieval":
-        return "\n".join([_RETRIEVE, *(_ASKED["place"].format(99, len(some)) for _ in range(asked))])
+        return "\n".join(
+            [_RETRIEVE, *(_ASKED["place"].format(99, len(some)) for _ in range(asked))]
+        )
     return (_HOP if form == "multihop" else _FILTER).format("scented granite necklace")
 
 
@@ -138,7 +195,9 @@ _HOP = "Which item did she buy just before she bought the {}? Name the item."
 _FILTER = "In which chapters did she buy nothing? Give their numbers."
 
 
-def _retrieval(made: list[Chapter], empty: set[int], asked: int, rng: random.Random) -> StoryQuestion:
+def _retrieval(
+    made: list[Chapter], empty: set[int], asked: int, rng: random.Random
+) -> StoryQuestion:
     chosen = rng.sample(list(product(range(len(made)), _ASKED)), asked)
     right = [getattr(made[at], kind) for at, kind in chosen]
     lines = [_ASKED[kind].format(n, at + 1) for n, (at, kind) in enumerate(chosen, start=1)]
@@ -146,18 +205,26 @@ def _retrieval(made: list[Chapter], empty: set[int], asked: int, rng: random.Ran
     return StoryQuestion("\n".join([_RETRIEVE, *lines]), answer, "numbered", tuple(right))
 
 
-def _multihop(made: list[Chapter], empty: set[int], asked: int, rng: random.Random) -> StoryQuestion:
+def _multihop(
+    made: list[Chapter], empty: set[int], asked: int, rng: random.Random
+) -> StoryQuestion:
     at = rng.randrange(1, len(made))
     right = made[at - 1].item
-    others = rng.sample([chapter.item for chapter in made if chapter.item != right], min(3, len(made) - 1))
+    others = rng.sample(
+        [chapter.item for chapter in made if chapter.item != right], min(3, len(made) - 1)
+    )
     choices = tuple(f"{item}{_END}" for item in (right, *others))
     return StoryQuestion(_HOP.format(made[at].item), right, "item", (right,), choices)
 
 
-def _filtering(made: list[Chapter], empty: set[int], asked: int, rng: random.Random) -> StoryQuestion:
+def _filtering(
+    made: list[Chapter], empty: set[int], asked: int, rng: random.Random
+) -> StoryQuestion:
     right = [str(at + 1) for at in sorted(empty)]
     some = (sorted(rng.sample(range(len(made)), _EMPTY)) for _ in range(3))
-    lists = dict.fromkeys([", ".join(right), *(", ".join(str(at + 1) for at in each) for each in some)])
+    lists = dict.fromkeys(
+        [", ".join(right), *(", ".join(str(at + 1) for at in each) for each in some)]
+    )
     choices = tuple(f"{numbers}{_END}" for numbers in lists)
     return StoryQuestion(_FILTER, ", ".join(right), "chapters", tuple(right), choices)
 
@@ -171,7 +238,14 @@ FORMS: dict[str, Callable[[list[Chapter], set[int], int, random.Random], StoryQu
 
 def _kind(form: str, asks: str, scored: str, *parameters: Parameter) -> Kind:
     source = "Sparse Frontier, Nawrot et al. 2025"
-    return Kind(name=f"story_{form}", make=stories, parameters=parameters, asks=asks, scored=scored, source=source)
+    return Kind(
+        name=f"story_{form}",
+        make=stories,
+        parameters=parameters,
+        asks=asks,
+        scored=scored,
+        source=source,
+    )
 
 
 KINDS = (
@@ -182,5 +256,9 @@ KINDS = (
         Parameter("asked", int, "how many answers (16)", 1, 1000),
     ),
     _kind("multihop", "the item that was bought just before another", "the item is named"),
-    _kind("filtering", "the chapters in which nothing is bought", "intersection over union; both empty is 1"),
+    _kind(
+        "filtering",
+        "the chapters in which nothing is bought",
+        "intersection over union; both empty is 1",
+    ),
 )

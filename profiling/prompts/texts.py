@@ -1,4 +1,5 @@
-"""Prompts out of texts: windows of the user's, or of Python's own reference; and which tokens of a text copy others."""
+"""Prompts out of texts: windows of the user's, or of Python's own reference; and which tokens of a
+text copy others."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from artifacts import HeadwiseError
 from profiling.prompts.kind import Kind, Prompt, Wanted
 from profiling.prompts.tokens import Encoder, Ids
 
-# Folders of the standard library whose docstrings are prose, and how many characters make one worth reading.
+# Folders of the standard library whose docstrings are prose, and how many characters make one worth
+# reading.
 _LIBRARY: tuple[str, ...] = (
     ".",
     "asyncio",
@@ -28,8 +30,8 @@ _LIBRARY: tuple[str, ...] = (
 )
 _LIBRARY += ("multiprocessing", "unittest", "urllib", "xml/dom", "xml/sax")
 _LEAST = 80
-# Tokens in a row before a token by which it is known to be a copy, and the share of the text that it is from further
-# back than.
+# Tokens in a row before a token by which it is known to be a copy, and the share of the text that
+# it is from further back than.
 _CONTEXT = 4
 _FAR = 4
 # Where statements have others, in the order of their fields.
@@ -37,12 +39,14 @@ _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 
 
 def windows(wanted: Wanted) -> list[Prompt]:
-    """Stretches of a text at random places, apart from one another where the text is long enough for that."""
+    """Stretches of a text at random places, apart from one another where the text is long enough
+    for that."""
     return _stretches(wanted, read_ids(wanted.encode, wanted.file), wanted.file.name)
 
 
 def _stretches(wanted: Wanted, ids: Ids, name: str) -> list[Prompt]:
-    length, samples = wanted.length, wanted.samples
+    length = wanted.length
+    samples = wanted.samples
     room = length - len(wanted.ids())
     if room < 1:
         raise HeadwiseError(f"length {length} is too small: the tokenizer's own start fills it")
@@ -53,7 +57,8 @@ def _stretches(wanted: Wanted, ids: Ids, name: str) -> list[Prompt]:
             f"at least {room + samples - 1}"
         )
     rng = random.Random(f"{wanted.seed} text")
-    # A random order of disjoint windows, all shifted by the same amount; of any windows where there are too few.
+    # A random order of disjoint windows, all shifted by the same amount; of any windows where there
+    # are too few.
     shift = rng.randint(0, len(ids) % room)
     apart = list(range(shift, starts, room))
     chosen = rng.sample(apart if len(apart) >= samples else range(starts), samples)
@@ -63,21 +68,22 @@ def _stretches(wanted: Wanted, ids: Ids, name: str) -> list[Prompt]:
 def prose(wanted: Wanted) -> list[Prompt]:
     """Stretches of the documentation that every Python carries: English of a technical kind.
 
-    First the language reference of help(), then the docstrings of the standard library. Other Python versions have
-    other words in places.
-    """
+    First the language reference of help(), then the docstrings of the standard library. Other
+    Python versions have other words in places."""
     return _stretches(wanted, wanted.encode.whole(pythons_own), "Python's own documentation")
 
 
 @functools.cache
 def pythons_own() -> str:
-    """The topics of help() by name, then the docstrings of the standard library's modules by name, in their order."""
+    """The topics of help() by name, then the docstrings of the standard library's modules by name,
+    in their order."""
     from pydoc_data.topics import topics
 
     library = Path(sysconfig.get_path("stdlib"))
     files = sorted(file for part in _LIBRARY for file in (library / part).glob("*.py"))
     collects = gc.isenabled()
-    # Trees have a million nodes and no cycles; looking for some takes three times as long as parsing.
+    # Trees have a million nodes and no cycles; looking for some takes three times as long as
+    # parsing.
     gc.disable()
     try:
         found = list(chain.from_iterable(map(_docstrings, files)))
@@ -94,12 +100,15 @@ def _docstrings(file: Path) -> list[str]:
     except (OSError, SyntaxError, ValueError):
         return []
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [ast.get_docstring(node) or "" for node in _statements(tree) if isinstance(node, documented)]
+    found = [
+        ast.get_docstring(node) or "" for node in _statements(tree) if isinstance(node, documented)
+    ]
     return [text for text in found if len(text) >= _LEAST]
 
 
 def _statements(tree: ast.Module) -> list[ast.AST]:
-    """A module and its statements in the order of ast.walk, without expressions, which are most of the nodes."""
+    """A module and its statements in the order of ast.walk, without expressions, which are most of
+    the nodes."""
     found: list[ast.AST] = [tree]
     for node in found:
         # The growing list is the queue.
@@ -109,7 +118,8 @@ def _statements(tree: ast.Module) -> list[ast.AST]:
 
 
 def far_copies(ids: Ids, *, context: int = _CONTEXT, far: int | None = None) -> list[int]:
-    """Positions of tokens that continue a repetition: they and the `context` before them came before, and not lately.
+    """Positions of tokens that continue a repetition: they and the `context` before them came
+    before, and not lately.
 
     What a pattern drops shows there, whatever the rest of a text is.
 
@@ -141,9 +151,13 @@ def read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise HeadwiseError(f"{file.name} is not UTF-8 text: byte {error.start} does not belong there") from error
+        raise HeadwiseError(
+            f"{file.name} is not UTF-8 text: byte {error.start} does not belong there"
+        ) from error
     except OSError as error:
-        raise HeadwiseError(f"cannot read {file.name}: {(error.strerror or str(error)).lower()}") from error
+        raise HeadwiseError(
+            f"cannot read {file.name}: {(error.strerror or str(error)).lower()}"
+        ) from error
 
 
 KINDS = (
@@ -158,7 +172,9 @@ KINDS = (
     Kind(
         name="prose",
         make=prose,
-        asks="nothing: windows of Python's own documentation, where no text of the user's is at hand",
+        asks=(
+            "nothing: windows of Python's own documentation, where no text of the user's is at hand"
+        ),
         scored="perplexity",
         source="Python's help() and docstrings",
     ),

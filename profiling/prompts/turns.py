@@ -1,8 +1,9 @@
-"""Questions in a later turn over a context that several of them share: the prefill did not know what would be asked.
+"""Questions in a later turn over a context that several of them share: the prefill did not know
+what would be asked.
 
-After SCBench's shared contexts (Li et al. 2024). A prompt is prefix + head + lines, and as its turn the question. The
-lines that questions need are whole; what is too much is cut from the start of one that none needs.
-"""
+After SCBench's shared contexts (Li et al. 2024). A prompt is prefix + head + lines, and as its turn
+the question. The lines that questions need are whole; what is too much is cut from the start of one
+that none needs."""
 
 from __future__ import annotations
 
@@ -46,8 +47,10 @@ def _items(rng: random.Random) -> Iterator[Item]:
 
 
 def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
-    encode, length = wanted.encode, wanted.length
-    head, tail = encode.prefix + encode(_HEAD), encode(_TAIL)
+    encode = wanted.encode
+    length = wanted.length
+    head = encode.prefix + encode(_HEAD)
+    tail = encode(_TAIL)
     source = _items(random.Random(rng.random()))
     items: list[Item] = []
     lines: list[Ids] = []
@@ -60,14 +63,16 @@ def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
     size = Counter(map(len, asked[: max(count, length // 64)])).most_common(1)[0][0]
     room = length - len(head) - len(tail) - size
     # As many items as fit, and the one that is cut.
-    taken, used = 0, 0
+    taken = 0
+    used = 0
     while used < room:
         used += len(lines[taken])
         taken += 1
     fit = [at for at in range(taken - 1) if len(asked[at]) == size]
     if len(fit) < count:
         raise wanted.too_small(
-            f"it has {len(fit)} of the {count} questions that a context needs; give more tokens, or fewer with "
+            f"it has {len(fit)} of the {count} questions that a context needs; give more tokens, "
+            f"or fewer with "
             f"{wanted.name}@questions=N"
         )
     chosen = rng.sample(fit, count)
@@ -79,7 +84,10 @@ def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
         spans[at] = (len(context), len(context) + len(lines[at]))
         context += lines[at]
     context += tail
-    return [Prompt.to_find((*context, *asked[at]), Find(items[at].answer, spans[at]), turn=size) for at in chosen]
+    return [
+        Prompt.to_find((*context, *asked[at]), Find(items[at].answer, spans[at]), turn=size)
+        for at in chosen
+    ]
 
 
 KINDS = (

@@ -1,4 +1,5 @@
-"""RULER's variable tracking (Hsieh et al. 2024, section 3.2): names that hand a value on, somewhere in a text of noise.
+"""RULER's variable tracking (Hsieh et al. 2024, section 3.2): names that hand a value on, somewhere
+in a text of noise.
 
 A prompt is prefix + worked example + head + noise with assignments + question.
 """
@@ -13,17 +14,23 @@ from profiling.prompts import haystacks
 from profiling.prompts.kind import RULER, SHARE, Find, Kind, Parameter, Prompt, Wanted
 from profiling.prompts.tokens import Encoder, Ids
 
-_HEAD = "Variables are assigned in the text below, some of them from others. Keep track of their values.\n"
+_HEAD = (
+    "Variables are assigned in the text below, some of them from "
+    "others. Keep track of their values.\n"
+)
 _FIRST = "\nVAR {} = {}"
 _NEXT = "\nVAR {} = VAR {}"
-_QUESTION = "\n\nWhich variables have the value {value} in the text above? {count} variables have it:"
+_QUESTION = (
+    "\n\nWhich variables have the value {value} in the text above? {count} variables have it:"
+)
 _EXAMPLE_LINES = 5
 # What RULER lets a model answer with.
 _NEW_TOKENS = 30
 
 
 def variable_tracking(wanted: Wanted, *, chains: int = 1, hops: int = 4) -> list[Prompt]:
-    """`chains` chains of `hops` assignments after the first each; asked for are all variables of one chain."""
+    """`chains` chains of `hops` assignments after the first each; asked for are all variables of
+    one chain."""
     encode = wanted.encode
     noise = haystacks.noise(encode)
 
@@ -32,7 +39,9 @@ def variable_tracking(wanted: Wanted, *, chains: int = 1, hops: int = 4) -> list
         assigned = _chains(chains, hops, 5, rng)
         value, names = rng.choice(assigned)
         hidden = [line for chain in assigned for line in _lines(*chain)]
-        depths = [depth for _ in assigned for depth in sorted(rng.random() for _ in range(hops + 1))]
+        depths = [
+            depth for _ in assigned for depth in sorted(rng.random() for _ in range(hops + 1))
+        ]
         ids_hidden = encode.each(hidden)
         head = example + encode(_HEAD)
         question = encode(_QUESTION.format(value=value, count=len(names)))
@@ -44,7 +53,9 @@ def variable_tracking(wanted: Wanted, *, chains: int = 1, hops: int = 4) -> list
             for at, (name, span) in enumerate(zip(names, places, strict=True))
         ]
         whole = wanted.ids(head, ids, question)
-        return Prompt.to_find(whole, *found, metric="all", references=tuple(names), new_tokens=_NEW_TOKENS)
+        return Prompt.to_find(
+            whole, *found, metric="all", references=tuple(names), new_tokens=_NEW_TOKENS
+        )
 
     return wanted.prompts(one)
 
@@ -57,7 +68,10 @@ def _chains(count: int, hops: int, letters: int, rng: random.Random) -> list[tup
         if name not in names:
             names.append(name)
     values = rng.sample(range(10**4, 10**5), count)
-    return [(str(value), names[at * (hops + 1) : (at + 1) * (hops + 1)]) for at, value in enumerate(values)]
+    return [
+        (str(value), names[at * (hops + 1) : (at + 1) * (hops + 1)])
+        for at, value in enumerate(values)
+    ]
 
 
 def _lines(value: str, names: list[str]) -> list[str]:
@@ -66,7 +80,8 @@ def _lines(value: str, names: list[str]) -> list[str]:
 
 
 def _example(encode: Encoder, chains: int, hops: int, rng: random.Random) -> Ids:
-    """A short text with its question and answer; its variables have three letters, so that they are no others."""
+    """A short text with its question and answer; its variables have three letters, so that they are
+    no others."""
     assigned = _chains(chains, hops, 3, rng)
     value, names = assigned[0]
     lines = [line for chain in assigned for line in _lines(*chain)]
@@ -83,7 +98,9 @@ KINDS = (
         make=variable_tracking,
         parameters=(
             Parameter("chains", int, "how many values are handed on (1)", 1, 1000),
-            Parameter("hops", int, "how many variables take a value from the one before (4)", 1, 1000),
+            Parameter(
+                "hops", int, "how many variables take a value from the one before (4)", 1, 1000
+            ),
         ),
         asks="all variables that have a value, by way of one another",
         scored=SHARE,

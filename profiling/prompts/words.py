@@ -8,25 +8,51 @@ import random
 from collections.abc import Iterator
 
 _ADJECTIVES = (
-    "amber ancient bitter bold brave bright calm clever cold coral crisp curly damp dark deep dusty eager early faint "
-    "fancy fast fierce gentle giant golden grand happy heavy hollow humble icy ivory jolly keen kind large lazy light "
-    "little lone loud lucky mellow mild misty modest narrow noble odd old pale plain proud quick quiet rapid rare ripe "
-    "rough royal rusty sharp short shy silent silver simple slow small smooth soft solid sour spare steep stern still "
-    "stout strict sunny sweet swift tall tame thin tidy tiny vast vivid warm weary wide wild wise witty young zesty"
+    "amber ancient bitter bold brave bright calm clever cold coral crisp curly damp dark deep "
+    "dusty eager early faint "
+    "fancy fast fierce gentle giant golden grand happy heavy hollow humble icy ivory jolly keen "
+    "kind large lazy light "
+    "little lone loud lucky mellow mild misty modest narrow noble odd old pale plain proud quick "
+    "quiet rapid rare ripe "
+    "rough royal rusty sharp short shy silent silver simple slow small smooth soft solid sour "
+    "spare steep stern still "
+    "stout strict sunny sweet swift tall tame thin tidy tiny vast vivid warm weary wide wild wise "
+    "witty young zesty"
 )
 _NOUNS = (
-    "acorn anchor apple arrow badge basket beacon bell bird boat bottle bridge brook button candle canyon castle cat "
-    "chair cloud coat comet copper crane crown dish dog door drum eagle engine falcon feather fence field flag flute "
-    "forest fox garden gate glove goose hammer harbor hawk helmet hill horse island jacket jewel kettle kite ladder "
-    "lake lamp lantern leaf lemon lion maple meadow mirror moon moth mountain needle oak ocean olive orchard otter owl "
-    "paper pearl pencil piano pillow pine planet plum pond raven ribbon river road rocket rose saddle sail shell ship "
-    "spoon star stone stove stream sword table tiger torch tower tree violin wagon wheel whistle window wolf"
+    "acorn anchor apple arrow badge basket beacon bell bird boat bottle bridge brook button candle "
+    "canyon castle cat "
+    "chair cloud coat comet copper crane crown dish dog door drum eagle engine falcon feather "
+    "fence field flag flute "
+    "forest fox garden gate glove goose hammer harbor hawk helmet hill horse island jacket jewel "
+    "kettle kite ladder "
+    "lake lamp lantern leaf lemon lion maple meadow mirror moon moth mountain needle oak ocean "
+    "olive orchard otter owl "
+    "paper pearl pencil piano pillow pine planet plum pond raven ribbon river road rocket rose "
+    "saddle sail shell ship "
+    "spoon star stone stove stream sword table tiger torch tower tree violin wagon wheel whistle "
+    "window wolf"
 )
-_WHO = "the farmer|a traveller|the old clerk|my neighbour|the captain|a young painter|the baker|her brother"
-_DID = "walked past|remembered|described|looked for|painted|wrote about|asked about|forgot|returned to|admired"
-_WHAT = "the harbour|a broken clock|the north road|an empty house|the market|a letter|the river|the stone bridge"
-_WHEN = "before sunrise|in the rain|that winter|after supper|on the way home|without a word|for the last time"
-_THEN = "and nobody minded|while the wind rose|as everyone did then|though it was late|because the road was long"
+_WHO = (
+    "the farmer|a traveller|the old clerk|my neighbour|the captain|a "
+    "young painter|the baker|her brother"
+)
+_DID = (
+    "walked past|remembered|described|looked for|painted|wrote "
+    "about|asked about|forgot|returned to|admired"
+)
+_WHAT = (
+    "the harbour|a broken clock|the north road|an empty house|the "
+    "market|a letter|the river|the stone bridge"
+)
+_WHEN = (
+    "before sunrise|in the rain|that winter|after supper|on the way "
+    "home|without a word|for the last time"
+)
+_THEN = (
+    "and nobody minded|while the wind rose|as everyone did then|though it "
+    "was late|because the road was long"
+)
 
 
 def sentences(rng: random.Random) -> Iterator[str]:
@@ -50,7 +76,8 @@ def words(rng: random.Random) -> Iterator[str]:
 
 
 def compounds(rng: random.Random) -> Iterator[str]:
-    """Words such as `pearlmisty` without end, none twice: short for a tokenizer, and as many as a list may need."""
+    """Words such as `pearlmisty` without end, none twice: short for a tokenizer, and as many as a
+    list may need."""
     pairs = list(_compounds())
     rng.shuffle(pairs)
     yield from pairs
@@ -60,7 +87,9 @@ def compounds(rng: random.Random) -> Iterator[str]:
 
 @functools.cache
 def _pairs() -> tuple[str, ...]:
-    return tuple(f"{adjective}-{noun}" for adjective in _ADJECTIVES.split() for noun in _NOUNS.split())
+    return tuple(
+        f"{adjective}-{noun}" for adjective in _ADJECTIVES.split() for noun in _NOUNS.split()
+    )
 
 
 @functools.cache
@@ -75,10 +104,14 @@ def five_digits(rng: random.Random) -> str:
 
 
 def names(rng: random.Random, count: int, *, apart_from: str = "") -> list[str]:
-    """Made-up names such as `Gikaz`, all different, none of which is in the text `apart_from` in any case."""
-    taken, found = apart_from.lower(), dict[str, None]()
+    """Made-up names such as `Gikaz`, all different, none of which is in the text `apart_from` in
+    any case."""
+    taken = apart_from.lower()
+    found = dict[str, None]()
     while len(found) < count:
-        name = "".join(rng.choice(letters) for letters in ("bdfgklmnprstvz", "aeiou") * 2) + rng.choice("kpxz")
+        name = "".join(
+            rng.choice(letters) for letters in ("bdfgklmnprstvz", "aeiou") * 2
+        ) + rng.choice("kpxz")
         if name not in taken:
             found[name.capitalize()] = None
     return list(found)

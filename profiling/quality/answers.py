@@ -1,4 +1,5 @@
-"""Quality of a model under whatever attention is applied to it: the loss of a text, and greedy answers.
+"""Quality of a model under whatever attention is applied to it: the loss of a text, and greedy
+answers.
 
 Shapes: S prompt length, V vocabulary.
 """
@@ -17,7 +18,8 @@ from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt
 from profiling.quality.contexts import prefilled
 
-# Logits turned to fp32 at once: V is large and the whole prompt's would be the biggest tensor of all.
+# Logits turned to fp32 at once: V is large and the whole prompt's would be the biggest tensor of
+# all.
 _ROWS = 512
 # Tokens that an answer may have beside the right one's.
 _EXTRA = 2
@@ -37,7 +39,9 @@ def negative_log_likelihood(model: Any, prompt: Prompt) -> torch.Tensor:
     )
 
 
-def answer(model: Any, tokenizer: Any, prompt: Prompt, *, cache: Callable[[], Any] | None = None) -> str:
+def answer(
+    model: Any, tokenizer: Any, prompt: Prompt, *, cache: Callable[[], Any] | None = None
+) -> str:
     """The model's greedy continuation, of at most `new_tokens`.
 
     `cache` makes the cache to decode with; transformers' own if None.
@@ -54,7 +58,8 @@ def answers(
     label: str,
     cache: Callable[[], Any] | None = None,
 ) -> list[str]:
-    """The greedy answers to all prompts, with progress; each has a cache of its own, a shared context one prefill."""
+    """The greedy answers to all prompts, with progress; each has a cache of its own, a shared
+    context one prefill."""
     # Generation feeds the last token of a later turn itself.
     later = {number: prompt for number, prompt in enumerate(prompts) if prompt.turn}
     before = [replace(p, input_ids=p.input_ids[:-1], turn=p.turn - 1) for p in later.values()]
@@ -75,15 +80,21 @@ def _generated(model: Any, tokenizer: Any, prompt: Prompt, cache: Any) -> str:
         max_new_tokens=new_tokens(tokenizer, prompt),
         do_sample=False,
         past_key_values=cache,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id
+        if tokenizer.pad_token_id is not None
+        else tokenizer.eos_token_id,
     )
     text: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
     return text.strip()
 
 
 def new_tokens(tokenizer: Any, prompt: Prompt) -> int:
-    """How many tokens an answer may have: what the task allows, or as many as the expected one and a few more."""
-    return prompt.new_tokens or len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"]) + _EXTRA
+    """How many tokens an answer may have: what the task allows, or as many as the expected one and
+    a few more."""
+    return (
+        prompt.new_tokens
+        or len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"]) + _EXTRA
+    )
 
 
 def ends(model: Any, tokenizer: Any) -> set[int]:
@@ -94,5 +105,6 @@ def ends(model: Any, tokenizer: Any) -> set[int]:
 
 
 def is_right(prompt: Prompt, given: str) -> bool:
-    """Whether an answer is fully right by the metric of its task; none is where no answer is known."""
+    """Whether an answer is fully right by the metric of its task; none is where no answer is
+    known."""
     return prompt.answer is not None and score(prompt, given) == 1

@@ -1,4 +1,5 @@
-"""Prompts prefilled under whatever is applied to a model: a shared context once, and what comes after it densely.
+"""Prompts prefilled under whatever is applied to a model: a shared context once, and what comes
+after it densely.
 
 Shapes: N new tokens, V vocabulary.
 """
@@ -16,12 +17,14 @@ from torch import Tensor
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Ids
 
-# What is fed after a prefill comes in pieces so small that the runtime takes none for a chunk of a long prompt.
+# What is fed after a prefill comes in pieces so small that the runtime takes none for a chunk of a
+# long prompt.
 PIECE = 16
 
 
 def by_context(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """The numbers of the prompts, those with the same context together, in the order of each one's first."""
+    """The numbers of the prompts, those with the same context together, in the order of each one's
+    first."""
     found: dict[Ids, list[int]] = {}
     for number, prompt in enumerate(prompts):
         found.setdefault(prompt.context, []).append(number)
@@ -30,14 +33,17 @@ def by_context(prompts: Sequence[Prompt]) -> list[list[int]]:
 
 @torch.no_grad()
 def fed(model: Any, ids: Ids, cache: Any) -> Tensor:
-    """Logits (N, V) after each of some ids that follow what the cache holds, with dense attention."""
+    """Logits (N, V) after each of some ids that follow what the cache holds, with dense
+    attention."""
     parts = [ids[at : at + PIECE] for at in range(0, len(ids), PIECE)]
     rows = [_logits(model, part, cache) for part in parts]
     return torch.cat(rows)
 
 
 def _logits(model: Any, ids: Ids, cache: Any) -> Tensor:
-    found: Tensor = model(torch.tensor([ids], device=model.device), past_key_values=cache, use_cache=True).logits[0]
+    found: Tensor = model(
+        torch.tensor([ids], device=model.device), past_key_values=cache, use_cache=True
+    ).logits[0]
     return found
 
 
@@ -57,7 +63,9 @@ class Prefilled(NamedTuple):
 
 
 @torch.no_grad()
-def prefilled(model: Any, prompts: Sequence[Prompt], *, cache: Callable[[], Any] | None = None) -> Iterator[Prefilled]:
+def prefilled(
+    model: Any, prompts: Sequence[Prompt], *, cache: Callable[[], Any] | None = None
+) -> Iterator[Prefilled]:
     """Prefill prompts, a context that several share once: each goes on from a copy of its cache.
 
     They come in the order of by_context.
@@ -72,8 +80,11 @@ def prefilled(model: Any, prompts: Sequence[Prompt], *, cache: Callable[[], Any]
         places = [scored_places(prompts[number]) for number in numbers]
         kept = torch.tensor([*chain.from_iterable(places), len(context) - 1], device=model.device)
         ids = torch.tensor([context], device=model.device)
-        output = model(ids, past_key_values=cache() if cache else None, use_cache=True, logits_to_keep=kept)
-        held, rows = output.past_key_values, output.logits[0].split([*map(len, places), 1])
+        output = model(
+            ids, past_key_values=cache() if cache else None, use_cache=True, logits_to_keep=kept
+        )
+        held = output.past_key_values
+        rows = output.logits[0].split([*map(len, places), 1])
         for number, scored in zip(numbers, rows, strict=False):
             own = held if number == numbers[-1] else copy.deepcopy(held)
             turn = prompts[number].input_ids[len(context) :]

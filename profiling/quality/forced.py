@@ -1,4 +1,5 @@
-"""Right answers under teacher forcing: the loss of each of their tokens, and whether all of them are the likeliest.
+"""Right answers under teacher forcing: the loss of each of their tokens, and whether all of them
+are the likeliest.
 
 Shapes: A answer length, V vocabulary.
 """
@@ -34,7 +35,8 @@ class ForcedAnswer:
 
     @property
     def right(self) -> bool:
-        """Whether every token was the likeliest: the greedy answer then begins with this one, found in one forward."""
+        """Whether every token was the likeliest: the greedy answer then begins with this one, found
+        in one forward."""
         return all(self.hits)
 
     @property
@@ -60,11 +62,14 @@ def forced(logits: Tensor, right: Ids) -> ForcedAnswer:
     """An answer of A ids from the logits (A, V) before each of them."""
     targets = torch.tensor(right, device=logits.device)
     losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
-    return ForcedAnswer(nll=tuple(losses.tolist()), hits=tuple((logits.argmax(-1) == targets).tolist()))
+    return ForcedAnswer(
+        nll=tuple(losses.tolist()), hits=tuple((logits.argmax(-1) == targets).tolist())
+    )
 
 
 def answer_ids(tokenizer: Any, prompt: Prompt) -> Ids:
-    """The ids of the right answer as they follow the prompt's: tokenizers differ on what the start of a text is."""
+    """The ids of the right answer as they follow the prompt's: tokenizers differ on what the start
+    of a text is."""
     text = prompt.continuation
     before = tokenizer.decode(prompt.input_ids[-1:])[-1:]
     if text is None or not text.strip():
@@ -82,7 +87,8 @@ def asks(prompt: Prompt) -> bool:
 
 
 def compared(prompt: Prompt) -> tuple[str, ...]:
-    """The answers that a forced choice compares, in the prompt's order: the right one and CHOICES - 1 at most.
+    """The answers that a forced choice compares, in the prompt's order: the right one and CHOICES -
+    1 at most.
 
     None where the right one is not among its choices.
     """

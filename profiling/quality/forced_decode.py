@@ -1,7 +1,8 @@
-"""Texts decoded token by token as they stand: what each token loses, and how far a cache leads away from a full one.
+"""Texts decoded token by token as they stand: what each token loses, and how far a cache leads away
+from a full one.
 
-Shapes: T texts, of which B are decoded together, S tokens of each, F forced ones at their end, V vocabulary.
-"""
+Shapes: T texts, of which B are decoded together, S tokens of each, F forced ones at their end, V
+vocabulary."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _TOGETHER = 8
 
 
 class Begun(NamedTuple):
-    """Texts (B, S) whose cache has all but their forced tokens, and the logits of the first of these (B, V)."""
+    """Texts (B, S) whose cache has all but their forced tokens, and the logits of the first of
+    these (B, V)."""
 
     ids: Tensor
     cache: Any
@@ -32,18 +34,25 @@ class Begun(NamedTuple):
 
 
 @torch.no_grad()
-def begin(model: Any, cache: Callable[[], Any], texts: Sequence[Prompt], forced: int) -> Iterator[Begun]:
+def begin(
+    model: Any, cache: Callable[[], Any], texts: Sequence[Prompt], forced: int
+) -> Iterator[Begun]:
     """Prefill texts of one length, some together, by the attention that is applied."""
     for start in range(0, len(texts), _TOGETHER):
-        ids = torch.tensor([text.input_ids for text in texts[start : start + _TOGETHER]], device=model.device)
+        ids = torch.tensor(
+            [text.input_ids for text in texts[start : start + _TOGETHER]], device=model.device
+        )
         made = cache()
-        first = model(ids[:, :-forced], past_key_values=made, use_cache=True, logits_to_keep=1).logits[:, -1]
+        first = model(
+            ids[:, :-forced], past_key_values=made, use_cache=True, logits_to_keep=1
+        ).logits[:, -1]
         yield Begun(ids, made, first)
 
 
 @torch.no_grad()
 def steps(model: Any, begun: Begun, forced: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each forced token (B), with log p of every token where it stands (B, V) fp32; the cache takes them in."""
+    """Each forced token (B), with log p of every token where it stands (B, V) fp32; the cache takes
+    them in."""
     ids, cache, logits = begun
     start = ids.shape[1] - forced
     for at in bar(range(start, ids.shape[1]), desc="forced decode"):
@@ -59,20 +68,27 @@ def forced_losses(model: Any, begun: Iterator[Begun] | Sequence[Begun], forced: 
     """
     found = []
     for some in begun:
-        own = some._replace(cache=copy.deepcopy(some.cache)) if isinstance(begun, Sequence) else some
-        losses = [-log_probs.gather(1, tokens[:, None])[:, 0] for tokens, log_probs in steps(model, own, forced)]
+        own = (
+            some._replace(cache=copy.deepcopy(some.cache)) if isinstance(begun, Sequence) else some
+        )
+        losses = [
+            -log_probs.gather(1, tokens[:, None])[:, 0]
+            for tokens, log_probs in steps(model, own, forced)
+        ]
         found.append(torch.stack(losses, dim=1))
     return torch.cat(found)
 
 
 def dense_losses(model: Any, texts: Sequence[Prompt], forced: int) -> Tensor:
-    """The same by the attention that is applied in one prefill, which is what a cache that keeps everything gives."""
+    """The same by the attention that is applied in one prefill, which is what a cache that keeps
+    everything gives."""
     return torch.stack([negative_log_likelihood(model, text)[-forced:] for text in texts])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Divergence:
-    """Of each forced token, prompt by prompt (prompts * F): KL(full || cache) in nats, and the loss of each of them."""
+    """Of each forced token, prompt by prompt (prompts * F): KL(full || cache) in nats, and the loss
+    of each of them."""
 
     kl: np.ndarray
     loss: np.ndarray
@@ -81,7 +97,12 @@ class Divergence:
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """Those of several prompts as one."""
-        return cls(**{name: np.concatenate([asdict(part)[name] for part in parts]) for name in asdict(parts[0])})
+        return cls(
+            **{
+                name: np.concatenate([asdict(part)[name] for part in parts])
+                for name in asdict(parts[0])
+            }
+        )
 
     @property
     def mean_kl(self) -> float:
@@ -96,8 +117,12 @@ class Divergence:
 def divergence(
     model: Any, full: Callable[[], Any], method: Callable[[], Any], prompt: Prompt, forced: int
 ) -> Divergence:
-    """A method's divergence from `full` on a prompt; both make a cache and are called under what serves it."""
-    both = [steps(model, next(begin(model, cache, [prompt], forced)), forced) for cache in (full, method)]
+    """A method's divergence from `full` on a prompt; both make a cache and are called under what
+    serves it."""
+    both = [
+        steps(model, next(begin(model, cache, [prompt], forced)), forced)
+        for cache in (full, method)
+    ]
     rows = [
         torch.stack((kl_divergence(full, own)[0], -own[0, token[0]], -full[0, token[0]]))
         for (token, full), (_, own) in zip(*both, strict=True)

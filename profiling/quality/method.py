@@ -1,4 +1,5 @@
-"""A method: an artifact in memory, or None for dense attention, and the cache that it decodes with."""
+"""A method: an artifact in memory, or None for dense attention, and the cache that it decodes
+with."""
 
 from __future__ import annotations
 
@@ -22,17 +23,15 @@ from runtime.layers import text_config
 class Method:
     """A method for one model at one length.
 
-    dense: which dense attention it is where it has no artifact.
-    identity: a hash of all that its results depend on but model, prompt and number format.
-    density: share of the causal area that prefill computes, mean over heads, on the calibration prompt.
-    kept: share of the prompt's keys and values that decode attends to. Both are None where nobody counted.
-    evicts: its cache is no plain one, so that what it does shows in decode only.
-    sizes: in words.
-    offload: where keys and values that are not chosen are kept, as for Headwise.new_cache.
-    check_weights: whether the model's weights have to be those that the artifact was made for.
-    applied: puts it on a model where it is no artifact and none of the dense attentions; never timed.
-    changed: makes another cache of the artifact's new one.
-    """
+    dense: which dense attention it is where it has no artifact. identity: a hash of all that its
+    results depend on but model, prompt and number format. density: share of the causal area that
+    prefill computes, mean over heads, on the calibration prompt. kept: share of the prompt's keys
+    and values that decode attends to. Both are None where nobody counted. evicts: its cache is no
+    plain one, so that what it does shows in decode only. sizes: in words. offload: where keys and
+    values that are not chosen are kept, as for Headwise.new_cache. check_weights: whether the
+    model's weights have to be those that the artifact was made for. applied: puts it on a model
+    where it is no artifact and none of the dense attentions; never timed. changed: makes another
+    cache of the artifact's new one."""
 
     name: str
     make: Callable[[], Headwise | None]
@@ -63,7 +62,8 @@ class Method:
         )
 
     def asked(self, model: Any) -> AbstractContextManager[object]:
-        """The same where prompts are answered: what sdpa prefills Headwise's kernel decodes, many times as fast."""
+        """The same where prompts are answered: what sdpa prefills Headwise's kernel decodes, many
+        times as fast."""
         plain = self.applied is None and self.headwise is None and self.dense == MODEL
         own = str(text_config(model)._attn_implementation)
         return choosing(model, None) if plain and own == "sdpa" else self.apply(model)
@@ -79,7 +79,8 @@ class Method:
 
 
 def of_policy(loaded: LoadedModel, name: str, kind: CacheKind | None) -> Method:
-    """Dense attention by Headwise's kernel, and layers that do not slide under one policy; None keeps everything."""
+    """Dense attention by Headwise's kernel, and layers that do not slide under one policy; None
+    keeps everything."""
     made = None if kind is None else with_policy(loaded, kind.policy)
     return Method(
         name=name,

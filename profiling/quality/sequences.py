@@ -1,10 +1,11 @@
-"""Prompts with their right answers as token sequences, and what attention does to the model's predictions on them.
+"""Prompts with their right answers as token sequences, and what attention does to the model's
+predictions on them.
 
 Shapes: S tokens of a sequence, P positions that are compared, A answers, V vocabulary.
 
-A sequence is a context, which is prefilled under the attention in question, and what comes after it with dense
-attention, as serving has it: later turns and answers, each after the right ones before it (teacher forcing).
-"""
+A sequence is a context, which is prefilled under the attention in question, and what comes after it
+with dense attention, as serving has it: later turns and answers, each after the right ones before
+it (teacher forcing)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from profiling.quality.contexts import by_context
 from profiling.quality.forced import answer_ids, asks
 
 # Positions of a sequence that are compared; their dense log-probabilities are held in fp16.
-_MOST, _HELD = 256, 1 << 25
+_MOST = 256
+_HELD = 1 << 25
 # The kind of answers of later turns, where there are others.
 _LATER = "later"
 # Log-probabilities turned to fp32 at once.
@@ -44,10 +46,9 @@ LEAST = -1e4
 class TokenSequence:
     """What one forward pass runs over.
 
-    ids: S of them. context: how many are prefilled; the rest attends to everything. answers: half-open ranges of ids
-    that are right answers; labels: the kind of each, where there are several. task: as
-    profiling.prompts.prompt.Task.name has it.
-    """
+    ids: S of them. context: how many are prefilled; the rest attends to everything. answers:
+    half-open ranges of ids that are right answers; labels: the kind of each, where there are
+    several. task: as profiling.prompts.prompt.Task.name has it."""
 
     task: str
     ids: Ids
@@ -72,7 +73,8 @@ class TokenSequence:
 
 
 def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
-    """The prompts with their right answers, those of one context in one sequence, question after question.
+    """The prompts with their right answers, those of one context in one sequence, question after
+    question.
 
     What follows the last answer is a new line, so that the end of an answer counts as well.
     """
@@ -80,7 +82,9 @@ def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
     found = []
     for numbers in by_context(prompts):
         first = prompts[numbers[0]]
-        ids, spans, labels = list(first.context), list(first.scored), list(first.labels)
+        ids = list(first.context)
+        spans = list(first.scored)
+        labels = list(first.labels)
         for number in numbers:
             prompt = prompts[number]
             ids += prompt.input_ids[len(prompt.context) :]
@@ -89,7 +93,9 @@ def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
                 spans.append((len(ids), len(ids) + len(right)))
                 labels += [_LATER] if first.labels else []
                 ids += [*right, *after]
-        about = TokenSequence(task=first.task, ids=tuple(ids), context=len(first.context), answers=tuple(spans))
+        about = TokenSequence(
+            task=first.task, ids=tuple(ids), context=len(first.context), answers=tuple(spans)
+        )
         found.append(replace(about, labels=tuple(labels)))
     return found
 
@@ -98,10 +104,9 @@ def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
 class Losses:
     """What attention does to one sequence's predictions, beside dense attention.
 
-    kl: (P,) KL(dense || found) in nats at positions spread over the context. nll, dense_nll: (P,) -log p of the tokens
-    that follow them. Of the answers, (A,) each: their number of tokens, -log p, and whether every token was the
-    likeliest.
-    """
+    kl: (P,) KL(dense || found) in nats at positions spread over the context. nll, dense_nll: (P,)
+    -log p of the tokens that follow them. Of the answers, (A,) each: their number of tokens, -log
+    p, and whether every token was the likeliest."""
 
     kl: np.ndarray
     nll: np.ndarray
@@ -122,11 +127,12 @@ class Losses:
 class Agreement:
     """How near attention comes to dense attention on one sequence, whatever the right answers are.
 
-    For lengths at which the model itself gives no right answers: what is then to be kept is what dense attention does.
+    For lengths at which the model itself gives no right answers: what is then to be kept is what
+    dense attention does.
 
-    kl: KL(dense || found) in nats, mean over positions spread over the context. same: the share of these whose
-    likeliest token is dense attention's. as_dense: the share of the answers of which every token is; None without any.
-    """
+    kl: KL(dense || found) in nats, mean over positions spread over the context. same: the share of
+    these whose likeliest token is dense attention's. as_dense: the share of the answers of which
+    every token is; None without any."""
 
     kl: float
     same: float
@@ -138,8 +144,9 @@ Plans = Mapping[int, LayerPlan]
 
 
 class _Predicted(NamedTuple):
-    """log_probs: (P, V) at a sequence's positions. nll: of all tokens of its answers, one after the other. likeliest:
-    the likeliest tokens at the positions, and in the places of the answers' tokens."""
+    """log_probs: (P, V) at a sequence's positions. nll: of all tokens of its answers, one after the
+    other. likeliest: the likeliest tokens at the positions, and in the places of the answers'
+    tokens."""
 
     log_probs: Tensor
     nll: Tensor
@@ -147,9 +154,12 @@ class _Predicted(NamedTuple):
 
 
 class Reference:
-    """What a model predicts on sequences under dense attention by our kernel, to compare other attention with."""
+    """What a model predicts on sequences under dense attention by our kernel, to compare other
+    attention with."""
 
-    def __init__(self, model: Any, found: Sequence[TokenSequence], *, backend: str = "auto") -> None:
+    def __init__(
+        self, model: Any, found: Sequence[TokenSequence], *, backend: str = "auto"
+    ) -> None:
         """Nothing is run yet.
 
         Raises:
@@ -166,7 +176,8 @@ class Reference:
     def positions(self, number: int) -> Tensor:
         """(P,) positions of a sequence that are compared, spread over its context."""
         one = self.sequences[number]
-        # The context's last token is followed by a later turn, or by an answer, which counts for itself.
+        # The context's last token is followed by a later turn, or by an answer, which counts for
+        # itself.
         spread = torch.linspace(0, one.context - 2, min(self._most, one.context - 1)).long()
         return spread.to(self._model.device)
 
@@ -174,9 +185,8 @@ class Reference:
         """Take what dense attention predicts from a pass that was made anyway.
 
         Args:
-            number: of the sequence.
-            log_probs: (P, V) at `positions(number)`.
-            nll, likeliest: (S - 1,) -log p of each token but the first, and the likeliest one in its place.
+            number: of the sequence. log_probs: (P, V) at `positions(number)`. nll, likeliest: (S -
+            1,) -log p of each token but the first, and the likeliest one in its place.
         """
         before = self._before(number)
         kept = torch.cat([self.positions(number), before])
@@ -189,15 +199,19 @@ class Reference:
 
     def losses(self, number: int, plans: Plans) -> Losses:
         """Run the model over a sequence with these patterns, and compare."""
-        one, positions = self.sequences[number], self.positions(number)
-        dense, found = self._known(number), self._predicted(number, self._by(plans, one))
+        one = self.sequences[number]
+        positions = self.positions(number)
+        dense = self._known(number)
+        found = self._predicted(number, self._by(plans, one))
         ids = torch.tensor(one.ids, device=positions.device)
         targets = ids[positions + 1][:, None]
         answers = ids[self._before(number) + 1]
         sizes = [stop - start for start, stop in one.answers]
 
         def of_answers(values: Tensor, of: Callable[[Tensor], Tensor], dtype: type) -> np.ndarray:
-            return np.array([of(part).item() for part in values.split(sizes)] if sizes else [], dtype=dtype)
+            return np.array(
+                [of(part).item() for part in values.split(sizes)] if sizes else [], dtype=dtype
+            )
 
         return Losses(
             kl=_divergence(dense, found).cpu().numpy(),
@@ -211,8 +225,10 @@ class Reference:
         )
 
     def agreement(self, number: int, applied: AbstractContextManager[object]) -> Agreement:
-        """Run the model over a sequence within a context that puts other attention on it, and compare."""
-        dense, found = self._known(number), self._predicted(number, applied)
+        """Run the model over a sequence within a context that puts other attention on it, and
+        compare."""
+        dense = self._known(number)
+        found = self._predicted(number, applied)
         # Rounded as the dense ones are held, so that the same attention differs by nothing.
         found = found._replace(log_probs=found.log_probs.half())
         same = found.likeliest == dense.likeliest
@@ -226,33 +242,44 @@ class Reference:
         )
 
     def _known(self, number: int) -> _Predicted:
-        """What dense attention predicts on a sequence, by a pass of its own where none was known."""
+        """What dense attention predicts on a sequence, by a pass of its own where none was
+        known."""
         if number not in self._dense:
             found = self._predicted(number, self._by({}, self.sequences[number]))
             self._dense[number] = found._replace(log_probs=found.log_probs.half())
         return self._dense[number]
 
     def _by(self, plans: Plans, one: TokenSequence) -> AbstractContextManager[object]:
-        """A context within which the model attends by patterns, where a layer has some, and else densely."""
+        """A context within which the model attends by patterns, where a layer has some, and else
+        densely."""
         return attending(self._model, planned(plans, one.context, backend=self._backend))
 
     def _before(self, number: int) -> Tensor:
         """The positions before the tokens of a sequence's answers."""
-        at = [at for start, stop in self.sequences[number].answers for at in range(start - 1, stop - 1)]
+        at = [
+            at
+            for start, stop in self.sequences[number].answers
+            for at in range(start - 1, stop - 1)
+        ]
         return torch.tensor(at, dtype=torch.long, device=self._model.device)
 
     @torch.inference_mode()
     def _predicted(self, number: int, applied: AbstractContextManager[object]) -> _Predicted:
-        one, spread, before = self.sequences[number], self.positions(number), self._before(number)
+        one = self.sequences[number]
+        spread = self.positions(number)
+        before = self._before(number)
         ids = torch.tensor(one.ids, device=self._model.device)
         with applied:
-            output = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=torch.cat([spread, before]))
+            output = self._model(
+                input_ids=ids[None], use_cache=False, logits_to_keep=torch.cat([spread, before])
+            )
         logits, of_answers = output.logits[0].split([len(spread), len(before)])
         nll = torch.zeros(len(before), device=ids.device)
         # Answers may have many tokens: of their logits nothing is kept.
         for start in range(0, len(before), _ROWS):
             rows = slice(start, start + _ROWS)
-            targets, some = ids[before[rows] + 1], of_answers[rows].float()
+            targets = ids[before[rows] + 1]
+            some = of_answers[rows].float()
             nll[rows] = some.logsumexp(-1) - some.gather(1, targets[:, None])[:, 0]
         log_probs = logits.float().log_softmax(-1).clamp_min_(LEAST)
         return _Predicted(log_probs, nll.clamp_max_(-LEAST), output.logits[0].argmax(-1))
@@ -261,29 +288,42 @@ class Reference:
 def _divergence(dense: _Predicted, found: _Predicted) -> Tensor:
     """KL(dense || found) in nats at each position, (P,) fp32."""
     pairs = zip(dense.log_probs.split(_ROWS), found.log_probs.split(_ROWS), strict=True)
-    return torch.cat([kl_divergence(rows.float(), other.float()) for rows, other in pairs]).clamp_min_(0)
+    return torch.cat(
+        [kl_divergence(rows.float(), other.float()) for rows, other in pairs]
+    ).clamp_min_(0)
 
 
 def kl_divergence(log_probs: Tensor, others: Tensor) -> Tensor:
-    """KL(p || q) in nats of distributions over the vocabulary: (..., V) log p and log q to (...)."""
+    """KL(p || q) in nats of distributions over the vocabulary: (..., V) log p and log q to
+    (...)."""
     return (log_probs.exp() * (log_probs - others)).sum(-1)
 
 
 def planned(plans: Plans, context: int, *, backend: str = "auto") -> Visit:
-    """Attention by patterns in a prefill of `context` tokens, dense in what comes after it and in layers without.
+    """Attention by patterns in a prefill of `context` tokens, dense in what comes after it and in
+    layers without.
 
-    Dense attention is by Headwise's kernel; layers with a window of their own are left as the model has them.
-    """
+    Dense attention is by Headwise's kernel; layers with a window of their own are left as the model
+    has them."""
 
     def visit(inputs: LayerInputs) -> Tensor | None:
         if inputs.sliding_window is not None:
             return None
-        q, k, v = inputs.q, inputs.k, inputs.v
-        options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "sinks": inputs.sinks}
+        q = inputs.q
+        k = inputs.k
+        v = inputs.v
+        options: dict[str, Any] = {
+            "scale": inputs.scale,
+            "softcap": inputs.softcap,
+            "sinks": inputs.sinks,
+        }
         options["backend"] = backend
-        plan, length = plans.get(inputs.layer), q.shape[2]
+        plan = plans.get(inputs.layer)
+        length = q.shape[2]
         if plan is None:
-            return sparse_attention(q, k, v, dense_index(1, q.shape[1], length, length, q.device), **options)
+            return sparse_attention(
+                q, k, v, dense_index(1, q.shape[1], length, length, q.device), **options
+            )
         before = slice(0, context)
         index = plan.build(q[:, :, before], k[:, :, before], scale=inputs.scale)
         out = sparse_attention(q[:, :, before], k[:, :, before], v[:, :, before], index, **options)
@@ -298,4 +338,6 @@ def planned(plans: Plans, context: int, *, backend: str = "auto") -> Visit:
 def check_logits(model: Any) -> None:
     """Raise HeadwiseError where a model computes the logits of all tokens or none."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise HeadwiseError(f"{type(model).__name__} has no logits_to_keep: logits of long prompts do not fit")
+        raise HeadwiseError(
+            f"{type(model).__name__} has no logits_to_keep: logits of long prompts do not fit"
+        )

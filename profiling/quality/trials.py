@@ -1,4 +1,5 @@
-"""One prompt under one method: the greedy answer and how near the right one was, or how well a text was foreseen.
+"""One prompt under one method: the greedy answer and how near the right one was, or how well a text
+was foreseen.
 
 Shapes: S prompt length, A answer length, V vocabulary.
 """
@@ -36,7 +37,8 @@ VERSION = 5
 def trials(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], method: Method
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """What the method, which has to be applied to the model, makes of prompts: the number of each, and plain data.
+    """What the method, which has to be applied to the model, makes of prompts: the number of each,
+    and plain data.
 
     Contexts that prompts share are prefilled once.
     """
@@ -55,13 +57,14 @@ def _asks(prompt: Prompt) -> bool:
 
 @torch.no_grad()
 def answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> dict[str, Any]:
-    """The greedy answer and its score, and, where right answers are known, how near the model was to them.
+    """The greedy answer and its score, and, where right answers are known, how near the model was
+    to them.
 
-    Two sequences go on from the prefill side by side: the model's own choices, and, where it is known, the right
-    answer's tokens, each after the right ones before it (teacher forcing). A prompt with `scored` ranges has the share
-    of these that are right for its score, and their means; what follows its end is left out. Where a prompt has wrong
-    answers beside the right one, `choice` is whether this is the likeliest of them, a token on average.
-    """
+    Two sequences go on from the prefill side by side: the model's own choices, and, where it is
+    known, the right answer's tokens, each after the right ones before it (teacher forcing). A
+    prompt with `scored` ranges has the share of these that are right for its score, and their
+    means; what follows its end is left out. Where a prompt has wrong answers beside the right one,
+    `choice` is whether this is the likeliest of them, a token on average."""
     if prompt.scored:
         inside = scored_answers(prompt, start)
         return {
@@ -70,7 +73,8 @@ def answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> di
             "token_accuracy": _mean([one.token_accuracy for one in inside]),
             "nll": _mean([one.mean for one in inside]),
         }
-    cache, logits = start.cache, start.last[None]
+    cache = start.cache
+    logits = start.last[None]
     right = answer_ids(tokenizer, prompt) if asks(prompt) else ()
     wrong = wrong_answers(model, tokenizer, prompt, start) if right else []
     limit = new_tokens(tokenizer, prompt)
@@ -107,7 +111,8 @@ def answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> di
 
 
 def wrong_answers(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> list[float]:
-    """-log p of a token, on average, of each wrong answer among a prompt's choices; the prefill's cache stays."""
+    """-log p of a token, on average, of each wrong answer among a prompt's choices; the prefill's
+    cache stays."""
     found = []
     for choice in [choice for choice in compared(prompt) if choice != prompt.answer]:
         ids = answer_ids(tokenizer, replace(prompt, answer=choice, finds=()))
@@ -122,21 +127,28 @@ def _mean(values: Sequence[float]) -> float:
 
 @torch.no_grad()
 def foreseen(model: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
-    """-log p of a text's tokens: of its blocks in one prefill, its last FORCED tokens, and its copies from far back.
+    """-log p of a text's tokens: of its blocks in one prefill, its last FORCED tokens, and its
+    copies from far back.
 
-    Under a cache of its own a method decodes the last ones one by one, for what such a cache does shows in decode only;
-    the others are None.
-    """
+    Under a cache of its own a method decodes the last ones one by one, for what such a cache does
+    shows in decode only; the others are None."""
     forced = min(FORCED, len(prompt.input_ids) // 2)
     if method.evicts:
-        losses = forced_losses(model, begin(model, lambda: method.cache(model), [prompt], forced), forced)
+        losses = forced_losses(
+            model, begin(model, lambda: method.cache(model), [prompt], forced), forced
+        )
         return {"blocks": None, "forced": float(losses.mean()), "copies": None}
     losses = negative_log_likelihood(model, prompt)
-    return {"blocks": _means(losses), "forced": float(losses[-forced:].mean()), "copies": _copies_of(losses, prompt)}
+    return {
+        "blocks": _means(losses),
+        "forced": float(losses[-forced:].mean()),
+        "copies": _copies_of(losses, prompt),
+    }
 
 
 def _copies_of(losses: Tensor, prompt: Prompt) -> float | None:
-    """The mean loss of a text's tokens that copy something far back, of (S - 1) losses; None where these are few."""
+    """The mean loss of a text's tokens that copy something far back, of (S - 1) losses; None where
+    these are few."""
     copied = [at - 1 for at in far_copies(prompt.input_ids)]
     return float(losses[copied].mean()) if len(copied) >= _COPIES else None
 

@@ -1,4 +1,5 @@
-"""Measures the similarity of layers on prompts of several tasks: OmniKV, section 3.1 and Figures 1c, 6 and 8.
+"""Measures the similarity of layers on prompts of several tasks: OmniKV, section 3.1 and Figures
+1c, 6 and 8.
 
 Shapes: L layers of the model, N of them measured.
 """
@@ -60,7 +61,8 @@ class SimilarityConfig:
     )
     seed: int = shared(arguments.add_seed, default=0)
     greedy: bool = option(
-        "follow the model's own tokens from the first, not the expected answer or the text as far as known",
+        "follow the model's own tokens from the first, not the expected answer or the text as far "
+        "as known",
         default=False,
         action="store_true",
         advanced=True,
@@ -69,7 +71,10 @@ class SimilarityConfig:
     device: str = shared(arguments.add_device, default="cpu")
     revision: str | None = shared(arguments.add_revision, default=None)
     beyond_positions: bool = option(
-        "allow a --length over the model's positions", default=False, action="store_true", advanced=True
+        "allow a --length over the model's positions",
+        default=False,
+        action="store_true",
+        advanced=True,
     )
     command: str = ""
 
@@ -92,8 +97,8 @@ def measure(
 ) -> Profile:
     """Measure on a model that is loaded; the model is left as it was.
 
-    ledger: keeps what each prompt gave; its settings say which model that is of. prompts: by the names of all tasks,
-    each of `prompt_length` tokens; those of the configuration's seed if None.
+    ledger: keeps what each prompt gave; its settings say which model that is of. prompts: by the
+    names of all tasks, each of `prompt_length` tokens; those of the configuration's seed if None.
     """
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     config = resolve(config, loaded.name, model.max_positions)
@@ -110,35 +115,52 @@ def measure(
     about = {
         "format": FORMAT,
         "model": model.name,
-        **model.model_dump(include={"revision", "architecture", "config_sha256", "weights_sha256", "num_layers"}),
+        **model.model_dump(
+            include={"revision", "architecture", "config_sha256", "weights_sha256", "num_layers"}
+        ),
         "layers": first["layers"],
         "sliding_layers": first["sliding"],
         "tasks": [{"name": name, "sha256": digest(made)} for name, made in prompts.items()],
-        **{name: getattr(config, name) for name in ("length", "samples", "steps", "top_k", "seed", "greedy")},
+        **{
+            name: getattr(config, name)
+            for name in ("length", "samples", "steps", "top_k", "seed", "greedy")
+        },
         "kv_heads": first["error"].shape[-1],
-        **{"tail": TAIL, "frozen": FROZEN, "dtype": config.dtype, "device": config.device, "command": config.command},
+        **{
+            "tail": TAIL,
+            "frozen": FROZEN,
+            "dtype": config.dtype,
+            "device": config.device,
+            "command": config.command,
+        },
         "versions": environment(config.device),
     }
     return Profile(arrays=arrays, about=about)
 
 
 def resolve(config: SimilarityConfig, name: str, max_positions: int) -> SimilarityConfig:
-    """Fill in the defaults; refuse a length past the model's positions and a top-k that is no choice."""
+    """Fill in the defaults; refuse a length past the model's positions and a top-k that is no
+    choice."""
     room = max_positions - config.steps
     length = config.length or min(DEFAULT_LENGTH, room)
     if length > room and not config.beyond_positions:
         raise HeadwiseError(
-            f"--length {length} and {config.steps} steps are more than the {max_positions} positions of {name}; "
-            "choose a shorter one, or pass --beyond-positions to go past what the model was trained on"
+            f"--length {length} and {config.steps} steps are more than the {max_positions} "
+            f"positions of {name}; "
+            "choose a shorter one, or pass --beyond-positions to go past what the model was "
+            "trained on"
         )
     top_k = config.top_k or max(1, min(DEFAULT_TOP_K, length // _SHARE))
     if top_k >= length:
-        raise HeadwiseError(f"--top-k {top_k} chooses every token of {length}: give fewer than --length")
+        raise HeadwiseError(
+            f"--top-k {top_k} chooses every token of {length}: give fewer than --length"
+        )
     return replace(config, length=length, top_k=top_k)
 
 
 def prompt_length(config: SimilarityConfig, task: Task) -> int:
-    """Tokens of a prompt, once `resolve` has settled them; those of a text are followed by what stands there."""
+    """Tokens of a prompt, once `resolve` has settled them; those of a text are followed by what
+    stands there."""
     assert config.length is not None
     return config.length + (config.steps if task.kind == "text" else 0)
 
@@ -147,7 +169,11 @@ def prompts_of(config: SimilarityConfig, tokenizer: Any) -> dict[str, list[Promp
     """The prompts of the configuration's seed by the names of the tasks."""
     return {
         task.name: make_prompts(
-            task, tokenizer, length=prompt_length(config, task), samples=config.samples, seed=config.seed
+            task,
+            tokenizer,
+            length=prompt_length(config, task),
+            samples=config.samples,
+            seed=config.seed,
         )
         for task in map(parse_task, config.tasks)
     }
@@ -161,7 +187,11 @@ def depends_on(config: SimilarityConfig, prompt: Prompt) -> dict[str, Any]:
 
 
 def _kept(
-    config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, ledger: Ledger | None, shown: Phase
+    config: SimilarityConfig,
+    loaded: LoadedModel,
+    prompt: Prompt,
+    ledger: Ledger | None,
+    shown: Phase,
 ) -> dict[str, Any]:
     """What a prompt gave: out of the ledger, or measured and put there."""
     if ledger is None:
@@ -200,14 +230,17 @@ W = TypeVar("W", bound=Watcher)
 
 def _decode(config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, shown: Phase) -> Meter:
     assert config.length is not None and config.top_k is not None
-    length, top_k = config.length, config.top_k
+    length = config.length
+    top_k = config.top_k
 
     def made(stream: ResidualStream, finds: list[Find | None]) -> Meter:
         return Meter(length=length, top_k=top_k, finds=finds, stream=stream)
 
     meter = watched(config, loaded, prompt, shown, made)
     if not meter.layers:
-        raise HeadwiseError(f"every layer of {loaded.name} slides over a window: none sees the whole prompt")
+        raise HeadwiseError(
+            f"every layer of {loaded.name} slides over a window: none sees the whole prompt"
+        )
     return meter
 
 
@@ -218,7 +251,8 @@ def watched(
     shown: Phase,
     make: Callable[[ResidualStream, list[Find | None]], W],
 ) -> W:
-    """Decode a prompt as the configuration says, watched by what `make` makes of the stream and each step's find."""
+    """Decode a prompt as the configuration says, watched by what `make` makes of the stream and
+    each step's find."""
     assert config.length is not None
     expected = list(_expected(Encoder(loaded.tokenizer), prompt))
     finds = [find for _, find in expected[: config.steps]]
@@ -247,7 +281,8 @@ def watched(
 
 
 def continuation(config: SimilarityConfig, tokenizer: Any, prompt: Prompt) -> list[int]:
-    """The tokens that are known to follow a prompt: the expected answer, or what stands there in a text."""
+    """The tokens that are known to follow a prompt: the expected answer, or what stands there in a
+    text."""
     assert config.length is not None
     expected = [token for token, _ in _expected(Encoder(tokenizer), prompt)]
     return expected + list(prompt.input_ids[config.length :])
@@ -262,7 +297,9 @@ def _expected(encode: Encoder, prompt: Prompt) -> Iterator[tuple[int, Find | Non
         yield from ((token, find) for token in encode(find.expected))
 
 
-def _arrays(task: str, meters: Sequence[Mapping[str, Any]], num_layers: int, steps: int) -> dict[str, np.ndarray]:
+def _arrays(
+    task: str, meters: Sequence[Mapping[str, Any]], num_layers: int, steps: int
+) -> dict[str, np.ndarray]:
     """One task's arrays over all layers, averaged over its prompts."""
     layers = meters[0]["layers"]
 
@@ -281,10 +318,14 @@ def _arrays(task: str, meters: Sequence[Mapping[str, Any]], num_layers: int, ste
     error = mean([meter["error"] / steps for meter in meters])
     worst = np.max([meter["worst"] / worst_of(steps) for meter in meters], axis=0)
     for name, by_head in (("error", error), ("worst", worst)):
-        made[f"{name}.{task}"] = np.full((num_layers, num_layers, by_head.shape[-1]), np.nan, dtype=np.float32)
+        made[f"{name}.{task}"] = np.full(
+            (num_layers, num_layers, by_head.shape[-1]), np.nan, dtype=np.float32
+        )
         made[f"{name}.{task}"][np.ix_(layers, layers)] = by_head
     for reach in (8, 16):
-        made[f"ability.{task}.next{reach}"] = ability(made[f"mass.{task}.max"], reach).astype(np.float32)
+        made[f"ability.{task}.next{reach}"] = ability(made[f"mass.{task}.max"], reach).astype(
+            np.float32
+        )
     missed = mean([meter["missed"] for meter in meters])
     made[f"variability.{task}"] = spread(missed, num_layers, steps)
     hits = [meter["hit"] for meter in meters if meter["hit"] is not None]

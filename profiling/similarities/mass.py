@@ -1,7 +1,8 @@
-"""How much of a layer's attention lies on the tokens that another layer ranks first: OmniKV's layer similarity.
+"""How much of a layer's attention lies on the tokens that another layer ranks first: OmniKV's layer
+similarity.
 
-Shapes: L layers, N of them measured (in order), K keys, k chosen keys, T tasks, H query heads, G KV heads, E value dim.
-"""
+Shapes: L layers, N of them measured (in order), K keys, k chosen keys, T tasks, H query heads, G KV
+heads, E value dim."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from torch import Tensor
 
 
 def kept(means: Tensor, chosen: Tensor) -> Tensor:
-    """S[i, j] = attention of layer j on the keys that layer i chose, (N, N) fp64 (OmniKV, section 3.1).
+    """S[i, j] = attention of layer j on the keys that layer i chose, (N, N) fp64 (OmniKV, section
+    3.1).
 
-    means: (N, K), each layer's attention averaged over its query heads; chosen: (N, k) key positions.
-    """
+    means: (N, K), each layer's attention averaged over its query heads; chosen: (N, k) key
+    positions."""
     # Row by row: all at once would gather N x N x k.
     return torch.stack([means[:, keys].sum(1, dtype=torch.float64) for keys in chosen])
 
@@ -24,12 +26,13 @@ def kept(means: Tensor, chosen: Tensor) -> Tensor:
 def attended(probabilities: Tensor, v: Tensor, keys: Tensor | None = None) -> Tensor:
     """A query's output from all keys, or from some keys (k,) alone: (G, n, E) fp32.
 
-    probabilities: (G, n, K), of which a row sums to less than 1 beside attention sinks; v: (G, K, E).
-    """
+    probabilities: (G, n, K), of which a row sums to less than 1 beside attention sinks; v: (G, K,
+    E)."""
     if keys is None:
         return torch.bmm(probabilities, v.float())
     weights = probabilities[:, :, keys]
-    # What was left out gives its weight to the others and to sinks: what the row lacks, beyond rounding.
+    # What was left out gives its weight to the others and to sinks: what the row lacks, beyond
+    # rounding.
     sinks = 1 - probabilities.sum(-1, keepdim=True)
     sinks = torch.where(sinks > 1e-4, sinks, 0)
     weights = weights / (sinks + weights.sum(-1, keepdim=True)).clamp_min(1e-30)
@@ -37,12 +40,16 @@ def attended(probabilities: Tensor, v: Tensor, keys: Tensor | None = None) -> Te
 
 
 def covered(span: tuple[int, int], chosen: Tensor) -> Tensor:
-    """Share of the positions of a half-open span that each layer's chosen keys (N, k) hold, (N) fp64."""
-    return ((chosen >= span[0]) & (chosen < span[1])).sum(1, dtype=torch.float64) / (span[1] - span[0])
+    """Share of the positions of a half-open span that each layer's chosen keys (N, k) hold, (N)
+    fp64."""
+    return ((chosen >= span[0]) & (chosen < span[1])).sum(1, dtype=torch.float64) / (
+        span[1] - span[0]
+    )
 
 
 def ability(mass: np.ndarray, reach: int) -> np.ndarray:
-    """Filtering ability (OmniKV, Figure 6a): what a layer's choice keeps on average over the `reach` layers after it.
+    """Filtering ability (OmniKV, Figure 6a): what a layer's choice keeps on average over the
+    `reach` layers after it.
 
     mass: (L, L), NaN where not measured. Returns (L), NaN where no layer was measured within reach.
     """
@@ -55,7 +62,8 @@ def ability(mass: np.ndarray, reach: int) -> np.ndarray:
 
 
 def agreement(masses: Sequence[np.ndarray]) -> np.ndarray:
-    """Correlation of the similarity of each layer to each later one between tasks, (T, T); NaN where it is constant.
+    """Correlation of the similarity of each layer to each later one between tasks, (T, T); NaN
+    where it is constant.
 
     masses: one (L, L) a task, NaN where not measured.
     """

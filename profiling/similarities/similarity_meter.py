@@ -1,11 +1,11 @@
 """Watches a prompt being decoded and adds up what the similarity profile is made of.
 
-Shapes: L layers, N of them measured (those that see every key), H query heads, G KV heads, n query heads of each,
-K keys, S prompt length, k chosen keys.
+Shapes: L layers, N of them measured (those that see every key), H query heads, G KV heads, n query
+heads of each, K keys, S prompt length, k chosen keys.
 
-A layer's H x K probabilities are reduced at once to their mean and their largest over the heads. A step keeps N x K
-means and twice N x k positions until its last layer is through: less than N x K x H.
-"""
+A layer's H x K probabilities are reduced at once to their mean and their largest over the heads. A
+step keeps N x K means and twice N x k positions until its last layer is through: less than N x K x
+H."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from profiling.inside.residual import ResidualStream
 from profiling.prompts.prompt import Find
 from profiling.similarities.mass import attended, covered, kept
 
-# The prompt's last queries, which tell what an eviction method would keep: as many as OmniKV's selector looks at.
+# The prompt's last queries, which tell what an eviction method would keep: as many as OmniKV's
+# selector looks at.
 TAIL = 16
 # Share of the prompt that is frozen for the variability (OmniKV, Figure 1c).
 FROZEN = 0.25
@@ -36,25 +37,27 @@ def worst_of(steps: int) -> int:
 class Meter:
     """The figures of one prompt, as sums over its steps; pass `visit` and `done` to capture_decode.
 
-    length: of the prompt; top_k: how many keys a layer chooses; finds: what each step takes from the prompt, None where
-    that is not known; stream: of the model that decodes.
+    length: of the prompt; top_k: how many keys a layer chooses; finds: what each step takes from
+    the prompt, None where that is not known; stream: of the model that decodes.
 
-    layers, sliding: the layers measured and those left out, in order.
-    mass: S by "max" and by "mean", summed over the steps, (N, N) fp64.
-    error: how far the output of layer j's KV head g is off when it sees the choice by "max" of layer i <= j alone, as
-    ResidualStream.by_head, summed over the steps, (N, N, G) fp32, NaN for i > j; worst: the same over the worst steps,
-    a `WORST` of all.
-    hit: mean share of the finds' blocks in the choices, (N) fp64, None without finds. missed: for each step the
-    attention on old tokens that were not frozen, (N).
-    """
+    layers, sliding: the layers measured and those left out, in order. mass: S by "max" and by
+    "mean", summed over the steps, (N, N) fp64. error: how far the output of layer j's KV head g is
+    off when it sees the choice by "max" of layer i <= j alone, as ResidualStream.by_head, summed
+    over the steps, (N, N, G) fp32, NaN for i > j; worst: the same over the worst steps, a `WORST`
+    of all. hit: mean share of the finds' blocks in the choices, (N) fp64, None without finds.
+    missed: for each step the attention on old tokens that were not frozen, (N)."""
 
-    def __init__(self, *, length: int, top_k: int, finds: Sequence[Find | None], stream: ResidualStream) -> None:
+    def __init__(
+        self, *, length: int, top_k: int, finds: Sequence[Find | None], stream: ResidualStream
+    ) -> None:
         self.layers: list[int] = []
         self.sliding: list[int] = []
         self.mass: dict[str, Tensor] = {}
         self._hits: list[Tensor] = []
         self.missed: list[Tensor] = []
-        self._top_k, self._finds, self._stream = top_k, finds, stream
+        self._top_k = top_k
+        self._finds = finds
+        self._stream = stream
         self._changed: dict[int, Tensor] = {}
         # Of each layer (G, i): sums, and the errors of the worst steps so far, the worst first.
         self._errors: dict[int, Tensor] = {}
@@ -80,9 +83,12 @@ class Meter:
 
     def _square(self, by_layer: dict[int, Tensor]) -> Tensor:
         """(N, N, G) of what each layer has for those up to it, (G, i)."""
-        size, pad = len(self.layers), torch.nn.functional.pad
+        size = len(self.layers)
+        pad = torch.nn.functional.pad
         columns = [by_layer[layer].T for layer in self.layers]
-        return torch.stack([pad(c, (0, 0, 0, size - len(c)), value=math.nan) for c in columns], dim=1)
+        return torch.stack(
+            [pad(c, (0, 0, 0, size - len(c)), value=math.nan) for c in columns], dim=1
+        )
 
     def visit(self, step: int, inputs: StepInputs) -> None:
         """One layer of one step."""
@@ -94,20 +100,25 @@ class Meter:
         largest = probabilities.amax(0)
         if step < 0:
             past = largest[: self._old]
-            self._before[inputs.layer] = self._before.get(inputs.layer, torch.zeros_like(past)) + past
+            self._before[inputs.layer] = (
+                self._before.get(inputs.layer, torch.zeros_like(past)) + past
+            )
             return
         if step == 0:
             self.layers.append(inputs.layer)
             frozen = min(self._old, math.ceil(FROZEN * (self._old + TAIL + 1)))
             self._frozen[inputs.layer] = self._before.pop(inputs.layer).topk(frozen).indices
-        mean, by_head = probabilities.mean(0), probabilities.unflatten(0, (inputs.k.shape[1], -1))
+        mean = probabilities.mean(0)
+        by_head = probabilities.unflatten(0, (inputs.k.shape[1], -1))
         self._means.append(mean)
         self._chosen["mean"].append(mean.topk(self._top_k).indices)
         self._chosen["max"].append(largest.topk(self._top_k).indices)
         # One layer's choice at a time: the values of all would be more than a layer of the cache.
         v = inputs.v[0]
         whole = attended(by_head, v)
-        changes = torch.stack([attended(by_head, v, keys) - whole for keys in self._chosen["max"]], dim=1)
+        changes = torch.stack(
+            [attended(by_head, v, keys) - whole for keys in self._chosen["max"]], dim=1
+        )
         self._changed[inputs.layer] = self._stream.by_head(
             inputs.layer, changes.flatten(2)[:, :, None], slice(-1, None)
         )
@@ -124,12 +135,16 @@ class Meter:
             error = changed * self._stream.gain(layer)
             self._errors[layer] = self._errors.get(layer, 0) + error
             worst = torch.cat([self._worst.get(layer, error[None][:0]), error[None]])
-            self._worst[layer] = worst.topk(min(len(worst), worst_of(len(self._finds))), dim=0).values
+            self._worst[layer] = worst.topk(
+                min(len(worst), worst_of(len(self._finds))), dim=0
+            ).values
         find = self._finds[step]
         if find is not None:
             self._hits.append(covered(find.span, chosen["max"]))
         old = means[:, : self._old].double().sum(1)
-        frozen = torch.stack([means[at, self._frozen[layer]].sum() for at, layer in enumerate(self.layers)])
+        frozen = torch.stack(
+            [means[at, self._frozen[layer]].sum() for at, layer in enumerate(self.layers)]
+        )
         self.missed.append(old - frozen)
         self._means.clear()
         for lists in self._chosen.values():

@@ -1,17 +1,19 @@
-"""The similarity profile: what headwise similarity measured, as arrays with what is needed to repeat them.
+"""The similarity profile: what headwise similarity measured, as arrays with what is needed to
+repeat them.
 
-Shapes: L layers of the model; arrays hold NaN for layers that slide or have no attention. G KV heads, T tasks, N
-steps.
+Shapes: L layers of the model; arrays hold NaN for layers that slide or have no attention. G KV
+heads, T tasks, N steps.
 
-    mass.<task>.max, mass.<task>.mean        (L, L)  share of layer j's attention on layer i's top-k tokens
-    error.<task>                          (L, L, G)  what a KV head's part of layer j's output changes by when it sees
-                                                     those tokens alone, squared and relative to the residual stream;
-                                                     i <= j
-    worst.<task>                          (L, L, G)  the same in the worst steps of the worst prompt
-    ability.<task>.next8, ability.<task>.next16  (L)  what a layer's choice keeps over the layers after it
-    hit.<task>                               (L)     share of the block with the answer that the choice holds
-    variability.<task>                       (L, N)  attention missed when the prompt's top quarter is frozen
-    agreement                                (T, T)  correlation of mass.<task>.max between tasks
+    mass.<task>.max, mass.<task>.mean  (L, L)  share of layer j's attention on layer i's top-k
+                                               tokens
+    error.<task>  (L, L, G)  change of a KV head's part of layer j's output when it sees those
+                             tokens alone, squared and relative to the residual stream; i <= j
+    worst.<task>  (L, L, G)  the same in the worst steps of the worst prompt
+    ability.<task>.next8, ability.<task>.next16  (L)  what a layer's choice keeps over the layers
+                                                      after it
+    hit.<task>  (L)  share of the block with the answer that the choice holds
+    variability.<task>  (L, N)  attention missed when the prompt's top quarter is frozen
+    agreement  (T, T)  correlation of mass.<task>.max between tasks
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ FORMAT = 5
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Profile:
-    """Arrays by the names above; `about` has model, layers, tasks with their prompts' sha256, settings and versions."""
+    """Arrays by the names above; `about` has model, layers, tasks with their prompts' sha256,
+    settings and versions."""
 
     arrays: dict[str, np.ndarray]
     about: dict[str, Any]
@@ -64,7 +67,9 @@ class Profile:
 
     def mass(self, task: str | None = None, by: Literal["max", "mean"] = "max") -> np.ndarray:
         """(L, L) similarity of one task, or its mean over all tasks."""
-        return self._mean([f"mass.{name}.{by}" for name in (self.tasks if task is None else [task])])
+        return self._mean(
+            [f"mass.{name}.{by}" for name in (self.tasks if task is None else [task])]
+        )
 
     def error(self, task: str | None = None, worst: float = 0.0) -> np.ndarray:
         """(L, L, G) errors by KV head in one task, or their mean over all tasks; NaN for i after j.
@@ -72,7 +77,9 @@ class Profile:
         worst: how much the worst steps count, of 1 in all.
         """
         names = self.tasks if task is None else [task]
-        mean, tail = (self._mean([f"{kind}.{name}" for name in names]) for kind in ("error", "worst"))
+        mean, tail = (
+            self._mean([f"{kind}.{name}" for name in names]) for kind in ("error", "worst")
+        )
         found: np.ndarray = (1 - worst) * mean + worst * tail
         return found
 
@@ -94,10 +101,14 @@ class Profile:
 
 
 def save_profile(profile: Profile, folder: Path) -> list[Path]:
-    """Write similarity.safetensors and a CSV for each array into a folder that exists; returns the paths."""
+    """Write similarity.safetensors and a CSV for each array into a folder that exists; returns the
+    paths."""
     from safetensors.numpy import save
 
-    arrays = {name: np.ascontiguousarray(array, dtype=np.float32) for name, array in profile.arrays.items()}
+    arrays = {
+        name: np.ascontiguousarray(array, dtype=np.float32)
+        for name, array in profile.arrays.items()
+    }
     paths = [folder / FILE]
     atomic_write(paths[0], save(arrays, metadata={"headwise": json.dumps(profile.about)}))
     for name, array in arrays.items():
@@ -112,7 +123,8 @@ def file_name(name: str) -> str:
 
 
 def _csv(profile: Profile, name: str, array: np.ndarray) -> str:
-    """A header and a line for each layer (or task): its number and its values, empty where not measured."""
+    """A header and a line for each layer (or task): its number and its values, empty where not
+    measured."""
     kind = name.partition(".")[0]
     places = product(range(profile.num_layers), range(array.shape[-1]))
     by_head = [f"layer {layer} head {head}" for layer, head in places]
@@ -140,7 +152,9 @@ def load_profile(path: str | Path) -> Profile:
     file = file / FILE if file.is_dir() else file
     shown = shorten(str(file), 200)
     if not file.is_file():
-        raise HeadwiseError(f"there is no similarity profile {shown}: headwise similarity writes one")
+        raise HeadwiseError(
+            f"there is no similarity profile {shown}: headwise similarity writes one"
+        )
     try:
         with safe_open(file, framework="numpy") as stored:
             about = json.loads((stored.metadata() or {}).get("headwise", "null"))
@@ -149,7 +163,8 @@ def load_profile(path: str | Path) -> Profile:
         raise HeadwiseError(f"{shown} is not a similarity profile: {error}") from None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise HeadwiseError(
-            f"{shown} is not a similarity profile that this release reads: write it again with headwise similarity"
+            f"{shown} is not a similarity profile that this release reads: write it again with "
+            f"headwise similarity"
         )
     profile = Profile(arrays=arrays, about=about)
     _check(profile, shown)
@@ -157,15 +172,20 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def _check(profile: Profile, shown: str) -> None:
-    n, tasks = profile.num_layers, profile.tasks
+    n = profile.num_layers
+    tasks = profile.tasks
     shapes: dict[str, tuple[int, ...]] = {"agreement": (len(tasks), len(tasks))}
     for task in tasks:
         shapes |= {f"mass.{task}.{by}": (n, n) for by in ("max", "mean")}
-        shapes |= {f"{kind}.{task}": (n, n, int(profile.about["kv_heads"])) for kind in ("error", "worst")}
+        shapes |= {
+            f"{kind}.{task}": (n, n, int(profile.about["kv_heads"])) for kind in ("error", "worst")
+        }
         shapes |= {f"ability.{task}.next{reach}": (n,) for reach in (8, 16)}
         shapes[f"variability.{task}"] = (n, int(profile.about["steps"]))
     for name, shape in shapes.items():
         found = profile.arrays.get(name)
         if found is None or found.shape != shape:
             what = "is missing" if found is None else f"has the shape {found.shape}"
-            raise HeadwiseError(f"{shown}: {name} {what}, it must have the shape {shape}: measure again")
+            raise HeadwiseError(
+                f"{shown}: {name} {what}, it must have the shape {shape}: measure again"
+            )

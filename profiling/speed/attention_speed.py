@@ -1,4 +1,5 @@
-"""Times sparse attention, its index build and both dense attentions at one size; refuses to where a result is wrong.
+"""Times sparse attention, its index build and both dense attentions at one size; refuses to where a
+result is wrong.
 
 Shapes: B batch (1 here), H query heads, G KV heads, S length, D head dim.
 """
@@ -23,20 +24,23 @@ from profiling.speed.latency import in_turn, medians
 
 # Largest error that still counts as right, in rounding steps of the dtype at the largest output.
 _ROUNDING_STEPS = 4
-# The fp32 oracle itself lies this far from float64 where logits reach 16: no comparison with it says more.
+# The fp32 oracle itself lies this far from float64 where logits reach 16: no comparison with it
+# says more.
 _LEAST_ERROR = 1e-5
 # Queries compared with the reference at either end of the prompt.
 _CHECKED = 2048
 # Share of key columns that draw the attention of every query.
 _HEAVY = 1 / 256
-# Amplitude of the phase beside noise of 1, and the share of the prompt over which its pull falls to 1 / e.
+# Amplitude of the phase beside noise of 1, and the share of the prompt over which its pull falls to
+# 1 / e.
 _PHASE = 2.0
 _REACH = 1 / 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What is timed, whatever the pattern; dtype by torch's name. past: tokens before, whose keys are there."""
+    """What is timed, whatever the pattern; dtype by torch's name. past: tokens before, whose keys
+    are there."""
 
     length: int
     head_dim: int
@@ -92,7 +96,8 @@ def patterns_for(length: int, density: float) -> list[Pattern]:
 
 
 def paper_patterns() -> list[Pattern]:
-    """The sizes that MInference 1.0 names, whatever the length (section 3 and the search space of Algorithm 1)."""
+    """The sizes that MInference 1.0 names, whatever the length (section 3 and the search space of
+    Algorithm 1)."""
     return [
         make("a_shape", sink=1024, window=4096),
         make("vertical_slash", vertical=1000, slash=6096),
@@ -101,12 +106,12 @@ def paper_patterns() -> list[Pattern]:
 
 
 def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
-    """q (1, H, S, D), k and v (1, G, past + S, D): noise over what real heads show, nearness and a few heavy columns.
+    """q (1, H, S, D), k and v (1, G, past + S, D): noise over what real heads show, nearness and a
+    few heavy columns.
 
-    A phase makes logits fall with distance, a shared direction makes some keys heavy. In plain noise the best
-    diagonals lie scattered, each in two tiles of every row: vertical-slash would be timed at a density that no model
-    gives it.
-    """
+    A phase makes logits fall with distance, a shared direction makes some keys heavy. In plain
+    noise the best diagonals lie scattered, each in two tiles of every row: vertical-slash would be
+    timed at a density that no model gives it."""
     length = size.past + size.length
     generator = torch.Generator(size.device).manual_seed(size.seed)
 
@@ -120,7 +125,10 @@ def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
     angles = torch.arange(length, device=size.device)[:, None] * frequencies
     phase = torch.zeros(length, size.head_dim, device=size.device)
     phase[:, :half], phase[:, half : 2 * half] = _PHASE * angles.cos(), _PHASE * angles.sin()
-    direction = torch.nn.functional.normalize(noise(1, size.head_dim)[:, :, :1], dim=-1) * size.head_dim**0.5
+    direction = (
+        torch.nn.functional.normalize(noise(1, size.head_dim)[:, :, :1], dim=-1)
+        * size.head_dim**0.5
+    )
     heavy = torch.rand(length, 1, generator=generator, device=size.device) < _HEAVY
     dtype = getattr(torch, size.dtype)
     q = (noise(size.heads) + phase + direction / 2).to(dtype)
@@ -129,14 +137,16 @@ def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int) -> list[Speed]:
-    """Time every pattern and both dense attentions in turn, in one run: torch's fastest kernel, and Headwise's.
+    """Time every pattern and both dense attentions in turn, in one run: torch's fastest kernel, and
+    Headwise's.
 
     Raises:
         HeadwiseError: a result is not that of the fp32 reference.
     """
     q, k, v = inputs(size)
     runs = _dense(q, k, v)
-    by_torch, indices = list(runs), []
+    by_torch = list(runs)
+    indices = []
     every = LayerPlan([make("dense")] * size.heads, size.kv_heads).build(q, k)
     check(sparse_attention(q, k, v, every), q, k, v, every, "headwise")
     runs["every key"] = lambda: sparse_attention(q, k, v, every)
@@ -165,7 +175,8 @@ def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int) -> list[Sp
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """torch's dense attention: on a GPU each kernel that takes the call, since none is the fastest on all."""
+    """torch's dense attention: on a GPU each kernel that takes the call, since none is the fastest
+    on all."""
 
     # Behind a past the causal mask ends at the last key.
     past = k.shape[2] > q.shape[2]
@@ -176,7 +187,9 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
         return attention(q, k, v, attn_mask=mask, is_causal=not past, enable_gqa=True)
 
     runs: dict[str, Callable[[], object]] = {}
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if q.device.type == "cuda" else ():
+    for backend in (
+        (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if q.device.type == "cuda" else ()
+    ):
 
         def one(backend: SDPBackend = backend) -> Tensor:
             with sdpa_kernel(backend):
@@ -189,33 +202,50 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, name: str) -> None:
-    """Compare the first head's first and last queries with the fp32 reference (behind a past the last): no wrong speed.
+    """Compare the first head's first and last queries with the fp32 reference (behind a past the
+    last): no wrong speed.
 
     Raises:
         HeadwiseError: the largest error, and what rounding would explain.
     """
     some = min(_CHECKED, index.q_len)
-    one = replace(index, diagonals=index.diagonals[:, :1], columns=index.columns[:, :1], offsets=index.offsets[:, :1])
+    one = replace(
+        index,
+        diagonals=index.diagonals[:, :1],
+        columns=index.columns[:, :1],
+        offsets=index.offsets[:, :1],
+    )
     one = replace(one, skip=None if index.skip is None else index.skip[:, :1].contiguous())
     rows = num_rows(some, index.k_len)
     # Length, index and the place in q of the queries compared.
     ends = [
         (
             some,
-            replace(one, q_len=some, k_len=some, offsets=one.offsets[:, :, : num_rows(some, some) + 1]),
+            replace(
+                one, q_len=some, k_len=some, offsets=one.offsets[:, :, : num_rows(some, some) + 1]
+            ),
             slice(0, some),
         ),
-        (index.k_len, replace(one, q_len=some, offsets=one.offsets[:, :, -rows - 1 :]), slice(-some, None)),
+        (
+            index.k_len,
+            replace(one, q_len=some, offsets=one.offsets[:, :, -rows - 1 :]),
+            slice(-some, None),
+        ),
     ]
     # Behind a past the first queries see more than a prompt's.
     for k_len, part, queries in ends[index.k_len > index.q_len :]:
-        keys, values = k[:, :1, :k_len].float(), v[:, :1, :k_len].float()
+        keys = k[:, :1, :k_len].float()
+        values = v[:, :1, :k_len].float()
         expected, _ = reference.sparse_attention(
             q[:, :1, queries].float(), keys, values, part, scale=q.shape[-1] ** -0.5, softcap=None
         )
         error = float((out[:, :1, queries].float() - expected).abs().max())
         allowed = max(
-            _ROUNDING_STEPS * torch.finfo(out.dtype).eps * max(1.0, float(expected.abs().max())), _LEAST_ERROR
+            _ROUNDING_STEPS * torch.finfo(out.dtype).eps * max(1.0, float(expected.abs().max())),
+            _LEAST_ERROR,
         )
         if not error <= allowed:
-            raise HeadwiseError(f"{name} is wrong: largest error {error:.3g}, allowed {allowed:.3g}; no speed is shown")
+            raise HeadwiseError(
+                f"{name} is wrong: largest error {error:.3g}, allowed {allowed:.3g}; no speed is "
+                f"shown"
+            )

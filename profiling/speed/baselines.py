@@ -1,7 +1,8 @@
-"""Both dense attentions that a speed-up is against: the model's own and Headwise's kernel over every key.
+"""Both dense attentions that a speed-up is against: the model's own and Headwise's kernel over
+every key.
 
-A speed-up is quoted against the faster of the two, the fastest dense baseline, then against the default attention.
-"""
+A speed-up is quoted against the faster of the two, the fastest dense baseline, then against the
+default attention."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from profiling.speed.ratios import LEAST, ratio_of_pairs
 from runtime import apply_dense
 
 # The names of both among the methods of a measurement.
-MODEL, KERNEL = "dense", "dense_kernel"
+MODEL = "dense"
+KERNEL = "dense_kernel"
 HEADWISE = "headwise"
 # What they are called for people, and as baselines in an artifact's evidence.
 LABELS = {
@@ -29,7 +31,8 @@ COLUMNS = ("x fastest dense", "x sdpa")
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """How many times as fast something is as each dense attention that was timed beside it, by its name.
+    """How many times as fast something is as each dense attention that was timed beside it, by its
+    name.
 
     bounds: of each the interval of speed.ratios, where there are rounds. rounds: how many.
     """
@@ -55,21 +58,27 @@ def dense(model: Any, name: str) -> AbstractContextManager[object]:
 
 
 def speedup(seconds: Sequence[float], dense: Mapping[str, Sequence[float]]) -> Speedup:
-    """Medians over rounds of the ratios of dense seconds to these, which were taken in the same rounds.
+    """Medians over rounds of the ratios of dense seconds to these, which were taken in the same
+    rounds.
 
     One round has no bounds.
     """
     ratios = {name: ratio_of_pairs(rounds, seconds) for name, rounds in dense.items()}
     return Speedup(
         over={name: ratio.value for name, ratio in ratios.items()},
-        bounds={name: (ratio.low, ratio.high) for name, ratio in ratios.items() if len(seconds) > 1},
+        bounds={
+            name: (ratio.low, ratio.high) for name, ratio in ratios.items() if len(seconds) > 1
+        },
         rounds=len(seconds),
     )
 
 
 def of_rounds(seconds: Mapping[str, Sequence[float]], name: str) -> Speedup:
-    """The speed-up of one of several methods that were timed in turn, both dense ones among them."""
-    return speedup(seconds[name], {each: seconds[each] for each in (MODEL, KERNEL) if each in seconds})
+    """The speed-up of one of several methods that were timed in turn, both dense ones among
+    them."""
+    return speedup(
+        seconds[name], {each: seconds[each] for each in (MODEL, KERNEL) if each in seconds}
+    )
 
 
 def cells(found: Speedup | None) -> tuple[str, str]:
@@ -80,25 +89,36 @@ def cells(found: Speedup | None) -> tuple[str, str]:
 
 
 def sentence(found: Speedup) -> str:
-    """A speed-up in words with its bounds: `1.69 times as fast (1.60 to 1.75) as the fastest dense baseline, ...`."""
+    """A speed-up in words with its bounds: `1.69 times as fast (1.60 to 1.75) as the fastest dense
+    baseline, ...`."""
     said = _times(found, found.fastest, "the fastest dense baseline")
     if MODEL in found.over:
         said += ", " + _times(found, MODEL, "default attention (sdpa)")
     if found.bounds and found.rounds < LEAST:
-        said += f"; of {found.rounds} rounds, too few for an interval of 95%, the least and the most"
+        said += (
+            f"; of {found.rounds} rounds, too few for an interval of 95%, the least and the most"
+        )
     return said
 
 
 def rows(seconds: Mapping[str, float]) -> list[str]:
-    """Lines of seconds: by the default attention, by Headwise's kernel over every key, and by Headwise."""
-    return [f"  {label:<34}{seconds[name]:>9.3f} s" for name, label in LABELS.items() if name in seconds]
+    """Lines of seconds: by the default attention, by Headwise's kernel over every key, and by
+    Headwise."""
+    return [
+        f"  {label:<34}{seconds[name]:>9.3f} s" for name, label in LABELS.items() if name in seconds
+    ]
 
 
 def _times(found: Speedup, name: str, what: str) -> str:
-    ratio, bounds = found.over[name], found.bounds.get(name)
+    ratio = found.over[name]
+    bounds = found.bounds.get(name)
     alike = bounds is not None and bounds[0] <= 1 <= bounds[1]
     if ratio < 1 and not alike:
         around = f" ({1 / bounds[1]:.2f} to {1 / bounds[0]:.2f})" if bounds else ""
         return f"{1 / ratio:.2f} times SLOWER{around} than {what}"
-    around = f" ({bounds[0]:.2f} to {bounds[1]:.2f}{', no difference beyond noise' * alike})" if bounds else ""
+    around = (
+        f" ({bounds[0]:.2f} to {bounds[1]:.2f}{', no difference beyond noise' * alike})"
+        if bounds
+        else ""
+    )
     return f"{ratio:.2f} times as fast{around} as {what}"

@@ -1,4 +1,5 @@
-"""Measures what attention costs on a device: seconds by pattern, density, length, head dim and dtype, as a table."""
+"""Measures what attention costs on a device: seconds by pattern, density, length, head dim and
+dtype, as a table."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Grid:
 
     def __post_init__(self) -> None:
         if min(self.lengths) < 256:
-            raise HeadwiseError(f"--length must be at least 256 with --costs, got {min(self.lengths)}")
+            raise HeadwiseError(
+                f"--length must be at least 256 with --costs, got {min(self.lengths)}"
+            )
 
     def sizes(self) -> Iterator[Size]:
         """Short ones first: an interrupted table is of use."""
@@ -59,38 +62,52 @@ def run(grid: Grid, out: Path, *, command: str, fresh: bool = False) -> CostTabl
     """Measure what an interrupted run has not measured yet, then write the table.
 
     Raises:
-        HeadwiseError: a backend computed something wrong, or the interrupted run measured otherwise.
+        HeadwiseError: a backend computed something wrong, or the interrupted run measured
+        otherwise.
     """
     where = environment(grid.device)
     sizes = list(grid.sizes())
     # Sizes may be added; what a size is measured by may not change.
     settings = {name: getattr(grid, name) for name in ("densities", "repeats", "seed")} | where
     costs: list[Cost] = []
-    with Ledger(out, "kernels", settings=settings, fresh=fresh) as ledger, phase("sizes", len(sizes), "sizes") as shown:
+    with (
+        Ledger(out, "kernels", settings=settings, fresh=fresh) as ledger,
+        phase("sizes", len(sizes), "sizes") as shown,
+    ):
         for size in sizes:
             unit = ledger.unit("size", asdict(size))
             rows = ledger.get(unit)
             if rows is None:
-                rows = ledger.put(unit, [asdict(Cost.of(size, speed)) for speed in _measure(grid, size)])
+                rows = ledger.put(
+                    unit, [asdict(Cost.of(size, speed)) for speed in _measure(grid, size)]
+                )
                 shown.update()
             else:
                 shown.skip()
             costs += [Cost(**row) for row in rows]
         device = where.pop("device")
         backend = backend_of(sizes[0])
-        table = CostTable(device=device, backend=backend, versions=where, command=command, costs=tuple(costs))
+        table = CostTable(
+            device=device, backend=backend, versions=where, command=command, costs=tuple(costs)
+        )
         save(table, out)
         ledger.remove()
     return table
 
 
 def _measure(grid: Grid, size: Size) -> list[Speed]:
-    patterns = {pattern for density in grid.densities for pattern in patterns_for(size.length, density)}
-    ordered = sorted(patterns, key=lambda p: (list(KINDS).index(p.kind), *(v for v in vars(p).values() if v)))
+    patterns = {
+        pattern for density in grid.densities for pattern in patterns_for(size.length, density)
+    }
+    ordered = sorted(
+        patterns, key=lambda p: (list(KINDS).index(p.kind), *(v for v in vars(p).values() if v))
+    )
     return measure(size, ordered, repeats=grid.repeats)
 
 
 def backend_of(size: Size) -> str:
     """The kernel backend that serves tensors of that size."""
-    probe = torch.empty(1, 1, 1, size.head_dim, dtype=getattr(torch, size.dtype), device=size.device)
+    probe = torch.empty(
+        1, 1, 1, size.head_dim, dtype=getattr(torch, size.dtype), device=size.device
+    )
     return dispatch.choose("auto", probe, probe, probe).__name__.rpartition(".")[2]

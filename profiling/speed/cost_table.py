@@ -1,8 +1,8 @@
 """The cost table of a device: measured seconds, read back as a function of what an index computes.
 
-A safetensors file of columns of one length, a row for each measurement; names, device, versions and command lie in its
-metadata. An artifact carries the same columns in its sidecar. docs/artifact.md says what each column is.
-"""
+A safetensors file of columns of one length, a row for each measurement; names, device, versions and
+command lie in its metadata. An artifact carries the same columns in its sidecar. docs/artifact.md
+says what each column is."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _ABOUT = ("device", "backend", "versions", "command")
 class Cost:
     """One measurement, of all query heads of a layer at once; tiles and seconds are of the layer.
 
-    dense_seconds: of Headwise's kernel over every key, in the same rounds: by it a machine that became slower is known.
-    """
+    dense_seconds: of Headwise's kernel over every key, in the same rounds: by it a machine that
+    became slower is known."""
 
     pattern: str
     dtype: str
@@ -65,12 +65,15 @@ class CostTable:
         """Whether anything was measured for this kind of pattern."""
         return any(cost.pattern == pattern for cost in self.costs)
 
-    def seconds(self, pattern: str, *, tiles: float, length: int, head_dim: int, dtype: str, heads: int) -> float:
+    def seconds(
+        self, pattern: str, *, tiles: float, length: int, head_dim: int, dtype: str, heads: int
+    ) -> float:
         """Attention and index build of `heads` query heads that compute `tiles` tiles in all.
 
-        Linear in the tiles between measurements of the nearest length (by ratio) and beyond them in proportion; the
-        length is then scaled by rows, of which each costs its own tile. Seconds for one head grow with heads measured
-        together, since they share K and V: the table should hold the head counts that will serve.
+        Linear in the tiles between measurements of the nearest length (by ratio) and beyond them in
+        proportion; the length is then scaled by rows, of which each costs its own tile. Seconds for
+        one head grow with heads measured together, since they share K and V: the table should hold
+        the head counts that will serve.
 
         Raises:
             HeadwiseError: nothing was measured for the pattern, head dim or dtype.
@@ -79,22 +82,31 @@ class CostTable:
         at = tiles / heads
         return heads * float(y[-1] * at / x[-1] if at > x[-1] else np.interp(at, x, y))
 
-    def line(self, pattern: str, *, length: int, head_dim: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-        """What was measured of one head: tiles, ascending, and seconds, as they would be at `length` tokens.
+    def line(
+        self, pattern: str, *, length: int, head_dim: int, dtype: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What was measured of one head: tiles, ascending, and seconds, as they would be at
+        `length` tokens.
 
-        From the nearest length by ratio: seconds and tiles both go with the rows, for the same tiles a row.
+        From the nearest length by ratio: seconds and tiles both go with the rows, for the same
+        tiles a row.
 
         Raises:
             HeadwiseError: nothing was measured for the pattern, head dim or dtype.
         """
-        rows = [c for c in self.costs if (c.pattern, c.head_dim, c.dtype) == (pattern, head_dim, dtype)]
+        rows = [
+            c for c in self.costs if (c.pattern, c.head_dim, c.dtype) == (pattern, head_dim, dtype)
+        ]
         near = self._nearest(rows, length, f"{pattern} with head dim {head_dim} in {dtype}")
-        known = sorted((c.tiles / c.heads, (c.sparse_seconds + c.build_seconds) / c.heads) for c in near)
+        known = sorted(
+            (c.tiles / c.heads, (c.sparse_seconds + c.build_seconds) / c.heads) for c in near
+        )
         x, y = (np.array(values) * length / near[0].length for values in zip(*known, strict=True))
         return x, y
 
     def dense_seconds(self, *, length: int, head_dim: int, dtype: str, heads: int) -> float:
-        """Headwise's kernel over every key for `heads` query heads, from the nearest length by the square of both."""
+        """Headwise's kernel over every key for `heads` query heads, from the nearest length by the
+        square of both."""
         rows = [c for c in self.costs if (c.head_dim, c.dtype) == (head_dim, dtype)]
         near = self._nearest(rows, length, f"head dim {head_dim} in {dtype}")
         per_head = float(np.median([c.dense_seconds / c.heads for c in near]))
@@ -103,7 +115,9 @@ class CostTable:
     def _nearest(self, rows: Sequence[Cost], length: int, what: str) -> list[Cost]:
         if not rows:
             known = sorted({(c.pattern, c.head_dim, c.dtype) for c in self.costs})
-            raise HeadwiseError(f"the cost table has no {what}; it has: {', '.join(map(str, known))}")
+            raise HeadwiseError(
+                f"the cost table has no {what}; it has: {', '.join(map(str, known))}"
+            )
         best = min({c.length for c in rows}, key=lambda n: abs(np.log(n / length)))
         return [c for c in rows if c.length == best]
 
@@ -113,7 +127,11 @@ def save(table: CostTable, path: Path) -> None:
     from safetensors.numpy import save as to_bytes
 
     names, arrays = _columns(table)
-    about = {"format": FORMAT, **{f.name: getattr(table, f.name) for f in fields(table) if f.name != "costs"}, **names}
+    about = {
+        "format": FORMAT,
+        **{f.name: getattr(table, f.name) for f in fields(table) if f.name != "costs"},
+        **names,
+    }
     atomic_write(path, to_bytes(arrays, metadata={"headwise": json.dumps(about)}))
 
 
@@ -133,9 +151,13 @@ def load(path: str | Path) -> CostTable:
             about: dict[str, Any] = json.loads((file.metadata() or {})["headwise"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise HeadwiseError(f"{path} is not a cost table: write one with headwise bench --costs") from error
+        raise HeadwiseError(
+            f"{path} is not a cost table: write one with headwise bench --costs"
+        ) from error
     if about.get("format") != FORMAT:
-        raise HeadwiseError(f"{path} is a cost table of format {about.get('format')}, this headwise reads {FORMAT}")
+        raise HeadwiseError(
+            f"{path} is a cost table of format {about.get('format')}, this headwise reads {FORMAT}"
+        )
     costs = _rows({name: about[name] for name in _NAMED}, arrays, str(path))
     return CostTable(costs=costs, **{name: about[name] for name in _ABOUT})
 
@@ -147,7 +169,8 @@ def embed(
 
     optimised: the one of them that the search's objective is made of, where it counts seconds.
     """
-    section, arrays = [], dict[str, np.ndarray]()
+    section = []
+    arrays = dict[str, np.ndarray]()
     for number, table in enumerate(tables):
         names, columns = _columns(table)
         section.append(
@@ -179,28 +202,38 @@ def embedded(artifact: Artifact, arrays: Mapping[str, np.ndarray]) -> tuple[Cost
 def attach(
     artifact: Artifact, arrays: Mapping[str, np.ndarray], table: CostTable
 ) -> tuple[Artifact, dict[str, np.ndarray]]:
-    """The artifact with one more device's table, or a newer one of a device and backend that it has already.
+    """The artifact with one more device's table, or a newer one of a device and backend that it has
+    already.
 
     Raises:
         HeadwiseError: the search's objective is made of that device's table, so it has to stay.
     """
-    tables = dict(zip(((t.device, t.backend) for t in artifact.costs), embedded(artifact, arrays), strict=True))
+    tables = dict(
+        zip(
+            ((t.device, t.backend) for t in artifact.costs), embedded(artifact, arrays), strict=True
+        )
+    )
     counted = {(t.device, t.backend) for t in artifact.costs if t.optimised}
     key = table.device, table.backend
     if key in counted:
         raise HeadwiseError(
-            f"the artifact is optimised for {shorten(table.device)} by the table that it carries: that one stays; "
+            f"the artifact is optimised for {shorten(table.device)} by the table that it carries: "
+            f"that one stays; "
             "search again to use another"
         )
     tables[key] = table
-    section, own = embed(list(tables.values()), optimised=next((tables[key] for key in counted), None))
+    section, own = embed(
+        list(tables.values()), optimised=next((tables[key] for key in counted), None)
+    )
     others = {name: array for name, array in arrays.items() if not name.startswith("cost.")}
     return artifact.model_copy(update={"costs": section}), {**others, **own}
 
 
 def _columns(table: CostTable) -> tuple[dict[str, list[str]], dict[str, np.ndarray]]:
     """The names that numbers in the columns `pattern` and `dtype` stand for, and the columns."""
-    values = {field.name: [getattr(cost, field.name) for cost in table.costs] for field in fields(Cost)}
+    values = {
+        field.name: [getattr(cost, field.name) for cost in table.costs] for field in fields(Cost)
+    }
     names = {name: sorted(set(values[name])) for name in _NAMED}
     return names, {
         name: np.array([names[name].index(v) for v in column] if name in names else column)
@@ -208,13 +241,21 @@ def _columns(table: CostTable) -> tuple[dict[str, list[str]], dict[str, np.ndarr
     }
 
 
-def _rows(names: Mapping[str, Sequence[str]], arrays: Mapping[str, np.ndarray], where: str) -> tuple[Cost, ...]:
+def _rows(
+    names: Mapping[str, Sequence[str]], arrays: Mapping[str, np.ndarray], where: str
+) -> tuple[Cost, ...]:
     wanted = [field.name for field in fields(Cost)]
     if sorted(arrays) != sorted(wanted):
-        raise HeadwiseError(f"{where}: a cost table has the columns {', '.join(wanted)}, got {', '.join(arrays)}")
+        raise HeadwiseError(
+            f"{where}: a cost table has the columns {', '.join(wanted)}, got {', '.join(arrays)}"
+        )
     values = {name: arrays[name].tolist() for name in wanted}
     for name in _NAMED:
         if wrong := [at for at in values[name] if at not in range(len(names[name]))]:
-            raise HeadwiseError(f"{where}: the column {name} names entry {wrong[0]!r} of {len(names[name])}")
+            raise HeadwiseError(
+                f"{where}: the column {name} names entry {wrong[0]!r} of {len(names[name])}"
+            )
         values[name] = [names[name][int(at)] for at in values[name]]
-    return tuple(Cost(**dict(zip(wanted, row, strict=True))) for row in zip(*values.values(), strict=True))
+    return tuple(
+        Cost(**dict(zip(wanted, row, strict=True))) for row in zip(*values.values(), strict=True)
+    )

@@ -1,4 +1,5 @@
-"""Times one token's decode attention, over all keys and over chosen ones, and refuses to where a result is wrong.
+"""Times one token's decode attention, over all keys and over chosen ones, and refuses to where a
+result is wrong.
 
 Shapes: B batch (1 here), H query heads, G KV heads, K key length, C chosen keys, D head dim.
 """
@@ -27,8 +28,8 @@ _MASS_ERROR = 1e-3
 class DecodeSpeed:
     """One size: median seconds of a call, and the bytes of the keys and values that it has to read.
 
-    sdpa_seconds: torch's attention as models call it. dense_seconds: the fastest way to it in torch.
-    """
+    sdpa_seconds: torch's attention as models call it. dense_seconds: the fastest way to it in
+    torch."""
 
     chosen: int
     sdpa_seconds: float
@@ -42,7 +43,18 @@ class DecodeSpeed:
 
 
 DECODE_HEADER = [
-    *("keys", "dim", "heads", "chosen", "sdpa ms", "torch ms", "all ms", "+scores", "chosen ms", "+scores"),
+    *(
+        "keys",
+        "dim",
+        "heads",
+        "chosen",
+        "sdpa ms",
+        "torch ms",
+        "all ms",
+        "+scores",
+        "chosen ms",
+        "+scores",
+    ),
     *("all x torch", "x sdpa", "chosen " + COLUMNS[0], "x sdpa", "all GB/s", "chosen GB/s"),
 ]
 
@@ -58,7 +70,9 @@ def decode_cells(size: Size, speed: DecodeSpeed) -> list[str]:
         speed.chosen_scores_seconds,
     ]
     # Dense decode by Headwise's kernel is the one over all keys.
-    chosen = speedup([speed.chosen_seconds], {MODEL: [speed.dense_seconds], KERNEL: [speed.all_seconds]})
+    chosen = speedup(
+        [speed.chosen_seconds], {MODEL: [speed.dense_seconds], KERNEL: [speed.all_seconds]}
+    )
     ratios = [
         speed.dense_seconds / speed.all_seconds,
         speed.sdpa_seconds / speed.all_seconds,
@@ -76,10 +90,11 @@ def decode_cells(size: Size, speed: DecodeSpeed) -> list[str]:
 
 @torch.no_grad()
 def measure_decode(size: Size, *, chosen: int, repeats: int) -> DecodeSpeed:
-    """Time dense SDPA, all keys, and `chosen` random keys of each KV head, without and with scores, in turn in one run.
+    """Time dense SDPA, all keys, and `chosen` random keys of each KV head, without and with scores,
+    in turn in one run.
 
-    Every call follows others that read as much: what a model's other layers and weights leave of the processor's
-    caches.
+    Every call follows others that read as much: what a model's other layers and weights leave of
+    the processor's caches.
 
     Raises:
         HeadwiseError: a result is not that of the fp32 reference.
@@ -123,7 +138,8 @@ def measure_decode(size: Size, *, chosen: int, repeats: int) -> DecodeSpeed:
 
 
 def _in_torch(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """One query's dense attention in torch, as models call it and in two ways that share a KV head's keys."""
+    """One query's dense attention in torch, as models call it and in two ways that share a KV
+    head's keys."""
     # The query heads of a KV head as queries of one head: the same for a query that sees every key.
     rows = q.view(1, k.shape[1], -1, q.shape[-1])
     scale = q.shape[-1] ** -0.5
@@ -135,7 +151,9 @@ def _in_torch(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]
     }
 
 
-def _check(found: Decoded, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor | None, name: str) -> None:
+def _check(
+    found: Decoded, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor | None, name: str
+) -> None:
     """Compare the first KV head with the fp32 reference: no speed of a wrong result."""
     group = q.shape[1] // k.shape[1]
     expected, _, mass = decode_attention(

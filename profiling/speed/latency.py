@@ -1,4 +1,5 @@
-"""Wall time of alternatives, measured side by side so that a noisy machine is noisy for all of them."""
+"""Wall time of alternatives, measured side by side so that a noisy machine is noisy for all of
+them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def interleaved(
     repeats: int,
     device: str,
 ) -> dict[str, list[float]]:
-    """Seconds of `run` in each context, `repeats` times in turn after one untimed round; entering one is not timed.
+    """Seconds of `run` in each context, `repeats` times in turn after one untimed round; entering
+    one is not timed.
 
     With 0 repeats there is one round, and it is timed: a rehearsal has no more to find out.
     """
@@ -37,7 +39,9 @@ def interleaved(
     return seconds
 
 
-def in_turn(runs: Mapping[str, Callable[[], object]], *, repeats: int, device: str) -> dict[str, list[float]]:
+def in_turn(
+    runs: Mapping[str, Callable[[], object]], *, repeats: int, device: str
+) -> dict[str, list[float]]:
     """Seconds of each alternative, as `interleaved` measures them."""
     current: list[Callable[[], object]] = []
 
@@ -59,7 +63,8 @@ def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
 
 @torch.no_grad()
 def prefill(model: Any, ids: torch.Tensor) -> None:
-    """One prefill as serving does it: the cache is filled, only the last token's logits are computed."""
+    """One prefill as serving does it: the cache is filled, only the last token's logits are
+    computed."""
     model(input_ids=ids, use_cache=True, logits_to_keep=1)
 
 

@@ -1,9 +1,8 @@
 """What attention takes on this machine: allocations, and dense attention.
 
-Every measurement is of one layer's attention with its index builds, on the inputs that it has in serving, with all
-that is compared taking turns. Dense attention by our kernel is among them: the anchor, by which a machine that
-became slower or faster in between is known.
-"""
+Every measurement is of one layer's attention with its index builds, on the inputs that it has in
+serving, with all that is compared taking turns. Dense attention by our kernel is among them: the
+anchor, by which a machine that became slower or faster in between is known."""
 
 from __future__ import annotations
 
@@ -25,12 +24,16 @@ from profiling.inside.head_fidelity import dense_attention
 from profiling.models.loading import LoadedModel
 
 T = TypeVar("T")
-ANCHOR, SDPA = "dense by our kernel", "sdpa"
-# Layers on which dense attention, which is alike in all, is timed: ours, and sdpa, which may take many times as long.
-_ANCHORS, _SDPAS = 3, 2
+ANCHOR = "dense by our kernel"
+SDPA = "sdpa"
+# Layers on which dense attention, which is alike in all, is timed: ours, and sdpa, which may take
+# many times as long.
+_ANCHORS = 3
+_SDPAS = 2
 # Of each, in turn; their means count.
 _TURNS = 2
-# The anchor may have moved so much before predictions are said to be of another speed of the machine.
+# The anchor may have moved so much before predictions are said to be of another speed of the
+# machine.
 MOVED = 0.15
 
 
@@ -56,10 +59,11 @@ class Timings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timed:
-    """What is timed of a prompt's first `tokens`: plans by name on so many layers, spread evenly; None: on all.
+    """What is timed of a prompt's first `tokens`: plans by name on so many layers, spread evenly;
+    None: on all.
 
-    Dense attention is timed on a few of them, as ANCHOR and, with `sdpa`, as SDPA where torch can serve the layer.
-    """
+    Dense attention is timed on a few of them, as ANCHOR and, with `sdpa`, as SDPA where torch can
+    serve the layer."""
 
     tokens: int
     plans: Mapping[str, Mapping[int, LayerPlan]]
@@ -76,10 +80,11 @@ def time_layers(
     look: Callable[[LayerInputs], object] = lambda inputs: None,
     backend: str = "auto",
 ) -> list[Timings]:
-    """Time attention on the inputs of one prefill, whose attention is by the first plans of the first that is asked.
+    """Time attention on the inputs of one prefill, whose attention is by the first plans of the
+    first that is asked.
 
-    What causal layers attend with in a prompt's first tokens is what they would in a prompt of these alone, but for
-    what the patterns change before.
+    What causal layers attend with in a prompt's first tokens is what they would in a prompt of
+    these alone, but for what the patterns change before.
 
     Args:
         loaded: the model.
@@ -117,21 +122,31 @@ class _Clock:
         self._asked = asked
         self._backend = backend
         self._all = len(searched)
-        self._timed = dict.fromkeys(asked.plans, self.layers) | {ANCHOR: spread(self.layers, _ANCHORS)}
+        self._timed = dict.fromkeys(asked.plans, self.layers) | {
+            ANCHOR: spread(self.layers, _ANCHORS)
+        }
         if asked.sdpa:
             self._timed[SDPA] = spread(self.layers, _SDPAS)
 
     def time(self, inputs: LayerInputs) -> None:
         """One layer, where it is among those that are timed."""
-        layer, before = inputs.layer, slice(0, self._asked.tokens)
-        some = replace(inputs, q=inputs.q[:, :, before], k=inputs.k[:, :, before], v=inputs.v[:, :, before])
-        runs = {name: _by_plan(some, plans[layer], self._backend) for name, plans in self._asked.plans.items()}
+        layer = inputs.layer
+        before = slice(0, self._asked.tokens)
+        some = replace(
+            inputs, q=inputs.q[:, :, before], k=inputs.k[:, :, before], v=inputs.v[:, :, before]
+        )
+        runs = {
+            name: _by_plan(some, plans[layer], self._backend)
+            for name, plans in self._asked.plans.items()
+        }
         runs[ANCHOR] = lambda: dense_attention(some, backend=self._backend)[0]
         if inputs.softcap is None:
             runs[SDPA] = _by_sdpa(some)
         runs = {name: run for name, run in runs.items() if layer in self._timed.get(name, ())}
         for name, seconds in in_turn(runs, first=not self.seconds).items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds * self._all / len(self._timed[name])
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds * self._all / len(
+                self._timed[name]
+            )
 
 
 def in_turn(runs: Mapping[str, Callable[[], object]], *, first: bool) -> dict[str, float]:
@@ -151,12 +166,19 @@ def in_turn(runs: Mapping[str, Callable[[], object]], *, first: bool) -> dict[st
 
 @contextmanager
 def all_threads() -> Iterator[None]:
-    """All of the processor, so that what is measured is what a server will have; what the user set is kept to."""
+    """All of the processor, so that what is measured is what a server will have; what the user set
+    is kept to."""
     before = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     # torchrun sets it to 1 for each of its processes, which wait meanwhile.
-    asked = "" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(max(before, min(cores, int(asked)) if asked.isdecimal() and int(asked) else cores))
+    asked = (
+        "" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else os.environ.get("OMP_NUM_THREADS", "")
+    )
+    torch.set_num_threads(
+        max(before, min(cores, int(asked)) if asked.isdecimal() and int(asked) else cores)
+    )
     try:
         yield
     finally:
@@ -172,11 +194,15 @@ def spread(some: Sequence[T], count: int | None) -> list[T]:
 
 def _by_plan(inputs: LayerInputs, plan: LayerPlan, backend: str) -> Callable[[], Tensor]:
     """A layer's attention by its patterns, index build included, ready to be timed."""
-    q, k, v = inputs.q, inputs.k, inputs.v
+    q = inputs.q
+    k = inputs.k
+    v = inputs.v
 
     def run() -> Tensor:
         index = plan.build(q, k, scale=inputs.scale)
-        out: Tensor = sparse_attention(q, k, v, index, scale=inputs.scale, softcap=inputs.softcap, backend=backend)
+        out: Tensor = sparse_attention(
+            q, k, v, index, scale=inputs.scale, softcap=inputs.softcap, backend=backend
+        )
         return out
 
     return run

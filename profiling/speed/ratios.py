@@ -1,4 +1,5 @@
-"""Ratios of times that were measured in pairs: their median, and an interval that takes no distribution for granted."""
+"""Ratios of times that were measured in pairs: their median, and an interval that takes no
+distribution for granted."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from math import comb
 
 from artifacts import HeadwiseError
 
-# Pairs of which the smallest and the largest ratio hold the median in 95 of 100 measurements: 1 - 2^(1 - n).
+# Pairs of which the smallest and the largest ratio hold the median in 95 of 100 measurements: 1 -
+# 2^(1 - n).
 LEAST = 6
 
 
@@ -26,16 +28,22 @@ class Ratio:
 
 
 def ratio_of_pairs(these: Sequence[float], those: Sequence[float]) -> Ratio:
-    """How many times as long these took, pair by pair; bounds by order statistics (the sign test turned round).
+    """How many times as long these took, pair by pair; bounds by order statistics (the sign test
+    turned round).
 
     Raises:
         HeadwiseError: none, or not as many of the one as of the other.
     """
     if not these or len(these) != len(those):
-        raise HeadwiseError(f"{len(these)} and {len(those)} times cannot be paired: give as many of both, at least 1")
+        raise HeadwiseError(
+            f"{len(these)} and {len(those)} times cannot be paired: give as many of both, at least "
+            f"1"
+        )
     ratios = sorted(a / b for a, b in zip(these, those, strict=True))
-    count, rank = len(ratios), 0
-    # The true median is below the r-th smallest of n where fewer than r are below it: a binomial's tail, on both sides.
+    count = len(ratios)
+    rank = 0
+    # The true median is below the r-th smallest of n where fewer than r are below it: a binomial's
+    # tail, on both sides.
     while 2 * sum(comb(count, few) for few in range(rank + 2)) <= 0.05 * 2**count:
         rank += 1
     return Ratio(statistics.median(ratios), ratios[rank], ratios[count - 1 - rank])

@@ -1,4 +1,5 @@
-"""How a long stream can be attended to, and what each way makes of a stretch of it (StreamingLLM, Figures 3 and 10).
+"""How a long stream can be attended to, and what each way makes of a stretch of it (StreamingLLM,
+Figures 3 and 10).
 
 Shapes: Q tokens of a chunk, V vocabulary.
 """
@@ -30,7 +31,8 @@ _ROWS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class StreamMethod:
-    """A name of METHODS, or streaming:S with S sinks; `whole` is how many tokens it holds, None for all."""
+    """A name of METHODS, or streaming:S with S sinks; `whole` is how many tokens it holds, None for
+    all."""
 
     name: str
     policy: Streaming | None
@@ -46,10 +48,10 @@ class StreamMethod:
 class Stretch:
     """What a method made of some tokens of a stream.
 
-    nll: sum of -log p of the `tokens` that it predicted; seconds: for `turns`, that is tokens fed or forwards made.
-    probed, right: of each token of the probes -log p, and whether it was the likeliest (1) or not (0).
-    cache_bytes: of keys and values at the end; process_bytes: of the device, or of the process on the CPU.
-    """
+    nll: sum of -log p of the `tokens` that it predicted; seconds: for `turns`, that is tokens fed
+    or forwards made. probed, right: of each token of the probes -log p, and whether it was the
+    likeliest (1) or not (0). cache_bytes: of keys and values at the end; process_bytes: of the
+    device, or of the process on the CPU."""
 
     nll: float = 0.0
     tokens: int = 0
@@ -80,22 +82,33 @@ def method_of(name: str, *, sinks: int, window: int) -> StreamMethod:
     if name == "window-only":
         return StreamMethod(name=name, policy=Streaming(sinks=0, window=whole), whole=whole)
     if name == "original":
-        return StreamMethod(name=name, policy=Streaming(sinks=sinks, window=window, positions="original"), whole=whole)
+        return StreamMethod(
+            name=name,
+            policy=Streaming(sinks=sinks, window=window, positions="original"),
+            whole=whole,
+        )
     if kind != "streaming" or (colon and not count.isdecimal()):
-        raise HeadwiseError(f"unknown method {shorten(name)}; known: {', '.join(METHODS)}, streaming:SINKS")
+        raise HeadwiseError(
+            f"unknown method {shorten(name)}; known: {', '.join(METHODS)}, streaming:SINKS"
+        )
     if colon:
         sinks = int(count)
         if sinks >= whole:
-            raise HeadwiseError(f"{name} leaves no window: sinks and window are {whole} tokens together")
+            raise HeadwiseError(
+                f"{name} leaves no window: sinks and window are {whole} tokens together"
+            )
     return StreamMethod(name=name, policy=Streaming(sinks=sinks, window=whole - sinks), whole=whole)
 
 
 class Cached:
     """A method that feeds a stream through a cache: `with` it, then stretch after stretch."""
 
-    def __init__(self, loaded: LoadedModel, method: StreamMethod, stream: TokenStream, chunk: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, method: StreamMethod, stream: TokenStream, chunk: int
+    ) -> None:
         """chunk: tokens fed at a time, which changes nothing but the time it takes."""
-        self._model, self._chunk = loaded.model, chunk
+        self._model = loaded.model
+        self._chunk = chunk
         self._headwise = with_policy(loaded, method.policy)
         self._ids = torch.tensor([stream.ids], device=self._model.device)
         self._probes = [token for span in stream.probes for token in range(*span)]
@@ -108,7 +121,8 @@ class Cached:
     def feed(self, begin: int, end: int) -> Stretch:
         """Feed tokens [begin, end), those before having been fed."""
         made = Stretch(probed=[], right=[], tokens=end - begin, turns=end - begin)
-        losses, likeliest = [], []
+        losses = []
+        likeliest = []
         start = time.perf_counter()
         for at in range(begin, end, self._chunk):
             stop = min(at + self._chunk, end)
@@ -118,22 +132,29 @@ class Cached:
             losses.append(loss)
             likeliest.append(first)
         # Reading the losses waits for the device.
-        loss, first = torch.cat(losses).cpu(), torch.cat(likeliest).cpu()
+        loss = torch.cat(losses).cpu()
+        first = torch.cat(likeliest).cpu()
         made.seconds = time.perf_counter() - start
         made.nll = float(loss.double().sum())
         places = [token - begin - 1 for token in self._probes if begin < token <= end]
         made.probed = [round(value, 5) for value in loss[places].tolist()]
         made.right = [int(value) for value in first[places].tolist()]
-        made.cache_bytes, made.process_bytes = memory_report(self.cache).device, process_bytes(self._model)
+        made.cache_bytes, made.process_bytes = (
+            memory_report(self.cache).device,
+            process_bytes(self._model),
+        )
         return made
 
 
 class Recomputed:
-    """The sliding window with re-computation: a forward over the last tokens for each probe, positions from 0."""
+    """The sliding window with re-computation: a forward over the last tokens for each probe,
+    positions from 0."""
 
     def __init__(self, loaded: LoadedModel, method: StreamMethod, stream: TokenStream) -> None:
         assert method.whole is not None
-        self._model, self._whole, self._probes = loaded.model, method.whole, stream.probes
+        self._model = loaded.model
+        self._whole = method.whole
+        self._probes = stream.probes
         self._ids = torch.tensor([stream.ids], device=self._model.device)
 
     def applied(self) -> AbstractContextManager[object]:
@@ -161,14 +182,19 @@ class Recomputed:
 
 
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p of the targets, (Q) fp32, and whether each is the likeliest token, (Q) bool, of logits (Q, V)."""
+    """-log p of the targets, (Q) fp32, and whether each is the likeliest token, (Q) bool, of logits
+    (Q, V)."""
     pairs = zip(logits.split(_ROWS), targets.split(_ROWS), strict=True)
-    losses = [torch.nn.functional.cross_entropy(rows.float(), wanted, reduction="none") for rows, wanted in pairs]
+    losses = [
+        torch.nn.functional.cross_entropy(rows.float(), wanted, reduction="none")
+        for rows, wanted in pairs
+    ]
     return torch.cat(losses), logits.argmax(-1) == targets
 
 
 def process_bytes(model: Any) -> int | None:
-    """Bytes that torch holds on the model's device, on the CPU those of the process; None where unknown."""
+    """Bytes that torch holds on the model's device, on the CPU those of the process; None where
+    unknown."""
     if model.device.type == "cuda":
         return int(torch.cuda.memory_allocated(model.device))
     try:

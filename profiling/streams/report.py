@@ -1,4 +1,5 @@
-"""What came out of a stream: a line for each method, and means over its blocks as JSON, CSV and a picture."""
+"""What came out of a stream: a line for each method, and means over its blocks as JSON, CSV and a
+picture."""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ _POINTS = 200
 class Row:
     """One method's figures; None where they were not measured.
 
-    perplexity: over all tokens, of the recomputed window over the probes. last_quarter: over the stream's end.
-    ratio, low, high: of perplexities on the probes past the window, to the recomputed window's, with its 95% interval
-        by Student's t over stretches of the stream as long as the window: what stands in one window is one sample. No
-        bounds of fewer than two.
+    perplexity: over all tokens, of the recomputed window over the probes. last_quarter: over the
+    stream's end. ratio, low, high: of perplexities on the probes past the window, to the recomputed
+    window's, with its 95% interval
+        by Student's t over stretches of the stream as long as the window: what stands in one window
+        is one sample. No bounds of fewer than two.
     accuracy: share of the probes, answers to questions, of which every token was the likeliest.
     token_seconds: for each token fed, or each forward; cache_bytes: at the end.
     """
@@ -75,7 +77,11 @@ class Series:
 def rows(series: Sequence[Series], stream: TokenStream, whole: int, task: str) -> list[Row]:
     """The figures of each method. whole: tokens that the windows hold."""
     base = next((one for one in series if one.method == "recomputed"), None)
-    token = np.concatenate([np.arange(*span) for span in stream.probes]) if stream.probes else np.zeros(0)
+    token = (
+        np.concatenate([np.arange(*span) for span in stream.probes])
+        if stream.probes
+        else np.zeros(0)
+    )
     past = token > whole
     made = []
     for one in series:
@@ -86,8 +92,11 @@ def rows(series: Sequence[Series], stream: TokenStream, whole: int, task: str) -
             sums = [float(apart[token[past] // whole == window].sum()) for window in windows]
             found = share_of(sums, counts.tolist())
             ratio = math.exp(found.value)
-            low, high = (math.exp(found.low), math.exp(found.high)) if len(windows) > 1 else (None, None)
-        turns, last = sum(part.turns for part in one.stretches), one.stretches[-1]
+            low, high = (
+                (math.exp(found.low), math.exp(found.high)) if len(windows) > 1 else (None, None)
+            )
+        turns = sum(part.turns for part in one.stretches)
+        last = one.stretches[-1]
         made.append(
             Row(
                 method=one.method,
@@ -111,7 +120,18 @@ def _exp(nll: float) -> float:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as an aligned text table."""
-    lines = [["", "perplexity", "last quarter", "/ recomputed", "right", "ms/token", "cache MiB", "process MiB"]]
+    lines = [
+        [
+            "",
+            "perplexity",
+            "last quarter",
+            "/ recomputed",
+            "right",
+            "ms/token",
+            "cache MiB",
+            "process MiB",
+        ]
+    ]
     for row in rows:
         lines.append(
             [
@@ -121,7 +141,10 @@ def table(rows: Sequence[Row]) -> str:
                 _ratio(row),
                 "-" if row.accuracy is None else f"{row.accuracy:.3f}",
                 f"{1e3 * row.token_seconds:.2f}",
-                *("-" if n is None else f"{n / _MIB:.1f}" for n in (row.cache_bytes, row.process_bytes)),
+                *(
+                    "-" if n is None else f"{n / _MIB:.1f}"
+                    for n in (row.cache_bytes, row.process_bytes)
+                ),
             ]
         )
     return "\n".join(aligned(lines))
@@ -135,7 +158,10 @@ def _ratio(row: Row) -> str:
 
 def plain(series: Sequence[Series], rows: Sequence[Row]) -> dict[str, Any]:
     """For a JSON file: the rows, and for each method means over blocks."""
-    return {"rows": [asdict(row) for row in rows], "blocks": {one.method: _means(one) for one in series}}
+    return {
+        "rows": [asdict(row) for row in rows],
+        "blocks": {one.method: _means(one) for one in series},
+    }
 
 
 def _means(one: Series) -> dict[str, list[float | int | None]]:
@@ -144,14 +170,19 @@ def _means(one: Series) -> dict[str, list[float | int | None]]:
     return {
         "end": list(one.ends),
         "nll": [round(part.nll / part.tokens, 5) if part.tokens else None for part in parts],
-        "token_seconds": [float(f"{part.seconds / part.turns:.4g}") if part.turns else None for part in parts],
+        "token_seconds": [
+            float(f"{part.seconds / part.turns:.4g}") if part.turns else None for part in parts
+        ],
         "cache_bytes": [part.cache_bytes for part in parts],
         "process_bytes": [part.process_bytes for part in parts],
     }
 
 
-def draw(folder: Path, series: Sequence[Series], stream: TokenStream, task: str, caption: str) -> list[Path]:
-    """stream.png, .svg and .csv: log perplexity or accuracy, time per token and memory over the tokens of the stream.
+def draw(
+    folder: Path, series: Sequence[Series], stream: TokenStream, task: str, caption: str
+) -> list[Path]:
+    """stream.png, .svg and .csv: log perplexity or accuracy, time per token and memory over the
+    tokens of the stream.
 
     As StreamingLLM's Figures 3, 5 and 10.
     """
@@ -168,27 +199,37 @@ def draw(folder: Path, series: Sequence[Series], stream: TokenStream, task: str,
     ]
 
 
-def _figure(series: Sequence[Series], means: Mapping[str, Any], stream: TokenStream, task: str, caption: str) -> Any:
+def _figure(
+    series: Sequence[Series], means: Mapping[str, Any], stream: TokenStream, task: str, caption: str
+) -> Any:
     from matplotlib.ticker import LogFormatter
 
     figure = new_figure(8.0, 5.6, caption)
-    grid = figure.subplot_mosaic([["quality", "quality"], ["time", "memory"]], height_ratios=[1.5, 1])
+    grid = figure.subplot_mosaic(
+        [["quality", "quality"], ["time", "memory"]], height_ratios=[1.5, 1]
+    )
     for at, one in enumerate(series):
         # Wide below narrow: methods that do equally well are all to be seen.
         width = max(1.0, 3.0 - 0.5 * at)
-        mean, style = means[one.method], {**line_style(at), "linewidth": width, "label": one.method}
+        mean = means[one.method]
+        style = {**line_style(at), "linewidth": width, "label": one.method}
         x = np.array(one.ends)
         if task == "stream_eval":
-            places, right = np.array([end for _, end in stream.probes]), one.right(stream).astype(float)
+            places = np.array([end for _, end in stream.probes])
+            right = one.right(stream).astype(float)
             parts = np.array_split(np.arange(len(right)), min(len(right), 20))
-            grid["quality"].plot([places[p[-1]] for p in parts], [right[p].mean() for p in parts], **style)
+            grid["quality"].plot(
+                [places[p[-1]] for p in parts], [right[p].mean() for p in parts], **style
+            )
         else:
             grid["quality"].plot(*_fewer(x, mean["nll"]), **style)
         grid["time"].plot(*_fewer(x, mean["token_seconds"], 1e3), **style)
         if any(value is not None for value in mean["cache_bytes"]):
             grid["memory"].plot(*_fewer(x, mean["cache_bytes"], 1 / _MIB), **style)
     grid["quality"].set_ylabel("answers right" if task == "stream_eval" else "log perplexity")
-    grid["quality"].legend(fontsize=7, frameon=False, ncols=len(series), loc="lower left", bbox_to_anchor=(0, 1))
+    grid["quality"].legend(
+        fontsize=7, frameon=False, ncols=len(series), loc="lower left", bbox_to_anchor=(0, 1)
+    )
     for name, label in (("time", "ms per token"), ("memory", "MiB of keys and values")):
         grid[name].set_yscale("log")
         for which in (grid[name].yaxis.set_major_formatter, grid[name].yaxis.set_minor_formatter):
@@ -201,10 +242,13 @@ def _figure(series: Sequence[Series], means: Mapping[str, Any], stream: TokenStr
     return figure
 
 
-def _fewer(x: np.ndarray, values: Sequence[float | None], factor: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+def _fewer(
+    x: np.ndarray, values: Sequence[float | None], factor: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Means of neighbours where there are too many points to see."""
     y = np.array([np.nan if value is None else value for value in values], dtype=float) * factor
     measured = np.isfinite(y)
-    x, y = x[measured], y[measured]
+    x = x[measured]
+    y = y[measured]
     parts = np.array_split(np.arange(len(x)), min(len(x), _POINTS)) if len(x) else []
     return np.array([x[p[-1]] for p in parts]), np.array([y[p].mean() for p in parts])

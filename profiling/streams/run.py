@@ -1,4 +1,5 @@
-"""Runs a stream through every method, block by block, with a ledger that it goes on by after a kill."""
+"""Runs a stream through every method, block by block, with a ledger that it goes on by after a
+kill."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import Phase, phase
 from profiling.prompts.tokens import Encoder
-from profiling.streams.methods import METHODS, Cached, Recomputed, StreamMethod, Stretch, blocks, method_of
+from profiling.streams.methods import (
+    METHODS,
+    Cached,
+    Recomputed,
+    StreamMethod,
+    Stretch,
+    blocks,
+    method_of,
+)
 from profiling.streams.report import Row, Series, draw, plain, rows
 from profiling.streams.speed import speeds
 from profiling.streams.tokens import TokenStream, stream_eval, text_stream
@@ -27,22 +36,36 @@ from profiling.streams.tokens import TokenStream, stream_eval, text_stream
 TASKS = ("text", "stream_eval")
 OUTPUT = "stream.json"
 # Tokens of a block, which is a unit of the ledger, and the most blocks of a long stream.
-_BLOCK, _BLOCKS = 1024, 200
+_BLOCK = 1024
+_BLOCKS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
-    """What to stream and how; `timed`: tokens of each round that are timed one by one, 0 for none."""
+    """What to stream and how; `timed`: tokens of each round that are timed one by one, 0 for
+    none."""
 
     model: str = shared(arguments.add_model)
-    out: Path = shared(arguments.add_out, "folder for stream.json, .csv, .png and .svg", metavar="FOLDER")
+    out: Path = shared(
+        arguments.add_out, "folder for stream.json, .csv, .png and .svg", metavar="FOLDER"
+    )
     tokens: int = arg("--tokens", help="length of the stream", within=at_least(2))
-    text: Path | None = option("text file; begun again where it is shorter than the stream", default=None)
-    task: str = shared(arguments.add_task, f"one of {', '.join(TASKS)} (default text)", several=False, default="text")
+    text: Path | None = option(
+        "text file; begun again where it is shorter than the stream", default=None
+    )
+    task: str = shared(
+        arguments.add_task,
+        f"one of {', '.join(TASKS)} (default text)",
+        several=False,
+        default="text",
+    )
     sinks: int = option("first tokens that are kept", default=4, within=at_least(0))
     window: int = option("last tokens that are kept", default=1020, within=at_least(1))
     methods: tuple[str, ...] = arg(
-        "--methods", nargs="+", default=METHODS, help=f"any of {', '.join(METHODS)}, streaming:SINKS"
+        "--methods",
+        nargs="+",
+        default=METHODS,
+        help=f"any of {', '.join(METHODS)}, streaming:SINKS",
     )
     chunk: int = option("tokens fed at a time", default=256, within=at_least(1), advanced=True)
     block: int | None = option(
@@ -51,8 +74,12 @@ class Streamed:
         within=at_least(1),
         advanced=True,
     )
-    stride: int = option("recomputed at every so many tokens", default=16, within=at_least(1), advanced=True)
-    timed: int = option("tokens of a round timed one by one", default=0, within=at_least(0), advanced=True)
+    stride: int = option(
+        "recomputed at every so many tokens", default=16, within=at_least(1), advanced=True
+    )
+    timed: int = option(
+        "tokens of a round timed one by one", default=0, within=at_least(0), advanced=True
+    )
     seed: int = shared(arguments.add_seed, help="of stream_eval", default=0)
     dtype: str = shared(arguments.add_dtype, default="bfloat16")
     device: str = shared(arguments.add_device, default="cpu")
@@ -64,7 +91,8 @@ class Streamed:
         check_ranges(self)
         if self.timed and self.tokens < self.sinks + self.window:
             raise HeadwiseError(
-                f"--timed needs a full cache: give at least {self.sinks + self.window} --tokens, got {self.tokens}"
+                f"--timed needs a full cache: give at least {self.sinks + self.window} --tokens, "
+                f"got {self.tokens}"
             )
         if self.task not in TASKS:
             raise HeadwiseError(f"unknown task {shorten(self.task)}; known: {', '.join(TASKS)}")
@@ -91,19 +119,25 @@ class Streamed:
 
 
 def run(config: Streamed, loaded: LoadedModel | None = None) -> tuple[list[Row], dict[str, Any]]:
-    """Stream through every method; its rows, and what is needed to repeat them. Files are written to config.out.
+    """Stream through every method; its rows, and what is needed to repeat them. Files are written
+    to config.out.
 
     Raises:
         HeadwiseError: anything that the user has to put right.
     """
     with out_folder(config.out):
         check_writable(config.out / OUTPUT)
-        loaded = loaded or load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+        loaded = loaded or load_model(
+            config.model, dtype=config.dtype, device=config.device, revision=config.revision
+        )
         stream = _stream(config, loaded)
         settings = _settings(config, loaded, stream)
         with Ledger(config.out / OUTPUT, "stream", settings=settings, fresh=config.fresh) as ledger:
             with phase("stream", config.tokens * len(config.methods), "tokens") as shown:
-                series = [_measured(config, loaded, method, stream, ledger, shown) for method in config.all_methods]
+                series = [
+                    _measured(config, loaded, method, stream, ledger, shown)
+                    for method in config.all_methods
+                ]
             return _written(config, loaded, stream, series, settings, ledger)
 
 
@@ -115,9 +149,12 @@ def _written(
     settings: dict[str, Any],
     ledger: Ledger,
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Rows and record of a stream that is through; time it where that is asked for, and write what was found."""
+    """Rows and record of a stream that is through; time it where that is asked for, and write what
+    was found."""
     whole = config.sinks + config.window
-    seconds = speeds(loaded, config.all_methods, stream, whole, config.timed) if config.timed else {}
+    seconds = (
+        speeds(loaded, config.all_methods, stream, whole, config.timed) if config.timed else {}
+    )
     found = rows(series, stream, whole, config.task)
     record = {
         "command": config.command,
@@ -140,7 +177,8 @@ def _stream(config: Streamed, loaded: LoadedModel) -> TokenStream:
 
 
 def _settings(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> dict[str, Any]:
-    """What makes two runs the same; paths, the command and which methods are asked for are not among it."""
+    """What makes two runs the same; paths, the command and which methods are asked for are not
+    among it."""
     names = ("tokens", "task", "sinks", "window", "chunk", "stride", "seed", "dtype", "device")
     values = {name: getattr(config, name) for name in names}
     return {
@@ -212,7 +250,9 @@ def _caption(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in environment(config.device).items())
     every = "at the answers" if config.task == "stream_eval" else f"at one token in {config.stride}"
     return (
-        f"{loaded.name}, {config.dtype} on {config.device}; {stream.name}, {stream.tokens} tokens{again}; "
+        f"{loaded.name}, {config.dtype} on {config.device}; {stream.name}, {stream.tokens} "
+        f"tokens{again}; "
         f"{config.sinks} sinks and a window of {config.window}, {config.chunk} tokens at a time"
-        f"{f'; recomputed {every}' if 'recomputed' in config.methods else ''}\n{versions}\ndrawn: {config.command}"
+        f"{f'; recomputed {every}' if 'recomputed' in config.methods else ''}\n{versions}\ndrawn: "
+        f"{config.command}"
     )

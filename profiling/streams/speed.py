@@ -1,4 +1,5 @@
-"""Time of one token, one by one, of every method that holds a bounded number of tokens, measured in turn."""
+"""Time of one token, one by one, of every method that holds a bounded number of tokens, measured in
+turn."""
 
 from __future__ import annotations
 
@@ -20,12 +21,18 @@ _CHUNK = 256
 
 @torch.inference_mode()
 def speeds(
-    loaded: LoadedModel, methods: Sequence[StreamMethod], stream: TokenStream, whole: int, tokens: int
+    loaded: LoadedModel,
+    methods: Sequence[StreamMethod],
+    stream: TokenStream,
+    whole: int,
+    tokens: int,
 ) -> dict[str, list[float]]:
-    """Seconds a token by method and round: of `tokens` fed to a full cache, or of one forward over `whole` tokens."""
+    """Seconds a token by method and round: of `tokens` fed to a full cache, or of one forward over
+    `whole` tokens."""
     ids = torch.tensor([stream.ids[: whole + 1]], device=loaded.model.device)
     current: list[Callable[[], None]] = []
-    contexts, counts = {}, {}
+    contexts = {}
+    counts = {}
     for method in methods:
         if method.whole is not None:
             contexts[method.name] = _recomputing(loaded, ids, current)
@@ -33,14 +40,18 @@ def speeds(
             if not method.recomputed:
                 contexts[method.name] = _decoding(loaded, method, ids, tokens, current)
                 counts[method.name] = tokens
-    found = interleaved(contexts, lambda: current[0](), repeats=SPEED_ROUNDS, device=str(loaded.model.device))
+    found = interleaved(
+        contexts, lambda: current[0](), repeats=SPEED_ROUNDS, device=str(loaded.model.device)
+    )
     return {name: [value / counts[name] for value in values] for name, values in found.items()}
 
 
 Enter = Callable[[], AbstractContextManager[object]]
 
 
-def _recomputing(loaded: LoadedModel, ids: torch.Tensor, current: list[Callable[[], None]]) -> Enter:
+def _recomputing(
+    loaded: LoadedModel, ids: torch.Tensor, current: list[Callable[[], None]]
+) -> Enter:
     def forward() -> None:
         loaded.model(ids[:, 1:], use_cache=False, logits_to_keep=1)
 
@@ -53,9 +64,14 @@ def _recomputing(loaded: LoadedModel, ids: torch.Tensor, current: list[Callable[
 
 
 def _decoding(
-    loaded: LoadedModel, method: StreamMethod, ids: torch.Tensor, tokens: int, current: list[Callable[[], None]]
+    loaded: LoadedModel,
+    method: StreamMethod,
+    ids: torch.Tensor,
+    tokens: int,
+    current: list[Callable[[], None]],
 ) -> Enter:
-    model, headwise = loaded.model, with_policy(loaded, method.policy)
+    model = loaded.model
+    headwise = with_policy(loaded, method.policy)
     cache = headwise.new_cache(model)
     with headwise.apply(model, strict=True):
         for part in ids.split(_CHUNK, dim=1):

@@ -1,4 +1,5 @@
-"""What is streamed: the tokens of a long text, or lines with questions about earlier ones (StreamEval)."""
+"""What is streamed: the tokens of a long text, or lines with questions about earlier ones
+(StreamEval)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from profiling.prompts.tokens import Encoder, Ids
 from profiling.prompts.words import words
 
 # StreamingLLM, section 4.3: after so many lines a question about the line so far before.
-EVERY, BACK = 10, 20
+EVERY = 10
+BACK = 20
 _BATCH = 50
 _HEAD = "Below is a list of facts, one a line. Now and then one of them is asked for again.\n\n"
 _FACT = "The value of {} is {}.\n"
@@ -28,9 +30,8 @@ _END = ".\n\n"
 class TokenStream:
     """Tokens 0 to N, of which all but the last are fed, each to predict the next.
 
-    probes: half-open spans of tokens that every method is asked to predict: what methods are compared on.
-    repeats: how often the text had to be begun again.
-    """
+    probes: half-open spans of tokens that every method is asked to predict: what methods are
+    compared on. repeats: how often the text had to be begun again."""
 
     ids: tuple[int, ...]
     probes: tuple[tuple[int, int], ...]
@@ -59,16 +60,23 @@ def text_stream(encode: Encoder, file: Path, tokens: int, stride: int) -> TokenS
     times = -(-max(tokens + 1 - len(ids), 0) // len(text))
     ids += text * times
     probes = tuple((at, at + 1) for at in range(stride, tokens + 1, stride))
-    return TokenStream(ids=tuple(ids[: tokens + 1]), probes=probes, name=f"text:{file.name}", repeats=max(times - 1, 0))
+    return TokenStream(
+        ids=tuple(ids[: tokens + 1]),
+        probes=probes,
+        name=f"text:{file.name}",
+        repeats=max(times - 1, 0),
+    )
 
 
 def stream_eval(encode: Encoder, tokens: int, seed: int) -> TokenStream:
-    """Facts without end, one a line; every 10 lines one of them is asked for that came 20 lines before the newest.
+    """Facts without end, one a line; every 10 lines one of them is asked for that came 20 lines
+    before the newest.
 
-    The stream goes on with the right answer, so that later ones do not suffer from a wrong one. A probe is an answer.
-    """
+    The stream goes on with the right answer, so that later ones do not suffer from a wrong one. A
+    probe is an answer."""
     rng = random.Random(f"{seed} stream_eval")
-    ids, probes = [*encode.prefix, *encode(_HEAD)], list[tuple[int, int]]()
+    ids = [*encode.prefix, *encode(_HEAD)]
+    probes = list[tuple[int, int]]()
     for piece, span in _pieces(encode, rng):
         if span is not None:
             probes.append((len(ids) + span[0], len(ids) + span[1]))
@@ -77,13 +85,16 @@ def stream_eval(encode: Encoder, tokens: int, seed: int) -> TokenStream:
             break
     whole = tuple(span for span in probes if span[1] <= tokens + 1)
     if not whole:
-        raise HeadwiseError(f"--tokens {tokens} is too small for stream_eval: its first question comes later")
+        raise HeadwiseError(
+            f"--tokens {tokens} is too small for stream_eval: its first question comes later"
+        )
     return TokenStream(ids=tuple(ids[: tokens + 1]), probes=whole, name="stream_eval")
 
 
 def _pieces(encode: Encoder, rng: random.Random) -> Iterator[tuple[Ids, tuple[int, int] | None]]:
     """Lines and questions as tokens; of a question also where in it the answer lies."""
-    word, facts = words(rng), list[tuple[str, str]]()
+    word = words(rng)
+    facts = list[tuple[str, str]]()
     while True:
         new = [(name, str(rng.randrange(10**4, 10**5))) for name in islice(word, _BATCH)]
         lines = encode.each([_FACT.format(*fact) for fact in new])
@@ -93,11 +104,14 @@ def _pieces(encode: Encoder, rng: random.Random) -> Iterator[tuple[Ids, tuple[in
             if len(facts) % EVERY == 0 and len(facts) > BACK:
                 name, number = facts[-1 - BACK]
                 question = _ASKED.format(name)
-                whole, asked, answered = encode.each([f"{question} {number}{_END}", question, f"{question} {number}"])
+                whole, asked, answered = encode.each(
+                    [f"{question} {number}{_END}", question, f"{question} {number}"]
+                )
                 yield whole, (_common(whole, asked), _common(whole, answered))
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the start that both share: a piece's tokens may be others where a text goes on after it."""
+    """Length of the start that both share: a piece's tokens may be others where a text goes on
+    after it."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,1 +1,2 @@
-"""Attention as transformers asks for it: function.py decides for each call, kernel.py is the way to our kernels."""
+"""Attention as transformers asks for it: function.py decides for each call, kernel.py is the way to
+our kernels."""

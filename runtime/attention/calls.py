@@ -19,13 +19,14 @@ from runtime.attention.state import Layer
 
 @dataclass(eq=False)
 class Call:
-    """What transformers calls the registered attention function with, and what is applied to the module.
+    """What transformers calls the registered attention function with, and what is applied to the
+    module.
 
-    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E). `more` are the keyword arguments that only some models
-    give. Of those are softcap, sinks (H,), which are learned logits that take part in the softmax and have no value
-    (GPT-OSS), and window, how many tokens a query sees, itself included, where the layer slides.
-    tokens: where the real ones are; None where the mask does not say.
-    """
+    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E). `more` are the keyword arguments that
+    only some models give. Of those are softcap, sinks (H,), which are learned logits that take part
+    in the softmax and have no value (GPT-OSS), and window, how many tokens a query sees, itself
+    included, where the layer slides. tokens: where the real ones are; None where the mask does not
+    say."""
 
     module: nn.Module
     layer: Layer
@@ -43,7 +44,11 @@ class Call:
 
     def __post_init__(self) -> None:
         given = self.more.get
-        self.softcap, self.sinks, self.window = given("softcap"), given("s_aux"), given("sliding_window")
+        self.softcap, self.sinks, self.window = (
+            given("softcap"),
+            given("s_aux"),
+            given("sliding_window"),
+        )
         self.tokens = self.mask.tokens if isinstance(self.mask, PrefillMask) else None
 
     def on(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Self:
@@ -53,7 +58,9 @@ class Call:
     def part(self, part: Part, mask: Tensor | None = None) -> Self:
         """The call of one of its sequences alone."""
         row, queries, keys = part.places
-        return self.on(self.query[row, :, queries], self.key[row, :, keys], self.value[row, :, keys], mask)
+        return self.on(
+            self.query[row, :, queries], self.key[row, :, keys], self.value[row, :, keys], mask
+        )
 
     @property
     def causal(self) -> bool:
@@ -67,7 +74,8 @@ class Call:
             wanted = getattr(self.module.config, "output_attentions", False)
         elif wanted is None:
             try:
-                # Past what transformers' configurations do at each look, which takes as long as all else in here.
+                # Past what transformers' configurations do at each look, which takes as long as all
+                # else in here.
                 wanted = object.__getattribute__(self.module.config, "_output_attentions")
             except AttributeError:
                 # One of another kind, or none.
@@ -76,25 +84,35 @@ class Call:
 
     @property
     def special(self) -> str | None:
-        """What the call asks for that no kernel of ours does, None where it is causal attention (sinks or a window)."""
-        query, key, value, more = self.query, self.key, self.value, self.more
+        """What the call asks for that no kernel of ours does, None where it is causal attention
+        (sinks or a window)."""
+        query = self.query
+        key = self.key
+        value = self.value
+        more = self.more
         if not self.causal:
             return "attention is not causal"
         if self.wants_weights:
             return "attention weights were asked for"
         if self.dropout:
             return "attention dropout is on (the model is in training mode)"
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, self.sinks)):
+        if torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (query, key, value, self.sinks)
+        ):
             return "gradients are required (use torch.no_grad or inference_mode)"
         if more.get("position_bias") is not None:
             return "the layer uses a position bias"
         if (dtype := query.dtype) != key.dtype or dtype != value.dtype:
-            return f"queries, keys and values differ in type: {query.dtype}, {key.dtype}, {value.dtype}"
+            return (
+                f"queries, keys and values differ in type: {query.dtype}, "
+                f"{key.dtype}, {value.dtype}"
+            )
         return None
 
 
 def no_kernel(backend: str, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Why no kernel serves the call. The reference always does, slower than dense: only where asked for."""
+    """Why no kernel serves the call. The reference always does, slower than dense: only where asked
+    for."""
     if backend == "auto":
         return dispatch.why_slow(query, key, value)
     reason = dispatch.backend(backend).supports(query, key, value)

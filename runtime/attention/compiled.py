@@ -1,8 +1,10 @@
-"""Attention inside a graph of torch.compile: decode is traced without a break, and a long prefill is served as ever.
+"""Attention inside a graph of torch.compile: decode is traced without a break, and a long prefill
+is served as ever.
 
-What is traced changes nothing of Python's: a counter that is part of a graph would have it compiled again at each step.
-A prefill is one operator, which at run time does what is done without a compiler. A graph hands on a mask as a plain
-tensor, so the operator reads off it which sequences it is of.
+What is traced changes nothing of Python's: a counter that is part of a graph would have it compiled
+again at each step. A prefill is one operator, which at run time does what is done without a
+compiler. A graph hands on a mask as a plain tensor, so the operator reads off it which sequences it
+is of.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -27,7 +29,8 @@ from runtime.standin import NewTokens
 
 # Entries of a mask that are compared at once.
 _AT_ONCE = 1 << 24
-# What masks were found to say, as long as they are there: by window the layout, and the rows seen with it.
+# What masks were found to say, as long as they are there: by window the layout, and the rows seen
+# with it.
 _layouts = WeakIdKeyDictionary()
 # Rows by which a mask is known again.
 _SOME = 16
@@ -35,19 +38,30 @@ _SOME = 16
 
 def attend_traced(call: Call) -> tuple[Tensor, Tensor | None]:
     """The call as part of a graph: (B, Q, H, E), and the weights where they were asked for."""
-    layer, query, key = call.layer, call.query, call.key
+    layer = call.layer
+    query = call.query
+    key = call.key
     if isinstance(key, NewTokens):
         return _uncompiled(call)
     if layer.settings.evicts and key.shape[2] != query.shape[2]:
         _say(layer.key, NOT_OURS)
     decode = layer.settings.decode
-    if decode is not None and layer.role is not None and layer.role.filters and decode.serves(query, key):
+    if (
+        decode is not None
+        and layer.role is not None
+        and layer.role.filters
+        and decode.serves(query, key)
+    ):
         _say(layer.key, "decode is being compiled: it attends to every token, not to chosen ones")
     if query.shape[2] < MIN_QUERIES or key.shape[2] < _least(call, layer):
         return attend_as_before(call)
     # Without a mask queries start at the first key.
     if call.special is not None or (call.mask is None and query.shape[2] != key.shape[2]):
-        if call.special is not None and layer.plan is not None and key.shape[2] >= layer.settings.dense_below:
+        if (
+            call.special is not None
+            and layer.plan is not None
+            and key.shape[2] >= layer.settings.dense_below
+        ):
             _refuse(layer.key, call.special)
         return attend_as_before(call)
     tensors = query, key, call.value, call.mask, call.sinks
@@ -56,7 +70,8 @@ def attend_traced(call: Call) -> tuple[Tensor, Tensor | None]:
 
 def _least(call: Call, layer: Layer) -> int:
     """Keys from which on a kernel of ours may serve the layer."""
-    settings, window = layer.settings, call.window
+    settings = layer.settings
+    window = call.window
     if window is not None:
         return window + 1 if settings.dense_kernels else sys.maxsize
     sparse = sys.maxsize if layer.plan is None else settings.dense_below
@@ -64,17 +79,20 @@ def _least(call: Call, layer: Layer) -> int:
 
 
 def layout_of(mask: Tensor, window: int | None) -> Layout | None:
-    """The sequences of a prompt's mask, (B, 1, Q, K) bool: padded on either side, causal, over a window.
+    """The sequences of a prompt's mask, (B, 1, Q, K) bool: padded on either side, causal, over a
+    window.
 
     None where it says anything else, and where the first query is not at the first key.
     """
     _, _, q_len, k_len = mask.shape
     if mask.dtype != torch.bool or k_len < q_len:
         return None
-    rows, place = mask[:, 0], torch.arange(k_len, device=mask.device)
+    rows = mask[:, 0]
+    place = torch.arange(k_len, device=mask.device)
     queries = place[:q_len]
     # A query sees itself where it is a token, and nothing else where it is a sequence's first.
-    real, seen = rows.diagonal(dim1=1, dim2=2), rows.sum(-1)
+    real = rows.diagonal(dim1=1, dim2=2)
+    seen = rows.sum(-1)
     begins = real & (seen == 1)
     least = torch.where(begins, queries, -1).cummax(1).values
     if window is not None:
@@ -84,12 +102,16 @@ def layout_of(mask: Tensor, window: int | None) -> Layout | None:
     tells = real | ((seen > 0) & (seen < k_len))
     step = max(_AT_ONCE // (len(rows) * k_len), 1)
     for some in (slice(first, first + step) for first in range(0, q_len, step)):
-        expected = (place >= least[:, some, None]) & (place <= queries[some, None]) & tokens[:, None]
+        expected = (
+            (place >= least[:, some, None]) & (place <= queries[some, None]) & tokens[:, None]
+        )
         if bool(((rows[:, some] != expected) & tells[:, some, None]).any()):
             return None
     ranges = []
     for is_real, is_first in zip(real.tolist(), begins.tolist(), strict=True):
-        cuts = [at for at in range(q_len) if is_first[at] or is_real[at] != (at > 0 and is_real[at - 1])]
+        cuts = [
+            at for at in range(q_len) if is_first[at] or is_real[at] != (at > 0 and is_real[at - 1])
+        ]
         runs = [(begin, end) for begin, end in pairwise([*cuts, q_len]) if is_real[begin]]
         if len(runs) > 1 or not all(is_first[begin] for begin, _ in runs):
             return None
@@ -129,7 +151,8 @@ def _say(layer: int, what: str) -> None:
 @torch.library.custom_op(
     "headwise::prefill",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? sinks, int layer, float? scale, "
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? "
+    "sinks, int layer, float? scale, "
     "float? softcap, int? window) -> Tensor",
     # What serves a call is decided when it is made: no replay of launches knows that.
     tags=(torch.Tag.cudagraph_unsafe,),
@@ -145,7 +168,8 @@ def _prefill(
     softcap: float | None,
     window: int | None,
 ) -> Tensor:
-    """(B, Q, H, E) of a prompt: query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E), mask (B or 1, 1, Q, K).
+    """(B, Q, H, E) of a prompt: query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E), mask (B
+    or 1, 1, Q, K).
 
     sinks (H,): see kernels.attention.sparse_attention.
     """
@@ -164,7 +188,8 @@ def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
 
 def _told(query: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
     """The mask of a call as one that says of which sequences it is, where it is of such."""
-    batch, length = query.shape[0], query.shape[2]
+    batch = query.shape[0]
+    length = query.shape[2]
     layout: Layout | None = Layout(0, length, length, ((0, length),) * batch, window=window)
     if mask is not None:
         layout = _read_off(mask, batch, window)
@@ -187,7 +212,8 @@ def _told(query: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
 
 
 def _read_off(mask: Tensor, batch: int, window: int | None) -> Layout | None:
-    """layout_of(mask), found out once for all layers; again where some rows show that the tensor holds another mask."""
+    """layout_of(mask), found out once for all layers; again where some rows show that the tensor
+    holds another mask."""
     rows = mask[:, :, :: max(mask.shape[2] // _SOME, 1)]
     known = _layouts.setdefault(mask, {})
     if window not in known or not torch.equal(known[window][1], rows):

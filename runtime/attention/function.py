@@ -1,4 +1,5 @@
-"""The attention function registered with transformers: decides for each call what serves it, and serves it.
+"""The attention function registered with transformers: decides for each call what serves it, and
+serves it.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -44,10 +45,12 @@ def headwise_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one layer as transformers calls it.
 
-    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E) -> (B, Q, H, E) and the weights where asked for.
-    """
+    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E) -> (B, Q, H, E) and the weights where
+    asked for."""
     layer = layer_of(module)
-    call = Call(module, layer or NOTHING, query, key, value, attention_mask, dropout, scaling, kwargs)
+    call = Call(
+        module, layer or NOTHING, query, key, value, attention_mask, dropout, scaling, kwargs
+    )
     if torch.compiler.is_compiling():
         # A process that compiles nothing does without torch's compiler: seconds, and Triton.
         from runtime.attention.compiled import attend_traced
@@ -83,7 +86,8 @@ def _step(call: Call, fault: str | None) -> tuple[Tensor, Tensor | None]:
 
 
 def _prefill(call: Call, fault: str | None) -> tuple[Tensor, Tensor | None]:
-    """Many queries: the layer's patterns, every key or a window by our kernel, or what the model had."""
+    """Many queries: the layer's patterns, every key or a window by our kernel, or what the model
+    had."""
     verdict = verdict_of(call)
     why = fault or why_dense(call, verdict)
     if why is None:
@@ -96,8 +100,10 @@ def _prefill(call: Call, fault: str | None) -> tuple[Tensor, Tensor | None]:
 
 
 def _by_patterns(call: Call, verdict: Verdict) -> Tensor | None:
-    """(B, Q, H, E): long sequences by the layer's patterns, others densely; None where none is long."""
-    layer, layout = call.layer, call.tokens
+    """(B, Q, H, E): long sequences by the layer's patterns, others densely; None where none is
+    long."""
+    layer = call.layer
+    layout = call.tokens
     assert layout is not None and layer.plan is not None
     long = layout.long(layer.settings.dense_below, layer.plan.dense_tail)
     if not long.parts:
@@ -110,12 +116,23 @@ def _by_patterns(call: Call, verdict: Verdict) -> Tensor | None:
 
 
 def _chosen(call: Call) -> Tensor | None:
-    """(B, H, Q, E) by the decode section of the artifact; None where that does not serve the call."""
-    query, key, value, layer = call.query, call.key, call.value, call.layer
-    decode, role, number = layer.settings.decode, layer.role, layer.number
+    """(B, H, Q, E) by the decode section of the artifact; None where that does not serve the
+    call."""
+    query = call.query
+    key = call.key
+    value = call.value
+    layer = call.layer
+    decode = layer.settings.decode
+    role = layer.role
+    number = layer.number
     assert decode is not None and role is not None
     starts = starts_of(call.mask)
-    if isinstance(starts, str) or call.sinks is not None or call.window is not None or call.special is not None:
+    if (
+        isinstance(starts, str)
+        or call.sinks is not None
+        or call.window is not None
+        or call.special is not None
+    ):
         return None
     how: dict[str, Any] = {"starts": starts, "scale": call.scale, "softcap": call.softcap}
     if decode.serves(query, key):
@@ -125,10 +142,16 @@ def _chosen(call: Call) -> Tensor | None:
         return out
     if query.shape[2] > 1:
         decode.after_prefill(role, query, key, **how)
-    if call.tokens is None or call.tokens.ranges is None or (verdict := verdict_of(call)).why is not None:
+    if (
+        call.tokens is None
+        or call.tokens.ranges is None
+        or (verdict := verdict_of(call)).why is not None
+    ):
         return None
     firsts = [start for start, _ in call.tokens.ranges]
-    out = decode.attend_chunk(number, role, query, key, value, firsts, backend=verdict.kernel, **how)
+    out = decode.attend_chunk(
+        number, role, query, key, value, firsts, backend=verdict.kernel, **how
+    )
     if out is not None:
         layer.count("sparse")
     return out

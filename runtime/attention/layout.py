@@ -1,4 +1,5 @@
-"""What a forward does, worked out once where its mask is made: which sequences, how long, which launch serves them.
+"""What a forward does, worked out once where its mask is made: which sequences, how long, which
+launch serves them.
 
 Shapes: B batch, Q query length, K key length (all slots of the cache).
 """
@@ -15,7 +16,8 @@ from runtime.attention.state import enough_queries
 
 
 class Part(NamedTuple):
-    """One sequence of a call: q_len queries from q_start on, the last of the k_len keys from k_start on."""
+    """One sequence of a call: q_len queries from q_start on, the last of the k_len keys from
+    k_start on."""
 
     row: int
     q_start: int
@@ -27,11 +29,16 @@ class Part(NamedTuple):
     def places(self) -> tuple[slice, slice, slice]:
         """Its batch element, its queries and its keys."""
         queries = slice(self.q_start, self.q_start + self.q_len)
-        return slice(self.row, self.row + 1), queries, slice(self.k_start, self.k_start + self.k_len)
+        return (
+            slice(self.row, self.row + 1),
+            queries,
+            slice(self.k_start, self.k_start + self.k_len),
+        )
 
 
 class Launch(NamedTuple):
-    """Sequences that one launch serves: all rows alike, over the slots `keys` (None: all), or where `ragged` says.
+    """Sequences that one launch serves: all rows alike, over the slots `keys` (None: all), or where
+    `ragged` says.
 
     others: the sequences of the call that it leaves.
     """
@@ -44,16 +51,18 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the real tokens are: sequence b is the slots ranges[b] = [start, end) of the cache, maybe empty.
+    """Where the real tokens are: sequence b is the slots ranges[b] = [start, end) of the cache,
+    maybe empty.
 
-    The queries are slots q_start .. q_start + q_len; slots after them are not filled yet. Made once a forward, and all
-    layers ask the same one.
+    The queries are slots q_start .. q_start + q_len; slots after them are not filled yet. Made once
+    a forward, and all layers ask the same one.
 
-    fresh: of the queries' slots those with tokens, [begin, end) counted from q_start, where the cache is one that asks
+    fresh: of the queries' slots those with tokens, [begin, end) counted from q_start, where the
+    cache is one that asks
         for no more than that; None elsewhere. `ranges` is then None if sequences have holes.
-    held: with `fresh`, the slots [begin, end) of each sequence that are real before the queries; None for all slots.
-    window: how many tokens a query sees, itself included, where the layer slides; None for all.
-    """
+    held: with `fresh`, the slots [begin, end) of each sequence that are real before the queries;
+    None for all slots. window: how many tokens a query sees, itself included, where the layer
+    slides; None for all."""
 
     q_start: int
     q_len: int
@@ -64,7 +73,9 @@ class Layout:
     window: int | None = None
     # By the kind of tensors what serves them: see runtime.attention.reasons.
     verdicts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _launches: dict[Any, Launch] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _launches: dict[Any, Launch] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def batch(self) -> int:
@@ -72,12 +83,18 @@ class Layout:
 
     @cached_property
     def sequences(self) -> list[tuple[int, int, int]] | None:
-        """Row, start and end of each sequence, in slots of the cache; None where they are not contiguous."""
-        return None if self.ranges is None else [(row, *slots) for row, slots in enumerate(self.ranges)]
+        """Row, start and end of each sequence, in slots of the cache; None where they are not
+        contiguous."""
+        return (
+            None
+            if self.ranges is None
+            else [(row, *slots) for row, slots in enumerate(self.ranges)]
+        )
 
     @cached_property
     def firsts(self) -> tuple[int, ...] | str | None:
-        """First key of each sequence, None where all are 0; a string says why they do not all go on to the last key."""
+        """First key of each sequence, None where all are 0; a string says why they do not all go on
+        to the last key."""
         if self.ranges is None:
             return "a sequence has holes"
         if any(end != self.k_len for _, end in self.ranges):
@@ -93,7 +110,9 @@ class Layout:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The sequences that have queries in the call."""
-        begun = ((row, max(start, self.q_start), start, end) for row, start, end in self.sequences or ())
+        begun = (
+            (row, max(start, self.q_start), start, end) for row, start, end in self.sequences or ()
+        )
         return tuple(
             Part(row, first - self.q_start, end - first, start, end - start)
             for row, first, start, end in begun
@@ -102,7 +121,8 @@ class Layout:
 
     @cached_property
     def needs_no_mask(self) -> bool:
-        """Whether causal attention from the first key on is all that the mask says: sdpa does that without one."""
+        """Whether causal attention from the first key on is all that the mask says: sdpa does that
+        without one."""
         near = self.window is None or self.k_len <= self.window
         whole = all((start, end) == (0, self.k_len) for _, start, end in self.sequences or ())
         return near and whole and self.q_len == self.k_len
@@ -126,7 +146,9 @@ class Layout:
     def launch(self, parts: tuple[Part, ...]) -> Launch:
         """These of the sequences, maybe none."""
         if parts not in self._launches:
-            mine, keys, ragged = set(parts), None, None
+            mine = set(parts)
+            keys = None
+            ragged = None
             first = parts[0] if parts else None
             rows = len(parts) == self.batch and len({part[1:] for part in parts}) == 1
             if first is not None and rows and first.q_len == self.q_len:

@@ -1,4 +1,5 @@
-"""Dense attention of a call: by our kernel where that serves it and is the faster, else as the model had it before.
+"""Dense attention of a call: by our kernel where that serves it and is the faster, else as the
+model had it before.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -22,7 +23,8 @@ from runtime.layers import eager_attention
 
 
 def attend_dense(call: Call, why: str) -> tuple[Tensor, Tensor | None]:
-    """What is not sparse, for this reason: (B, Q, H, E), and the weights where they were asked for. It is counted."""
+    """What is not sparse, for this reason: (B, Q, H, E), and the weights where they were asked for.
+    It is counted."""
     verdict = verdict_of(call)
     how = _how(call, call.tokens, verdict)
     if how is not None:
@@ -43,8 +45,10 @@ def every_key(call: Call, verdict: Verdict) -> Tensor:
 
 
 def attend_alone(call: Call, verdict: Verdict) -> Tensor:
-    """(1, Q, H, E) of one sequence whose queries are the last of its keys, the faster way; its mask is not read."""
-    q_len, k_len = call.query.shape[2], call.key.shape[2]
+    """(1, Q, H, E) of one sequence whose queries are the last of its keys, the faster way; its mask
+    is not read."""
+    q_len = call.query.shape[2]
+    k_len = call.key.shape[2]
     if _how(call, Layout(k_len - q_len, q_len, k_len, ((0, k_len),)), verdict) is None:
         return attend_alone_as_before(call)
     # A few queries are decode's, which has kernels of its own.
@@ -53,34 +57,50 @@ def attend_alone(call: Call, verdict: Verdict) -> Tensor:
 
 
 def _how(call: Call, layout: Layout | None, verdict: Verdict) -> str | None:
-    """What a dense call that our kernel serves is counted as, "" for why it is dense; None where it does not serve."""
+    """What a dense call that our kernel serves is counted as, "" for why it is dense; None where it
+    does not serve."""
     if verdict.why is not None or layout is None or not layout.parts:
         return None
     if call.window is not None and layout.window is None:
         return None
-    q, k, v, settings = call.query, call.key, call.value, call.layer.settings
+    q = call.query
+    k = call.key
+    v = call.value
+    settings = call.layer.settings
     many = q.shape[2] >= MIN_QUERIES
     if layout.window is not None and settings.dense_kernels and many:
         return "window by kernel" if call.layer.plan is None else ""
     weights = settings.dense == "eager" or call.softcap is not None or call.sinks is not None
     # What else serves soft-caps and sinks writes down every weight.
-    may = layout.window is None and settings.kernel_from is not None and k.shape[2] >= settings.kernel_from
+    may = (
+        layout.window is None
+        and settings.kernel_from is not None
+        and k.shape[2] >= settings.kernel_from
+    )
     if may and (settings.dense_by == "kernel" or weights or faster(q, k, v) == "kernel"):
         return "dense by kernel"
     return None
 
 
 def attend_as_before(call: Call) -> tuple[Tensor, Tensor | None]:
-    """The call by sdpa, or eager where the model used that: (B, Q, H, E), and the weights where they were asked for."""
+    """The call by sdpa, or eager where the model used that: (B, Q, H, E), and the weights where
+    they were asked for."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    module, layer, q, k, v, mask = call.module, call.layer, call.query, call.key, call.value, call.mask
+    module = call.module
+    layer = call.layer
+    q = call.query
+    k = call.key
+    v = call.value
+    mask = call.mask
     how = {"dropout": call.dropout, "scaling": call.scale, **call.more}
     name = layer.settings.dense
     plain = mask.for_dense() if isinstance(mask, PrefillMask) else mask
     result: tuple[Tensor, Tensor | None]
     # sdpa returns no weights, refuses a soft-cap and silently forgets attention sinks.
-    needs_eager = name == "eager" or call.softcap is not None or call.sinks is not None or call.wants_weights
+    needs_eager = (
+        name == "eager" or call.softcap is not None or call.sinks is not None or call.wants_weights
+    )
     eager = eager_attention(module) if needs_eager else None
     if eager is None:
         result = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, plain, **how)
@@ -88,7 +108,9 @@ def attend_as_before(call: Call) -> tuple[Tensor, Tensor | None]:
     plain = mask.read() if isinstance(mask, PrefillMask) else mask
     if plain is None and q.shape[2] > 1 and call.causal:
         # sdpa's meaning of no mask: queries start at the first key.
-        plain = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
+        plain = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[
+            None, None
+        ]
     if plain is not None and plain.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
         plain = torch.where(plain, zero, torch.finfo(q.dtype).min)
@@ -97,7 +119,8 @@ def attend_as_before(call: Call) -> tuple[Tensor, Tensor | None]:
 
 
 def attend_alone_as_before(call: Call) -> Tensor:
-    """(1, Q, H, E) of one sequence whose queries are the last of its keys, as the model would have had it served.
+    """(1, Q, H, E) of one sequence whose queries are the last of its keys, as the model would have
+    had it served.
 
     The call is without a mask, as Call.part gives it.
     """
@@ -106,7 +129,8 @@ def attend_alone_as_before(call: Call) -> Tensor:
 
 def _causal_mask(q: Tensor, k: Tensor, window: int | None) -> Tensor | None:
     """(1, 1, Q, K) for queries that are the last Q of the keys; None where sdpa does without."""
-    q_len, k_len = q.shape[2], k.shape[2]
+    q_len = q.shape[2]
+    k_len = k.shape[2]
     near = window is None or k_len <= window
     if near and q_len in (1, k_len):
         return None

@@ -1,4 +1,5 @@
-"""Which kernel serves a prefill, worked out once a forward, and why a call is not sparse, in the words of stats()."""
+"""Which kernel serves a prefill, worked out once a forward, and why a call is not sparse, in the
+words of stats()."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from runtime.attention.calls import Call, no_kernel
 
 SLIDES = "the layer slides, and the artifact has patterns for it"
 NOT_OURS = "this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"
-NOT_CAUSAL = "the mask is not causal over contiguous tokens (packed, overlaid, with holes, or made by hand)"
+NOT_CAUSAL = (
+    "the mask is not causal over contiguous tokens (packed, overlaid, with holes, or made by hand)"
+)
 # What the allocators of torch say where they raise no error of their own.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
 _Served = TypeVar("_Served")
@@ -26,7 +29,8 @@ _Served = TypeVar("_Served")
 
 @dataclass(eq=False)
 class Verdict:
-    """The kernel, by its backend's name, that serves calls by patterns, every key or a window; or why none can.
+    """The kernel, by its backend's name, that serves calls by patterns, every key or a window; or
+    why none can.
 
     heads: query and KV heads of the calls.
     """
@@ -37,12 +41,15 @@ class Verdict:
 
 
 def verdict_of(call: Call) -> Verdict:
-    """What serves a call of a prefill. Layers whose tensors are alike share what the first of them has found out."""
+    """What serves a call of a prefill. Layers whose tensors are alike share what the first of them
+    has found out."""
     if (reason := call.special) is not None:
         return Verdict("", reason)
     if (tokens := call.tokens) is None:
         return Verdict("", NOT_CAUSAL)
-    q, k, v = call.query, call.key, call.value
+    q = call.query
+    k = call.key
+    v = call.value
     kind = (q.dtype, q.device, q.shape, k.shape, v.shape)
     if (found := tokens.verdicts.get(kind)) is None:
         found = tokens.verdicts[kind] = _work_out(call)
@@ -50,7 +57,11 @@ def verdict_of(call: Call) -> Verdict:
 
 
 def _work_out(call: Call) -> Verdict:
-    query, key, value, tokens, lengths = call.query, call.key, call.value, call.tokens, call.more.get("cu_seq_lens_q")
+    query = call.query
+    key = call.key
+    value = call.value
+    tokens = call.tokens
+    lengths = call.more.get("cu_seq_lens_q")
     assert tokens is not None
     if tokens.sequences is None:
         return Verdict("", NOT_CAUSAL)
@@ -64,43 +75,59 @@ def _work_out(call: Call) -> Verdict:
 def kernel_for(backend: str, query: Tensor, key: Tensor, value: Tensor) -> Verdict:
     """What serves queries, keys and values like these, whatever the mask."""
     if key.shape[:3] != value.shape[:3]:
-        return Verdict("", f"keys and values do not go together: {tuple(key.shape)}, {tuple(value.shape)}")
+        return Verdict(
+            "", f"keys and values do not go together: {tuple(key.shape)}, {tuple(value.shape)}"
+        )
     if reason := no_kernel(backend, query, key, value):
         return Verdict("", reason)
-    # By its name: a kernel that turns out not to build is not replaced by the reference, which is slower than dense.
+    # By its name: a kernel that turns out not to build is not replaced by the reference, which is
+    # slower than dense.
     kernel = dispatch.fastest(query, key, value) if backend == "auto" else backend
     return Verdict(kernel, heads=(query.shape[1], key.shape[1]))
 
 
 def too_few(call: Call) -> str | None:
     """Why a call is dense whatever its mask is; None where it has to be sparse."""
-    layer, tokens, q_len = call.layer, call.tokens, call.query.shape[2]
+    layer = call.layer
+    tokens = call.tokens
+    q_len = call.query.shape[2]
     if q_len == 1:
         return "decode"
     if layer.plan is None:
         return "layer left alone"
     below = layer.settings.dense_below
-    if q_len < layer.fewest or call.key.shape[2] < below or (tokens is not None and tokens.longest < below):
+    if (
+        q_len < layer.fewest
+        or call.key.shape[2] < below
+        or (tokens is not None and tokens.longest < below)
+    ):
         return "short"
     return None
 
 
 def why_dense(call: Call, verdict: Verdict) -> str | None:
-    """Why the call is not sparse, None where it is; refuses what should have been sparse and cannot."""
+    """Why the call is not sparse, None where it is; refuses what should have been sparse and
+    cannot."""
     if (reason := too_few(call)) is not None:
         return reason
-    reason, tokens, layer = verdict.why, call.tokens, call.layer
+    reason = verdict.why
+    tokens = call.tokens
+    layer = call.layer
     if call.window is not None or (tokens is not None and tokens.window is not None):
         reason = call.special or SLIDES
     elif reason is None and verdict.heads != layer.planned_heads:
-        reason = f"the layer has {verdict.heads} query and KV heads, the plan is for {layer.planned_heads}"
+        reason = (
+            f"the layer has {verdict.heads} query and KV heads, the plan "
+            f"is for {layer.planned_heads}"
+        )
     if reason is not None:
         layer.settings.refuse(reason)
     return reason
 
 
 def attempt(call: Call, serve: Callable[..., _Served], *more: object) -> _Served | str:
-    """What serve(call, ...), a kernel of ours, gives, or in words what went wrong; strict applications raise that."""
+    """What serve(call, ...), a kernel of ours, gives, or in words what went wrong; strict
+    applications raise that."""
     try:
         return serve(call, *more)
     except HeadwiseError:
@@ -118,7 +145,8 @@ def attempt(call: Call, serve: Callable[..., _Served], *more: object) -> _Served
 
 
 def name_of(error: Exception) -> str | None:
-    """What to call an error of a kernel or of the memory that it wanted; None where it is somebody's mistake.
+    """What to call an error of a kernel or of the memory that it wanted; None where it is
+    somebody's mistake.
 
     The words are few, however much the messages differ: they are what is counted and said once.
     """

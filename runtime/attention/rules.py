@@ -29,7 +29,9 @@ class Run(NamedTuple):
 def runs(numbers: Tensor) -> list[list[Run]]:
     """All runs of each row of (B, n) integers, or booleans."""
     batch, length = numbers.shape
-    changes = torch.nn.functional.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)[:, :length]
+    changes = torch.nn.functional.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0), value=True)[
+        :, :length
+    ]
     begins = changes.nonzero()
     found = torch.cat([begins, numbers[begins.unbind(1)][:, None]], dim=1).tolist()
     rows: list[list[Run]] = [[] for _ in range(batch)]
@@ -61,7 +63,8 @@ def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
 
 
 def _said(function: Any) -> Iterator[tuple[str, Any]]:
-    """What transformers joined to this function, each by its kind: see Rule. What is "other" no rule is made of."""
+    """What transformers joined to this function, each by its kind: see Rule. What is "other" no
+    rule is made of."""
     maker, held = _made_by(function)
     match maker:
         case "causal_mask_function":
@@ -76,11 +79,14 @@ def _said(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _made_by(function: Any) -> tuple[str | None, dict[str, Any]]:
-    """Which of transformers' functions a mask function is or was made by, and what it holds; None for any other."""
+    """Which of transformers' functions a mask function is or was made by, and what it holds; None
+    for any other."""
     from transformers import masking_utils
 
     code = getattr(function, "__code__", None)
     if code is None or getattr(function, "__module__", None) != masking_utils.__name__:
         return None, {}
-    held = zip(code.co_freevars, [cell.cell_contents for cell in function.__closure__ or ()], strict=True)
+    held = zip(
+        code.co_freevars, [cell.cell_contents for cell in function.__closure__ or ()], strict=True
+    )
     return function.__qualname__.split(".")[0], dict(held)

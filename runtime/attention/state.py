@@ -1,4 +1,5 @@
-"""What is applied where, by attention module and by configuration: models do not disturb each other."""
+"""What is applied where, by attention module and by configuration: models do not disturb each
+other."""
 
 from __future__ import annotations
 
@@ -20,10 +21,12 @@ from runtime.dense import LEAST
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.roles import Role
 
-# Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts to verify).
+# Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts
+# to verify).
 MIN_QUERIES = 64
-# New tokens behind a past from which on patterns serve. An index over a long past costs as much for few tokens as for
-# many: behind 8,192 and 32,768 tokens patterns took 0.98 and 1.01 of dense attention for 64, 0.78 and 0.67 for 200.
+# New tokens behind a past from which on patterns serve. An index over a long past costs as much for
+# few tokens as for many: behind 8,192 and 32,768 tokens patterns took 0.98 and 1.01 of dense
+# attention for 64, 0.78 and 0.67 for 200.
 MIN_BEHIND_A_PAST = 128
 _log = logging.getLogger("headwise")
 
@@ -57,11 +60,10 @@ class Calls:
 class Settings:
     """One application of an artifact to a model, shared by its layers.
 
-    `dense` names the attention for all that is not sparse: "sdpa", or "eager" where the model used that.
-    `dense_by` says what serves it: "auto" the faster of our kernels and `dense`, "kernel" ours, "model" `dense`.
-    `spread`: the model lies on several devices, and masks are moved.
-    `evicts`: the artifact has a kv_cache section, so caches may be such as need no mask.
-    """
+    `dense` names the attention for all that is not sparse: "sdpa", or "eager" where the model used
+    that. `dense_by` says what serves it: "auto" the faster of our kernels and `dense`, "kernel"
+    ours, "model" `dense`. `spread`: the model lies on several devices, and masks are moved.
+    `evicts`: the artifact has a kv_cache section, so caches may be such as need no mask."""
 
     dense_below: int
     dense: str
@@ -76,15 +78,18 @@ class Settings:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        # Whether our kernels may serve what stays dense: decode over every key, layers that slide, other prefills.
+        # Whether our kernels may serve what stays dense: decode over every key, layers that slide,
+        # other prefills.
         self.dense_kernels = self.dense_by != "model"
-        # Keys from which on our kernel may serve a dense prefill that sees all of them; None where it never does.
+        # Keys from which on our kernel may serve a dense prefill that sees all of them; None where
+        # it never does.
         self.kernel_from = {"auto": LEAST, "kernel": 0}.get(self.dense_by)
         # Whether our kernel may serve a step of decode on the CPU.
         self.steps = self.dense_kernels and self.backend in ("auto", "cpu")
 
     def refuse(self, reason: str, detail: str = "") -> None:
-        """A call cannot be served sparsely: raise if strict, otherwise say so the first time, whatever the detail."""
+        """A call cannot be served sparsely: raise if strict, otherwise say so the first time,
+        whatever the detail."""
         said = f"{reason}: {detail}" if detail else reason
         if self.strict:
             raise HeadwiseError(f"cannot serve this call sparsely: {said}")
@@ -115,7 +120,8 @@ class Layer:
 
     @cached_property
     def fewest(self) -> int:
-        """Queries from which on a call is sparse: all of fewer would be in the tail that sees every key in any case."""
+        """Queries from which on a call is sparse: all of fewer would be in the tail that sees every
+        key in any case."""
         return max(MIN_QUERIES, 0 if self.plan is None else self.plan.dense_tail + 1)
 
     @cached_property
@@ -125,7 +131,8 @@ class Layer:
         return len(self.plan.patterns), self.plan.num_kv_heads
 
     def count(self, how: str) -> None:
-        """One more call of this layer served so: "sparse", "chosen", "kept", or the reason why it was dense."""
+        """One more call of this layer served so: "sparse", "chosen", "kept", or the reason why it
+        was dense."""
         self.settings.calls.add(how)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -137,10 +144,13 @@ class Layer:
 
 # Of a module that nothing is applied to, such as a copy's: torch's own attention.
 NOTHING = Layer(
-    Settings(dense_below=sys.maxsize, dense="sdpa", strict=False, backend="auto", dense_by="model"), -1, None
+    Settings(dense_below=sys.maxsize, dense="sdpa", strict=False, backend="auto", dense_by="model"),
+    -1,
+    None,
 )
 
-# Where a module keeps what is applied to it: a table of all modules would be part of every compiled graph.
+# Where a module keeps what is applied to it: a table of all modules would be part of every compiled
+# graph.
 _ATTRIBUTE = "_headwise_layer"
 _modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 # Configurations compare by value and do not hash, so they are held by identity.

@@ -1,1 +1,2 @@
-"""Caches of transformers that Headwise makes: such as grow in place, and such as drop tokens by a policy."""
+"""Caches of transformers that Headwise makes: such as grow in place, and such as drop tokens by a
+policy."""

@@ -1,4 +1,5 @@
-"""Cache layers of models that decode as OmniKV does: of filter layers, and of those in a context bank.
+"""Cache layers of models that decode as OmniKV does: of filter layers, and of those in a context
+bank.
 
 Importing this imports transformers.
 
@@ -22,17 +23,22 @@ _SPARE = 16
 
 
 class FilterLayer(GrowingLayer):
-    """The cache of a filter layer: beside keys and values the scores of its last queries (OmniKV's context selector).
+    """The cache of a filter layer: beside keys and values the scores of its last queries (OmniKV's
+    context selector).
 
-    `history` (B, rows, n) fp32: row by row what a query gave each token, the latest last; None before
-    any. It has more rows than the window, so that the window is whole again after drafts were rejected.
+    `history` (B, rows, n) fp32: row by row what a query gave each token, the latest last; None
+    before any. It has more rows than the window, so that the window is whole again after drafts
+    were rejected.
 
     served: the layers that attend to what it chooses and are in banks, bank by bank.
     """
 
-    def __init__(self, window: int, served: Sequence[Sequence[BankedLayer]] = (), **kwargs: Any) -> None:
+    def __init__(
+        self, window: int, served: Sequence[Sequence[BankedLayer]] = (), **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
-        self.window, self.served = window, served
+        self.window = window
+        self.served = served
         self.history: Tensor | None = None
         # Length of the cache when each row of history was written.
         self._written: list[int] = []
@@ -42,15 +48,19 @@ class FilterLayer(GrowingLayer):
         state = dict(vars(self))
         return state if state.get("keys") is None else state | {"keys": state["keys"].detach()}
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """See GrowingLayer.update."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        # The attention function gets these very tensors, and finds by them what is kept beside them.
+        # The attention function gets these very tensors, and finds by them what is kept beside
+        # them.
         keys.headwise_cache = weakref.ref(self)  # type: ignore[attr-defined]
         return keys, values
 
     def remember(self, scores: Tensor) -> Tensor:
-        """Take in scores (B, n) of the newest query; the window's rows (B, at most W, n), the latest last."""
+        """Take in scores (B, n) of the newest query; the window's rows (B, at most W, n), the
+        latest last."""
         rows = scores[:, None]
         if self.history is not None:
             past = self.history[:, 1 - self.window - _SPARE :]
@@ -61,7 +71,8 @@ class FilterLayer(GrowingLayer):
         return rows[:, -self.window :]
 
     def chose(self, tokens: Tensor, past: int) -> None:
-        """Begin to fetch tokens (B, C), ascending and padded, of those before `past`, for the layers served."""
+        """Begin to fetch tokens (B, C), ascending and padded, of those before `past`, for the
+        layers served."""
         for layers in self.served:
             if any(layer.get_seq_length() != past for layer in layers):
                 continue
@@ -77,7 +88,8 @@ class FilterLayer(GrowingLayer):
             self.history = self.history[:, :kept, :left] if kept else None
 
     def reset(self) -> None:
-        self.history, self._written = None, []
+        self.history = None
+        self._written = []
         super().reset()
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -87,15 +99,16 @@ class FilterLayer(GrowingLayer):
 
 
 class BankedLayer(GrowingLayer):
-    """Keys and values in a context bank; what attention needs of them comes to the device when it needs it.
+    """Keys and values in a context bank; what attention needs of them comes to the device when it
+    needs it.
 
-    A layer no longer than what is chosen of it stays on the device, and so does one whose heads are unlike those of
-    the bank's first layer.
-    """
+    A layer no longer than what is chosen of it stays on the device, and so does one whose heads are
+    unlike those of the bank's first layer."""
 
     def __init__(self, bank: Bank, place: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.bank, self.place = bank, place
+        self.bank = bank
+        self.place = place
         # Tokens in the bank; None while the layer is on the device.
         self._banked: int | None = None
 
@@ -106,8 +119,11 @@ class BankedLayer(GrowingLayer):
     def batch(self) -> int:
         return super().batch if self._banked is None else self.bank.batch
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append (B, G, Q, D) and (B, G, Q, E); all keys and values, or stand-ins where the past is in the bank."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append (B, G, Q, D) and (B, G, Q, E); all keys and values, or stand-ins where the past is
+        in the bank."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         past = self.get_seq_length()
@@ -117,15 +133,21 @@ class BankedLayer(GrowingLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         offload = self.bank.append(self.place, past, key_states, value_states)
         self._banked = past + key_states.shape[-2]
-        return (OffloadedTensor(offload, 0), OffloadedTensor(offload, 1)) if past else (key_states, value_states)
+        return (
+            (OffloadedTensor(offload, 0), OffloadedTensor(offload, 1))
+            if past
+            else (key_states, value_states)
+        )
 
     def to_bank(self, key_states: Tensor, value_states: Tensor) -> bool:
-        """Leave the device for the bank, if it takes keys and values like these; whether the layer is in it now."""
+        """Leave the device for the bank, if it takes keys and values like these; whether the layer
+        is in it now."""
         if self._banked is None and self.bank.takes(key_states, value_states):
             past = self.get_seq_length()
             if past:
                 self.bank.append(self.place, 0, self.keys, self.values)
-            self._banked, self._rooms = past, None
+            self._banked = past
+            self._rooms = None
             self.keys = self.values = None  # type: ignore[assignment]
         return self._banked is not None
 

@@ -15,10 +15,11 @@ from runtime.caches.room import room_for, with_room
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values in memory with room at the end: a new token costs its own bytes, not a copy of all before it.
+    """Keys and values in memory with room at the end: a new token costs its own bytes, not a copy
+    of all before it.
 
-    `DynamicLayer` concatenates at every step, which at 32K tokens moves more memory than the model's weights.
-    """
+    `DynamicLayer` concatenates at every step, which at 32K tokens moves more memory than the
+    model's weights."""
 
     keys: Tensor
     values: Tensor
@@ -29,18 +30,26 @@ class GrowingLayer(DynamicLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.keys = key_states[:, :, :0]
+        self.values = value_states[:, :, :0]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Append (B, G, Q, D) and (B, G, Q, E); the views (B, G, n + Q, ...) of all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         old = self.get_seq_length()
         new = old + key_states.shape[-2]
-        keys, values = (with_room(held, old, new, room_for(new)) for held in self._rooms or (self.keys, self.values))
-        keys[:, :, old:new], values[:, :, old:new] = key_states, value_states
+        keys, values = (
+            with_room(held, old, new, room_for(new))
+            for held in self._rooms or (self.keys, self.values)
+        )
+        keys[:, :, old:new] = key_states
+        values[:, :, old:new] = value_states
         self._rooms = keys, values
-        self.keys, self.values = keys[:, :, :new], values[:, :, :new]
+        self.keys = keys[:, :, :new]
+        self.values = values[:, :, :new]
         return self.keys, self.values
 
     @property
@@ -50,7 +59,8 @@ class GrowingLayer(DynamicLayer):
 
     def reset(self) -> None:
         # transformers before 5.17 keeps the length and zeroes the tokens.
-        self._rooms, self.is_initialized = None, False
+        self._rooms = None
+        self.is_initialized = False
         self.keys = self.values = None  # type: ignore[assignment]
         super().reset()
 
@@ -62,4 +72,6 @@ class GrowingLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._rooms = None
-        super().batch_select_indices(indices.to(self.keys.device) if self.is_initialized else indices)
+        super().batch_select_indices(
+            indices.to(self.keys.device) if self.is_initialized else indices
+        )

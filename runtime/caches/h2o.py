@@ -1,7 +1,9 @@
-"""H2O: the tokens that got most attention so far, for each KV head, and the latest ones (H2O, section 4, Algorithm 1).
+"""H2O: the tokens that got most attention so far, for each KV head, and the latest ones (H2O,
+section 4, Algorithm 1).
 
-Kept tokens lie in any order, for the order of keys is nothing to a query that sees them all, and keep the rotations
-that the model gave them. A dropped token's row is taken by the last one: memory is what is kept.
+Kept tokens lie in any order, for the order of keys is nothing to a query that sees them all, and
+keep the rotations that the model gave them. A dropped token's row is taken by the last one: memory
+is what is kept.
 
 Shapes: B batch, H query heads, G KV heads, Q new tokens, n tokens kept, D head dim, E value dim.
 """
@@ -20,7 +22,8 @@ from kernels.decode.dropping import drop_lowest, ranks
 from runtime.caches.policy import Policy, tokens
 from runtime.caches.step import Step
 
-# Rows beyond those needed: at least so many, and a share of the whole. A cache under shares grows slowly.
+# Rows beyond those needed: at least so many, and a share of the whole. A cache under shares grows
+# slowly.
 _ROOM = 8
 _SHARE = 32
 # Up to so many tokens are dropped one by one, in place.
@@ -30,14 +33,13 @@ _FEW = 16
 class H2O(Policy):
     """Heavy hitters and the latest tokens, `heavy` and `recent` of them.
 
-    A call sees all that was kept before it and, causally, itself, and adds to the scores. Then those are dropped that
-    scored lowest of the tokens before the latest. "greedy" does so after each query (Algorithm 1), whatever calls the
-    tokens come in; "top_k" once a call, so that a prompt is attended to in full. What a query has added to the scores
-    cannot be taken out again.
+    A call sees all that was kept before it and, causally, itself, and adds to the scores. Then
+    those are dropped that scored lowest of the tokens before the latest. "greedy" does so after
+    each query (Algorithm 1), whatever calls the tokens come in; "top_k" once a call, so that a
+    prompt is attended to in full. What a query has added to the scores cannot be taken out again.
 
-    scores (B, G, room) fp32: the sum of a token's probabilities in all queries since, its own included, and
-    positions (B, G, room) int32: its place in the text.
-    """
+    scores (B, G, room) fp32: the sum of a token's probabilities in all queries since, its own
+    included, and positions (B, G, room) int32: its place in the text."""
 
     scores: Tensor
     positions: Tensor
@@ -49,7 +51,10 @@ class H2O(Policy):
     @classmethod
     def why_not_in_vllm(cls, record: artifacts.H2O) -> str | None:
         """See Policy.why_not_in_vllm."""
-        return "it drops other tokens in each head at every step, and vLLM frees whole pages of all heads"
+        return (
+            "it drops other tokens in each head at every step, and vLLM "
+            "frees whole pages of all heads"
+        )
 
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend."""
@@ -58,13 +63,15 @@ class H2O(Policy):
 
     def room(self, needed: int) -> int:
         """See Policy.room; under counts it is known for ever."""
-        heavy, recent = self.record.heavy, self.record.recent
+        heavy = self.record.heavy
+        recent = self.record.recent
         if isinstance(heavy, int) and isinstance(recent, int) and needed <= heavy + recent + 1:
             return min(heavy + recent + 1, needed + max(256, needed))
         return needed + max(_ROOM, needed // _SHARE)
 
     def _pieces(self, call: Step) -> Iterator[Step]:
-        """What of a call's tokens goes together: all, or as many as come before the next is dropped."""
+        """What of a call's tokens goes together: all, or as many as come before the next is
+        dropped."""
         begin = 0
         while begin < call.length:
             # The state moves on with every piece.
@@ -83,15 +90,22 @@ class H2O(Policy):
 
     def _attend(self, call: Step) -> Tensor:
         """(B, H, Q, E) of tokens that are taken in, and others dropped for them."""
-        shape, device = call.k.shape[:3], call.k.device
-        positions = torch.arange(self.seen, self.seen + call.length, dtype=torch.int32, device=device)
+        shape = call.k.shape[:3]
+        device = call.k.device
+        positions = torch.arange(
+            self.seen, self.seen + call.length, dtype=torch.int32, device=device
+        )
         keys, values, scores, _ = self._add(
             keys=call.k,
             values=call.v,
             scores=torch.zeros(shape, device=device),
             positions=positions.expand(shape),
         )
-        how: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "backend": call.backend}
+        how: dict[str, Any] = {
+            "scale": call.scale,
+            "softcap": call.softcap,
+            "backend": call.backend,
+        }
         done = decode_attention(call.q, keys, values, scores="sum", **how)
         assert done.scores is not None
         scores += done.scores
@@ -105,7 +119,9 @@ class H2O(Policy):
         queries = self.seen if self.record.normalised else None
         if self.kept - keep > _FEW:
             held = slice(0, self.kept)
-            ranked = ranks(self.scores[:, :, held], self.positions[:, :, held], latest=latest, queries=queries)
+            ranked = ranks(
+                self.scores[:, :, held], self.positions[:, :, held], latest=latest, queries=queries
+            )
             self._keep(ranked.topk(keep, dim=2).indices.sort(dim=2).values)
         while self.kept > keep:
             memory = self.keys, self.values, self.scores, self.positions

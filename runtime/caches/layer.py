@@ -1,4 +1,5 @@
-"""The cache layer that transformers sees: sequences of unlike lengths and KV heads of unlike policies, sorted out.
+"""The cache layer that transformers sees: sequences of unlike lengths and KV heads of unlike
+policies, sorted out.
 
 Importing this imports transformers.
 
@@ -41,7 +42,8 @@ class _Part:
 
 
 class PolicyLayer(CacheLayerMixin):
-    """Keys and values under policies. update() hands out stand-ins, by which Headwise's attention finds the layer.
+    """Keys and values under policies. update() hands out stand-ins, by which Headwise's attention
+    finds the layer.
 
     transformers counts slots, padding included; a policy counts the tokens of a sequence.
     """
@@ -75,20 +77,27 @@ class PolicyLayer(CacheLayerMixin):
         for part in self._parts:
             for group, policy in zip(self.groups, part.policies, strict=True):
                 heads = len(part.rows) * (1 if group.heads is None else len(group.heads))
-                kept, count = kept + heads * policy.kept, count + heads
+                kept = kept + heads * policy.kept
+                count = count + heads
         return kept / count if count else 0.0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype = key_states.dtype
+        self.device = key_states.device
         rows = range(key_states.shape[0])
         self._parts = (_Part(tuple(rows), tuple(group.make() for group in self.groups)),)
         self._runs = [[] for _ in rows]
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take (B, G, Q, D) and (B, G, Q, E) to the attention that follows; stand-ins of all keys and values."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take (B, G, Q, D) and (B, G, Q, E) to the attention that follows; stand-ins of all keys
+        and values."""
         if self._new is not None:
-            raise HeadwiseError("this cache holds tokens that no attention saw: a forward before was interrupted")
+            raise HeadwiseError(
+                "this cache holds tokens that no attention saw: a forward before was interrupted"
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._slots += key_states.shape[2]
@@ -96,16 +105,20 @@ class PolicyLayer(CacheLayerMixin):
         return NewTokens(self, key_states, self._slots), NewTokens(self, value_states, self._slots)
 
     def attend(self, q: Tensor, spans: Spans | None, **how: Any) -> Tensor:
-        """Attention of queries (B, H, Q, D) over what is kept and the new tokens: (B, H, Q, E), zeros for padding.
+        """Attention of queries (B, H, Q, D) over what is kept and the new tokens: (B, H, Q, E),
+        zeros for padding.
 
-        spans: the new slots of each sequence that hold tokens; None for all. how: what else a Step is made of.
-        """
+        spans: the new slots of each sequence that hold tokens; None for all. how: what else a Step
+        is made of."""
         if self._new is None:
             raise HeadwiseError(
-                "two layers read one layer's keys and values: a cache that drops tokens serves one only"
+                "two layers read one layer's keys and values: a cache that drops tokens serves one "
+                "only"
             )
-        (k, v), self._new = self._new, None
-        call, first = Step(q=q, k=k, v=v, **how), self._slots - q.shape[2]
+        (k, v) = self._new
+        self._new = None
+        call = Step(q=q, k=k, v=v, **how)
+        first = self._slots - q.shape[2]
         spans = [(0, call.length)] * q.shape[0] if spans is None else spans
         for runs, (begin, end) in zip(self._runs, spans, strict=True):
             if begin < end:
@@ -114,8 +127,11 @@ class PolicyLayer(CacheLayerMixin):
         return self._attend(call, spans)
 
     def holds(self, runs: Sequence[Spans]) -> bool:
-        """Whether the tokens taken in before those of the last update are in these slots, [begin, end) by sequence."""
-        return all(tuple(mine) == tuple(theirs) for mine, theirs in zip(self._runs, runs, strict=True))
+        """Whether the tokens taken in before those of the last update are in these slots, [begin,
+        end) by sequence."""
+        return all(
+            tuple(mine) == tuple(theirs) for mine, theirs in zip(self._runs, runs, strict=True)
+        )
 
     def _attend(self, call: Step, spans: Spans) -> Tensor:
         self._part(spans)
@@ -127,7 +143,9 @@ class PolicyLayer(CacheLayerMixin):
             begin, end = spans[part.rows[0]]
             if begin < end:
                 rows = torch.tensor(part.rows, device=q.device)
-                out[rows, :, begin:end] = self._by_heads(part.policies, call.slots(begin, end, rows))
+                out[rows, :, begin:end] = self._by_heads(
+                    part.policies, call.slots(begin, end, rows)
+                )
         return out
 
     def _by_heads(self, policies: Sequence[Policy], call: Step) -> Tensor:
@@ -136,9 +154,13 @@ class PolicyLayer(CacheLayerMixin):
             return policies[0].attend(call)
         grouped = call.q.unflatten(1, (call.k.shape[1], -1))
         if grouped.device not in self._heads:
-            self._heads[grouped.device] = [torch.tensor(group.heads, device=grouped.device) for group in self.groups]
+            self._heads[grouped.device] = [
+                torch.tensor(group.heads, device=grouped.device) for group in self.groups
+            ]
         out = grouped.new_empty(*grouped.shape[:4], call.v.shape[3])
-        for group, heads, policy in zip(self.groups, self._heads[grouped.device], policies, strict=True):
+        for group, heads, policy in zip(
+            self.groups, self._heads[grouped.device], policies, strict=True
+        ):
             q, k, v = (x.index_select(1, heads) for x in (grouped, call.k, call.v))
             prefill = partial(call.prefill, heads=group.heads)
             some = policy.attend(replace(call, q=q.flatten(1, 2), k=k, v=v, prefill=prefill))
@@ -183,15 +205,20 @@ class PolicyLayer(CacheLayerMixin):
             HeadwiseError: other tokens were dropped since, or sequences are padded.
         """
         if tokens_to_remove > 0:
-            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
-        # transformers 5.16 counts drafts in a tensor, which would change with the slots that are added to it.
+            raise ValueError(
+                f"crop takes minus the number of tokens to remove, got {tokens_to_remove}"
+            )
+        # transformers 5.16 counts drafts in a tensor, which would change with the slots that are
+        # added to it.
         left = max(self._slots + int(tokens_to_remove), 0)
         if left == self._slots:
             return
         if left == 0:
             self._start()
         elif len(self._parts) > 1 or self.policies[0].seen != self._slots:
-            raise HeadwiseError(f"cannot take {-tokens_to_remove} slots back from a batch with padding")
+            raise HeadwiseError(
+                f"cannot take {-tokens_to_remove} slots back from a batch with padding"
+            )
         elif any(policy.settled > left for policy in self.policies):
             raise HeadwiseError(
                 f"cannot take {-tokens_to_remove} tokens back: the cache has dropped others since; "
@@ -201,7 +228,9 @@ class PolicyLayer(CacheLayerMixin):
             for policy in self.policies:
                 policy.truncate(left)
         self._slots = left
-        self._runs = [[(begin, min(end, left)) for begin, end in runs if begin < left] for runs in self._runs]
+        self._runs = [
+            [(begin, min(end, left)) for begin, end in runs if begin < left] for runs in self._runs
+        ]
 
     def reset(self) -> None:
         self._start()
@@ -223,7 +252,8 @@ class PolicyLayer(CacheLayerMixin):
             taken.append(place)
             rows.append(new)
         self._parts = tuple(
-            _Part(tuple(rows), _selected(part.policies, taken)) for part, taken, rows in wanted.values()
+            _Part(tuple(rows), _selected(part.policies, taken))
+            for part, taken, rows in wanted.values()
         )
         self._runs = [list(self._runs[row]) for row in indices.tolist()]
 

@@ -1,4 +1,5 @@
-"""What a policy is: keys and values of some KV heads, what it keeps of them, and attention over that.
+"""What a policy is: keys and values of some KV heads, what it keeps of them, and attention over
+that.
 
 Shapes: B batch, H query heads, G KV heads, Q new tokens, n tokens kept, D head dim, E value dim.
 """
@@ -30,13 +31,12 @@ def tokens(budget: int | float, seen: int) -> int:
 class Policy(ABC):
     """Keys and values of some KV heads, for sequences that have seen equally many tokens.
 
-    Every tensor it holds is (B, G, slots, ...) and an attribute of its own, there from the first token on: so rows are
-    selected, bytes counted and tokens dropped.
+    Every tensor it holds is (B, G, slots, ...) and an attribute of its own, there from the first
+    token on: so rows are selected, bytes counted and tokens dropped.
 
-    seen: tokens so far, in each sequence. kept: those held of each sequence and KV head. settled: the fewest that it
-    can be taken back to, for others were dropped since.
-    keys (B, G, room, D) and values (B, G, room, E): the first n slots hold tokens.
-    """
+    seen: tokens so far, in each sequence. kept: those held of each sequence and KV head. settled:
+    the fewest that it can be taken back to, for others were dropped since. keys (B, G, room, D) and
+    values (B, G, room, E): the first n slots hold tokens."""
 
     keys: Tensor
     values: Tensor
@@ -82,10 +82,13 @@ class Policy(ABC):
             setattr(self, name, with_room(memory, self.kept, needed, self.room(needed)))
 
     def _add(self, **new: Tensor) -> list[Tensor]:
-        """Put new tokens (B, G, Q, ...) behind those that are kept, by attribute: all of them, (B, G, n + Q, ...)."""
-        past, count = self.kept, new["keys"].shape[2]
+        """Put new tokens (B, G, Q, ...) behind those that are kept, by attribute: all of them, (B,
+        G, n + Q, ...)."""
+        past = self.kept
+        count = new["keys"].shape[2]
         self._make_room(past + count, **new)
-        self.seen, self.kept = self.seen + count, past + count
+        self.seen = self.seen + count
+        self.kept = past + count
         held = [vars(self)[name][:, :, : self.kept] for name in new]
         for memory, rows in zip(held, new.values(), strict=True):
             memory[:, :, past:] = rows
@@ -95,15 +98,26 @@ class Policy(ABC):
         """Keep the tokens in these slots, (B, G, n), in new memory: that of all others is freed."""
         self.kept = slots.shape[2]
         for name, tensor in self.tensors().items():
-            at = slots if tensor.dim() == 3 else slots[..., None].expand(-1, -1, -1, tensor.shape[3])
-            setattr(self, name, with_room(tensor.gather(2, at), self.kept, self.kept + 1, self.room(self.kept)))
+            at = (
+                slots if tensor.dim() == 3 else slots[..., None].expand(-1, -1, -1, tensor.shape[3])
+            )
+            setattr(
+                self,
+                name,
+                with_room(tensor.gather(2, at), self.kept, self.kept + 1, self.room(self.kept)),
+            )
         self.settled = self.seen
 
 
 class Full(Policy):
-    """Everything is kept, in the order of the text, for layers or KV heads beside others that drop tokens."""
+    """Everything is kept, in the order of the text, for layers or KV heads beside others that drop
+    tokens."""
 
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend."""
         keys, values = self._add(keys=call.k, values=call.v)
-        return call.attend(call.q, keys, values)[0] if call.length == 1 else call.prefill(call.q, keys, values)
+        return (
+            call.attend(call.q, keys, values)[0]
+            if call.length == 1
+            else call.prefill(call.q, keys, values)
+        )

@@ -1,4 +1,5 @@
-"""Memory of a cache with room at its end: a new token costs its own bytes, not a copy of all before it.
+"""Memory of a cache with room at its end: a new token costs its own bytes, not a copy of all before
+it.
 
 Shapes: B batch, G KV heads, Q new tokens; what follows them, such as the head dim, is any.
 """
@@ -16,12 +17,14 @@ _SHARE = 8
 
 
 def room_for(needed: int) -> int:
-    """Tokens to have memory for where `needed` are there: those, and as many new ones as make a copy worth it."""
+    """Tokens to have memory for where `needed` are there: those, and as many new ones as make a
+    copy worth it."""
     return needed + max(_ROOM, needed // _SHARE)
 
 
 def with_room(memory: Tensor, used: int, needed: int, room: int) -> Tensor:
-    """Memory (B, G, at least `needed`, ...) with the first `used` tokens of `memory`: the same where it suffices.
+    """Memory (B, G, at least `needed`, ...) with the first `used` tokens of `memory`: the same
+    where it suffices.
 
     room: for how many tokens new memory is.
     """

@@ -1,6 +1,8 @@
-"""Rotates keys and queries on from where a model's rotary embedding put them, with the model's own code.
+"""Rotates keys and queries on from where a model's rotary embedding put them, with the model's own
+code.
 
-Rotations add up: what was rotated to position p and then by d stands at p + d (RoFormer, section 3.2.2).
+Rotations add up: what was rotated to position p and then by d stands at p + d (RoFormer, section
+3.2.2).
 
 Shapes: B batch, H heads, n tokens, D head dim.
 """
@@ -22,13 +24,16 @@ class Rotation:
     """The rotary embedding of one kind of layer.
 
     Raises:
-        HeadwiseError: the model has none that can be turned on, because it is not rotary or changes with the length.
+        HeadwiseError: the model has none that can be turned on, because it is not rotary or changes
+        with the length.
     """
 
     def __init__(self, model: nn.Module, module: nn.Module) -> None:
         """The rotation that `module`, an attention layer of `model`, uses."""
         self._name = type(model).__name__
-        self._apply: Any = inspect.unwrap(type(module).forward).__globals__.get("apply_rotary_pos_emb")
+        self._apply: Any = inspect.unwrap(type(module).forward).__globals__.get(
+            "apply_rotary_pos_emb"
+        )
         self._rotary = _rotary(model, module)
         if self._apply is None or self._rotary is None:
             raise self._refused("it has no rotary embedding")
@@ -42,7 +47,8 @@ class Rotation:
         self._check(getattr(module, "head_dim", None) or 64)
 
     def shift(self, x: Tensor, by: Tensor) -> Tensor:
-        """Tokens (B, H, n, D) rotated on by `by` (n) or (1) positions, which may be negative, in x's dtype."""
+        """Tokens (B, H, n, D) rotated on by `by` (n) or (1) positions, which may be negative, in
+        x's dtype."""
         cos, sin = self._angles(by, x.device)
         # Some models' code casts to the dtype of what it rotates: fp32 throughout.
         turned, _ = self._apply(x.float(), x.float(), cos, sin)
@@ -50,7 +56,8 @@ class Rotation:
         return result
 
     def _angles(self, by: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin (1, n, D), without the factor that some embeddings put on attention: it is in x already."""
+        """cos and sin (1, n, D), without the factor that some embeddings put on attention: it is in
+        x already."""
         key = tuple(by.tolist()) if by.numel() == 1 else None
         if key is not None and key in self._known and self._known[key][0].device == device:
             return self._known[key]
@@ -70,18 +77,23 @@ class Rotation:
         assert self._rotary is not None
         device = next((buffer.device for buffer in self._rotary.buffers()), torch.device("cpu"))
         x = torch.randn(1, 1, 1, head_dim, generator=torch.Generator().manual_seed(0)).to(device)
-        there, further = self.shift(x, torch.tensor([7])), torch.tensor([-3])
-        if not torch.allclose(self.shift(there, further), self.shift(x, torch.tensor([4])), atol=_CLOSE):
+        there = self.shift(x, torch.tensor([7]))
+        further = torch.tensor([-3])
+        if not torch.allclose(
+            self.shift(there, further), self.shift(x, torch.tensor([4])), atol=_CLOSE
+        ):
             raise self._refused("its rotary embedding is not a rotation by the position")
 
     def _refused(self, why: str) -> HeadwiseError:
         return HeadwiseError(
-            f"positions of {self._name} cannot be counted inside the cache: {why}; set positions: original"
+            f"positions of {self._name} cannot be counted inside the cache: {why}; set positions: "
+            f"original"
         )
 
 
 def _rotary(model: nn.Module, module: nn.Module) -> nn.Module | None:
-    """The rotary embedding of an attention layer: its own, or that of the innermost model around it."""
+    """The rotary embedding of an attention layer: its own, or that of the innermost model around
+    it."""
     name = next((name for name, part in model.named_modules() if part is module), "")
     while True:
         part = model.get_submodule(name)

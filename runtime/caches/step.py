@@ -16,12 +16,13 @@ from kernels.dense import dense_attention
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Step:
-    """The new tokens of a call for some KV heads of sequences that all have Q new tokens, none of them padding.
+    """The new tokens of a call for some KV heads of sequences that all have Q new tokens, none of
+    them padding.
 
-    q (B, H, Q, D), k (B, G, Q, D), v (B, G, Q, E): rotated as the model does it. `prefill` is attention of the layer,
-    (B, H, Q, E), for queries that are the last of keys none of which is missing: by the artifact's patterns, or dense
-    where the keys are fewer than it wants. That of a whole layer also takes `heads`, the KV heads that are meant.
-    """
+    q (B, H, Q, D), k (B, G, Q, D), v (B, G, Q, E): rotated as the model does it. `prefill` is
+    attention of the layer, (B, H, Q, E), for queries that are the last of keys none of which is
+    missing: by the artifact's patterns, or dense where the keys are fewer than it wants. That of a
+    whole layer also takes `heads`, the KV heads that are meant."""
 
     q: Tensor
     k: Tensor
@@ -43,7 +44,14 @@ class Step:
         q, k, v = (x[:, :, begin:end] for x in some)
         return replace(self, q=q, k=k, v=v)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """Causal attention of queries (B, H, Q, D), the last of keys (B, G, K, D): out (B, H, Q, E), lse (B, H, Q)."""
-        how: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "backend": self.backend}
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Causal attention of queries (B, H, Q, D), the last of keys (B, G, K, D): out (B, H, Q,
+        E), lse (B, H, Q)."""
+        how: dict[str, Any] = {
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "backend": self.backend,
+        }
         return dense_attention(q, k, v, window=window, **how)

@@ -1,11 +1,12 @@
-"""The context bank: keys and values of sparse layers in CPU memory; what was chosen is fetched packed (OmniKV, 4.2).
+"""The context bank: keys and values of sparse layers in CPU memory; what was chosen is fetched
+packed (OmniKV, 4.2).
 
-A token's row holds, for one layer, the key and the value of one KV head after another: fetching a token is one copy.
-Rows are in pages, so that growing copies nothing.
+A token's row holds, for one layer, the key and the value of one KV head after another: fetching a
+token is one copy. Rows are in pages, so that growing copies nothing.
 
-Shapes: L layers, P tokens of a page, B batch, G KV heads, Q new tokens, K tokens in all, D head dim, E value dim,
-R = G * (D + E) numbers in a row, n tokens, C chosen tokens, S slots on the device, N rows that are fetched.
-"""
+Shapes: L layers, P tokens of a page, B batch, G KV heads, Q new tokens, K tokens in all, D head
+dim, E value dim, R = G * (D + E) numbers in a row, n tokens, C chosen tokens, S slots on the
+device, N rows that are fetched."""
 
 from __future__ import annotations
 
@@ -48,16 +49,22 @@ class Row(NamedTuple):
 
     def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (B, G, n, D) and values (B, G, n, E) as views of rows (n, B, R)."""
-        k, v = rows.unflatten(-1, (self.heads, -1)).permute(1, 2, 0, 3).split((self.k_dim, self.v_dim), dim=-1)
+        k, v = (
+            rows.unflatten(-1, (self.heads, -1))
+            .permute(1, 2, 0, 3)
+            .split((self.k_dim, self.v_dim), dim=-1)
+        )
         return k, v
 
 
 class Bank:
-    """Rows of the layers that one filter layer serves on one device, and a packed copy of what was chosen.
+    """Rows of the layers that one filter layer serves on one device, and a packed copy of what was
+    chosen.
 
-    In a decode step the chosen rows of all layers are fetched at once into slots on the device. Rows that the step
-    before chose, too, stay where they are, so slots are in no order; the new tokens stand behind those of the longest
-    sequence, in order, so that few queries at once stay causal.
+    In a decode step the chosen rows of all layers are fetched at once into slots on the device.
+    Rows that the step before chose, too, stay where they are, so slots are in no order; the new
+    tokens stand behind those of the longest sequence, in order, so that few queries at once stay
+    causal.
 
     layers: how many there are. keep: a layer of so many tokens stays on the device.
     """
@@ -66,7 +73,8 @@ class Bank:
     lane: Lane
 
     def __init__(self, layers: int, keep: int) -> None:
-        self.layers, self.keep = layers, keep
+        self.layers = layers
+        self.keep = keep
         self._clear()
 
     def _clear(self) -> None:
@@ -75,10 +83,12 @@ class Bank:
         self.leader: int | None = None
         # (L, P, B, R) each.
         self.pages: list[Tensor] = []
-        # (L, S, B, R) on the device, and on the host the token in each slot of each sequence, (B, S).
+        # (L, S, B, R) on the device, and on the host the token in each slot of each sequence, (B,
+        # S).
         self.slots: Tensor | None = None
         self._held: Tensor | None = None
-        # How many keys there were when a step chose, and what waits for the rows and says how many a sequence has, (B).
+        # How many keys there were when a step chose, and what waits for the rows and says how many
+        # a sequence has, (B).
         self._chosen: tuple[int, Callable[[], Tensor]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -88,8 +98,13 @@ class Bank:
             self.lane.arrived()
             new.lane = copy.deepcopy(self.lane, memo)
         with torch.inference_mode(False):
-            new.pages = [torch.empty_like(page, pin_memory=page.is_pinned()).copy_(page) for page in self.pages]
-            new.slots, new._held = (None if x is None else x.clone() for x in (self.slots, self._held))
+            new.pages = [
+                torch.empty_like(page, pin_memory=page.is_pinned()).copy_(page)
+                for page in self.pages
+            ]
+            new.slots, new._held = (
+                None if x is None else x.clone() for x in (self.slots, self._held)
+            )
         return new
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,12 +113,14 @@ class Bank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of CPU memory given out, the room for new tokens and for what is being fetched included."""
+        """Bytes of CPU memory given out, the room for new tokens and for what is being fetched
+        included."""
         memories = [*self.pages, self.lane.buffer] if self.batch else []
         return sum(memory.untyped_storage().nbytes() for memory in memories)
 
     def takes(self, k: Tensor, v: Tensor) -> bool:
-        """Whether the bank is for layers like this one: the first decides, others stay on the device."""
+        """Whether the bank is for layers like this one: the first decides, others stay on the
+        device."""
         row = Row(k.shape[1], k.shape[3], v.shape[3], k.dtype)
         if not self.batch:
             self.row, self.batch, self.lane = row, k.shape[0], Lane(k.device)
@@ -128,7 +145,8 @@ class Bank:
         return whole
 
     def fetch(self, tokens: Tensor, past: int) -> None:
-        """Begin to fetch the tokens (B, C) int32 before `past` that a filter layer chose: ascending, padded.
+        """Begin to fetch the tokens (B, C) int32 before `past` that a filter layer chose:
+        ascending, padded.
 
         Returns at once where there is a GPU; `attended` waits.
         """
@@ -141,7 +159,8 @@ class Bank:
             with torch.inference_mode(False):
                 self.slots = torch.empty(shape, dtype=self.row.dtype, device=self.lane.device)
                 self._held = torch.full((self.batch, room), _EMPTY)
-        slots, held = self.slots, self._held
+        slots = self.slots
+        held = self._held
         assert held is not None
 
         def gather(tokens: Tensor) -> Tensor:
@@ -161,14 +180,16 @@ class Bank:
     def attended(self, call: Offload) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """What a layer attends to in a call: what was chosen of its past tokens, then its new rows.
 
-        Keys (B, G, C, D), values (B, G, C, E) and, where sequences differ in length, which of them count: (B, C)
-        int32, ascending and padded. None where nothing was chosen for this length.
+        Keys (B, G, C, D), values (B, G, C, E) and, where sequences differ in length, which of them
+        count: (B, C) int32, ascending and padded. None where nothing was chosen for this length.
         """
         if self._chosen is None or self._chosen[0] != call.past:
             return None
-        counts, new = self._chosen[1](), call.rows.shape[0]
+        counts = self._chosen[1]()
+        new = call.rows.shape[0]
         assert self.slots is not None
-        most, slots = int(counts.max()), self.slots[call.layer]
+        most = int(counts.max())
+        slots = self.slots[call.layer]
         slots[most : most + new] = call.rows
         k, v = self.row.unpack(slots[: most + new])
         if int(counts.min()) == most:
@@ -178,14 +199,20 @@ class Bank:
         return k, v, read.to(slots.device, non_blocking=True)
 
     def chosen(self, call: Offload, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (B, G, n + Q, D) and values of tokens (B, n) of a layer's past, and then of a call's new ones."""
+        """Keys (B, G, n + Q, D) and values of tokens (B, n) of a layer's past, and then of a call's
+        new ones."""
         self._settle()
         batch, count = tokens.shape
-        rows = torch.empty(count, batch, self.row.width, dtype=self.row.dtype, device=self.lane.device)
-        sequences, places = torch.arange(batch).repeat_interleave(count), torch.arange(count).repeat(batch)
+        rows = torch.empty(
+            count, batch, self.row.width, dtype=self.row.dtype, device=self.lane.device
+        )
+        sequences = torch.arange(batch).repeat_interleave(count)
+        places = torch.arange(count).repeat(batch)
 
         def gather(tokens: Tensor) -> None:
-            self._deliver(torch.tensor([call.layer]), sequences, tokens.flatten(), places, rows[None])
+            self._deliver(
+                torch.tensor([call.layer]), sequences, tokens.flatten(), places, rows[None]
+            )
 
         self.lane.start(tokens, gather)()
         return self.row.unpack(torch.cat([rows, call.rows]))
@@ -197,14 +224,17 @@ class Bank:
             self._held.masked_fill_(self._held >= length, _EMPTY)
 
     def select(self, sequences: Tensor, length: int) -> None:
-        """Let sequence b be what sequence sequences[b] was, with `length` tokens of each layer in the bank."""
+        """Let sequence b be what sequence sequences[b] was, with `length` tokens of each layer in
+        the bank."""
         self._settle()
         sequences = sequences.cpu().long()
         self.lane.arrived()
-        old, first = self.pages, 0
+        old = self.pages
+        first = 0
         with torch.inference_mode(False), torch.no_grad():
             if len(sequences) != self.batch:
-                self.batch, self.pages = len(sequences), []
+                self.batch = len(sequences)
+                self.pages = []
                 self._reserve(length)
             for page in old:
                 chosen = page[:, : max(length - first, 0)].index_select(2, sequences)
@@ -224,7 +254,8 @@ class Bank:
 
     def _settle(self) -> None:
         """Let a fetch under way end; its choice holds no longer."""
-        chosen, self._chosen = self._chosen, None
+        chosen = self._chosen
+        self._chosen = None
         if chosen is not None:
             chosen[1]()
 
@@ -241,18 +272,25 @@ class Bank:
             self.pages.append(page.view(self.layers, tokens, self.batch, self.row.width))
 
     def _span(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, slice]]:
-        """Tokens start to stop page by page: the page, the first of them in it, and which of its tokens they are."""
+        """Tokens start to stop page by page: the page, the first of them in it, and which of its
+        tokens they are."""
         before = 0
         for page in self.pages:
-            lo, hi = max(start, before), min(stop, before + page.shape[1])
+            lo = max(start, before)
+            hi = min(stop, before + page.shape[1])
             if lo < hi:
                 yield page, lo, slice(lo - before, hi - before)
             before += page.shape[1]
 
-    def _deliver(self, layers: Tensor, sequences: Tensor, tokens: Tensor, places: Tensor, slots: Tensor) -> None:
-        """Rows of tokens (N,) in all of `layers` into places (N,) of slots (L, S, B, R) on the device, in one copy."""
+    def _deliver(
+        self, layers: Tensor, sequences: Tensor, tokens: Tensor, places: Tensor, slots: Tensor
+    ) -> None:
+        """Rows of tokens (N,) in all of `layers` into places (N,) of slots (L, S, B, R) on the
+        device, in one copy."""
         by_token = tokens.argsort(stable=True)
-        sequences, tokens, places = sequences[by_token], tokens[by_token], places[by_token]
+        sequences = sequences[by_token]
+        tokens = tokens[by_token]
+        places = places[by_token]
         # What is fetched of one layer alone has slots of its own.
         to = layers if slots.shape[0] > 1 else torch.zeros_like(layers)
         targets = (to[:, None] * slots.shape[1] + places) * self.batch + sequences
@@ -263,7 +301,9 @@ class Bank:
         order = []
         for page, first, lo, hi in zip(self.pages, bounds, cuts, cuts[1:], strict=False):
             if hi > lo:
-                lines = (layers[:, None] * page.shape[1] + tokens[lo:hi] - first) * self.batch + sequences[lo:hi]
+                lines = (
+                    layers[:, None] * page.shape[1] + tokens[lo:hi] - first
+                ) * self.batch + sequences[lo:hi]
                 out = staged[layers.numel() * lo : layers.numel() * hi]
                 torch.index_select(page.view(-1, self.row.width), 0, lines.flatten(), out=out)
                 order.append(targets[:, lo:hi].flatten())
@@ -271,7 +311,8 @@ class Bank:
 
 
 def replaced(held: Tensor, chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Give each chosen token a slot, those that have one already the same; slots 0 to counts[i] - 1 are then taken.
+    """Give each chosen token a slot, those that have one already the same; slots 0 to counts[i] - 1
+    are then taken.
 
     Args:
         held: (B, S) the token in each slot, -1 for none; on return what is in it after the fetch.
@@ -280,7 +321,8 @@ def replaced(held: Tensor, chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tens
     Returns:
         Sequence, token and slot of each row that must be fetched, (N,) each.
     """
-    slot, entry = torch.arange(held.shape[1]), torch.arange(chosen.shape[1])
+    slot = torch.arange(held.shape[1])
+    entry = torch.arange(chosen.shape[1])
     used = slot < counts[:, None]
     wanted = entry < counts[:, None]
     at = torch.searchsorted(chosen, held).clamp_(max=chosen.shape[1] - 1)
@@ -298,14 +340,19 @@ def replaced(held: Tensor, chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tens
 
 
 class Offload:
-    """Keys and values of one layer in one call: the past in the bank, the new rows (Q, B, R) on the device."""
+    """Keys and values of one layer in one call: the past in the bank, the new rows (Q, B, R) on the
+    device."""
 
     def __init__(self, bank: Bank, layer: int, past: int, rows: Tensor) -> None:
-        self.bank, self.layer, self.past, self.rows = bank, layer, past, rows
+        self.bank = bank
+        self.layer = layer
+        self.past = past
+        self.rows = rows
         self._whole: tuple[Tensor, Tensor] | None = None
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """All keys (B, G, K, D) and values (B, G, K, E), brought to the device; gone when this object is."""
+        """All keys (B, G, K, D) and values (B, G, K, E), brought to the device; gone when this
+        object is."""
         if self._whole is None:
             self._whole = self.bank.row.unpack(self.bank.read(self))
         return self._whole
@@ -314,18 +361,20 @@ class Offload:
 class OffloadedTensor(StandIn):
     """Keys (B, G, K, D) or values (B, G, K, E) on the device, without memory until they are read.
 
-    Code that reads one as a tensor gets all of it, fetched once a call; Headwise's attention asks for what it needs.
-    """
+    Code that reads one as a tensor gets all of it, fetched once a call; Headwise's attention asks
+    for what it needs."""
 
     offload: Offload
     _which: int
 
     @staticmethod
     def __new__(cls, offload: Offload, which: int) -> OffloadedTensor:
-        row, (new, batch, _) = offload.bank.row, offload.rows.shape
+        row = offload.bank.row
+        (new, batch, _) = offload.rows.shape
         shape = (batch, row.heads, offload.past + new, (row.k_dim, row.v_dim)[which])
         tensor = cls.of(shape, offload.rows.dtype, offload.rows.device)
-        tensor.offload, tensor._which = offload, which
+        tensor.offload = offload
+        tensor._which = which
         return tensor
 
     def read(self) -> Tensor:

@@ -1,11 +1,13 @@
-"""Decode as OmniKV does it: filter layers attend to everything and choose tokens, sparse layers attend to those.
+"""Decode as OmniKV does it: filter layers attend to everything and choose tokens, sparse layers
+attend to those.
 
-OmniKV (Hao et al., ICLR 2025), sections 4.1 and 4.2. Selection covers generated tokens as well as the prompt's.
+OmniKV (Hao et al., ICLR 2025), sections 4.1 and 4.2. Selection covers generated tokens as well as
+the prompt's.
 
 A choice is made by all heads of a filter layer together.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen tokens, W window of the selector.
-"""
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen tokens, W window
+of the selector."""
 
 from __future__ import annotations
 
@@ -41,19 +43,23 @@ class _Step(threading.local):
 class OmniKV:
     """The decode section of an artifact at work on full-attention layers.
 
-    group: the processes that share the heads of a layer, which choose alike: by the scores of all of them.
-    reads: how many tokens were chosen so far.
-    """
+    group: the processes that share the heads of a layer, which choose alike: by the scores of all
+    of them. reads: how many tokens were chosen so far."""
 
-    def __init__(self, section: artifacts.OmniKV, layers: Iterable[int], *, backend: str, group: Any = None) -> None:
-        self.section, self.backend, self.group = section, backend, group
+    def __init__(
+        self, section: artifacts.OmniKV, layers: Iterable[int], *, backend: str, group: Any = None
+    ) -> None:
+        self.section = section
+        self.backend = backend
+        self.group = group
         self.roles = roles_of(section, layers)
         self.reads = Reads()
         self._step = _Step()
 
     @property
     def tokens_read(self) -> float | None:
-        """Tokens that a sparse layer here read in a step, on average; None before any. Waits for a GPU."""
+        """Tokens that a sparse layer here read in a step, on average; None before any. Waits for a
+        GPU."""
         return self.reads.mean(self.roles)
 
     def count(self, k_len: int) -> int:
@@ -62,26 +68,39 @@ class OmniKV:
         return budget if isinstance(budget, int) else max(1, ceil(budget * k_len))
 
     def serves(self, q: Tensor, k: Tensor) -> bool:
-        """Whether a call is decode that gains from choosing: few queries, more keys than the budget."""
+        """Whether a call is decode that gains from choosing: few queries, more keys than the
+        budget."""
         return q.shape[2] <= MAX_QUERIES and k.shape[2] > self.count(k.shape[2])
 
     def attend(
-        self, layer: int, role: Role, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor | None, **how: Any
+        self,
+        layer: int,
+        role: Role,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        starts: Tensor | None,
+        **how: Any,
     ) -> Tensor | None:
-        """Attention of one layer in a decode step: (B, H, Q, E); None where no filter layer has chosen in this step.
+        """Attention of one layer in a decode step: (B, H, Q, E); None where no filter layer has
+        chosen in this step.
 
-        q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E); sequence b starts at key starts[b]. how: scale and softcap.
-        """
+        q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E); sequence b starts at key starts[b]. how:
+        scale and softcap."""
         tokens = None
-        k_len, step = k.shape[2], self._step.chosen
-        # A step that fails in here leaves no choice behind that another request could take for its own.
+        k_len = k.shape[2]
+        step = self._step.chosen
+        # A step that fails in here leaves no choice behind that another request could take for its
+        # own.
         step.pop(layer, None)
         if role.filter is not None and isinstance(k, OffloadedTensor):
             attended = k.offload.bank.attended(k.offload)
             if attended is None:
                 return None
             # Only what was chosen is there: no padding, and not all in order.
-            (k, v, tokens), starts = attended, None
+            (k, v, tokens) = attended
+            starts = None
         elif role.filter is not None:
             if role.filter not in step or step[role.filter][0] != k_len:
                 return None
@@ -112,20 +131,23 @@ class OmniKV:
         starts: Tensor | None,
         **how: Any,
     ) -> Tensor | None:
-        """Attention of one layer for a chunk of a prompt: (B, H, Q, E); None where it sees all of the past.
+        """Attention of one layer for a chunk of a prompt: (B, H, Q, E); None where it sees all of
+        the past.
 
-        q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E); sequence b starts at key firsts[b], which `starts` says on the
-        device. backend: of the chunk's own attention; choosing, of a few queries, goes by that of the section. how:
-        scale and softcap.
-        """
-        ratio, q_len, past = self.section.prefill_ratio, q.shape[2], k.shape[2] - q.shape[2]
+        q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E); sequence b starts at key firsts[b], which
+        `starts` says on the device. backend: of the chunk's own attention; choosing, of a few
+        queries, goes by that of the section. how: scale and softcap."""
+        ratio = self.section.prefill_ratio
+        q_len = q.shape[2]
+        past = k.shape[2] - q.shape[2]
         if ratio is None or (most := ceil(ratio * q_len)) >= past:
             return None
         self._step.pasts.pop(layer, None)
         if role.filters:
             # The chunk's last queries choose, over all heads together.
             queries = q[:, :, -min(self.section.window, MAX_QUERIES, q_len) :]
-            keys, how_few = fetched(k), how | {"starts": starts, "backend": self.backend}
+            keys = fetched(k)
+            how_few = how | {"starts": starts, "backend": self.backend}
             seen = decode_attention(queries, keys, keys, scores="max", **how_few)
             assert seen.scores is not None
             scores = self._of_all_heads(seen.scores[:, :, :past])
@@ -136,14 +158,16 @@ class OmniKV:
         return chosen.attend(q, k, v, backend=backend, **how)
 
     def after_prefill(self, role: Role, q: Tensor, k: Tensor, **how: Any) -> None:
-        """Let a filter layer's selector see the last queries of a prefill, each from its own position.
+        """Let a filter layer's selector see the last queries of a prefill, each from its own
+        position.
 
         how: starts, scale and softcap, as attend has them.
         """
         cache = _filter_cache(k)
         if self.section.selector == "last" or not role.filters or cache is None:
             return
-        k_len, last = k.shape[2], min(self.section.window - 1, q.shape[2])
+        k_len = k.shape[2]
+        last = min(self.section.window - 1, q.shape[2])
         how |= {"scores": "max", "backend": self.backend}
         for back in range(last, 0, -1):
             ends = torch.full((k.shape[0],), k_len - back + 1, dtype=torch.int32, device=k.device)
@@ -151,17 +175,24 @@ class OmniKV:
             assert seen.scores is not None
             cache.remember(self._of_all_heads(seen.scores))
 
-    def choose_each(self, layer: int, scores: Tensor, ends: Tensor, most: int, *, q_len: int = 1) -> Tensor:
-        """What a filter layer's scores (B, G, K) of the last `q_len` tokens of each sequence choose: (B, C) int32.
+    def choose_each(
+        self, layer: int, scores: Tensor, ends: Tensor, most: int, *, q_len: int = 1
+    ) -> Tensor:
+        """What a filter layer's scores (B, G, K) of the last `q_len` tokens of each sequence
+        choose: (B, C) int32.
 
-        Ascending and padded; C is `most`, or K. Sequence b ends before key ends[b] (B,) int32: one that is no longer
-        than its budget gets everything. Nothing is read on the host, and no shape depends on what `ends` holds.
-        For callers that hold no cache of ours: by the scores of this step alone.
-        """
+        Ascending and padded; C is `most`, or K. Sequence b ends before key ends[b] (B,) int32: one
+        that is no longer than its budget gets everything. Nothing is read on the host, and no shape
+        depends on what `ends` holds. For callers that hold no cache of ours: by the scores of this
+        step alone."""
         scores = self._of_all_heads(scores)
         budget = self.section.budget
         whole = isinstance(budget, int)
-        counts = torch.full_like(ends, budget) if whole else (ends.double() * budget).ceil().to(ends.dtype)
+        counts = (
+            torch.full_like(ends, budget)
+            if whole
+            else (ends.double() * budget).ceil().to(ends.dtype)
+        )
         counts.clamp_min_(q_len)
         back = torch.arange(q_len, 0, -1, device=ends.device)
         newest = (ends[:, None] - back).clamp_min_(0)
@@ -173,11 +204,14 @@ class OmniKV:
         """Scores (B, K) of all KV heads together from those of this process's, (B, G, K)."""
         scores = scores.amax(1).contiguous()
         if self.group is not None:
-            torch.distributed.all_reduce(scores, op=torch.distributed.ReduceOp.MAX, group=self.group)
+            torch.distributed.all_reduce(
+                scores, op=torch.distributed.ReduceOp.MAX, group=self.group
+            )
         return scores
 
     def _choose(self, scores: Tensor, q_len: int, starts: Tensor | None, k: Tensor) -> Tensor:
-        """The tokens (B, C) int32, ascending and padded, for the layers that a filter layer serves; scores: (B, K)."""
+        """The tokens (B, C) int32, ascending and padded, for the layers that a filter layer serves;
+        scores: (B, K)."""
         cache = _filter_cache(k)
         if self.section.selector != "last" and cache is not None:
             rows = cache.remember(scores)
@@ -204,6 +238,7 @@ def _best(scores: Tensor, newest: Tensor, most: int, **how: Any) -> Tensor:
 
 
 def _filter_cache(keys: Tensor) -> Any | None:
-    """The filter layer's cache (runtime.caches.banked) whose update() returned these keys, None where another did."""
+    """The filter layer's cache (runtime.caches.banked) whose update() returned these keys, None
+    where another did."""
     reference = getattr(keys, "headwise_cache", None)
     return None if reference is None else reference()

@@ -1,4 +1,5 @@
-"""Copies between a context bank in CPU memory and the device that computes, and what waits for which.
+"""Copies between a context bank in CPU memory and the device that computes, and what waits for
+which.
 
 Shapes: N rows that are fetched, R numbers in a row, S rows on the device.
 """
@@ -14,11 +15,12 @@ from torch import Tensor
 
 
 class Lane:
-    """Plain copies for a CPU, each done when its call returns; behind what the device computes for a GPU.
+    """Plain copies for a CPU, each done when its call returns; behind what the device computes for
+    a GPU.
 
-    There memory is pinned, and rows go out on one stream and come in on another. What comes in is gathered by a thread,
-    so that the launches of the layer next to a filter layer do not wait for the choice to reach the host.
-    """
+    There memory is pinned, and rows go out on one stream and come in on another. What comes in is
+    gathered by a thread, so that the launches of the layer next to a filter layer do not wait for
+    the choice to reach the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -39,7 +41,8 @@ class Lane:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
 
     def send(self, target: Tensor, rows: Tensor) -> None:
-        """Copy rows of the device, as the work given to it so far leaves them, into a bank. Waits for nothing."""
+        """Copy rows of the device, as the work given to it so far leaves them, into a bank. Waits
+        for nothing."""
         if not self._cuda:
             target.copy_(rows)
             return
@@ -60,14 +63,16 @@ class Lane:
             torch.cuda.current_stream(self.device).wait_stream(self._outward)
 
     def start(self, tokens: Tensor, gather: Callable[[Tensor], Any]) -> Callable[[], Any]:
-        """Begin gather(tokens on the host), which calls `deliver`; calling the result waits and returns its value.
+        """Begin gather(tokens on the host), which calls `deliver`; calling the result waits and
+        returns its value.
 
         Work given to the device after that call sees what was delivered.
         """
         if not self._cuda:
             result = gather(tokens.cpu())
             return lambda: result
-        # The filter layer may lie on another device: the stream and the event are those of its tokens.
+        # The filter layer may lie on another device: the stream and the event are those of its
+        # tokens.
         with torch.cuda.device(tokens.device):
             listed = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             listed.copy_(tokens, non_blocking=True)

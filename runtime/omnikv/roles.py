@@ -1,4 +1,5 @@
-"""What each layer does in decode: it filters, is served by a filter layer, or attends to everything; and what is read.
+"""What each layer does in decode: it filters, is served by a filter layer, or attends to
+everything; and what is read.
 
 Shapes: B batch, C chosen tokens.
 """
@@ -18,7 +19,8 @@ from kernels.index import PAD
 
 @dataclass(frozen=True)
 class Role:
-    """What a full-attention layer does in decode; one that neither filters nor has a filter attends to everything."""
+    """What a full-attention layer does in decode; one that neither filters nor has a filter attends
+    to everything."""
 
     filters: bool = False
     filter: int | None = None
@@ -26,11 +28,14 @@ class Role:
 
 def roles_of(section: artifacts.OmniKV, layers: Iterable[int]) -> dict[int, Role]:
     """The roles of full-attention layers."""
-    return {layer: Role(layer in section.filter_layers, section.filter_of(layer)) for layer in layers}
+    return {
+        layer: Role(layer in section.filter_layers, section.filter_of(layer)) for layer in layers
+    }
 
 
 class Reads:
-    """How many tokens each filter layer chose so far. Adding waits for no device, and can be replayed."""
+    """How many tokens each filter layer chose so far. Adding waits for no device, and can be
+    replayed."""
 
     def __init__(self) -> None:
         # (2,) int64 each: chosen tokens, and of how many sequences.
@@ -38,7 +43,8 @@ class Reads:
         self._lock = threading.Lock()
 
     def add(self, layer: int, chosen: Tensor, counted: Tensor | None = None) -> None:
-        """One more step of a filter layer that chose tokens (B, C); of these sequences (B,) bool alone, if given."""
+        """One more step of a filter layer that chose tokens (B, C); of these sequences (B,) bool
+        alone, if given."""
         there = chosen != PAD
         if counted is None:
             counted = there.new_ones(len(chosen))

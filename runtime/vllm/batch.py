@@ -76,13 +76,15 @@ class Group(NamedTuple):
         """At most so many of the n requests at a time, and which ones they are."""
         for begin in range(0, len(self.ends), most):
             end = min(begin + most, len(self.ends))
-            first, last = begin * self.q_len, end * self.q_len
+            first = begin * self.q_len
+            last = end * self.q_len
             if isinstance(self.rows, slice):
                 rows: slice | Tensor = slice(self.rows.start + first, self.rows.start + last)
             else:
                 rows = self.rows[first:last]
             part = slice(begin, end)
-            table, ends = self.table[part], self.ends[part]
+            table = self.table[part]
+            ends = self.ends[part]
             yield part, self._replace(rows=rows, table=table, ends=ends, kept={})
 
 

@@ -7,7 +7,17 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from kernels.decode import MAX_QUERIES
-from runtime.vllm.batch import KEY, Batch, Chunk, Group, groups_of, prefills_of, requests_of, special, split_at_prompts
+from runtime.vllm.batch import (
+    KEY,
+    Batch,
+    Chunk,
+    Group,
+    groups_of,
+    prefills_of,
+    requests_of,
+    special,
+    split_at_prompts,
+)
 from runtime.vllm.counters import SPARSE
 from runtime.vllm.engine import Engine, engine_of
 from runtime.vllm.snapkv import Snap
@@ -25,12 +35,21 @@ class SparseBuilder(_Parent):
     # True while a step is built to be captured in a graph and replayed for others.
     _captured: bool = False
 
-    def __new__(cls, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    def __new__(
+        cls, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if engine_of(vllm_config) is None:
             return cls.parents(kv_cache_spec, layer_names, vllm_config, *args, **kwargs)
         return super().__new__(cls)
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         from vllm.config import get_layers_from_vllm_config
         from vllm.model_executor.layers.attention import Attention
 
@@ -86,7 +105,9 @@ class SparseBuilder(_Parent):
         finally:
             self._captured = False
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Any:
         """The parent's metadata of the whole step, with the Batch of the layers served here."""
         common = common_attn_metadata
         prompts = common.rswa_prefix_lens

@@ -107,8 +107,11 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
         yield f"no prefill can be sparse here: {missing}"
 
 
-def keeps_of(artifact: Artifact, heads: slice = slice(None), prompts: int = 0) -> dict[int, Stream | Snap]:
-    """What is kept in layers that drop tokens, of an artifact that fits; heads, prompts: see Snap."""
+def keeps_of(
+    artifact: Artifact, heads: slice = slice(None), prompts: int = 0
+) -> dict[int, Stream | Snap]:
+    """What is kept in layers that drop tokens, of an artifact that fits; heads, prompts: see
+    Snap."""
     keeps: dict[int, Stream | Snap] = {}
     for layer, policies in _policies(artifact):
         snaps = tuple(policy for policy in policies if isinstance(policy, SnapKV))

@@ -237,7 +237,8 @@ def why_unserved(module: Any) -> str | None:
         return f"its cache holds {shorten(module.kv_cache_dtype)}, not {module.dtype}"
     if module._k_scale.numel() > 1 or module._v_scale.numel() > 1:
         return "its cache has a scale for each head"
-    size, device = module.head_size, module._k_scale.device
+    size = module.head_size
+    device = module._k_scale.device
     key = torch.empty(1, 1, 1, size, dtype=eight_bits, device=device)
     return no_kernel("auto", key.to(module.dtype), key, key)
 

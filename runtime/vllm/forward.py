@@ -47,7 +47,9 @@ class SparseImpl(_Parent):
         super().process_weights_after_loading(act_dtype)
         self._engine.prepare()
 
-    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor
+    ) -> None:
         """Write keys and values (T, G, D) of a step into their slots (T,)."""
         served = self._engine.of(layer)
         if not served.ours:

@@ -38,7 +38,9 @@ class StreamingSpec(_OneManager, SlidingWindowSpec):
         """How many pages hold the first tokens."""
         return -(-self.sinks // self.block_size)
 
-    def max_admission_blocks_per_request(self, max_in_flight_tokens: int, max_model_len: int) -> int:
+    def max_admission_blocks_per_request(
+        self, max_in_flight_tokens: int, max_model_len: int
+    ) -> int:
         """The window's pages and those of the first tokens."""
         window = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
         return int(window) + self.first_pages
@@ -100,7 +102,9 @@ class PromptManager(_NoPrefixes, SingleTypeKVCacheManager):
         """
         prompt = num_prompt_tokens or 0
         if prompt > self._prompts.get(request_id, prompt):
-            raise HeadwiseError("a request whose prompt grows is not served where kv_cache drops tokens")
+            raise HeadwiseError(
+                "a request whose prompt grows is not served where kv_cache drops tokens"
+            )
         if not prompt or processed_computed_tokens < prompt:
             return
         self._prompts[request_id] = prompt

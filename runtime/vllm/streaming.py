@@ -47,7 +47,8 @@ class Stream:
 
         A learned logit of `sinks` is in the window's already.
         """
-        sinks, window = self.policy.sinks, self.policy.window
+        sinks = self.policy.sinks
+        window = self.policy.window
         out, lse = step.dense(chunk, window=window)
         if chunk.k_len <= window or not sinks:
             return out
@@ -64,7 +65,8 @@ class Stream:
 
     def _tokens(self, group: Group) -> Tensor:
         """The tokens (n, s + W) that the last query of each request sees."""
-        sinks, window = self.policy.sinks, self.policy.window
+        sinks = self.policy.sinks
+        window = self.policy.window
         ends = group.ends[:, None]
         begin = (ends - window).clamp_min(0)
         first = torch.arange(sinks, dtype=torch.int32, device=ends.device)

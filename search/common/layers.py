@@ -24,12 +24,17 @@ def searched_layers(loaded: LoadedModel) -> tuple[int, ...]:
     modules = attention_layers(loaded.model)
     searched = tuple(sorted(modules.keys() - sliding_layers(modules)))
     if not searched:
-        raise HeadwiseError(f"every layer of {loaded.name} slides over a window already: nothing to search")
+        raise HeadwiseError(
+            f"every layer of {loaded.name} slides over a window already: nothing to search"
+        )
     return searched
 
 
-def serving_backend(backend: str, model: ModelInfo, dtype: str, device: str, *, quiet: bool = False) -> str:
-    """The name of the backend that scores candidates, and so of the one to serve; says where only the reference can.
+def serving_backend(
+    backend: str, model: ModelInfo, dtype: str, device: str, *, quiet: bool = False
+) -> str:
+    """The name of the backend that scores candidates, and so of the one to serve; says where only
+    the reference can.
 
     Raises:
         HeadwiseError: the backend that was asked for cannot.
@@ -37,15 +42,24 @@ def serving_backend(backend: str, model: ModelInfo, dtype: str, device: str, *, 
     probe = torch.zeros(1, 1, TILE, model.head_dim, dtype=getattr(torch, dtype), device=device)
     while True:
         reasons = dispatch.why_not(probe, probe, probe)
-        found = next(name for name in reasons if reasons[name] is None) if backend == "auto" else backend
+        found = (
+            next(name for name in reasons if reasons[name] is None)
+            if backend == "auto"
+            else backend
+        )
         try:
             # That a kernel does not compile is known from its first call.
-            sparse_attention(probe, probe, probe, dense_index(1, 1, TILE, TILE, probe.device), backend=found)
+            sparse_attention(
+                probe, probe, probe, dense_index(1, 1, TILE, TILE, probe.device), backend=found
+            )
             break
         except ValueError as error:
             if backend != "auto":
                 raise HeadwiseError(f"--backend {backend}: {error}") from None
     if found == "reference" != backend and not quiet:
         why = reasons["cpu" if probe.device.type == "cpu" else "triton"]
-        print(f"only the reference backend serves here, many times slower than the kernels: {why}", file=sys.stderr)
+        print(
+            f"only the reference backend serves here, many times slower than the kernels: {why}",
+            file=sys.stderr,
+        )
     return found

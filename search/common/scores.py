@@ -1,4 +1,5 @@
-"""What every search of heads writes alike: rows of pattern names, and each candidate's scores as arrays.
+"""What every search of heads writes alike: rows of pattern names, and each candidate's scores as
+arrays.
 
 Shapes: L layers, H query heads, C candidates.
 """
@@ -27,7 +28,8 @@ def as_artifact_pattern(pattern: Pattern) -> ArtifactPattern:
 
 
 def rows_of(layers: Iterable[Sequence[Pattern] | None]) -> tuple[Rows, dict[str, ArtifactPattern]]:
-    """An artifact's rows for these patterns, None for a layer left alone, and the patterns that they name."""
+    """An artifact's rows for these patterns, None for a layer left alone, and the patterns that
+    they name."""
     rows: list[tuple[str, ...] | None] = []
     patterns: dict[str, ArtifactPattern] = {}
     for layer in layers:
@@ -70,6 +72,8 @@ def score_arrays(
         own: dict[str, np.ndarray] = {
             measure: values[..., c].astype(np.float32) for measure, values in measures.items()
         }
-        own |= {size: values.astype(np.int32) for size, values in (sizes[c] if sizes else {}).items()}
+        own |= {
+            size: values.astype(np.int32) for size, values in (sizes[c] if sizes else {}).items()
+        }
         arrays |= {f"candidates.{c}.{name}.{of}": values for of, values in own.items()}
     return arrays

@@ -1,9 +1,10 @@
-"""Which layers filter in decode and which stay dense: exact dynamic programming over a profile (OmniKV, section 4.1).
+"""Which layers filter in decode and which stay dense: exact dynamic programming over a profile
+(OmniKV, section 4.1).
 
-cost[i, j] is what it costs that layer j sees only the tokens that layer i ranks highest. A sparse layer is served by
-the nearest filter layer before it, and costs add up. So of the layers between two filters those that stay dense are the
-costliest, and the best choice of m filters whose last is i depends only on the best of m - 1 filters before i.
-"""
+cost[i, j] is what it costs that layer j sees only the tokens that layer i ranks highest. A sparse
+layer is served by the nearest filter layer before it, and costs add up. So of the layers between
+two filters those that stay dense are the costliest, and the best choice of m filters whose last is
+i depends only on the best of m - 1 filters before i."""
 
 from __future__ import annotations
 
@@ -39,9 +40,15 @@ class Rules:
     dense_first: at least so many full-attention layers before the first filter.
     """
 
-    filters: int = option("at most so many filter layers", default=6, within=at_least(1), advanced=True)
-    sparse: float = option("least share of sparse layers", default=0.6, within=BETWEEN_0_AND_1, advanced=True)
-    dense_first: int = option("first layers that are dense", default=0, within=at_least(0), advanced=True)
+    filters: int = option(
+        "at most so many filter layers", default=6, within=at_least(1), advanced=True
+    )
+    sparse: float = option(
+        "least share of sparse layers", default=0.6, within=BETWEEN_0_AND_1, advanced=True
+    )
+    dense_first: int = option(
+        "first layers that are dense", default=0, within=at_least(0), advanced=True
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -59,7 +66,9 @@ def served(layers: Sequence[int], choice: Choice) -> dict[int, int]:
 
 def total(cost: np.ndarray, layers: Sequence[int], choice: Choice) -> float:
     """What a choice costs in all: nothing in layers that attend to everything."""
-    return float(sum(cost[filter_layer, layer] for layer, filter_layer in served(layers, choice).items()))
+    return float(
+        sum(cost[filter_layer, layer] for layer, filter_layer in served(layers, choice).items())
+    )
 
 
 def kept(mass: np.ndarray, layers: Sequence[int], choice: Choice) -> float:
@@ -68,7 +77,8 @@ def kept(mass: np.ndarray, layers: Sequence[int], choice: Choice) -> float:
 
 
 def best_choice(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> Choice:
-    """The choice that costs least; of equal ones that with the fewest layers that attend to everything.
+    """The choice that costs least; of equal ones that with the fewest layers that attend to
+    everything.
 
     Args:
         cost: (L, L); only rows and columns of `layers` are read, above the diagonal.
@@ -82,34 +92,45 @@ def best_choice(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> Choice
 
 
 def evenly_spaced(layers: Sequence[int], count: int, dense: Collection[int]) -> Choice:
-    """`count` filter layers at even distances among those that are not dense: the choice by eye to compare with."""
+    """`count` filter layers at even distances among those that are not dense: the choice by eye to
+    compare with."""
     room = [layer for layer in layers if layer not in dense]
-    return Choice(tuple(room[round(i * len(room) / count)] for i in range(count)), tuple(sorted(dense)))
+    return Choice(
+        tuple(room[round(i * len(room) / count)] for i in range(count)), tuple(sorted(dense))
+    )
 
 
 def _by_full(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> list[Choice]:
-    """For each number of layers that attend to everything, the fewest first, the choice that costs least."""
-    n, full = len(layers), rules.full(len(layers))
+    """For each number of layers that attend to everything, the fewest first, the choice that costs
+    least."""
+    n = len(layers)
+    full = rules.full(len(layers))
     if full >= n or full < rules.dense_first + 1:
         raise HeadwiseError(
-            f"{n} full-attention layers of which {full} may attend to everything do not leave {rules.dense_first} dense"
+            f"{n} full-attention layers of which {full} may attend to everything do not leave "
+            f"{rules.dense_first} dense"
             " first ones, a filter layer and a sparse one: change the share of sparse layers"
         )
     pairs = np.ix_(layers, layers)
     if np.isnan(cost[pairs][np.triu_indices(n, 1)]).any():
-        raise HeadwiseError("the similarity profile lacks values of full-attention layers: measure it again")
+        raise HeadwiseError(
+            "the similarity profile lacks values of full-attention layers: measure it again"
+        )
     run = _runs(cost[pairs], full)
-    # best[a, u]: the cost from filter a on, with u layers behind it that attend to everything: so far with no further
-    # filter, then with one more at most in each turn. after: that filter, and how many layers up to it are dense.
+    # best[a, u]: the cost from filter a on, with u layers behind it that attend to everything: so
+    # far with no further filter, then with one more at most in each turn. after: that filter, and
+    # how many layers up to it are dense.
     best = run[:, :, n].T
     after: list[dict[tuple[int, int], tuple[int, int]]] = []
     for _ in range(1, min(rules.filters, full)):
-        more, origin = run[:, :, n].T.copy(), {}
+        more = run[:, :, n].T.copy()
+        origin = {}
         for a, u in np.ndindex(n, full):
             ways = run[:u, a, :n] + best[:, :u][:, ::-1].T
             if u and ways.min() < more[a, u]:
                 d, b = divmod(int(ways.argmin()), n)
-                more[a, u], origin[a, u] = ways[d, b], (b, d)
+                more[a, u] = ways[d, b]
+                origin[a, u] = (b, d)
         best = more
         after.append(origin)
     choices: list[Choice] = []
@@ -121,7 +142,8 @@ def _by_full(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> list[Choi
 
 
 def _runs(cost: np.ndarray, full: int) -> np.ndarray:
-    """[d, a, b]: the cost of the layers from filter a up to the one before b, if the best d of them are dense."""
+    """[d, a, b]: the cost of the layers from filter a up to the one before b, if the best d of them
+    are dense."""
     n = len(cost)
     runs = np.full((full, n, n + 1), np.inf)
     for a in range(n):
@@ -140,8 +162,12 @@ def _traced(
     first: int,
     behind: int,
 ) -> Choice:
-    """The choice whose first filter is number `first`, with so many layers behind it that attend to everything."""
-    a, u, filters, dense = first, behind, [first], list(range(first))
+    """The choice whose first filter is number `first`, with so many layers behind it that attend to
+    everything."""
+    a = first
+    u = behind
+    filters = [first]
+    dense = list(range(first))
     # Of the turns the last one knows of the most filters.
     for origin in [*reversed(after), {}]:
         end, d = origin.get((a, u), (len(layers), u))
@@ -150,5 +176,6 @@ def _traced(
         if end == len(layers):
             break
         filters.append(end)
-        a, u = end, u - 1 - d
+        a = end
+        u = u - 1 - d
     return Choice(tuple(layers[p] for p in filters), tuple(layers[p] for p in sorted(dense)))

@@ -1,4 +1,5 @@
-"""Which layers filter in decode: the similarity of layers is measured, the best choice found and compared."""
+"""Which layers filter in decode: the similarity of layers is measured, the best choice found and
+compared."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import numpy as np
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Prompt, parse_task
-from profiling.similarities.layer_similarity import SimilarityConfig, measure, prompt_length, prompts_of, resolve
+from profiling.similarities.layer_similarity import (
+    SimilarityConfig,
+    measure,
+    prompt_length,
+    prompts_of,
+    resolve,
+)
 from profiling.similarities.similarity_profile import Profile, load_profile
 from runtime.layers import attention_layers, sliding_layers
 from search.decode.filter_config import FilterSearch
@@ -28,9 +35,12 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
     former = None if config.profile is None else load_profile(config.profile)
     how = {"dtype": config.measured.dtype, "device": config.measured.device}
     search = SectionSearch.begin("filters", config.config, config.out, config.model, **how)
-    artifact, loaded = search.artifact, search.loaded
+    artifact = search.artifact
+    loaded = search.loaded
     if former is not None and former.about["weights_sha256"] != artifact.model.weights_sha256:
-        raise HeadwiseError(f"profile {config.profile} is of another model: {former.about['model']}")
+        raise HeadwiseError(
+            f"profile {config.profile} is of another model: {former.about['model']}"
+        )
     _check_rules(config, loaded)
     measured = resolve(config.measured, loaded.name, artifact.model.max_positions)
     mine = prompts_of(_like(measured, former), loaded.tokenizer)
@@ -58,7 +68,8 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
 
 
 def _check_rules(config: FilterSearch, loaded: LoadedModel) -> None:
-    """Raise HeadwiseError, before anything is measured, where the model's layers leave no choice."""
+    """Raise HeadwiseError, before anything is measured, where the model's layers leave no
+    choice."""
     modules = attention_layers(loaded.model)
     layers = sorted(set(modules) - sliding_layers(modules))
     if layers:
@@ -66,10 +77,13 @@ def _check_rules(config: FilterSearch, loaded: LoadedModel) -> None:
 
 
 def _like(measured: SimilarityConfig, former: Profile | None) -> SimilarityConfig:
-    """The configuration by which the choice's own prompts were made: a profile's, where one is given."""
+    """The configuration by which the choice's own prompts were made: a profile's, where one is
+    given."""
     if former is None:
         return measured
-    return replace(measured, **{name: former.about[name] for name in ("length", "samples", "steps", "seed")})
+    return replace(
+        measured, **{name: former.about[name] for name in ("length", "samples", "steps", "seed")}
+    )
 
 
 def score(choice: Choice, profile: Profile) -> Score:
@@ -80,7 +94,8 @@ def score(choice: Choice, profile: Profile) -> Score:
 
 
 def compare(choice: Choice, profile: Profile, held_out: Profile) -> Found:
-    """The choice on held-out prompts, and as many evenly spaced filter layers there, with as many dense."""
+    """The choice on held-out prompts, and as many evenly spaced filter layers there, with as many
+    dense."""
     even = evenly_spaced(held_out.layers, len(choice.filter_layers), choice.dense_layers)
     return Found(
         made_by=score(choice, profile),

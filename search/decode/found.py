@@ -1,4 +1,5 @@
-"""What was chosen for decode, on the prompts that chose and on held-out ones, and what is said of it."""
+"""What was chosen for decode, on the prompts that chose and on held-out ones, and what is said of
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The choice on the prompts it was made by, and it and evenly spaced filter layers on held-out ones."""
+    """The choice on the prompts it was made by, and it and evenly spaced filter layers on held-out
+    ones."""
 
     made_by: Score
     held_out: Score
@@ -47,7 +49,9 @@ def record(found: Found) -> dict[str, Any]:
             }
             for name, score in scores.items()
         },
-        "settings": {name: about[name] for name in ("model", "length", "steps", "samples", "top_k", "dtype")},
+        "settings": {
+            name: about[name] for name in ("model", "length", "steps", "samples", "top_k", "dtype")
+        },
         "tasks": about["tasks"],
         "versions": about["versions"],
     }
@@ -55,8 +59,13 @@ def record(found: Found) -> dict[str, Any]:
 
 def report(found: Found) -> str:
     """What was chosen, what it keeps of attention and changes, beside what it is compared with."""
-    choice, n = found.choice, len(found.profile.layers)
-    scores = {"chosen on": found.made_by, "held-out prompts": found.held_out, "evenly spaced": found.even}
+    choice = found.choice
+    n = len(found.profile.layers)
+    scores = {
+        "chosen on": found.made_by,
+        "held-out prompts": found.held_out,
+        "evenly spaced": found.even,
+    }
     lines = [
         f"filter layers {named(choice.filter_layers)}; dense {named(choice.dense_layers)}; "
         f"{n - choice.full} of {n} full-attention layers are sparse",
@@ -67,7 +76,8 @@ def report(found: Found) -> str:
         note = f"  ({named(score.choice.filter_layers)})" if score is found.even else ""
         lines.append(f"  {what:<21}{score.kept:8.4f}{score.error:12.5f}{note}")
     lines.append(
-        "kept: attention mass, mean over the layers; error: squared change of the sparse layers' outputs relative to "
+        "kept: attention mass, mean over the layers; error: squared change of the sparse layers' "
+        "outputs relative to "
         "the residual stream, summed"
     )
     return "\n".join(lines)

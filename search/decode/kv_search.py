@@ -1,4 +1,5 @@
-"""How many tokens each KV head keeps: curves of error against budget are measured, and a total spent by them."""
+"""How many tokens each KV head keeps: curves of error against budget are measured, and a total
+spent by them."""
 
 from __future__ import annotations
 
@@ -32,13 +33,20 @@ from search.model.hulls import spend
 
 @dataclass(frozen=True, kw_only=True)
 class KVSearch:
-    """What to choose by: `share` of all tokens, or `target_bytes` of a cache of `context` tokens."""
+    """What to choose by: `share` of all tokens, or `target_bytes` of a cache of `context`
+    tokens."""
 
     model: str = shared(arguments.add_model)
-    config: Path = shared(arguments.add_artifact, "artifact to start from, as headwise search writes it")
+    config: Path = shared(
+        arguments.add_artifact, "artifact to start from, as headwise search writes it"
+    )
     out: Path = shared(arguments.add_out, "artifact to write; may be the same file")
     share: float | None = arg(
-        "--target-share", default=None, either="total", within=SHARE, help="keep this share of all tokens, such as 0.2"
+        "--target-share",
+        default=None,
+        either="total",
+        within=SHARE,
+        help="keep this share of all tokens, such as 0.2",
     )
     target_bytes: int | None = option(
         "bytes of a sequence's cache at --context tokens, such as 64MiB",
@@ -46,15 +54,24 @@ class KVSearch:
         either="total",
         read=lambda text: bytes_of(text, "--target-bytes"),
     )
-    context: int | None = option("tokens that --target-bytes is for", default=None, within=at_least(1))
+    context: int | None = option(
+        "tokens that --target-bytes is for", default=None, within=at_least(1)
+    )
     tasks: tuple[str, ...] = shared(
-        arguments.add_task, "prompts to measure on (default multi_hop passkey)", default=("multi_hop", "passkey")
+        arguments.add_task,
+        "prompts to measure on (default multi_hop passkey)",
+        default=("multi_hop", "passkey"),
     )
     length: int = shared(
-        arguments.add_length, "their length in tokens (default %(default)s)", default=2048, within=at_least(256)
+        arguments.add_length,
+        "their length in tokens (default %(default)s)",
+        default=2048,
+        within=at_least(256),
     )
     samples: int = option("of each task", default=2, within=at_least(1), advanced=True)
-    forced: int = option("tokens of each held-out prompt decoded", default=128, within=at_least(1), advanced=True)
+    forced: int = option(
+        "tokens of each held-out prompt decoded", default=128, within=at_least(1), advanced=True
+    )
     normalised: bool = option(
         "divide scores by how many queries could see a token (default), or keep H2O's sums",
         action=argparse.BooleanOptionalAction,
@@ -69,18 +86,22 @@ class KVSearch:
     def __post_init__(self) -> None:
         check_ranges(self)
         if (self.target_bytes is None) != (self.context is None):
-            raise HeadwiseError("--target-bytes and --context go together: bytes of a cache of so many tokens")
+            raise HeadwiseError(
+                "--target-bytes and --context go together: bytes of a cache of so many tokens"
+            )
         if self.forced >= self.length:
-            raise HeadwiseError(f"--forced must be below --length ({self.length}), got {self.forced}")
+            raise HeadwiseError(
+                f"--forced must be below --length ({self.length}), got {self.forced}"
+            )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KVFound:
-    """What was chosen, and how it and the same total spent evenly do on held-out prompts. `share` is what it uses.
+    """What was chosen, and how it and the same total spent evenly do on held-out prompts. `share`
+    is what it uses.
 
-    better: whether it was beyond chance on one set of them, by which was decided what is written. searched, even: on
-    another set.
-    """
+    better: whether it was beyond chance on one set of them, by which was decided what is written.
+    searched, even: on another set."""
 
     section: KVCache
     share: float
@@ -91,7 +112,8 @@ class KVFound:
 
 
 def run(config: KVSearch) -> tuple[Artifact, KVFound]:
-    """Measure, choose, compare, and write the artifact; a killed run goes on from the prompts that it finished.
+    """Measure, choose, compare, and write the artifact; a killed run goes on from the prompts that
+    it finished.
 
     Raises:
         HeadwiseError: anything that the user has to put right; nothing is written then.
@@ -104,26 +126,49 @@ def run(config: KVSearch) -> tuple[Artifact, KVFound]:
     everywhere = with_policy(loaded, H2O()).artifact.kv_cache
     assert everywhere is not None
     with_cache(search.artifact, everywhere)
-    share = config.share if config.share is not None else _share_of_bytes(config, search.artifact.model, loaded)
+    share = (
+        config.share
+        if config.share is not None
+        else _share_of_bytes(config, search.artifact.model, loaded)
+    )
     how: dict[str, Any] = {"length": config.length, "samples": config.samples, "seed": config.seed}
-    prompts = [prompt for task in config.tasks for prompt in make_prompts(task, loaded.tokenizer, **how)]
+    prompts = [
+        prompt for task in config.tasks for prompt in make_prompts(task, loaded.tokenizer, **how)
+    ]
     search.seen.add(*prompts)
     # Before any work: a text that is too short to hold prompts out is the user's to know of now.
     lengths = dict.fromkeys(config.tasks, config.length)
-    apart = [search.held_out(lengths, number, samples=config.samples, seed=config.seed) for number in range(2)]
+    apart = [
+        search.held_out(lengths, number, samples=config.samples, seed=config.seed)
+        for number in range(2)
+    ]
     deciding, reporting = ([*chain.from_iterable(prompts.values())] for prompts in apart)
     with search.ledger(config, fresh=config.fresh) as ledger:
         curves = measure(loaded, prompts, ledger=ledger)
         even = even_section(curves, share, config.normalised)
         section, used = by_error(curves, share, config.normalised)
-        decided = [diverged(loaded, each, deciding, config.forced, ledger) for each in (section, even)]
+        decided = [
+            diverged(loaded, each, deciding, config.forced, ledger) for each in (section, even)
+        ]
         better = beyond_chance(*([one.mean_kl for one in each] for each in decided))
         # What decided does not report.
         searched, evenly = (
-            Divergence.joined(diverged(loaded, each, reporting, config.forced, ledger)) for each in (section, even)
+            Divergence.joined(diverged(loaded, each, reporting, config.forced, ledger))
+            for each in (section, even)
         )
-        found = KVFound(section=section, share=used, better=better, searched=searched, even=evenly, curves=curves)
-        arrays = {"kv.shares": np.array(curves.shares), "kv.error": curves.error, "kv.kept": curves.kept}
+        found = KVFound(
+            section=section,
+            share=used,
+            better=better,
+            searched=searched,
+            even=evenly,
+            curves=curves,
+        )
+        arrays = {
+            "kv.shares": np.array(curves.shares),
+            "kv.error": curves.error,
+            "kv.kept": curves.kept,
+        }
         written = search.write(lambda now: with_cache(now, section if better else even), arrays)
         ledger.remove()
     return written, found
@@ -137,19 +182,27 @@ def by_error(curves: BudgetCurves, share: float, normalised: bool = True) -> tup
     """
     layers = curves.layers
     sizes = (*curves.shares, 1.0)
-    costs = np.concatenate([curves.error[layers], np.zeros((len(layers), curves.error.shape[1], 1))], axis=-1)
+    costs = np.concatenate(
+        [curves.error[layers], np.zeros((len(layers), curves.error.shape[1], 1))], axis=-1
+    )
     costs = costs.reshape(-1, len(sizes))
     if share < sizes[0]:
-        raise HeadwiseError(f"a share of {share:.4f} is below the least that was measured, {sizes[0]:.4f}")
+        raise HeadwiseError(
+            f"a share of {share:.4f} is below the least that was measured, {sizes[0]:.4f}"
+        )
     at = spend(costs, sizes, share * len(costs)).entries
     names = [_name(sizes[entry]) for entry in at]
-    policies: dict[str, Policy] = {_name(size): _policy(size, normalised) for size in sizes if _name(size) in names}
+    policies: dict[str, Policy] = {
+        _name(size): _policy(size, normalised) for size in sizes if _name(size) in names
+    }
     heads = curves.error.shape[1]
     rows: list[Any] = [None] * len(curves.error)
     for i, layer in enumerate(layers):
         row = tuple(names[i * heads : (i + 1) * heads])
         rows[layer] = row[0] if len(set(row)) == 1 else row
-    return KVCache(policies=policies, layers=tuple(rows)), sum(sizes[entry] for entry in at) / len(at)
+    return KVCache(policies=policies, layers=tuple(rows)), sum(sizes[entry] for entry in at) / len(
+        at
+    )
 
 
 def even_section(curves: BudgetCurves, share: float, normalised: bool = True) -> KVCache:
@@ -170,7 +223,8 @@ def diverged(
     loaded: LoadedModel, section: KVCache, prompts: Sequence[Prompt], forced: int, ledger: Ledger
 ) -> list[Divergence]:
     """How far decode under a section is from decode with a full cache, prompt by prompt."""
-    full, headwise = partial(with_section(loaded, None).new_cache, loaded.model), with_section(loaded, section)
+    full = partial(with_section(loaded, None).new_cache, loaded.model)
+    headwise = with_section(loaded, section)
     # The full cache under the same attention, so that only what is dropped differs.
     kept = partial(headwise.new_cache, loaded.model)
 
@@ -178,10 +232,21 @@ def diverged(
         return asdict(divergence(loaded.model, full, kept, prompt, forced))
 
     found = []
-    with phase("held-out prompts", len(prompts), "prompts") as shown, headwise.apply(loaded.model, check_weights=False):
+    with (
+        phase("held-out prompts", len(prompts), "prompts") as shown,
+        headwise.apply(loaded.model, check_weights=False),
+    ):
         for prompt in prompts:
-            depends = {"section": section.model_dump(mode="json"), "prompt": digest([prompt]), "forced": forced}
-            found.append(Divergence(**ledger.once(ledger.unit("divergence", depends), partial(measured, prompt))))
+            depends = {
+                "section": section.model_dump(mode="json"),
+                "prompt": digest([prompt]),
+                "forced": forced,
+            }
+            found.append(
+                Divergence(
+                    **ledger.once(ledger.unit("divergence", depends), partial(measured, prompt))
+                )
+            )
             shown.update()
     return found
 
@@ -199,7 +264,8 @@ def with_cache(artifact: Artifact, section: KVCache) -> Artifact:
 
 
 def _share_of_bytes(config: KVSearch, model: ModelInfo, loaded: LoadedModel) -> float:
-    """The share of tokens that layers which see everything may keep, after what sliding layers hold anyway."""
+    """The share of tokens that layers which see everything may keep, after what sliding layers hold
+    anyway."""
     assert config.target_bytes is not None and config.context is not None
     modules = attention_layers(loaded.model)
     sliding = sliding_layers(modules)
@@ -209,7 +275,8 @@ def _share_of_bytes(config: KVSearch, model: ModelInfo, loaded: LoadedModel) -> 
     share = (config.target_bytes - windows) / full
     if share <= 0:
         raise HeadwiseError(
-            f"--target-bytes {config.target_bytes} is too small: sliding layers alone hold {windows} bytes"
+            f"--target-bytes {config.target_bytes} is too small: sliding layers alone hold "
+            f"{windows} bytes"
         )
     return min(share, 1.0)
 
@@ -222,7 +289,8 @@ def record(found: KVFound) -> dict[str, Any]:
         "budgets": _budgets(found),
         "better": found.better,
         "held_out": {
-            name: {"kl": score.mean_kl, "perplexity_ratio": score.perplexity_ratio} for name, score in scores.items()
+            name: {"kl": score.mean_kl, "perplexity_ratio": score.perplexity_ratio}
+            for name, score in scores.items()
         },
     }
 
@@ -230,7 +298,11 @@ def record(found: KVFound) -> dict[str, Any]:
 def _budgets(found: KVFound) -> dict[str, int]:
     """How many heads keep what, by the policies' names."""
     heads = found.curves.error.shape[1]
-    rows = (found.section.heads(layer, heads) for layer, row in enumerate(found.section.layers) if row is not None)
+    rows = (
+        found.section.heads(layer, heads)
+        for layer, row in enumerate(found.section.layers)
+        if row is not None
+    )
     counts = Counter(name for row in rows for name in row or ())
     return {name: counts[name] for name in found.section.policies}
 
@@ -241,8 +313,10 @@ def report(found: KVFound) -> str:
     lines = [
         f"{found.share:.4f} of all tokens are kept: {budgets}",
         "held-out prompts that decided nothing, against a full cache:",
-        f"  searched   KL {found.searched.mean_kl:.5f}  perplexity {100 * (found.searched.perplexity_ratio - 1):+.2f}%",
-        f"  even       KL {found.even.mean_kl:.5f}  perplexity {100 * (found.even.perplexity_ratio - 1):+.2f}%",
+        f"  searched   KL {found.searched.mean_kl:.5f}  perplexity "
+        f"{100 * (found.searched.perplexity_ratio - 1):+.2f}%",
+        f"  even       KL {found.even.mean_kl:.5f}  perplexity "
+        f"{100 * (found.even.perplexity_ratio - 1):+.2f}%",
     ]
     if not found.better:
         where = "on the held-out prompts that decide (--samples gives more)"

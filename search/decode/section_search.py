@@ -1,4 +1,5 @@
-"""What searches of one section of an artifact share: model, held-out prompts, ledger, and when a choice is better."""
+"""What searches of one section of an artifact share: model, held-out prompts, ledger, and when a
+choice is better."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SectionSearch:
-    """A search for a section of the artifact in `file`, which is written to `out`. seen: what was looked at."""
+    """A search for a section of the artifact in `file`, which is written to `out`. seen: what was
+    looked at."""
 
     command: str
     file: Path
@@ -37,50 +39,84 @@ class SectionSearch:
     seen: Seen
 
     @classmethod
-    def begin(cls, command: str, file: Path, out: Path, model: str, *, dtype: str, device: str) -> SectionSearch:
+    def begin(
+        cls, command: str, file: Path, out: Path, model: str, *, dtype: str, device: str
+    ) -> SectionSearch:
         """Load artifact and model.
 
         Raises:
-            HeadwiseError: one of them cannot be read, they do not go together, or `out` cannot be written.
+            HeadwiseError: one of them cannot be read, they do not go together, or `out` cannot be
+            written.
         """
         one_process(f"headwise {command}")
         check_writable(out)
         artifact, arrays = load_pair(file)
         loaded = load_model(model, dtype=dtype, device=device)
         check(artifact.model, loaded.model)
-        return cls(command=command, file=file, out=out, artifact=artifact, loaded=loaded, seen=Seen.by([arrays]))
+        return cls(
+            command=command,
+            file=file,
+            out=out,
+            artifact=artifact,
+            loaded=loaded,
+            seen=Seen.by([arrays]),
+        )
 
-    def held_out(self, lengths: Mapping[str, int], number: int, *, samples: int, seed: int) -> dict[str, list[Prompt]]:
-        """Prompts of each task, of so many tokens, that nothing has seen; sets of other numbers differ.
+    def held_out(
+        self, lengths: Mapping[str, int], number: int, *, samples: int, seed: int
+    ) -> dict[str, list[Prompt]]:
+        """Prompts of each task, of so many tokens, that nothing has seen; sets of other numbers
+        differ.
 
         Raises:
             HeadwiseError: a text is too short for that.
         """
-        own: dict[str, Any] = {"samples": samples, "seed": seed, "seen": self.seen, "number": number}
+        own: dict[str, Any] = {
+            "samples": samples,
+            "seed": seed,
+            "seen": self.seen,
+            "number": number,
+        }
         tokenizer = self.loaded.tokenizer
-        found = {task: held_out([task], tokenizer, length=length, **own) for task, length in lengths.items()}
+        found = {
+            task: held_out([task], tokenizer, length=length, **own)
+            for task, length in lengths.items()
+        }
         self.seen.add(*chain.from_iterable(found.values()))
         return found
 
     def ledger(self, measured: Any, *, fresh: bool) -> Ledger:
-        """With what all that is measured depends on; how it is chosen by is not among that, so that others reuse it."""
+        """With what all that is measured depends on; how it is chosen by is not among that, so that
+        others reuse it."""
         about = {"model": self.artifact.model.name, "weights": self.artifact.model.weights_sha256}
-        names = (name for name in ("length", "steps", "seed", "dtype", "device") if hasattr(measured, name))
+        names = (
+            name
+            for name in ("length", "steps", "seed", "dtype", "device")
+            if hasattr(measured, name)
+        )
         about |= {name: getattr(measured, name) for name in names}
         return Ledger(self.out, self.command, settings=about, fresh=fresh)
 
-    def write(self, change: Callable[[Artifact], Artifact], arrays: Mapping[str, np.ndarray]) -> Artifact:
-        """Change the section in the artifact as it is by now, add the arrays and what was looked at, and write it.
+    def write(
+        self, change: Callable[[Artifact], Artifact], arrays: Mapping[str, np.ndarray]
+    ) -> Artifact:
+        """Change the section in the artifact as it is by now, add the arrays and what was looked
+        at, and write it.
 
         Raises:
             HeadwiseError: it is by now of another model than the one that was measured.
         """
         found = {name: array.astype(np.float32) for name, array in arrays.items()}
 
-        def changed(now: Artifact, others: Mapping[str, Array]) -> tuple[Artifact, dict[str, Array]]:
+        def changed(
+            now: Artifact, others: Mapping[str, Array]
+        ) -> tuple[Artifact, dict[str, Array]]:
             # Measuring took a while, and other commands write into the same file.
             if now.model != self.artifact.model:
-                raise HeadwiseError(f"{self.file}: was replaced meanwhile by an artifact of another model: start again")
+                raise HeadwiseError(
+                    f"{self.file}: was replaced meanwhile by an artifact of another model: start "
+                    f"again"
+                )
             return with_seen(change(now), {**others, **found}, self.seen.digests)
 
         return update(self.file, changed, out=self.out)

@@ -1,1 +1,2 @@
-"""The search with one budget for the model: candidates, curves, allocation, refinement, gate, costs, record."""
+"""The search with one budget for the model: candidates, curves, allocation, refinement, gate,
+costs, record."""

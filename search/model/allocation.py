@@ -22,9 +22,8 @@ from search.model.hulls import spend
 class Allocation:
     """chosen: (L, H) candidate, -1 in layers left alone. tail: the dense tail that goes with it.
 
-    cost: of all heads together. price: loss that a unit of cost has to save to be spent. weight: (L,) of the layers'
-    losses. kinds: weight of each kind of prompt's loss.
-    """
+    cost: of all heads together. price: loss that a unit of cost has to save to be spent. weight:
+    (L,) of the layers' losses. kinds: weight of each kind of prompt's loss."""
 
     chosen: np.ndarray
     tail: int
@@ -36,7 +35,9 @@ class Allocation:
     @property
     def digest(self) -> str:
         """Tells it from others by what is served."""
-        return hashlib.sha256(self.chosen.astype("<i8").tobytes() + str(self.tail).encode()).hexdigest()[:32]
+        return hashlib.sha256(
+            self.chosen.astype("<i8").tobytes() + str(self.tail).encode()
+        ).hexdigest()[:32]
 
     def pick(self, values: np.ndarray) -> np.ndarray:
         """(L, H) of (L, H, C): each head's with what it got, NaN in layers left alone."""
@@ -59,8 +60,8 @@ class Allocation:
 class Heads:
     """What is known about all heads of a model.
 
-    curves: by dense tail. costs: (L, H, C) by dense tail. all_keys: what one head costs that computes everything.
-    """
+    curves: by dense tail. costs: (L, H, C) by dense tail. all_keys: what one head costs that
+    computes everything."""
 
     curves: Mapping[int, Curves]
     costs: Mapping[int, np.ndarray]
@@ -108,7 +109,8 @@ class Heads:
         Raises:
             HeadwiseError: the total is less than all heads' cheapest candidates.
         """
-        curves, costs = self.curves[tail], self.costs[tail]
+        curves = self.curves[tail]
+        costs = self.costs[tail]
         weight = np.ones(len(costs)) if weight is None else weight
         layers = np.flatnonzero(self.searched)
         loss = curves.loss(kinds)[layers] * weight[layers, None, None]

@@ -1,7 +1,7 @@
 """Checks what an artifact loses on prompts that no search has seen, against limits, task by task.
 
-One that passes can be written for the model that it was checked on, such as a fine-tune of the one that was searched.
-"""
+One that passes can be written for the model that it was checked on, such as a fine-tune of the one
+that was searched."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from artifacts.sidecar import Array
 
 _NAMED = 10
-# What makes another shape, from what a person recognises first. Not the hash of the configuration: a fine-tune may have
-# more words.
+# What makes another shape, from what a person recognises first. Not the hash of the configuration:
+# a fine-tune may have more words.
 _SHAPE = ("architecture", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope")
 
 
@@ -45,8 +45,8 @@ _SHAPE = ("architecture", "num_layers", "num_heads", "num_kv_heads", "head_dim",
 class Check:
     """What to check and on what; None for the default tasks and the artifact's own length.
 
-    out: where an artifact that passes is written for this model, whose weights may be others than those it is for.
-    """
+    out: where an artifact that passes is written for this model, whose weights may be others than
+    those it is for."""
 
     config: Path = shared(arguments.add_artifact)
     model: str = shared(arguments.add_model)
@@ -80,11 +80,10 @@ class Check:
 class Checked:
     """What an artifact loses on the prompts of a gate.
 
-    fault: the limit that it is beyond; None where there is none. verdict: whether the prompts would have shown a loss.
-    heads: where there is a fault, those with the most error beyond what was searched, as (layer, head, error found,
-    error that the search measured). left_out: sections measured on the former weights, of an artifact that was written
-    for others.
-    """
+    fault: the limit that it is beyond; None where there is none. verdict: whether the prompts would
+    have shown a loss. heads: where there is a fault, those with the most error beyond what was
+    searched, as (layer, head, error found, error that the search measured). left_out: sections
+    measured on the former weights, of an artifact that was written for others."""
 
     tasks: tuple[TaskLoss, ...]
     fault: str | None
@@ -102,7 +101,8 @@ def run(config: Check) -> Checked:
     """Check an artifact against its limits; one that passes is written to `out`, if there is one.
 
     Raises:
-        HeadwiseError: the model is another one, without `out` of other weights, with it of another shape.
+        HeadwiseError: the model is another one, without `out` of other weights, with it of another
+        shape.
     """
     if config.out is not None:
         check_writable(config.out)
@@ -110,12 +110,19 @@ def run(config: Check) -> Checked:
     for task in config.tasks or ():
         parse_task(task)
     if config.length is None and artifact.search is None:
-        raise HeadwiseError(f"{config.config} says of no search at which length it holds: give --length")
-    length = max(artifact.search.calibration.lengths) if config.length is None and artifact.search else config.length
+        raise HeadwiseError(
+            f"{config.config} says of no search at which length it holds: give --length"
+        )
+    length = (
+        max(artifact.search.calibration.lengths)
+        if config.length is None and artifact.search
+        else config.length
+    )
     assert length is not None
     if length < artifact.prefill.dense_below:
         raise HeadwiseError(
-            f"--length {length} is below the artifact's dense_below of {artifact.prefill.dense_below}: all would be "
+            f"--length {length} is below the artifact's dense_below of "
+            f"{artifact.prefill.dense_below}: all would be "
             "dense; ask for longer prompts"
         )
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
@@ -125,7 +132,9 @@ def run(config: Check) -> Checked:
         _check_shape(artifact, loaded)
     how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed}
     # A set that no search uses: its own may have decided.
-    prompts = held_out_prompts(config.tasks or GATE_TASKS, loaded, **how, seen=Seen.by([arrays]), number=GATE_SET)
+    prompts = held_out_prompts(
+        config.tasks or GATE_TASKS, loaded, **how, seen=Seen.by([arrays]), number=GATE_SET
+    )
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     plans = plans_of(artifact, arrays, length)
     with phase("held-out prompts", len(reference.sequences), "prompts") as shown:
@@ -152,32 +161,41 @@ def run(config: Check) -> Checked:
 
 
 def _check_shape(artifact: Artifact, loaded: LoadedModel) -> None:
-    """Raise HeadwiseError where the model is no fine-tune of the artifact's: other heads, layers or positions."""
+    """Raise HeadwiseError where the model is no fine-tune of the artifact's: other heads, layers or
+    positions."""
     expected = artifact.model
     actual = config_info(text_config(loaded.model), type(loaded.model).__name__, loaded.name)
     for field in _SHAPE:
-        wanted, found = getattr(expected, field), getattr(actual, field)
+        wanted = getattr(expected, field)
+        found = getattr(actual, field)
         if None not in (wanted, found) and wanted != found:
             raise HeadwiseError(
-                f"{loaded.name} is no fine-tune of {expected.name}: {field} is {wanted} in the artifact, {found} in it"
+                f"{loaded.name} is no fine-tune of {expected.name}: {field} is {wanted} in the "
+                f"artifact, {found} in it"
             )
     modules = attention_layers(loaded.model)
     free = modules.keys() - sliding_layers(modules)
     for layer, row in enumerate(artifact.prefill.layers):
         if row is not None and layer not in free:
             raise HeadwiseError(
-                f"layer {layer} has patterns in the artifact, but slides or has no attention in the model"
+                f"layer {layer} has patterns in the artifact, but slides or has no attention in "
+                f"the model"
             )
 
 
 def _write(
-    out: Path, artifact: Artifact, arrays: Mapping[str, Array], loaded: LoadedModel, evidence: Evidence
+    out: Path,
+    artifact: Artifact,
+    arrays: Mapping[str, Array],
+    loaded: LoadedModel,
+    evidence: Evidence,
 ) -> tuple[str, ...]:
-    """Write the artifact for the loaded model with what was measured on it; the names of what is left out.
+    """Write the artifact for the loaded model with what was measured on it; the names of what is
+    left out.
 
-    What is open in an imported artifact's fingerprint is filled in. Of other weights the front, the sections decode and
-    kv_cache, and times stay behind: they were measured on the former ones, and nothing here has measured them again.
-    """
+    What is open in an imported artifact's fingerprint is filled in. Of other weights the front, the
+    sections decode and kv_cache, and times stay behind: they were measured on the former ones, and
+    nothing here has measured them again."""
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     former = artifact.model
     same = former.weights_sha256 in (None, model.weights_sha256)
@@ -208,7 +226,11 @@ def _write(
         if section_of(name) == "prefill" and name != FRONT_ROWS
     }
     save(artifact.model_copy(update=changes), out, kept)
-    there = {"front": artifact.prefill.front, "decode": artifact.decode, "kv_cache": artifact.kv_cache}
+    there = {
+        "front": artifact.prefill.front,
+        "decode": artifact.decode,
+        "kv_cache": artifact.kv_cache,
+    }
     return tuple(name for name, section in there.items() if section is not None)
 
 
@@ -217,11 +239,20 @@ def plans_of(artifact: Artifact, arrays: Mapping[str, Array], length: int) -> di
     return {} if length < artifact.prefill.dense_below else layer_plans(artifact, arrays)
 
 
-def _worst(loaded: LoadedModel, artifact: Artifact, arrays: Mapping[str, Array], prompts: Sequence[Prompt]) -> Any:
-    """(layer, head, error found, error the search measured) of the heads furthest beyond what was measured."""
-    found = np.mean([fidelity(loaded.model, artifact, prompt, arrays).error for prompt in prompts], axis=0)
-    before = np.asarray(arrays["chosen.error"]) if "chosen.error" in arrays else np.zeros_like(found)
+def _worst(
+    loaded: LoadedModel, artifact: Artifact, arrays: Mapping[str, Array], prompts: Sequence[Prompt]
+) -> Any:
+    """(layer, head, error found, error the search measured) of the heads furthest beyond what was
+    measured."""
+    found = np.mean(
+        [fidelity(loaded.model, artifact, prompt, arrays).error for prompt in prompts], axis=0
+    )
+    before = (
+        np.asarray(arrays["chosen.error"]) if "chosen.error" in arrays else np.zeros_like(found)
+    )
     excess = np.where(np.isfinite(found), found - np.nan_to_num(before), -np.inf)
     order = np.argsort(-excess, axis=None)[:_NAMED]
     at = (divmod(int(flat), excess.shape[1]) for flat in order if np.isfinite(excess.flat[flat]))
-    return tuple((layer, head, float(found[layer, head]), float(before[layer, head])) for layer, head in at)
+    return tuple(
+        (layer, head, float(found[layer, head]), float(before[layer, head])) for layer, head in at
+    )

@@ -18,9 +18,10 @@ DEFAULT_BUDGET = 0.25
 DEFAULT_TRIALS = 1
 # Trials that are known in closed form, before any is drawn.
 CLOSED = 2
-# Dense tails that are compared where none is asked for, in tokens. Not 0: default tasks ask elsewhere than at the end
-# of a prompt, so that they see no worth in a tail, and users' prompts end with a question more often than not: without
-# a tail SmolLM2 lost 5 of 6 pass keys at 4,096 tokens, where an artifact of shorter prompts is served, too.
+# Dense tails that are compared where none is asked for, in tokens. Not 0: default tasks ask
+# elsewhere than at the end of a prompt, so that they see no worth in a tail, and users' prompts end
+# with a question more often than not: without a tail SmolLM2 lost 5 of 6 pass keys at 4,096 tokens,
+# where an artifact of shorter prompts is served, too.
 TAILS = (64, 256)
 
 
@@ -41,21 +42,24 @@ def _share(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSearch:
-    """What a search with one budget for the model is asked to do; None takes the default that depends on the model.
+    """What a search with one budget for the model is asked to do; None takes the default that
+    depends on the model.
 
-    budget: cost of all heads' attention, as a share of what computing everything by the same kernels costs; None: a
+    budget: cost of all heads' attention, as a share of what computing everything by the same
+    kernels costs; None: a
         quarter, or more where not even the cheapest candidates keep to that.
-    lengths: prompts are made at each; the patterns are for the longest, the others show how sizes go with the length.
-    samples: prompts of each task and length. dense_tail: None lets the search choose among TAILS. trials: in all.
-    storage: of Optuna's study, any URL that it takes; None keeps it in memory.
-    max_memory: bytes of weights that stay on the device, None all; the other layers come in one at a time.
-    """
+    lengths: prompts are made at each; the patterns are for the longest, the others show how sizes
+    go with the length. samples: prompts of each task and length. dense_tail: None lets the search
+    choose among TAILS. trials: in all. storage: of Optuna's study, any URL that it takes; None
+    keeps it in memory. max_memory: bytes of weights that stay on the device, None all; the other
+    layers come in one at a time."""
 
     model: str = shared(arguments.add_model)
     out: Path = shared(arguments.add_out, "artifact to write, such as cfg.yaml")
     tasks: tuple[str, ...] = shared(
         arguments.add_task,
-        f"what prompts are made of (default {' '.join(CALIBRATED_TASKS)}), text:FILE for text like yours",
+        f"what prompts are made of (default {' '.join(CALIBRATED_TASKS)}), text:FILE for text like "
+        f"yours",
         default=CALIBRATED_TASKS,
     )
     lengths: tuple[int, ...] | None = shared(
@@ -66,7 +70,9 @@ class ModelSearch:
         dest="lengths",
         default=None,
     )
-    samples: int = option("prompts of each task and length", default=1, within=at_least(1), advanced=True)
+    samples: int = option(
+        "prompts of each task and length", default=1, within=at_least(1), advanced=True
+    )
     budget: float | None = option(
         f"share of what all of attention costs (default {DEFAULT_BUDGET}, or the least)",
         default=None,
@@ -138,7 +144,9 @@ class ModelSearch:
         if self.lengths is not None and min(self.lengths) < 128:
             raise HeadwiseError(f"--length must be at least 128, got {min(self.lengths)}")
         if not 0 < self.share <= 1:
-            raise HeadwiseError(f"--budget must be above 0 and at most 1 (all of attention), got {self.share:g}")
+            raise HeadwiseError(
+                f"--budget must be above 0 and at most 1 (all of attention), got {self.share:g}"
+            )
         if self.storage is not None and self.n_trials < CLOSED + 1:
             raise HeadwiseError(
                 "--storage keeps the study of Optuna's draws, which begin at "
@@ -147,7 +155,8 @@ class ModelSearch:
 
     @property
     def held_out_tasks(self) -> tuple[str, ...]:
-        """The tasks of held-out prompts: those that are calibrated on, by default in fewer prefills."""
+        """The tasks of held-out prompts: those that are calibrated on, by default in fewer
+        prefills."""
         return GATE_TASKS if self.tasks == CALIBRATED_TASKS else self.tasks
 
     @property

@@ -22,7 +22,8 @@ from search.model.config import Unit
 class Costs:
     """What heads cost on one prompt of `length` tokens.
 
-    table: None where FLOPs are counted. scale, overhead: what the model's own layers make of the table's seconds, once
+    table: None where FLOPs are counted. scale, overhead: what the model's own layers make of the
+    table's seconds, once
         that is known: so many times those, and seconds of each head whatever it computes.
     """
 
@@ -39,15 +40,25 @@ class Costs:
         return self.table.device if self.table else None
 
     def of(self, candidates: Sequence[Pattern], tiles: np.ndarray) -> np.ndarray:
-        """The cost of each head with each candidate, index build included, from the tiles it computes (..., C)."""
+        """The cost of each head with each candidate, index build included, from the tiles it
+        computes (..., C)."""
         if self.table is None:
             return tiles.astype(np.float64) * self._flops_per_tile
         found = np.full(tiles.shape, np.nan)
         for c, pattern in enumerate(candidates):
-            # A table that was measured for all models has none that skips: that is then taken to cost as much as dense.
-            kind = pattern.kind if pattern.kind != "skip_softmax" or self.table.has(pattern.kind) else "dense"
-            x, y = self.table.line(kind, length=self.length, head_dim=self.head_dim, dtype=self.dtype)
-            found[..., c] = _interpolate(tiles[..., c].astype(np.float64), x, y) + self._estimate(pattern)
+            # A table that was measured for all models has none that skips: that is then taken to
+            # cost as much as dense.
+            kind = (
+                pattern.kind
+                if pattern.kind != "skip_softmax" or self.table.has(pattern.kind)
+                else "dense"
+            )
+            x, y = self.table.line(
+                kind, length=self.length, head_dim=self.head_dim, dtype=self.dtype
+            )
+            found[..., c] = _interpolate(tiles[..., c].astype(np.float64), x, y) + self._estimate(
+                pattern
+            )
         return found * self.scale + self.overhead
 
     def all_keys(self) -> float:
@@ -64,7 +75,9 @@ class Costs:
     def _all_keys(self) -> float:
         """The table's seconds of a head that computes everything."""
         assert self.table is not None
-        x, y = self.table.line("dense", length=self.length, head_dim=self.head_dim, dtype=self.dtype)
+        x, y = self.table.line(
+            "dense", length=self.length, head_dim=self.head_dim, dtype=self.dtype
+        )
         return float(_interpolate(np.array([float(_causal_tiles(self.length))]), x, y)[0])
 
     @property
@@ -72,7 +85,8 @@ class Costs:
         return 4.0 * TILE * TILE * self.head_dim
 
     def _estimate(self, pattern: Pattern) -> float:
-        """Seconds of estimates that look at more queries than those that the table was measured with."""
+        """Seconds of estimates that look at more queries than those that the table was measured
+        with."""
         rows = (getattr(pattern, "last_q", LAST_Q) - LAST_Q) / TILE
         return max(rows, 0.0) * num_tiles(self.length) * self._all_keys / _causal_tiles(self.length)
 
@@ -86,7 +100,8 @@ def costs_by(table: CostTable, model: ModelInfo, *, length: int, dtype: str) -> 
     """Seconds by a device's cost table.
 
     Raises:
-        HeadwiseError: the table does not hold the model's head dim and dtype for the kinds that are searched.
+        HeadwiseError: the table does not hold the model's head dim and dtype for the kinds that are
+        searched.
     """
     for kind in ("a_shape", "vertical_slash", "block_sparse", "dense"):
         table.line(kind, length=length, head_dim=model.head_dim, dtype=dtype)
@@ -99,10 +114,11 @@ def _causal_tiles(length: int) -> int:
 
 
 def _interpolate(at: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Piecewise linear; beyond the last point in proportion, before the first along the first two points.
+    """Piecewise linear; beyond the last point in proportion, before the first along the first two
+    points.
 
-    A table of several head counts has several times for the same tiles of a head: their mean counts.
-    """
+    A table of several head counts has several times for the same tiles of a head: their mean
+    counts."""
     x, index = np.unique(x, return_inverse=True)
     y = np.bincount(index, weights=y) / np.bincount(index)
     inner = np.interp(at, x, y)

@@ -1,4 +1,5 @@
-"""Curves: how much each head loses with each candidate, by which a budget for the whole model is spent.
+"""Curves: how much each head loses with each candidate, by which a budget for the whole model is
+spent.
 
 Shapes: L layers, H query heads, C candidates.
 """
@@ -11,7 +12,8 @@ from typing import Self
 
 import numpy as np
 
-# Tokens of text from which the change of a head's loss is known as well as it is not. Measured on SmolLM2.
+# Tokens of text from which the change of a head's loss is known as well as it is not. Measured on
+# SmolLM2.
 _TOKENS_TO_TRUST = 30_000
 _OF_ALL = ("change", "error", "recall", "tiles")
 
@@ -20,15 +22,18 @@ _OF_ALL = ("change", "error", "recall", "tiles")
 class Curves:
     """(L, H, C) fp64 each for one dense tail, NaN in layers left alone; means over prompts.
 
-    change: squared change of what the head adds to the residual stream, relative to the stream's squared size, mean
-        over the tokens. Of heads and layers these add up as far as changes are independent of one another.
-    error: relative L2 of the head's output. recall: attention mass kept. tiles: 64 x 64 tiles computed.
-    text: of prompts that are text, half the squared first-order change of the loss on their tokens, by tiles of 64, in
-        nats a token: to second order, by the empirical Fisher information, the KL to dense attention.
-    drop: the first-order change of that loss itself, nats a token.
-    answer: of prompts that have answers, the same as `text` of the answers' log-odds, for each answer token.
-    tokens: how many tokens `drop` is of. texts, asked: prompts of either kind whose gradients are known.
-    """
+    change: squared change of what the head adds to the residual stream, relative to the stream's
+    squared size, mean
+        over the tokens. Of heads and layers these add up as far as changes are independent of one
+        another.
+    error: relative L2 of the head's output. recall: attention mass kept. tiles: 64 x 64 tiles
+    computed. text: of prompts that are text, half the squared first-order change of the loss on
+    their tokens, by tiles of 64, in
+        nats a token: to second order, by the empirical Fisher information, the KL to dense
+        attention.
+    drop: the first-order change of that loss itself, nats a token. answer: of prompts that have
+    answers, the same as `text` of the answers' log-odds, for each answer token. tokens: how many
+    tokens `drop` is of. texts, asked: prompts of either kind whose gradients are known."""
 
     change: np.ndarray
     error: np.ndarray
@@ -43,12 +48,15 @@ class Curves:
 
     @classmethod
     def mean(cls, curves: Sequence[Self]) -> Self:
-        """Of several prompts: over all of them, and of `text`, `drop` and `answer` over those of their kind."""
+        """Of several prompts: over all of them, and of `text`, `drop` and `answer` over those of
+        their kind."""
         found = {name: np.mean([getattr(one, name) for one in curves], axis=0) for name in _OF_ALL}
         found["text"] = _weighted([one.text for one in curves], [one.texts for one in curves])
         found["answer"] = _weighted([one.answer for one in curves], [one.asked for one in curves])
         found["drop"] = _weighted([one.drop for one in curves], [one.tokens for one in curves])
-        counts = {name: sum(getattr(one, name) for one in curves) for name in ("tokens", "texts", "asked")}
+        counts = {
+            name: sum(getattr(one, name) for one in curves) for name in ("tokens", "texts", "asked")
+        }
         return cls(**found, **counts)
 
     @property
@@ -58,14 +66,15 @@ class Curves:
         return found
 
     def losses(self) -> dict[str, np.ndarray]:
-        """(L, H, C) what dropping keys costs by kind of prompt, nats a token: "text" and "answer", where known.
+        """(L, H, C) what dropping keys costs by kind of prompt, nats a token: "text" and "answer",
+        where known.
 
-        It is the geometric mean of `change` and the squared first-order change of the loss, on the latter's scale: the
-        one knows nothing of what later layers make of it, the other only one sample of each token. To text comes the
-        change of its loss, since text that repeats itself loses more by what is dropped than the KL says; as an
-        estimate from few tokens it is shrunk towards none, and never takes away more than three quarters. Where no
-        gradients are known the one kind is "change".
-        """
+        It is the geometric mean of `change` and the squared first-order change of the loss, on the
+        latter's scale: the one knows nothing of what later layers make of it, the other only one
+        sample of each token. To text comes the change of its loss, since text that repeats itself
+        loses more by what is dropped than the KL says; as an estimate from few tokens it is shrunk
+        towards none, and never takes away more than three quarters. Where no gradients are known
+        the one kind is "change"."""
         found = {}
         if self.texts:
             both = _geometric(self.change, self.text)

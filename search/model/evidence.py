@@ -1,4 +1,5 @@
-"""Evidence of a searched artifact: what held-out tasks lose, and what attention and a prefill take on this machine."""
+"""Evidence of a searched artifact: what held-out tasks lose, and what attention and a prefill take
+on this machine."""
 
 from __future__ import annotations
 
@@ -18,12 +19,14 @@ from search.model.speed import CHOSEN, Speed, pace
 from search.model.task_losses import pooled, verdict
 
 # What sets of prompts are called.
-HELD_OUT, CHOSE = "held-out", "by which the budget was raised"
+HELD_OUT = "held-out"
+CHOSE = "by which the budget was raised"
 
 
 def evidence(outcome: Outcome, speed: Speed | None) -> Evidence:
     """Its figures; without a speed those of tasks alone."""
-    gated, tasks = outcome.gated, outcome.gated.chosen.tasks
+    gated = outcome.gated
+    tasks = outcome.gated.chosen.tasks
     return Evidence(
         verdict=verdict(tasks),
         chosen_on=prompt_set(CHOSE, gated.chosen_on) if gated.chosen_on else None,
@@ -40,7 +43,8 @@ def prompt_set(name: str, found: Sequence[TokenSequence]) -> PromptSet:
 
 
 def _measurements(outcome: Outcome, speed: Speed) -> Iterator[Measurement]:
-    """Times on this machine against dense attention, and of attention against what was predicted."""
+    """Times on this machine against dense attention, and of attention against what was
+    predicted."""
     where = environment(outcome.setup.config.device)
     shared: dict[str, Any] = {
         "command": outcome.setup.config.command or "headwise search",
@@ -62,14 +66,20 @@ def _measurements(outcome: Outcome, speed: Speed) -> Iterator[Measurement]:
     seconds = speed.longest.seconds
     for dense, called in ((ANCHOR, EVIDENCE[KERNEL]), (SDPA, EVIDENCE[MODEL])):
         if dense in seconds:
-            yield Measurement(value=seconds[CHOSEN], baseline=seconds[dense], baseline_name=called, **shared)
-    # The machine may be faster or slower than it was when candidates were timed: the anchor shows it.
+            yield Measurement(
+                value=seconds[CHOSEN], baseline=seconds[dense], baseline_name=called, **shared
+            )
+    # The machine may be faster or slower than it was when candidates were timed: the anchor shows
+    # it.
     now = pace(outcome, speed.longest)
     if abs(now - 1) > MOVED:
         print(
-            f"dense attention takes {now:.2f} times what it took when candidates were timed: other work ran beside "
+            f"dense attention takes {now:.2f} times what it took when candidates were timed: other "
+            f"work ran beside "
             "one of the two; the same command on a quiet machine measures costs again",
             file=sys.stderr,
         )
     predicted = outcome.gated.chosen.allocation.cost * now
-    yield Measurement(value=seconds[CHOSEN], baseline=predicted, baseline_name="predicted", **shared)
+    yield Measurement(
+        value=seconds[CHOSEN], baseline=predicted, baseline_name="predicted", **shared
+    )

@@ -1,4 +1,5 @@
-"""The gate: held-out prompts say what an allocation loses, and where a task loses too much there is more budget."""
+"""The gate: held-out prompts say what an allocation loses, and where a task loses too much there is
+more budget."""
 
 from __future__ import annotations
 
@@ -16,13 +17,16 @@ from search.model.task_losses import TaskLoss
 
 # Budgets of the front's other points, as shares of what is spent.
 _FRONT = (0.5, 2.0)
-# Budgets that the gate tries at most; there is a set of held-out prompts for each, of a text as far as it reaches.
+# Budgets that the gate tries at most; there is a set of held-out prompts for each, of a text as far
+# as it reaches.
 ROUNDS = 7
 # What more budget is to come to, as a share of the limit, and how much more it is at least.
-_AIM, _STEP = 0.9, 1.05
-# Losses go with this power of those that the curves predict (text of SmolLM2, 2,048 tokens: 0.69 to 0.88), or with one
-# within these bounds where two budgets say so.
-_POWER, _POWERS = 0.7, (0.4, 1.5)
+_AIM = 0.9
+_STEP = 1.05
+# Losses go with this power of those that the curves predict (text of SmolLM2, 2,048 tokens: 0.69 to
+# 0.88), or with one within these bounds where two budgets say so.
+_POWER = 0.7
+_POWERS = (0.4, 1.5)
 # Contexts of each task on which the front is measured.
 _CONTEXTS = 1
 
@@ -42,10 +46,9 @@ class Point:
 class Gated:
     """What the gate let pass, and what reported_on says of it.
 
-    fault: the first loss beyond a limit for which there was more budget; None where there was no more. points: of the
-    front, what was chosen among them, measured on some of reported_on. chosen_on: all sequences by which there was more
-    budget, those of the calibration aside.
-    """
+    fault: the first loss beyond a limit for which there was more budget; None where there was no
+    more. points: of the front, what was chosen among them, measured on some of reported_on.
+    chosen_on: all sequences by which there was more budget, those of the calibration aside."""
 
     fault: str | None
     chosen: Point
@@ -71,9 +74,10 @@ class Gate:
     def run(self, total: float, best: Trial) -> Gated:
         """What passes, and the points beside it.
 
-        What the calibration prompts lose, or are foreseen to lose, says first whether there has to be more, then sets
-        of held-out prompts, one after the other. How much more is read off the curves. A set that raised the budget
-        reports only where there is no other, and is not called held-out then.
+        What the calibration prompts lose, or are foreseen to lose, says first whether there has to
+        be more, then sets of held-out prompts, one after the other. How much more is read off the
+        curves. A set that raised the budget reports only where there is no other, and is not called
+        held-out then.
 
         Args:
             total: the budget that was asked for.
@@ -85,7 +89,8 @@ class Gate:
         like = best.allocation
         chosen_on: list[TokenSequence] = []
         first = fault = self.limits.fault(best.tasks)
-        spent, measured = total, [(total, self.limits.strain(best.tasks))]
+        spent = total
+        measured = [(total, self.limits.strain(best.tasks))]
         for number, reference in enumerate(self._sets(), start=1):
             if fault is not None:
                 spent = self._more(like, measured)
@@ -94,13 +99,18 @@ class Gate:
                 break
             if number == ROUNDS or spent >= self.heads.total(1.0):
                 raise Finding(
-                    f"the gate: {fault}, with {chosen.allocation.cost / total:.2f} times the budget; "
+                    f"the gate: {fault}, with {chosen.allocation.cost / total:.2f} times the "
+                    f"budget; "
                     "ask for a larger --budget or allow more"
                 )
             first = first or fault
             chosen_on += [one for one in looked_at if one not in chosen_on]
             measured.append((spent, self.limits.strain(chosen.tasks)))
-        others = {one.digest: one for one in self._beside(like, spent) if one.digest != chosen.allocation.digest}
+        others = {
+            one.digest: one
+            for one in self._beside(like, spent)
+            if one.digest != chosen.allocation.digest
+        }
         numbers = _first(reference.sequences)
         return Gated(
             fault=first,
@@ -110,20 +120,30 @@ class Gate:
             reported_on=reference.sequences,
         )
 
-    def _measured(self, reference: Reference, one: Allocation) -> tuple[Point, Sequence[TokenSequence], str | None]:
-        """What an allocation loses, on which sequences, and why that is too much, None where it is not.
+    def _measured(
+        self, reference: Reference, one: Allocation
+    ) -> tuple[Point, Sequence[TokenSequence], str | None]:
+        """What an allocation loses, on which sequences, and why that is too much, None where it is
+        not.
 
-        Tasks come one after the other, those of few sequences first: where one fails, the others are not run.
-        """
+        Tasks come one after the other, those of few sequences first: where one fails, the others
+        are not run."""
         found = reference.sequences
-        by_task = {each.task: [at for at, other in enumerate(found) if other.task == each.task] for each in found}
+        by_task = {
+            each.task: [at for at, other in enumerate(found) if other.task == each.task]
+            for each in found
+        }
         losses: dict[str, list[TaskLoss]] = {}
         for task in sorted(by_task, key=lambda task: len(by_task[task])):
             losses[task] = self.measure(reference, [one], by_task[task])[0]
             if fault := self.limits.fault([loss for each in losses.values() for loss in each]):
                 break
         tasks = tuple(loss for task in by_task for loss in losses.get(task, ()))
-        return Point(allocation=one, tasks=tasks), [each for each in found if each.task in losses], fault
+        return (
+            Point(allocation=one, tasks=tasks),
+            [each for each in found if each.task in losses],
+            fault,
+        )
 
     def _sets(self) -> Iterator[Reference]:
         """All sets, and the last one for ever."""
@@ -133,11 +153,13 @@ class Gate:
             yield reference
 
     def _more(self, like: Allocation, measured: Sequence[tuple[float, float]]) -> float:
-        """The budget that comes to _AIM of the limits, from budgets and their strains, the newest last.
+        """The budget that comes to _AIM of the limits, from budgets and their strains, the newest
+        last.
 
         Losses go with a power of what the curves predict, kinds of prompts alike.
         """
-        spent, strain = measured[-1][0], max(measured[-1][1], 1e-9)
+        spent = measured[-1][0]
+        strain = max(measured[-1][1], 1e-9)
 
         def predicted(budget: float) -> float:
             kinds = self.heads.predicted_by_kind(self._like(like, budget))
@@ -147,7 +169,8 @@ class Gate:
         if len(measured) > 1 and (moved := predicted(measured[-2][0]) - predicted(spent)) > 0:
             power = float(np.clip(np.log(max(measured[-2][1], 1e-9) / strain) / moved, *_POWERS))
         wanted = predicted(spent) - max(0.0, float(np.log(strain / _AIM))) / power
-        low, high = min(spent * _STEP, self.heads.total(1.0)), self.heads.total(1.0)
+        low = min(spent * _STEP, self.heads.total(1.0))
+        high = self.heads.total(1.0)
         while high > low * 1.01:
             middle = (low * high) ** 0.5
             low, high = (low, middle) if predicted(middle) <= wanted else (middle, high)
@@ -156,16 +179,23 @@ class Gate:
     def _beside(self, like: Allocation, spent: float) -> list[Allocation]:
         """The same with other budgets."""
         budgets = [spent * share for share in _FRONT]
-        return [self._like(like, budget) for budget in budgets if budget > self.heads.least(like.tail)]
+        return [
+            self._like(like, budget) for budget in budgets if budget > self.heads.least(like.tail)
+        ]
 
     def _like(self, like: Allocation, total: float) -> Allocation:
         """The same weights and dense tail with another total."""
         return self.heads.by_model(total, like.tail, weight=like.weight, kinds=like.kinds)
 
-    def _points(self, reference: Reference, allocations: Sequence[Allocation], numbers: Sequence[int]) -> list[Point]:
+    def _points(
+        self, reference: Reference, allocations: Sequence[Allocation], numbers: Sequence[int]
+    ) -> list[Point]:
         """On the sequences of these numbers."""
         found = self.measure(reference, allocations, numbers)
-        return [Point(allocation=one, tasks=tuple(tasks)) for one, tasks in zip(allocations, found, strict=True)]
+        return [
+            Point(allocation=one, tasks=tuple(tasks))
+            for one, tasks in zip(allocations, found, strict=True)
+        ]
 
 
 def _first(found: Sequence[TokenSequence]) -> list[int]:

@@ -20,18 +20,24 @@ GROWING = {
     "vertical_slash": ("vertical", "slash"),
     "block_sparse": ("blocks",),
 }
-# Below this relative change a rung is as good as dense, and a larger one cannot be distinguished from it.
+# Below this relative change a rung is as good as dense, and a larger one cannot be distinguished
+# from it.
 _FLOOR = 1e-9
 
 
 def fit(
-    curves: Mapping[int, Curves], candidates: Mapping[int, Sequence[Pattern]], chosen: np.ndarray, length: int
+    curves: Mapping[int, Curves],
+    candidates: Mapping[int, Sequence[Pattern]],
+    chosen: np.ndarray,
+    length: int,
 ) -> Growth | None:
-    """The power of each kind by which its sizes have to go for heads to lose as much at every length.
+    """The power of each kind by which its sizes have to go for heads to lose as much at every
+    length.
 
-    Rungs are shares of the length: a head that needs the same rung at both lengths has the power 1, one that needs
-    half the share at twice the length has 0. What a head needs at another length is read off its kind's rungs there,
-    between two of them in the logarithm of size and change. The median over heads and pairs of lengths, within 0 and 1.
+    Rungs are shares of the length: a head that needs the same rung at both lengths has the power 1,
+    one that needs half the share at twice the length has 0. What a head needs at another length is
+    read off its kind's rungs there, between two of them in the logarithm of size and change. The
+    median over heads and pairs of lengths, within 0 and 1.
 
     Args:
         curves: by length, of the same tasks and candidates.
@@ -53,10 +59,16 @@ def fit(
                 power = _power(pattern, candidates, changes, short, long)
                 if power is not None:
                     powers[pattern.kind].append(power)
-    fitted = {kind: round(float(np.clip(np.median(found), 0, 1)), 3) for kind, found in powers.items() if found}
+    fitted = {
+        kind: round(float(np.clip(np.median(found), 0, 1)), 3)
+        for kind, found in powers.items()
+        if found
+    }
     if not fitted:
         return None
-    return Growth(length=length, powers={kind: dict.fromkeys(GROWING[kind], p) for kind, p in fitted.items()})
+    return Growth(
+        length=length, powers={kind: dict.fromkeys(GROWING[kind], p) for kind, p in fitted.items()}
+    )
 
 
 def _power(
@@ -76,7 +88,8 @@ def _power(
     change = np.minimum.accumulate(np.maximum(changes[short][rungs], _FLOOR))
     needed = float(np.exp(np.interp(-np.log(wanted), -np.log(change), np.log(size))))
     power = float(np.log(_size(pattern) / needed) / np.log(long / short))
-    # Past the rungs the power is known to be less, or more, than that of the last one: it may say enough.
+    # Past the rungs the power is known to be less, or more, than that of the last one: it may say
+    # enough.
     beyond = (wanted < change[-1] and power > 0) or (wanted > change[0] and power < 1)
     return None if beyond else power
 
@@ -96,7 +109,9 @@ def _alike(pattern: Pattern, candidates: Sequence[Pattern]) -> list[int]:
             and shape(other) == shape(pattern)
         )
 
-    return sorted((c for c, other in enumerate(candidates) if same(other)), key=lambda c: _size(candidates[c]))
+    return sorted(
+        (c for c, other in enumerate(candidates) if same(other)), key=lambda c: _size(candidates[c])
+    )
 
 
 def _size(pattern: Pattern) -> int:

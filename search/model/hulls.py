@@ -1,9 +1,8 @@
 """Spends a budget over many parts whose losses add up: exact on the curves' lower convex hulls.
 
-With separable losses the best choice for a total is, for some price, each part's entry with the least loss and price
-times cost (Everett 1963, generalised Lagrange multipliers), so it lies on the hulls; walking their steepest steps first
-goes through them.
-"""
+With separable losses the best choice for a total is, for some price, each part's entry with the
+least loss and price times cost (Everett 1963, generalised Lagrange multipliers), so it lies on the
+hulls; walking their steepest steps first goes through them."""
 
 from __future__ import annotations
 
@@ -20,11 +19,12 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """entries: for each part the one that it got. price: loss that a unit of cost has to save to be spent.
+    """entries: for each part the one that it got. price: loss that a unit of cost has to save to be
+    spent.
 
-    It is the slope of the first step that did not fit: at this price each part's best entry is the one it got, or,
-    where a later and flatter step still fitted, one that costs less. 0 where every part has its best entry.
-    """
+    It is the slope of the first step that did not fit: at this price each part's best entry is the
+    one it got, or, where a later and flatter step still fitted, one that costs less. 0 where every
+    part has its best entry."""
 
     entries: list[int]
     price: float
@@ -33,7 +33,8 @@ class Spent:
 def spend(losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float) -> Spent:
     """For each part an entry, so that the costs sum to at most `total` and losses to least.
 
-    The result is the best there is for the total that it uses; what is left is less than one more step.
+    The result is the best there is for the total that it uses; what is left is less than one more
+    step.
 
     Args:
         losses: (parts, entries), each part's loss with each entry; what is not finite is not taken.
@@ -47,14 +48,18 @@ def spend(losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float)
     hulls = [hull(cost, loss) for cost, loss in zip(wide, losses, strict=True)]
     least = float(sum(cost[line[0]] for cost, line in zip(wide, hulls, strict=True)))
     if least > total * (1 + _ROUNDING):
-        raise HeadwiseError(f"a total of {total:g} is too small for {len(losses)} parts: the least is {least:g}")
+        raise HeadwiseError(
+            f"a total of {total:g} is too small for {len(losses)} parts: the least is {least:g}"
+        )
     at = [0] * len(losses)
-    left, price = total - least, 0.0
+    left = total - least
+    price = 0.0
     steps: list[tuple[float, int]] = []
 
     def push(part: int) -> None:
         if at[part] + 1 < len(hulls[part]):
-            here, there = hulls[part][at[part]], hulls[part][at[part] + 1]
+            here = hulls[part][at[part]]
+            there = hulls[part][at[part] + 1]
             heapq.heappush(steps, (-slope(wide[part], losses[part], here, there), part))
 
     for part in range(len(losses)):
@@ -75,11 +80,13 @@ def spend(losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float)
 def hull(costs: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarray) -> list[int]:
     """Entries on the lower convex hull, the cheapest first; each loses less than those before.
 
-    Those amid an edge belong to it, also where rounding puts them above: they are smaller steps at the same price.
-    """
+    Those amid an edge belong to it, also where rounding puts them above: they are smaller steps at
+    the same price."""
     line: list[int] = []
-    costs, losses = np.asarray(costs, dtype=np.float64), np.asarray(losses, dtype=np.float64)
-    # Of entries that are alike the last: where candidates ascend, dense before what only happens to be exact.
+    costs = np.asarray(costs, dtype=np.float64)
+    losses = np.asarray(losses, dtype=np.float64)
+    # Of entries that are alike the last: where candidates ascend, dense before what only happens to
+    # be exact.
     for entry in np.lexsort((-np.arange(len(costs)), losses, costs)).tolist():
         if not np.isfinite(losses[entry]) or (line and losses[entry] >= losses[line[-1]]):
             continue
@@ -90,7 +97,8 @@ def hull(costs: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarr
 
 
 def _above(costs: np.ndarray, losses: np.ndarray, cheaper: int, amid: int, dearer: int) -> bool:
-    """Whether an entry loses more than the straight line between two others at its cost, by more than rounding."""
+    """Whether an entry loses more than the straight line between two others at its cost, by more
+    than rounding."""
     edge = slope(costs, losses, cheaper, dearer)
     on_it = losses[cheaper] - edge * (costs[amid] - costs[cheaper])
     rounding = _ROUNDING * (abs(losses[cheaper]) + abs(losses[dearer]) + edge * abs(costs[dearer]))

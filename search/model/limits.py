@@ -11,7 +11,10 @@ from artifacts.options import SHARE, Range, arg, check_ranges
 if TYPE_CHECKING:
     from search.model.task_losses import TaskLoss
 
-MAX_KL, MAX_PERPLEXITY, MAX_NLL, MAX_LOST = 0.05, 0.03, 0.1, 0.1
+MAX_KL = 0.05
+MAX_PERPLEXITY = 0.03
+MAX_NLL = 0.1
+MAX_LOST = 0.1
 _ABOVE_0: Range = (lambda value: value > 0, "above 0")
 _GROUP = "limits on held-out prompts, task by task"
 
@@ -20,11 +23,11 @@ _GROUP = "limits on held-out prompts, task by task"
 class Limits:
     """What each task may lose at most; None: no limit.
 
-    kl: mean nats a token to dense attention. perplexity: rise over dense attention's, of text. nll: rise of -log p of
-    the right answer, nats for each of its tokens. lost: share of the answers that dense attention gets right by which
-    the patterns get fewer right, those that they win counted; one answer alone fails nothing. A rise or a share that
-    has no interval, or that its interval does not separate from none, fails nothing either.
-    """
+    kl: mean nats a token to dense attention. perplexity: rise over dense attention's, of text. nll:
+    rise of -log p of the right answer, nats for each of its tokens. lost: share of the answers that
+    dense attention gets right by which the patterns get fewer right, those that they win counted;
+    one answer alone fails nothing. A rise or a share that has no interval, or that its interval
+    does not separate from none, fails nothing either."""
 
     kl: float | None = arg(
         "--max-kl",
@@ -59,43 +62,60 @@ class Limits:
         check_ranges(self)
 
     def fault(self, tasks: Sequence[TaskLoss]) -> str | None:
-        """Why the tasks lose too much, the worst of them or all answers together; None where none does."""
+        """Why the tasks lose too much, the worst of them or all answers together; None where none
+        does."""
         # `not <=` so that NaN fails.
         faults = [(times, said) for times, said in self._measured(tasks) if not times <= 1]
         return max(faults)[1] if faults else None
 
     def strain(self, tasks: Sequence[TaskLoss]) -> float:
-        """How many times a limit the worst task has, by what would be a finding above it; 0 without limits."""
+        """How many times a limit the worst task has, by what would be a finding above it; 0 without
+        limits."""
         return max([times for times, _ in self._measured(tasks)], default=0.0)
 
     def _measured(self, tasks: Sequence[TaskLoss]) -> list[tuple[float, str]]:
-        """(how many times the limit, in words) of all that is limited, and a finding where it is above it."""
+        """(how many times the limit, in words) of all that is limited, and a finding where it is
+        above it."""
         from search.model.task_losses import pooled
 
         every = (*tasks, *pooled(tasks))
-        return [(times, f"{task.task}: {said}") for task in every for times, sure, said in self._of(task) if sure]
+        return [
+            (times, f"{task.task}: {said}")
+            for task in every
+            for times, sure, said in self._of(task)
+            if sure
+        ]
 
     def _of(self, task: TaskLoss) -> list[tuple[float, bool, str]]:
         """(how many times the limit, whether its interval is above 0, in words)."""
         found = []
         if self.kl is not None:
-            said = f"KL to dense attention is {task.kl:.4g} nats a token, the limit (--max-kl) is {self.kl:g}"
+            said = (
+                f"KL to dense attention is {task.kl:.4g} nats a token, the "
+                f"limit (--max-kl) is {self.kl:g}"
+            )
             found.append((task.kl / self.kl, True, said))
         if self.perplexity is not None and task.perplexity_ratio is not None:
             rise = task.perplexity_ratio - 1
-            said = f"perplexity rises by {rise:.2%}, the limit (--max-perplexity) is {self.perplexity:.2%}"
+            said = (
+                f"perplexity rises by {rise:.2%}, the limit "
+                f"(--max-perplexity) is {self.perplexity:.2%}"
+            )
             found.append((rise / self.perplexity, True, said))
         if self.nll is not None and task.nll_rise is not None and task.nll_rise_low is not None:
             said = (
                 f"-log p of the right answer rises by {task.nll_rise:.3f} nats a token "
-                f"({task.nll_rise_low:.3f} to {task.nll_rise_high:.3f}), the limit (--max-nll) is {self.nll:g}"
+                f"({task.nll_rise_low:.3f} to {task.nll_rise_high:.3f}), the limit (--max-nll) is "
+                f"{self.nll:g}"
             )
             found.append((task.nll_rise / self.nll, not task.nll_rise_low <= 0, said))
         # Near a tie answers turn both ways: those that are won stand against those that are lost.
         if self.lost is not None and task.lost - task.won > 1 and task.fewer_low is not None:
             said = (
-                f"accuracy falls from {task.dense_accuracy:.2f} to {task.accuracy:.2f} of {task.answers} questions, "
-                f"{task.fewer:.0%} fewer right answers ({task.fewer_low:.0%} to {task.fewer_high:.0%}), the limit "
+                f"accuracy falls from {task.dense_accuracy:.2f} to {task.accuracy:.2f} of "
+                f"{task.answers} questions, "
+                f"{task.fewer:.0%} fewer right answers ({task.fewer_low:.0%} to "
+                f"{task.fewer_high:.0%}), the limit "
                 f"(--max-lost) is {self.lost:.0%}"
             )
             found.append((task.fewer / self.lost, task.fewer_low > 0, said))

@@ -1,12 +1,16 @@
-"""The search with one budget for the whole model: curves of every head, spent where they save most, proven end to end.
+"""The search with one budget for the whole model: curves of every head, spent where they save most,
+proven end to end.
 
-1. Curves: each calibration prompt is one dense pass forth and back, on which every head tries every candidate.
+1. Curves: each calibration prompt is one dense pass forth and back, on which every head tries every
+  candidate.
 2. Costs: candidates are timed on the layers of a real prompt, or counted in FLOPs.
-3. Allocation: for a budget the best by the curves, exactly; refinement tries it on the calibration prompts.
-4. Gate: held-out prompts; where a task loses more than allowed, there is more budget, and other prompts report.
+3. Allocation: for a budget the best by the curves, exactly; refinement tries it on the calibration
+  prompts.
+4. Gate: held-out prompts; where a task loses more than allowed, there is more budget, and other
+  prompts report.
 
-All ranks of a launch by torchrun share 1, 3 and 4. What is finished is in the ledger beside the output.
-"""
+All ranks of a launch by torchrun share 1, 3 and 4. What is finished is in the ledger beside the
+output."""
 
 from __future__ import annotations
 
@@ -50,10 +54,12 @@ _VERSION = 4
 
 
 def run(config: ModelSearch) -> Recorded | None:
-    """Search, and write `config.out` with its sidecar where that is worth it; None in ranks after the first.
+    """Search, and write `config.out` with its sidecar where that is worth it; None in ranks after
+    the first.
 
     Raises:
-        HeadwiseError: anything the user has to put right, or the gate, that nothing passes; no file is written then.
+        HeadwiseError: anything the user has to put right, or the gate, that nothing passes; no file
+        is written then.
     """
     # What is not installed is said before any work.
     if config.n_trials > 1:
@@ -90,12 +96,15 @@ def search_model(
     sets = held_out_sets(config, loaded, lengths[-1], seen)
     sets = chain([next(sets)], sets)
     launch = launch or Ranks()
-    backend = serving_backend(config.backend, model, config.dtype, config.device, quiet=not launch.is_first)
+    backend = serving_backend(
+        config.backend, model, config.dtype, config.device, quiet=not launch.is_first
+    )
     costs = None if config.measures_costs else flops(model, length=lengths[-1], dtype=config.dtype)
     if launch.is_first:
         check_storage(config.storage)
     candidates = {length: ladder(length) for length in lengths}
-    # All that every unit depends on. Of files it holds names and contents, for paths differ between machines.
+    # All that every unit depends on. Of files it holds names and contents, for paths differ between
+    # machines.
     settings = {
         "version": _VERSION,
         "model": model.name,
@@ -140,7 +149,10 @@ class _Search(Setup):
             curves[length], found = score_prompts(self, length, calibration)
             fault = fault or found
         if fault and self.launch.is_first:
-            print(f"no gradients ({fault}): heads are weighed by their change of the residual stream", file=sys.stderr)
+            print(
+                f"no gradients ({fault}): heads are weighed by their change of the residual stream",
+                file=sys.stderr,
+            )
         costs = costs or self._measured_costs(calibration.sequences[0], curves[self.length])
         heads = self._heads(curves[self.length], costs)
         total, least = self._total(heads)
@@ -170,10 +182,13 @@ class _Search(Setup):
         )
 
     def _reference(self, prompts: Sequence[Prompt]) -> Reference:
-        return Reference(self.loaded.model, sequences(prompts, self.loaded.tokenizer), backend=self.backend)
+        return Reference(
+            self.loaded.model, sequences(prompts, self.loaded.tokenizer), backend=self.backend
+        )
 
     def _measured_costs(self, one: TokenSequence, curves: Mapping[int, Curves]) -> Costs:
-        """What candidates cost on this machine, which the first rank finds out while the others wait."""
+        """What candidates cost on this machine, which the first rank finds out while the others
+        wait."""
         # The allocations that are timed follow from the curves and the budget.
         asked = {"sequence": one.digest, "share": self.config.share}
         with all_threads():
@@ -183,7 +198,9 @@ class _Search(Setup):
             return measured(self, one.ids[: one.context], partial(self._heads, curves))
 
         found = self.ledger.once(unit, find) if self.launch.is_first else None
-        return costs_of(self.launch.broadcast(found), self.model, length=self.length, dtype=self.config.dtype)
+        return costs_of(
+            self.launch.broadcast(found), self.model, length=self.length, dtype=self.config.dtype
+        )
 
     def _heads(self, curves: Mapping[int, Curves], costs: Costs) -> Heads:
         return Heads(
@@ -202,7 +219,8 @@ class _Search(Setup):
         said = f"the cheapest candidates cost {least / heads.total(1.0):.3f} of all of attention"
         if self.config.budget is not None:
             raise HeadwiseError(
-                f"--budget {share:g} is impossible at {self.length} tokens: {said}; ask for a good deal more, or a "
+                f"--budget {share:g} is impossible at {self.length} tokens: {said}; ask for a good "
+                f"deal more, or a "
                 "longer --length"
             )
         return max(1.01 * least, least + share * (heads.total(1.0) - least)), said
@@ -217,7 +235,9 @@ class _Search(Setup):
             name=self.config.out.stem,
             quiet=not self.launch.is_first,
         )
-        with phase("refinement", self.config.n_trials, "trials", quiet=not self.launch.is_first) as shown:
+        with phase(
+            "refinement", self.config.n_trials, "trials", quiet=not self.launch.is_first
+        ) as shown:
             return refine(asked, partial(self._losses, "", calibration), shown.reach)
 
     def _losses(
@@ -227,15 +247,19 @@ class _Search(Setup):
         allocations: Sequence[Allocation],
         numbers: Sequence[int] | None = None,
     ) -> list[list[TaskLoss]]:
-        """What allocations lose on a set of sequences, by task; what was measured before is not measured again.
+        """What allocations lose on a set of sequences, by task; what was measured before is not
+        measured again.
 
-        called: the phase's name; empty: it is part of another one. numbers: of the sequences that count; None: all.
-        """
-        found, ledger = reference.sequences, self.ledger
+        called: the phase's name; empty: it is part of another one. numbers: of the sequences that
+        count; None: all."""
+        found = reference.sequences
+        ledger = self.ledger
         numbers = range(len(found)) if numbers is None else numbers
         asked = [(allocation, number) for allocation in allocations for number in numbers]
         units = [
-            ledger.unit("losses", {"allocation": allocation.digest, "sequence": found[number].digest})
+            ledger.unit(
+                "losses", {"allocation": allocation.digest, "sequence": found[number].digest}
+            )
             for allocation, number in asked
         ]
         wanted = {unit.key: one for unit, one in zip(units, asked, strict=True)}
@@ -244,11 +268,18 @@ class _Search(Setup):
             allocation, number = wanted[unit.key]
             return dict(vars(reference.losses(number, self.plans(allocation))))
 
-        with phase(called, len(units), "passes", quiet=not (called and self.launch.is_first)) as shown:
-            # A dense pass takes about as long as one by patterns: a rank that has it is asked first.
+        with phase(
+            called, len(units), "passes", quiet=not (called and self.launch.is_first)
+        ) as shown:
+            # A dense pass takes about as long as one by patterns: a rank that has it is asked
+            # first.
             costs = [float(len(found[number].ids)) for _, number in asked]
             needs = [str(number) for _, number in asked]
-            values = ledger.run(units, work, costs=costs, needs=needs, has=reference.known, done=shown.reach)
+            values = ledger.run(
+                units, work, costs=costs, needs=needs, has=reference.known, done=shown.reach
+            )
         losses = [Losses(**value) for value in values]
         some = [found[number] for number in numbers]
-        return [by_task(some, losses[at : at + len(some)]) for at in range(0, len(losses), len(some))]
+        return [
+            by_task(some, losses[at : at + len(some)]) for at in range(0, len(losses), len(some))
+        ]

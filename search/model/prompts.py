@@ -10,12 +10,20 @@ from artifacts.windows import MAX_WINDOWS
 from profiling.models.loading import LoadedModel
 from profiling.prompts.held_out import GATE_SET, Seen, held_out, of_texts
 from profiling.prompts.kind import LengthTooShort
-from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, Prompt, make_prompts, parse_task, per_context
+from profiling.prompts.prompt import (
+    CALIBRATED_TASKS,
+    GATE_TASKS,
+    Prompt,
+    make_prompts,
+    parse_task,
+    per_context,
+)
 from search.model.config import ModelSearch
 from search.model.gate import ROUNDS
 from search.model.task_losses import CONTEXTS
 
-# What a length at most is where none is asked for: beyond it a search takes long, and sizes go with the length.
+# What a length at most is where none is asked for: beyond it a search takes long, and sizes go with
+# the length.
 _LONGEST = 8192
 
 
@@ -36,7 +44,8 @@ def check_positions(length: int, model: ModelInfo) -> None:
     if length > model.max_positions:
         raise HeadwiseError(
             f"--length {length} is more than the {model.max_positions} positions of {model.name}; "
-            "choose a shorter one, or pass --beyond-positions to go past what the model was trained on"
+            "choose a shorter one, or pass --beyond-positions to go past what the model was "
+            "trained on"
         )
 
 
@@ -52,12 +61,16 @@ def calibration_prompts(config: ModelSearch, loaded: LoadedModel, length: int) -
             raise HeadwiseError(f"--task has two tasks {name}: give their files different names")
 
     def make(tokens: int) -> list[Prompt]:
-        return whole_contexts(config.tasks, loaded, length=tokens, samples=config.samples, seed=config.seed)
+        return whole_contexts(
+            config.tasks, loaded, length=tokens, samples=config.samples, seed=config.seed
+        )
 
     return _made(make, length, "calibration", by_default=config.tasks == CALIBRATED_TASKS)
 
 
-def whole_contexts(tasks: Iterable[str], loaded: LoadedModel, *, length: int, samples: int, seed: int) -> list[Prompt]:
+def whole_contexts(
+    tasks: Iterable[str], loaded: LoadedModel, *, length: int, samples: int, seed: int
+) -> list[Prompt]:
     """So many contexts of each task, each task once, with all questions that share one."""
     return [
         prompt
@@ -69,11 +82,20 @@ def whole_contexts(tasks: Iterable[str], loaded: LoadedModel, *, length: int, sa
 
 
 def held_out_prompts(
-    tasks: Iterable[str], loaded: LoadedModel, *, length: int, samples: int, seed: int, seen: Seen, number: int
+    tasks: Iterable[str],
+    loaded: LoadedModel,
+    *,
+    length: int,
+    samples: int,
+    seed: int,
+    seen: Seen,
+    number: int,
 ) -> list[Prompt]:
-    """Held-out prompts: contexts are the units of what is claimed, so there are more of them than are calibrated on.
+    """Held-out prompts: contexts are the units of what is claimed, so there are more of them than
+    are calibrated on.
 
-    Four times as many, of a text twice as many windows; where a file is too short for that, half of it or no more.
+    Four times as many, of a text twice as many windows; where a file is too short for that, half of
+    it or no more.
 
     Raises:
         HeadwiseError: the length is too short for a task, or a text for the length.
@@ -85,7 +107,11 @@ def held_out_prompts(
         found = []
         for task in asked:
             times = 2 if parse_task(task).kind in ("text", "prose") else CONTEXTS
-            while times > 1 and of_texts(task) and not _has(task, loaded, samples=times * samples, **how):
+            while (
+                times > 1
+                and of_texts(task)
+                and not _has(task, loaded, samples=times * samples, **how)
+            ):
                 times //= 2
             found += held_out((task,), loaded.tokenizer, samples=samples * times, **how)
         return found
@@ -93,8 +119,11 @@ def held_out_prompts(
     return _made(make, length, "held-out", by_default=asked == GATE_TASKS)
 
 
-def _made(make: Callable[[int], list[Prompt]], length: int, which: str, *, by_default: bool) -> list[Prompt]:
-    """Prompts of a length; where it is too short for default tasks, the error names a length and no task.
+def _made(
+    make: Callable[[int], list[Prompt]], length: int, which: str, *, by_default: bool
+) -> list[Prompt]:
+    """Prompts of a length; where it is too short for default tasks, the error names a length and no
+    task.
 
     The user did not ask for these tasks by name.
     """
@@ -106,7 +135,9 @@ def _made(make: Callable[[int], list[Prompt]], length: int, which: str, *, by_de
     enough = 1 << length.bit_length()
     while not _fits(make, enough):
         enough *= 2
-    raise HeadwiseError(f"--length {length} is too short for the {which} prompts; {enough} is enough")
+    raise HeadwiseError(
+        f"--length {length} is too short for the {which} prompts; {enough} is enough"
+    )
 
 
 def _fits(make: Callable[[int], list[Prompt]], length: int) -> bool:
@@ -125,13 +156,21 @@ def _has(task: str, loaded: LoadedModel, **how: Any) -> bool:
     return True
 
 
-def held_out_sets(config: ModelSearch, loaded: LoadedModel, length: int, seen: Seen) -> Iterator[list[Prompt]]:
-    """Held-out sets of prompts, each unlike those before, as far as texts have any; what is taken has been seen.
+def held_out_sets(
+    config: ModelSearch, loaded: LoadedModel, length: int, seen: Seen
+) -> Iterator[list[Prompt]]:
+    """Held-out sets of prompts, each unlike those before, as far as texts have any; what is taken
+    has been seen.
 
     Raises:
         HeadwiseError: a text has none at all, or an artifact cannot list all that is looked at.
     """
-    how: dict[str, Any] = {"length": length, "samples": config.samples, "seed": config.seed, "seen": seen}
+    how: dict[str, Any] = {
+        "length": length,
+        "samples": config.samples,
+        "seed": config.seed,
+        "seen": seen,
+    }
     for number in (number for number in range(ROUNDS + 1) if number != GATE_SET):
         try:
             made = held_out_prompts(config.held_out_tasks, loaded, **how, number=number)
@@ -143,7 +182,8 @@ def held_out_sets(config: ModelSearch, loaded: LoadedModel, length: int, seen: S
             if number:
                 return
             raise HeadwiseError(
-                f"the prompts are {windows:,} windows of 64 tokens, and an artifact lists at most {MAX_WINDOWS:,} that "
+                f"the prompts are {windows:,} windows of 64 tokens, and an artifact lists at most "
+                f"{MAX_WINDOWS:,} that "
                 "its search has seen: take fewer --samples or a shorter --length"
             )
         seen.add(*made)

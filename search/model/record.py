@@ -1,4 +1,5 @@
-"""From a search with one budget for the model to its artifact: rows, front, growth, costs, evidence and every score."""
+"""From a search with one budget for the model to its artifact: rows, front, growth, costs, evidence
+and every score."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ WORTH = 1.05
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recorded:
-    """A search's artifact and its speed, None where FLOPs were counted. written: whether there is a file of it."""
+    """A search's artifact and its speed, None where FLOPs were counted. written: whether there is a
+    file of it."""
 
     outcome: Outcome
     artifact: Artifact
@@ -47,7 +49,8 @@ class Recorded:
 
     @property
     def gain(self) -> float:
-        """How many times as fast attention is as the fastest dense baseline; in FLOPs how many times fewer."""
+        """How many times as fast attention is as the fastest dense baseline; in FLOPs how many
+        times fewer."""
         if self.speed is None:
             return _dense_cost(self.outcome, None) / self.outcome.gated.chosen.allocation.cost
         return self.speed.gain
@@ -60,7 +63,8 @@ class Recorded:
 
 
 def record(outcome: Outcome) -> Recorded:
-    """Time what was accepted, and write the artifact with its sidecar where it is worth serving, or is to be kept."""
+    """Time what was accepted, and write the artifact with its sidecar where it is worth serving, or
+    is to be kept."""
     config = outcome.setup.config
     speed = attention_speed(outcome) if config.measures_costs else None
     artifact, arrays = _artifact(outcome, speed)
@@ -80,7 +84,8 @@ def record(outcome: Outcome) -> Recorded:
 
 def _artifact(outcome: Outcome, speed: Speed | None) -> tuple[Artifact, dict[str, np.ndarray]]:
     """The artifact, without evidence, and its sidecar's arrays."""
-    setup, chosen = outcome.setup, outcome.gated.chosen.allocation
+    setup = outcome.setup
+    chosen = outcome.gated.chosen.allocation
     rows, patterns = chosen.rows(setup.patterns)
     points = _front(outcome, speed)
     listed = []
@@ -88,7 +93,9 @@ def _artifact(outcome: Outcome, speed: Speed | None) -> tuple[Artifact, dict[str
         layers, named = allocation.rows(setup.patterns)
         patterns |= named
         listed.append(layers)
-    section, arrays = embed([outcome.costs.table] if outcome.costs.table else [], optimised=outcome.costs.table)
+    section, arrays = embed(
+        [outcome.costs.table] if outcome.costs.table else [], optimised=outcome.costs.table
+    )
     arrays |= front_arrays(patterns, listed)
     windows = setup.seen.digests
     arrays |= window_arrays(windows)
@@ -122,7 +129,8 @@ def _artifact(outcome: Outcome, speed: Speed | None) -> tuple[Artifact, dict[str
 
 
 def _dense_below(outcome: Outcome, speed: Speed | None) -> int:
-    """The fewest tokens that are served by patterns: as asked for, or from where on they gain, or half the length."""
+    """The fewest tokens that are served by patterns: as asked for, or from where on they gain, or
+    half the length."""
     if outcome.setup.config.dense_below is not None:
         return outcome.setup.config.dense_below
     if speed is not None:
@@ -144,7 +152,8 @@ def _front(outcome: Outcome, speed: Speed | None) -> list[tuple[FrontPoint, Allo
     dense_cost = _dense_cost(outcome, speed)
     found: list[tuple[FrontPoint, Allocation]] = []
     for point in sorted(outcome.gated.points, key=lambda p: (p.allocation.cost, mean_kl(p.tasks))):
-        one, answers = point.allocation, lost_answers(point.tasks)
+        one = point.allocation
+        answers = lost_answers(point.tasks)
         kl = mean_kl(point.tasks)
         if found and (kl >= found[-1][0].kl or one.cost <= found[-1][0].cost):
             continue
@@ -163,7 +172,8 @@ def _front(outcome: Outcome, speed: Speed | None) -> list[tuple[FrontPoint, Allo
 
 
 def _search(outcome: Outcome, chosen: Allocation, windows: int) -> SearchInfo:
-    setup, curves = outcome.setup, outcome.heads.curves[chosen.tail]
+    setup = outcome.setup
+    curves = outcome.heads.curves[chosen.tail]
     config = setup.config
     return SearchInfo(
         tool_version=version("headwise"),
@@ -196,7 +206,8 @@ def _search(outcome: Outcome, chosen: Allocation, windows: int) -> SearchInfo:
 
 
 def _arrays(outcome: Outcome, chosen: Allocation) -> dict[str, np.ndarray]:
-    """What each head got and every candidate's scores, (L, H) each; NaN or -1 in layers left alone."""
+    """What each head got and every candidate's scores, (L, H) each; NaN or -1 in layers left
+    alone."""
     curves = outcome.heads.curves[chosen.tail]
     measures = {
         "objective": curves.loss(chosen.kinds),

@@ -1,4 +1,5 @@
-"""Report of a finished search: the patterns, what held-out prompts lose, seconds, and last the verdict."""
+"""Report of a finished search: the patterns, what held-out prompts lose, seconds, and last the
+verdict."""
 
 from __future__ import annotations
 
@@ -19,14 +20,18 @@ _LONGER = 4
 
 def report(recorded: Recorded) -> str:
     """The report of a search with one budget for the model."""
-    outcome, artifact = recorded.outcome, recorded.artifact
+    outcome = recorded.outcome
+    artifact = recorded.artifact
     config = outcome.setup.config
     lines = [*_patterns(artifact), *_losses(outcome)]
     if recorded.speed is not None:
         lines += _seconds(outcome, recorded.speed)
     if artifact.prefill.front is not None:
         points = artifact.prefill.front.points
-        lines.append(f"{len(points)} points to choose from when it is loaded: {artifact.prefill.front.offers()}")
+        lines.append(
+            f"{len(points)} points to choose from when it is loaded: "
+            f"{artifact.prefill.front.offers()}"
+        )
     lines += ["", headline(recorded), _budget(outcome)]
     if recorded.written:
         lines += [_wrote(artifact, config.out), _next(config.out, config.model)]
@@ -46,27 +51,42 @@ def report_published(artifact: Artifact, out: Path, model: str) -> str:
     search = artifact.search
     assert search is not None, "a search has just written it"
     budget = f"budget   {search.budget} for each head: {search.target_density:.4f} of its attention"
-    proof = "not proven: nothing was run on held-out prompts, and nothing was timed; headwise gate and evaluate do that"
-    return "\n".join([*_patterns(artifact), "", proof, budget, _wrote(artifact, out), _next(out, model)])
+    proof = (
+        "not proven: nothing was run on held-out prompts, and nothing was "
+        "timed; headwise gate and evaluate do that"
+    )
+    return "\n".join(
+        [*_patterns(artifact), "", proof, budget, _wrote(artifact, out), _next(out, model)]
+    )
 
 
 def headline(recorded: Recorded) -> str:
     """The verdict in one line: seconds to the first token, attention alone, answers."""
-    outcome, speed = recorded.outcome, recorded.speed
-    length, tasks = outcome.setup.length, outcome.gated.chosen.tasks
+    outcome = recorded.outcome
+    speed = recorded.speed
+    length = outcome.setup.length
+    tasks = outcome.gated.chosen.tasks
     if not recorded.is_worth_serving:
-        return f"not worth serving at {length:,} tokens: {_too_little(recorded)}; {_advice(outcome)}"
+        return (
+            f"not worth serving at {length:,} tokens: {_too_little(recorded)}; {_advice(outcome)}"
+        )
     if speed is None:
         fast = (
-            f"{1 / recorded.gain:.2f} of dense attention's FLOPs at {length:,} tokens ({recorded.gain:.2f}x fewer), "
+            f"{1 / recorded.gain:.2f} of dense attention's FLOPs at {length:,} tokens "
+            f"({recorded.gain:.2f}x fewer), "
             "counted and not timed"
         )
     elif (whole := speed.first_token) is None:
-        fast = f"attention alone {recorded.gain:.2f}x the fastest dense attention's speed at {length:,} tokens"
+        fast = (
+            f"attention alone {recorded.gain:.2f}x the fastest dense "
+            f"attention's speed at {length:,} tokens"
+        )
     else:
         fast = (
-            f"{_of(whole.dense)} -> {_of(whole.headwise)} s to the first token at {length:,} tokens "
-            f"({whole.ratio:.2f}x the fastest dense attention's); attention alone {recorded.gain:.2f}x"
+            f"{_of(whole.dense)} -> {_of(whole.headwise)} s to the first token at {length:,} "
+            f"tokens "
+            f"({whole.ratio:.2f}x the fastest dense attention's); attention alone "
+            f"{recorded.gain:.2f}x"
         )
     held = verdict(tasks)
     if held.proven:
@@ -86,7 +106,8 @@ def _too_little(recorded: Recorded) -> str:
 
 def _advice(outcome: Outcome) -> str:
     """What may gain more."""
-    length, most = outcome.setup.length, outcome.setup.model.max_positions
+    length = outcome.setup.length
+    most = outcome.setup.model.max_positions
     if outcome.setup.config.budget is not None and outcome.raised is None:
         return "try a smaller --budget"
     if length < most:
@@ -96,24 +117,36 @@ def _advice(outcome: Outcome) -> str:
 
 def _budget(outcome: Outcome) -> str:
     """What was asked for and spent, and why where that is more."""
-    asked = f"budget   asked {outcome.setup.config.share:g}, spent {outcome.spent:.3f} of all of attention"
+    asked = (
+        f"budget   asked {outcome.setup.config.share:g}, spent "
+        f"{outcome.spent:.3f} of all of attention"
+    )
     said = f"{asked} in {outcome.costs.unit}"
     return said if outcome.raised is None else f"{said}: {outcome.raised}"
 
 
 def _patterns(artifact: Artifact) -> list[str]:
     """What was found: kinds of patterns, and what they keep and compute."""
-    search, prefill = artifact.search, artifact.prefill
+    search = artifact.search
+    prefill = artifact.prefill
     assert search is not None, "a search has just made it"
     found = search.summary
     heads = sum(found.winners.values())
     left = sum(row is None for row in prefill.layers)
     lengths = ", ".join(f"{length:,}" for length in search.calibration.lengths)
     tasks = ", ".join(search.calibration.tasks)
-    lines = [f"{artifact.model.name}: patterns for {heads} heads, searched on {tasks} at {lengths} tokens"]
+    lines = [
+        f"{artifact.model.name}: patterns for {heads} heads, searched on {tasks} at {lengths} "
+        f"tokens"
+    ]
     if left:
-        lines.append(f"{left} of {artifact.model.num_layers} layers are left alone: they slide or have no attention")
-    lines += [f"  {kind:<16}{count:>5}  {count / heads:6.1%}" for kind, count in found.winners.items()]
+        lines.append(
+            f"{left} of {artifact.model.num_layers} layers are left alone: they slide or have no "
+            f"attention"
+        )
+    lines += [
+        f"  {kind:<16}{count:>5}  {count / heads:6.1%}" for kind, count in found.winners.items()
+    ]
     tail = f"the last {prefill.dense_tail} queries, and " if prefill.dense_tail else ""
     return [
         *lines,
@@ -126,24 +159,33 @@ def _patterns(artifact: Artifact) -> list[str]:
 
 def _losses(outcome: Outcome) -> list[str]:
     """What each task of the held-out prompts loses against dense attention."""
-    gated, tasks = outcome.gated, outcome.gated.chosen.tasks
+    gated = outcome.gated
+    tasks = outcome.gated.chosen.tasks
     if not gated.held_out:
         which = "prompts by which the budget was raised, none are left to hold out,"
     elif gated.chosen_on:
         which = "held-out prompts (others raised the budget)"
     else:
         which = "held-out prompts"
-    return [f"{which} against dense attention:", *(f"  {line(task)}" for task in (*tasks, *pooled(tasks)))]
+    return [
+        f"{which} against dense attention:",
+        *(f"  {line(task)}" for task in (*tasks, *pooled(tasks))),
+    ]
 
 
 def _seconds(outcome: Outcome, speed: Speed) -> list[str]:
     """Seconds to the first token, then those of attention alone, each against dense attention."""
-    length, seconds = outcome.setup.length, speed.longest.seconds
+    length = outcome.setup.length
+    seconds = speed.longest.seconds
     lines = [f"on {device_name(outcome.setup.config.device)} at {length:,} tokens"]
     if (whole := speed.first_token) is not None:
         lines.append(f"to the first token, median of {whole.rounds} interleaved rounds:")
         lines += rows({whole.baseline: whole.dense, HEADWISE: whole.headwise})
-    dense = {name: seconds[timed] for name, timed in ((MODEL, SDPA), (KERNEL, ANCHOR)) if timed in seconds}
+    dense = {
+        name: seconds[timed]
+        for name, timed in ((MODEL, SDPA), (KERNEL, ANCHOR))
+        if timed in seconds
+    }
     compared = speedup([seconds[CHOSEN]], {name: [taken] for name, taken in dense.items()})
     lines.append(f"attention alone: {sentence(compared)}")
     lines += rows({**dense, HEADWISE: seconds[CHOSEN]})

@@ -1,7 +1,8 @@
-"""Curves of prompts: each prompt is one dense pass forth and back, on which every layer's candidates are scored.
+"""Curves of prompts: each prompt is one dense pass forth and back, on which every layer's
+candidates are scored.
 
-Prompts and their layers are dealt to the ranks of a launch; each layer of each prompt is a unit of the ledger.
-"""
+Prompts and their layers are dealt to the ranks of a launch; each layer of each prompt is a unit of
+the ledger."""
 
 from __future__ import annotations
 
@@ -31,8 +32,11 @@ from search.model.setup import Setup
 _SUMS = tuple(field.name for field in fields(Scores))
 
 
-def score_prompts(setup: Setup, length: int, reference: Reference) -> tuple[dict[int, Curves], str | None]:
-    """The curves of all sequences of `reference`, which learns what dense attention predicts on them.
+def score_prompts(
+    setup: Setup, length: int, reference: Reference
+) -> tuple[dict[int, Curves], str | None]:
+    """The curves of all sequences of `reference`, which learns what dense attention predicts on
+    them.
 
     Returns:
         Means over the prompts by dense tail, and why no gradients were taken, None where they were.
@@ -40,9 +44,12 @@ def score_prompts(setup: Setup, length: int, reference: Reference) -> tuple[dict
     Raises:
         HeadwiseError: a layer computes numbers that its dtype cannot hold.
     """
-    ranks, ledger = setup.launch, setup.ledger
+    ranks = setup.launch
+    ledger = setup.ledger
     units = {
-        (number, layer): ledger.unit(f"scores of layer {layer}", {"sequence": one.digest, "layer": layer})
+        (number, layer): ledger.unit(
+            f"scores of layer {layer}", {"sequence": one.digest, "layer": layer}
+        )
         for number, one in enumerate(reference.sequences)
         for layer in setup.searched
     }
@@ -70,7 +77,8 @@ def score_prompts(setup: Setup, length: int, reference: Reference) -> tuple[dict
 
 
 def _share(units: Sequence[tuple[int, int]], ranks: Ranks) -> set[tuple[int, int]]:
-    """This rank's (sequence, layer) units: as many whole sequences as every rank gets, and some layers of what is left.
+    """This rank's (sequence, layer) units: as many whole sequences as every rank gets, and some
+    layers of what is left.
 
     Ranks that share a sequence each make its dense pass, and score other layers of it.
     """
@@ -78,7 +86,9 @@ def _share(units: Sequence[tuple[int, int]], ranks: Ranks) -> set[tuple[int, int
     # Those with the most left to do first.
     numbers = sorted(by_number, key=lambda number: (-len(by_number[number]), number))
     whole = len(numbers) // ranks.count * ranks.count
-    mine = {unit for number in numbers[ranks.rank : whole : ranks.count] for unit in by_number[number]}
+    mine = {
+        unit for number in numbers[ranks.rank : whole : ranks.count] for unit in by_number[number]
+    }
     if shared := numbers[whole:]:
         turn, at = divmod(ranks.rank, len(shared))
         sharing = len(range(at, ranks.count, len(shared)))
@@ -96,7 +106,8 @@ def _score(
     shown: Phase,
 ) -> dict[tuple[int, int], Any]:
     """Some layers of one sequence, kept as they are found."""
-    loaded, one = setup.loaded, reference.sequences[number]
+    loaded = setup.loaded
+    one = reference.sequences[number]
     ids = torch.tensor([one.ids], device=loaded.model.device)
     answers = torch.zeros(len(one.ids), dtype=torch.bool, device=loaded.model.device)
     for start, stop in one.answers:
@@ -119,7 +130,10 @@ def _score(
                 backend=setup.backend,
             )
             gain = float(stream.gain(layer.inputs.layer))
-            value = {str(tail): _sums(scores[tail], gain, layer.inputs.layer, loaded) for tail in setup.tails}
+            value = {
+                str(tail): _sums(scores[tail], gain, layer.inputs.layer, loaded)
+                for tail in setup.tails
+            }
             at = (number, layer.inputs.layer)
             found[at] = setup.ledger.put(units[at], {"scores": value, "fault": fault})
             shown.update()
@@ -141,7 +155,10 @@ def _score(
             if inputs.layer not in left:
                 return None
             out, lse = dense_attention(inputs, backend=setup.backend)
-            visit(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=torch.zeros_like(out)), gradients=False)
+            visit(
+                LayerGradients(inputs=inputs, out=out, lse=lse, by_out=torch.zeros_like(out)),
+                gradients=False,
+            )
             return out
 
         if left:
@@ -157,7 +174,9 @@ def _sums(scores: Scores, gain: float, layer: int, loaded: LoadedModel) -> np.nd
     values[_SUMS.index("change")] *= gain
     if not np.isfinite(values).all():
         dtype = str(loaded.model.dtype).removeprefix("torch.")
-        raise HeadwiseError(f"layer {layer} computes numbers that are not finite in {dtype}: try another --dtype")
+        raise HeadwiseError(
+            f"layer {layer} computes numbers that are not finite in {dtype}: try another --dtype"
+        )
     return values
 
 
@@ -165,7 +184,8 @@ def _curves(setup: Setup, one: TokenSequence, by_layer: Mapping[int, Any]) -> di
     """The curves of one sequence by dense tail."""
     _, *shape = next(iter(by_layer.values()))["scores"][str(setup.tails[0])].shape
     known = all(value["fault"] is None for value in by_layer.values())
-    text, tokens = one.is_text and known, one.context
+    text = one.is_text and known
+    tokens = one.context
     found = {}
     for tail in setup.tails:
         every = np.full((len(_SUMS), setup.model.num_layers, *shape), np.nan)

@@ -1,11 +1,13 @@
-"""Scores every candidate of a layer against dense attention on sampled query tiles, through the kernels that serve.
+"""Scores every candidate of a layer against dense attention on sampled query tiles, through the
+kernels that serve.
 
-Shapes: H query heads, G KV heads, S tokens, E value dim, C candidates, n sampled tiles of 64 queries, T dense tails.
+Shapes: H query heads, G KV heads, S tokens, E value dim, C candidates, n sampled tiles of 64
+queries, T dense tails.
 
-What a candidate loses is a sum over query tiles. A few are enough to estimate it: one of each stretch of neighbouring
-tiles is drawn, those with large gradients more often, and weighted by how often it is drawn. Stretches end where a
-dense tail begins. For one query tile, all candidates of all heads but dense are heads of one launch.
-"""
+What a candidate loses is a sum over query tiles. A few are enough to estimate it: one of each
+stretch of neighbouring tiles is drawn, those with large gradients more often, and weighted by how
+often it is drawn. Stretches end where a dense tail begins. For one query tile, all candidates of
+all heads but dense are heads of one launch."""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ from profiling.inside.residual import ResidualStream
 Builder = Callable[[Sequence[Pattern]], SparseIndex]
 
 # One query tile in so many is scored, but never fewer tiles of a prompt than this.
-_EVERY, _LEAST = 8, 16
-# Half of the chance that a tile is drawn goes by its gradient, half to all tiles alike: no weight exceeds twice _EVERY.
+_EVERY = 8
+_LEAST = 16
+# Half of the chance that a tile is drawn goes by its gradient, half to all tiles alike: no weight
+# exceeds twice _EVERY.
 _BY_GRADIENT = 0.5
 # Rows whose tiles are counted for density and cost, evenly spread.
 _COUNTED = 32
@@ -39,7 +43,8 @@ _HEADS = 1024
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sample:
-    """Query tiles (n,) of a prompt and their weights (n,): sums over them estimate sums over all tiles."""
+    """Query tiles (n,) of a prompt and their weights (n,): sums over them estimate sums over all
+    tiles."""
 
     rows: Tensor
     weights: Tensor
@@ -49,10 +54,10 @@ class Sample:
 class Scores:
     """Sums over a prompt's tokens for one dense tail, (H, C) fp64 each.
 
-    change: squared change of what the head adds to the residual stream, relative to the stream's. squared: squared
-    change of its output; size: the output's own squared size. recall: attention mass kept. drop: first-order change of
-    the loss; fisher: half the sum over tiles of its square. tiles: 64 x 64 tiles computed, skipped ones by half.
-    """
+    change: squared change of what the head adds to the residual stream, relative to the stream's.
+    squared: squared change of its output; size: the output's own squared size. recall: attention
+    mass kept. drop: first-order change of the loss; fisher: half the sum over tiles of its square.
+    tiles: 64 x 64 tiles computed, skipped ones by half."""
 
     change: np.ndarray
     squared: np.ndarray
@@ -77,7 +82,9 @@ def sampled(by_out: Tensor | None, length: int, tails: Sequence[int], seed: int)
     size = np.ones(n)
     if by_out is not None:
         norms = by_out[0, :, :length].float().square().sum((0, 2))
-        padded = torch.nn.functional.pad(norms, (0, -length % TILE)).unflatten(0, (-1, TILE)).sum(-1)
+        padded = (
+            torch.nn.functional.pad(norms, (0, -length % TILE)).unflatten(0, (-1, TILE)).sum(-1)
+        )
         size = padded.sqrt().cpu().double().numpy()
     bounds = sorted({0, n, *(max(0, length - tail) // TILE for tail in tails if tail)})
     often = max(1 / _EVERY, _LEAST / n)
@@ -85,7 +92,8 @@ def sampled(by_out: Tensor | None, length: int, tails: Sequence[int], seed: int)
     for first, last in pairwise(bounds):
         count = min(last - first, max(1, round(often * (last - first))))
         edges += np.linspace(first, last, count + 1).round().astype(int).tolist()[1:]
-    rows, weights = [], []
+    rows = []
+    weights = []
     for start, stop in pairwise(edges):
         own = size[start:stop]
         share = own / own.sum() if own.sum() > 0 else np.full(stop - start, 1 / (stop - start))
@@ -110,33 +118,44 @@ def score_layer(
     """The scores of all heads and candidates of a layer, by dense tail.
 
     Args:
-        layer: what the pass hands out.
-        stream: of the model that it runs.
-        candidates: C of them.
-        length: tokens of the prefill; what comes after them, in a later turn, attends to everything and is not scored.
-        tails: dense tails, in tokens.
-        seed: of the tiles that are drawn.
-        gradients: False leaves `drop` and `fisher` 0.
-        backend: as for kernels.attention.sparse_attention.
+        layer: what the pass hands out. stream: of the model that it runs. candidates: C of them.
+        length: tokens of the prefill; what comes after them, in a later turn, attends to everything
+        and is not scored. tails: dense tails, in tokens. seed: of the tiles that are drawn.
+        gradients: False leaves `drop` and `fisher` 0. backend: as for
+        kernels.attention.sparse_attention.
     """
     whole = layer.inputs
-    inputs = replace(whole, q=whole.q[:, :, :length], k=whole.k[:, :, :length], v=whole.v[:, :, :length])
+    inputs = replace(
+        whole, q=whole.q[:, :, :length], k=whole.k[:, :, :length], v=whole.v[:, :, :length]
+    )
     sample = sampled(layer.by_out if gradients else None, length, tails, seed)
     indices = build_all(inputs, candidates)
-    heads, count = inputs.q.shape[1], len(candidates)
+    heads = inputs.q.shape[1]
+    count = len(candidates)
     # A tail's first tile: rows from there on compute everything.
     firsts = {tail: (length - tail) // TILE if tail else num_tiles(length) for tail in tails}
     sums = {
-        tail: {name: np.zeros((heads, count)) for name in ("change", "squared", "recall", "drop", "fisher", "skipped")}
+        tail: {
+            name: np.zeros((heads, count))
+            for name in ("change", "squared", "recall", "drop", "fisher", "skipped")
+        }
         for tail in tails
     }
-    sizes, seen = np.zeros((heads, 1)), dict.fromkeys(tails, 0.0)
+    sizes = np.zeros((heads, 1))
+    seen = dict.fromkeys(tails, 0.0)
     drawn = list(zip(sample.rows.tolist(), sample.weights.tolist(), strict=True))
     for row, weight in drawn:
         for tail, first in firsts.items():
             seen[tail] += weight * (row + 1) * (row < first)
         sizes += (
-            weight * layer.out[0, :, _span(row, length)].float().square().sum((1, 2)).cpu().double().numpy()[:, None]
+            weight
+            * layer.out[0, :, _span(row, length)]
+            .float()
+            .square()
+            .sum((1, 2))
+            .cpu()
+            .double()
+            .numpy()[:, None]
         )
     dense = [c for c, pattern in enumerate(candidates) if pattern.kind == "dense"]
     sparse = [c for c in range(count) if c not in dense]
@@ -167,15 +186,20 @@ def score_layer(
                     sums[tail]["recall"][:, some] += weight * (span.stop - span.start)
     for tail in tails:
         sums[tail]["recall"][:, dense] = length
-    tiles = torch.stack([index.density(_COUNTED)[0].double() * index.causal_tiles for index in indices], dim=-1)
+    tiles = torch.stack(
+        [index.density(_COUNTED)[0].double() * index.causal_tiles for index in indices], dim=-1
+    )
     found_of = {}
     for tail, first in firsts.items():
-        # What is skipped goes with a row's length: its share of the drawn rows is that of all before the tail.
+        # What is skipped goes with a row's length: its share of the drawn rows is that of all
+        # before the tail.
         share = sums[tail].pop("skipped") / max(seen[tail], 1.0)
         found_of[tail] = Scores(
             **sums[tail],
             size=np.broadcast_to(sizes, (heads, count)),
-            tiles=tiles.cpu().numpy() + _tail_tiles(indices, tail) - share * first * (first + 1) / 4,
+            tiles=tiles.cpu().numpy()
+            + _tail_tiles(indices, tail)
+            - share * first * (first + 1) / 4,
         )
     return found_of
 
@@ -186,20 +210,26 @@ def build_all(inputs: LayerInputs, candidates: Sequence[Pattern]) -> list[Sparse
     return [builders[estimate_of(pattern)]([pattern] * inputs.q.shape[1]) for pattern in candidates]
 
 
-def prepare_all(inputs: LayerInputs, candidates: Sequence[Pattern]) -> dict[tuple[str, int], Builder]:
-    """By estimate the function from one pattern a head to their index, for sizes up to the candidates' largest."""
+def prepare_all(
+    inputs: LayerInputs, candidates: Sequence[Pattern]
+) -> dict[tuple[str, int], Builder]:
+    """By estimate the function from one pattern a head to their index, for sizes up to the
+    candidates' largest."""
     heads = range(inputs.q.shape[1])
     alike: dict[tuple[str, int], list[Pattern]] = {}
     for pattern in candidates:
         alike.setdefault(estimate_of(pattern), []).append(pattern)
     return {
-        key: KINDS[key[0]].prepare([largest(some)] * len(heads), heads, inputs.q, inputs.k, scale=inputs.scale)
+        key: KINDS[key[0]].prepare(
+            [largest(some)] * len(heads), heads, inputs.q, inputs.k, scale=inputs.scale
+        )
         for key, some in alike.items()
     }
 
 
 def estimate_of(pattern: Pattern) -> tuple[str, int]:
-    """The kind and last queries by which a pattern chooses: those alike in both share an estimate."""
+    """The kind and last queries by which a pattern chooses: those alike in both share an
+    estimate."""
     return pattern.kind, getattr(pattern, "last_q", 0)
 
 
@@ -211,10 +241,14 @@ class _Joined:
         # The same for all query tiles.
         self.diagonals = _join([index.diagonals for index in indices])
         self.columns = _join([index.columns for index in indices])
-        none = indices[0].diagonals.new_full(indices[0].diagonals.shape[:2], -torch.inf, dtype=torch.float32)
+        none = indices[0].diagonals.new_full(
+            indices[0].diagonals.shape[:2], -torch.inf, dtype=torch.float32
+        )
         skips = [none if index.skip is None else index.skip for index in indices]
         self.skip = (
-            _join([skip[..., None] for skip in skips])[..., 0] if any(i.skip is not None for i in indices) else None
+            _join([skip[..., None] for skip in skips])[..., 0]
+            if any(i.skip is not None for i in indices)
+            else None
         )
 
     def of_row(self, row: int, start: int, stop: int) -> SparseIndex:
@@ -233,7 +267,9 @@ class _Joined:
 def _join(parts: Sequence[Tensor]) -> Tensor:
     """(1, H * parts, ...) of parts (1, H, ...), their last dimension padded to the widest."""
     width = max(part.shape[-1] for part in parts)
-    padded = [torch.nn.functional.pad(part, (0, width - part.shape[-1]), value=PAD) for part in parts]
+    padded = [
+        torch.nn.functional.pad(part, (0, width - part.shape[-1]), value=PAD) for part in parts
+    ]
     return torch.stack(padded, dim=2).flatten(1, 2).contiguous()
 
 
@@ -252,12 +288,21 @@ def _row(
     stream: ResidualStream,
     backend: str,
 ) -> dict[str, np.ndarray]:
-    """(H, C) of each sum, over the queries of one tile. dense, by_out: (H, queries, E); dense_lse: (H, queries)."""
-    heads, groups, count = inputs.q.shape[1], inputs.k.shape[1], len(some.indices)
-    start, stop = row * TILE, row * TILE + dense.shape[1]
+    """(H, C) of each sum, over the queries of one tile. dense, by_out: (H, queries, E); dense_lse:
+    (H, queries)."""
+    heads = inputs.q.shape[1]
+    groups = inputs.k.shape[1]
+    count = len(some.indices)
+    start = row * TILE
+    stop = row * TILE + dense.shape[1]
     # Candidates of a head stand side by side.
     skipped = inputs.q.new_zeros((1, heads * count), dtype=torch.int32)
-    many = inputs.q[:, :, start:stop].unflatten(1, (groups, -1)).repeat_interleave(count, dim=2).flatten(1, 2)
+    many = (
+        inputs.q[:, :, start:stop]
+        .unflatten(1, (groups, -1))
+        .repeat_interleave(count, dim=2)
+        .flatten(1, 2)
+    )
     out, lse = sparse_attention(
         many,
         inputs.k[:, :, :stop],
@@ -279,7 +324,9 @@ def _row(
         "change": stream.by_head(inputs.layer, change, slice(start, stop)),
     }
     if by_out is not None:
-        found["drop"] = torch.bmm(change.flatten(2), by_out.flatten(1).unsqueeze(-1))[..., 0].double()
+        found["drop"] = torch.bmm(change.flatten(2), by_out.flatten(1).unsqueeze(-1))[
+            ..., 0
+        ].double()
         found["fisher"] = found["drop"].square() / 2
     return {name: values.cpu().double().numpy() for name, values in found.items()}
 
@@ -290,7 +337,15 @@ def _tail_tiles(indices: Sequence[SparseIndex], tail: int) -> np.ndarray:
         return np.zeros((indices[0].num_heads, len(indices)))
     more = []
     for index in indices:
-        first, n = max(0, (index.k_len - tail) // TILE), num_tiles(index.k_len)
-        rows = replace(index, q_len=index.k_len - first * TILE, offsets=index.offsets[:, :, first:], dense_tail=())
-        more.append((n * (n + 1) // 2 - first * (first + 1) // 2) - rows.computed_tiles()[0].double())
+        first = max(0, (index.k_len - tail) // TILE)
+        n = num_tiles(index.k_len)
+        rows = replace(
+            index,
+            q_len=index.k_len - first * TILE,
+            offsets=index.offsets[:, :, first:],
+            dense_tail=(),
+        )
+        more.append(
+            (n * (n + 1) // 2 - first * (first + 1) // 2) - rows.computed_tiles()[0].double()
+        )
     return torch.stack(more, dim=-1).cpu().numpy()

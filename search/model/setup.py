@@ -1,4 +1,5 @@
-"""What all phases of a search with one budget for the model share, and what it found, before it is written.
+"""What all phases of a search with one budget for the model share, and what it found, before it is
+written.
 
 Shapes: L layers, H query heads, C candidates.
 """
@@ -30,9 +31,8 @@ from search.model.refine import Trial
 class Setup:
     """A search as one rank runs it.
 
-    searched: the layers that get patterns. prompts: to calibrate on, and candidates, by length. seen: what calibration
-    and held-out prompts have looked at.
-    """
+    searched: the layers that get patterns. prompts: to calibrate on, and candidates, by length.
+    seen: what calibration and held-out prompts have looked at."""
 
     config: ModelSearch
     loaded: LoadedModel
@@ -69,9 +69,8 @@ class Setup:
 class Outcome:
     """What a search found.
 
-    budget: the share of all of attention that could be spent. least: why that is more than was asked for, None where it
-    is not. curves: by length and tail.
-    """
+    budget: the share of all of attention that could be spent. least: why that is more than was
+    asked for, None where it is not. curves: by length and tail."""
 
     setup: Setup
     budget: float

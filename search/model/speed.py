@@ -1,7 +1,7 @@
 """Speed of the accepted allocation on this machine: attention alone, and a whole prefill.
 
-Both are against the fastest dense baseline, interleaved with it, on a held-out prompt. The resume file keeps the times.
-"""
+Both are against the fastest dense baseline, interleaved with it, on a held-out prompt. The resume
+file keeps the times."""
 
 from __future__ import annotations
 
@@ -28,9 +28,13 @@ from search.model.setup import Outcome
 
 CHOSEN = "chosen"
 # Shares of the prompt at which attention is timed, too, on so many layers, down to so many tokens.
-_SHARES, _LAYERS, _SHORTEST = (1 / 2, 1 / 4, 1 / 8), 6, 256
+_SHARES = (1 / 2, 1 / 4, 1 / 8)
+_LAYERS = 6
+_SHORTEST = 256
 # Rounds of whole prefills: the least, the most, and the seconds after which no more are begun.
-_LEAST, _MOST, _SECONDS = 2, 6, 10.0
+_LEAST = 2
+_MOST = 6
+_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +59,8 @@ class FirstToken:
 class Speed:
     """Speed against dense attention.
 
-    attention: of attention alone, by tokens. searched: the tokens that were searched for, the longest first.
-    first_token: of a whole prefill of the longest; None where none was timed.
-    """
+    attention: of attention alone, by tokens. searched: the tokens that were searched for, the
+    longest first. first_token: of a whole prefill of the longest; None where none was timed."""
 
     attention: Mapping[int, Timings]
     searched: tuple[int, ...]
@@ -72,8 +75,8 @@ class Speed:
     def gain(self) -> float:
         """How many times as fast attention is as the fastest dense baseline.
 
-        Of the searched lengths at which the artifact is served the best counts; where there is none, the longest does.
-        """
+        Of the searched lengths at which the artifact is served the best counts; where there is
+        none, the longest does."""
         served = [tokens for tokens in self.searched if tokens >= self.dense_below]
         return max(self.attention[tokens].ratio(CHOSEN) for tokens in served or self.searched[:1])
 
@@ -81,19 +84,24 @@ class Speed:
     def dense_below(self) -> int:
         """The fewest tokens of a prompt that gains.
 
-        That is the shortest of those that were timed, going down as long as they gain; where the longest does not, it
-        is one token more.
-        """
+        That is the shortest of those that were timed, going down as long as they gain; where the
+        longest does not, it is one token more."""
         ordered = sorted(self.attention, reverse=True)
         faster = takewhile(lambda tokens: self.attention[tokens].ratio(CHOSEN) > 1, ordered)
         return min(faster, default=ordered[0] + 1)
 
 
 def attention_speed(outcome: Outcome) -> Speed:
-    """Time attention of the accepted allocation and dense attention, at the prompt's length and at shorter ones."""
-    one, setup = outcome.gated.reported_on[0], outcome.setup
+    """Time attention of the accepted allocation and dense attention, at the prompt's length and at
+    shorter ones."""
+    one = outcome.gated.reported_on[0]
+    setup = outcome.setup
     plans = {CHOSEN: setup.plans(outcome.gated.chosen.allocation)}
-    others = {tokens for tokens in setup.candidates if _SHORTEST <= tokens < min(one.context, setup.length)}
+    others = {
+        tokens
+        for tokens in setup.candidates
+        if _SHORTEST <= tokens < min(one.context, setup.length)
+    }
     shares = {round(one.context * share) // TILE * TILE for share in _SHARES}
     shorter = sorted(others | {tokens for tokens in shares if tokens >= _SHORTEST}, reverse=True)
     asked = [Timed(tokens=one.context, plans=plans, sdpa=True)]
@@ -115,12 +123,13 @@ def attention_speed(outcome: Outcome) -> Speed:
 
 
 def first_token(outcome: Outcome, artifact: Artifact, speed: Speed) -> FirstToken | None:
-    """Time whole prefills by the runtime, with the artifact applied and by the fastest dense baseline.
+    """Time whole prefills by the runtime, with the artifact applied and by the fastest dense
+    baseline.
 
-    None where the artifact would serve the prompt densely, and where weights come in from elsewhere layer by layer,
-    which takes longer than attention does.
-    """
-    setup, one = outcome.setup, outcome.gated.reported_on[0]
+    None where the artifact would serve the prompt densely, and where weights come in from elsewhere
+    layer by layer, which takes longer than attention does."""
+    setup = outcome.setup
+    one = outcome.gated.reported_on[0]
     if artifact.prefill.dense_below > one.context or setup.config.max_memory is not None:
         return None
     seconds = speed.longest.seconds
@@ -139,8 +148,11 @@ def first_token(outcome: Outcome, artifact: Artifact, speed: Speed) -> FirstToke
             while (rounds := len(taken[HEADWISE])) < _MOST:
                 if rounds >= _LEAST and time.monotonic() - began > _SECONDS:
                     break
-                # Not once untimed before: the search has run the model, and long prefills take their time.
-                found = interleaved(ways, lambda: prefill(model, ids), repeats=0, device=setup.config.device)
+                # Not once untimed before: the search has run the model, and long prefills take
+                # their time.
+                found = interleaved(
+                    ways, lambda: prefill(model, ids), repeats=0, device=setup.config.device
+                )
                 for name, values in found.items():
                     taken[name] += values
                 shown.update()
@@ -158,7 +170,9 @@ def first_token(outcome: Outcome, artifact: Artifact, speed: Speed) -> FirstToke
 
 def pace(outcome: Outcome, timings: Timings) -> float:
     """Times as long as dense attention takes now as it took when candidates were timed."""
-    costs, model, layers = outcome.costs, outcome.setup.model, len(outcome.setup.searched)
+    costs = outcome.costs
+    model = outcome.setup.model
+    layers = len(outcome.setup.searched)
     assert costs.table is not None, "seconds are spent"
     then = costs.table.dense_seconds(
         length=costs.length, head_dim=costs.head_dim, dtype=costs.dtype, heads=model.num_heads
@@ -167,7 +181,8 @@ def pace(outcome: Outcome, timings: Timings) -> float:
 
 
 def _once(outcome: Outcome, name: str, depends: Mapping[str, Any], find: Callable[[], Any]) -> Any:
-    """What was timed before, on this machine and of the same allocation, or else what `find` times."""
+    """What was timed before, on this machine and of the same allocation, or else what `find`
+    times."""
     setup = outcome.setup
     with all_threads():
         machine = environment(setup.config.device)

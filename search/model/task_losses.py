@@ -14,9 +14,11 @@ from artifacts.errors import plural
 from profiling.evaluation.intervals import share_of
 from profiling.quality.sequences import Losses, TokenSequence
 
-# With fewer answers that dense attention gets right, in four contexts, a loss of one in five is often not seen.
+# With fewer answers that dense attention gets right, in four contexts, a loss of one in five is
+# often not seen.
 ENOUGH = 72
-# An interval of what answers lose takes so many contexts. Answers of one are alike, and say nothing of other contexts.
+# An interval of what answers lose takes so many contexts. Answers of one are alike, and say nothing
+# of other contexts.
 CONTEXTS = 4
 # All answers of all tasks together.
 POOL = "all answers"
@@ -26,9 +28,9 @@ POOL = "all answers"
 class ContextLoss:
     """What one sequence loses.
 
-    digest: of the sequence. text: mean rise of -log p of its tokens; None where answers are asked for. rise, tokens: of
-    its answers' -log p in all, and how many tokens they have. answers, dense_right, lost, won: as TaskLoss has them.
-    """
+    digest: of the sequence. text: mean rise of -log p of its tokens; None where answers are asked
+    for. rise, tokens: of its answers' -log p in all, and how many tokens they have. answers,
+    dense_right, lost, won: as TaskLoss has them."""
 
     digest: str
     kl: float
@@ -58,15 +60,16 @@ class ContextLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskLoss:
-    """What one task's sequences lose against dense attention: the numbers of an artifact's TaskFigures.
+    """What one task's sequences lose against dense attention: the numbers of an artifact's
+    TaskFigures.
 
-    task: its name; where its answers are of several kinds, one of them after a slash. kl: mean over the sequences.
-    perplexity_ratio: over dense attention's, of text; None where answers are asked for. nll_rise: mean rise of -log p
-    of the answers, nats a token, None without answers. answers: how many. dense_right, lost, won: answers that dense
-    attention gets right; of these those that go wrong; those it gets wrong and the patterns get right. nll_rise_low,
-    nll_rise_high, fewer_low, fewer_high: the 95% intervals of `nll_rise` and `fewer` over contexts; None with fewer
-    than four. contexts: what each sequence loses.
-    """
+    task: its name; where its answers are of several kinds, one of them after a slash. kl: mean over
+    the sequences. perplexity_ratio: over dense attention's, of text; None where answers are asked
+    for. nll_rise: mean rise of -log p of the answers, nats a token, None without answers. answers:
+    how many. dense_right, lost, won: answers that dense attention gets right; of these those that
+    go wrong; those it gets wrong and the patterns get right. nll_rise_low, nll_rise_high,
+    fewer_low, fewer_high: the 95% intervals of `nll_rise` and `fewer` over contexts; None with
+    fewer than four. contexts: what each sequence loses."""
 
     task: str
     prompts: int
@@ -88,8 +91,10 @@ class TaskLoss:
         """Contexts are the unit of what is claimed of answers; of fewer than four nothing is."""
         text = [one.text for one in contexts if one.text is not None]
         asked = [one for one in contexts if one.answers]
-        rises, tokens = [one.rise for one in asked], [one.tokens for one in asked]
-        fewer, right = [float(one.lost - one.won) for one in asked], [float(one.dense_right) for one in asked]
+        rises = [one.rise for one in asked]
+        tokens = [one.tokens for one in asked]
+        fewer = [float(one.lost - one.won) for one in asked]
+        right = [float(one.dense_right) for one in asked]
         enough = len(asked) >= CONTEXTS
         risen, lost = (share_of(rises, tokens), share_of(fewer, right)) if enough else (None, None)
         return cls(
@@ -130,7 +135,8 @@ class TaskLoss:
         return self.kl + max(0.0, self.nll_rise or 0.0)
 
     def times(self, factor: float) -> TaskLoss:
-        """With so many times the KL and the rises; which answers are lost cannot be foreseen, and stays."""
+        """With so many times the KL and the rises; which answers are lost cannot be foreseen, and
+        stays."""
 
         def more(one: ContextLoss) -> ContextLoss:
             text = None if one.text is None else factor * one.text
@@ -159,7 +165,8 @@ def by_task(found: Sequence[TokenSequence], losses: Sequence[Losses]) -> list[Ta
 
 
 def pooled(tasks: Sequence[TaskLoss]) -> list[TaskLoss]:
-    """All answers of tasks together, where several have some: one task's may be too few for a loss to show.
+    """All answers of tasks together, where several have some: one task's may be too few for a loss
+    to show.
 
     Answers of one context, of whatever kinds, are one unit of the interval.
     """
@@ -171,7 +178,11 @@ def pooled(tasks: Sequence[TaskLoss]) -> list[TaskLoss]:
     for _, group in groupby(every, key=lambda one: one.digest):
         parts = list(group)
         counted = ("rise", "tokens", "answers", "dense_right", "lost", "won")
-        contexts.append(replace(parts[0], **{name: sum(getattr(one, name) for one in parts) for name in counted}))
+        contexts.append(
+            replace(
+                parts[0], **{name: sum(getattr(one, name) for one in parts) for name in counted}
+            )
+        )
     return [TaskLoss.of(POOL, contexts)]
 
 
@@ -182,7 +193,10 @@ def line(task: TaskLoss) -> str:
         said += f"  perplexity {task.perplexity_ratio - 1:+.2%}"
     if not task.answers:
         return said
-    said += f"  accuracy dense {task.dense_accuracy:.2f}, artifact {task.accuracy:.2f} of {task.answers} questions"
+    said += (
+        f"  accuracy dense {task.dense_accuracy:.2f}, artifact "
+        f"{task.accuracy:.2f} of {task.answers} questions"
+    )
     if (interval := _interval(task)) is not None:
         said += f", {0 - task.fewer:+.0%} ({interval})"
     if task.nll_rise is not None:
@@ -194,7 +208,8 @@ def line(task: TaskLoss) -> str:
 
 
 def verdict(tasks: Sequence[TaskLoss]) -> Verdict:
-    """Whether a loss of one in five answers would show, in one task's or in those of all together."""
+    """Whether a loss of one in five answers would show, in one task's or in those of all
+    together."""
     asked = _asked(tasks)
     if not asked:
         return Verdict(proven=True, why="text alone, no answers were asked for")
@@ -207,7 +222,10 @@ def remedy(tasks: Sequence[TaskLoss], samples: int) -> str:
     """How to have answers enough. samples: what --samples was."""
     most = _most_right(_asked(tasks))
     if not most.dense_right:
-        return "dense attention gets none right: take a --task that it can answer, or a shorter --length"
+        return (
+            "dense attention gets none right: take a --task that it can "
+            "answer, or a shorter --length"
+        )
     if most.prompts < CONTEXTS:
         return f"a longer file would give the {CONTEXTS} contexts that answers take"
     return f"--samples {samples * ceil(ENOUGH / most.dense_right)} would see a loss of one in five"
@@ -245,11 +263,15 @@ def _interval(task: TaskLoss) -> str | None:
 
 
 def mean_kl(tasks: Sequence[TaskLoss]) -> float:
-    """Over the sets of prompts, nats a token: kinds of answers of the same prompts have one KL, which counts once."""
+    """Over the sets of prompts, nats a token: kinds of answers of the same prompts have one KL,
+    which counts once."""
     sets = {tuple(one.digest for one in task.contexts): task.kl for task in tasks}
     return float(np.mean(list(sets.values())))
 
 
 def lost_answers(tasks: Sequence[TaskLoss]) -> Mapping[str, int]:
     """Over the tasks: answers that dense attention gets right, and those of them that are lost."""
-    return {"dense_right": sum(task.dense_right for task in tasks), "lost": sum(task.lost for task in tasks)}
+    return {
+        "dense_right": sum(task.dense_right for task in tasks),
+        "lost": sum(task.lost for task in tasks),
+    }

@@ -1,7 +1,8 @@
-"""The search with a budget for each head: MInference 1.0, Algorithm 1 (kernel-aware sparse pattern search).
+"""The search with a budget for each head: MInference 1.0, Algorithm 1 (kernel-aware sparse pattern
+search).
 
-Every candidate is brought to the same computed tiles on one prompt, run through the kernels that will serve, and the
-one nearest to dense attention's output wins.
+Every candidate is brought to the same computed tiles on one prompt, run through the kernels that
+will serve, and the one nearest to dense attention's output wins.
 
 Shapes: L layers, H query heads, G KV heads, S prompt length, D head dim, C candidates.
 """
@@ -57,13 +58,14 @@ from search.published.space import (
 
 _MEASURES = ("error", "recall", "density")
 Scores = Mapping[str, np.ndarray]
-"""(H, C) each of a layer: error, recall and density as in profiling.inside.head_fidelity; steps: from the
-candidate's start; within: whether it keeps to the budget."""
+"""(H, C) each of a layer: error, recall and density as in profiling.inside.head_fidelity; steps:
+from the candidate's start; within: whether it keeps to the budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSearch:
-    """What a search is asked to do; the defaults are the paper's. dense_below: None is half of the length."""
+    """What a search is asked to do; the defaults are the paper's. dense_below: None is half of the
+    length."""
 
     model: str
     out: Path
@@ -87,7 +89,8 @@ class HeadSearch:
 
 
 def run(config: HeadSearch) -> Artifact:
-    """Search and write `config.out` with its sidecar; a killed run goes on from the layers it finished.
+    """Search and write `config.out` with its sidecar; a killed run goes on from the layers it
+    finished.
 
     Raises:
         HeadwiseError: anything the user has to put right; no file is written then.
@@ -96,13 +99,17 @@ def run(config: HeadSearch) -> Artifact:
     check_writable(config.out)
     parse_task(config.calibration)
     target = target_tiles(config.budget, config.length, config.dense_tail)
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device, revision=config.revision)
+    loaded = load_model(
+        config.model, dtype=config.dtype, device=config.device, revision=config.revision
+    )
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     if not config.beyond_positions:
         check_positions(config.length, model)
     layers = searched_layers(loaded)
     backend = serving_backend(config.backend, model, config.dtype, config.device)
-    (prompt,) = make_prompts(config.calibration, loaded.tokenizer, length=config.length, samples=1, seed=config.seed)
+    (prompt,) = make_prompts(
+        config.calibration, loaded.tokenizer, length=config.length, samples=1, seed=config.seed
+    )
     # All that a layer's scores depend on.
     settings = {
         "allocation": "heads",
@@ -124,12 +131,18 @@ def run(config: HeadSearch) -> Artifact:
 
             def visit(inputs: LayerInputs) -> None:
                 if inputs.layer in left:
-                    scores = score(inputs, target=target, dense_tail=config.dense_tail, backend=backend)
+                    scores = score(
+                        inputs, target=target, dense_tail=config.dense_tail, backend=backend
+                    )
                     ledger.put(units[inputs.layer], scores)
                     shown.update()
 
             if left:
-                capture(loaded.model, torch.tensor([prompt.input_ids], device=loaded.model.device), visit)
+                capture(
+                    loaded.model,
+                    torch.tensor([prompt.input_ids], device=loaded.model.device),
+                    visit,
+                )
         scores = {layer: ledger.get(unit) for layer, unit in units.items()}
         artifact = _write(config, model, prompt, scores, target=target, backend=backend)
         ledger.remove()
@@ -144,13 +157,17 @@ def score(inputs: LayerInputs, *, target: int, dense_tail: int, backend: str) ->
     heads, length = inputs.q.shape[1:3]
     dense = dense_attention(inputs, backend=backend)
     # No size means more than the prompt's length.
-    builders = prepare_all(inputs, [replace(start, **dict.fromkeys(sizes(start), length)) for start in SPACE])
+    builders = prepare_all(
+        inputs, [replace(start, **dict.fromkeys(sizes(start), length)) for start in SPACE]
+    )
     scores = {name: np.empty((heads, len(SPACE))) for name in _MEASURES}
     scores["steps"] = np.empty((heads, len(SPACE)), dtype=int)
     scores["within"] = np.empty((heads, len(SPACE)), dtype=bool)
     for c, start in enumerate(SPACE):
         build = builders[estimate_of(start)]
-        steps = change_space(start, target, build, num_heads=heads, length=length, dense_tail=dense_tail)
+        steps = change_space(
+            start, target, build, num_heads=heads, length=length, dense_tail=dense_tail
+        )
         index = with_dense_tail(build([moved(start, n) for n in steps]), dense_tail)
         fidelity = index_fidelity(inputs, index, dense=dense, backend=backend)
         for name in _MEASURES:
@@ -169,15 +186,23 @@ def choose(scores: Scores, layer: int) -> np.ndarray:
     without = np.flatnonzero(~scores["within"].any(axis=1))
     if without.size:
         raise HeadwiseError(
-            f"no candidate keeps to the budget for head {layer}.{without[0]}: the cheapest computes "
-            f"{scores['density'][without[0]].min():.3f} of dense attention; ask for a larger --budget"
+            f"no candidate keeps to the budget for head {layer}.{without[0]}: the cheapest "
+            f"computes "
+            f"{scores['density'][without[0]].min():.3f} of dense attention; ask for a larger "
+            f"--budget"
         )
     best: np.ndarray = np.lexsort((scores["density"], scores["error"], ~scores["within"]))[:, 0]
     return best
 
 
 def _write(
-    config: HeadSearch, model: ModelInfo, prompt: Prompt, scores: Mapping[int, Scores], *, target: int, backend: str
+    config: HeadSearch,
+    model: ModelInfo,
+    prompt: Prompt,
+    scores: Mapping[int, Scores],
+    *,
+    target: int,
+    backend: str,
 ) -> Artifact:
     """Choose a pattern for every head and write the artifact with its sidecar. scores: by layer."""
     shape = (model.num_layers, model.num_heads)
@@ -187,14 +212,18 @@ def _write(
     picked: list[list[Pattern] | None] = [None] * model.num_layers
     for layer, of_layer in scores.items():
         chosen[layer] = choose(of_layer, layer)
-        picked[layer] = [moved(SPACE[c], of_layer["steps"][head, c]) for head, c in enumerate(chosen[layer])]
+        picked[layer] = [
+            moved(SPACE[c], of_layer["steps"][head, c]) for head, c in enumerate(chosen[layer])
+        ]
         for name in _MEASURES:
             measures[name][layer] = of_layer[name]
         for (head, c), steps in np.ndenumerate(of_layer["steps"]):
             for name, size in sizes(moved(SPACE[c], steps)).items():
                 grown[c][name][layer, head] = size
     rows, patterns = rows_of(picked)
-    arrays = score_arrays(chosen, [pattern_name(as_artifact_pattern(start)) for start in SPACE], measures, grown)
+    arrays = score_arrays(
+        chosen, [pattern_name(as_artifact_pattern(start)) for start in SPACE], measures, grown
+    )
     windows = Seen([prompt]).digests
     search = SearchInfo(
         tool_version=version("headwise"),
@@ -218,7 +247,8 @@ def _write(
             winners=winners(rows, patterns),
         ),
     )
-    # Sizes are token counts: at half the length they cover about twice the share, and there sparsity stops paying.
+    # Sizes are token counts: at half the length they cover about twice the share, and there
+    # sparsity stops paying.
     prefill = Prefill(
         dense_below=config.length // 2 if config.dense_below is None else config.dense_below,
         dense_tail=config.dense_tail,

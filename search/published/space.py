@@ -1,4 +1,5 @@
-"""The search space of MInference 1.0, Algorithm 1: patterns that grow or shrink until they meet the budget.
+"""The search space of MInference 1.0, Algorithm 1: patterns that grow or shrink until they meet the
+budget.
 
 Shapes: H query heads of a layer, S prompt length, D head dim.
 """
@@ -29,19 +30,25 @@ _STEP = 50
 
 def sizes(pattern: Pattern) -> dict[str, int]:
     """The sizes that ChangeSpace moves, by name."""
-    return {name: size for name, size in vars(pattern).items() if name not in ("last_q", "coverage")}
+    return {
+        name: size for name, size in vars(pattern).items() if name not in ("last_q", "coverage")
+    }
 
 
 def moved(start: Pattern, steps: int) -> Pattern:
-    """The pattern so many steps from its start: the largest size moves, the others in proportion to it."""
+    """The pattern so many steps from its start: the largest size moves, the others in proportion to
+    it."""
     own = sizes(start)
     largest = max(own.values())
     target = largest + steps * _step(start)
-    return replace(start, **{name: max(1, round(size * target / largest)) for name, size in own.items()})
+    return replace(
+        start, **{name: max(1, round(size * target / largest)) for name, size in own.items()}
+    )
 
 
 def bounds(start: Pattern, length: int) -> tuple[int, int]:
-    """The fewest steps whose sizes are positive, and the most that still change anything at `length` tokens."""
+    """The fewest steps whose sizes are positive, and the most that still change anything at
+    `length` tokens."""
     largest = max(sizes(start).values())
     step = _step(start)
     most = num_tiles(length) if start.kind == "block_sparse" else length
@@ -56,11 +63,12 @@ def _step(start: Pattern) -> int:
 def change_space(
     start: Pattern, target: int, build: Builder, *, num_heads: int, length: int, dense_tail: int
 ) -> list[int]:
-    """ChangeSpace for all heads of a layer: the steps to each head's largest pattern of at most `target` tiles.
+    """ChangeSpace for all heads of a layer: the steps to each head's largest pattern of at most
+    `target` tiles.
 
-    Tiles are counted from the index on the layer's own q and k: a head whose diagonals lie scattered gets fewer of them
-    than one whose diagonals share tiles. A head whose smallest pattern computes more gets that one.
-    """
+    Tiles are counted from the index on the layer's own q and k: a head whose diagonals lie
+    scattered gets fewer of them than one whose diagonals share tiles. A head whose smallest pattern
+    computes more gets that one."""
     least, most = bounds(start, length)
     low = [least] * num_heads
     high = [most] * num_heads
@@ -81,30 +89,40 @@ def target_tiles(budget: str, length: int, dense_tail: int) -> int:
     """Tiles a head may compute at `length` tokens, those of the last `dense_tail` queries included.
 
     Args:
-        budget: "a_shape:SINK,WINDOW" for what that pattern computes, or a fraction of dense causal attention.
+        budget: "a_shape:SINK,WINDOW" for what that pattern computes, or a fraction of dense causal
+        attention.
 
     Raises:
-        HeadwiseError: a budget that cannot be read, is more than dense, or is less than any pattern needs.
+        HeadwiseError: a budget that cannot be read, is more than dense, or is less than any pattern
+        needs.
     """
     dense = dense_tiles(length)
     least = _a_shape_tiles((1, 1), length, dense_tail)
     if budget.startswith("a_shape:"):
         words = budget.removeprefix("a_shape:").split(",")
         if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
-            raise HeadwiseError(f"budget {budget!r} must be a_shape:SINK,WINDOW with two positive token counts")
+            raise HeadwiseError(
+                f"budget {budget!r} must be a_shape:SINK,WINDOW with two positive token counts"
+            )
         target = _a_shape_tiles([int(word) for word in words], length, dense_tail)
     else:
         try:
             fraction = float(budget)
         except ValueError:
-            raise HeadwiseError(f"budget {budget!r} must be a fraction such as 0.25 or a_shape:SINK,WINDOW") from None
+            raise HeadwiseError(
+                f"budget {budget!r} must be a fraction such as 0.25 or a_shape:SINK,WINDOW"
+            ) from None
         if not 0 < fraction <= 1:
-            raise HeadwiseError(f"budget {budget} must be a fraction of dense attention, above 0 and at most 1")
+            raise HeadwiseError(
+                f"budget {budget} must be a fraction of dense attention, above 0 and at most 1"
+            )
         target = int(fraction * dense)
     if target < least:
         raise HeadwiseError(
-            f"budget {budget} is impossible at {length} tokens: the smallest pattern (first and last tile of {TILE} "
-            f"keys, {dense_tail} queries dense) computes {least / dense:.3f} of dense attention; ask for more, or for "
+            f"budget {budget} is impossible at {length} tokens: the smallest pattern (first and "
+            f"last tile of {TILE} "
+            f"keys, {dense_tail} queries dense) computes {least / dense:.3f} of dense attention; "
+            f"ask for more, or for "
             "a longer --length"
         )
     return target

@@ -1,4 +1,5 @@
-"""A small artifact with a layer that slides, one with every kind of pattern, and a way to damage a file."""
+"""A small artifact with a layer that slides, one with every kind of pattern, and a way to damage a
+file."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def build(**changes: Any) -> artifacts.Artifact:
             command="headwise search --model tiny --out cfg.yaml",
             preset="scaled",
             seed=7,
-            calibration=artifacts.Calibration(tasks=("kv_retrieval",), lengths=(4096,), samples=1, sha256="c" * 64),
+            calibration=artifacts.Calibration(
+                tasks=("kv_retrieval",), lengths=(4096,), samples=1, sha256="c" * 64
+            ),
             budget="0.25",
             target_density=0.25,
             device="cpu",
@@ -71,7 +74,9 @@ def build(**changes: Any) -> artifacts.Artifact:
         ),
         "patterns": dict(zip(names, patterns, strict=True)),
         "prefill": artifacts.Prefill(
-            dense_below=4096, dense_tail=64, layers=(tuple(names[:4]), None, (names[0], names[0], names[2], names[4]))
+            dense_below=4096,
+            dense_tail=64,
+            layers=(tuple(names[:4]), None, (names[0], names[0], names[2], names[4])),
         ),
         "evidence": artifacts.Evidence(
             measurements=(
@@ -94,14 +99,18 @@ def build(**changes: Any) -> artifacts.Artifact:
 
 
 def as_yaml(fields: Any, **how: Any) -> str:
-    """JSON data as YAML on one line: JSON, but for floats that not every reader of YAML takes for one."""
+    """JSON data as YAML on one line: JSON, but for floats that not every reader of YAML takes for
+    one."""
     return re.sub(r"(?<![\w.\"])(-?[0-9]+)(e[-+][0-9]+)", r"\1.0\2", json.dumps(fields, **how))
 
 
 def build_arrays() -> dict[str, np.ndarray]:
     recall = np.linspace(0.5, 1.0, 12, dtype=np.float32).reshape(3, 4)
     recall[1] = np.nan
-    return {"chosen.recall": recall, "chosen.candidate": np.arange(12, dtype=np.int32).reshape(3, 4)}
+    return {
+        "chosen.recall": recall,
+        "chosen.candidate": np.arange(12, dtype=np.int32).reshape(3, 4),
+    }
 
 
 def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
@@ -120,16 +129,31 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
         artifacts.SkipSoftmax(scale_factor=40.5),
     )
     names = [artifacts.pattern_name(pattern) for pattern in patterns]
-    rows = (tuple(names[:4]), None, tuple(names[4:8]), tuple(names[8:12]), (*[names[11]] * 2, names[13], names[12]))
-    growth = artifacts.Growth(length=4096, powers={"vertical_slash": {"vertical": 0.5, "slash": 1.0}, "dense": {}})
+    rows = (
+        tuple(names[:4]),
+        None,
+        tuple(names[4:8]),
+        tuple(names[8:12]),
+        (*[names[11]] * 2, names[13], names[12]),
+    )
+    growth = artifacts.Growth(
+        length=4096, powers={"vertical_slash": {"vertical": 0.5, "slash": 1.0}, "dense": {}}
+    )
     figures = {"kl": 0.25, "recall": 0.9, "density": 0.2}
     fast = artifacts.Point(cost=0.5, speedup=4.0, **figures, lost=3)
     exact = artifacts.Point(cost=1.0, speedup=2.0, **figures | {"kl": 0.01}, lost=0)
     front = artifacts.Front(
-        length=4096, unit="seconds", dense_cost=2.0, dense_right=14, measured_on="held_out", points=(fast, exact)
+        length=4096,
+        unit="seconds",
+        dense_cost=2.0,
+        dense_right=14,
+        measured_on="held_out",
+        points=(fast, exact),
     )
     front_rows = (((names[2],) * 4, None, *[(names[3],) * 4] * 3), rows)
-    held_out = artifacts.PromptSet(name="held-out passkey and kv_retrieval", prompts=32, sha256="d" * 64)
+    held_out = artifacts.PromptSet(
+        name="held-out passkey and kv_retrieval", prompts=32, sha256="d" * 64
+    )
     evidence = artifacts.Evidence(
         verdict=artifacts.Verdict(proven=False, why="14 right answers of 16 contexts"),
         chosen_on=artifacts.PromptSet(name="gate", prompts=16, sha256="e" * 64),
@@ -159,7 +183,11 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
     search = small.search.model_copy(
         update={
             "calibration": artifacts.Calibration(
-                tasks=("kv_retrieval", "passkey"), lengths=(2048, 4096), samples=2, sha256="c" * 64, seen_windows=2
+                tasks=("kv_retrieval", "passkey"),
+                lengths=(2048, 4096),
+                samples=2,
+                sha256="c" * 64,
+                seen_windows=2,
             ),
             "allocation": "model",
             "cost": artifacts.SearchCost(unit="seconds", device="a processor"),
@@ -170,7 +198,9 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
         model=small.model.model_copy(update={"num_layers": 5}),
         patterns=dict(zip(names, patterns, strict=True)),
         search=search,
-        prefill=artifacts.Prefill(dense_below=4096, dense_tail=64, growth=growth, layers=rows, front=front),
+        prefill=artifacts.Prefill(
+            dense_below=4096, dense_tail=64, growth=growth, layers=rows, front=front
+        ),
         costs=(COSTS,),
         evidence=evidence,
         decode=artifacts.Decode(

@@ -1,10 +1,11 @@
-"""python -m tests.artifacts.crash [KILLS]: kills writers of an artifact and looks at what they leave.
+"""python -m tests.artifacts.crash [KILLS]: kills writers of an artifact and looks at what they
+leave.
 
-First a writer dies at each call of the system on its way, one process for each, once more with half of what it was to
-write; then KILLS writers die at random instants, the last tenth of them among others that write into the same file.
-Whatever happens, the pair that is found is the old one or the new one, nothing is lost that a writer was told is there,
-and the next writer leaves nothing unfinished: at most whole sidecars that no YAML names.
-"""
+First a writer dies at each call of the system on its way, one process for each, once more with half
+of what it was to write; then KILLS writers die at random instants, the last tenth of them among
+others that write into the same file. Whatever happens, the pair that is found is the old one or the
+new one, nothing is lost that a writer was told is there, and the next writer leaves nothing
+unfinished: at most whole sidecars that no YAML names."""
 
 from __future__ import annotations
 
@@ -28,7 +29,20 @@ import artifacts
 from tests.artifacts.conftest import build
 
 CALLS = (
-    *((os, name) for name in ("open", "write", "pwrite", "pread", "fsync", "close", "replace", "unlink", "chmod")),
+    *(
+        (os, name)
+        for name in (
+            "open",
+            "write",
+            "pwrite",
+            "pread",
+            "fsync",
+            "close",
+            "replace",
+            "unlink",
+            "chmod",
+        )
+    ),
     *((os, name) for name in ("fstat", "stat", "scandir", "listdir")),
     (fcntl, "flock"),
 )
@@ -37,7 +51,9 @@ CALLS = (
 def content(number: int) -> tuple[artifacts.Artifact, dict[str, Any]]:
     """The artifact number 0, 1, 2, ...: its seed says which it is, and so do its arrays."""
     artifact = build()
-    artifact = artifact.model_copy(update={"search": artifact.search.model_copy(update={"seed": number})})
+    artifact = artifact.model_copy(
+        update={"search": artifact.search.model_copy(update={"seed": number})}
+    )
     return artifact, {"number": np.full(4096, number, np.int32)}
 
 
@@ -49,7 +65,8 @@ def found(path: Path) -> int:
 
 
 def die_at(call: int, *, torn: bool) -> None:
-    """From now on, die at the call-th call: before it, or, if it writes and `torn`, with half of it done."""
+    """From now on, die at the call-th call: before it, or, if it writes and `torn`, with half of it
+    done."""
     count = 0
 
     def counted(real: Any, writes: bool) -> Any:
@@ -101,7 +118,8 @@ def next_writer_clears(path: Path) -> None:
 
 
 def at_random(folder: Path, kills: int) -> Counter[str]:
-    """How often a killed writer left leftovers or none; each writes one artifact after the other until it dies."""
+    """How often a killed writer left leftovers or none; each writes one artifact after the other
+    until it dies."""
     path = folder / "cfg.yaml"
     chance = random.Random(0)
     seen: Counter[str] = Counter()
@@ -129,7 +147,8 @@ def at_random(folder: Path, kills: int) -> Counter[str]:
 
 
 def among_others(folder: Path, kills: int) -> int:
-    """Three writers at a time add entries to one artifact, and are killed; how many entries they had been told of."""
+    """Three writers at a time add entries to one artifact, and are killed; how many entries they
+    had been told of."""
     path = folder / "cfg.yaml"
     artifacts.save(content(0)[0], path, content(0)[1])
     reading, writing = os.pipe()
@@ -140,7 +159,9 @@ def among_others(folder: Path, kills: int) -> int:
             return child
         for turn in range(10**9):
             name = f"{os.getpid()}.{turn}"
-            artifacts.update(path, lambda artifact, arrays, name=name: (with_entry(artifact, name), arrays))
+            artifacts.update(
+                path, lambda artifact, arrays, name=name: (with_entry(artifact, name), arrays)
+            )
             os.write(writing, f"{name}\n".encode())
         raise AssertionError("never comes here")
 
@@ -173,7 +194,10 @@ def main(kills: int) -> None:
     """Print one JSON object with the counts."""
     folder = Path(tempfile.mkdtemp())
     try:
-        report: dict[str, Any] = {"before": at_each_call(folder, torn=False), "torn": at_each_call(folder, torn=True)}
+        report: dict[str, Any] = {
+            "before": at_each_call(folder, torn=False),
+            "torn": at_each_call(folder, torn=True),
+        }
         report["random"] = at_random(folder, kills - kills // 10)
         print(json.dumps({**report, "kept": among_others(folder, kills // 10)}))
     finally:

@@ -29,7 +29,20 @@ def parser() -> ArgumentParser:
 
 
 def test_the_spelling(parser, capsys):
-    words = ["cfg.yaml", "--model", "M", "--length", "1", "2", "--task", "a", "--task", "b", "--dtype", "bf16"]
+    words = [
+        "cfg.yaml",
+        "--model",
+        "M",
+        "--length",
+        "1",
+        "2",
+        "--task",
+        "a",
+        "--task",
+        "b",
+        "--dtype",
+        "bf16",
+    ]
     options = parser.parse_args(words)
     assert vars(options) == {
         **{"config": Path("cfg.yaml"), "model": "M", "length": [1, 2], "tasks": ["a", "b"]},
@@ -47,7 +60,9 @@ def test_json_takes_no_artifact_for_its_file(parser, tmp_path, monkeypatch):
     assert parser.parse_args(["--model", "M", "--", "--json"]).config == Path("--json")
 
 
-def test_json_where_it_cannot_be_written_ends_before_anything_is_done(parser, tmp_path, monkeypatch, capsys):
+def test_json_where_it_cannot_be_written_ends_before_anything_is_done(
+    parser, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     for words in (["--json", "none/out.json"], ["--json="]):
         with pytest.raises(SystemExit) as ended:
@@ -97,7 +112,9 @@ def test_a_finding_has_its_own_status(capsys):
 
 def test_an_error_tells_more_where_that_is_asked_for(tmp_path):
     command = [sys.executable, "-m", "artifacts", "show", str(tmp_path / "none.yaml")]
-    usual, verbose = (subprocess.run([*command, *more], capture_output=True, text=True) for more in ([], ["-v"]))
+    usual, verbose = (
+        subprocess.run([*command, *more], capture_output=True, text=True) for more in ([], ["-v"])
+    )
     assert usual.returncode == verbose.returncode == 2
     assert usual.stderr.count("\n") == 1 and "Traceback" in verbose.stderr
     assert verbose.stderr.endswith(usual.stderr)

@@ -36,7 +36,11 @@ def raising(error):
 def test_exit_codes(capsys):
     assert outcome(lambda argv: None, capsys) == (0, "", "")
     assert outcome(lambda argv: 3, capsys) == (3, "", "")
-    assert outcome(raising(HeadwiseError("no such model")), capsys) == (2, "", "error: no such model\n")
+    assert outcome(raising(HeadwiseError("no such model")), capsys) == (
+        2,
+        "",
+        "error: no such model\n",
+    )
     assert outcome(raising(ArtifactError("two\nlines\x1b[2J")), capsys) == (
         2,
         "",
@@ -60,7 +64,10 @@ def test_a_package_that_serving_does_without(capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(missing("matplotlib.figure"))
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: matplotlib is not installed: pip install 'headwise[search]'\n"
+    assert (
+        capsys.readouterr().err
+        == "error: matplotlib is not installed: pip install 'headwise[search]'\n"
+    )
     with pytest.raises(ModuleNotFoundError):
         run_command(missing("numpy"))
 
@@ -68,7 +75,10 @@ def test_a_package_that_serving_does_without(capsys):
 def test_bad_arguments_give_one_line(capsys):
     parser = ArgumentParser(prog="tool")
     parser.add_argument("--length", type=int)
-    for argv, said in ((["--length", "x\ny"], "invalid int value: 'x\\\\ny'"), (["--len", "5"], "--len")):
+    for argv, said in (
+        (["--length", "x\ny"], "invalid int value: 'x\\\\ny'"),
+        (["--len", "5"], "--len"),
+    ):
         with pytest.raises(SystemExit) as caught:
             parser.parse_args(argv)
         err = capsys.readouterr().err
@@ -100,7 +110,11 @@ def test_validate_refuses_in_one_line_with_status_2(saved, tmp_path):
 def test_no_action_and_no_file():
     for args in ((), ("show",), ("look", "cfg.yaml")):
         done = run(*args)
-        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        assert (
+            done.returncode == 2
+            and done.stderr.startswith("error: ")
+            and done.stderr.count("\n") == 1
+        )
 
 
 def test_help_teaches():
@@ -128,21 +142,35 @@ def test_show(saved, capsys, monkeypatch):
         assert expected in prose
     assert "vertical_slash      4  50.0%  vs_100_1800 x3, vs_30_2048_q32 x1\n" in text
     assert "prefill   2.5 s    3.75 s  dense sdpa   8,192        5\n" in text
-    rows = [line.split() for line in text.splitlines() if line.startswith("      ") and line.strip()[:1] in "012"]
+    rows = [
+        line.split()
+        for line in text.splitlines()
+        if line.startswith("      ") and line.strip()[:1] in "012"
+    ]
     recall = np.linspace(0.5, 1.0, 12).reshape(3, 4).mean(1)
-    assert rows == [["0", "VVAB", f"{recall[0]:.4f}"], ["1", "....", "-"], ["2", "VVAD", f"{recall[2]:.4f}"]]
+    assert rows == [
+        ["0", "VVAB", f"{recall[0]:.4f}"],
+        ["1", "....", "-"],
+        ["2", "VVAD", f"{recall[2]:.4f}"],
+    ]
 
 
 def test_show_every_kind(tmp_path, every_kind, capsys, monkeypatch):
     artifact, arrays = every_kind
     save(artifact, tmp_path / "cfg.yaml", arrays)
     text = page(tmp_path / "cfg.yaml", capsys, monkeypatch, columns=100)
-    rows = [line.split()[:2] for line in text.splitlines() if line[:6].isspace() and line.strip()[:2] in "0 1 2 3 4 "]
+    rows = [
+        line.split()[:2]
+        for line in text.splitlines()
+        if line[:6].isspace() and line.strip()[:2] in "0 1 2 3 4 "
+    ]
     assert rows == [["0", "VVAB"], ["1", "...."], ["2", "DTLS"], ["3", "FVBD"], ["4", "DDKM"]]
     assert "T tri_shape, L dilated, S strided, F static" in text
 
 
-def test_show_what_can_be_chosen_and_what_it_was_counted_by(tmp_path, every_kind, capsys, monkeypatch):
+def test_show_what_can_be_chosen_and_what_it_was_counted_by(
+    tmp_path, every_kind, capsys, monkeypatch
+):
     artifact, arrays = every_kind
     save(artifact, tmp_path / "cfg.yaml", arrays)
     text = page(tmp_path / "cfg.yaml", capsys, monkeypatch)
@@ -151,8 +179,10 @@ def test_show_what_can_be_chosen_and_what_it_was_counted_by(tmp_path, every_kind
     for expected in (
         "budget 0.25 for all heads together, by seconds of a processor, 40 trials, seed 7",
         "kv_retrieval, passkey, 2 prompts each of 2,048, 4,096 tokens",
-        "costs a processor, cpu kernels: a_shape, vertical_slash in bfloat16; the search counted by it",
-        "sizes hold at 4,096 tokens and go with powers of the length: vertical_slash vertical ^0.5, slash ^1 ",
+        "costs a processor, cpu kernels: a_shape, vertical_slash in bfloat16; the search counted "
+        "by it",
+        "sizes hold at 4,096 tokens and go with powers of the length: vertical_slash vertical "
+        "^0.5, slash ^1 ",
         "dense attention takes 2 s kl (nats a token), recall and answers: on held-out prompts",
     ):
         assert expected in prose
@@ -165,7 +195,9 @@ def test_show_what_can_be_chosen_and_what_it_was_counted_by(tmp_path, every_kind
 
 
 def test_show_names_no_kind_that_is_not_there(saved, capsys, monkeypatch):
-    assert "map: V vertical_slash, B block_sparse, A a_shape, D dense, . slides" in page(saved, capsys, monkeypatch)
+    assert "map: V vertical_slash, B block_sparse, A a_shape, D dense, . slides" in page(
+        saved, capsys, monkeypatch
+    )
 
 
 def test_show_without_its_sidecar_says_so(saved, capsys, monkeypatch):
@@ -177,7 +209,9 @@ def test_show_without_its_sidecar_says_so(saved, capsys, monkeypatch):
     assert "0  VVAB" in text
 
 
-@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"changed")])
+@pytest.mark.parametrize(
+    "damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"changed")]
+)
 def test_show_of_a_damaged_sidecar_is_a_finding(saved, damage, capsys):
     assert main(["show", str(saved)]) == main(["show", str(saved), "--json"]) == 0
     (sidecar,) = saved.parent.glob("*.safetensors")
@@ -191,7 +225,9 @@ def test_show_of_a_damaged_sidecar_is_a_finding(saved, damage, capsys):
 def test_an_argument_too_many_shows_the_verbs_own_usage(saved, tmp_path):
     done = run("merge", saved, "other.yaml", "--out", tmp_path / "out.yaml")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: unrecognized arguments: other.yaml; usage: headwise merge ")
+    assert done.stderr.startswith(
+        "error: unrecognized arguments: other.yaml; usage: headwise merge "
+    )
     assert done.stderr.endswith("(see headwise merge --help)\n") and done.stderr.count("\n") == 1
 
 
@@ -240,7 +276,10 @@ def test_output_that_cannot_be_written_is_one_line(saved, monkeypatch, capfd, st
     with pytest.raises(SystemExit) as ended:
         run_command(main, [str(saved) if word == "FILE" else word for word in words])
     why = {"full": "no space left on device", "closed": "it is closed"}[stdout]
-    assert ended.value.code == 2 and capfd.readouterr().err == f"error: cannot write the output: {why}\n"
+    assert (
+        ended.value.code == 2
+        and capfd.readouterr().err == f"error: cannot write the output: {why}\n"
+    )
 
 
 def test_nothing_is_said_when_the_interpreter_flushes_what_could_not_be_written():
@@ -248,7 +287,10 @@ def test_nothing_is_said_when_the_interpreter_flushes_what_could_not_be_written(
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "artifacts", "schema"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (2, "error: cannot write the output: no space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: cannot write the output: no space left on device\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -283,7 +325,8 @@ def test_a_terminal_without_the_letters(tmp_path, make):
 
 
 def test_exit_statuses_of_verbs(saved, tmp_path, make):
-    """0 good, 2 bad input, 3 findings or differences: one line on stderr, nothing on stdout, no file."""
+    """0 good, 2 bad input, 3 findings or differences: one line on stderr, nothing on stdout, no
+    file."""
     save(make(evidence=Evidence()), tmp_path / "other.yaml")
     heads = tmp_path / "heads.json"
     heads.write_text('[{"0": ["stream_llm", 64, 512, 0.5]}]')
@@ -308,4 +351,7 @@ def test_exit_statuses_of_verbs(saved, tmp_path, make):
     assert load(out).prefill.imported.file == "heads.json"
     text = run("show", out).stdout
     assert "recall\n      0  A             0.5000\n" in text
-    assert "imported     heads.json, minference, " in text and "not compared with any weights" in " ".join(text.split())
+    assert (
+        "imported     heads.json, minference, " in text
+        and "not compared with any weights" in " ".join(text.split())
+    )

@@ -36,7 +36,10 @@ def found(files, **options):
 
 
 def test_the_same(pair, make):
-    files = pair(created_at="2026-01-01T00:00:00Z", search=make().search.model_copy(update={"command": "other"}))
+    files = pair(
+        created_at="2026-01-01T00:00:00Z",
+        search=make().search.model_copy(update={"command": "other"}),
+    )
     outcome = run(Config(**files))
     assert (outcome.status, outcome.text) == (0, "no difference\n")
     assert not found(files)["fields"]
@@ -46,7 +49,9 @@ def changed_heads(make):
     small = make()
     a, _, c, d = small.prefill.layers[0]
     rows = ((c, d, c, d), None, (a, a, d, "dense"))
-    patterns = {name: pattern for name, pattern in small.patterns.items() if name in {a, c, d, "dense"}}
+    patterns = {
+        name: pattern for name, pattern in small.patterns.items() if name in {a, c, d, "dense"}
+    }
     return {"patterns": patterns, "prefill": small.prefill.model_copy(update={"layers": rows})}
 
 
@@ -71,17 +76,28 @@ def test_a_new_name_is_no_new_pattern_and_a_new_size_is_one(pair, make):
     patterns = dict(small.patterns)
     patterns["nine"] = patterns.pop("bs_9")
     patterns["a_64_512"] = AShape(sink=64, window=640)
-    rows = tuple(row and tuple("nine" if name == "bs_9" else name for name in row) for row in small.prefill.layers)
+    rows = tuple(
+        row and tuple("nine" if name == "bs_9" else name for name in row)
+        for row in small.prefill.layers
+    )
     data = found(pair(patterns=patterns, prefill=small.prefill.model_copy(update={"layers": rows})))
     (change,) = data["heads"]
-    assert (change["before"], change["after"], change["where"]) == ("a_64_512", "a_64_512", {"0": [2], "2": [2]})
+    assert (change["before"], change["after"], change["where"]) == (
+        "a_64_512",
+        "a_64_512",
+        {"0": [2], "2": [2]},
+    )
 
 
 def test_a_layer_that_is_left_alone(pair, make):
     small = make()
     rows = (small.prefill.layers[0], ("bs_9",) * 4, small.prefill.layers[2])
     (change,) = found(pair(prefill=small.prefill.model_copy(update={"layers": rows})))["heads"]
-    assert (change["before"], change["after"], change["where"]) == (None, "bs_9", {"1": [0, 1, 2, 3]})
+    assert (change["before"], change["after"], change["where"]) == (
+        None,
+        "bs_9",
+        {"1": [0, 1, 2, 3]},
+    )
     assert (
         "  none -> bs_9: 4: 1 (0-3)\n"
         in run(Config(**pair(prefill=small.prefill.model_copy(update={"layers": rows})))).text
@@ -89,7 +105,9 @@ def test_a_layer_that_is_left_alone(pair, make):
 
 
 def test_sections_fields_arrays(pair, make):
-    decode = build_every_kind()[0].decode.omnikv.model_copy(update={"filter_layers": (0,), "dense_layers": ()})
+    decode = build_every_kind()[0].decode.omnikv.model_copy(
+        update={"filter_layers": (0,), "dense_layers": ()}
+    )
     data = found(
         pair(
             more={"similarity.mass": np.ones((3, 3)), "chosen.recall": np.ones((3, 4))},
@@ -100,7 +118,11 @@ def test_sections_fields_arrays(pair, make):
     )
     assert (data["added"], data["removed"]) == (["decode"], ["evidence.measurements"])
     assert data["fields"] == [{"field": "prefill.dense_below", "before": 4096, "after": 5000}]
-    assert data["arrays"] == {"added": ["similarity.mass"], "removed": [], "changed": ["chosen.recall"]}
+    assert data["arrays"] == {
+        "added": ["similarity.mass"],
+        "removed": [],
+        "changed": ["chosen.recall"],
+    }
     assert data["heads"] == [] and data["recall"] == [pytest.approx(0.75), 1.0]
 
 
@@ -112,11 +134,20 @@ def test_growth_front_and_costs(make):
         prefill=other.prefill.model_copy(update={"growth": None, "front": None}),
     )
     found = compare(plain, other, {}, arrays, length=16_384)
-    assert set(found.added) == {"prefill.growth", "prefill.front", "costs", "decode", "kv_cache", "evidence.tasks"}
+    assert set(found.added) == {
+        "prefill.growth",
+        "prefill.front",
+        "costs",
+        "decode",
+        "kv_cache",
+        "evidence.tasks",
+    }
     assert "prefill.growth.length" not in [change.field for change in found.fields]
     assert found.heads == () and found.density[0] != found.density[1]
     front = other.prefill.front.model_copy(update={"dense_cost": 9.0})
-    changed = other.model_copy(update={"prefill": other.prefill.model_copy(update={"front": front})})
+    changed = other.model_copy(
+        update={"prefill": other.prefill.model_copy(update={"front": front})}
+    )
     (change,) = compare(other, changed, arrays, arrays).fields
     assert (change.field, change.before, change.after) == ("prefill.front.dense_cost", 2.0, 9.0)
     again = other.costs[0].model_copy(update={"command": "another day"})
@@ -136,7 +167,9 @@ def test_unlike_shapes(make):
     other, arrays = build_every_kind()
     found = compare(make(), other, build_arrays(), arrays)
     assert found and found.heads is None
-    assert ("model.num_layers", 3, 5) in [(change.field, change.before, change.after) for change in found.fields]
+    assert ("model.num_layers", 3, 5) in [
+        (change.field, change.before, change.after) for change in found.fields
+    ]
 
 
 def test_a_missing_sidecar_is_said(pair, make):
@@ -144,13 +177,20 @@ def test_a_missing_sidecar_is_said(pair, make):
     for file in files["before"].parent.glob("b.*.safetensors"):
         file.unlink()
     text = run(Config(**files)).text
-    assert text.startswith("sidecar    ") and "is missing from" in text and "dense_below: 4096 -> 5000" in text
+    assert (
+        text.startswith("sidecar    ")
+        and "is missing from" in text
+        and "dense_below: 4096 -> 5000" in text
+    )
 
 
 def test_static_patterns_are_compared_by_name_and_array(make):
     artifact, arrays = build_every_kind()
     found = compare(
-        artifact, artifact, arrays, arrays | {"static.mean.diagonals": arrays["static.mean.diagonals"][:-1]}
+        artifact,
+        artifact,
+        arrays,
+        arrays | {"static.mean.diagonals": arrays["static.mean.diagonals"][:-1]},
     )
     assert found and found.heads == () and found.arrays["changed"] == ("static.mean.diagonals",)
     assert found.density[0] != found.density[1]
@@ -165,7 +205,9 @@ def test_many_changes_are_cut_short(tmp_path, make):
     prefill = small.prefill.model_copy(update={"layers": rows})
     flat = small.prefill.model_copy(update={"layers": (("dense",) * 4,) * 8})
     save(build(model=model, patterns=patterns, prefill=prefill), tmp_path / "a.yaml")
-    save(build(model=model, patterns={"dense": artifacts.Dense()}, prefill=flat), tmp_path / "b.yaml")
+    save(
+        build(model=model, patterns={"dense": artifacts.Dense()}, prefill=flat), tmp_path / "b.yaml"
+    )
     files = {"before": tmp_path / "a.yaml", "after": tmp_path / "b.yaml"}
     assert "and 20 other changes (--heads lists them)" in run(Config(**files)).text
     assert "bs_32 -> dense" in run(Config(**files, heads=True)).text

@@ -56,7 +56,9 @@ def test_no_path_and_a_device():
         check_writable(os.devnull)
 
 
-@pytest.mark.parametrize("write", [check_writable, lambda path: atomic_write(path, b"new")], ids=["check", "write"])
+@pytest.mark.parametrize(
+    "write", [check_writable, lambda path: atomic_write(path, b"new")], ids=["check", "write"]
+)
 def test_a_folder_that_refuses_files(tmp_path, monkeypatch, write):
     """Root may write into any folder, so the refusal is played."""
 
@@ -93,7 +95,9 @@ def test_a_folder_for_output_goes_with_a_failure_where_nothing_is_in_it(tmp_path
         pass
     assert {path.name for path in tmp_path.iterdir()} == {"a", "c"}
     with (
-        pytest.raises(HeadwiseError, match=r"cannot make the folder '.*kept/below': not a directory"),
+        pytest.raises(
+            HeadwiseError, match=r"cannot make the folder '.*kept/below': not a directory"
+        ),
         out_folder(tmp_path / "a" / "b" / "kept" / "below"),
     ):
         pass

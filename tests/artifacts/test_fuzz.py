@@ -2,9 +2,9 @@
 
 `make fuzz N=200000` is a long run.
 
-Most mutants are whole YAML files with whole sidecars and right hashes, so that what is wrong with them is found late,
-by validation; others have one thing wrong early: text that is no YAML, a header that lies, a hash of something else.
-"""
+Most mutants are whole YAML files with whole sidecars and right hashes, so that what is wrong with
+them is found late, by validation; others have one thing wrong early: text that is no YAML, a header
+that lies, a hash of something else."""
 
 from __future__ import annotations
 
@@ -31,30 +31,39 @@ from artifacts.hashing import content_sha256
 from tests.artifacts.conftest import as_yaml, build, build_arrays, build_every_kind
 
 COUNT = int(os.environ.get("FUZZ", 1_000))
-# Seconds of the processor for one mutant, which takes milliseconds; a busy machine makes nothing hang.
+# Seconds of the processor for one mutant, which takes milliseconds; a busy machine makes nothing
+# hang.
 HANG = 20
 FILES = Path(__file__).parent / "interop"
 TEXTS = (
-    "", "dense", "static_mean", "../x.safetensors", "/etc/passwd", "x.safetensors", "a" * 64, "a" * 65, "0" * 64, "\0",
-    "\u2028", "\x1b[31m", "\U0001f4a5", "1e5", "null", "2025-01-31T12:00:00Z", "static.mean.columns", "kv_retrieval",
+    "", "dense", "static_mean", "../x.safetensors", "/etc/passwd", "x.safetensors", "a" * 64,
+    "a" * 65, "0" * 64, "\0",
+    "\u2028", "\x1b[31m", "\U0001f4a5", "1e5", "null", "2025-01-31T12:00:00Z",
+    "static.mean.columns", "kv_retrieval",
 )  # fmt: skip
 NUMBERS = (
-    0, -1, 1, 2, 3, 2**31, 2**63, 2**64, 10**39, -0.0, 0.5, 1.0, 1.0001, 1e308, 5e-324, float("nan"), float("inf"),
+    0, -1, 1, 2, 3, 2**31, 2**63, 2**64, 10**39, -0.0, 0.5, 1.0, 1.0001, 1e308, 5e-324,
+    float("nan"), float("inf"),
 )  # fmt: skip
 SNIPPETS = (
-    b"&a ", b"*a", b"!!python/name:os.system ", b"!!int ", b"\n---\n", b"\n...\n", b"\n%TAG ! x\n", b"? ", b"<<: ",
-    b"\t", b"\0", b"\xef\xbb\xbf", b"\xff", b"\xc2\x85", b"\xe2\x80\xa8", b"[", b"]", b"{", b"}", b"'", b'"', b"|\n",
+    b"&a ", b"*a", b"!!python/name:os.system ", b"!!int ", b"\n---\n", b"\n...\n", b"\n%TAG ! x\n",
+    b"? ", b"<<: ",
+    b"\t", b"\0", b"\xef\xbb\xbf", b"\xff", b"\xc2\x85", b"\xe2\x80\xa8", b"[", b"]", b"{", b"}",
+    b"'", b'"', b"|\n",
     b">-\n", b"#", b": ", b"- ", b",", b"\r", b"\\x00", b"schema_version: 2\n", b"[" * 40,
 )  # fmt: skip
 ENTRIES = (
-    {"dtype": "F64"}, {"dtype": "BF16"}, {"dtype": "F8_E4M3"}, {"dtype": "X"}, {"dtype": None}, {"shape": [2**40]},
-    {"shape": [-1]}, {"shape": []}, {"shape": [0, 2**60]}, {"shape": "x"}, {"data_offsets": [0, 2**63]}, {"more": 1},
+    {"dtype": "F64"}, {"dtype": "BF16"}, {"dtype": "F8_E4M3"}, {"dtype": "X"}, {"dtype": None},
+    {"shape": [2**40]},
+    {"shape": [-1]}, {"shape": []}, {"shape": [0, 2**60]}, {"shape": "x"}, {"data_offsets": [0,
+    2**63]}, {"more": 1},
     {"data_offsets": [8, 0]}, {"data_offsets": [0, 0]}, {"data_offsets": []}, {"shape": [1] * 70},
 )  # fmt: skip
 
 
 def bases(folder: Path) -> list[tuple[str, bytes]]:
-    """The fields as JSON and the sidecar's bytes of a small artifact, one of every kind, and one without arrays."""
+    """The fields as JSON and the sidecar's bytes of a small artifact, one of every kind, and one
+    without arrays."""
     found = []
     path = folder / "cfg.yaml"
     for artifact, arrays in ((build(), build_arrays()), build_every_kind(), (build(), None)):
@@ -65,7 +74,8 @@ def bases(folder: Path) -> list[tuple[str, bytes]]:
 
 
 def mutant(chance: random.Random, known: list[tuple[str, bytes]]) -> tuple[bytes, bytes | None]:
-    """The bytes of a YAML file named cfg.yaml, and those of the sidecar that it names; None: there is none."""
+    """The bytes of a YAML file named cfg.yaml, and those of the sidecar that it names; None: there
+    is none."""
     text, data = chance.choice(known)
     fields = json.loads(text)
     kinds = chance.choices(("field", "field", "field", "sidecar", "text"), k=chance.randint(1, 4))
@@ -134,7 +144,10 @@ def change_sidecar(chance: random.Random, data: bytes) -> bytes:
     if act == 1:
         return data + chance.randbytes(chance.randint(1, 8))
     if act == 2:
-        return struct.pack("<Q", chance.choice((0, 1, 8, len(data), 2**31, 2**63, 2**64 - 1))) + data[8:]
+        return (
+            struct.pack("<Q", chance.choice((0, 1, 8, len(data), 2**31, 2**63, 2**64 - 1)))
+            + data[8:]
+        )
     if act <= 5 and data:
         # Mostly among the numbers, where no format notices.
         place = chance.randrange(0 if act == 5 else len(data) // 4 * 3, len(data))
@@ -146,7 +159,11 @@ def change_sidecar(chance: random.Random, data: bytes) -> bytes:
         entry = header[name] | chance.choice(ENTRIES)
     except (ValueError, TypeError, IndexError):
         return data
-    header[name if chance.random() < 0.5 else chance.choice(("__metadata__", "static.mean.columns", "", "x"))] = entry
+    header[
+        name
+        if chance.random() < 0.5
+        else chance.choice(("__metadata__", "static.mean.columns", "", "x"))
+    ] = entry
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data[8 + length :]
 
@@ -179,7 +196,9 @@ def judge(folder: Path, text: bytes, data: bytes | None) -> str:
     except ArtifactError as error:
         line = str(error)
         assert line.isprintable() and line.startswith(str(path)) and len(line) < 1200, line
-        return next((kind for kind in ("content_sha256", "sidecar", "YAML") if kind in line), "a field")
+        return next(
+            (kind for kind in ("content_sha256", "sidecar", "YAML") if kind in line), "a field"
+        )
     assert artifact.content_sha256 == hash_of(text), "the content's hash is another"
     if artifact.sidecar is None:
         assert arrays == {}
@@ -263,12 +282,18 @@ def test_the_fuzzer_sees_a_reader_that_looks_away(tmp_path, monkeypatch, name, b
             judge(tmp_path, *mutant(random.Random(seed), known))
 
 
-@pytest.mark.parametrize("name", ["head_patterns.json", "full_attention_heads.tsv", "error_counts.json", "config"])
+@pytest.mark.parametrize(
+    "name", ["head_patterns.json", "full_attention_heads.tsv", "error_counts.json", "config"]
+)
 def test_files_of_other_tools(tmp_path, name):
     """Read as what they are, or refused in one line, the model's configuration among them."""
     model = (FILES / "model.json").read_bytes()
     heads = (FILES / (name if name != "config" else "head_patterns.json")).read_bytes()
-    file, config, out = tmp_path / f"file{Path(name).suffix or '.json'}", tmp_path / "config.json", tmp_path / "o.yaml"
+    file, config, out = (
+        tmp_path / f"file{Path(name).suffix or '.json'}",
+        tmp_path / "config.json",
+        tmp_path / "o.yaml",
+    )
     for seed in range(COUNT // 10):
         chance = random.Random(seed)
         data = heads if name != "config" else model

@@ -18,11 +18,21 @@ def test_canonical_form():
 
 WHOLE = st.integers(-(2**53) + 1, 2**53 - 1)
 # Every float there is, not only those that are likely.
-FLOATS = st.binary(min_size=8, max_size=8).map(lambda data: struct.unpack("<d", data)[0]).filter(lambda x: x - x == 0)
-NUMBERS = WHOLE | FLOATS | st.floats(-1e22, 1e22) | st.sampled_from([-0.0, 1e21, 1e-6, 1e-7, 123456789012345680000.0])
+FLOATS = (
+    st.binary(min_size=8, max_size=8)
+    .map(lambda data: struct.unpack("<d", data)[0])
+    .filter(lambda x: x - x == 0)
+)
+NUMBERS = (
+    WHOLE
+    | FLOATS
+    | st.floats(-1e22, 1e22)
+    | st.sampled_from([-0.0, 1e21, 1e-6, 1e-7, 123456789012345680000.0])
+)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 VALUES = st.recursive(
-    st.none() | st.booleans() | NUMBERS | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner)
+    st.none() | st.booleans() | NUMBERS | TEXTS,
+    lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
 )
 
 

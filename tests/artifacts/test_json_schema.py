@@ -1,4 +1,5 @@
-"""What is said of the fields is said of all of them, and the page and the JSON Schema say the same."""
+"""What is said of the fields is said of all of them, and the page and the JSON Schema say the
+same."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def models(annotation: Any) -> set[type[BaseModel]]:
     """The models that an annotation names, and those that their fields name."""
     found = set()
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        found = {annotation}.union(*(models(field.annotation) for field in annotation.model_fields.values()))
+        found = {annotation}.union(
+            *(models(field.annotation) for field in annotation.model_fields.values())
+        )
     return found.union(*map(models, get_args(annotation)))
 
 
@@ -30,11 +33,15 @@ def test_every_field_is_described_and_has_its_line():
     for model in models(Artifact):
         for name, field in model.model_fields.items():
             assert field.description, f"{model.__name__}.{name}: describe it where it is declared"
-            assert any(line.startswith(f"| `{name}` |") and field.description in line for line in lines)
+            assert any(
+                line.startswith(f"| `{name}` |") and field.description in line for line in lines
+            )
 
 
 def test_the_page_has_these_tables():
-    assert tables() in PAGE.read_text(), "docs/artifact.md: put in what `headwise schema --markdown` prints"
+    assert tables() in PAGE.read_text(), (
+        "docs/artifact.md: put in what `headwise schema --markdown` prints"
+    )
 
 
 def test_every_property_of_the_schema_has_its_description(capsys):
@@ -44,7 +51,10 @@ def test_every_property_of_the_schema_has_its_description(capsys):
     for part in (made, *made["$defs"].values()):
         for name, field in part.get("properties", {}).items():
             assert field["description"], name
-    assert made["$schema"].startswith("https://json-schema.org/") and f"version {SCHEMA_VERSION}" in made["title"]
+    assert (
+        made["$schema"].startswith("https://json-schema.org/")
+        and f"version {SCHEMA_VERSION}" in made["title"]
+    )
 
 
 def test_a_file_names_the_schema_that_lies_beside_it(saved, capsys):

@@ -21,12 +21,24 @@ def test_a_row_is_one_policy_for_all_kv_heads_or_one_for_each(make):
     ("policies", "layers", "said"),
     [
         (POLICIES, ("full", "stream"), "layers has 2 rows, the model has 3 layers"),
-        (POLICIES, ("full", "stream", ("full",) * 3), r"layers\[2\] has 3 names, the model has 2 KV heads"),
-        (POLICIES, ("full", "stream", "strean"), r"layers\[2\]: no policy is called 'strean'; known: full, stream"),
+        (
+            POLICIES,
+            ("full", "stream", ("full",) * 3),
+            r"layers\[2\] has 3 names, the model has 2 KV heads",
+        ),
+        (
+            POLICIES,
+            ("full", "stream", "strean"),
+            r"layers\[2\]: no policy is called 'strean'; known: full, stream",
+        ),
         (POLICIES, ("full", "full", "full"), "policies.stream is used by no layer"),
         ({"h": H2O(heavy=0, recent=0.0)}, ("h",) * 3, "policies.h keeps nothing"),
         ({"s": SnapKV(pool=4)}, ("s",) * 3, "policies.s.pool must be odd, got 4"),
-        ({"s": SnapKV(budget=64)}, ("s",) * 3, "policies.s.budget must be above its window of 64 tokens, got 64"),
+        (
+            {"s": SnapKV(budget=64)},
+            ("s",) * 3,
+            "policies.s.budget must be above its window of 64 tokens, got 64",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(policies, layers, said, make):
@@ -37,13 +49,24 @@ def test_what_does_not_fit_is_refused(policies, layers, said, make):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ({}, r"kv_cache\.policies\.h2o\.kind: missing, must be one of full, streaming, h2o, snapkv$"),
-        ({"kind": "dense"}, r"kv_cache\.policies\.h2o\.kind: must be one of 'full', .*, got 'dense'"),
-        ({"kind": "h2o", "heavy": -1}, r"kv_cache\.policies\.h2o\.heavy: must be a whole number .*, got -1"),
+        (
+            {},
+            r"kv_cache\.policies\.h2o\.kind: missing, must be one of full, streaming, h2o, snapkv$",
+        ),
+        (
+            {"kind": "dense"},
+            r"kv_cache\.policies\.h2o\.kind: must be one of 'full', .*, got 'dense'",
+        ),
+        (
+            {"kind": "h2o", "heavy": -1},
+            r"kv_cache\.policies\.h2o\.heavy: must be a whole number .*, got -1",
+        ),
     ],
 )
 def test_a_line_names_the_policies_field(policy, message, make):
-    fields = make(kv_cache=KVCache(policies={"h2o": H2O()}, layers=("h2o",) * 3)).model_dump(mode="json")
+    fields = make(kv_cache=KVCache(policies={"h2o": H2O()}, layers=("h2o",) * 3)).model_dump(
+        mode="json"
+    )
     fields["kv_cache"]["policies"]["h2o"] = policy
     with pytest.raises(artifacts.ArtifactError, match=message):
         to_artifact(fields)
@@ -58,7 +81,9 @@ def test_a_share_is_between_0_and_1(share):
 def test_omnikv_chooses_only_from_what_is_all_kept(make):
     decode = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,)))
     make(decode=decode, kv_cache=KVCache(policies=POLICIES, layers=("stream", "full", "full")))
-    with pytest.raises(ValueError, match=r"kv_cache.layers\[2\] drops tokens that decode.omnikv chooses from"):
+    with pytest.raises(
+        ValueError, match=r"kv_cache.layers\[2\] drops tokens that decode.omnikv chooses from"
+    ):
         make(decode=decode, kv_cache=KVCache(policies=POLICIES, layers=("full", "full", "stream")))
 
 

@@ -1,8 +1,7 @@
 """Tables of KV heads' scores: which heads keep everything is what KVzip and DuoAttention keep.
 
-Their rules are written out here as they run them: on scores repeated for each token of a context, and with NumPy's
-quantile.
-"""
+Their rules are written out here as they run them: on scores repeated for each token of a context,
+and with NumPy's quantile."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ from artifacts.interop.source import Source
 
 LAYERS = 8
 # Few values, so that heads tie.
-TIED = st.lists(st.integers(0, 20).map(lambda n: n / 20), min_size=LAYERS, max_size=LAYERS * 12).filter(
-    lambda values: len(values) % LAYERS == 0
-)
+TIED = st.lists(
+    st.integers(0, 20).map(lambda n: n / 20), min_size=LAYERS, max_size=LAYERS * 12
+).filter(lambda values: len(values) % LAYERS == 0)
 PERCENT = st.integers(0, 100)
 
 
@@ -89,7 +88,8 @@ def import_duo(values: list[float], **options: float):
 
 
 def kept_by_duo_attention(values: list[float], sparsity: float, seed: int) -> list[bool]:
-    """DuoAttention's rule: noise of up to 1e-6 on every value, then NumPy's quantile; the ends are all or nothing."""
+    """DuoAttention's rule: noise of up to 1e-6 on every value, then NumPy's quantile; the ends are
+    all or nothing."""
     noisy = np.array(values) + np.random.default_rng(seed).uniform(0, 1e-6, len(values))
     if sparsity >= 1:
         return [False] * len(values)
@@ -106,13 +106,17 @@ def test_without_ties_duo_attention_streams_ceil_of_the_share(order, sparsity):
     assert kept_by(made) == kept_by_duo_attention(values, sparsity / 100, seed=0)
     streaming = kept_by(made).count(False)
     # ceil(s (n - 1)), in whole numbers.
-    assert streaming == (len(values) if sparsity == 100 else -(-sparsity * (len(values) - 1) // 100))
+    assert streaming == (
+        len(values) if sparsity == 100 else -(-sparsity * (len(values) - 1) // 100)
+    )
     assert made.report.exact == len(values) - streaming
 
 
 @settings(max_examples=60, deadline=None)
 @given(values=TIED, sparsity=st.integers(1, 99))
-def test_of_tied_heads_as_many_stream_as_in_duo_attention_and_the_report_names_them(values, sparsity):
+def test_of_tied_heads_as_many_stream_as_in_duo_attention_and_the_report_names_them(
+    values, sparsity
+):
     made = import_duo(values, sparsity=sparsity / 100)
     draws = [kept_by_duo_attention(values, sparsity / 100, seed) for seed in range(8)]
     ours = kept_by(made)
@@ -141,6 +145,8 @@ def test_a_window_counts_the_token_itself_and_recent_size_does_not(tmp_path, win
     for path, content in written.files.items():
         path.write_bytes(content)
     back = duo_attention.read(Source.read(tmp_path / "full_attention_heads.tsv"), shape(2))
-    (policy,) = (policy for policy in back.artifact.kv_cache.policies.values() if policy.kind == "streaming")
+    (policy,) = (
+        policy for policy in back.artifact.kv_cache.policies.values() if policy.kind == "streaming"
+    )
     assert policy.window == max(window, 2)
     assert any("which is the least" in note.what for note in written.report.notes) == (window == 1)

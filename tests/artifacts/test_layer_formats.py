@@ -1,4 +1,5 @@
-"""Formats that name layers, KV heads or one threshold: what comes in, what goes out, and what is said of the rest.
+"""Formats that name layers, KV heads or one threshold: what comes in, what goes out, and what is
+said of the rest.
 
 The files are made here, in the exact shape of each tool's own.
 """
@@ -43,7 +44,8 @@ def there_and_back(tmp_path, name, content, target, **options):
 MODELOPT = {
     "config_groups": {
         "group_0": {
-            "algorithm": "skip_softmax", "targets": ["LlamaAttention"], "ignore": ["model.layers.0.self_attn"],
+            "algorithm": "skip_softmax", "targets": ["LlamaAttention"],
+            "ignore": ["model.layers.0.self_attn"],
             "threshold_scale_factor": {
                 "formula": "a * exp(b * target_sparsity)", "prefill": {"a": 5.5, "b": 7.0},
                 "decode": {"a": 0.2, "b": 9.0},
@@ -51,7 +53,8 @@ MODELOPT = {
             "target_sparsity": {"prefill": 0.5, "decode": 0.4},
         },
         "group_1": {
-            "algorithm": "sparse_softmax", "targets": ["LlamaAttention"], "sparsity_n": 2, "sparsity_m": 4,
+            "algorithm": "sparse_softmax", "targets": ["LlamaAttention"], "sparsity_n": 2,
+            "sparsity_m": 4,
             "dense_sink_tokens": 0, "dense_recent_tokens": 64,
         },
     },
@@ -60,15 +63,27 @@ MODELOPT = {
 
 
 def test_modelopt_there_and_back(tmp_path):
-    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 3, "sparse_attention_config": MODELOPT}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 3,
+        "sparse_attention_config": MODELOPT,
+    }
     data = json.dumps(config).encode()
-    artifact, _, there, back, file = there_and_back(tmp_path, "config.json", data, "modelopt", source="modelopt")
+    artifact, _, there, back, file = there_and_back(
+        tmp_path, "config.json", data, "modelopt", source="modelopt"
+    )
     assert file.read_bytes() == data and not back["lossy"]
-    assert artifact.prefill.layers[0] == ("dense",) * 4 and artifact.prefill.imported.format == "modelopt"
+    assert (
+        artifact.prefill.layers[0] == ("dense",) * 4
+        and artifact.prefill.imported.format == "modelopt"
+    )
     name = artifact.prefill.layers[1][0]
     assert artifact.patterns[name] == artifacts.SkipSoftmax(scale_factor=182.135)
     assert (there["heads"], there["exact"], there["lossy"]) == (12, 4, True)
-    assert effects(there) == {("chooses otherwise", 8), ("not carried over", 8)} and len(there["notes"]) == 3
+    assert (
+        effects(there) == {("chooses otherwise", 8), ("not carried over", 8)}
+        and len(there["notes"]) == 3
+    )
     assert "headwise evaluate" in there["measure"]
 
 
@@ -78,7 +93,10 @@ def test_modelopt_there_and_back(tmp_path):
         ({"algorithm": "skip_softmax", "target_sparsity": {"prefill": 0.5}}, []),
         ({"target_sparsity": 0.5}, ["decode skips 0.5 of its tiles"]),
         (
-            {"config_groups": {"a": {"sparse_algo": "softmax_skip"}}, "sparse_softmax": {"sparsity_n": 2}},
+            {
+                "config_groups": {"a": {"sparse_algo": "softmax_skip"}},
+                "sparse_softmax": {"sparsity_n": 2},
+            },
             ["of every few keys some are kept in prefill: 2 of None"],
         ),
     ],
@@ -98,20 +116,36 @@ FORMULA = "a * exp(b * target_sparsity)"
 @pytest.mark.parametrize(
     ("threshold", "target", "prefill", "decode"),
     [
-        ({"formula": FORMULA, "coefficients": FIT}, {"prefill": 0.5, "decode": 0.3}, 182.135, "0.3 of its tiles"),
+        (
+            {"formula": FORMULA, "coefficients": FIT},
+            {"prefill": 0.5, "decode": 0.3},
+            182.135,
+            "0.3 of its tiles",
+        ),
         ({"formula": "a*exp(b*target_sparsity)", **FIT}, 0.5, 182.135, "0.5 of its tiles"),
         ({"prefill": 40, "coefficients": FIT}, {"prefill": 0.9}, 40, "0.5 of its tiles"),
-        ({"prefill": FIT, "decode": {"a": 0.2, "b": 9.0}}, {"prefill": 0.5}, 182.135, "0.5 of its tiles"),
+        (
+            {"prefill": FIT, "decode": {"a": 0.2, "b": 9.0}},
+            {"prefill": 0.5},
+            182.135,
+            "0.5 of its tiles",
+        ),
         ({"prefill": FIT, "decode": {"a": 0.2, "b": 9.0}}, None, 182.135, "0.5 of its tiles"),
         ({"prefill": 40, "decode": 7}, None, 40, "tiles by a scale factor of 7"),
         (40, {"prefill": 0.9}, 40, "tiles by a scale factor of 40"),
         ({"formula": FORMULA, "prefill": FIT}, {"prefill": 0.0}, 5.5, None),
     ],
 )
-def test_every_form_of_a_scale_factor_is_read_and_decode_is_said(tmp_path, threshold, target, prefill, decode):
+def test_every_form_of_a_scale_factor_is_read_and_decode_is_said(
+    tmp_path, threshold, target, prefill, decode
+):
     """By a exp(b target): 5.5 exp(7 / 2) = 182.135. A target that is missing is 0.5."""
-    given = {"threshold_scale_factor": threshold} | ({} if target is None else {"target_sparsity": target})
-    said = convert(_write(tmp_path, given), tmp_path / "cfg.yaml", source="modelopt", layers=3, **SHAPE)
+    given = {"threshold_scale_factor": threshold} | (
+        {} if target is None else {"target_sparsity": target}
+    )
+    said = convert(
+        _write(tmp_path, given), tmp_path / "cfg.yaml", source="modelopt", layers=3, **SHAPE
+    )
     (pattern,) = load_pair(tmp_path / "cfg.yaml")[0].patterns.values()
     assert pattern == artifacts.SkipSoftmax(scale_factor=prefill)
     dropped = [note["what"] for note in said["notes"] if note["effect"] == "not carried over"]
@@ -122,22 +156,39 @@ def test_every_form_of_a_scale_factor_is_read_and_decode_is_said(tmp_path, thres
     ("given", "message"),
     [
         ({}, "has no sparse_attention_config with config_groups"),
-        ({"threshold_scale_factor": {"coefficients": {"k": 2, "p": 1}}}, "must be a number above 0, or a and b"),
+        (
+            {"threshold_scale_factor": {"coefficients": {"k": 2, "p": 1}}},
+            "must be a number above 0, or a and b",
+        ),
         ({"config_groups": 5}, "config_groups must be a mapping, got 5"),
-        ({"target_sparsity": {"prefill": 2}}, r"target_sparsity\.'prefill' must be from 0 to 1, got 2"),
-        ({"target_sparsity": 0.5, "ignore": ["lm_head"]}, "ignore: must name a layer, such as .*, got 'lm_head'"),
+        (
+            {"target_sparsity": {"prefill": 2}},
+            r"target_sparsity\.'prefill' must be from 0 to 1, got 2",
+        ),
+        (
+            {"target_sparsity": 0.5, "ignore": ["lm_head"]},
+            "ignore: must name a layer, such as .*, got 'lm_head'",
+        ),
         ({"target_sparsity": 0.5, "ignore": "x"}, "ignore must be a list of modules, got 'x'"),
-        ({"threshold_scale_factor": -1}, "threshold_scale_factor must be a number above 0, .*, got -1"),
+        (
+            {"threshold_scale_factor": -1},
+            "threshold_scale_factor must be a number above 0, .*, got -1",
+        ),
         (
             {"threshold_scale_factor": {"prefill": {"a": 1}}},
             "threshold_scale_factor must be a number above 0, .* b that",
         ),
-        ({"threshold_scale_factor": {"formula": "a", "prefill": {"a": 1, "b": 1}}}, r"formula must be .*, got 'a'"),
+        (
+            {"threshold_scale_factor": {"formula": "a", "prefill": {"a": 1, "b": 1}}},
+            r"formula must be .*, got 'a'",
+        ),
     ],
 )
 def test_configurations_that_cannot_be(tmp_path, given, message):
     with pytest.raises(ArtifactError, match=message):
-        convert(_write(tmp_path, given), tmp_path / "cfg.yaml", source="modelopt", layers=3, **SHAPE)
+        convert(
+            _write(tmp_path, given), tmp_path / "cfg.yaml", source="modelopt", layers=3, **SHAPE
+        )
 
 
 def test_what_was_imported_fits_the_model_and_is_merged_with_its_section(tmp_path):
@@ -146,11 +197,17 @@ def test_what_was_imported_fits_the_model_and_is_merged_with_its_section(tmp_pat
     options = {"full_attention_layers": "0,2", "decode_keep_tokens": 64, "num_hidden_layers": 3}
     convert(_write(tmp_path, MODELOPT), one, source="modelopt", layers=3, **SHAPE)
     convert(_write(tmp_path, options, "y.json"), two, source="sparse_vllm", **SHAPE)
-    assert main(["merge", str(one), "--decode", str(two), "--out", str(tmp_path / "both.yaml")]) == 0
+    assert (
+        main(["merge", str(one), "--decode", str(two), "--out", str(tmp_path / "both.yaml")]) == 0
+    )
     said = convert(tmp_path / "both.yaml", tmp_path / "a.json", target="modelopt")
-    assert [note["what"] for note in said["notes"]] == ["the decode section has no place in this format"]
+    assert [note["what"] for note in said["notes"]] == [
+        "the decode section has no place in this format"
+    ]
     said = convert(tmp_path / "both.yaml", tmp_path / "b.json", target="sparse_vllm")
-    assert [note["what"] for note in said["notes"]] == ["the prefill section has no place in this format"]
+    assert [note["what"] for note in said["notes"]] == [
+        "the prefill section has no place in this format"
+    ]
     assert json.loads((tmp_path / "a.json").read_text()) == MODELOPT
     assert json.loads((tmp_path / "b.json").read_text()) == options
     validated = validate.run(validate.Config(file=tmp_path / "both.yaml", level="error"))
@@ -170,30 +227,41 @@ def test_a_threshold_for_all_heads_there_and_back(tmp_path, given):
     assert set(artifact.patterns) == {"skip_3.5", "dense"}
     # As if it had been searched, so that it is not handed back as it was read.
     found = build()
-    prefill = found.prefill.model_copy(update={"layers": artifact.prefill.layers, "growth": None, "front": None})
+    prefill = found.prefill.model_copy(
+        update={"layers": artifact.prefill.layers, "growth": None, "front": None}
+    )
     own = found.model_copy(update={"patterns": artifact.patterns, "prefill": prefill})
     artifacts.save(own, tmp_path / "own.yaml")
     said = convert(tmp_path / "own.yaml", tmp_path / "x.json", target="modelopt")
-    made = json.loads((tmp_path / "x.json").read_text())["sparse_attention_config"]["config_groups"]["group_0"]
+    made = json.loads((tmp_path / "x.json").read_text())["sparse_attention_config"][
+        "config_groups"
+    ]["group_0"]
     assert made["threshold_scale_factor"]["prefill"] == {"a": 3.5, "b": 0.0}
-    assert made["ignore"] == ["model.layers.2.self_attn"] and effects(said) == {("chooses otherwise", 8)}
+    assert made["ignore"] == ["model.layers.2.self_attn"] and effects(said) == {
+        ("chooses otherwise", 8)
+    }
 
 
 def test_modelopt_of_patterns_that_were_searched(tmp_path):
     artifacts.save(build(), tmp_path / "cfg.yaml")
     said = convert(tmp_path / "cfg.yaml", tmp_path / "x.json", target="modelopt", model="my/model")
-    made = json.loads((tmp_path / "x.json").read_text())["sparse_attention_config"]["config_groups"]["group_0"]
+    made = json.loads((tmp_path / "x.json").read_text())["sparse_attention_config"][
+        "config_groups"
+    ]["group_0"]
     expected = 1 - artifacts.density.mean_density(build(), 4096)
     assert made["target_sparsity"]["prefill"] == pytest.approx(expected, abs=1e-4)
     assert made["ignore"] == ["model.layers.1.self_attn"] and made["targets"] == ["LlamaAttention"]
     assert (said["heads"], said["exact"]) == (12, 4) and "threshold_scale_factor" not in made
     assert "cfg.yaml back.yaml --model my/model --fidelity" in said["measure"]
     with pytest.raises(HeadwiseError, match="must have one group of skip_softmax, got 0"):
-        convert(_write(tmp_path, {"config_groups": {}}), tmp_path / "y.yaml", source="modelopt", **SHAPE)
+        convert(
+            _write(tmp_path, {"config_groups": {}}), tmp_path / "y.yaml", source="modelopt", **SHAPE
+        )
 
 
 def test_an_export_is_measured_by_what_the_tool_makes_of_it(tmp_path, monkeypatch):
-    """The command that the report ends with reads the file into the model that it was written from."""
+    """The command that the report ends with reads the file into the model that it was written
+    from."""
     monkeypatch.chdir(tmp_path)
     artifacts.save(build(), tmp_path / "cfg.yaml")
     for target in ("minference", "sparse_attention_config", "modelopt"):
@@ -201,14 +269,22 @@ def test_an_export_is_measured_by_what_the_tool_makes_of_it(tmp_path, monkeypatc
         words = command.partition("headwise ")[2].partition(" && ")[0].split()
         assert main(words) == 0
         back = load_pair(tmp_path / "back.yaml")[0].model
-        assert (back.num_layers, back.num_heads, back.num_kv_heads, back.max_positions) == (3, 4, 2, 8192), target
+        assert (back.num_layers, back.num_heads, back.num_kv_heads, back.max_positions) == (
+            3,
+            4,
+            2,
+            8192,
+        ), target
 
 
 @pytest.mark.parametrize(
-    ("format", "content"), [("modelopt", MODELOPT), ("sparse_vllm", {"full_attention_layers": "0,2"})]
+    ("format", "content"),
+    [("modelopt", MODELOPT), ("sparse_vllm", {"full_attention_layers": "0,2"})],
 )
 def test_a_file_that_does_not_say_how_many_layers_there_are(tmp_path, format, content):
-    with pytest.raises(ArtifactError, match=r"does not say how many layers the model has: give .* --layers"):
+    with pytest.raises(
+        ArtifactError, match=r"does not say how many layers the model has: give .* --layers"
+    ):
         convert(_write(tmp_path, content), tmp_path / "cfg.yaml", source=format, **SHAPE)
 
 
@@ -221,13 +297,18 @@ def _write(tmp_path, value, name="x.json"):
     "given",
     [
         {"index_topk_pattern": "FFSSFS"},
-        {"indexer_types": ["full", "full", "shared", "shared", "full", "shared"], "index_topk_pattern": "FSSSSS"},
+        {
+            "indexer_types": ["full", "full", "shared", "shared", "full", "shared"],
+            "index_topk_pattern": "FSSSSS",
+        },
     ],
 )
 def test_index_pattern_there_and_back(tmp_path, given):
     config = {"num_hidden_layers": 6, "index_topk": 1024, **given}
     data = json.dumps(config).encode()
-    artifact, _, there, back, file = there_and_back(tmp_path, "config.json", data, "index_topk_pattern")
+    artifact, _, there, back, file = there_and_back(
+        tmp_path, "config.json", data, "index_topk_pattern"
+    )
     omnikv = artifact.decode.omnikv
     assert (omnikv.filter_layers, omnikv.dense_layers, omnikv.budget) == ((1, 4), (), 1024)
     made = json.loads(file.read_text())
@@ -238,9 +319,13 @@ def test_index_pattern_there_and_back(tmp_path, given):
     assert effects(back) == {("keeps less", 3), ("chooses otherwise", 3)}
 
 
-@pytest.mark.parametrize(("offset", "expected"), [({}, "FFSSSFSSSF"), ({"index_skip_topk_offset": 3}, "FFFSSSFSSS")])
+@pytest.mark.parametrize(
+    ("offset", "expected"), [({}, "FFSSSFSSSF"), ({"index_skip_topk_offset": 3}, "FFFSSSFSSS")]
+)
 def test_index_frequencies_are_read_as_the_tools_read_them(tmp_path, offset, expected):
-    file = _write(tmp_path, {"num_hidden_layers": 10, "index_topk_freq": 4, **offset}, "config.json")
+    file = _write(
+        tmp_path, {"num_hidden_layers": 10, "index_topk_freq": 4, **offset}, "config.json"
+    )
     convert(file, tmp_path / "cfg.yaml", **SHAPE)
     convert(tmp_path / "cfg.yaml", tmp_path / "back.json", target="index_topk_pattern")
     assert json.loads((tmp_path / "back.json").read_text())["index_topk_pattern"] == expected
@@ -249,15 +334,24 @@ def test_index_frequencies_are_read_as_the_tools_read_them(tmp_path, offset, exp
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_hidden_layers": 3, "index_topk_pattern": "SFS"}, "the first layer must attend to everything"),
+        (
+            {"num_hidden_layers": 3, "index_topk_pattern": "SFS"},
+            "the first layer must attend to everything",
+        ),
         ({"num_hidden_layers": 3, "index_topk_pattern": "FFF"}, "no layer takes tokens of another"),
-        ({"num_hidden_layers": 3, "index_topk_pattern": "FXS"}, "must have F or S for each layer, got 'FXS'"),
+        (
+            {"num_hidden_layers": 3, "index_topk_pattern": "FXS"},
+            "must have F or S for each layer, got 'FXS'",
+        ),
         ({"num_hidden_layers": 4, "index_topk_pattern": "FS"}, "has 2 layers, the model has 4"),
         (
             {"num_hidden_layers": 3, "index_topk_pattern": "FSS", "index_topk": 0},
             "the budget must be a number of tokens",
         ),
-        ({"num_hidden_layers": 3}, "has no index_topk_pattern, no indexer_types, and no index_topk_freq"),
+        (
+            {"num_hidden_layers": 3},
+            "has no index_topk_pattern, no indexer_types, and no index_topk_freq",
+        ),
         ({"index_topk_freq": 0, "num_hidden_layers": 3}, "has no index_topk_pattern"),
         ([], "must be a JSON object"),
     ],
@@ -270,7 +364,8 @@ def test_index_patterns_that_cannot_be(tmp_path, config, message):
 
 def test_sparse_vllm_there_and_back(tmp_path):
     options = {
-        "sparse_method": "omnikv", "full_attention_layers": "0,2,3", "decode_keep_tokens": 2048, "sink_keep_tokens": 4,
+        "sparse_method": "omnikv", "full_attention_layers": "0,2,3", "decode_keep_tokens": 2048,
+        "sink_keep_tokens": 4,
         "recent_keep_tokens": 32, "engine_prefill_chunk_size": 4096,
     }  # fmt: skip
     data = json.dumps(options).encode()
@@ -290,7 +385,12 @@ def test_sparse_vllm_there_and_back(tmp_path):
 
 
 def test_what_the_search_of_sparse_vllm_selected(tmp_path):
-    found = {"selected_full_layers": [0, 3], "full_attention_layers": "0,3", "num_hidden_layers": 5, "topk": 512}
+    found = {
+        "selected_full_layers": [0, 3],
+        "full_attention_layers": "0,3",
+        "num_hidden_layers": 5,
+        "topk": 512,
+    }
     convert(_write(tmp_path, found, "selected_full_layers.json"), tmp_path / "cfg.yaml", **SHAPE)
     omnikv = load_pair(tmp_path / "cfg.yaml")[0].decode.omnikv
     assert (omnikv.filter_layers, omnikv.budget) == ((0, 3), 512)
@@ -299,11 +399,17 @@ def test_what_the_search_of_sparse_vllm_selected(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sparse_method": "snapkv", "full_attention_layers": "0"}, "sparse_method: must be omnikv, got 'snapkv'"),
+        (
+            {"sparse_method": "snapkv", "full_attention_layers": "0"},
+            "sparse_method: must be omnikv, got 'snapkv'",
+        ),
         ({"full_attention_layers": "zero"}, "must be layers such as '0,2,7', got 'zero'"),
         ({"full_attention_layers": [0, 9]}, "layers the model has|which model is it"),
         ({"full_attention_layers": [-1]}, "must be layers such as"),
-        ({"full_attention_layers": "0", "decode_keep_tokens": 0.5}, "the budget must be a number of tokens"),
+        (
+            {"full_attention_layers": "0", "decode_keep_tokens": 0.5},
+            "the budget must be a number of tokens",
+        ),
     ],
 )
 def test_options_that_cannot_be(tmp_path, options, message):
@@ -326,7 +432,11 @@ def test_kascade_there_and_back(tmp_path):
     assert artifact.decode.omnikv.filter_layers == (0, 2) and artifact.decode.omnikv.budget == 0.1
     assert file.read_bytes() == data
     assert not arrays
-    assert there["heads"] == 8 and ("chooses otherwise", 4) in effects(there) and ("computes more", 2) in effects(there)
+    assert (
+        there["heads"] == 8
+        and ("chooses otherwise", 4) in effects(there)
+        and ("computes more", 2) in effects(there)
+    )
     assert any("--recompute_layers 0 2 --topk 10" in note["what"] for note in back["notes"])
     with pytest.raises(ArtifactError, match=r"call it MODEL_layers_0_2\.npy"):
         convert(tmp_path / "cfg.yaml", tmp_path / "map.npy", target="kascade")
@@ -382,7 +492,10 @@ def test_tensors_that_cannot_be(tmp_path):
             (torch.zeros(3), "must be of shape"),
             (torch.full((2, 2), 2.0), "must hold scores from 0 to 1, got 2 to 2"),
             (torch.tensor([[0.5, float("nan")]]), "must hold scores from 0 to 1"),
-            (torch.zeros(2, 2, dtype=torch.int64), "is no .pt file of one tensor of floating-point numbers"),
+            (
+                torch.zeros(2, 2, dtype=torch.int64),
+                "is no .pt file of one tensor of floating-point numbers",
+            ),
             ({"a": torch.zeros(2)}, "is no .pt file of one tensor"),
             (torch.zeros(1).expand(2**30, 2**30), "must be of shape"),
             (torch.zeros(2, 2).to_sparse(), "is no .pt file of one tensor"),
@@ -396,7 +509,9 @@ def test_tensors_that_cannot_be(tmp_path):
         archive.writestr("archive/data.pkl", pickle.dumps(Evil()))
     with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(2**23))
-    with pytest.raises(ArtifactError, match=r"bomb\.pt: is no \.pt file of one tensor: 'unpacks to 8388608 bytes'"):
+    with pytest.raises(
+        ArtifactError, match=r"bomb\.pt: is no \.pt file of one tensor: 'unpacks to 8388608 bytes'"
+    ):
         convert(tmp_path / "bomb.pt", tmp_path / "cfg.yaml", **SHAPE)
     for data in (b"", b"nonsense", (tmp_path / "evil.pt").read_bytes()):
         (tmp_path / "x.pt").write_bytes(data)

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 import artifacts
-from artifacts import AShape, BlockSparse, Dense, Dilated, Imported, Streaming, VerticalSlash, pattern_name
+from artifacts import (
+    AShape,
+    BlockSparse,
+    Dense,
+    Dilated,
+    Imported,
+    Streaming,
+    VerticalSlash,
+    pattern_name,
+)
 from artifacts.arguments import STDOUT
 from artifacts.commands.validate import Config, run
 from artifacts.lint import Case, lint
@@ -23,8 +32,15 @@ IMPORT = Imported(format="minference", file="x.json", sha256="a" * 64, scores="r
 def good(**changes: Any) -> artifacts.Artifact:
     """An artifact that lint has nothing to say of."""
     artifact = build()
-    calibration = artifact.search.calibration.model_copy(update={"lengths": (4096, 8192), "samples": 3})
-    patterns = (VerticalSlash(vertical=64, slash=256), AShape(sink=64, window=512), BlockSparse(blocks=9), Dense())
+    calibration = artifact.search.calibration.model_copy(
+        update={"lengths": (4096, 8192), "samples": 3}
+    )
+    patterns = (
+        VerticalSlash(vertical=64, slash=256),
+        AShape(sink=64, window=512),
+        BlockSparse(blocks=9),
+        Dense(),
+    )
     names = [pattern_name(pattern) for pattern in patterns]
     return artifact.model_copy(
         update={
@@ -32,7 +48,11 @@ def good(**changes: Any) -> artifacts.Artifact:
             "patterns": dict(zip(names, patterns, strict=True)),
             "prefill": artifact.prefill.model_copy(
                 update={
-                    "layers": ((names[0], names[0], names[1], names[2]), None, (names[0], names[0], names[1], names[3]))
+                    "layers": (
+                        (names[0], names[0], names[1], names[2]),
+                        None,
+                        (names[0], names[0], names[1], names[3]),
+                    )
                 }
             ),
         }
@@ -43,7 +63,10 @@ def good(**changes: Any) -> artifacts.Artifact:
 def good_arrays() -> dict[str, np.ndarray]:
     recall = np.full((3, 4), 0.93, dtype=np.float32)
     recall[1] = np.nan
-    return {"chosen.recall": recall, "chosen.density": np.where(np.isnan(recall), np.nan, 0.24).astype(np.float32)}
+    return {
+        "chosen.recall": recall,
+        "chosen.density": np.where(np.isnan(recall), np.nan, 0.24).astype(np.float32),
+    }
 
 
 def uniform(*patterns: artifacts.Pattern) -> dict[str, Any]:
@@ -76,7 +99,11 @@ def prefilled(**changes: Any) -> dict[str, Any]:
 
 
 def measured(**changes: Any) -> dict[str, Any]:
-    return {"evidence": artifacts.Evidence(measurements=(good().evidence.measurements[0].model_copy(update=changes),))}
+    return {
+        "evidence": artifacts.Evidence(
+            measurements=(good().evidence.measurements[0].model_copy(update=changes),)
+        )
+    }
 
 
 def decoding(**changes: Any) -> dict[str, Any]:
@@ -128,8 +155,12 @@ def test_nothing_odd():
 def test_each_finding(changes, code):
     artifact = good(**changes)
     if code == "no-tail":
-        artifact = good(**uniform(AShape(sink=64, window=512), Dilated(sink=64, window=512, dilation=2)))
-        artifact = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 0})})
+        artifact = good(
+            **uniform(AShape(sink=64, window=512), Dilated(sink=64, window=512, dilation=2))
+        )
+        artifact = artifact.model_copy(
+            update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 0})}
+        )
     assert code in codes(artifact)
     assert code not in codes(good())
 
@@ -150,7 +181,8 @@ def test_powers_that_nobody_fitted(growth, lengths, odd):
 
 
 def test_a_pattern_is_looked_at_as_large_as_it_gets():
-    """Half of 4,096 tokens is more than all of the 8,192 that the model takes, if it grows tenfold on the way."""
+    """Half of 4,096 tokens is more than all of the 8,192 that the model takes, if it grows tenfold
+    on the way."""
     powers = artifacts.Growth(length=64, powers={"a_shape": {"window": 1.0}})
     assert "beyond-model" in codes(good(**prefilled(growth=powers)))
     assert "near-dense" in codes(good(**prefilled(growth=powers)))
@@ -158,7 +190,9 @@ def test_a_pattern_is_looked_at_as_large_as_it_gets():
 
 def fronted(**changes):
     point = artifacts.Point(cost=1.0, speedup=2.0, kl=0.1, recall=0.9, density=0.2)
-    front = artifacts.Front(length=8192, unit="flops", dense_cost=2.0, measured_on="held_out", points=(point,))
+    front = artifacts.Front(
+        length=8192, unit="flops", dense_cost=2.0, measured_on="held_out", points=(point,)
+    )
     return prefilled(front=front.model_copy(update=changes))
 
 
@@ -173,7 +207,9 @@ def test_names_that_say_other_sizes():
     patterns = {"a_64_512": b, "other": a}
     row = ("a_64_512", "other") * 2
     prefill = artifact.prefill.model_copy(update={"layers": (row, None, row)})
-    assert "misnamed" in codes(artifact.model_copy(update={"patterns": patterns, "prefill": prefill}))
+    assert "misnamed" in codes(
+        artifact.model_copy(update={"patterns": patterns, "prefill": prefill})
+    )
 
 
 @pytest.mark.parametrize(

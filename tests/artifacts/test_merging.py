@@ -20,7 +20,9 @@ POLICIES = {"f": artifacts.Full(), "s": artifacts.Streaming(sinks=4, window=100)
 
 def omnikv(**changes):
     section = build_every_kind()[0].decode.omnikv
-    return artifacts.Decode(omnikv=section.model_copy(update={"filter_layers": (0,), "dense_layers": ()} | changes))
+    return artifacts.Decode(
+        omnikv=section.model_copy(update={"filter_layers": (0,), "dense_layers": ()} | changes)
+    )
 
 
 @pytest.fixture
@@ -47,14 +49,23 @@ def test_prefill_of_a_decode_of_b(files, arrays):
     assert merged.evidence == a.evidence and merged.kv_cache is None
     assert beside.keys() == arrays.keys() | {"similarity.mass"}
     np.testing.assert_array_equal(beside["chosen.recall"], arrays["chosen.recall"])
-    assert outcome.text.splitlines()[2] == f"  decode    {files['b']}" and "measure the whole again" in outcome.text
+    assert (
+        outcome.text.splitlines()[2] == f"  decode    {files['b']}"
+        and "measure the whole again" in outcome.text
+    )
 
 
 def test_prefill_of_b_decode_left_out_kv_cache_of_c(files):
-    config = Config(file=files["c"], prefill=files["b"], decode="none", out=files["out"], as_json=STDOUT)
+    config = Config(
+        file=files["c"], prefill=files["b"], decode="none", out=files["out"], as_json=STDOUT
+    )
     data = json.loads(run(config).text)
     merged, beside = load_pair(files["out"])
-    assert data["sections"] == {"prefill": str(files["b"]), "decode": None, "kv_cache": str(files["c"])}
+    assert data["sections"] == {
+        "prefill": str(files["b"]),
+        "decode": None,
+        "kv_cache": str(files["c"]),
+    }
     assert merged.decode is None and merged.kv_cache.policies == POLICIES
     assert beside.keys() == {"chosen.recall", "imported.full_attention"}
     assert data["content_sha256"] == merged.content_sha256
@@ -64,7 +75,11 @@ def test_cost_tables_go_with_the_search(tmp_path):
     artifact, beside = build_every_kind()
     save(artifact, tmp_path / "a.yaml", beside)
     save(
-        build(model=artifact.model, patterns={}, prefill=artifacts.Prefill(dense_below=0, layers=(None,) * 5)),
+        build(
+            model=artifact.model,
+            patterns={},
+            prefill=artifacts.Prefill(dense_below=0, layers=(None,) * 5),
+        ),
         tmp_path / "b.yaml",
     )
     run(Config(file=tmp_path / "b.yaml", prefill=tmp_path / "a.yaml", out=tmp_path / "out.yaml"))
@@ -76,7 +91,10 @@ def test_cost_tables_go_with_the_search(tmp_path):
 def test_in_place(files):
     run(Config(file=files["a"], kv_cache=str(files["c"]), out=files["a"]))
     assert load_pair(files["a"])[0].kv_cache is not None
-    assert sorted(path.suffix for path in files["a"].parent.glob("a.*")) == [".safetensors", ".yaml"]
+    assert sorted(path.suffix for path in files["a"].parent.glob("a.*")) == [
+        ".safetensors",
+        ".yaml",
+    ]
 
 
 def test_in_place_what_another_wrote_meanwhile_is_kept(files, monkeypatch):
@@ -88,7 +106,10 @@ def test_in_place_what_another_wrote_meanwhile_is_kept(files, monkeypatch):
     def slow(file):
         pair = read(file)
         if file == files["c"]:
-            update(files["a"], lambda artifact, arrays: (artifact.model_copy(update={"decode": omnikv()}), arrays))
+            update(
+                files["a"],
+                lambda artifact, arrays: (artifact.model_copy(update={"decode": omnikv()}), arrays),
+            )
         return pair
 
     monkeypatch.setattr(verb, "load_pair", slow)
@@ -123,7 +144,13 @@ def test_unlike_models_are_refused_by_the_first_field(files, tmp_path, changes, 
 
 def test_an_import_learns_the_model(files, tmp_path):
     other = unlike(
-        tmp_path, "d.yaml", name="file", architecture=None, config_sha256=None, weights_sha256=None, rope=None
+        tmp_path,
+        "d.yaml",
+        name="file",
+        architecture=None,
+        config_sha256=None,
+        weights_sha256=None,
+        rope=None,
     )
     run(Config(file=other, prefill=files["a"], out=files["out"]))
     assert load_pair(files["out"])[0].model == load_pair(files["a"])[0].model

@@ -9,15 +9,29 @@ import pytest
 
 from artifacts import HeadwiseError, arguments
 from artifacts.command_line import ArgumentParser
-from artifacts.options import BETWEEN_0_AND_1, add_arguments, arg, at_least, check_ranges, config_of, option, shared
+from artifacts.options import (
+    BETWEEN_0_AND_1,
+    add_arguments,
+    arg,
+    at_least,
+    check_ranges,
+    config_of,
+    option,
+    shared,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     file: Path = arg(metavar="FILE")
-    share: float | None = arg("--target-share", default=None, either="total", within=BETWEEN_0_AND_1)
+    share: float | None = arg(
+        "--target-share", default=None, either="total", within=BETWEEN_0_AND_1
+    )
     layers: tuple[int, ...] | None = arg(
-        "--by-hand", default=None, either="total", read=lambda text: tuple(map(int, text.split(",")))
+        "--by-hand",
+        default=None,
+        either="total",
+        read=lambda text: tuple(map(int, text.split(","))),
     )
     at_most: int = option("so many", default=3, within=at_least(1))
     tasks: tuple[str, ...] = shared(arguments.add_task, "what is asked", default=("prose",))
@@ -38,9 +52,23 @@ def test_what_is_typed_has_the_fields_types_and_the_rest_its_defaults() -> None:
     found = parsed("a.yaml", "--target-share", "0.5")
     assert found == Config(file=Path("a.yaml"), share=0.5, command="typed")
     found = parsed(
-        "a.yaml", "--by-hand", "1,2", "--at-most", "4", "--task", "passkey", "--task", "chain", "--no-picture"
+        "a.yaml",
+        "--by-hand",
+        "1,2",
+        "--at-most",
+        "4",
+        "--task",
+        "passkey",
+        "--task",
+        "chain",
+        "--no-picture",
     )
-    assert (found.layers, found.at_most, found.tasks, found.picture) == ((1, 2), 4, ("passkey", "chain"), False)
+    assert (found.layers, found.at_most, found.tasks, found.picture) == (
+        (1, 2),
+        4,
+        ("passkey", "chain"),
+        False,
+    )
 
 
 def test_the_help_says_a_numbers_default() -> None:
@@ -67,13 +95,19 @@ def test_a_parser_can_have_some_of_the_fields_only(capsys: pytest.CaptureFixture
         (("--target-share", "0.5", "--at-most", "0"), "--at-most must be at least 1, got 0"),
     ],
 )
-def test_a_value_out_of_its_range_is_named_as_it_was_typed(words: tuple[str, ...], says: str) -> None:
+def test_a_value_out_of_its_range_is_named_as_it_was_typed(
+    words: tuple[str, ...], says: str
+) -> None:
     with pytest.raises(HeadwiseError, match=says):
         parsed("a.yaml", *words)
 
 
-@pytest.mark.parametrize("words", [(), ("--target-share", "0.5", "--by-hand", "1"), ("--target-share", "much")])
-def test_one_of_a_set_has_to_be_given(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [(), ("--target-share", "0.5", "--by-hand", "1"), ("--target-share", "much")]
+)
+def test_one_of_a_set_has_to_be_given(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         parsed("a.yaml", *words)
     assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1

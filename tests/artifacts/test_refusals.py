@@ -1,7 +1,7 @@
 """Files that are refused, each in one line: the file, the field, the value and what would be right.
 
-The files that were made to break a reader are each read in a process of its own, within 150 MiB and 10 s.
-"""
+The files that were made to break a reader are each read in a process of its own, within 150 MiB and
+10 s."""
 
 from __future__ import annotations
 
@@ -32,11 +32,23 @@ EDITS = [
         ["search.summary.recal: unknown field, did you mean recall? (and 1 more)"],
     ),
     ("evidence:", "evidenc:", ["evidenc: unknown field, did you mean evidence?"]),
-    ("    recall: 0.93", "    recall: 1.93", ["search.summary.recall: must be from 0 to 1, got 1.93"]),
+    (
+        "    recall: 0.93",
+        "    recall: 1.93",
+        ["search.summary.recall: must be from 0 to 1, got 1.93"],
+    ),
     ("    recall: 0.93", "    recall: .nan", ["readers disagree about '.nan'"]),
-    ("error: 1.0e-05", "error: -1.0e+999", ["search.summary.error: must be a finite number, got -inf"]),
+    (
+        "error: 1.0e-05",
+        "error: -1.0e+999",
+        ["search.summary.error: must be a finite number, got -inf"],
+    ),
     ("error: 1.0e-05", "error: -1.0", ["search.summary.error: must be at least 0", "got -1.0"]),
-    ("    recall: 0.93", "    recall: '0.93'", ["search.summary.recall: must be a number, got '0.93'"]),
+    (
+        "    recall: 0.93",
+        "    recall: '0.93'",
+        ["search.summary.recall: must be a number, got '0.93'"],
+    ),
     ("seed: 7", "seed: 7.0", ["search.seed: must be a whole number, got 7.0"]),
     ("seed: 7", "seed: true", ["search.seed: must be a whole number, got true"]),
     ("seed: 7", "seed: ", ["search.seed: must be a whole number, got null"]),
@@ -45,13 +57,21 @@ EDITS = [
     ("  name: tiny", "  name: tiny\n  name: other", ["line 7: the key 'name' is given twice"]),
     ("  name: tiny", "  name: &a tiny", ["line 6: anchors, aliases and tags are not allowed"]),
     ("  name: tiny", "  name: *a", ["line 6: anchors, aliases and tags are not allowed"]),
-    ("  name: tiny", "  name: !!python/name:os.system tiny", ["line 6: anchors, aliases and tags are not allowed"]),
+    (
+        "  name: tiny",
+        "  name: !!python/name:os.system tiny",
+        ["line 6: anchors, aliases and tags are not allowed"],
+    ),
     (
         "factors: [1.0e-05, 2]",
         "factors: [1.0e-05, 1.0e+999]",
         ["model.rope: must hold finite numbers", "factors[1]"],
     ),
-    ("num_kv_heads: 2", "num_kv_heads: 3", ["model: num_kv_heads must divide num_heads (4), got 3"]),
+    (
+        "num_kv_heads: 2",
+        "num_kv_heads: 3",
+        ["model: num_kv_heads must divide num_heads (4), got 3"],
+    ),
     ("num_layers: 3", "num_layers: 4", ["prefill.layers has 3 rows, the model has 4 layers"]),
     (
         "lengths: [4096]",
@@ -60,31 +80,94 @@ EDITS = [
     ),
     ("lengths: [4096]", "lengths: []", ["search.calibration.lengths: must not be empty"]),
     ("lengths: [4096]", "lengths: 4096", ["search.calibration.lengths: must be a list, got 4096"]),
-    ("winners: {v", "winners: {w", ["search.summary.winners.wertical_slash: must be one of dense, a_shape,"]),
-    ("blocks: 9, coverage: null", "blocks: 9, coverage: 1.5", ["patterns.bs_9.coverage: must be at most 1", "got 1.5"]),
-    ("blocks: 9, coverage: null", "blocks: 9, coverage: 0.0", ["patterns.bs_9.coverage: must be more than 0"]),
-    ("blocks: 9, coverage: null", "blocks: 9, coverage: half", ["bs_9.coverage: must be a number, got 'half'"]),
-    ("vertical: 100,", "vertical: 0,", ["patterns.vs_100_1800.vertical: must be at least 1, got 0"]),
-    ("last_q: 32", "last_q: 2048", ["patterns.vs_30_2048_q32.last_q: must be at most 1024, got 2048"]),
-    ("kind: block_sparse", "kind: blocks", ["patterns.bs_9.kind: must be one of 'dense', ", "got 'blocks'"]),
+    (
+        "winners: {v",
+        "winners: {w",
+        ["search.summary.winners.wertical_slash: must be one of dense, a_shape,"],
+    ),
+    (
+        "blocks: 9, coverage: null",
+        "blocks: 9, coverage: 1.5",
+        ["patterns.bs_9.coverage: must be at most 1", "got 1.5"],
+    ),
+    (
+        "blocks: 9, coverage: null",
+        "blocks: 9, coverage: 0.0",
+        ["patterns.bs_9.coverage: must be more than 0"],
+    ),
+    (
+        "blocks: 9, coverage: null",
+        "blocks: 9, coverage: half",
+        ["bs_9.coverage: must be a number, got 'half'"],
+    ),
+    (
+        "vertical: 100,",
+        "vertical: 0,",
+        ["patterns.vs_100_1800.vertical: must be at least 1, got 0"],
+    ),
+    (
+        "last_q: 32",
+        "last_q: 2048",
+        ["patterns.vs_30_2048_q32.last_q: must be at most 1024, got 2048"],
+    ),
+    (
+        "kind: block_sparse",
+        "kind: blocks",
+        ["patterns.bs_9.kind: must be one of 'dense', ", "got 'blocks'"],
+    ),
     ("kind: block_sparse, ", "", ["patterns.bs_9.kind: missing, must be one of dense,"]),
     ("bs_9: {kind", "b/9: {kind", ["patterns.'b/9': must be a letter and then", "got 'b/9'"]),
-    ("bs_9: {kind: block_sparse, blocks: 9, coverage: null}", "bs_9: 9", ["patterns.bs_9: must be a mapping, got 9"]),
+    (
+        "bs_9: {kind: block_sparse, blocks: 9, coverage: null}",
+        "bs_9: 9",
+        ["patterns.bs_9: must be a mapping, got 9"],
+    ),
     ("bs_9: {", "bs_8: {kind: dense}\n  bs_9: {", ["patterns.bs_8 is used by no head: remove it"]),
-    (", bs_9]", ", bs_8]", ["prefill.layers[0][3]: no pattern is called 'bs_8', did you mean bs_9?"]),
+    (
+        ", bs_9]",
+        ", bs_8]",
+        ["prefill.layers[0][3]: no pattern is called 'bs_8', did you mean bs_9?"],
+    ),
     (", bs_9]", "]", ["prefill.layers[0] has 3 names, the model has 4 query heads"]),
     ("  - null", "  - [bs_9, null, bs_9, bs_9]", ["prefill.layers[1][1]: must be text, got null"]),
     ("  - null", "  - dense", ["prefill.layers[1]: must be a list, got 'dense'"]),
-    ("    baseline: 3.75", "    baseline: null", ["evidence.measurements[0]: baseline and baseline_name go together"]),
+    (
+        "    baseline: 3.75",
+        "    baseline: null",
+        ["evidence.measurements[0]: baseline and baseline_name go together"],
+    ),
     ("created_at: '2025", "created_at: 'x2025", ["created_at: must be a UTC time like"]),
     *(
-        ("schema_version: 1", f"schema_version: {wrong}", [f"schema_version: this headwise reads 1, got {said}: "])
-        for wrong, said in (("0", 0), ("9", 9), ("'1'", "'1'"), ("1.0", 1.0), ("true", True), ("", None))
+        (
+            "schema_version: 1",
+            f"schema_version: {wrong}",
+            [f"schema_version: this headwise reads 1, got {said}: "],
+        )
+        for wrong, said in (
+            ("0", 0),
+            ("9", 9),
+            ("'1'", "'1'"),
+            ("1.0", 1.0),
+            ("true", True),
+            ("", None),
+        )
     ),
     ("schema_version: 1", "version: 2", ["schema_version: this headwise reads 1, got None: "]),
-    ("sidecar: {file: cfg", "sidecar: {file: ../cfg", ["sidecar.file: must be the bare name", "got '../cfg"]),
-    ("sidecar: {file: cfg", "sidecar: {file: /cfg", ["sidecar.file: must be the bare name", "got '/cfg"]),
-    ("sidecar: {file: cfg", "sidecar: {file: c:cfg", ["sidecar.file: must be the bare name", "got 'c:cfg"]),
+    (
+        "sidecar: {file: cfg",
+        "sidecar: {file: ../cfg",
+        ["sidecar.file: must be the bare name", "got '../cfg"],
+    ),
+    (
+        "sidecar: {file: cfg",
+        "sidecar: {file: /cfg",
+        ["sidecar.file: must be the bare name", "got '/cfg"],
+    ),
+    (
+        "sidecar: {file: cfg",
+        "sidecar: {file: c:cfg",
+        ["sidecar.file: must be the bare name", "got 'c:cfg"],
+    ),
     ("sidecar: {file: cfg", "sidecar: {file: other", ["sidecar.file: 'other.", "is missing"]),
 ]
 
@@ -98,7 +181,9 @@ def line(path) -> str:
     return text
 
 
-@pytest.mark.parametrize(("old", "new", "expected"), EDITS, ids=[new.strip()[:40] for _, new, _ in EDITS])
+@pytest.mark.parametrize(
+    ("old", "new", "expected"), EDITS, ids=[new.strip()[:40] for _, new, _ in EDITS]
+)
 def test_edited_by_hand(edit, old, new, expected):
     path = edit(old, new)
     text = line(path)
@@ -108,7 +193,9 @@ def test_edited_by_hand(edit, old, new, expected):
 
 
 def test_a_change_that_the_hash_leaves_out_is_no_damage(edit):
-    assert load(edit("--model tiny", "--model ./tiny")).search.command.endswith("--model ./tiny --out cfg.yaml")
+    assert load(edit("--model tiny", "--model ./tiny")).search.command.endswith(
+        "--model ./tiny --out cfg.yaml"
+    )
 
 
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999])
@@ -157,7 +244,9 @@ def test_sidecar_missing_changed_or_a_directory(saved):
             read(saved)
     sidecar.unlink()
     for read in (load, load_arrays):
-        with pytest.raises(ArtifactError, match=r"sidecar\.file: .* is missing from .*belong together"):
+        with pytest.raises(
+            ArtifactError, match=r"sidecar\.file: .* is missing from .*belong together"
+        ):
             read(saved)
     assert load(saved, check_sidecar=False).model.name == "tiny"
     sidecar.mkdir()
@@ -176,7 +265,8 @@ def with_sidecar(path, file, data):
 
 @pytest.mark.parametrize(
     "name",
-    ["../cfg.safetensors", "/etc/passwd", "..\\cfg.safetensors", "a/../../b.safetensors", "..", ".safetensors",
+    ["../cfg.safetensors", "/etc/passwd", "..\\cfg.safetensors", "a/../../b.safetensors", "..",
+    ".safetensors",
      "c:x.safetensors", "x.safetensors/", "x.safetensors\0", "passwd"],
 )  # fmt: skip
 def test_a_sidecar_elsewhere_is_refused_whatever_its_hash(saved, name):
@@ -185,17 +275,39 @@ def test_a_sidecar_elsewhere_is_refused_whatever_its_hash(saved, name):
 
 
 STATIC = [
-    ("static.mean.columns", None, "patterns.static_mean: the sidecar has no array static.mean.columns"),
+    (
+        "static.mean.columns",
+        None,
+        "patterns.static_mean: the sidecar has no array static.mean.columns",
+    ),
     ("static.mean.diagonals", None, "of static patterns it has: static.mean.columns"),
-    ("static.mean.columns", np.array([1, 2]), "static.mean.columns must be one row of int32, got int64 of shape (2,)"),
-    ("static.mean.columns", np.zeros((1, 2), np.int32), "must be one row of int32, got int32 of shape (1, 2)"),
-    ("static.mean.columns", np.array([-1, 2], np.int32), "static.mean.columns must hold positions from 0 on, got -1"),
-    ("static.mean.diagonals", np.array([0, 3, 3], np.int32), "static.mean.diagonals must be ascending, got 3 after 3"),
+    (
+        "static.mean.columns",
+        np.array([1, 2]),
+        "static.mean.columns must be one row of int32, got int64 of shape (2,)",
+    ),
+    (
+        "static.mean.columns",
+        np.zeros((1, 2), np.int32),
+        "must be one row of int32, got int32 of shape (1, 2)",
+    ),
+    (
+        "static.mean.columns",
+        np.array([-1, 2], np.int32),
+        "static.mean.columns must hold positions from 0 on, got -1",
+    ),
+    (
+        "static.mean.diagonals",
+        np.array([0, 3, 3], np.int32),
+        "static.mean.diagonals must be ascending, got 3 after 3",
+    ),
     ("static.mean.diagonals", np.array([0, 3, 1], np.int32), "must be ascending, got 1 after 3"),
 ]
 
 
-@pytest.mark.parametrize(("name", "array", "expected"), STATIC, ids=[expected[-30:] for *_, expected in STATIC])
+@pytest.mark.parametrize(
+    ("name", "array", "expected"), STATIC, ids=[expected[-30:] for *_, expected in STATIC]
+)
 def test_arrays_of_static_patterns(tmp_path, every_kind, monkeypatch, name, array, expected):
     """Refused when they are written, and when a file that another writer made is read."""
     artifact, arrays = every_kind
@@ -215,7 +327,8 @@ def test_arrays_of_static_patterns(tmp_path, every_kind, monkeypatch, name, arra
 
 def test_static_patterns_need_a_sidecar(tmp_path, every_kind, monkeypatch):
     with pytest.raises(
-        ArtifactError, match=r"static_mean: the array static\.mean\.columns must be in the sidecar, and"
+        ArtifactError,
+        match=r"static_mean: the array static\.mean\.columns must be in the sidecar, and",
     ):
         save(every_kind[0], tmp_path / "cfg.yaml")
 
@@ -226,7 +339,9 @@ def test_a_wrong_copy_is_refused_before_anything_is_written(tmp_path, make):
     with pytest.raises(ArtifactError, match=r"prefill\.layers\[0\]\[0\]: no pattern is called"):
         save(broken, tmp_path / "cfg.yaml")
     summary = artifact.search.summary.model_copy(update={"error": float("nan")})
-    broken = artifact.model_copy(update={"search": artifact.search.model_copy(update={"summary": summary})})
+    broken = artifact.model_copy(
+        update={"search": artifact.search.model_copy(update={"summary": summary})}
+    )
     with pytest.raises(ArtifactError, match=r"search\.summary\.error: must be"):
         save(broken, tmp_path / "cfg.yaml")
     assert list(tmp_path.iterdir()) == []
@@ -268,7 +383,9 @@ def test_a_link_is_replaced_and_not_written_through(saved, make, arrays, tmp_pat
     assert load_pair(link)[0].model.name == "tiny"
 
 
-@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="needs a file that says nothing of its size")
+@pytest.mark.skipif(
+    not Path("/proc/self/pagemap").exists(), reason="needs a file that says nothing of its size"
+)
 def test_a_file_that_says_nothing_of_its_size_is_not_read_to_its_end(saved, monkeypatch):
     """Regular, of size 0 and hundreds of gigabytes long."""
     monkeypatch.setattr("artifacts.sidecar.MAX_SIDECAR", 2**20)
@@ -326,7 +443,9 @@ def counted(heads, **more):
 
     def change(fields):
         fields["model"].update(num_heads=heads, num_kv_heads=heads, num_layers=17)
-        fields.update(patterns={}, search=None, prefill=nothing, costs=[], decode=None, kv_cache=cache)
+        fields.update(
+            patterns={}, search=None, prefill=nothing, costs=[], decode=None, kv_cache=cache
+        )
         fields.update(more)
 
     return change
@@ -337,20 +456,34 @@ FIELDS = {
     "wrong names": lambda f: f["prefill"].update(layers=[[5] * 4000] * 24),
     "unknown names": lambda f: f["prefill"].update(layers=[["y" * 64] * 4000] * 24),
     "wrong points": lambda f: f["prefill"]["front"].update(points=[{"cost": "x"}] * 4096),
-    "points with rows": lambda f: f["prefill"]["front"]["points"][0].update(layers=[["y" * 64] * 4000] * 20),
+    "points with rows": lambda f: f["prefill"]["front"]["points"][0].update(
+        layers=[["y" * 64] * 4000] * 20
+    ),
     "wrong rows": lambda f: f["prefill"].update(layers=[5] * 4096),
     "unknown fields": lambda f: f.update({f"field{i}": 1 for i in range(16_000)}),
-    "unknown fields of a pattern": lambda f: f["patterns"]["bs_9"].update({f"x{i}": 1 for i in range(16_000)}),
-    "long names": lambda f: f["patterns"].update({f"p{i:04}" * 180: {"kind": "dense"} for i in range(4_000)}),
-    "patterns without sizes": lambda f: f.update(patterns={f"p{i}": {"kind": "strided"} for i in range(16_000)}),
+    "unknown fields of a pattern": lambda f: f["patterns"]["bs_9"].update(
+        {f"x{i}": 1 for i in range(16_000)}
+    ),
+    "long names": lambda f: f["patterns"].update(
+        {f"p{i:04}" * 180: {"kind": "dense"} for i in range(4_000)}
+    ),
+    "patterns without sizes": lambda f: f.update(
+        patterns={f"p{i}": {"kind": "strided"} for i in range(16_000)}
+    ),
     "near misses": lambda f: f.update(
         patterns={f"{i:05}".translate(LETTERS) * 12: {"kind": "dense"} for i in range(16_000)}
     ),
     "empty evidence": lambda f: f["evidence"].update(measurements=[{}] * 4096, tasks=[{}] * 4096),
     "wrong cache rows": lambda f: f["kv_cache"].update(layers=[[5] * 4000] * 24),
-    "wrong policies": lambda f: f["kv_cache"].update(policies={f"p{i}": POLICY for i in range(10_000)}),
-    "deep rope": lambda f: f["model"].update(rope={f"k{i}": [[[[[1e300] * 9] * 5]]] for i in range(1_500)}),
-    "long texts": lambda f: f["search"].update({f"t{i}": "\U0001f4a5" * 16_000 for i in range(160)}),
+    "wrong policies": lambda f: f["kv_cache"].update(
+        policies={f"p{i}": POLICY for i in range(10_000)}
+    ),
+    "deep rope": lambda f: f["model"].update(
+        rope={f"k{i}": [[[[[1e300] * 9] * 5]]] for i in range(1_500)}
+    ),
+    "long texts": lambda f: f["search"].update(
+        {f"t{i}": "\U0001f4a5" * 16_000 for i in range(160)}
+    ),
     "counts without end": counted(10**8),
     "counts beyond floats": counted(10**20),
     "more heads than any": counted(4096),
@@ -362,7 +495,11 @@ FIELDS = {
 
 
 def header(entries, data=b""):
-    text = entries if isinstance(entries, bytes) else json.dumps(entries, separators=(",", ":")).encode()
+    text = (
+        entries
+        if isinstance(entries, bytes)
+        else json.dumps(entries, separators=(",", ":")).encode()
+    )
     return struct.pack("<Q", len(text)) + text + data
 
 
@@ -372,22 +509,31 @@ SPELLED = b'"%06x":{"dtype":"I8","shape":[0],"data\\u005foffsets":[0,0]}'
 SIDECARS = {
     "nonsense": b"nonsense",
     "many arrays": header({f"{i:x}": EMPTY for i in range(SIZE // 65)}),
-    "many arrays, spelled otherwise": header(b"{" + b",".join(SPELLED % i for i in range(90_000)) + b"}"),
+    "many arrays, spelled otherwise": header(
+        b"{" + b",".join(SPELLED % i for i in range(90_000)) + b"}"
+    ),
     "deep header": header(b"[" * SIZE),
     "long header": header({"x" * (SIZE - 100): EMPTY}),
     "long metadata": header({"__metadata__": {f"k{i}": "v" for i in range(375_000)}}),
     "header of zeros": bytes(SIZE),
     "header that lies": struct.pack("<Q", 2**63) + bytes(SIZE),
     "header of ten bytes more": struct.pack("<Q", SIZE + 10) + bytes(SIZE),
-    "array larger than the file": header({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
-    "huge empty shape": header({"a": {"dtype": "F32", "shape": [0, 2**60, 2**60], "data_offsets": [0, 0]}}),
-    "many dimensions": header({"a": {"dtype": "I8", "shape": [1] * 100_000, "data_offsets": [0, 1]}}, b"x"),
+    "array larger than the file": header(
+        {"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
+    ),
+    "huge empty shape": header(
+        {"a": {"dtype": "F32", "shape": [0, 2**60, 2**60], "data_offsets": [0, 0]}}
+    ),
+    "many dimensions": header(
+        {"a": {"dtype": "I8", "shape": [1] * 100_000, "data_offsets": [0, 1]}}, b"x"
+    ),
     "larger than any": bytes(2**28 + 1),
 }
 
 
 def costs_little(read):
-    """What read() says in a process of its own, which 150 MiB more or 10 s of the processor would end."""
+    """What read() says in a process of its own, which 150 MiB more or 10 s of the processor would
+    end."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -416,7 +562,9 @@ def costs_little(read):
 def test_what_was_made_to_break_a_reader_is_refused_and_costs_little(saved, name):
     if name in TEXTS:
         unit = TEXTS[name]
-        saved.write_bytes((b"a: '" if name in ("one text", "percent signs") else b"") + unit * (SIZE // len(unit)))
+        saved.write_bytes(
+            (b"a: '" if name in ("one text", "percent signs") else b"") + unit * (SIZE // len(unit))
+        )
     elif name in FIELDS:
         path = Path(__file__).parent / "golden" / "v1.yaml"
         fields = load(path).model_dump(mode="json") | {"sidecar": None}
@@ -436,13 +584,19 @@ def large():
     """Artifacts that are as large, or as odd, as they may be, and the arrays of one."""
     small, _ = build_every_kind()
     no_more = {"costs": (), "decode": None, "kv_cache": None, "search": None, "patterns": {}}
-    tall = small.model.model_copy(update={"num_layers": 64, "num_heads": 1024, "num_kv_heads": 1024})
+    tall = small.model.model_copy(
+        update={"num_layers": 64, "num_heads": 1024, "num_kv_heads": 1024}
+    )
     empty = artifacts.Prefill(dense_below=0, layers=(None,) * 64)
     nothing = small.model_copy(update=no_more | {"prefill": empty, "model": tall})
     cache = artifacts.KVCache(policies={"full": artifacts.Full()}, layers=("full",) * 64)
     wide = {"num_layers": 16, "num_heads": 1024, "num_kv_heads": 8, "max_positions": 2**31 - 1}
-    patterns = {f"p{i}": artifacts.Strided(sink=64, window=64 + i, stride=2 + i) for i in range(500)}
-    rows = tuple(tuple(f"p{(layer * 1024 + head) % 500}" for head in range(1024)) for layer in range(16))
+    patterns = {
+        f"p{i}": artifacts.Strided(sink=64, window=64 + i, stride=2 + i) for i in range(500)
+    }
+    rows = tuple(
+        tuple(f"p{(layer * 1024 + head) % 500}" for head in range(1024)) for layer in range(16)
+    )
     far = {
         "patterns": patterns,
         "prefill": artifacts.Prefill(dense_below=2**23, layers=rows),
@@ -463,7 +617,8 @@ def large():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["show", "validate", "diff"])
-@pytest.mark.parametrize("name", ["rows of nothing", "a policy for all", "strided far away", "much evidence",
+@pytest.mark.parametrize("name", ["rows of nothing", "a policy for all", "strided far away",
+"much evidence",
                                   "a sidecar of 220 MiB"])  # fmt: skip
 def test_what_is_as_large_as_may_be_ends_every_verb_well(tmp_path, name, verb):
     path = tmp_path / "cfg.yaml"
@@ -482,7 +637,11 @@ def test_sizes_that_no_model_has_break_no_verb(tmp_path, every_kind, where, caps
     else:
         for pattern in fields["patterns"].values():
             pattern.update(
-                {name: 2**31 - 1 for name in ("sink", "window", "vertical", "slash", "blocks") if name in pattern}
+                {
+                    name: 2**31 - 1
+                    for name in ("sink", "window", "vertical", "slash", "blocks")
+                    if name in pattern
+                }
             )
     for name in ("odd", "same"):
         save(to_artifact(fields), tmp_path / f"{name}.yaml", arrays)

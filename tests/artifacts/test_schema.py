@@ -37,7 +37,10 @@ from artifacts.validation import to_artifact
         (VerticalSlash(vertical=1000, slash=6096), "vs_1000_6096"),
         (VerticalSlash(vertical=1000, slash=6096, last_q=32), "vs_1000_6096_q32"),
         (VerticalSlash(vertical=1000, slash=6096, coverage=0.95), "vs_1000_6096_c95"),
-        (VerticalSlash(vertical=1000, slash=6096, last_q=32, coverage=0.57), "vs_1000_6096_q32_c57"),
+        (
+            VerticalSlash(vertical=1000, slash=6096, last_q=32, coverage=0.57),
+            "vs_1000_6096_q32_c57",
+        ),
         (BlockSparse(blocks=100), "bs_100"),
         (BlockSparse(blocks=100, coverage=0.9), "bs_100_c90"),
         (BlockSparse(blocks=100, coverage=0.995), "bs_100_c99.5"),
@@ -93,19 +96,28 @@ def test_a_mean_a_rounding_error_above_one_is_one(make):
 
 
 def test_all_layers_may_be_left_alone(make):
-    assert make(patterns={}, prefill=Prefill(dense_below=0, layers=(None,) * 3)).prefill.layers == (None,) * 3
+    assert (
+        make(patterns={}, prefill=Prefill(dense_below=0, layers=(None,) * 3)).prefill.layers
+        == (None,) * 3
+    )
 
 
 def test_made_now_unless_told(make):
     fields = {name: getattr(make(), name) for name in ("model", "search", "patterns", "prefill")}
     artifact = type(make())(**fields)
     assert artifact.created_at.endswith("Z") and artifact.created_at > "2025"
-    assert artifact.evidence == artifacts.Evidence() and artifact.sidecar is None and artifact.content_sha256 == ""
+    assert (
+        artifact.evidence == artifacts.Evidence()
+        and artifact.sidecar is None
+        and artifact.content_sha256 == ""
+    )
 
 
 def test_importing_loads_nothing_heavy():
     code = "import sys, artifacts, artifacts.command_line; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert "artifacts.store" in loaded
     assert not {"torch", "numpy", "safetensors", "transformers", "kernels", "runtime"} & set(loaded)
 
@@ -120,8 +132,14 @@ def refused(fields, message):
     ("growth", "message"),
     [
         ({"length": 0, "powers": {}}, "prefill.growth.length: must be at least 1, got 0"),
-        ({"length": 64, "powers": {"a_shape": {"window": 1.5}}}, "powers.a_shape.window: must be at most 1.0, got 1.5"),
-        ({"length": 64, "powers": {"a_shape": {"window": -0.1}}}, "powers.a_shape.window: must be at least 0"),
+        (
+            {"length": 64, "powers": {"a_shape": {"window": 1.5}}},
+            "powers.a_shape.window: must be at most 1.0, got 1.5",
+        ),
+        (
+            {"length": 64, "powers": {"a_shape": {"window": -0.1}}},
+            "powers.a_shape.window: must be at least 0",
+        ),
         (
             {"length": 64, "powers": {"vertical": {"slash": 1.0}}},
             "prefill.growth.powers.vertical: must be one of dense",
@@ -132,10 +150,17 @@ def refused(fields, message):
         ),
         (
             {"length": 64, "powers": {"vertical_slash": {"coverage": 0.5}}},
-            "prefill.growth: powers.vertical_slash names 'coverage', sizes of vertical_slash that may grow are: v",
+            "prefill.growth: powers.vertical_slash names 'coverage', sizes of vertical_slash that "
+            "may grow are: v",
         ),
-        ({"length": 64, "powers": {"vertical_slash": {"last_q": 0.5}}}, "powers.vertical_slash names 'last_q'"),
-        ({"length": 64, "powers": {"static": {"indices": 0.5}}}, "sizes of static that may grow are: none"),
+        (
+            {"length": 64, "powers": {"vertical_slash": {"last_q": 0.5}}},
+            "powers.vertical_slash names 'last_q'",
+        ),
+        (
+            {"length": 64, "powers": {"static": {"indices": 0.5}}},
+            "sizes of static that may grow are: none",
+        ),
         ({"length": 64}, "prefill.growth.powers: missing"),
     ],
 )
@@ -146,10 +171,19 @@ def test_growth_that_cannot_be(growth, message, make):
 
 
 def test_sizes_at_a_length(make):
-    growth = Growth(length=4096, powers={"vertical_slash": {"vertical": 0.5, "slash": 1.0}, "block_sparse": {}})
+    growth = Growth(
+        length=4096, powers={"vertical_slash": {"vertical": 0.5, "slash": 1.0}, "block_sparse": {}}
+    )
     pattern = VerticalSlash(vertical=100, slash=1000, last_q=32, coverage=0.9)
-    assert grown(pattern, growth, 4096) == grown(pattern, growth, 4033) == pattern == grown(pattern, None, 9)
-    assert grown(pattern, growth, 16_384) == pattern.model_copy(update={"vertical": 200, "slash": 4000})
+    assert (
+        grown(pattern, growth, 4096)
+        == grown(pattern, growth, 4033)
+        == pattern
+        == grown(pattern, None, 9)
+    )
+    assert grown(pattern, growth, 16_384) == pattern.model_copy(
+        update={"vertical": 200, "slash": 4000}
+    )
     assert grown(pattern, growth, 1) == pattern.model_copy(update={"vertical": 12, "slash": 16})
     assert grown(BlockSparse(blocks=9), growth, 16_384) == BlockSparse(blocks=9)
 
@@ -161,14 +195,32 @@ def every_field(every_kind):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda points: points.reverse(), "prefill.front: points must get dearer, but points[1] costs 0.5 after 1"),
-        (lambda points: points[1].update(kl=0.25), "points[1] costs more than the one before without being better"),
-        (lambda points: points[1].update(speedup=3.0), "points[1].speedup is 3, dense_cost over cost is 2"),
+        (
+            lambda points: points.reverse(),
+            "prefill.front: points must get dearer, but points[1] costs 0.5 after 1",
+        ),
+        (
+            lambda points: points[1].update(kl=0.25),
+            "points[1] costs more than the one before without being better",
+        ),
+        (
+            lambda points: points[1].update(speedup=3.0),
+            "points[1].speedup is 3, dense_cost over cost is 2",
+        ),
         (lambda points: points.clear(), "prefill.front.points: must not be empty"),
         (lambda points: points.extend(points * 16), "at most 32"),
-        (lambda points: points[0].update(lost=15), "lost is 15, but dense attention answers 14 right"),
-        (lambda points: points[0].update(kl=-0.1), "prefill.front.points[0].kl: must be at least 0"),
-        (lambda points: points[0].update(seconds=1.0), "prefill.front.points[0].seconds: unknown field"),
+        (
+            lambda points: points[0].update(lost=15),
+            "lost is 15, but dense attention answers 14 right",
+        ),
+        (
+            lambda points: points[0].update(kl=-0.1),
+            "prefill.front.points[0].kl: must be at least 0",
+        ),
+        (
+            lambda points: points[0].update(seconds=1.0),
+            "prefill.front.points[0].seconds: unknown field",
+        ),
     ],
 )
 def test_fronts_that_cannot_be(change, message, every_kind):
@@ -188,13 +240,34 @@ def at(table, *places):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda rows: None, "prefill.front: the sidecar has no array front.rows, and the points' rows are there"),
-        (lambda rows: rows[:, 1:], "front.rows must be int16 of shape (2, 5, 4), got int16 of shape (2, 4, 4)"),
-        (lambda rows: rows[..., :3], "front.rows must be int16 of shape (2, 5, 4), got int16 of shape (2, 5, 3)"),
-        (lambda rows: rows[:1], "front.rows must be int16 of shape (2, 5, 4), got int16 of shape (1, 5, 4)"),
-        (lambda rows: rows.astype("int64"), "front.rows must be int16 of shape (2, 5, 4), got int64"),
-        (lambda rows: at(rows, 0, 1, 0), "must leave alone (-1) the layers that prefill.layers leaves alone"),
-        (lambda rows: at(rows, 1, 2, 0, -1), "must leave alone (-1) the layers that prefill.layers leaves alone"),
+        (
+            lambda rows: None,
+            "prefill.front: the sidecar has no array front.rows, and the points' rows are there",
+        ),
+        (
+            lambda rows: rows[:, 1:],
+            "front.rows must be int16 of shape (2, 5, 4), got int16 of shape (2, 4, 4)",
+        ),
+        (
+            lambda rows: rows[..., :3],
+            "front.rows must be int16 of shape (2, 5, 4), got int16 of shape (2, 5, 3)",
+        ),
+        (
+            lambda rows: rows[:1],
+            "front.rows must be int16 of shape (2, 5, 4), got int16 of shape (1, 5, 4)",
+        ),
+        (
+            lambda rows: rows.astype("int64"),
+            "front.rows must be int16 of shape (2, 5, 4), got int64",
+        ),
+        (
+            lambda rows: at(rows, 0, 1, 0),
+            "must leave alone (-1) the layers that prefill.layers leaves alone",
+        ),
+        (
+            lambda rows: at(rows, 1, 2, 0, -1),
+            "must leave alone (-1) the layers that prefill.layers leaves alone",
+        ),
         (lambda rows: at(rows, 0, 2, 3, 13), "front.rows names pattern 13, there are 13 from 0 on"),
     ],
 )
@@ -202,7 +275,11 @@ def test_rows_of_points_that_cannot_be(change, message, every_kind, tmp_path):
     artifact, arrays = every_kind
     arrays["front.rows"] = change(arrays["front.rows"])
     with pytest.raises(ArtifactError) as caught:
-        save(artifact, tmp_path / "cfg.yaml", {name: array for name, array in arrays.items() if array is not None})
+        save(
+            artifact,
+            tmp_path / "cfg.yaml",
+            {name: array for name, array in arrays.items() if array is not None},
+        )
     assert message in str(caught.value) and not list(tmp_path.iterdir())
 
 
@@ -214,7 +291,9 @@ def test_rows_of_points_come_back(every_kind, tmp_path):
     assert artifacts.front_rows(artifact, arrays, 0) == fast
     assert artifacts.front_rows(artifact, arrays, 1) == artifact.prefill.layers
     assert artifacts.at_target(artifact, arrays, target_speedup=4).prefill.layers == fast
-    with pytest.raises(ArtifactError, match=r"the front names 'nine', which patterns does not hold"):
+    with pytest.raises(
+        ArtifactError, match=r"the front names 'nine', which patterns does not hold"
+    ):
         artifacts.front_arrays(artifact.patterns, [(("nine",),)])
     with pytest.raises(ArtifactError, match=r"the front's points have rows of unlike lengths"):
         artifacts.front_arrays(artifact.patterns, [(("bs_9",),), (("bs_9",), ("bs_9",))])
@@ -223,23 +302,37 @@ def test_rows_of_points_come_back(every_kind, tmp_path):
 def test_a_pattern_that_only_the_front_uses_is_used(every_kind, tmp_path):
     artifact, arrays = every_kind
     rows = tuple(row and ("dense",) * 4 for row in artifact.prefill.layers)
-    changed = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"layers": rows})})
+    changed = artifact.model_copy(
+        update={"prefill": artifact.prefill.model_copy(update={"layers": rows})}
+    )
     assert save(changed, tmp_path / "cfg.yaml", arrays).prefill.layers == rows
     nowhere = arrays | artifacts.front_arrays(artifact.patterns, [rows, rows])
-    with pytest.raises(ArtifactError, match=r"patterns\.'a_64_512' is used by no head, of prefill\.layers or of a poi"):
+    with pytest.raises(
+        ArtifactError,
+        match=r"patterns\.'a_64_512' is used by no head, of prefill\.layers or of a poi",
+    ):
         save(changed, tmp_path / "cfg.yaml", nowhere)
-    plain = changed.model_copy(update={"prefill": changed.prefill.model_copy(update={"front": None})})
+    plain = changed.model_copy(
+        update={"prefill": changed.prefill.model_copy(update={"front": None})}
+    )
     refused(plain.model_dump(mode="json"), "patterns.vs_100_1800 is used by no head")
 
 
 def test_seen_windows(every_kind, tmp_path):
     artifact, arrays = every_kind
-    assert artifacts.seen_windows(arrays) == {"0" * 64, "f" * 64} and artifacts.seen_windows({}) == frozenset()
+    assert (
+        artifacts.seen_windows(arrays) == {"0" * 64, "f" * 64}
+        and artifacts.seen_windows({}) == frozenset()
+    )
     del arrays["calibration.seen_windows"]
-    with pytest.raises(ArtifactError, match=r"calibration\.seen_windows: says 2, and the sidecar has no array"):
+    with pytest.raises(
+        ArtifactError, match=r"calibration\.seen_windows: says 2, and the sidecar has no array"
+    ):
         save(artifact, tmp_path / "cfg.yaml", arrays)
     arrays |= artifacts.window_arrays(["a" * 64])
-    with pytest.raises(ArtifactError, match=r"must be uint8 of shape \(2, 32\), got uint8 of shape \(1, 32\)"):
+    with pytest.raises(
+        ArtifactError, match=r"must be uint8 of shape \(2, 32\), got uint8 of shape \(1, 32\)"
+    ):
         save(artifact, tmp_path / "cfg.yaml", arrays)
     for wrong in ("x" * 64, "ab", "\u0661" * 64, "A" * 64):
         with pytest.raises(ArtifactError, match=f"must have 64 hex digits, got '{wrong[:40]}"):
@@ -253,7 +346,10 @@ def test_seen_windows(every_kind, tmp_path):
         ({"dense_right": 3, "lost": 4}, "lost is 4, but dense attention answers 3 right"),
         ({"dense_right": 17}, "dense_right is 17, there are 16 answers"),
         ({"nll_rise_low": 0.1}, "nll_rise_low and nll_rise_high go together"),
-        ({"nll_rise": 0.3, "nll_rise_low": 0.1, "nll_rise_high": 0.2}, "must lie from nll_rise_low to nll_rise_high"),
+        (
+            {"nll_rise": 0.3, "nll_rise_low": 0.1, "nll_rise_high": 0.2},
+            "must lie from nll_rise_low to nll_rise_high",
+        ),
         ({"kl": -0.1}, "evidence.tasks[0].kl: must be at least 0"),
         ({"perplexity_ratio": 0.0}, "evidence.tasks[0].perplexity_ratio: must be more than 0"),
     ],
@@ -270,7 +366,10 @@ def test_figures_that_cannot_be(figures, message, make):
         ({"num_layers": 10**8}, "model.num_layers: must be at most 4096, got 100000000"),
         ({"num_heads": 10**20}, "model.num_heads: must be at most 4096"),
         ({"num_kv_heads": 2**40}, "model.num_kv_heads: must be at most 4096"),
-        ({"num_layers": 4096, "num_heads": 32}, "num_layers * num_heads must be at most 65536, got 4096 layers of 32"),
+        (
+            {"num_layers": 4096, "num_heads": 32},
+            "num_layers * num_heads must be at most 65536, got 4096 layers of 32",
+        ),
         ({"head_dim": 10**6}, "model.head_dim: must be at most 65536"),
         ({"max_positions": 2**31}, "model.max_positions: must be at most 2147483647"),
     ],
@@ -292,15 +391,30 @@ def test_counts_that_no_model_has(counts, message, make):
             lambda f: f["costs"].append(f["costs"][0]),
             "exactly one table is optimised for where search.cost has seconds",
         ),
-        (lambda f: f["costs"][0].update(device="x"), "costs[0].device is 'x', but search.cost.device 'a processor'"),
-        (lambda f: f["search"].update(cost=None), "no table can be optimised for where search.cost has no unit"),
+        (
+            lambda f: f["costs"][0].update(device="x"),
+            "costs[0].device is 'x', but search.cost.device 'a processor'",
+        ),
+        (
+            lambda f: f["search"].update(cost=None),
+            "no table can be optimised for where search.cost has no unit",
+        ),
         (
             lambda f: f["search"]["cost"].update(unit="flops"),
             "no table can be optimised for where search.cost has flops",
         ),
-        (lambda f: f["prefill"]["front"].update(unit="flops"), "front.unit is flops, but search.cost has seconds"),
-        (lambda f: f["search"]["calibration"].update(tasks=[]), "search.calibration.tasks: must not be empty"),
-        (lambda f: f["search"].update(allocation="layers"), "search.allocation: must be 'heads' or 'model'"),
+        (
+            lambda f: f["prefill"]["front"].update(unit="flops"),
+            "front.unit is flops, but search.cost has seconds",
+        ),
+        (
+            lambda f: f["search"]["calibration"].update(tasks=[]),
+            "search.calibration.tasks: must not be empty",
+        ),
+        (
+            lambda f: f["search"].update(allocation="layers"),
+            "search.allocation: must be 'heads' or 'model'",
+        ),
         (lambda f: f["search"].update(n_trials=-1), "search.n_trials: must be at least 0, got -1"),
     ],
 )
@@ -341,11 +455,23 @@ def test_cost_tables_are_in_the_sidecar(change, message, every_kind, tmp_path):
         ({"filter_layers": []}, "filter_layers: must not be empty"),
         ({"filter_layers": [2, 1]}, "must be different layers in ascending order"),
         ({"filter_layers": [1, 1]}, "must be different layers in ascending order"),
-        ({"filter_layers": [1], "dense_layers": [0, 1]}, "layer 1 is both in filter_layers and in dense_layers"),
-        ({"filter_layers": [3]}, "decode.omnikv.filter_layers names layer 3, the model has 3 layers"),
-        ({"filter_layers": [1], "dense_layers": [9]}, "decode.omnikv.dense_layers names layer 9, the model has 3"),
+        (
+            {"filter_layers": [1], "dense_layers": [0, 1]},
+            "layer 1 is both in filter_layers and in dense_layers",
+        ),
+        (
+            {"filter_layers": [3]},
+            "decode.omnikv.filter_layers names layer 3, the model has 3 layers",
+        ),
+        (
+            {"filter_layers": [1], "dense_layers": [9]},
+            "decode.omnikv.dense_layers names layer 9, the model has 3",
+        ),
         ({"filter_layers": [1], "budget": 0}, "budget"),
-        ({"filter_layers": [1], "budget": 1.0}, "must be a whole number of tokens, or a share of the context"),
+        (
+            {"filter_layers": [1], "budget": 1.0},
+            "must be a whole number of tokens, or a share of the context",
+        ),
         ({"filter_layers": [1], "selector": "first"}, "selector"),
         ({"filter_layers": [1], "window": 0}, "window"),
         ({"filter_layers": [1], "layers": [2]}, "layers"),

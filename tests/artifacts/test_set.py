@@ -21,7 +21,18 @@ def test_what_was_set_over_what(saved, capsys):
     before = load(saved)
     out = saved.with_name("new.yaml")
     assert (
-        main(["set", str(saved), "prefill.dense_below=2048", "model.revision=null", "--out", str(out), "--json"]) == 0
+        main(
+            [
+                "set",
+                str(saved),
+                "prefill.dense_below=2048",
+                "model.revision=null",
+                "--out",
+                str(out),
+                "--json",
+            ]
+        )
+        == 0
     )
     said = json.loads(capsys.readouterr().out)
     after, arrays = load_pair(out)
@@ -31,10 +42,16 @@ def test_what_was_set_over_what(saved, capsys):
         ("model.revision", '"12e45"', "null", before.content_sha256),
     ]
     assert after.content_sha256 == said["content_sha256"] != before.content_sha256
-    assert after.search == before.search and after.evidence == before.evidence and "chosen.recall" in arrays
+    assert (
+        after.search == before.search
+        and after.evidence == before.evidence
+        and "chosen.recall" in arrays
+    )
     assert load(saved) == before
     again = changed(out, "prefill.dense_below=1024", out=out)
-    assert [edit.over for edit in again.edits] == [before.content_sha256] * 2 + [after.content_sha256]
+    assert [edit.over for edit in again.edits] == [before.content_sha256] * 2 + [
+        after.content_sha256
+    ]
     assert "edited" in [finding.code for finding in lint(Case(artifact=again))]
 
 
@@ -42,9 +59,15 @@ def test_what_was_set_over_what(saved, capsys):
     ("change", "read"),
     [
         ("prefill.layers[0][3]=dense", lambda a: a.prefill.layers[0][3] == "dense"),
-        ("prefill.layers[1]=[bs_9, bs_9, bs_9, dense]", lambda a: a.prefill.layers[1][3] == "dense"),
+        (
+            "prefill.layers[1]=[bs_9, bs_9, bs_9, dense]",
+            lambda a: a.prefill.layers[1][3] == "dense",
+        ),
         ("patterns.a_64_512.window=640", lambda a: a.patterns["a_64_512"].window == 640),
-        ("evidence.measurements[0].name=first", lambda a: a.evidence.measurements[0].name == "first"),
+        (
+            "evidence.measurements[0].name=first",
+            lambda a: a.evidence.measurements[0].name == "first",
+        ),
         ("model.rope={rope_theta: 5.0}", lambda a: a.model.rope == {"rope_theta": 5.0}),
     ],
 )

@@ -38,7 +38,12 @@ def test_what_was_signed_loads_and_so_it_does_without_asking(saved, key, public)
     assert target == signature_path(saved) and by == fingerprint(public)
     assert target.read_text().splitlines()[:2] == [CONTEXT, f"key {by}"]
     artifact, arrays = load_pair(saved, verify=public)
-    assert load(saved, verify=str(public)) == load(saved, verify=public.read_bytes()) == load(saved) == artifact
+    assert (
+        load(saved, verify=str(public))
+        == load(saved, verify=public.read_bytes())
+        == load(saved)
+        == artifact
+    )
     assert load(saved, verify=public, check_sidecar=False) == artifact
     assert load_arrays(saved, verify=public).keys() == arrays.keys()
     assert runtime.load(saved, verify=public).artifact == artifact
@@ -102,8 +107,15 @@ def test_an_artifact_saved_again_has_to_be_signed_again(saved, key, public, make
 def test_another_key_or_no_signature_at_all(saved, key, public, tmp_path):
     sign(saved, key)
     other, _ = make_key(tmp_path / "other.key")
-    assert f"is signed by the key {fingerprint(public)}, not by {fingerprint(other)}" in refusal(saved, other)
-    for data in (b"", b"x" * 64, b"x" * 10**6, signature_path(saved).read_bytes().replace(b"v1", b"v2")):
+    assert f"is signed by the key {fingerprint(public)}, not by {fingerprint(other)}" in refusal(
+        saved, other
+    )
+    for data in (
+        b"",
+        b"x" * 64,
+        b"x" * 10**6,
+        signature_path(saved).read_bytes().replace(b"v1", b"v2"),
+    ):
         signature_path(saved).write_bytes(data)
         assert f"is no {CONTEXT}" in refusal(saved, public)
     signature_path(saved).unlink()
@@ -124,7 +136,9 @@ def test_only_a_whole_artifact_is_signed(saved, key):
     assert not signature_path(saved).exists()
 
 
-@pytest.mark.parametrize("data", [b"", b"nonsense", b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"])
+@pytest.mark.parametrize(
+    "data", [b"", b"nonsense", b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"]
+)
 def test_a_key_that_is_none(saved, key, tmp_path, data):
     sign(saved, key)
     wrong = tmp_path / "wrong"
@@ -141,7 +155,12 @@ def test_a_key_that_is_none(saved, key, tmp_path, data):
 
 def test_keys_taken_for_each_other_and_keys_of_other_kinds(saved, key, public, tmp_path):
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        PublicFormat,
+    )
 
     with pytest.raises(HeadwiseError, match="is a public key, signing takes the private one"):
         sign(saved, public)
@@ -151,7 +170,10 @@ def test_keys_taken_for_each_other_and_keys_of_other_kinds(saved, key, public, t
     with pytest.raises(HeadwiseError, match="is no private Ed25519 key"):
         sign(saved, other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     with pytest.raises(HeadwiseError, match="is no public Ed25519 key"):
-        load(saved, verify=other.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+        load(
+            saved,
+            verify=other.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
+        )
 
 
 def test_a_key_is_its_owners_alone_and_never_replaced(key, public):
@@ -177,18 +199,23 @@ def test_the_verbs(saved, tmp_path, capsys):
     main(["sign", str(saved), "--key", key])
     assert f"wrote {saved}.sig, signed by the key" in capsys.readouterr().out
     main(["verify", str(saved), "--key", f"{key}.pub"])
-    assert capsys.readouterr().out.startswith(f"ok: {saved} (signed by the key {fingerprint(f'{key}.pub')}, content ")
+    assert capsys.readouterr().out.startswith(
+        f"ok: {saved} (signed by the key {fingerprint(f'{key}.pub')}, content "
+    )
     main(["verify", str(saved), "--key", f"{key}.pub", "--json"])
     assert json.loads(capsys.readouterr().out)["signed"] is True
     other = str(tmp_path / "other.key")
     main(["sign", str(saved), "--key", other, "--new-key", "--json"])
     assert json.loads(capsys.readouterr().out)["fingerprint"] == fingerprint(f"{other}.pub")
-    with pytest.raises(ArtifactError, match=r"is signed by the key [0-9a-f]{16}, not by [0-9a-f]{16}"):
+    with pytest.raises(
+        ArtifactError, match=r"is signed by the key [0-9a-f]{16}, not by [0-9a-f]{16}"
+    ):
         main(["verify", str(saved), "--key", f"{key}.pub"])
 
 
 def test_what_is_signed_is_what_was_checked(saved, key, public, monkeypatch):
-    """Whoever replaces the file while it is looked at gets no signature of what was not looked at."""
+    """Whoever replaces the file while it is looked at gets no signature of what was not looked
+    at."""
     checked, read = saved.read_bytes(), store.check_arrays
 
     def replaced(*given):
@@ -207,7 +234,9 @@ def test_what_is_signed_is_what_was_checked(saved, key, public, monkeypatch):
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666, 0o610])
 def test_a_key_that_others_can_use_signs_nothing(saved, key, mode):
     key.chmod(mode)
-    with pytest.raises(HeadwiseError, match=rf"me\.key: others can use the key \(mode {mode:03o}\): chmod 600"):
+    with pytest.raises(
+        HeadwiseError, match=rf"me\.key: others can use the key \(mode {mode:03o}\): chmod 600"
+    ):
         sign(saved, key)
     assert not signature_path(saved).exists()
 
@@ -217,11 +246,16 @@ def test_an_encrypted_key_is_asked_for(saved, tmp_path, monkeypatch, capsys):
 
     def answers(*given):
         replies = iter(given)
-        monkeypatch.setattr(sign_verb, "getpass", lambda prompt: asked.append(prompt) or next(replies))
+        monkeypatch.setattr(
+            sign_verb, "getpass", lambda prompt: asked.append(prompt) or next(replies)
+        )
 
     for wrong in (("secret", "secrat"), ("",)):
         answers(*wrong)
-        with pytest.raises(HeadwiseError, match="the passphrase is empty, or not the same twice: nothing was written"):
+        with pytest.raises(
+            HeadwiseError,
+            match="the passphrase is empty, or not the same twice: nothing was written",
+        ):
             main(["sign", str(saved), "--key", str(tmp_path / "me.key"), "--new-key", "--encrypt"])
         assert not (tmp_path / "me.key").exists()
     with pytest.raises(HeadwiseError, match="--encrypt is for a key that --new-key makes"):
@@ -241,7 +275,9 @@ def test_an_encrypted_key_is_asked_for(saved, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("key", [5, None, 1.5, ["me.key.pub"], "a\0b"])
 def test_what_is_no_key_at_all(saved, key):
-    with pytest.raises(HeadwiseError, match=r"the key must be a file or the bytes of one|cannot be read|key"):
+    with pytest.raises(
+        HeadwiseError, match=r"the key must be a file or the bytes of one|cannot be read|key"
+    ):
         load(saved, verify=key) if key is not None else sign(saved, key)
 
 
@@ -249,7 +285,8 @@ def test_what_is_no_key_at_all(saved, key):
 def test_openssl_checks_the_same_signature(saved, key, public):
     sign(saved, key)
     shell = (
-        "head -n 2 cfg.yaml.sig | cat - cfg.yaml > signed; tail -n 1 cfg.yaml.sig | base64 -d > signature; "
+        "head -n 2 cfg.yaml.sig | cat - cfg.yaml > signed; tail -n 1 cfg.yaml.sig | base64 -d > "
+        "signature; "
         f"openssl pkeyutl -verify -pubin -inkey {public} -rawin -in signed -sigfile signature"
     )
     done = subprocess.run(["sh", "-c", shell], cwd=saved.parent, capture_output=True, text=True)
@@ -259,10 +296,16 @@ def test_openssl_checks_the_same_signature(saved, key, public):
 
 
 def test_signatures_are_an_extra(saved):
-    """Without the package artifacts load as ever, and asking for a signature says what to install."""
-    code = f"import sys; sys.modules['cryptography'] = None\nfrom artifacts import load\nload({str(saved)!r})\n"
+    """Without the package artifacts load as ever, and asking for a signature says what to
+    install."""
+    code = (
+        f"import sys; sys.modules['cryptography'] = None\nfrom artifacts "
+        f"import load\nload({str(saved)!r})\n"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}load({str(saved)!r}, verify=b'key')"], capture_output=True, text=True
+        [sys.executable, "-c", f"{code}load({str(saved)!r}, verify=b'key')"],
+        capture_output=True,
+        text=True,
     )
     assert "signatures need the package cryptography: pip install 'headwise[sign]'" in done.stderr

@@ -1,4 +1,5 @@
-"""A pair of files that comes back as it went in, and that no crash and no reader ever sees half of."""
+"""A pair of files that comes back as it went in, and that no crash and no reader ever sees half
+of."""
 
 from __future__ import annotations
 
@@ -11,7 +12,17 @@ import numpy as np
 import pytest
 
 import artifacts
-from artifacts import AShape, Dense, HeadwiseError, Prefill, load, load_arrays, load_pair, pattern_name, save
+from artifacts import (
+    AShape,
+    Dense,
+    HeadwiseError,
+    Prefill,
+    load,
+    load_arrays,
+    load_pair,
+    pattern_name,
+    save,
+)
 from artifacts.kv_cache import POLICY_KINDS
 from artifacts.patterns import KINDS
 from artifacts.sidecar import Sidecar
@@ -66,7 +77,10 @@ def test_without_arrays_there_is_one_file(tmp_path, make):
 
 def test_rows_and_patterns_take_one_line_each(saved):
     text = saved.read_text()
-    assert "  vs_100_1800: {kind: vertical_slash, vertical: 100, slash: 1800, last_q: 64, coverage: null}\n" in text
+    assert (
+        "  vs_100_1800: {kind: vertical_slash, vertical: 100, slash: 1800, last_q: 64, coverage: "
+        "null}\n" in text
+    )
     assert "  - [vs_100_1800, vs_30_2048_q32, a_64_512, bs_9]\n  - null\n" in text
 
 
@@ -74,10 +88,16 @@ def test_same_content_same_bytes(tmp_path, make, arrays):
     for run, order in (("one", list(arrays)), ("two", list(arrays)[::-1])):
         (tmp_path / run).mkdir()
         # Another layout in memory is the same content.
-        save(make(), tmp_path / run / "cfg.yaml", {name: np.asfortranarray(arrays[name]) for name in order})
+        save(
+            make(),
+            tmp_path / run / "cfg.yaml",
+            {name: np.asfortranarray(arrays[name]) for name in order},
+        )
     one, two = tmp_path / "one", tmp_path / "two"
     assert names(one) == names(two)
-    assert [(one / name).read_bytes() for name in names(one)] == [(two / name).read_bytes() for name in names(two)]
+    assert [(one / name).read_bytes() for name in names(one)] == [
+        (two / name).read_bytes() for name in names(two)
+    ]
 
 
 def test_hash_leaves_out_time_commands_and_the_files_name(tmp_path, make, arrays):
@@ -87,7 +107,10 @@ def test_hash_leaves_out_time_commands_and_the_files_name(tmp_path, make, arrays
             "created_at": "2026-01-01T00:00:00Z",
             "search": artifact.search.model_copy(update={"command": "another"}),
             "evidence": artifacts.Evidence(
-                measurements=tuple(m.model_copy(update={"command": "another"}) for m in artifact.evidence.measurements)
+                measurements=tuple(
+                    m.model_copy(update={"command": "another"})
+                    for m in artifact.evidence.measurements
+                )
             ),
         }
     )
@@ -139,7 +162,9 @@ def test_a_sidecar_that_save_did_not_name_is_never_removed(saved, make):
 def test_5120_heads_come_back(tmp_path, make):
     artifact = make()
     patterns = {pattern_name(p): p for p in (AShape(sink=i, window=64 * i) for i in range(1, 41))}
-    rows = tuple(tuple(list(patterns)[(7 * layer + head) % 40] for head in range(64)) for layer in range(80))
+    rows = tuple(
+        tuple(list(patterns)[(7 * layer + head) % 40] for head in range(64)) for layer in range(80)
+    )
     model = artifact.model.model_copy(update={"num_layers": 80, "num_heads": 64})
     big = make(model=model, patterns=patterns, prefill=Prefill(dense_below=1, layers=rows))
     assert save(big, tmp_path / "big.yaml") == load(tmp_path / "big.yaml")
@@ -167,7 +192,8 @@ def test_a_failure_leaves_the_old_pair_and_nothing_else(saved, make, arrays, mon
         monkeypatch.undo()
         assert {path.name: path.read_bytes() for path in saved.parent.iterdir()} == before
     else:
-        # Flushing the directory is a courtesy, some steps come fewer times, and what could not be read is not removed.
+        # Flushing the directory is a courtesy, some steps come fewer times, and what could not be
+        # read is not removed.
         monkeypatch.undo()
         assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
         assert len(names(saved.parent)) <= 2 + (step == "open")
@@ -211,7 +237,8 @@ def test_a_reader_finds_a_pair_while_it_is_replaced(saved, make, arrays):
 
 
 def test_a_reader_between_yaml_and_sidecar_takes_the_new_pair(saved, make, arrays, monkeypatch):
-    """The one moment that loses the old sidecar under a reader's hands: it has read the old YAML already."""
+    """The one moment that loses the old sidecar under a reader's hands: it has read the old YAML
+    already."""
     import artifacts.store as store
 
     real, switched = store.read_yaml, False
@@ -243,8 +270,12 @@ def test_pattern_names():
 def test_what_serves_reads_the_arrays_that_serve(tmp_path, every_kind, monkeypatch):
     save(every_kind[0], tmp_path / "cfg.yaml", every_kind[1])
     read, real = [], Sidecar.__getitem__
-    monkeypatch.setattr(Sidecar, "__getitem__", lambda self, name: read.append(name) or real(self, name))
+    monkeypatch.setattr(
+        Sidecar, "__getitem__", lambda self, name: read.append(name) or real(self, name)
+    )
     serving = {"front.rows", "static.mean.columns", "static.mean.diagonals"}
     assert load_pair(tmp_path / "cfg.yaml", names=())[1].keys() == set(read) == serving
-    assert load_pair(tmp_path / "cfg.yaml", names=("chosen.recall", "none"))[1].keys() == serving | {"chosen.recall"}
+    assert load_pair(tmp_path / "cfg.yaml", names=("chosen.recall", "none"))[
+        1
+    ].keys() == serving | {"chosen.recall"}
     assert load_pair(tmp_path / "cfg.yaml")[1].keys() == every_kind[1].keys()

@@ -1,4 +1,5 @@
-"""The YAML of artifacts: every JSON value comes back exactly, from other readers too; nothing else enters."""
+"""The YAML of artifacts: every JSON value comes back exactly, from other readers too; nothing else
+enters."""
 
 from __future__ import annotations
 
@@ -14,8 +15,10 @@ from artifacts.strict_yaml import MAX_DEPTH, MAX_VALUES, dump, parse
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 WORDS = """
-    null ~ true no Off Y NULL 1e5 12e45 1.5e5 +1 1. .5 0b1 0o17 0X1f _1 1__0 1:30 -12:30:45.6 +.INF .NaN
-    1.0e+5 -0 0x1F 010 1_000 12:30:45 2025-01-31 2025-1-1T1:2:3Z .nan .inf - ? : << = !x &x *x #x %x @x
+    null ~ true no Off Y NULL 1e5 12e45 1.5e5 +1 1. .5 0b1 0o17 0X1f _1 1__0 1:30 -12:30:45.6 +.INF
+    .NaN
+    1.0e+5 -0 0x1F 010 1_000 12:30:45 2025-01-31 2025-1-1T1:2:3Z .nan .inf - ? : << = !x &x *x #x
+    %x @x
 """
 ODD = [
     "",
@@ -35,7 +38,12 @@ ODD = [
     "😀",
 ]
 TRICKY = st.sampled_from([*WORDS.split(), *ODD])
-SCALARS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
 VALUES = st.recursive(
     SCALARS | TEXT | TRICKY,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT | TRICKY, inner, max_size=4),
@@ -71,8 +79,10 @@ def test_plain_scalars_that_all_readers_read_alike(text, value):
 
 
 UNCLEAR = """
-    no No yes ON off y N True FALSE Null NULL << = 1:30 -1:30:00 0x1F 0X1f 0b101 0o17 017 007 00 +1 1_000 1_0.5 1. .5
-    -.5 1e5 1e-5 1E5 1.5e5 01.5 +1.5 1_000.0 .NaN .INF +.inf -.Inf .nan .inf 2025-01-31 2025-01-31T12:00:00Z
+    no No yes ON off y N True FALSE Null NULL << = 1:30 -1:30:00 0x1F 0X1f 0b101 0o17 017 007 00 +1
+    1_000 1_0.5 1. .5
+    -.5 1e5 1e-5 1E5 1.5e5 01.5 +1.5 1_000.0 .NaN .INF +.inf -.Inf .nan .inf 2025-01-31
+    2025-01-31T12:00:00Z
 """
 BEYOND = f"{2**53 + 1} {-(2**53) - 1} {'9' * 40} {'9' * 5000}"
 
@@ -85,7 +95,9 @@ def test_plain_scalars_that_readers_disagree_about_are_refused(text):
     assert parse(dump({text: text})) == {text: text} == yaml.safe_load(dump({text: text}))
 
 
-@pytest.mark.parametrize("text", [*UNCLEAR.split(), "null", "~", "true", "false", "1", "-12", "0.5", "1.0e-05"])
+@pytest.mark.parametrize(
+    "text", [*UNCLEAR.split(), "null", "~", "true", "false", "1", "-12", "0.5", "1.0e-05"]
+)
 def test_a_key_without_quotes_is_text_to_every_reader(text):
     with pytest.raises(ArtifactError, match="line 1: a key must be text"):
         parse(f"{text}: 1")
@@ -110,8 +122,14 @@ MANY = "more than 100000 values, or nested more than 32 deep"
     ("text", "why"),
     [
         ("a: 1\nb: {x: 1, x: 2}", "line 2: the key 'x' is given twice"),
-        *((text, "line 1: anchors, aliases and tags") for text in ("a: &x 1", "a: &x [1]", "a: *x", "&x a: 1")),
-        *((text, "line 1: anchors, aliases and tags") for text in ("a: !!int 1", "a: !mine {b: 1}", "a: ! x")),
+        *(
+            (text, "line 1: anchors, aliases and tags")
+            for text in ("a: &x 1", "a: &x [1]", "a: *x", "&x a: 1")
+        ),
+        *(
+            (text, "line 1: anchors, aliases and tags")
+            for text in ("a: !!int 1", "a: !mine {b: 1}", "a: ! x")
+        ),
         ("---\na: 1\n---\nb: 2", "line 3: not valid YAML, but found another document"),
         ("? {a: 1}\n: 2", "line 1: a key must be text"),
         ("a: 'x", "not valid YAML"),

@@ -1,4 +1,5 @@
-"""Writers that come at once, die at any point, or find what a dead one left: nothing is lost and no pair is torn."""
+"""Writers that come at once, die at any point, or find what a dead one left: nothing is lost and no
+pair is torn."""
 
 from __future__ import annotations
 
@@ -13,7 +14,17 @@ import numpy as np
 import pytest
 
 import artifacts
-from artifacts import ArtifactError, Decode, HeadwiseError, OmniKV, load, load_arrays, load_pair, save, update
+from artifacts import (
+    ArtifactError,
+    Decode,
+    HeadwiseError,
+    OmniKV,
+    load,
+    load_arrays,
+    load_pair,
+    save,
+    update,
+)
 from artifacts.pair import locked
 from artifacts.sections import save_searched, with_seen
 from artifacts.windows import seen_windows
@@ -27,7 +38,10 @@ def names(folder):
 
 
 def with_decode(artifact, arrays):
-    return artifact.model_copy(update={"decode": DECODE}), {**arrays, "similarity.mass": np.ones(3, np.float32)}
+    return artifact.model_copy(update={"decode": DECODE}), {
+        **arrays,
+        "similarity.mass": np.ones(3, np.float32),
+    }
 
 
 def test_update_keeps_what_it_is_not_about(saved):
@@ -44,7 +58,9 @@ def test_update_into_another_file_leaves_the_first_alone(saved, tmp_path):
     out = tmp_path / "other" / "new.yaml"
     out.parent.mkdir()
     assert update(saved, with_decode, out=out) == load(out) and load(out).decode == DECODE
-    assert {path.name: path.read_bytes() for path in saved.parent.iterdir() if path.is_file()} == before
+    assert {
+        path.name: path.read_bytes() for path in saved.parent.iterdir() if path.is_file()
+    } == before
     # By another name it is still the same file.
     update(saved, with_decode, out=saved.parent / "other" / ".." / saved.name)
     assert load(saved).decode == DECODE
@@ -61,12 +77,19 @@ def test_update_needs_a_whole_artifact_and_a_change_that_works(saved, tmp_path):
     with pytest.raises(OSError, match="of its own"):
         update(saved, broken)
     with pytest.raises(ArtifactError, match=r"prefill\.layers has 0 rows"):
-        update(saved, lambda a, x: (a.model_copy(update={"prefill": a.prefill.model_copy(update={"layers": ()})}), x))
+        update(
+            saved,
+            lambda a, x: (
+                a.model_copy(update={"prefill": a.prefill.model_copy(update={"layers": ()})}),
+                x,
+            ),
+        )
     assert {path.name: path.read_bytes() for path in saved.parent.iterdir()} == before
 
 
 def test_sections_written_at_once_are_all_there(saved):
-    """As headwise filters and others do it: each changes its own section and adds its own arrays."""
+    """As headwise filters and others do it: each changes its own section and adds its own
+    arrays."""
 
     def section(name):
         def change(artifact, arrays):
@@ -87,7 +110,10 @@ def test_sections_written_at_once_are_all_there(saved):
         thread.join()
     artifact, arrays = load_pair(saved)
     assert artifact.decode == DECODE and "similarity.mass" in arrays
-    assert {row.name for row in artifact.evidence.measurements} == {"prefill", *(f"measured.{i}" for i in range(6))}
+    assert {row.name for row in artifact.evidence.measurements} == {
+        "prefill",
+        *(f"measured.{i}" for i in range(6)),
+    }
     assert {f"measured.{i}" for i in range(6)} <= arrays.keys()
     assert len(names(saved.parent)) == 2
 
@@ -108,13 +134,17 @@ for turn in range(8):
 
 
 def test_processes_that_write_at_once_lose_nothing(saved):
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(saved), f"w{i}"]) for i in range(4)]
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(saved), f"w{i}"]) for i in range(4)
+    ]
     while any(writer.poll() is None for writer in writers):
         load_arrays(saved)
     assert [writer.returncode for writer in writers] == [0] * 4
     written = {f"w{i}.{turn}" for i in range(4) for turn in range(8)}
     artifact, arrays = load_pair(saved)
-    assert {row.name for row in artifact.evidence.measurements} == written | {"prefill"} and written <= arrays.keys()
+    assert {row.name for row in artifact.evidence.measurements} == written | {
+        "prefill"
+    } and written <= arrays.keys()
     assert len(names(saved.parent)) == 2
 
 
@@ -158,7 +188,9 @@ def test_a_link_in_place_of_the_lock_is_not_followed(saved, make, tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("kept")
     (saved.parent / ".cfg.lock").symlink_to(precious)
-    with pytest.raises(HeadwiseError, match=r"cannot write '.*cfg\.yaml': its lock file \.cfg\.lock: "):
+    with pytest.raises(
+        HeadwiseError, match=r"cannot write '.*cfg\.yaml': its lock file \.cfg\.lock: "
+    ):
         save(make(), saved)
     assert precious.read_text() == "kept"
 
@@ -192,8 +224,12 @@ def test_a_search_keeps_the_sections_of_others(saved, make):
     again = make(created_at="2026-01-01T00:00:00Z", evidence=artifacts.Evidence())
     result = save_searched(again, saved, {"chosen.recall": np.zeros((3, 4), np.float32)})
     artifact, arrays = load_pair(saved)
-    assert artifact == result and artifact.decode == DECODE and artifact.created_at.startswith("2026")
-    assert arrays.keys() == {"chosen.recall", "similarity.mass"} and not arrays["chosen.recall"].any()
+    assert (
+        artifact == result and artifact.decode == DECODE and artifact.created_at.startswith("2026")
+    )
+    assert (
+        arrays.keys() == {"chosen.recall", "similarity.mass"} and not arrays["chosen.recall"].any()
+    )
     assert artifact.evidence == artifacts.Evidence()
 
 
@@ -203,11 +239,18 @@ def test_a_search_keeps_what_the_searches_of_kept_sections_have_seen(saved, make
     again, fresh = with_seen(make(), arrays, [second, third])
     save_searched(again, saved, fresh)
     artifact, there = load_pair(saved)
-    assert seen_windows(there) == {first, second, third} and artifact.search.calibration.seen_windows == 3
+    assert (
+        seen_windows(there) == {first, second, third}
+        and artifact.search.calibration.seen_windows == 3
+    )
     update(saved, lambda artifact, there: (artifact.model_copy(update={"decode": None}), there))
     save_searched(again, saved, fresh)
     assert seen_windows(load_pair(saved)[1]) == {second, third}
-    imported = make(search=None, prefill=artifact.prefill.model_copy(update={"layers": (None,) * 3}), patterns={})
+    imported = make(
+        search=None,
+        prefill=artifact.prefill.model_copy(update={"layers": (None,) * 3}),
+        patterns={},
+    )
     assert with_seen(imported, {}, [first]) == (imported, {})
 
 
@@ -224,11 +267,17 @@ def test_a_search_keeps_the_cost_tables_of_other_devices(saved, make):
     save(make(search=searched, costs=both), saved, tables(1.0, 2.0))
     save_searched(make(), saved, {})
     artifact, arrays = load_pair(saved)
-    assert [(table.device, table.optimised) for table in artifact.costs] == [("there", False), ("here", False)]
+    assert [(table.device, table.optimised) for table in artifact.costs] == [
+        ("there", False),
+        ("here", False),
+    ]
     assert arrays == tables(1.0, 2.0)
     save_searched(make(search=searched, costs=(here,)), saved, tables(3.0))
     artifact, arrays = load_pair(saved)
-    assert [(table.device, table.optimised) for table in artifact.costs] == [("here", True), ("there", False)]
+    assert [(table.device, table.optimised) for table in artifact.costs] == [
+        ("here", True),
+        ("there", False),
+    ]
     assert arrays == tables(3.0, 1.0)
 
 

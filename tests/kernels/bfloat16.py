@@ -1,8 +1,9 @@
-"""bfloat16 in Triton's interpreter as a device has it: by itself it multiplies bits, and cuts off what it should round.
+"""bfloat16 in Triton's interpreter as a device has it: by itself it multiplies bits, and cuts off
+what it should round.
 
-Triton 3.9 keeps bfloat16 as 16-bit integers. Here products are of the numbers and are added up in float32, other
-operations are done in float32 and rounded, and what is stored as bfloat16 is rounded to nearest, ties to even.
-"""
+Triton 3.9 keeps bfloat16 as 16-bit integers. Here products are of the numbers and are added up in
+float32, other operations are done in float32 and rounded, and what is stored as bfloat16 is rounded
+to nearest, ties to even."""
 
 from __future__ import annotations
 
@@ -66,7 +67,11 @@ def as_on_a_device() -> Iterator[None]:
         return narrow(own["binary_op"](self, wide(one), wide(other), op))
 
     def unary(self: Any, x: Any, op: Any) -> Any:
-        return narrow(own["unary_op"](self, wide(x), op)) if is_bfloat16(x) else own["unary_op"](self, x, op)
+        return (
+            narrow(own["unary_op"](self, wide(x), op))
+            if is_bfloat16(x)
+            else own["unary_op"](self, x, op)
+        )
 
     calls = {"create_dot": dot, "binary_op": binary, "unary_op": unary}
     calls |= {name: cast(name) for name in ("cast_impl", "create_fp_to_fp")}

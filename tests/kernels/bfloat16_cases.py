@@ -1,4 +1,5 @@
-"""A small kernel in bfloat16, interpreted as on a device and as Triton does it; prints what is wrong of each as JSON.
+"""A small kernel in bfloat16, interpreted as on a device and as Triton does it; prints what is
+wrong of each as JSON.
 
 TRITON_INTERPRET=1 python -m tests.kernels.bfloat16_cases
 """
@@ -42,16 +43,24 @@ def wrong() -> dict[str, int]:
     odd = torch.empty(a.shape, dtype=torch.int32)
     some_kernel[(1,)](a, b, products, sums, odd)
     finite = a.where(a.isfinite(), 0)
-    expected = (finite.float() @ b.float()).to(torch.bfloat16), finite + b, (~a.isfinite()).to(torch.int32)
+    expected = (
+        (finite.float() @ b.float()).to(torch.bfloat16),
+        finite + b,
+        (~a.isfinite()).to(torch.int32),
+    )
     names = ("products", "sums", "odd")
     return {
-        name: int((one != other).sum()) for name, one, other in zip(names, (products, sums, odd), expected, strict=True)
+        name: int((one != other).sum())
+        for name, one, other in zip(names, (products, sums, odd), expected, strict=True)
     }
 
 
 if __name__ == "__main__":
     found = {}
-    for name, how in (("device", bfloat16.as_on_a_device()), ("interpreter", contextlib.nullcontext())):
+    for name, how in (
+        ("device", bfloat16.as_on_a_device()),
+        ("interpreter", contextlib.nullcontext()),
+    ):
         with how:
             found[name] = wrong()
     print(json.dumps(found))

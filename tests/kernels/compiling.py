@@ -1,4 +1,5 @@
-"""Cross-compiles the launches that calls of every sort make, without a GPU, and reads what became of them."""
+"""Cross-compiles the launches that calls of every sort make, without a GPU, and reads what became
+of them."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ _TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """What the compiler made: bytes of shared memory, registers and bytes spilled a thread, assembly, and warps."""
+    """What the compiler made: bytes of shared memory, registers and bytes spilled a thread,
+    assembly, and warps."""
 
     shared: int
     registers: int
@@ -72,7 +74,9 @@ class Build:
             return f"{self.shared} bytes of shared memory, the device has {limit}"
         if dtype != torch.float32 and self.spilled:
             return f"{self.spilled} bytes spilled at {self.registers} registers"
-        if MATRIX_UNIT[target] not in self.assembly and not (dtype == torch.float32 and "sm" in target):
+        if MATRIX_UNIT[target] not in self.assembly and not (
+            dtype == torch.float32 and "sm" in target
+        ):
             return f"no {MATRIX_UNIT[target]}"
         if target.startswith("sm") and "cp.async" not in self.assembly:
             return "keys are not copied asynchronously"
@@ -80,7 +84,8 @@ class Build:
 
 
 def programs(build: Build, target: str) -> int:
-    """How many programs fit a multiprocessor of an NVIDIA device: 64 Ki registers, 64 warps, and its shared memory."""
+    """How many programs fit a multiprocessor of an NVIDIA device: 64 Ki registers, 64 warps, and
+    its shared memory."""
     registers = -(-build.registers // 8) * 8 * 32 * build.warps
     # What one program may have is all but the kilobyte that the system takes.
     shared = TARGETS[target][1] + 1024
@@ -88,9 +93,14 @@ def programs(build: Build, target: str) -> int:
 
 
 def compile_kernel(
-    function: Any, arguments: dict[str, Any], constants: dict[str, Any], options: dict[str, Any], target: str
+    function: Any,
+    arguments: dict[str, Any],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+    target: str,
 ) -> Build:
-    """Compile a kernel for a target from the arguments of a launch, of which only types and alignment count."""
+    """Compile a kernel for a target from the arguments of a launch, of which only types and
+    alignment count."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -98,11 +108,17 @@ def compile_kernel(
     kernel = triton.compile(source, target=GPUTarget(*TARGETS[target][0]), options=options)
     if target.startswith("gfx"):
         assembly = kernel.asm["amdgcn"]
-        registers, spilled = _number(r"\.vgpr_count:", assembly), _number(r"\.private_segment_fixed_size:", assembly)
+        registers, spilled = (
+            _number(r"\.vgpr_count:", assembly),
+            _number(r"\.private_segment_fixed_size:", assembly),
+        )
         assert spilled or not _number(r"\.vgpr_spill_count:", assembly)
     else:
         usage = _resources(kernel.asm["cubin"])
-        registers, spilled = _number("REG:", usage), _number("STACK:", usage) + _number("LOCAL:", usage)
+        registers, spilled = (
+            _number("REG:", usage),
+            _number("STACK:", usage) + _number("LOCAL:", usage),
+        )
         assembly = kernel.asm["ptx"]
     return Build(
         shared=kernel.metadata.shared,
@@ -144,7 +160,9 @@ def _resources(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            [tool, "-res-usage", file.name], check=True, capture_output=True, text=True
+        )
     return done.stdout + done.stderr
 
 
@@ -155,7 +173,8 @@ def _number(label: str, text: str) -> int:
 
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-# What an index has beside its own tiles, and how K and V lie. "lists" are served one query tile a program.
+# What an index has beside its own tiles, and how K and V lie. "lists" are served one query tile a
+# program.
 VARIANTS: dict[str, dict[str, Any]] = {
     "diagonals": {},
     "diagonals, columns": {"columns": True},
@@ -170,7 +189,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "diagonals, columns, ragged": {"columns": True, "ragged": True},
     "diagonals, columns, parts": {"columns": True, "splits": 4},
     "skipping": {"skip": True},
-    "skipping, a serving engine": {"columns": True, "tail": True, "ragged": True, "page": 16, "skip": True},
+    "skipping, a serving engine": {
+        "columns": True,
+        "tail": True,
+        "ragged": True,
+        "page": 16,
+        "skip": True,
+    },
     "a serving engine": {"columns": True, "tail": True, "ragged": True, "page": 16},
     "a serving engine, fp8": {
         "columns": True,
@@ -202,7 +227,12 @@ DECODE_VARIANTS: dict[str, dict[str, Any]] = {
     },
     "pages of 64, bounds": {"page": 64, "bounds": True},
     "64 rows": {"q_len": 16},
-    "64 rows, tokens, pages of 16, scores": {"q_len": 16, "tokens": True, "page": 16, "scores": "sum"},
+    "64 rows, tokens, pages of 16, scores": {
+        "q_len": 16,
+        "tokens": True,
+        "page": 16,
+        "scores": "sum",
+    },
 }
 
 
@@ -246,7 +276,9 @@ def compile_for(
         ragged=Ragged.left_padded([length], length, length) if ragged else None,
     )
     q = torch.empty(1, heads, length, head_dim, dtype=dtype)
-    k, v = (torch.empty(1, kv_heads, length, dim, dtype=cache or dtype) for dim in (head_dim, v_dim))
+    k, v = (
+        torch.empty(1, kv_heads, length, dim, dtype=cache or dtype) for dim in (head_dim, v_dim)
+    )
     table = None
     if page is not None:
         k, v = (x.reshape(length // page, page, kv_heads, -1) for x in (k, v))
@@ -263,7 +295,8 @@ def _compile(call: KernelCall, target: str) -> Build:
 
 
 def compile_tables(target: str) -> Build:
-    """Compile the launch that makes the attention kernel's tables, of heads some of which have lists, on the target."""
+    """Compile the launch that makes the attention kernel's tables, of heads some of which have
+    lists, on the target."""
     entries = torch.zeros(1, 4, 2, dtype=torch.int32)
     tiles = lists(torch.zeros(1, 4, 4, 1, dtype=torch.int32))
     index = SparseIndex(q_len=256, k_len=256, diagonals=entries, **tiles, columns=entries)
@@ -271,18 +304,28 @@ def compile_tables(target: str) -> Build:
 
 
 def compile_estimate(
-    target: str, *, head_dim: int, dtype: torch.dtype, window: int | None = None, page: int | None = None
+    target: str,
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    page: int | None = None,
 ) -> dict[str, Build]:
-    """Compile the launches that read queries and keys for a layer's index on the target, by name."""
+    """Compile the launches that read queries and keys for a layer's index on the target, by
+    name."""
     q, k = (torch.empty(1, heads, 256, head_dim, dtype=dtype) for heads in (4, 2))
     where: Keys = k
     if page is not None:
-        cache, table = k.reshape(256 // page, page, 2, head_dim), torch.zeros(1, 256 // page, dtype=torch.int32)
+        cache, table = (
+            k.reshape(256 // page, page, 2, head_dim),
+            torch.zeros(1, 256 // page, dtype=torch.int32),
+        )
         where = Paged.of(cache, table, [256], dtype)
     architecture = "hip" if target.startswith("gfx") else target
     heads = range(4)
     plan, blocks = (
-        builders.plan(q, where, heads, [last] * 4, scale=1.0, window=window, target=architecture) for last in (64, 128)
+        builders.plan(q, where, heads, [last] * 4, scale=1.0, window=window, target=architecture)
+        for last in (64, 128)
     )
     some = torch.empty(1, 4, 256)
     launches = {
@@ -296,17 +339,22 @@ def compile_estimate(
 
 
 def compile_choice(target: str, *, n: int, ragged: bool = False) -> Build:
-    """Compile the choice of the best out of n on the target; ragged: sequences with ends and counts of their own."""
+    """Compile the choice of the best out of n on the target; ragged: sequences with ends and counts
+    of their own."""
     each = torch.empty(1, dtype=torch.int32) if ragged else None
     _, one = builders.choice(torch.empty(1, 4, 3, n), [50] * 4, forced=1, ends=each, counts=each)
     return _compile(one, target)
 
 
-def compile_scores(target: str, *, head_dim: int, dtype: torch.dtype, softcap: float | None = None) -> Build:
+def compile_scores(
+    target: str, *, head_dim: int, dtype: torch.dtype, softcap: float | None = None
+) -> Build:
     """Compile the launch that adds up a prompt's probabilities on the target."""
     q, k = (torch.empty(1, heads, 256, head_dim, dtype=dtype) for heads in (4, 2))
     architecture = "hip" if target.startswith("gfx") else target
-    call, _ = decode.prepare_sums(q, k, torch.empty(1, 4, 256), scale=1.0, softcap=softcap, target=architecture)
+    call, _ = decode.prepare_sums(
+        q, k, torch.empty(1, 4, 256), scale=1.0, softcap=softcap, target=architecture
+    )
     return _compile(call, target)
 
 
@@ -327,7 +375,9 @@ def compile_decode(
     """Compile the launches that a call of this sort would make on the target, by name."""
     heads, kv_heads, length = 8, 2, 2048
     q = torch.empty(1, heads, q_len, head_dim, dtype=dtype)
-    k, v = (torch.empty(1, kv_heads, length, dim, dtype=dtype) for dim in (head_dim, v_dim or head_dim))
+    k, v = (
+        torch.empty(1, kv_heads, length, dim, dtype=dtype) for dim in (head_dim, v_dim or head_dim)
+    )
     table = None
     if page is not None:
         k, v = (x.reshape(length // page, page, kv_heads, -1) for x in (k, v))

@@ -1,8 +1,12 @@
-"""Cases of decode attention that every backend is put to; run as a script it interprets the Triton kernels.
+"""Cases of decode attention that every backend is put to; run as a script it interprets the Triton
+kernels.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim, E value dim.
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
+E value dim.
 
-    TRITON_INTERPRET=1 python tests/kernels/decode_cases.py [NAME ...]    one JSON object: case -> largest errors
+    TRITON_INTERPRET=1 python tests/kernels/decode_cases.py [NAME ...]
+
+prints one JSON object: case -> largest errors.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from tests.kernels.triton_memory import memory_checked
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`tokens` is None, "shared", "heads" (others for each KV head) or "ragged" (also of different number).
+    """`tokens` is None, "shared", "heads" (others for each KV head) or "ragged" (also of different
+    number).
 
     Keys and values are of dtype `cache`, or of the queries'.
     """
@@ -51,22 +56,27 @@ class Case:
     cache: torch.dtype | None = None
 
 
-# Starts and ends of three sequences: full, in the middle, and (for a few queries) shorter than the queries.
+# Starts and ends of three sequences: full, in the middle, and (for a few queries) shorter than the
+# queries.
 SPANS: dict[str, Any] = {"batch": 3, "starts": (0, 37, 5), "ends": (300, 211, 8)}
 SMALL = {
     **{f"{k} keys": Case(k_len=k) for k in (1, 63, 64, 65)},
     **{f"{q} queries": Case(q_len=q) for q in (2, 5, 16)},
     "16 queries of 3 keys": Case(q_len=16, k_len=3),
-    **{f"{h} heads on {g}": Case(heads=h, kv_heads=g, q_len=2) for h, g in ((3, 3), (9, 3), (16, 2), (5, 1))},
+    **{f"{h} heads on {g}": Case(heads=h, kv_heads=g, q_len=2) for h, g in ((3, 3), (9, 3), (16,
+    2), (5, 1))},
     "128 rows of a KV head": Case(heads=8, kv_heads=1, q_len=16),
     **{f"D {d}": Case(head_dim=d, v_dim=d) for d in (80, 96, 128, 256, 512)},
-    **{f"D {d}, E {e}": Case(head_dim=d, v_dim=e) for d, e in ((192, 128), (64, 256), (33, 17), (1, 1))},
+    **{f"D {d}, E {e}": Case(head_dim=d, v_dim=e) for d, e in ((192, 128), (64, 256), (33, 17), (1,
+    1))},
     "own scale": Case(scale=0.5),
     "sinks": Case(sinks=True, q_len=2),
-    "sinks, window, starts, ends, soft-cap": Case(q_len=5, sinks=True, window=30, softcap=20.0, **SPANS),
+    "sinks, window, starts, ends, soft-cap": Case(q_len=5, sinks=True, window=30, softcap=20.0,
+    **SPANS),
     "sinks, tokens": Case(q_len=2, sinks=True, tokens="ragged", batch=2),
     "soft-cap 2": Case(scale=0.5, softcap=2.0, q_len=2),
-    **{f"{kind} tokens": Case(batch=2, tokens=kind, q_len=2) for kind in ("shared", "heads", "ragged")},
+    **{f"{kind} tokens": Case(batch=2, tokens=kind, q_len=2) for kind in ("shared", "heads",
+    "ragged")},
     "one token": Case(tokens="heads", chosen=1),
     "starts and ends": Case(q_len=5, **SPANS),
     "starts, ends and tokens": Case(q_len=5, tokens="ragged", **SPANS),
@@ -85,9 +95,13 @@ LARGE = {
     **{f"{k} keys, {q} queries": Case(k_len=k, q_len=q) for k in (1000, 4097) for q in (1, 5)},
     "4097 keys, 32 heads on 8": Case(k_len=4097, heads=32, kv_heads=8, head_dim=128, v_dim=128),
     "2048 of 4097 keys": Case(k_len=4097, tokens="ragged", chosen=2048, batch=2, q_len=2),
-    "ends far apart": Case(k_len=4097, batch=3, starts=(0, 1500, 4000), ends=(4097, 2100, 4003), q_len=5),
+    "ends far apart": Case(
+        k_len=4097, batch=3, starts=(0, 1500, 4000), ends=(4097, 2100, 4003), q_len=5
+    ),
     "window of 700": Case(k_len=4097, window=700, q_len=16),
-    "4097 keys in pages": Case(k_len=4097, page=64, batch=2, starts=(0, 70), ends=(4000, 1234), q_len=2),
+    "4097 keys in pages": Case(
+        k_len=4097, page=64, batch=2, starts=(0, 70), ends=(4000, 1234), q_len=2
+    ),
 }
 EIGHT = {
     f"float8 {kind}, {name}": replace(SMALL[name], cache=cache)
@@ -98,7 +112,8 @@ EIGHT = {
     )
 }
 
-# Largest absolute error of standard normal inputs: out, log-sum-exp, and scores for each query row of a KV head.
+# Largest absolute error of standard normal inputs: out, log-sum-exp, and scores for each query row
+# of a KV head.
 TOLERANCES = {
     torch.float32: (1e-5, 1e-5, 2e-6),
     torch.float16: (2e-3, 1e-5, 2e-6),
@@ -107,8 +122,11 @@ TOLERANCES = {
 
 
 @functools.cache
-def problem(case: Case, device: torch.device) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Tensor]:
-    """q, k and v, the other arguments, and which rows each query sees (B, G, Q, K) before pages are made.
+def problem(
+    case: Case, device: torch.device
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Tensor]:
+    """q, k and v, the other arguments, and which rows each query sees (B, G, Q, K) before pages are
+    made.
 
     Rows that no query of their KV head sees hold NaN: reading one shows.
     """
@@ -130,7 +148,9 @@ def problem(case: Case, device: torch.device) -> tuple[tuple[Tensor, Tensor, Ten
         "window": case.window,
         "scale": case.scale,
         "softcap": case.softcap,
-        "sinks": (torch.randn(case.heads, generator=generator) * 2).to(device) if case.sinks else None,
+        "sinks": (torch.randn(case.heads, generator=generator) * 2).to(device)
+        if case.sinks
+        else None,
         **places,
     }
     q, k, v = (x.to(device) for x in (q, k, v))
@@ -187,19 +207,30 @@ def _tokens(case: Case, generator: torch.Generator) -> Tensor | None:
     tokens = torch.full((case.batch, lists, case.chosen), PAD, dtype=torch.int32)
     for b in range(case.batch):
         for g in range(lists):
-            count = case.chosen if case.tokens != "ragged" else max(1, case.chosen >> (2 * b + 3 * g))
-            tokens[b, g, :count] = torch.randperm(case.k_len, generator=generator)[:count].sort().values
+            count = (
+                case.chosen if case.tokens != "ragged" else max(1, case.chosen >> (2 * b + 3 * g))
+            )
+            tokens[b, g, :count] = (
+                torch.randperm(case.k_len, generator=generator)[:count].sort().values
+            )
     return tokens[:, 0] if case.tokens == "shared" else tokens
 
 
 def paged(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(B, G, K, dim) as a cache (pages, size, G, dim) in a shuffled order, NaN wherever no key lies, and its table."""
+    """(B, G, K, dim) as a cache (pages, size, G, dim) in a shuffled order, NaN wherever no key
+    lies, and its table."""
     batch, heads, length, dim = x.shape
     each = -(-length // size)
-    order = torch.randperm(batch * each + 3, generator=torch.Generator().manual_seed(length))[: batch * each]
+    order = torch.randperm(batch * each + 3, generator=torch.Generator().manual_seed(length))[
+        : batch * each
+    ]
     table = order.reshape(batch, each).to(torch.int32).to(x.device)
-    cache = torch.full((batch * each + 3, size, heads, dim), float("nan"), dtype=x.dtype, device=x.device)
-    rows = torch.full((batch, each * size, heads, dim), float("nan"), dtype=x.dtype, device=x.device)
+    cache = torch.full(
+        (batch * each + 3, size, heads, dim), float("nan"), dtype=x.dtype, device=x.device
+    )
+    rows = torch.full(
+        (batch, each * size, heads, dim), float("nan"), dtype=x.dtype, device=x.device
+    )
     rows[:, :length] = x.transpose(1, 2)
     cache[table.long()] = rows.reshape(batch, each, size, heads, dim)
     # One more page in each row of the table than is needed, out of bounds: it must not be read.
@@ -207,7 +238,8 @@ def paged(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def errors(found: Decoded, expected: Decoded, rows: int) -> tuple[float, float, float]:
-    """Largest errors of out, log-sum-exp and scores, the last for each of `rows`; NaN and wrong infinities count."""
+    """Largest errors of out, log-sum-exp and scores, the last for each of `rows`; NaN and wrong
+    infinities count."""
     assert found.scores is not None and expected.scores is not None
     pairs = ((found.out, expected.out), (found.lse, expected.lse), (found.scores, expected.scores))
     out, lse, scores = (_error(actual, wanted) for actual, wanted in pairs)
@@ -237,7 +269,9 @@ def oracle(case: Case, device: torch.device, scores: str) -> Decoded:
     return serve(reference, case)(*(x.float() for x in qkv), **rest, scores=scores)
 
 
-def run(case: Case, device: torch.device, op: Callable[..., Decoded], scores: str) -> tuple[float, float, float]:
+def run(
+    case: Case, device: torch.device, op: Callable[..., Decoded], scores: str
+) -> tuple[float, float, float]:
     """Errors of an op against the fp32 reference."""
     qkv, rest, _ = problem(case, device)
     found = op(*qkv, **rest, scores=scores)
@@ -253,7 +287,8 @@ def poison_memory() -> None:
 
 
 def interpreted() -> dict[str, tuple[Case, int | None]]:
-    """What the interpreter is put to, with the number of splits: fp32, and 16 bits here and there."""
+    """What the interpreter is put to, with the number of splits: fp32, and 16 bits here and
+    there."""
     split = (
         "sinks, tokens",
         "65 keys",

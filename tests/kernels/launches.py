@@ -1,7 +1,8 @@
-"""Counts what a layer's prefill and a decode step launch, and what they allocate; as a script it prints them as JSON.
+"""Counts what a layer's prefill and a decode step launch, and what they allocate; as a script it
+prints them as JSON.
 
-Our kernels are counted as they are launched, torch's operations as they are called, views left out: on a GPU each is a
-launch. Triton interprets ours, so lengths are small.
+Our kernels are counted as they are launched, torch's operations as they are called, views left out:
+on a GPU each is a launch. Triton interprets ours, so lengths are small.
 
 TRITON_INTERPRET=1 python -m tests.kernels.launches > docs/results/gpu_launches.json
 """
@@ -38,7 +39,17 @@ _UNREAD = (
 # What makes the host wait for the device.
 _WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "item")
 # Launch nothing: they only look at memory differently, or reserve it.
-_FREE = ("detach", "empty", "empty_like", "empty_strided", "new_empty", "alias", "lift_fresh", "set_", "resize_")
+_FREE = (
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "alias",
+    "lift_fresh",
+    "set_",
+    "resize_",
+)
 
 
 @dataclass(kw_only=True)
@@ -72,7 +83,8 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Triton's interpreter does all that Triton does on a GPU, and native code for the CPU nothing of it."""
+    """Triton's interpreter does all that Triton does on a GPU, and native code for the CPU nothing
+    of it."""
     with (
         mock.patch("kernels.patterns.cpu.serves", return_value=False),
         mock.patch("kernels.dispatch._by_device", lambda kind: BACKENDS),
@@ -82,7 +94,8 @@ def as_on_gpu() -> Iterator[None]:
 
 @contextmanager
 def counting() -> Iterator[Counts]:
-    """Counts of all that is called meanwhile. Attention itself computes nothing: nobody reads what it writes."""
+    """Counts of all that is called meanwhile. Attention itself computes nothing: nobody reads what
+    it writes."""
     from triton.runtime import interpreter
 
     counts = Counts()
@@ -166,12 +179,15 @@ def decode(chosen: bool, scores: bool, length: int) -> Counts:
     k, v = (torch.randn(1, 2, length, 64, dtype=torch.float16) for _ in range(2))
     tokens = torch.arange(64, dtype=torch.int32).expand(1, 2, 64).contiguous() if chosen else None
     with torch.no_grad(), counting() as counts:
-        decode_attention(q, k, v, tokens=tokens, scores="sum" if scores else "none", backend="triton")
+        decode_attention(
+            q, k, v, tokens=tokens, scores="sum" if scores else "none", backend="triton"
+        )
     return counts
 
 
 def scored(length: int) -> Counts:
-    """A prompt with the sum of each key's probabilities, as H2O takes it in: the second of its length."""
+    """A prompt with the sum of each key's probabilities, as H2O takes it in: the second of its
+    length."""
     q = torch.randn(1, 4, length, 64, dtype=torch.float16)
     k, v = (torch.randn(1, 2, length, 64, dtype=torch.float16) for _ in range(2))
     with torch.no_grad():
@@ -188,13 +204,16 @@ def main() -> None:
     for length in LENGTHS:
         for name in LAYERS:
             found[f"prefill, {name}, {length}"] = asdict(prefill(name, length, pages=False))
-        found[f"prefill, all three, pages, {length}"] = asdict(prefill("all three", length, pages=True))
+        found[f"prefill, all three, pages, {length}"] = asdict(
+            prefill("all three", length, pages=True)
+        )
         for name in ("A-shape and dense", "all three"):
             found[f"ragged, {name}, {length}"] = asdict(ragged(name, length))
             # Of lengths that nothing else has asked for.
             found[f"first, {name}, {length}"] = asdict(prefill(name, length + 64, first=True))
         for what, chosen, scores in (
-            ("all keys", False, False), ("chosen keys", True, False), ("all keys, scores", False, True),
+            ("all keys", False, False), ("chosen keys", True, False), ("all keys, scores", False,
+            True),
         ):  # fmt: skip
             found[f"decode, {what}, {length}"] = asdict(decode(chosen, scores, length))
         found[f"prompt, scores, {length}"] = asdict(scored(length))

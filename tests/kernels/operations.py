@@ -11,11 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @contextmanager
 def operations() -> Iterator[list[str]]:
-    """The names of torch's operations that are called meanwhile, but views and memory that nobody has written to."""
+    """The names of torch's operations that are called meanwhile, but views and memory that nobody
+    has written to."""
     seen: list[str] = []
 
     class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if not func.is_view and func.overloadpacket.__name__ != "empty":
                 seen.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))

@@ -1,4 +1,5 @@
-"""Layers whose keys lie in pages, and how far what builders find there is from what they find in a tensor.
+"""Layers whose keys lie in pages, and how far what builders find there is from what they find in a
+tensor.
 
 Shapes: B batch, G KV heads, K key length, D head dim.
 """
@@ -17,19 +18,23 @@ from kernels.patterns.paged import Paged
 
 # By number alone, which a GPU chooses in one launch, and all that reads keys.
 BY_NUMBER = (
-    make("vertical_slash", vertical=80, slash=90), make("block_sparse", blocks=3), make("a_shape", sink=70, window=100),
-    make("vertical_slash", vertical=200, slash=64, last_q=100), make("dense"), make("block_sparse", blocks=1),
+    make("vertical_slash", vertical=80, slash=90), make("block_sparse", blocks=3), make("a_shape",
+    sink=70, window=100),
+    make("vertical_slash", vertical=200, slash=64, last_q=100), make("dense"), make("block_sparse",
+    blocks=1),
 )  # fmt: skip
 EVERY = (
     *BY_NUMBER[:2], make("memory_units", sink=1, window=70, units=2, representatives=3),
     make("vertical_slash", vertical=150, slash=300, last_q=30, coverage=0.8),
-    make("block_sparse", blocks=9, coverage=0.7), make("memory_units", sink=70, window=200, units=3),
+    make("block_sparse", blocks=9, coverage=0.7), make("memory_units", sink=70, window=200,
+    units=3),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """A build of a layer; `cache` is the dtype of the pages, `halves` their layout in vLLM on CPUs."""
+    """A build of a layer; `cache` is the dtype of the pages, `halves` their layout in vLLM on
+    CPUs."""
 
     q_len: int
     k_len: int
@@ -50,7 +55,9 @@ CASES = {
         for page in (16, 64, 128, 37, 100)
     },
     "a token": Build(q_len=1, k_len=1, page=16),
-    "batch 2, one KV head, D 80": Build(q_len=70, k_len=301, page=64, batch=2, kv_heads=1, head_dim=80),
+    "batch 2, one KV head, D 80": Build(
+        q_len=70, k_len=301, page=64, batch=2, kv_heads=1, head_dim=80
+    ),
     "batch 2, pages of 1,000": Build(q_len=70, k_len=190, page=1000, batch=2),
     "window of 130": Build(q_len=130, k_len=400, page=48, window=130),
     "window of 65, pages of 192": Build(q_len=130, k_len=400, page=192, window=65),
@@ -77,7 +84,9 @@ def paged(k: Tensor, case: Build) -> Paged:
     pages = (torch.randperm(batch * each + 3)[: batch * each]).view(batch, each)
     held = torch.full((batch * each + 3, case.page, kv_heads, dim), float("nan"))
     if case.halves:
-        held = torch.full((len(held), kv_heads, 2, case.page, dim), float("nan"))[:, :, 0].transpose(1, 2)
+        held = torch.full((len(held), kv_heads, 2, case.page, dim), float("nan"))[
+            :, :, 0
+        ].transpose(1, 2)
     held = held.to(k.device, case.cache or case.dtype)
     at = torch.arange(k_len)
     rows = k.transpose(1, 2).to(held.dtype)
@@ -89,7 +98,8 @@ def paged(k: Tensor, case: Build) -> Paged:
 
 
 def differences(case: Build, device: torch.device) -> dict[str, int]:
-    """How many numbers differ between what is found in pages and what is found in a tensor, by what they are."""
+    """How many numbers differ between what is found in pages and what is found in a tensor, by what
+    they are."""
     torch.manual_seed(case.k_len + case.page)
     q, k = (
         torch.randn(case.batch, heads, length, case.head_dim, device=device)
@@ -107,7 +117,9 @@ def differences(case: Build, device: torch.device) -> dict[str, int]:
     masses = [estimate(q, keys, [0, 2, 3, 5], [64, 100, 1, 64], **how) for keys in (where, k)]
     compare("vertical", masses[0][0], masses[1][0])
     compare("slash", masses[0][1], masses[1][1])
-    compare("means", *(mean_of_tiles(keys, list(range(case.kv_heads)), lead=0) for keys in (where, k)))
+    compare(
+        "means", *(mean_of_tiles(keys, list(range(case.kv_heads)), lead=0) for keys in (where, k))
+    )
     for name, patterns in (("by number", BY_NUMBER), ("every", EVERY)):
         plan = LayerPlan(patterns, case.kv_heads, dense_tail=10)
         index = plan.build(q, where.cache, **how, block_table=where.table, k_len=case.k_len)

@@ -1,6 +1,9 @@
-"""Cases of attention that adds up each key's probabilities; run as a script it interprets the Triton kernels.
+"""Cases of attention that adds up each key's probabilities; run as a script it interprets the
+Triton kernels.
 
-TRITON_INTERPRET=1 python -m tests.kernels.sums_cases [NAME ...]    one JSON object: case -> launches, errors
+TRITON_INTERPRET=1 python -m tests.kernels.sums_cases [NAME ...]
+
+prints one JSON object: case -> launches, errors.
 """
 
 from __future__ import annotations
@@ -23,9 +26,8 @@ from tests.kernels.triton_memory import memory_checked
 class Case:
     """sizes are (B, H, G, Q, K, D, E). Keys and values are of dtype `cache`, or of the queries'.
 
-    With `room` they are slices of a larger cache, and the heads of queries come after their positions; `bad` values are
-    NaN; queries are multiplied by `factor`.
-    """
+    With `room` they are slices of a larger cache, and the heads of queries come after their
+    positions; `bad` values are NaN; queries are multiplied by `factor`."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -51,7 +53,10 @@ SIZES = [
 GROUPED = SIZES[3]
 CASES = {
     **{str(sizes): Case(sizes=sizes) for sizes in SIZES[2:] if sizes[3] < 600},
-    **{f"{q} of {k}": Case(sizes=(1, 2, 1, q, k, 32, 32)) for q, k in ((17, 300), (33, 33), (200, 201), (97, 160))},
+    **{
+        f"{q} of {k}": Case(sizes=(1, 2, 1, q, k, 32, 32))
+        for q, k in ((17, 300), (33, 33), (200, 201), (97, 160))
+    },
     **{f"D {d}": Case(sizes=(1, 2, 1, 70, 100, d, 64)) for d in (96, 192, 256, 300)},
     "float16": Case(sizes=GROUPED, dtype=torch.float16),
     "bfloat16": Case(sizes=GROUPED, dtype=torch.bfloat16),
@@ -59,7 +64,9 @@ CASES = {
     "soft-cap 3": Case(sizes=GROUPED, softcap=3.0),
     "own scale": Case(sizes=GROUPED, scale=0.5),
     "slices of a cache": Case(sizes=GROUPED, room=True, softcap=20.0),
-    "float16, slices of a cache": Case(sizes=(2, 6, 2, 130, 200, 80, 80), dtype=torch.float16, room=True),
+    "float16, slices of a cache": Case(
+        sizes=(2, 6, 2, 130, 200, 80, 80), dtype=torch.float16, room=True
+    ),
     "NaN among values": Case(sizes=GROUPED, bad=True),
     "huge logits": Case(sizes=GROUPED, factor=3e9),
 }
@@ -69,7 +76,11 @@ def inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Random queries, keys and values, each time the same."""
     batch, heads, kv_heads, q_len, k_len, dim, value_dim = case.sizes
     generator = torch.Generator().manual_seed(sum(case.sizes))
-    shapes = ((batch, heads, q_len, dim), (batch, kv_heads, k_len, dim), (batch, kv_heads, k_len, value_dim))
+    shapes = (
+        (batch, heads, q_len, dim),
+        (batch, kv_heads, k_len, dim),
+        (batch, kv_heads, k_len, value_dim),
+    )
     q, k, v = (torch.randn(*shape, generator=generator) for shape in shapes)
     if case.bad:
         v[0, -1, k_len // 2, 3] = float("nan")
@@ -81,7 +92,9 @@ def inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def expected(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, softcap: float | None = None) -> Decoded:
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, softcap: float | None = None
+) -> Decoded:
     """What the reference makes of the rounded inputs, in fp32."""
     how: dict[str, Any] = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table"))
     how |= {"scale": scale or q.shape[3] ** -0.5, "softcap": softcap, "scores": "sum"}
@@ -91,7 +104,9 @@ def expected(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, sof
 def run(case: Case, device: torch.device, backend: str = "triton") -> tuple[float, float, float]:
     """Largest errors of out, log-sum-exp and scores, the last for each row that adds to them."""
     q, k, v = inputs(case, device)
-    found = decode_attention(q, k, v, scale=case.scale, softcap=case.softcap, scores="sum", backend=backend)
+    found = decode_attention(
+        q, k, v, scale=case.scale, softcap=case.softcap, scores="sum", backend=backend
+    )
     assert found.out.dtype == case.dtype and found.scores is not None
     right = expected(q, k, v, scale=case.scale, softcap=case.softcap)
     if case.bad:
@@ -99,7 +114,8 @@ def run(case: Case, device: torch.device, backend: str = "triton") -> tuple[floa
         found, right = (x._replace(out=x.out.nan_to_num(nan=0.0)) for x in (found, right))
     rows = case.sizes[3] * case.sizes[1] // case.sizes[2]
     if case.factor > 1e3:
-        # The largest key takes all, up to what fp32 rounds off its logit; its share is 1 at most all the same.
+        # The largest key takes all, up to what fp32 rounds off its logit; its share is 1 at most
+        # all the same.
         assert float(found.scores.max()) <= rows
         right = right._replace(lse=right.lse / case.factor, scores=found.scores)
         found = found._replace(lse=found.lse / case.factor)

@@ -54,7 +54,9 @@ class Case:
             return None
         q_lens, k_lens = zip(*self.lengths, strict=True)
         if self.packed:
-            return Ragged.packed([0, *itertools.accumulate(q_lens)], [0, *itertools.accumulate(k_lens)])
+            return Ragged.packed(
+                [0, *itertools.accumulate(q_lens)], [0, *itertools.accumulate(k_lens)]
+            )
         if self.page is not None:
             return Ragged(
                 rows=(0,) * len(q_lens),
@@ -79,9 +81,15 @@ def square(length: int, **more: object) -> Case:
 CASES = {
     **{f"length {n}": square(n) for n in (1, 63, 64, 65, 1000)},
     "length 4097": square(4097, heads=2),
-    **{f"{h} heads on {g}": square(257, heads=h, kv_heads=g) for h, g in ((7, 7), (9, 3), (16, 2), (5, 1))},
+    **{
+        f"{h} heads on {g}": square(257, heads=h, kv_heads=g)
+        for h, g in ((7, 7), (9, 3), (16, 2), (5, 1))
+    },
     "batch 2": square(200, batch=2, heads=6, kv_heads=2),
-    **{f"{q} of {k}": Case(q_len=q, k_len=k) for q, k in ((1, 65), (1, 1000), (37, 1000), (64, 192), (129, 301))},
+    **{
+        f"{q} of {k}": Case(q_len=q, k_len=k)
+        for q, k in ((1, 65), (1, 1000), (37, 1000), (64, 192), (129, 301))
+    },
     "70 of 4097": Case(q_len=70, k_len=4097, heads=5),
     # Few enough blocks to be cut into parts of the keys.
     **{
@@ -90,7 +98,10 @@ CASES = {
     },
     "batch 3, 65 of 130": Case(q_len=65, k_len=130, batch=3, heads=4, kv_heads=2),
     **{f"D {d}": square(200, head_dim=d, v_dim=d) for d in (80, 96, 128, 256, 512)},
-    **{f"D {d}, E {e}": square(200, head_dim=d, v_dim=e) for d, e in ((192, 128), (64, 256), (33, 17), (1, 1))},
+    **{
+        f"D {d}, E {e}": square(200, head_dim=d, v_dim=e)
+        for d, e in ((192, 128), (64, 256), (33, 17), (1, 1))
+    },
     "D 320, E 512": square(200, heads=2, head_dim=320, v_dim=512),
     "sinks": square(300, heads=9, kv_heads=3, sinks=True),
     "sinks, 100 of 5000, tail, window, soft-cap": Case(
@@ -105,11 +116,25 @@ CASES = {
     "window 100, 130 of 700": Case(q_len=130, k_len=700, window=100, softcap=20.0),
     "tail by head": square(300, tail=(0, 10, 70, 300, 1)),
     "tail, 100 of 500, window 150": Case(q_len=100, k_len=500, tail=(5, 0, 90), window=150),
-    "left padded": square(300, batch=3, heads=6, kv_heads=2, lengths=((300, 300), (1, 1), (129, 129))),
-    "left padded, q of k": Case(
-        q_len=100, k_len=400, batch=3, heads=6, kv_heads=2, lengths=((100, 400), (30, 30), (100, 129))
+    "left padded": square(
+        300, batch=3, heads=6, kv_heads=2, lengths=((300, 300), (1, 1), (129, 129))
     ),
-    "packed": Case(q_len=310, k_len=310, heads=6, kv_heads=2, packed=True, lengths=((1, 1), (180, 180), (129, 129))),
+    "left padded, q of k": Case(
+        q_len=100,
+        k_len=400,
+        batch=3,
+        heads=6,
+        kv_heads=2,
+        lengths=((100, 400), (30, 30), (100, 129)),
+    ),
+    "packed": Case(
+        q_len=310,
+        k_len=310,
+        heads=6,
+        kv_heads=2,
+        packed=True,
+        lengths=((1, 1), (180, 180), (129, 129)),
+    ),
     "packed, q of k, tail, window": Case(
         q_len=210,
         k_len=710,
@@ -121,9 +146,18 @@ CASES = {
         tail=(0, 70),
         softcap=30.0,
     ),
-    **{f"pages of {size}": Case(q_len=130, k_len=333, batch=2, heads=6, kv_heads=2, page=size) for size in (1, 16, 64)},
+    **{
+        f"pages of {size}": Case(q_len=130, k_len=333, batch=2, heads=6, kv_heads=2, page=size)
+        for size in (1, 16, 64)
+    },
     "packed queries, pages": Case(
-        q_len=210, k_len=500, heads=6, kv_heads=2, page=16, lengths=((100, 500), (1, 80), (109, 109)), tail=(70,)
+        q_len=210,
+        k_len=500,
+        heads=6,
+        kv_heads=2,
+        page=16,
+        lengths=((100, 500), (1, 80), (109, 109)),
+        tail=(70,),
     ),
     "expanded": Case(q_len=100, k_len=300, batch=2, heads=6, kv_heads=2, layout="expanded"),
     **{
@@ -132,7 +166,9 @@ CASES = {
         for name, case in {
             "D 80, E 33": square(300, heads=5, head_dim=80, v_dim=33),
             "strided": square(200, batch=2, heads=6, kv_heads=2, layout="strided"),
-            "pages of 16, 130 of 333": Case(q_len=130, k_len=333, batch=2, heads=6, kv_heads=2, page=16, softcap=30.0),
+            "pages of 16, 130 of 333": Case(
+                q_len=130, k_len=333, batch=2, heads=6, kv_heads=2, page=16, softcap=30.0
+            ),
             "packed, sinks, tail, window": Case(
                 q_len=210,
                 k_len=710,
@@ -147,7 +183,11 @@ CASES = {
         }.items()
     },
 }
-ENGINES = {torch.float32: ["float"], torch.float16: ["float"], torch.bfloat16: ["amx", "brgemm", "dot", "float"]}
+ENGINES = {
+    torch.float32: ["float"],
+    torch.float16: ["float"],
+    torch.bfloat16: ["amx", "brgemm", "dot", "float"],
+}
 SERVERS = [(dtype, f"cpu {engine}") for dtype, engines in ENGINES.items() for engine in engines]
 # The reference is the oracle: what is left to see is that it takes these dtypes and layouts.
 REFERENCE_CASES = (
@@ -168,7 +208,8 @@ RUNS = [(d, s, name) for d, s in SERVERS for name in CASES] + [
     (d, "reference", name) for d in ENGINES for name in REFERENCE_CASES
 ]
 
-# Largest absolute error and relative L2 error of standard normal inputs. float16 is computed in float32.
+# Largest absolute error and relative L2 error of standard normal inputs. float16 is computed in
+# float32.
 TOLERANCES = {
     ("out", torch.float32): (1e-5, 2e-6),
     ("out", torch.float16): (2e-3, 4e-4),
@@ -192,9 +233,17 @@ def check(actual: Tensor, expected: Tensor, op: str, dtype: torch.dtype) -> None
     """Fails with both errors and the worst place; NaN anywhere fails."""
     # Rows of no sequence: -inf in both.
     nothing = (actual == float("-inf")) & (expected == float("-inf"))
-    error = (actual.double() - expected.double()).abs().masked_fill(nothing, 0).nan_to_num(nan=float("inf"))
+    error = (
+        (actual.double() - expected.double())
+        .abs()
+        .masked_fill(nothing, 0)
+        .nan_to_num(nan=float("inf"))
+    )
     expected = expected.masked_fill(nothing, 0)
-    worst, relative = float(error.max()), float(error.norm() / expected.double().norm().clamp_min(1e-30))
+    worst, relative = (
+        float(error.max()),
+        float(error.norm() / expected.double().norm().clamp_min(1e-30)),
+    )
     place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
     most, most_relative = TOLERANCES[op, dtype]
     assert worst <= most and relative <= most_relative, (
@@ -242,12 +291,21 @@ def problem(name: str, dtype: torch.dtype, layer: tuple[Pattern, ...]) -> Proble
         index = plan.build(q, k, scale=case.scale, window=case.window, ragged=ragged)
     else:
         parts = [
-            plan.build(q[:, :, at : at + q_len], k[s : s + 1, :, :k_len], scale=case.scale, window=case.window)
-            for s, (at, q_len, k_len) in enumerate(zip(ragged.q_starts, ragged.q_lens, ragged.k_lens, strict=True))
+            plan.build(
+                q[:, :, at : at + q_len],
+                k[s : s + 1, :, :k_len],
+                scale=case.scale,
+                window=case.window,
+            )
+            for s, (at, q_len, k_len) in enumerate(
+                zip(ragged.q_starts, ragged.q_lens, ragged.k_lens, strict=True)
+            )
         ]
         index = cat_sequences(parts, ragged)
     if case.tail:
-        index = replace(index, dense_tail=tuple(itertools.islice(itertools.cycle(case.tail), case.heads)))
+        index = replace(
+            index, dense_tail=tuple(itertools.islice(itertools.cycle(case.tail), case.heads))
+        )
     index.validate()
     if case.page is not None:
         (k, table), (v, _) = paged(k, case.page), paged(v, case.page)
@@ -256,12 +314,21 @@ def problem(name: str, dtype: torch.dtype, layer: tuple[Pattern, ...]) -> Proble
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     sinks = torch.randn(case.heads) * 3 if case.sinks else None
     out, lse = reference.sparse_attention(
-        q.float(), k.float(), v.float(), index, scale=scale, softcap=case.softcap, block_table=table, sinks=sinks
+        q.float(),
+        k.float(),
+        v.float(),
+        index,
+        scale=scale,
+        softcap=case.softcap,
+        block_table=table,
+        sinks=sinks,
     )
     return Problem(q, k, v, index, table, sinks, out, lse)
 
 
-@pytest.mark.parametrize(("dtype", "server", "name"), RUNS, ids=[f"{str(d)[6:]} {s}, {n}" for d, s, n in RUNS])
+@pytest.mark.parametrize(
+    ("dtype", "server", "name"), RUNS, ids=[f"{str(d)[6:]} {s}, {n}" for d, s, n in RUNS]
+)
 def test_backend_agrees_with_the_reference(
     dtype: torch.dtype, server: str, name: str, layer_of_unlike_heads: tuple[Pattern, ...]
 ) -> None:
@@ -269,12 +336,22 @@ def test_backend_agrees_with_the_reference(
     backend, _, engine = server.partition(" ")
     if engine and engine not in cpu.engines(dtype):
         pytest.skip(f"this processor or build has no engine {engine!r}")
-    q, k, v, index, table, sinks, expected, expected_lse = problem(name, dtype, layer_of_unlike_heads)
+    q, k, v, index, table, sinks, expected, expected_lse = problem(
+        name, dtype, layer_of_unlike_heads
+    )
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     if backend == "cpu":
         with threads(2):
             out, lse = cpu.sparse_attention(
-                q, k, v, index, scale=scale, softcap=case.softcap, block_table=table, sinks=sinks, engine=engine
+                q,
+                k,
+                v,
+                index,
+                scale=scale,
+                softcap=case.softcap,
+                block_table=table,
+                sinks=sinks,
+                engine=engine,
             )
     else:
         how = {"scale": case.scale, "softcap": case.softcap, "block_table": table, "sinks": sinks}
@@ -286,8 +363,12 @@ def test_backend_agrees_with_the_reference(
     check(lse, expected_lse, "lse", dtype)
 
 
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if "4097" not in n and case.page is None])
-def test_reference_is_softmax_over_the_mask(name: str, layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
+@pytest.mark.parametrize(
+    "name", [n for n, case in CASES.items() if "4097" not in n and case.page is None]
+)
+def test_reference_is_softmax_over_the_mask(
+    name: str, layer_of_unlike_heads: tuple[Pattern, ...]
+) -> None:
     case = CASES[name]
     q, k, v, index, _, sinks, out, lse = problem(name, torch.float32, layer_of_unlike_heads)
     group = case.heads // case.kv_heads
@@ -319,7 +400,9 @@ def test_reference_is_softmax_over_the_mask(name: str, layer_of_unlike_heads: tu
 
 
 def test_default_scale_backend_and_result(layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
-    q, k, v, index, _, _, expected, expected_lse = problem("9 heads on 3", torch.float32, layer_of_unlike_heads)
+    q, k, v, index, _, _, expected, expected_lse = problem(
+        "9 heads on 3", torch.float32, layer_of_unlike_heads
+    )
     check(sparse_attention(q, k, v, index), expected, "out", torch.float32)
     out, lse = sparse_attention(q, k, v, index, return_lse=True)
     check(out, expected, "out", torch.float32)
@@ -338,6 +421,8 @@ def test_same_bits_again_and_for_any_number_of_threads(
     results = []
     for number in (1, 2, 2, 3):
         with threads(number):
-            results.append(cpu.sparse_attention(q, k, v, index, scale=0.125, softcap=None, engine=engine))
+            results.append(
+                cpu.sparse_attention(q, k, v, index, scale=0.125, softcap=None, engine=engine)
+            )
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])

@@ -1,4 +1,5 @@
-"""Interpreted kernels round bfloat16 as a device does: what their cases are compared with would not show it."""
+"""Interpreted kernels round bfloat16 as a device does: what their cases are compared with would not
+show it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_bits_are_rounded_to_nearest_and_ties_to_even() -> None:
-    numbers = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -255.5, 3.4e38, float("inf")])
+    numbers = torch.tensor(
+        [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -255.5, 3.4e38, float("inf")]
+    )
     even = torch.tensor([1.0, 1 + 2**-6, 1 + 2**-7, -256.0, float("inf"), float("inf")])
     assert widened(rounded(numbers.numpy())).tolist() == even.tolist()
 

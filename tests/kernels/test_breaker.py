@@ -1,4 +1,5 @@
-"""A kernel that cannot be built is tried once; the reason is remembered, said once, and the next backend serves."""
+"""A kernel that cannot be built is tried once; the reason is remembered, said once, and the next
+backend serves."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_build_that_fails_is_tried_once(
     op: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On the CPU in place of a GPU: the backend that is fastest there fails as a Triton build does."""
+    """On the CPU in place of a GPU: the backend that is fastest there fails as a Triton build
+    does."""
     tried = []
     module = cpu if op == "attention" else decode
 
@@ -57,7 +59,9 @@ def test_a_build_that_fails_is_tried_once(
             assert torch.equal(call(), expected)
     assert len(tried) == 1
     assert caplog.messages == [f"backend 'cpu' not used: {reason}"]
-    assert dispatch.why_not(x, x, x, op)["cpu"] == reason and breaker.failures() == {f"{op}, here": reason}
+    assert dispatch.why_not(x, x, x, op)["cpu"] == reason and breaker.failures() == {
+        f"{op}, here": reason
+    }
     with pytest.raises(ValueError, match=f"backend 'cpu' cannot serve this call: {reason}"):
         call("cpu")
     breaker._failed.clear()
@@ -68,7 +72,11 @@ def test_a_build_that_fails_is_tried_once(
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("no memory"), RuntimeError("Triton Error [CUDA]: an illegal memory access"), MemoryError()],
+    [
+        torch.OutOfMemoryError("no memory"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access"),
+        MemoryError(),
+    ],
 )
 def test_what_a_device_reports_is_no_build_that_failed(error: Exception) -> None:
     with pytest.raises(type(error)) as raised, building("here"):
@@ -106,19 +114,26 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[How], bool]],
 
 def attend(**how: Any) -> torch.Tensor:
     x = torch.randn(1, 2, 70, 16, generator=torch.Generator().manual_seed(0))
-    return sparse_attention(x, x, x, dense_index(1, 2, 70, 70, x.device, window=how.pop("window", None)), **how)
+    return sparse_attention(
+        x, x, x, dense_index(1, 2, 70, 70, x.device, window=how.pop("window", None)), **how
+    )
 
 
-def test_a_variant_that_fails_takes_no_other_with_it(builds: Callable[[Callable[[How], bool]], Builds]) -> None:
+def test_a_variant_that_fails_takes_no_other_with_it(
+    builds: Callable[[Callable[[How], bool]], Builds],
+) -> None:
     made = builds(lambda how: how.window)
     for _ in range(2):
-        # Another backend serves these, each time; and Triton the others, which nobody computes here.
+        # Another backend serves these, each time; and Triton the others, which nobody computes
+        # here.
         torch.testing.assert_close(attend(window=5), attend(window=5, backend="reference"))
         attend()
     assert [how.window for how in made.tried] == [True, False, False]
     x = torch.ones(1, 2, 70, 16)
     assert triton.supports(x, x, x) is None
-    with pytest.raises(ValueError, match="backend 'triton' cannot serve this call: its kernel failed to build"):
+    with pytest.raises(
+        ValueError, match="backend 'triton' cannot serve this call: its kernel failed to build"
+    ):
         attend(window=5, backend="triton")
 
 
@@ -133,15 +148,21 @@ def test_decode_that_fails_with_scores_serves_without(
 
     monkeypatch.setattr(triton_calls, "_run", fails)
     x = torch.randn(1, 2, 70, 16)
-    found, expected = (decode_attention(x[:, :, -1:], x, x, scores="sum", backend=name) for name in ("auto", "cpu"))
+    found, expected = (
+        decode_attention(x[:, :, -1:], x, x, scores="sum", backend=name) for name in ("auto", "cpu")
+    )
     torch.testing.assert_close(found.out, expected.out)
     assert decode_triton.supports(x, x, x) is None
 
 
-def test_where_the_least_fails_nothing_is_tried_again(builds: Callable[[Callable[[How], bool]], Builds]) -> None:
+def test_where_the_least_fails_nothing_is_tried_again(
+    builds: Callable[[Callable[[How], bool]], Builds],
+) -> None:
     made = builds(lambda how: True)
     for window in (None, 5):
-        torch.testing.assert_close(attend(window=window), attend(window=window, backend="reference"))
+        torch.testing.assert_close(
+            attend(window=window), attend(window=window, backend="reference")
+        )
     x = torch.ones(1, 2, 70, 16)
     assert len(made.tried) == 1 and "failed to build" in str(triton.supports(x, x, x))
     # Of another head dim it may build.

@@ -50,7 +50,9 @@ def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("named", ["no-such-compiler -O1", " "])
-def test_the_named_compiler_is_missing(cache: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+def test_the_named_compiler_is_missing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
     """Another one is not taken in its stead."""
     monkeypatch.setenv("CXX", named)
     assert load() == f"no C++ compiler found: CXX is {named!r}"
@@ -59,7 +61,10 @@ def test_the_named_compiler_is_missing(cache: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("echo 'cpu.cpp: In function f:' >&2; echo 'cpu.cpp:9:1: error: boom' >&2; exit 1", "cpu.cpp:9:1: error: boom"),
+        (
+            "echo 'cpu.cpp: In function f:' >&2; echo 'cpu.cpp:9:1: error: boom' >&2; exit 1",
+            "cpu.cpp:9:1: error: boom",
+        ),
         ("echo 'no luck today' >&2; exit 4", "no luck today"),
         ("kill -9 $$", "no message"),
     ],
@@ -76,7 +81,9 @@ def test_a_compiler_that_fails(
 def test_a_cache_that_takes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "file"))
-    assert "cannot be stored" in str(load()) and "HEADWISE_CACHE moves the cache folder" in str(load())
+    assert "cannot be stored" in str(load()) and "HEADWISE_CACHE moves the cache folder" in str(
+        load()
+    )
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +95,9 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Could not determine home directory" in str(load())
 
 
-def test_the_folder_becomes_its_users_alone(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_becomes_its_users_alone(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(script(tmp_path / "c++", "exit 1")))
     cache.mkdir(parents=True)
     cache.chmod(0o755)
@@ -128,7 +137,9 @@ def test_a_library_that_was_cut_off_is_compiled_again(
 
 
 @pytest.mark.slow
-def test_a_library_that_was_cut_off_is_replaced(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_was_cut_off_is_replaced(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as there:
         there.delenv("HEADWISE_CACHE")
         library = built()
@@ -139,7 +150,9 @@ def test_a_library_that_was_cut_off_is_replaced(cache: Path, tmp_path: Path, mon
     cache.mkdir(parents=True)
     (cache / f"cpu-{build._key(compiler)}.so").write_bytes(library.read_bytes()[:5000])
     program = "import torch\nfrom kernels.attention import cpu\nprint(cpu.engines(torch.float32))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.split() == ["['float']"], done.stderr
 
 
@@ -175,7 +188,9 @@ def test_what_the_library_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_two_processes_build_at_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_build_at_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both compile, slowly, into one empty cache; both work, and one library is left."""
     with monkeypatch.context() as there:
         there.delenv("HEADWISE_CACHE")
@@ -185,25 +200,34 @@ def test_two_processes_build_at_once(cache: Path, tmp_path: Path, monkeypatch: p
     program = (
         "import torch\n"
         "from kernels.attention import cpu\n"
-        "print(cpu.engines(torch.float32), *open('/proc/self/maps').read().count('cpu-') * ['mapped'][:1])\n"
+        "print(cpu.engines(torch.float32), *open('/proc/self/maps').read().count('cpu-') * "
+        "['mapped'][:1])\n"
     )
     command = [sys.executable, "-c", program]
-    both = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
     assert [process.communicate(timeout=120)[0].split()[0] for process in both] == ["['float']"] * 2
     assert [process.returncode for process in both] == [0, 0]
     assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
 @pytest.mark.slow
-def test_eight_processes_build_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_processes_build_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as there:
         there.delenv("HEADWISE_CACHE")
         library = built()
     body = 'while [ "$1" != "-o" ]; do shift; done; echo run >> {1}/runs; sleep 0.3; cp {0} "$2"'
     monkeypatch.setenv("CXX", str(script(tmp_path / "c++", body.format(library, tmp_path))))
     command = [sys.executable, "-c", "from kernels.native import build; print(build.load())"]
-    all_of_them = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(8)]
-    assert [process.communicate(timeout=240)[0].split() for process in all_of_them] == [["None"]] * 8
+    all_of_them = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(8)
+    ]
+    assert [process.communicate(timeout=240)[0].split() for process in all_of_them] == [
+        ["None"]
+    ] * 8
     # Each source once, and the library.
     assert len((tmp_path / "runs").read_text().split()) == len(build.SOURCES) + 1
 
@@ -223,10 +247,17 @@ def test_without_a_compiler_the_reference_serves(cache: Path, tmp_path: Path) ->
     )
     environment = {**os.environ, "PATH": str(tmp_path)}
     result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
-    assert "backend 'cpu' not used: no C++ compiler found (install g++, or set CXX)" in result.stderr
+    assert (
+        "backend 'cpu' not used: no C++ compiler found (install g++, or set CXX)" in result.stderr
+    )
 
 
 def test_the_op_is_there_once_built() -> None:
@@ -254,7 +285,8 @@ def test_what_others_could_have_put_there_is_not_loaded(
     for mode in (0o777, 0o775, 0o770):
         place.chmod(mode)
         assert load() == (
-            f"compiled kernels are not taken from there: others can write to {place} (mode {mode:o}): {remedy} "
+            f"compiled kernels are not taken from there: others can write to {place} (mode "
+            f"{mode:o}): {remedy} "
             "(HEADWISE_CACHE moves the cache folder)"
         )
         assert planted.read_bytes() == b"planted"
@@ -262,14 +294,17 @@ def test_what_others_could_have_put_there_is_not_loaded(
     assert "c++ failed" in str(load())
 
 
-def test_what_belongs_to_another_is_not_loaded(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_belongs_to_another_is_not_loaded(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CXX", str(script(tmp_path / "c++", "exit 1")))
     cache.mkdir(parents=True, mode=0o700)
     owner = cache.stat().st_uid
     # Also root's folder is not another user's own.
     monkeypatch.setattr(build.os, "geteuid", lambda: owner + 1)
     assert load() == (
-        f"compiled kernels are not taken from there: {cache} belongs to user {owner}, not to {owner + 1} "
+        f"compiled kernels are not taken from there: {cache} belongs to user {owner}, not to "
+        f"{owner + 1} "
         "(HEADWISE_CACHE moves the cache folder)"
     )
     if owner == 0:

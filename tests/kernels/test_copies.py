@@ -1,4 +1,5 @@
-"""Who waits for a copy to a device: what streams and events are asked for; test_gpu.py has real ones."""
+"""Who waits for a copy to a device: what streams and events are asked for; test_gpu.py has real
+ones."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Recorded(torch.Tensor):
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_only_another_stream_waits_and_holds_the_memory(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_another_stream_waits_and_holds_the_memory(
+    capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensor = torch.arange(3).as_subclass(Recorded)
     tensor.users = []
     copying, other = Stream(), Stream()
@@ -42,7 +45,11 @@ def test_only_another_stream_waits_and_holds_the_memory(capturing: bool, monkeyp
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, at=current: at)
         assert copy.read() is tensor
     waits = not capturing
-    assert copying.asked == [] and other.asked == [event] * 2 * waits and tensor.users == [other] * 2 * waits
+    assert (
+        copying.asked == []
+        and other.asked == [event] * 2 * waits
+        and tensor.users == [other] * 2 * waits
+    )
 
 
 class Pinned(torch.Tensor):
@@ -56,7 +63,9 @@ class Pinned(torch.Tensor):
         return self.as_subclass(torch.Tensor).clone()
 
 
-def test_what_a_graph_copies_stays_and_nobody_else_reads_the_graph_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_graph_copies_stays_and_nobody_else_reads_the_graph_s_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(copies, "_captured", [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     source = torch.arange(3).as_subclass(Pinned)

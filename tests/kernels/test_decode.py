@@ -1,4 +1,5 @@
-"""Decode attention: one conformance suite, every backend and CPU engine, every case, against the fp32 reference.
+"""Decode attention: one conformance suite, every backend and CPU engine, every case, against the
+fp32 reference.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys.
 """
@@ -41,13 +42,18 @@ def skip_without(engine: str, dtype: torch.dtype) -> None:
         pytest.skip(f"this processor or build has no engine {engine!r}")
 
 
-@pytest.mark.parametrize(("dtype", "engine", "name"), RUNS, ids=[f"{str(d)[6:]} {e}, {n}" for d, e, n in RUNS])
+@pytest.mark.parametrize(
+    ("dtype", "engine", "name"), RUNS, ids=[f"{str(d)[6:]} {e}, {n}" for d, e, n in RUNS]
+)
 def test_native_code_agrees_with_the_reference(dtype: torch.dtype, engine: str, name: str) -> None:
     skip_without(engine, dtype)
     case = replace(CASES[name], dtype=dtype)
     for scores in ("sum", "max"):
         found = run(case, CPU, serve(cpu, case, engine=engine), scores)
-        assert all(error <= most for error, most in zip(found, TOLERANCES[dtype], strict=True)), (scores, found)
+        assert all(error <= most for error, most in zip(found, TOLERANCES[dtype], strict=True)), (
+            scores,
+            found,
+        )
 
 
 @pytest.mark.parametrize("dtype", ENGINES, ids=str)
@@ -86,17 +92,24 @@ def test_reference_is_softmax_over_what_is_visible(name: str) -> None:
 
 
 def _listed(scores: Tensor, found: Decoded, rest: dict[str, Any]) -> Tensor:
-    """Scores of all keys (B, G, K) at the places of the chosen ones, or with zeros up to the last page's end."""
+    """Scores of all keys (B, G, K) at the places of the chosen ones, or with zeros up to the last
+    page's end."""
     assert found.scores is not None
     if (tokens := rest["tokens"]) is None:
         return torch.nn.functional.pad(scores, (0, found.scores.shape[-1] - scores.shape[-1]))
     lists = (tokens if tokens.dim() == 3 else tokens[:, None]).expand(-1, scores.shape[1], -1)
-    return torch.nn.functional.pad(scores, (0, 1)).gather(2, lists.clamp(max=scores.shape[-1]).long())
+    return torch.nn.functional.pad(scores, (0, 1)).gather(
+        2, lists.clamp(max=scores.shape[-1]).long()
+    )
 
 
 @pytest.mark.parametrize(("dtype", "engine"), SERVERS)
-@pytest.mark.parametrize("name", ["starts, ends and tokens", "4097 keys, 5 queries", "128 rows of a KV head"])
-def test_scores_add_up_to_the_queries_that_see_something(dtype: torch.dtype, engine: str, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["starts, ends and tokens", "4097 keys, 5 queries", "128 rows of a KV head"]
+)
+def test_scores_add_up_to_the_queries_that_see_something(
+    dtype: torch.dtype, engine: str, name: str
+) -> None:
     skip_without(engine, dtype)
     case = replace(CASES[name], dtype=dtype)
     qkv, rest, seen = problem(case, CPU)
@@ -175,7 +188,8 @@ INTERPRETED = (
 
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> dict[str, tuple[float, float, float]]:
-    """Errors of the cases of this run. In a process of its own: Triton interprets all kernels of a process or none."""
+    """Errors of the cases of this run. In a process of its own: Triton interprets all kernels of a
+    process or none."""
     pytest.importorskip("triton", reason="triton is not installed")
     done = subprocess.run(
         [sys.executable, "-m", decode_cases.__name__, *names_in_this_run(request)],
@@ -200,36 +214,71 @@ def test_interpreted_kernels_agree_with_the_reference(
 
 
 def inputs(**change: Tensor) -> dict[str, Tensor]:
-    return {"q": torch.ones(2, 4, 3, 16), "k": torch.ones(2, 2, 40, 16), "v": torch.ones(2, 2, 40, 8), **change}
+    return {
+        "q": torch.ones(2, 4, 3, 16),
+        "k": torch.ones(2, 2, 40, 16),
+        "v": torch.ones(2, 2, 40, 8),
+        **change,
+    }
 
 
 ONES = torch.ones(2, dtype=torch.int32)
 PAGES = {"k": torch.ones(2, 8, 2, 16), "v": torch.ones(2, 8, 2, 8)}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.ones(4, 3, 16)}, "q, k and v must be 4-D (B, heads, length, dim), got 3, 4, 4-D"),
-    ({"q": torch.ones(2, 4, 3, 8)}, "shapes do not go together: q (2, 4, 3, 8), k (2, 2, 40, 16), v (2, 2, 40, 8)"),
+    (
+        {"q": torch.ones(2, 4, 3, 8)},
+        "shapes do not go together: q (2, 4, 3, 8), k (2, 2, 40, 16), v (2, 2, 40, 8)",
+    ),
     ({"q": torch.ones(3, 4, 3, 16)}, "shapes do not go together"),
     ({"q": torch.ones(2, 3, 3, 16)}, "3 query heads do not divide into 2 KV heads"),
     ({"q": torch.ones(2, 0, 3, 16)}, "0 query heads do not divide into 2 KV heads"),
     ({"q": torch.ones(2, 4, 0, 16)}, "decode takes 1 to 16 queries, got 0"),
     ({"q": torch.ones(2, 4, 17, 16)}, "decode takes 1 to 16 queries, got 17 (more are a prefill)"),
-    ({"q": torch.ones(2, 4, 3, 16).half()}, "q, k and v must share a floating dtype, got torch.float16"),
-    ({"k": torch.ones(2, 2, 0, 16), "v": torch.ones(2, 2, 0, 8)}, "the cache is empty: k (2, 2, 0, 16)"),
+    (
+        {"q": torch.ones(2, 4, 3, 16).half()},
+        "q, k and v must share a floating dtype, got torch.float16",
+    ),
+    (
+        {"k": torch.ones(2, 2, 0, 16), "v": torch.ones(2, 2, 0, 8)},
+        "the cache is empty: k (2, 2, 0, 16)",
+    ),
     ({"v": torch.ones(2, 2, 40, 0)}, "head dims must be positive, got 16 and 0"),
-    ({"k": torch.ones(2, 2, 40, 16, device="meta")}, "all tensors of a call must share a device, got cpu, meta"),
-    ({"tokens": ONES[:, None].long()}, "tokens must be int32 (2, C) or (2, 2, C) with C > 0, got torch.int64 (2, 1)"),
-    ({"tokens": torch.ones(2, 4, 5, dtype=torch.int32)}, "tokens must be int32 (2, C) or (2, 2, C) with C > 0"),
-    ({"tokens": torch.ones(2, 0, dtype=torch.int32)}, "tokens must be int32 (2, C) or (2, 2, C) with C > 0"),
-    ({"starts": torch.zeros(3, dtype=torch.int32)}, "starts must be int32 (2,), got torch.int32 (3,)"),
+    (
+        {"k": torch.ones(2, 2, 40, 16, device="meta")},
+        "all tensors of a call must share a device, got cpu, meta",
+    ),
+    (
+        {"tokens": ONES[:, None].long()},
+        "tokens must be int32 (2, C) or (2, 2, C) with C > 0, got torch.int64 (2, 1)",
+    ),
+    (
+        {"tokens": torch.ones(2, 4, 5, dtype=torch.int32)},
+        "tokens must be int32 (2, C) or (2, 2, C) with C > 0",
+    ),
+    (
+        {"tokens": torch.ones(2, 0, dtype=torch.int32)},
+        "tokens must be int32 (2, C) or (2, 2, C) with C > 0",
+    ),
+    (
+        {"starts": torch.zeros(3, dtype=torch.int32)},
+        "starts must be int32 (2,), got torch.int32 (3,)",
+    ),
     ({"ends": torch.zeros(2)}, "ends must be int32 (2,), got torch.float32 (2,)"),
     ({"window": 0}, "window must be at least 1, got 0"),
     ({"scale": 0.0}, "scale must be a positive finite number, got 0.0"),
     ({"softcap": float("inf")}, "softcap must be a positive finite number, got inf"),
     ({"scores": "mean"}, "scores must be 'none', 'sum' or 'max', got 'mean'"),
     ({"backend": "cuda"}, "unknown backend 'cuda'; known: auto, triton, cpu, reference"),
-    ({"backend": "triton"}, "backend 'triton' cannot serve this call: it serves tensors on a GPU, not on cpu"),
+    (
+        {"backend": "triton"},
+        "backend 'triton' cannot serve this call: it serves tensors on a GPU, not on cpu",
+    ),
     ({"block_table": ONES, **PAGES}, "the block table must be int32 (2, n), got torch.int32 (2,)"),
-    ({"block_table": ONES[:, None].long(), **PAGES}, "the block table must be int32 (2, n), got torch.int64 (2, 1)"),
+    (
+        {"block_table": ONES[:, None].long(), **PAGES},
+        "the block table must be int32 (2, n), got torch.int64 (2, 1)",
+    ),
     (
         {"block_table": ONES[:, None], **PAGES, "k": torch.ones(2, 8, 2, 32)[..., ::2]},
         "the last dimension of a paged cache must be contiguous",
@@ -237,7 +286,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     # Only the processor looks at values: a GPU would make the host wait.
     ({"starts": ONES * -1}, "starts must not be negative, got -1 for sequence 0"),
     ({"ends": ONES * 41}, "ends must be at most the key length 40, got 41 for sequence 0"),
-    ({"tokens": torch.tensor([[30, 7]] * 2, dtype=torch.int32)}, "tokens must ascend below 40, got 7 after 30"),
+    (
+        {"tokens": torch.tensor([[30, 7]] * 2, dtype=torch.int32)},
+        "tokens must ascend below 40, got 7 after 30",
+    ),
     ({"block_table": ONES[:, None] * 2, **PAGES}, "page 2 is none of the 2 pages"),
 ]
 
@@ -255,7 +307,9 @@ def test_engines_that_do_not_serve_are_named() -> None:
         serve(cpu, Case(), engine="dot")(**inputs(), **_NOTHING)
 
 
-_NOTHING = dict.fromkeys(("tokens", "starts", "ends", "window", "scale", "softcap")) | {"scores": "none"}
+_NOTHING = dict.fromkeys(("tokens", "starts", "ends", "window", "scale", "softcap")) | {
+    "scores": "none"
+}
 
 
 @pytest.fixture
@@ -269,7 +323,9 @@ def test_auto_falls_back_and_says_so_once(
     fresh_notes: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = decode_attention(**inputs(), backend="reference")
-    monkeypatch.setattr("kernels.native.build.load", lambda: "no C++ compiler found (install g++, or set CXX)")
+    monkeypatch.setattr(
+        "kernels.native.build.load", lambda: "no C++ compiler found (install g++, or set CXX)"
+    )
     with caplog.at_level(logging.WARNING, "headwise"):
         for _ in range(3):
             assert torch.equal(decode_attention(**inputs()).out, expected.out)
@@ -307,5 +363,7 @@ def test_reasons_of_triton_to_decline(
 
 def test_padding_is_the_index_s() -> None:
     """A list of padding alone (a sequence for which nothing was chosen) sees nothing."""
-    found = decode_attention(**inputs(), tokens=torch.full((2, 3), PAD, dtype=torch.int32), scores="max")
+    found = decode_attention(
+        **inputs(), tokens=torch.full((2, 3), PAD, dtype=torch.int32), scores="max"
+    )
     assert (found.out == 0).all() and found.scores is not None and (found.scores == 0).all()

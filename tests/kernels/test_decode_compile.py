@@ -1,4 +1,5 @@
-"""The Triton kernels of decode compile for every target without a GPU: no spills, shared memory that fits."""
+"""The Triton kernels of decode compile for every target without a GPU: no spills, shared memory
+that fits."""
 
 from __future__ import annotations
 
@@ -13,20 +14,29 @@ from tests.sampling import sampled
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted in this process"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted in this process"
+    ),
 ]
 
 
 def faults(built: dict[str, Build], target: str, dtype: torch.dtype) -> list[str]:
-    """What is wrong with the builds; four words spilled are the compiler's choice, float32, for checking, may spill."""
+    """What is wrong with the builds; four words spilled are the compiler's choice, float32, for
+    checking, may spill."""
     found = []
     for name, build in built.items():
         if build.shared > TARGETS[target][1]:
-            found.append(f"{name}: {build.shared} bytes of shared memory, the device has {TARGETS[target][1]}")
+            found.append(
+                f"{name}: {build.shared} bytes of shared memory, the device has "
+                f"{TARGETS[target][1]}"
+            )
         if build.spilled > 16 and dtype != torch.float32:
             found.append(f"{name}: {build.spilled} bytes spilled at {build.registers} registers")
     split = built["split_kernel"].assembly
-    if not any(unit in split for unit in ("mma.sync", "wgmma", "tcgen05.mma", "v_mfma")) and dtype != torch.float32:
+    if (
+        not any(unit in split for unit in ("mma.sync", "wgmma", "tcgen05.mma", "v_mfma"))
+        and dtype != torch.float32
+    ):
         found.append("no matrix unit")
     if target.startswith("sm") and "cp.async" not in split:
         found.append("keys are not copied asynchronously")
@@ -47,16 +57,27 @@ KEPT = [("sm_90", 128, SCORED, torch.bfloat16), ("gfx942", 128, SCORED, torch.fl
 
 
 @pytest.mark.parametrize(("target", "head_dim", "variant", "dtype"), sampled(BUILDS, *KEPT))
-def test_kernels_compile_without_spills(target: str, head_dim: int, variant: str, dtype: torch.dtype) -> None:
+def test_kernels_compile_without_spills(
+    target: str, head_dim: int, variant: str, dtype: torch.dtype
+) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     assert (
-        faults(compile_decode(target, head_dim=head_dim, dtype=dtype, **DECODE_VARIANTS[variant]), target, dtype) == []
+        faults(
+            compile_decode(target, head_dim=head_dim, dtype=dtype, **DECODE_VARIANTS[variant]),
+            target,
+            dtype,
+        )
+        == []
     )
 
 
 @pytest.mark.parametrize(
     ("head_dim", "variant"),
-    sampled([(dim, name) for dim in (64, 128, 256) for name in DECODE_VARIANTS], (128, SCORED), (128, "all keys")),
+    sampled(
+        [(dim, name) for dim in (64, 128, 256) for name in DECODE_VARIANTS],
+        (128, SCORED),
+        (128, "all keys"),
+    ),
 )
 def test_as_many_programs_as_keys_are_cut_for_fit(head_dim: int, variant: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
@@ -84,11 +105,17 @@ def test_a_growing_cache_compiles_nothing_new() -> None:
         k = torch.empty(2, 2, length, 64)
         tokens = torch.zeros(2, chosen, dtype=torch.int32)
         rest = dict.fromkeys(("starts", "ends", "softcap", "block_table"))
-        return backend.prepare(q, k, k, tokens=tokens, window=length, scale=1.0, scores="sum", **rest)[0]  # type: ignore[arg-type]
+        return backend.prepare(
+            q, k, k, tokens=tokens, window=length, scale=1.0, scores="sum", **rest
+        )[0]  # type: ignore[arg-type]
 
     for before, after in zip(launches(1024, 512), launches(4097, 701), strict=True):
         assert before.constants == after.constants and before.options == after.options
         for parameter in before.function.params:
             values = [launch.arguments.get(parameter.name) for launch in (before, after)]
-            if isinstance(values[0], int) and values[0] != values[1] and not parameter.do_not_specialize:
+            if (
+                isinstance(values[0], int)
+                and values[0] != values[1]
+                and not parameter.do_not_specialize
+            ):
                 assert all(value % 16 == 0 for value in values), parameter.name

@@ -1,4 +1,5 @@
-"""Attention with sums for any number of queries, and dropping the lowest token, against the reference and by hand."""
+"""Attention with sums for any number of queries, and dropping the lowest token, against the
+reference and by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from tests.sampling import names_in_this_run, sampled
 
 ROOT = Path(__file__).parents[2]
 
-needs_native = pytest.mark.skipif(not serves(torch.empty(1)), reason="no native code on this machine")
+needs_native = pytest.mark.skipif(
+    not serves(torch.empty(1)), reason="no native code on this machine"
+)
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -34,7 +37,8 @@ def inputs(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ..
 
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Launches and errors of the cases of this run, in a process of its own as in test_triton.py."""
+    """Launches and errors of the cases of this run, in a process of its own as in
+    test_triton.py."""
     pytest.importorskip("triton", reason="triton is not installed")
     done = subprocess.run(
         [sys.executable, "-m", sums_cases.__name__, *names_in_this_run(request)],
@@ -51,11 +55,21 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    sampled(sums_cases.CASES, "bfloat16", "float8", "slices of a cache", "NaN among values", "huge logits", "D 96"),
+    sampled(
+        sums_cases.CASES,
+        "bfloat16",
+        "float8",
+        "slices of a cache",
+        "NaN among values",
+        "huge logits",
+        "D 96",
+    ),
 )
 def test_interpreted_kernels_agree_with_the_reference(name, interpreted):
     found = interpreted[name]
-    for error, most in zip(found["errors"], DECODE_TOLERANCES[sums_cases.CASES[name].dtype], strict=True):
+    for error, most in zip(
+        found["errors"], DECODE_TOLERANCES[sums_cases.CASES[name].dtype], strict=True
+    ):
         assert error <= most, found
     assert found["launches"] == ["tables_kernel", "sparse_attention_kernel", "column_sums_kernel"]
 
@@ -65,13 +79,17 @@ def test_interpreted_kernels_agree_with_the_reference(name, interpreted):
 def test_other_backends_are_put_to_the_same(name, backend):
     case = sums_cases.CASES[name]
     found = sums_cases.run(case, torch.device("cpu"), backend)
-    assert all(error <= most for error, most in zip(found, DECODE_TOLERANCES[case.dtype], strict=True)), found
+    assert all(
+        error <= most for error, most in zip(found, DECODE_TOLERANCES[case.dtype], strict=True)
+    ), found
 
 
 def test_a_kernel_that_does_not_build_is_passed_over():
     """What cannot be built is said, and asked for by name refused."""
     x = torch.randn(1, 2, 30, 16)
-    failed = mock.patch.dict("kernels.breaker._failed", {triton._sums_build(x): "it does not build"})
+    failed = mock.patch.dict(
+        "kernels.breaker._failed", {triton._sums_build(x): "it does not build"}
+    )
     with failed, mock.patch.object(triton_launch, "_INTERPRETED", True):
         assert triton.supports(x, x, x) == "it does not build"
         with pytest.raises(ValueError, match="'triton' cannot serve this call: it does not build"):
@@ -89,7 +107,9 @@ def test_out_lse_and_sums_are_those_of_full_attention(sizes, backend, dtype, sof
     q, k, v = inputs(sizes, dtype)
     found = decode_attention(q, k, v, softcap=softcap, scores="sum", backend=backend)
     for one, right in zip(found, expected(q, k, v, softcap=softcap), strict=True):
-        torch.testing.assert_close(one.float(), right, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+        torch.testing.assert_close(
+            one.float(), right, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype]
+        )
 
 
 @needs_native
@@ -128,7 +148,9 @@ def test_strides_are_read_as_they_are():
     """Slices of a cache with room, and queries whose heads come after their positions."""
     q, k, v = inputs(SIZES[3], torch.float32)
     right = decode_attention(q, k, v, scores="sum")
-    room = [torch.cat([x, torch.full_like(x, torch.nan)], dim=2)[:, :, : x.shape[2]] for x in (k, v)]
+    room = [
+        torch.cat([x, torch.full_like(x, torch.nan)], dim=2)[:, :, : x.shape[2]] for x in (k, v)
+    ]
     found = decode_attention(q.transpose(1, 2).contiguous().transpose(1, 2), *room, scores="sum")
     for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other)
@@ -149,9 +171,14 @@ def test_more_queries_than_keys_are_refused():
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_the_last_token_takes_the_row_of_the_lowest(dtype, backend):
     rows, room = 6, 9
-    scores = torch.tensor([[3.0, 1.0, 2.0, 0.5, 9.0, 0.1], [0.2, 5.0, 0.3, 0.4, 0.0, 7.0]]).view(1, 2, rows)
-    # Position 20 and on are the latest: the lowest score before them is in row 3 of the first head, 0 of the second.
-    positions = torch.tensor([[0, 4, 7, 9, 20, 21], [2, 5, 8, 11, 20, 21]], dtype=torch.int32).view(1, 2, rows)
+    scores = torch.tensor([[3.0, 1.0, 2.0, 0.5, 9.0, 0.1], [0.2, 5.0, 0.3, 0.4, 0.0, 7.0]]).view(
+        1, 2, rows
+    )
+    # Position 20 and on are the latest: the lowest score before them is in row 3 of the first head,
+    # 0 of the second.
+    positions = torch.tensor([[0, 4, 7, 9, 20, 21], [2, 5, 8, 11, 20, 21]], dtype=torch.int32).view(
+        1, 2, rows
+    )
     scores, positions = (torch.nn.functional.pad(x, (0, room - rows)) for x in (scores, positions))
     keys, values = torch.randn(1, 2, room, 8).to(dtype), torch.randn(1, 2, room, 4).to(dtype)
     right = [x.clone() for x in (keys, values, scores, positions)]
@@ -167,7 +194,9 @@ def test_the_last_token_takes_the_row_of_the_lowest(dtype, backend):
 def test_ranks_are_divided_by_how_many_queries_saw_a_token(backend):
     scores = torch.tensor([[[4.0, 3.0, 1.0, 0.1]]])
     positions = torch.tensor([[[0, 5, 8, 9]]], dtype=torch.int32)
-    torch.testing.assert_close(ranks(scores, positions, latest=9, queries=10)[0, 0, :3], torch.tensor([0.4, 0.6, 0.5]))
+    torch.testing.assert_close(
+        ranks(scores, positions, latest=9, queries=10)[0, 0, :3], torch.tensor([0.4, 0.6, 0.5])
+    )
     for queries, victim in ((10, 0), (None, 2)):
         held = [torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8), scores.clone(), positions.clone()]
         drop_lowest(*held, rows=4, latest=9, queries=queries, backend=backend)
@@ -177,15 +206,25 @@ def test_ranks_are_divided_by_how_many_queries_saw_a_token(backend):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scores": torch.zeros(1, 2, 9).double()}, "scores must be float32 and positions int32, got torch.float64"),
-        ({"positions": torch.zeros(1, 2, 8, dtype=torch.int32)}, "shapes do not go together: .*\\(1, 2, 8\\)"),
+        (
+            {"scores": torch.zeros(1, 2, 9).double()},
+            "scores must be float32 and positions int32, got torch.float64",
+        ),
+        (
+            {"positions": torch.zeros(1, 2, 8, dtype=torch.int32)},
+            "shapes do not go together: .*\\(1, 2, 8\\)",
+        ),
         ({"keys": torch.zeros(1, 9, 2, 8).transpose(1, 2)}, "must be contiguous"),
         ({"rows": 10}, "rows must be 2 to 9, got 10"),
         ({"rows": 1}, "rows must be 2 to 9, got 1"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes, message):
-    held = {"keys": torch.zeros(1, 2, 9, 8), "values": torch.zeros(1, 2, 9, 4), "scores": torch.zeros(1, 2, 9)}
+    held = {
+        "keys": torch.zeros(1, 2, 9, 8),
+        "values": torch.zeros(1, 2, 9, 4),
+        "scores": torch.zeros(1, 2, 9),
+    }
     held["positions"] = torch.zeros(1, 2, 9, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
         drop_lowest(**{**held, "rows": 5, "latest": 1, **changes})
@@ -203,6 +242,8 @@ def test_native_code_and_torch_drop_the_same():
         held.append([keys, values, scores, positions])
     for rows in range(300, 100, -1):
         for tensors, backend in zip(held, ("cpu", "reference"), strict=True):
-            drop_lowest(*tensors, rows=rows, latest=260, queries=300 if rows % 2 else None, backend=backend)
+            drop_lowest(
+                *tensors, rows=rows, latest=260, queries=300 if rows % 2 else None, backend=backend
+            )
     for one, other in zip(*held, strict=True):
         assert torch.equal(one[:, :, :100], other[:, :, :100])

@@ -1,4 +1,5 @@
-"""Inputs at the edge of what is allowed: huge logits, values that are not finite, tangents, indices made by hand.
+"""Inputs at the edge of what is allowed: huge logits, values that are not finite, tangents, indices
+made by hand.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
 """
@@ -47,13 +48,19 @@ STORED = [
     (torch.float32, torch.float8_e5m2),
     (torch.bfloat16, torch.float8_e5m2),
 ]
-LAYER = [make("vertical_slash", vertical=70, slash=64), make("dense"), make("block_sparse", blocks=2)]
+LAYER = [
+    make("vertical_slash", vertical=70, slash=64),
+    make("dense"),
+    make("block_sparse", blocks=2),
+]
 PLAN = LayerPlan([*LAYER, make("a_shape", sink=64, window=70)], 2)
 
 
 @pytest.mark.parametrize("factor", [1e5, 3e9, 1e18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_of_any_size_give_what_the_reference_gives(factor: float, dtype: torch.dtype) -> None:
+def test_logits_of_any_size_give_what_the_reference_gives(
+    factor: float, dtype: torch.dtype
+) -> None:
     q, k, v = inputs(dtype=dtype)
     q = q * factor
     index = PLAN.build(q, k)
@@ -98,7 +105,9 @@ def test_a_bad_value_reaches_only_those_who_see_it(
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize(("dtype", "stored"), STORED)
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_bad_value_in_decode(bad: float, dtype: torch.dtype, stored: torch.dtype, window: int | None) -> None:
+def test_a_bad_value_in_decode(
+    bad: float, dtype: torch.dtype, stored: torch.dtype, window: int | None
+) -> None:
     q, k, v = inputs(q_len=6, k_len=700, dtype=dtype)
     k, v = k.to(stored), v.to(stored)
     clean = decode_attention(q, k, v, window=window, backend="cpu").out
@@ -131,7 +140,11 @@ def test_tangents_are_carried_not_lost(op: str) -> None:
     index = PLAN.build(q, k)
 
     def attend(values: Tensor) -> Tensor:
-        return sparse_attention(q, k, values, index) if op == "prefill" else decode_attention(q, k, values).out
+        return (
+            sparse_attention(q, k, values, index)
+            if op == "prefill"
+            else decode_attention(q, k, values).out
+        )
 
     with forward_ad.dual_level():
         out = forward_ad.unpack_dual(attend(forward_ad.make_dual(v, torch.ones_like(v))))
@@ -139,7 +152,10 @@ def test_tangents_are_carried_not_lost(op: str) -> None:
         torch.testing.assert_close(out.tangent, torch.ones_like(out.primal))
     _, tangent = torch.func.jvp(attend, (v,), (torch.ones_like(v),))
     torch.testing.assert_close(tangent, torch.ones_like(tangent))
-    with forward_ad.dual_level(), pytest.raises(ValueError, match="it has no forward-mode derivative"):
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(ValueError, match="it has no forward-mode derivative"),
+    ):
         sparse_attention(q, k, forward_ad.make_dual(v, torch.ones_like(v)), index, backend="cpu")
 
 
@@ -152,7 +168,10 @@ def int32(*values: int) -> Tensor:
     [
         ({"window": 3.5}, "window must be an integer, got 3.5"),
         ({"window": True}, "window must be an integer, got True"),
-        ({"dense_tail": (1.5, 2, 0, 0)}, r"dense_tail must be \(\) or 4 counts, got \(1.5, 2, 0, 0\)"),
+        (
+            {"dense_tail": (1.5, 2, 0, 0)},
+            r"dense_tail must be \(\) or 4 counts, got \(1.5, 2, 0, 0\)",
+        ),
         ({"columns": int32(9, 3).expand(1, 4, 2)}, "columns must be strictly ascending"),
         ({"columns": int32(3, 3).expand(1, 4, 2)}, "columns must be strictly ascending"),
         ({"columns": int32(-3, 3).expand(1, 4, 2)}, "columns must not be negative, got -3"),
@@ -174,7 +193,8 @@ def test_an_index_is_looked_at_once_and_a_built_one_never(monkeypatch: pytest.Mo
     built = PLAN.build(q, k, ragged=Ragged.left_padded([150], 200, 200))
     asked: list[str] = []
     monkeypatch.setattr(
-        "kernels.index.SparseIndex.check_shapes", lambda self: asked.append("shapes" if self._valid else "entries")
+        "kernels.index.SparseIndex.check_shapes",
+        lambda self: asked.append("shapes" if self._valid else "entries"),
     )
     sparse_attention(q, k, v, built)
     assert "entries" not in asked
@@ -206,8 +226,13 @@ def test_inputs_that_are_no_dense_tensors(op: Callable[..., Any]) -> None:
 def test_out_must_have_a_place_for_each_element() -> None:
     q, k, v = inputs()
     index = PLAN.build(q, k)
-    for out in (torch.zeros(1, 1, 200, 32).expand(q.shape), torch.zeros(10_000).as_strided(q.shape, (0, 32, 8, 1))):
-        with pytest.raises(ValueError, match="out must have a place of its own for each element, got strides"):
+    for out in (
+        torch.zeros(1, 1, 200, 32).expand(q.shape),
+        torch.zeros(10_000).as_strided(q.shape, (0, 32, 8, 1)),
+    ):
+        with pytest.raises(
+            ValueError, match="out must have a place of its own for each element, got strides"
+        ):
             sparse_attention(q, k, v, index, out=out)
     cut = torch.zeros(1, 200, 6, 40).transpose(1, 2)[:, 1:5, :, 4:36]
     assert sparse_attention(q, k, v, index, out=cut) is cut
@@ -217,11 +242,23 @@ def test_out_must_have_a_place_for_each_element() -> None:
     ("fields", "message"),
     [
         (
-            {"rows": (0, 0), "q_starts": (0, 5), "q_lens": (6, 3), "k_starts": (0, 6), "k_lens": (6, 3)},
+            {
+                "rows": (0, 0),
+                "q_starts": (0, 5),
+                "q_lens": (6, 3),
+                "k_starts": (0, 6),
+                "k_lens": (6, 3),
+            },
             "sequences 0 and 1 overlap: row 5 of batch element 0 is a query of both",
         ),
         (
-            {"rows": (1, 0, 1), "q_starts": (4, 0, 0), "q_lens": (2, 9, 5), "k_starts": (0,) * 3, "k_lens": (9,) * 3},
+            {
+                "rows": (1, 0, 1),
+                "q_starts": (4, 0, 0),
+                "q_lens": (2, 9, 5),
+                "k_starts": (0,) * 3,
+                "k_lens": (9,) * 3,
+            },
             "sequences 2 and 0 overlap: row 4 of batch element 1 is a query of both",
         ),
         (
@@ -242,15 +279,26 @@ def interpreted() -> dict[str, bool]:
         q, k, v = inputs(q_len=70, k_len=140)
         index = PLAN.build(q, k, window=window)
         without = replace(index, **no_lists(1, 4, index.num_rows, device=q.device))
-        for name, each, splits in (("lists", index, 1), ("no lists", without, 1), ("parts", index, 3)):
+        for name, each, splits in (
+            ("lists", index, 1),
+            ("no lists", without, 1),
+            ("parts", index, 3),
+        ):
             how: dict[str, Any] = {"scale": 32**-0.5, "softcap": None, "splits": splits}
             clean, _ = triton.sparse_attention(q, k, v, each, **how)
             for keys in ((3, 139), (100,)):
-                # One KV head has NaN, the other infinity, each key in a column of its own: what is added up apart.
-                dirty, mask, seen = v.clone(), each.to_mask(), torch.zeros_like(clean, dtype=torch.bool)
+                # One KV head has NaN, the other infinity, each key in a column of its own: what is
+                # added up apart.
+                dirty, mask, seen = (
+                    v.clone(),
+                    each.to_mask(),
+                    torch.zeros_like(clean, dtype=torch.bool),
+                )
                 for at, key in enumerate(keys):
                     dirty[0, 0, key, 5 + at], dirty[0, 1, key, 20 + at] = NAN, INF
-                    seen[:, :2, :, 5 + at], seen[:, 2:, :, 20 + at] = (mask[:, heads, :, key] for heads in HALVES)
+                    seen[:, :2, :, 5 + at], seen[:, 2:, :, 20 + at] = (
+                        mask[:, heads, :, key] for heads in HALVES
+                    )
                 out, _ = triton.sparse_attention(q, k, dirty, each, **how)
                 where = f"{name}, window {window}, keys {keys}"
                 found[f"{where}: seen"] = not bool(out[seen].isfinite().any())
@@ -260,7 +308,9 @@ def interpreted() -> dict[str, bool]:
     v[0, 0, 137] = NAN
     out = decode_attention(q, k, v, backend="triton").out
     found["decode: seen"] = bool(out[0, :2, 3:].isnan().all())
-    found["decode: unseen"] = bool(((out - clean)[0, :2, :3].abs() < 1e-5).all() and out[0, 2:].isfinite().all())
+    found["decode: unseen"] = bool(
+        ((out - clean)[0, :2, :3].abs() < 1e-5).all() and out[0, 2:].isfinite().all()
+    )
     q, k, v = inputs(q_len=100, k_len=100)
     for op in ("prefill", "decode"):
         big = (q if op == "prefill" else q[:, :, -3:]) * 3e9
@@ -268,7 +318,9 @@ def interpreted() -> dict[str, bool]:
         attend = sparse_attention if op == "prefill" else decode_attention
         one, other = (attend(big, k, v, **how, backend=name) for name in ("triton", "reference"))
         pair = (one, other) if op == "prefill" else (one.out, other.out)
-        found[f"{op}: huge logits"] = bool(((pair[0] - pair[1]).abs().amax(-1) < 1e-3).float().mean() > 0.99)
+        found[f"{op}: huge logits"] = bool(
+            ((pair[0] - pair[1]).abs().amax(-1) < 1e-3).float().mean() > 0.99
+        )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Keys and values of 8 bits in native code: each of their 256 codes, and that none is lost on the way.
+"""Keys and values of 8 bits in native code: each of their 256 codes, and that none is lost on the
+way.
 
 What the conformance suites compare with the reference is drawn at random; here every code is met.
 """
@@ -21,7 +22,9 @@ NOTHING = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table")) |
 def served(op: str, q: Tensor, k: Tensor, v: Tensor, engine: str) -> tuple[Tensor, Tensor]:
     """out and lse of queries of one key, with a scale of 1."""
     if op == "decode":
-        return decode.decode_attention(q, k, v, scale=1.0, softcap=None, engine=engine, **NOTHING)[:2]
+        return decode.decode_attention(q, k, v, scale=1.0, softcap=None, engine=engine, **NOTHING)[
+            :2
+        ]
     index = dense_index(1, q.shape[1], 1, 1, q.device)
     return attention.sparse_attention(q, k, v, index, scale=1.0, softcap=None, engine=engine)
 
@@ -29,7 +32,9 @@ def served(op: str, q: Tensor, k: Tensor, v: Tensor, engine: str) -> tuple[Tenso
 @pytest.mark.parametrize("op", ["attention", "decode"])
 @pytest.mark.parametrize(("dtype", "server"), SERVERS)
 @pytest.mark.parametrize("stored", EIGHT_BITS)
-def test_every_code_is_what_torch_reads(op: str, dtype: torch.dtype, server: str, stored: torch.dtype) -> None:
+def test_every_code_is_what_torch_reads(
+    op: str, dtype: torch.dtype, server: str, stored: torch.dtype
+) -> None:
     engine = server.partition(" ")[2]
     if engine not in {"attention": attention, "decode": decode}[op].engines(dtype):
         pytest.skip(f"this processor or build has no engine {engine!r}")

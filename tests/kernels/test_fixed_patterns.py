@@ -13,7 +13,17 @@ from torch import Tensor
 from kernels.index import PAD, TILE
 from kernels.patterns import LayerPlan, Static, freeze, make
 
-LENGTHS = [(1, 1), (63, 63), (64, 64), (65, 65), (1000, 1000), (1, 65), (63, 257), (200, 450), (64, 640)]
+LENGTHS = [
+    (1, 1),
+    (63, 63),
+    (64, 64),
+    (65, 65),
+    (1000, 1000),
+    (1, 65),
+    (63, 257),
+    (200, 450),
+    (64, 640),
+]
 PATTERNS: list[tuple[str, dict[str, Any]]] = [
     ("a_shape", {"sink": 70, "window": 130}),
     ("a_shape", {"sink": 1, "window": 1}),
@@ -53,8 +63,12 @@ def definition(kind: str, sizes: dict[str, Any], q_len: int, k_len: int) -> Tens
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
-@pytest.mark.parametrize(("kind", "sizes"), PATTERNS, ids=[f"{k} {tuple(s.values())}" for k, s in PATTERNS])
-def test_the_index_is_the_definition(kind: str, sizes: dict[str, Any], q_len: int, k_len: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sizes"), PATTERNS, ids=[f"{k} {tuple(s.values())}" for k, s in PATTERNS]
+)
+def test_the_index_is_the_definition(
+    kind: str, sizes: dict[str, Any], q_len: int, k_len: int
+) -> None:
     q, k = torch.empty(2, 4, q_len, 8), torch.empty(2, 2, k_len, 8)
     index = LayerPlan([make(kind, **sizes)] * 4, 2).build(q, k)
     index.validate()
@@ -70,7 +84,11 @@ def test_heads_of_one_kind_with_unlike_sizes() -> None:
 
 
 def test_a_layer_of_several_kinds_has_each_head_as_alone() -> None:
-    patterns = [make("a_shape", sink=70, window=130), make("dense"), make("skip_softmax", scale_factor=3.0)]
+    patterns = [
+        make("a_shape", sink=70, window=130),
+        make("dense"),
+        make("skip_softmax", scale_factor=3.0),
+    ]
     plan = LayerPlan(patterns, 1)
     for length in (450, 700):
         q, k = torch.randn(2, 3, 450, 8), torch.randn(2, 1, length, 8)
@@ -81,7 +99,9 @@ def test_a_layer_of_several_kinds_has_each_head_as_alone() -> None:
             alone = LayerPlan([pattern], 1).build(q[:, [head]], k)
             assert torch.equal(index.to_mask()[:, head], alone.to_mask()[:, 0])
             none = torch.full((2,), float("-inf"))
-            assert torch.equal(index.skip[:, head], none if alone.skip is None else alone.skip[:, 0])
+            assert torch.equal(
+                index.skip[:, head], none if alone.skip is None else alone.skip[:, 0]
+            )
 
 
 def test_a_dense_tail_goes_with_that_of_the_pattern() -> None:
@@ -127,7 +147,9 @@ def test_frozen_it_is_cut_for_shorter_prompts_and_goes_on_for_longer(length: int
     for head, pattern in enumerate(frozen):
         sizes = {"columns": pattern.columns, "diagonals": pattern.diagonals}
         assert torch.equal(other.to_mask()[0, head], definition("static", sizes, length, length))
-        assert set(other.columns[0, head].tolist()) - {PAD} == {c for c in pattern.columns if c < length}
+        assert set(other.columns[0, head].tolist()) - {PAD} == {
+            c for c in pattern.columns if c < length
+        }
 
 
 def test_what_lists_tiles_row_by_row_cannot_be_frozen() -> None:
@@ -149,10 +171,14 @@ def test_alike_patterns_are_equal() -> None:
     st.sets(st.integers(0, 700)),
     st.sets(st.integers(0, 12)),
 )
-def test_any_columns_and_diagonals(k_len: int, q_len: int, columns: set[int], diagonals: set[int]) -> None:
+def test_any_columns_and_diagonals(
+    k_len: int, q_len: int, columns: set[int], diagonals: set[int]
+) -> None:
     q_len = min(q_len, k_len)
     sizes = {"columns": tuple(sorted(columns)), "diagonals": tuple(sorted(diagonals))}
-    index = LayerPlan([make("static", **sizes)], 1).build(torch.empty(1, 1, q_len, 4), torch.empty(1, 1, k_len, 4))
+    index = LayerPlan([make("static", **sizes)], 1).build(
+        torch.empty(1, 1, q_len, 4), torch.empty(1, 1, k_len, 4)
+    )
     index.validate()
     assert torch.equal(index.to_mask()[0, 0], definition("static", sizes, q_len, k_len))
     (again,) = freeze(index)

@@ -1,4 +1,5 @@
-"""What only a GPU can show: the compiled kernel against the reference on the device, and that no call waits for it.
+"""What only a GPU can show: the compiled kernel against the reference on the device, and that no
+call waits for it.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
 """
@@ -34,7 +35,8 @@ DEVICE = torch.device("cuda", 0)
 PADDED = partial(padded, 2000, 30, 1025, 64, queries=1500)
 PACKED = partial(packed, (1000, 2000), (1, 900), (64, 64), (700, 700), (1, 1))
 LARGE = {
-    **{f"length {n}, {kind}": square(n, index=kind, heads=5) for n in (1000, 4097) for kind in ("layer", "listless")},
+    **{f"length {n}, {kind}": square(n, index=kind, heads=5) for n in (1000,
+    4097) for kind in ("layer", "listless")},
     "70 of 4097": Case(q_len=70, k_len=4097, heads=5),
     "1025 of 4097, listless": Case(q_len=1025, k_len=4097, heads=4, kv_heads=2, index="listless"),
     "batch 3": square(700, batch=3, heads=6, kv_heads=2),
@@ -47,7 +49,8 @@ LARGE = {
     "thirty diagonals": square(4000, heads=4, index="random:30,0,700"),
     "all three sorts": square(2000, heads=4, index="random:5,5,400"),
     **{f"pages of {size}": square(1000, page=size, heads=5) for size in (16, 64, 256)},
-    **{f"pages of {size}, listless": square(1000, page=size, heads=4, index="listless") for size in (16, 64, 256)},
+    **{f"pages of {size}, listless": square(1000, page=size, heads=4,
+    index="listless") for size in (16, 64, 256)},
     **{
         f"tails of unlike heads, {q} of 3000, {kind}": Case(
             q_len=q, k_len=3000, heads=5, dense_tail=(0, 10, 64, 65, 3000), index=kind
@@ -61,14 +64,16 @@ LARGE = {
         for kind in ("layer", "listless")
     },
     **{
-        f"{name}, {kind}{pages}": case(heads=4, kv_heads=2, head_dim=128, v_dim=128, index=kind, page=page)
+        f"{name}, {kind}{pages}": case(heads=4, kv_heads=2, head_dim=128, v_dim=128, index=kind,
+        page=page)
         for kind in ("layer", "listless")
         for page, pages in ((None, ""), (16, ", pages of 16"), (64, ", pages of 64"))
         for name, case in (("padded", PADDED), ("packed", PACKED))
     },
     **{
         f"{name}, window, tails, soft-cap, {sorts}": case(
-            heads=4, kv_heads=2, index=f"random:{sorts}", window=512, dense_tail=(0, 10, 64, 5000), softcap=30.0,
+            heads=4, kv_heads=2, index=f"random:{sorts}", window=512, dense_tail=(0, 10, 64, 5000),
+            softcap=30.0,
             page=16, given=True,
         )
         for sorts in ("6,0,300", "6,4,300")
@@ -83,7 +88,10 @@ CORE = [
     for name in (
         *(f"small: {name}" for name in KEPT if not name.startswith("bfloat16")),
         *(f"D {dim}, {kind}" for dim in (128, 256) for kind in ("layer", "listless")),
-        *(f"{name}, {kind}, pages of 64" for name, kind in (("padded", "layer"), ("packed", "listless"))),
+        *(
+            f"{name}, {kind}, pages of 64"
+            for name, kind in (("padded", "layer"), ("packed", "listless"))
+        ),
         "32 heads on 8, D 128",
     )
 ]
@@ -101,14 +109,23 @@ def exact_reference() -> Iterator[None]:
 @pytest.mark.parametrize(("name", "dtype"), core(RUNS, *CORE), ids=str)
 def test_kernel_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None:
     case = replace(CASES[name], dtype=dtype)
-    if not serves(architecture(DEVICE), dim=max(case.head_dim, case.v_dim), itemsize=dtype.itemsize):
+    if not serves(
+        architecture(DEVICE), dim=max(case.head_dim, case.v_dim), itemsize=dtype.itemsize
+    ):
         pytest.skip("heads as wide as these do not fit the memory of this GPU")
     if case.cache == torch.float8_e4m3fn and torch.cuda.get_device_capability(DEVICE) < (8, 9):
         pytest.skip("this GPU does not read float8_e4m3fn")
     if case.launch is not None:
-        precision = choose(architecture(DEVICE), dim=64, itemsize=dtype.itemsize, has_tiles=True).precision
-        # Steps of 128 keys of 128 numbers in float32 ask for 272 KiB of shared memory, an H100 has 227.
-        keys = min(case.launch.keys, 32) if dtype == torch.float32 and case.head_dim > 64 else case.launch.keys
+        precision = choose(
+            architecture(DEVICE), dim=64, itemsize=dtype.itemsize, has_tiles=True
+        ).precision
+        # Steps of 128 keys of 128 numbers in float32 ask for 272 KiB of shared memory, an H100 has
+        # 227.
+        keys = (
+            min(case.launch.keys, 32)
+            if dtype == torch.float32 and case.head_dim > 64
+            else case.launch.keys
+        )
         case = replace(case, launch=replace(case.launch, precision=precision, keys=keys))
     out, lse = run(case, DEVICE)
     assert out <= triton_cases.OUT_ERROR[dtype], f"out is off by {out}"
@@ -121,7 +138,10 @@ def test_every_form_of_the_kernel_gives_the_same(rows: int, keys: int) -> None:
     launch = Launch(rows=rows, keys=keys, warps=4 * rows, stages=2)
     case = square(1500, heads=4, kv_heads=2, index="listless", dtype=torch.bfloat16, launch=launch)
     out, lse = run(case, DEVICE)
-    assert out <= triton_cases.OUT_ERROR[torch.bfloat16] and lse <= triton_cases.LSE_ERROR[torch.bfloat16]
+    assert (
+        out <= triton_cases.OUT_ERROR[torch.bfloat16]
+        and lse <= triton_cases.LSE_ERROR[torch.bfloat16]
+    )
 
 
 @pytest.mark.core
@@ -129,7 +149,9 @@ def test_auto_takes_triton_and_repeats_to_the_bit() -> None:
     torch.manual_seed(0)
     q = torch.randn(1, 8, 3000, 128, dtype=torch.bfloat16, device=DEVICE)
     k, v = (torch.randn(1, 2, 3000, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    plan = LayerPlan([make("vertical_slash", vertical=300, slash=500), make("block_sparse", blocks=8)] * 4, 2)
+    plan = LayerPlan(
+        [make("vertical_slash", vertical=300, slash=500), make("block_sparse", blocks=8)] * 4, 2
+    )
     index = plan.build(q, k)
     first, lse = sparse_attention(q, k, v, index, return_lse=True)
     for _ in range(3):
@@ -143,11 +165,21 @@ def test_auto_takes_triton_and_repeats_to_the_bit() -> None:
 
 
 ESTIMATES = {
-    "128K tokens": Estimate(q_len=2000, k_len=131_072, heads=(0, 1, 2, 3), last_q=(64,) * 4, head_dim=128),
-    "1000 queries": Estimate(
-        q_len=3000, k_len=3000, heads=(0, 1, 3), last_q=(1000, 64, 700), kv_heads=4, head_dim=128, transposed=True
+    "128K tokens": Estimate(
+        q_len=2000, k_len=131_072, heads=(0, 1, 2, 3), last_q=(64,) * 4, head_dim=128
     ),
-    "a window": Estimate(q_len=500, k_len=20_000, heads=(0, 1, 2), last_q=(64, 128, 64), window=1000, head_dim=256),
+    "1000 queries": Estimate(
+        q_len=3000,
+        k_len=3000,
+        heads=(0, 1, 3),
+        last_q=(1000, 64, 700),
+        kv_heads=4,
+        head_dim=128,
+        transposed=True,
+    ),
+    "a window": Estimate(
+        q_len=500, k_len=20_000, heads=(0, 1, 2), last_q=(64, 128, 64), window=1000, head_dim=256
+    ),
 }
 
 
@@ -228,7 +260,8 @@ def no_waiting() -> Iterator[None]:
 )
 @pytest.mark.parametrize("window", [None, 300])
 def test_no_call_waits_for_the_gpu(ragged: Ragged | None, window: int | None) -> None:
-    """Neither to build the index nor to attend, on the first call or later ones: what is cached by then may differ."""
+    """Neither to build the index nor to attend, on the first call or later ones: what is cached by
+    then may differ."""
     q = torch.randn(1, 5, 2000, 64, dtype=torch.bfloat16, device=DEVICE)
     k = q[:, :1]
     plan = LayerPlan(LAYER, 1, dense_tail=70)
@@ -278,8 +311,12 @@ def test_dense_index_is_causal_attention_at_long_length() -> None:
     length = 32_768
     q = torch.randn(1, 2, length, 128, dtype=torch.bfloat16, device=DEVICE)
     k, v = (torch.randn(1, 1, length, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    out = triton.sparse_attention(q, k, v, dense_index(1, 2, length, length, DEVICE), scale=128**-0.5, softcap=None)[0]
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out = triton.sparse_attention(
+        q, k, v, dense_index(1, 2, length, length, DEVICE), scale=128**-0.5, softcap=None
+    )[0]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
     assert float((out - expected).abs().max()) <= 2e-2
 
 
@@ -302,7 +339,12 @@ def test_offsets_beyond_two_billion_elements() -> None:
     run = int((index.diagonals[0, -1] < PAD).sum())
     seen = (key <= position) & ((key < TILE) | (key // TILE > position // TILE - run))
     values = k[:, last, key].float()
-    logits = (q[:, last].float() @ values.transpose(2, 3) * dim**-0.5).masked_fill(~seen, float("-inf"))
-    errors = (lse[:, last] - logits.logsumexp(-1)).abs(), (out[:, last].float() - logits.softmax(-1) @ values).abs()
+    logits = (q[:, last].float() @ values.transpose(2, 3) * dim**-0.5).masked_fill(
+        ~seen, float("-inf")
+    )
+    errors = (
+        (lse[:, last] - logits.logsumexp(-1)).abs(),
+        (out[:, last].float() - logits.softmax(-1) @ values).abs(),
+    )
     assert float(errors[0].max()) <= triton_cases.LSE_ERROR[torch.bfloat16]
     assert float(errors[1].max()) <= triton_cases.OUT_ERROR[torch.bfloat16]

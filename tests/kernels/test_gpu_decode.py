@@ -1,4 +1,5 @@
-"""What only a GPU can show of decode: the compiled kernels against the reference, and that no call waits for it.
+"""What only a GPU can show of decode: the compiled kernels against the reference, and that no call
+waits for it.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
 """
@@ -16,7 +17,17 @@ import torch
 
 from kernels.decode import decode_attention, triton
 from tests.kernels import sums_cases
-from tests.kernels.decode_cases import LARGE, SMALL, TOLERANCES, Case, errors, oracle, problem, run, serve
+from tests.kernels.decode_cases import (
+    LARGE,
+    SMALL,
+    TOLERANCES,
+    Case,
+    errors,
+    oracle,
+    problem,
+    run,
+    serve,
+)
 from tests.kernels.test_decode import INTERPRETED
 from tests.sampling import core
 
@@ -25,7 +36,9 @@ DEVICE = torch.device("cuda", 0)
 CASES = SMALL | LARGE
 # One of each sort that the kernels tell apart.
 CORE = (
-    *(name for name in INTERPRETED if name in CASES), "D 128", "D 256", "16 queries", "pages of 64, window", "sinks",
+    *(name for name in INTERPRETED if name in CASES),
+    "D 128", "D 256", "16 queries", "pages of 64, window",
+    "sinks",
     "4097 keys, 32 heads on 8", "4097 keys in pages",
 )  # fmt: skip
 
@@ -56,7 +69,9 @@ def test_kernels_agree_with_the_reference(name: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 16, 17, 128])
-@pytest.mark.parametrize("name", ["4097 keys, 5 queries", "2048 of 4097 keys", "4097 keys in pages"])
+@pytest.mark.parametrize(
+    "name", ["4097 keys, 5 queries", "2048 of 4097 keys", "4097 keys in pages"]
+)
 def test_any_number_of_splits(name: str, splits: int) -> None:
     case = replace(LARGE[name], dtype=torch.bfloat16)
     found = run(case, DEVICE, serve(triton, case, splits=splits), "sum")
@@ -95,7 +110,9 @@ def test_scores_of_a_prompt_agree_with_the_reference(name: str) -> None:
 def test_scores_of_a_long_prompt_repeat_to_the_bit() -> None:
     case = sums_cases.Case(sizes=(1, 8, 2, 5000, 6000, 128, 128), dtype=torch.bfloat16)
     assert close(found := sums_cases.run(case, DEVICE), torch.bfloat16), found
-    first, again = (decode_attention(*sums_cases.inputs(case, DEVICE), scores="sum") for _ in range(2))
+    first, again = (
+        decode_attention(*sums_cases.inputs(case, DEVICE), scores="sum") for _ in range(2)
+    )
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
@@ -105,13 +122,19 @@ def test_offsets_beyond_two_billion_elements() -> None:
     if torch.cuda.mem_get_info(DEVICE)[0] < 20 * 2**30:
         pytest.skip("less than 20 GiB of free GPU memory")
     torch.manual_seed(0)
-    cache = torch.empty(1, length, heads, dim, dtype=torch.bfloat16, device=DEVICE).normal_().transpose(1, 2)
+    cache = (
+        torch.empty(1, length, heads, dim, dtype=torch.bfloat16, device=DEVICE)
+        .normal_()
+        .transpose(1, 2)
+    )
     q = torch.randn(1, heads, 1, dim, dtype=torch.bfloat16, device=DEVICE)
     tokens = torch.arange(length - 300, length, dtype=torch.int32, device=DEVICE)[None]
     some: dict[str, Any] = {"tokens": tokens, "scores": "sum", "backend": "triton"}
     found = decode_attention(q, cache, cache, **some)
     near = cache[:, :, -300:].contiguous()
-    expected = decode_attention(q.float(), near.float(), near.float(), scores="sum", backend="reference")
+    expected = decode_attention(
+        q.float(), near.float(), near.float(), scores="sum", backend="reference"
+    )
     assert close(errors(found, expected, 1), torch.bfloat16)
     windowed = decode_attention(q, cache, cache, window=300, backend="triton")
     assert float((windowed.out.float() - expected.out).abs().max()) <= TOLERANCES[torch.bfloat16][0]
@@ -119,6 +142,8 @@ def test_offsets_beyond_two_billion_elements() -> None:
 
 def test_long_caches_at_every_head_dim() -> None:
     for dim in (64, 80, 96, 128, 256):
-        case = Case(k_len=20_000, heads=8, kv_heads=2, head_dim=dim, v_dim=dim, dtype=torch.bfloat16)
+        case = Case(
+            k_len=20_000, heads=8, kv_heads=2, head_dim=dim, v_dim=dim, dtype=torch.bfloat16
+        )
         found = run(case, DEVICE, partial(decode_attention, backend="triton"), "sum")
         assert close(found, torch.bfloat16), (dim, found)

@@ -1,4 +1,5 @@
-"""Gradients of dense attention: every backend and CPU engine against autograd through plain softmax in fp64.
+"""Gradients of dense attention: every backend and CPU engine against autograd through plain softmax
+in fp64.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -18,7 +19,9 @@ from kernels.gradient.dense import DenseAttention, dense_attention
 from kernels.patterns.dense import dense_index
 from tests.kernels.test_attention import threads
 
-needs_native = pytest.mark.skipif(cpu.supports(torch.empty(1)) is not None, reason="no native code on this machine")
+needs_native = pytest.mark.skipif(
+    cpu.supports(torch.empty(1)) is not None, reason="no native code on this machine"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +52,16 @@ CASES = {
     "length 2100": square(2100, heads=2),
     **{f"{h} heads on {g}": square(257, heads=h, kv_heads=g) for h, g in ((7, 7), (9, 3), (5, 1))},
     "batch 2": square(200, batch=2, heads=6, kv_heads=2),
-    **{f"{q} of {k}": Case(q_len=q, k_len=k) for q, k in ((1, 65), (1, 1000), (37, 1000), (64, 192), (129, 301))},
+    **{
+        f"{q} of {k}": Case(q_len=q, k_len=k)
+        for q, k in ((1, 65), (1, 1000), (37, 1000), (64, 192), (129, 301))
+    },
     "520 of 1300": Case(q_len=520, k_len=1300, heads=2),
     **{f"D {d}": square(200, head_dim=d, v_dim=d) for d in (32, 64, 80, 128, 256)},
-    **{f"D {d}, E {e}": square(200, head_dim=d, v_dim=e) for d, e in ((192, 128), (64, 256), (33, 17), (1, 1))},
+    **{
+        f"D {d}, E {e}": square(200, head_dim=d, v_dim=e)
+        for d, e in ((192, 128), (64, 256), (33, 17), (1, 1))
+    },
     "soft-cap 2": square(300, softcap=2.0),
     "soft-cap 50, q of k": Case(q_len=100, k_len=500, softcap=50.0),
     **{f"window {n}": square(700, window=n) for n in (1, 40, 64, 65, 200, 513, 2000)},
@@ -61,10 +70,20 @@ CASES = {
     "strided": square(300, batch=2, heads=6, kv_heads=2, layout="strided"),
     "expanded": square(300, batch=2, heads=6, kv_heads=2, layout="expanded"),
 }
-ENGINES = {torch.float32: ["float"], torch.float16: ["float"], torch.bfloat16: ["amx", "brgemm", "dot", "float"]}
-SERVERS = [(dtype, engine) for dtype, engines in ENGINES.items() for engine in [*engines, "reference"]]
+ENGINES = {
+    torch.float32: ["float"],
+    torch.float16: ["float"],
+    torch.bfloat16: ["amx", "brgemm", "dot", "float"],
+}
+SERVERS = [
+    (dtype, engine) for dtype, engines in ENGINES.items() for engine in [*engines, "reference"]
+]
 # Largest absolute error, in units of the largest gradient, and relative L2 error.
-TOLERANCES = {torch.float32: (1e-5, 5e-6), torch.float16: (2e-3, 5e-4), torch.bfloat16: (2e-2, 5e-3)}
+TOLERANCES = {
+    torch.float32: (1e-5, 5e-6),
+    torch.float16: (2e-3, 5e-4),
+    torch.bfloat16: (2e-2, 5e-3),
+}
 
 
 def laid_out(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Tensor:
@@ -119,17 +138,23 @@ def check(found: tuple[Tensor, ...], right: tuple[Tensor, ...], most: tuple[floa
         )
 
 
-def gradients(tensors: list[Tensor], case: Case, server: str, skip_below: float = 0.0) -> tuple[Tensor, ...]:
+def gradients(
+    tensors: list[Tensor], case: Case, server: str, skip_below: float = 0.0
+) -> tuple[Tensor, ...]:
     if server == "reference":
         return attention_gradients(*tensors, **case.how, skip_below=skip_below, backend="reference")
-    if cpu.supports(tensors[0]) is not None or server not in cpu.attention.engines(tensors[0].dtype):
+    if cpu.supports(tensors[0]) is not None or server not in cpu.attention.engines(
+        tensors[0].dtype
+    ):
         pytest.skip(f"this processor or build has no engine {server!r}")
     with threads(2):
         return cpu.attention_gradients(*tensors, **case.how, skip_below=skip_below, engine=server)
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("dtype", "server"), SERVERS, ids=[f"{str(d)[6:]} {s}" for d, s in SERVERS])
+@pytest.mark.parametrize(
+    ("dtype", "server"), SERVERS, ids=[f"{str(d)[6:]} {s}" for d, s in SERVERS]
+)
 def test_gradients_are_those_of_plain_softmax(dtype: torch.dtype, server: str, name: str) -> None:
     tensors, right = problem(CASES[name], dtype)
     found = gradients(tensors, CASES[name], server)
@@ -164,14 +189,22 @@ def test_same_bits_again_and_for_any_number_of_threads(dtype: torch.dtype, engin
     results = []
     for number in (1, 2, 2, 3, 7):
         with threads(number):
-            results.append(cpu.attention_gradients(*tensors, **case.how, skip_below=0.0, engine=engine))
+            results.append(
+                cpu.attention_gradients(*tensors, **case.how, skip_below=0.0, engine=engine)
+            )
     for other in results[1:]:
-        assert all(torch.equal(one, another) for one, another in zip(results[0], other, strict=True))
+        assert all(
+            torch.equal(one, another) for one, another in zip(results[0], other, strict=True)
+        )
 
 
-@pytest.mark.parametrize(("dtype", "server"), SERVERS, ids=[f"{str(d)[6:]} {s}" for d, s in SERVERS])
+@pytest.mark.parametrize(
+    ("dtype", "server"), SERVERS, ids=[f"{str(d)[6:]} {s}" for d, s in SERVERS]
+)
 @pytest.mark.parametrize("name", ["length 1000", "520 of 1300", "window 513", "soft-cap 2"])
-def test_tiles_without_a_large_probability_are_left_out(dtype: torch.dtype, server: str, name: str) -> None:
+def test_tiles_without_a_large_probability_are_left_out(
+    dtype: torch.dtype, server: str, name: str
+) -> None:
     case = CASES[name]
     tensors, whole = problem(case, dtype)
     q, k, v, out, lse, grad_out = (x.double() for x in tensors)
@@ -184,7 +217,9 @@ def test_tiles_without_a_large_probability_are_left_out(dtype: torch.dtype, serv
     least = float(middle[widest : widest + 2].mean())
     # Written down: the probabilities of such tiles are 0, all else is as it was.
     right = _by_hand(q, k, v, torch.where(peaks >= least, p, 0), out, grad_out, case)
-    assert all((one - other).norm() > 0.1 * other.norm() for one, other in zip(right, whole, strict=True))
+    assert all(
+        (one - other).norm() > 0.1 * other.norm() for one, other in zip(right, whole, strict=True)
+    )
     check(gradients(tensors, case, server, least), right, TOLERANCES[dtype])
 
 
@@ -214,24 +249,39 @@ def _by_hand(
 ) -> tuple[Tensor, Tensor, Tensor]:
     group = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    ds = p * (grad_out @ values.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)) * case.scale
+    ds = (
+        p
+        * (grad_out @ values.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True))
+        * case.scale
+    )
     if case.softcap is not None:
         ds = ds * (1 - torch.tanh(q @ keys.transpose(-1, -2) * case.scale / case.softcap) ** 2)
-    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad_out))
+    dk, dv = (
+        x.unflatten(1, (-1, group)).sum(2)
+        for x in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad_out)
+    )
     return ds @ keys, dk, dv
 
 
-@pytest.mark.parametrize("case", [CASES["9 heads on 3"], CASES["window 100, soft-cap, 130 of 700"]], ids=str)
+@pytest.mark.parametrize(
+    "case", [CASES["9 heads on 3"], CASES["window 100, soft-cap, 130 of 700"]], ids=str
+)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_what_attention_returns_goes_in(case: Case, dtype: torch.dtype) -> None:
     """The log-sum-exp and the layout of the forward kernel."""
     (q, k, v, _, _, grad_out), right = problem(case, dtype)
-    index = replace(dense_index(case.batch, case.heads, case.q_len, case.k_len, q.device), window=case.window)
-    out, lse = sparse_attention(q, k, v, index, scale=case.scale, softcap=case.softcap, return_lse=True)
+    index = replace(
+        dense_index(case.batch, case.heads, case.q_len, case.k_len, q.device), window=case.window
+    )
+    out, lse = sparse_attention(
+        q, k, v, index, scale=case.scale, softcap=case.softcap, return_lse=True
+    )
     check(attention_gradients(q, k, v, out, lse, grad_out, **case.how), right, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("name", ["length 65", "9 heads on 3", "520 of 1300", "soft-cap 2", "window 200", "transposed"])
+@pytest.mark.parametrize(
+    "name", ["length 65", "9 heads on 3", "520 of 1300", "soft-cap 2", "window 200", "transposed"]
+)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_dense_attention_is_differentiable(dtype: torch.dtype, name: str) -> None:
     (q, k, v, right_out, _, grad_out), right = problem(CASES[name], dtype)
@@ -248,10 +298,16 @@ def test_gradcheck(window: int | None, softcap: float | None) -> None:
     torch.manual_seed(0)
     shapes = ((2, 4, 9, 3), (2, 2, 70, 3), (2, 2, 70, 2))
     leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
-    assert torch.autograd.gradcheck(lambda *x: dense_attention(*x, window=window, softcap=softcap), leaves)
+    assert torch.autograd.gradcheck(
+        lambda *x: dense_attention(*x, window=window, softcap=softcap), leaves
+    )
     leaves = [x.detach().float().requires_grad_() for x in leaves]
     assert torch.autograd.gradcheck(
-        lambda *x: dense_attention(*x, window=window, softcap=softcap), leaves, eps=1e-2, atol=2e-3, rtol=2e-3
+        lambda *x: dense_attention(*x, window=window, softcap=softcap),
+        leaves,
+        eps=1e-2,
+        atol=2e-3,
+        rtol=2e-3,
     )
 
 
@@ -293,14 +349,23 @@ GOOD: dict[str, Any] = {
         ({"out": torch.zeros(1, 4, 10, 8)}, r"do not go together: .*out \(1, 4, 10, 8\)"),
         ({"grad_out": torch.zeros(1, 4, 9, 6)}, r"do not go together: .*grad_out \(1, 4, 9, 6\)"),
         ({"lse": torch.zeros(1, 4, 20)}, r"do not go together: .*lse \(1, 4, 20\)"),
-        ({"k": torch.zeros(1, 3, 20, 8), "v": torch.zeros(1, 3, 20, 6)}, "4 query heads do not divide into 3 KV heads"),
+        (
+            {"k": torch.zeros(1, 3, 20, 8), "v": torch.zeros(1, 3, 20, 6)},
+            "4 query heads do not divide into 3 KV heads",
+        ),
         ({"k": torch.zeros(1, 2, 9, 8), "v": torch.zeros(1, 2, 9, 6)}, "got 10 queries and 9 keys"),
-        ({"k": torch.zeros(1, 0, 20, 8), "v": torch.zeros(1, 0, 20, 6)}, "every size must be positive"),
+        (
+            {"k": torch.zeros(1, 0, 20, 8), "v": torch.zeros(1, 0, 20, 6)},
+            "every size must be positive",
+        ),
         (
             {"grad_out": torch.zeros(1, 4, 10, 6).half()},
             "must share a floating dtype, got torch.float16, torch.float32",
         ),
-        ({name: GOOD[name].int() for name in ("q", "k", "v", "out", "grad_out")}, "floating dtype, got torch.int32"),
+        (
+            {name: GOOD[name].int() for name in ("q", "k", "v", "out", "grad_out")},
+            "floating dtype, got torch.int32",
+        ),
         ({"lse": torch.zeros(1, 4, 10).half()}, "lse must be torch.float32, got torch.float16"),
         ({"lse": torch.zeros(1, 4, 10, device="meta")}, "must share a device, got cpu, meta"),
         ({"scale": 0.0}, "scale must be a positive finite number, got 0.0"),
@@ -319,7 +384,8 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: 
 def test_a_named_backend_that_cannot_serve_says_why() -> None:
     tensors = {name: x.double() for name, x in GOOD.items()}
     with pytest.raises(
-        ValueError, match=r"backend 'cpu' cannot serve this call: it serves float32, .* not torch.float64"
+        ValueError,
+        match=r"backend 'cpu' cannot serve this call: it serves float32, .* not torch.float64",
     ):
         attention_gradients(**tensors, backend="cpu")
     assert attention_gradients(**tensors)[0].dtype == torch.float64

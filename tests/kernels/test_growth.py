@@ -1,4 +1,5 @@
-"""Sizes that go with the number of keys: the plan for a length is that of patterns with the sizes written down."""
+"""Sizes that go with the number of keys: the plan for a length is that of patterns with the sizes
+written down."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ GROWTH = Growth(
 
 def problem(q_len: int, k_len: int, heads: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(1, heads, q_len, 8, generator=generator), torch.randn(1, 2, k_len, 8, generator=generator)
+    return torch.randn(1, heads, q_len, 8, generator=generator), torch.randn(
+        1, 2, k_len, 8, generator=generator
+    )
 
 
 def round_about(layer: tuple[Pattern, ...], heads: int = 16) -> list[Pattern]:
@@ -46,11 +49,15 @@ def round_about(layer: tuple[Pattern, ...], heads: int = 16) -> list[Pattern]:
     ],
 )
 def test_sizes_at_a_length(k_len: int, vertical: int, slash: int, blocks: int, window: int) -> None:
-    assert GROWTH.grown(make("vertical_slash", vertical=100, slash=70, last_q=9, coverage=0.9), k_len) == make(
-        "vertical_slash", vertical=vertical, slash=slash, last_q=9, coverage=0.9
+    assert GROWTH.grown(
+        make("vertical_slash", vertical=100, slash=70, last_q=9, coverage=0.9), k_len
+    ) == make("vertical_slash", vertical=vertical, slash=slash, last_q=9, coverage=0.9)
+    assert GROWTH.grown(make("block_sparse", blocks=3), k_len) == make(
+        "block_sparse", blocks=blocks
     )
-    assert GROWTH.grown(make("block_sparse", blocks=3), k_len) == make("block_sparse", blocks=blocks)
-    assert GROWTH.grown(make("a_shape", sink=64, window=101), k_len) == make("a_shape", sink=64, window=window)
+    assert GROWTH.grown(make("a_shape", sink=64, window=101), k_len) == make(
+        "a_shape", sink=64, window=window
+    )
     static = make("static", columns=(1, 2), diagonals=(3,))
     assert GROWTH.grown(static, k_len) is static
 
@@ -66,13 +73,19 @@ def test_a_layer_is_built_with_the_sizes_of_its_keys(
     q, k = problem(q_len, k_len)
     patterns = round_about(layer_of_unlike_heads)
     index = LayerPlan(patterns, 2, dense_tail=70, growth=GROWTH).build(q, k)
-    written = LayerPlan([GROWTH.grown(pattern, k_len) for pattern in patterns], 2, dense_tail=70).build(q, k)
+    written = LayerPlan(
+        [GROWTH.grown(pattern, k_len) for pattern in patterns], 2, dense_tail=70
+    ).build(q, k)
     assert torch.equal(index.to_mask(), written.to_mask())
     if q_len == 700:
-        assert not torch.equal(index.to_mask(), LayerPlan(patterns, 2, dense_tail=70).build(q, k).to_mask())
+        assert not torch.equal(
+            index.to_mask(), LayerPlan(patterns, 2, dense_tail=70).build(q, k).to_mask()
+        )
 
 
-def test_a_sequence_does_not_depend_on_the_others_of_its_batch(layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
+def test_a_sequence_does_not_depend_on_the_others_of_its_batch(
+    layer_of_unlike_heads: tuple[Pattern, ...],
+) -> None:
     lengths = [130, 700, 300]
     plan = LayerPlan(round_about(layer_of_unlike_heads), 2, growth=GROWTH)
     alone = [problem(n, n, seed=n) for n in lengths]
@@ -92,7 +105,9 @@ def test_some_kv_heads_grow_as_all_do(layer_of_unlike_heads: tuple[Pattern, ...]
     assert torch.equal(some.to_mask(), plan.build(q, k).to_mask()[:, 8:])
 
 
-def test_lengths_of_the_same_tiles_share_a_plan_and_few_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_of_the_same_tiles_share_a_plan_and_few_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = LayerPlan([make("block_sparse", blocks=3), make("dense")], 1, growth=GROWTH)
     assert plan.at(257) is plan.at(320) and plan.at(320) is not plan.at(321)
     first = plan.at(257)
@@ -115,15 +130,24 @@ def test_what_does_not_grow_is_the_plan_itself() -> None:
 @pytest.mark.parametrize(
     ("kind", "field", "message"),
     [
-        ("vertical_slash", "coverage", "vertical_slash has no size 'coverage'; it has: last_q, slash, vertical"),
+        (
+            "vertical_slash",
+            "coverage",
+            "vertical_slash has no size 'coverage'; it has: last_q, slash, vertical",
+        ),
         ("vertical_slash", "blocks", "vertical_slash has no size 'blocks'"),
         ("static", "columns", "static has no size 'columns'; it has: none"),
     ],
 )
 def test_only_sizes_grow(kind: str, field: str, message: str) -> None:
-    sizes = {"vertical_slash": {"vertical": 1, "slash": 1}, "static": {"columns": (1,), "diagonals": (0,)}}
+    sizes = {
+        "vertical_slash": {"vertical": 1, "slash": 1},
+        "static": {"columns": (1,), "diagonals": (0,)},
+    }
     with pytest.raises(ValueError, match=message):
-        LayerPlan([make(kind, **sizes[kind])], 1, growth=Growth(length=64, powers={kind: {field: 1.0}}))
+        LayerPlan(
+            [make(kind, **sizes[kind])], 1, growth=Growth(length=64, powers={kind: {field: 1.0}})
+        )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +163,11 @@ def test_growth_that_cannot_be(length: int, power: float, message: str) -> None:
         Growth(length=length, powers={"a_shape": {"sink": power}})
 
 
-def test_every_kind_of_the_layer_grows_where_it_can(layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
+def test_every_kind_of_the_layer_grows_where_it_can(
+    layer_of_unlike_heads: tuple[Pattern, ...],
+) -> None:
     """The cases above would say little if a kind were missing."""
-    can = {p.kind for p in layer_of_unlike_heads if any("fault" not in f.metadata for f in fields(p))}
+    can = {
+        p.kind for p in layer_of_unlike_heads if any("fault" not in f.metadata for f in fields(p))
+    }
     assert can == GROWTH.powers.keys()

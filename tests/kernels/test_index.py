@@ -27,9 +27,19 @@ fields_of: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "columns": st.sets(st.integers(0, 600)).map(lambda found: tuple(sorted(found))),
         "diagonals": st.sets(st.integers(0, 9)).map(lambda found: tuple(sorted(found))),
     },
-    "vertical_slash": {"vertical": sizes, "slash": sizes, "last_q": st.integers(1, 100), "coverage": share},
+    "vertical_slash": {
+        "vertical": sizes,
+        "slash": sizes,
+        "last_q": st.integers(1, 100),
+        "coverage": share,
+    },
     "block_sparse": {"blocks": st.integers(1, 9), "coverage": share},
-    "memory_units": {"sink": sizes, "window": sizes, "units": st.integers(1, 9), "representatives": st.integers(1, 70)},
+    "memory_units": {
+        "sink": sizes,
+        "window": sizes,
+        "units": st.integers(1, 9),
+        "representatives": st.integers(1, 70),
+    },
     "skip_softmax": {"scale_factor": st.floats(0.1, 900)},
 }
 pattern = st.one_of(
@@ -46,7 +56,11 @@ def layers(draw: st.DrawFn) -> tuple[list[Pattern], int, Tensor, Tensor]:
     """Patterns of a layer, KV heads, q (B, H, Q, 8), k (B, G, K, 8)."""
     k_len = draw(st.one_of(st.integers(1, 500), st.sampled_from([63, 64, 65, 128, 449])))
     q_len = draw(st.one_of(st.just(k_len), st.integers(1, k_len)))
-    kv_heads, group, batch = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    kv_heads, group, batch = (
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 2)),
+    )
     patterns = draw(st.lists(pattern, min_size=kv_heads * group, max_size=kv_heads * group))
     torch.manual_seed(draw(st.integers(0, 2**16)))
     q = torch.randn(batch, kv_heads * group, q_len, 8)
@@ -54,9 +68,12 @@ def layers(draw: st.DrawFn) -> tuple[list[Pattern], int, Tensor, Tensor]:
 
 
 def executed(index: SparseIndex, b: int, head: int, row: int) -> tuple[set[int], list[list[int]]]:
-    """Key tiles and groups of key columns that a row computes, by the words of the module's docstring."""
+    """Key tiles and groups of key columns that a row computes, by the words of the module's
+    docstring."""
     at = index.first_row + row
-    named = [at - d for d in index.diagonals[b, head].tolist()] + index.listed()[b, head, row].tolist()
+    named = [at - d for d in index.diagonals[b, head].tolist()] + index.listed()[
+        b, head, row
+    ].tolist()
     tiles = {t for t in named if 0 <= t <= at}
     last = index.dense_tail[head] if index.dense_tail else 0
     if last and at >= max(index.k_len - last, 0) // TILE:
@@ -65,13 +82,17 @@ def executed(index: SparseIndex, b: int, head: int, row: int) -> tuple[set[int],
     tiles = {t for t in tiles if t >= near}
     columns = index.columns[b, head].tolist()
     groups = [columns[i : i + TILE] for i in range(0, len(columns), TILE)]
-    live = [[c for c in group if near <= c // TILE < at and c // TILE not in tiles] for group in groups]
+    live = [
+        [c for c in group if near <= c // TILE < at and c // TILE not in tiles] for group in groups
+    ]
     return tiles, [group for group in live if group]
 
 
 @settings(max_examples=60, deadline=None)
 @given(layers(), st.one_of(st.none(), st.integers(1, 200)), st.sampled_from([0, 1, 70]))
-def test_invariants(layer: tuple[list[Pattern], int, Tensor, Tensor], window: int | None, tail: int) -> None:
+def test_invariants(
+    layer: tuple[list[Pattern], int, Tensor, Tensor], window: int | None, tail: int
+) -> None:
     patterns, kv_heads, q, k = layer
     index = LayerPlan(patterns, kv_heads, dense_tail=tail).build(q, k, window=window)
     index.validate()
@@ -85,13 +106,20 @@ def test_invariants(layer: tuple[list[Pattern], int, Tensor, Tensor], window: in
     distance = positions[offset:, None] - positions
     causal = (distance >= 0) & (distance < (window or k_len))
     assert not (mask & ~causal).any(), "a key beyond the causal limit or the window"
-    assert mask[:, :, torch.arange(q_len), positions[offset:]].all(), "a query that does not see itself"
+    assert mask[:, :, torch.arange(q_len), positions[offset:]].all(), (
+        "a query that does not see itself"
+    )
     if window is None:
-        assert (mask[..., :TILE] == causal[:, :TILE]).all(), "a query that does not see the whole first tile"
+        assert (mask[..., :TILE] == causal[:, :TILE]).all(), (
+            "a query that does not see the whole first tile"
+        )
 
     for b in range(index.batch):
         for head in range(index.num_heads):
-            count, by_hand = 0, torch.zeros(index.num_rows * TILE, num_tiles(k_len) * TILE, dtype=torch.int64)
+            count, by_hand = (
+                0,
+                torch.zeros(index.num_rows * TILE, num_tiles(k_len) * TILE, dtype=torch.int64),
+            )
             for row in range(index.num_rows):
                 tiles, groups = executed(index, b, head, row)
                 count += len(tiles) + len(groups)
@@ -110,7 +138,9 @@ def test_invariants(layer: tuple[list[Pattern], int, Tensor, Tensor], window: in
 
 @settings(max_examples=30, deadline=None)
 @given(layers(), st.one_of(st.none(), st.integers(1, 200)), st.integers(1, 9))
-def test_density_of_some_rows(layer: tuple[list[Pattern], int, Tensor, Tensor], window: int | None, most: int) -> None:
+def test_density_of_some_rows(
+    layer: tuple[list[Pattern], int, Tensor, Tensor], window: int | None, most: int
+) -> None:
     patterns, kv_heads, q, k = layer
     index = LayerPlan(patterns, kv_heads, dense_tail=30).build(q, k, window=window)
     every = -(-index.num_rows // most)
@@ -128,7 +158,9 @@ def test_density_of_some_rows(layer: tuple[list[Pattern], int, Tensor, Tensor], 
 
 @settings(max_examples=30, deadline=None)
 @given(layers())
-def test_a_head_is_built_alike_in_any_company(layer: tuple[list[Pattern], int, Tensor, Tensor]) -> None:
+def test_a_head_is_built_alike_in_any_company(
+    layer: tuple[list[Pattern], int, Tensor, Tensor],
+) -> None:
     patterns, kv_heads, q, k = layer
     together = LayerPlan(patterns, kv_heads).build(q, k)
     group = len(patterns) // kv_heads
@@ -145,10 +177,14 @@ def test_more_budget_never_takes_a_key_away(
     layer: tuple[list[Pattern], int, Tensor, Tensor], data: st.DataObject
 ) -> None:
     patterns, kv_heads, q, k = layer
-    # The window of memory units is what chooses their representatives: a larger one may look up other units.
+    # The window of memory units is what chooses their representatives: a larger one may look up
+    # other units.
     grows = [set(GROWING) - ({"window"} if p.kind == "memory_units" else set()) for p in patterns]
     larger = [
-        replace(p, **{f.name: getattr(p, f.name) + data.draw(sizes) for f in fields(p) if f.name in names})
+        replace(
+            p,
+            **{f.name: getattr(p, f.name) + data.draw(sizes) for f in fields(p) if f.name in names},
+        )
         for p, names in zip(patterns, grows, strict=True)
     ]
     less = LayerPlan(patterns, kv_heads).build(q, k)
@@ -160,14 +196,20 @@ def test_more_budget_never_takes_a_key_away(
 @given(st.integers(1, 500), st.data())
 def test_dense_computes_everything_once(k_len: int, data: st.DataObject) -> None:
     q_len = data.draw(st.integers(1, k_len))
-    index = LayerPlan([make("dense")], 1).build(torch.zeros(1, 1, q_len, 4), torch.zeros(1, 1, k_len, 4))
+    index = LayerPlan([make("dense")], 1).build(
+        torch.zeros(1, 1, q_len, 4), torch.zeros(1, 1, k_len, 4)
+    )
     assert index.density().tolist() == [[1.0]]
-    assert torch.equal(index.to_mask()[0, 0], torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len))
+    assert torch.equal(
+        index.to_mask()[0, 0], torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(layers())
-def test_static_patterns_do_not_know_about_chunks(layer: tuple[list[Pattern], int, Tensor, Tensor]) -> None:
+def test_static_patterns_do_not_know_about_chunks(
+    layer: tuple[list[Pattern], int, Tensor, Tensor],
+) -> None:
     _, kv_heads, q, k = layer
     fixed = [
         make("a_shape", sink=100, window=70),
@@ -211,7 +253,8 @@ def test_a_long_prompt_costs_kilobytes_a_head() -> None:
     )
     index.validate()
     assert index.nbytes == 4 * 1095
-    # Every row computes its slashes; a group of columns costs a tile once its first column lies before them.
+    # Every row computes its slashes; a group of columns costs a tile once its first column lies
+    # before them.
     rows = index.num_rows
     slashes = sum(min(row + 1, 95) for row in range(rows))
     groups = sum(max(0, rows - (251 * g + 95)) for g in range(16))
@@ -228,7 +271,10 @@ def test_a_head_takes_what_its_own_rows_list() -> None:
     index = LayerPlan(patterns, 2).build(q, k)
     tiles = range(index.first_row, 50)
     assert len(index.tiles) == 2 * sum(min(19, at) + min(2, at) for at in tiles)
-    assert index.listed()[:, 1:7].eq(PAD).all() and index.listed(slice(-1, None))[:, 7].ne(PAD).sum() == 2 * 2
+    assert (
+        index.listed()[:, 1:7].eq(PAD).all()
+        and index.listed(slice(-1, None))[:, 7].ne(PAD).sum() == 2 * 2
+    )
     one = index.sequence(1)
     assert torch.equal(one.to_mask()[0], index.to_mask()[1])
 
@@ -239,24 +285,38 @@ def test_a_head_takes_what_its_own_rows_list() -> None:
         ({"q_len": 0}, "q_len must be between 1 and k_len=130, got 0"),
         ({"q_len": 131}, "q_len must be between 1 and k_len=130, got 131"),
         ({"columns": torch.zeros(1, 2, 1)}, "columns must be int32, got torch.float32"),
-        ({"columns": torch.tensor([[[-1], [3]]], dtype=torch.int32)}, "columns must not be negative, got -1"),
+        (
+            {"columns": torch.tensor([[[-1], [3]]], dtype=torch.int32)},
+            "columns must not be negative, got -1",
+        ),
         (
             {"columns": torch.tensor([[[3, 3], [3, 4]]], dtype=torch.int32)},
             "columns must be strictly ascending",
         ),
         ({"diagonals": torch.tensor([[[0, PAD], [1, 2]]], dtype=torch.int32)}, "diagonal 0"),
-        ({"diagonals": torch.tensor([[[PAD, 0], [0, 2]]], dtype=torch.int32)}, "diagonals must be strictly"),
+        (
+            {"diagonals": torch.tensor([[[PAD, 0], [0, 2]]], dtype=torch.int32)},
+            "diagonals must be strictly",
+        ),
         ({"tiles": torch.zeros(1, 2, 3, 1, dtype=torch.int32)}, r"tiles must be \(any width\)"),
         ({"offsets": torch.zeros(1, 2, 5, dtype=torch.int64)}, r"offsets must be \(1, 2, 4\)"),
         ({"offsets": torch.zeros(1, 2, 4, dtype=torch.int32)}, "offsets must be int64"),
-        ({"offsets": torch.ones(1, 2, 4, dtype=torch.int64)}, "offsets must be ascending from 0 to at most 0"),
-        (lists(torch.tensor([3, 3], dtype=torch.int32).expand(1, 2, 3, 2)), "tiles must be strictly ascending"),
+        (
+            {"offsets": torch.ones(1, 2, 4, dtype=torch.int64)},
+            "offsets must be ascending from 0 to at most 0",
+        ),
+        (
+            lists(torch.tensor([3, 3], dtype=torch.int32).expand(1, 2, 3, 2)),
+            "tiles must be strictly ascending",
+        ),
         ({"columns": torch.zeros(2, 2, 0, dtype=torch.int32)}, "columns must be"),
         ({"diagonals": torch.zeros(1, 2, dtype=torch.int32)}, "diagonals must be"),
     ],
 )
 def test_validate_names_what_is_wrong(change: dict[str, object], message: str) -> None:
-    index = LayerPlan([make("dense")] * 2, 1).build(torch.zeros(1, 2, 130, 4), torch.zeros(1, 1, 130, 4))
+    index = LayerPlan([make("dense")] * 2, 1).build(
+        torch.zeros(1, 2, 130, 4), torch.zeros(1, 1, 130, 4)
+    )
     with pytest.raises(ValueError, match=message):
         replace(index, **change).validate()  # type: ignore[arg-type]
 
@@ -267,9 +327,13 @@ def test_every_kind_is_drawn_here() -> None:
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(300, 300), (257, 700), (64, 64), (10, 130)])
 @pytest.mark.parametrize("queries", [1, 64, 65, 1000])
-def test_a_dense_tail_sees_every_key_and_changes_no_other_row(q_len: int, k_len: int, queries: int) -> None:
+def test_a_dense_tail_sees_every_key_and_changes_no_other_row(
+    q_len: int, k_len: int, queries: int
+) -> None:
     q, k = torch.randn(1, 4, q_len, 16), torch.randn(1, 2, k_len, 16)
-    patterns = [make(kind, **size) for kind, size in SOME[:4]] if len(SOME) >= 4 else [make("dense")] * 4
+    patterns = (
+        [make(kind, **size) for kind, size in SOME[:4]] if len(SOME) >= 4 else [make("dense")] * 4
+    )
     without = LayerPlan(patterns, 2).build(q, k)
     index = LayerPlan(patterns, 2, dense_tail=queries).build(q, k)
     index.validate()
@@ -278,11 +342,17 @@ def test_a_dense_tail_sees_every_key_and_changes_no_other_row(q_len: int, k_len:
     expected = without.to_mask().clone()
     expected[:, :, first:] = causal[first:]
     assert torch.equal(index.to_mask(), expected)
-    tiles = torch.nn.functional.pad(index.to_mask(), (0, -k_len % 64)).unflatten(-1, (-1, 64)).any(-1)
+    tiles = (
+        torch.nn.functional.pad(index.to_mask(), (0, -k_len % 64)).unflatten(-1, (-1, 64)).any(-1)
+    )
     assert (index.computed_tiles() >= without.computed_tiles()).all() and tiles[:, :, -1].all()
     v = torch.randn(1, 2, k_len, 16)
     for backend in ("reference", "auto"):
         out, lse = sparse_attention(q, k, v, index, return_lse=True, backend=backend)
-        logits = (q @ k.repeat_interleave(2, 1).transpose(2, 3) / 4).masked_fill(~expected, float("-inf"))
-        torch.testing.assert_close(out, logits.softmax(-1) @ v.repeat_interleave(2, 1), atol=2e-5, rtol=2e-5)
+        logits = (q @ k.repeat_interleave(2, 1).transpose(2, 3) / 4).masked_fill(
+            ~expected, float("-inf")
+        )
+        torch.testing.assert_close(
+            out, logits.softmax(-1) @ v.repeat_interleave(2, 1), atol=2e-5, rtol=2e-5
+        )
         torch.testing.assert_close(lse, logits.logsumexp(-1), atol=2e-5, rtol=2e-5)

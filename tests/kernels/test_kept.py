@@ -1,4 +1,5 @@
-"""What is kept between calls is bounded by its bytes, not by how many layers and lengths a model has."""
+"""What is kept between calls is bounded by its bytes, not by how many layers and lengths a model
+has."""
 
 from __future__ import annotations
 

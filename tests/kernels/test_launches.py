@@ -1,4 +1,5 @@
-"""How often a layer's prefill and a decode step launch something: bars, counted under Triton's interpreter."""
+"""How often a layer's prefill and a decode step launch something: bars, counted under Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def counted() -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_layer_launches_little_and_waits_for_nothing(counted: dict[str, Any]) -> None:
     bars = {
-        "vertical-slash": (6, 16), "A-shape": (2, 0), "A-shape and dense": (2, 8), "block-sparse": (5, 21),
+        "vertical-slash": (6, 16), "A-shape": (2, 0), "A-shape and dense": (2, 8),
+        "block-sparse": (5, 21),
         "all three": (10, 48), "one by mass": (8, 124),
     }  # fmt: skip
     for name, counts in counted.items():
@@ -53,19 +55,30 @@ def test_a_layer_launches_little_and_waits_for_nothing(counted: dict[str, Any]) 
         elif name.startswith("prefill"):
             # Heads with lists of tiles have a launch of their own.
             kinds = 2 if any(part in name for part in ("all three", "by mass")) else 1
-            assert counts["ours"][-1 - kinds :] == ["tables_kernel", *["sparse_attention_kernel"] * kinds]
+            assert counts["ours"][-1 - kinds :] == [
+                "tables_kernel",
+                *["sparse_attention_kernel"] * kinds,
+            ]
             # Ours and torch's around them: no more than there are now.
             ours, torch = bars[name.split(", ")[1]]
             assert len(counts["ours"]) <= ours and counts["torch"] <= torch, name
         elif name.startswith("prompt"):
-            assert counts["ours"] == ["tables_kernel", "sparse_attention_kernel", "column_sums_kernel"]
+            assert counts["ours"] == [
+                "tables_kernel",
+                "sparse_attention_kernel",
+                "column_sums_kernel",
+            ]
             assert counts["torch"] == 0, name
         else:
-            assert len(counts["ours"]) == (3 if "scores" in name else 2) and counts["torch"] == 0, name
+            assert len(counts["ours"]) == (3 if "scores" in name else 2) and counts["torch"] == 0, (
+                name
+            )
 
 
 @pytest.mark.slow
-def test_nothing_is_allocated_that_grows_with_the_square_of_the_length(counted: dict[str, Any]) -> None:
+def test_nothing_is_allocated_that_grows_with_the_square_of_the_length(
+    counted: dict[str, Any],
+) -> None:
     short, long = launches.LENGTHS
     for name, counts in counted.items():
         if name.endswith(f", {short}"):

@@ -18,7 +18,9 @@ def representatives(q: Tensor, k: Tensor, window: int, count: int) -> list[Tenso
     first = len(k) - len(q)
     relevance = []
     for m in range(len(k)):
-        following = [q[j - first] for j in range(max(m + 1, first), min(m + window, len(k) - 1) + 1)]
+        following = [
+            q[j - first] for j in range(max(m + 1, first), min(m + window, len(k) - 1) + 1)
+        ]
         relevance.append(torch.stack(following).mean(0) @ k[m] if following else torch.tensor(0.0))
     found = []
     for start in range(0, len(k), TILE):
@@ -27,7 +29,9 @@ def representatives(q: Tensor, k: Tensor, window: int, count: int) -> list[Tenso
     return found
 
 
-@pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (63, 63), (700, 700), (1000, 1000), (200, 900), (1, 900)])
+@pytest.mark.parametrize(
+    ("q_len", "k_len"), [(1, 1), (63, 63), (700, 700), (1000, 1000), (200, 900), (1, 900)]
+)
 def test_the_index_is_the_definition(q_len: int, k_len: int) -> None:
     torch.manual_seed(k_len + q_len)
     q, k = torch.randn(1, 4, q_len, 8), torch.randn(1, 2, k_len, 8)
@@ -40,7 +44,9 @@ def test_the_index_is_the_definition(q_len: int, k_len: int) -> None:
         mask = torch.zeros(q_len, k_len, dtype=torch.bool)
         for row in range(first // TILE, (k_len - 1) // TILE + 1):
             mine = [i for i in range(q_len) if (first + i) // TILE == row]
-            worth = {u: sum(float(queries[i] @ stand[u]) for i in mine) for u in range(sinks, row - near)}
+            worth = {
+                u: sum(float(queries[i] @ stand[u]) for i in mine) for u in range(sinks, row - near)
+            }
             chosen = sorted(worth, key=lambda u: -worth[u])[: SIZES["units"]]
             tiles = {*range(sinks), *range(max(0, row - near), row + 1), *chosen}
             for i in mine:
@@ -82,7 +88,9 @@ def test_heads_in_turn_are_the_same_units(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(memory_units, "_SCRATCH_BYTES", 1)
     assert torch.equal(plan.build(q, k).to_mask(), together)
     for head, size in enumerate(sizes * 2):
-        alone = LayerPlan([make("memory_units", **(SIZES | size))], 1).build(q[:, [head]], k[:, [head // 3]])
+        alone = LayerPlan([make("memory_units", **(SIZES | size))], 1).build(
+            q[:, [head]], k[:, [head // 3]]
+        )
         assert torch.equal(alone.to_mask()[:, 0], together[:, head])
 
 

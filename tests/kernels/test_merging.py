@@ -15,7 +15,11 @@ B, H, G, Q, D, E = 2, 6, 3, 5, 16, 24
 @pytest.mark.parametrize("few", [1, 7])
 def test_two_parts_are_one_softmax(few: int, masked: bool, softcap: float | None) -> None:
     torch.manual_seed(0)
-    q, k, v = torch.randn(B, H, Q, D), torch.randn(B, G, few + 40, D), torch.randn(B, G, few + 40, E)
+    q, k, v = (
+        torch.randn(B, H, Q, D),
+        torch.randn(B, G, few + 40, D),
+        torch.randn(B, G, few + 40, E),
+    )
     seen = torch.ones(Q, few + 40, dtype=torch.bool)
     if masked:
         # The first query sees none of the few, the second none but those.
@@ -29,6 +33,9 @@ def test_two_parts_are_one_softmax(few: int, masked: bool, softcap: float | None
     lse = logits[..., few:].logsumexp(-1)
     out = (logits[..., few:] - lse[..., None]).exp().nan_to_num() @ values[:, :, few:]
     found = with_few_keys(
-        *(out, lse, q, k[:, :, :few], v[:, :, :few]), seen=seen[:, :few] if masked else None, scale=0.3, softcap=softcap
+        *(out, lse, q, k[:, :, :few], v[:, :, :few]),
+        seen=seen[:, :few] if masked else None,
+        scale=0.3,
+        softcap=softcap,
     )
     torch.testing.assert_close(found, logits.softmax(-1) @ values)

@@ -1,4 +1,5 @@
-"""NaN and infinity in queries and keys, for every pattern: valid indices, and other heads and sequences as ever.
+"""NaN and infinity in queries and keys, for every pattern: valid indices, and other heads and
+sequences as ever.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
 """
@@ -63,7 +64,10 @@ def test_bad_numbers_stay_where_they_are(
     queries, keys, bad = PLACES[place]
     torch.manual_seed(0)
     heads = len(layer_of_unlike_heads)
-    q, k, v = (torch.randn(2, n, length, 32).to(dtype) for n, length in ((heads, 330), (heads // 2, 401), (7, 401)))
+    q, k, v = (
+        torch.randn(2, n, length, 32).to(dtype)
+        for n, length in ((heads, 330), (heads // 2, 401), (7, 401))
+    )
     plan = LayerPlan(layer_of_unlike_heads, heads // 2, dense_tail=30)
     clean = plan.build(q, k, window=window)
     expected = sparse_attention(q, k, v, clean, backend="cpu")
@@ -82,7 +86,11 @@ def test_bad_numbers_stay_where_they_are(
             assert torch.equal(out[~touched], expected[~touched])
         else:
             torch.testing.assert_close(out[~touched], expected[~touched], atol=2e-2, rtol=2e-2)
-        mask, dirty_q, dirty_k = index.to_mask(), torch.zeros(330, dtype=torch.bool), torch.zeros(401, dtype=torch.bool)
+        mask, dirty_q, dirty_k = (
+            index.to_mask(),
+            torch.zeros(330, dtype=torch.bool),
+            torch.zeros(401, dtype=torch.bool),
+        )
         dirty_q[queries], dirty_k[keys] = True, True
         reached = dirty_q | (mask & dirty_k).any(-1)
         assert out[~reached].isfinite().all()
@@ -98,14 +106,20 @@ def test_sizes_hold_whatever_the_scores(kind: str, coverage: float | None) -> No
     sizes = {"blocks": 5} if kind == "block_sparse" else {"vertical": 100, "slash": 80}
     index = LayerPlan([make(kind, **sizes, coverage=coverage)] * 2, 1).build(q, k)
     check_entries(index)
-    assert index.listed().shape[-1] <= 4 and index.columns.shape[-1] <= 100 and index.diagonals.shape[-1] <= 160
+    assert (
+        index.listed().shape[-1] <= 4
+        and index.columns.shape[-1] <= 100
+        and index.diagonals.shape[-1] <= 160
+    )
 
 
 def interpreted() -> dict[str, bool]:
     """What Triton's attention and builders make of a bad query and a bad key."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, n, 140, 16) for n in (2, 1, 1))
-    plan = LayerPlan([make("vertical_slash", vertical=64, slash=64), make("block_sparse", blocks=2)], 1)
+    plan = LayerPlan(
+        [make("vertical_slash", vertical=64, slash=64), make("block_sparse", blocks=2)], 1
+    )
     clean = plan.build(q, k)
     expected = sparse_attention(q, k, v, clean, backend="triton")
     q[0, 0, 130], k[0, 0, 70] = NAN, NAN

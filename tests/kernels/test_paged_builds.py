@@ -1,4 +1,5 @@
-"""Builders read keys where they lie: from pages they find, to the bit, what they find in a tensor."""
+"""Builders read keys where they lie: from pages they find, to the bit, what they find in a
+tensor."""
 
 from __future__ import annotations
 
@@ -26,12 +27,19 @@ def test_pages_give_what_a_tensor_gives(name: str) -> None:
 def test_keys_are_cut_up_alike_wherever_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.patterns.paged._AT_ONCE", 128)
     monkeypatch.setattr("kernels.patterns.block_sparse._SCRATCH_BYTES", {"cpu": 1})
-    for name in ("100 of 300, pages of 37", "64 of 450, pages of 128", "batch 2, one KV head, D 80", "window of 130"):
+    for name in (
+        "100 of 300, pages of 37",
+        "64 of 450, pages of 128",
+        "batch 2, one KV head, D 80",
+        "window of 130",
+    ):
         assert not any(differences(CASES[name], HOST).values())
 
 
 @pytest.mark.usefixtures("builder")
-def test_sequences_of_unlike_lengths_have_pages_of_their_own(layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
+def test_sequences_of_unlike_lengths_have_pages_of_their_own(
+    layer_of_unlike_heads: tuple[Pattern, ...],
+) -> None:
     torch.manual_seed(0)
     lengths = ((70, 200), (1, 65), (130, 130))
     parts = [torch.randn(1, 2, k_len, 16, dtype=torch.float16) for _, k_len in lengths]
@@ -41,9 +49,13 @@ def test_sequences_of_unlike_lengths_have_pages_of_their_own(layer_of_unlike_hea
         whole[row, :, : part.shape[2]] = part
     where = paged(whole, Build(q_len=1, k_len=200, page=48))
     starts = [0, 70, 71]
-    apart = Ragged.of((0, start, *each[:1], 0, each[1]) for start, each in zip(starts, lengths, strict=True))
+    apart = Ragged.of(
+        (0, start, *each[:1], 0, each[1]) for start, each in zip(starts, lengths, strict=True)
+    )
     ends = [0, 200, 265]
-    packed = Ragged.of((0, s, each[0], e, each[1]) for s, e, each in zip(starts, ends, lengths, strict=True))
+    packed = Ragged.of(
+        (0, s, each[0], e, each[1]) for s, e, each in zip(starts, ends, lengths, strict=True)
+    )
     plan = LayerPlan(layer_of_unlike_heads, 2, dense_tail=5)
     index = plan.build(q, where.cache, ragged=apart, block_table=where.table)
     expected = plan.build(q, torch.cat(parts, dim=2), ragged=packed)
@@ -61,7 +73,11 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if not func.is_view:
-            made = [x for x in (found if isinstance(found, tuple | list) else (found,)) if isinstance(x, Tensor)]
+            made = [
+                x
+                for x in (found if isinstance(found, tuple | list) else (found,))
+                if isinstance(x, Tensor)
+            ]
             self.bytes = max([self.bytes, *(x.numel() * x.element_size() for x in made)])
         return found
 
@@ -78,7 +94,9 @@ def past(k_len: int, patterns: tuple[Pattern, ...]) -> tuple[int, int]:
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("patterns", [BY_NUMBER, EVERY])
-def test_nothing_as_large_as_the_past_is_made(patterns: tuple[Pattern, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_as_large_as_the_past_is_made(
+    patterns: tuple[Pattern, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """But for torch's scratch, which does not grow with the past: here it is small."""
     monkeypatch.setattr("kernels.patterns.paged._AT_ONCE", 512)
     for scratch in ("block_sparse", "last_queries"):
@@ -90,15 +108,24 @@ def test_nothing_as_large_as_the_past_is_made(patterns: tuple[Pattern, ...], mon
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k_len": None}, "a block table does not say how many keys there are: k_len does, or ragged"),
-        ({"k_len": 129}, r"the block table must be int32 \(1, at least 3\), got torch.int32 \(1, 2\)"),
+        (
+            {"k_len": None},
+            "a block table does not say how many keys there are: k_len does, or ragged",
+        ),
+        (
+            {"k_len": 129},
+            r"the block table must be int32 \(1, at least 3\), got torch.int32 \(1, 2\)",
+        ),
         (
             {"block_table": torch.zeros(2, 2, dtype=torch.int32)},
             r"int32 \(1, at least 2\), got torch.int32 \(2, 2\)",
         ),
         ({"block_table": torch.zeros(1, 2)}, r"int32 \(1, at least 2\), got torch.float32"),
         ({"k": torch.zeros(3, 0, 2, 8)}, "a page must have at least one token"),
-        ({"k": torch.zeros(3, 64, 2, 16)[..., ::2]}, "the last dimension of a paged cache must be contiguous"),
+        (
+            {"k": torch.zeros(3, 64, 2, 16)[..., ::2]},
+            "the last dimension of a paged cache must be contiguous",
+        ),
         (
             {"k": torch.zeros(3, 64, 2, 8).half()},
             "of the queries' dtype, torch.float32, or of 8 bits, got torch",
@@ -108,9 +135,15 @@ def test_nothing_as_large_as_the_past_is_made(patterns: tuple[Pattern, ...], mon
     ],
 )
 def test_pages_that_do_not_go_together_are_refused(change: dict[str, Any], message: str) -> None:
-    given = {"k": torch.zeros(3, 64, 2, 8), "block_table": torch.zeros(1, 2, dtype=torch.int32), "k_len": 128} | change
+    given = {
+        "k": torch.zeros(3, 64, 2, 8),
+        "block_table": torch.zeros(1, 2, dtype=torch.int32),
+        "k_len": 128,
+    } | change
     with pytest.raises(ValueError, match=message):
-        LayerPlan([make("vertical_slash", vertical=1, slash=1)] * 4, 2).build(torch.zeros(1, 4, 5, 8), **given)
+        LayerPlan([make("vertical_slash", vertical=1, slash=1)] * 4, 2).build(
+            torch.zeros(1, 4, 5, 8), **given
+        )
 
 
 def test_a_page_that_is_none_is_named() -> None:

@@ -24,20 +24,26 @@ def kept(index_row: Tensor) -> set[int]:
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
-@pytest.mark.parametrize(("sink", "window"), [(1, 1), (64, 64), (65, 65), (100, 2), (3, 130), (9999, 1), (1, 9999)])
+@pytest.mark.parametrize(
+    ("sink", "window"), [(1, 1), (64, 64), (65, 65), (100, 2), (3, 130), (9999, 1), (1, 9999)]
+)
 def test_a_shape_keeps_sinks_and_window(q_len: int, k_len: int, sink: int, window: int) -> None:
     q, k = problem(q_len, k_len)
     mask = LayerPlan([make("a_shape", sink=sink, window=window)] * 4, 2).build(q, k).to_mask()
     key, query = torch.arange(k_len), torch.arange(k_len - q_len, k_len)[:, None]
     causal, distance = key <= query, query - key
     assert mask[..., causal & ((key < sink) | (distance < window))].all()
-    # Whole tiles: up to the edge of the one in which the first query's window ends, seen from the last query.
+    # Whole tiles: up to the edge of the one in which the first query's window ends, seen from the
+    # last query.
     beyond = (key >= max(sink, TILE)) & (distance >= window + 2 * (TILE - 1))
     assert not mask[..., causal & beyond].any()
 
 
-def last_attention(q: Tensor, k: Tensor, last_q: int, window: int = 1 << 30) -> tuple[Tensor, Tensor]:
-    """Mass on each column and at each distance from the last queries, (B, H, K) fp64, by the definition."""
+def last_attention(
+    q: Tensor, k: Tensor, last_q: int, window: int = 1 << 30
+) -> tuple[Tensor, Tensor]:
+    """Mass on each column and at each distance from the last queries, (B, H, K) fp64, by the
+    definition."""
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     last, k_len = min(last_q, q.shape[2]), k.shape[2]
     query = torch.arange(k_len - last, k_len)[:, None]
@@ -53,8 +59,12 @@ def last_attention(q: Tensor, k: Tensor, last_q: int, window: int = 1 << 30) -> 
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
-@pytest.mark.parametrize(("vertical", "slash", "last_q"), [(1, 1, 64), (80, 75, 64), (100, 70, 20), (70, 9999, 64)])
-def test_vertical_slash_keeps_the_best(q_len: int, k_len: int, vertical: int, slash: int, last_q: int) -> None:
+@pytest.mark.parametrize(
+    ("vertical", "slash", "last_q"), [(1, 1, 64), (80, 75, 64), (100, 70, 20), (70, 9999, 64)]
+)
+def test_vertical_slash_keeps_the_best(
+    q_len: int, k_len: int, vertical: int, slash: int, last_q: int
+) -> None:
     q, k = problem(q_len, k_len)
     head = make("vertical_slash", vertical=vertical, slash=slash, last_q=last_q)
     index = LayerPlan([head] * 4, 2).build(q, k)
@@ -68,7 +78,12 @@ def test_vertical_slash_keeps_the_best(q_len: int, k_len: int, vertical: int, sl
             assert kept(index.columns[b, h]) == set(best.tolist())
             assert (mask[b, h][:, best] == (best <= query[:, None])).all()
             best = distances[b, h].topk(min(max(slash, TILE), k_len)).indices
-            offsets = {o for s in best.tolist() for o in (s // TILE, -(-s // TILE)) if o < -(-k_len // TILE)}
+            offsets = {
+                o
+                for s in best.tolist()
+                for o in (s // TILE, -(-s // TILE))
+                if o < -(-k_len // TILE)
+            }
             assert kept(index.diagonals[b, h]) == offsets
             key = query - best[:, None]
             rows = torch.arange(q_len).expand_as(key)
@@ -107,7 +122,9 @@ def test_half_precision_and_strides_are_read_right(dtype: torch.dtype) -> None:
     plan = LayerPlan(patterns, 1)
     exact = plan.build(q, k)
     assert {70, 130, 200} < kept(exact.columns[0, 0])
-    rounded = plan.build(*(x.transpose(1, 2).contiguous().transpose(1, 2).to(dtype) for x in (q, k)))
+    rounded = plan.build(
+        *(x.transpose(1, 2).contiguous().transpose(1, 2).to(dtype) for x in (q, k))
+    )
     assert torch.equal(rounded.to_mask(), exact.to_mask())
 
 
@@ -116,13 +133,31 @@ def test_a_prepared_builder_gives_what_a_fresh_one_gives() -> None:
     sizes: dict[str, list[dict[str, Any]]] = {
         "dense": [{}, {}],
         "a_shape": [{"sink": 200, "window": 300}, {"sink": 70, "window": 10}],
-        "tri_shape": [{"sink": 200, "window": 300, "last": 90}, {"sink": 70, "window": 10, "last": 1}],
-        "dilated": [{"sink": 200, "window": 300, "dilation": 3}, {"sink": 70, "window": 200, "dilation": 2}],
-        "strided": [{"sink": 200, "window": 300, "stride": 3}, {"sink": 70, "window": 90, "stride": 2}],
-        "static": [{"columns": (3, 99, 300), "diagonals": (0, 2)}, {"columns": (99,), "diagonals": ()}],
-        "vertical_slash": [{"vertical": 300, "slash": 200}, {"vertical": 80, "slash": 150, "coverage": 0.9}],
+        "tri_shape": [
+            {"sink": 200, "window": 300, "last": 90},
+            {"sink": 70, "window": 10, "last": 1},
+        ],
+        "dilated": [
+            {"sink": 200, "window": 300, "dilation": 3},
+            {"sink": 70, "window": 200, "dilation": 2},
+        ],
+        "strided": [
+            {"sink": 200, "window": 300, "stride": 3},
+            {"sink": 70, "window": 90, "stride": 2},
+        ],
+        "static": [
+            {"columns": (3, 99, 300), "diagonals": (0, 2)},
+            {"columns": (99,), "diagonals": ()},
+        ],
+        "vertical_slash": [
+            {"vertical": 300, "slash": 200},
+            {"vertical": 80, "slash": 150, "coverage": 0.9},
+        ],
         "block_sparse": [{"blocks": 6}, {"blocks": 5, "coverage": 0.9}],
-        "memory_units": [{"sink": 70, "window": 90, "units": 4}, {"sink": 1, "window": 30, "units": 2}],
+        "memory_units": [
+            {"sink": 70, "window": 90, "units": 4},
+            {"sink": 1, "window": 30, "units": 2},
+        ],
         "skip_softmax": [{"scale_factor": 2.0}, {"scale_factor": 70.0}],
     }
     assert sizes.keys() == KINDS.keys()
@@ -135,9 +170,13 @@ def test_a_prepared_builder_gives_what_a_fresh_one_gives() -> None:
 
 @pytest.mark.usefixtures("builder")
 def test_of_equals_the_first_are_taken() -> None:
-    """Every row of tiles scores alike, and every column and diagonal weighs the same within the last queries' reach."""
+    """Every row of tiles scores alike, and every column and diagonal weighs the same within the
+    last queries' reach."""
     q, k = torch.zeros(1, 2, 500, 8), torch.ones(1, 1, 500, 8)
-    plan = LayerPlan([make("vertical_slash", vertical=100, slash=100, last_q=1), make("block_sparse", blocks=3)], 1)
+    plan = LayerPlan(
+        [make("vertical_slash", vertical=100, slash=100, last_q=1), make("block_sparse", blocks=3)],
+        1,
+    )
     index = plan.build(q, k)
     index.validate()
     assert kept(index.columns[0, 0]) == set(range(100)) and kept(index.diagonals[0, 0]) == {0, 1, 2}
@@ -145,20 +184,29 @@ def test_of_equals_the_first_are_taken() -> None:
 
 
 @pytest.mark.usefixtures("builder")
-@pytest.mark.parametrize(("q_len", "k_len"), [(65, 65), (300, 300), (63, 257), (200, 450), (64, 640)])
+@pytest.mark.parametrize(
+    ("q_len", "k_len"), [(65, 65), (300, 300), (63, 257), (200, 450), (64, 640)]
+)
 @pytest.mark.parametrize("window", [1, 2, 65, 130, 10_000])
 def test_what_lies_beyond_the_window_is_not_chosen(q_len: int, k_len: int, window: int) -> None:
     q, k = problem(q_len, k_len)
-    patterns = [make("vertical_slash", vertical=90, slash=100, last_q=10), make("block_sparse", blocks=3)] * 2
+    patterns = [
+        make("vertical_slash", vertical=90, slash=100, last_q=10),
+        make("block_sparse", blocks=3),
+    ] * 2
     index = LayerPlan(patterns, 2).build(q, k, window=window)
     index.validate()
     columns, distances = last_attention(q, k, 10, window)
     columns[..., :TILE], distances[..., :TILE] = float("inf"), float("inf")
-    best_columns, best_distances = (x.sort(descending=True, stable=True).indices for x in (columns, distances))
+    best_columns, best_distances = (
+        x.sort(descending=True, stable=True).indices for x in (columns, distances)
+    )
     reach = -(-(window - 1) // TILE)
     for b in range(2):
         assert kept(index.columns[b, 0]) == set(best_columns[b, 0, :90].tolist())
-        offsets = {o for s in best_distances[b, 0, :100].tolist() for o in (s // TILE, -(-s // TILE))}
+        offsets = {
+            o for s in best_distances[b, 0, :100].tolist() for o in (s // TILE, -(-s // TILE))
+        }
         assert kept(index.diagonals[b, 0]) == {o for o in offsets if o < -(-k_len // TILE)}
         keys = [part.double().mean(0) for part in k[b, 1].split(TILE)]
         for row in range(index.num_rows):
@@ -170,9 +218,13 @@ def test_what_lies_beyond_the_window_is_not_chosen(q_len: int, k_len: int, windo
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (65, 65), (1000, 1000), (100, 450)])
-def test_a_build_reads_no_data_back(q_len: int, k_len: int, layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
+def test_a_build_reads_no_data_back(
+    q_len: int, k_len: int, layer_of_unlike_heads: tuple[Pattern, ...]
+) -> None:
     """Tensors without data, which nobody can wait for, give an index of the same shapes."""
-    patterns = [*layer_of_unlike_heads, *layer_of_unlike_heads][: 2 * (len(layer_of_unlike_heads) // 2)]
+    patterns = [*layer_of_unlike_heads, *layer_of_unlike_heads][
+        : 2 * (len(layer_of_unlike_heads) // 2)
+    ]
     plan = LayerPlan(patterns, 2)
     q, k = problem(q_len, k_len, heads=len(patterns))
     index, unread = plan.build(q, k), plan.build(q.to("meta"), k.to("meta"))
@@ -192,7 +244,9 @@ def test_a_build_reads_no_data_back(q_len: int, k_len: int, layer_of_unlike_head
 )
 def test_an_index_of_a_million_tokens_is_small(kind: str, sizes: dict[str, Any]) -> None:
     length = 1 << 20
-    q, k = (torch.empty(1, heads, length, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
+    q, k = (
+        torch.empty(1, heads, length, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8)
+    )
     assert LayerPlan([make(kind, **sizes)] * 32, 8).build(q, k).nbytes <= 256 << 20
 
 
@@ -202,7 +256,8 @@ def test_an_index_of_a_million_tokens_is_small(kind: str, sizes: dict[str, Any])
         (
             "slash_only",
             {},
-            "unknown pattern kind 'slash_only'; known: dense, a_shape, tri_shape, dilated, strided, static, ",
+            "unknown pattern kind 'slash_only'; known: dense, a_shape, tri_shape, dilated, "
+            "strided, static, ",
         ),
         (
             "a_shape",
@@ -211,8 +266,16 @@ def test_an_index_of_a_million_tokens_is_small(kind: str, sizes: dict[str, Any])
         ),
         ("dense", {"blocks": 2}, "dense has no size 'blocks'; it has: none"),
         ("a_shape", {"sink": 0, "window": 1}, "a_shape: sink must be a positive integer, got 0"),
-        ("a_shape", {"sink": 1, "window": -5}, "a_shape: window must be a positive integer, got -5"),
-        ("vertical_slash", {"vertical": 1.5, "slash": 1}, "vertical must be a positive integer, got 1.5"),
+        (
+            "a_shape",
+            {"sink": 1, "window": -5},
+            "a_shape: window must be a positive integer, got -5",
+        ),
+        (
+            "vertical_slash",
+            {"vertical": 1.5, "slash": 1},
+            "vertical must be a positive integer, got 1.5",
+        ),
         (
             "vertical_slash",
             {"vertical": 1, "slash": 1, "last_q": 0},
@@ -221,15 +284,43 @@ def test_an_index_of_a_million_tokens_is_small(kind: str, sizes: dict[str, Any])
         ("block_sparse", {"blocks": True}, "blocks must be a positive integer, got True"),
         ("block_sparse", {}, "block_sparse needs a size 'blocks'"),
         ("strided", {"sink": 1, "window": 1}, "strided needs a size 'stride'"),
-        ("block_sparse", {"blocks": 1, "coverage": 0.0}, "coverage must be above 0 and at most 1, got 0.0"),
-        ("block_sparse", {"blocks": 1, "coverage": 1.01}, "coverage must be above 0 and at most 1, got 1.01"),
-        ("block_sparse", {"blocks": 1, "coverage": float("nan")}, "coverage must be above 0 and at most 1, got nan"),
+        (
+            "block_sparse",
+            {"blocks": 1, "coverage": 0.0},
+            "coverage must be above 0 and at most 1, got 0.0",
+        ),
+        (
+            "block_sparse",
+            {"blocks": 1, "coverage": 1.01},
+            "coverage must be above 0 and at most 1, got 1.01",
+        ),
+        (
+            "block_sparse",
+            {"blocks": 1, "coverage": float("nan")},
+            "coverage must be above 0 and at most 1, got nan",
+        ),
         ("vertical_slash", {"vertical": 1, "slash": 1, "coverage": "0.9"}, "at most 1, got '0.9'"),
         ("vertical_slash", {"vertical": 1, "slash": 1, "coverage": True}, "at most 1, got True"),
-        ("static", {"columns": [1], "diagonals": ()}, "static: columns must be a tuple of integers, got list"),
-        ("static", {"columns": (), "diagonals": (0, 2, 1)}, "static: diagonals must be ascending, got 1 after 2"),
-        ("static", {"columns": (5, 5), "diagonals": ()}, "static: columns must be ascending, got 5 after 5"),
-        ("static", {"columns": (-1,), "diagonals": ()}, "columns must hold integers from 0 to 2147483646, got -1"),
+        (
+            "static",
+            {"columns": [1], "diagonals": ()},
+            "static: columns must be a tuple of integers, got list",
+        ),
+        (
+            "static",
+            {"columns": (), "diagonals": (0, 2, 1)},
+            "static: diagonals must be ascending, got 1 after 2",
+        ),
+        (
+            "static",
+            {"columns": (5, 5), "diagonals": ()},
+            "static: columns must be ascending, got 5 after 5",
+        ),
+        (
+            "static",
+            {"columns": (-1,), "diagonals": ()},
+            "columns must hold integers from 0 to 2147483646, got -1",
+        ),
         ("static", {"columns": (2**31 - 1,), "diagonals": ()}, "2147483646, got 2147483647"),
         ("static", {"columns": (1.0,), "diagonals": ()}, "2147483646, got 1.0"),
     ],
@@ -265,6 +356,8 @@ def test_plan_refuses_heads_that_do_not_divide(heads: int, kv_heads: int, messag
         ((1, 4, 5, 4), (1, 2, 5, 8), "q and k must share batch and head dim"),
     ],
 )
-def test_plan_names_what_does_not_fit(q_shape: tuple[int, ...], k_shape: tuple[int, ...], message: str) -> None:
+def test_plan_names_what_does_not_fit(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         LayerPlan([make("dense")] * 4, 2).build(torch.zeros(q_shape), torch.zeros(k_shape))

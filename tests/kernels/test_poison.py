@@ -1,4 +1,5 @@
-"""The conformance suite leans on this: what torch hands out uninitialised is NaN, also to native code."""
+"""The conformance suite leans on this: what torch hands out uninitialised is NaN, also to native
+code."""
 
 from __future__ import annotations
 

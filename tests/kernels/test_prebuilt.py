@@ -1,4 +1,5 @@
-"""Which of a wheel's libraries a processor takes; `make test-wheel` builds them and serves with one."""
+"""Which of a wheel's libraries a processor takes; `make test-wheel` builds them and serves with
+one."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_the_best_level_is_taken(
     assert prebuilt.find() == (brought / f"{level}.so" if level else None)
 
 
-def test_what_the_wheel_lacks_is_the_next_one_s(brought: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_wheel_lacks_is_the_next_one_s(
+    brought: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prebuilt, "processor_flags", lambda: AVX512)
     (brought / "avx512.so").unlink()
     assert prebuilt.find() == brought / "avx2.so"
@@ -55,7 +58,9 @@ def test_another_architecture_takes_nothing(brought: Path, monkeypatch: pytest.M
     assert prebuilt.find() is None
 
 
-def test_a_library_is_one_release_of_torch_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_is_one_release_of_torch_s(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     named = set()
     for version in ("2.13.0+cpu", "2.13.1", "2.14.0"):
         monkeypatch.setattr(torch, "__version__", version)
@@ -66,7 +71,9 @@ def test_a_library_is_one_release_of_torch_s(monkeypatch: pytest.MonkeyPatch, tm
 def test_flags_as_linux_writes_them(tmp_path: Path) -> None:
     for line in ("flags\t\t: fpu avx2 fma", "Features\t: fp asimd"):
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t: none\n")
-        assert prebuilt.processor_flags(tmp_path / "cpuinfo") == frozenset(line.split(": ")[1].split())
+        assert prebuilt.processor_flags(tmp_path / "cpuinfo") == frozenset(
+            line.split(": ")[1].split()
+        )
     assert prebuilt.processor_flags(tmp_path / "missing") == frozenset()
 
 
@@ -77,4 +84,7 @@ def test_one_that_does_not_load_is_compiled_instead(
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     assert build.load.__wrapped__() == "no C++ compiler found (install g++, or set CXX)"
-    assert "the CPU kernels of the wheel are not used: the compiled library cannot be loaded" in caplog.text
+    assert (
+        "the CPU kernels of the wheel are not used: the compiled library cannot be loaded"
+        in caplog.text
+    )

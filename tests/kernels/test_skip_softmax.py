@@ -1,7 +1,8 @@
-"""Skip-softmax: which tiles are skipped follows the definition, in every backend alike, and what is lost is bounded.
+"""Skip-softmax: which tiles are skipped follows the definition, in every backend alike, and what is
+lost is bounded.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, R query tiles, N key tiles.
-"""
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, R query tiles,
+N key tiles."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ CASES = {
     "100 of 777": Case(q_len=100, k_len=777, heads=4, kv_heads=2),
     "D 80, window": Case(q_len=500, k_len=900, dim=80, window=300),
     "tail, soft-cap": Case(q_len=450, k_len=450, tail=70, softcap=20.0),
-    "lists and columns": Case(q_len=640, k_len=640, heads=4, kinds=("block_sparse", "vertical_slash")),
+    "lists and columns": Case(
+        q_len=640, k_len=640, heads=4, kinds=("block_sparse", "vertical_slash")
+    ),
 }
 MADE = {
     "dense": make("dense"),
@@ -55,7 +58,9 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
     torch.manual_seed(case.q_len)
     want = torch.randn(case.dim)
     q = torch.randn(1, case.heads, case.q_len, case.dim) + want
-    strength = torch.randn(1, case.kv_heads, num_tiles(case.k_len), 1).repeat_interleave(TILE, 2)[:, :, : case.k_len]
+    strength = torch.randn(1, case.kv_heads, num_tiles(case.k_len), 1).repeat_interleave(TILE, 2)[
+        :, :, : case.k_len
+    ]
     k = 0.5 * torch.randn(1, case.kv_heads, case.k_len, case.dim) + 2 * strength * want
     q, k, v = (x.to(dtype) for x in (q, k, torch.randn(1, case.kv_heads, case.k_len, case.dim)))
     return q, k, v
@@ -74,7 +79,8 @@ def logits_of(case: Case, q: Tensor, k: Tensor) -> Tensor:
 
 
 def gaps(case: Case, index: SparseIndex, logits: Tensor) -> dict[tuple[int, int, int], float]:
-    """By head, row and key tile how far the best query of the row is from its anchor, of the tiles that may be skipped.
+    """By head, row and key tile how far the best query of the row is from its anchor, of the tiles
+    that may be skipped.
 
     By the words of kernels.index, without a look at what the kernels do.
     """
@@ -86,9 +92,14 @@ def gaps(case: Case, index: SparseIndex, logits: Tensor) -> dict[tuple[int, int,
             at = index.first_row + row
             if at >= index.first_dense()[head]:
                 continue
-            queries = slice(max(at * TILE - (case.k_len - case.q_len), 0), (at + 1) * TILE - (case.k_len - case.q_len))
+            queries = slice(
+                max(at * TILE - (case.k_len - case.q_len), 0),
+                (at + 1) * TILE - (case.k_len - case.q_len),
+            )
             seen = logits[head, queries].masked_fill(~mask[head, queries], -math.inf)
-            tiles = {at - d for d in index.diagonals[0, head].tolist()} | set(index.listed()[0, head, row].tolist())
+            tiles = {at - d for d in index.diagonals[0, head].tolist()} | set(
+                index.listed()[0, head, row].tolist()
+            )
             tiles = {t for t in tiles if max(0, at - index.reach) <= t <= at}
             kept = [
                 j
@@ -103,7 +114,8 @@ def gaps(case: Case, index: SparseIndex, logits: Tensor) -> dict[tuple[int, int,
 
 
 def bounds_between(found: dict[tuple[int, int, int], float], heads: int) -> list[float]:
-    """For each head a bound in the widest space between two gaps of the middle half, far from rounding; -inf: none."""
+    """For each head a bound in the widest space between two gaps of the middle half, far from
+    rounding; -inf: none."""
     bounds = []
     for head in range(heads):
         below = sorted(gap for (h, _, _), gap in found.items() if h == head and -30 < gap < 0)
@@ -116,23 +128,32 @@ def bounds_between(found: dict[tuple[int, int, int], float], heads: int) -> list
 def expected_of(
     case: Case, index: SparseIndex, logits: Tensor, v: Tensor, out_of: set[tuple[int, int, int]]
 ) -> tuple[Tensor, Tensor]:
-    """Softmax over the mask without the tiles `out_of`, (H, Q, D), and their share of the whole mask's mass, (H, Q)."""
+    """Softmax over the mask without the tiles `out_of`, (H, Q, D), and their share of the whole
+    mask's mass, (H, Q)."""
     mask = index.to_mask()[0]
     without = mask.clone()
     for head, row, tile in out_of:
         at = index.first_row + row
-        queries = slice(max(at * TILE - (case.k_len - case.q_len), 0), (at + 1) * TILE - (case.k_len - case.q_len))
+        queries = slice(
+            max(at * TILE - (case.k_len - case.q_len), 0),
+            (at + 1) * TILE - (case.k_len - case.q_len),
+        )
         without[head, queries, tile * TILE : (tile + 1) * TILE] = False
     values = v[0].double().repeat_interleave(case.heads // case.kv_heads, 0)
     lost = (logits.masked_fill(~mask, -math.inf).softmax(-1) * ~without).sum(-1)
     return logits.masked_fill(~without, -math.inf).softmax(-1) @ values, lost
 
 
-SERVERS = [("reference", torch.float32), *((f"cpu {e}", torch.bfloat16) for e in ("amx", "brgemm", "dot", "float"))]
+SERVERS = [
+    ("reference", torch.float32),
+    *((f"cpu {e}", torch.bfloat16) for e in ("amx", "brgemm", "dot", "float")),
+]
 SERVERS += [("cpu float", torch.float32), ("cpu float", torch.float16)]
 
 
-@pytest.mark.parametrize(("server", "dtype"), SERVERS, ids=[f"{server}, {str(dtype)[6:]}" for server, dtype in SERVERS])
+@pytest.mark.parametrize(
+    ("server", "dtype"), SERVERS, ids=[f"{server}, {str(dtype)[6:]}" for server, dtype in SERVERS]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_skips_what_the_definition_says(name: str, server: str, dtype: torch.dtype) -> None:
     case = CASES[name]
@@ -155,20 +176,28 @@ def test_skips_what_the_definition_says(name: str, server: str, dtype: torch.dty
         out, _ = cpu.sparse_attention(q, k, v, index, scale=case.dim**-0.5, engine=engine, **how)
     else:
         out = sparse_attention(q, k, v, index, backend=backend, **how)
-    assert skipped[0].tolist() == [sum(h == head for h, _, _ in out_of) for head in range(case.heads)]
+    assert skipped[0].tolist() == [
+        sum(h == head for h, _, _ in out_of) for head in range(case.heads)
+    ]
     error = (out[0].double() - expected).abs().max()
     assert error < {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}[dtype]
 
 
 def test_a_bound_at_a_gap_costs_no_more_than_the_threshold() -> None:
-    """Where a tile is exactly at the threshold rounding decides: either way the result is within what may be lost."""
+    """Where a tile is exactly at the threshold rounding decides: either way the result is within
+    what may be lost."""
     case = CASES["square"]
     q, k, v = inputs(case)
     index, logits = plain(case, q, k), logits_of(case, q, k)
     found = gaps(case, index, logits)
-    middle = [sorted(g for (h, _, _), g in found.items() if h == head and g < 0)[10] for head in range(case.heads)]
+    middle = [
+        sorted(g for (h, _, _), g in found.items() if h == head and g < 0)[10]
+        for head in range(case.heads)
+    ]
     index = replace(index, skip=torch.tensor([middle]))
-    results = [sparse_attention(q, k, v, index, backend=backend) for backend in ("reference", "cpu")]
+    results = [
+        sparse_attention(q, k, v, index, backend=backend) for backend in ("reference", "cpu")
+    ]
     most = v.abs().max() * torch.tensor(middle).exp()[:, None, None] * TILE * 2 + 1e-5
     assert bool(((results[0] - results[1])[0].abs() <= most).all())
 
@@ -203,12 +232,15 @@ def test_heads_without_a_bound_and_short_prompts_skip_nothing() -> None:
     sparse_attention(q, k, v, index, skipped=skipped)
     assert skipped[0, 0] == 0 and bool((skipped[0, 1:] > 0).all())
     short = LayerPlan([make("skip_softmax", scale_factor=700.0)] * 3, 1).build(q, k)
-    assert torch.equal(sparse_attention(q, k, v, short), sparse_attention(q, k, v, replace(short, skip=None)))
+    assert torch.equal(
+        sparse_attention(q, k, v, short), sparse_attention(q, k, v, replace(short, skip=None))
+    )
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_what_is_not_finite_is_never_taken_for_low(backend: str) -> None:
-    """A query that is NaN knows of no tile that it does without: the tiles of its row are all computed."""
+    """A query that is NaN knows of no tile that it does without: the tiles of its row are all
+    computed."""
     case = CASES["square"]
     q, k, v = inputs(case)
     index = replace(plain(case, q, k), skip=torch.full((1, 3), -3.0))
@@ -223,7 +255,10 @@ def test_what_is_not_finite_is_never_taken_for_low(backend: str) -> None:
 @pytest.mark.parametrize(
     ("skip", "message"),
     [
-        (torch.zeros(1, 3, dtype=torch.float64), r"skip must be float32 \(1, 3\) on cpu, got torch.float64 \(1, 3\)"),
+        (
+            torch.zeros(1, 3, dtype=torch.float64),
+            r"skip must be float32 \(1, 3\) on cpu, got torch.float64 \(1, 3\)",
+        ),
         (torch.zeros(1, 2), r"skip must be float32 \(1, 3\) on cpu, got torch.float32 \(1, 2\)"),
         (torch.full((1, 3), 0.5), "skip must be at most 0, got 0.5"),
     ],
@@ -237,5 +272,9 @@ def test_a_wrong_bound_is_refused(skip: Tensor, message: str) -> None:
 
 def test_a_wrong_place_for_the_count_is_refused() -> None:
     q, k, v = inputs(CASES["one tile"])
-    with pytest.raises(ValueError, match=r"skipped must be contiguous int32 \(1, 3\), got torch.int64 \(1, 3\)"):
-        sparse_attention(q, k, v, plain(CASES["one tile"], q, k), skipped=torch.zeros(1, 3, dtype=torch.int64))
+    with pytest.raises(
+        ValueError, match=r"skipped must be contiguous int32 \(1, 3\), got torch.int64 \(1, 3\)"
+    ):
+        sparse_attention(
+            q, k, v, plain(CASES["one tile"], q, k), skipped=torch.zeros(1, 3, dtype=torch.int64)
+        )

@@ -1,8 +1,8 @@
-"""The engine on AMX's tiles: its instructions, all of attention on emulated ones, and when it does not serve.
+"""The engine on AMX's tiles: its instructions, all of attention on emulated ones, and when it does
+not serve.
 
-The emulation follows Intel's manual for the product of two tiles. No processor without AMX runs the real instructions:
-there they are only compiled and read.
-"""
+The emulation follows Intel's manual for the product of two tiles. No processor without AMX runs the
+real instructions: there they are only compiled and read."""
 
 from __future__ import annotations
 
@@ -61,10 +61,28 @@ def has_bf16() -> None:
 
 
 def compiled(folder: Path, source: str, *flags: str) -> Path:
-    (folder / "product.cpp").write_text(source.format(header=ROOT / "kernels" / "native" / "tiles.h"))
+    (folder / "product.cpp").write_text(
+        source.format(header=ROOT / "kernels" / "native" / "tiles.h")
+    )
     torch_headers = Path(torch.__file__).parent / "include"
-    target = ("-O3", "-std=c++20", "-fPIC", "-w", "-march=x86-64-v4", "-mavx512bf16", f"-I{torch_headers}")
-    command = [*compiler(), *target, "-shared", str(folder / "product.cpp"), *flags, "-o", str(folder / "product.so")]
+    target = (
+        "-O3",
+        "-std=c++20",
+        "-fPIC",
+        "-w",
+        "-march=x86-64-v4",
+        "-mavx512bf16",
+        f"-I{torch_headers}",
+    )
+    command = [
+        *compiler(),
+        *target,
+        "-shared",
+        str(folder / "product.cpp"),
+        *flags,
+        "-o",
+        str(folder / "product.so"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder / "product.so"
@@ -77,7 +95,13 @@ def test_the_instructions_are_those_of_a_product(tmp_path: Path) -> None:
     if shutil.which("objdump") is None:
         pytest.skip("objdump is not installed")
     listing = subprocess.run(
-        ["objdump", "-d", "--no-show-raw-insn", "--disassemble=product", str(compiled(tmp_path, PRODUCT))],
+        [
+            "objdump",
+            "-d",
+            "--no-show-raw-insn",
+            "--disassemble=product",
+            str(compiled(tmp_path, PRODUCT)),
+        ],
         capture_output=True,
         text=True,
         check=True,
@@ -119,7 +143,17 @@ def test_emulated_products_are_those_of_the_manual(tmp_path: Path) -> None:
 def test_every_suite_passes_on_emulated_tiles() -> None:
     """In a process of its own, with a library that is compiled for it and kept."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive"]
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow and not exhaustive",
+        ]
         + [f"tests/kernels/{name}" for name in SUITES]
         + ["-k", "amx or not (float or dot or brgemm)"],
         cwd=ROOT,
@@ -174,5 +208,7 @@ def test_a_processor_without_tiles_says_so() -> None:
     assert ("amx" in cpu.engines(torch.bfloat16)) is (reason is None)
     if torch.ops.headwise.why_no_tiles():
         q = torch.randn(1, 1, 4, 32).bfloat16()
-        with pytest.raises(ValueError, match="engine 'amx' does not serve BFloat16 on this processor"):
+        with pytest.raises(
+            ValueError, match="engine 'amx' does not serve BFloat16 on this processor"
+        ):
             torch.ops.headwise.attention_with_sums(q, q, q, 1.0, 0.0, "amx")

@@ -1,4 +1,5 @@
-"""The Triton kernel interpreted on the CPU, what it is handed, and when it declines; GPUs are in test_gpu.py.
+"""The Triton kernel interpreted on the CPU, what it is handed, and when it declines; GPUs are in
+test_gpu.py.
 
 Shapes: B batch, H query heads, N key tiles.
 """
@@ -47,7 +48,8 @@ KEPT = (
 
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> dict[str, tuple[float, float]]:
-    """Errors of the cases of this run. In a process of its own: Triton interprets all kernels of a process or none."""
+    """Errors of the cases of this run. In a process of its own: Triton interprets all kernels of a
+    process or none."""
     pytest.importorskip("triton", reason="triton is not installed")
     done = subprocess.run(
         [sys.executable, "-m", triton_cases.__name__, *names_in_this_run(request)],
@@ -63,7 +65,9 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, tuple[float, float]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(triton_cases.SMALL, *KEPT))
-def test_interpreted_kernel_agrees_with_the_reference(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
+def test_interpreted_kernel_agrees_with_the_reference(
+    name: str, interpreted: dict[str, tuple[float, float]]
+) -> None:
     dtype = triton_cases.SMALL[name].dtype
     out, lse = interpreted[name]
     assert out <= triton_cases.OUT_ERROR[dtype], f"out is off by {out}"
@@ -80,25 +84,38 @@ def test_interpreted_kernel_agrees_with_the_reference(name: str, interpreted: di
         "estimate of 256 queries, chunks of two tiles",
     ),
 )
-def test_interpreted_estimate_agrees_with_torch(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
-    assert max(interpreted[name]) <= triton_builders.ERROR, f"vertical, slash are off by {interpreted[name]}"
+def test_interpreted_estimate_agrees_with_torch(
+    name: str, interpreted: dict[str, tuple[float, float]]
+) -> None:
+    assert max(interpreted[name]) <= triton_builders.ERROR, (
+        f"vertical, slash are off by {interpreted[name]}"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(triton_builders.MEANS, "means, 5 missing, D 80, batch 2"))
-def test_interpreted_means_are_torch_s(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
+def test_interpreted_means_are_torch_s(
+    name: str, interpreted: dict[str, tuple[float, float]]
+) -> None:
     assert max(interpreted[name]) <= triton_builders.ERROR
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(triton_builders.CHOICES, "choice of 130", "choice of 70000"))
-def test_interpreted_choice_is_torch_s(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
+@pytest.mark.parametrize(
+    "name", sampled(triton_builders.CHOICES, "choice of 130", "choice of 70000")
+)
+def test_interpreted_choice_is_torch_s(
+    name: str, interpreted: dict[str, tuple[float, float]]
+) -> None:
     assert tuple(interpreted[name]) == (0, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", sampled(triton_builders.PAGED, "pages: 100 of 300, pages of 37", "pages: 64 of 450, pages of 128")
+    "name",
+    sampled(
+        triton_builders.PAGED, "pages: 100 of 300, pages of 37", "pages: 64 of 450, pages of 128"
+    ),
 )
 def test_an_interpreted_layer_finds_in_pages_what_it_finds_in_a_tensor(
     name: str, interpreted: dict[str, tuple[float, float]]
@@ -108,7 +125,9 @@ def test_an_interpreted_layer_finds_in_pages_what_it_finds_in_a_tensor(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(triton_tables.TABLES, "tables, 2 query tiles, window 300"))
-def test_tables_name_what_each_query_tile_wants(name: str, interpreted: dict[str, tuple[float, float]]) -> None:
+def test_tables_name_what_each_query_tile_wants(
+    name: str, interpreted: dict[str, tuple[float, float]]
+) -> None:
     assert interpreted[name] == [0, 0]
 
 
@@ -116,10 +135,15 @@ def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton() -> None:
     program = (
         "import sys, torch; from kernels.attention import triton; from kernels import dispatch\n"
         "x = torch.ones(1, 1, 4, 8)\n"
-        "print(triton.supports(x, x, x)); dispatch.choose('auto', x, x, x); print('triton' in sys.modules)"
+        "print(triton.supports(x, x, x)); dispatch.choose('auto', x, x, x); print('triton' in "
+        "sys.modules)"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": str(ROOT)
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split("\n")[:2] == ["it serves tensors on a GPU, not on cpu", "False"]
     assert "triton" not in done.stderr
 
@@ -127,7 +151,9 @@ def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton() -> None:
 def test_backend_asked_for_by_name_says_why_it_cannot() -> None:
     x = torch.ones(1, 1, 4, 8)
     index = dense_index(1, 1, 4, 4, x.device)
-    with pytest.raises(ValueError, match="backend 'triton' cannot serve this call: it serves tensors on a GPU"):
+    with pytest.raises(
+        ValueError, match="backend 'triton' cannot serve this call: it serves tensors on a GPU"
+    ):
         sparse_attention(x, x, x, index, backend="triton")
     assert dispatch.why_not(x, x, x)["triton"] == "it serves tensors on a GPU, not on cpu"
 
@@ -147,7 +173,9 @@ def test_reasons_to_decline_a_gpu_tensor(
     assert triton.supports(x, x[..., :64], x) == reason
 
 
-@pytest.mark.parametrize(("target", "reads"), [("sm_80", False), ("sm_89", True), ("sm_100", True), ("hip", False)])
+@pytest.mark.parametrize(
+    ("target", "reads"), [("sm_80", False), ("sm_89", True), ("sm_100", True), ("hip", False)]
+)
 def test_gpus_that_cannot_read_eight_bits_are_declined(
     target: str, reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,9 +225,12 @@ def test_every_target_has_a_build(target: str, dim: int) -> None:
 
 
 def test_what_a_build_works_out_is_part_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's cache on disk knows builds by their names: those of another release must not be taken for these."""
+    """Triton's cache on disk knows builds by their names: those of another release must not be
+    taken for these."""
     x = torch.ones(1, 1, 4, 8)
-    how = triton.prepare(x, x, x, dense_index(1, 1, 4, 4, x.device), scale=1.0, softcap=None)[1].constants["H"]
+    how = triton.prepare(x, x, x, dense_index(1, 1, 4, 4, x.device), scale=1.0, softcap=None)[
+        1
+    ].constants["H"]
     name = repr(how)
     monkeypatch.setattr(triton_launch.How, "few", 8)
     assert repr(how) != name

@@ -1,4 +1,5 @@
-"""The check of what interpreted kernels do to memory finds what it is for; every interpreted case runs under it."""
+"""The check of what interpreted kernels do to memory finds what it is for; every interpreted case
+runs under it."""
 
 from __future__ import annotations
 

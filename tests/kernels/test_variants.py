@@ -1,7 +1,8 @@
-"""cpu.cpp as other processors compile it, and under sanitizers: the conformance suite again, in a process of its own.
+"""cpu.cpp as other processors compile it, and under sanitizers: the conformance suite again, in a
+process of its own.
 
-A process can load one build only, so each variant patches the flags and runs part of the other files.
-"""
+A process can load one build only, so each variant patches the flags and runs part of the other
+files."""
 
 from __future__ import annotations
 
@@ -32,13 +33,21 @@ sys.exit(pytest.main(arguments))
 FILES = ("test_attention.py", "test_decode.py", "test_eight_bits.py", "test_errors.py")
 SUITE = [str(Path(__file__).with_name(name)) for name in FILES]
 # All engines at every odd size, and what bad indices and bad numbers do.
-WHICH = "(cpu or native or broken or padding or infinite or soft_cap) and not 4097 and not 1000 and not heads"
+WHICH = (
+    "(cpu or native or broken or padding or infinite or soft_cap) and "
+    "not 4097 and not 1000 and not heads"
+)
 
 
 def conform(flags: str, **environment: str) -> None:
     command = [sys.executable, "-c", PROGRAM, flags, WHICH, *SUITE]
     result = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     passed = re.search(r"(\d+) passed", result.stdout)
@@ -58,7 +67,8 @@ AVX2 = ("-march=x86-64-v3", "avx2")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "needs"), sampled([AVX2, ("-march=x86-64", "sse2"), ("-march=x86-64-v4", "avx512f")], AVX2)
+    ("flags", "needs"),
+    sampled([AVX2, ("-march=x86-64", "sse2"), ("-march=x86-64-v4", "avx512f")], AVX2),
 )
 def test_other_instruction_sets(flags: str, needs: str) -> None:
     """AVX2 with FMA, plain x86-64, and AVX-512 without its bf16 instructions."""
@@ -69,7 +79,8 @@ def test_other_instruction_sets(flags: str, needs: str) -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_sanitizers() -> None:
-    """Addresses and undefined behaviour, with every heap block filled with NaN before it is handed out."""
+    """Addresses and undefined behaviour, with every heap block filled with NaN before it is handed
+    out."""
     if reason := build.load():
         pytest.skip(reason)
     compiler = shutil.which("g++")

@@ -1,7 +1,8 @@
-"""Cases of what builders do in Triton, vertical-slash's estimate and the choice of the best, small enough to interpret.
+"""Cases of what builders do in Triton, vertical-slash's estimate and the choice of the best, small
+enough to interpret.
 
-Shapes: B batch, h heads of one kind, H query heads, G KV heads, Q query length, K key length, D head dim.
-"""
+Shapes: B batch, h heads of one kind, H query heads, G KV heads, Q query length, K key length, D
+head dim."""
 
 from __future__ import annotations
 
@@ -40,9 +41,11 @@ class Estimate:
 
 
 ESTIMATES = {
-    "estimate of a layer": Estimate(q_len=200, k_len=200, heads=(0, 1, 2, 3), last_q=(64,) * 4, kv_heads=2),
+    "estimate of a layer": Estimate(q_len=200, k_len=200, heads=(0, 1, 2, 3), last_q=(64,) * 4,
+    kv_heads=2),
     "estimate of some heads, batch 2, D 80": Estimate(
-        q_len=70, k_len=301, heads=(0, 2, 3, 4, 5), last_q=(64, 64, 16, 64, 64), batch=2, num_heads=6, kv_heads=2,
+        q_len=70, k_len=301, heads=(0, 2, 3, 4, 5), last_q=(64, 64, 16, 64, 64), batch=2,
+        num_heads=6, kv_heads=2,
         head_dim=80, transposed=True,
     ),
     "estimate of heads of unlike numbers": Estimate(
@@ -51,8 +54,10 @@ ESTIMATES = {
     "estimate of 256 queries, chunks of two tiles": Estimate(
         q_len=256, k_len=4200, heads=(0, 1), last_q=(256, 64), num_heads=2, head_dim=16
     ),
-    "estimate of more queries than there are": Estimate(q_len=5, k_len=70, heads=(1,), last_q=(64,)),
-    "estimate of wide heads": Estimate(q_len=64, k_len=130, heads=(0, 3), last_q=(64, 64), head_dim=160),
+    "estimate of more queries than there are": Estimate(q_len=5, k_len=70, heads=(1,),
+    last_q=(64,)),
+    "estimate of wide heads": Estimate(q_len=64, k_len=130, heads=(0, 3), last_q=(64, 64),
+    head_dim=160),
     **{
         f"estimate in a window of {window}": Estimate(
             q_len=200, k_len=400, heads=(0, 1, 3), last_q=(64, 130, 64), window=window, head_dim=32
@@ -76,11 +81,15 @@ def estimate_error(case: Estimate, device: torch.device) -> tuple[float, float]:
     with mock.patch("kernels.patterns.cpu.serves", return_value=False):
         found = estimate(q, k, case.heads, case.last_q, **how)
         expected = estimate(q.float(), k.float(), case.heads, case.last_q, **how)
-    errors = [float((a - b).abs().nan_to_num(nan=float("inf")).max()) for a, b in zip(found, expected, strict=True)]
+    errors = [
+        float((a - b).abs().nan_to_num(nan=float("inf")).max())
+        for a, b in zip(found, expected, strict=True)
+    ]
     return errors[0], errors[1]
 
 
-# Shape of what is pooled (B, H, length, D), the heads asked for, and positions that the first tile lacks.
+# Shape of what is pooled (B, H, length, D), the heads asked for, and positions that the first tile
+# lacks.
 MEANS: dict[str, tuple[tuple[int, int, int, int], tuple[int, ...], int]] = {
     "means of a token": ((1, 1, 1, 64), (0,), 0),
     "means of whole tiles": ((1, 2, 128, 64), (0, 1), 0),
@@ -102,7 +111,8 @@ def means_error(name: str, device: torch.device) -> tuple[float, float]:
     return float((found - expected).abs().max().nan_to_num(nan=float("inf"))), 0.0
 
 
-# Shape of the scores (B, h, ..., n), how many each head takes, how many are forced. Several sequences also ragged.
+# Shape of the scores (B, h, ..., n), how many each head takes, how many are forced. Several
+# sequences also ragged.
 CHOICES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "choice of 1": ((1, 2, 3, 1), (1, 4), 1),
     "choice of 65": ((2, 3, 1, 65), (1, 20, 70), 1),
@@ -116,7 +126,8 @@ CHOICES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 
 
 def choice_error(name: str, device: torch.device) -> tuple[float, float]:
-    """How many places differ from torch's stable choice on the CPU, among ties and -inf; and how many hold NaN."""
+    """How many places differ from torch's stable choice on the CPU, among ties and -inf; and how
+    many hold NaN."""
     shape, sizes, forced = CHOICES[name]
     torch.manual_seed(0)
     # Adding 0 makes 0 of -0.
@@ -125,7 +136,9 @@ def choice_error(name: str, device: torch.device) -> tuple[float, float]:
     how = {"coverage": [None] * len(sizes), "forced": forced}
     differing, wild = 0, 0
     for ragged in (False, True) if shape[0] > 1 else (False,):
-        ends, counts = torch.tensor([[shape[-1], 3, 0, shape[-1] - 1, 5000], [5000, 2, 9, 0, 65]], dtype=torch.int32)
+        ends, counts = torch.tensor(
+            [[shape[-1], 3, 0, shape[-1] - 1, 5000], [5000, 2, 9, 0, 65]], dtype=torch.int32
+        )
         each = {"ends": ends[: shape[0]], "counts": counts[: shape[0]]} if ragged else {}
         there = {name: x.to(device) for name, x in each.items()}
         with mock.patch("kernels.patterns.cpu.serves", return_value=False):
@@ -141,7 +154,9 @@ def choice_error(name: str, device: torch.device) -> tuple[float, float]:
 
 def _wild(taken: Tensor, poisoned: Tensor) -> int:
     """How many of the places that were taken hold NaN or are none."""
-    wild = (taken != PAD) & poisoned.gather(-1, taken.clamp(max=poisoned.shape[-1] - 1).long()).isnan()
+    wild = (taken != PAD) & poisoned.gather(
+        -1, taken.clamp(max=poisoned.shape[-1] - 1).long()
+    ).isnan()
     return int((wild | (taken < 0)).sum())
 
 
@@ -149,8 +164,10 @@ def _wild(taken: Tensor, poisoned: Tensor) -> int:
 PAGED = {
     f"pages: {name}": paged_builds.CASES[name]
     for name in (
-        "100 of 300, pages of 16", "257 of 257, pages of 64", "64 of 450, pages of 128", "100 of 300, pages of 37",
-        "257 of 257, pages of 100", "a token", "batch 2, one KV head, D 80", "batch 2, pages of 1,000",
+        "100 of 300, pages of 16", "257 of 257, pages of 64", "64 of 450, pages of 128",
+        "100 of 300, pages of 37",
+        "257 of 257, pages of 100", "a token", "batch 2, one KV head, D 80",
+        "batch 2, pages of 1,000",
         "window of 65, pages of 192", "keys and values of a page in turn", "bfloat16", "D 160",
         "float8_e4m3fn read in float16", "float8_e5m2 read in float16",
     )
@@ -158,7 +175,8 @@ PAGED = {
 
 
 def paged_error(name: str, device: torch.device) -> tuple[float, float]:
-    """How many numbers of masses and means, and how many entries of an index, are not what dense keys give."""
+    """How many numbers of masses and means, and how many entries of an index, are not what dense
+    keys give."""
     with mock.patch("kernels.patterns.cpu.serves", return_value=False):
         found = paged_builds.differences(PAGED[name], device)
         # Torch would have served in its place, unnoticed.

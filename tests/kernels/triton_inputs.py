@@ -1,7 +1,8 @@
-"""Tensors, indices and pages for a case of the Triton kernel, and how far its result is from the reference.
+"""Tensors, indices and pages for a case of the Triton kernel, and how far its result is from the
+reference.
 
-Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim, S sequences.
-"""
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim, S
+sequences."""
 
 from __future__ import annotations
 
@@ -35,12 +36,12 @@ LISTLESS = tuple(pattern for pattern in LAYER if pattern.kind != "block_sparse")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`index` is "layer" (unlike heads), "listless" or "random:D,T,C" (so many of each sort in every head).
+    """`index` is "layer" (unlike heads), "listless" or "random:D,T,C" (so many of each sort in
+    every head).
 
-    Keys and values are of dtype `cache`, or of the queries'. `dense_tail` holds for all heads, or for head i if it is a
-    tuple; `given` hands `out` to the call. `skip` is the bound of
-    every head but the first; q and k are then such that tiles of keys are wanted more or less.
-    """
+    Keys and values are of dtype `cache`, or of the queries'. `dense_tail` holds for all heads, or
+    for head i if it is a tuple; `given` hands `out` to the call. `skip` is the bound of every head
+    but the first; q and k are then such that tiles of keys are wanted more or less."""
 
     q_len: int
     k_len: int
@@ -72,7 +73,8 @@ def square(length: int, **more: Any) -> Case:
 
 
 def padded(*lengths: int, queries: int | None = None, **more: Any) -> Case:
-    """Sequences of these many keys, padded on the left to 5 more than the longest; the last `queries` are asked."""
+    """Sequences of these many keys, padded on the left to 5 more than the longest; the last
+    `queries` are asked."""
     k_len = max(lengths) + 5
     q_len = queries or k_len
     ragged = Ragged.left_padded(lengths, q_len, k_len)
@@ -82,17 +84,22 @@ def padded(*lengths: int, queries: int | None = None, **more: Any) -> Case:
 def packed(*lengths: tuple[int, int], **more: Any) -> Case:
     """Sequences of these many queries and keys, end to end, and a few rows of nobody after them."""
     queries, keys = ([0, *itertools.accumulate(n)] for n in zip(*lengths, strict=True))
-    return Case(q_len=queries[-1] + 3, k_len=keys[-1] + 2, ragged=Ragged.packed(queries, keys), **more)
+    return Case(
+        q_len=queries[-1] + 3, k_len=keys[-1] + 2, ragged=Ragged.packed(queries, keys), **more
+    )
 
 
 def run(case: Case, device: torch.device) -> tuple[float, float]:
-    """Largest absolute errors of out and lse against the fp32 reference; infinite where something is not written."""
+    """Largest absolute errors of out and lse against the fp32 reference; infinite where something
+    is not written."""
     torch.manual_seed(0)
     q = _values((case.batch, case.heads, case.q_len, case.head_dim), case, device)
     k = _values((case.batch, case.kv_heads, case.k_len, case.head_dim), case, device)
     v = _values((case.batch, case.kv_heads, case.k_len, case.v_dim), case, device)
     if case.skip is not None:
-        strength = torch.randn(*k.shape[:2], num_tiles(case.k_len), 1, device=device).repeat_interleave(TILE, 2)
+        strength = torch.randn(
+            *k.shape[:2], num_tiles(case.k_len), 1, device=device
+        ).repeat_interleave(TILE, 2)
         want = torch.randn(case.head_dim, device=device)
         q, k = q + want.to(q.dtype), k / 2 + (strength[:, :, : case.k_len] * want).to(k.dtype)
     if case.ragged is not None:
@@ -103,12 +110,23 @@ def run(case: Case, device: torch.device) -> tuple[float, float]:
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     sinks = torch.randn(case.heads, device=device) * 2 if case.sinks else None
     how: dict[str, Any] = {"scale": scale, "softcap": case.softcap, "sinks": sinks}
-    counts = [torch.zeros(index.diagonals.shape[:2], dtype=torch.int32, device=device) for _ in range(2)]
+    counts = [
+        torch.zeros(index.diagonals.shape[:2], dtype=torch.int32, device=device) for _ in range(2)
+    ]
     expected, expected_lse = sparse_attention(
-        q.float(), k.float(), v.float(), index, **how, return_lse=True, backend="reference", skipped=counts[0]
+        q.float(),
+        k.float(),
+        v.float(),
+        index,
+        **how,
+        return_lse=True,
+        backend="reference",
+        skipped=counts[0],
     )
     how["skipped"] = counts[1]
-    buffer = torch.full((*q.shape[:3], case.v_dim + 3), float("nan"), dtype=case.dtype, device=device)
+    buffer = torch.full(
+        (*q.shape[:3], case.v_dim + 3), float("nan"), dtype=case.dtype, device=device
+    )
     if case.given:
         how["out"] = buffer[..., 1:-2]
     if case.page is not None:
@@ -116,7 +134,9 @@ def run(case: Case, device: torch.device) -> tuple[float, float]:
     if case.launch is None and case.splits is None:
         out, lse = launch(q, k, v, index, **how, backend="triton")
     else:
-        out, lse = backend.sparse_attention(q, k, v, index, **how, launch=case.launch, splits=case.splits)
+        out, lse = backend.sparse_attention(
+            q, k, v, index, **how, launch=case.launch, splits=case.splits
+        )
     assert torch.equal(*counts) and bool(counts[0].any()) == (case.skip is not None), counts
     assert out.dtype == case.dtype and lse.dtype == torch.float32
     if case.given:
@@ -138,7 +158,9 @@ def _values(shape: tuple[int, ...], case: Case, device: torch.device) -> Tensor:
     if case.layout == "transposed":
         return torch.randn(batch, length, heads, dim, device=device).to(case.dtype).transpose(1, 2)
     if case.layout == "strided":
-        return torch.randn(batch, heads + 1, 2 * length, 3 * dim, device=device).to(case.dtype)[:, 1:, ::2, ::3]
+        return torch.randn(batch, heads + 1, 2 * length, 3 * dim, device=device).to(case.dtype)[
+            :, 1:, ::2, ::3
+        ]
     return torch.randn(shape, device=device).to(case.dtype)
 
 
@@ -163,7 +185,9 @@ def _index(case: Case, q: Tensor, k: Tensor) -> SparseIndex:
     elif case.ragged is None:
         index = _random_index(case, case.batch, case.q_len, case.k_len, q.device)
     else:
-        parts = [_random_index(case, 1, q_len, k_len, q.device) for q_len, k_len in case.ragged.lengths]
+        parts = [
+            _random_index(case, 1, q_len, k_len, q.device) for q_len, k_len in case.ragged.lengths
+        ]
         index = cat_sequences(parts, case.ragged)
     tail = (case.dense_tail,) * case.heads if isinstance(case.dense_tail, int) else case.dense_tail
     index = replace(index, dense_tail=tail, window=case.window)
@@ -175,7 +199,9 @@ def _index(case: Case, q: Tensor, k: Tensor) -> SparseIndex:
     return index
 
 
-def _random_index(case: Case, batch: int, q_len: int, k_len: int, device: torch.device) -> SparseIndex:
+def _random_index(
+    case: Case, batch: int, q_len: int, k_len: int, device: torch.device
+) -> SparseIndex:
     diagonals, tiles, columns = (int(x) for x in case.index.removeprefix("random:").split(","))
     n, heads = num_tiles(k_len), (batch, case.heads)
     others = _entries(heads, n - 1, diagonals - 1, device)
@@ -197,26 +223,34 @@ def _entries(shape: tuple[int, ...], below: int, count: int, device: torch.devic
     return torch.nn.functional.pad(ascending(mask, below), (0, 1), value=PAD)
 
 
-def _paged_call(index: SparseIndex, k: Tensor, v: Tensor, size: int) -> tuple[SparseIndex, Tensor, Tensor, Tensor]:
+def _paged_call(
+    index: SparseIndex, k: Tensor, v: Tensor, size: int
+) -> tuple[SparseIndex, Tensor, Tensor, Tensor]:
     """The same call with its keys in pages: index, caches and block table."""
     ragged = index.ragged
     if ragged is None:
         keys, values = list(k), list(v)
     else:
         places = list(zip(ragged.rows, ragged.k_starts, ragged.k_lens, strict=True))
-        keys, values = ([x[row, :, start : start + length] for row, start, length in places] for x in (k, v))
+        keys, values = (
+            [x[row, :, start : start + length] for row, start, length in places] for x in (k, v)
+        )
         index = replace(index, ragged=replace(ragged, k_starts=(0,) * len(ragged)))
     (k_cache, table), (v_cache, _) = paged(keys, size), paged(values, size)
     return index, k_cache, v_cache, table
 
 
 def paged(sequences: Sequence[Tensor] | Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(G, K, dim) of each sequence in a cache (pages, size, G, dim), shuffled, NaN where no key lies; and its table."""
+    """(G, K, dim) of each sequence in a cache (pages, size, G, dim), shuffled, NaN where no key
+    lies; and its table."""
     heads, _, dim = sequences[0].shape
     counts = [-(-x.shape[1] // size) for x in sequences]
-    order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(size)).to(torch.int32)
+    order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(size)).to(
+        torch.int32
+    )
     cache = sequences[0].new_full((len(order), size, heads, dim), float("nan"))
-    # Places that need no page name one out of bounds, at least one in each row: they must not be read.
+    # Places that need no page name one out of bounds, at least one in each row: they must not be
+    # read.
     table = torch.full((len(sequences), max(counts) + 1), PAD, dtype=torch.int32)
     for s, (x, pages) in enumerate(zip(sequences, order[:-3].split(counts), strict=True)):
         rows = x.new_full((len(pages) * size, heads, dim), float("nan"))

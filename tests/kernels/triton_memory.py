@@ -1,4 +1,5 @@
-"""What interpreted Triton kernels do to memory: no access outside of the call's tensors, and no races of programs.
+"""What interpreted Triton kernels do to memory: no access outside of the call's tensors, and no
+races of programs.
 
 On a GPU neither shows as a wrong result each time; here every address of every program is known.
 """
@@ -21,7 +22,8 @@ class MemoryFault(AssertionError):
 
 @dataclass(eq=False)
 class _Launch:
-    """The memory that a launch was handed, and what its programs did: (program, addresses of elements)."""
+    """The memory that a launch was handed, and what its programs did: (program, addresses of
+    elements)."""
 
     kernel: str
     starts: np.ndarray[Any, Any]
@@ -39,7 +41,9 @@ class _Launch:
         inside = (place >= 0) & (found + np.uint64(size) <= self.ends[np.maximum(place, 0)])
         if not inside.all():
             what = "writes" if into is self.stores else "reads"
-            raise MemoryFault(f"{self.kernel}: program {self.program} {what} outside of the call's tensors")
+            raise MemoryFault(
+                f"{self.kernel}: program {self.program} {what} outside of the call's tensors"
+            )
         into.append((self.program, found))
 
     def check(self) -> None:
@@ -50,16 +54,22 @@ class _Launch:
         again = (at[1:] == at[:-1]) & (by[1:] != by[:-1])
         if again.any():
             i = int(again.argmax())
-            raise MemoryFault(f"{self.kernel}: programs {by[i]} and {by[i + 1]} write the same element")
+            raise MemoryFault(
+                f"{self.kernel}: programs {by[i]} and {by[i + 1]} write the same element"
+            )
         read, reader = _joined(self.loads)
         place = np.minimum(np.searchsorted(at, read), len(at) - 1)
         wrong = (at[place] == read) & (by[place] != reader)
         if wrong.any():
             i = int(wrong.argmax())
-            raise MemoryFault(f"{self.kernel}: program {reader[i]} reads what program {by[place[i]]} writes")
+            raise MemoryFault(
+                f"{self.kernel}: program {reader[i]} reads what program {by[place[i]]} writes"
+            )
 
 
-def _joined(records: list[tuple[int, np.ndarray[Any, Any]]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _joined(
+    records: list[tuple[int, np.ndarray[Any, Any]]],
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Addresses, ascending, and the program of each."""
     if not records:
         return np.empty(0, np.uint64), np.empty(0, np.int64)
@@ -70,7 +80,8 @@ def _joined(records: list[tuple[int, np.ndarray[Any, Any]]]) -> tuple[np.ndarray
 
 
 def _memory(tensors: list[torch.Tensor]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Starts and ends of the memory that these tensors' elements lie in, without overlaps, ascending."""
+    """Starts and ends of the memory that these tensors' elements lie in, without overlaps,
+    ascending."""
     spans = []
     for x in tensors:
         if x.numel():
@@ -96,7 +107,11 @@ def memory_checked() -> Iterator[list[str]]:
     from triton.runtime import interpreter
 
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
-    load, store, place = builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
+    load, store, place = (
+        builder.create_masked_load,
+        builder.create_masked_store,
+        builder.set_grid_idx,
+    )
     to_host, call = executor._init_args_hst, executor.__call__
     current: list[_Launch] = []
     names: list[str] = []

@@ -1,4 +1,5 @@
-"""The tables that the attention kernel reads, beside what they are to say, one query tile at a time."""
+"""The tables that the attention kernel reads, beside what they are to say, one query tile at a
+time."""
 
 from __future__ import annotations
 
@@ -48,12 +49,15 @@ def tables_error(name: str, device: torch.device) -> tuple[float, float]:
         unbroken = next(i for i, d in enumerate([*seen, PAD]) if i != d)
         for at in range(n):
             found: dict[int, list[tuple[int, bool]]] = {}
-            for sort, wants in ((0, (0, 1)), (1, (0,)), (2, (1,)), (3, (0, 1)))[:: 3 if rows == 1 else 1]:
+            for sort, wants in ((0, (0, 1)), (1, (0,)), (2, (1,)), (3, (0, 1)))[
+                :: 3 if rows == 1 else 1
+            ]:
                 for e in walk.view(4, width)[sort, : counted[sort][at]].tolist():
                     for half in wants[:rows]:
                         found.setdefault(half, []).append((e, sort == 0))
             for half in range(rows):
-                # Up to the last key that a window leaves to the program's last query no mask is needed.
+                # Up to the last key that a window leaves to the program's last query no mask is
+                # needed.
                 whole = n if window is None else (window - 64 * rows) // 64
                 entries = [(d - half, d - half <= whole) for d in seen if half < d <= at + half]
                 both = {d for d in seen if rows == 1 or d + 1 - 2 * half in seen}

@@ -1,4 +1,5 @@
-"""Kernels that do to memory what none must, and one that does not. As a script it prints what each is told."""
+"""Kernels that do to memory what none must, and one that does not. As a script it prints what each
+is told."""
 
 from __future__ import annotations
 

@@ -31,8 +31,12 @@ def tiny(family: str) -> Any:
         "qwen3": lambda: t.Qwen3Config(**GROUPED, head_dim=32),
         "gpt_neox": lambda: t.GPTNeoXConfig(**SHARED),
         "mistral": lambda: t.MistralConfig(**GROUPED, sliding_window=24),
-        "gemma3": lambda: t.Gemma3TextConfig(**GROUPED, head_dim=32, sliding_window=16, layer_types=LAYERS),
-        "gemma2": lambda: t.Gemma2Config(**GROUPED, head_dim=32, sliding_window=16, layer_types=LAYERS),
+        "gemma3": lambda: t.Gemma3TextConfig(
+            **GROUPED, head_dim=32, sliding_window=16, layer_types=LAYERS
+        ),
+        "gemma2": lambda: t.Gemma2Config(
+            **GROUPED, head_dim=32, sliding_window=16, layer_types=LAYERS
+        ),
         "gpt_oss": lambda: t.GptOssConfig(
             **GROUPED,
             head_dim=32,
@@ -41,8 +45,12 @@ def tiny(family: str) -> Any:
             num_local_experts=2,
             num_experts_per_tok=1,
         ),
-        "mamba": lambda: t.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4),
-        "mpt": lambda: t.MptConfig(vocab_size=97, d_model=64, n_layers=2, n_heads=4, max_seq_len=512),
+        "mamba": lambda: t.MambaConfig(
+            vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4
+        ),
+        "mpt": lambda: t.MptConfig(
+            vocab_size=97, d_model=64, n_layers=2, n_heads=4, max_seq_len=512
+        ),
         "lfm2": lambda: t.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention", "conv"]),
         "llama4": lambda: t.Llama4TextConfig(
             **GROUPED,

@@ -1,7 +1,8 @@
-"""A small command for the tests to launch by torchrun: units through a ledger, and a report by the first rank.
+"""A small command for the tests to launch by torchrun: units through a ledger, and a report by the
+first rank.
 
-Every unit that begins is a line "begin unit NUMBER RANK PID" of the log, and so is every process that starts.
-"""
+Every unit that begins is a line "begin unit NUMBER RANK PID" of the log, and so is every process
+that starts."""
 
 from __future__ import annotations
 
@@ -58,14 +59,23 @@ def main(argv: list[str] | None = None) -> int:
     with ranks(timeout=options.timeout) as joined:
         if options.all_fail:
             raise HeadwiseError("this cannot be for anybody")
-        with Ledger(options.out, "work", settings={"seed": options.seed}, fresh=options.fresh, ranks=joined) as ledger:
+        with Ledger(
+            options.out, "work", settings={"seed": options.seed}, fresh=options.fresh, ranks=joined
+        ) as ledger:
             told: list[int] = []
             units = [ledger.unit(f"unit {number}") for number in range(UNITS)]
-            values = ledger.run(units, work, costs=[float(n) for n in range(UNITS)], done=told.append)
+            values = ledger.run(
+                units, work, costs=[float(n) for n in range(UNITS)], done=told.append
+            )
             assert told[-1] == UNITS and told == sorted(told)
             assert joined.broadcast(joined.rank) == 0
-            each = joined.gather({f"rank {joined.rank}": np.arange(joined.rank), "same": joined.rank})
-            assert sorted(each) == sorted([*(f"rank {n}" for n in range(joined.count)), "same"]) and each["same"] == 0
+            each = joined.gather(
+                {f"rank {joined.rank}": np.arange(joined.rank), "same": joined.rank}
+            )
+            assert (
+                sorted(each) == sorted([*(f"rank {n}" for n in range(joined.count)), "same"])
+                and each["same"] == 0
+            )
             with joined.main_process_first():
                 assert options.out.with_suffix(".first").exists() or joined.is_first
                 options.out.with_suffix(".first").touch()

@@ -1,4 +1,5 @@
-"""The benchmark's baseline computes what it is compared with, and a wrong result is never given a speed."""
+"""The benchmark's baseline computes what it is compared with, and a wrong result is never given a
+speed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from profiling import bench
 from profiling.speed import attention_speed
 
 
-def test_a_wrong_result_gets_no_speed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_result_gets_no_speed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def slightly_off(*tensors, **options):
         return sparse_attention(*tensors, **options) * 1.1
 
@@ -27,9 +30,16 @@ def test_table_and_record(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     import json
 
     out = tmp_path / "bench.json"
-    bench.main(["attention", "--length", "300", "--head-dims", "64", "--repeats", "1", "--json", str(out)])
+    bench.main(
+        ["attention", "--length", "300", "--head-dims", "64", "--repeats", "1", "--json", str(out)]
+    )
     record = json.loads(out.read_text())
-    assert [line["pattern"] for line in record["lines"]] == ["a_shape", "vertical_slash", "block_sparse", "dense"]
+    assert [line["pattern"] for line in record["lines"]] == [
+        "a_shape",
+        "vertical_slash",
+        "block_sparse",
+        "dense",
+    ]
     assert record["lines"][3]["density"] == 1.0 and record["environment"]["device"]
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2 + 4
@@ -43,7 +53,16 @@ def test_sizes_of_the_paper(tmp_path) -> None:
     import json
 
     out = tmp_path / "bench.json"
-    options = ["attention", "--length", "100", "--head-dims", "64", "--repeats", "1", "--paper-sizes"]
+    options = [
+        "attention",
+        "--length",
+        "100",
+        "--head-dims",
+        "64",
+        "--repeats",
+        "1",
+        "--paper-sizes",
+    ]
     bench.main([*options, "--json", str(out)])
     lines = json.loads(out.read_text())["lines"]
     assert [(line["pattern"], line["sizes"].get("slash")) for line in lines] == [
@@ -57,7 +76,18 @@ def test_decode_table_and_record(tmp_path, capsys: pytest.CaptureFixture[str]) -
     import json
 
     out = tmp_path / "bench.json"
-    options = ["--length", "300", "--head-dims", "64", "--repeats", "1", "--chosen", "64", "--json", str(out)]
+    options = [
+        "--length",
+        "300",
+        "--head-dims",
+        "64",
+        "--repeats",
+        "1",
+        "--chosen",
+        "64",
+        "--json",
+        str(out),
+    ]
     bench.main(["decode", *options])
     (line,) = json.loads(out.read_text())["lines"]
     assert (line["length"], line["chosen"]) == (300, 64) and line["chosen_seconds"] > 0
@@ -68,17 +98,31 @@ def test_new_tokens_behind_a_past(tmp_path) -> None:
     import json
 
     out = tmp_path / "bench.json"
-    options = ["--length", "70", "--past", "200", "--head-dims", "64", "--repeats", "1", "--dtype", "float32"]
+    options = [
+        "--length",
+        "70",
+        "--past",
+        "200",
+        "--head-dims",
+        "64",
+        "--repeats",
+        "1",
+        "--dtype",
+        "float32",
+    ]
     bench.main([*options, "--json", str(out)])
     lines = json.loads(out.read_text())["lines"]
     assert [(line["length"], line["past"], line["pattern"]) for line in lines] == [
-        (70, 200, "a_shape"), (70, 200, "vertical_slash"), (70, 200, "block_sparse"), (70, 200, "dense"),
+        (70, 200, "a_shape"), (70, 200, "vertical_slash"), (70, 200, "block_sparse"), (70, 200,
+        "dense"),
     ]  # fmt: skip
     assert lines[3]["density"] == 1.0 and all(line["sdpa_seconds"] > 0 for line in lines)
 
 
 def test_torch_attends_to_the_past_and_causally_to_new_tokens() -> None:
-    size = attention_speed.Size(length=70, past=130, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu")
+    size = attention_speed.Size(
+        length=70, past=130, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu"
+    )
     q, k, v = attention_speed.inputs(size)
     assert (q.shape[2], k.shape[2], v.shape[2]) == (70, 200, 200)
     index = LayerPlan([make("dense")] * 2, 1).build(q, k)
@@ -90,7 +134,10 @@ def test_torch_attends_to_the_past_and_causally_to_new_tokens() -> None:
 def test_heads_are_pairs(heads: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         bench.main(["attention", "--heads", heads])
-    assert f"must be H/G with H a multiple of G, such as 32/8, got '{heads}'" in capsys.readouterr().err
+    assert (
+        f"must be H/G with H a multiple of G, such as 32/8, got '{heads}'"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +151,9 @@ def test_heads_are_pairs(heads: str, capsys: pytest.CaptureFixture[str]) -> None
         (["--device", "tpu"], "cannot use the device 'tpu'"),
     ],
 )
-def test_bad_input_is_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for what in ("attention", "decode"):
         with pytest.raises(HeadwiseError, match=message):
             bench.main([what, *options])
@@ -112,7 +161,9 @@ def test_bad_input_is_one_line(options: list[str], message: str, capsys: pytest.
 
 
 def test_inputs_have_near_keys_and_heavy_columns() -> None:
-    size = attention_speed.Size(length=4096, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu")
+    size = attention_speed.Size(
+        length=4096, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu"
+    )
     q, k, _ = attention_speed.inputs(size)
     index = LayerPlan([make("vertical_slash", vertical=128, slash=100)] * 2, 1).build(q, k)
     scattered = LayerPlan([make("vertical_slash", vertical=128, slash=100)] * 2, 1).build(

@@ -14,7 +14,19 @@ from profiling.speed import cost_grid
 from profiling.speed.cost_table import Cost, CostTable, attach, embed, embedded, load, save
 from tests.artifacts.conftest import build, build_arrays
 
-OPTIONS = ["--length", "256", "320", "--head-dims", "64", "--heads", "3/1", "--density", "0.5", "--repeats", "1"]
+OPTIONS = [
+    "--length",
+    "256",
+    "320",
+    "--head-dims",
+    "64",
+    "--heads",
+    "3/1",
+    "--density",
+    "0.5",
+    "--repeats",
+    "1",
+]
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,12 +49,21 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == ["cost.safetensors"]
     table = load(out)
     assert {c.length for c in table.costs} == {256, 320} and table.backend in ("cpu", "reference")
-    assert {c.pattern for c in table.costs} == {"a_shape", "vertical_slash", "block_sparse", "dense"}
-    assert all(c.sparse_seconds > 0 and c.build_seconds > 0 and c.dense_seconds > 0 for c in table.costs)
+    assert {c.pattern for c in table.costs} == {
+        "a_shape",
+        "vertical_slash",
+        "block_sparse",
+        "dense",
+    }
+    assert all(
+        c.sparse_seconds > 0 and c.build_seconds > 0 and c.dense_seconds > 0 for c in table.costs
+    )
     assert "--length 256 320" in table.command and table.versions["torch"]
 
 
-def test_a_run_with_other_settings_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_other_settings_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "cost.safetensors"
     whole = cost_grid.measure
 
@@ -95,13 +116,17 @@ def test_seconds_follow_the_measurements() -> None:
     # Twice the rows with as many tiles each.
     assert seconds(800, length=8192) == pytest.approx(0.8)
     assert table.dense_seconds(heads=2, **{**at, "length": 8192}) == pytest.approx(8.0)  # type: ignore[arg-type]
-    with pytest.raises(HeadwiseError, match=r"no a_shape with head dim 64 in bfloat16; it has: .*'block_sparse'"):
+    with pytest.raises(
+        HeadwiseError, match=r"no a_shape with head dim 64 in bfloat16; it has: .*'block_sparse'"
+    ):
         table.seconds("a_shape", tiles=1, heads=1, **at)  # type: ignore[arg-type]
 
 
 def test_round_trip_and_damage(tmp_path: Path) -> None:
     path = tmp_path / "cost.safetensors"
-    table = CostTable(device="d", backend="cpu", versions={"torch": "2"}, command="c", costs=(COST,))
+    table = CostTable(
+        device="d", backend="cpu", versions={"torch": "2"}, command="c", costs=(COST,)
+    )
     save(table, path)
     assert load(path) == table
     with pytest.raises(HeadwiseError, match="does not exist"):
@@ -113,7 +138,8 @@ def test_round_trip_and_damage(tmp_path: Path) -> None:
 
 HERE = CostTable(
     device="here", backend="cpu", versions={"torch": "2"}, command="measure",
-    costs=(COST, replace(COST, pattern="dense", tiles=9), replace(COST, dtype="float32", length=8192)),
+    costs=(COST, replace(COST, pattern="dense", tiles=9), replace(COST, dtype="float32",
+    length=8192)),
 )  # fmt: skip
 THERE = replace(HERE, device="there", costs=(COST,))
 
@@ -122,8 +148,13 @@ def optimised_for(table: CostTable) -> tuple[artifacts.Artifact, dict[str, objec
     artifact = build()
     assert artifact.search is not None
     section, arrays = embed([table], optimised=table)
-    search = artifact.search.model_copy(update={"cost": SearchCost(unit="seconds", device=table.device)})
-    return artifact.model_copy(update={"search": search, "costs": section}), {**build_arrays(), **arrays}
+    search = artifact.search.model_copy(
+        update={"cost": SearchCost(unit="seconds", device=table.device)}
+    )
+    return artifact.model_copy(update={"search": search, "costs": section}), {
+        **build_arrays(),
+        **arrays,
+    }
 
 
 def test_an_artifact_carries_tables_and_says_which_it_was_made_for(tmp_path: Path) -> None:
@@ -137,20 +168,31 @@ def test_an_artifact_carries_tables_and_says_which_it_was_made_for(tmp_path: Pat
     assert embedded(*attach(back, beside, newer)) == (HERE, newer)
     other = replace(THERE, backend="triton")
     assert embedded(*attach(back, beside, other)) == (HERE, THERE, other)
-    with pytest.raises(HeadwiseError, match=r"optimised for 'here' by the table that it carries: that one stays"):
+    with pytest.raises(
+        HeadwiseError, match=r"optimised for 'here' by the table that it carries: that one stays"
+    ):
         attach(back, beside, replace(HERE, costs=(COST,)))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a: a.pop("cost.0.tiles"), r"costs\[0\]: a cost table has the columns pattern, .* got "),
-        (lambda a: a.update({"cost.0.more": a["cost.0.tiles"]}), r"costs\[0\]: a cost table has the columns"),
+        (
+            lambda a: a.pop("cost.0.tiles"),
+            r"costs\[0\]: a cost table has the columns pattern, .* got ",
+        ),
+        (
+            lambda a: a.update({"cost.0.more": a["cost.0.tiles"]}),
+            r"costs\[0\]: a cost table has the columns",
+        ),
         (
             lambda a: a.update({"cost.0.dtype": a["cost.0.dtype"] + 1}),
             r"costs\[0\]: the column dtype names entry 2 of 2",
         ),
-        (lambda a: a.update({"cost.0.pattern": a["cost.0.pattern"] - 1}), "the column pattern names entry -1 of 2"),
+        (
+            lambda a: a.update({"cost.0.pattern": a["cost.0.pattern"] - 1}),
+            "the column pattern names entry -1 of 2",
+        ),
     ],
 )
 def test_arrays_that_are_no_table(change, message: str) -> None:
@@ -175,8 +217,14 @@ def test_a_table_is_attached_by_command(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--attach", "c.yaml"], "--attach puts a table into an artifact: give one of --costs and --table"),
-        (["--costs", "a.safetensors", "--table", "b.safetensors", "--attach", "c.yaml"], "--attach puts a table"),
+        (
+            ["--attach", "c.yaml"],
+            "--attach puts a table into an artifact: give one of --costs and --table",
+        ),
+        (
+            ["--costs", "a.safetensors", "--table", "b.safetensors", "--attach", "c.yaml"],
+            "--attach puts a table",
+        ),
         (["--table", "b.safetensors"], "--table measures nothing: name the artifact"),
         (["--table", "b.safetensors", "--attach", "no.yaml"], r"no\.yaml: no such file"),
         (["--costs", "a.safetensors", "--attach", "no.yaml"], r"no\.yaml: no such file"),

@@ -62,7 +62,9 @@ def test_losses_of_forced_tokens_are_those_of_one_prefill(loaded: LoadedModel, t
     begun = list(begin(loaded.model, lambda: DynamicCache(config=loaded.model.config), prompts, 30))
     assert [len(some.ids) for some in begun] == [8, 1] and begun[0].cache.get_seq_length() == 170
     losses = forced_losses(loaded.model, begun, 30)
-    torch.testing.assert_close(losses, dense_losses(loaded.model, prompts, 30), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        losses, dense_losses(loaded.model, prompts, 30), rtol=1e-4, atol=1e-4
+    )
     assert begun[0].cache.get_seq_length() == 170
     torch.testing.assert_close(forced_losses(loaded.model, iter(begun), 30), losses)
     assert begun[0].cache.get_seq_length() == 199
@@ -72,8 +74,30 @@ def test_the_change_is_that_of_the_same_tokens(
     loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "figures.json"
-    options = ["--model", str(folder), "--dtype", "float32", "--repeats", "0", "--text", str(text), "--texts", "2"]
-    options += ["--text-length", "200", "--forced", "20", "--trials", "2", "--task", "passkey", "--task-length", "400"]
+    options = [
+        "--model",
+        str(folder),
+        "--dtype",
+        "float32",
+        "--repeats",
+        "0",
+        "--text",
+        str(text),
+        "--texts",
+        "2",
+    ]
+    options += [
+        "--text-length",
+        "200",
+        "--forced",
+        "20",
+        "--trials",
+        "2",
+        "--task",
+        "passkey",
+        "--task-length",
+        "400",
+    ]
     options += ["--prefill-chunk", "150", "--json", str(out)]
     for budget in (0.999, 0.05):
         decode.main([*options, str(config(loaded, tmp_path / f"{budget}.yaml", budget))])
@@ -91,9 +115,33 @@ def test_several_artifacts_are_compared_on_the_same_prompts(
     loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "figures.json"
-    first, second = (config(loaded, tmp_path / f"{name}.yaml", budget) for name, budget in (("a", 0.05), ("b", 0.1)))
-    options = ["--model", str(folder), "--dtype", "float32", "--repeats", "0", "--text", str(text), "--trials", "0"]
-    options += ["--text-length", "200", "--forced", "20", str(first), "--beside", str(second), "--json", str(out)]
+    first, second = (
+        config(loaded, tmp_path / f"{name}.yaml", budget)
+        for name, budget in (("a", 0.05), ("b", 0.1))
+    )
+    options = [
+        "--model",
+        str(folder),
+        "--dtype",
+        "float32",
+        "--repeats",
+        "0",
+        "--text",
+        str(text),
+        "--trials",
+        "0",
+    ]
+    options += [
+        "--text-length",
+        "200",
+        "--forced",
+        "20",
+        str(first),
+        "--beside",
+        str(second),
+        "--json",
+        str(out),
+    ]
     decode.main(options)
     record = json.loads(out.read_text())
     assert [row["method"] for row in record["rows"]] == ["dense", "headwise", "b"]
@@ -105,9 +153,17 @@ def test_several_artifacts_are_compared_on_the_same_prompts(
     decode.main([*options, "--dense-prefill"])
     shared = json.loads(out.read_text())["rows"]
     for row, other in zip(record["rows"], shared, strict=True):
-        assert other["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5) and other["tokens"] == row["tokens"]
-    assert shared[1]["change"]["low"] == shared[1]["change"]["high"] and "% (" not in capsys.readouterr().out
-    with pytest.raises(HeadwiseError, match="artifacts of one name cannot be told apart: headwise, b, b"):
+        assert (
+            other["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5)
+            and other["tokens"] == row["tokens"]
+        )
+    assert (
+        shared[1]["change"]["low"] == shared[1]["change"]["high"]
+        and "% (" not in capsys.readouterr().out
+    )
+    with pytest.raises(
+        HeadwiseError, match="artifacts of one name cannot be told apart: headwise, b, b"
+    ):
         decode.main([*options, "--beside", str(second), "--beside", str(second)])
 
 
@@ -119,9 +175,24 @@ def test_a_kernel_that_fails_is_no_row_of_dense_attention(
 
     monkeypatch.setattr("runtime.omnikv.decode.OmniKV._choose", failing)
     out, cfg = tmp_path / "figures.json", config(loaded, tmp_path / "cfg.yaml", 0.1)
-    options = ["--model", str(folder), "--dtype", "float32", "--repeats", "0", "--text", str(text), "--trials", "0"]
-    with pytest.raises(HeadwiseError, match="a kernel failed with RuntimeError: no such instruction"):
-        decode.main([*options, "--text-length", "200", "--forced", "20", str(cfg), "--json", str(out)])
+    options = [
+        "--model",
+        str(folder),
+        "--dtype",
+        "float32",
+        "--repeats",
+        "0",
+        "--text",
+        str(text),
+        "--trials",
+        "0",
+    ]
+    with pytest.raises(
+        HeadwiseError, match="a kernel failed with RuntimeError: no such instruction"
+    ):
+        decode.main(
+            [*options, "--text-length", "200", "--forced", "20", str(cfg), "--json", str(out)]
+        )
     assert not out.exists()
 
 
@@ -132,20 +203,63 @@ def test_one_prefill_serves_what_chooses_by_the_last_query_alone(
     assert made.decode is not None
     section = made.decode.omnikv.model_copy(update={"selector": "uniform"})
     save(made.model_copy(update={"decode": Decode(omnikv=section)}), tmp_path / "uniform.yaml", {})
-    options = ["--model", str(folder), "--dtype", "float32", "--repeats", "0", "--text", str(text), "--trials", "0"]
-    options += ["--text-length", "200", "--forced", "20", "--dense-prefill", str(tmp_path / "uniform.yaml")]
-    with pytest.raises(HeadwiseError, match="--dense-prefill shares one cache: artifacts with a kv_cache section, or"):
+    options = [
+        "--model",
+        str(folder),
+        "--dtype",
+        "float32",
+        "--repeats",
+        "0",
+        "--text",
+        str(text),
+        "--trials",
+        "0",
+    ]
+    options += [
+        "--text-length",
+        "200",
+        "--forced",
+        "20",
+        "--dense-prefill",
+        str(tmp_path / "uniform.yaml"),
+    ]
+    with pytest.raises(
+        HeadwiseError,
+        match="--dense-prefill shares one cache: artifacts with a kv_cache section, or",
+    ):
         decode.main(options)
-    with pytest.raises(HeadwiseError, match="--dense-prefill shares one cache: leave --offload away"):
+    with pytest.raises(
+        HeadwiseError, match="--dense-prefill shares one cache: leave --offload away"
+    ):
         decode.main([*options, "--offload", "packed"])
 
 
 def test_caches_stand_beside_the_artifact(
     loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    out, kinds = tmp_path / "figures.json", ["full", "random:budget=0.3,window=8", "snapkv:budget=0.3,window=8"]
-    options = [str(config(loaded, tmp_path / "cfg.yaml", 0.999)), "--model", str(folder), "--dtype", "float32"]
-    options += ["--text", str(text), "--texts", "2", "--text-length", "200", "--forced", "70", "--trials", "0"]
+    out, kinds = (
+        tmp_path / "figures.json",
+        ["full", "random:budget=0.3,window=8", "snapkv:budget=0.3,window=8"],
+    )
+    options = [
+        str(config(loaded, tmp_path / "cfg.yaml", 0.999)),
+        "--model",
+        str(folder),
+        "--dtype",
+        "float32",
+    ]
+    options += [
+        "--text",
+        str(text),
+        "--texts",
+        "2",
+        "--text-length",
+        "200",
+        "--forced",
+        "70",
+        "--trials",
+        "0",
+    ]
     options += [word for kind in kinds for word in ("--policy", kind)]
     decode.main([*options, "--repeats", "0", "--json", str(out)])
     dense, headwise, full, drawn, voted = json.loads(out.read_text())["rows"]
@@ -167,7 +281,18 @@ def test_caches_stand_beside_the_artifact(
 
 def test_caches_are_timed_without_an_artifact(folder: Path, tmp_path: Path, capsys: Any) -> None:
     out, policy = tmp_path / "speed.json", "streaming:sinks=4,window=60"
-    options = ["--model", str(folder), "--dtype", "float32", "--policy", policy, "--context", "512", "--trials", "0"]
+    options = [
+        "--model",
+        str(folder),
+        "--dtype",
+        "float32",
+        "--policy",
+        policy,
+        "--context",
+        "512",
+        "--trials",
+        "0",
+    ]
     options += ["--repeats", "1", "--steps", "2"]
     decode.main([*options, "--memory", "1MiB", "--json", str(out)])
     sdpa, full, stream = json.loads(out.read_text())["rows"]
@@ -177,10 +302,16 @@ def test_caches_are_timed_without_an_artifact(folder: Path, tmp_path: Path, caps
     assert 512 * token <= full["device_bytes"] <= 1.6 * 512 * token
     assert 64 * token <= stream["device_bytes"] <= 1.1 * 64 * token
     for row in (sdpa, full, stream):
-        assert row["batch"] == 2**20 // row["device_bytes"] and row["token_seconds"] > 0 and row["batch_rate"] > 0
+        assert (
+            row["batch"] == 2**20 // row["device_bytes"]
+            and row["token_seconds"] > 0
+            and row["batch_rate"] > 0
+        )
     head, *_, line = capsys.readouterr().out.splitlines()
     assert "batch" in head.split() and str(stream["batch"]) in line.split()
-    with pytest.raises(HeadwiseError, match="--memory 1000 is too small for one sequence of 512 tokens under dense"):
+    with pytest.raises(
+        HeadwiseError, match="--memory 1000 is too small for one sequence of 512 tokens under dense"
+    ):
         decode.main([*options, "--memory", "1000"])
 
 
@@ -198,7 +329,9 @@ def test_perplexity_by_position() -> None:
         assert part.change.high - part.change.value == pytest.approx(1.2706 * quarter, abs=1e-3)
         own = dense[0, 150 * quarter : 150 * (quarter + 1)].mean() + 0.1 * quarter
         assert part.perplexity == pytest.approx(math.exp(own), rel=1e-5)
-    lines = position_lines({name: [asdict(part) for part in parts] for name, parts in found.items()})
+    lines = position_lines(
+        {name: [asdict(part) for part in parts] for name, parts in found.items()}
+    )
     assert lines[0].split()[-8:] == ["from", "0", "from", "150", "from", "300", "from", "450"]
     second = found["b"][1].change
     assert second is not None and "%" not in lines[1]
@@ -208,12 +341,41 @@ def test_perplexity_by_position() -> None:
 
 
 def test_an_interrupted_comparison_goes_on(
-    loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    loaded: LoadedModel,
+    folder: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     out = tmp_path / "figures.json"
-    first, second = (config(loaded, tmp_path / f"{name}.yaml", budget) for name, budget in (("a", 0.05), ("b", 0.1)))
-    options = ["--model", str(folder), "--dtype", "float32", "--repeats", "0", "--text", str(text), "--texts", "2"]
-    options += ["--text-length", "200", "--forced", "20", "--dense-prefill", "--trials", "1", "--task-length", "300"]
+    first, second = (
+        config(loaded, tmp_path / f"{name}.yaml", budget)
+        for name, budget in (("a", 0.05), ("b", 0.1))
+    )
+    options = [
+        "--model",
+        str(folder),
+        "--dtype",
+        "float32",
+        "--repeats",
+        "0",
+        "--text",
+        str(text),
+        "--texts",
+        "2",
+    ]
+    options += [
+        "--text-length",
+        "200",
+        "--forced",
+        "20",
+        "--dense-prefill",
+        "--trials",
+        "1",
+        "--task-length",
+        "300",
+    ]
     options += [str(first), "--beside", str(second), "--json", str(out)]
     decode.main(options)
     whole = json.loads(out.read_text())
@@ -255,7 +417,10 @@ def test_time_stands_beside_both_dense_attentions(
     over = {name: seconds[name] / seconds["headwise"] for name in ("dense", "dense_kernel")}
     assert record["speedups"]["headwise"] == pytest.approx(over)
     line = capsys.readouterr().out.splitlines()[-1].split()
-    assert line[0] == "headwise" and line[3:5] == [f"{min(over.values()):.2f}x", f"{over['dense']:.2f}x"]
+    assert line[0] == "headwise" and line[3:5] == [
+        f"{min(over.values()):.2f}x",
+        f"{over['dense']:.2f}x",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +439,9 @@ def test_bad_sizes(options: list[str], message: str) -> None:
 
 
 def test_something_has_to_be_compared() -> None:
-    with pytest.raises(HeadwiseError, match="name an artifact with a decode section, or caches with --policy"):
+    with pytest.raises(
+        HeadwiseError, match="name an artifact with a decode section, or caches with --policy"
+    ):
         decode.main(["--model", "nowhere"])
     with pytest.raises(HeadwiseError, match="--beside goes with an artifact"):
         decode.main(["--model", "nowhere", "--policy", "h2o", "--beside", "a.yaml"])

@@ -19,7 +19,9 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["wrong"] == [] and found["kernels"]["cpu"] in ("compiled", "prebuilt")
     assert found["kernels"]["engines"]["float32"][-1] == "float"
-    assert ("amx" in found["kernels"]["engines"]["bfloat16"]) is (found["kernels"]["why_no_tiles"] is None)
+    assert ("amx" in found["kernels"]["engines"]["bfloat16"]) is (
+        found["kernels"]["why_no_tiles"] is None
+    )
     assert found["check"]["cpu"] is None
     assert all(0 < each["prefill_s"] < each["search_s"] for each in found["expected"].values())
     assert 0 < found["dense"]["sparse_density"] < 0.5
@@ -36,7 +38,13 @@ def test_it_prints_as_it_goes_and_ends_with_the_gain(
         printed.append(capsys.readouterr().out)
         return {
             **dict.fromkeys(("kernel_s", "sdpa_s"), 0.1),
-            **{"head_s": 0.05, "flops_a_second": 1e12, "sparse_s": 0.03, "sparse_density": 0.25, "sparse_cost": 1.2},
+            **{
+                "head_s": 0.05,
+                "flops_a_second": 1e12,
+                "sparse_s": 0.03,
+                "sparse_density": 0.25,
+                "sparse_cost": 1.2,
+            },
         }
 
     monkeypatch.setattr(doctor, "_dense", measured)
@@ -54,7 +62,9 @@ def test_the_gain_is_what_the_density_leaves_of_attention() -> None:
     for gain in small:
         attention = 30 * 9 * 0.1 * (gain.length / 4096) ** 2
         assert gain.dense_s - gain.sparse_s == pytest.approx(attention * (1 - gain.density))
-    assert [gain.dense_s / gain.sparse_s for gain in small] == sorted(gain.dense_s / gain.sparse_s for gain in small)
+    assert [gain.dense_s / gain.sparse_s for gain in small] == sorted(
+        gain.dense_s / gain.sparse_s for gain in small
+    )
     # Patterns that cost more than all keys are not served.
     slow = doctor.gains({**dense, "sparse_cost": 100.0})
     assert all(gain.sparse_s == gain.dense_s for gain in slow)
@@ -64,12 +74,17 @@ def test_it_is_loud_about_the_slow_reference(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = SimpleNamespace(
-        load=lambda: "no C++ compiler found", find_compiler=lambda: "no C++ compiler found", cache_folder=Path
+        load=lambda: "no C++ compiler found",
+        find_compiler=lambda: "no C++ compiler found",
+        cache_folder=Path,
     )
     monkeypatch.setattr(doctor, "build", broken)
     assert doctor.main([]) == 3
     said = capsys.readouterr().out
-    assert "WRONG      attention on the CPU falls to the slow reference, " in said and "all is well" not in said
+    assert (
+        "WRONG      attention on the CPU falls to the slow reference, " in said
+        and "all is well" not in said
+    )
     assert "no C++ compiler found" in said and "what to expect" not in said
 
 

@@ -1,4 +1,5 @@
-"""The evaluation as a whole, on a tiny model: what it runs, what it does not run again, and what it writes."""
+"""The evaluation as a whole, on a tiny model: what it runs, what it does not run again, and what it
+writes."""
 
 from __future__ import annotations
 
@@ -37,9 +38,18 @@ METHODS = ("headwise", "a_shape", "headwise+snapkv")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate")
     model = save_tiny(folder / "tiny")
-    (folder / "text.txt").write_text("It was a long way to the sea, and nobody had been there. " * 400)
+    (folder / "text.txt").write_text(
+        "It was a long way to the sea, and nobody had been there. " * 400
+    )
     run(
-        HeadSearch(model=str(model), out=folder / "cfg.yaml", length=LENGTH, budget="0.8", dtype="float32", command="x")
+        HeadSearch(
+            model=str(model),
+            out=folder / "cfg.yaml",
+            length=LENGTH,
+            budget="0.8",
+            dtype="float32",
+            command="x",
+        )
     )
     return folder
 
@@ -81,7 +91,17 @@ def test_one_run_gives_a_table_a_page_and_a_json(
 ) -> None:
     record = command(
         *("--task", "niah_single_2", "--task", "passkey", "--depths", "0", "1", "--samples", "2"),
-        *("--text", str(searched / "text.txt"), "--methods", *METHODS, "--repeats", "2", "--steps", "2", "--attach"),
+        *(
+            "--text",
+            str(searched / "text.txt"),
+            "--methods",
+            *METHODS,
+            "--repeats",
+            "2",
+            "--steps",
+            "2",
+            "--attach",
+        ),
     )
     methods = ("dense", *METHODS)
     assert tuple(each["name"] for each in record["methods"]) == methods
@@ -93,9 +113,16 @@ def test_one_run_gives_a_table_a_page_and_a_json(
         assert (("text:text.txt", name, "perplexity") in keys) == ("+" not in name)
         assert keys["text:text.txt", name, "perplexity, last 128 tokens"]["value"] > 1
         assert (keys["passkey", name, "score"]["difference"] is None) == (name == "dense")
-    assert {(cell["method"], cell["depth"]) for cell in record["grid"]} == {(n, d) for n in methods for d in (0, 1)}
+    assert {(cell["method"], cell["depth"]) for cell in record["grid"]} == {
+        (n, d) for n in methods for d in (0, 1)
+    }
     assert {each["method"] for each in record["prefill"]} == {*methods, "dense_kernel"}
-    assert {each["method"] for each in record["decode"]} == {"dense", "dense_kernel", "headwise", "headwise+snapkv"}
+    assert {each["method"] for each in record["decode"]} == {
+        "dense",
+        "dense_kernel",
+        "headwise",
+        "headwise+snapkv",
+    }
     assert record["crossover"]["measured"][-1][0] == LENGTH
     timed = next(each for each in record["prefill"] if each["method"] == "headwise")
     by_hand = [
@@ -108,32 +135,59 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     (line,) = (line for line in shown.splitlines() if line.startswith("headwise "))
     (alone,) = (each for each in record["attention"] if each["method"] == "headwise")
     assert set(alone["dense"]) == {"dense", "dense_kernel"}
-    assert line.split()[2:5] == [f"{min(by_hand):.2f}x", f"{by_hand[0]:.2f}x", f"{alone['seconds']:.3f}"]
+    assert line.split()[2:5] == [
+        f"{min(by_hand):.2f}x",
+        f"{by_hand[0]:.2f}x",
+        f"{alone['seconds']:.3f}",
+    ]
     said = shown.splitlines()
     assert said[0].startswith("Seconds to the first token of 900 tokens: ")
     assert said[1].startswith("Attention alone, index builds included: ")
-    assert said[2].startswith("Accuracy of all answers: dense ") and " of 6 questions, difference " in said[2]
-    table = said.index("900 tokens (+ better, - worse than dense beyond chance, ? too few prompts to tell)")
-    assert [line.split()[0] for line in said[table + 1 : table + 4]] == ["first", "dense", "dense_kernel"]
+    assert (
+        said[2].startswith("Accuracy of all answers: dense ")
+        and " of 6 questions, difference " in said[2]
+    )
+    table = said.index(
+        "900 tokens (+ better, - worse than dense beyond chance, ? too few prompts to tell)"
+    )
+    assert [line.split()[0] for line in said[table + 1 : table + 4]] == [
+        "first",
+        "dense",
+        "dense_kernel",
+    ]
     html = (tmp_path / "report" / "index.html").read_text()
     assert html == page(record)
-    assert re.search(r"\d(, no difference beyond noise)?\) (as|than) the fastest dense baseline", html)
+    assert re.search(
+        r"\d(, no difference beyond noise)?\) (as|than) the fastest dense baseline", html
+    )
     assert "<script" not in html and not re.search(r"(src|href)=|url\(|@import", html)
     evidence = artifacts.load(tmp_path / "cfg.yaml").evidence.measurements
     entry = next(each for each in evidence if each.name == "score: passkey")
-    assert entry.value == keys["passkey", "headwise", "score"]["value"] and "--attach" in entry.command
-    beside = {each.baseline_name: each.baseline for each in evidence if each.name == "prefill" and each.unit == "s"}
+    assert (
+        entry.value == keys["passkey", "headwise", "score"]["value"] and "--attach" in entry.command
+    )
+    beside = {
+        each.baseline_name: each.baseline
+        for each in evidence
+        if each.name == "prefill" and each.unit == "s"
+    }
     assert set(beside) == {"dense attention by sdpa", "dense attention by Headwise's kernel"}
     # The fastest one first: it is what a speed-up is against.
     assert list(beside.values()) == sorted(beside.values())
     assert next(each for each in evidence if each.name == "perplexity: text:text.txt").samples == 2
 
 
-def test_other_artifacts_are_rows_of_their_own(command: Command, searched: Path, tmp_path: Path) -> None:
-    paper = HeadSearch(model=str(searched / "tiny"), out=tmp_path / "paper.yaml", length=LENGTH, budget="0.8")
+def test_other_artifacts_are_rows_of_their_own(
+    command: Command, searched: Path, tmp_path: Path
+) -> None:
+    paper = HeadSearch(
+        model=str(searched / "tiny"), out=tmp_path / "paper.yaml", length=LENGTH, budget="0.8"
+    )
     run(replace(paper, calibration="passkey", dtype="float32", picture=False, command="x"))
     asked = ("--task", "passkey", "--samples", "1", "--no-speed", "--methods", "headwise")
-    rows = {each["name"]: each for each in command(*asked, "paper-tail", beside=paper.out)["methods"]}
+    rows = {
+        each["name"]: each for each in command(*asked, "paper-tail", beside=paper.out)["methods"]
+    }
     assert list(rows) == ["dense", "headwise", "paper-tail", "paper"]
     assert rows["paper"]["source"] == "MInference 1.0's own search" != rows["headwise"]["source"]
     # Searched without a dense tail, it has that of the others here.
@@ -143,7 +197,9 @@ def test_other_artifacts_are_rows_of_their_own(command: Command, searched: Path,
         command(*asked, beside=tmp_path / "headwise.yaml")
 
 
-def test_quick_is_a_first_look_of_few_prefills(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_is_a_first_look_of_few_prefills(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefills: list[int] = []
 
     def counting(*args: Any, **options: Any) -> LoadedModel:
@@ -159,11 +215,20 @@ def test_quick_is_a_first_look_of_few_prefills(command: Command, monkeypatch: py
 
     monkeypatch.setattr(evaluate, "load_model", counting)
     record = command("--quick", "--steps", "1")
-    # Eight contexts under four methods; three rounds of five, decode of three, one pass for sizes, one for attention.
-    # A default search of 8,192 tokens takes as long as 53 dense prefills.
+    # Eight contexts under four methods; three rounds of five, decode of three, one pass for sizes,
+    # one for attention. A default search of 8,192 tokens takes as long as 53 dense prefills.
     assert len(prefills) == 8 * 4 + 3 * 5 + 3 + 1 + 1
-    assert [each["name"] for each in record["methods"]] == ["dense", "headwise", "vertical_slash", "a_shape"]
-    assert {each["task"] for each in record["figures"]} == {"line_turns@questions=4", *DEFAULT_TASKS[1:], "all answers"}
+    assert [each["name"] for each in record["methods"]] == [
+        "dense",
+        "headwise",
+        "vertical_slash",
+        "a_shape",
+    ]
+    assert {each["task"] for each in record["figures"]} == {
+        "line_turns@questions=4",
+        *DEFAULT_TASKS[1:],
+        "all answers",
+    }
     assert record["crossover"] is None and record["memory"] == [] and len(record["prefill"]) == 5
 
 
@@ -178,7 +243,10 @@ def test_speed_only_asks_nothing(
     assert said[0].startswith("Seconds to the first token of 900 tokens: ")
     assert said[1].startswith("Attention alone, index builds included: ")
     assert said[2] == "" and "first token s" in said[4]
-    assert "Seconds to the first token of 900 tokens: " in (tmp_path / "report" / "index.html").read_text()
+    assert (
+        "Seconds to the first token of 900 tokens: "
+        in (tmp_path / "report" / "index.html").read_text()
+    )
 
 
 def test_fidelity_is_beside_dense_attention_and_kept(
@@ -198,16 +266,35 @@ def test_fidelity_is_beside_dense_attention_and_kept(
         "--no-speed",
         "--fidelity",
     )
-    asked += ("--methods", "headwise", "oracle_tiles", "dense+snapkv", "--samples", "2", "--seeds", "2")
+    asked += (
+        "--methods",
+        "headwise",
+        "oracle_tiles",
+        "dense+snapkv",
+        "--samples",
+        "2",
+        "--seeds",
+        "2",
+    )
     record = command(*asked)
     found = {(each["task"], each["method"], each["measure"]): each for each in record["figures"]}
     for task in ("line_asked", "passkey", "text:text.txt", "all answers"):
-        assert found[task, "headwise", "KL to dense"]["value"] > 0 < found[task, "headwise", "recall"]["value"] < 1
+        assert (
+            found[task, "headwise", "KL to dense"]["value"]
+            > 0
+            < found[task, "headwise", "recall"]["value"]
+            < 1
+        )
         assert 0 <= found[task, "oracle_tiles", "tokens as dense's"]["value"] <= 1
-        assert (task, "oracle_tiles", "recall") not in found and (task, "dense", "KL to dense") not in found
+        assert (task, "oracle_tiles", "recall") not in found and (
+            task,
+            "dense",
+            "KL to dense",
+        ) not in found
         assert (task, "dense+snapkv", "KL to dense") not in found
         assert ((task, "headwise", "answers as dense's") in found) == (task != "text:text.txt")
-    # Two prompts of each of two seeds; nothing to be tested: nothing is nearer to dense attention than itself.
+    # Two prompts of each of two seeds; nothing to be tested: nothing is nearer to dense attention
+    # than itself.
     kept = found["line_asked", "headwise", "KL to dense"]
     assert kept["count"] == 4 and kept["p"] is None and kept["low"] < kept["value"] < kept["high"]
     assert ("passkey", "dense+snapkv", "answers as dense's") in found
@@ -220,9 +307,16 @@ def test_fidelity_is_beside_dense_attention_and_kept(
     assert command(*asked)["figures"] == record["figures"]
 
 
-def test_a_model_with_settings_is_asked_those_tasks(searched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_settings_is_asked_those_tasks(
+    searched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = Setting(task="vt", length=LENGTH, measure="score", count=9, dense=0.5, low=0.2, high=0.8)
-    some = [row, replace(row, task="chain", dense=0.1), replace(row, task="cwe"), replace(row, task="fwe", length=1800)]
+    some = [
+        row,
+        replace(row, task="chain", dense=0.1),
+        replace(row, task="cwe"),
+        replace(row, task="fwe", length=1800),
+    ]
     monkeypatch.setattr(evaluate, "settings", lambda model: some if model == "tiny" else [])
 
     def asked(*more: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -232,12 +326,21 @@ def test_a_model_with_settings_is_asked_those_tasks(searched: Path, monkeypatch:
         return quality.tasks, quality.lengths
 
     assert asked() == asked("--quick") == (("vt", "cwe", "prose"), (LENGTH,))
-    assert asked("--quick", "--length", "700")[0] == asked("--length", "700")[0] == ("vt", "cwe", "fwe", "prose")
+    assert (
+        asked("--quick", "--length", "700")[0]
+        == asked("--length", "700")[0]
+        == ("vt", "cwe", "fwe", "prose")
+    )
     assert asked("--speed-only")[0] == ()
     assert asked("--length", "700", "800") == (("vt", "cwe", "fwe", "prose"), (700, 800))
-    assert asked("--task", "passkey")[0] == ("passkey",) and LENGTH not in asked("--task", "passkey")[1]
+    assert (
+        asked("--task", "passkey")[0] == ("passkey",)
+        and LENGTH not in asked("--task", "passkey")[1]
+    )
     # What the artifact serves densely there is asked at the length of models without settings.
-    monkeypatch.setattr(evaluate, "settings", lambda model: [replace(each, length=20) for each in some])
+    monkeypatch.setattr(
+        evaluate, "settings", lambda model: [replace(each, length=20) for each in some]
+    )
     served = artifacts.load(searched / "cfg.yaml").prefill.dense_below
     assert served > 20 and asked() == (("vt", "cwe", "fwe", "prose"), asked("--task", "passkey")[1])
 
@@ -252,7 +355,17 @@ def test_what_is_there_is_not_run_again(command: Command, trials: list[str]) -> 
     command(*asked, "2", "--methods", "headwise", "a_shape", "vertical")
     assert trials == ["a_shape"] * 2 + ["vertical"] * 2
     trials.clear()
-    command("--task", "passkey", "--task", "line_retrieval", "--no-speed", "--samples", "1", "--methods", "headwise")
+    command(
+        "--task",
+        "passkey",
+        "--task",
+        "line_retrieval",
+        "--no-speed",
+        "--samples",
+        "1",
+        "--methods",
+        "headwise",
+    )
     assert trials.count("dense") <= 2 and "a_shape" not in trials
 
 
@@ -282,10 +395,14 @@ def test_the_crossover_becomes_dense_below_where_it_is_wanted(
     from profiling.evaluation.speed import Timed
 
     def pretended(loaded: Any, methods: Any, length: int, *, repeats: int) -> dict[str, Timed]:
-        # The model's own attention never catches up; the kernel's, which is the fastest dense baseline, at 600 tokens.
+        # The model's own attention never catches up; the kernel's, which is the fastest dense
+        # baseline, at 600 tokens.
         dense = {"model": (9.0 * length,), "kernel": (float(length),)}
         return {
-            m.name: Timed(seconds=(length / 2 + 300.0 if m.name == "headwise" else dense["kernel"][0],), **dense)
+            m.name: Timed(
+                seconds=(length / 2 + 300.0 if m.name == "headwise" else dense["kernel"][0],),
+                **dense,
+            )
             for m in methods
         }
 
@@ -298,7 +415,9 @@ def test_the_crossover_becomes_dense_below_where_it_is_wanted(
     assert 600 < record["crossover"]["length"] <= 664
     assert artifacts.load(tmp_path / "cfg.yaml").prefill.dense_below == LENGTH // 2
     command(*asked, "--set-dense-below")
-    assert artifacts.load(tmp_path / "cfg.yaml").prefill.dense_below == record["crossover"]["length"]
+    assert (
+        artifacts.load(tmp_path / "cfg.yaml").prefill.dense_below == record["crossover"]["length"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -343,7 +462,8 @@ def test_peak_memory_is_that_of_a_process_of_its_own(searched: Path) -> None:
 def test_windows_that_the_search_saw_are_told(
     searched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A text of which the search saw all: every window is of it, in the table, the page and the JSON."""
+    """A text of which the search saw all: every window is of it, in the table, the page and the
+    JSON."""
     text = searched / "text.txt"
     artifact, arrays = artifacts.load_pair(searched / "cfg.yaml")
     assert artifact.search is not None

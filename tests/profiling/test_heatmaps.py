@@ -42,13 +42,21 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     config = folder / "cfg.yaml"
     run(
         HeadSearch(
-            model=str(model), out=config, length=LENGTH, budget="0.6", dtype="float32", picture=False, command="x"
+            model=str(model),
+            out=config,
+            length=LENGTH,
+            budget="0.6",
+            dtype="float32",
+            picture=False,
+            command="x",
         )
     )
     return model, config
 
 
-def profile(layers: int, *, sliding: bool = False, tasks: tuple[str, ...] = ("multi_hop:a.txt", "passkey")) -> Profile:
+def profile(
+    layers: int, *, sliding: bool = False, tasks: tuple[str, ...] = ("multi_hop:a.txt", "passkey")
+) -> Profile:
     random = np.random.default_rng(0)
     left_out = np.arange(layers) % 6 == 5 if sliding else np.zeros(layers, dtype=bool)
     arrays: dict[str, np.ndarray] = {"agreement": np.ones((len(tasks), len(tasks)))}
@@ -60,8 +68,17 @@ def profile(layers: int, *, sliding: bool = False, tasks: tuple[str, ...] = ("mu
         arrays |= {f"{kind}.{task}": by_head for kind in ("error", "worst")}
         arrays |= {f"ability.{task}.next{reach}": ability(mass, reach) for reach in (8, 16)}
         arrays[f"hit.{task}"] = np.where(left_out, np.nan, random.random(layers))
-        arrays[f"variability.{task}"] = np.where(left_out[:, None], np.nan, random.random((layers, 20)))
-    settings = {"length": 4096, "samples": 2, "steps": 20, "top_k": 512, "dtype": "bfloat16", "device": "cpu"}
+        arrays[f"variability.{task}"] = np.where(
+            left_out[:, None], np.nan, random.random((layers, 20))
+        )
+    settings = {
+        "length": 4096,
+        "samples": 2,
+        "steps": 20,
+        "top_k": 512,
+        "dtype": "bfloat16",
+        "device": "cpu",
+    }
     about = {
         **{
             "format": 5,
@@ -70,8 +87,14 @@ def profile(layers: int, *, sliding: bool = False, tasks: tuple[str, ...] = ("mu
             "num_layers": layers,
             "command": "headwise similarity --x",
         },
-        **{"layers": np.flatnonzero(~left_out).tolist(), "sliding_layers": np.flatnonzero(left_out).tolist()},
-        **{"tasks": [{"name": task, "sha256": "0123456789" * 6} for task in tasks], "weights_sha256": "f" * 64},
+        **{
+            "layers": np.flatnonzero(~left_out).tolist(),
+            "sliding_layers": np.flatnonzero(left_out).tolist(),
+        },
+        **{
+            "tasks": [{"name": task, "sha256": "0123456789" * 6} for task in tasks],
+            "weights_sha256": "f" * 64,
+        },
     }
     return Profile(arrays=arrays, about=about | settings)
 
@@ -86,7 +109,14 @@ def test_a_profile_becomes_pictures_with_their_numbers(tmp_path: Path, capsys: A
     made, out = profile(30, sliding=True), tmp_path / "out"
     save_profile(made, tmp_path)
     main(["--profile", str(tmp_path), "--out", str(out)])
-    names = {"similarity", "similarity.multi_hop_a.txt", "similarity.passkey", "ability", "hit", "variability"}
+    names = {
+        "similarity",
+        "similarity.multi_hop_a.txt",
+        "similarity.passkey",
+        "ability",
+        "hit",
+        "variability",
+    }
     expected = {f"{name}.{kind}" for name in names for kind in ("png", "svg", "csv")}
     assert {path.name for path in out.iterdir()} == expected
     assert {Path(line).name for line in capsys.readouterr().out.splitlines()} == expected
@@ -103,31 +133,66 @@ def test_a_profile_becomes_pictures_with_their_numbers(tmp_path: Path, capsys: A
     np.testing.assert_allclose(read(out / "variability.csv")[1][:, 2], missed, rtol=1e-4)
 
 
-def test_a_model_becomes_pictures_with_their_numbers(searched: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_model_becomes_pictures_with_their_numbers(
+    searched: tuple[Path, Path], tmp_path: Path
+) -> None:
     model, config = searched
     options = ["--model", str(model), str(config), "--length", str(LENGTH), "--dtype", "float32"]
-    main([*options, "--out", str(tmp_path), "--heads", "2.5,0.1", "--picture", "maps", "--picture", "sparsity"])
+    main(
+        [
+            *options,
+            "--out",
+            str(tmp_path),
+            "--heads",
+            "2.5,0.1",
+            "--picture",
+            "maps",
+            "--picture",
+            "sparsity",
+        ]
+    )
     names = {"maps.safetensors", *(f"maps.{kind}" for kind in ("png", "svg"))}
-    names |= {f"{name}.{kind}" for name in ("sparsity", "kernel_sparsity") for kind in ("png", "svg", "csv")}
+    names |= {
+        f"{name}.{kind}"
+        for name in ("sparsity", "kernel_sparsity")
+        for kind in ("png", "svg", "csv")
+    }
     assert {path.name for path in tmp_path.iterdir()} == names
     arrays = load_file(tmp_path / "maps.safetensors")
-    assert set(arrays) == {f"{at}.{what}" for at in ("2.5", "0.1") for what in ("attention", "computed")}
+    assert set(arrays) == {
+        f"{at}.{what}" for at in ("2.5", "0.1") for what in ("attention", "computed")
+    }
     loaded = load_model(str(model), dtype="float32")
     prompt = make_prompts("passkey", loaded.tokenizer, length=LENGTH, samples=1, seed=0)[0]
     loaded.model.set_attn_implementation("eager")
     with torch.no_grad():
         weights = loaded.model(torch.tensor([prompt.input_ids]), output_attentions=True).attentions
     attention = weights[2][0, 5].numpy()
-    np.testing.assert_allclose(arrays["2.5.attention"][1, 0], attention[64:128, :64].sum(1).mean(), rtol=1e-3)
+    np.testing.assert_allclose(
+        arrays["2.5.attention"][1, 0], attention[64:128, :64].sum(1).mean(), rtol=1e-3
+    )
     np.testing.assert_allclose(arrays["2.5.attention"].sum(1), 1, rtol=1e-4)
     density = artifacts.load_arrays(config)["chosen.density"]
-    np.testing.assert_allclose(read(tmp_path / "kernel_sparsity.csv")[1][:, 1:], 1 - density, rtol=1e-3)
+    np.testing.assert_allclose(
+        read(tmp_path / "kernel_sparsity.csv")[1][:, 1:], 1 - density, rtol=1e-3
+    )
     sparsity = read(tmp_path / "sparsity.csv")[1][:, 1:]
     assert sparsity.shape == (3, 6) and 0 < sparsity.min() < sparsity.max() < 1
 
 
 def test_everything_from_a_model_alone(searched: tuple[Path, Path], tmp_path: Path) -> None:
-    main(["--model", str(searched[0]), "--length", "400", "--dtype", "float32", "--out", str(tmp_path)])
+    main(
+        [
+            "--model",
+            str(searched[0]),
+            "--length",
+            "400",
+            "--dtype",
+            "float32",
+            "--out",
+            str(tmp_path),
+        ]
+    )
     names = {path.stem for path in tmp_path.glob("*.png")}
     assert names == {"similarity", "ability", "hit", "variability", "maps", "sparsity"}
     assert (tmp_path / "similarity.safetensors").is_file()
@@ -151,7 +216,9 @@ def labels(figure: Any) -> list[list[Any]]:
     found = []
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
-            shown = [label for label in axis.get_ticklabels() if label.get_visible() and label.get_text()]
+            shown = [
+                label for label in axis.get_ticklabels() if label.get_visible() and label.get_text()
+            ]
             found.append([label.get_window_extent(canvas.get_renderer()) for label in shown])
     return found
 
@@ -172,7 +239,12 @@ def test_pictures_can_be_read(layers: int) -> None:
         inside = figure.bbox
         for axes in figure.axes:
             box = axes.get_tightbbox()
-            assert box.x0 >= -1 and box.y0 >= -1 and box.x1 <= inside.x1 + 1 and box.y1 <= inside.y1 + 1
+            assert (
+                box.x0 >= -1
+                and box.y0 >= -1
+                and box.x1 <= inside.x1 + 1
+                and box.y1 <= inside.y1 + 1
+            )
     # One cell of the similarity is at least five pixels wide, in both directions.
     axes = figures[0].axes[0]
     assert min(axes.bbox.width, axes.bbox.height) / layers >= 5
@@ -200,12 +272,18 @@ def test_ticks_and_spread() -> None:
     assert spread([3, 5, 9, 11], 9) == [3, 5, 9, 11] and spread(list(range(126)), 3) == [0, 62, 125]
 
 
-def test_figures_are_saved_without_a_window_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # matplotlib itself refuses such a name when it is imported; whichever test comes first imports it.
+def test_figures_are_saved_without_a_window_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # matplotlib itself refuses such a name when it is imported; whichever test comes first imports
+    # it.
     import matplotlib  # noqa: F401
 
     monkeypatch.setenv("MPLBACKEND", "nowhere")
-    assert [path.name for path in save(new_figure(2, 2, "x"), tmp_path / "a.b")] == ["a.b.png", "a.b.svg"]
+    assert [path.name for path in save(new_figure(2, 2, "x"), tmp_path / "a.b")] == [
+        "a.b.png",
+        "a.b.svg",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -218,31 +296,68 @@ def test_figures_are_saved_without_a_window_system(tmp_path: Path, monkeypatch: 
             ["--profile", "x", "--picture", "pie"],
             "unknown picture 'pie'; known: layers, maps, sparsity",
         ),
-        (["--model", "{model}", "--heads", "3"], "--heads must be layer.head, such as 3.0,12.5, got '3'"),
-        (["--model", "{model}", "--heads", "3.0"], "tiny has no head 3.0: its layers are 0 to 2, its heads 0 to 5"),
+        (
+            ["--model", "{model}", "--heads", "3"],
+            "--heads must be layer.head, such as 3.0,12.5, got '3'",
+        ),
+        (
+            ["--model", "{model}", "--heads", "3.0"],
+            "tiny has no head 3.0: its layers are 0 to 2, its heads 0 to 5",
+        ),
         (["--model", "{model}", "--heads", "0.6"], "tiny has no head 0.6"),
         (["--model", "{model}", "--task", "pie"], "unknown task 'pie'"),
         (["--model", "{model}", "--length", "3"], "--length must be at least 16, got 3"),
-        (["--profile", "{profile}", "{config}"], "the profile is of some-model, the artifact of tiny"),
+        (
+            ["--profile", "{profile}", "{config}"],
+            "the profile is of some-model, the artifact of tiny",
+        ),
     ],
 )
-def test_bad_use(searched: tuple[Path, Path], tmp_path: Path, options: list[str], line: str) -> None:
+def test_bad_use(
+    searched: tuple[Path, Path], tmp_path: Path, options: list[str], line: str
+) -> None:
     save_profile(profile(3), tmp_path)
     places = {"model": searched[0], "config": searched[1], "profile": tmp_path}
     with pytest.raises(HeadwiseError, match=re.escape(line)) as caught:
-        main([*(option.format(**places) for option in options), "--out", str(tmp_path / "out"), "--dtype", "float32"])
+        main(
+            [
+                *(option.format(**places) for option in options),
+                "--out",
+                str(tmp_path / "out"),
+                "--dtype",
+                "float32",
+            ]
+        )
     assert "\n" not in str(caught.value) and not list((tmp_path / "out").glob("*"))
 
 
 def test_heads_of_a_layer_that_slides(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     model = save_tiny(
-        tmp_path / "hybrid", family="Gemma3", config="Gemma3Text", layer_types=kinds, sliding_window=32, head_dim=16
+        tmp_path / "hybrid",
+        family="Gemma3",
+        config="Gemma3Text",
+        layer_types=kinds,
+        sliding_window=32,
+        head_dim=16,
     )
-    options = ["--model", str(model), "--length", "400", "--dtype", "float32", "--out", str(tmp_path / "out")]
-    with pytest.raises(HeadwiseError, match="layer 2 of hybrid slides: choose heads of another layer"):
+    options = [
+        "--model",
+        str(model),
+        "--length",
+        "400",
+        "--dtype",
+        "float32",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    with pytest.raises(
+        HeadwiseError, match="layer 2 of hybrid slides: choose heads of another layer"
+    ):
         main([*options, "--heads", "2.0", "--picture", "maps"])
     main([*options, "--picture", "sparsity", "--picture", "maps"])
     sparsity = read(tmp_path / "out" / "sparsity.csv")[1][:, 1:]
     np.testing.assert_array_equal(np.isfinite(sparsity).all(1), [False, True, False])
-    assert {name.partition(".")[0] for name in load_file(tmp_path / "out" / "maps.safetensors")} == {"1"}
+    assert {
+        name.partition(".")[0] for name in load_file(tmp_path / "out" / "maps.safetensors")
+    } == {"1"}

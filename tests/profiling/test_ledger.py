@@ -1,4 +1,5 @@
-"""The resume ledger: what a kill leaves is gone on with, what is damaged is done again, nothing is mixed up."""
+"""The resume ledger: what a kill leaves is gone on with, what is damaged is done again, nothing is
+mixed up."""
 
 from __future__ import annotations
 
@@ -20,7 +21,12 @@ from profiling.values import from_bytes, to_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"length": 4096, "tasks": ("text", "vt"), "limit": math.inf, "none": math.nan}
-VALUE = {"error": 0.1 + 0.2, "worst": math.inf, "heads": [3, None, True, "x"], "curves": [np.arange(6.0).reshape(2, 3)]}
+VALUE = {
+    "error": 0.1 + 0.2,
+    "worst": math.inf,
+    "heads": [3, None, True, "x"],
+    "curves": [np.arange(6.0).reshape(2, 3)],
+}
 
 
 @pytest.fixture
@@ -44,7 +50,11 @@ def test_values_come_back_as_they_were_bit_for_bit() -> None:
             np.testing.assert_array_equal(back, array.T)
     array = np.array([np.nan, -0.0, np.inf, 1e-45], dtype=np.float32)
     found = from_bytes(to_bytes({"a": array, "b": (array[3], math.nan), "c": VALUE}))
-    assert found["a"].tobytes() == array.tobytes() and found["b"][0] == float(array[3]) and math.isnan(found["b"][1])
+    assert (
+        found["a"].tobytes() == array.tobytes()
+        and found["b"][0] == float(array[3])
+        and math.isnan(found["b"][1])
+    )
     assert found["c"]["error"] == VALUE["error"] and found["c"]["heads"] == VALUE["heads"]
     found["a"][0] = 1  # writable
     for wrong in ({1: 2}, {"__array__": 1}, object(), b"x", {"a": {3}}):
@@ -55,23 +65,39 @@ def test_values_come_back_as_they_were_bit_for_bit() -> None:
 def test_what_is_put_is_there_after_the_process(out: Path) -> None:
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
         assert len(ledger) == 3
-        assert [ledger.get(ledger.unit(f"layer {n}", {"seed": 0})) for n in (2, 3)] == [{"error": 0.1 + 2 / 3}, None]
+        assert [ledger.get(ledger.unit(f"layer {n}", {"seed": 0})) for n in (2, 3)] == [
+            {"error": 0.1 + 2 / 3},
+            None,
+        ]
         assert ledger.unit("layer 2", {"seed": 0}) in ledger
         put = ledger.put(ledger.unit("array"), VALUE)
         got = ledger.once(ledger.unit("array"), lambda: pytest.fail("it is there"))
-        assert put["heads"] == got["heads"] and put["curves"][0].tobytes() == got["curves"][0].tobytes()
-        assert ledger.once(ledger.unit("new"), lambda: (1, 2)) == ledger.get(ledger.unit("new")) == [1, 2]
+        assert (
+            put["heads"] == got["heads"]
+            and put["curves"][0].tobytes() == got["curves"][0].tobytes()
+        )
+        assert (
+            ledger.once(ledger.unit("new"), lambda: (1, 2))
+            == ledger.get(ledger.unit("new"))
+            == [1, 2]
+        )
         with pytest.raises(ValueError, match="None is no value"):
             ledger.put(ledger.unit("none"), None)
         ledger.remove()
     assert list(out.parent.iterdir()) == []
 
 
-def test_a_unit_is_known_by_all_that_it_depends_on(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_is_known_by_all_that_it_depends_on(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
         same = ledger.unit("layer 0", {"seed": 0})
         assert ledger.get(same) is not None
-        for other in (ledger.unit("layer 0", {"seed": 1}), ledger.unit("layer 0"), ledger.unit("layer 9", {"seed": 0})):
+        for other in (
+            ledger.unit("layer 0", {"seed": 1}),
+            ledger.unit("layer 0"),
+            ledger.unit("layer 9", {"seed": 0}),
+        ):
             assert ledger.get(other) is None
     with Ledger(out, "filters", settings=SETTINGS) as other_command:
         assert not len(other_command)
@@ -141,10 +167,12 @@ def test_no_folder_can_be_made(tmp_path: Path) -> None:
 _HOLDER = """
 import sys, time
 from pathlib import Path
+import numpy as np
 from profiling.ledger import Ledger
 ledger = Ledger(Path(sys.argv[1]), "heads")
 for number in range(int(sys.argv[2])):
-    ledger.put(ledger.unit(f"unit {number}"), {"array": __import__("numpy").zeros(300_000), "number": number})
+    arrays = {"array": np.zeros(300_000), "number": number}
+    ledger.put(ledger.unit(f"unit {number}"), arrays)
     print(number, flush=True)
 time.sleep(600)
 """
@@ -160,7 +188,9 @@ def test_one_process_at_a_time_and_the_lock_dies_with_its_holder(tmp_path: Path)
     with holder(out, 1) as other:
         assert other.stdout is not None and other.stdout.readline() == "0\n"
         for fresh in (False, True):
-            with pytest.raises(HeadwiseError, match="another process is writing it; wait for it or end it"):
+            with pytest.raises(
+                HeadwiseError, match="another process is writing it; wait for it or end it"
+            ):
                 Ledger(out, "heads", fresh=fresh)
         other.send_signal(signal.SIGKILL)
     with Ledger(out, "heads") as ledger:

@@ -44,8 +44,15 @@ def test_banked_layers_are_in_cpu_memory() -> None:
 
 
 def test_layers_that_slide_keep_a_window() -> None:
-    gemma = {"model_type": "gemma3_text", "hidden_size": 640, "num_hidden_layers": 18, "sliding_window": 512}
-    shape = read_shape(json.dumps(gemma | {"num_attention_heads": 4, "num_key_value_heads": 1}), "bfloat16")
+    gemma = {
+        "model_type": "gemma3_text",
+        "hidden_size": 640,
+        "num_hidden_layers": 18,
+        "sliding_window": 512,
+    }
+    shape = read_shape(
+        json.dumps(gemma | {"num_attention_heads": 4, "num_key_value_heads": 1}), "bfloat16"
+    )
     token = 2 * 256 * 2
     assert (shape.layers, shape.sliding) == (18, 15)
     assert plan(shape, 10_000, growing=False).cache == token * (3 * 10_000 + 15 * 512)
@@ -53,7 +60,10 @@ def test_layers_that_slide_keep_a_window() -> None:
 
 def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert memory.main(["--plan", str(tmp_path), "--length", "131072", "524288", "--memory", "139GB"]) == 0
+    assert (
+        memory.main(["--plan", str(tmp_path), "--length", "131072", "524288", "--memory", "139GB"])
+        == 0
+    )
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
     assert [(line[0], line[-1]) for line in lines] == [("131072", "yes"), ("524288", "no")]
 
@@ -67,7 +77,10 @@ def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--plan", '{"model_type": "clip"}'], "no memory can be predicted from this CLIPConfig"),
         (["--plan", json.dumps(LLAMA), "--banked", "33"], "--banked must be 0 to 32"),
         (["--plan", json.dumps(LLAMA), "--banked", "-1"], "--banked must be at least 0"),
-        (["--model", "nowhere"], "name an artifact and its model with --model, or a configuration with --plan"),
+        (
+            ["--model", "nowhere"],
+            "name an artifact and its model with --model, or a configuration with --plan",
+        ),
         (["--plan", json.dumps(LLAMA), "--memory", "much"], "--memory must be a number of bytes"),
     ],
 )
@@ -80,7 +93,16 @@ def test_what_cannot_be_is_one_line(options: list[str], says: str) -> None:
 @pytest.mark.slow
 def test_memory_by_length_is_measured_beside_what_was_predicted(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny")
-    run(HeadSearch(model=str(model), out=tmp_path / "cfg.yaml", length=512, budget="0.8", dtype="float32", command="x"))
+    run(
+        HeadSearch(
+            model=str(model),
+            out=tmp_path / "cfg.yaml",
+            length=512,
+            budget="0.8",
+            dtype="float32",
+            command="x",
+        )
+    )
     command = ["--model", str(model), str(tmp_path / "cfg.yaml"), "--dtype", "float32", "--dense"]
     memory.main([*command, "--length", "4096", "--json", str(tmp_path / "out.json")])
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]

@@ -1,4 +1,5 @@
-"""The picture of an artifact: every kind has its colour, and a letter where shades could be mistaken."""
+"""The picture of an artifact: every kind has its colour, and a letter where shades could be
+mistaken."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from tests.artifacts.conftest import build_every_kind
 
 def test_three_files_with_a_line_for_each_head(tmp_path: Path) -> None:
     artifact, arrays = build_every_kind()
-    arrays |= {f"chosen.{name}": np.full((5, 4), 0.5, dtype=np.float32) for name in ("error", "density")}
+    arrays |= {
+        f"chosen.{name}": np.full((5, 4), 0.5, dtype=np.float32) for name in ("error", "density")
+    }
     artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
     png, svg, table = draw_pattern_map(tmp_path / "cfg.yaml", tmp_path / "map")
     assert png.read_bytes()[:4] == b"\x89PNG" and svg.read_text().startswith("<?xml")
@@ -32,9 +35,12 @@ def test_three_files_with_a_line_for_each_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("out", "stem"), [("x", "x"), ("x.png", "x"), ("x.svg", "x"), ("x.csv", "x"), ("model-1.5", "model-1.5")]
+    ("out", "stem"),
+    [("x", "x"), ("x.png", "x"), ("x.svg", "x"), ("x.csv", "x"), ("model-1.5", "model-1.5")],
 )
-def test_a_file_that_is_asked_for_by_name_is_written(scored: Path, tmp_path: Path, out: str, stem: str) -> None:
+def test_a_file_that_is_asked_for_by_name_is_written(
+    scored: Path, tmp_path: Path, out: str, stem: str
+) -> None:
     paths = draw_pattern_map(scored, tmp_path / out)
     assert paths == [tmp_path / f"{stem}.{kind}" for kind in ("png", "svg", "csv")]
     assert all(path.is_file() for path in paths)
@@ -44,26 +50,38 @@ def test_a_file_that_is_asked_for_by_name_is_written(scored: Path, tmp_path: Pat
 def scored(tmp_path: Path) -> Path:
     """An artifact with scores, of a model whose name is a broken formula and moves the cursor."""
     artifact, arrays = build_every_kind()
-    arrays |= {f"chosen.{name}": np.full((5, 4), 0.5, dtype=np.float32) for name in ("error", "density")}
-    named = artifact.model_copy(update={"model": artifact.model.model_copy(update={"name": "$\\frac{a$ \x1b[2J"})})
+    arrays |= {
+        f"chosen.{name}": np.full((5, 4), 0.5, dtype=np.float32) for name in ("error", "density")
+    }
+    named = artifact.model_copy(
+        update={"model": artifact.model.model_copy(update={"name": "$\\frac{a$ \x1b[2J"})}
+    )
     artifacts.save(named, tmp_path / "cfg.yaml", arrays)
     return tmp_path / "cfg.yaml"
 
 
-def test_a_name_is_no_formula_and_moves_no_cursor(scored: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_name_is_no_formula_and_moves_no_cursor(
+    scored: Path, tmp_path: Path, capsys: Any
+) -> None:
     stem = tmp_path / "map\x1b[2J"
     assert main([str(scored), "--out", str(stem)]) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/map\\x1b[2J.{kind}" for kind in ("png", "svg", "csv")]
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path}/map\\x1b[2J.{kind}" for kind in ("png", "svg", "csv")
+    ]
     assert "\x1b" not in stem.with_name(f"{stem.name}.svg").read_text()
 
 
-def test_a_full_disk_leaves_nothing(scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(
+    scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(handle: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", full)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(artifacts.HeadwiseError, match=r"cannot write '.*map\.png': no space left on device"):
+    with pytest.raises(
+        artifacts.HeadwiseError, match=r"cannot write '.*map\.png': no space left on device"
+    ):
         draw_pattern_map(scored, tmp_path / "map")
     assert sorted(tmp_path.iterdir()) == before
 
@@ -75,7 +93,11 @@ def test_no_stem_is_refused_in_one_line(scored: Path) -> None:
 
 def test_an_artifact_without_scores_is_drawn_without_shades(tmp_path: Path) -> None:
     artifact, arrays = build_every_kind()
-    artifacts.save(artifact, tmp_path / "cfg.yaml", arrays | {"chosen.recall": np.zeros((1, 1), dtype=np.float32)})
+    artifacts.save(
+        artifact,
+        tmp_path / "cfg.yaml",
+        arrays | {"chosen.recall": np.zeros((1, 1), dtype=np.float32)},
+    )
     _, _, numbers = draw_pattern_map(tmp_path / "cfg.yaml", tmp_path / "map")
     with numbers.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -90,6 +112,10 @@ def test_kinds_that_shades_could_be_taken_for_carry_their_letter() -> None:
     drawn = figure(artifact, arrays["chosen.recall"])
     letters = {text.get_position(): text.get_text() for text in drawn.axes[0].texts}
     assert letters == {(2, 1): "T", (2, 2): "L", (2, 3): "S", (3, 0): "F", (4, 2): "K", (4, 3): "M"}
-    assert set(LETTERED) == {artifact.patterns[artifact.prefill.layers[x][y]].kind for x, y in letters}
+    assert set(LETTERED) == {
+        artifact.patterns[artifact.prefill.layers[x][y]].kind for x, y in letters
+    }
     (legend,) = drawn.legends
-    assert {"T: tri_shape 1", "vertical_slash 3", "slides already"} <= {t.get_text() for t in legend.get_texts()}
+    assert {"T: tri_shape 1", "vertical_slash 3", "slides already"} <= {
+        t.get_text() for t in legend.get_texts()
+    }

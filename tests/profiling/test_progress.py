@@ -44,7 +44,9 @@ def test_time_left_is_by_the_pace_of_this_run() -> None:
         assert shown.line() == "p: 910 of 1000 units, 07:30 left"
 
 
-def test_a_command_with_q_says_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_with_q_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(command_line, "verbosity", -1)
     with phase("p", 2) as shown:
         shown.update()

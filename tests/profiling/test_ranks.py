@@ -1,4 +1,5 @@
-"""Ranks under torchrun: the same result by any number of them, after any kill, and an error that is told once."""
+"""Ranks under torchrun: the same result by any number of them, after any kill, and an error that is
+told once."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ class Launch:
         self._running: list[Process] = []
 
     def start(self, count: int, *options: str) -> Process:
-        self._running.append(Process("tests.profiling.ranked_work", str(self.out), *options, ranks=count))
+        self._running.append(
+            Process("tests.profiling.ranked_work", str(self.out), *options, ranks=count)
+        )
         return self._running[-1]
 
     def finish(self, count: int, *options: str) -> tuple[int, str, str]:
@@ -38,7 +41,11 @@ class Launch:
         """Unit, rank and process of each beginning."""
         log = self.out.with_suffix(".log")
         lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
-        return [(f"unit {unit}", rank, int(pid)) for what, _, unit, rank, pid in lines if what == "begin"]
+        return [
+            (f"unit {unit}", rank, int(pid))
+            for what, _, unit, rank, pid in lines
+            if what == "begin"
+        ]
 
     def process_at(self, unit: str) -> int:
         """The process that began a unit, once it has."""
@@ -78,15 +85,22 @@ def test_any_number_of_ranks_writes_the_same(launch: Launch, alone: bytes, count
     assert code == 0 and said == f"wrote {launch.out}\n", complained
     assert launch.out.read_bytes() == alone
     units, by, _ = zip(*launch.begun(), strict=True)
-    assert len(units) == len(set(units)) == UNITS and set(by) == {str(rank) for rank in range(count)}
-    assert sorted(path.suffix for path in launch.out.parent.iterdir()) == [".first", ".json", ".log"]
+    assert len(units) == len(set(units)) == UNITS and set(by) == {
+        str(rank) for rank in range(count)
+    }
+    assert sorted(path.suffix for path in launch.out.parent.iterdir()) == [
+        ".first",
+        ".json",
+        ".log",
+    ]
 
 
 @pytest.mark.parametrize(("count", "after"), [(2, 3), (3, 0)])
 def test_a_killed_rank_ends_the_launch_and_another_goes_on(
     launch: Launch, alone: bytes, count: int, after: int
 ) -> None:
-    """kill -9 of the rank that has the costliest unit, and of all others of the launch by torchrun."""
+    """kill -9 of the rank that has the costliest unit, and of all others of the launch by
+    torchrun."""
     process = launch.start(count, "--hang", "unit 4")
     killed = launch.process_at("unit 4")
     finished = {unit for unit, _, pid in launch.begun() if pid == killed and unit != "unit 4"}
@@ -158,7 +172,9 @@ def test_what_a_rank_has_made_is_not_made_by_another_as_well() -> None:
     shares = [Ranks(rank, 2).deal(units, needs=needs) for rank in range(2)]
     assert shares == [["a1", "a2", "a3"], ["b1", "b2", "b3"]]
     # Who has it already does it, while waiting takes no longer than making it again.
-    theirs = [Ranks(rank, 2).deal(units[::2], needs=needs[::2], has=[(), ("a",)]) for rank in range(2)]
+    theirs = [
+        Ranks(rank, 2).deal(units[::2], needs=needs[::2], has=[(), ("a",)]) for rank in range(2)
+    ]
     assert theirs == [["a3"], ["a1", "a2"]]
 
 
@@ -172,7 +188,12 @@ def test_one_process_needs_no_torch_distributed(monkeypatch: pytest.MonkeyPatch)
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     monkeypatch.setenv("WORLD_SIZE", "many")
-    with pytest.raises(HeadwiseError, match="WORLD_SIZE must be a number, as torchrun sets it, got 'many'"), ranks():
+    with (
+        pytest.raises(
+            HeadwiseError, match="WORLD_SIZE must be a number, as torchrun sets it, got 'many'"
+        ),
+        ranks(),
+    ):
         pass
 
 

@@ -1,4 +1,5 @@
-"""The profile is what full attention weights give, marks layers that slide, and comes back from its files."""
+"""The profile is what full attention weights give, marks layers that slide, and comes back from its
+files."""
 
 from __future__ import annotations
 
@@ -47,7 +48,13 @@ def loaded(folder: Path) -> LoadedModel:
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     """Five layers, the second and the last of which see every key."""
-    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    kinds = [
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+    ]
     place = save_tiny(
         tmp_path_factory.mktemp("hybrid") / "gemma",
         family="Gemma3",
@@ -61,7 +68,8 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
-    """The arrays from eager attention weights of the whole sequence, by the definitions, in fp64."""
+    """The arrays from eager attention weights of the whole sequence, by the definitions, in
+    fp64."""
     prompt = make_prompts(task, loaded.tokenizer, length=LENGTH, samples=1, seed=seed)[0]
     encode = lambda text: loaded.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     continuation, blocks = [], []
@@ -73,7 +81,9 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
     ids = torch.tensor([[*prompt.input_ids, *continuation[: STEPS - 1]]])
     loaded.model.set_attn_implementation("eager")
     with torch.no_grad():
-        output = loaded.model(ids, output_attentions=True, output_hidden_states=True, use_cache=True)
+        output = loaded.model(
+            ids, output_attentions=True, output_hidden_states=True, use_cache=True
+        )
     weights, streams, cache = output.attentions, output.hidden_states, output.past_key_values
     loaded.model.set_attn_implementation("sdpa")
     n, old, groups = len(weights), LENGTH - 1 - TAIL, cache.layers[0].values.shape[1]
@@ -89,7 +99,9 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
                 mass[by][i] += row.mean(1)[:, top[i]].sum(1) / STEPS
             if by == "max" and blocks[step] is not None:
                 start, end = blocks[step]
-                hit.append([np.mean([key in top[i] for key in range(start, end)]) for i in range(n)])
+                hit.append(
+                    [np.mean([key in top[i] for key in range(start, end)]) for i in range(n)]
+                )
         for i, j in zip(*np.triu_indices(n), strict=True):
             values = cache.layers[j].values[0].double().numpy()[:, : LENGTH + step]
             by_head = row[j].reshape(groups, -1, LENGTH + step)
@@ -117,7 +129,9 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("task", ["multi_hop", "kv_retrieval"])
 def test_the_profile_is_what_full_attention_weights_give(loaded: LoadedModel, task: str) -> None:
-    profile = measure(SimilarityConfig(model="tiny", tasks=(task,), samples=1, seed=3, **SETTINGS), loaded)
+    profile = measure(
+        SimilarityConfig(model="tiny", tasks=(task,), samples=1, seed=3, **SETTINGS), loaded
+    )
     for name, expected in plainly(loaded, task, seed=3).items():
         fine = name.startswith(("error", "worst"))
         close = {"rtol": 1e-3, "atol": 1e-6} if fine else {"atol": 1e-3}
@@ -137,7 +151,9 @@ def test_sliding_layers_are_marked_and_left_out(hybrid: LoadedModel) -> None:
     for by in ("max", "mean"):
         np.testing.assert_array_equal(np.isfinite(profile.arrays[f"mass.{task}.{by}"]), measured)
     np.testing.assert_array_equal(np.isfinite(profile.variability(task)[:, 0]), measured.any(1))
-    np.testing.assert_array_equal(np.isfinite(profile.ability(task)), [False, True, False, False, False])
+    np.testing.assert_array_equal(
+        np.isfinite(profile.ability(task)), [False, True, False, False, False]
+    )
     assert profile.ability(task)[1] == profile.mass(task)[1, 4]
 
 
@@ -146,8 +162,12 @@ def test_a_norm_behind_the_attention_counts(hybrid: LoadedModel, loaded: LoadedM
     block = hybrid.model.model.layers[1]
     seen: dict[str, torch.Tensor] = {}
     former = [
-        block.self_attn.register_forward_hook(lambda _, __, out: seen.update(attention=out[0][0, -1])),
-        block.post_attention_layernorm.register_forward_hook(lambda _, __, out: seen.update(added=out[0, -1])),
+        block.self_attn.register_forward_hook(
+            lambda _, __, out: seen.update(attention=out[0][0, -1])
+        ),
+        block.post_attention_layernorm.register_forward_hook(
+            lambda _, __, out: seen.update(added=out[0, -1])
+        ),
     ]
     ids = torch.randint(3, 90, (1, 40))
     with torch.no_grad(), ResidualStream(hybrid.model) as stream:
@@ -161,12 +181,16 @@ def test_a_norm_behind_the_attention_counts(hybrid: LoadedModel, loaded: LoadedM
     with torch.no_grad(), ResidualStream(loaded.model) as plain:
         loaded.model(ids)
     assert [float(plain.gain(layer)) for layer in range(3)] == [1, 1, 1]
-    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in loaded.model.modules()] == hooks
+    assert [
+        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in loaded.model.modules()
+    ] == hooks
 
 
 def test_several_prompts_are_averaged_and_a_seed_decides(loaded: LoadedModel) -> None:
     def masses(samples: int, seed: int) -> np.ndarray:
-        made = SimilarityConfig(model="tiny", tasks=("passkey",), samples=samples, seed=seed, **SETTINGS)
+        made = SimilarityConfig(
+            model="tiny", tasks=("passkey",), samples=samples, seed=seed, **SETTINGS
+        )
         return measure(made, loaded).mass()
 
     np.testing.assert_array_equal(masses(2, 0), masses(2, 0))
@@ -174,12 +198,17 @@ def test_several_prompts_are_averaged_and_a_seed_decides(loaded: LoadedModel) ->
     assert np.abs(masses(1, 0) - masses(2, 0)).max() > 1e-4
 
 
-def test_a_text_is_decoded_as_it_stands_there_and_greedily_otherwise(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_a_text_is_decoded_as_it_stands_there_and_greedily_otherwise(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
     text = tmp_path / "a b.txt"
     text.write_text(" ".join(f"{i} of many numbered words" for i in range(400)))
     tasks = (f"text:{text}",)
     forced, greedy = (
-        measure(SimilarityConfig(model="tiny", tasks=tasks, samples=1, greedy=greedy, **SETTINGS), loaded)
+        measure(
+            SimilarityConfig(model="tiny", tasks=tasks, samples=1, greedy=greedy, **SETTINGS),
+            loaded,
+        )
         for greedy in (False, True)
     )
     assert forced.tasks == ["text:a b.txt"] and forced.hit("text:a b.txt") is None
@@ -188,12 +217,40 @@ def test_a_text_is_decoded_as_it_stands_there_and_greedily_otherwise(loaded: Loa
     assert np.abs(forced.arrays[first] - greedy.arrays[first]).max() > 1e-4
 
 
-def test_the_command_writes_a_profile_that_comes_back(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_writes_a_profile_that_comes_back(
+    folder: Path, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "new" / "profile"
-    options = ["--model", str(folder), "--out", str(out), "--length", "900", "--steps", "3", "--samples", "1"]
-    main([*options, "--task", "passkey", "--task", "kv_retrieval", "--dtype", "float32", "--top-k", "50"])
+    options = [
+        "--model",
+        str(folder),
+        "--out",
+        str(out),
+        "--length",
+        "900",
+        "--steps",
+        "3",
+        "--samples",
+        "1",
+    ]
+    main(
+        [
+            *options,
+            "--task",
+            "passkey",
+            "--task",
+            "kv_retrieval",
+            "--dtype",
+            "float32",
+            "--top-k",
+            "50",
+        ]
+    )
     printed = capsys.readouterr().out
-    assert "3 of 3 layers see the whole prompt; 900 tokens, top 50" in printed and "agreement of the tasks" in printed
+    assert (
+        "3 of 3 layers see the whole prompt; 900 tokens, top 50" in printed
+        and "agreement of the tasks" in printed
+    )
     profile = load(out)
     assert profile.tasks == ["passkey", "kv_retrieval"] and profile.agreement.shape == (2, 2)
     assert profile.about["command"].startswith("headwise similarity --model")
@@ -211,7 +268,9 @@ def test_the_command_writes_a_profile_that_comes_back(folder: Path, tmp_path: Pa
             header, *rows = list(csv.reader(file))
         array = profile.arrays[name].reshape(len(rows), -1)
         assert len(header) == 1 + array.shape[1]
-        assert [row[0] for row in rows] == (profile.tasks if name == "agreement" else ["0", "1", "2"])
+        assert [row[0] for row in rows] == (
+            profile.tasks if name == "agreement" else ["0", "1", "2"]
+        )
         read = np.array([[float(cell or "nan") for cell in row[1:]] for row in rows])
         np.testing.assert_allclose(read, array, rtol=1e-5)
     assert load(out / FILE).arrays.keys() == profile.arrays.keys()
@@ -224,10 +283,17 @@ def test_the_command_writes_a_profile_that_comes_back(folder: Path, tmp_path: Pa
         ({"steps": 0}, "--steps must be at least 1, got 0"),
         ({"top_k": 0}, "--top-k must be at least 1, got 0"),
         ({"top_k": 980}, "--top-k 980 chooses every token of 980: give fewer than --length"),
-        ({"length": 1020}, "--length 1020 and 20 steps are more than the 1024 positions of tiny; choose a shorter one"),
+        (
+            {"length": 1020},
+            "--length 1020 and 20 steps are more than the 1024 positions of tiny; choose a shorter "
+            "one",
+        ),
         ({"tasks": ("riddle",)}, "unknown task 'riddle'"),
         ({"tasks": ()}, "no task given; known: kv_retrieval"),
-        ({"tasks": ("passkey", "passkey")}, "two tasks are called 'passkey': give each a name of its own"),
+        (
+            {"tasks": ("passkey", "passkey")},
+            "two tasks are called 'passkey': give each a name of its own",
+        ),
     ],
 )
 def test_bad_settings(loaded: LoadedModel, changes: dict[str, Any], line: str) -> None:
@@ -238,8 +304,14 @@ def test_bad_settings(loaded: LoadedModel, changes: dict[str, Any], line: str) -
 
 def test_a_model_that_only_slides(tmp_path: Path) -> None:
     place = save_tiny(tmp_path / "mistral", family="Mistral", sliding_window=32)
-    with pytest.raises(HeadwiseError, match="every layer of mistral slides over a window: none sees the whole prompt"):
-        run(SimilarityConfig(model=str(place), tasks=("passkey",), samples=1, **SETTINGS), tmp_path / "out")
+    with pytest.raises(
+        HeadwiseError,
+        match="every layer of mistral slides over a window: none sees the whole prompt",
+    ):
+        run(
+            SimilarityConfig(model=str(place), tasks=("passkey",), samples=1, **SETTINGS),
+            tmp_path / "out",
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -255,12 +327,21 @@ def small() -> Profile:
     arrays |= {f"{kind}.{task}": np.full((2, 2, 2), 0.1) for kind in ("error", "worst")}
     arrays |= {f"ability.{task}.next{reach}": np.array([0.5, np.nan]) for reach in (8, 16)}
     arrays |= {f"variability.{task}": np.zeros((2, 3)), "agreement": np.ones((1, 1))}
-    about = {"format": 5, "num_layers": 2, "kv_heads": 2, "layers": [0, 1], "sliding_layers": [], "steps": 3}
+    about = {
+        "format": 5,
+        "num_layers": 2,
+        "kv_heads": 2,
+        "layers": [0, 1],
+        "sliding_layers": [],
+        "steps": 3,
+    }
     return Profile(arrays=arrays, about={**about, "tasks": [{"name": task, "sha256": "0" * 64}]})
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    with pytest.raises(HeadwiseError, match=r"there is no similarity profile .*: headwise similarity"):
+    with pytest.raises(
+        HeadwiseError, match=r"there is no similarity profile .*: headwise similarity"
+    ):
         load(tmp_path)
     file = tmp_path / FILE
     file.write_bytes(b"nothing of the sort")
@@ -269,11 +350,22 @@ def test_bad_files(tmp_path: Path) -> None:
     profile = small()
     for change in ({"format": 99}, {"format": None}):
         save_profile(Profile(arrays=profile.arrays, about=profile.about | change), tmp_path)
-        with pytest.raises(HeadwiseError, match="is not a similarity profile that this release reads"):
+        with pytest.raises(
+            HeadwiseError, match="is not a similarity profile that this release reads"
+        ):
             load(file)
-    for name, line in (("mass.passkey.max", "is missing"), ("variability.passkey", "has the shape")):
-        arrays = {key: value for key, value in profile.arrays.items() if key != "mass.passkey.max" or key != name}
-        arrays["variability.passkey"] = np.zeros((2, 4)) if "var" in name else profile.variability("passkey")
+    for name, line in (
+        ("mass.passkey.max", "is missing"),
+        ("variability.passkey", "has the shape"),
+    ):
+        arrays = {
+            key: value
+            for key, value in profile.arrays.items()
+            if key != "mass.passkey.max" or key != name
+        }
+        arrays["variability.passkey"] = (
+            np.zeros((2, 4)) if "var" in name else profile.variability("passkey")
+        )
         save_profile(Profile(arrays=arrays, about=profile.about), tmp_path)
         with pytest.raises(HeadwiseError, match=f"{re.escape(name)} {line}"):
             load(file)
@@ -282,7 +374,9 @@ def test_bad_files(tmp_path: Path) -> None:
     assert json.loads(json.dumps(load(tmp_path).about)) == profile.about
 
 
-def test_one_layers_scores_are_held_at_a_time(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_layers_scores_are_held_at_a_time(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held: list[weakref.ref[torch.Tensor]] = []
     visit = Meter.visit
 

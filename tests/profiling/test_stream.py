@@ -1,4 +1,5 @@
-"""Streams are measured as they are defined: in any chunks, after any kill, and against plain forwards."""
+"""Streams are measured as they are defined: in any chunks, after any kill, and against plain
+forwards."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ ALL = ("streaming", "streaming:1", "window-only", "recomputed", "dense", "origin
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything here is tiny: threads would only wait for each other; and only one test looks at the picture."""
+    """Everything here is tiny: threads would only wait for each other; and only one test looks at
+    the picture."""
     torch.set_num_threads(1)
     monkeypatch.setattr(stream_run, "draw", lambda *given: [])
 
@@ -44,7 +46,9 @@ def loaded() -> LoadedModel:
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     with torch.no_grad():
         for weights in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
-            weights.copy_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+            weights.copy_(
+                torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)) * 0.2
+            )
     return LoadedModel(model, tokenizer, "tiny", None)
 
 
@@ -54,7 +58,15 @@ def config(tmp_path: Path) -> Callable[..., Streamed]:
     text.write_text(" ".join(f"The clerk counted {7 * n % 101} boats." for n in range(60)))
 
     def config(out: str = "out", **changes: Any) -> Streamed:
-        given = {"tokens": 130, "sinks": 2, "window": 22, "methods": ALL, "chunk": 32, "block": 32, "stride": 3}
+        given = {
+            "tokens": 130,
+            "sinks": 2,
+            "window": 22,
+            "methods": ALL,
+            "chunk": 32,
+            "block": 32,
+            "stride": 3,
+        }
         if changes.get("task") != "stream_eval":
             given["text"] = text
         return Streamed(model="tiny", out=tmp_path / out, dtype="float32", **{**given, **changes})
@@ -62,27 +74,44 @@ def config(tmp_path: Path) -> Callable[..., Streamed]:
     return config
 
 
-def test_chunks_of_any_size_give_what_one_by_one_gives(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
+def test_chunks_of_any_size_give_what_one_by_one_gives(
+    loaded: LoadedModel, config: Callable[..., Streamed]
+) -> None:
     records = [
-        run(config(f"out{chunk}", chunk=chunk, block=40, methods=("streaming", "window-only", "original")), loaded)
+        run(
+            config(
+                f"out{chunk}",
+                chunk=chunk,
+                block=40,
+                methods=("streaming", "window-only", "original"),
+            ),
+            loaded,
+        )
         for chunk in (1, 8, 20)
     ]
     for rows, record in records[1:]:
         for row, (method, blocks) in zip(records[0][0], record["blocks"].items(), strict=True):
             assert row.method == method and blocks["end"] == [40, 80, 120, 130]
-            np.testing.assert_allclose(blocks["nll"], records[0][1]["blocks"][method]["nll"], rtol=1e-4)
+            np.testing.assert_allclose(
+                blocks["nll"], records[0][1]["blocks"][method]["nll"], rtol=1e-4
+            )
         assert [row.cache_bytes for row in rows] == [row.cache_bytes for row in records[0][0]]
 
 
-def test_methods_are_what_they_are_called(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
-    """Dense and recomputed against plain forwards; before the window is full all are dense; after it they differ."""
+def test_methods_are_what_they_are_called(
+    loaded: LoadedModel, config: Callable[..., Streamed]
+) -> None:
+    """Dense and recomputed against plain forwards; before the window is full all are dense; after
+    it they differ."""
     given = config(stride=1, block=8, chunk=8, tokens=60)
     rows, record = run(given, loaded)
     found = {row.method: row for row in rows}
     assert given.text is not None
     ids = torch.tensor([text_stream(Encoder(loaded.tokenizer), given.text, 60, 1).ids])
     with torch.no_grad():
-        whole = torch.nn.functional.cross_entropy(loaded.model(ids[:, :-1]).logits[0], ids[0, 1:], reduction="none")
+        whole = torch.nn.functional.cross_entropy(
+            loaded.model(ids[:, :-1]).logits[0], ids[0, 1:], reduction="none"
+        )
         stretches = [
             torch.nn.functional.cross_entropy(
                 loaded.model(ids[:, max(0, t - 24) : t]).logits[0, -1:], ids[0, t : t + 1]
@@ -90,7 +119,9 @@ def test_methods_are_what_they_are_called(loaded: LoadedModel, config: Callable[
             for t in range(1, 61)
         ]
     assert found["dense"].perplexity == pytest.approx(whole.mean().exp().item(), rel=1e-4)
-    assert found["recomputed"].perplexity == pytest.approx(torch.stack(stretches).mean().exp().item(), rel=1e-4)
+    assert found["recomputed"].perplexity == pytest.approx(
+        torch.stack(stretches).mean().exp().item(), rel=1e-4
+    )
     blocks = {method: np.array(values["nll"]) for method, values in record["blocks"].items()}
     for method, values in blocks.items():
         np.testing.assert_allclose(values[:3], blocks["dense"][:3], rtol=1e-4, err_msg=method)
@@ -103,9 +134,12 @@ def test_methods_are_what_they_are_called(loaded: LoadedModel, config: Callable[
 
 
 def test_a_window_is_one_sample_of_the_ratio() -> None:
-    """Tokens of one window that are alike say once what they say: 4 windows of 10 tokens, not 40 samples."""
+    """Tokens of one window that are alike say once what they say: 4 windows of 10 tokens, not 40
+    samples."""
     apart = np.repeat([0.1, 0.3, 0.2, 0.4], 10)
-    stream = TokenStream(ids=tuple(range(51)), probes=tuple((at, at + 1) for at in range(11, 51)), name="t")
+    stream = TokenStream(
+        ids=tuple(range(51)), probes=tuple((at, at + 1) for at in range(11, 51)), name="t"
+    )
     both = []
     for name, values in (("recomputed", np.zeros(40)), ("streaming", apart)):
         part = Stretch(nll=1.0, tokens=40, probed=values.tolist(), right=[1] * 40)
@@ -121,11 +155,14 @@ def test_a_window_is_one_sample_of_the_ratio() -> None:
     alone = stream_report.rows(both, stream, whole=10, task="text")[0]
     assert alone.ratio is alone.low is None
     assert (
-        " (" in stream_report.table([row]) and stream_report.rows(both, stream, whole=100, task="text")[1].ratio is None
+        " (" in stream_report.table([row])
+        and stream_report.rows(both, stream, whole=100, task="text")[1].ratio is None
     )
 
 
-def test_memory_is_bounded_but_for_dense(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
+def test_memory_is_bounded_but_for_dense(
+    loaded: LoadedModel, config: Callable[..., Streamed]
+) -> None:
     _, record = run(config(tokens=640), loaded)
     for method, blocks in record["blocks"].items():
         held = blocks["cache_bytes"]
@@ -137,7 +174,10 @@ def test_memory_is_bounded_but_for_dense(loaded: LoadedModel, config: Callable[.
 
 @pytest.mark.parametrize("after", [0, 6])
 def test_a_killed_run_ends_as_if_it_had_not_been(
-    loaded: LoadedModel, config: Callable[..., Streamed], after: int, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel,
+    config: Callable[..., Streamed],
+    after: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Killed after a block was kept, in any method."""
     _, whole = run(config("whole"), loaded)
@@ -165,7 +205,9 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
     assert [path.name for path in config().out.iterdir()] == ["stream.json"]
 
 
-def test_another_stream_does_not_go_on(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
+def test_another_stream_does_not_go_on(
+    loaded: LoadedModel, config: Callable[..., Streamed]
+) -> None:
     given = config()
     given.out.mkdir()
     with Ledger(given.out / "stream.json", "stream", settings={"model": "other"}) as ledger:
@@ -175,7 +217,9 @@ def test_another_stream_does_not_go_on(loaded: LoadedModel, config: Callable[...
     run(config(fresh=True, methods=("window-only",)), loaded)
 
 
-def test_a_short_text_is_begun_again(loaded: LoadedModel, config: Callable[..., Streamed], tmp_path: Path) -> None:
+def test_a_short_text_is_begun_again(
+    loaded: LoadedModel, config: Callable[..., Streamed], tmp_path: Path
+) -> None:
     text = tmp_path / "short.txt"
     text.write_text("The river and the old clerk.")
     encode = Encoder(byte_level(bos=True))
@@ -194,10 +238,17 @@ def test_stream_eval_asks_for_what_was_said_twenty_lines_before(name: str) -> No
     assert made.ids == stream_eval(Encoder(tokenizer), 6000, seed=3).ids[:6001]
     assert made.ids != stream_eval(Encoder(tokenizer), 6000, seed=4).ids
     text = tokenizer.decode(list(made.ids))
-    facts = [line for line in re.sub(r"\n ?\n.*\n\n", "\n", text).splitlines() if "The value of" in line]
+    facts = [
+        line for line in re.sub(r"\n ?\n.*\n\n", "\n", text).splitlines() if "The value of" in line
+    ]
     for number, (begin, end) in enumerate(made.probes):
         answer = tokenizer.decode(list(made.ids[begin:end])).strip()
-        asked = tokenizer.decode(list(made.ids[:begin])).rstrip().rpartition("The value of ")[2].removesuffix(" is")
+        asked = (
+            tokenizer.decode(list(made.ids[:begin]))
+            .rstrip()
+            .rpartition("The value of ")[2]
+            .removesuffix(" is")
+        )
         assert facts[9 + 10 * number].strip() == f"The value of {asked} is {answer}."
     assert len(made.probes) >= 3
 
@@ -234,11 +285,15 @@ def test_stream_eval_counts_answers_of_which_every_token_is_the_likeliest(
         return out
 
     monkeypatch.setattr(loaded.model, "forward", knowing)
-    rows, _ = run(config("knowing", task="stream_eval", tokens=2500, block=64, methods=("streaming",)), loaded)
+    rows, _ = run(
+        config("knowing", task="stream_eval", tokens=2500, block=64, methods=("streaming",)), loaded
+    )
     assert rows[0].accuracy == pytest.approx(1 - 1 / len(ids.probes))
 
 
-def test_times_are_taken_of_every_bounded_method(loaded: LoadedModel, config: Callable[..., Streamed]) -> None:
+def test_times_are_taken_of_every_bounded_method(
+    loaded: LoadedModel, config: Callable[..., Streamed]
+) -> None:
     given = config(methods=("streaming", "recomputed", "dense"), timed=2)
     rows, record = run(given, loaded)
     assert list(record["timed"]) == ["streaming", "recomputed"]
@@ -253,10 +308,17 @@ def test_files_say_what_made_them(
     given = config(command="headwise stream --out x")
     run(given, loaded)
     record = json.loads((given.out / "stream.json").read_text())
-    assert record["command"] == given.command and record["environment"]["torch"] == torch.__version__
+    assert (
+        record["command"] == given.command and record["environment"]["torch"] == torch.__version__
+    )
     lines = (given.out / "stream.csv").read_text().splitlines()
-    assert lines[0] == "method,end,nll,token_seconds,cache_bytes,process_bytes" and len(lines) == 1 + 6 * 5
-    assert (given.out / "stream.png").stat().st_size > 10_000 and (given.out / "stream.svg").is_file()
+    assert (
+        lines[0] == "method,end,nll,token_seconds,cache_bytes,process_bytes"
+        and len(lines) == 1 + 6 * 5
+    )
+    assert (given.out / "stream.png").stat().st_size > 10_000 and (
+        given.out / "stream.svg"
+    ).is_file()
 
 
 @pytest.mark.parametrize(
@@ -264,10 +326,16 @@ def test_files_say_what_made_them(
     [
         ({"tokens": 1}, "--tokens must be at least 2, got 1"),
         ({"chunk": 0}, "--chunk must be at least 1, got 0"),
-        ({"timed": 1, "tokens": 20}, "--timed needs a full cache: give at least 24 --tokens, got 20"),
+        (
+            {"timed": 1, "tokens": 20},
+            "--timed needs a full cache: give at least 24 --tokens, got 20",
+        ),
         ({"methods": ("h2o",)}, "unknown method 'h2o'; known: streaming, window-only"),
         ({"methods": ("streaming:x",)}, "unknown method 'streaming:x'"),
-        ({"methods": ("streaming:24",)}, "streaming:24 leaves no window: sinks and window are 24 tokens"),
+        (
+            {"methods": ("streaming:24",)},
+            "streaming:24 leaves no window: sinks and window are 24 tokens",
+        ),
         ({"methods": ("dense", "dense")}, "the method 'dense' is given twice"),
         ({"text": None}, "the task 'text' needs --text FILE"),
         ({"text": Path("none.txt")}, "there is no text file 'none.txt'"),
@@ -294,11 +362,28 @@ def test_one_sink_in_as_many_tokens() -> None:
 
 
 def test_the_command_line(
-    loaded: LoadedModel, config: Callable[..., Streamed], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    loaded: LoadedModel,
+    config: Callable[..., Streamed],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     given = config()
     monkeypatch.setattr(stream_run, "load_model", lambda *args, **options: loaded)
-    options = ["--tokens", "60", "--sinks", "1", "--window", "15", "--chunk", "16", "--methods", "streaming", "dense"]
-    assert main(["--model", "tiny", "--text", str(given.text), "--out", str(given.out), *options]) == 0
+    options = [
+        "--tokens",
+        "60",
+        "--sinks",
+        "1",
+        "--window",
+        "15",
+        "--chunk",
+        "16",
+        "--methods",
+        "streaming",
+        "dense",
+    ]
+    assert (
+        main(["--model", "tiny", "--text", str(given.text), "--out", str(given.out), *options]) == 0
+    )
     shown = capsys.readouterr().out
     assert "streaming" in shown and "last quarter" in shown and "stream.json" in shown

@@ -31,7 +31,9 @@ def test_the_list_has_every_task_with_its_parameters(capsys: pytest.CaptureFixtu
     listed = capsys.readouterr().out.split("\n\n")
     assert [entry.partition("\n")[0] for entry in listed] == [kind.usage for kind in KINDS.values()]
     assert all(
-        f"    {p.name}: " in entry for entry, kind in zip(listed, KINDS.values(), strict=True) for p in kind.parameters
+        f"    {p.name}: " in entry
+        for entry, kind in zip(listed, KINDS.values(), strict=True)
+        for p in kind.parameters
     )
     assert "passkey[@depth=D][:FILE]" in listed[1]
 
@@ -39,28 +41,43 @@ def test_the_list_has_every_task_with_its_parameters(capsys: pytest.CaptureFixtu
 def test_the_page_has_every_task_and_its_parameters() -> None:
     page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|([^|]*)\|", page, flags=re.MULTILINE)
-    table = {name: (re.findall(r"`(\w+)`", told), file.strip()) for name, told, file in rows if name in KINDS}
+    table = {
+        name: (re.findall(r"`(\w+)`", told), file.strip())
+        for name, told, file in rows
+        if name in KINDS
+    }
     assert list(table) == list(KINDS)
     for name, (told, file) in table.items():
         assert told == [parameter.name for parameter in KINDS[name].parameters]
         assert bool(file) == (KINDS[name].takes_file != "no")
 
 
-def test_a_prompt_is_shown_with_its_answer_and_where_it_lies(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_is_shown_with_its_answer_and_where_it_lies(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["--task", "niah_multivalue", "--model", folder, "--length", "1500"]
     assert main(arguments) == 0
     whole = capsys.readouterr().out
-    (prompt,) = make_prompts("niah_multivalue", byte_level(bos=True), length=1500, samples=1, seed=0)
+    (prompt,) = make_prompts(
+        "niah_multivalue", byte_level(bos=True), length=1500, samples=1, seed=0
+    )
     assert byte_level().decode(prompt.input_ids) in whole
-    assert f"tokens: 1500\nanswer: {prompt.answer}\nmetric: all\nreferences: {' | '.join(prompt.references)}\n" in whole
+    assert (
+        f"tokens: 1500\nanswer: {prompt.answer}\nmetric: all\nreferences: "
+        f"{' | '.join(prompt.references)}\n" in whole
+    )
     start, stop = prompt.finds[0].span
-    assert re.search(rf"found at: {start} to {stop}, depth 0\.\d\d: One of .* is {prompt.references[0]}\.", whole)
+    assert re.search(
+        rf"found at: {start} to {stop}, depth 0\.\d\d: One of .* is {prompt.references[0]}\.", whole
+    )
     assert main([*arguments, "--ends", "--samples", "2"]) == 0
     ends = capsys.readouterr().out
     assert ends.count("\n... 1100 tokens ...\n") == 2 and len(ends) < len(whole)
 
 
-def test_a_later_turn_and_answers_inside_are_shown(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_later_turn_and_answers_inside_are_shown(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for task in ("line_turns", "line_asked"):
         (prompt,) = make_prompts(task, byte_level(bos=True), length=2000, samples=1, seed=0)
         assert main(["--task", task, "--model", folder, "--length", "2000"]) == 0
@@ -69,7 +86,9 @@ def test_a_later_turn_and_answers_inside_are_shown(folder: str, capsys: pytest.C
         assert shown.count("answer inside: ") == len(prompt.scored)
 
 
-def test_a_text_has_no_answer(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_has_no_answer(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "long.txt"
     file.write_text("word " * 500, encoding="utf-8")
     main(["--task", f"text:{file}", "--model", folder, "--length", "100"])
@@ -79,7 +98,10 @@ def test_a_text_has_no_answer(folder: str, tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--task", "riddle"], "unknown task 'riddle'; known: kv_retrieval, passkey, line_retrieval, two_stage"),
+        (
+            ["--task", "riddle"],
+            "unknown task 'riddle'; known: kv_retrieval, passkey, line_retrieval, two_stage",
+        ),
         (["--task", "vt", "--length", "0"], "length must be at least 1, got 0"),
         (["--length", "9"], "say which task to show: --task TASK"),
     ],

@@ -6,8 +6,10 @@ from typing import Any
 
 CORPUS = [
     "The pass key is 1234567. Remember it, the river and the old clerk in the rain.",
-    '{"9c8d67c2-7e24-40e5-8b7b-88d5302d4b79": "f1da5515-2eda-4623-ae70-b5782ce6da8c",\n "ab": "cd"}',
-    "There is an important info hidden inside a lot of irrelevant text. What is the key? Corresponding value:",
+    '{"9c8d67c2-7e24-40e5-8b7b-88d5302d4b79": "f1da5515-2eda-4623-ae70-b5782ce6da8c",'
+    '\n "ab": "cd"}',
+    "There is an important info hidden inside a lot of irrelevant text. What is the key? "
+    "Corresponding value:",
 ]
 
 
@@ -20,7 +22,9 @@ def byte_level(*, bos: bool = False, eos: bool = False) -> Any:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet
+    )
     inner.train_from_iterator(CORPUS, trainer)
     single = f"{'<s> ' if bos else ''}$A{' </s>' if eos else ''}"
     specials = [("<s>", 0), ("</s>", 1)]
@@ -29,7 +33,8 @@ def byte_level(*, bos: bool = False, eos: bool = False) -> Any:
 
 
 def metaspace() -> Any:
-    """BPE in the manner of SentencePiece, which puts a space before whatever it is given, and a BOS."""
+    """BPE in the manner of SentencePiece, which puts a space before whatever it is given, and a
+    BOS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -37,9 +42,13 @@ def metaspace() -> Any:
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     inner.decoder = decoders.Metaspace()
     alphabet = sorted({chr(code) for code in range(32, 127)} | {"\n", "▁"})
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<s>"], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<unk>", "<s>"], initial_alphabet=alphabet
+    )
     inner.train_from_iterator(CORPUS, trainer)
-    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<unk>")
 
 

@@ -1,4 +1,5 @@
-"""Tiny random models, artifacts for them, and another sparse path: sdpa with the index as a mask."""
+"""Tiny random models, artifacts for them, and another sparse path: sdpa with the index as a
+mask."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def build() -> Callable[..., Any]:
 
 def search_info() -> artifacts.SearchInfo:
     """Of no meaning here: the runtime reads nothing of it."""
-    calibration = artifacts.Calibration(tasks=("passkey",), lengths=(200,), samples=1, sha256="0" * 64)
+    calibration = artifacts.Calibration(
+        tasks=("passkey",), lengths=(200,), samples=1, sha256="0" * 64
+    )
     summary = artifacts.Summary(
         recall=1.0,
         error=0.0,
@@ -93,7 +96,8 @@ def sparse_rows(config: Any) -> list[list[str] | None]:
 
 @pytest.fixture
 def artifact_for() -> Callable[..., artifacts.Artifact]:
-    """artifact_for(model, dense=, dense_below=, rows=, growth=) -> an artifact with mixed patterns for it."""
+    """artifact_for(model, dense=, dense_below=, rows=, growth=) -> an artifact with mixed patterns
+    for it."""
 
     def artifact_for(
         model: Any,
@@ -108,7 +112,9 @@ def artifact_for() -> Callable[..., artifacts.Artifact]:
             rows = [None if row is None else ["dense"] * len(row) for row in rows]
         used = {name for row in rows if row is not None for name in row}
         table = {"dense": {"kind": "dense"}} | SPARSE
-        patterns = {name: CLASSES[sizes["kind"]](**sizes) for name, sizes in table.items() if name in used}
+        patterns = {
+            name: CLASSES[sizes["kind"]](**sizes) for name, sizes in table.items() if name in used
+        }
         layers = tuple(None if row is None else tuple(row) for row in rows)
         return artifacts.Artifact(
             model=fingerprint(model, name="tiny"),
@@ -128,7 +134,8 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def apply(artifact_for: Callable[..., artifacts.Artifact]) -> Callable[..., Handle]:
-    """apply(model, **options, **artifact) -> the handle of a fresh artifact applied to it, by the reference."""
+    """apply(model, **options, **artifact) -> the handle of a fresh artifact applied to it, by the
+    reference."""
 
     def apply(
         model: nn.Module,
@@ -145,11 +152,14 @@ def apply(artifact_for: Callable[..., artifacts.Artifact]) -> Callable[..., Hand
 
 @pytest.fixture
 def decoding(artifact_for: Any) -> Callable[..., Any]:
-    """decoding(model, **changes of the section) -> a Headwise whose artifact has a decode section."""
+    """decoding(model, **changes of the section) -> a Headwise whose artifact has a decode
+    section."""
 
     def decoding(model: Any, **changes: Any) -> Headwise:
         section = artifacts.Decode(omnikv=DECODE.model_copy(update=changes))
-        return Headwise(artifact_for(model, dense=True, dense_below=64).model_copy(update={"decode": section}))
+        return Headwise(
+            artifact_for(model, dense=True, dense_below=64).model_copy(update={"decode": section})
+        )
 
     return decoding
 
@@ -169,18 +179,29 @@ def served_by(model: Any, attention: Callable[..., Any]) -> Iterator[None]:
 
 @pytest.fixture
 def masked() -> Callable[[Any], Any]:
-    """`with masked(model)`: unpadded prefill through sdpa with the mask that each layer's index comes to."""
+    """`with masked(model)`: unpadded prefill through sdpa with the mask that each layer's index
+    comes to."""
 
     @contextmanager
     def masked(
-        model: Any, dense_below: int = DENSE_BELOW, *, rows: Any = None, growth: artifacts.Growth | None = None
+        model: Any,
+        dense_below: int = DENSE_BELOW,
+        *,
+        rows: Any = None,
+        growth: artifacts.Growth | None = None,
     ) -> Iterator[None]:
         rows = sparse_rows(model.config.get_text_config()) if rows is None else rows
         grows = None if growth is None else Growth(length=growth.length, powers=growth.powers)
 
-        def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        def attention(
+            module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any
+        ) -> tuple[torch.Tensor, None]:
             row = rows[module.layer_idx]
-            scale, softcap, sinks = kwargs["scaling"], kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
+            scale, softcap, sinks = (
+                kwargs["scaling"],
+                kwargs.pop("softcap", None),
+                kwargs.pop("s_aux", None),
+            )
             q_len, k_len = q.shape[2], k.shape[2]
             if row is not None and q_len >= 64 and k_len >= dense_below:
                 plan = LayerPlan([make(**SPARSE[name]) for name in row], k.shape[1], growth=grows)

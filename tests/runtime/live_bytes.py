@@ -1,4 +1,5 @@
-"""Bytes of tensors that exist at once, counted at each operation: exact, whatever an allocator keeps."""
+"""Bytes of tensors that exist at once, counted at each operation: exact, whatever an allocator
+keeps."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """While entered, `peak` is the most bytes of tensors made inside that existed at once, `largest` the largest one's.
+    """While entered, `peak` is the most bytes of tensors made inside that existed at once,
+    `largest` the largest one's.
 
     What native kernels take for themselves is not in it.
     """
@@ -31,7 +33,9 @@ class LiveBytes(TorchDispatchMode):
         return self._at_most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_plain(leaf)}
+        given = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_plain(leaf)
+        }
         result = func(*args, **(kwargs or {}))
         made = [leaf.untyped_storage() for leaf in tree_leaves(result) if _is_plain(leaf)]
         for storage in made:
@@ -46,5 +50,6 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _is_plain(leaf: object) -> bool:
-    """Whether it is a tensor with memory: those that stand for something else are made by other operations."""
+    """Whether it is a tensor with memory: those that stand for something else are made by other
+    operations."""
     return type(leaf) in (torch.Tensor, torch.nn.Parameter)

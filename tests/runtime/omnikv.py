@@ -26,7 +26,8 @@ DECODE = OmniKV(filter_layers=(2, 4), dense_layers=(0, 1), selector="last", wind
 
 @dataclass
 class Oracle:
-    """Attention from full weights; keeps what filter layers chose and the scores of their latest queries."""
+    """Attention from full weights; keeps what filter layers chose and the scores of their latest
+    queries."""
 
     decode: OmniKV
     longest_decode: int = 16
@@ -45,36 +46,52 @@ class Oracle:
         if mask is not None:
             seen = mask[..., :k_len]
         logits = logits.masked_fill(~seen, float("-inf"))
-        budget = self.decode.budget if isinstance(self.decode.budget, int) else ceil(self.decode.budget * k_len)
+        budget = (
+            self.decode.budget
+            if isinstance(self.decode.budget, int)
+            else ceil(self.decode.budget * k_len)
+        )
         # The newest tokens are always chosen.
         budget = max(budget, q_len)
         chooses = q_len <= self.longest_decode and k_len > budget and window is None
         before = [f for f in self.decode.filter_layers if f < layer]
-        sparse = layer not in (*self.decode.filter_layers, *self.decode.dense_layers) and before and window is None
+        sparse = (
+            layer not in (*self.decode.filter_layers, *self.decode.dense_layers)
+            and before
+            and window is None
+        )
         if chooses and sparse:
             logits = logits.masked_fill(~self.chosen[before[-1]][:, None, None], float("-inf"))
         past, ratio = k_len - q_len, self.decode.prefill_ratio
         chunk = ratio is not None and q_len >= 64 and window is None and ceil(ratio * q_len) < past
         if chunk and sparse:
-            chosen = torch.cat([self.past[before[-1]], torch.ones(query.shape[0], q_len, dtype=torch.bool)], dim=1)
+            chosen = torch.cat(
+                [self.past[before[-1]], torch.ones(query.shape[0], q_len, dtype=torch.bool)], dim=1
+            )
             logits = logits.masked_fill(~chosen[:, None, None], float("-inf"))
         weights = logits.softmax(-1)
         if chunk and layer in self.decode.filter_layers:
             scores = weights.nan_to_num()[:, :, -self.decode.window :, :past].amax((1, 2))
             real = seen[:, 0, -1, :past].expand(query.shape[0], -1)
-            best = scores.masked_fill(~real, float("-inf")).topk(ceil(ratio * q_len), dim=-1).indices
+            best = (
+                scores.masked_fill(~real, float("-inf")).topk(ceil(ratio * q_len), dim=-1).indices
+            )
             self.past[layer] = torch.zeros_like(real).scatter(1, best, True) & real
         if layer in self.decode.filter_layers and window is None:
             self._choose(layer, weights.nan_to_num(), seen, q_len, budget, chooses)
         return (weights @ values).transpose(1, 2).contiguous(), weights
 
-    def _choose(self, layer: int, weights: Tensor, seen: Tensor, q_len: int, budget: int, chooses: bool) -> None:
+    def _choose(
+        self, layer: int, weights: Tensor, seen: Tensor, q_len: int, budget: int, chooses: bool
+    ) -> None:
         """weights: (B, H, Q, K)."""
         rows, window = self.rows.setdefault(layer, []), self.decode.window
         if chooses:
             rows.append(weights.amax((1, 2)))
         elif q_len > 1:
-            rows += [weights[..., -back, :].amax(1) for back in range(min(window - 1, q_len), 0, -1)]
+            rows += [
+                weights[..., -back, :].amax(1) for back in range(min(window - 1, q_len), 0, -1)
+            ]
         if not chooses:
             return
         k_len = weights.shape[-1]
@@ -110,7 +127,8 @@ def oracle(model: Any, decode: OmniKV) -> Iterator[Oracle]:
 
 
 def steps(model: Any, prompt: Tensor, forced: Tensor, cache: Any, **given: Any) -> Tensor:
-    """Logits of a prefill's last token and of every forced token after it: (B, 1 + forced, vocabulary)."""
+    """Logits of a prefill's last token and of every forced token after it: (B, 1 + forced,
+    vocabulary)."""
     real = given.get("attention_mask")
     out = [model(prompt, past_key_values=cache, use_cache=True, **given).logits[:, -1:]]
     for i in range(forced.shape[1]):
@@ -118,5 +136,7 @@ def steps(model: Any, prompt: Tensor, forced: Tensor, cache: Any, **given: Any) 
         if real is not None:
             real = torch.nn.functional.pad(real, (0, 1), value=1)
             more = {"attention_mask": real, "position_ids": real.sum(1, keepdim=True) - 1}
-        out.append(model(forced[:, i : i + 1], past_key_values=cache, use_cache=True, **more).logits)
+        out.append(
+            model(forced[:, i : i + 1], past_key_values=cache, use_cache=True, **more).logits
+        )
     return torch.cat(out, dim=1)

@@ -1,4 +1,5 @@
-"""Memory of long prompts on a CPU: kept when freed, in a plain process, and left alone where the user has a say."""
+"""Memory of long prompts on a CPU: kept when freed, in a plain process, and left alone where the
+user has a say."""
 
 from __future__ import annotations
 

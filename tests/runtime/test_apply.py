@@ -92,7 +92,9 @@ def test_a_model_with_flash_attention_is_dense_by_sdpa_and_gets_it_back(build, a
 
 @pytest.fixture
 def one_process():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
 
@@ -104,7 +106,9 @@ def test_a_sharded_model_is_refused_in_a_line_that_names_vllm(build, artifact_fo
         torch.distributed.tensor.distribute_tensor(projection.weight.detach(), one_process)
     )
     for refused in (headwise.apply, headwise.new_cache, apply_dense):
-        with pytest.raises(HeadwiseError, match="LlamaForCausalLM is sharded over processes: vLLM is the way") as error:
+        with pytest.raises(
+            HeadwiseError, match="LlamaForCausalLM is sharded over processes: vLLM is the way"
+        ) as error:
             refused(model)
         assert "\n" not in str(error.value)
     assert implementations(model) == ["sdpa"]
@@ -112,9 +116,13 @@ def test_a_sharded_model_is_refused_in_a_line_that_names_vllm(build, artifact_fo
 
 def test_transformers_itself_refuses_continuous_batching(build, apply):
     model = build()
-    options = {"generation_config": GenerationConfig(max_new_tokens=2, eos_token_id=-1, pad_token_id=0)}
+    options = {
+        "generation_config": GenerationConfig(max_new_tokens=2, eos_token_id=-1, pad_token_id=0)
+    }
     # As the newest and the oldest transformers say it.
-    refusal = r'headwise is not supported for continuous batching|"paged\|headwise"` is not supported'
+    refusal = (
+        r'headwise is not supported for continuous batching|"paged\|headwise"` is not supported'
+    )
     with apply(model), pytest.raises(ValueError, match=refusal):
         model.generate_batch([[5, 6, 7]], progress_bar=False, **options)
     assert implementations(model) == ["sdpa"]
@@ -211,7 +219,9 @@ def test_an_undone_model_can_be_freed(build, apply, ids):
         ("Llama", {"seed": 1}, "weights_sha256"),
     ],
 )
-def test_another_model_is_refused_by_the_first_field(family, changes, field, build, artifact_for, ids):
+def test_another_model_is_refused_by_the_first_field(
+    family, changes, field, build, artifact_for, ids
+):
     artifact, other = artifact_for(build()), build(family, **changes)
     with pytest.raises(HeadwiseError) as error:
         Headwise(artifact).apply(other)
@@ -241,7 +251,9 @@ def test_stretched_positions_are_the_same_model(build, artifact_for, ids):
 def test_what_has_no_attention_interface_is_refused(build, artifact_for):
     headwise = Headwise(artifact_for(build()))
     falcon = transformers.FalconForCausalLM(
-        transformers.FalconConfig(hidden_size=64, num_attention_heads=2, num_hidden_layers=1, vocab_size=97)
+        transformers.FalconConfig(
+            hidden_size=64, num_attention_heads=2, num_hidden_layers=1, vocab_size=97
+        )
     )
     with pytest.raises(HeadwiseError, match="FalconForCausalLM computes attention by itself"):
         headwise.apply(falcon)
@@ -265,7 +277,11 @@ def test_a_handle_says_its_model_its_artifact_and_its_sparse_layers(build, artif
     model.name_or_path = "a/model"
     with load(tmp_path / "cfg.yaml").apply(model) as handle:
         said = repr(handle)
-    assert "LlamaForCausalLM a/model" in said and saved.content_sha256[:12] in said and "2 of 4 layers" in said
+    assert (
+        "LlamaForCausalLM a/model" in said
+        and saved.content_sha256[:12] in said
+        and "2 of 4 layers" in said
+    )
     assert repr(handle) == "<Handle: undone>"
     with apply_dense(model) as handle:
         assert "no artifact" in repr(handle) and "0 of 4 layers" in repr(handle)
@@ -287,12 +303,16 @@ def test_importing_and_loading_pull_in_neither_torch_nor_transformers():
     assert found.stdout.strip() == "[]"
 
 
-def test_an_artifact_that_is_not_proven_is_loaded_with_one_warning(build, artifact_for, tmp_path, warnings) -> None:
+def test_an_artifact_that_is_not_proven_is_loaded_with_one_warning(
+    build, artifact_for, tmp_path, warnings
+) -> None:
     artifact = artifact_for(build())
     for name, proven in (("proven", True), ("open", False)):
         verdict = artifacts.Verdict(proven=proven, why="14 right answers of 4 contexts")
         evidence = artifact.evidence.model_copy(update={"verdict": verdict})
-        artifacts.save(artifact.model_copy(update={"evidence": evidence}), tmp_path / f"{name}.yaml")
+        artifacts.save(
+            artifact.model_copy(update={"evidence": evidence}), tmp_path / f"{name}.yaml"
+        )
     load(tmp_path / "proven.yaml")
     assert warnings() == []
     for _ in range(2):

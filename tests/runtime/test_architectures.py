@@ -1,4 +1,5 @@
-"""Each architecture with a cache: prefill and decode, caches of our own, and what cannot be served says why at once."""
+"""Each architecture with a cache: prefill and decode, caches of our own, and what cannot be served
+says why at once."""
 
 from __future__ import annotations
 
@@ -75,10 +76,15 @@ def test_a_cache_that_keeps_everything_is_transformers_own(family, build, artifa
 def test_decode_that_chooses_every_token_is_dense(family, build, artifact_for, ids):
     model, prompt, forced = build(family), ids(150, batch=2), ids(5, batch=2, seed=1)
     first = min(set(attention_layers(model)) - sliding_layers(attention_layers(model)))
-    section = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(first,), dense_layers=(), budget=200))
+    section = artifacts.Decode(
+        omnikv=artifacts.OmniKV(filter_layers=(first,), dense_layers=(), budget=200)
+    )
     headwise = Headwise(artifact_for(model, dense=True).model_copy(update={"decode": section}))
     if family in SINKS:
-        with pytest.raises(HeadwiseError, match="has attention sinks of its own: the decode section cannot serve it"):
+        with pytest.raises(
+            HeadwiseError,
+            match="has attention sinks of its own: the decode section cannot serve it",
+        ):
             headwise.apply(model)
         return
     expected = steps(model, prompt, forced, DynamicCache(config=model.config))
@@ -92,7 +98,11 @@ def test_decode_that_chooses_every_token_is_dense(family, build, artifact_for, i
 def test_decode_by_chosen_tokens_is_the_papers(family, build, artifact_for, ids):
     model, prompt, forced = build(family), ids(150, batch=2), ids(5, batch=2, seed=1)
     section = DECODE.model_copy(update={"filter_layers": (0,), "dense_layers": ()})
-    headwise = Headwise(artifact_for(model, dense=True).model_copy(update={"decode": artifacts.Decode(omnikv=section)}))
+    headwise = Headwise(
+        artifact_for(model, dense=True).model_copy(
+            update={"decode": artifacts.Decode(omnikv=section)}
+        )
+    )
     with oracle(model, section):
         expected = steps(model, prompt, forced, DynamicCache(config=model.config))
     for offload in ("never", "packed"):
@@ -105,11 +115,19 @@ def test_decode_by_chosen_tokens_is_the_papers(family, build, artifact_for, ids)
 @pytest.mark.parametrize(
     ("family", "says"),
     [
-        *((family, r"layer 0 \(\w+Attention\) caches what it makes keys and values of") for family in LATENT),
-        ("GptOss", r"layer 0 \(GptOssAttention\) has attention sinks of its own: the kv_cache section"),
+        *(
+            (family, r"layer 0 \(\w+Attention\) caches what it makes keys and values of")
+            for family in LATENT
+        ),
+        (
+            "GptOss",
+            r"layer 0 \(GptOssAttention\) has attention sinks of its own: the kv_cache section",
+        ),
     ],
 )
-def test_caches_that_cannot_drop_tokens_are_refused_when_applying(family, says, build, artifact_for):
+def test_caches_that_cannot_drop_tokens_are_refused_when_applying(
+    family, says, build, artifact_for
+):
     model = build(family)
     headwise = Headwise(artifact_for(model).model_copy(update={"kv_cache": kept(model)}))
     for ask in (headwise.apply, headwise.new_cache):
@@ -138,12 +156,27 @@ def test_a_model_that_slides_everywhere_is_served_as_before(family, build, apply
     assert len(warnings()) == 1 and "slides" in warnings()[0]
 
 
-TEXT = {name: size for name, size in SIZES.items() if not name.endswith("token_id")} | {"head_dim": 64}
-VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT = {name: size for name, size in SIZES.items() if not name.endswith("token_id")} | {
+    "head_dim": 64
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 WITH_IMAGES = {
-    "Gemma3": {"vision_config": VISION | {"image_size": 8, "patch_size": 4}, "mm_tokens_per_image": 4},
-    "Llava": {"vision_config": VISION | {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4}},
-    "Qwen2_5_VL": {"vision_config": {"hidden_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 256}},
+    "Gemma3": {
+        "vision_config": VISION | {"image_size": 8, "patch_size": 4},
+        "mm_tokens_per_image": 4,
+    },
+    "Llava": {
+        "vision_config": VISION
+        | {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4}
+    },
+    "Qwen2_5_VL": {
+        "vision_config": {"hidden_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 256}
+    },
 }
 
 
@@ -151,12 +184,18 @@ WITH_IMAGES = {
 def test_the_text_part_of_a_model_with_images(family, apply, masked, ids):
     text = TEXT | ({"model_type": "llama"} if family == "Llava" else {})
     if family == "Qwen2_5_VL":
-        text |= {"hidden_size": 256, "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]}}
+        text |= {
+            "hidden_size": 256,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+        }
     text |= FAMILIES["Gemma3"] if family == "Gemma3" else {}
     text.pop("config", None)
     config = getattr(transformers, f"{family}Config")(text_config=text, **WITH_IMAGES[family])
     torch.manual_seed(0)
-    model, prompt = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval(), ids(200)
+    model, prompt = (
+        getattr(transformers, f"{family}ForConditionalGeneration")(config).eval(),
+        ids(200),
+    )
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5 * 2)
@@ -171,13 +210,18 @@ def test_the_docs_say_what_is_tested() -> None:
     page = (Path(__file__).parents[2] / "docs/runtime.md").read_text()
     section = page.split("\n## Architectures\n")[1].split("\n## ")[0]
     served, refused = section.split("\n### Refused\n")
-    names = [re.findall(r"`(\w+)`", row.split("|")[2]) for row in re.findall(r"^\|.*`\w+`.*$", served, re.M)]
+    names = [
+        re.findall(r"`(\w+)`", row.split("|")[2])
+        for row in re.findall(r"^\|.*`\w+`.*$", served, re.M)
+    ]
     found = {name for row in names for name in row}
     pictured = {f"{family}ForConditionalGeneration" for family in WITH_IMAGES}
     newer = {f"{family}ForCausalLM" for family in SINCE_5_24}
     assert found == {type(tiny_model(family)).__name__ for family in FAMILIES} | pictured | newer
     rows = re.findall(r"^\| `(\w+)`.*?\| (.*) \|$", refused, re.M)
-    assert dict(rows) == {name: case["cause"] for name, case in REFUSED.items() if name not in newer}
+    assert dict(rows) == {
+        name: case["cause"] for name, case in REFUSED.items() if name not in newer
+    }
 
 
 def test_the_readme_names_the_versions_that_are_tested() -> None:

@@ -13,7 +13,10 @@ LENGTHS = (400, 300, 90, 310)
 
 def padded(prompts, side):
     width = max(len(p) for p in prompts)
-    tokens, real = torch.zeros(len(prompts), width, dtype=torch.long), torch.zeros(len(prompts), width).long()
+    tokens, real = (
+        torch.zeros(len(prompts), width, dtype=torch.long),
+        torch.zeros(len(prompts), width).long(),
+    )
     for row, prompt in enumerate(prompts):
         where = slice(width - len(prompt), width) if side == "left" else slice(0, len(prompt))
         tokens[row, where], real[row, where] = prompt, 1
@@ -48,8 +51,13 @@ def test_a_later_chunk_is_dense_for_the_sequence_that_is_still_short(build, appl
     def chunked(tokens, real):
         cache, logits = DynamicCache(config=model.config), []
         for chunk in (slice(0, 300), slice(300, 400)):
-            given = {"attention_mask": real[:, : chunk.stop], "position_ids": positions(real)[:, chunk]}
-            logits.append(model(tokens[:, chunk], past_key_values=cache, use_cache=True, **given).logits)
+            given = {
+                "attention_mask": real[:, : chunk.stop],
+                "position_ids": positions(real)[:, chunk],
+            }
+            logits.append(
+                model(tokens[:, chunk], past_key_values=cache, use_cache=True, **given).logits
+            )
         return torch.cat(logits, dim=1)
 
     with apply(model, strict=True, dense_below=DENSE_BELOW) as handle:
@@ -91,11 +99,15 @@ def test_generate_from_a_left_padded_batch(build, apply, ids):
     with apply(model):
         together = model.generate(tokens, attention_mask=real, **options)[:, tokens.shape[1] :]
         for row, prompt in enumerate(prompts):
-            alone = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **options)
+            alone = model.generate(
+                prompt[None], attention_mask=torch.ones_like(prompt[None]), **options
+            )
             assert together[row].tolist() == alone[0, len(prompt) :].tolist()
 
 
-def test_a_sparse_prefill_makes_no_mask_and_a_dense_one_makes_it_once(build, apply, ids, monkeypatch):
+def test_a_sparse_prefill_makes_no_mask_and_a_dense_one_makes_it_once(
+    build, apply, ids, monkeypatch
+):
     made = []
 
     def counted(**given):
@@ -128,7 +140,8 @@ def test_accelerate_hooks_pass_the_mask_on(build, apply, ids):
 
 
 def packing(prompts):
-    """One row of prompts end to end, as DataCollatorWithFlattening gives it; and where each lies in it."""
+    """One row of prompts end to end, as DataCollatorWithFlattening gives it; and where each lies in
+    it."""
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     batch = collator([{"input_ids": prompt.tolist()} for prompt in prompts])
     ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).tolist()
@@ -137,7 +150,9 @@ def packing(prompts):
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Qwen3"])
-def test_packed_sequences_are_each_alone_densely_and_that_is_said_once(family, build, apply, ids, warnings):
+def test_packed_sequences_are_each_alone_densely_and_that_is_said_once(
+    family, build, apply, ids, warnings
+):
     model = build(family)
     prompts = [ids(n, seed=n)[0] for n in (310, 90, 400, 305, 7)]
     batch, places = packing(prompts)
@@ -148,8 +163,14 @@ def test_packed_sequences_are_each_alone_densely_and_that_is_said_once(family, b
         assert handle.stats()["sparse"] == 0
     for logits, place in zip(expected, places, strict=True):
         torch.testing.assert_close(together[place], logits, atol=2e-4, rtol=1e-3)
-    assert len(warnings()) == 1 and "the mask is not causal over contiguous tokens (packed, " in warnings()[0]
-    with apply(model, strict=True, dense_below=DENSE_BELOW), pytest.raises(HeadwiseError, match="not causal"):
+    assert (
+        len(warnings()) == 1
+        and "the mask is not causal over contiguous tokens (packed, " in warnings()[0]
+    )
+    with (
+        apply(model, strict=True, dense_below=DENSE_BELOW),
+        pytest.raises(HeadwiseError, match="not causal"),
+    ):
         model(**batch, use_cache=False)
 
 
@@ -157,7 +178,9 @@ def test_several_rows_of_packed_sequences(build, apply, ids):
     model = build()
     prompts = [ids(n, seed=n)[0] for n in (310, 90, 60, 340)]
     tokens = torch.stack([torch.cat(prompts[:2]), torch.cat(prompts[2:])])
-    at = torch.stack([torch.cat([torch.arange(len(p)) for p in prompts[i : i + 2]]) for i in (0, 2)])
+    at = torch.stack(
+        [torch.cat([torch.arange(len(p)) for p in prompts[i : i + 2]]) for i in (0, 2)]
+    )
     alone = [model(prompt[None]).logits[0] for prompt in prompts]
     with apply(model, dense_below=DENSE_BELOW):
         together = model(tokens, position_ids=at, use_cache=False).logits

@@ -17,7 +17,9 @@ OPTIONS = {"max_new_tokens": 6, "do_sample": False}
 def chunked(model, prompt, chunks, cache):
     logits, at = [], 0
     for chunk in chunks:
-        logits.append(model(prompt[:, at : at + chunk], past_key_values=cache, use_cache=True).logits)
+        logits.append(
+            model(prompt[:, at : at + chunk], past_key_values=cache, use_cache=True).logits
+        )
         at += chunk
     assert at == prompt.shape[1]
     return torch.cat(logits, dim=1)
@@ -57,18 +59,28 @@ def test_static_cache_slots_beyond_the_prompt_are_not_seen(chunks, build, apply,
 
 def test_a_dense_chunk_in_static_slots_sees_what_sdpa_shows_it(build, apply, ids, monkeypatch):
     model, prompt = build(), ids(300)
-    expected = chunked(model, prompt, (100, 200), StaticCache(config=model.config, max_cache_len=320))
-    monkeypatch.setattr("kernels.dispatch.why_slow", lambda *qkv: "no fast kernel: cpu: no compiler")
+    expected = chunked(
+        model, prompt, (100, 200), StaticCache(config=model.config, max_cache_len=320)
+    )
+    monkeypatch.setattr(
+        "kernels.dispatch.why_slow", lambda *qkv: "no fast kernel: cpu: no compiler"
+    )
     with apply(model, backend="auto"):
-        found = chunked(model, prompt, (100, 200), StaticCache(config=model.config, max_cache_len=320))
+        found = chunked(
+            model, prompt, (100, 200), StaticCache(config=model.config, max_cache_len=320)
+        )
     assert torch.equal(found, expected)
 
 
 def test_short_prompt_in_a_long_static_cache_is_dense_and_silent(build, apply, ids, warnings):
     model, prompt = build(), ids(100)
-    expected = model(prompt, past_key_values=StaticCache(config=model.config, max_cache_len=320)).logits
+    expected = model(
+        prompt, past_key_values=StaticCache(config=model.config, max_cache_len=320)
+    ).logits
     with apply(model, strict=True) as handle:
-        found = model(prompt, past_key_values=StaticCache(config=model.config, max_cache_len=320)).logits
+        found = model(
+            prompt, past_key_values=StaticCache(config=model.config, max_cache_len=320)
+        ).logits
         assert handle.stats() == {"sparse": 0, "dense": {"short": 2}}
     assert torch.equal(found, expected) and not warnings()
 
@@ -126,10 +138,15 @@ def test_short_turns_behind_a_past_are_dense(new, count, build, apply, ids, monk
 @pytest.mark.parametrize("dump", ["pickle", "torch"])
 @pytest.mark.parametrize("selector", [None, "last", "uniform"])
 @pytest.mark.parametrize("offload", ["never", "packed"])
-def test_a_cache_that_was_used_can_be_pickled(offload, selector, dump, build, artifact_for, decoding, ids):
-    """The keys of OmniKV's filter layers, and of caches that grow, named their layer by a reference that cannot be."""
+def test_a_cache_that_was_used_can_be_pickled(
+    offload, selector, dump, build, artifact_for, decoding, ids
+):
+    """The keys of OmniKV's filter layers, and of caches that grow, named their layer by a reference
+    that cannot be."""
     model, prompt, forced = build(num_hidden_layers=6), ids(150), ids(6, seed=9)
-    loaded = Headwise(artifact_for(model)) if selector is None else decoding(model, selector=selector)
+    loaded = (
+        Headwise(artifact_for(model)) if selector is None else decoding(model, selector=selector)
+    )
     with loaded.apply(model) as handle:
         cache = handle.new_cache(offload=offload)
         chunked(model, torch.cat([prompt, forced[:, :3]], dim=1), (150, 1, 1, 1), cache)
@@ -146,12 +163,21 @@ def test_a_cache_that_was_used_can_be_pickled(offload, selector, dump, build, ar
 
 
 def test_a_turn_that_is_all_tail_builds_no_index(build, artifact_for, ids, monkeypatch):
-    """Every one of its queries sees every key in any case: dense attention says the same, without choosing first."""
-    model, prompt, turns = build(), ids(200), {64: ids(64, seed=1), 80: ids(80, seed=2), 81: ids(81, seed=3)}
+    """Every one of its queries sees every key in any case: dense attention says the same, without
+    choosing first."""
+    model, prompt, turns = (
+        build(),
+        ids(200),
+        {64: ids(64, seed=1), 80: ids(80, seed=2), 81: ids(81, seed=3)},
+    )
     artifact = artifact_for(model)
-    artifact = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 80})})
+    artifact = artifact.model_copy(
+        update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 80})}
+    )
     builds, former = [], LayerPlan.build
-    monkeypatch.setattr(LayerPlan, "build", lambda self, *a, **k: builds.append(1) or former(self, *a, **k))
+    monkeypatch.setattr(
+        LayerPlan, "build", lambda self, *a, **k: builds.append(1) or former(self, *a, **k)
+    )
     for length, turn in turns.items():
         with Headwise(artifact).apply(model) as handle:
             cache = handle.new_cache()

@@ -1,4 +1,5 @@
-"""Decode as OmniKV does it, against the same thing written down in plain torch over full attention weights."""
+"""Decode as OmniKV does it, against the same thing written down in plain torch over full attention
+weights."""
 
 from __future__ import annotations
 
@@ -20,9 +21,13 @@ def offload(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("selector", ["last", "uniform", "exponential"])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3"])
-def test_every_step_is_what_the_oracle_computes(selector, family, offload, build, decoding, ids) -> None:
+def test_every_step_is_what_the_oracle_computes(
+    selector, family, offload, build, decoding, ids
+) -> None:
     kinds = (
-        {"layer_types": ["full_attention", "sliding_attention"] + ["full_attention"] * 4} if family == "Gemma3" else {}
+        {"layer_types": ["full_attention", "sliding_attention"] + ["full_attention"] * 4}
+        if family == "Gemma3"
+        else {}
     )
     changes = {"dense_layers": (0,)} if family == "Gemma3" else {}
     model, prompt, forced = build(family, **LAYERS, **kinds), ids(150), ids(12, seed=9)
@@ -39,12 +44,17 @@ def test_every_step_is_what_the_oracle_computes(selector, family, offload, build
 
 
 @pytest.mark.parametrize("budget", [2, 24])
-def test_drafts_see_themselves_and_what_is_before_them(budget, offload, build, decoding, ids) -> None:
+def test_drafts_see_themselves_and_what_is_before_them(
+    budget, offload, build, decoding, ids
+) -> None:
     model, prompt, drafts = build(**LAYERS), ids(150), ids(10, seed=9)
 
     def logits(cache: Cache) -> Tensor:
         model(prompt, past_key_values=cache, use_cache=True)
-        parts = [model(part, past_key_values=cache, use_cache=True).logits for part in drafts.split((4, 1, 5), dim=1)]
+        parts = [
+            model(part, past_key_values=cache, use_cache=True).logits
+            for part in drafts.split((4, 1, 5), dim=1)
+        ]
         return torch.cat(parts, dim=1)
 
     loaded = decoding(model, budget=budget)
@@ -68,7 +78,9 @@ def test_a_budget_of_everything_is_dense(budget, backend, offload, build, decodi
     model, prompt, forced = build(**LAYERS), ids(150), ids(6, seed=9)
     expected = steps(model, prompt, forced, DynamicCache(config=model.config))
     with decoding(model, budget=budget).apply(model, backend=backend) as handle:
-        torch.testing.assert_close(steps(model, prompt, forced, handle.new_cache(offload=offload)), expected, **CLOSE)
+        torch.testing.assert_close(
+            steps(model, prompt, forced, handle.new_cache(offload=offload)), expected, **CLOSE
+        )
 
 
 @pytest.mark.parametrize("selector", ["last", "exponential"])
@@ -100,7 +112,11 @@ def test_turns_chunks_and_crops_on_one_cache(offload, build, decoding, ids) -> N
         first = steps(model, text[:, :100], text[:, 100:104], cache)
         cache.crop(-2)
         again = torch.cat(
-            [model(text[:, at : at + 1], past_key_values=cache, use_cache=True).logits for at in (102, 103)], dim=1
+            [
+                model(text[:, at : at + 1], past_key_values=cache, use_cache=True).logits
+                for at in (102, 103)
+            ],
+            dim=1,
         )
         torch.testing.assert_close(again, first[:, 3:], **CLOSE)
         second = steps(model, text[:, 104:190], text[:, 190:194], cache)
@@ -109,10 +125,14 @@ def test_turns_chunks_and_crops_on_one_cache(offload, build, decoding, ids) -> N
             model(chunk, past_key_values=other, use_cache=True)
         for at in range(100, 104):
             model(text[:, at : at + 1], past_key_values=other, use_cache=True)
-        torch.testing.assert_close(steps(model, text[:, 104:190], text[:, 190:194], other), second, **CLOSE)
+        torch.testing.assert_close(
+            steps(model, text[:, 104:190], text[:, 190:194], other), second, **CLOSE
+        )
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}]
+)
 def test_beams_and_samples_carry_their_scores_along(options, offload, build, decoding, ids) -> None:
     model, prompt = build(**LAYERS), ids(120)
     options = {"max_new_tokens": 6, "do_sample": False, "min_new_tokens": 6} | options
@@ -122,18 +142,23 @@ def test_beams_and_samples_carry_their_scores_along(options, offload, build, dec
     with loaded.apply(model, backend="auto") as handle:
         torch.manual_seed(0)
         assert torch.equal(
-            model.generate(prompt, past_key_values=handle.new_cache(offload=offload), **options), expected
+            model.generate(prompt, past_key_values=handle.new_cache(offload=offload), **options),
+            expected,
         )
     with decoding(model, selector="uniform", window=3).apply(model, backend="auto") as handle:
         model.generate(prompt, past_key_values=handle.new_cache(offload=offload), **options)
         assert handle.stats()["decode"] > 0
 
 
-def test_assisted_decoding_gives_the_tokens_of_plain_decoding(offload, build, decoding, ids) -> None:
+def test_assisted_decoding_gives_the_tokens_of_plain_decoding(
+    offload, build, decoding, ids
+) -> None:
     model, helper, prompt = build(**LAYERS), build(seed=3), ids(120)
     options = {"max_new_tokens": 8, "do_sample": False}
     with decoding(model, budget=0.9999).apply(model, backend="auto") as handle:
-        expected = model.generate(prompt, past_key_values=handle.new_cache(offload=offload), **options)
+        expected = model.generate(
+            prompt, past_key_values=handle.new_cache(offload=offload), **options
+        )
         cache = handle.new_cache(offload=offload)
         found = model.generate(prompt, past_key_values=cache, assistant_model=helper, **options)
     assert torch.equal(found, expected)
@@ -165,7 +190,11 @@ def test_no_memory_is_copied_for_a_new_token(build, decoding, ids) -> None:
         before = [layer.keys.data_ptr() for layer in cache.layers]
         model(ids(1), past_key_values=cache, use_cache=True)
         assert [layer.keys.data_ptr() for layer in cache.layers] == before
-        held = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
+        held = sum(
+            t.untyped_storage().nbytes()
+            for layer in cache.layers
+            for t in (layer.keys, layer.values)
+        )
         assert handle.cache_bytes(cache) == (held, 0)
 
 
@@ -176,11 +205,16 @@ def test_inference_mode_may_end_between_two_steps(offload, build, decoding, ids)
         cache = handle.new_cache(offload=offload)
         with torch.inference_mode():
             first = model(prompt, past_key_values=cache, use_cache=True).logits[:, -1:].clone()
-        rest = [model(prompt[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(3)]
+        rest = [
+            model(prompt[:, i : i + 1], past_key_values=cache, use_cache=True).logits
+            for i in range(3)
+        ]
     torch.testing.assert_close(torch.cat([first, *rest], dim=1), expected, **CLOSE)
 
 
 def test_a_section_that_does_not_fit_the_model_is_refused(build, decoding) -> None:
     model = build("Gemma3")
-    with pytest.raises(HeadwiseError, match="filter layer 0 slides: decode can filter in the layers 1, 2"):
+    with pytest.raises(
+        HeadwiseError, match="filter layer 0 slides: decode can filter in the layers 1, 2"
+    ):
         decoding(model, filter_layers=(0,), dense_layers=()).apply(model)

@@ -17,7 +17,9 @@ from tests.runtime.omnikv import CLOSE
 BY_KERNEL = "dense by kernel"
 
 
-def made(q_len: int, k_len: int, dtype: torch.dtype = torch.float32, heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+def made(
+    q_len: int, k_len: int, dtype: torch.dtype = torch.float32, heads: int = 4
+) -> tuple[Tensor, Tensor, Tensor]:
     return (
         torch.randn(1, heads, q_len, 64, dtype=dtype),
         torch.randn(1, 2, k_len, 64, dtype=dtype),
@@ -38,7 +40,9 @@ def test_either_is_the_reference(window: int | None, q_len: int, k_len: int, by:
 def test_a_soft_cap_is_the_kernel_s() -> None:
     q, k, v = made(100, 100)
     expected = dense.every_key(q, k, v, softcap=2.0, backend="reference")[0]
-    torch.testing.assert_close(dense.dense_attention(q, k, v, softcap=2.0), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        dense.dense_attention(q, k, v, softcap=2.0), expected, atol=1e-5, rtol=1e-4
+    )
     with pytest.raises(ValueError, match="soft-cap"):
         dense.dense_attention(q, k, v, softcap=2.0, by="sdpa")
     with pytest.raises(ValueError, match="got 'fast'"):
@@ -58,11 +62,16 @@ def test_elsewhere_sdpa_serves() -> None:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3", "GPTNeoX"])
-def test_prefills_go_by_the_rule(family: str, build: Any, artifact_for: Any, ids: Any, monkeypatch: Any) -> None:
+def test_prefills_go_by_the_rule(
+    family: str, build: Any, artifact_for: Any, ids: Any, monkeypatch: Any
+) -> None:
     model, prompt = build(family), ids(1024)
     rows = [None] * model.config.num_hidden_layers
     expected = model(prompt).logits
-    full = sum(kind == "full_attention" for kind in getattr(model.config, "layer_types", ["full_attention"] * 2))
+    full = sum(
+        kind == "full_attention"
+        for kind in getattr(model.config, "layer_types", ["full_attention"] * 2)
+    )
     for by, count in (("kernel", full), ("sdpa", 0)):
         monkeypatch.setattr("runtime.attention.own.faster", lambda *_, by=by: by)
         with Headwise(artifact_for(model, rows=rows)).apply(model) as handle:
@@ -94,7 +103,9 @@ def test_padded_batches_and_chunks(left: bool, build: Any, ids: Any) -> None:
     expected, whole = run(), model(prompt, **given).logits
     with apply_dense(model) as applied:
         torch.testing.assert_close(run()[real.bool()], expected[real.bool()], **CLOSE)
-        torch.testing.assert_close(model(prompt, **given).logits[real.bool()], whole[real.bool()], **CLOSE)
+        torch.testing.assert_close(
+            model(prompt, **given).logits[real.bool()], whole[real.bool()], **CLOSE
+        )
         assert applied.settings.calls.total()[BY_KERNEL] == 8
     assert torch.equal(run(), expected)
 
@@ -109,7 +120,10 @@ def test_a_whole_model_densely_by_our_kernel_needs_no_artifact(build: Any, ids: 
         with pytest.raises(HeadwiseError, match="applied already"):
             apply_dense(model)
         cache = applied.new_cache()
-        assert torch.equal(model.generate(prompt, past_key_values=cache, max_new_tokens=5, do_sample=False), expected)
+        assert torch.equal(
+            model.generate(prompt, past_key_values=cache, max_new_tokens=5, do_sample=False),
+            expected,
+        )
         assert {type(layer).__name__ for layer in cache.layers} == {"GrowingLayer"}
     assert model.config._attn_implementation == former
     with apply_dense(model, by="model") as applied:
@@ -119,9 +133,13 @@ def test_a_whole_model_densely_by_our_kernel_needs_no_artifact(build: Any, ids: 
         apply_dense(model, by="magic")
 
 
-def test_dense_kernels_false_leaves_all_to_the_model(build: Any, artifact_for: Any, ids: Any) -> None:
+def test_dense_kernels_false_leaves_all_to_the_model(
+    build: Any, artifact_for: Any, ids: Any
+) -> None:
     model, prompt = build(), ids(1024)
     expected = model(prompt).logits
-    with Headwise(artifact_for(model, rows=[None, None])).apply(model, dense_kernels=False) as handle:
+    with Headwise(artifact_for(model, rows=[None, None])).apply(
+        model, dense_kernels=False
+    ) as handle:
         assert torch.equal(model(prompt).logits, expected)
         assert handle.stats()["dense"] == {"layer left alone": 2}

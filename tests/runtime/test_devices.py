@@ -1,8 +1,8 @@
 """A model over two devices: what a filter layer chose, and where sequences start, goes along.
 
-There is one real device here. The second is "meta", which refuses to mix with the first and computes no numbers: a
-forward that ends shows that all that a layer is given lies where the layer does.
-"""
+There is one real device here. The second is "meta", which refuses to mix with the first and
+computes no numbers: a forward that ends shows that all that a layer is given lies where the layer
+does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ BEHIND = 3
 
 @pytest.fixture
 def spread() -> Any:
-    """spread(model) -> the model with layers from BEHIND on, the norm and the head on meta, as a device map has it."""
+    """spread(model) -> the model with layers from BEHIND on, the norm and the head on meta, as a
+    device map has it."""
 
     def spread(model: Any) -> Any:
         def move(device: str) -> Any:
@@ -55,7 +56,8 @@ def test_decode_with_chosen_tokens(
             tokens = torch.cat([prompt, steps], dim=1)[:, begin:end]
             given = {"attention_mask": real[:, :end], "position_ids": positions[:, begin:end]}
             model(tokens, past_key_values=cache, use_cache=True, **given)
-        # All six layers in each of three steps: 2 and 4 filter, 3 and 5 are served, over both devices.
+        # All six layers in each of three steps: 2 and 4 filter, 3 and 5 are served, over both
+        # devices.
         assert handle.settings.calls.total()["chosen"] == 3 * 6
 
 
@@ -85,7 +87,13 @@ def test_the_mask_of_a_step_says_on_any_device_where_sequences_start(
 def test_first_keys_are_put_on_a_device_once() -> None:
     """All layers of a padded call get one tensor."""
     ranges = ((3, 100), (0, 100))
-    mask = PrefillMask(Layout(99, 1, 100, ranges), lambda _: None, dtype=torch.bool, device=torch.device("cpu"))
+    mask = PrefillMask(
+        Layout(99, 1, 100, ranges), lambda _: None, dtype=torch.bool, device=torch.device("cpu")
+    )
     starts = starts_of(mask)
-    assert isinstance(starts, torch.Tensor) and starts.tolist() == [3, 0] and starts.dtype == torch.int32
+    assert (
+        isinstance(starts, torch.Tensor)
+        and starts.tolist() == [3, 0]
+        and starts.dtype == torch.int32
+    )
     assert starts_of(mask) is starts

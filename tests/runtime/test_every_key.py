@@ -24,7 +24,9 @@ def _at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3", "Gemma2", "GPTNeoX", "Phi3"])
 @pytest.mark.parametrize("own_cache", [False, True])
-def test_steps_are_those_of_sdpa(own_cache: bool, family: str, build: Any, artifact_for: Any, ids: Any) -> None:
+def test_steps_are_those_of_sdpa(
+    own_cache: bool, family: str, build: Any, artifact_for: Any, ids: Any
+) -> None:
     model, prompt, forced = build(family), ids(100), ids(8, seed=9)
     expected = steps(model, prompt, forced, DynamicCache(config=model.config))
     with Headwise(artifact_for(model, dense=True)).apply(model) as handle:
@@ -41,7 +43,10 @@ def test_padded_batches(left: bool, build: Any, artifact_for: Any, ids: Any) -> 
     real = torch.ones_like(prompt)
     real[0, slice(0, 40) if left else slice(60, None)] = 0
     real[2, slice(0, 7) if left else slice(93, None)] = 0
-    given: dict[str, Any] = {"attention_mask": real, "position_ids": (real.cumsum(1) - 1).clamp(min=0)}
+    given: dict[str, Any] = {
+        "attention_mask": real,
+        "position_ids": (real.cumsum(1) - 1).clamp(min=0),
+    }
     expected = steps(model, prompt, forced, DynamicCache(config=model.config), **given)
     with Headwise(artifact_for(model, dense=True)).apply(model) as handle:
         found = steps(model, prompt, forced, DynamicCache(config=model.config), **given)
@@ -51,15 +56,22 @@ def test_padded_batches(left: bool, build: Any, artifact_for: Any, ids: Any) -> 
     assert dense.get(BY_KERNEL, 0) == (16 if left else 0)
 
 
-def test_a_layer_that_lost_tokens_fails_as_with_sdpa(build: Any, artifact_for: Any, ids: Any) -> None:
+def test_a_layer_that_lost_tokens_fails_as_with_sdpa(
+    build: Any, artifact_for: Any, ids: Any
+) -> None:
     model, prompt = build(), ids(100, batch=2)
     real = torch.ones_like(prompt)
     real[0, :40] = 0
     cache = DynamicCache(config=model.config)
     model(prompt, attention_mask=real, past_key_values=cache)
-    cache.layers[1].keys, cache.layers[1].values = (x[:, :, 5:] for x in (cache.layers[1].keys, cache.layers[1].values))
+    cache.layers[1].keys, cache.layers[1].values = (
+        x[:, :, 5:] for x in (cache.layers[1].keys, cache.layers[1].values)
+    )
     longer = torch.cat([real, real[:, -1:]], dim=1)
-    with Headwise(artifact_for(model, dense=True)).apply(model), pytest.raises(RuntimeError, match="size"):
+    with (
+        Headwise(artifact_for(model, dense=True)).apply(model),
+        pytest.raises(RuntimeError, match="size"),
+    ):
         model(prompt[:, :1], attention_mask=longer, past_key_values=cache)
 
 
@@ -102,7 +114,9 @@ def test_switched_off(
     model, prompt, forced = build(**changes), ids(100), ids(4, seed=9)
     expected = steps(model, prompt, forced, DynamicCache(config=model.config))
     with Headwise(artifact_for(model)).apply(model, **options) as handle:
-        assert torch.equal(steps(model, prompt, forced, DynamicCache(config=model.config)), expected)
+        assert torch.equal(
+            steps(model, prompt, forced, DynamicCache(config=model.config)), expected
+        )
         assert handle.stats()["dense"] == {"short": 2, "decode": 8}
 
 
@@ -136,6 +150,8 @@ def test_a_kernel_that_fails_leaves_it_to_sdpa(
     expected = steps(model, prompt, forced, DynamicCache(config=model.config))
     monkeypatch.setattr("runtime.attention.kernel.native.decode_attention", fails)
     with Headwise(artifact_for(model)).apply(model) as handle:
-        assert torch.equal(steps(model, prompt, forced, DynamicCache(config=model.config)), expected)
+        assert torch.equal(
+            steps(model, prompt, forced, DynamicCache(config=model.config)), expected
+        )
         assert handle.stats()["dense"] == {"short": 2, "a kernel failed with RuntimeError": 8}
     assert warnings() == ["serving densely: a kernel failed with RuntimeError: no such instruction"]

@@ -16,7 +16,11 @@ def holes(prompt):
 
 
 def hand_made(prompt):
-    return {"attention_mask": torch.ones(prompt.shape[1], prompt.shape[1], dtype=torch.bool).tril()[None, None]}
+    return {
+        "attention_mask": torch.ones(prompt.shape[1], prompt.shape[1], dtype=torch.bool).tril()[
+            None, None
+        ]
+    }
 
 
 MASKS = {"holes": holes, "hand_made": hand_made}
@@ -143,7 +147,9 @@ def test_a_position_bias_is_dense(build, apply, ids, warnings):
 def test_no_fast_kernel_is_dense_and_named(build, apply, ids, warnings, monkeypatch):
     model, prompt = build(), ids(200)
     expected = model(prompt).logits
-    monkeypatch.setattr("kernels.dispatch.why_slow", lambda *qkv: "no fast kernel: cpu: no compiler")
+    monkeypatch.setattr(
+        "kernels.dispatch.why_slow", lambda *qkv: "no fast kernel: cpu: no compiler"
+    )
     with apply(model, backend="auto") as handle:
         assert torch.equal(model(prompt).logits, expected)
         assert handle.stats()["sparse"] == 0

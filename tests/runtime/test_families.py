@@ -1,4 +1,5 @@
-"""Each architecture: a dense artifact changes nothing, a sparse one computes what its index says."""
+"""Each architecture: a dense artifact changes nothing, a sparse one computes what its index
+says."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Whatever goes wrong in one request: it fails or is served densely, is said once, and the next one is right."""
+"""Whatever goes wrong in one request: it fails or is served densely, is said once, and the next one
+is right."""
 
 from __future__ import annotations
 
@@ -18,9 +19,14 @@ from runtime import Headwise
 from runtime.attention.reasons import message, name_of
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
-ALLOCATOR = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: "
+    "can't allocate memory: you tried to"
+)
 FAULTS: dict[str, Callable[[], Exception]] = {
-    "out of memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+    "out of memory": lambda: torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 MiB"
+    ),
     "no memory on the CPU": lambda: RuntimeError(f"{ALLOCATOR} allocate 99 bytes."),
     "no memory in C++": lambda: RuntimeError("std::bad_alloc"),
     "no memory in Python": lambda: MemoryError(),
@@ -33,7 +39,9 @@ FAULTS: dict[str, Callable[[], Exception]] = {
 class Failing:
     """In place of a function: fails in the calls that it is told, by number, and counts."""
 
-    def __init__(self, function: Callable[..., Any], calls: set[int], error: Callable[[], Exception]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], calls: set[int], error: Callable[[], Exception]
+    ) -> None:
         self.function, self.calls, self.error, self.count = function, calls, error, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +67,9 @@ def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
             monkeypatch.setattr("runtime.attention.kernel.launch", failing)
         else:
             failing = Failing(LayerPlan.build, {1, 2, 5}, FAULTS[name])
-            monkeypatch.setattr(LayerPlan, "build", lambda *args, **kwargs: failing(*args, **kwargs))
+            monkeypatch.setattr(
+                LayerPlan, "build", lambda *args, **kwargs: failing(*args, **kwargs)
+            )
         assert torch.equal(model(prompt).logits, dense)
         assert torch.equal(model(prompt).logits, sparse)
         model(prompt)
@@ -68,7 +78,11 @@ def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
     assert len(warnings()) == 1 and warnings()[0].startswith("serving densely: ")
     (reason,) = stats["dense"]
     assert reason in warnings()[0] and stats["dense"][reason] == 3 and stats["sparse"] == 7
-    assert reason == ("out of memory" if "memory" in name else f"a kernel failed with {type(FAULTS[name]()).__name__}")
+    assert reason == (
+        "out of memory"
+        if "memory" in name
+        else f"a kernel failed with {type(FAULTS[name]()).__name__}"
+    )
 
 
 def test_strict_says_what_failed_and_goes_on(build, apply, ids, monkeypatch) -> None:
@@ -87,13 +101,17 @@ def test_strict_says_what_failed_and_goes_on(build, apply, ids, monkeypatch) -> 
     assert str(error.value) == f"cannot serve this call sparsely: {said}"
 
 
-@pytest.mark.parametrize("error", [ValueError("q must be"), TypeError("no"), AssertionError("bug"), KeyError("x")])
+@pytest.mark.parametrize(
+    "error", [ValueError("q must be"), TypeError("no"), AssertionError("bug"), KeyError("x")]
+)
 def test_mistakes_of_ours_are_not_hidden(error: Exception, build, apply, ids, monkeypatch) -> None:
     from runtime.attention import kernel as served
 
     model = build()
     with apply(model):
-        monkeypatch.setattr("runtime.attention.kernel.launch", Failing(served.launch, {1}, lambda: error))
+        monkeypatch.setattr(
+            "runtime.attention.kernel.launch", Failing(served.launch, {1}, lambda: error)
+        )
         with pytest.raises(type(error)):
             model(ids(200))
 
@@ -106,10 +124,14 @@ def test_words_are_few_and_messages_one_line() -> None:
     assert name_of(OutOfResources("shared memory")) == "a kernel failed with OutOfResources"
     assert name_of(HeadwiseError("a mistake")) is None and name_of(ValueError("a mistake")) is None
     assert message(RuntimeError("one\ntwo")) == "one" and message(RuntimeError()) == "no message"
-    assert len(message(RuntimeError("x" * 1000))) <= 200 and "\x1b" not in message(RuntimeError("\x1b[31m"))
+    assert len(message(RuntimeError("x" * 1000))) <= 200 and "\x1b" not in message(
+        RuntimeError("\x1b[31m")
+    )
 
 
-@pytest.mark.parametrize("broken", [{"CXX": "no-such-compiler"}, {"HEADWISE_CACHE": "/proc/version"}])
+@pytest.mark.parametrize(
+    "broken", [{"CXX": "no-such-compiler"}, {"HEADWISE_CACHE": "/proc/version"}]
+)
 def test_without_a_compiler_or_a_cache_folder_all_is_dense(
     broken: dict[str, str], build, apply, ids, warnings, monkeypatch
 ) -> None:
@@ -123,7 +145,10 @@ def test_without_a_compiler_or_a_cache_folder_all_is_dense(
             assert torch.equal(model(prompt).logits, expected)
         assert handle.stats()["sparse"] == 0
     assert len(warnings()) == 1 and warnings()[0].startswith("serving densely: no fast kernel: ")
-    with apply(model, backend="auto", strict=True), pytest.raises(HeadwiseError, match="no fast kernel"):
+    with (
+        apply(model, backend="auto", strict=True),
+        pytest.raises(HeadwiseError, match="no fast kernel"),
+    ):
         model(prompt)
     monkeypatch.undo()
     with apply(model, backend="auto", strict=True):
@@ -183,11 +208,16 @@ def test_after_a_cancelled_generation_the_next_is_right(
             model.generate(other, past_key_values=handle.new_cache(), **options, **more)
         if hook is not None:
             hook.remove()
-        assert torch.equal(model.generate(prompt, past_key_values=handle.new_cache(), **options), expected)
+        assert torch.equal(
+            model.generate(prompt, past_key_values=handle.new_cache(), **options), expected
+        )
 
 
-def test_a_filter_layer_that_fails_leaves_no_choice_behind(build, decoding, ids, monkeypatch) -> None:
-    """A request of the same length before it chose tokens; the layers served must not take those."""
+def test_a_filter_layer_that_fails_leaves_no_choice_behind(
+    build, decoding, ids, monkeypatch
+) -> None:
+    """A request of the same length before it chose tokens; the layers served must not take
+    those."""
     from runtime.omnikv import decode
 
     model, prompt, other = build(**LAYERS), ids(150), ids(150, seed=3)
@@ -218,7 +248,9 @@ def test_a_cache_of_another_model_fails_and_the_next_request_is_right(build, app
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_cache_with_layers_of_unlike_lengths_is_served_as_without_us(layer: int, build, apply, ids, warnings) -> None:
+def test_a_cache_with_layers_of_unlike_lengths_is_served_as_without_us(
+    layer: int, build, apply, ids, warnings
+) -> None:
     model, prompt = build(), ids(200)
 
     def broken() -> DynamicCache:
@@ -240,13 +272,16 @@ def test_a_cache_with_layers_of_unlike_lengths_is_served_as_without_us(layer: in
         found = outcome()
         assert type(found) is type(expected)
         assert torch.equal(model(prompt).logits, sparse)
-        assert sum("the cache holds other keys" in said for said in warnings()) == len(warnings()) == 1
+        assert (
+            sum("the cache holds other keys" in said for said in warnings()) == len(warnings()) == 1
+        )
         assert "the cache holds other keys than the mask is for" in handle.stats()["dense"]
 
 
 @pytest.fixture
 def nan_hook() -> Iterator[Callable[[Any, int, int], None]]:
-    """nan_hook(model, row, at): the hidden states of token `at` of sequence `row` are NaN from the first layer on."""
+    """nan_hook(model, row, at): the hidden states of token `at` of sequence `row` are NaN from the
+    first layer on."""
     hooks = []
 
     def poison(model: Any, row: int, at: int) -> None:
@@ -265,7 +300,9 @@ def nan_hook() -> Iterator[Callable[[Any, int, int], None]]:
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_nan_in_one_sequence_stays_in_it(padded: bool, backend: str, build, artifact_for, ids, nan_hook) -> None:
+def test_nan_in_one_sequence_stays_in_it(
+    padded: bool, backend: str, build, artifact_for, ids, nan_hook
+) -> None:
     model, prompt = build(), ids(300, batch=3)
     real = torch.ones_like(prompt)
     if padded:

@@ -15,7 +15,9 @@ def test_fields(build):
     info = fingerprint(build(), name="tiny", revision="r1")
     assert (info.name, info.revision, info.architecture) == ("tiny", "r1", "LlamaForCausalLM")
     assert (info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim) == (2, 4, 2, 64)
-    assert info.rope == {"rope_theta": 10000.0, "rope_type": "default"} and info.max_positions == 1024
+    assert (
+        info.rope == {"rope_theta": 10000.0, "rope_type": "default"} and info.max_positions == 1024
+    )
     assert ModelInfo.model_validate_json(info.model_dump_json()) == info
 
 
@@ -58,7 +60,9 @@ def test_a_layout_in_memory_changes_nothing(build):
 
 def test_what_does_not_make_another_model(build):
     one = fingerprint(build(), name="a")
-    two = fingerprint(build(use_cache=False, eos_token_id=5, max_position_embeddings=2048), name="b", revision="r")
+    two = fingerprint(
+        build(use_cache=False, eos_token_id=5, max_position_embeddings=2048), name="b", revision="r"
+    )
     compare(one, two)
     assert two.max_positions == 2048
 
@@ -72,8 +76,12 @@ def test_weights_that_are_not_there_are_refused(build):
 def test_an_open_fingerprint_is_said_and_refused_where_asked(build, artifact_for, warnings) -> None:
     model = build()
     artifact = artifact_for(model)
-    unknown = artifact.model_copy(update={"model": artifact.model.model_copy(update={"weights_sha256": None})})
-    with pytest.raises(HeadwiseError, match=r"weights_sha256 open.*headwise gate --out fills it in"):
+    unknown = artifact.model_copy(
+        update={"model": artifact.model.model_copy(update={"weights_sha256": None})}
+    )
+    with pytest.raises(
+        HeadwiseError, match=r"weights_sha256 open.*headwise gate --out fills it in"
+    ):
         Headwise(unknown).apply(model, check_fingerprint=True)
     with Headwise(artifact).apply(model, check_fingerprint=True):
         assert warnings() == []
@@ -160,17 +168,26 @@ def said(model):
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        (adapted, r"an adapter stands around model\.layers\.0\.self_attn\.q_proj\.base_layer\.weight"),
+        (
+            adapted,
+            r"an adapter stands around model\.layers\.0\.self_attn\.q_proj\.base_layer\.weight",
+        ),
         (saved, r"an adapter stands around model\.norm\.original_module\.weight"),
         (stored, r"model\.layers\.0\.self_attn\.q_proj\.weight is a Stored"),
         (fp8, r"model\.layers\.0\.self_attn\.q_proj\.weight is torch\.float8_e4m3fn"),
         (said, r"they are quantised \(awq\)"),
     ],
 )
-def test_weights_that_are_no_plain_tensors_are_not_compared(changed, why, build, artifact_for, warnings):
+def test_weights_that_are_no_plain_tensors_are_not_compared(
+    changed, why, build, artifact_for, warnings
+):
     headwise, model = Headwise(artifact_for(build())), changed(build())
     with pytest.raises(
-        HeadwiseError, match=rf"cannot be compared: {why}; apply with check_weights=False.*other weights of the same"
+        HeadwiseError,
+        match=(
+            rf"cannot be compared: {why}; apply with "
+            rf"check_weights=False.*other weights of the same"
+        ),
     ) as error:
         headwise.apply(model)
     assert "\n" not in str(error.value)
@@ -185,7 +202,9 @@ def test_weights_that_are_no_plain_tensors_are_not_compared(changed, why, build,
 
 
 @pytest.mark.parametrize("changed", [adapted, stored])
-def test_adapters_and_tensors_of_other_libraries_are_served(changed, build, artifact_for, masked, ids):
+def test_adapters_and_tensors_of_other_libraries_are_served(
+    changed, build, artifact_for, masked, ids
+):
     artifact, model, prompt = artifact_for(build()), changed(build()), ids(200)
     with torch.no_grad(), masked(model):
         expected = model(prompt).logits

@@ -1,4 +1,5 @@
-"""The point of an artifact's front that a target asks for is what is served, and sizes go with the prompt."""
+"""The point of an artifact's front that a target asks for is what is served, and sizes go with the
+prompt."""
 
 from __future__ import annotations
 
@@ -36,17 +37,30 @@ def saved(build, artifact_for, tmp_path) -> tuple[Any, Path]:
     """A model, and the file of an artifact whose own rows are the middle point of its front."""
     model = build()
     artifact = artifact_for(model)
-    kept = {name: pattern for name, pattern in artifact.patterns.items() if name in (FAST, MIDDLE, EXACT)}
-    figures = [(FAST, 1.0, 8.0, 0.3, 0.7), (MIDDLE, 2.0, 4.0, 0.2, 0.95), (EXACT, 4.0, 2.0, 0.1, 0.9)]
+    kept = {
+        name: pattern
+        for name, pattern in artifact.patterns.items()
+        if name in (FAST, MIDDLE, EXACT)
+    }
+    figures = [
+        (FAST, 1.0, 8.0, 0.3, 0.7),
+        (MIDDLE, 2.0, 4.0, 0.2, 0.95),
+        (EXACT, 4.0, 2.0, 0.1, 0.9),
+    ]
     points = tuple(
-        Point(cost=cost, speedup=speedup, kl=kl, recall=recall, density=0.5) for _, cost, speedup, kl, recall in figures
+        Point(cost=cost, speedup=speedup, kl=kl, recall=recall, density=0.5)
+        for _, cost, speedup, kl, recall in figures
     )
     front = Front(length=200, unit="flops", dense_cost=8.0, measured_on="held_out", points=points)
     assert artifact.search is not None
     changes = {
         "patterns": kept,
-        "search": artifact.search.model_copy(update={"cost": artifacts.SearchCost(unit="flops", device="any")}),
-        "prefill": artifact.prefill.model_copy(update={"layers": rows(model, MIDDLE), "front": front}),
+        "search": artifact.search.model_copy(
+            update={"cost": artifacts.SearchCost(unit="flops", device="any")}
+        ),
+        "prefill": artifact.prefill.model_copy(
+            update={"layers": rows(model, MIDDLE), "front": front}
+        ),
     }
     beside = artifacts.front_arrays(kept, [rows(model, name) for name, *_ in figures])
     artifacts.save(artifact.model_copy(update=changes), tmp_path / "cfg.yaml", beside)
@@ -85,16 +99,31 @@ def test_what_is_served_is_the_point(saved, masked, ids):
         torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
 
 
-OFFERS = "speedups of attention from 2 to 8, kl from 0.1 to 0.3 nats a token and recall from 0.7 to 0.95, at 200 tokens"
+OFFERS = (
+    "speedups of attention from 2 to 8, kl from 0.1 to 0.3 nats a token and "
+    "recall from 0.7 to 0.95, at 200 tokens"
+)
 
 
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ({"target_speedup": 9}, f"cfg.yaml: no point of the front meets target_speedup 9: its points have {OFFERS}"),
-        ({"target_kl": 0.05}, f"no point of the front meets target_kl 0.05: its points have {OFFERS}"),
-        ({"target_recall": 0.99}, f"no point of the front meets target_recall 0.99: its points have {OFFERS}"),
-        ({"target_kl": 0.1, "target_recall": 0.9}, "give one of target_speedup, target_kl, target_recall, got"),
+        (
+            {"target_speedup": 9},
+            f"cfg.yaml: no point of the front meets target_speedup 9: its points have {OFFERS}",
+        ),
+        (
+            {"target_kl": 0.05},
+            f"no point of the front meets target_kl 0.05: its points have {OFFERS}",
+        ),
+        (
+            {"target_recall": 0.99},
+            f"no point of the front meets target_recall 0.99: its points have {OFFERS}",
+        ),
+        (
+            {"target_kl": 0.1, "target_recall": 0.9},
+            "give one of target_speedup, target_kl, target_recall, got",
+        ),
         ({"target_kl": -1.0}, "target_kl must be a number from 0 on, got -1.0"),
         ({"target_kl": float("nan")}, "target_kl must be a number from 0 on, got nan"),
         ({"target_speedup": "2x"}, "target_speedup must be a number from 0 on, got '2x'"),
@@ -108,7 +137,9 @@ def test_a_target_that_cannot_be_met_is_one_line(saved, target, message):
 
 def test_no_front_to_choose_from(build, artifact_for, tmp_path):
     artifacts.save(artifact_for(build()), tmp_path / "cfg.yaml")
-    with pytest.raises(HeadwiseError, match=r"cfg\.yaml: target_kl: the artifact has no front to choose from"):
+    with pytest.raises(
+        HeadwiseError, match=r"cfg\.yaml: target_kl: the artifact has no front to choose from"
+    ):
         load(tmp_path / "cfg.yaml", target_kl=0.1)
 
 
@@ -141,4 +172,6 @@ def test_a_padded_prompt_is_served_as_alone(build, apply, ids):
     with apply(model, growth=GROWTH, strict=True):
         together = model(tokens, attention_mask=real, position_ids=positions(real)).logits
         for row, prompt in enumerate(prompts):
-            torch.testing.assert_close(together[row, -len(prompt) :], model(prompt[None]).logits[0], **CLOSE)
+            torch.testing.assert_close(
+                together[row, -len(prompt) :], model(prompt[None]).logits[0], **CLOSE
+            )

@@ -1,4 +1,5 @@
-"""What only a GPU can show of offloading: streams that wait for each other, pinned memory, the allocator's bytes."""
+"""What only a GPU can show of offloading: streams that wait for each other, pinned memory, the
+allocator's bytes."""
 
 from __future__ import annotations
 
@@ -40,13 +41,19 @@ def left_padded(ids, lengths):
     width = max(lengths)
     real = torch.stack([torch.arange(width) >= width - n for n in lengths]).long().to(DEVICE)
     tokens = ids(width, batch=len(lengths)).to(DEVICE) * real
-    return {"prompt": tokens, "attention_mask": real, "position_ids": (real.cumsum(1) - 1).clamp(min=0)}
+    return {
+        "prompt": tokens,
+        "attention_mask": real,
+        "position_ids": (real.cumsum(1) - 1).clamp(min=0),
+    }
 
 
 @pytest.mark.parametrize("lane", [Lane, SlowLane])
 @pytest.mark.parametrize("budget", [24, 0.125])
 @pytest.mark.parametrize("lengths", [(150,), (150, 90, 120)])
-def test_offloaded_is_what_stays_on_the_device(lengths, budget, lane, model, decoding, ids, monkeypatch) -> None:
+def test_offloaded_is_what_stays_on_the_device(
+    lengths, budget, lane, model, decoding, ids, monkeypatch
+) -> None:
     monkeypatch.setattr("runtime.omnikv.bank.Lane", lane)
     given, forced = left_padded(ids, lengths), ids(8, batch=len(lengths), seed=9).to(DEVICE)
     with decoding(model, budget=budget).apply(model) as handle:
@@ -56,7 +63,9 @@ def test_offloaded_is_what_stays_on_the_device(lengths, budget, lane, model, dec
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_turns_crops_and_copies_wait_for_what_is_on_its_way(inference, model, decoding, ids, monkeypatch) -> None:
+def test_turns_crops_and_copies_wait_for_what_is_on_its_way(
+    inference, model, decoding, ids, monkeypatch
+) -> None:
     monkeypatch.setattr("runtime.omnikv.bank.Lane", SlowLane)
     text, found = ids(260).to(DEVICE), []
     with decoding(model).apply(model) as handle, torch.inference_mode(inference):
@@ -67,7 +76,10 @@ def test_turns_crops_and_copies_wait_for_what_is_on_its_way(inference, model, de
             cache.crop(-3)
             parts.append(steps(model, text[:, 160:230], text[:, 230:233], cache))
             twin = copy.deepcopy(cache)
-            parts += [steps(model, text[:, at : at + 1], text[:, 240:243], c) for at, c in ((250, cache), (255, twin))]
+            parts += [
+                steps(model, text[:, at : at + 1], text[:, 240:243], c)
+                for at, c in ((250, cache), (255, twin))
+            ]
             cache.reorder_cache(torch.zeros(1, dtype=torch.long, device=DEVICE))
             parts.append(steps(model, text[:, 251:252], text[:, 243:246], cache))
             found.append(torch.cat(parts, dim=1))
@@ -105,7 +117,8 @@ def test_bytes_are_those_of_the_allocator(offload, build, decoding) -> None:
 
 
 def test_short_of_memory_the_bank_serves_what_the_device_cannot_hold(build, decoding) -> None:
-    """Where all keys and values do not fit under the limit, packed decodes and transformers' own cache does not."""
+    """Where all keys and values do not fit under the limit, packed decodes and transformers' own
+    cache does not."""
     model = build(num_hidden_layers=12).to(DEVICE, torch.bfloat16)
     length, width = 200_000, 2 * 2 * 64 * 2
     room = 6 * length * width

@@ -28,7 +28,9 @@ def test_patterns_of_minference_are_served(tiny: Path, tmp_path: Path) -> None:
     ids = torch.randint(0, 256, (1, 1024))
     with torch.no_grad():
         dense = model(ids).logits
-        with runtime.load(tmp_path / "cfg.yaml").apply(model, strict=True, backend="reference") as handle:
+        with runtime.load(tmp_path / "cfg.yaml").apply(
+            model, strict=True, backend="reference"
+        ) as handle:
             sparse = model(ids).logits
             assert handle.stats()["sparse"] == 3
     assert not torch.allclose(sparse, dense, atol=1e-3)

@@ -17,14 +17,16 @@ from tests.runtime.omnikv import LAYERS
 
 
 def held() -> Counter[str]:
-    """What is alive, by type: everything that Python's collector knows, and the entries of the runtime's tables."""
+    """What is alive, by type: everything that Python's collector knows, and the entries of the
+    runtime's tables."""
     gc.collect()
     alive = Counter(type(thing).__qualname__ for thing in gc.get_objects())
     return alive + Counter({"modules": len(state._modules), "configurations": len(state._configs)})
 
 
 def flat(work: Callable[[], object], times: int) -> None:
-    """Fails if a round of `work` leaves an object behind: of some type there are more, one a round at least."""
+    """Fails if a round of `work` leaves an object behind: of some type there are more, one a round
+    at least."""
     for _ in range(times):
         work()
     # The first look at everything makes entries in caches of Python's own.
@@ -44,7 +46,9 @@ def resident() -> int:
 
 
 @pytest.fixture
-def works(build: Any, artifact_for: Any, decoding: Any, ids: Any) -> dict[str, Callable[[], object]]:
+def works(
+    build: Any, artifact_for: Any, decoding: Any, ids: Any
+) -> dict[str, Callable[[], object]]:
     """What is done again and again, by name."""
     model, filtering, prompt = build(), build(**LAYERS), ids(140)
     plain, chosen = Headwise(artifact_for(model)), decoding(filtering, prefill_ratio=0.5)
@@ -96,7 +100,9 @@ def test_a_thousand_times(name: str, works: dict[str, Callable[[], object]]) -> 
     assert resident() - memory < 8_000, "kilobytes more"
 
 
-def test_a_model_that_is_dropped_while_applied_is_freed(build: Any, artifact_for: Any, ids: Any) -> None:
+def test_a_model_that_is_dropped_while_applied_is_freed(
+    build: Any, artifact_for: Any, ids: Any
+) -> None:
     def apply_and_drop() -> None:
         model = build()
         Headwise(artifact_for(model)).apply(model)

@@ -1,4 +1,5 @@
-"""A PrefillMask is the mask that sdpa or eager would have got, and costs nothing until it is read."""
+"""A PrefillMask is the mask that sdpa or eager would have got, and costs nothing until it is
+read."""
 
 import pytest
 import torch
@@ -26,13 +27,22 @@ from tests.runtime.tiny import DENSE_BELOW
 
 @pytest.fixture(params=["sdpa", "eager"])
 def call(request):
-    """call(**arguments) -> (the mask of headwise_mask, the mask of the function it stands in for)."""
+    """call(**arguments) -> (the mask of headwise_mask, the mask of the function it stands in
+    for)."""
     config = LlamaConfig()
-    remember(config, {}, Settings(dense_below=DENSE_BELOW, dense=request.param, strict=False, backend="auto"))
+    remember(
+        config,
+        {},
+        Settings(dense_below=DENSE_BELOW, dense=request.param, strict=False, backend="auto"),
+    )
     other = {"sdpa": sdpa_mask, "eager": eager_mask}[request.param]
 
     def call(**given):
-        given = {"dtype": torch.float32, "config": config, "mask_function": causal_mask_function} | given
+        given = {
+            "dtype": torch.float32,
+            "config": config,
+            "mask_function": causal_mask_function,
+        } | given
         return headwise_mask(**given), other(**given)
 
     yield call
@@ -49,8 +59,14 @@ def padding(ranges, length):
 def test_read_as_a_tensor_it_is_the_true_mask(q_offset, slots, call):
     length = int(q_offset) + 128
     real = padding([(0, length), (30, length), (0, 50), (0, 0)], length)
-    mask, expected = call(batch_size=4, q_length=128, kv_length=length + slots, q_offset=q_offset, attention_mask=real)
-    assert isinstance(mask, PrefillMask) and mask.shape == expected.shape and mask.dtype == expected.dtype
+    mask, expected = call(
+        batch_size=4, q_length=128, kv_length=length + slots, q_offset=q_offset, attention_mask=real
+    )
+    assert (
+        isinstance(mask, PrefillMask)
+        and mask.shape == expected.shape
+        and mask.dtype == expected.dtype
+    )
     assert mask.contiguous() is mask and mask.to("cpu") is mask and not mask._made
     assert mask.tokens.ranges == ((0, length), (30, length), (0, 50), (0, 0))
     assert torch.equal(mask.for_dense(), expected)
@@ -64,9 +80,17 @@ def test_of_a_layer_that_slides_it_is_the_true_mask(gone, call):
     real = padding([(0, gone + 128), (30, gone + 128), (0, 100)], gone + 128)
     rule = {"mask_function": sliding_window_causal_mask_function(16), "local_size": 16}
     mask, expected = call(
-        batch_size=3, q_length=113, kv_length=128, q_offset=gone + 15, kv_offset=gone, attention_mask=real, **rule
+        batch_size=3,
+        q_length=113,
+        kv_length=128,
+        q_offset=gone + 15,
+        kv_offset=gone,
+        attention_mask=real,
+        **rule,
     )
-    assert isinstance(mask, PrefillMask) and mask.shape == expected.shape and mask.tokens.window == 16
+    assert (
+        isinstance(mask, PrefillMask) and mask.shape == expected.shape and mask.tokens.window == 16
+    )
     assert mask.tokens.ranges == ((0, 128), (max(30 - gone, 0), 128), (0, 100 - gone))
     assert torch.equal(mask.for_dense(), expected)
 
@@ -75,7 +99,13 @@ def test_a_hole_among_tokens_that_are_gone_is_none(call):
     real = padding([(0, 178)], 178).index_fill(1, torch.tensor([9]), False)
     rule = {"mask_function": sliding_window_causal_mask_function(16), "local_size": 16}
     mask, expected = call(
-        batch_size=1, q_length=113, kv_length=128, q_offset=65, kv_offset=50, attention_mask=real, **rule
+        batch_size=1,
+        q_length=113,
+        kv_length=128,
+        q_offset=65,
+        kv_offset=50,
+        attention_mask=real,
+        **rule,
     )
     assert isinstance(mask, PrefillMask) and mask.tokens.ranges == ((0, 128),)
     assert torch.equal(mask.for_dense(), expected)
@@ -97,28 +127,50 @@ def test_sdpa_reads_it(call):
     mask, _ = call(batch_size=1, q_length=128, kv_length=128)
     q = torch.randn(1, 2, 128, 8)
     found = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
-    torch.testing.assert_close(found, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
+    torch.testing.assert_close(
+        found, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    )
 
 
 def test_another_device_does_not_make_it(call):
     mask, _ = call(batch_size=1, q_length=128, kv_length=128)
     moved = mask.to("meta")
-    assert isinstance(moved, PrefillMask) and moved.device.type == "meta" and moved.tokens == mask.tokens
+    assert (
+        isinstance(moved, PrefillMask)
+        and moved.device.type == "meta"
+        and moved.tokens == mask.tokens
+    )
     assert not mask._made and type(mask.to(torch.float16)) is torch.Tensor
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {"mask_function": sliding_window_causal_mask_function(16), "local_size": 16, "q_length": 63, "q_offset": 65},
+        {
+            "mask_function": sliding_window_causal_mask_function(16),
+            "local_size": 16,
+            "q_length": 63,
+            "q_offset": 65,
+        },
         {"mask_function": sliding_window_causal_mask_function(16), "local_size": 20},
-        {"mask_function": chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64)), "local_size": 16},
+        {
+            "mask_function": chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64)),
+            "local_size": 16,
+        },
         {"attention_mask": padding([(0, 128)], 128).index_fill(1, torch.tensor([9]), False)},
         {"attention_mask": padding([(0, 128)], 128), "kv_offset": 1},
         {"kv_length": 127, "q_length": 127},
         {"q_length": 63, "q_offset": 65},
     ],
-    ids=["few queries that slide", "two windows", "chunked", "holes", "evicted", "short", "few queries"],
+    ids=[
+        "few queries that slide",
+        "two windows",
+        "chunked",
+        "holes",
+        "evicted",
+        "short",
+        "few queries",
+    ],
 )
 def test_everything_else_is_what_it_was(given, call):
     mask, expected = call(**{"batch_size": 1, "q_length": 128, "kv_length": 128} | given)
@@ -127,10 +179,14 @@ def test_everything_else_is_what_it_was(given, call):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.booleans(), min_size=130, max_size=130), min_size=1, max_size=3), st.data())
+@given(
+    st.lists(st.lists(st.booleans(), min_size=130, max_size=130), min_size=1, max_size=3), st.data()
+)
 def test_ranges_are_found_exactly_where_there_are_no_holes(rows, data):
     config = LlamaConfig()
-    remember(config, {}, Settings(dense_below=DENSE_BELOW, dense="sdpa", strict=False, backend="auto"))
+    remember(
+        config, {}, Settings(dense_below=DENSE_BELOW, dense="sdpa", strict=False, backend="auto")
+    )
     real = torch.tensor(rows)
     for row in range(len(rows)):
         if data.draw(st.booleans()):
@@ -144,19 +200,31 @@ def test_ranges_are_found_exactly_where_there_are_no_holes(rows, data):
             assert row.nonzero().flatten().tolist() == list(range(start, end))
 
 
-@pytest.mark.parametrize("overlay", ["packed", "union", "alone", "twice", "python", "image", "image in a window"])
+@pytest.mark.parametrize(
+    "overlay", ["packed", "union", "alone", "twice", "python", "image", "image in a window"]
+)
 def test_packed_and_overlaid_masks_are_plain_tensors(overlay, call):
     numbers = find_packed_sequence_indices(torch.cat([torch.arange(70), torch.arange(80)])[None])
     packed = packed_sequence_mask_function(numbers)
-    images = or_masks(causal_mask_function, blockwise_overlay((torch.arange(150)[None] >= 90).long() - 1))
+    images = or_masks(
+        causal_mask_function, blockwise_overlay((torch.arange(150)[None] >= 90).long() - 1)
+    )
     function = {
         "packed": and_masks(causal_mask_function, packed),
         "image": images,
         "image in a window": and_masks(images, sliding_window_overlay(30)),
         "union": or_masks(causal_mask_function, packed),
         "alone": packed,
-        "twice": and_masks(causal_mask_function, packed, packed_sequence_mask_function(numbers.flip(1))),
+        "twice": and_masks(
+            causal_mask_function, packed, packed_sequence_mask_function(numbers.flip(1))
+        ),
         "python": and_masks(causal_mask_function, packed, lambda b, h, q, k: k % 2 == 0),
     }[overlay]
-    mask, expected = call(batch_size=1, q_length=150, kv_length=150, mask_function=function, allow_is_causal_skip=False)
+    mask, expected = call(
+        batch_size=1,
+        q_length=150,
+        kv_length=150,
+        mask_function=function,
+        allow_is_causal_skip=False,
+    )
     assert not isinstance(mask, PrefillMask) and torch.equal(mask, expected)

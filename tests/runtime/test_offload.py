@@ -1,7 +1,7 @@
 """Keys and values in a context bank: packed fetches against the cache that keeps all on the device.
 
-A lane that does everything as late as it may stands in for a GPU's: what does not wait where it must reads NaN.
-"""
+A lane that does everything as late as it may stands in for a GPU's: what does not wait where it
+must reads NaN."""
 
 from __future__ import annotations
 
@@ -74,7 +74,11 @@ def padded(prompts: list[Tensor]) -> dict[str, Tensor]:
     width = max(p.shape[1] for p in prompts)
     real = torch.stack([torch.arange(width) >= width - p.shape[1] for p in prompts]).long()
     tokens = torch.cat([torch.nn.functional.pad(p, (width - p.shape[1], 0)) for p in prompts])
-    return {"prompt": tokens, "attention_mask": real, "position_ids": (real.cumsum(1) - 1).clamp(min=0)}
+    return {
+        "prompt": tokens,
+        "attention_mask": real,
+        "position_ids": (real.cumsum(1) - 1).clamp(min=0),
+    }
 
 
 @pytest.mark.parametrize("budget", [24, 0.125])
@@ -112,10 +116,14 @@ def test_several_queries_at_once_see_what_is_before_them(lengths, build, decodin
 
 def states(length: int, batch: int = 1, layers: int = 2) -> list[tuple[Tensor, Tensor]]:
     """Random keys (batch, 2, length, 8) and values (batch, 2, length, 6) of some layers."""
-    return [(torch.randn(batch, 2, length, 8), torch.randn(batch, 2, length, 6)) for _ in range(layers)]
+    return [
+        (torch.randn(batch, 2, length, 8), torch.randn(batch, 2, length, 6)) for _ in range(layers)
+    ]
 
 
-def attended(bank: Bank, past: int, new: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor] | None]:
+def attended(
+    bank: Bank, past: int, new: list[tuple[Tensor, Tensor]]
+) -> list[tuple[Tensor, Tensor] | None]:
     """Append to each layer, and what each then attends to."""
     found = []
     for layer, (k, v) in enumerate(new):
@@ -126,7 +134,8 @@ def attended(bank: Bank, past: int, new: list[tuple[Tensor, Tensor]]) -> list[tu
 
 
 def same_rows(found: Tensor, expected: Tensor) -> bool:
-    """Whether keys or values (1, G, n, D) are the same rows, whatever their order, the last being the last."""
+    """Whether keys or values (1, G, n, D) are the same rows, whatever their order, the last being
+    the last."""
     rows = [sorted(x[0].transpose(0, 1).flatten(1).tolist()) for x in (found, expected)]
     return rows[0] == rows[1] and torch.equal(found[:, :, -1], expected[:, :, -1])
 
@@ -134,14 +143,22 @@ def same_rows(found: Tensor, expected: Tensor) -> bool:
 def test_only_newly_chosen_rows_are_fetched() -> None:
     bank, layers = Bank(2, 0), states(60)
     attended(bank, 0, [(k[:, :, :50], v[:, :, :50]) for k, v in layers])
-    chosen = [[1, 5, 6, 40, 50], [1, 6, 7, 50, 51], [1, 6, 7, 50, 52], [0, 1, 2, 3, 53], [0, 1, 53, 54, PAD]]
+    chosen = [
+        [1, 5, 6, 40, 50],
+        [1, 6, 7, 50, 51],
+        [1, 6, 7, 50, 52],
+        [0, 1, 2, 3, 53],
+        [0, 1, 53, 54, PAD],
+    ]
     for past, tokens in enumerate(chosen, 50):
         bank.fetch(torch.tensor([tokens], dtype=torch.int32), past)
         now = slice(past, past + 1)
         wanted = [token for token in tokens if token <= past]
         found = attended(bank, past, [(k[:, :, now], v[:, :, now]) for k, v in layers])
         for held, all_of_it in zip(found, layers, strict=True):
-            assert all(same_rows(rows, x[:, :, wanted]) for rows, x in zip(held, all_of_it, strict=True))
+            assert all(
+                same_rows(rows, x[:, :, wanted]) for rows, x in zip(held, all_of_it, strict=True)
+            )
     assert bank.lane.fetched == [2 * n for n in (4, 2, 3, 1)]
 
 
@@ -179,7 +196,9 @@ def test_sequences_change_places_in_bank_and_slots(sequences) -> None:
         for b, source in enumerate(sequences):
             chosen = [t for t in tokens[source].tolist() if t < 51]
             for found, x in ((keys, k), (values, v)):
-                torch.testing.assert_close(found[b, :, : len(chosen)].sum(1), x[source][:, chosen].sum(1))
+                torch.testing.assert_close(
+                    found[b, :, : len(chosen)].sum(1), x[source][:, chosen].sum(1)
+                )
     # What was on the device stayed there: of each sequence only the latest token is fetched.
     assert bank.lane.fetched == [2 * 5, 2 * len(sequences)]
 
@@ -202,7 +221,9 @@ def test_replaced_gives_every_wanted_token_one_slot() -> None:
         fetched[sequences, places] = True
         assert torch.equal(held[fetched], tokens)
         assert torch.equal(held[~fetched & (held >= 0)], before[~fetched & (held >= 0)])
-        assert not any(token in before[b, : counts[b]] for b, token in zip(sequences, tokens, strict=True))
+        assert not any(
+            token in before[b, : counts[b]] for b, token in zip(sequences, tokens, strict=True)
+        )
 
 
 @pytest.mark.parametrize("selector", ["last", "uniform"])
@@ -279,7 +300,8 @@ def test_bytes_are_what_was_given_out(build, decoding, ids) -> None:
             held[offload] = handle.cache_bytes(cache)
         scores, token = 7 * 604 * 4, 2 * 2 * 64 * 4
     assert held["never"].bank == 0
-    # Two layers are dense, two filter, and two are in banks, each with the budget's tokens on the device.
+    # Two layers are dense, two filter, and two are in banks, each with the budget's tokens on the
+    # device.
     assert held["packed"].device == 4 * (600 + 256) * token + 2 * scores + 2 * DECODE.budget * token
     assert 2 * 604 * token <= held["packed"].bank <= 1.2 * 2 * 604 * token
 

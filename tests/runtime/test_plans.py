@@ -1,4 +1,5 @@
-"""From the patterns of an artifact to those that are built: every kind, every version, arrays from the sidecar."""
+"""From the patterns of an artifact to those that are built: every kind, every version, arrays from
+the sidecar."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def test_every_kind_is_made_as_it_is_written() -> None:
     assert list(made) == list(artifact.patterns)
     columns = (*range(64), 99, 512, 700)
     assert made["static_mean"] == make("static", columns=columns, diagonals=(0, 1, 2, 9))
-    assert made["vs_100_1800_c95"] == make("vertical_slash", vertical=100, slash=1800, coverage=0.95)
+    assert made["vs_100_1800_c95"] == make(
+        "vertical_slash", vertical=100, slash=1800, coverage=0.95
+    )
     for name, pattern in artifact.patterns.items():
         assert made[name].kind == pattern.kind
         if pattern.kind != "static":
@@ -34,12 +37,16 @@ def test_every_kind_is_made_as_it_is_written() -> None:
 @pytest.mark.parametrize("version", [1])
 def test_every_version_loads(version: int) -> None:
     headwise = load(GOLDEN / f"v{version}.yaml")
-    assert kernel_patterns(headwise.artifact, headwise.arrays)["bs_9"] == make("block_sparse", blocks=9)
+    assert kernel_patterns(headwise.artifact, headwise.arrays)["bs_9"] == make(
+        "block_sparse", blocks=9
+    )
 
 
 def test_static_patterns_need_their_arrays(build) -> None:
     artifact, arrays = build_every_kind()
-    with pytest.raises(ArtifactError, match=r"static_mean: the array static\.mean\.columns must be in the sidecar"):
+    with pytest.raises(
+        ArtifactError, match=r"static_mean: the array static\.mean\.columns must be in the sidecar"
+    ):
         kernel_patterns(artifact)
     del arrays["static.mean.diagonals"]
     with pytest.raises(ArtifactError, match=r"the sidecar has no array static\.mean\.diagonals"):

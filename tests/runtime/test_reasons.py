@@ -1,4 +1,5 @@
-"""docs/runtime.md explains whatever the runtime can refuse or serve densely, in the words of the source."""
+"""docs/runtime.md explains whatever the runtime can refuse or serve densely, in the words of the
+source."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ def parts_of(node: ast.expr | None) -> list[str]:
         case ast.Constant(value=str(text)):
             return [text]
         case ast.JoinedStr(values=values):
-            return [part for value in values for part in parts_of(value) if isinstance(value, ast.Constant)]
+            return [
+                part
+                for value in values
+                for part in parts_of(value)
+                if isinstance(value, ast.Constant)
+            ]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return parts_of(left) + parts_of(right)
         case ast.BoolOp(values=[*_, last]):
@@ -44,7 +50,11 @@ def messages(path: Path) -> Iterator[tuple[int, list[str]]]:
             yield node.lineno, parts
 
 
-SOURCES = [path for path in sorted((_ROOT / "runtime").rglob("*.py")) if "vllm" not in path.relative_to(_ROOT).parts]
+SOURCES = [
+    path
+    for path in sorted((_ROOT / "runtime").rglob("*.py"))
+    if "vllm" not in path.relative_to(_ROOT).parts
+]
 FOUND = [
     pytest.param(parts, id=f"{path.stem}-{line}-{max(parts, key=len).strip()[:40]}")
     for path in SOURCES

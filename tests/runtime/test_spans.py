@@ -1,4 +1,5 @@
-"""Prompts with spans whose tokens see each other both ways (images): served densely, said once, and right."""
+"""Prompts with spans whose tokens see each other both ways (images): served densely, said once, and
+right."""
 
 from __future__ import annotations
 
@@ -17,7 +18,12 @@ from tests.runtime.tiny import FAMILIES, SIZES
 
 LENGTH = 300
 SPANS = [(20, 50), (130, 190)]
-VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 
 
 @pytest.fixture
@@ -26,7 +32,9 @@ def model() -> Any:
     text = {name: size for name, size in SIZES.items() if not name.endswith("token_id")}
     text |= {name: size for name, size in FAMILIES["Gemma3"].items() if name != "config"}
     vision = VISION | {"image_size": 8, "patch_size": 4}
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4
+    )
     torch.manual_seed(0)
     model = transformers.Gemma3ForConditionalGeneration(config).eval()
     for parameter in model.parameters():
@@ -36,7 +44,8 @@ def model() -> Any:
 
 
 def types(skipped: int = 0) -> Tensor:
-    """Types of a prompt's tokens (1, LENGTH), `skipped` of padding before them: 1 for those of images."""
+    """Types of a prompt's tokens (1, LENGTH), `skipped` of padding before them: 1 for those of
+    images."""
     made = torch.zeros(1, LENGTH, dtype=torch.long)
     for begin, end in SPANS:
         made[:, skipped + begin : skipped + end] = 1
@@ -62,7 +71,10 @@ def test_prompts_with_images_are_dense_and_right(
         model(input_ids=given["input_ids"])
         assert handle.stats()["sparse"] == 2
     assert warnings() == [f"serving densely: {NOT_CAUSAL}"]
-    with headwise.apply(model, strict=True, backend=backend), pytest.raises(HeadwiseError, match="not causal"):
+    with (
+        headwise.apply(model, strict=True, backend=backend),
+        pytest.raises(HeadwiseError, match="not causal"),
+    ):
         model(**given)
 
 
@@ -76,7 +88,9 @@ def test_padded_prompts_and_the_tokens_after_them(model: Any, artifact_for: Any,
     how |= {"token_type_ids": kinds, "attention_mask": real}
     expected = model.generate(torch.cat([prompt, short]), **how)
     with Headwise(artifact_for(model)).apply(model, backend="auto") as handle:
-        found = model.generate(torch.cat([prompt, short]), past_key_values=handle.new_cache(), **how)
+        found = model.generate(
+            torch.cat([prompt, short]), past_key_values=handle.new_cache(), **how
+        )
     assert torch.equal(found, expected)
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 
-ALLOWED = {"annotated_types", "artifacts", "pydantic", "pydantic_core", "runtime", "typing_inspection", "yaml"}
+ALLOWED = {
+    "annotated_types",
+    "artifacts",
+    "pydantic",
+    "pydantic_core",
+    "runtime",
+    "typing_inspection",
+    "yaml",
+}
 
 CODE = """
 import sys

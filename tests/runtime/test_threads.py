@@ -33,7 +33,9 @@ def counts(stats: dict[str, Any]) -> dict[str, int]:
     return flat | stats["dense"]
 
 
-def test_two_models_with_two_artifacts_in_two_threads(build: Any, artifact_for: Any, decoding: Any, ids: Any) -> None:
+def test_two_models_with_two_artifacts_in_two_threads(
+    build: Any, artifact_for: Any, decoding: Any, ids: Any
+) -> None:
     plain, choosing = build(), build(seed=1, **LAYERS)
     prompts = [ids(length, seed=length) for length in (200, 90, 150, 300)] * 3
     handles = {
@@ -44,7 +46,9 @@ def test_two_models_with_two_artifacts_in_two_threads(build: Any, artifact_for: 
     def run(request: tuple[Any, Tensor]) -> list[int]:
         model, prompt = request
         cache = handles[id(model)].new_cache()
-        return model.generate(prompt, past_key_values=cache, **OPTIONS)[0, prompt.shape[1] :].tolist()
+        return model.generate(prompt, past_key_values=cache, **OPTIONS)[
+            0, prompt.shape[1] :
+        ].tolist()
 
     requests = [(model, prompt) for prompt in prompts for model in (plain, choosing)]
     alone = [run(request) for request in requests]
@@ -59,7 +63,9 @@ def test_two_models_with_two_artifacts_in_two_threads(build: Any, artifact_for: 
     assert before[id(choosing)]["decode"] > 0 and before[id(plain)]["sparse"] > 0
 
 
-def test_one_model_is_applied_and_undone_while_another_serves(build: Any, artifact_for: Any, ids: Any) -> None:
+def test_one_model_is_applied_and_undone_while_another_serves(
+    build: Any, artifact_for: Any, ids: Any
+) -> None:
     busy, other, prompt = build(), build(seed=1), ids(200)
     headwise, one_at_a_time = Headwise(artifact_for(other)), Lock()
     with Headwise(artifact_for(busy)).apply(busy, strict=True) as handle:

@@ -1,4 +1,5 @@
-"""What clients of a server do with a model: each gives the tokens of plain transformers masked by the same index."""
+"""What clients of a server do with a model: each gives the tokens of plain transformers masked by
+the same index."""
 
 from __future__ import annotations
 
@@ -85,7 +86,12 @@ def test_an_assistant_with_an_artifact_of_its_own(build, apply, masked, ids) -> 
 @pytest.mark.parametrize("own", [False, True], ids=["DynamicCache", "new_cache"])
 def test_samples_of_one_prompt(own, build, apply, masked, ids) -> None:
     model, prompt = build(), ids(200)
-    options = {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3, "temperature": 0.7}
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": True,
+        "num_return_sequences": 3,
+        "temperature": 0.7,
+    }
 
     def samples(**given: Any) -> list[list[int]]:
         torch.manual_seed(5)
@@ -112,7 +118,8 @@ def test_beams_of_a_padded_batch(own, build, apply, ids) -> None:
 
 
 class Quantized(QuantizedLayer):
-    """Eight bits a number, by the largest of each row: what a quantised cache of transformers is."""
+    """Eight bits a number, by the largest of each row: what a quantised cache of transformers
+    is."""
 
     def _quantize(self, tensor: Tensor, axis: int) -> tuple[Tensor, Tensor]:
         largest = tensor.abs().amax(-1, keepdim=True) / 127
@@ -150,7 +157,10 @@ def test_caches_of_transformers(kind, build, apply, masked, ids) -> None:
     with masked(model):
         expected = model.generate(prompt, **OPTIONS)
     with apply(model, strict=True) as handle:
-        assert model.generate(prompt, cache_implementation=kind, **OPTIONS).tolist() == expected.tolist()
+        assert (
+            model.generate(prompt, cache_implementation=kind, **OPTIONS).tolist()
+            == expected.tolist()
+        )
         assert handle.stats()["sparse"] == 2
 
 
@@ -241,7 +251,9 @@ def test_threads_generate_at_once_from_one_model(build, apply, masked, ids) -> N
     with apply(model, strict=True) as handle:
 
         def serve(i: int) -> None:
-            found[i] = model.generate(prompts[i], past_key_values=handle.new_cache(), **OPTIONS).tolist()
+            found[i] = model.generate(
+                prompts[i], past_key_values=handle.new_cache(), **OPTIONS
+            ).tolist()
 
         threads = [threading.Thread(target=serve, args=(i,)) for i in range(len(prompts))]
         for thread in threads:
@@ -257,15 +269,23 @@ def test_sequences_that_end_leave_the_batch(offload, section, build, apply, deco
     model, steps = build(num_hidden_layers=6), [(0, 1, 2, 3), (1, 3), (1,)]
     prompts = [ids(n, seed=n) for n in (200, 170, 150, 90)]
     tokens = torch.cat([torch.nn.functional.pad(p, (200 - p.shape[1], 0)) for p in prompts])
-    with decoding(model).apply(model) if section == "decode" else apply(model, strict=True) as handle:
+    with (
+        decoding(model).apply(model) if section == "decode" else apply(model, strict=True) as handle
+    ):
 
         def alone(prompt: Tensor) -> list[int]:
             cache = handle.new_cache(offload=offload)
-            out = model.generate(prompt, past_key_values=cache, **OPTIONS | {"max_new_tokens": len(steps) * 2})
+            out = model.generate(
+                prompt, past_key_values=cache, **OPTIONS | {"max_new_tokens": len(steps) * 2}
+            )
             return out[0, prompt.shape[1] :].tolist()
 
         expected = [alone(prompt) for prompt in prompts]
-        cache, real, said = handle.new_cache(offload=offload), (tokens > 0).long(), {row: [] for row in steps[0]}
+        cache, real, said = (
+            handle.new_cache(offload=offload),
+            (tokens > 0).long(),
+            {row: [] for row in steps[0]},
+        )
         new, at, rows = tokens, (real.cumsum(1) - 1).clamp(min=0), steps[0]
         for step in range(2 * len(steps)):
             stay = steps[step // 2]

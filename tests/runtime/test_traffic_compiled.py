@@ -1,4 +1,5 @@
-"""torch.compile: decode is one graph, a whole prefill stays sparse, and nothing is wrong where neither is possible."""
+"""torch.compile: decode is one graph, a whole prefill stays sparse, and nothing is wrong where
+neither is possible."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def graphs() -> Callable[..., Any]:
 
 @pytest.fixture
 def maskless(graphs, build, ids) -> None:
-    """Skips where transformers, older ones do, makes a mask of a plain prefill whenever it is compiled."""
+    """Skips where transformers, older ones do, makes a mask of a plain prefill whenever it is
+    compiled."""
     masks = []
 
     def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **given: Any) -> Any:
@@ -64,7 +66,9 @@ def config(backend: Any) -> CompileConfig:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "Gemma3"])
-def test_decode_in_static_slots_is_the_graphs_it_was(family, graphs, build, apply, masked, ids) -> None:
+def test_decode_in_static_slots_is_the_graphs_it_was(
+    family, graphs, build, apply, masked, ids
+) -> None:
     model, prompts = build(family), [ids(200), ids(200, seed=1)]
     how = {"cache_implementation": "static", "compile_config": config(graphs)}
     with masked(model):
@@ -86,7 +90,9 @@ def test_decode_in_static_slots_is_the_graphs_it_was(family, graphs, build, appl
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "GptOss"])
 def test_a_compiled_prefill_is_sparse(family, maskless, graphs, build, apply, masked, ids) -> None:
     model, prompt = build(family), ids(200, batch=2)
-    sparse = list(getattr(model.config, "layer_types", None) or ["full_attention"] * 2).count("full_attention")
+    sparse = list(getattr(model.config, "layer_types", None) or ["full_attention"] * 2).count(
+        "full_attention"
+    )
     dense = model(prompt).logits
     with masked(model):
         expected = model(prompt).logits
@@ -99,7 +105,9 @@ def test_a_compiled_prefill_is_sparse(family, maskless, graphs, build, apply, ma
     torch.testing.assert_close(forward(prompt).logits, dense, **CLOSE)
 
 
-def test_lengths_that_change_are_compiled_once_more(maskless, graphs, build, apply, masked, ids) -> None:
+def test_lengths_that_change_are_compiled_once_more(
+    maskless, graphs, build, apply, masked, ids
+) -> None:
     model, prompts = build(), [ids(n) for n in (200, 230, 150, 300, 100)]
     with masked(model):
         expected = [model(p).logits for p in prompts]
@@ -113,7 +121,9 @@ def test_lengths_that_change_are_compiled_once_more(maskless, graphs, build, app
 
 @pytest.mark.parametrize("family", sampled(["Llama", "Gemma3", "GptOss"], "Gemma3"))
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_prefill_that_is_compiled_is_sparse(family, side, graphs, build, apply, masked, ids) -> None:
+def test_a_padded_prefill_that_is_compiled_is_sparse(
+    family, side, graphs, build, apply, masked, ids
+) -> None:
     model, prompt = build(family), ids(200, batch=2)
     real = torch.ones_like(prompt)
     real[0, slice(0, 50) if side == "left" else slice(150, 200)] = 0
@@ -134,8 +144,11 @@ def test_a_padded_prefill_that_is_compiled_is_sparse(family, side, graphs, build
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
-def test_a_prefill_without_a_cache_that_is_compiled_is_sparse(inference, graphs, build, apply, masked, ids) -> None:
-    # Where nothing is cached, transformers traces the mask of packed prompts, whatever the positions are.
+def test_a_prefill_without_a_cache_that_is_compiled_is_sparse(
+    inference, graphs, build, apply, masked, ids
+) -> None:
+    # Where nothing is cached, transformers traces the mask of packed prompts, whatever the
+    # positions are.
     model, prompt = build(), ids(300)
     restarts = torch.cat([torch.arange(180), torch.arange(120)])[None]
     forward = torch.compile(model.forward, backend=graphs)
@@ -145,11 +158,15 @@ def test_a_prefill_without_a_cache_that_is_compiled_is_sparse(inference, graphs,
     with apply(model) as handle, torch.inference_mode() if inference else nullcontext():
         torch.testing.assert_close(forward(prompt, use_cache=False).logits, alone, **CLOSE)
         assert handle.stats() == {"sparse": 2, "dense": {}}
-        torch.testing.assert_close(forward(prompt, position_ids=restarts, use_cache=False).logits, packed, **CLOSE)
+        torch.testing.assert_close(
+            forward(prompt, position_ids=restarts, use_cache=False).logits, packed, **CLOSE
+        )
         assert handle.stats() == {"sparse": 2, "dense": {NOT_CAUSAL: 2}}
 
 
-def test_another_mask_than_a_prompts_is_dense_and_said_once(graphs, build, apply, ids, warnings) -> None:
+def test_another_mask_than_a_prompts_is_dense_and_said_once(
+    graphs, build, apply, ids, warnings
+) -> None:
     model, prompt = build(), ids(200, batch=2)
     real = torch.ones_like(prompt)
     real[0, 20:50] = 0
@@ -161,12 +178,17 @@ def test_another_mask_than_a_prompts_is_dense_and_said_once(graphs, build, apply
             torch.testing.assert_close(found[real > 0], expected[real > 0], **CLOSE)
         assert handle.stats()["sparse"] == 0
     assert len(warnings()) == 1 and "with holes" in warnings()[0]
-    with apply(model, strict=True), pytest.raises(HeadwiseError, match=r"cannot serve .* with holes"):
+    with (
+        apply(model, strict=True),
+        pytest.raises(HeadwiseError, match=r"cannot serve .* with holes"),
+    ):
         forward(prompt, attention_mask=real)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
-def test_what_stays_dense_is_served_by_the_kernel_that_serves_it_uncompiled(family, graphs, build, ids) -> None:
+def test_what_stays_dense_is_served_by_the_kernel_that_serves_it_uncompiled(
+    family, graphs, build, ids
+) -> None:
     model, prompt = build(family), ids(1100)
     expected = model(prompt).logits
     with apply_dense(model, by="kernel") as handle:
@@ -181,9 +203,13 @@ def test_what_stays_dense_is_served_by_the_kernel_that_serves_it_uncompiled(fami
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def test_a_mask_is_read_by_the_first_layer_and_again_where_its_tensor_holds_another(monkeypatch) -> None:
+def test_a_mask_is_read_by_the_first_layer_and_again_where_its_tensor_holds_another(
+    monkeypatch,
+) -> None:
     read = []
-    monkeypatch.setattr(compiled, "layout_of", lambda mask, window: read.append(window) or layout_of(mask, window))
+    monkeypatch.setattr(
+        compiled, "layout_of", lambda mask, window: read.append(window) or layout_of(mask, window)
+    )
     mask = torch.ones(1, 1, 70, 70, dtype=torch.bool).tril()
     query = torch.zeros(1, 4, 70, 64)
     first, again, slides = (compiled._told(query, mask, window) for window in (None, None, 7))
@@ -215,7 +241,10 @@ def test_a_mask_says_which_sequences_it_is_of(window) -> None:
         assert found is None
         return
     assert found == Layout(0, 40, 40, ((0, 40), (9, 40), (0, 31), (0, 0)), window=window)
-    assert layout(within((0, 12), (12, 40))) is None and layout(causal, within((3, 20), (22, 39))) is None
+    assert (
+        layout(within((0, 12), (12, 40))) is None
+        and layout(causal, within((3, 20), (22, 39))) is None
+    )
     # Slots of a static cache behind the prompt.
     found = layout_of(torch.nn.functional.pad(within((4, 40)), (0, 24))[None, None], window)
     assert found == Layout(0, 40, 64, ((4, 40),), window=window)
@@ -240,7 +269,9 @@ def test_a_mask_that_says_anything_else_says_nothing() -> None:
         assert row == column == 39 or layout_of(other[None, None], None) is None, place
 
 
-def test_a_compiled_step_of_training_has_the_same_gradients(graphs, build, apply, ids, warnings) -> None:
+def test_a_compiled_step_of_training_has_the_same_gradients(
+    graphs, build, apply, ids, warnings
+) -> None:
     model, prompt = build().train(), ids(200)
 
     def gradients(forward: Any) -> list[torch.Tensor]:
@@ -257,7 +288,9 @@ def test_a_compiled_step_of_training_has_the_same_gradients(graphs, build, apply
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["DynamicCache", "new_cache"])
-def test_a_model_compiled_whole_generates_the_same(own, maskless, graphs, build, apply, masked, ids) -> None:
+def test_a_model_compiled_whole_generates_the_same(
+    own, maskless, graphs, build, apply, masked, ids
+) -> None:
     # A graph of the prompt, one of the first step, and one of steps of any length.
     model, prompt, options = build(), ids(200), OPTIONS | {"max_new_tokens": 3}
     with masked(model):
@@ -271,7 +304,9 @@ def test_a_model_compiled_whole_generates_the_same(own, maskless, graphs, build,
 
 
 @pytest.mark.parametrize("offload", sampled(["never", "packed"], "never"))
-def test_compiled_decode_attends_to_every_token_and_says_so(offload, graphs, build, decoding, ids, warnings) -> None:
+def test_compiled_decode_attends_to_every_token_and_says_so(
+    offload, graphs, build, decoding, ids, warnings
+) -> None:
     model, prompt, options = build(), ids(200), OPTIONS | {"max_new_tokens": 2}
     expected = model.generate(prompt, **options)
     with decoding(model, filter_layers=(0,), dense_layers=()).apply(model) as handle:
@@ -284,7 +319,9 @@ def test_compiled_decode_attends_to_every_token_and_says_so(offload, graphs, bui
 
 def test_a_cache_that_drops_tokens_is_not_compiled(graphs, build, artifact_for, ids) -> None:
     model, prompt, options = build(), ids(200), OPTIONS | {"max_new_tokens": 3}
-    section = artifacts.KVCache(policies={"stream": artifacts.Streaming(sinks=4, window=60)}, layers=("stream",) * 2)
+    section = artifacts.KVCache(
+        policies={"stream": artifacts.Streaming(sinks=4, window=60)}, layers=("stream",) * 2
+    )
     artifact = artifact_for(model).model_copy(update={"kv_cache": section})
     with Headwise(artifact).apply(model) as handle:
         expected = model.generate(prompt, past_key_values=handle.new_cache(), **options)
@@ -293,12 +330,18 @@ def test_a_cache_that_drops_tokens_is_not_compiled(graphs, build, artifact_for, 
     assert found.tolist() == expected.tolist()
 
 
-def test_a_compiled_static_cache_is_said_to_drop_nothing(graphs, build, artifact_for, ids, warnings) -> None:
+def test_a_compiled_static_cache_is_said_to_drop_nothing(
+    graphs, build, artifact_for, ids, warnings
+) -> None:
     model, prompt = build(), ids(20)
-    section = artifacts.KVCache(policies={"stream": artifacts.Streaming(sinks=4, window=60)}, layers=("stream",) * 2)
+    section = artifacts.KVCache(
+        policies={"stream": artifacts.Streaming(sinks=4, window=60)}, layers=("stream",) * 2
+    )
     artifact = artifact_for(model).model_copy(update={"kv_cache": section})
     expected = model.generate(prompt, **OPTIONS).tolist()
     with Headwise(artifact).apply(model):
         model.forward = torch.compile(model.forward, backend=graphs)
         assert model.generate(prompt, **OPTIONS, cache_implementation="static").tolist() == expected
-    assert warnings() == ["this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"]
+    assert warnings() == [
+        "this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"
+    ]

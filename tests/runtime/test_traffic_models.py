@@ -1,4 +1,5 @@
-"""What is done with a model while an artifact is applied: copied, moved, saved, loaded twice, put into a pipeline."""
+"""What is done with a model while an artifact is applied: copied, moved, saved, loaded twice, put
+into a pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+    pipeline,
+)
 
 from runtime import Headwise
 from runtime.attention.state import layer_of
@@ -44,7 +50,9 @@ def words(tokens: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deepcopy", "pickle"],
 )
 def test_copies_are_dense_until_given_an_artifact(copied, build, apply, artifact_for, ids) -> None:
     model, prompt = build(), ids(200)
@@ -65,19 +73,24 @@ def test_copies_are_dense_until_given_an_artifact(copied, build, apply, artifact
 
 
 @pytest.mark.parametrize("before", ["sdpa", "eager"])
-def test_a_model_pickled_while_applied_loads_where_headwise_is_not(before, build, apply, ids, tmp_path: Path) -> None:
+def test_a_model_pickled_while_applied_loads_where_headwise_is_not(
+    before, build, apply, ids, tmp_path: Path
+) -> None:
     model, prompt = build(attn_implementation=before), ids(200)
     expected = model(prompt).logits
     with apply(model):
         torch.save(model, tmp_path / "model.pt")
     code = (
-        "import sys, torch; torch.set_num_threads(1); model = torch.load(sys.argv[1], weights_only=False)\n"
+        "import sys, torch; torch.set_num_threads(1); model = torch.load(sys.argv[1], "
+        "weights_only=False)\n"
         "with torch.no_grad(): torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])\n"
         "print(model.config._attn_implementation, 'runtime.attention' in sys.modules)"
     )
     torch.save(prompt, tmp_path / "prompt.pt")
     paths = [str(tmp_path / name) for name in ("model.pt", "prompt.pt", "logits.pt")]
-    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == [before, "False"]
     assert torch.equal(torch.load(paths[2]), expected)
 
@@ -139,7 +152,9 @@ def test_one_checkpoint_loaded_twice(build, artifact_for, masked, ids, tmp_path:
 def test_a_pipeline(build, apply, masked, ids, tokenizer) -> None:
     model, prompt = build(), ids(200)
     with masked(model):
-        expected = tokenizer.decode(model.generate(prompt, **OPTIONS)[0, 200:], skip_special_tokens=True)
+        expected = tokenizer.decode(
+            model.generate(prompt, **OPTIONS)[0, 200:], skip_special_tokens=True
+        )
     with apply(model, strict=True) as handle:
         generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
         found = generator(words(prompt), return_full_text=False, **OPTIONS)[0]["generated_text"]
@@ -162,7 +177,12 @@ def test_text_is_streamed_from_a_thread(build, apply, masked, ids, tokenizer) ->
         expected = tokenizer.decode(model.generate(prompt, **OPTIONS)[0, 200:])
     with apply(model, strict=True) as handle:
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-        given = {"input_ids": prompt, "streamer": streamer, "past_key_values": handle.new_cache(), **OPTIONS}
+        given = {
+            "input_ids": prompt,
+            "streamer": streamer,
+            "past_key_values": handle.new_cache(),
+            **OPTIONS,
+        }
         thread = threading.Thread(target=model.generate, kwargs=given)
         thread.start()
         parts = list(streamer)

@@ -1,4 +1,5 @@
-"""A kernel that turns out not to build: no thousands of queries go to the reference, which is slower than dense."""
+"""A kernel that turns out not to build: no thousands of queries go to the reference, which is
+slower than dense."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ CLOSE = {"atol": 3e-4, "rtol": 1e-3}
 
 @pytest.fixture(autouse=True)
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The fastest backend, here in place of a GPU's, fails as a Triton build does: at its first launch, not before."""
+    """The fastest backend, here in place of a GPU's, fails as a Triton build does: at its first
+    launch, not before."""
     monkeypatch.setattr(breaker, "_failed", {})
     dispatch.say_once.cache_clear()
     tried: list[int] = []
@@ -35,13 +37,17 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     former = cpu.supports
     monkeypatch.setattr(cpu, "sparse_attention", fails)
-    monkeypatch.setattr(cpu, "supports", lambda q, k, v: former(q, k, v) or failure("attention", "here"))
+    monkeypatch.setattr(
+        cpu, "supports", lambda q, k, v: former(q, k, v) or failure("attention", "here")
+    )
     monkeypatch.setattr(reference, "sparse_attention", refuses)
     yield tried
     dispatch.say_once.cache_clear()
 
 
-def test_the_first_call_is_the_model_s_own(unbuilt: Any, build: Any, apply: Any, ids: Any, warnings: Any) -> None:
+def test_the_first_call_is_the_model_s_own(
+    unbuilt: Any, build: Any, apply: Any, ids: Any, warnings: Any
+) -> None:
     model, prompt = build(), ids(200)
     expected = model(prompt).logits
     with apply(model, backend="auto") as handle:
@@ -56,7 +62,9 @@ def test_the_first_call_is_the_model_s_own(unbuilt: Any, build: Any, apply: Any,
 def test_strict_says_it(build: Any, apply: Any, ids: Any) -> None:
     with apply(model := build(), strict=True, backend="auto"):
         for _ in range(2):
-            with pytest.raises(HeadwiseError, match="its kernel failed to build: RuntimeError: PassManager"):
+            with pytest.raises(
+                HeadwiseError, match="its kernel failed to build: RuntimeError: PassManager"
+            ):
                 model(ids(200))
 
 
@@ -68,11 +76,15 @@ def test_dense_by_our_kernel_too(unbuilt: Any, build: Any, ids: Any) -> None:
     assert unbuilt
 
 
-def test_a_chunk_by_chosen_tokens_is_dense(unbuilt: Any, build: Any, decoding: Any, ids: Any) -> None:
+def test_a_chunk_by_chosen_tokens_is_dense(
+    unbuilt: Any, build: Any, decoding: Any, ids: Any
+) -> None:
     model, tokens = build(num_hidden_layers=6), ids(300)
     expected = model(tokens).logits
     headwise: Headwise = decoding(model, prefill_ratio=0.5)
     with headwise.apply(model) as handle:
-        torch.testing.assert_close(fed(model, tokens, (170, 130), handle.new_cache()), expected, **CLOSE)
+        torch.testing.assert_close(
+            fed(model, tokens, (170, 130), handle.new_cache()), expected, **CLOSE
+        )
         assert handle.stats()["sparse"] == 0
     assert unbuilt

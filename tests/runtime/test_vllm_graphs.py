@@ -1,8 +1,9 @@
-"""Decode sections in the vLLM plugin as a CUDA graph would replay them: captured for none, replayed for any requests.
+"""Decode sections in the vLLM plugin as a CUDA graph would replay them: captured for none, replayed
+for any requests.
 
-A machine without a GPU has no graphs. What one does is known: the operations of the captured step run again, on the
-same memory and in the same order, and no Python does. So that is what is done here, operation by operation.
-"""
+A machine without a GPU has no graphs. What one does is known: the operations of the captured step
+run again, on the same memory and in the same order, and no Python does. So that is what is done
+here, operation by operation."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ class Tape(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert "_local_scalar_dense" not in str(func) and "nonzero" not in str(func), "the host waits for the device"
+        assert "_local_scalar_dense" not in str(func) and "nonzero" not in str(func), (
+            "the host waits for the device"
+        )
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
         return out
@@ -64,7 +67,11 @@ class Tape(TorchDispatchMode):
     def replay(self) -> None:
         """Run them again; what is new memory at each call has the place that it had."""
         for func, args, kwargs, out in self.calls:
-            given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            given = {
+                x.untyped_storage().data_ptr()
+                for x in tree_leaves((args, kwargs))
+                if isinstance(x, Tensor)
+            }
             for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(old, Tensor) and old.untyped_storage().data_ptr() not in given:
                     old.copy_(new)
@@ -86,7 +93,8 @@ def unread(*host: Tensor) -> Iterator[None]:
 
 
 class Buffers:
-    """What vLLM keeps from step to step: block table, lengths, queries and caches; and our outputs."""
+    """What vLLM keeps from step to step: block table, lengths, queries and caches; and our
+    outputs."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -133,23 +141,32 @@ class Buffers:
         for i in range(3):
             layer = SimpleNamespace(layer_name=f"model.layers.{i + 1}.self_attn.attn")
             k = self.query[i, :, :G]
-            self._engine.impl.forward(layer, self.query[i], k, k, self.caches[i], metadata, self.output[i])
+            self._engine.impl.forward(
+                layer, self.query[i], k, k, self.caches[i], metadata, self.output[i]
+            )
 
     def check(self, section: artifacts.OmniKV, lengths: list[int]) -> int:
-        """Outputs against plain torch; how many tokens the KV heads of layers 2 and 3 read where they chose."""
+        """Outputs against plain torch; how many tokens the KV heads of layers 2 and 3 read where
+        they chose."""
         read = 0
         for request, length in enumerate(lengths):
             if not length:
                 assert not self.output[:, request].any()
                 continue
-            count = section.budget if isinstance(section.budget, int) else -(-length * section.budget // 1)
+            count = (
+                section.budget
+                if isinstance(section.budget, int)
+                else -(-length * section.budget // 1)
+            )
             asked = section.model_copy(update={"budget": min(int(count), length)})
             chosen = chosen_by(self.query[0, None, request], self.keys[0][request][0], asked)
             for i in range(3):
                 k, v = self.keys[i][request]
                 seen = chosen.expand(G, -1) if i else None
                 expected = by_choice(self.query[i, None, request], k, v, seen)
-                torch.testing.assert_close(self.output[i, None, request], expected, atol=2e-5, rtol=1e-5)
+                torch.testing.assert_close(
+                    self.output[i, None, request], expected, atol=2e-5, rtol=1e-5
+                )
                 read += int(seen.sum()) if seen is not None and asked.budget < length else 0
         return read
 
@@ -168,7 +185,10 @@ def section(request: pytest.FixtureRequest, engine: Any) -> artifacts.OmniKV:
 def capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's own builders."""
     monkeypatch.setattr(
-        ParentsBuilder, "build_for_cudagraph_capture", lambda self, common: self.build(0, common), raising=False
+        ParentsBuilder,
+        "build_for_cudagraph_capture",
+        lambda self, common: self.build(0, common),
+        raising=False,
     )
 
 
@@ -237,7 +257,9 @@ def test_steps_have_the_same_memory_whoever_is_served(
     assert [shapes and shapes[-1] for _, shapes in seen[:3]] == [None, slots, slots]
 
 
-def test_a_step_reads_nothing_back_and_asks_for_no_length(engine: Any, section: artifacts.OmniKV) -> None:
+def test_a_step_reads_nothing_back_and_asks_for_no_length(
+    engine: Any, section: artifacts.OmniKV
+) -> None:
     buffers = Buffers(engine)
     buffers.fill([300, 30, 97, 512, 77])
     common = buffers.common()
@@ -288,4 +310,6 @@ def test_batches_in_parts_are_refused() -> None:
     artifact: Any = SimpleNamespace(decode=object(), kv_cache=None)
     parallel = SimpleNamespace(pipeline_parallel_size=1, use_ubatching=True)
     config = SimpleNamespace(model_config=None, speculative_config=None, parallel_config=parallel)
-    assert next(engine_misfits(artifact, config)).startswith("batches in parts (--enable-dbo) are not served")
+    assert next(engine_misfits(artifact, config)).startswith(
+        "batches in parts (--enable-dbo) are not served"
+    )

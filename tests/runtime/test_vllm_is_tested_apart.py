@@ -7,5 +7,8 @@ import pytest
 
 def test_vllm() -> None:
     pytest.importorskip(
-        "vllm", reason="vLLM is not installed here: `make test-vllm` runs tests/vllm in its own environment"
+        "vllm",
+        reason=(
+            "vLLM is not installed here: `make test-vllm` runs tests/vllm in its own environment"
+        ),
     )

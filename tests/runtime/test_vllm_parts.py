@@ -1,4 +1,5 @@
-"""The parts of the vLLM plugin that need no vLLM: options, batches, pages, counters, and the command `check`."""
+"""The parts of the vLLM plugin that need no vLLM: options, batches, pages, counters, and the
+command `check`."""
 
 from __future__ import annotations
 
@@ -48,7 +49,10 @@ LAYER = SimpleNamespace(layer_name="model.layers.0.self_attn.attn", **SCALES)
         (None, None),
         ({"other": 1}, None),
         ({"headwise": "a.yaml"}, Options(artifact="a.yaml")),
-        ({"headwise": {"artifact": "a.yaml", "dense": True}}, Options(artifact="a.yaml", dense=True)),
+        (
+            {"headwise": {"artifact": "a.yaml", "dense": True}},
+            Options(artifact="a.yaml", dense=True),
+        ),
         (
             {"headwise": {"artifact": "a.yaml", "target_kl": 1, "verify": "/key"}},
             Options(artifact="a.yaml", target_kl=1, verify="/key"),
@@ -66,13 +70,18 @@ def test_options(given: Any, expected: Options | None) -> None:
         ({}, "artifact: missing"),
         ({"artifact": ""}, "artifact: must not be empty, got ''"),
         ({"artifact": "a", "target_kl": True}, "target_kl: must be a number, got true"),
-        ({"artifact": "a", "target_kl": float("nan")}, "target_kl: must be a finite number, got nan"),
+        (
+            {"artifact": "a", "target_kl": float("nan")},
+            "target_kl: must be a finite number, got nan",
+        ),
         ({"artifact": "a", "dense": "yes"}, "dense: must be true or false, got 'yes'"),
         ({"artifact": "a", "budget": 1}, "budget: unknown field"),
     ],
 )
 def test_options_that_are_wrong(given: Any, told: str) -> None:
-    with pytest.raises(artifacts.HeadwiseError, match=r'^"headwise" in --additional-config') as error:
+    with pytest.raises(
+        artifacts.HeadwiseError, match=r'^"headwise" in --additional-config'
+    ) as error:
         options_of({"headwise": given})
     assert told in str(error.value)
 
@@ -101,7 +110,8 @@ class Common:
 
 
 def step(*requests: tuple[int, int], padded: int = 0) -> Common:
-    """A step with requests of (queries, keys), each with pages of its own, none of them in order."""
+    """A step with requests of (queries, keys), each with pages of its own, none of them in
+    order."""
     q_lens, k_lens = (list(part) for part in zip(*requests, strict=True))
     starts = torch.tensor([0, *q_lens] + [0] * padded).cumsum(0).to(torch.int32)
     pages = [-(-k // PAGE) for k in k_lens]
@@ -133,7 +143,12 @@ def pieces_of(common: Common) -> list[Chunk]:
 def test_pieces_and_the_rest() -> None:
     common = step((1, 40), (100, 300), (10, 10), (200, 200), (64, 100), padded=2)
     pieces = pieces_of(common)
-    assert pieces == [Chunk(1, 1, 100, 300), Chunk(2, 101, 10, 10), Chunk(3, 111, 200, 200), Chunk(4, 311, 64, 100)]
+    assert pieces == [
+        Chunk(1, 1, 100, 300),
+        Chunk(2, 101, 10, 10),
+        Chunk(3, 111, 200, 200),
+        Chunk(4, 311, 64, 100),
+    ]
     at_work: Any = object.__new__(Engine)
     prefill = SimpleNamespace(dense_below=128, dense_tail=0)
     at_work.__dict__.update(artifact=SimpleNamespace(prefill=prefill), dense=None)
@@ -160,10 +175,14 @@ def test_rows_that_lie_together_are_a_slice() -> None:
     assert not isinstance(rows_of([second, fourth]), slice)
     # Padding is nobody's.
     alone = step((200, 200), padded=1)
-    assert Batch(requests=requests_of(alone), block_table=alone.block_table_tensor).rest(pieces_of(alone)) == ((), [])
+    assert Batch(requests=requests_of(alone), block_table=alone.block_table_tensor).rest(
+        pieces_of(alone)
+    ) == ((), [])
 
 
-@pytest.mark.parametrize("change", [{"causal": False}, {"mm_req_doc_ranges": {}}, {"rswa_prefix_lens": torch.ones(1)}])
+@pytest.mark.parametrize(
+    "change", [{"causal": False}, {"mm_req_doc_ranges": {}}, {"rswa_prefix_lens": torch.ones(1)}]
+)
 def test_steps_that_are_not_plainly_causal_are_left_alone(change: dict[str, Any]) -> None:
     common = step((200, 200))
     for name, value in change.items():
@@ -179,7 +198,9 @@ def interleaved(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [1, 15, 16, 53])
 @pytest.mark.parametrize("padded_pages", [False, True])
-def test_our_pages_hold_what_was_stored(dtype: torch.dtype, length: int, padded_pages: bool) -> None:
+def test_our_pages_hold_what_was_stored(
+    dtype: torch.dtype, length: int, padded_pages: bool
+) -> None:
     whole = torch.full((7, G + padded_pages, PAGE, 2 * D), float("nan"), dtype=dtype)
     cache = whole[:, :G]
     pages = torch.randperm(6)[: -(-length // PAGE)].to(torch.int32) + 1
@@ -198,24 +219,42 @@ def test_our_pages_hold_what_was_stored(dtype: torch.dtype, length: int, padded_
 class Parent:
     """A backend's implementation that attends densely, from a cache of plain pages."""
 
-    scale, num_heads, num_kv_heads, logits_soft_cap, kv_sharing_target_layer_name = 0.2, H, G, 0.0, None
+    scale, num_heads, num_kv_heads, logits_soft_cap, kv_sharing_target_layer_name = (
+        0.2,
+        H,
+        G,
+        0.0,
+        None,
+    )
     stored: torch.dtype | None = None
 
     def forward(
-        self, layer: Any, query: Tensor, key: Any, value: Any, cache: Tensor, metadata: Any, output: Tensor
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        cache: Tensor,
+        metadata: Any,
+        output: Tensor,
     ) -> Tensor:
         common = metadata.common
         if self.stored is not None:
             cache = cache.view(self.stored).float() * torch.tensor([0.5] * D + [0.25] * D)
-        for i, (start, end) in enumerate(pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1])):
+        for i, (start, end) in enumerate(
+            pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1])
+        ):
             if end > start:
                 k_len = int(common.seq_lens[i])
-                (k, v), table = halves(cache, ours=False), common.block_table_tensor[i, None, : -(-k_len // PAGE)]
+                (k, v), table = (
+                    halves(cache, ours=False),
+                    common.block_table_tensor[i, None, : -(-k_len // PAGE)],
+                )
                 q = query[start:end].transpose(0, 1)[None]
                 index = dense_index(1, H, end - start, k_len, q.device)
-                output[start:end] = reference(q, k, v, index, scale=self.scale, softcap=None, block_table=table)[0][
-                    0
-                ].transpose(0, 1)
+                output[start:end] = reference(
+                    q, k, v, index, scale=self.scale, softcap=None, block_table=table
+                )[0][0].transpose(0, 1)
         return output
 
 
@@ -249,7 +288,12 @@ def engine(ours: bool, stored: torch.dtype | None) -> Any:
         size=1,
     )
     # What is served of every layer, as tests change it; the chooser says what it does in decode.
-    layer: dict[str, Any] = {"plan": LayerPlan(patterns * 2, G), "owned": True, "eight_bits": stored, "ours": ours}
+    layer: dict[str, Any] = {
+        "plan": LayerPlan(patterns * 2, G),
+        "owned": True,
+        "eight_bits": stored,
+        "ours": ours,
+    }
 
     def of(asked: Any) -> ServedLayer:
         number = number_of(asked.layer_name)
@@ -261,9 +305,13 @@ def engine(ours: bool, stored: torch.dtype | None) -> Any:
     impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {}))
     impl.__dict__.update(_engine=at_work, stored=stored)
     builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
-    builder.__dict__.update(_engine=at_work, _drops=False, _snaps=False, _readable=not ours, _told_prompts=False)
+    builder.__dict__.update(
+        _engine=at_work, _drops=False, _snaps=False, _readable=not ours, _told_prompts=False
+    )
     at_work.counting = builder
-    return SimpleNamespace(impl=impl, builder=builder, at_work=at_work, patterns=patterns * 2, layer=layer, ours=ours)
+    return SimpleNamespace(
+        impl=impl, builder=builder, at_work=at_work, patterns=patterns * 2, layer=layer, ours=ours
+    )
 
 
 def poisoned(engine: Any, pages: int) -> Tensor:
@@ -272,7 +320,9 @@ def poisoned(engine: Any, pages: int) -> Tensor:
     return cache if engine.impl.stored is None else cache.to(engine.impl.stored).view(torch.uint8)
 
 
-def put(engine: Any, cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+def put(
+    engine: Any, cache: Tensor, key: Tensor, value: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
     """Write keys and values (T, G, D) to their slots; what there is to be read from these."""
     stored = engine.impl.stored
     eight = [(x / scale).to(stored or x.dtype) for x, scale in ((key, 0.5), (value, 0.25))]
@@ -288,7 +338,8 @@ def put(engine: Any, cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -
 def serve(
     engine: Any, common: Common, gone: artifacts.Streaming | None = None
 ) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor, Tensor]]]:
-    """What comes out for each request of a step, and what went in: q (1, Q, H, D), k and v (1, K, G, D).
+    """What comes out for each request of a step, and what went in: q (1, Q, H, D), k and v (1, K,
+    G, D).
 
     gone: a layer that drops tokens, whose pages between the first and the last ones are another's.
     """
@@ -324,14 +375,18 @@ def serve(
         [(1, 40), (63, 300)],
     ],
 )
-def test_each_request_of_a_step_gets_its_own_attention(engine: Any, requests: list[tuple[int, int]]) -> None:
+def test_each_request_of_a_step_gets_its_own_attention(
+    engine: Any, requests: list[tuple[int, int]]
+) -> None:
     outputs, inputs, metadata = serve(engine, step(*requests))
     sparse = 0
     for (q_len, k_len), out, (q, k, v) in zip(requests, outputs, inputs, strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         long = q_len >= 64 and k_len >= 128
         plan = LayerPlan(engine.patterns if long else [make("dense")] * H, G)
-        expected, _ = reference(q, k, v, plan.build(q, k, scale=Parent.scale), scale=Parent.scale, softcap=None)
+        expected, _ = reference(
+            q, k, v, plan.build(q, k, scale=Parent.scale), scale=Parent.scale, softcap=None
+        )
         torch.testing.assert_close(out.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
         sparse += long
     report = engine.at_work.counters.report()
@@ -345,12 +400,17 @@ def test_each_request_of_a_step_gets_its_own_attention(engine: Any, requests: li
 def test_queries_of_eight_bits(engine: Any, stored: torch.dtype) -> None:
     """As vLLM's layers hand them to some of its backends for GPUs, with such a cache."""
     common = step((100, 300))
-    cache, query = poisoned(engine, int(common.block_table_tensor.max()) + 1), torch.randn(100, H, D).to(stored)
+    cache, query = (
+        poisoned(engine, int(common.block_table_tensor.max()) + 1),
+        torch.randn(100, H, D).to(stored),
+    )
     at = torch.arange(300)
     slots = common.block_table_tensor[0, at // PAGE].long() * PAGE + at % PAGE
     k, v = put(engine, cache, *torch.randn(2, 300, G, D), slots)
     output = torch.empty(100, H, D)
-    engine.impl.forward(LAYER, query, k[200:], v[200:], cache, engine.builder.build(0, common), output)
+    engine.impl.forward(
+        LAYER, query, k[200:], v[200:], cache, engine.builder.build(0, common), output
+    )
     q, k, v = (x.transpose(0, 1)[None] for x in (query.float() * 0.125, k, v))
     index = LayerPlan(engine.patterns, G).build(q, k, scale=Parent.scale)
     expected, _ = reference(q, k, v, index, scale=Parent.scale, softcap=None)
@@ -377,7 +437,9 @@ def test_what_is_too_large_for_eight_bits_is_the_largest(stored: torch.dtype) ->
         for sinks, window in ((4, 50), (20, 64), (0, 30), (3, 1000))
     ],
 )
-def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: artifacts.Streaming) -> None:
+def test_layers_that_keep_their_first_and_last_tokens(
+    engine: Any, stream: artifacts.Streaming
+) -> None:
     engine.layer.update(keeps=Stream(stream), plan=None)
     engine.builder._drops = True
     engine.impl.sinks = torch.tensor([0.5, 9.0, -30.0, 2.0])
@@ -391,7 +453,10 @@ def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: artif
             seen = ((at < stream.sinks) | (at > last - stream.window)) & (at <= last)
             # A learned logit is a key of no value.
             one = by_choice(q[i : i + 1], k[seen], v[seen], None)
-            logits = torch.einsum("hd,khd->hk", q[i], k[seen].repeat_interleave(H // G, 1)) * Parent.scale
+            logits = (
+                torch.einsum("hd,khd->hk", q[i], k[seen].repeat_interleave(H // G, 1))
+                * Parent.scale
+            )
             share = 1 - torch.softmax(torch.cat([logits, engine.impl.sinks[:, None]], 1), 1)[:, -1]
             expected.append(one * share[:, None])
         torch.testing.assert_close(out, torch.cat(expected), atol=2e-5, rtol=1e-5)
@@ -400,8 +465,11 @@ def test_layers_that_keep_their_first_and_last_tokens(engine: Any, stream: artif
 SECTION: dict[str, Any] = {"filter_layers": (1,), "dense_layers": (0,), "selector": "last"}
 
 
-def by_choice(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, sinks: Tensor | None = None) -> Tensor:
-    """Attention in plain torch (Q, H, D) of the last queries over the keys that each KV head sees, (G, K)."""
+def by_choice(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention in plain torch (Q, H, D) of the last queries over the keys that each KV head sees,
+    (G, K)."""
     heads = H // G
     logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(heads, 1)) * Parent.scale
     q_len, k_len = logits.shape[1:]
@@ -416,7 +484,9 @@ def chosen_by(q: Tensor, k: Tensor, section: artifacts.OmniKV) -> Tensor:
     """The tokens (K,) that a filter layer chooses, in plain torch."""
     logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(H // G, 1)) * Parent.scale
     q_len, k_len = logits.shape[1:]
-    weights = logits.masked_fill(~torch.ones(q_len, k_len).tril(k_len - q_len).bool(), float("-inf")).softmax(-1)
+    weights = logits.masked_fill(
+        ~torch.ones(q_len, k_len).tril(k_len - q_len).bool(), float("-inf")
+    ).softmax(-1)
     scores = weights.amax((0, 1))
     scores[-q_len:] = float("inf")
     seen = torch.zeros(k_len, dtype=torch.bool)
@@ -445,7 +515,10 @@ def test_layers_read_what_filter_layers_chose(engine: Any) -> None:
             at = torch.arange(int(common.seq_lens[i]))
             slots = common.block_table_tensor[i, at // PAGE].long() * PAGE + at % PAGE
             k, v = put(engine, cache, *torch.randn(2, len(at), G, D), slots)
-            key[start:end], value[start:end] = k[len(k) - (end - start) :], v[len(k) - (end - start) :]
+            key[start:end], value[start:end] = (
+                k[len(k) - (end - start) :],
+                v[len(k) - (end - start) :],
+            )
             parts.append((query[start:end], k, v))
         output = torch.full_like(query, float("nan"))
         monkey = SimpleNamespace(layer_name=f"model.layers.{number}.self_attn.attn", **SCALES)
@@ -458,7 +531,9 @@ def test_layers_read_what_filter_layers_chose(engine: Any) -> None:
             else:
                 seen = chose[request].expand(G, -1)
                 assert (~seen).any()
-            torch.testing.assert_close(output[start:end], by_choice(q, k, v, seen), atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                output[start:end], by_choice(q, k, v, seen), atol=2e-5, rtol=1e-5
+            )
     found = engine.at_work.counters.report()
     assert found["decode"] == {"chosen": 5}
 
@@ -482,7 +557,9 @@ def test_attention_sinks(engine: Any) -> None:
     index = LayerPlan(engine.patterns, G).build(q, k, scale=Parent.scale)
     plain, lse = reference(q, k, v, index, scale=Parent.scale, softcap=None)
     share = 1 - 1 / (1 + torch.exp(lse - engine.impl.sinks[:, None]))
-    torch.testing.assert_close(out.transpose(0, 1)[None], plain * share[..., None], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        out.transpose(0, 1)[None], plain * share[..., None], atol=2e-5, rtol=1e-5
+    )
 
 
 def test_a_kernel_that_fails_leaves_the_step_to_dense_attention(
@@ -505,10 +582,14 @@ def test_a_kernel_that_fails_leaves_the_step_to_dense_attention(
     assert found["fallbacks"] == {"out of memory": 2} and found["density"] is None
 
 
-def test_layers_of_vllm_are_the_parents_as_a_whole(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_vllm_are_the_parents_as_a_whole(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.layer.update(owned=False, plan=None)
     asked: list[Any] = []
-    monkeypatch.setattr(Parent, "forward", lambda self, *given: (asked.append(given), given[-1].fill_(1))[1])
+    monkeypatch.setattr(
+        Parent, "forward", lambda self, *given: (asked.append(given), given[-1].fill_(1))[1]
+    )
     metadata, output = engine.builder.build(0, step((1, 40), (130, 300))), torch.zeros(131, H, D)
     query = torch.randn(131, H, D)
     engine.impl.forward(LAYER, query, None, None, torch.empty(0), metadata, output)
@@ -527,7 +608,9 @@ def test_a_step_that_is_not_plainly_causal_is_the_parents_or_refused(engine: Any
 
 
 @pytest.mark.parametrize("kind", ["vertical_slash", "block_sparse", "memory_units"])
-def test_an_index_of_a_chunk_is_built_from_the_pages(engine: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_an_index_of_a_chunk_is_built_from_the_pages(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     sizes = {
         "vertical_slash": {"vertical": 70, "slash": 70},
         "block_sparse": {"blocks": 2},
@@ -538,11 +621,15 @@ def test_an_index_of_a_chunk_is_built_from_the_pages(engine: Any, monkeypatch: p
     seen: list[tuple[Tensor, Any]] = []
     build = LayerPlan.build
     monkeypatch.setattr(
-        LayerPlan, "build", lambda self, q, k, **how: (seen.append((k, how)), build(self, q, k, **how))[1]
+        LayerPlan,
+        "build",
+        lambda self, q, k, **how: (seen.append((k, how)), build(self, q, k, **how))[1],
     )
     (out,), (parts,), _ = serve(engine, step((100, 300)))
     q, k, v = (x.transpose(0, 1)[None] for x in parts)
-    expected, _ = reference(q, k, v, build(plan, q, k, scale=Parent.scale), scale=Parent.scale, softcap=None)
+    expected, _ = reference(
+        q, k, v, build(plan, q, k, scale=Parent.scale), scale=Parent.scale, softcap=None
+    )
     torch.testing.assert_close(out.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
     ((held, how),) = seen
     assert held.shape[1:] == (PAGE, G, D) and not held.is_contiguous()
@@ -552,7 +639,11 @@ def test_an_index_of_a_chunk_is_built_from_the_pages(engine: Any, monkeypatch: p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("longest", "wanted"), [(512, [512]), (100, [])])
 def test_the_profiling_run_takes_what_the_longest_prompt_will_take(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, longest: int, wanted: list[int], dtype: torch.dtype
+    engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    longest: int,
+    wanted: list[int],
+    dtype: torch.dtype,
 ) -> None:
     engine.at_work.longest = longest
     built: list[tuple[int, int]] = []
@@ -576,7 +667,9 @@ def test_short_chunks_behind_a_past_are_dense(engine: Any, monkeypatch: pytest.M
     for i, (out, parts) in enumerate(zip(outputs, inputs, strict=True)):
         q, k, v = (x.transpose(0, 1)[None] for x in parts)
         plan = LayerPlan(engine.patterns if i in (2, 3) else [make("dense")] * H, G)
-        expected, _ = reference(q, k, v, plan.build(q, k, scale=Parent.scale), scale=Parent.scale, softcap=None)
+        expected, _ = reference(
+            q, k, v, plan.build(q, k, scale=Parent.scale), scale=Parent.scale, softcap=None
+        )
         torch.testing.assert_close(out.transpose(0, 1)[None], expected, atol=2e-5, rtol=1e-5)
     assert engine.at_work.counters.report()["prefills"] == {"sparse": 2, "short": 2}
 
@@ -612,7 +705,9 @@ def test_counters_count_up_metrics() -> None:
         "fallbacks": {"out of memory": 1},
     }
     assert counters.report() == {"density": None, "tokens_read": 47.6, **expected}
-    assert counted == {(section, how): count for section in sections for how, count in expected[section].items()}
+    assert counted == {
+        (section, how): count for section in sections for how, count in expected[section].items()
+    }
 
 
 @pytest.fixture
@@ -665,10 +760,14 @@ def test_check_prints_the_command_of_this_machine(
     assert main([cfg, "--model", model, "--tensor-parallel-size", "2"]) == 0
     *_, layers, command = capsys.readouterr().out.splitlines()
     assert layers.startswith("layers ")
-    assert command.startswith(f"{words.format(model)} --tensor-parallel-size 2 --additional-config '")
+    assert command.startswith(
+        f"{words.format(model)} --tensor-parallel-size 2 --additional-config '"
+    )
 
 
-@pytest.mark.parametrize("target", [("--target-speedup", "8"), ("--target-speedup", "0.0"), ("--target-kl", "0.2")])
+@pytest.mark.parametrize(
+    "target", [("--target-speedup", "8"), ("--target-speedup", "0.0"), ("--target-kl", "0.2")]
+)
 def test_check_says_how_to_serve_a_point_of_the_front(
     front: tuple[Any, Path], target: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -680,36 +779,52 @@ def test_check_says_how_to_serve_a_point_of_the_front(
     assert given.load().artifact == load(cfg, **given.point).artifact
 
 
-def test_check_says_which_layers_read_what_others_choose(files: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_which_layers_read_what_others_choose(
+    files: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, cfg = files(decode=artifacts.Decode(omnikv=DECODE))
     config = json.loads((Path(model) / "config.json").read_text())
     config |= {"layer_types": ["full_attention"] * 5 + ["sliding_attention"], "sliding_window": 64}
     assert full_layers(SimpleNamespace(**config), 6) == [0, 1, 2, 3, 4]
     assert full_layers(SimpleNamespace(**config | {"layer_types": None}), 6) == []
-    assert full_layers(SimpleNamespace(**config | {"layer_types": None, "sliding_window": None}), 2) == [0, 1]
+    assert full_layers(
+        SimpleNamespace(**config | {"layer_types": None, "sliding_window": None}), 2
+    ) == [0, 1]
     found = list(_layers(artifacts.load(cfg), full_layers(SimpleNamespace(**config), 6)))
-    assert "decode: layers 3 read what layers 2, 4 choose" in found and "layers 5 dense: it slides" in found
+    assert (
+        "decode: layers 3 read what layers 2, 4 choose" in found
+        and "layers 5 dense: it slides" in found
+    )
 
 
-def test_check_says_why_not(files: Any, capsys: pytest.CaptureFixture[str], build: Any, tmp_path: Path) -> None:
+def test_check_says_why_not(
+    files: Any, capsys: pytest.CaptureFixture[str], build: Any, tmp_path: Path
+) -> None:
     given = {"s": artifacts.H2O(), "c": artifacts.Streaming(), "f": artifacts.Full()}
     heads = artifacts.load(files()[1]).model.num_kv_heads
-    policies = artifacts.KVCache(policies=given, layers=("s", "c", ("f",) * (heads - 1) + ("c",), "f", "f", "f"))
+    policies = artifacts.KVCache(
+        policies=given, layers=("s", "c", ("f",) * (heads - 1) + ("c",), "f", "f", "f")
+    )
     model, cfg = files(kv_cache=policies)
     assert main([cfg, "--model", model]) == 3
     out = "leave the section out (headwise merge CFG --kv-cache none --out NEW)"
     assert capsys.readouterr().out == (
-        "no: kv_cache.policies.s is h2o: it drops other tokens in each head at every step, and vLLM frees whole pages "
+        "no: kv_cache.policies.s is h2o: it drops other tokens in each head at every step, and "
+        "vLLM frees whole pages "
         f"of all heads: {out}\n"
-        "no: kv_cache.policies.c is streaming: positions is 'cache', and vLLM rotates keys before they are kept: use "
+        "no: kv_cache.policies.c is streaming: positions is 'cache', and vLLM rotates keys before "
+        "they are kept: use "
         f"'original': {out}\n"
-        "no: kv_cache.layers[2] differs by head, and vLLM's pages hold all heads of a layer; several snapkv policies "
+        "no: kv_cache.layers[2] differs by head, and vLLM's pages hold all heads of a layer; "
+        "several snapkv policies "
         f"are served: {out}\n"
     )
     stream = artifacts.Streaming(sinks=4, window=60, positions="original")
     snaps = {"s": artifacts.SnapKV(budget=0.25), "t": artifacts.SnapKV(budget=1024)}
     rows = ("c", "c", "s", ("s", *("t",) * (heads - 1)), "f", "f")
-    model, cfg = files(kv_cache=artifacts.KVCache(policies={"c": stream, "f": given["f"]} | snaps, layers=rows))
+    model, cfg = files(
+        kv_cache=artifacts.KVCache(policies={"c": stream, "f": given["f"]} | snaps, layers=rows)
+    )
     assert main([cfg, "--model", model]) == 0
     told = capsys.readouterr().out
     assert "layers 0-1 keep 4 first and 60 last tokens\n" in told

@@ -58,7 +58,8 @@ class Sequence:
         return seen
 
     def expected(self, snap: Snap) -> Tensor:
-        """Attention (T, H, D) of every token: all before it in the prompt, then what is kept and what was generated."""
+        """Attention (T, H, D) of every token: all before it in the prompt, then what is kept and
+        what was generated."""
         total = len(self.k)
         seen = torch.ones(total, total).tril().bool().expand(G, -1, -1).clone()
         seen[:, self.prompt :, : self.prompt] = self.kept(snap)[:, None]
@@ -69,7 +70,8 @@ class Sequence:
 
 
 def step(engine: Any, cache: Tensor, snap: Snap, parts: list[tuple[Sequence, int]]) -> list[Tensor]:
-    """Compute so many tokens of each sequence; what comes out. Pages that go back to vLLM are poisoned."""
+    """Compute so many tokens of each sequence; what comes out. Pages that go back to vLLM are
+    poisoned."""
     q_lens, ends = [n for _, n in parts], [s.at + n for s, n in parts]
     starts = torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32)
     spans = [slice(s.at, s.at + n) for s, n in parts]
@@ -78,7 +80,8 @@ def step(engine: Any, cache: Tensor, snap: Snap, parts: list[tuple[Sequence, int
         slots = s.pages[rows // PAGE].long() * PAGE + rows % PAGE
         s.k[at], s.v[at] = put(engine, cache, s.k[at], s.v[at], slots)
     query, key, value = (
-        torch.cat([getattr(s, name)[at] for (s, _), at in zip(parts, spans, strict=True)]) for name in "qkv"
+        torch.cat([getattr(s, name)[at] for (s, _), at in zip(parts, spans, strict=True)])
+        for name in "qkv"
     )
     common = Common(
         query_start_loc=starts,
@@ -104,7 +107,10 @@ def step(engine: Any, cache: Tensor, snap: Snap, parts: list[tuple[Sequence, int
     return list(output.split(q_lens))
 
 
-A, B = artifacts.SnapKV(budget=40, window=8, pool=5), artifacts.SnapKV(budget=0.4, window=20, pool=1)
+A, B = (
+    artifacts.SnapKV(budget=40, window=8, pool=5),
+    artifacts.SnapKV(budget=0.4, window=20, pool=1),
+)
 
 
 @pytest.mark.parametrize("stored", [None, *EIGHT])
@@ -117,7 +123,9 @@ A, B = artifacts.SnapKV(budget=40, window=8, pool=5), artifacts.SnapKV(budget=0.
         pytest.param([[100, 94, 3, 1, 2, 1]], id="a window over chunks"),
         pytest.param([[200, 4, 1, 3, 16, 1]], id="drafts"),
         pytest.param([[170, 70]], id="computed again, in one with the prompt"),
-        pytest.param([[200] + [1] * 9, [3, 1, 1], [15, 1, 30, 1], [64] + [1] * 5, [50, 14, 1]], id="mixed"),
+        pytest.param(
+            [[200] + [1] * 9, [3, 1, 1], [15, 1, 30, 1], [64] + [1] * 5, [50, 14, 1]], id="mixed"
+        ),
     ],
 )
 def test_what_is_kept_and_what_is_generated(
@@ -130,7 +138,9 @@ def test_what_is_kept_and_what_is_generated(
     width = -(-300 // PAGE)
     pages = torch.randperm(width * len(cuts)).to(torch.int32).view(len(cuts), width)
     cache = poisoned(engine, width * len(cuts))
-    sequences = [Sequence(p, sum(cut), row) for p, cut, row in zip(prompts, cuts, pages, strict=True)]
+    sequences = [
+        Sequence(p, sum(cut), row) for p, cut, row in zip(prompts, cuts, pages, strict=True)
+    ]
     left, found = [list(cut) for cut in cuts], [[] for _ in cuts]  # type: list[list[int]], list[list[Tensor]]
     while any(left):
         parts = [(i, left[i].pop(0)) for i in range(len(cuts)) if left[i]]
@@ -176,7 +186,11 @@ def test_the_profiling_run_moves_the_longest_prompt(
 
     copied: list[torch.Size] = []
     gathered = snapkv.gathered
-    monkeypatch.setattr(snapkv, "gathered", lambda *args: (copied.append((found := gathered(*args)).shape), found)[1])
+    monkeypatch.setattr(
+        snapkv,
+        "gathered",
+        lambda *args: (copied.append((found := gathered(*args)).shape), found)[1],
+    )
     monkeypatch.setattr(Parent, "forward", lambda *args: args[-1])
     engine.layer.update(keeps=Snap(policies), plan=None)
     query = torch.randn(10, H, D)

@@ -1,4 +1,5 @@
-"""Layers that slide are served by our kernel: as torch has them under a mask, and only where that is asked for."""
+"""Layers that slide are served by our kernel: as torch has them under a mask, and only where that
+is asked for."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.runtime.omnikv import CLOSE, steps
 from tests.runtime.tiny import WITHOUT_DENSE_KERNELS
 
 BY_KERNEL = "window by kernel"
-# Of each two or three layers one slides at least; with them sinks, soft-caps, wide heads, layers without positions.
+# Of each two or three layers one slides at least; with them sinks, soft-caps, wide heads, layers
+# without positions.
 SLIDING = ("Gemma3", "Gemma3Wide", "Gemma2", "Cohere2", "GptOss")
 
 
@@ -60,7 +62,9 @@ def test_padded_batches(left: bool, family: str, build: Any, artifact_for: Any, 
 
 
 @pytest.mark.parametrize("family", ["Gemma3", "GptOss"])
-def test_packed_sequences_do_not_see_each_other(family: str, build: Any, artifact_for: Any, ids: Any) -> None:
+def test_packed_sequences_do_not_see_each_other(
+    family: str, build: Any, artifact_for: Any, ids: Any
+) -> None:
     """The first is longer than several windows, so that only its bounds tell it from the second."""
     model, lengths = build(family), (210, 20, 170)
     prompt = ids(sum(lengths))
@@ -73,7 +77,9 @@ def test_packed_sequences_do_not_see_each_other(family: str, build: Any, artifac
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "own"])
 @pytest.mark.parametrize("chunks", [(200, 100), (130, 64, 20, 90), (20, 64, 200)])
-def test_chunks_and_decode(chunks: tuple[int, ...], cache: str, build: Any, artifact_for: Any, ids: Any) -> None:
+def test_chunks_and_decode(
+    chunks: tuple[int, ...], cache: str, build: Any, artifact_for: Any, ids: Any
+) -> None:
     model, prompt, forced = build("Gemma3"), ids(sum(chunks), batch=2), ids(40, batch=2, seed=9)
 
     def run(past: Any) -> Tensor:
@@ -103,12 +109,16 @@ def test_decode_of_padded_batches(
     real = torch.ones_like(prompt)
     real[0, :35] = 0
     real[2, :3] = 0
-    given: dict[str, Any] = {"attention_mask": real, "position_ids": (real.cumsum(1) - 1).clamp(min=0)}
+    given: dict[str, Any] = {
+        "attention_mask": real,
+        "position_ids": (real.cumsum(1) - 1).clamp(min=0),
+    }
     more = {"max_cache_len": 100} if cache is StaticCache else {}
     expected = steps(model, prompt, forced, DynamicCache(config=model.config), **given)
     with Headwise(artifact_for(model, dense=True)).apply(model) as handle:
         found = steps(model, prompt, forced, cache(config=model.config, **more), **given)
-        # All layers in transformers' cache that grows; in a static one those whose slots are all filled.
+        # All layers in transformers' cache that grows; in a static one those whose slots are all
+        # filled.
         assert handle.stats()["dense"]["decode by kernel"] == (120 if cache is DynamicCache else 40)
     torch.testing.assert_close(found, expected, **CLOSE)
 
@@ -146,12 +156,18 @@ def test_more_than_a_window_is_left_to_the_model(build: Any, artifact_for: Any) 
     assert not bool(plain[0, 0, 200, 219])
 
 
-def test_a_model_that_slides_everywhere_is_served_by_its_window(build: Any, artifact_for: Any, ids: Any) -> None:
+def test_a_model_that_slides_everywhere_is_served_by_its_window(
+    build: Any, artifact_for: Any, ids: Any
+) -> None:
     model, prompt = build("Mistral", head_dim=64, sliding_window=40), ids(300)
     expected = model(prompt).logits
     artifact = artifact_for(model, dense=True)
     nothing = artifact.model_copy(
-        update={"prefill": artifact.prefill.model_copy(update={"layers": (None,) * len(artifact.prefill.layers)})}
+        update={
+            "prefill": artifact.prefill.model_copy(
+                update={"layers": (None,) * len(artifact.prefill.layers)}
+            )
+        }
     )
     with Headwise(nothing).apply(model) as handle:
         torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
@@ -162,7 +178,12 @@ def test_patterns_for_a_layer_that_slides_are_refused_though_its_call_does_not_s
     build: Any, artifact_for: Any, ids: Any
 ) -> None:
     """Qwen2-MoE has a window in the mask alone."""
-    more = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2, "hidden_size": 256}
+    more = {
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "max_window_layers": 2,
+        "hidden_size": 256,
+    }
     model, prompt = build("Qwen2Moe", **more), ids(300)
     assert "sliding_attention" in model.config.layer_types
     expected = model(prompt).logits
@@ -174,7 +195,9 @@ def test_patterns_for_a_layer_that_slides_are_refused_though_its_call_does_not_s
         model(prompt)
 
 
-def test_layers_that_see_everything_are_not_counted_as_windows(build: Any, artifact_for: Any, ids: Any) -> None:
+def test_layers_that_see_everything_are_not_counted_as_windows(
+    build: Any, artifact_for: Any, ids: Any
+) -> None:
     model, prompt = build("Gemma2"), ids(300)
     expected = model(prompt).logits
     with Headwise(artifact_for(model, rows=[None, None])).apply(model) as handle:

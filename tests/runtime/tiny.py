@@ -65,11 +65,16 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 
-# Sizes that are not those of SIZES. model, config: names of classes where they are not the family's.
+# Sizes that are not those of SIZES. model, config: names of classes where they are not the
+# family's.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"head_dim": 64},
     "Llama3": {"model": "Llama", "head_dim": 64, "rope_parameters": LLAMA3},
-    "Yi": {"model": "Llama", "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6}},
+    "Yi": {
+        "model": "Llama",
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
+    },
     "Qwen2": {"hidden_size": 256},
     "Qwen3": {"head_dim": 64},
     "Qwen3Moe": {"head_dim": 64, **EXPERTS},
@@ -78,7 +83,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi3": {"hidden_size": 256},
     "Phi3LongRoPE": {"model": "Phi3", "hidden_size": 256, "rope_parameters": LONGROPE},
     "Glm4": {"head_dim": 64},
-    "Gemma2": {"head_dim": 64, **HYBRID, "attn_logit_softcapping": 5.0, "attn_implementation": "eager"},
+    "Gemma2": {
+        "head_dim": 64,
+        **HYBRID,
+        "attn_logit_softcapping": 5.0,
+        "attn_implementation": "eager",
+    },
     "Gemma3": {
         "head_dim": 64,
         "num_hidden_layers": 3,
@@ -157,7 +167,9 @@ REFUSED: dict[str, dict[str, Any]] = {
         "d_model": 64,
         "d_ff": 64,
         "num_layers": 1,
-        "cause": "is an encoder with a decoder: only causal models with nothing but a decoder are served",
+        "cause": (
+            "is an encoder with a decoder: only causal models with nothing but a decoder are served"
+        ),
     },
     "DeepseekV32ForCausalLM": {
         **LATENT,
@@ -165,13 +177,17 @@ REFUSED: dict[str, dict[str, Any]] = {
         "index_n_heads": 2,
         "index_head_dim": 32,
         "index_topk": 64,
-        "cause": "chooses the keys of each query itself (DeepseekV32Indexer): no other choice can be put in its place",
+        "cause": (
+            "chooses the keys of each query itself (DeepseekV32Indexer): no "
+            "other choice can be put in its place"
+        ),
     },
 }
 
 
 def look_at_themselves(model: Any) -> None:
-    """Give every KV head the projection of its first query head: tokens attend to themselves most, and tiles differ."""
+    """Give every KV head the projection of its first query head: tokens attend to themselves most,
+    and tiles differ."""
     for layer in model.model.layers:
         q, k = layer.self_attn.q_proj, layer.self_attn.k_proj
         dim, groups = layer.self_attn.head_dim, k.out_features // layer.self_attn.head_dim
@@ -190,7 +206,9 @@ for _name in SINCE_5_24:
     if hasattr(_module, "ALL_ATTENTION_FUNCTIONS"):
         FAMILIES[_name] = _sizes | {"num_key_value_heads": 4}
     else:
-        REFUSED[f"{_name}ForCausalLM"] = _sizes | {"cause": f"computes attention by itself ({_name}Attention) {_OWN}"}
+        REFUSED[f"{_name}ForCausalLM"] = _sizes | {
+            "cause": f"computes attention by itself ({_name}Attention) {_OWN}"
+        }
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
@@ -200,7 +218,8 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     config = getattr(transformers, sizes.pop("config", f"{name}Config"))(**sizes)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    # The usual initialisation makes attention nearly uniform: every pattern would give the same output.
+    # The usual initialisation makes attention nearly uniform: every pattern would give the same
+    # output.
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(std=parameter.shape[-1] ** -0.5 * 2)
@@ -212,5 +231,7 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
 def refused_model(name: str) -> Any:
     """A random model of a class of REFUSED."""
     sizes = SIZES | {key: value for key, value in REFUSED[name].items() if key != "cause"}
-    config = getattr(transformers, sizes.pop("config", name.removesuffix("ForCausalLM") + "Config"))(**sizes)
+    config = getattr(
+        transformers, sizes.pop("config", name.removesuffix("ForCausalLM") + "Config")
+    )(**sizes)
     return getattr(transformers, name)(config).eval()

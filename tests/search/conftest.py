@@ -1,4 +1,5 @@
-"""A tiny random model with a tokenizer, saved as a folder, so that the real command runs in seconds."""
+"""A tiny random model with a tokenizer, saved as a folder, so that the real command runs in
+seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def save_tokenizer(folder: Path) -> None:
     import transformers as t
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    vocabulary = {symbol: at for at, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        symbol: at for at, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,7 +42,9 @@ def save_tiny(folder: Path, **changes: Any) -> Path:
     }
     family = changes.pop("family", "Llama")
     torch.manual_seed(0)
-    model = getattr(t, f"{family}ForCausalLM")(getattr(t, f"{changes.pop('config', family)}Config")(**config | changes))
+    model = getattr(t, f"{family}ForCausalLM")(
+        getattr(t, f"{changes.pop('config', family)}Config")(**config | changes)
+    )
     for parameter in model.parameters():
         if parameter.dim() > 1:
             # The usual initialisation makes attention nearly uniform: all patterns would be alike.
@@ -58,7 +63,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_head(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a search with a budget for each head found for the tiny model; not to be written to."""
     out = tmp_path_factory.mktemp("by_head") / "cfg.yaml"
-    options = {"length": 1000, "budget": "0.6", "dtype": "float32", "calibration": "passkey", "picture": False}
+    options = {
+        "length": 1000,
+        "budget": "0.6",
+        "dtype": "float32",
+        "calibration": "passkey",
+        "picture": False,
+    }
     run(HeadSearch(model=str(tiny_model), out=out, command="test", **options))
     return out
 

@@ -1,4 +1,5 @@
-"""What comes after a search with one budget for the model: its report, and what is shown of a head."""
+"""What comes after a search with one budget for the model: its report, and what is shown of a
+head."""
 
 from __future__ import annotations
 
@@ -21,12 +22,34 @@ TASKS = ["passkey", "line_turns@questions=2"]
 def done(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The artifact of a search, and its report."""
     out = tmp_path_factory.mktemp("searched") / "cfg.yaml"
-    options = ["--length", "1000", "--dtype", "float32", "--cost", "flops", "--budget", "0.7", "--n-trials", "2"]
+    options = [
+        "--length",
+        "1000",
+        "--dtype",
+        "float32",
+        "--cost",
+        "flops",
+        "--budget",
+        "0.7",
+        "--n-trials",
+        "2",
+    ]
     limits = ["--max-kl", "100", "--max-perplexity", "100", "--max-nll", "100", "--max-lost", "1"]
     tasks = [word for task in TASKS for word in ("--task", task)]
     said = io.StringIO()
     with redirect_stdout(said):
-        code = heads(["--model", str(tiny_model), "--out", str(out), *options, *limits, *tasks, "--no-picture"])
+        code = heads(
+            [
+                "--model",
+                str(tiny_model),
+                "--out",
+                str(out),
+                *options,
+                *limits,
+                *tasks,
+                "--no-picture",
+            ]
+        )
     assert code == 0
     return out, said.getvalue()
 
@@ -36,10 +59,15 @@ def searched(done: tuple[Path, str]) -> Path:
     return done[0]
 
 
-def test_the_report_says_what_was_found_and_what_to_type_next(done: tuple[Path, str], tiny_model: Path) -> None:
+def test_the_report_says_what_was_found_and_what_to_type_next(
+    done: tuple[Path, str], tiny_model: Path
+) -> None:
     searched, said = done
     artifact = artifacts.load(searched)
-    assert artifact.search is not None and f"{sum(artifact.search.summary.winners.values())} heads" in said
+    assert (
+        artifact.search is not None
+        and f"{sum(artifact.search.summary.winners.values())} heads" in said
+    )
     for task in artifact.evidence.tasks:
         assert task.task in said
         assert f"accuracy dense 0.00, artifact 0.00 of {task.answers} questions" in said
@@ -61,12 +89,19 @@ def test_a_head_shows_its_curve_its_neighbours_and_its_picture(searched: Path) -
         assert chosen.split()[2] == f"{loss:.3g}"
         assert any(line.startswith("next dearer") for line in said) or row[head] == "dense"
         assert any(line.startswith("the price of the model's budget") for line in said)
-        assert len([line for line in said if line.startswith("  ") and line.strip(" ·░▒▓█") == ""]) == 24
+        assert (
+            len([line for line in said if line.startswith("  ") and line.strip(" ·░▒▓█") == ""])
+            == 24
+        )
 
 
 @pytest.mark.parametrize(
     ("head", "says"),
-    [("3", "must be a layer and a head"), ("9.0", "no head 9.0: 3 layers have 6 heads each"), ("0.6", "no head 0.6")],
+    [
+        ("3", "must be a layer and a head"),
+        ("9.0", "no head 9.0: 3 layers have 6 heads each"),
+        ("0.6", "no head 0.6"),
+    ],
 )
 def test_a_head_that_is_not_there(head: str, says: str, searched: Path) -> None:
     with pytest.raises(HeadwiseError, match=says):

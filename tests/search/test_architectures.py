@@ -21,7 +21,17 @@ def test_what_is_found_for_an_architecture_serves_it(family: str, tmp_path: Path
     model, out = tiny_model(family, vocab_size=260), tmp_path / "cfg.yaml"
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
-    options = ["--preset", "paper", "--length", "512", "--budget", "0.6", "--dtype", "float32", "--no-picture"]
+    options = [
+        "--preset",
+        "paper",
+        "--length",
+        "512",
+        "--budget",
+        "0.6",
+        "--dtype",
+        "float32",
+        "--no-picture",
+    ]
     arguments = ["--model", str(tmp_path / "model"), "--out", str(out), *options]
     assert main(arguments) == 0
     modules = attention_layers(model)

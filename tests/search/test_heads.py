@@ -21,7 +21,13 @@ LENGTH = 1000
 
 
 def config(model: Path, out: Path, **changes: object) -> HeadSearch:
-    settings = {"length": LENGTH, "budget": "0.6", "dtype": "float32", "calibration": "passkey", "command": "test"}
+    settings = {
+        "length": LENGTH,
+        "budget": "0.6",
+        "dtype": "float32",
+        "calibration": "passkey",
+        "command": "test",
+    }
     return HeadSearch(model=str(model), out=out, **settings | changes)
 
 
@@ -55,14 +61,25 @@ def test_scores_are_what_the_artifact_has_on_the_prompt(tiny_model: Path, tmp_pa
 
 def test_the_winner_has_the_smallest_error_and_keeps_to_the_budget(found: Path) -> None:
     artifact, arrays = artifacts.load_pair(found)
-    errors = [values for name, values in arrays.items() if name.startswith("candidates") and name.endswith(".error")]
+    errors = [
+        values
+        for name, values in arrays.items()
+        if name.startswith("candidates") and name.endswith(".error")
+    ]
     assert len(errors) == 6
     np.testing.assert_array_equal(arrays["chosen.error"], np.min(errors, axis=0))
-    assert 0.5 < artifact.search.summary.density <= arrays["chosen.density"].max() <= artifact.search.target_density
+    assert (
+        0.5
+        < artifact.search.summary.density
+        <= arrays["chosen.density"].max()
+        <= artifact.search.target_density
+    )
     assert sum(artifact.search.summary.winners.values()) == 18
 
 
-def test_same_command_and_seed_give_the_same_hash(found: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_same_command_and_seed_give_the_same_hash(
+    found: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     again = run(config(tiny_model, tmp_path / "cfg.yaml"))
     assert again.content_sha256 == artifacts.load(found).content_sha256
     other = run(config(tiny_model, tmp_path / "other.yaml", seed=1))
@@ -70,10 +87,21 @@ def test_same_command_and_seed_give_the_same_hash(found: Path, tiny_model: Path,
 
 
 @pytest.mark.slow
-def test_killed_in_mid_search_goes_on_and_finds_the_same(found: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_killed_in_mid_search_goes_on_and_finds_the_same(
+    found: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "cfg.yaml"
     resume = tmp_path / "cfg.yaml.heads.ledger"
-    words = ["--preset", "paper", "--model", str(tiny_model), "--out", str(out), "--length", str(LENGTH)]
+    words = [
+        "--preset",
+        "paper",
+        "--model",
+        str(tiny_model),
+        "--out",
+        str(out),
+        "--length",
+        str(LENGTH),
+    ]
     words += ["--budget", "0.6", "--dtype", "float32", "--task", "passkey"]
     process = Process("search.heads", *words)
     while len(list(resume.glob("*.unit"))) < 1:
@@ -104,10 +132,16 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(found: Path, tiny_model
         ({"--samples": "2"}, "one budget for the model"),
         ({"--dense-tail": "-1"}, "at least 0"),
     ],
-    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None,
+    ids=lambda value: (
+        " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None
+    ),
 )
 def test_bad_input_is_one_line_and_leaves_no_file(
-    tiny_model: Path, tmp_path: Path, changes: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path,
+    tmp_path: Path,
+    changes: dict[str, str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from artifacts import HeadwiseError
 

@@ -20,7 +20,18 @@ from runtime import load, memory_report
 from search import kv
 from search.decode import kv_search
 
-FAST = ["--task", "passkey", "--length", "400", "--samples", "1", "--forced", "8", "--dtype", "float32"]
+FAST = [
+    "--task",
+    "passkey",
+    "--length",
+    "400",
+    "--samples",
+    "1",
+    "--forced",
+    "8",
+    "--dtype",
+    "float32",
+]
 
 
 def _command(tiny_model: Path, by_head: Path, out: Path, *more: str) -> list[str]:
@@ -41,7 +52,10 @@ def test_writes_budgets_that_the_runtime_keeps(
     # What one prompt says may be chance.
     assert not figures["better"] and "searched was not better beyond chance" in said
     before, after = artifacts.load(by_head), artifacts.load(out)
-    assert after.kv_cache is not None and (after.prefill, after.patterns) == (before.prefill, before.patterns)
+    assert after.kv_cache is not None and (after.prefill, after.patterns) == (
+        before.prefill,
+        before.patterns,
+    )
     arrays = artifacts.load_arrays(out)
     assert arrays["kv.error"].shape == (3, 2, len(arrays["kv.shares"]))
     loaded = load_model(str(tiny_model), dtype="float32")
@@ -54,7 +68,11 @@ def test_writes_budgets_that_the_runtime_keeps(
 
 
 def test_a_killed_run_goes_on_and_another_total_reuses_the_curves(
-    tiny_model: Path, by_head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path,
+    by_head: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     two = ["--samples", "2", "--forced", "4"]
     kv.main(_command(tiny_model, by_head, tmp_path / "whole.yaml", *two, "--target-share", "0.25"))
@@ -90,7 +108,9 @@ def test_a_killed_run_goes_on_and_another_total_reuses_the_curves(
     assert not list(tmp_path.glob("*.ledger"))
 
 
-def test_a_file_is_changed_in_place_and_other_sections_stay(tiny_model: Path, by_head: Path, tmp_path: Path) -> None:
+def test_a_file_is_changed_in_place_and_other_sections_stay(
+    tiny_model: Path, by_head: Path, tmp_path: Path
+) -> None:
     own = tmp_path / "cfg.yaml"
     artifacts.save(artifacts.load(by_head), own, artifacts.load_arrays(by_head))
     kv.main(_command(tiny_model, own, own, "--target-bytes", "100kB", "--context", "1000"))
@@ -109,12 +129,21 @@ def test_budgets_go_where_the_error_is() -> None:
     assert section.layers[1] is None and section.heads(2, 2)[1] == "full"
     assert share <= 0.35
     assert section.heads(0, 2) == ("h2o_0.125",) * 2
-    assert section.policies["h2o_0.125"] == artifacts.H2O(heavy=0.0625, recent=0.0625, normalised=True)
+    assert section.policies["h2o_0.125"] == artifacts.H2O(
+        heavy=0.0625, recent=0.0625, normalised=True
+    )
 
 
-@pytest.mark.parametrize(("factors", "better"), [((0.5, 0.6, 0.4, 0.5), True), ((0.1, 0.1, 1.1, 1.0), False)])
+@pytest.mark.parametrize(
+    ("factors", "better"), [((0.5, 0.6, 0.4, 0.5), True), ((0.1, 0.1, 1.1, 1.0), False)]
+)
 def test_a_total_is_spent_unevenly_where_prompt_after_prompt_speaks_for_it(
-    factors: tuple[float, ...], better: bool, tiny_model: Path, by_head: Path, tmp_path: Path, monkeypatch: Any
+    factors: tuple[float, ...],
+    better: bool,
+    tiny_model: Path,
+    by_head: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
 ) -> None:
     calls: list[int] = []
 
@@ -147,11 +176,19 @@ def test_a_total_is_spent_unevenly_where_prompt_after_prompt_speaks_for_it(
     [
         (["--target-share", "0"], "--target-share must be above 0 and at most 1, got 0.0"),
         (["--target-bytes", "64MiB"], "--target-bytes and --context go together"),
-        (["--target-bytes", "much", "--context", "9"], "--target-bytes must be a number of bytes .* got 'much'"),
-        (["--target-share", "0.2", "--forced", "400"], r"--forced must be below --length \(400\), got 400"),
+        (
+            ["--target-bytes", "much", "--context", "9"],
+            "--target-bytes must be a number of bytes .* got 'much'",
+        ),
+        (
+            ["--target-share", "0.2", "--forced", "400"],
+            r"--forced must be below --length \(400\), got 400",
+        ),
     ],
 )
-def test_values_that_cannot_be(options: list[str], said: str, tiny_model: Path, by_head: Path, tmp_path: Path) -> None:
+def test_values_that_cannot_be(
+    options: list[str], said: str, tiny_model: Path, by_head: Path, tmp_path: Path
+) -> None:
     with pytest.raises(HeadwiseError, match=said):
         kv.main(_command(tiny_model, by_head, tmp_path / "no.yaml", *options))
     assert not list(tmp_path.iterdir())
@@ -162,14 +199,24 @@ def test_bytes_are_those_of_the_cache(tiny_model: Path, by_head: Path) -> None:
     options = {"model": "m", "config": Path("c"), "out": Path("o"), "share": None}
     token = 3 * 2 * 2 * 16 * 4
     config = kv_search.KVSearch(**options, target_bytes=token * 100, context=1000)
-    assert kv_search._share_of_bytes(config, artifacts.load(by_head).model, loaded) == pytest.approx(0.1)
+    assert kv_search._share_of_bytes(
+        config, artifacts.load(by_head).model, loaded
+    ) == pytest.approx(0.1)
 
 
-def test_what_filter_layers_choose_from_is_not_dropped(tiny_model: Path, by_head: Path, tmp_path: Path) -> None:
+def test_what_filter_layers_choose_from_is_not_dropped(
+    tiny_model: Path, by_head: Path, tmp_path: Path
+) -> None:
     own = tmp_path / "cfg.yaml"
     decode = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,)))
-    artifacts.save(artifacts.load(by_head).model_copy(update={"decode": decode}), own, artifacts.load_arrays(by_head))
+    artifacts.save(
+        artifacts.load(by_head).model_copy(update={"decode": decode}),
+        own,
+        artifacts.load_arrays(by_head),
+    )
     before = own.read_bytes()
-    with pytest.raises(HeadwiseError, match=r"kv_cache.layers\[1\] drops tokens that decode.omnikv chooses from"):
+    with pytest.raises(
+        HeadwiseError, match=r"kv_cache.layers\[1\] drops tokens that decode.omnikv chooses from"
+    ):
         kv.main(_command(tiny_model, own, own, "--target-share", "0.25"))
     assert own.read_bytes() == before

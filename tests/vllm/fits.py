@@ -1,9 +1,9 @@
-"""python -m tests.vllm.fits: how many requests are served at once in the same memory, with SnapKV and without.
+"""python -m tests.vllm.fits: how many requests are served at once in the same memory, with SnapKV
+and without.
 
-A random model of two layers with SmolLM2's heads: what fits depends on neither. Each prompt is computed whole, and all
-layers keep as much of it as `--budget` says. It prints the pages of a layer that a request holds while it decodes, and
-the most requests that ran at once.
-"""
+A random model of two layers with SmolLM2's heads: what fits depends on neither. Each prompt is
+computed whole, and all layers keep as much of it as `--budget` says. It prints the pages of a layer
+that a request holds while it decodes, and the most requests that ran at once."""
 
 from __future__ import annotations
 
@@ -40,9 +40,13 @@ def main(argv: list[str] | None = None) -> int:
     p = ArgumentParser(prog="python -m tests.vllm.fits", description=__doc__)
     p.add_argument("--length", type=int, default=8000, help="tokens of a prompt (default 8000)")
     p.add_argument("--tokens", type=int, default=100, help="how many to generate (default 100)")
-    p.add_argument("--budget", type=int, default=1024, help="tokens kept of a prompt (default 1024)")
+    p.add_argument(
+        "--budget", type=int, default=1024, help="tokens kept of a prompt (default 1024)"
+    )
     p.add_argument("--room", type=int, default=8, help="the memory, in whole requests (default 8)")
-    p.add_argument("--requests", type=int, default=56, help="how many are asked for at once (default 56)")
+    p.add_argument(
+        "--requests", type=int, default=56, help="how many are asked for at once (default 56)"
+    )
     options = p.parse_args(argv)
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -53,7 +57,9 @@ def main(argv: list[str] | None = None) -> int:
 
     size = {"hidden_size": 576, "intermediate_size": 64, "vocab_size": 512, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
-    config = LlamaConfig(**size, **heads, max_position_embeddings=options.length + options.tokens, eos_token_id=None)
+    config = LlamaConfig(
+        **size, **heads, max_position_embeddings=options.length + options.tokens, eos_token_id=None
+    )
     with tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
         made = artifacts.Artifact(
@@ -61,20 +67,39 @@ def main(argv: list[str] | None = None) -> int:
             search=search_info(),
             patterns={},
             prefill=artifacts.Prefill(dense_below=2048, layers=(None, None)),
-            kv_cache=artifacts.KVCache(policies={"s": artifacts.SnapKV(budget=options.budget)}, layers=("s", "s")),
+            kv_cache=artifacts.KVCache(
+                policies={"s": artifacts.SnapKV(budget=options.budget)}, layers=("s", "s")
+            ),
         )
         path = Path(folder) / "cfg.yaml"
         artifacts.save(made, path)
         page = 128
         pool = options.room * -(-(options.length + options.tokens) // page) + 1
-        settings = {"block_size": page, "num_gpu_blocks_override": pool, "max_num_seqs": options.requests}
+        settings = {
+            "block_size": page,
+            "num_gpu_blocks_override": pool,
+            "max_num_seqs": options.requests,
+        }
         for name, given in (("everything", None), (f"{options.budget} of each prompt", str(path))):
-            with engine(folder, given, dtype="bfloat16", max_num_batched_tokens=options.length, **settings) as served:
+            with engine(
+                folder, given, dtype="bfloat16", max_num_batched_tokens=options.length, **settings
+            ) as served:
                 used, running = watch(served)
                 served.tokens([prompt(options.length)], options.tokens)
                 one = used[-1]
-                served.tokens([prompt(options.length, i) for i in range(options.requests)], options.tokens)
-                print(json.dumps({"kept": name, "pages": pool - 1, "of one request": one, "at once": max(running)}))
+                served.tokens(
+                    [prompt(options.length, i) for i in range(options.requests)], options.tokens
+                )
+                print(
+                    json.dumps(
+                        {
+                            "kept": name,
+                            "pages": pool - 1,
+                            "of one request": one,
+                            "at once": max(running),
+                        }
+                    )
+                )
     return 0
 
 

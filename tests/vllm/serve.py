@@ -1,10 +1,11 @@
-"""python -m tests.vllm.serve: `vllm serve` as users start it, under concurrent requests, with an artifact and without.
+"""python -m tests.vllm.serve: `vllm serve` as users start it, under concurrent requests, with an
+artifact and without.
 
-Both servers are up at once and asked in turn. Retrieval prompts of mixed lengths go to each one by one, then by several
-clients at once, round after round. It says what failed, how many answers are right, how many outputs are those of the
-same request alone, the tokens served a second beside vLLM's own, the memory before and after each round, and how each
-server ends when its worker is killed.
-"""
+Both servers are up at once and asked in turn. Retrieval prompts of mixed lengths go to each one by
+one, then by several clients at once, round after round. It says what failed, how many answers are
+right, how many outputs are those of the same request alone, the tokens served a second beside
+vLLM's own, the memory before and after each round, and how each server ends when its worker is
+killed."""
 
 from __future__ import annotations
 
@@ -55,9 +56,17 @@ class Server:
 
     def ask(self, prompt: list[int], tokens: int) -> str:
         """The text that follows, greedily."""
-        asked = {"model": self._model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        asked = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         request = urllib.request.Request(
-            f"{self._at}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+            f"{self._at}/v1/completions",
+            json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=600) as answer:
             return str(json.load(answer)["choices"][0]["text"])
@@ -82,7 +91,10 @@ class Server:
 
     def worker(self) -> int:
         """The process of the engine: the largest."""
-        return max(self.family()[1:], key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
+        return max(
+            self.family()[1:],
+            key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]),
+        )
 
 
 @contextmanager
@@ -91,11 +103,25 @@ def server(model: str, artifact: str | None, settings: list[str], log: Path) -> 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = [] if artifact is None else ["--additional-config", json.dumps({"headwise": {"artifact": artifact}})]
-    # What `vllm serve` starts: that command asks for the version of a package that vLLM's build for CPUs is not called.
+    given = (
+        []
+        if artifact is None
+        else ["--additional-config", json.dumps({"headwise": {"artifact": artifact}})]
+    )
+    # What `vllm serve` starts: that command asks for the version of a package that vLLM's build for
+    # CPUs is not called.
     main = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     # The same prompts are asked again and again: each time they are computed.
-    command = [*main, "--model", model, "--port", str(port), "--no-enable-prefix-caching", *settings, *given]
+    command = [
+        *main,
+        "--model",
+        model,
+        "--port",
+        str(port),
+        "--no-enable-prefix-caching",
+        *settings,
+        *given,
+    ]
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -119,7 +145,8 @@ def server(model: str, artifact: str | None, settings: list[str], log: Path) -> 
 
 
 def load(up: Server, prompts: list[list[int]], streams: int, tokens: int) -> dict[str, Any]:
-    """All prompts by so many clients at once: outputs in order, errors, seconds, and memory before and after."""
+    """All prompts by so many clients at once: outputs in order, errors, seconds, and memory before
+    and after."""
     before, start = up.memory(), time.monotonic()
 
     def one(prompt: list[int]) -> tuple[str | None, float]:
@@ -144,7 +171,8 @@ def load(up: Server, prompts: list[list[int]], streams: int, tokens: int) -> dic
 
 
 def killed(up: Server, prompt: list[int]) -> dict[str, Any]:
-    """What a client and the server's parent see when the worker is killed in the middle of a request."""
+    """What a client and the server's parent see when the worker is killed in the middle of a
+    request."""
     with ThreadPoolExecutor(1) as client:
         asked = client.submit(up.ask, prompt, 400)
         time.sleep(1)
@@ -170,12 +198,16 @@ class Measured:
     def ask_alone(self) -> dict[str, Any]:
         """Every prompt after the other."""
         start = time.monotonic()
-        self._alone = [self.up.ask(list(prompt.input_ids), self._tokens) for prompt in self._prompts]
+        self._alone = [
+            self.up.ask(list(prompt.input_ids), self._tokens) for prompt in self._prompts
+        ]
         return {"seconds": time.monotonic() - start, "right": self._right(self._alone)}
 
     def round(self, streams: int) -> dict[str, Any]:
         """One round of the load, with how many outputs are those of the request alone."""
-        done = load(self.up, [list(prompt.input_ids) for prompt in self._prompts], streams, self._tokens)
+        done = load(
+            self.up, [list(prompt.input_ids) for prompt in self._prompts], streams, self._tokens
+        )
         outputs = done.pop("outputs")
         done["right"] = self._right(outputs)
         done["as_alone"] = sum(a == b for a, b in zip(self._alone, outputs, strict=True))
@@ -183,7 +215,10 @@ class Measured:
         return done
 
     def _right(self, outputs: list[str | None]) -> int:
-        return sum(score(prompt, text or "") == 1 for prompt, text in zip(self._prompts, outputs, strict=True))
+        return sum(
+            score(prompt, text or "") == 1
+            for prompt, text in zip(self._prompts, outputs, strict=True)
+        )
 
     @property
     def loaded(self) -> float:
@@ -201,8 +236,15 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--lengths", type=int, nargs=2, default=(200, 8000), metavar=("FROM", "TO"))
     p.add_argument("--tokens", type=int, default=32, help="how many to generate (default 32)")
     p.add_argument("--rounds", type=int, default=3, help="rounds of both in turn (default 3)")
-    p.add_argument("--seconds", type=float, default=180, help="load that the artifact has at least (default 180)")
-    p.add_argument("--json", type=Path, required=True, help="what was found; the servers' logs are beside it")
+    p.add_argument(
+        "--seconds",
+        type=float,
+        default=180,
+        help="load that the artifact has at least (default 180)",
+    )
+    p.add_argument(
+        "--json", type=Path, required=True, help="what was found; the servers' logs are beside it"
+    )
     p.add_argument("settings", nargs="*", help="of vllm serve, behind --")
     options = p.parse_args(argv)
     # A command that is stopped stops its servers, too.
@@ -219,7 +261,12 @@ def main(argv: list[str] | None = None) -> int:
         ways = {
             name: Measured(
                 stack.enter_context(
-                    server(options.model, artifact, options.settings, options.json.with_suffix(f".{name}.log"))
+                    server(
+                        options.model,
+                        artifact,
+                        options.settings,
+                        options.json.with_suffix(f".{name}.log"),
+                    )
                 ),
                 prompts,
                 options.tokens,
@@ -230,16 +277,33 @@ def main(argv: list[str] | None = None) -> int:
             way.up.ask(list(max((prompt.input_ids for prompt in prompts), key=len)), 1)
             found[name] = {"alone": way.ask_alone()}
             print(f"{name}: {len(prompts)} requests one by one: {found[name]['alone']}", flush=True)
-        while len(ways["headwise"].rounds) < options.rounds or ways["headwise"].loaded < options.seconds:
+        while (
+            len(ways["headwise"].rounds) < options.rounds
+            or ways["headwise"].loaded < options.seconds
+        ):
             for name, way in ways.items():
                 if name == "headwise" or len(way.rounds) < options.rounds:
-                    told = ", ".join(f"{key} {value}" for key, value in way.round(options.streams).items())
-                    print(f"{name}: {len(prompts)} requests by {options.streams} clients: {told}", flush=True)
-        rates = zip(*([each["tokens_a_second"] for each in way.rounds] for way in ways.values()), strict=False)
+                    told = ", ".join(
+                        f"{key} {value}" for key, value in way.round(options.streams).items()
+                    )
+                    print(
+                        f"{name}: {len(prompts)} requests by {options.streams} clients: {told}",
+                        flush=True,
+                    )
+        rates = zip(
+            *([each["tokens_a_second"] for each in way.rounds] for way in ways.values()),
+            strict=False,
+        )
         found["times_the_tokens"] = [headwise / own for own, headwise in rates]
-        print(f"tokens a second: {statistics.median(found['times_the_tokens']):.2f} times vLLM's own", flush=True)
+        print(
+            f"tokens a second: {statistics.median(found['times_the_tokens']):.2f} times vLLM's own",
+            flush=True,
+        )
         for name, way in ways.items():
-            found[name] |= {"rounds": way.rounds, "killed": killed(way.up, list(prompts[0].input_ids))}
+            found[name] |= {
+                "rounds": way.rounds,
+                "killed": killed(way.up, list(prompts[0].input_ids)),
+            }
             print(f"{name}: worker killed: {found[name]['killed']}", flush=True)
     options.json.write_text(json.dumps(found, indent=1) + "\n")
     return int(any(each["errors"] for way in ways.values() for each in way.rounds))

@@ -24,7 +24,8 @@ _BACKENDS = "vllm.v1.attention.backends"
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """choose(path, **additional) -> the class of CUSTOM on a platform that would have chosen the class at `path`."""
+    """choose(path, **additional) -> the class of CUSTOM on a platform that would have chosen the
+    class at `path`."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -35,7 +36,9 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
             additional_config=additional,
         )
         monkeypatch.setattr(
-            type(current_platform), "get_attn_backend_cls", classmethod(lambda *_, **__: f"{_BACKENDS}.{path}")
+            type(current_platform),
+            "get_attn_backend_cls",
+            classmethod(lambda *_, **__: f"{_BACKENDS}.{path}"),
         )
         for name in ("get_current_vllm_config", "get_current_vllm_config_or_none"):
             monkeypatch.setattr(f"vllm.config.{name}", lambda: config)
@@ -45,7 +48,9 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
     return choose
 
 
-@pytest.mark.parametrize("path", ["flash_attn.FlashAttentionBackend", "triton_attn.TritonAttentionBackend"])
+@pytest.mark.parametrize(
+    "path", ["flash_attn.FlashAttentionBackend", "triton_attn.TritonAttentionBackend"]
+)
 def test_the_parent_is_what_vllm_would_have_chosen(choose: Any, path: str) -> None:
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -54,26 +59,39 @@ def test_the_parent_is_what_vllm_would_have_chosen(choose: Any, path: str) -> No
     assert issubclass(backend, parent) and backend.get_name() == "CUSTOM"
     assert backend.get_supported_kernel_block_sizes() == parent.get_supported_kernel_block_sizes()
     impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
-    assert issubclass(impl, SparseImpl) and issubclass(impl, parent.get_impl_cls()) and not impl.ours
+    assert (
+        issubclass(impl, SparseImpl) and issubclass(impl, parent.get_impl_cls()) and not impl.ours
+    )
     assert issubclass(builder, SparseBuilder) and issubclass(builder, parent.get_builder_cls())
     # vLLM turns the class into its path and back.
     assert resolve_obj_by_qualname(".".join(backend.full_cls_name())) is backend
     assert choose(path).get_impl_cls() is parent.get_impl_cls()
 
 
-@pytest.mark.parametrize("path", ["flash_attn.FlashAttentionBackend", "triton_attn.TritonAttentionBackend"])
+@pytest.mark.parametrize(
+    "path", ["flash_attn.FlashAttentionBackend", "triton_attn.TritonAttentionBackend"]
+)
 def test_pages_hold_a_tile_of_the_kernels(choose: Any, path: str) -> None:
     backend = choose(path, headwise="cfg.yaml")
-    assert [backend.get_preferred_block_size(size) for size in (16, 32, 64, 128)] == [64, 64, 64, 128]
+    assert [backend.get_preferred_block_size(size) for size in (16, 32, 64, 128)] == [
+        64,
+        64,
+        64,
+        128,
+    ]
     # Without an artifact it is as the parent wants it.
     assert choose(path).get_preferred_block_size(16) == 16
 
 
-def test_a_parent_whose_cache_is_not_read_is_passed_over(choose: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parent_whose_cache_is_not_read_is_passed_over(
+    choose: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     with caplog.at_level(logging.INFO, logger="vllm.headwise"):
-        assert issubclass(choose("flex_attention.FlexAttentionBackend", headwise="c"), FlashAttentionBackend)
+        assert issubclass(
+            choose("flex_attention.FlexAttentionBackend", headwise="c"), FlashAttentionBackend
+        )
     assert "takes FLASH_ATTN for a parent, not FLEX_ATTENTION" in caplog.text
 
 
@@ -110,10 +128,18 @@ def test_graphs_are_of_what_can_be_replayed(
 
     has = {"chooser": None, "kv_cache": None, "dense": False, "drafts": None, **(artifact or {})}
     at_work: Any = object.__new__(Engine)
-    chooser = None if has["chooser"] is None else Chooser(OmniKV(**has["chooser"]), requests=8, longest=512)
+    chooser = (
+        None
+        if has["chooser"] is None
+        else Chooser(OmniKV(**has["chooser"]), requests=8, longest=512)
+    )
     kept = SimpleNamespace(kv_cache=has["kv_cache"])
     at_work.__dict__.update(chooser=chooser, dense=has["dense"], artifact=kept)
-    monkeypatch.setattr("runtime.vllm.builder.engine_of", lambda _: None if artifact is None else at_work)
-    drafts = None if has["drafts"] is None else SimpleNamespace(num_speculative_tokens=has["drafts"])
+    monkeypatch.setattr(
+        "runtime.vllm.builder.engine_of", lambda _: None if artifact is None else at_work
+    )
+    drafts = (
+        None if has["drafts"] is None else SimpleNamespace(num_speculative_tokens=has["drafts"])
+    )
     config = SimpleNamespace(speculative_config=drafts)
     assert Builder.get_cudagraph_support(config, None) == AttentionCGSupport[ours]

@@ -19,7 +19,13 @@ from tests.vllm.test_snapkv import kept
 
 PROMPTS = [prompt(1000), prompt(777, 1), prompt(20, 2), prompt(300, 3)]
 # Of layers 0 to 2: the first is dense, the second chooses, the third reads what it chose.
-SECTION: dict[str, Any] = {"filter_layers": (1,), "dense_layers": (0,), "selector": "last", "window": 1, "budget": 48}
+SECTION: dict[str, Any] = {
+    "filter_layers": (1,),
+    "dense_layers": (0,),
+    "selector": "last",
+    "window": 1,
+    "budget": 48,
+}
 TOKENS = 12
 DECODE = artifacts.Decode(omnikv=artifacts.OmniKV(**SECTION))
 
@@ -32,7 +38,9 @@ def test_alone_and_together(model: str, artifact: Any, transformers: Transformer
         assert served.tokens(PROMPTS, TOKENS) == wanted
         found = stats()
     # Steps after the prompt's, of the three prompts that are longer than the budget.
-    assert found["prefills"] == {"sparse": 6, "short": 2} and found["decode"] == {"chosen": 2 * 3 * (TOKENS - 1)}
+    assert found["prefills"] == {"sparse": 6, "short": 2} and found["decode"] == {
+        "chosen": 2 * 3 * (TOKENS - 1)
+    }
     assert found["tokens_read"] == 48
     # The section makes a difference, or agreement would say nothing.
     without = artifact()
@@ -40,10 +48,16 @@ def test_alone_and_together(model: str, artifact: Any, transformers: Transformer
 
 
 @pytest.mark.parametrize("rows", [ROWS, (None,) * 3], ids=["with patterns", "alone"])
-def test_chunks_and_cached_prefixes(model: str, artifact: Any, transformers: Transformers, rows: Any) -> None:
+def test_chunks_and_cached_prefixes(
+    model: str, artifact: Any, transformers: Transformers, rows: Any
+) -> None:
     path, shared = artifact(rows, decode=DECODE), prompt(700)
     first, second = shared + prompt(80, 1), shared + prompt(200, 2)
-    settings: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "enable_prefix_caching": True}
+    settings: dict[str, Any] = {
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": True,
+    }
     with engine(model, path, **settings) as served:
         done = [served.generate([ids], TOKENS)[0] for ids in (first, second)]
         cuts = [served.cut(each) for each in done]
@@ -55,17 +69,26 @@ def test_chunks_and_cached_prefixes(model: str, artifact: Any, transformers: Tra
     assert list(done[0].outputs[0].token_ids) == with_first
     if rows is not ROWS:
         # Dense prefill is the same however it is cut.
-        assert list(done[1].outputs[0].token_ids) == transformers.tokens(second, artifact=path, tokens=TOKENS)
+        assert list(done[1].outputs[0].token_ids) == transformers.tokens(
+            second, artifact=path, tokens=TOKENS
+        )
     for each, (cached, chunks) in zip(mixed, mixed_cuts, strict=True):
         assert cached == 0
         wanted = transformers.tokens(each.prompt_token_ids, chunks, artifact=path, tokens=TOKENS)
         assert list(each.outputs[0].token_ids) == wanted, chunks
 
 
-def test_what_was_preempted_chooses_again(model: str, artifact: Any, transformers: Transformers) -> None:
+def test_what_was_preempted_chooses_again(
+    model: str, artifact: Any, transformers: Transformers
+) -> None:
     path, prompts = artifact((None,) * 3, decode=DECODE), [prompt(330, 20 + i) for i in range(3)]
     # A request grows from 11 pages to 15: not all three can end together.
-    small = {"block_size": 32, "num_gpu_blocks_override": 40, "max_model_len": 512, "max_num_batched_tokens": 512}
+    small = {
+        "block_size": 32,
+        "num_gpu_blocks_override": 40,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 512,
+    }
     with engine(model, path, **small) as served:
         made = served.tokens(prompts, 150)
         again = [cut for cut in served.cuts.values() if sum(cut) > 330 + 150]
@@ -74,7 +97,12 @@ def test_what_was_preempted_chooses_again(model: str, artifact: Any, transformer
 
 
 # Each of the last tokens has been seen before, so something is drafted after it.
-NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+NGRAMS = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 2,
+    "prompt_lookup_min": 1,
+}
 
 
 def drafted(
@@ -88,11 +116,16 @@ def drafted(
 
 @pytest.fixture
 def eagle(transformers: Transformers, tmp_path: Path) -> str:
-    """The folder of an EAGLE head: the tiny model's last layer over its hidden states, so some drafts are right."""
+    """The folder of an EAGLE head: the tiny model's last layer over its hidden states, so some
+    drafts are right."""
     folder, tiny = tmp_path / "eagle", transformers.model
     LlamaConfig(**tiny.config.to_dict() | {"num_hidden_layers": 1}).save_pretrained(folder)
     last = tiny.model.layers[-1].state_dict()
-    weights = {f"layers.0.{name}": held.clone() for name, held in last.items() if "input_layernorm" not in name}
+    weights = {
+        f"layers.0.{name}": held.clone()
+        for name, held in last.items()
+        if "input_layernorm" not in name
+    }
     weights["embed_tokens.weight"] = tiny.model.embed_tokens.weight.detach().clone()
     size = tiny.config.hidden_size
     weights["fc.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1)
@@ -101,10 +134,17 @@ def eagle(transformers: Transformers, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle", "draft_model"])
-def test_drafts(model: str, artifact: Any, transformers: Transformers, eagle: str, method: str) -> None:
-    with_model = {"method": method, "model": model if method == "draft_model" else eagle, "num_speculative_tokens": 2}
+def test_drafts(
+    model: str, artifact: Any, transformers: Transformers, eagle: str, method: str
+) -> None:
+    with_model = {
+        "method": method,
+        "model": model if method == "draft_model" else eagle,
+        "num_speculative_tokens": 2,
+    }
     drafts = NGRAMS if method == "ngram" else with_model
-    # Where the cache has several groups vLLM may spread the layers of a draft model over them, and refuses that.
+    # Where the cache has several groups vLLM may spread the layers of a draft model over them, and
+    # refuses that.
     path = artifact(kv_cache=None if method == "draft_model" else kept("snap", "full", "full"))
     prompts = [(prompt(90, i) * 9)[:length] for i, length in enumerate((700, 333))]
     # In a process of its own: after its drafts vLLM starts no other engine in the same one.
@@ -116,7 +156,9 @@ def test_drafts(model: str, artifact: Any, transformers: Transformers, eagle: st
     assert ("a draft model's, or another backend's" in found["layers"]) == (method != "ngram")
 
 
-def test_drafts_are_verified_by_chosen_tokens(model: str, artifact: Any, transformers: Transformers) -> None:
+def test_drafts_are_verified_by_chosen_tokens(
+    model: str, artifact: Any, transformers: Transformers
+) -> None:
     path = artifact(decode=DECODE)
     prompts = [(prompt(90, i) * 9)[:length] for i, length in enumerate((700, 333))]
     with get_context("spawn").Pool(1) as apart:
@@ -126,5 +168,8 @@ def test_drafts_are_verified_by_chosen_tokens(model: str, artifact: Any, transfo
         transformers.verified(ids, drafts, artifact=path, tokens=TOKENS)
         for ids, drafts in zip(prompts, steps, strict=True)
     ]
-    assert made == wanted and {len(drafts) > 0 for each in steps for drafts in each} == {False, True}
+    assert made == wanted and {len(drafts) > 0 for each in steps for drafts in each} == {
+        False,
+        True,
+    }
     assert found["decode"] == {"chosen": sum(map(len, steps))} and found["tokens_read"] == 48

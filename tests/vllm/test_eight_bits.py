@@ -1,4 +1,5 @@
-"""Caches of 8 bits: tokens out of vLLM against those of a cache in transformers that holds what 8 bits can."""
+"""Caches of 8 bits: tokens out of vLLM against those of a cache in transformers that holds what 8
+bits can."""
 
 from __future__ import annotations
 
@@ -31,15 +32,25 @@ WHOLE = {
 
 
 class EightBits(DynamicCache):
-    """Keys and values rounded to 8 bits, but for those of a prompt that a layer serves by patterns as it comes."""
+    """Keys and values rounded to 8 bits, but for those of a prompt that a layer serves by patterns
+    as it comes."""
 
     def __init__(self, config: Any, stored: torch.dtype, rows: Any) -> None:
         super().__init__(config=config)
         self._stored, self._rows = stored, rows
 
-    def update(self, k: Tensor, v: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        whole = not self.get_seq_length(layer) and k.shape[2] >= DENSE_BELOW and self._rows[layer] is not None
-        held = ((x / scale).to(self._stored).float() * scale for x, scale in zip((k, v), SCALES, strict=True))
+    def update(
+        self, k: Tensor, v: Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        whole = (
+            not self.get_seq_length(layer)
+            and k.shape[2] >= DENSE_BELOW
+            and self._rows[layer] is not None
+        )
+        held = (
+            (x / scale).to(self._stored).float() * scale
+            for x, scale in zip((k, v), SCALES, strict=True)
+        )
         found = super().update(*held, layer, *args, **kwargs)
         return (k, v) if whole else found
 
@@ -53,10 +64,18 @@ class EightBits(DynamicCache):
     ids=["e4m3", "e5m2, kv_cache"],
 )
 def test_tokens(
-    model: str, artifact: Any, transformers: Transformers, name: str, stored: torch.dtype, rows: Any, policies: Any
+    model: str,
+    artifact: Any,
+    transformers: Transformers,
+    name: str,
+    stored: torch.dtype,
+    rows: Any,
+    policies: Any,
 ) -> None:
     path = artifact(rows, kv_cache=policies)
-    with engine(model, path, max_num_batched_tokens=512, max_num_seqs=8, kv_cache_dtype=name) as served:
+    with engine(
+        model, path, max_num_batched_tokens=512, max_num_seqs=8, kv_cache_dtype=name
+    ) as served:
         for layer in attention(served)[1]:
             assert layer.kv_cache.dtype == torch.uint8
             layer._k_scale_float, layer._v_scale_float = SCALES

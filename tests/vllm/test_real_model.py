@@ -18,7 +18,10 @@ from tests.vllm.conftest import PATTERNS
 def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     loaded = load_model("smollm2", dtype="float32")
     names = ("vs", "a", "bs")
-    rows = tuple(tuple(names[(layer + head) % 3] for head in range(9)) if layer > 1 else None for layer in range(30))
+    rows = tuple(
+        tuple(names[(layer + head) % 3] for head in range(9)) if layer > 1 else None
+        for layer in range(30)
+    )
     artifact = artifacts.Artifact(
         model=fingerprint(loaded.model, name=loaded.name),
         search=search_info(),

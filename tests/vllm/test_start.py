@@ -22,14 +22,18 @@ from tests.vllm.engines import Engine, engine
 
 def attention(served: Engine) -> tuple[Any, list[Any], list[Any]]:
     """An engine's configuration, its attention layers and its metadata builders."""
-    runner = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    core = served.llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
     layers = list(runner.vllm_config.compilation_config.static_forward_context.values())
     builders = [group.get_metadata_builder() for groups in runner.attn_groups for group in groups]
     return runner.vllm_config, layers, builders
 
 
 def test_without_an_artifact_everything_is_the_parents(model: str) -> None:
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+    from vllm.v1.attention.backends.cpu_attn import (
+        CPUAttentionBackendImpl,
+        CPUAttentionMetadataBuilder,
+    )
 
     with engine(model) as served:
         config, layers, builders = attention(served)
@@ -58,7 +62,12 @@ def test_stats_are_in_vllms_metrics(model: str, artifact: Any) -> None:
     from vllm.v1.metrics.prometheus import get_prometheus_registry
 
     def metric(name: str) -> float:
-        return get_prometheus_registry().get_sample_value(f"headwise:{name}_total", {"served": "sparse"}) or 0
+        return (
+            get_prometheus_registry().get_sample_value(
+                f"headwise:{name}_total", {"served": "sparse"}
+            )
+            or 0
+        )
 
     before = metric("prefills"), metric("prefill_tokens")
     with engine(model, artifact()) as served:
@@ -87,7 +96,9 @@ def refused(model: str, given: Any, **settings: Any) -> str:
     return str(error.value)
 
 
-def test_an_artifact_that_does_not_fit_ends_the_start(model: str, artifact: Any, tmp_path: Path) -> None:
+def test_an_artifact_that_does_not_fit_ends_the_start(
+    model: str, artifact: Any, tmp_path: Path
+) -> None:
     path = artifact()
     assert "no such file" in refused(model, str(tmp_path / "none.yaml"))
     assert "has the content hash" in refused(model, {"artifact": path, "content_sha256": "0" * 64})
@@ -101,7 +112,9 @@ def test_an_artifact_that_does_not_fit_ends_the_start(model: str, artifact: Any,
 
 
 def test_sections_that_vllms_cache_does_not_serve_are_refused(model: str, artifact: Any) -> None:
-    section = DECODE.model_copy(update={"filter_layers": (1,), "dense_layers": (0,), "selector": "uniform"})
+    section = DECODE.model_copy(
+        update={"filter_layers": (1,), "dense_layers": (0,), "selector": "uniform"}
+    )
     told = refused(model, artifact(decode=artifacts.Decode(omnikv=section)))
     assert "decode.omnikv.selector must be 'last' in vLLM, got 'uniform'" in told
     kept = artifacts.KVCache(policies={"s": artifacts.H2O()}, layers=("s",) * 3)

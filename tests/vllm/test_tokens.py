@@ -1,4 +1,5 @@
-"""Tokens out of vLLM against those out of transformers by the same artifact, cut into the same chunks."""
+"""Tokens out of vLLM against those out of transformers by the same artifact, cut into the same
+chunks."""
 
 from __future__ import annotations
 
@@ -12,16 +13,32 @@ from tests.vllm.engines import Transformers, engine
 from tests.vllm.test_decode import DECODE
 from tests.vllm.test_snapkv import kept
 
-PROMPTS = [prompt(1000), prompt(777, 1), prompt(20, 2), prompt(300, 3), prompt(256, 4), prompt(255, 5)]
+PROMPTS = [
+    prompt(1000),
+    prompt(777, 1),
+    prompt(20, 2),
+    prompt(300, 3),
+    prompt(256, 4),
+    prompt(255, 5),
+]
 DENSE = (("dense",) * 4,) * 3
 
 
-def test_whole_prompts_alone_and_together(model: str, artifact: Any, transformers: Transformers) -> None:
+def test_whole_prompts_alone_and_together(
+    model: str, artifact: Any, transformers: Transformers
+) -> None:
     path = artifact()
     wanted = [transformers.tokens(ids, artifact=path) for ids in PROMPTS]
     dense = [transformers.tokens(ids) for ids in PROMPTS]
     # The artifact makes a difference, or agreement would say nothing.
-    assert [a == b for a, b in zip(wanted, dense, strict=True)] == [False, False, True, False, False, True]
+    assert [a == b for a, b in zip(wanted, dense, strict=True)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
     with engine(model, path) as served:
         assert [served.tokens([ids])[0] for ids in PROMPTS] == wanted
         assert served.tokens(PROMPTS) == wanted
@@ -35,7 +52,11 @@ def test_dense_by_our_kernel(model: str, artifact: Any, transformers: Transforme
     with engine(model, additional_config={"headwise": given}) as served:
         assert served.tokens(PROMPTS) == [transformers.tokens(ids) for ids in PROMPTS]
         found = stats()
-    assert found["prefills"] == {"dense by kernel": 6} and found["density"] is None and "decode" not in found
+    assert (
+        found["prefills"] == {"dense by kernel": 6}
+        and found["density"] is None
+        and "decode" not in found
+    )
     # All layers have pages that vLLM's own attention could not read.
     assert found["layers"] == {"dense by kernel": "0-2"}
 
@@ -60,11 +81,15 @@ def test_a_compiled_model(
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
     path = artifact()
     with engine(model, path, enforce_eager=False) as served:
-        assert served.tokens(PROMPTS) == [transformers.tokens(ids, artifact=path) for ids in PROMPTS]
+        assert served.tokens(PROMPTS) == [
+            transformers.tokens(ids, artifact=path) for ids in PROMPTS
+        ]
 
 
 @pytest.mark.parametrize("block_size", [None, 32])
-def test_cached_prefixes(model: str, artifact: Any, transformers: Transformers, block_size: int | None) -> None:
+def test_cached_prefixes(
+    model: str, artifact: Any, transformers: Transformers, block_size: int | None
+) -> None:
     path, shared = artifact(), prompt(700)
     first, second, third = shared + prompt(80, 1), shared + prompt(200, 2), shared + prompt(30, 3)
     with engine(model, path, enable_prefix_caching=True, block_size=block_size) as served:
@@ -73,7 +98,9 @@ def test_cached_prefixes(model: str, artifact: Any, transformers: Transformers, 
     size = block_size or 128
     assert [cached for cached, _ in cuts] == [0, 700 // size * size, 700 // size * size]
     for each, (cached, chunks) in zip(done, cuts, strict=True):
-        _, wanted = transformers.continued(first, each.prompt_token_ids, cached, chunks, artifact=path)
+        _, wanted = transformers.continued(
+            first, each.prompt_token_ids, cached, chunks, artifact=path
+        )
         assert list(each.outputs[0].token_ids) == wanted
 
 
@@ -93,10 +120,13 @@ def test_a_dense_artifact_is_the_parent_to_the_bit(model: str, artifact: Any) ->
 
 
 @pytest.mark.parametrize("decoding", [False, True])
-def test_heads_are_those_of_the_rank(model: str, artifact: Any, transformers: Transformers, decoding: bool) -> None:
+def test_heads_are_those_of_the_rank(
+    model: str, artifact: Any, transformers: Transformers, decoding: bool
+) -> None:
     from vllm import LLM, SamplingParams
 
-    # By head: what KV heads of one process choose, those of the other read; they keep unlike numbers of tokens.
+    # By head: what KV heads of one process choose, those of the other read; they keep unlike
+    # numbers of tokens.
     snaps = kept(("snap", "wide"), "full", "full")
     path = artifact(decode=DECODE, kv_cache=snaps) if decoding else artifact()
     wanted = [transformers.tokens(ids, artifact=path) for ids in PROMPTS]

@@ -28,7 +28,9 @@ def _prompt(length: int) -> Prompt:
     return Prompt(tuple(ids.tolist()), None)
 
 
-def test_kept_and_error_are_those_of_full_attention_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_and_error_are_those_of_full_attention_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(budget_curves, "_PLACES", 2)
     loaded, prompt, length = _loaded("llama"), _prompt(150), 150
     found = measure(loaded, [prompt], SHARES)
@@ -38,11 +40,17 @@ def test_kept_and_error_are_those_of_full_attention_weights(monkeypatch: pytest.
     states: dict[int, torch.Tensor] = {}
     layers = loaded.model.model.layers
     for at, layer in enumerate(layers):
-        layer.register_forward_pre_hook(lambda _, args, at=at: states.__setitem__(at, args[0][0].clone()))
+        layer.register_forward_pre_hook(
+            lambda _, args, at=at: states.__setitem__(at, args[0][0].clone())
+        )
 
     def visit(inputs) -> None:
-        logits = inputs.q[0].unflatten(0, (2, 2)) @ inputs.k[0][:, None].transpose(2, 3) * inputs.scale
-        weights = logits.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf")).softmax(-1)
+        logits = (
+            inputs.q[0].unflatten(0, (2, 2)) @ inputs.k[0][:, None].transpose(2, 3) * inputs.scale
+        )
+        weights = logits.masked_fill(
+            torch.ones(length, length).triu(1).bool(), float("-inf")
+        ).softmax(-1)
         project = layers[inputs.layer].self_attn.o_proj.weight.unflatten(1, (2, -1)).transpose(0, 1)
         for i, share in enumerate(SHARES):
             kept, error = torch.zeros(2), torch.zeros(2)

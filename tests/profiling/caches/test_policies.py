@@ -25,7 +25,10 @@ def test_a_policy_with_room_for_all_changes_nothing(policy: Full | Streaming | N
     headwise = with_policy(model, policy)
     with headwise.apply(model.model, strict=True):
         cache = headwise.new_cache(model.model)
-        found = torch.cat([model.model(part, past_key_values=cache).logits for part in ids.split(33, dim=1)], dim=1)
+        found = torch.cat(
+            [model.model(part, past_key_values=cache).logits for part in ids.split(33, dim=1)],
+            dim=1,
+        )
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
@@ -51,7 +54,9 @@ def test_a_section_for_another_model_is_refused() -> None:
 
 def test_policies_are_read() -> None:
     assert parse_policy("h2o") == H2O()
-    assert parse_policy("h2o:heavy=400,recent=0.1,normalised=true") == H2O(heavy=400, recent=0.1, normalised=True)
+    assert parse_policy("h2o:heavy=400,recent=0.1,normalised=true") == H2O(
+        heavy=400, recent=0.1, normalised=True
+    )
 
 
 @pytest.mark.parametrize(

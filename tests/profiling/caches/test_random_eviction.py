@@ -1,4 +1,5 @@
-"""Random eviction keeps a prompt's start and end and draws the rest for each KV head and layer; what follows stays."""
+"""Random eviction keeps a prompt's start and end and draws the rest for each KV head and layer;
+what follows stays."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ LENGTH, RECORD = 90, SnapKV(budget=40, window=8)
 
 
 def kept_places(model: LoadedModel, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Of each layer under the policy the places of the kept keys by KV head, (G, n), found in a full cache's keys."""
+    """Of each layer under the policy the places of the kept keys by KV head, (G, n), found in a
+    full cache's keys."""
     full = model.model(ids, use_cache=True).past_key_values
     found = []
     for layer, whole in zip(cache.layers, full.layers, strict=True):
@@ -55,4 +57,6 @@ def test_it_keeps_start_and_end_and_draws_the_rest(family: str) -> None:
         assert len({tuple(head) for head in layer.tolist()}) == len(layer)
     drawn = [layer.tolist() for layer in places[0]]
     assert len({str(layer) for layer in drawn}) == len(drawn)
-    assert drawn == [layer.tolist() for layer in places[1]] != [layer.tolist() for layer in places[2]]
+    assert (
+        drawn == [layer.tolist() for layer in places[1]] != [layer.tolist() for layer in places[2]]
+    )

@@ -13,7 +13,9 @@ from profiling.evaluation.rows import ALL, KL, NLL, PERPLEXITY, SCORE, curves, f
 from profiling.prompts.prompt import Prompt
 
 
-def outcome(method: str, scores: list[float], task: str = "passkey", depth: float | None = None) -> Outcome:
+def outcome(
+    method: str, scores: list[float], task: str = "passkey", depth: float | None = None
+) -> Outcome:
     records = tuple({"text": "", "score": s, "token_accuracy": s, "nll": 2.0 - s} for s in scores)
     return Outcome(task=task, length=100, depth=depth, method=method, records=records)
 
@@ -32,9 +34,18 @@ def test_a_difference_is_called_only_where_chance_is_ruled_out() -> None:
     found = figures([outcome("dense", right), outcome("near", few), outcome("far", none)])
     near, far = of(found, "near", SCORE), of(found, "far", SCORE)
     assert near.value == pytest.approx(11 / 12) and near.verdict == "" and near.difference_high >= 0
-    assert far.value == 0 and far.verdict == "worse" and far.difference == -1 and far.difference_high < 0
-    assert of(found, "far", NLL).verdict == "worse" and of(found, "far", NLL).difference == pytest.approx(1)
-    same = figures([outcome("dense", right), text("dense", [1.0] * 9), text("sum", [1.0 + 1e-6] * 9)])
+    assert (
+        far.value == 0
+        and far.verdict == "worse"
+        and far.difference == -1
+        and far.difference_high < 0
+    )
+    assert of(found, "far", NLL).verdict == "worse" and of(
+        found, "far", NLL
+    ).difference == pytest.approx(1)
+    same = figures(
+        [outcome("dense", right), text("dense", [1.0] * 9), text("sum", [1.0 + 1e-6] * 9)]
+    )
     assert of(same, "sum", PERPLEXITY, "text:a.txt").verdict == ""
     better = figures([outcome("dense", none), outcome("other", right)])
     assert of(better, "other", SCORE).verdict == "better"
@@ -71,8 +82,12 @@ def test_perplexity_is_that_of_windows_and_its_difference_a_ratio() -> None:
 def test_questions_of_one_context_are_one_look_at_it() -> None:
     scores = [1.0, 0.0, 1.0, 1.0]
     records = tuple({"score": score} for score in scores)
-    prompts = tuple(Prompt((context, question), "a", turn=1) for context in (1, 2) for question in (3, 4))
-    (found,) = figures([Outcome(task="t", length=2, depth=None, method="dense", records=records, prompts=prompts)])
+    prompts = tuple(
+        Prompt((context, question), "a", turn=1) for context in (1, 2) for question in (3, 4)
+    )
+    (found,) = figures(
+        [Outcome(task="t", length=2, depth=None, method="dense", records=records, prompts=prompts)]
+    )
     assert (found.count, found.value) == (2, 0.75)
 
 
@@ -86,14 +101,22 @@ def test_how_many_prompts_a_loss_takes_follows_from_the_pairs() -> None:
 
 
 def test_many_looks_at_a_table_are_corrected_together() -> None:
-    # Of 8 pairs all favour dense: p is 2 / 2^8. Three such looks, one a measure, are worse; of seven none is: 7 / 128.
+    # Of 8 pairs all favour dense: p is 2 / 2^8. Three such looks, one a measure, are worse; of
+    # seven none is: 7 / 128.
     right, wrong = [1.0] * 8, [0.0] * 8
     outcomes = [outcome("dense", right), outcome("m", wrong)]
     alone = of(figures(outcomes), "m", SCORE)
-    assert (alone.p, alone.corrected, alone.verdict, alone.few) == (2 / 256, 3 * 2 / 256, "worse", False)
+    assert (alone.p, alone.corrected, alone.verdict, alone.few) == (
+        2 / 256,
+        3 * 2 / 256,
+        "worse",
+        False,
+    )
     alike = [outcome(name, right) for name in ("n", "o")]
     many = of(figures([*outcomes, *alike]), "m", SCORE)
-    assert (many.corrected, many.verdict, many.few) == (9 / 128, "", True), "all that a page compares is one family"
+    assert (many.corrected, many.verdict, many.few) == (9 / 128, "", True), (
+        "all that a page compares is one family"
+    )
     # With three comparisons of more prompts called, three are left to correct the least p of 8 for.
     longer = [outcome("dense", right * 3, "other"), outcome("m", wrong * 3, "other")]
     assert not of(figures([*outcomes, *longer]), "m", SCORE).few
@@ -112,12 +135,17 @@ def test_too_few_prompts_are_not_the_same_as_no_difference() -> None:
 def test_a_method_that_ran_on_fewer_prompts_is_paired_with_dense_on_these() -> None:
     prompts = tuple(Prompt((number, 7), "a") for number in range(3))
 
-    def some(method: str, numbers: tuple[int, ...], scores: tuple[float, ...], task: str = "t") -> Outcome:
+    def some(
+        method: str, numbers: tuple[int, ...], scores: tuple[float, ...], task: str = "t"
+    ) -> Outcome:
         records = tuple({"score": score} for score in scores)
         own = tuple(prompts[number] for number in numbers)
         return Outcome(task=task, length=2, depth=None, method=method, records=records, prompts=own)
 
-    both = [some("dense", (0, 1, 2), (1.0, 0.0, 1.0), "u"), some("dense", (0, 1, 2), (1.0, 0.0, 1.0))]
+    both = [
+        some("dense", (0, 1, 2), (1.0, 0.0, 1.0), "u"),
+        some("dense", (0, 1, 2), (1.0, 0.0, 1.0)),
+    ]
     found = figures([*both, some("m", (2, 0), (0.0, 1.0))])
     assert of(found, "m", SCORE, "t").difference == -0.5 and of(found, "m", SCORE, "t").count == 2
     assert of(found, "dense", SCORE, "t").count == 3

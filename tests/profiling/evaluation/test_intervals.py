@@ -35,7 +35,9 @@ def test_wilson_by_its_formula() -> None:
 def test_student_by_the_table(count: int, quantile: float) -> None:
     values = np.random.default_rng(0).standard_normal(count).tolist()
     found, half = student(values), quantile * float(np.std(values, ddof=1)) / count**0.5
-    assert (found.low, found.high) == pytest.approx((found.value - half, found.value + half), rel=2e-3)
+    assert (found.low, found.high) == pytest.approx(
+        (found.value - half, found.value + half), rel=2e-3
+    )
     assert found.value == pytest.approx(np.mean(values))
 
 
@@ -50,7 +52,9 @@ def test_wilson_of_all_and_none_leaves_room_for_doubt() -> None:
 def test_means_of_few_units_hold_the_truth_as_often_as_they_say(count: int) -> None:
     """Resampling them, as percentiles do, holds it in 50%, 81%, 88%, 91% and 94%."""
     samples = np.random.default_rng(count).normal(size=(2000, count))
-    assert np.mean([student(row).holds(0) for row in samples.tolist()]) == pytest.approx(0.95, abs=0.015)
+    assert np.mean([student(row).holds(0) for row in samples.tolist()]) == pytest.approx(
+        0.95, abs=0.015
+    )
 
 
 @pytest.mark.parametrize("count, least", [(4, 0.85), (7, 0.86), (12, 0.88), (40, 0.92)])
@@ -70,7 +74,8 @@ def test_a_share_holds_the_truth_where_answers_of_a_context_are_alike(contexts: 
 
 
 def test_a_share_by_hand() -> None:
-    # 1 of 2 and 1 of 4 are a third of all; at a third each would have 1/3 less and 1/3 more, of 3 answers a context.
+    # 1 of 2 and 1 of 4 are a third of all; at a third each would have 1/3 less and 1/3 more, of 3
+    # answers a context.
     found, made = share_of([1, 1], [2, 4]), student([1 / 3 + 1 / 9, 1 / 3 - 1 / 9])
     assert (found.value, found.low, found.high) == pytest.approx((1 / 3, made.low, made.high))
     assert share_of([0, 0], [0, 0]).value == 0
@@ -82,7 +87,9 @@ def test_scores_stay_scores() -> None:
     assert (mean_interval(scores).low, mean_interval(scores).high) == (0, 1)
     assert student(scores).low < 0 and student(scores).high > 1
     assert mean_interval([0.4, 0.5, 0.6]) == student([0.4, 0.5, 0.6])
-    assert student([0.7]) == mean_interval([0.7]) and student([0.7]).low == student([0.7]).high == 0.7
+    assert (
+        student([0.7]) == mean_interval([0.7]) and student([0.7]).low == student([0.7]).high == 0.7
+    )
 
 
 def test_newcombe_by_its_formula() -> None:
@@ -106,7 +113,9 @@ def test_the_paired_interval_holds_the_truth_as_often_as_it_says() -> None:
     held = 0
     for _ in range(600):
         base = rng.random(30)
-        held += paired_difference((base < 0.8).tolist(), (base + rng.normal(0, 0.05, 30) < 0.7).tolist()).holds(0.1)
+        held += paired_difference(
+            (base < 0.8).tolist(), (base + rng.normal(0, 0.05, 30) < 0.7).tolist()
+        ).holds(0.1)
     assert held / 600 > 0.93
 
 
@@ -126,15 +135,19 @@ def test_bad_use() -> None:
 
 
 def test_signs_are_flipped_in_every_way() -> None:
-    # Of the 8 ways to sign 1, 2 and 4 two have a sum as far from 0 as 7, and four one as far as 5: 7, 5 (-1), and less.
+    # Of the 8 ways to sign 1, 2 and 4 two have a sum as far from 0 as 7, and four one as far as 5:
+    # 7, 5 (-1), and less.
     assert sign_flip([1, 2, 4]) == 2 / 8
     assert sign_flip([-1, 2, 4]) == 4 / 8
     assert sign_flip([0, 0]) == 1 and sign_flip([0, 3]) == 1
-    # Right and wrong answers: 9 against 1 of 10 that differ is McNemar's exact test, 2 (1 + 10) / 2^10.
+    # Right and wrong answers: 9 against 1 of 10 that differ is McNemar's exact test, 2 (1 + 10) /
+    # 2^10.
     assert sign_flip([1] * 9 + [-1] + [0] * 30) == pytest.approx(22 / 1024)
     # Too many to count them all: near what counting gives, and never 0.
     some = np.random.default_rng(3).normal(0.5, 1, 13).tolist()
-    assert sign_flip(some, resamples=9000) == pytest.approx(sign_flip(some, resamples=1 << 13), abs=0.02)
+    assert sign_flip(some, resamples=9000) == pytest.approx(
+        sign_flip(some, resamples=1 << 13), abs=0.02
+    )
     assert sign_flip([1.0] * 60, resamples=999) == 1 / 1000
 
 
@@ -145,7 +158,8 @@ def test_chance_is_called_a_difference_as_often_as_it_says() -> None:
 
 
 def test_holm_by_hand() -> None:
-    # Sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1: 0.02, 0.03, 0.06, and the last no less than the one before.
+    # Sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1: 0.02, 0.03, 0.06, and the last no less than
+    # the one before.
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([]) == [] and holm([0.2]) == [0.2] and holm([0.9, 0.8]) == [1, 1]
 

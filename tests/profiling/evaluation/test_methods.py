@@ -31,7 +31,13 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, art
     model, config = save_tiny(folder / "tiny"), folder / "cfg.yaml"
     run(
         HeadSearch(
-            model=str(model), out=config, length=LENGTH, budget="0.8", dense_tail=64, dtype="float32", command="x"
+            model=str(model),
+            out=config,
+            length=LENGTH,
+            budget="0.8",
+            dense_tail=64,
+            dtype="float32",
+            command="x",
         )
     )
     artifact = artifacts.load(config)
@@ -39,7 +45,9 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, art
     return load_model(str(model), dtype="float32"), artifact.model_copy(update={"decode": decode})
 
 
-def test_every_method_runs_at_what_it_says_it_costs(searched: tuple[LoadedModel, artifacts.Artifact]) -> None:
+def test_every_method_runs_at_what_it_says_it_costs(
+    searched: tuple[LoadedModel, artifacts.Artifact],
+) -> None:
     loaded, artifact = searched
     methods, ids = Methods(loaded, artifact), torch.randint(0, 256, (1, LENGTH))
     target = methods.make("headwise", LENGTH).density
@@ -94,12 +102,19 @@ def test_every_sparse_method_has_the_same_dense_tail_or_none(
                 without = loaded.model(ids).logits
             assert not torch.allclose(tailed[:, -64:], without[:, -64:], atol=1e-4), name
             continue
-        for tail, method in ((64, methods.make(name, LENGTH)), (0, methods.make(f"{name}-tail", LENGTH))):
-            assert method.headwise is not None and method.headwise.artifact.prefill.dense_tail == tail, method.name
+        for tail, method in (
+            (64, methods.make(name, LENGTH)),
+            (0, methods.make(f"{name}-tail", LENGTH)),
+        ):
+            assert (
+                method.headwise is not None and method.headwise.artifact.prefill.dense_tail == tail
+            ), method.name
     target = methods.make("headwise", LENGTH).density
     without = methods.make("headwise-tail", LENGTH).density
     assert target is not None and without is not None and without < target
-    bare = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 0})})
+    bare = artifact.model_copy(
+        update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 0})}
+    )
     tails = [
         made.headwise.artifact.prefill.dense_tail
         for name in ("headwise", "a_shape", "a_shape-tail")
@@ -108,13 +123,19 @@ def test_every_sparse_method_has_the_same_dense_tail_or_none(
     assert tails == [0, 64, 0]
 
 
-def test_sizes_may_be_fitted_to_another_density(searched: tuple[LoadedModel, artifacts.Artifact]) -> None:
+def test_sizes_may_be_fitted_to_another_density(
+    searched: tuple[LoadedModel, artifacts.Artifact],
+) -> None:
     loaded, artifact = searched
-    own, less = (Methods(loaded, artifact, density=d).make("a_shape", LENGTH).density for d in (None, 0.6))
+    own, less = (
+        Methods(loaded, artifact, density=d).make("a_shape", LENGTH).density for d in (None, 0.6)
+    )
     assert own is not None and less is not None and 0.3 < less <= 0.6 < own
 
 
-def test_the_density_of_a_method_is_what_its_index_computes(searched: tuple[LoadedModel, artifacts.Artifact]) -> None:
+def test_the_density_of_a_method_is_what_its_index_computes(
+    searched: tuple[LoadedModel, artifacts.Artifact],
+) -> None:
     loaded, artifact = searched
     meter, tail = Meter(loaded, artifact, None, LENGTH), artifact.prefill.dense_tail
     q = torch.empty(1).expand(1, 1, LENGTH, 1)
@@ -123,7 +144,9 @@ def test_the_density_of_a_method_is_what_its_index_computes(searched: tuple[Load
         pattern = make(**fields)
         mask = type(pattern).build_index([pattern], [0], q, q, scale=1.0)
         assert density >= float(mask.density()) and density <= meter.target
-        larger = make(**{"kind": fields["kind"], **SIZES[name].at(fields["sink"] + TILE, meter.target)})
+        larger = make(
+            **{"kind": fields["kind"], **SIZES[name].at(fields["sink"] + TILE, meter.target)}
+        )
         assert meter.density(larger, dense_tail=tail) > meter.target, f"{name} could be larger"
 
 
@@ -141,7 +164,9 @@ def test_one_threshold_keeps_as_many_tiles_as_are_asked_for(
 
 
 def test_what_was_found_is_remembered(
-    searched: tuple[LoadedModel, artifacts.Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    searched: tuple[LoadedModel, artifacts.Artifact],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loaded, artifact = searched
     ledger = Ledger(tmp_path / "evaluation.json", "evaluate")
@@ -153,15 +178,22 @@ def test_what_was_found_is_remembered(
 
     monkeypatch.setattr("profiling.evaluation.methods.Meter", refuse)
     again = [Methods(loaded, artifact, ledger=ledger).make(name, LENGTH) for name in names]
-    assert [(m.identity, m.density, m.sizes) for m in first] == [(m.identity, m.density, m.sizes) for m in again]
-    other = artifact.model_copy(update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 200})})
+    assert [(m.identity, m.density, m.sizes) for m in first] == [
+        (m.identity, m.density, m.sizes) for m in again
+    ]
+    other = artifact.model_copy(
+        update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 200})}
+    )
     with pytest.raises(AssertionError, match="second pass"):
         Methods(loaded, other, ledger=ledger).make("a_shape", LENGTH)
 
 
 @pytest.mark.parametrize(
-    ("name", "says_what"), [("a_shap", "unknown method 'a_shap'"), ("headwise+h2o", "would change nothing")]
+    ("name", "says_what"),
+    [("a_shap", "unknown method 'a_shap'"), ("headwise+h2o", "would change nothing")],
 )
-def test_unknown_methods_are_named(searched: tuple[LoadedModel, artifacts.Artifact], name: str, says_what: str) -> None:
+def test_unknown_methods_are_named(
+    searched: tuple[LoadedModel, artifacts.Artifact], name: str, says_what: str
+) -> None:
     with pytest.raises(HeadwiseError, match=says_what):
         Methods(*searched).make(name, LENGTH)

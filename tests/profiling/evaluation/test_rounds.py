@@ -1,4 +1,5 @@
-"""Evaluations within minutes: what fits is measured, the rest is named, and the same command goes on."""
+"""Evaluations within minutes: what fits is measured, the rest is named, and the same command goes
+on."""
 
 from __future__ import annotations
 
@@ -25,14 +26,40 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rounds")
     model = save_tiny(folder / "tiny")
     run(
-        HeadSearch(model=str(model), out=folder / "cfg.yaml", length=LENGTH, budget="0.8", dtype="float32", command="x")
+        HeadSearch(
+            model=str(model),
+            out=folder / "cfg.yaml",
+            length=LENGTH,
+            budget="0.8",
+            dtype="float32",
+            command="x",
+        )
     )
     return folder
 
 
 def asked(searched: Path, out: Path, *more: str) -> list[str]:
-    base = [str(searched / "cfg.yaml"), "--model", str(searched / "tiny"), "--out", str(out), "--dtype", "float32"]
-    return [*base, "--length", str(LENGTH), "--methods", "headwise", "a_shape", "random_tiles", "--seeds", "2", *more]
+    base = [
+        str(searched / "cfg.yaml"),
+        "--model",
+        str(searched / "tiny"),
+        "--out",
+        str(out),
+        "--dtype",
+        "float32",
+    ]
+    return [
+        *base,
+        "--length",
+        str(LENGTH),
+        "--methods",
+        "headwise",
+        "a_shape",
+        "random_tiles",
+        "--seeds",
+        "2",
+        *more,
+    ]
 
 
 def test_what_fits_is_measured_and_the_rest_is_named(
@@ -78,31 +105,48 @@ def test_what_fits_is_measured_and_the_rest_is_named(
     ]
     record = json.loads((out / "evaluation.json").read_text())
     assert record["left_out"]["what"] == []
-    assert record["settings"]["tasks"] == ["passkey", "babilong_qa1"] and record["settings"]["samples"] == 4
-    counts = {(f["task"], f["measure"]): f["count"] for f in record["figures"] if f["method"] == "random_tiles"}
+    assert (
+        record["settings"]["tasks"] == ["passkey", "babilong_qa1"]
+        and record["settings"]["samples"] == 4
+    )
+    counts = {
+        (f["task"], f["measure"]): f["count"]
+        for f in record["figures"]
+        if f["method"] == "random_tiles"
+    }
     assert counts["passkey", "score"] == counts["babilong_qa1", "forced choice"] == 8
     assert all(len(f["by_seed"]) == 2 for f in record["figures"] if f["method"] == "random_tiles")
     timed = {each["method"] for each in record["prefill"]}
-    assert timed == {"dense", "dense_kernel", "headwise", "a_shape"}, "what chooses by scores is not timed"
+    assert timed == {"dense", "dense_kernel", "headwise", "a_shape"}, (
+        "what chooses by scores is not timed"
+    )
     assert "Left out" not in (out / "index.html").read_text()
 
 
-def test_tasks_and_lengths_are_the_models_settings(searched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_and_lengths_are_the_models_settings(
+    searched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artifact = load(searched / "cfg.yaml")
     base = Setting(task="a", length=LENGTH, measure="score", count=9, dense=0.5, low=0.1, high=0.9)
     some = (
         base,
         replace(base, task="short", length=20),
         replace(base, task="hopeless", dense=0.0),
-        replace(base, task="forced", dense=0.95, low=0.6, measure="choice", chance=0.5, difference=-0.1),
-        replace(base, task="guessed", dense=0.5, low=0.2, measure="choice", chance=0.25, difference=-0.1),
+        replace(
+            base, task="forced", dense=0.95, low=0.6, measure="choice", chance=0.5, difference=-0.1
+        ),
+        replace(
+            base, task="guessed", dense=0.5, low=0.2, measure="choice", chance=0.25, difference=-0.1
+        ),
         replace(base, task="given up", dense=0.95, low=0.6, measure="choice", chance=0.25),
     )
     monkeypatch.setattr(rounds, "settings", {"m": some, "smollm2": some[:1]}.__getitem__)
     places, left = rounds.places_of("m", artifact, (), ())
     assert places == [("prose", LENGTH), ("a", LENGTH), ("forced", LENGTH)]
     assert left == ["short at 20 tokens, which the artifact serves densely"]
-    assert rounds.places_of("m", artifact, (), (600,))[0] == [(t, 600) for t in ("prose", "a", "short", "forced")]
+    assert rounds.places_of("m", artifact, (), (600,))[0] == [
+        (t, 600) for t in ("prose", "a", "short", "forced")
+    ]
     monkeypatch.setattr(rounds, "settings", {"new": (), "smollm2": some[:1]}.__getitem__)
     assert rounds.places_of("new", artifact, (), (600,))[0] == [("prose", 600), ("a", 600)]
 

@@ -1,4 +1,5 @@
-"""The model `headwise` inside lm-evaluation-harness, run to the end: answers, log-likelihoods, batches, mistakes."""
+"""The model `headwise` inside lm-evaluation-harness, run to the end: answers, log-likelihoods,
+batches, mistakes."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from tests.profiling.quality.test_trials import DENSE
 from tests.runtime.conftest import search_info
 from tests.search.conftest import save_tiny
 
-pytest.importorskip("lm_eval", reason="lm_eval is not installed here: `make test-lm-eval` runs these tests")
+pytest.importorskip(
+    "lm_eval", reason="lm_eval is not installed here: `make test-lm-eval` runs these tests"
+)
 
 LENGTHS, SAMPLES, SEED = (600, 700), 3, 1000
 TASK = "niah_multikey_1"
@@ -69,32 +72,56 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         how = ["--length", str(MORE_LENGTH), "--samples", str(SAMPLES), "--seed", str(SEED)]
         tasks(["--task", task, "--model", str(model), *how, "--lm-eval", str(folder / "tasks")])
     # Four choices of other lengths each after contexts of other lengths, some below 500.
-    texts = [f"{'It was a long way to the sea, and nobody saw it. ' * n}Then {n}" for n in (3, 9, 13, 14, 15)]
+    texts = [
+        f"{'It was a long way to the sea, and nobody saw it. ' * n}Then {n}"
+        for n in (3, 9, 13, 14, 15)
+    ]
     rows = [{"text": text, "choices": CHOICES, "gold": n % 4} for n, text in enumerate(texts)]
     (folder / "choose.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     (folder / "tasks" / "choose.yaml").write_text(
-        f"task: choose\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder / 'choose.jsonl'}}}}}\n"
-        'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{{text}}"\ndoc_to_choice: "{{choices}}"\n'
+        f"task: choose\ndataset_path: json\ndataset_kwargs: "
+        f"{{data_files: {{test: {folder / 'choose.jsonl'}}}}}\n"
+        'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{{text}}"\ndoc_to_choice: '
+        '"{{choices}}"\n'
         'doc_to_target: "{{gold}}"\nmetric_list: [{metric: acc}]\n'
     )
     return folder
 
 
 @pytest.fixture
-def harness(folder: Path, tmp_path: Path) -> Callable[..., tuple[dict[str, Any], dict[str, list[Any]]]]:
-    """harness(config, *task names, batch=) -> what the harness wrote: results, and responses by task."""
+def harness(
+    folder: Path, tmp_path: Path
+) -> Callable[..., tuple[dict[str, Any], dict[str, list[Any]]]]:
+    """harness(config, *task names, batch=) -> what the harness wrote: results, and responses by
+    task."""
 
-    def run(config: str, *names: str, batch: int = 1, **more: Any) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    def run(
+        config: str, *names: str, batch: int = 1, **more: Any
+    ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         given = {"pretrained": folder / "tiny", "config": config, **more}
         out = tmp_path / f"out-{config.rpartition('/')[2]}-{batch}"
-        words = ["--model", "headwise", "--model_args", ",".join(f"{k}={v}" for k, v in given.items())]
-        words += ["--tasks", ",".join(names), "--include_path", str(folder / "tasks"), "--batch_size", str(batch)]
+        words = [
+            "--model",
+            "headwise",
+            "--model_args",
+            ",".join(f"{k}={v}" for k, v in given.items()),
+        ]
+        words += [
+            "--tasks",
+            ",".join(names),
+            "--include_path",
+            str(folder / "tasks"),
+            "--batch_size",
+            str(batch),
+        ]
         assert main([*words, "--device", "cpu", "--output_path", str(out), "--log_samples"]) == 0
         (results,) = out.rglob("results_*.json")
         found: dict[str, list[Any]] = {}
         for name in names:
             (samples,) = out.rglob(f"samples_{name}_[0-9]*.jsonl")
-            lines = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda line: line["doc_id"])
+            lines = sorted(
+                map(json.loads, samples.read_text().splitlines()), key=lambda line: line["doc_id"]
+            )
             found[name] = [line["resps"] for line in lines]
         return json.loads(results.read_text()), found
 
@@ -102,13 +129,19 @@ def harness(folder: Path, tmp_path: Path) -> Callable[..., tuple[dict[str, Any],
 
 
 @pytest.mark.parametrize("method", ["dense", "headwise"])
-def test_answers_are_those_of_the_evaluation(harness: Any, folder: Path, tmp_path: Path, method: str) -> None:
+def test_answers_are_those_of_the_evaluation(
+    harness: Any, folder: Path, tmp_path: Path, method: str
+) -> None:
     path = folder / "cfg.yaml"
     results, found = harness("dense" if method == "dense" else str(path), *NAMES)
     loaded = load_model(str(folder / "tiny"), dtype="float32")
-    config = Evaluation(tasks=(TASK,), lengths=LENGTHS, methods=("dense", "headwise"), samples=SAMPLES, seed=SEED)
+    config = Evaluation(
+        tasks=(TASK,), lengths=LENGTHS, methods=("dense", "headwise"), samples=SAMPLES, seed=SEED
+    )
     with open_ledger(tmp_path / "ledger", fresh=True) as ledger:
-        outcomes = evaluate(config, loaded, Methods(loaded, *artifacts.load_pair(path), ledger=ledger), ledger)
+        outcomes = evaluate(
+            config, loaded, Methods(loaded, *artifacts.load_pair(path), ledger=ledger), ledger
+        )
     texts = {name: {} for name in config.methods}
     for each in outcomes:
         texts[each.method][each.length] = [record["text"] for record in each.records]
@@ -122,10 +155,15 @@ def test_answers_are_those_of_the_evaluation(harness: Any, folder: Path, tmp_pat
         assert [text.strip() for ((text,),) in found[name]] == texts[method][length]
     calls = results["config"].get("headwise_calls")
     assert (calls is None) if method == "dense" else calls["sparse"] == 2 * len(LENGTHS) * SAMPLES
-    assert method == "dense" or results["config"]["headwise_content_sha256"] == artifacts.load(path).content_sha256
+    assert (
+        method == "dense"
+        or results["config"]["headwise_content_sha256"] == artifacts.load(path).content_sha256
+    )
 
 
-def test_forced_choices_and_later_turns_are_those_of_the_evaluation(harness: Any, folder: Path) -> None:
+def test_forced_choices_and_later_turns_are_those_of_the_evaluation(
+    harness: Any, folder: Path
+) -> None:
     names = [re.sub(r"\W", "_", f"headwise_{task}_{MORE_LENGTH}") for task in MORE]
     results, found = harness("dense", f"{names[0]}_choice", *names)
     loaded = load_model(str(folder / "tiny"), dtype="float32")
@@ -135,8 +173,12 @@ def test_forced_choices_and_later_turns_are_those_of_the_evaluation(harness: Any
         # The harness has one limit for all answers of a task.
         limit = max(new_tokens(loaded.tokenizer, prompt) for prompt in prompts)
         prompts = [replace(prompt, new_tokens=limit) for prompt in prompts]
-        records = [record for _, record in sorted(trials(loaded.model, loaded.tokenizer, prompts, DENSE))]
-        assert [text.strip() for ((text,),) in found[name]] == [record["text"] for record in records]
+        records = [
+            record for _, record in sorted(trials(loaded.model, loaded.tokenizer, prompts, DENSE))
+        ]
+        assert [text.strip() for ((text,),) in found[name]] == [
+            record["text"] for record in records
+        ]
         own = results["results"][name]["score,none"]
         assert own == pytest.approx(sum(record["score"] for record in records) / SAMPLES)
         if task == MORE[0]:
@@ -146,8 +188,11 @@ def test_forced_choices_and_later_turns_are_those_of_the_evaluation(harness: Any
 
 @pytest.mark.parametrize("config", ["cfg", "kept"])
 def test_padding_changes_nothing(harness: Any, folder: Path, config: str) -> None:
-    alone, together = (harness(str(folder / f"{config}.yaml"), "choose", *NAMES, batch=n)[1] for n in (1, 4))
-    # Prompts of unlike lengths in one batch. Sums come in another order there: far on a tie may go the other way.
+    alone, together = (
+        harness(str(folder / f"{config}.yaml"), "choose", *NAMES, batch=n)[1] for n in (1, 4)
+    )
+    # Prompts of unlike lengths in one batch. Sums come in another order there: far on a tie may go
+    # the other way.
     for name in NAMES:
         assert _starts(together[name]) == _starts(alone[name])
     pairs = zip(_numbers(alone["choose"]), _numbers(together["choose"]), strict=True)
@@ -155,7 +200,10 @@ def test_padding_changes_nothing(harness: Any, folder: Path, config: str) -> Non
 
 
 def test_log_likelihoods_are_by_the_patterns(harness: Any, folder: Path) -> None:
-    dense, sparse = (_numbers(harness(name, "choose")[1]["choose"]) for name in ("dense", str(folder / "cfg.yaml")))
+    dense, sparse = (
+        _numbers(harness(name, "choose")[1]["choose"])
+        for name in ("dense", str(folder / "cfg.yaml"))
+    )
     far = [abs(a - b) > 0.01 for a, b in zip(dense, sparse, strict=True)]
     # The first two contexts are shorter than dense_below.
     assert not any(far[:8]) and all(far[8:])
@@ -166,15 +214,24 @@ def test_padding_would_change_what_patterns_choose(folder: Path) -> None:
 
     from profiling.harness.model import HeadwiseLM
 
-    made = HeadwiseLM(str(folder / "tiny"), config=str(folder / "cfg.yaml"), device="cpu", batch_size=2)
-    requests = [(("", ""), made.tok_encode("the sea and the way " * n), made.tok_encode("to it")) for n in (30, 45)]
+    made = HeadwiseLM(
+        str(folder / "tiny"), config=str(folder / "cfg.yaml"), device="cpu", batch_size=2
+    )
+    requests = [
+        (("", ""), made.tok_encode("the sea and the way " * n), made.tok_encode("to it"))
+        for n in (30, 45)
+    ]
     ways = (HeadwiseLM._loglikelihood_tokens, HFLM._loglikelihood_tokens)
     own, theirs = (way(made, requests, disable_tqdm=True) for way in ways)
-    assert own[1][0] == pytest.approx(theirs[1][0], abs=1e-3) and abs(own[0][0] - theirs[0][0]) > 0.01
+    assert (
+        own[1][0] == pytest.approx(theirs[1][0], abs=1e-3) and abs(own[0][0] - theirs[0][0]) > 0.01
+    )
 
 
 def test_mistakes_are_one_line(harness: Any, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(HeadwiseError, match="needs config=ARTIFACT in --model_args, or config=dense"):
+    with pytest.raises(
+        HeadwiseError, match="needs config=ARTIFACT in --model_args, or config=dense"
+    ):
         harness("", "choose")
     with pytest.raises(HeadwiseError, match="no such file"):
         harness(str(tmp_path / "none.yaml"), "choose")

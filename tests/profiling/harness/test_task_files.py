@@ -1,4 +1,5 @@
-"""Our tasks as files of lm-evaluation-harness: what is in them, and how answers out of the harness are scored."""
+"""Our tasks as files of lm-evaluation-harness: what is in them, and how answers out of the harness
+are scored."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("model"))
 
 
-def test_a_task_is_two_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_is_two_files(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoTokenizer
 
     out = tmp_path / "new" / "tasks"
@@ -38,12 +41,18 @@ def test_a_task_is_two_files(model: Path, tmp_path: Path, capsys: pytest.Capture
     assert {path.name for path in out.iterdir()} == {f"{NAME}.yaml", f"{NAME}.jsonl"}
     text = (out / f"{NAME}.yaml").read_text()
     assert f"test: {out / NAME}.jsonl" in text and "max_gen_toks: 128" in text
-    assert text.endswith("process_results: !function profiling.harness.task_files.process_results\n")
+    assert text.endswith(
+        "process_results: !function profiling.harness.task_files.process_results\n"
+    )
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = make_prompts("niah_single_3@depth=0.5", tokenizer, length=500, samples=3, seed=7)
     lines = [json.loads(line) for line in (out / f"{NAME}.jsonl").read_text().splitlines()]
-    assert [tuple(tokenizer(line["prompt"])["input_ids"]) for line in lines] == [p.input_ids for p in prompts]
-    assert [(line["answer"], line["metric"]) for line in lines] == [(p.answer, "all") for p in prompts]
+    assert [tuple(tokenizer(line["prompt"])["input_ids"]) for line in lines] == [
+        p.input_ids for p in prompts
+    ]
+    assert [(line["answer"], line["metric"]) for line in lines] == [
+        (p.answer, "all") for p in prompts
+    ]
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -53,11 +62,15 @@ def test_prompts_that_do_not_survive_as_text_are_counted(make: Any, tmp_path: Pa
     tokenizer = make()
     how: dict[str, Any] = {"length": 400, "samples": 3, "seed": 1}
     (name,), changed, turned = write_task(tmp_path, parse_task("passkey"), tokenizer, **how)
-    lines = [json.loads(line)["prompt"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["prompt"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()
+    ]
     encode = Encoder(tokenizer)
     again = [(*encode.prefix, *encode(text)) for text in lines]
     prompts = make_prompts("passkey", tokenizer, **how)
-    assert turned == 0 and changed == sum(ids != prompt.input_ids for ids, prompt in zip(again, prompts, strict=True))
+    assert turned == 0 and changed == sum(
+        ids != prompt.input_ids for ids, prompt in zip(again, prompts, strict=True)
+    )
     assert all(
         not text.startswith("<s>") and prompt.answer not in text[-9:]
         for text, prompt in zip(lines, prompts, strict=True)
@@ -74,15 +87,21 @@ INSIDE = ("line_asked", "chain", "label_map", "facts@questions=2")
         ("prose", "it asks for no answer"),
     ],
 )
-def test_tasks_without_an_answer_after_the_prompt_are_refused(model: Path, tmp_path: Path, task: str, why: str) -> None:
+def test_tasks_without_an_answer_after_the_prompt_are_refused(
+    model: Path, tmp_path: Path, task: str, why: str
+) -> None:
     out = tmp_path / "tasks"
     name = task.partition("@")[0]
-    with pytest.raises(HeadwiseError, match=f"'{name}' cannot be written for lm-evaluation-harness: {why}"):
+    with pytest.raises(
+        HeadwiseError, match=f"'{name}' cannot be written for lm-evaluation-harness: {why}"
+    ):
         main(["--task", task, "--model", str(model), "--length", "2600", "--lm-eval", str(out)])
     assert not out.exists()
 
 
-def test_a_later_turn_is_one_prompt(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_later_turn_is_one_prompt(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoTokenizer
 
     how = ["--length", "500", "--samples", "4", "--seed", "7", "--lm-eval", str(tmp_path)]
@@ -92,29 +111,39 @@ def test_a_later_turn_is_one_prompt(model: Path, tmp_path: Path, capsys: pytest.
     prompts = make_prompts("line_turns@questions=2", tokenizer, length=500, samples=4, seed=7)
     (file,) = tmp_path.glob("*.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [tuple(tokenizer(line["prompt"])["input_ids"]) for line in lines] == [p.input_ids for p in prompts]
+    assert [tuple(tokenizer(line["prompt"])["input_ids"]) for line in lines] == [
+        p.input_ids for p in prompts
+    ]
     assert all(prompt.turn for prompt in prompts)
 
 
 @pytest.mark.parametrize("task", ["story_multihop", "story_filtering", "babilong_qa1"])
 def test_a_forced_choice_is_a_task_of_its_own(model: Path, tmp_path: Path, task: str) -> None:
-    """The harness puts each choice behind the prompt; what it makes of their likelihoods is what is evaluated here."""
+    """The harness puts each choice behind the prompt; what it makes of their likelihoods is what is
+    evaluated here."""
     loaded = load_model(str(model), dtype="float32")
     how: dict[str, Any] = {"length": 2600, "samples": 1, "seed": 3}
     names = write_task(tmp_path, parse_task(task), loaded.tokenizer, **how).names
     assert names[1:] == (f"{names[0]}_choice",)
     text = (tmp_path / f"{names[1]}.yaml").read_text()
     assert "output_type: multiple_choice" in text and "doc_to_choice: compared" in text
-    assert text.endswith("process_results: !function profiling.harness.task_files.process_choices\n")
+    assert text.endswith(
+        "process_results: !function profiling.harness.task_files.process_choices\n"
+    )
     lines = [json.loads(line) for line in (tmp_path / f"{names[0]}.jsonl").read_text().splitlines()]
     for line, prompt in zip(lines, make_prompts(task, loaded.tokenizer, **how), strict=True):
-        assert line["compared"][line["gold"]] == f" {prompt.answer}" and not line["prompt"][-1].isspace()
+        assert (
+            line["compared"][line["gold"]] == f" {prompt.answer}"
+            and not line["prompt"][-1].isspace()
+        )
         before = loaded.tokenizer(line["prompt"])["input_ids"]
         results = []
         for choice, tokens in zip(line["compared"], line["tokens"], strict=True):
             ids = loaded.tokenizer(line["prompt"] + choice)["input_ids"]
             assert ids[: len(before)] == before and len(ids) - len(before) == tokens
-            losses = negative_log_likelihood(loaded.model, Prompt(tuple(ids), None))[len(before) - 1 :]
+            losses = negative_log_likelihood(loaded.model, Prompt(tuple(ids), None))[
+                len(before) - 1 :
+            ]
             results.append((-float(losses.sum()), False))
         own = trial(loaded.model, loaded.tokenizer, prompt, DENSE)["choice"]
         assert process_choices(line, results) == {"choice": own}
@@ -125,7 +154,16 @@ def test_a_forced_choice_is_a_task_of_its_own(model: Path, tmp_path: Path, task:
 
 def test_a_folder_that_cannot_be_made(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    command = ["--task", "fwe", "--model", str(model), "--length", "2500", "--lm-eval", str(tmp_path / "file")]
+    command = [
+        "--task",
+        "fwe",
+        "--model",
+        str(model),
+        "--length",
+        "2500",
+        "--lm-eval",
+        str(tmp_path / "file"),
+    ]
     with pytest.raises(HeadwiseError, match="cannot make the folder"):
         main(command)
 
@@ -137,6 +175,11 @@ ANSWERS = ("", "B", "The answer is B", " 17 and 23", "17, 23\nmore", "two\nwords
 def test_answers_are_scored_as_here(metric: str) -> None:
     finds = (Find("17", (0, 1)), Find("23", (1, 2), " and ")) if metric == "begins" else ()
     prompt = Prompt((0,), "17", finds, metric=metric, references=("17", "23"))
-    doc = {"answer": "17", "finds": [f.expected for f in finds], "metric": metric, "references": ["17", "23"]}
+    doc = {
+        "answer": "17",
+        "finds": [f.expected for f in finds],
+        "metric": metric,
+        "references": ["17", "23"],
+    }
     for text in ANSWERS:
         assert process_results(doc, [f"\n {text} "]) == {"score": score(prompt, text.strip())}

@@ -20,8 +20,19 @@ LENGTH, HEADS, GROUPS = 300, 4, 2
 
 def inputs(**changes: Any) -> LayerInputs:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, n, LENGTH, 16, generator=generator) * 2 for n in (HEADS, GROUPS, GROUPS))
-    fields = {"layer": 0, "q": q, "k": k, "v": v, "scale": 0.3, "sliding_window": None, "softcap": None, "sinks": None}
+    q, k, v = (
+        torch.randn(1, n, LENGTH, 16, generator=generator) * 2 for n in (HEADS, GROUPS, GROUPS)
+    )
+    fields = {
+        "layer": 0,
+        "q": q,
+        "k": k,
+        "v": v,
+        "scale": 0.3,
+        "sliding_window": None,
+        "softcap": None,
+        "sinks": None,
+    }
     return LayerInputs(**fields | changes)
 
 
@@ -43,14 +54,20 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("pieces")
-@pytest.mark.parametrize("changes", [{}, {"softcap": 6.0}, {"sinks": torch.tensor([0.0, 1.0, 4.0, -1.0])}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"softcap": 6.0}, {"sinks": torch.tensor([0.0, 1.0, 4.0, -1.0])}]
+)
 def test_rows_and_what_is_made_of_them(changes: dict[str, Any]) -> None:
     x = inputs(**changes)
     attention, queries = full(x), torch.tensor([0, 5, 120, 121, 299])
     for head in range(HEADS):
         found = torch.cat([piece for _, piece in rows(x, head, queries)])
         torch.testing.assert_close(found, attention[head, queries], atol=1e-6, rtol=1e-5)
-        pooled = torch.nn.functional.pad(attention[head], (0, 20, 0, 20)).unflatten(0, (5, 64)).unflatten(2, (5, 64))
+        pooled = (
+            torch.nn.functional.pad(attention[head], (0, 20, 0, 20))
+            .unflatten(0, (5, 64))
+            .unflatten(2, (5, 64))
+        )
         expected = pooled.sum((1, 3)) / torch.tensor([64.0, 64, 64, 64, 44])[:, None]
         torch.testing.assert_close(pooled_map(x, head, 64), expected, atol=1e-6, rtol=1e-5)
     sparsity = sparsity_of(x, queries)
@@ -96,4 +113,6 @@ def test_cover_is_the_share_of_the_causal_tiles_that_an_index_names(cell: int) -
                 counts[row * TILE // cell, key * TILE // cell] += 1
         found = cover(index, head, cell)
         torch.testing.assert_close(found, share / counts.clamp_min(1), atol=1e-6, rtol=1e-5)
-    assert (cover(index, 0, TILE) == 2 / TILE).any(), "two columns of a tile that is not computed otherwise"
+    assert (cover(index, 0, TILE) == 2 / TILE).any(), (
+        "two columns of a tile that is not computed otherwise"
+    )

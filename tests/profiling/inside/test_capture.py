@@ -35,7 +35,11 @@ def tokens(length: int = LENGTH) -> Tensor:
 def plain_attention(x: LayerInputs) -> Tensor:
     """(1, H, S, E) by the definition, in fp64."""
     group = x.q.shape[1] // x.k.shape[1]
-    q, k, v = x.q.double(), x.k.double().repeat_interleave(group, 1), x.v.double().repeat_interleave(group, 1)
+    q, k, v = (
+        x.q.double(),
+        x.k.double().repeat_interleave(group, 1),
+        x.v.double().repeat_interleave(group, 1),
+    )
     scores = q @ k.transpose(-1, -2) * x.scale
     if x.softcap is not None:
         scores = torch.tanh(scores / x.softcap) * x.softcap
@@ -43,7 +47,9 @@ def plain_attention(x: LayerInputs) -> Tensor:
     hidden = (behind < 0) | (behind >= (x.sliding_window or math.inf))
     scores = scores.masked_fill(hidden, -math.inf)
     if x.sinks is not None:
-        scores = torch.cat([scores, x.sinks.double().view(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)], -1)
+        scores = torch.cat(
+            [scores, x.sinks.double().view(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)], -1
+        )
     return scores.softmax(-1)[..., : q.shape[2]] @ v
 
 
@@ -81,7 +87,9 @@ def test_captured_tensors_reproduce_each_layers_output(family: str) -> None:
     assert [x.sliding_window for x in found] == WINDOWS.get(family, [None] * 3)
     for x, out, right in zip(found, got, expected, strict=True):
         assert x.k.shape[1] == (4 if family == "gpt_neox" else 2), "keys must come unrepeated"
-        torch.testing.assert_close(out.transpose(1, 2).flatten(2).float(), right, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            out.transpose(1, 2).flatten(2).float(), right, atol=2e-5, rtol=1e-4
+        )
     assert all((x.softcap is not None) == (family == "gemma2") for x in found)
     assert all((x.sinks is not None) == (family == "gpt_oss") for x in found)
 
@@ -93,7 +101,9 @@ def test_sliding_layers_of_any_length(length: int) -> None:
     got: list[Tensor] = []
     capture(model, tokens(length), lambda x: got.append(plain_attention(x)))
     for out, right in zip(got, expected, strict=True):
-        torch.testing.assert_close(out.transpose(1, 2).flatten(2).float(), right, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            out.transpose(1, 2).flatten(2).float(), right, atol=2e-5, rtol=1e-4
+        )
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -140,7 +150,9 @@ def test_a_capture_within_a_visit() -> None:
 def test_a_model_without_attention_that_can_be_reached(family: str) -> None:
     """None at all, one that is not causal, one that does not go through the interface."""
     model = tiny(family)
-    with pytest.raises(HeadwiseError, match="model without attention that Headwise can serve") as caught:
+    with pytest.raises(
+        HeadwiseError, match="model without attention that Headwise can serve"
+    ) as caught:
         capture(model, tokens(), lambda x: None)
     assert type(model).__name__ in str(caught.value)
 
@@ -171,7 +183,8 @@ def test_only_one_unpadded_prompt(shape: tuple[int, ...]) -> None:
 
 
 def test_memory_grows_linearly_with_the_prompt() -> None:
-    """A bool mask of 24,000 x 24,000 would be 550 MiB: nothing like it is made, for sliding layers neither.
+    """A bool mask of 24,000 x 24,000 would be 550 MiB: nothing like it is made, for sliding layers
+    neither.
 
     In a process of its own: where others have used more before, no peak would show.
     """
@@ -180,7 +193,8 @@ def test_memory_grows_linearly_with_the_prompt() -> None:
         "from tests.profiling.inside.test_capture import capture, tiny, tokens\n"
         "def peak():\n"
         "    lines = Path('/proc/self/status').read_text().splitlines()\n"
-        "    return next(int(line.split()[1]) for line in lines if line.startswith('VmHWM')) / 1024\n"
+        "    return next(int(line.split()[1]) for line in lines if line.startswith('VmHWM')) / "
+        "1024\n"
         "model = tiny('gemma3')\n"
         "capture(model, tokens(64), lambda x: None)\n"
         "before = peak()\n"

@@ -1,4 +1,5 @@
-"""Tiles by what they hold: masses against the softmax written out, choices against all others, attention by a mask."""
+"""Tiles by what they hold: masses against the softmax written out, choices against all others,
+attention by a mask."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     keys = k[0].repeat_interleave(q.shape[1] // k.shape[1], 0)
     scores = q[0] @ keys.transpose(1, 2) * SCALE
     causal = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
-    return scores.masked_fill(~(causal if mask is None else causal & mask), float("-inf")).softmax(-1)
+    return scores.masked_fill(~(causal if mask is None else causal & mask), float("-inf")).softmax(
+        -1
+    )
 
 
 @pytest.mark.parametrize("length", [1, 63, 640, 1000])
@@ -42,7 +45,9 @@ def test_masses_are_those_of_the_softmax(length: int) -> None:
     for row in range(found.shape[1]):
         rows = whole[:, row * TILE : (row + 1) * TILE].mean(1)
         for tile in range(row + 1):
-            torch.testing.assert_close(found[:, row, tile], rows[:, tile * TILE : (tile + 1) * TILE].sum(-1))
+            torch.testing.assert_close(
+                found[:, row, tile], rows[:, tile * TILE : (tile + 1) * TILE].sum(-1)
+            )
     torch.testing.assert_close(found.sum(-1), torch.ones(found.shape[:2]))
 
 
@@ -62,7 +67,10 @@ def test_attention_is_that_of_the_chosen_tiles(by_mass: bool, share: float, tail
 def test_the_highest_tiles_are_taken_and_no_more_than_the_mass_needs() -> None:
     q, k, _ = made(1280)
     masses = mass_scores(q, k, SCALE, 0)
-    for index, mass in ((top_k_index(masses, 1280, 0.5), None), (top_p_index(masses, 1280, 0.7), 0.7)):
+    for index, mass in (
+        (top_k_index(masses, 1280, 0.5), None),
+        (top_p_index(masses, 1280, 0.7), 0.7),
+    ):
         seen = index.to_mask()[0].unflatten(1, (20, TILE)).unflatten(3, (20, TILE))[:, :, -1, :, 0]
         for row in range(2, 20):
             for head in range(4):
@@ -72,19 +80,27 @@ def test_the_highest_tiles_are_taken_and_no_more_than_the_mass_needs() -> None:
                 others = ~taken
                 assert taken[0] and taken[row]
                 if free.any() and others.any():
-                    assert masses[head, row, : row + 1][free].min() >= masses[head, row, : row + 1][others].max()
+                    assert (
+                        masses[head, row, : row + 1][free].min()
+                        >= masses[head, row, : row + 1][others].max()
+                    )
                 if mass is None:
                     assert int(taken.sum()) == max(2, round(0.5 * (row + 1)))
                 else:
                     held = float(masses[head, row, : row + 1][taken].sum())
                     assert held >= mass - 1e-6
-                    assert not free.any() or held - float(masses[head, row, : row + 1][free].min()) < mass
+                    assert (
+                        not free.any()
+                        or held - float(masses[head, row, : row + 1][free].min()) < mass
+                    )
 
 
 def test_random_tiles_differ_by_layer_and_head_and_not_by_prompt() -> None:
     (q, k, _), (other, keys, _) = made(1280), made(1280)
     one = top_k_index(random_scores(q, k, SCALE, 1), 1280, 0.5)
-    assert torch.equal(one.tiles, top_k_index(random_scores(other * 2, keys, SCALE, 1), 1280, 0.5).tiles)
+    assert torch.equal(
+        one.tiles, top_k_index(random_scores(other * 2, keys, SCALE, 1), 1280, 0.5).tiles
+    )
     assert not torch.equal(one.tiles, top_k_index(random_scores(q, k, SCALE, 2), 1280, 0.5).tiles)
     assert not torch.equal(one.listed()[:, 0], one.listed()[:, 1])
 

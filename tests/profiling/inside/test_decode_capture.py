@@ -1,4 +1,5 @@
-"""Each decode step hands out what eager attention computes for that query, and decoding goes on as it would have."""
+"""Each decode step hands out what eager attention computes for that query, and decoding goes on as
+it would have."""
 
 from __future__ import annotations
 
@@ -37,7 +38,13 @@ def decoded(
         found[step, x.layer] = x.probabilities
         order.append((step, x.layer, x.sliding_window))
 
-    new = capture_decode(model, ids, visit, lambda step: order.append(step), **{"steps": STEPS, "tail": TAIL} | options)
+    new = capture_decode(
+        model,
+        ids,
+        visit,
+        lambda step: order.append(step),
+        **{"steps": STEPS, "tail": TAIL} | options,
+    )
     return found, new, order
 
 
@@ -49,12 +56,18 @@ def test_each_step_is_a_row_of_eager_attention(family: str) -> None:
     expected = eager_weights(model, torch.cat([ids, torch.tensor([new])], dim=1))
     windows = {"llama4": [16, 16, None]}.get(family) or WINDOWS.get(family, [None] * 3)
     layers = [(layer, windows[layer]) for layer in range(3)]
-    assert order == [x for step in range(-TAIL, STEPS) for x in (*((step, *layer) for layer in layers), step)]
+    assert order == [
+        x for step in range(-TAIL, STEPS) for x in (*((step, *layer) for layer in layers), step)
+    ]
     for (step, layer), probabilities in found.items():
         row = expected[layer][:, LENGTH - 1 + step, : LENGTH + step]
         width = probabilities.shape[1]
-        assert width == (row.shape[1] if windows[layer] is None else min(windows[layer] or 0, row.shape[1]))
-        torch.testing.assert_close(probabilities, row[:, row.shape[1] - width :], atol=1e-5, rtol=1e-4)
+        assert width == (
+            row.shape[1] if windows[layer] is None else min(windows[layer] or 0, row.shape[1])
+        )
+        torch.testing.assert_close(
+            probabilities, row[:, row.shape[1] - width :], atol=1e-5, rtol=1e-4
+        )
         assert row[:, : row.shape[1] - width].abs().sum() == 0
 
 
@@ -62,7 +75,9 @@ def test_each_step_is_a_row_of_eager_attention(family: str) -> None:
 def test_the_models_own_tokens_are_those_of_generate(family: str) -> None:
     model = tiny(family)
     ids = tokens(LENGTH)
-    wanted = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)[0, LENGTH:]
+    wanted = model.generate(
+        ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
+    )[0, LENGTH:]
     assert decoded(model, ids, steps=12)[1] == tuple(wanted.tolist())
     avoided = decoded(model, ids, steps=12, avoid=[int(wanted[0])])[1]
     assert int(wanted[0]) not in avoided
@@ -74,7 +89,9 @@ def test_a_given_continuation_is_fed_and_then_the_models_own_tokens_follow() -> 
     found, new, _ = decoded(model, tokens(LENGTH), continuation=given, tail=0)
     assert new[:3] == given and min(found)[0] == 0
     with torch.no_grad():
-        logits = model(torch.cat([tokens(LENGTH), torch.tensor([new])], dim=1)).logits[0, LENGTH - 1 : -1]
+        logits = model(torch.cat([tokens(LENGTH), torch.tensor([new])], dim=1)).logits[
+            0, LENGTH - 1 : -1
+        ]
     assert tuple(logits.argmax(-1)[3:].tolist()) == new[3:]
 
 

@@ -1,4 +1,5 @@
-"""One pass forth and back against autograd over a plain dense model, and against differences of the loss itself."""
+"""One pass forth and back against autograd over a plain dense model, and against differences of the
+loss itself."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def asked(*at: int) -> Tensor:
 TEXT, ANSWER = asked(), asked(60, 61, 129)
 
 
-def gradients(model: Any, ids: Tensor, answers: Tensor = TEXT, **options: Any) -> tuple[DensePass, dict[int, Tensor]]:
+def gradients(
+    model: Any, ids: Tensor, answers: Tensor = TEXT, **options: Any
+) -> tuple[DensePass, dict[int, Tensor]]:
     found: dict[int, Tensor] = {}
 
     def visit(layer: LayerGradients) -> None:
@@ -47,7 +50,8 @@ def searched(model: Any) -> set[int]:
 
 
 def loss_of(logits: Tensor, ids: Tensor, answers: Tensor) -> Tensor:
-    """In the dtype of the logits (S, V), as it is defined: -log p of all tokens, or log-odds of the answers'."""
+    """In the dtype of the logits (S, V), as it is defined: -log p of all tokens, or log-odds of the
+    answers'."""
     log_p = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     if not bool(answers.any()):
         return -log_p.sum()
@@ -55,12 +59,17 @@ def loss_of(logits: Tensor, ids: Tensor, answers: Tensor) -> Tensor:
     return -(chosen - torch.log1p(-chosen.exp())).sum()
 
 
-def by_autograd(model: Any, ids: Tensor, answers: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor]:
-    """By layer (1, S, H, E) dense outputs and the gradients by them; and logits (S, V). By torch alone."""
+def by_autograd(
+    model: Any, ids: Tensor, answers: Tensor
+) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor]:
+    """By layer (1, S, H, E) dense outputs and the gradients by them; and logits (S, V). By torch
+    alone."""
     before = model.config._attn_implementation
     outs: dict[int, Tensor] = {}
 
-    def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+    def attention(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         logits = q @ k.transpose(2, 3) * kwargs["scaling"]
         window = kwargs.get("sliding_window") or LENGTH
@@ -81,7 +90,11 @@ def by_autograd(model: Any, ids: Tensor, answers: Tensor) -> tuple[dict[int, Ten
     finally:
         model.set_attn_implementation(before)
         model.zero_grad()
-    return outs, {layer: out.grad for layer, out in outs.items() if out.grad is not None}, logits.detach()
+    return (
+        outs,
+        {layer: out.grad for layer, out in outs.items() if out.grad is not None},
+        logits.detach(),
+    )
 
 
 @pytest.mark.parametrize("family", PLAIN)
@@ -103,7 +116,9 @@ def test_it_is_what_autograd_finds_in_a_plain_model(
 
     found = gradient_pass(model, ids, answers, visit, keep=keep)
     assert found.gradients and found.fault is None
-    assert set(expected) == set(attention_layers(model)) and order == sorted(searched(model), reverse=True)
+    assert set(expected) == set(attention_layers(model)) and order == sorted(
+        searched(model), reverse=True
+    )
     log_probs = logits.log_softmax(-1)
     torch.testing.assert_close(found.log_probs, log_probs[keep].half(), atol=1e-2, rtol=1e-3)
     asked = ~found.nll.isnan()
@@ -121,7 +136,11 @@ def loss_with(model: Any, ids: Tensor, layer: int, added: Tensor) -> float:
         out, weights = attend_densely(run, module, *args, **kwargs)
         return (out + added[None] if getattr(module, "layer_idx", None) == layer else out), weights
 
-    with torch.no_grad(), masks_of(run), attending_with(model, "differences", attention, layer_mask):
+    with (
+        torch.no_grad(),
+        masks_of(run),
+        attending_with(model, "differences", attention, layer_mask),
+    ):
         return float(loss_of(model(input_ids=ids, use_cache=False).logits[0].double(), ids, TEXT))
 
 
@@ -135,15 +154,21 @@ def test_every_architecture_has_the_gradients_that_differences_show(family: str)
     for layer, by_out in found.items():
         gradient = by_out[0].transpose(0, 1)
         added = torch.randn_like(gradient) * 1e-3
-        difference = (loss_with(model, ids, layer, added) - loss_with(model, ids, layer, -added)) / 2
+        difference = (
+            loss_with(model, ids, layer, added) - loss_with(model, ids, layer, -added)
+        ) / 2
         # A router that sends a token elsewhere is no slope.
         near = 0.2 if "Mixtral" in family or "Moe" in family else 0.02
         size = float(added.norm() * gradient.norm()) / gradient.numel() ** 0.5
-        assert float((gradient * added).sum()) == pytest.approx(difference, rel=near, abs=near * size)
+        assert float((gradient * added).sum()) == pytest.approx(
+            difference, rel=near, abs=near * size
+        )
 
 
 @pytest.mark.parametrize("answers", [TEXT, ANSWER], ids=["text", "answers"])
-def test_several_pieces_of_logits_are_the_same(answers: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_pieces_of_logits_are_the_same(
+    answers: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, ids, keep = tiny_model("Llama"), prompt(), torch.tensor([3, 39, 40, 129])
     whole, by_layer = gradients(model, ids, answers, keep=keep)
     monkeypatch.setattr("profiling.inside.gradients._LOGITS", 97 * 40)
@@ -182,7 +207,8 @@ def test_the_model_is_left_as_it_was(raising: bool) -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 def test_one_layers_gradients_are_held_at_a_time(family: str) -> None:
-    """When a layer is visited, what the layers after it attended with, and their gradients, is gone."""
+    """When a layer is visited, what the layers after it attended with, and their gradients, is
+    gone."""
     model, ids = tiny_model(family), prompt()
     held: list[list[StorageWeakRef]] = []
 
@@ -192,7 +218,9 @@ def test_one_layers_gradients_are_held_at_a_time(family: str) -> None:
         tensors = (layer.by_out, layer.out, inputs.q, inputs.k, inputs.v)
         held.append([StorageWeakRef(tensor.untyped_storage()) for tensor in tensors])
 
-    assert gradient_pass(model, ids, TEXT, visit).gradients and len(held) == len(searched(model)) > 1
+    assert (
+        gradient_pass(model, ids, TEXT, visit).gradients and len(held) == len(searched(model)) > 1
+    )
 
 
 def test_only_what_is_wanted_is_visited() -> None:
@@ -205,7 +233,12 @@ def test_only_what_is_wanted_is_visited() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_drops_out_in_training_gives_the_same_twice() -> None:
-    sizes = {"word_embed_proj_dim": 128, "ffn_dim": 96, "dropout": 0.5, "do_layer_norm_before": True}
+    sizes = {
+        "word_embed_proj_dim": 128,
+        "ffn_dim": 96,
+        "dropout": 0.5,
+        "do_layer_norm_before": True,
+    }
     model, ids = tiny_model("OPT", **sizes), prompt()
     first, second = (gradients(model, ids)[1] for _ in range(2))
     assert first and all(torch.equal(second[layer], gradient) for layer, gradient in first.items())
@@ -214,13 +247,20 @@ def test_a_model_that_drops_out_in_training_gives_the_same_twice() -> None:
 def test_logits_of_a_model_s_own_making_have_no_gradients_and_it_says_so() -> None:
     model, ids, keep = tiny_model("Llama"), prompt(), torch.tensor([7])
     handle = model.register_forward_hook(
-        lambda module, args, output: type(output)(logits=output.logits.sin(), past_key_values=output.past_key_values)
+        lambda module, args, output: type(output)(
+            logits=output.logits.sin(), past_key_values=output.past_key_values
+        )
     )
     done, found = gradients(model, ids, keep=keep)
     with torch.no_grad():
         expected = model(ids).logits[0].log_softmax(-1)
     handle.remove()
-    assert not found and not done.gradients and done.fault is not None and "LlamaForCausalLM" in done.fault
+    assert (
+        not found
+        and not done.gradients
+        and done.fault is not None
+        and "LlamaForCausalLM" in done.fault
+    )
     torch.testing.assert_close(done.log_probs, expected[keep].half(), atol=1e-2, rtol=1e-3)
     assert gradients(model, ids)[0].gradients
 

@@ -1,4 +1,5 @@
-"""Fidelity of patterns, head by head: recall, error and density on a model's own queries and keys."""
+"""Fidelity of patterns, head by head: recall, error and density on a model's own queries and
+keys."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def artifact(model: Any, first: AShape, others: AShape) -> Artifact:
     source = Imported(format="minference", file="best.json", sha256="0" * 64, scores="recall")
     prefill = Prefill(dense_below=64, dense_tail=0, layers=rows, imported=source)
     patterns = {"first": first, "others": others}
-    return Artifact(model=fingerprint(model, name="tiny"), search=None, patterns=patterns, prefill=prefill)
+    return Artifact(
+        model=fingerprint(model, name="tiny"), search=None, patterns=patterns, prefill=prefill
+    )
 
 
 def test_what_a_pattern_keeps_is_known_of_each_head(model: Any, prompt: Prompt) -> None:
@@ -68,7 +71,12 @@ def test_recall_and_error_are_those_of_all_scores(model: Any, prompt: Prompt) ->
         dense = weights @ v
         # Of values that say which key they are of, attention's output is its weights.
         every = torch.eye(LENGTH).expand(1, inputs.k.shape[1], LENGTH, LENGTH)
-        seen = sparse_attention(inputs.q, inputs.k, every, index, scale=inputs.scale, backend="reference") > 0
+        seen = (
+            sparse_attention(
+                inputs.q, inputs.k, every, index, scale=inputs.scale, backend="reference"
+            )
+            > 0
+        )
         kept = (weights * seen).sum(-1)
         sparse = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
         error = (sparse - dense).norm(dim=(2, 3)) / dense.norm(dim=(2, 3))

@@ -11,18 +11,23 @@ from profiling.inside.capture import LayerInputs
 from profiling.inside.head_fidelity import dense_attention, layer_fidelity, worked_tiles
 
 LENGTH = 300
-PLAN = LayerPlan([make("a_shape", sink=64, window=64), make("dense"), make("block_sparse", blocks=2)] * 2, 2)
+PLAN = LayerPlan(
+    [make("a_shape", sink=64, window=64), make("dense"), make("block_sparse", blocks=2)] * 2, 2
+)
 
 
 def inputs(sinks: Tensor | None = None, softcap: float | None = None) -> LayerInputs:
     torch.manual_seed(0)
     q = 2 * torch.randn(1, 6, LENGTH, 16)
     k, v = torch.randn(1, 2, LENGTH, 16), torch.randn(1, 2, LENGTH, 16)
-    return LayerInputs(layer=0, q=q, k=k, v=v, scale=0.25, sliding_window=None, softcap=softcap, sinks=sinks)
+    return LayerInputs(
+        layer=0, q=q, k=k, v=v, scale=0.25, sliding_window=None, softcap=softcap, sinks=sinks
+    )
 
 
 def weights(given: LayerInputs, mask: Tensor) -> Tensor:
-    """Attention weights of every head on the keys that a mask has, (H, S, S); a sink takes its share."""
+    """Attention weights of every head on the keys that a mask has, (H, S, S); a sink takes its
+    share."""
     scores = given.q[0] @ given.k[0].repeat_interleave(3, 0).transpose(1, 2) * given.scale
     if given.softcap is not None:
         scores = given.softcap * torch.tanh(scores / given.softcap)
@@ -33,7 +38,9 @@ def weights(given: LayerInputs, mask: Tensor) -> Tensor:
     return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
 
 
-@pytest.mark.parametrize("given", [inputs(), inputs(sinks=torch.linspace(-1, 3, 6)), inputs(softcap=2.0)])
+@pytest.mark.parametrize(
+    "given", [inputs(), inputs(sinks=torch.linspace(-1, 3, 6)), inputs(softcap=2.0)]
+)
 def test_it_is_what_plain_softmax_says(given: LayerInputs) -> None:
     index = PLAN.build(given.q, given.k, scale=given.scale)
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -57,10 +64,15 @@ def test_a_tile_that_is_skipped_counts_half() -> None:
     # Keys that all queries like: the first tile holds next to everything.
     given.q[:, :, :, 0] = 20.0
     given.k[:, :, :64, 0] = 20.0
-    patterns = [make("skip_softmax", scale_factor=1.0), make("skip_softmax", scale_factor=1e-60)] * 3
+    patterns = [
+        make("skip_softmax", scale_factor=1.0),
+        make("skip_softmax", scale_factor=1e-60),
+    ] * 3
     plan = LayerPlan(patterns, 2)
     index = plan.build(given.q, given.k, scale=given.scale)
     tiles = worked_tiles(given, index)[0]
     density = torch.from_numpy(layer_fidelity(given, plan).density).double()
     assert tiles.min() < tiles.max() == index.causal_tiles and tiles.min() > index.causal_tiles / 2
-    torch.testing.assert_close(tiles / index.causal_tiles, density, check_dtype=False, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        tiles / index.causal_tiles, density, check_dtype=False, atol=1e-6, rtol=1e-6
+    )

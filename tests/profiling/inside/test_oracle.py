@@ -19,8 +19,11 @@ def tensors(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return q, k, v
 
 
-def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, density: float, tail: int) -> torch.Tensor:
-    """Row by row: of a query's scores the highest, as many as `density` of what the last of its 64 queries sees."""
+def expected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, density: float, tail: int
+) -> torch.Tensor:
+    """Row by row: of a query's scores the highest, as many as `density` of what the last of its 64
+    queries sees."""
     length = q.shape[2]
     out = torch.empty_like(q)
     for head in range(q.shape[1]):
@@ -28,7 +31,11 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, density: float, 
         for row in range(length):
             scores = keys[: row + 1] @ q[0, head, row] * SCALE
             stop = min(length, (row // 64 + 1) * 64)
-            count = len(scores) if row >= length - tail else min(len(scores), -int(-density * stop // 1))
+            count = (
+                len(scores)
+                if row >= length - tail
+                else min(len(scores), -int(-density * stop // 1))
+            )
             chosen = scores.topk(count).indices
             out[0, head, row] = scores[chosen].softmax(0) @ values[chosen]
     return out
@@ -44,7 +51,10 @@ def test_it_attends_to_the_highest_scores(length: int, density: float, tail: int
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_model_under_it_prefills_sparsely_and_decodes_densely(family: str) -> None:
-    model, ids = tiny(family), torch.randint(0, 97, (1, 150), generator=torch.Generator().manual_seed(0))
+    model, ids = (
+        tiny(family),
+        torch.randint(0, 97, (1, 150), generator=torch.Generator().manual_seed(0)),
+    )
     with torch.no_grad():
         dense = model(ids).logits
         with oracle(model, 1.0):
@@ -59,7 +69,10 @@ def test_a_model_under_it_prefills_sparsely_and_decodes_densely(family: str) -> 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "llama4"])
 def test_without_a_choice_a_model_answers_as_it_is(family: str) -> None:
-    model, ids = tiny(family), torch.randint(0, 97, (1, 150), generator=torch.Generator().manual_seed(0))
+    model, ids = (
+        tiny(family),
+        torch.randint(0, 97, (1, 150), generator=torch.Generator().manual_seed(0)),
+    )
     with torch.no_grad():
         dense = model(ids).logits
         with choosing(model, None):
@@ -67,11 +80,15 @@ def test_without_a_choice_a_model_answers_as_it_is(family: str) -> None:
             torch.testing.assert_close(first.logits, dense[:, :-9])
             cache = first.past_key_values
             rows = [
-                model(part, past_key_values=cache, use_cache=True).logits for part in ids[:, -9:].split([6, 1, 1, 1], 1)
+                model(part, past_key_values=cache, use_cache=True).logits
+                for part in ids[:, -9:].split([6, 1, 1, 1], 1)
             ]
     torch.testing.assert_close(torch.cat(rows, dim=1), dense[:, -9:], atol=1e-4, rtol=1e-3)
 
 
 def test_a_density_that_is_none() -> None:
-    with pytest.raises(HeadwiseError, match="density must be above 0 and at most 1, got 0"), oracle(tiny("llama"), 0):
+    with (
+        pytest.raises(HeadwiseError, match="density must be above 0 and at most 1, got 0"),
+        oracle(tiny("llama"), 0),
+    ):
         pass

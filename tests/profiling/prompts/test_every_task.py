@@ -1,4 +1,5 @@
-"""What holds of every task: length, seed, samples, its own answer, and that every process makes the same prompts."""
+"""What holds of every task: length, seed, samples, its own answer, and that every process makes the
+same prompts."""
 
 from __future__ import annotations
 
@@ -23,9 +24,21 @@ FEWER = {
     "story_retrieval": "story_retrieval@asked=3",
 }
 # Prose takes a tokenizer some seconds at first.
-GENERATED = [FEWER.get(name, name) for name, kind in KINDS.items() if kind.takes_file != "must" and name != "prose"]
-MORE = ["prose", "vt@chains=3,hops=2", "fwe@alpha=1.5", "line_turns@questions=1", "passkey@depth=0.5:STORY"]
-OF_STORY = [f"{name}:STORY" for name, kind in KINDS.items() if kind.takes_file == "may" or name == "text"]
+GENERATED = [
+    FEWER.get(name, name)
+    for name, kind in KINDS.items()
+    if kind.takes_file != "must" and name != "prose"
+]
+MORE = [
+    "prose",
+    "vt@chains=3,hops=2",
+    "fwe@alpha=1.5",
+    "line_turns@questions=1",
+    "passkey@depth=0.5:STORY",
+]
+OF_STORY = [
+    f"{name}:STORY" for name, kind in KINDS.items() if kind.takes_file == "may" or name == "text"
+]
 
 
 @pytest.mark.parametrize("task", [*GENERATED, *MORE, *OF_STORY])
@@ -50,14 +63,23 @@ def test_prompts_are_what_was_asked_for(tokenizer: Any, story: Path, task: str) 
         assert list(prompt.input_ids[: len(begins)]) == begins
         if prompt.answer is not None:
             assert score(prompt, "no") == 0
-            # What a model goes on with after a right answer, as examples and chats in the prompt do.
+            # What a model goes on with after a right answer, as examples and chats in the prompt
+            # do.
             for more in ("", "\n\nThe", "\nUser"):
                 assert score(prompt, f"{prompt.continuation}{more}") == 1
 
 
 LONG, LONGEST = 131_072, 1_048_576
 # One of each file of tasks at 128K tokens, and one at 1M.
-FAMILIES = ["kv_retrieval", "line_retrieval", "multi_hop", "line_turns", "label_map", "niah_multikey_2", "vt"]
+FAMILIES = [
+    "kv_retrieval",
+    "line_retrieval",
+    "multi_hop",
+    "line_turns",
+    "label_map",
+    "niah_multikey_2",
+    "vt",
+]
 FAMILIES += ["cwe", "story_filtering", "babilong_qa2"]
 LENGTHS = [(name, length) for name in KINDS if name != "prose" for length in (LONG, LONGEST)]
 LENGTHS = [(name, length) for name, length in LENGTHS if KINDS[name].takes_file != "must"]
@@ -83,8 +105,10 @@ def test_what_does_not_fit_is_an_error(task: str) -> None:
 
 def test_other_processes_make_the_same_prompts(story: Path) -> None:
     code = (
-        "import sys; from profiling.prompts.prompt import *; from tests.profiling.tokenizers import byte_level;"
-        "print(*(digest(make_prompts(t, byte_level(), length=2600, samples=1, seed=5)) for t in sys.argv[1:]))"
+        "import sys; from profiling.prompts.prompt import *; from tests.profiling.tokenizers "
+        "import byte_level;"
+        "print(*(digest(make_prompts(t, byte_level(), length=2600, samples=1, seed=5)) for t in "
+        "sys.argv[1:]))"
     )
     tasks = [*GENERATED, f"passkey:{story}", f"niah_multivalue:{story}", f"text:{story}"]
     found = []
@@ -93,4 +117,7 @@ def test_other_processes_make_the_same_prompts(story: Path) -> None:
         command = [sys.executable, "-c", code, *tasks]
         found.append(subprocess.check_output(command, env=environment, text=True, cwd=ROOT).split())
     assert found[0] == found[1] and len(set(found[0])) == len(tasks)
-    assert digest(make_prompts(tasks[-1], byte_level(), length=2600, samples=1, seed=5)) == found[0][-1]
+    assert (
+        digest(make_prompts(tasks[-1], byte_level(), length=2600, samples=1, seed=5))
+        == found[0][-1]
+    )

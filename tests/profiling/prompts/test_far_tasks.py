@@ -1,4 +1,5 @@
-"""Tasks that dense attention of the last queries cannot solve: what is asked, where the answer is, what is shared."""
+"""Tasks that dense attention of the last queries cannot solve: what is asked, where the answer is,
+what is shared."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ INSIDE = ("line_asked", "chain", "label_map")
 LENGTH = 4096
 
 
-def made(task: str, tokenizer: Any, samples: int = 2, length: int = LENGTH, seed: int = 0) -> list[Prompt]:
+def made(
+    task: str, tokenizer: Any, samples: int = 2, length: int = LENGTH, seed: int = 0
+) -> list[Prompt]:
     return make_prompts(task, tokenizer, length=length, samples=samples, seed=seed)
 
 
@@ -61,7 +64,10 @@ def test_what_comes_back_was_said_once_and_long_before(tokenizer: Any, task: str
             assert thing
             told = before[: -len(cue)].rindex(thing[1])
             assert said in before[told : told + len(thing[1]) + len(said) + 60]
-            assert len(tokenizer(before[told:], add_special_tokens=False)["input_ids"]) >= LENGTH // 4 - 60
+            assert (
+                len(tokenizer(before[told:], add_special_tokens=False)["input_ids"])
+                >= LENGTH // 4 - 60
+            )
 
 
 def test_facts_ask_in_turns_of_one_context_and_inside_it_once(tokenizer: Any) -> None:
@@ -86,7 +92,9 @@ def test_labels_stay_what_they_were() -> None:
 
 @pytest.mark.parametrize("task", ["line_retrieval", "kv_retrieval"])
 def test_a_question_may_stand_before_the_text_only(tokenizer: Any, task: str) -> None:
-    for last, first in zip(made(task, tokenizer), made(f"{task}@question_first=1", tokenizer), strict=True):
+    for last, first in zip(
+        made(task, tokenizer), made(f"{task}@question_first=1", tokenizer), strict=True
+    ):
         assert task == "kv_retrieval" or first.answer == last.answer
         start, stop = first.finds[0].span
         text = tokenizer.decode(first.input_ids)
@@ -110,10 +118,14 @@ def test_statements_come_in_the_order_of_the_whole_tree() -> None:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     match = "match x:\n case 1:\n  def f(): pass\n case _:\n  class A: pass\n"
     match += "if x:\n def g(): pass\nelse:\n def h(): pass"
-    for code in (match, *(Path(module.__file__).read_text() for module in (ast, base_events, tarfile))):
+    for code in (
+        match,
+        *(Path(module.__file__).read_text() for module in (ast, base_events, tarfile)),
+    ):
         tree = ast.parse(code)
         found, expected = (
-            [node for node in way(tree) if isinstance(node, documented)] for way in (texts._statements, ast.walk)
+            [node for node in way(tree) if isinstance(node, documented)]
+            for way in (texts._statements, ast.walk)
         )
         assert found == expected and len(found) >= 4
 

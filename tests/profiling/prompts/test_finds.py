@@ -1,4 +1,5 @@
-"""Prompts that take several finds can be solved from what they hold, in one way only, and say where."""
+"""Prompts that take several finds can be solved from what they hold, in one way only, and say
+where."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def blocks(tokenizer: Any, prompt: Prompt) -> list[str]:
-    return [tokenizer.decode(prompt.input_ids[find.span[0] : find.span[1]]) for find in prompt.finds]
+    return [
+        tokenizer.decode(prompt.input_ids[find.span[0] : find.span[1]]) for find in prompt.finds
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +90,9 @@ def test_hops_lead_to_the_answer_through_the_text(tokenizer: Any, story: Path, o
     task = f"multi_hop:{story}" if own else "multi_hop"
     for prompt in make_prompts(task, tokenizer, length=1800, samples=6, seed=1):
         text, _, question = tokenizer.decode(prompt.input_ids).partition("Answer each question")
-        facts = {(who, what): whom for who, what, whom in re.findall(r"(\w+)'s (\w+) is (\w+)\.", text)}
+        facts = {
+            (who, what): whom for who, what, whom in re.findall(r"(\w+)'s (\w+) is (\w+)\.", text)
+        }
         assert len(facts) == 12
         asked = re.findall(r"Who is the (\w+) of (\w+)'s (\w+)\?", question)
         assert len(asked) == 4
@@ -102,7 +107,11 @@ def test_the_users_text_is_left_in_one_piece_around_the_facts(story: Path) -> No
     tokenizer = byte_level()
     prompt = make_prompts(f"multi_hop:{story}", tokenizer, length=1500, samples=1, seed=0)[0]
     text = tokenizer.decode(prompt.input_ids)
-    hay = re.sub(r"\n\w+'s \w+ is \w+\.\n", "", text.partition("who is who.\n\n")[2].partition("\n\nAnswer each")[0])
+    hay = re.sub(
+        r"\n\w+'s \w+ is \w+\.\n",
+        "",
+        text.partition("who is who.\n\n")[2].partition("\n\nAnswer each")[0],
+    )
     assert len(hay) > 200 and hay in story.read_text(encoding="utf-8")
 
 
@@ -119,7 +128,9 @@ def test_the_users_text_is_left_in_one_piece_around_the_facts(story: Path) -> No
     ],
 )
 def test_an_answer_needs_both_finds_in_turn(given: str, right: bool) -> None:
-    prompt = Prompt.to_find((1,), Find(" box-a", (0, 1)), Find(" 123", (0, 1), lead=". The value of box-a is"))
+    prompt = Prompt.to_find(
+        (1,), Find(" box-a", (0, 1)), Find(" 123", (0, 1), lead=". The value of box-a is")
+    )
     assert is_right(prompt, given) is right
 
 

@@ -25,9 +25,13 @@ def tokenizer() -> Any:
 
 
 def overlap(a: Prompt, b: Prompt) -> int:
-    """The longest stretch of tokens that starts with the second or the last of `a` and lies in `b`, roughly."""
+    """The longest stretch of tokens that starts with the second or the last of `a` and lies in `b`,
+    roughly."""
     inside = bytes(t % 256 for t in b.input_ids)
-    return sum(bytes(t % 256 for t in a.input_ids[at : at + 100]) in inside for at in range(0, LENGTH - 100))
+    return sum(
+        bytes(t % 256 for t in a.input_ids[at : at + 100]) in inside
+        for at in range(0, LENGTH - 100)
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -38,7 +42,9 @@ def test_windows_of_a_short_text_do_not_overlap(tokenizer: Any, tmp_path: Path, 
     assert len(found) == 1 and overlap(found[0], seen[0]) == 0
 
 
-def test_windows_of_other_seeds_are_others_and_what_was_seen_is_counted(tokenizer: Any, tmp_path: Path) -> None:
+def test_windows_of_other_seeds_are_others_and_what_was_seen_is_counted(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     task = story(tmp_path / "a.txt", 40 * LENGTH)
     how: dict[str, Any] = {"length": LENGTH, "samples": 2}
     found = seeded_prompts(task, tokenizer, seeds=(5, 6, 7), seen=Seen(), **how)
@@ -47,7 +53,12 @@ def test_windows_of_other_seeds_are_others_and_what_was_seen_is_counted(tokenize
     assert not any(overlap(a, b) for a in found.prompts[:4] for b in found.prompts[4:])
     short = story(tmp_path / "b.txt", 3 * LENGTH)
     seen = Seen(make_prompts(short, tokenizer, length=2 * LENGTH, samples=1, seed=0))
-    assert seeded_prompts(short, tokenizer, seeds=(5, 6), seen=seen, length=LENGTH, samples=1).overlapping == 2
+    assert (
+        seeded_prompts(
+            short, tokenizer, seeds=(5, 6), seen=seen, length=LENGTH, samples=1
+        ).overlapping
+        == 2
+    )
 
 
 @pytest.mark.parametrize("start", [0, 1, 63, 64, 100])
@@ -56,14 +67,19 @@ def test_127_tokens_in_a_row_are_known_wherever_they_lie(start: int) -> None:
     seen = Seen([Prompt(input_ids=ids, answer=None)])
 
     def among_others(count: int) -> Prompt:
-        return Prompt(input_ids=(*range(1000, 1037), *ids[start : start + count], *range(2000, 2100)), answer=None)
+        return Prompt(
+            input_ids=(*range(1000, 1037), *ids[start : start + count], *range(2000, 2100)),
+            answer=None,
+        )
 
     assert seen.overlaps(among_others(127))
     # Fewer hold a whole window that is remembered only where they lie so.
     assert seen.overlaps(among_others(126)) == (start % 64 != 1)
 
 
-def test_windows_that_are_held_out_are_apart_from_one_another_too(tokenizer: Any, tmp_path: Path) -> None:
+def test_windows_that_are_held_out_are_apart_from_one_another_too(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     task = story(tmp_path / "a.txt", 7 * LENGTH)
     for seed in range(4):
         seen = make_prompts(task, tokenizer, length=LENGTH, samples=1, seed=seed)
@@ -74,7 +90,9 @@ def test_windows_that_are_held_out_are_apart_from_one_another_too(tokenizer: Any
 def test_a_text_that_was_seen_whole_has_nothing_to_hold_out(tokenizer: Any, tmp_path: Path) -> None:
     task = story(tmp_path / "a.txt", 16 * LENGTH // 10)
     seen = make_prompts(task, tokenizer, length=LENGTH, samples=1, seed=0)
-    with pytest.raises(HeadwiseError, match=r"text:a\.txt is too short to hold prompts out: 1 x 1000 tokens") as error:
+    with pytest.raises(
+        HeadwiseError, match=r"text:a\.txt is too short to hold prompts out: 1 x 1000 tokens"
+    ) as error:
         held_out([task], tokenizer, length=LENGTH, samples=1, seed=0, seen=Seen(seen))
     assert "\n" not in str(error.value)
 
@@ -86,24 +104,33 @@ def test_records_of_a_file_are_others(tokenizer: Any, tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     for seed in range(5):
         seen = make_prompts(f"jsonl:{path}", tokenizer, length=LENGTH, samples=1, seed=seed)
-        found = held_out([f"jsonl:{path}"], tokenizer, length=LENGTH, samples=1, seed=seed, seen=Seen(seen))
+        found = held_out(
+            [f"jsonl:{path}"], tokenizer, length=LENGTH, samples=1, seed=seed, seen=Seen(seen)
+        )
         assert found != seen
     everything = make_prompts(f"jsonl:{path}", tokenizer, length=LENGTH, samples=3, seed=0)
     with pytest.raises(HeadwiseError, match="too short"):
-        held_out([f"jsonl:{path}"], tokenizer, length=LENGTH, samples=1, seed=0, seen=Seen(everything))
+        held_out(
+            [f"jsonl:{path}"], tokenizer, length=LENGTH, samples=1, seed=0, seen=Seen(everything)
+        )
 
 
 def test_tasks_made_by_rule_have_other_seeds_and_come_once(tokenizer: Any) -> None:
     tasks = ["passkey", "kv_retrieval", "passkey"]
-    seen = [p for task in tasks for p in make_prompts(task, tokenizer, length=LENGTH, samples=2, seed=0)]
+    seen = [
+        p for task in tasks for p in make_prompts(task, tokenizer, length=LENGTH, samples=2, seed=0)
+    ]
     found = held_out(tasks, tokenizer, length=LENGTH, samples=2, seed=0, seen=Seen(seen))
     assert len(found) == 4 and not set(found) & set(seen)
     assert found == held_out(tasks, tokenizer, length=LENGTH, samples=2, seed=0, seen=Seen(seen))
 
 
 @pytest.mark.parametrize("change", ["renamed", "edited"])
-def test_a_renamed_and_an_edited_file_stay_honest(tokenizer: Any, tmp_path: Path, change: str) -> None:
-    """What was seen is known by its tokens, as an artifact's sidecar keeps them, not by a file's name."""
+def test_a_renamed_and_an_edited_file_stay_honest(
+    tokenizer: Any, tmp_path: Path, change: str
+) -> None:
+    """What was seen is known by its tokens, as an artifact's sidecar keeps them, not by a file's
+    name."""
     task = story(tmp_path / "a.txt", 4 * LENGTH)
     seen = make_prompts(task, tokenizer, length=LENGTH, samples=1, seed=0)
     arrays = window_arrays(Seen(seen).digests)
@@ -112,8 +139,14 @@ def test_a_renamed_and_an_edited_file_stay_honest(tokenizer: Any, tmp_path: Path
     again = f"text:{tmp_path / 'b.txt'}"
     known = Seen.by([arrays])
     assert known.digests == Seen(seen).digests
-    some = [p for s in range(8) for p in make_prompts(again, tokenizer, length=LENGTH, samples=1, seed=s)]
-    assert any(map(known.overlaps, some)), "no window of the changed file would have been a test of anything"
+    some = [
+        p
+        for s in range(8)
+        for p in make_prompts(again, tokenizer, length=LENGTH, samples=1, seed=s)
+    ]
+    assert any(map(known.overlaps, some)), (
+        "no window of the changed file would have been a test of anything"
+    )
     for seed in range(4):
         found = held_out([again], tokenizer, length=LENGTH, samples=1, seed=seed, seen=known)
         assert overlap(found[0], seen[0]) == 0

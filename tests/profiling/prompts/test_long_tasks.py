@@ -1,4 +1,5 @@
-"""Tasks of papers on long contexts: each prompt is solved anew from its text, and metrics against hand-worked cases."""
+"""Tasks of papers on long contexts: each prompt is solved anew from its text, and metrics against
+hand-worked cases."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from profiling.prompts.prompt import Prompt, make_prompts
 from tests.profiling.tokenizers import byte_level
 
 
-def made(task: str, samples: int = 3, length: int = 4000, seed: int = 0) -> list[tuple[Prompt, str]]:
+def made(
+    task: str, samples: int = 3, length: int = 4000, seed: int = 0
+) -> list[tuple[Prompt, str]]:
     """Prompts with their texts."""
     tokenizer = byte_level()
     prompts = make_prompts(task, tokenizer, length=length, samples=samples, seed=seed)
@@ -27,18 +30,31 @@ def test_stories_can_be_looked_up(form: str) -> None:
         parts = re.split(r"Chapter \d+:\n", told)[1:]
         bought = [(re.findall(r"bought the ([\w ]+)\.", part) or [None])[0] for part in parts]
         question = text.rpartition("</context>")[2]
-        assert text.count(question.partition("\n<answer>")[0].strip()) == 2, "asked before and after"
+        assert text.count(question.partition("\n<answer>")[0].strip()) == 2, (
+            "asked before and after"
+        )
         if "retrieval" in form:
-            for line, right in zip(re.findall(r"\d+\. (.*\?)", question), prompt.references, strict=True):
+            for line, right in zip(
+                re.findall(r"\d+\. (.*\?)", question), prompt.references, strict=True
+            ):
                 part = parts[int(re.findall(r"Chapter (\d+)", line)[0]) - 1]
-                form_of = {"place": "came to the {} for", "meet": "met {}.", "buy": "bought the {}."}
+                form_of = {
+                    "place": "came to the {} for",
+                    "meet": "met {}.",
+                    "buy": "bought the {}.",
+                }
                 assert next(f for word, f in form_of.items() if word in line).format(right) in part
         elif form == "multihop":
             item = re.findall(r"bought the ([\w ]+)\?", question)[0]
             assert bought[bought.index(item) - 1] == prompt.answer.partition("\n")[0]  # type: ignore[union-attr]
-            assert len(set(prompt.choices)) == len(prompt.choices) > 2 and prompt.answer in prompt.choices
+            assert (
+                len(set(prompt.choices)) == len(prompt.choices) > 2
+                and prompt.answer in prompt.choices
+            )
         else:
-            assert [str(at) for at, item in enumerate(bought, start=1) if item is None] == list(prompt.references)
+            assert [str(at) for at, item in enumerate(bought, start=1) if item is None] == list(
+                prompt.references
+            )
             assert set(re.findall(r"sold the ([\w ]+)\.", told)) <= set(bought)
         some = [item for item in bought if item]
         assert len(set(some)) == len(some)
@@ -70,8 +86,14 @@ def test_facts_lead_to_the_answer(number: int) -> None:
     for prompt, text in made(f"babilong_qa{number}", 6):
         told, _, question = text.rpartition("\n\nQuestion: ")
         hidden = told[told.rindex("Answer: ") :]
-        ways = replay(re.findall(rf"(?:{'|'.join(babi._PEOPLE)}) (?:\w+ the \w+ there|\w+ to the \w+)\.", hidden))
-        asked = re.search(r"(?:Where is (?:the )?|Where was the )(\w+)(?: before the (\w+))?\?", question)
+        ways = replay(
+            re.findall(
+                rf"(?:{'|'.join(babi._PEOPLE)}) (?:\w+ the \w+ there|\w+ to the \w+)\.", hidden
+            )
+        )
+        asked = re.search(
+            r"(?:Where is (?:the )?|Where was the )(\w+)(?: before the (\w+))?\?", question
+        )
         assert asked
         way = ways[asked[1]]
         right = way[-1]

@@ -51,5 +51,7 @@ def test_every_metric_lies_within_0_and_1() -> None:
     rng = random.Random(0)
     for name in METRICS:
         for _ in range(30):
-            text, *references = ("".join(rng.choices("AB12 .,\n", k=rng.randint(0, 12))) for _ in range(3))
+            text, *references = (
+                "".join(rng.choices("AB12 .,\n", k=rng.randint(0, 12))) for _ in range(3)
+            )
             assert 0 <= score(prompt(name, *references), text) <= 1

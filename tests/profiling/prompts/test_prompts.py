@@ -1,4 +1,5 @@
-"""Prompts have the length asked for, can be answered from what they hold, and are the same everywhere."""
+"""Prompts have the length asked for, can be answered from what they hold, and are the same
+everywhere."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from tests.profiling.tokenizers import byte_level
 @pytest.fixture(scope="module")
 def jsonl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("texts") / "asked.jsonl"
-    records = [{"prompt": f"{i} " + "word " * 200 + f"the end {i}", "answer": f"a{i}"} for i in range(20)]
+    records = [
+        {"prompt": f"{i} " + "word " * 200 + f"the end {i}", "answer": f"a{i}"} for i in range(20)
+    ]
     path.write_text("\n".join(map(json.dumps, records)) + "\n\n", encoding="utf-8")
     return path
 
@@ -84,7 +87,9 @@ def test_depth_is_where_it_lies_and_changes_nothing_else() -> None:
     tokenizer = byte_level(bos=True)
     starts, texts = [], set()
     for depth in (0, 0.25, 0.5, 1):
-        prompt = make_prompts(f"passkey@depth={depth}", tokenizer, length=2000, samples=1, seed=4)[0]
+        prompt = make_prompts(f"passkey@depth={depth}", tokenizer, length=2000, samples=1, seed=4)[
+            0
+        ]
         start, end = prompt.finds[0].span
         starts.append(start)
         texts.add((prompt.answer, prompt.input_ids[:start] + prompt.input_ids[end:]))
@@ -140,7 +145,9 @@ def test_a_task_is_named_without_its_folder(story: Path) -> None:
     assert parse_task(f"passkey@depth=.50:{story}").name == "passkey@depth=0.5:story.txt"
 
 
-def test_a_text_longer_than_the_models_positions_is_no_warning(story: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_text_longer_than_the_models_positions_is_no_warning(
+    story: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tokenizer = byte_level()
     tokenizer.model_max_length = 100
     make_prompts(f"text:{story}", tokenizer, length=1000, samples=1, seed=0)
@@ -151,12 +158,24 @@ def test_a_text_longer_than_the_models_positions_is_no_warning(story: Path, capl
     ("task", "line"),
     [
         ("needles", "unknown task 'needles'; known: kv_retrieval, passkey, line_retrieval"),
-        ("passkey@", "cannot read the parameter '' of the task 'passkey': it takes depth, each once"),
+        (
+            "passkey@",
+            "cannot read the parameter '' of the task 'passkey': it takes depth, each once",
+        ),
         ("passkey@hops=2", "cannot read the parameter 'hops=2' of the task 'passkey'"),
         ("passkey@depth=0,depth=1", "cannot read the parameter 'depth=1' of the task 'passkey'"),
-        ("passkey@depth=1.5", "depth of the task 'passkey' must be a number from 0 to 1, got '1.5'"),
-        ("passkey@depth=nan", "depth of the task 'passkey' must be a number from 0 to 1, got 'nan'"),
-        ("passkey@depth=deep", "depth of the task 'passkey' must be a number from 0 to 1, got 'deep'"),
+        (
+            "passkey@depth=1.5",
+            "depth of the task 'passkey' must be a number from 0 to 1, got '1.5'",
+        ),
+        (
+            "passkey@depth=nan",
+            "depth of the task 'passkey' must be a number from 0 to 1, got 'nan'",
+        ),
+        (
+            "passkey@depth=deep",
+            "depth of the task 'passkey' must be a number from 0 to 1, got 'deep'",
+        ),
         (
             "two_stage_retrieval@depth=1",
             "cannot read the parameter 'depth=1' of the task 'two_stage_retrieval': it takes none",
@@ -190,11 +209,27 @@ def test_bad_tasks(task: str, line: str) -> None:
         ("jsonl", b"\n\n", "bad.file is empty"),
         ("jsonl", b'{"prompt": "x"}\n{"prompt": \n', "bad.file, line 2: not JSON"),
         ("jsonl", b'{"prompt": "x"}\n\n[1]\n', "bad.file, line 3: not a JSON object: [1]"),
-        ("jsonl", b'{"question": "x"}', "bad.file, line 1: give one of prompt, text, input, found none"),
-        ("jsonl", b'{"prompt": "x", "text": "y"}', "line 1: give one of prompt, text, input, found prompt, text"),
+        (
+            "jsonl",
+            b'{"question": "x"}',
+            "bad.file, line 1: give one of prompt, text, input, found none",
+        ),
+        (
+            "jsonl",
+            b'{"prompt": "x", "text": "y"}',
+            "line 1: give one of prompt, text, input, found prompt, text",
+        ),
         ("jsonl", b'{"prompt": 3}', "bad.file, line 1: prompt must be a string, got 3"),
-        ("jsonl", b'{"prompt": "x", "answer": 3}', "bad.file, line 1: answer must be a string, got 3"),
-        ("jsonl", b'{"prompt": "\\ud83d"}', "bad.file, line 1: half of a surrogate pair, which is no character"),
+        (
+            "jsonl",
+            b'{"prompt": "x", "answer": 3}',
+            "bad.file, line 1: answer must be a string, got 3",
+        ),
+        (
+            "jsonl",
+            b'{"prompt": "\\ud83d"}',
+            "bad.file, line 1: half of a surrogate pair, which is no character",
+        ),
         ("jsonl", b'{"prompt": "\\ud83d\\ude00"}', "bad.file has 0 prompts of at least 500 tokens"),
         ("jsonl", b"[" * 100_000, "bad.file, line 1: not"),
         (

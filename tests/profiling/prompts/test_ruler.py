@@ -38,14 +38,21 @@ def solve(text: str) -> list[str]:
     if "secret" in text:
         asked = re.findall(r"The secret \w+s? of ([^.]+?) (?:is|are)$", text)[0]
         said = re.findall(r"One of the secret \w+s of (\S+) is ([\w-]+)\.", text)
-        return [value for key in re.split(r", | and ", asked) for name, value in said if name == key]
+        return [
+            value for key in re.split(r", | and ", asked) for name, value in said if name == key
+        ]
     if "VAR" in text:
         shown, _, text = text.rpartition("Variables are assigned")
-        assert sorted(traced(shown)) == sorted(re.findall(r"variables have it: ([A-Z, ]+[A-Z])", shown)[0].split(", "))
+        assert sorted(traced(shown)) == sorted(
+            re.findall(r"variables have it: ([A-Z, ]+[A-Z])", shown)[0].split(", ")
+        )
         return traced(text)
     if "numbered list" in text:
         *_, shown, text = text.split("Below is a numbered list of words.")
-        for part, answer in ((shown, re.findall(r"\d+\. (\w+)", shown.split("often are:")[1])), (text, None)):
+        for part, answer in (
+            (shown, re.findall(r"\d+\. (\w+)", shown.split("often are:")[1])),
+            (text, None),
+        ):
             listed, _, question = part.partition("Which")
             numbers, words = zip(*re.findall(r"(\d+)\. (\w+)", listed), strict=True)
             assert [int(number) for number in numbers] == list(range(1, len(words) + 1))
@@ -55,7 +62,12 @@ def solve(text: str) -> list[str]:
             found = [word for word, _ in counted[:wanted]]
             assert answer is None or sorted(answer) == sorted(found)
         return found
-    code = text.partition("stand for nothing.")[2].partition("Which three")[0].replace("...", " ").split()
+    code = (
+        text.partition("stand for nothing.")[2]
+        .partition("Which three")[0]
+        .replace("...", " ")
+        .split()
+    )
     counted = Counter(code).most_common(4)
     assert counted[2][1] > counted[3][1]
     return [word for word, _ in counted[:3]]
@@ -81,10 +93,14 @@ def test_the_answers_can_be_worked_out(tokenizer: Any, task: str) -> None:
 
 
 @pytest.mark.parametrize(("task", "answers"), NEEDLES.items())
-def test_needles_stand_where_the_prompt_says(tokenizer: Any, story: Path, task: str, answers: int) -> None:
+def test_needles_stand_where_the_prompt_says(
+    tokenizer: Any, story: Path, task: str, answers: int
+) -> None:
     own = task not in ("niah_single_1", "niah_multikey_2", "niah_multikey_3")
     starts = []
-    for prompt in make_prompts(f"{task}:{story}" if own else task, tokenizer, length=2400, samples=4, seed=2):
+    for prompt in make_prompts(
+        f"{task}:{story}" if own else task, tokenizer, length=2400, samples=4, seed=2
+    ):
         assert len(prompt.finds) == len(prompt.references) == answers
         for find, answer in zip(prompt.finds, prompt.references, strict=True):
             block = tokenizer.decode(prompt.input_ids[slice(*find.span)])
@@ -97,10 +113,22 @@ def test_what_the_variants_are_made_of() -> None:
     tokenizer = byte_level()
 
     def said(task: str) -> list[tuple[str, str]]:
-        text = tokenizer.decode(make_prompts(task, tokenizer, length=3000, samples=1, seed=0)[0].input_ids)
-        return re.findall(r"\nOne of the secret \w+s of (\S+) is (\S+)\.| One of the secret \w+s of (\S+) is", text)
+        text = tokenizer.decode(
+            make_prompts(task, tokenizer, length=3000, samples=1, seed=0)[0].input_ids
+        )
+        return re.findall(
+            r"\nOne of the secret \w+s of (\S+) is (\S+)\.| One of the secret \w+s of (\S+) is",
+            text,
+        )
 
-    assert [len(said(task)) for task in NEEDLES if "key_2" not in task and "key_3" not in task] == [1, 1, 1, 4, 4, 4]
+    assert [len(said(task)) for task in NEEDLES if "key_2" not in task and "key_3" not in task] == [
+        1,
+        1,
+        1,
+        4,
+        4,
+        4,
+    ]
     for task in ("niah_multikey_2", "niah_multikey_3"):
         # All alike, and no key twice: nothing but the key tells the one that is asked for.
         keys = [key for key, _, other in said(task) if not other]
@@ -111,13 +139,17 @@ def test_needles_lie_at_the_depth_asked_for() -> None:
     tokenizer = byte_level(bos=True)
     for depth in (0, 0.3, 1):
         for task in ("niah_single_1", "niah_single_2", "niah_single_3"):
-            prompt = make_prompts(f"{task}@depth={depth}", tokenizer, length=3000, samples=1, seed=0)[0]
+            prompt = make_prompts(
+                f"{task}@depth={depth}", tokenizer, length=3000, samples=1, seed=0
+            )[0]
             assert prompt.finds[0].span[0] / 3000 == pytest.approx(depth, abs=0.1)
 
 
 def test_needles_never_split_the_users_sentences(story: Path) -> None:
     tokenizer = byte_level()
-    for prompt in make_prompts(f"niah_multivalue:{story}", tokenizer, length=2000, samples=3, seed=0):
+    for prompt in make_prompts(
+        f"niah_multivalue:{story}", tokenizer, length=2000, samples=3, seed=0
+    ):
         text = tokenizer.decode(prompt.input_ids)
         hay = re.sub(r" One of the secret numbers of \S+ is \d+\.", "", text)
         hay = hay.partition("about them after it.\n")[2].partition("\n\nWhat are")[0]
@@ -130,10 +162,14 @@ def test_chains_come_in_order_and_apart() -> None:
     assert [find.span for find in prompt.finds] == sorted(find.span for find in prompt.finds)
 
 
-@pytest.mark.parametrize(("length", "sizes"), [(4095, (20, 3, 1, 6, 1)), (9000, (40, 10, 3, 30, 3))])
+@pytest.mark.parametrize(
+    ("length", "sizes"), [(4095, (20, 3, 1, 6, 1)), (9000, (40, 10, 3, 30, 3))]
+)
 def test_common_words_have_rulers_counts(length: int, sizes: tuple[int, ...]) -> None:
     prompt = make_prompts("cwe", byte_level(), length=length, samples=1, seed=0)[0]
-    shown, text = byte_level().decode(prompt.input_ids).split("Below is a numbered list of words.")[1:]
+    shown, text = (
+        byte_level().decode(prompt.input_ids).split("Below is a numbered list of words.")[1:]
+    )
     size, *counts = sizes
     for part, (often, seldom) in ((shown, counts[:2]), (text, counts[2:])):
         counted = Counter(re.findall(r"\d+\. (\w+)", part.partition("Which")[0])).values()
@@ -143,7 +179,12 @@ def test_common_words_have_rulers_counts(length: int, sizes: tuple[int, ...]) ->
 
 def test_code_words_fall_with_their_rank() -> None:
     prompt = make_prompts("fwe@alpha=2", byte_level(), length=6000, samples=1, seed=0)[0]
-    text = byte_level().decode(prompt.input_ids).partition("stand for nothing.")[2].partition("Which")[0]
+    text = (
+        byte_level()
+        .decode(prompt.input_ids)
+        .partition("stand for nothing.")[2]
+        .partition("Which")[0]
+    )
     counts = [count for _, count in Counter(text.split()).most_common()]
     assert counts == [int(counts[0] / rank**2) for rank in range(1, len(counts) + 1)]
     assert Counter(text.split())["..."] == counts[0]
@@ -181,7 +222,8 @@ def test_a_file_that_is_too_short(tmp_path: Path) -> None:
     file = tmp_path / "short.txt"
     file.write_text("A few words. And a few more.", encoding="utf-8")
     with pytest.raises(
-        HeadwiseError, match=r"short.txt is too short for niah_single_2 at length 900: it has \d+ tokens"
+        HeadwiseError,
+        match=r"short.txt is too short for niah_single_2 at length 900: it has \d+ tokens",
     ):
         make_prompts(f"niah_single_2:{file}", byte_level(), length=900, samples=1, seed=0)
 
@@ -192,7 +234,9 @@ def test_a_haystack_of_a_file_is_a_stretch_of_it_of_any_size(tmp_path: Path) -> 
     file.write_text(text, encoding="utf-8")
     tokenizer = byte_level()
     whole = len(tokenizer(text)["input_ids"])
-    stretch = haystacks.of_file(Wanted(name="x", encode=Encoder(tokenizer), text=file, length=1, samples=1, seed=0))
+    stretch = haystacks.of_file(
+        Wanted(name="x", encode=Encoder(tokenizer), text=file, length=1, samples=1, seed=0)
+    )
     for room in (0, 1, 7, 300, whole // 2):
         pieces = stretch(room, random.Random(room))
         assert sum(map(len, pieces)) == room and all(pieces)

@@ -20,11 +20,16 @@ def changed(**fields: Any) -> Setting:
 
 def test_what_guessing_gives_shows_nothing() -> None:
     # A forced choice of two.
-    coin = changed(task="story_multihop", measure="choice", dense=0.42, low=0.19, high=0.68, chance=0.5)
+    coin = changed(
+        task="story_multihop", measure="choice", dense=0.42, low=0.19, high=0.68, chance=0.5
+    )
     assert not coin.shows and not coin.asked
     assert changed(measure="choice", dense=0.42, low=0.19, chance=1 / 8).shows
     # A score counts, too: answers inside a prompt out of two labels.
-    assert not changed(dense=0.55, low=0.45, chance=0.5).shows and changed(dense=0.55, low=0.51, chance=0.5).shows
+    assert (
+        not changed(dense=0.55, low=0.45, chance=0.5).shows
+        and changed(dense=0.55, low=0.51, chance=0.5).shows
+    )
     sure = changed(measure="choice", dense=0.95, low=0.7, chance=0.5, difference=-0.2)
     assert sure.asked and not sure.shows and not replace(sure, measure="score").asked
     assert not replace(sure, difference=None).asked, "given up"
@@ -36,5 +41,8 @@ def test_what_ships_is_of_tasks_that_there_are(model: str) -> None:
     assert some and sum(each.shows for each in some) > 2
     kinds = [parse_name(each.task) for each in some]
     assert len(kinds) == len(set(kinds))
-    assert all(parse_task(each.task).name == each.task and each.low <= each.dense <= each.high for each in some)
+    assert all(
+        parse_task(each.task).name == each.task and each.low <= each.dense <= each.high
+        for each in some
+    )
     assert not settings("none")

@@ -1,4 +1,5 @@
-"""What a search looked at is replaced by prompts that it did not see, and counted where there are no others."""
+"""What a search looked at is replaced by prompts that it did not see, and counted where there are
+no others."""
 
 from __future__ import annotations
 
@@ -27,18 +28,24 @@ def made(task: str, tokenizer: Any, samples: int, seed: int = SEED) -> list[Prom
 def common(a: Prompt, b: Prompt) -> bool:
     """Whether 100 tokens in a row are in both, by another road: as texts."""
     inside = bytes(t % 256 for t in b.input_ids)
-    return any(bytes(t % 256 for t in a.input_ids[at : at + 100]) in inside for at in range(LENGTH - 99))
+    return any(
+        bytes(t % 256 for t in a.input_ids[at : at + 100]) in inside for at in range(LENGTH - 99)
+    )
 
 
 def found(task: str, tokenizer: Any, samples: int, seen: list[Prompt]) -> tuple[list[Prompt], int]:
-    made = unseen_prompts(task, tokenizer, length=LENGTH, samples=samples, seed=SEED, seen=Seen(seen))
+    made = unseen_prompts(
+        task, tokenizer, length=LENGTH, samples=samples, seed=SEED, seen=Seen(seen)
+    )
     prompts, overlapping, _ = made
     assert len(prompts) == samples and all(len(prompt.input_ids) == LENGTH for prompt in prompts)
     return prompts, overlapping
 
 
 @pytest.mark.parametrize("search", range(4))
-def test_windows_that_a_search_saw_are_replaced(search: int, tokenizer: Any, tmp_path: Path) -> None:
+def test_windows_that_a_search_saw_are_replaced(
+    search: int, tokenizer: Any, tmp_path: Path
+) -> None:
     task = story(tmp_path / "a.txt", 40 * LENGTH)
     seen = made(task, tokenizer, 6, search)
     usual = made(task, tokenizer, 10)
@@ -62,7 +69,9 @@ def test_a_text_that_is_too_short_says_how_many_were_seen(tokenizer: Any, tmp_pa
     prompts, overlapping = found(task, tokenizer, 3, seen)
     assert overlapping == 3 and prompts == made(task, tokenizer, 3)
     told = overlap_sentence("text:a.txt", LENGTH, overlapping, 3)
-    assert told.startswith("3 of 3 prompts of text:a.txt at 1000 tokens overlap") and "\n" not in told
+    assert (
+        told.startswith("3 of 3 prompts of text:a.txt at 1000 tokens overlap") and "\n" not in told
+    )
 
 
 def test_tasks_made_by_rule_are_left_as_they_are(tokenizer: Any) -> None:

@@ -15,8 +15,11 @@ from profiling.quality.trials import trials
 
 
 @torch.no_grad()
-def forced_answers(model: Any, tokenizer: Any, prompts: Sequence[Prompt]) -> list[tuple[ForcedAnswer, ...]]:
-    """Of each prompt its answers: those of its `scored` ranges in turn, then the one that follows its end."""
+def forced_answers(
+    model: Any, tokenizer: Any, prompts: Sequence[Prompt]
+) -> list[tuple[ForcedAnswer, ...]]:
+    """Of each prompt its answers: those of its `scored` ranges in turn, then the one that follows
+    its end."""
     rights = [answer_ids(tokenizer, p) if asks(p) or not p.scored else () for p in prompts]
     found: dict[int, tuple[ForcedAnswer, ...]] = {}
     for one in prefilled(model, prompts):

@@ -50,7 +50,9 @@ def test_it_is_what_all_logits_say(model: Any, sequence: TokenSequence) -> None:
     with other():
         moved = all_logits(model, sequence)
     # 199 positions are fewer than the 256 that are compared at the most.
-    assert found.kl == pytest.approx(float((dense.exp() * (dense - moved))[:-1].sum(-1).mean()), rel=2e-2)
+    assert found.kl == pytest.approx(
+        float((dense.exp() * (dense - moved))[:-1].sum(-1).mean()), rel=2e-2
+    )
     same = dense.argmax(-1) == moved.argmax(-1)
     share = float(same[:-1].double().mean())
     assert found.same == pytest.approx(share) and 0 < share < 1

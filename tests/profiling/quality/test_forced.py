@@ -1,4 +1,5 @@
-"""Answers under teacher forcing: the tokens that are compared, what is made of them, and contexts that are shared."""
+"""Answers under teacher forcing: the tokens that are compared, what is made of them, and contexts
+that are shared."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.profiling.tokenizers import MAKERS, byte_level
 
 
 class Copier(torch.nn.Module):
-    """Gives each token's successor in `right` a logit of its own, and all others none; its cache is what it saw."""
+    """Gives each token's successor in `right` a logit of its own, and all others none; its cache is
+    what it saw."""
 
     def __init__(self, vocabulary: int, right: dict[int, float]) -> None:
         super().__init__()
@@ -31,7 +33,11 @@ class Copier(torch.nn.Module):
         self.calls: list[list[int]] = []
 
     def forward(
-        self, input_ids: torch.Tensor, past_key_values: Any, use_cache: bool, logits_to_keep: Any = None
+        self,
+        input_ids: torch.Tensor,
+        past_key_values: Any,
+        use_cache: bool,
+        logits_to_keep: Any = None,
     ) -> Any:
         before = past_key_values or []
         self.calls.append(input_ids[0].tolist())
@@ -42,12 +48,15 @@ class Copier(torch.nn.Module):
         before = past_key_values if past_key_values is not None else []
         before += self.calls[-1]
         return SimpleNamespace(
-            logits=logits if logits_to_keep is None else logits[:, logits_to_keep], past_key_values=before
+            logits=logits if logits_to_keep is None else logits[:, logits_to_keep],
+            past_key_values=before,
         )
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize("task", ["kv_retrieval", "passkey", "line_retrieval", "two_stage_retrieval"])
+@pytest.mark.parametrize(
+    "task", ["kv_retrieval", "passkey", "line_retrieval", "two_stage_retrieval"]
+)
 def test_the_answers_ids_read_as_the_text_that_goes_on(make: Any, task: str) -> None:
     tokenizer = make()
     prompt = make_prompts(task, tokenizer, length=1500, samples=1, seed=0)[0]
@@ -69,13 +78,16 @@ def test_accuracy_and_nll_of_a_known_model() -> None:
     expected = answer_ids(tokenizer, prompt)
     start = len(prompt.input_ids) - 1
     assert len(expected) > 3
-    # Sure of the first two tokens, and of a wrong one for the third; the others are as likely as any.
+    # Sure of the first two tokens, and of a wrong one for the third; the others are as likely as
+    # any.
     model = Copier(1000, {start: expected[0], start + 1: expected[1], start + 2: 0})
     ((found,),) = forced_answers(model, tokenizer, [prompt])
     assert model.calls == [[*prompt.input_ids], [*expected[:-1]]]
     assert len(found.nll) == len(expected) and not found.right
     assert found.token_accuracy == pytest.approx(2 / len(expected))
-    assert found.mean == pytest.approx((100 + (len(expected) - 3) * math.log(1000)) / len(expected), rel=1e-3)
+    assert found.mean == pytest.approx(
+        (100 + (len(expected) - 3) * math.log(1000)) / len(expected), rel=1e-3
+    )
     assert found.nll[:2] == pytest.approx((0, 0), abs=1e-3)
     sure = Copier(1000, {start + at: token for at, token in enumerate(expected)})
     assert forced_answers(sure, tokenizer, [prompt])[0][0].right
@@ -90,7 +102,9 @@ def prompts_of_one_context() -> list[Prompt]:
     rng = random.Random(0)
     one, other = (tuple(rng.choices(range(3, 90), k=40)) for _ in range(2))
     turns = [tuple(rng.choices(range(3, 90), k=n)) for n in (5, PIECE + 3, 1)]
-    asked = [asking((*context, *turn), turn=len(turn)) for context in (one, other) for turn in turns]
+    asked = [
+        asking((*context, *turn), turn=len(turn)) for context in (one, other) for turn in turns
+    ]
     return [asked[0], asked[4], asked[1], asking(one), asked[2]]
 
 
@@ -117,7 +131,10 @@ def test_each_question_is_answered_as_if_it_were_alone(family: str) -> None:
 
 def test_ranges_of_the_prompt_itself_are_answers_too() -> None:
     model, tokenizer = tiny("llama"), byte_level()
-    ids = (*random.Random(1).choices(range(3, 90), k=57), *tokenizer("#%+", add_special_tokens=False)["input_ids"])
+    ids = (
+        *random.Random(1).choices(range(3, 90), k=57),
+        *tokenizer("#%+", add_special_tokens=False)["input_ids"],
+    )
     prompt = asking(ids, scored=((20, 23), (1, 2), (50, 60)))
     found = forced_answers(model, tokenizer, [prompt])[0]
     losses = negative_log_likelihood(model, Prompt(ids, None)).tolist()
@@ -129,7 +146,9 @@ def test_ranges_of_the_prompt_itself_are_answers_too() -> None:
     assert len(forced_answers(model, tokenizer, [replace(prompt, answer=None, finds=())])[0]) == 3
 
 
-@pytest.mark.parametrize("wrong", [{"turn": 3}, {"turn": -1}, {"scored": ((0, 1),)}, {"scored": ((1, 4),)}])
+@pytest.mark.parametrize(
+    "wrong", [{"turn": 3}, {"turn": -1}, {"scored": ((0, 1),)}, {"scored": ((1, 4),)}]
+)
 def test_a_turn_or_a_range_beyond_the_prompt(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"turn must be|scored ranges"):
         Prompt((1, 2, 3), None, **wrong)

@@ -35,27 +35,34 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def one() -> TokenSequence:
     ids = torch.randint(3, 97, (CONTEXT + 30,), generator=torch.Generator().manual_seed(0)).tolist()
-    return TokenSequence(task="kv", ids=tuple(ids), context=CONTEXT, answers=((50, 52), (205, 209), (215, 216)))
+    return TokenSequence(
+        task="kv", ids=tuple(ids), context=CONTEXT, answers=((50, 52), (205, 209), (215, 216))
+    )
 
 
 def ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text)["input_ids"])
 
 
-def test_prompts_of_one_context_are_one_sequence_with_their_turns_and_answers(tokenizer: Any) -> None:
+def test_prompts_of_one_context_are_one_sequence_with_their_turns_and_answers(
+    tokenizer: Any,
+) -> None:
     context = ids_of(tokenizer, "The pass key is 1234567. The river and the old clerk in the rain.")
     turns = [ids_of(tokenizer, text) for text in ("\nKey:", "\nWho:")]
     first, second = (
         Prompt(context + turn, answer, turn=len(turn), task="line_turns", scored=((3, 5),))
         for turn, answer in zip(turns, ("1234567", "clerk"), strict=True)
     )
-    other = Prompt(ids_of(tokenizer, "A text of its own in which nothing is asked."), None, task="prose")
+    other = Prompt(
+        ids_of(tokenizer, "A text of its own in which nothing is asked."), None, task="prose"
+    )
     found = sequences([first, other, second], tokenizer)
     assert [sequence.task for sequence in found] == ["line_turns", "prose"]
     shared, text = found
     assert shared.context == len(context) and shared.ids[: len(context)] == context
     assert shared.answers[0] == (3, 5) and not shared.is_text
-    # Each question follows the one before and its right answer; what follows an answer is a new line.
+    # Each question follows the one before and its right answer; what follows an answer is a new
+    # line.
     read = [tokenizer.decode(shared.ids[start:stop]) for start, stop in shared.answers[1:]]
     assert [answer.strip() for answer in read] == ["1234567", "clerk"]
     assert tokenizer.decode(shared.ids[len(context) :]) == "\nKey: 1234567\n\nWho: clerk\n"
@@ -92,9 +99,13 @@ def test_what_follows_the_context_attends_to_everything(model: Any, one: TokenSe
         q, k, v = inputs.q, inputs.k, inputs.v
         found = planned(plans(), CONTEXT)(inputs)
         length = q.shape[2]
-        dense = sparse_attention(q, k, v, dense_index(1, 4, length, length, q.device), scale=inputs.scale)
+        dense = sparse_attention(
+            q, k, v, dense_index(1, 4, length, length, q.device), scale=inputs.scale
+        )
         assert found is not None
-        torch.testing.assert_close(found[:, :, CONTEXT:], dense[:, :, CONTEXT:], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            found[:, :, CONTEXT:], dense[:, :, CONTEXT:], atol=1e-5, rtol=1e-4
+        )
         index = plans()[1].build(q[:, :, :CONTEXT], k[:, :, :CONTEXT], scale=inputs.scale)
         sparse = sparse_attention(
             *(x[:, :, :CONTEXT] for x in (q, k, v)), index, scale=inputs.scale, backend="reference"
@@ -111,7 +122,10 @@ def test_what_follows_the_context_attends_to_everything(model: Any, one: TokenSe
 def test_losses_are_those_of_all_logits(model: Any, one: TokenSequence) -> None:
     reference = Reference(model, [one])
     found = reference.losses(0, plans())
-    dense, sparse = logits_of(model, one, planned({}, CONTEXT)), logits_of(model, one, planned(plans(), CONTEXT))
+    dense, sparse = (
+        logits_of(model, one, planned({}, CONTEXT)),
+        logits_of(model, one, planned(plans(), CONTEXT)),
+    )
     at = torch.linspace(0, CONTEXT - 2, CONTEXT - 1).long()
     ids = torch.tensor(one.ids)
     kl = kl_div(sparse, dense, log_target=True, reduction="none").sum(-1)
@@ -123,17 +137,22 @@ def test_losses_are_those_of_all_logits(model: Any, one: TokenSequence) -> None:
     for number, (start, stop) in enumerate(one.answers):
         own = slice(start - 1, stop - 1)
         assert found.answer_nll[number] == pytest.approx(float(nll[own].sum()), rel=1e-3)
-        assert found.answer_dense_nll[number] == pytest.approx(float(dense_nll[own].sum()), rel=2e-3)
+        assert found.answer_dense_nll[number] == pytest.approx(
+            float(dense_nll[own].sum()), rel=2e-3
+        )
         for right, of in ((found.right, sparse), (found.dense_right, dense)):
             assert right[number] == bool((of[own].argmax(-1) == ids[start:stop]).all())
 
 
 def test_right_answers_are_told_from_lost_ones(model: Any) -> None:
-    """Answers that are what dense attention says next are right; a window of eight tokens may lose them."""
+    """Answers that are what dense attention says next are right; a window of eight tokens may lose
+    them."""
     from dataclasses import replace
 
     ids = torch.randint(3, 97, (CONTEXT + 1,), generator=torch.Generator().manual_seed(1)).tolist()
-    made = TokenSequence(task="kv", ids=tuple(ids), context=CONTEXT, answers=((CONTEXT, CONTEXT + 1),))
+    made = TokenSequence(
+        task="kv", ids=tuple(ids), context=CONTEXT, answers=((CONTEXT, CONTEXT + 1),)
+    )
     likeliest = int(logits_of(model, made, planned({}, CONTEXT))[CONTEXT - 1].argmax())
     right = replace(made, ids=(*made.ids[:-1], likeliest))
     wrong = replace(made, ids=(*made.ids[:-1], (likeliest + 1) % 97))

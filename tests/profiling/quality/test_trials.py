@@ -22,11 +22,15 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(str(save_tiny(tmp_path_factory.mktemp("trials") / "tiny")), dtype="float32")
 
 
-DENSE = Method(name="dense", make=lambda: None, density=1.0, kept=1.0, identity="dense", evicts=False, sizes="")
+DENSE = Method(
+    name="dense", make=lambda: None, density=1.0, kept=1.0, identity="dense", evicts=False, sizes=""
+)
 
 
 @pytest.mark.parametrize("task", ["passkey", "two_stage_retrieval"])
-def test_an_answer_is_the_models_greedy_one_and_its_fit_that_of_teacher_forcing(loaded: LoadedModel, task: str) -> None:
+def test_an_answer_is_the_models_greedy_one_and_its_fit_that_of_teacher_forcing(
+    loaded: LoadedModel, task: str
+) -> None:
     prompt = make_prompts(task, loaded.tokenizer, length=700, samples=1, seed=3)[0]
     found = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
     assert found["text"] == answer(loaded.model, loaded.tokenizer, prompt)
@@ -56,29 +60,45 @@ def test_a_text_gives_a_loss_for_each_block(loaded: LoadedModel) -> None:
     prompt = Prompt(tuple(ids.tolist()), None)
     found = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
     losses = negative_log_likelihood(loaded.model, prompt)
-    assert found["blocks"] == pytest.approx([losses[:BLOCK].mean().item(), losses[BLOCK:].mean().item()])
+    assert found["blocks"] == pytest.approx(
+        [losses[:BLOCK].mean().item(), losses[BLOCK:].mean().item()]
+    )
     assert found["forced"] == pytest.approx(losses[-128:].mean().item(), rel=1e-5)
-    kept = Method(name="x", make=lambda: None, density=1.0, kept=1.0, identity="x", evicts=True, sizes="")
+    kept = Method(
+        name="x", make=lambda: None, density=1.0, kept=1.0, identity="x", evicts=True, sizes=""
+    )
     decoded = trial(loaded.model, loaded.tokenizer, prompt, kept)
-    assert decoded["blocks"] is None and decoded["forced"] == pytest.approx(found["forced"], rel=1e-4)
+    assert decoded["blocks"] is None and decoded["forced"] == pytest.approx(
+        found["forced"], rel=1e-4
+    )
 
 
-@pytest.mark.parametrize("name", ["dense+omnikv", "dense+h2o", "dense+snapkv", "dense+streaming", "dense+own"])
-def test_a_cache_that_drops_or_chooses_answers_as_it_does_in_generation(loaded: LoadedModel, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["dense+omnikv", "dense+h2o", "dense+snapkv", "dense+streaming", "dense+own"]
+)
+def test_a_cache_that_drops_or_chooses_answers_as_it_does_in_generation(
+    loaded: LoadedModel, name: str
+) -> None:
     policy = artifacts.H2O(heavy=30, recent=20, eviction="greedy")
     artifact = artifacts.Artifact(
         model=fingerprint(loaded.model, name="tiny"),
         search=None,
         patterns={},
         prefill=artifacts.Prefill(dense_below=0, layers=(None,) * 3),
-        decode=artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(0,), budget=50)) if "omni" in name else None,
-        kv_cache=artifacts.KVCache(policies={"x": policy}, layers=("x",) * 3) if "own" in name else None,
+        decode=artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(0,), budget=50))
+        if "omni" in name
+        else None,
+        kv_cache=artifacts.KVCache(policies={"x": policy}, layers=("x",) * 3)
+        if "own" in name
+        else None,
     )
     method = Methods(loaded, artifact, share=0.1).make(name, 300)
     prompt = make_prompts("passkey", loaded.tokenizer, length=300, samples=1, seed=3)[0]
     with method.apply(loaded.model):
         found = trial(loaded.model, loaded.tokenizer, prompt, method)
-        given = answer(loaded.model, loaded.tokenizer, prompt, cache=lambda: method.cache(loaded.model))
+        given = answer(
+            loaded.model, loaded.tokenizer, prompt, cache=lambda: method.cache(loaded.model)
+        )
     assert found["text"] == given
     whole = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
     assert found["nll"] != pytest.approx(whole["nll"], rel=1e-3), "nothing was dropped"

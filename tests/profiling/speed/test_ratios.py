@@ -24,7 +24,9 @@ def test_ratios_are_of_pairs() -> None:
     assert ratio_of_pairs([2.0, 3.0], [1.0, 1.0]).low == 2.0
 
 
-@pytest.mark.parametrize(("count", "low", "high"), [(6, 1, 6), (8, 1, 8), (9, 2, 8), (20, 6, 15), (40, 14, 27)])
+@pytest.mark.parametrize(
+    ("count", "low", "high"), [(6, 1, 6), (8, 1, 8), (9, 2, 8), (20, 6, 15), (40, 14, 27)]
+)
 def test_bounds_hold_the_median_as_often_as_they_say(count: int, low: int, high: int) -> None:
     """By the table of the sign test: of 8 the second and the seventh would hold it in 93% alone."""
     found = ratio_of_pairs([float(n) for n in range(1, count + 1)], [1.0] * count)

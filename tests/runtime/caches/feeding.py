@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def fed(model: Any, tokens: Tensor, sizes: Sequence[int], cache: Any, **given: Any) -> Tensor:
-    """Logits (B, n, vocabulary) of tokens (B, n) fed in chunks of these sizes, the last size again and again."""
+    """Logits (B, n, vocabulary) of tokens (B, n) fed in chunks of these sizes, the last size again
+    and again."""
     logits, at, sizes = [], 0, list(sizes)
     real = given.pop("attention_mask", None)
     while at < tokens.shape[1]:
@@ -20,6 +21,8 @@ def fed(model: Any, tokens: Tensor, sizes: Sequence[int], cache: Any, **given: A
         if real is not None:
             positions = (real.cumsum(1) - 1).clamp(min=0)
             more = {"attention_mask": real[:, :end], "position_ids": positions[:, at:end]}
-        logits.append(model(tokens[:, at:end], past_key_values=cache, use_cache=True, **more, **given).logits)
+        logits.append(
+            model(tokens[:, at:end], past_key_values=cache, use_cache=True, **more, **given).logits
+        )
         at = end
     return torch.cat(logits, dim=1)

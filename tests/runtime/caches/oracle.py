@@ -1,4 +1,5 @@
-"""Runs a model, without a cache, with the attention of a policy written down from its paper, one KV head at a time."""
+"""Runs a model, without a cache, with the attention of a policy written down from its paper, one KV
+head at a time."""
 
 from __future__ import annotations
 
@@ -16,12 +17,20 @@ OneHead = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 @contextmanager
 def attending(model: Any, one_head: OneHead) -> Iterator[None]:
-    """All attention of the model by `one_head`, over whole sequences of tokens that are all real."""
+    """All attention of the model by `one_head`, over whole sequences of tokens that are all
+    real."""
 
-    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **kwargs: Any) -> Any:
+    def attention(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **kwargs: Any
+    ) -> Any:
         grouped = q.float().unflatten(1, (k.shape[1], -1))
         out = [
-            torch.stack([one_head(grouped[b, g], k[b, g].float(), v[b, g].float(), scaling) for g in range(k.shape[1])])
+            torch.stack(
+                [
+                    one_head(grouped[b, g], k[b, g].float(), v[b, g].float(), scaling)
+                    for g in range(k.shape[1])
+                ]
+            )
             for b in range(q.shape[0])
         ]
         return torch.stack(out).flatten(1, 2).transpose(1, 2).to(q.dtype).contiguous(), None

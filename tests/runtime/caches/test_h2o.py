@@ -1,4 +1,5 @@
-"""H2O against its definition, token by token over full rows of attention; memory, chunks, batches, turns, drafts."""
+"""H2O against its definition, token by token over full rows of attention; memory, chunks, batches,
+turns, drafts."""
 
 from __future__ import annotations
 
@@ -24,14 +25,19 @@ GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_i
 
 
 def definition(policy: H2O, sizes: tuple[int, ...]) -> OneHead:
-    """One KV head by H2O, section 4: sums of the probabilities that tokens got, and after each call the lowest go.
+    """One KV head by H2O, section 4: sums of the probabilities that tokens got, and after each call
+    the lowest go.
 
     "greedy" is the same with calls of one token each (Algorithm 1).
     """
     sizes = (1,) if policy.eviction == "greedy" else sizes
 
     def one_head(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out, kept, score = torch.zeros(*q.shape[:2], v.shape[1]), list[int](), torch.zeros(q.shape[1])
+        out, kept, score = (
+            torch.zeros(*q.shape[:2], v.shape[1]),
+            list[int](),
+            torch.zeros(q.shape[1]),
+        )
         for begin, end in calls(q.shape[1], sizes):
             for t in range(begin, end):
                 kept.append(t)
@@ -65,7 +71,9 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (33, 1), (17, 20, 1, 1, 3), (90,)], ids=str)
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.heavy}-{p.recent}-{p.eviction}-{p.normalised}")
+@pytest.mark.parametrize(
+    "policy", POLICIES, ids=lambda p: f"{p.heavy}-{p.recent}-{p.eviction}-{p.normalised}"
+)
 def test_a_query_sees_what_the_definition_keeps(policy, sizes, build, keeping, ids):
     model, tokens = build(), ids(90, batch=2)
     with attending(model, definition(policy, sizes)):
@@ -90,23 +98,32 @@ def test_query_heads_of_a_kv_head_vote_together(heads, build, keeping, ids):
     with attending(model, definition(policy, (40, 1))):
         expected = model(tokens, use_cache=False).logits
     with keeping(model, policy).apply(model) as handle:
-        torch.testing.assert_close(fed(model, tokens, (40, 1), handle.new_cache()), expected, **CLOSE)
+        torch.testing.assert_close(
+            fed(model, tokens, (40, 1), handle.new_cache()), expected, **CLOSE
+        )
 
 
 def test_greedy_eviction_is_the_same_however_tokens_come(build, keeping, ids):
     model, tokens = build(), ids(80)
-    for policy in (H2O(heavy=10, recent=10, eviction="greedy"), H2O(heavy=0.2, recent=0.2, eviction="greedy")):
+    for policy in (
+        H2O(heavy=10, recent=10, eviction="greedy"),
+        H2O(heavy=0.2, recent=0.2, eviction="greedy"),
+    ):
         with keeping(model, policy).apply(model) as handle:
             one_by_one = fed(model, tokens, (1,), handle.new_cache())
             for sizes in [(80,), (7,), (30, 1), (64, 16)]:
-                torch.testing.assert_close(fed(model, tokens, sizes, handle.new_cache()), one_by_one, **CLOSE)
+                torch.testing.assert_close(
+                    fed(model, tokens, sizes, handle.new_cache()), one_by_one, **CLOSE
+                )
 
 
 def test_chunks_are_the_same_as_one_prompt_until_the_budget_is_spent(build, keeping, ids):
     model, tokens = build(), ids(80)
     with keeping(model, H2O(heavy=20, recent=20)).apply(model) as handle:
         chunked = fed(model, tokens, (9, 20, 11, 40), handle.new_cache())
-        torch.testing.assert_close(chunked, fed(model, tokens, (40, 40), handle.new_cache()), **CLOSE)
+        torch.testing.assert_close(
+            chunked, fed(model, tokens, (40, 40), handle.new_cache()), **CLOSE
+        )
     with keeping(model, H2O(heavy=60, recent=20)).apply(model) as handle:
         kept = fed(model, tokens, (9, 20), handle.new_cache())
     torch.testing.assert_close(kept, model(tokens).logits, **CLOSE)
@@ -164,11 +181,17 @@ def test_sequences_of_unlike_lengths_are_served_as_each_alone(build, keeping, id
         tokens[row, -len(prompt) :], real[row, -len(prompt) :] = prompt, 1
     with keeping(model, H2O(heavy=0.2, recent=0.2)).apply(model) as handle:
         alone = [
-            model.generate(p[None], past_key_values=handle.new_cache(), max_new_tokens=30, **GREEDY)[0, len(p) :]
+            model.generate(
+                p[None], past_key_values=handle.new_cache(), max_new_tokens=30, **GREEDY
+            )[0, len(p) :]
             for p in prompts
         ]
         found = model.generate(
-            tokens, attention_mask=real, past_key_values=handle.new_cache(), max_new_tokens=30, **GREEDY
+            tokens,
+            attention_mask=real,
+            past_key_values=handle.new_cache(),
+            max_new_tokens=30,
+            **GREEDY,
         )
     assert torch.equal(found[:, tokens.shape[1] :], torch.stack(alone))
 
@@ -178,7 +201,9 @@ def test_kv_heads_of_unlike_policies_are_each_as_in_a_layer_of_their_own(build, 
     policy = H2O(heavy=8, recent=8)
     seen: list[Tensor] = []
     module = model.model.layers[0].self_attn.o_proj
-    hook = module.register_forward_pre_hook(lambda _, given: seen.append(given[0].unflatten(-1, (4, -1))))
+    hook = module.register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].unflatten(-1, (4, -1)))
+    )
     for table, rows in (
         ({"it": policy}, None),
         ({"other": Streaming(sinks=2, window=9), "it": policy}, [("it", "other")]),
@@ -216,7 +241,9 @@ def test_a_cache_of_inference_mode_goes_on_without(policy, build, keeping, ids):
         cache = handle.new_cache()
         with torch.inference_mode():
             fed(model, tokens[:, :50], (40, 1), cache)
-        torch.testing.assert_close(fed(model, tokens[:, 50:], (1,), cache), expected[:, 50:], **CLOSE)
+        torch.testing.assert_close(
+            fed(model, tokens[:, 50:], (1,), cache), expected[:, 50:], **CLOSE
+        )
 
 
 def test_turns_go_on_where_the_cache_is(build, keeping, ids):
@@ -231,7 +258,9 @@ def test_turns_go_on_where_the_cache_is(build, keeping, ids):
         torch.testing.assert_close(fed(model, tokens, sizes, cache), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("policy", [H2O(heavy=8, recent=8), H2O(heavy=8, recent=8, eviction="greedy")], ids=str)
+@pytest.mark.parametrize(
+    "policy", [H2O(heavy=8, recent=8), H2O(heavy=8, recent=8, eviction="greedy")], ids=str
+)
 def test_beams_give_what_one_sequence_by_itself_gives(policy, build, keeping, ids):
     model, prompt = build(), ids(70)
     with keeping(model, policy).apply(model) as handle:
@@ -290,7 +319,9 @@ def test_ten_thousand_steps_take_no_memory_and_move_nothing() -> None:
     steps(9700)
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert {name: (tensor.data_ptr(), tensor.shape) for name, tensor in policy.tensors().items()} == lie
+    assert {
+        name: (tensor.data_ptr(), tensor.shape) for name, tensor in policy.tensors().items()
+    } == lie
     assert set(lie) == {"keys", "values", "scores", "positions"}
     # Python's smallest object has 16 bytes; other threads of the process allocate some thousand.
     assert grown < 16 * 9700

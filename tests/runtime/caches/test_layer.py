@@ -1,4 +1,5 @@
-"""The cache layer under policies: batches, turns, crop, beams, drafts, KV heads apart, and what it refuses."""
+"""The cache layer under policies: batches, turns, crop, beams, drafts, KV heads apart, and what it
+refuses."""
 
 from __future__ import annotations
 
@@ -29,11 +30,15 @@ def test_sequences_of_unlike_lengths_are_served_as_each_alone(build, keeping, id
         tokens[row, -len(prompt) :], real[row, -len(prompt) :] = prompt, 1
     with keeping(model, STREAM).apply(model) as handle:
         alone = [
-            model.generate(p[None], past_key_values=handle.new_cache(), max_new_tokens=30, **GREEDY)[0, len(p) :]
+            model.generate(
+                p[None], past_key_values=handle.new_cache(), max_new_tokens=30, **GREEDY
+            )[0, len(p) :]
             for p in prompts
         ]
         cache = handle.new_cache()
-        found = model.generate(tokens, attention_mask=real, past_key_values=cache, max_new_tokens=30, **GREEDY)
+        found = model.generate(
+            tokens, attention_mask=real, past_key_values=cache, max_new_tokens=30, **GREEDY
+        )
         # Those alike stay together.
         assert len(cache.layers[0].policies) == 4
     assert torch.equal(found[:, tokens.shape[1] :], torch.stack(alone))
@@ -51,9 +56,15 @@ def test_turns_go_on_where_the_cache_is(build, keeping, ids):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_kv_heads_of_unlike_policies_are_each_as_in_a_layer_of_their_own(batch, build, keeping, ids):
+def test_kv_heads_of_unlike_policies_are_each_as_in_a_layer_of_their_own(
+    batch, build, keeping, ids
+):
     model, tokens = build(num_key_value_heads=4, num_hidden_layers=1), ids(60, batch=batch)
-    table = {"full": Full(), "stream": STREAM, "wide": Streaming(sinks=2, window=30, positions="original")}
+    table = {
+        "full": Full(),
+        "stream": STREAM,
+        "wide": Streaming(sinks=2, window=30, positions="original"),
+    }
     names, states = ("stream", "full", "wide", "stream"), {}
     for name in table:
         headwise = keeping(model, {name: table[name]})
@@ -67,7 +78,9 @@ def _heads(model: Any, headwise: Headwise, tokens: torch.Tensor) -> torch.Tensor
     """What the heads of the only layer give (B, n, H, D), in chunks and one by one."""
     seen: list[torch.Tensor] = []
     module = model.model.layers[0].self_attn.o_proj
-    hook = module.register_forward_pre_hook(lambda _, given: seen.append(given[0].unflatten(-1, (4, -1))))
+    hook = module.register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].unflatten(-1, (4, -1)))
+    )
     with headwise.apply(model) as handle:
         fed(model, tokens, (20, 11, 1), handle.new_cache())
     hook.remove()
@@ -90,7 +103,8 @@ def test_memory_of_a_layer_is_what_its_heads_keep(build, keeping, ids):
 def test_a_long_prompt_is_sparse_where_heads_keep_everything(build, keeping, apply, ids):
     model, tokens = build(num_key_value_heads=4, num_hidden_layers=1), ids(200)
     names = ["vs_70_70", "a_64_64", "bs_2", "a_64_64"]
-    # The prompt is not longer than the stream's window, so that all heads see what the patterns let them.
+    # The prompt is not longer than the stream's window, so that all heads see what the patterns let
+    # them.
     table = {"full": Full(), "stream": Streaming(sinks=2, window=500)}
     headwise = keeping(model, table, rows=[("full", "stream", "full", "full")], patterns=[names])
     with headwise.apply(model, backend="reference") as handle:
@@ -117,13 +131,19 @@ def test_beams_reorder_what_is_kept(build, keeping, ids):
     options: dict[str, Any] = {**GREEDY, "num_beams": 3, "max_new_tokens": 20}
     expected = model.generate(prompt, **options)
     with keeping(model, Streaming(sinks=2, window=200)).apply(model) as handle:
-        assert torch.equal(model.generate(prompt, past_key_values=handle.new_cache(), **options), expected)
+        assert torch.equal(
+            model.generate(prompt, past_key_values=handle.new_cache(), **options), expected
+        )
     with keeping(model, STREAM).apply(model) as handle:
         found = model.generate(prompt, past_key_values=handle.new_cache(), **options)
         again = fed(model, found, (1,), handle.new_cache())
         # The score that beam search gave is that of the sequence by itself.
         out = model.generate(
-            prompt, past_key_values=handle.new_cache(), output_scores=True, return_dict_in_generate=True, **options
+            prompt,
+            past_key_values=handle.new_cache(),
+            output_scores=True,
+            return_dict_in_generate=True,
+            **options,
         )
         logs = again.log_softmax(-1)[0, 11:-1].gather(1, found[0, 12:, None]).sum()
         torch.testing.assert_close(out.sequences_scores[0] * 20, logs, atol=1e-3, rtol=1e-3)
@@ -138,16 +158,21 @@ def test_tokens_are_taken_back_while_nothing_was_dropped(build, keeping, ids):
         cache.crop(-15)
         assert cache.get_seq_length() == 1
         torch.testing.assert_close(fed(model, other, (1,), cache), expected[:, 1:], **CLOSE)
-        with pytest.raises(HeadwiseError, match="cannot take 1 tokens back: the cache has dropped others since"):
+        with pytest.raises(
+            HeadwiseError, match="cannot take 1 tokens back: the cache has dropped others since"
+        ):
             cache.crop(-1)
         assert cache.get_seq_length() == 21
 
 
 @pytest.mark.parametrize(
-    "again", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["copy", "pickle"]
+    "again",
+    [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
+    ids=["copy", "pickle"],
 )
 @pytest.mark.parametrize(
-    "policy", [STREAM, Full(), artifacts.H2O(heavy=8, recent=8), artifacts.SnapKV(budget=16, window=4)]
+    "policy",
+    [STREAM, Full(), artifacts.H2O(heavy=8, recent=8), artifacts.SnapKV(budget=16, window=4)],
 )
 def test_a_copy_goes_on_alone(policy, again, build, keeping, ids):
     model, tokens, then = build(), ids(200), ids(9, seed=2)
@@ -172,17 +197,31 @@ def test_drafts_of_assisted_decoding_change_nothing(policy, repeats, build, keep
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("policy", [STREAM, artifacts.H2O(heavy=8, recent=8), artifacts.SnapKV(budget=16, window=4)])
-def test_drafts_are_refused_in_a_line_where_others_were_dropped_for_them(policy, build, keeping, ids):
+@pytest.mark.parametrize(
+    "policy", [STREAM, artifacts.H2O(heavy=8, recent=8), artifacts.SnapKV(budget=16, window=4)]
+)
+def test_drafts_are_refused_in_a_line_where_others_were_dropped_for_them(
+    policy, build, keeping, ids
+):
     model, prompt = build(), ids(10).repeat(1, 4)
     with keeping(model, policy).apply(model) as handle:
         cache = handle.new_cache()
         # Newer ones of transformers ask the cache before they draft.
         asked = "^Assisted decoding requires a cache that can be cropped"
-        with pytest.raises(ValueError, match=rf"^cannot take \d+ tokens back: .* dropped others since|{asked}"):
-            model.generate(prompt, past_key_values=cache, max_new_tokens=40, prompt_lookup_num_tokens=4, **GREEDY)
+        with pytest.raises(
+            ValueError, match=rf"^cannot take \d+ tokens back: .* dropped others since|{asked}"
+        ):
+            model.generate(
+                prompt,
+                past_key_values=cache,
+                max_new_tokens=40,
+                prompt_lookup_num_tokens=4,
+                **GREEDY,
+            )
         assert not any(layer.is_croppable for layer in cache.layers)
-        with pytest.raises(HeadwiseError, match=r"^cannot take 1 tokens back: the cache has dropped others since"):
+        with pytest.raises(
+            HeadwiseError, match=r"^cannot take 1 tokens back: the cache has dropped others since"
+        ):
             cache.crop(-1)
 
 
@@ -196,7 +235,9 @@ def test_the_cache_is_read_by_headwise_only(build, keeping, ids):
 def test_what_kernels_cannot_do_is_refused_and_said(build, keeping, ids):
     model = build()
     with keeping(model, STREAM).apply(model) as handle:
-        with pytest.raises(HeadwiseError, match="cannot serve this call: attention weights were asked for"):
+        with pytest.raises(
+            HeadwiseError, match="cannot serve this call: attention weights were asked for"
+        ):
             model(ids(4), past_key_values=handle.new_cache(), output_attentions=True)
         with pytest.raises(HeadwiseError, match="cannot serve this call: the mask is not causal"):
             hand_made = torch.ones(1, 1, 4, 4, dtype=torch.bool)
@@ -214,7 +255,9 @@ def test_a_hole_in_the_past_is_refused(left, build, keeping, ids):
         fed(model, tokens, (20,), cache, attention_mask=real[:, :20])
         hole = real.clone()
         hole[1, 4] = 0
-        with pytest.raises(HeadwiseError, match="the attention mask leaves out tokens that the cache has taken in"):
+        with pytest.raises(
+            HeadwiseError, match="the attention mask leaves out tokens that the cache has taken in"
+        ):
             model(more, past_key_values=cache, attention_mask=hole)
 
 
@@ -230,13 +273,24 @@ def test_a_hole_that_moves_is_refused(build, keeping, ids):
             other = real.clone()
             other[1] = 1
             other[1, slice(*moved)] = 0
-            with pytest.raises(HeadwiseError, match="the attention mask leaves out tokens that the cache has taken in"):
+            with pytest.raises(
+                HeadwiseError,
+                match="the attention mask leaves out tokens that the cache has taken in",
+            ):
                 model(more, past_key_values=copy.deepcopy(cache), attention_mask=other)
         model(more, past_key_values=cache, attention_mask=real)
         cache.batch_select_indices(torch.tensor([1, 0, 1]))
         with pytest.raises(HeadwiseError, match="the attention mask leaves out tokens"):
-            model(ids(1, batch=3), past_key_values=copy.deepcopy(cache), attention_mask=torch.ones(3, 22))
-        model(ids(1, batch=3), past_key_values=cache, attention_mask=torch.cat([real, real[:, -1:]], dim=1)[[1, 0, 1]])
+            model(
+                ids(1, batch=3),
+                past_key_values=copy.deepcopy(cache),
+                attention_mask=torch.ones(3, 22),
+            )
+        model(
+            ids(1, batch=3),
+            past_key_values=cache,
+            attention_mask=torch.cat([real, real[:, -1:]], dim=1)[[1, 0, 1]],
+        )
 
 
 def test_padding_on_the_right_is_no_hole(build, keeping, ids):
@@ -253,14 +307,19 @@ def test_padding_on_the_right_is_no_hole(build, keeping, ids):
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_a_cache_that_is_not_ours_is_said_to_drop_nothing(kind, build, keeping, ids, warnings):
     model, tokens = build(), ids(20)
-    made = {"static": lambda: StaticCache(config=model.config, max_cache_len=40), "dynamic": DynamicCache}
+    made = {
+        "static": lambda: StaticCache(config=model.config, max_cache_len=40),
+        "dynamic": DynamicCache,
+    }
     with keeping(model, STREAM).apply(model):
         model(tokens, use_cache=False)
         assert not warnings()
         cache = made[kind]()
         model(tokens, past_key_values=cache)
         model(tokens[:, :1], past_key_values=cache)
-    assert warnings() == ["this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"]
+    assert warnings() == [
+        "this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"
+    ]
 
 
 def test_an_interrupted_forward_is_noticed(build, keeping, ids):
@@ -305,7 +364,9 @@ def test_omnikv_s_layers_are_beside_layers_that_drop_tokens(build, decoding, kee
     model, tokens = build(num_hidden_layers=6), ids(120)
     omnikv = decoding(model)
     rows = [STREAM.model_copy(update={"window": 400}), *[Full()] * 5]
-    section = artifacts.KVCache(policies={"s": rows[0], "full": Full()}, layers=("s", *["full"] * 5))
+    section = artifacts.KVCache(
+        policies={"s": rows[0], "full": Full()}, layers=("s", *["full"] * 5)
+    )
     both = Headwise(artifacts.Artifact(**{**dict(omnikv.artifact), "kv_cache": section}))
     with omnikv.apply(model) as handle:
         expected = fed(model, tokens, (100, 1), handle.new_cache())

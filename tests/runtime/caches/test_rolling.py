@@ -1,4 +1,5 @@
-"""The rolling buffer of layers that slide: what masked full attention gives, in any chunks and ragged batches."""
+"""The rolling buffer of layers that slide: what masked full attention gives, in any chunks and
+ragged batches."""
 
 from __future__ import annotations
 
@@ -49,9 +50,13 @@ def test_prompts_that_end_in_an_earlier_chunk_go_on_by_themselves(chunk, build, 
         steps = []
         for step in range(more):
             real = torch.nn.functional.pad(real, (0, 1), value=1)
-            token = torch.stack([prompt[n + step] for prompt, n in zip(prompts, lengths, strict=True)])[:, None]
+            token = torch.stack(
+                [prompt[n + step] for prompt, n in zip(prompts, lengths, strict=True)]
+            )[:, None]
             at = real.sum(1, keepdim=True) - 1
-            steps.append(model(token, attention_mask=real, position_ids=at, past_key_values=cache).logits)
+            steps.append(
+                model(token, attention_mask=real, position_ids=at, past_key_values=cache).logits
+            )
     found = torch.cat(steps, dim=1)
     for row, (prompt, n) in enumerate(zip(prompts, lengths, strict=True)):
         expected = model(prompt[None], use_cache=False).logits[0, n:]
@@ -66,10 +71,17 @@ def test_left_padding_is_no_token(build, keeping, ids):
     real = torch.zeros_like(tokens)
     for row, prompt in enumerate(prompts):
         tokens[row, -len(prompt) :], real[row, -len(prompt) :] = prompt, 1
-    options: dict[str, Any] = {"max_new_tokens": 2 * W, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: dict[str, Any] = {
+        "max_new_tokens": 2 * W,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     alone = [model.generate(prompt[None], **options)[0, len(prompt) :] for prompt in prompts]
     with keeping(model, {"full": Full()}).apply(model) as handle:
-        found = model.generate(tokens, attention_mask=real, past_key_values=handle.new_cache(), **options)
+        found = model.generate(
+            tokens, attention_mask=real, past_key_values=handle.new_cache(), **options
+        )
     assert torch.equal(found[:, tokens.shape[1] :], torch.stack(alone))
 
 

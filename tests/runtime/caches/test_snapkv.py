@@ -1,4 +1,5 @@
-"""SnapKV against its definition over full rows of attention; prompts in chunks, turns, generation, crop, memory."""
+"""SnapKV against its definition over full rows of attention; prompts in chunks, turns, generation,
+crop, memory."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_i
 
 
 def definition(policy: SnapKV, sizes: tuple[int, ...]) -> OneHead:
-    """One KV head by SnapKV, section 4: of a prompt its window stays, and what the window's pooled votes rank first."""
+    """One KV head by SnapKV, section 4: of a prompt its window stays, and what the window's pooled
+    votes rank first."""
 
     def one_head(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         out, kept = torch.zeros(*q.shape[:2], v.shape[1]), list[int]()
@@ -64,7 +66,9 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("sizes", [(80, 1), (33, 1), (40, 1, 1, 30, 1), (25, 5, 25, 1), (7, 1), (100,)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(80, 1), (33, 1), (40, 1, 1, 30, 1), (25, 5, 25, 1), (7, 1), (100,)], ids=str
+)
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.budget}-{p.window}-{p.pool}")
 def test_a_query_sees_what_the_definition_keeps(policy, sizes, build, keeping, ids):
     model, tokens = build(), ids(100, batch=2)
@@ -81,7 +85,9 @@ def test_query_heads_of_a_kv_head_vote_together(heads, build, keeping, ids):
     with attending(model, definition(policy, (80, 1))):
         expected = model(tokens, use_cache=False).logits
     with keeping(model, policy).apply(model) as handle:
-        torch.testing.assert_close(fed(model, tokens, (80, 1), handle.new_cache()), expected, **CLOSE)
+        torch.testing.assert_close(
+            fed(model, tokens, (80, 1), handle.new_cache()), expected, **CLOSE
+        )
 
 
 def test_a_prompt_is_attended_to_by_the_artifact_s_patterns(build, keeping, apply, ids):
@@ -135,11 +141,17 @@ def test_sequences_of_unlike_lengths_are_served_as_each_alone(build, keeping, id
         tokens[row, -len(prompt) :], real[row, -len(prompt) :] = prompt, 1
     with keeping(model, SnapKV(budget=20, window=8)).apply(model) as handle:
         alone = [
-            model.generate(p[None], past_key_values=handle.new_cache(), max_new_tokens=30, **GREEDY)[0, len(p) :]
+            model.generate(
+                p[None], past_key_values=handle.new_cache(), max_new_tokens=30, **GREEDY
+            )[0, len(p) :]
             for p in prompts
         ]
         found = model.generate(
-            tokens, attention_mask=real, past_key_values=handle.new_cache(), max_new_tokens=30, **GREEDY
+            tokens,
+            attention_mask=real,
+            past_key_values=handle.new_cache(),
+            max_new_tokens=30,
+            **GREEDY,
         )
     assert torch.equal(found[:, tokens.shape[1] :], torch.stack(alone))
 
@@ -168,7 +180,9 @@ def test_generated_tokens_are_taken_back_and_a_compressed_prompt_is_not(build, k
         cache = handle.new_cache()
         fed(model, torch.cat([tokens[:, :80], ids(9, seed=3)], dim=1), (70, 1), cache)
         cache.crop(-9)
-        torch.testing.assert_close(fed(model, tokens[:, 80:], (1,), cache), expected[:, 80:], **CLOSE)
+        torch.testing.assert_close(
+            fed(model, tokens[:, 80:], (1,), cache), expected[:, 80:], **CLOSE
+        )
         with pytest.raises(HeadwiseError, match="cannot take 31 tokens back"):
             cache.crop(-31)
         assert [layer.kept for layer in memory_report(cache).layers] == [50, 50]
@@ -190,7 +204,9 @@ def test_kv_heads_of_unlike_policies_are_each_as_in_a_layer_of_their_own(build, 
     model, tokens = build(num_hidden_layers=1), ids(60)
     policy, seen = SnapKV(budget=16, window=8), list[Tensor]()
     module = model.model.layers[0].self_attn.o_proj
-    hook = module.register_forward_pre_hook(lambda _, given: seen.append(given[0].unflatten(-1, (4, -1))))
+    hook = module.register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].unflatten(-1, (4, -1)))
+    )
     found = []
     for table, rows in (
         ({"it": policy}, None),
@@ -226,7 +242,8 @@ def test_bf16_is_near_and_keeps_its_type(build, keeping, ids):
 
 
 def test_a_generated_token_takes_its_own_memory_only() -> None:
-    """The room grows by a share of itself, and between that nothing moves and nothing is left behind."""
+    """The room grows by a share of itself, and between that nothing moves and nothing is left
+    behind."""
     policy = snapkv.SnapKV(artifacts.SnapKV(budget=30, window=8))
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 100, 16), torch.randn(1, 2, 100, 16), torch.randn(1, 2, 100, 16)

@@ -27,7 +27,9 @@ def every_choice(layers: list[int], rules: Rules) -> list[Choice]:
         for chosen in combinations(layers, full):
             for count in range(1, min(rules.filters, full) + 1):
                 for filters in combinations(chosen, count):
-                    choice = Choice(filters, tuple(layer for layer in chosen if layer not in filters))
+                    choice = Choice(
+                        filters, tuple(layer for layer in chosen if layer not in filters)
+                    )
                     first = [layer for layer in layers if layer < filters[0]]
                     if len(first) >= rules.dense_first and set(first) <= set(choice.dense_layers):
                         found.append(choice)
@@ -54,7 +56,9 @@ def cost_by_hand(cost: np.ndarray, layers: list[int], choice: Choice) -> float:
     st.integers(0, 2**16),
     st.booleans(),
 )
-def test_no_choice_costs_less(n: int, first: int, most: int, sparse: float, seed: int, hybrid: bool) -> None:
+def test_no_choice_costs_less(
+    n: int, first: int, most: int, sparse: float, seed: int, hybrid: bool
+) -> None:
     generator = np.random.default_rng(seed)
     layers = list(range(1, 2 * n, 2)) if hybrid else list(range(n))
     cost = generator.random((2 * n, 2 * n))
@@ -68,7 +72,9 @@ def test_no_choice_costs_less(n: int, first: int, most: int, sparse: float, seed
     best = best_choice(cost, layers, rules)
     assert best in every
     assert total(cost, layers, best) == pytest.approx(cost_by_hand(cost, layers, best))
-    assert total(cost, layers, best) == pytest.approx(min(cost_by_hand(cost, layers, choice) for choice in every))
+    assert total(cost, layers, best) == pytest.approx(
+        min(cost_by_hand(cost, layers, choice) for choice in every)
+    )
 
 
 def test_what_is_costly_stays_dense() -> None:
@@ -91,7 +97,9 @@ def test_what_a_choice_is_compared_with() -> None:
 
 
 def test_too_few_layers_and_holes_are_refused() -> None:
-    with pytest.raises(HeadwiseError, match="3 full-attention layers of which 1 may attend to everything do"):
+    with pytest.raises(
+        HeadwiseError, match="3 full-attention layers of which 1 may attend to everything do"
+    ):
         best_choice(np.ones((3, 3)), [0, 1, 2], Rules(dense_first=1))
     cost = np.ones((4, 4))
     cost[1, 3] = np.nan

@@ -18,18 +18,29 @@ _START = {"a_shape": 1e-4, "vertical_slash": 3e-4, "block_sparse": 2e-4, "dense"
 def curves_of(change: np.ndarray, **changes: Any) -> Curves:
     """Without gradients: heads are weighed by their change."""
     zero = np.where(np.isnan(change), np.nan, 0.0)
-    known = {"error": change, "recall": zero, "tiles": zero, "text": zero, "drop": zero, "answer": zero}
+    known = {
+        "error": change,
+        "recall": zero,
+        "tiles": zero,
+        "text": zero,
+        "drop": zero,
+        "answer": zero,
+    }
     return Curves(change=change, **known | {"tokens": 0, "texts": 0, "asked": 0} | changes)
 
 
-def heads_of(seed: int, *, heads: int = 2, candidates: int = 4, tails: tuple[int, ...] = (64,)) -> Heads:
+def heads_of(
+    seed: int, *, heads: int = 2, candidates: int = 4, tails: tuple[int, ...] = (64,)
+) -> Heads:
     """Layer 1 is left alone; more cost is less change, and error goes its own way."""
     curves, costs = {}, {}
     for tail in tails:
         rng = np.random.default_rng([seed, tail])
         shape = (LAYERS, heads, candidates)
         cost = np.sort(rng.exponential(size=shape), axis=-1) + 0.1
-        change = -np.sort(-rng.exponential(size=shape) * rng.exponential(size=shape[:2])[..., None], axis=-1)
+        change = -np.sort(
+            -rng.exponential(size=shape) * rng.exponential(size=shape[:2])[..., None], axis=-1
+        )
         error = rng.exponential(size=shape)
         text, answer = (change * rng.lognormal(sigma=0.5, size=shape) for _ in range(2))
         for values in (cost, change, error, text, answer):
@@ -42,7 +53,8 @@ def heads_of(seed: int, *, heads: int = 2, candidates: int = 4, tails: tuple[int
 def linear_table(
     *, device: str = "Abacus 3000", tiles: tuple[int, ...] = (10, 40, 136), factor: float = 1.0
 ) -> CostTable:
-    """Of heads of dim 16 in fp32, a straight line for each kind: what it takes to begin with, and 1 us a tile."""
+    """Of heads of dim 16 in fp32, a straight line for each kind: what it takes to begin with, and 1
+    us a tile."""
     costs = [
         Cost(
             pattern=kind,
@@ -60,4 +72,6 @@ def linear_table(
         for kind, start in _START.items()
         for count in tiles
     ]
-    return CostTable(device=device, backend="cpu", versions={"torch": "0"}, command="by hand", costs=tuple(costs))
+    return CostTable(
+        device=device, backend="cpu", versions={"torch": "0"}, command="by hand", costs=tuple(costs)
+    )

@@ -31,7 +31,11 @@ def combinations(heads: Heads, values: np.ndarray) -> list[tuple[float, float, n
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("weights", [(1, 1, 1), (4, 1, 0.25)])
 def test_one_budget_is_spent_best(seed: int, weights: tuple[float, ...]) -> None:
-    heads, weight, kinds = heads_of(seed), np.array(weights, dtype=float), {"text": 1.0, "answer": 3.0}
+    heads, weight, kinds = (
+        heads_of(seed),
+        np.array(weights, dtype=float),
+        {"text": 1.0, "answer": 3.0},
+    )
     loss = heads.curves[TAIL].loss(kinds) * weight[:, None, None]
     every = combinations(heads, loss)
     price = float(np.random.default_rng(seed).exponential())
@@ -58,7 +62,12 @@ def test_a_digest_tells_what_is_served() -> None:
 
 
 def test_rows_and_plans_name_patterns_and_leave_layers_out() -> None:
-    candidates = (make("a_shape", sink=64, window=64), make("block_sparse", blocks=4), make("dense"), make("dense"))
+    candidates = (
+        make("a_shape", sink=64, window=64),
+        make("block_sparse", blocks=4),
+        make("dense"),
+        make("dense"),
+    )
     found = heads_of(0).by_model(100, TAIL)
     rows, patterns = found.rows(candidates)
     assert rows[1] is None and rows[0] is not None and rows[2] is not None

@@ -33,12 +33,19 @@ def test_a_rung_is_the_same_share_at_every_length(length: int) -> None:
 
 def test_from_tiny_to_dense() -> None:
     found = ladder(8192)
-    assert found[-1].kind == "dense" and {pattern.kind for pattern in found} == set(SIZES) <= set(KINDS)
+    assert found[-1].kind == "dense" and {pattern.kind for pattern in found} == set(SIZES) <= set(
+        KINDS
+    )
     assert len(set(found)) == len(found)
     assert min(pattern.window for pattern in found if pattern.kind == "a_shape") == 128
     assert all(pattern.sink == TILE for pattern in found if pattern.kind == "a_shape")
     for kind in ("vertical_slash", "block_sparse"):
-        assert {getattr(p, "coverage", None) for p in found if p.kind == kind} == {None, 0.9, 0.95, 0.98}
+        assert {getattr(p, "coverage", None) for p in found if p.kind == kind} == {
+            None,
+            0.9,
+            0.95,
+            0.98,
+        }
 
 
 @pytest.mark.parametrize("length", [1, 128, 130])

@@ -12,7 +12,10 @@ from search.model.costs import Costs, costs_by
 from search.model.measured_costs import line_through
 from tests.search.model.made import LENGTH, linear_table
 
-CANDIDATES = (make("a_shape", sink=64, window=64), make("vertical_slash", vertical=64, slash=64, last_q=64))
+CANDIDATES = (
+    make("a_shape", sink=64, window=64),
+    make("vertical_slash", vertical=64, slash=64, last_q=64),
+)
 ALL_TILES = 16 * 17 // 2
 
 
@@ -36,7 +39,8 @@ def test_flops_are_those_of_the_tiles() -> None:
     costs = Costs(unit="flops", length=LENGTH, head_dim=16, dtype="float32")
     tiles = np.array([[[10.0, np.nan]]])
     np.testing.assert_array_equal(costs.of(CANDIDATES, tiles), tiles * 4 * 64 * 64 * 16)
-    # Two products of 64 x 64 tiles, a multiplication and an addition for each of the head dim's numbers.
+    # Two products of 64 x 64 tiles, a multiplication and an addition for each of the head dim's
+    # numbers.
     assert costs.all_keys() == ALL_TILES * 4 * 64 * 64 * 16
     assert costs.device is None
 
@@ -70,13 +74,20 @@ def test_times_of_the_same_tiles_are_averaged(model: ModelInfo) -> None:
     """A table of several head counts says several times what a head's tiles take."""
     one, two = linear_table(), linear_table(factor=3.0)
     both = CostTable(**{**vars(one), "costs": one.costs + two.costs})
-    found = costs_by(both, model, length=LENGTH, dtype="float32").of(CANDIDATES[:1] * 2, np.array([5.0, 50.0]))
+    found = costs_by(both, model, length=LENGTH, dtype="float32").of(
+        CANDIDATES[:1] * 2, np.array([5.0, 50.0])
+    )
     np.testing.assert_allclose(found, 2 * np.array([1e-4 + 5e-6, 1e-4 + 50e-6]))
 
 
 def test_a_table_without_a_kind_is_one_line(model: ModelInfo) -> None:
     table = linear_table()
-    left = CostTable(**{**vars(table), "costs": tuple(one for one in table.costs if one.pattern != "block_sparse")})
+    left = CostTable(
+        **{
+            **vars(table),
+            "costs": tuple(one for one in table.costs if one.pattern != "block_sparse"),
+        }
+    )
     with pytest.raises(HeadwiseError, match="no block_sparse with head dim 16 in float32") as error:
         costs_by(left, model, length=LENGTH, dtype="float32")
     assert "\n" not in str(error.value)
@@ -90,8 +101,12 @@ def test_a_line_is_found() -> None:
     np.testing.assert_allclose(factor * predicted + constant, 1.2 * predicted + 0.02, rtol=0.08)
 
 
-@pytest.mark.parametrize("measured", [(0.1, 0.25, 0.6), (0.4, 0.3, 0.2), (0.3,) * 3, (0.001, 0.01, 2)])
-def test_neither_part_of_a_line_is_below_0_and_sizes_are_not_free(measured: tuple[float, ...]) -> None:
+@pytest.mark.parametrize(
+    "measured", [(0.1, 0.25, 0.6), (0.4, 0.3, 0.2), (0.3,) * 3, (0.001, 0.01, 2)]
+)
+def test_neither_part_of_a_line_is_below_0_and_sizes_are_not_free(
+    measured: tuple[float, ...],
+) -> None:
     predicted = np.array([0.2, 0.3, 0.6])
     ratio = predicted / np.array(measured)
     factor, constant = line_through(predicted, measured)

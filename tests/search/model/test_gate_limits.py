@@ -1,4 +1,5 @@
-"""The gate by task: the worst one counts, each limit fails alone, and one lost answer alone fails nothing."""
+"""The gate by task: the worst one counts, each limit fails alone, and one lost answer alone fails
+nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +28,13 @@ from search.model.task_losses import (
     verdict,
 )
 
-GOOD = {"kl": 0.01, "perplexity_ratio": None, "nll_rise": 0.01, "nll_rise_low": -0.02, "nll_rise_high": 0.04}
+GOOD = {
+    "kl": 0.01,
+    "perplexity_ratio": None,
+    "nll_rise": 0.01,
+    "nll_rise_low": -0.02,
+    "nll_rise_high": 0.04,
+}
 
 
 def task(name: str = "kv", **changes: Any) -> TaskLoss:
@@ -44,7 +51,10 @@ def task(name: str = "kv", **changes: Any) -> TaskLoss:
 
 
 def text(name: str = "prose", **changes: Any) -> TaskLoss:
-    none = {"perplexity_ratio": 1.01, **dict.fromkeys(("nll_rise", "nll_rise_low", "nll_rise_high"))}
+    none = {
+        "perplexity_ratio": 1.01,
+        **dict.fromkeys(("nll_rise", "nll_rise_low", "nll_rise_high")),
+    }
     return task(name, **{**none, "answers": 0, "dense_right": 0, "lost": 0, **changes})
 
 
@@ -55,7 +65,11 @@ def test_what_loses_little_passes() -> None:
 @pytest.mark.parametrize(
     "bad, limit, says",
     [
-        (task(kl=0.06), "kl", r"kv: KL to dense attention is 0.06 nats a token, the limit (--max-kl) is 0.05"),
+        (
+            task(kl=0.06),
+            "kl",
+            r"kv: KL to dense attention is 0.06 nats a token, the limit (--max-kl) is 0.05",
+        ),
         (
             text(perplexity_ratio=1.08),
             "perplexity",
@@ -64,7 +78,8 @@ def test_what_loses_little_passes() -> None:
         (
             task(nll_rise=0.3, nll_rise_low=0.1, nll_rise_high=0.5),
             "nll",
-            "kv: -log p of the right answer rises by 0.300 nats a token (0.100 to 0.500), the limit (--max-nll) is 0.1",
+            "kv: -log p of the right answer rises by 0.300 nats a token (0.100 to 0.500), the "
+            "limit (--max-nll) is 0.1",
         ),
         (
             task(lost=6, won=1, fewer_low=0.04, fewer_high=0.31),
@@ -79,7 +94,8 @@ def test_each_limit_fails_alone(bad: TaskLoss, limit: str, says: str) -> None:
     good = [text(), task("other")]
     fault = Limits().fault([*good, bad])
     assert fault == says
-    # Among the others it is seen wherever it stands, and a mean over the tasks would have hidden it.
+    # Among the others it is seen wherever it stands, and a mean over the tasks would have hidden
+    # it.
     assert Limits().fault([bad, *good]) == fault
     assert Limits(**{limit: None}).fault([*good, bad]) is None
     only = dict.fromkeys(("kl", "perplexity", "nll", "lost")) | {limit: getattr(Limits(), limit)}
@@ -88,7 +104,9 @@ def test_each_limit_fails_alone(bad: TaskLoss, limit: str, says: str) -> None:
 
 def test_of_several_faults_the_worst_is_said() -> None:
     twice, thrice = task("twice", kl=0.1), task("thrice", lost=9, fewer_low=0.1)
-    assert (Limits().fault([twice, thrice]) or "").startswith("thrice: accuracy falls from 0.75 to 0.53")
+    assert (Limits().fault([twice, thrice]) or "").startswith(
+        "thrice: accuracy falls from 0.75 to 0.53"
+    )
     assert (Limits().fault([thrice, task("four", kl=0.2)]) or "").startswith("four: KL")
 
 
@@ -114,7 +132,10 @@ def test_what_its_interval_does_not_tell_from_none_is_no_finding() -> None:
 @pytest.mark.parametrize("name", ["kl", "perplexity_ratio", "nll_rise"])
 def test_what_is_not_a_number_fails(name: str) -> None:
     changes = {name: float("nan")} | ({"nll_rise_low": float("nan")} if name == "nll_rise" else {})
-    assert Limits().fault([text(**changes) if name == "perplexity_ratio" else task(**changes)]) is not None
+    assert (
+        Limits().fault([text(**changes) if name == "perplexity_ratio" else task(**changes)])
+        is not None
+    )
 
 
 @pytest.mark.parametrize("name", ["kl", "perplexity", "nll", "lost"])
@@ -138,7 +159,9 @@ def sequence(name: str, sizes: tuple[int, ...]) -> TokenSequence:
     return TokenSequence(task=name, ids=tuple(range(at)), context=50, answers=tuple(spans))
 
 
-def losses(sizes: tuple[int, ...], rise: list[float], right: list[bool], dense: list[bool], kl: float) -> Losses:
+def losses(
+    sizes: tuple[int, ...], rise: list[float], right: list[bool], dense: list[bool], kl: float
+) -> Losses:
     spread = np.full(10, kl)
     return Losses(
         kl=spread,
@@ -167,9 +190,18 @@ def test_losses_are_gathered_by_task() -> None:
     assert kv.kl == pytest.approx(0.15) and prose.kl == pytest.approx(0.3)
     assert kv.nll_rise == pytest.approx((0.2 + 0.6 + 1.2) / 10) and kv.perplexity_ratio is None
     # Two contexts: what lies between them is not known, so there are no bounds.
-    assert (kv.nll_rise_low, kv.nll_rise_high, kv.fewer_low, kv.fewer_high) == (None, None, None, None)
+    assert (kv.nll_rise_low, kv.nll_rise_high, kv.fewer_low, kv.fewer_high) == (
+        None,
+        None,
+        None,
+        None,
+    )
     assert (kv.prompts, kv.answers, kv.dense_right, kv.lost, kv.won) == (2, 3, 2, 1, 1)
-    assert prose.perplexity_ratio == pytest.approx(exp(0.3)) and prose.nll_rise is None and prose.answers == 0
+    assert (
+        prose.perplexity_ratio == pytest.approx(exp(0.3))
+        and prose.nll_rise is None
+        and prose.answers == 0
+    )
     assert kv.loss == pytest.approx(kv.kl + 0.2) and prose.loss == prose.kl
     assert mean_kl(found) == pytest.approx((kv.kl + 0.3) / 2)
     assert lost_answers(found) == {"dense_right": 2, "lost": 1}
@@ -184,7 +216,8 @@ def test_kinds_of_answers_are_apart_and_contexts_are_the_units() -> None:
         *("facts/asked", 16, 8),
         *("facts/later", 8, 0),
     )
-    # Half of eight contexts lose all of their answers: as eight units the share is less certain than as sixteen.
+    # Half of eight contexts lose all of their answers: as eight units the share is less certain
+    # than as sixteen.
     assert asked.fewer == 0.5 and asked.nll_rise == pytest.approx(0.1)
     half = 2.365 * np.std([1, 0] * 4, ddof=1) / 8**0.5
     assert (asked.fewer_low, asked.fewer_high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-3)
@@ -193,12 +226,20 @@ def test_kinds_of_answers_are_apart_and_contexts_are_the_units() -> None:
 
 @pytest.mark.parametrize("contexts", [1, 2, 3])
 def test_answers_of_fewer_contexts_than_four_are_no_evidence(contexts: int) -> None:
-    """A prompt that loses both of its answers tells nothing of other prompts; four that do are a finding."""
-    one, gone = sequence("chain", (2, 2)), losses((2, 2), [3.0, 3.0], [False, False], [True, True], 0.01)
+    """A prompt that loses both of its answers tells nothing of other prompts; four that do are a
+    finding."""
+    one, gone = (
+        sequence("chain", (2, 2)),
+        losses((2, 2), [3.0, 3.0], [False, False], [True, True], 0.01),
+    )
     (few,), (four,) = by_task([one] * contexts, [gone] * contexts), by_task([one] * 4, [gone] * 4)
     assert few.lost == 2 * contexts and few.nll_rise == four.nll_rise == 1.5
     assert Limits().fault([few]) is None and Limits().strain([few]) == pytest.approx(0.01 / 0.05)
-    assert (said := Limits().fault([four])) is not None and said.startswith("chain: ") and Limits().strain([four]) > 9
+    assert (
+        (said := Limits().fault([four])) is not None
+        and said.startswith("chain: ")
+        and Limits().strain([four]) > 9
+    )
     # A KL is judged on any number of prompts.
     assert Limits(kl=0.005).fault([few]) is not None
     said = line(few)
@@ -211,16 +252,23 @@ def test_answers_of_fewer_contexts_than_four_are_no_evidence(contexts: int) -> N
 def test_what_is_foreseen_from_one_context_has_no_interval_either() -> None:
     (few,) = by_task([sequence("kv", (2,))], [losses((2,), [1.0], [False], [True], 0.1)])
     more = few.times(2)
-    assert (more.nll_rise, more.nll_rise_low, more.nll_rise_high) == (2 * (few.nll_rise or 0), None, None)
+    assert (more.nll_rise, more.nll_rise_low, more.nll_rise_high) == (
+        2 * (few.nll_rise or 0),
+        None,
+        None,
+    )
 
 
 def test_lines_say_what_is_too_few() -> None:
-    assert "too few" in line(task(dense_right=ENOUGH - 1)) and "too few" not in line(task(dense_right=ENOUGH))
+    assert "too few" in line(task(dense_right=ENOUGH - 1)) and "too few" not in line(
+        task(dense_right=ENOUGH)
+    )
     assert "perplexity +1.00%" in line(text())
 
 
 def facts(fewer: int, others: int, seed: int = 0) -> tuple[TokenSequence, Losses]:
-    """A context whose three kinds of answers lose so many of ten that dense attention gets right, and of five each."""
+    """A context whose three kinds of answers lose so many of ten that dense attention gets right,
+    and of five each."""
     sizes, labels = (1,) * 20, ("asked",) * 10 + ("chained",) * 5 + ("later",) * 5
     one = replace(sequence("facts", sizes), labels=labels)
     right = [at >= fewer for at in range(10)] + [at >= others for at in range(5)] * 2
@@ -230,12 +278,23 @@ def facts(fewer: int, others: int, seed: int = 0) -> tuple[TokenSequence, Losses
 
 def test_a_loss_of_one_in_five_of_all_answers_is_seen_where_no_task_has_enough() -> None:
     """Four contexts; in each kind of answers it may be chance, over all of them it is not."""
-    made, found = zip(*(facts(*some, seed=at) for at, some in enumerate([(3, 0), (0, 2), (3, 0), (1, 1)])), strict=True)
+    made, found = zip(
+        *(facts(*some, seed=at) for at, some in enumerate([(3, 0), (0, 2), (3, 0), (1, 1)])),
+        strict=True,
+    )
     tasks = by_task(made, found)
     assert all(Limits().fault([task]) is None for task in tasks)
     (pool,) = pooled(tasks)
-    assert (pool.task, pool.prompts, pool.answers, pool.dense_right, pool.lost) == (POOL, 4, 80, 80, 13)
-    assert (Limits().fault(tasks) or "").startswith("all answers: accuracy falls from 1.00 to 0.84 of 80 questions")
+    assert (pool.task, pool.prompts, pool.answers, pool.dense_right, pool.lost) == (
+        POOL,
+        4,
+        80,
+        80,
+        13,
+    )
+    assert (Limits().fault(tasks) or "").startswith(
+        "all answers: accuracy falls from 1.00 to 0.84 of 80 questions"
+    )
     assert Limits().strain(tasks) == pytest.approx(13 / 80 / 0.1)
     assert Limits().fault(by_task(made[:3], found[:3])) is None
     assert Limits(lost=None).fault(tasks) is None
@@ -267,17 +326,23 @@ def test_figures_of_an_artifact_count_prompts_and_answers() -> None:
 
 
 def test_a_line_says_accuracy_with_its_interval() -> None:
-    made, found = zip(*(facts(fewer, 0, seed=at) for at, fewer in enumerate([1, 3, 2, 2])), strict=True)
+    made, found = zip(
+        *(facts(fewer, 0, seed=at) for at, fewer in enumerate([1, 3, 2, 2])), strict=True
+    )
     asked, *_ = by_task(made, found)
     said = line(asked)
     low, high = -(asked.fewer_high or 0), -(asked.fewer_low or 0)
-    assert f"accuracy dense 1.00, artifact 0.80 of 40 questions, -20% (95% interval {low:+.0%} to {high:+.0%})" in said
+    assert (
+        f"accuracy dense 1.00, artifact 0.80 of 40 questions, -20% (95% interval {low:+.0%} to "
+        f"{high:+.0%})" in said
+    )
     kept, *_ = by_task(made, [replace(one, right=one.dense_right) for one in found])
     assert "artifact 1.00 of 40 questions, +0% (95% interval +0% to +0%)" in line(kept)
 
 
 @pytest.mark.parametrize(
-    ("right", "proven", "samples"), [(0, False, None), (1, False, 72), (14, False, 6), (71, False, 2), (72, True, None)]
+    ("right", "proven", "samples"),
+    [(0, False, None), (1, False, 72), (14, False, 6), (71, False, 2), (72, True, None)],
 )
 def test_too_few_right_answers_are_no_proof_and_more_samples_would_be(
     right: int, proven: bool, samples: int | None
@@ -301,7 +366,10 @@ def test_all_answers_together_may_be_enough_and_three_contexts_never_are() -> No
     assert not verdict(few[:1]).proven and verdict(few).proven
     assert verdict(few).why == "80 right answers of 4 contexts"
     many = [TaskLoss.of("a", contexts_of(300, 3))]
-    assert not verdict(many).proven and remedy(many, 1) == "a longer file would give the 4 contexts that answers take"
+    assert (
+        not verdict(many).proven
+        and remedy(many, 1) == "a longer file would give the 4 contexts that answers take"
+    )
 
 
 def test_text_alone_asks_for_no_answers() -> None:
@@ -317,5 +385,6 @@ def contexts_of(right: int, count: int) -> list[ContextLoss]:
     """So many right answers in all, over so many contexts."""
     spread = [right // count + (at < right % count) for at in range(count)]
     return [
-        ContextLoss(digest=str(at), kl=0.01, tokens=9, answers=200, dense_right=some) for at, some in enumerate(spread)
+        ContextLoss(digest=str(at), kl=0.01, tokens=9, answers=200, dense_right=some)
+        for at, some in enumerate(spread)
     ]

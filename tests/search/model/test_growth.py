@@ -16,7 +16,9 @@ SHORT, LONG = 4096, 16_384
 LAYERS, HEADS = 2, 3
 
 
-def curves_of(candidates: tuple[Pattern, ...], length: int, power: float, noise: float = 0.0) -> Curves:
+def curves_of(
+    candidates: tuple[Pattern, ...], length: int, power: float, noise: float = 0.0
+) -> Curves:
     """What a head loses depends on its sizes over length ** power alone."""
     rng = np.random.default_rng(length)
 
@@ -31,7 +33,9 @@ def curves_of(candidates: tuple[Pattern, ...], length: int, power: float, noise:
     found = np.broadcast_to(values, spread.shape) * spread
     zero = np.zeros_like(found)
     squared = {"text": zero, "drop": zero, "answer": zero}
-    return Curves(change=found, error=found, recall=found, tiles=found, **squared, tokens=0, texts=0, asked=0)
+    return Curves(
+        change=found, error=found, recall=found, tiles=found, **squared, tokens=0, texts=0, asked=0
+    )
 
 
 def rung(candidates: tuple[Pattern, ...], length: int, kind: str, share: float) -> int:
@@ -80,7 +84,8 @@ def test_powers_are_clipped(power: float, told: float) -> None:
 
 
 def test_what_lies_between_beyond_the_rungs_is_not_guessed() -> None:
-    """At the short length the largest rung loses more than is wanted: the power is below 1, and nobody knows which."""
+    """At the short length the largest rung loses more than is wanted: the power is below 1, and
+    nobody knows which."""
     candidates = {length: ladder(length) for length in (SHORT, LONG)}
     curves = {length: curves_of(candidates[length], length, 0.5) for length in candidates}
     chosen = np.full((LAYERS, HEADS), rung(candidates[LONG], LONG, "a_shape", 3 / 8))

@@ -1,4 +1,5 @@
-"""Spending a budget over parts: the best there is for what it uses, and a price that says the same."""
+"""Spending a budget over parts: the best there is for what it uses, and a price that says the
+same."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ def chosen_at(price: float, losses: np.ndarray, costs: np.ndarray) -> list[int]:
     found = []
     for cost, loss in zip(wide, losses, strict=True):
         line = hull(cost, loss)
-        steps = itertools.takewhile(lambda two: slope(cost, loss, *two) > price, itertools.pairwise(line))  # noqa: B023
+        steps = itertools.takewhile(
+            lambda two: slope(cost, loss, *two) > price,  # noqa: B023
+            itertools.pairwise(line),
+        )
         found.append([line[0], *(dearer for _, dearer in steps)][-1])
     return found
 
@@ -40,11 +44,14 @@ def cost_of(entries: list[int], costs: np.ndarray) -> float:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("convex", [True, False])
 def test_it_is_the_best_for_some_price(seed: int, convex: bool) -> None:
-    """Everett's condition: the least of loss + price * cost is the best for its own cost, which must lead to it."""
+    """Everett's condition: the least of loss + price * cost is the best for its own cost, which
+    must lead to it."""
     losses = curves(4, seed, convex)
     choices = list(itertools.product(range(len(SIZES)), repeat=4))
     sizes = [sum(SIZES[entry] for entry in choice) for choice in choices]
-    total_losses = [sum(losses[part, entry] for part, entry in enumerate(choice)) for choice in choices]
+    total_losses = [
+        sum(losses[part, entry] for part, entry in enumerate(choice)) for choice in choices
+    ]
     price = float(np.random.default_rng(seed).exponential())
     best = min(range(len(choices)), key=lambda at: total_losses[at] + price * sizes[at])
     assert tuple(spend(losses, SIZES, sizes[best]).entries) == choices[best]
@@ -52,7 +59,8 @@ def test_it_is_the_best_for_some_price(seed: int, convex: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(300))
 def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed: int) -> None:
-    """Also where steep steps are too large and flatter ones fit later: their slope would be far too low a price."""
+    """Also where steep steps are too large and flatter ones fit later: their slope would be far too
+    low a price."""
     rng = np.random.default_rng(seed)
     parts = int(rng.integers(2, 9))
     shape = parts, int(rng.integers(2, 7))
@@ -61,16 +69,22 @@ def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed: int
     total = float(rng.uniform(costs[:, 0].sum(), costs[:, -1].sum()))
     spent = spend(losses, costs, total)
     by_price = chosen_at(spent.price, losses, costs)
-    assert cost_of(by_price, costs) <= cost_of(spent.entries, costs) * (1 + 1e-9) <= total * (1 + 1e-9)
+    assert (
+        cost_of(by_price, costs) <= cost_of(spent.entries, costs) * (1 + 1e-9) <= total * (1 + 1e-9)
+    )
     if spent.price == 0:
         assert by_price == spent.entries
     # A part that got something else got more: what was left over fitted a flatter step.
     assert all(
-        costs[part, a] <= costs[part, b] for part, (a, b) in enumerate(zip(by_price, spent.entries, strict=True))
+        costs[part, a] <= costs[part, b]
+        for part, (a, b) in enumerate(zip(by_price, spent.entries, strict=True))
     )
-    # And it is no higher than it must be: a little below it, the step that did not fit would be taken.
+    # And it is no higher than it must be: a little below it, the step that did not fit would be
+    # taken.
     if spent.price > 0:
-        assert cost_of(chosen_at(spent.price * (1 - 1e-9), losses, costs), costs) > cost_of(by_price, costs)
+        assert cost_of(chosen_at(spent.price * (1 - 1e-9), losses, costs), costs) > cost_of(
+            by_price, costs
+        )
 
 
 def test_with_all_that_there_is_the_price_is_none() -> None:
@@ -83,7 +97,8 @@ def test_with_all_that_there_is_the_price_is_none() -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_entries_amid_an_edge_are_steps_of_their_own(seed: int) -> None:
-    """On a straight line up to rounding, which puts some of them above it: all belong to the hull, and only they."""
+    """On a straight line up to rounding, which puts some of them above it: all belong to the hull,
+    and only they."""
     rng = np.random.default_rng(seed)
     costs = np.append(np.sort(rng.uniform(size=6)), 1.5) * 10 ** rng.uniform(-9, 9)
     losses = 0.3 - 0.1 * costs / costs[-1] * rng.uniform(0.1, 1)
@@ -91,21 +106,30 @@ def test_entries_amid_an_edge_are_steps_of_their_own(seed: int) -> None:
     losses[3] += 1e-6
     assert hull(costs, losses) == [0, 1, 2, 4, 5, 6]
     spent = spend(losses[None], costs, costs[5] * (1 + 1e-9))
-    assert spent.entries == [5] and spent.price == pytest.approx(slope(costs, losses, 0, 6), rel=1e-6)
+    assert spent.entries == [5] and spent.price == pytest.approx(
+        slope(costs, losses, 0, 6), rel=1e-6
+    )
 
 
 def test_parts_may_have_costs_of_their_own_in_any_order() -> None:
     losses = np.array([[8.0, 4.0, 0.0], [8.0, 4.0, 0.0]])
     costs = np.array([[1.0, 2.0, 3.0], [1.0, 5.0, 9.0]])
-    assert spend(losses, costs, 4.0).entries == [2, 0] and spend(losses, costs, 12.0).entries == [2, 2]
+    assert spend(losses, costs, 4.0).entries == [2, 0] and spend(losses, costs, 12.0).entries == [
+        2,
+        2,
+    ]
     assert spend(np.array([[0.0, 4.0, 8.0]]), np.array([[3.0, 2.0, 1.0]]), 2.5).entries == [1]
-    with pytest.raises(HeadwiseError, match=r"a total of 1\.9 is too small for 2 parts: the least is 2"):
+    with pytest.raises(
+        HeadwiseError, match=r"a total of 1\.9 is too small for 2 parts: the least is 2"
+    ):
         spend(losses, costs, 1.9)
 
 
 def test_what_loses_infinitely_much_is_not_taken() -> None:
     losses = np.array([[np.inf, 4.0, 1.0], [5.0, np.inf, 0.0]])
-    assert spend(losses, (1, 2, 3), 3.0).entries == [1, 0] and spend(losses, (1, 2, 3), 6.0).entries == [2, 2]
+    assert spend(losses, (1, 2, 3), 3.0).entries == [1, 0] and spend(
+        losses, (1, 2, 3), 6.0
+    ).entries == [2, 2]
 
 
 def test_of_entries_that_are_alike_the_last_is_taken() -> None:
@@ -114,9 +138,12 @@ def test_of_entries_that_are_alike_the_last_is_taken() -> None:
 
 
 def at_price(losses: list[float], costs: list[float], price: float) -> int:
-    """The entry with the least loss and price times cost; of entries that float32 cannot tell apart the cheapest."""
+    """The entry with the least loss and price times cost; of entries that float32 cannot tell apart
+    the cheapest."""
     totals = [loss + price * cost for loss, cost in zip(losses, costs, strict=True)]
-    alike = [at for at, total in enumerate(totals) if total <= min(totals) + 1e-6 * abs(min(totals))]
+    alike = [
+        at for at, total in enumerate(totals) if total <= min(totals) + 1e-6 * abs(min(totals))
+    ]
     return min(alike, key=lambda at: (costs[at], totals[at]))
 
 
@@ -126,15 +153,23 @@ def test_by_the_price_in_a_sidecar_heads_spend_no_more_than_the_budget(seed: int
     heads, candidates = 30, 9
     costs = np.sort(rng.uniform(0.1, 1.0, (heads, candidates)), axis=-1)
     # Falling losses, some of them steep and some nearly flat, as heads have them.
-    losses = np.sort(rng.uniform(0, 1, (heads, candidates)) ** rng.uniform(1, 6, (heads, 1)), axis=-1)[:, ::-1]
+    losses = np.sort(
+        rng.uniform(0, 1, (heads, candidates)) ** rng.uniform(1, 6, (heads, 1)), axis=-1
+    )[:, ::-1]
     total = float(rng.uniform(1.05, 3.0)) * float(costs[:, 0].sum())
     spent = spend(losses, costs, total)
     assert spent.price > 0
     # As a sidecar has them.
     kept, cost = losses.astype(np.float32), costs.astype(np.float32)
-    chosen = [at_price(kept[head].tolist(), cost[head].tolist(), spent.price) for head in range(heads)]
+    chosen = [
+        at_price(kept[head].tolist(), cost[head].tolist(), spent.price) for head in range(heads)
+    ]
     paid = float(costs[np.arange(heads), chosen].sum())
     assert paid <= total
-    # And no more than a step less: half of the price would spend beyond it or take every step there is.
-    assert paid >= 0.5 * total or paid >= float(costs[np.arange(heads), spent.entries].sum()) - costs.max()
+    # And no more than a step less: half of the price would spend beyond it or take every step there
+    # is.
+    assert (
+        paid >= 0.5 * total
+        or paid >= float(costs[np.arange(heads), spent.entries].sum()) - costs.max()
+    )
     assert all(a <= b for a, b in zip(chosen, spent.entries, strict=True))

@@ -38,7 +38,10 @@ def formula(asked: Refinement) -> object:
     def measure(some: Sequence[Allocation]) -> list[list[TaskLoss]]:
         found = []
         for one in some:
-            losses = {kind: np.nansum(one.pick(v)) for kind, v in asked.heads.curves[one.tail].losses().items()}
+            losses = {
+                kind: np.nansum(one.pick(v))
+                for kind, v in asked.heads.curves[one.tail].losses().items()
+            }
             text, answer = TEXT * float(losses["text"]), ANSWER * float(losses["answer"])
             found.append([task("prose", text), task("kv", answer, answers=3)])
         return found
@@ -49,7 +52,9 @@ def formula(asked: Refinement) -> object:
 def test_kinds_are_balanced_by_what_a_run_shows_over_what_curves_say() -> None:
     asked = refinement()
     allocation = asked.heads.by_model(3.0, 64)
-    predicted = {k: float(np.nansum(allocation.pick(v))) for k, v in asked.heads.curves[64].losses().items()}
+    predicted = {
+        k: float(np.nansum(allocation.pick(v))) for k, v in asked.heads.curves[64].losses().items()
+    }
     tasks = (
         task("prose", 2 * predicted["text"]),
         task("more", 4 * predicted["text"]),
@@ -58,13 +63,21 @@ def test_kinds_are_balanced_by_what_a_run_shows_over_what_curves_say() -> None:
     found = balanced(asked.heads, Trial(name="", allocation=allocation, tasks=tasks))
     # Three times and twelve times: the geometric mean of both is 1.
     assert found == pytest.approx({"text": 0.5, "answer": 2.0})
-    far = (task("prose", 1e-3 * predicted["text"]), task("kv", 1e3 * predicted["answer"], answers=2))
-    assert balanced(asked.heads, Trial(name="", allocation=allocation, tasks=far)) == {"text": 1 / 8, "answer": 8.0}
+    far = (
+        task("prose", 1e-3 * predicted["text"]),
+        task("kv", 1e3 * predicted["answer"], answers=2),
+    )
+    assert balanced(asked.heads, Trial(name="", allocation=allocation, tasks=far)) == {
+        "text": 1 / 8,
+        "answer": 8.0,
+    }
 
 
 def test_one_kind_has_nothing_to_balance() -> None:
     asked = refinement()
-    heads = replace(asked.heads, curves={t: replace(c, asked=0) for t, c in asked.heads.curves.items()})
+    heads = replace(
+        asked.heads, curves={t: replace(c, asked=0) for t, c in asked.heads.curves.items()}
+    )
     trial = Trial(name="", allocation=heads.by_model(3.0, 64), tasks=(task("prose", 1.0),))
     assert balanced(heads, trial) is None
 
@@ -91,12 +104,21 @@ def test_one_run_balances_and_says_what_is_to_be_expected_of_that() -> None:
     (alone,) = refine(asked, formula(asked), counts.append)  # type: ignore[arg-type]
     two = refine(refinement(trials=2, **how), formula(asked))  # type: ignore[arg-type]
     run = next(trial for trial in two if trial.name == "balanced")
-    assert counts == [1] and alone.name == "balanced" and alone.allocation.digest == run.allocation.digest
-    assert next(trial for trial in two if trial.name == "curves").allocation.digest != run.allocation.digest
+    assert (
+        counts == [1]
+        and alone.name == "balanced"
+        and alone.allocation.digest == run.allocation.digest
+    )
+    assert (
+        next(trial for trial in two if trial.name == "curves").allocation.digest
+        != run.allocation.digest
+    )
     # Losses of the formula are proportional to those of the curves.
     assert [task.kl for task in alone.tasks] == pytest.approx([task.kl for task in run.tasks])
     text = TaskLoss.of("prose", [ContextLoss(digest="prose", kl=0.1, text=0.02)]).times(3)
-    assert (text.kl, text.perplexity_ratio) == pytest.approx((0.3, exp(0.06))) and text.nll_rise is None
+    assert (text.kl, text.perplexity_ratio) == pytest.approx(
+        (0.3, exp(0.06))
+    ) and text.nll_rise is None
 
 
 def test_the_same_seed_gives_the_same_trials_and_another_gives_others() -> None:
@@ -117,7 +139,9 @@ def test_a_storage_holds_an_ordinary_study_of_these_trials(tmp_path: Path) -> No
         trials = refine(asked, formula(asked))  # type: ignore[arg-type]
         study = optuna.load_study(study_name="cfg", storage=url)
         assert len(study.trials) == 7 and study.best_value == pytest.approx(trials[0].loss)
-        assert sorted(t.value for t in study.trials) == pytest.approx([trial.loss for trial in trials])
+        assert sorted(t.value for t in study.trials) == pytest.approx(
+            [trial.loss for trial in trials]
+        )
         assert all(set(t.params) == {"group_0", "group_1", "dense_tail"} for t in study.trials)
     # Another rank leaves the storage alone, and draws the same.
     quiet = refinement(storage=f"sqlite:///{tmp_path}/none.db", quiet=True)

@@ -60,7 +60,9 @@ def scores_of(model: Any, length: int, visit: Any, *, total: int | None = None) 
         gradient_pass(model, ids, answers, lambda layer: visit(layer, stream))
 
 
-def direct(model: Any, layer: LayerGradients, stream: ResidualStream, length: int, tail: int) -> dict[str, np.ndarray]:
+def direct(
+    model: Any, layer: LayerGradients, stream: ResidualStream, length: int, tail: int
+) -> dict[str, np.ndarray]:
     """(H, C) of each sum, a candidate at a time over the whole prefill."""
     whole = layer.inputs
     q, k, v = (x[:, :, :length] for x in (whole.q, whole.k, whole.v))
@@ -68,7 +70,10 @@ def direct(model: Any, layer: LayerGradients, stream: ResidualStream, length: in
     dense, by_out = layer.out[0, :, :length].double(), layer.by_out[0, :, :length].double()
     weight = model.model.layers[whole.layer].self_attn.o_proj.weight.double()
     sizes = stream._sizes[whole.layer][:length].double()
-    names, candidates = ("change", "squared", "size", "recall", "drop", "fisher", "tiles"), with_a_threshold(length)
+    names, candidates = (
+        ("change", "squared", "size", "recall", "drop", "fisher", "tiles"),
+        with_a_threshold(length),
+    )
     found = {name: np.empty((heads, len(candidates))) for name in names}
     for c, pattern in enumerate(candidates):
         index = LayerPlan([pattern] * heads, groups, dense_tail=tail).build(q, k, scale=whole.scale)
@@ -79,7 +84,9 @@ def direct(model: Any, layer: LayerGradients, stream: ResidualStream, length: in
         assert skipped.any() or pattern.kind != "skip_softmax" or length < 320
         # The mass on keys: a learned sink is none.
         kept, every = (
-            sparse_attention(q, k, v, one, scale=whole.scale, return_lse=True, backend="reference")[1][0].double()
+            sparse_attention(q, k, v, one, scale=whole.scale, return_lse=True, backend="reference")[
+                1
+            ][0].double()
             for one in (index, dense_index(1, heads, length, length, q.device))
         )
         change = out[0].double() - dense
@@ -99,24 +106,37 @@ def direct(model: Any, layer: LayerGradients, stream: ResidualStream, length: in
 
 @pytest.mark.parametrize(
     "family, length, total",
-    [("Llama", 320, 320), ("Llama", 333, 333), ("Llama", 200, 333), ("Llama", 150, 150), ("GptOss", 333, 340)],
+    [
+        ("Llama", 320, 320),
+        ("Llama", 333, 333),
+        ("Llama", 200, 333),
+        ("Llama", 150, 150),
+        ("GptOss", 333, 340),
+    ],
 )
 def test_with_every_tile_scores_are_those_of_each_candidate_alone(
     family: str, every_tile: None, length: int, total: int
 ) -> None:
-    """Also where the length is no multiple of a tile, and where turns and answers follow the context."""
+    """Also where the length is no multiple of a tile, and where turns and answers follow the
+    context."""
     model, layers = tiny_model(family), []
     look_at_themselves(model)
 
     def visit(layer: LayerGradients, stream: ResidualStream) -> None:
         layers.append(layer.inputs.layer)
         assert (layer.inputs.sinks is None) == (family == "Llama")
-        found = score_layer(layer, stream, with_a_threshold(length), length=length, tails=TAILS, seed=0)
+        found = score_layer(
+            layer, stream, with_a_threshold(length), length=length, tails=TAILS, seed=0
+        )
         for tail, scores in found.items():
             for name, expected in direct(model, layer, stream, length, tail).items():
                 near = 1e-6 * max(1.0, float(np.abs(expected).max()))
                 np.testing.assert_allclose(
-                    getattr(scores, name), expected, rtol=3e-3, atol=50 * near, err_msg=f"{name} with tail {tail}"
+                    getattr(scores, name),
+                    expected,
+                    rtol=3e-3,
+                    atol=50 * near,
+                    err_msg=f"{name} with tail {tail}",
                 )
 
     scores_of(model, length, visit, total=total)
@@ -136,11 +156,15 @@ def test_without_gradients_only_what_needs_them_is_missing(model: Any, every_til
     scores_of(model, 200, visit)
 
 
-def test_estimates_are_unbiased_and_the_same_for_a_seed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_are_unbiased_and_the_same_for_a_seed(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     length, names = 700, ("change", "squared", "recall", "drop", "fisher")
 
     def scored(layer: LayerGradients, stream: ResidualStream, seed: int) -> Scores:
-        return score_layer(layer, stream, CANDIDATES[:1], length=length, tails=(0, 64, 256), seed=seed)[64]
+        return score_layer(
+            layer, stream, CANDIDATES[:1], length=length, tails=(0, 64, 256), seed=seed
+        )[64]
 
     def visit(layer: LayerGradients, stream: ResidualStream) -> None:
         if layer.inputs.layer:
@@ -154,14 +178,20 @@ def test_estimates_are_unbiased_and_the_same_for_a_seed(model: Any, monkeypatch:
         for name in names:
             values = np.stack([getattr(one, name) for one in found])
             error = values.std(0, ddof=1) / len(found) ** 0.5
-            assert (np.abs(values.mean(0) - getattr(expected, name)) <= 4.5 * error + 1e-9).all(), name
+            assert (np.abs(values.mean(0) - getattr(expected, name)) <= 4.5 * error + 1e-9).all(), (
+                name
+            )
             assert np.ptp(values) > 0 and np.array_equal(getattr(again, name), values[0])
 
     scores_of(model, length, visit)
 
 
-@pytest.mark.parametrize("length, tails", [(4096, (0, 64)), (4100, (0, 64, 256)), (130, (0,)), (200, (256,))])
-def test_tiles_are_one_of_each_stretch_and_of_each_tail(length: int, tails: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "length, tails", [(4096, (0, 64)), (4100, (0, 64, 256)), (130, (0,)), (200, (256,))]
+)
+def test_tiles_are_one_of_each_stretch_and_of_each_tail(
+    length: int, tails: tuple[int, ...]
+) -> None:
     by_out: Tensor = torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(0))
     found, n = sampled(by_out, length, tails, 3), num_tiles(length)
     rows = found.rows.tolist()
@@ -186,12 +216,16 @@ def test_weights_stand_for_all_tiles_and_large_gradients_are_drawn_more_often() 
     assert np.mean([40 in one.rows.tolist() for one in draws]) > 0.5
     assert max(float(one.weights.max()) for one in draws) <= 2 * 10 + 1e-9
     alike = sampled(None, length, (0,), 0)
-    assert len(alike.rows) == 20 and torch.allclose(alike.weights, torch.full((20,), 8.0, dtype=torch.float64))
+    assert len(alike.rows) == 20 and torch.allclose(
+        alike.weights, torch.full((20,), 8.0, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize("prompts", [1, 2, 3, 4, 7])
-def test_ranks_share_prompts_and_the_layers_of_those_that_are_left(prompts: int, count: int) -> None:
+def test_ranks_share_prompts_and_the_layers_of_those_that_are_left(
+    prompts: int, count: int
+) -> None:
     units = [(number, layer) for number in range(prompts) for layer in range(6)]
     shares = [_share(units, Ranks(rank, count)) for rank in range(count)]
     assert sorted(unit for share in shares for unit in share) == units
@@ -206,4 +240,6 @@ def test_ranks_share_what_an_interrupted_search_left() -> None:
     units = [(0, 5), *((1, layer) for layer in range(6)), *((2, layer) for layer in range(4))]
     shares = [_share(units, Ranks(rank, 2)) for rank in range(2)]
     assert sorted(unit for share in shares for unit in share) == units
-    assert shares[0] == {(1, layer) for layer in range(6)} | {(0, 5)} and _share([], Ranks()) == set()
+    assert (
+        shares[0] == {(1, layer) for layer in range(6)} | {(0, 5)} and _share([], Ranks()) == set()
+    )

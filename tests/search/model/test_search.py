@@ -60,7 +60,11 @@ def options(model: Path, at: Path, *more: str, **changes: str | None) -> list[st
         **changes,
     }
     tasks = (told.pop("calibration") or "").split()
-    named = [(f"--{name.replace('_', '-')}", value.split()) for name, value in told.items() if value is not None]
+    named = [
+        (f"--{name.replace('_', '-')}", value.split())
+        for name, value in told.items()
+        if value is not None
+    ]
     named += [("--task", [task]) for task in tasks]
     return [*(word for name, values in named for word in (name, *values)), "--no-picture", *more]
 
@@ -111,12 +115,20 @@ def test_lines_and_label_maps_calibrate_and_are_held_out(tmp_path: Path) -> None
     """An answer behind the prompt and answers inside it: both are scored, and held out."""
     tasks, length, out = ("line_retrieval", "label_map"), 2600, tmp_path / "cfg.yaml"
     model = save_tiny(tmp_path / "tiny", max_position_embeddings=length)
-    assert main(options(model, out, calibration=" ".join(tasks), length=str(length), n_trials="1")) == 0
+    assert (
+        main(options(model, out, calibration=" ".join(tasks), length=str(length), n_trials="1"))
+        == 0
+    )
     artifact = artifacts.load(out)
     assert artifact.search is not None and artifact.evidence is not None
     tokenizer = load_model(str(model), dtype="float32").tokenizer
-    prompts = [p for task in tasks for p in make_prompts(task, tokenizer, length=length, samples=1, seed=0)]
-    assert artifact.search.calibration.tasks == tasks and artifact.search.calibration.sha256 == digest(prompts)
+    prompts = [
+        p for task in tasks for p in make_prompts(task, tokenizer, length=length, samples=1, seed=0)
+    ]
+    assert (
+        artifact.search.calibration.tasks == tasks
+        and artifact.search.calibration.sha256 == digest(prompts)
+    )
     lines, labels, _ = artifact.evidence.tasks
     assert (lines.task, labels.task) == tasks and None not in (lines.nll_rise, labels.nll_rise)
     assert lines.kl > 0 < labels.kl and 0 < artifact.search.summary.density < 1
@@ -132,36 +144,57 @@ def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found: Path) -
     assert 0.55 * front.dense_cost < spent <= 0.65 * front.dense_cost * (1 + 1e-6)
     assert artifact.prefill.dense_tail in (64, 256)
     assert any(point.cost == pytest.approx(spent, rel=1e-5) for point in front.points)
-    np.testing.assert_allclose(artifact.search.summary.density, np.nanmean(arrays["chosen.density"]), rtol=1e-5)
+    np.testing.assert_allclose(
+        artifact.search.summary.density, np.nanmean(arrays["chosen.density"]), rtol=1e-5
+    )
 
 
 def test_evidence_is_what_held_out_prompts_say(found: Path, tiny_model: Path) -> None:
-    (artifact, arrays), loaded = artifacts.load_pair(found), load_model(str(tiny_model), dtype="float32")
-    calibration = [p for t in TASKS for p in make_prompts(t, loaded.tokenizer, length=LENGTH, samples=1, seed=0)]
-    prompts = held_out_prompts(TASKS, loaded, length=LENGTH, samples=1, seed=0, seen=Seen(calibration), number=0)
+    (artifact, arrays), loaded = (
+        artifacts.load_pair(found),
+        load_model(str(tiny_model), dtype="float32"),
+    )
+    calibration = [
+        p
+        for t in TASKS
+        for p in make_prompts(t, loaded.tokenizer, length=LENGTH, samples=1, seed=0)
+    ]
+    prompts = held_out_prompts(
+        TASKS, loaded, length=LENGTH, samples=1, seed=0, seen=Seen(calibration), number=0
+    )
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     plans = plans_of(artifact, arrays, LENGTH)
     losses = [reference.losses(number, plans) for number in range(len(reference.sequences))]
     assert artifact.evidence is not None and artifact.evidence.chosen_on is None
-    for figures, task in zip(artifact.evidence.tasks, by_task(reference.sequences, losses), strict=True):
+    for figures, task in zip(
+        artifact.evidence.tasks, by_task(reference.sequences, losses), strict=True
+    ):
         assert figures.task == task.task and figures.kl == pytest.approx(task.kl, rel=1e-4)
         if task.nll_rise is None:
             assert figures.perplexity_ratio == pytest.approx(task.perplexity_ratio, rel=1e-4)
             assert (figures.nll_rise, figures.dense_right, figures.lost) == (None, None, None)
         else:
-            assert figures.nll_rise == pytest.approx(task.nll_rise, rel=1e-4) and figures.perplexity_ratio is None
+            assert (
+                figures.nll_rise == pytest.approx(task.nll_rise, rel=1e-4)
+                and figures.perplexity_ratio is None
+            )
             assert (figures.prompts, figures.answers) == (task.prompts, task.answers)
             assert (figures.dense_right, figures.lost) == (task.dense_right, task.lost)
     # What was seen is known by its tokens: calibration and what the gate looked at.
     seen = Seen.by([arrays])
     assert all(map(seen.overlaps, [*calibration, *prompts]))
     # Scores are estimates from some tiles; at this length all are taken.
-    errors = np.mean([fidelity(loaded.model, artifact, prompt).error for prompt in calibration], axis=0)
+    errors = np.mean(
+        [fidelity(loaded.model, artifact, prompt).error for prompt in calibration], axis=0
+    )
     np.testing.assert_allclose(arrays["chosen.error"], errors, rtol=2e-3, atol=1e-5)
 
 
 def test_points_of_the_front_are_served(found: Path, tiny_model: Path) -> None:
-    loaded, front = load_model(str(tiny_model), dtype="float32"), artifacts.load(found).prefill.front
+    loaded, front = (
+        load_model(str(tiny_model), dtype="float32"),
+        artifacts.load(found).prefill.front,
+    )
     assert front is not None
     ids = torch.randint(0, 250, (1, LENGTH))
     far = []
@@ -197,11 +230,11 @@ def test_held_out_prompts_that_raise_the_budget_do_not_report(
 class Clock:
     """A made-up clock: every run is real, and takes as long as this says.
 
-    dense: attention of a layer over every key; sparse: by the patterns that were accepted; candidates take 0.1 ms.
+    dense: attention of a layer over every key; sparse: by the patterns that were accepted;
+    candidates take 0.1 ms.
 
-    first_token: times as fast as dense attention to the first token. attention: what was timed of it, as (tokens,
-    names, whether one turn is not counted). prefills: the ways of each round.
-    """
+    first_token: times as fast as dense attention to the first token. attention: what was timed of
+    it, as (tokens, names, whether one turn is not counted). prefills: the ways of each round."""
 
     dense: float = 1e-3
     sparse: float = 1e-4
@@ -216,7 +249,9 @@ class Clock:
         candidates = {name: self.dense if is_dense[name] else 1e-4 for name in runs}
         return candidates | ({"chosen": self.sparse} if "chosen" in runs else {})
 
-    def interleaved(self, ways: Any, run: Any, *, repeats: int, device: str) -> dict[str, list[float]]:
+    def interleaved(
+        self, ways: Any, run: Any, *, repeats: int, device: str
+    ) -> dict[str, list[float]]:
         for enter in ways.values():
             with enter():
                 run()
@@ -243,34 +278,71 @@ def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
     out = tmp_path / "cfg.yaml"
     assert main(options(tiny_model, out, **TIMED)) == 0
     artifact = artifacts.load(out)
-    assert artifact.search is not None and artifact.search.cost.unit == "seconds" and len(artifact.costs) == 1
+    assert (
+        artifact.search is not None
+        and artifact.search.cost.unit == "seconds"
+        and len(artifact.costs) == 1
+    )
     assert artifact.prefill.dense_below == LENGTH // 2
     whole, *attention = artifact.evidence.measurements
-    assert (whole.name, whole.value, whole.baseline, whole.samples) == ("seconds to the first token", 1.0, 2.0, 6)
+    assert (whole.name, whole.value, whole.baseline, whole.samples) == (
+        "seconds to the first token",
+        1.0,
+        2.0,
+        6,
+    )
     assert whole.baseline_name == "dense attention by Headwise's kernel"
     assert [one.value for one in attention] == pytest.approx([3e-4] * 3)
-    assert {one.baseline_name: one for one in attention}["dense attention by sdpa"].baseline == pytest.approx(3e-3)
-    # Three budgets, and of all kinds some, on each layer; then what was found, and that on half the prompt.
+    assert {one.baseline_name: one for one in attention}[
+        "dense attention by sdpa"
+    ].baseline == pytest.approx(3e-3)
+    # Three budgets, and of all kinds some, on each layer; then what was found, and that on half the
+    # prompt.
     costs, chosen = clock.attention[:3], clock.attention[3:]
     kinds = {name.partition("(")[0] for name in costs[0][1]}
-    assert kinds == {"0", "1", "2", "AShape", "VerticalSlash", "BlockSparse", "SkipSoftmax", "Dense", ANCHOR}
+    assert kinds == {
+        "0",
+        "1",
+        "2",
+        "AShape",
+        "VerticalSlash",
+        "BlockSparse",
+        "SkipSoftmax",
+        "Dense",
+        ANCHOR,
+    }
     assert [names for _, names, _ in chosen[:2]] == [["chosen", ANCHOR, SDPA]] * 2
     assert [tokens for tokens, _, _ in chosen] == [LENGTH, LENGTH // 2] * 3
     # One turn is not counted where each length is timed first.
-    assert [first for _, _, first in clock.attention] == [True, False, False, True, True, *[False] * 4]
+    assert [first for _, _, first in clock.attention] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+        *[False] * 4,
+    ]
     # Against the fastest dense baseline alone, in turn.
     assert clock.prefills == [[KERNEL, HEADWISE]] * 6
     said = capsys.readouterr().out
     block = said.split("\n\n")[-1].splitlines()
     assert block[0] == (
-        "2.0 -> 1.0 s to the first token at 512 tokens (2.00x the fastest dense attention's); attention alone 10.00x; "
-        "not proven: 0 right answers of 4 contexts; dense attention gets none right: take a --task that it can answer, "
+        "2.0 -> 1.0 s to the first token at 512 tokens (2.00x the fastest dense attention's); "
+        "attention alone 10.00x; "
+        "not proven: 0 right answers of 4 contexts; dense attention gets none right: take a --task "
+        "that it can answer, "
         "or a shorter --length"
     )
-    assert block[1].startswith("budget   asked 0.7, spent 0.") and block[1].endswith(" of all of attention in seconds")
-    assert block[2].startswith(f"wrote {out}, ") and block[3].startswith("next, on text like yours: headwise gate ")
+    assert block[1].startswith("budget   asked 0.7, spent 0.") and block[1].endswith(
+        " of all of attention in seconds"
+    )
+    assert block[2].startswith(f"wrote {out}, ") and block[3].startswith(
+        "next, on text like yours: headwise gate "
+    )
     assert "attention alone: 10.00 times as fast as the fastest dense baseline" in said
-    assert artifact.evidence.verdict == artifacts.Verdict(proven=False, why="0 right answers of 4 contexts")
+    assert artifact.evidence.verdict == artifacts.Verdict(
+        proven=False, why="0 right answers of 4 contexts"
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,7 +369,9 @@ def test_what_is_not_worth_serving_is_not_written(
     assert main(options(tiny_model, out, **TIMED)) == 3
     block = capsys.readouterr().out.split("\n\n")[-1].splitlines()
     assert block[0] == f"not worth serving at 512 tokens: {says}try a smaller --budget"
-    assert block[-1] == f"{out} was not written: --keep writes it all the same" and not list(tmp_path.iterdir())
+    assert block[-1] == f"{out} was not written: --keep writes it all the same" and not list(
+        tmp_path.iterdir()
+    )
     # A prefill of which nothing would be sparse is not timed.
     assert bool(clock.prefills) == (clock.sparse < 1e-3)
     assert main(options(tiny_model, out, "--keep", **TIMED)) == 0
@@ -330,11 +404,16 @@ def test_without_a_budget_a_longer_prompt_is_advised(
     assert block[1].startswith("budget   asked 0.25, spent ")
 
 
-def test_a_raised_budget_is_said_once(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_raised_budget_is_said_once(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(options(tiny_model, tmp_path / "cfg.yaml", n_trials="1", budget=None)) == 0
     printed, progress = capsys.readouterr()
     block = printed.split("\n\n")[-1].splitlines()
-    assert block[1].startswith("budget   asked 0.25, spent ") and ": the cheapest candidates cost " in block[1]
+    assert (
+        block[1].startswith("budget   asked 0.25, spent ")
+        and ": the cheapest candidates cost " in block[1]
+    )
     assert printed.count("cheapest candidates") == 1 and "budget" not in progress
 
 
@@ -345,14 +424,18 @@ def test_by_flops_it_is_the_count_that_decides(
     assert main(options(tiny_model, out, n_trials="1", budget="0.99")) == 3
     block = capsys.readouterr().out.split("\n\n")[-1].splitlines()
     assert re.fullmatch(
-        r"not worth serving at 512 tokens: 1\.0\dx fewer FLOPs of attention, counted and not timed; "
+        r"not worth serving at 512 tokens: 1\.0\dx fewer FLOPs of attention, counted and not "
+        r"timed; "
         r"try a smaller --budget",
         block[0],
     )
     assert not list(tmp_path.iterdir())
     assert main(options(tiny_model, out, n_trials="1")) == 0
     block = capsys.readouterr().out.split("\n\n")[-1].splitlines()
-    assert re.match(r"0\.\d\d of dense attention's FLOPs at 512 tokens \(\d\.\d\dx fewer\), counted and not", block[0])
+    assert re.match(
+        r"0\.\d\d of dense attention's FLOPs at 512 tokens \(\d\.\d\dx fewer\), counted and not",
+        block[0],
+    )
 
 
 def test_what_was_timed_is_not_timed_again_by_the_search_that_goes_on(
@@ -402,12 +485,16 @@ def test_interrupted_anywhere_it_loses_nothing_and_finds_the_same(
 
     monkeypatch.setattr(Ledger, "put", counted)
     assert main(options(tiny_model, out)) == 0
-    assert not before & set(again) and content(out) == content(found) and not ledger_of(out).exists()
+    assert (
+        not before & set(again) and content(out) == content(found) and not ledger_of(out).exists()
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", sampled([1, 2, 3], 3))
-def test_any_number_of_ranks_finds_the_same(found: Path, tiny_model: Path, tmp_path: Path, ranks: int) -> None:
+def test_any_number_of_ranks_finds_the_same(
+    found: Path, tiny_model: Path, tmp_path: Path, ranks: int
+) -> None:
     out = tmp_path / "cfg.yaml"
     code, _, said = run("search.heads", *options(tiny_model, out), ranks=ranks)
     assert code == 0, said
@@ -418,7 +505,10 @@ def test_any_number_of_ranks_finds_the_same(found: Path, tiny_model: Path, tmp_p
 
 
 def test_prompts_that_raise_the_budget_and_report_are_not_called_held_out(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """There is one set, as of a text that is too short for another."""
     verdicts = iter([None, "prose: too much is lost"])
@@ -428,8 +518,14 @@ def test_prompts_that_raise_the_budget_and_report_are_not_called_held_out(
     assert main(options(tiny_model, out, n_trials="1")) == 0
     artifact = artifacts.load(out)
     assert artifact.evidence.chosen_on is not None and artifact.evidence.reported_on is not None
-    assert artifact.evidence.chosen_on.name == artifact.evidence.reported_on.name == "by which the budget was raised"
-    assert artifact.prefill.front is not None and artifact.prefill.front.measured_on == "calibration"
+    assert (
+        artifact.evidence.chosen_on.name
+        == artifact.evidence.reported_on.name
+        == "by which the budget was raised"
+    )
+    assert (
+        artifact.prefill.front is not None and artifact.prefill.front.measured_on == "calibration"
+    )
     said = capsys.readouterr().out
     assert "held-out prompts" not in said and "prompts by which the budget was raised" in said
 
@@ -437,12 +533,18 @@ def test_prompts_that_raise_the_budget_and_report_are_not_called_held_out(
 def test_times_are_those_of_this_machine_and_this_budget(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was timed for another budget, or with other threads, is timed again by the search that goes on."""
+    """What was timed for another budget, or with other threads, is timed again by the search that
+    goes on."""
     taken: list[int] = []
     real = measured_costs.measured
     monkeypatch.setattr(pipeline, "measured", lambda *args: taken.append(1) or real(*args))
-    monkeypatch.setattr("profiling.speed.layer_times.in_turn", lambda runs, first: dict.fromkeys(runs, 1e-3))
-    out, asked = tmp_path / "cfg.yaml", {"cost": "seconds", "n_trials": "1", "budget": "0.7", "max_kl": "0.0000001"}
+    monkeypatch.setattr(
+        "profiling.speed.layer_times.in_turn", lambda runs, first: dict.fromkeys(runs, 1e-3)
+    )
+    out, asked = (
+        tmp_path / "cfg.yaml",
+        {"cost": "seconds", "n_trials": "1", "budget": "0.7", "max_kl": "0.0000001"},
+    )
     more: dict[str, str]
     for count, more in ((1, {}), (1, {}), (2, {"budget": "0.6"})):
         with pytest.raises(HeadwiseError):
@@ -462,7 +564,9 @@ def test_another_budget_goes_on_from_the_curves_of_one_that_failed_the_gate(
         main(options(tiny_model, out, max_kl="0.0000001", n_trials="1"))
     assert "\n" not in str(error.value) and len(scored) == 6
     assert [path.name for path in tmp_path.iterdir()] == [ledger_of(out).name]
-    with pytest.raises(HeadwiseError, match=r"its tasks is .* not .*passkey.*; repeat that command") as error:
+    with pytest.raises(
+        HeadwiseError, match=r"its tasks is .* not .*passkey.*; repeat that command"
+    ) as error:
         main(options(tiny_model, out, calibration="passkey"))
     assert "\n" not in str(error.value) and "--fresh" in str(error.value)
     with pytest.raises(HeadwiseError, match="its dtype is 'float32', not 'bfloat16'"):
@@ -470,13 +574,25 @@ def test_another_budget_goes_on_from_the_curves_of_one_that_failed_the_gate(
     assert main(options(tiny_model, out, budget="0.7", n_trials="2")) == 0 and len(scored) == 6
 
 
-def test_layers_that_come_in_one_at_a_time_give_the_same(found: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_layers_that_come_in_one_at_a_time_give_the_same(
+    found: Path, tiny_model: Path, tmp_path: Path
+) -> None:
     model = load_model(str(tiny_model), dtype="float32").model
     kept = model.get_input_embeddings().weight.nbytes
     if not model.config.tie_word_embeddings:
         kept += model.get_output_embeddings().weight.nbytes
-    some = kept + max(sum(weight.nbytes for weight in layer.parameters()) for layer in model.model.layers) * 3 // 2
-    assert load_model(str(tiny_model), dtype="float32", max_memory=some).model.hf_device_map["model.layers.2"] == "disk"
+    some = (
+        kept
+        + max(sum(weight.nbytes for weight in layer.parameters()) for layer in model.model.layers)
+        * 3
+        // 2
+    )
+    assert (
+        load_model(str(tiny_model), dtype="float32", max_memory=some).model.hf_device_map[
+            "model.layers.2"
+        ]
+        == "disk"
+    )
     out = tmp_path / "cfg.yaml"
     assert main(options(tiny_model, out, "--max-memory", str(some))) == 0
     assert content(out) == content(found)
@@ -485,7 +601,11 @@ def test_layers_that_come_in_one_at_a_time_give_the_same(found: Path, tiny_model
 
 
 def test_fresh_discards_what_is_there(
-    found: Path, tiny_model: Path, tmp_path: Path, scored: list[int], monkeypatch: pytest.MonkeyPatch
+    found: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    scored: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "cfg.yaml"
     monkeypatch.setattr(Ledger, "remove", lambda self: None)
@@ -496,11 +616,23 @@ def test_fresh_discards_what_is_there(
     assert content(out) != content(found)
 
 
-def test_lengths_in_any_order_are_one_search_and_sizes_grow(tiny_model: Path, tmp_path: Path) -> None:
+def test_lengths_in_any_order_are_one_search_and_sizes_grow(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     hashes = set()
-    for name, lengths, tasks in (("a", "256 512", "passkey prose"), ("b", "512 256 512", "passkey prose passkey")):
+    for name, lengths, tasks in (
+        ("a", "256 512", "passkey prose"),
+        ("b", "512 256 512", "passkey prose passkey"),
+    ):
         out = tmp_path / f"{name}.yaml"
-        assert main(options(tiny_model, out, length=lengths, calibration=tasks, n_trials="1", budget="0.7")) == 0
+        assert (
+            main(
+                options(
+                    tiny_model, out, length=lengths, calibration=tasks, n_trials="1", budget="0.7"
+                )
+            )
+            == 0
+        )
         artifact = artifacts.load(out)
         assert artifact.search is not None and artifact.search.calibration.lengths == (256, 512)
         assert artifact.prefill.growth is None or artifact.prefill.growth.length == 512
@@ -509,7 +641,10 @@ def test_lengths_in_any_order_are_one_search_and_sizes_grow(tiny_model: Path, tm
 
 
 def test_without_gradients_it_goes_by_the_change_and_says_so(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("profiling.inside.gradients._head_of", lambda model, ids: None)
     out = tmp_path / "cfg.yaml"
@@ -530,7 +665,10 @@ def test_without_gradients_it_goes_by_the_change_and_says_so(
         ({"length": "100"}, "--length must be at least 128, got 100"),
         ({"budget": "0"}, "--budget must be above 0"),
         ({"budget": "nan"}, "--budget must be above 0"),
-        ({"budget": "0.05"}, r"--budget 0\.05 is impossible at 512 tokens: the cheapest candidates cost 0\."),
+        (
+            {"budget": "0.05"},
+            r"--budget 0\.05 is impossible at 512 tokens: the cheapest candidates cost 0\.",
+        ),
         ({"budget": "a_shape:64,64"}, "goes with --preset paper"),
         ({"backend": "abacus"}, "abacus"),
         ({"samples": "0"}, "--samples must be at least 1"),
@@ -540,15 +678,25 @@ def test_without_gradients_it_goes_by_the_change_and_says_so(
         ({"max_lost": "nan"}, "--max-lost must be above 0"),
         ({"max_lost": "2"}, r"--max-lost must be above 0 and at most 1, got 2\.0"),
         ({"storage": "study"}, "cannot use the storage 'study'"),
-        ({"storage": "sqlite:///study.db", "n_trials": "2"}, "draws, which begin at --n-trials 3; got 2"),
-        ({"calibration": "text:a/x.txt text:b/x.txt"}, "two tasks text:x.txt: give their files different names"),
+        (
+            {"storage": "sqlite:///study.db", "n_trials": "2"},
+            "draws, which begin at --n-trials 3; got 2",
+        ),
+        (
+            {"calibration": "text:a/x.txt text:b/x.txt"},
+            "two tasks text:x.txt: give their files different names",
+        ),
         ({"preset": "paper"}, "goes with one budget for the model"),
         ({"out": "missing/cfg.yaml"}, "missing"),
     ],
     ids=str,
 )
 def test_bad_input_is_one_line_and_leaves_no_file(
-    tiny_model: Path, tmp_path: Path, changes: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path,
+    tmp_path: Path,
+    changes: dict[str, str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("a", "b"):
@@ -565,7 +713,9 @@ def test_bad_input_is_one_line_and_leaves_no_file(
 def test_a_model_that_only_slides_has_nothing_to_search(tmp_path: Path) -> None:
     sizes = {"head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}
     model = save_tiny(tmp_path / "m", family="Gemma3", config="Gemma3Text", **sizes)
-    with pytest.raises(HeadwiseError, match=r"every layer of .* slides over a window already: nothing to search"):
+    with pytest.raises(
+        HeadwiseError, match=r"every layer of .* slides over a window already: nothing to search"
+    ):
         main(options(model, tmp_path / "cfg.yaml"))
     assert not list(tmp_path.glob("cfg*"))
 
@@ -574,8 +724,12 @@ def test_without_a_budget_there_is_always_one() -> None:
     heads = heads_of(0, heads=4, candidates=8)
     costs = {tail: 0.5 + 0.5 * costs / np.nanmax(costs) for tail, costs in heads.costs.items()}
     heads = replace(heads, costs=costs, all_keys=1.0)
-    asked = SimpleNamespace(config=ModelSearch(model="x", out=Path("x.yaml")), length=128, launch=Ranks())
+    asked = SimpleNamespace(
+        config=ModelSearch(model="x", out=Path("x.yaml")), length=128, launch=Ranks()
+    )
     least = min(map(heads.least, heads.curves))
     total, why = _Search._total(cast(Any, asked), heads)
-    assert least < total < heads.total(1.0) and total == pytest.approx(least + 0.25 * (heads.total(1.0) - least))
+    assert least < total < heads.total(1.0) and total == pytest.approx(
+        least + 0.25 * (heads.total(1.0) - least)
+    )
     assert why is not None and why.startswith("the cheapest candidates cost 0.")

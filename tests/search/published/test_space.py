@@ -33,11 +33,14 @@ def test_the_space_is_the_papers() -> None:
 
 
 def test_the_papers_a_shape_needs_no_change() -> None:
-    """Algorithm 1 starts from the pattern that defines the target: it must come out as it went in."""
+    """Algorithm 1 starts from the pattern that defines the target: it must come out as it went
+    in."""
     q = torch.empty(1).expand(1, 2, PAPER_LENGTH, 1)
     build = KINDS["a_shape"].prepare([SPACE[0]] * 2, range(2), q, q, scale=1.0)
     target = target_tiles(PAPER_BUDGET, PAPER_LENGTH, 0)
-    assert change_space(SPACE[0], target, build, num_heads=2, length=PAPER_LENGTH, dense_tail=0) == [0, 0]
+    assert change_space(
+        SPACE[0], target, build, num_heads=2, length=PAPER_LENGTH, dense_tail=0
+    ) == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,9 @@ def test_change_space_takes_the_largest_size_within_the_target(
     prepared = KINDS[start.kind].prepare([widest] * 4, range(4), q, k, scale=0.25)
 
     def tiles(steps: list[int]) -> torch.Tensor:
-        return with_dense_tail(prepared([moved(start, n) for n in steps]), dense_tail).computed_tiles()[0]
+        return with_dense_tail(
+            prepared([moved(start, n) for n in steps]), dense_tail
+        ).computed_tiles()[0]
 
     steps = change_space(start, target, prepared, num_heads=4, length=1000, dense_tail=dense_tail)
     more = tiles([min(n + 1, most) for n in steps])
@@ -99,4 +104,6 @@ def test_sizes_shrink_to_one_and_grow_to_the_length() -> None:
         step = 1 if start.kind == "block_sparse" else 50
         assert max(sizes(moved(start, least)).values()) == max(sizes(start).values()) + least * step
         assert max(sizes(moved(start, least - 1)).values()) == 1
-        assert max(sizes(moved(start, most)).values()) >= (469 if start.kind == "block_sparse" else PAPER_LENGTH)
+        assert max(sizes(moved(start, most)).values()) >= (
+            469 if start.kind == "block_sparse" else PAPER_LENGTH
+        )
