@@ -1,20 +1,28 @@
-"""The artifact: a YAML and a safetensors file that say which attention pattern each head can live
-with.
+"""An artifact: YAML and safetensors files that give each head an attention pattern.
 
 Data only: imports neither torch nor, until arrays are read or written, numpy.
 """
 
-from artifacts import interrupt  # isort: split  # noqa: F401, before all that takes time
-from artifacts.costs import DeviceCosts
-from artifacts.decode import Decode, OmniKV, Similarity
+from artifacts.cli import interrupt  # isort: split  # noqa: F401, before all that takes time
 from artifacts.errors import ArtifactError, Finding, HeadwiseError
-from artifacts.evidence import Evidence, Measurement, PromptSet, TaskFigures, Verdict
-from artifacts.fields import Imported
-from artifacts.front import Front, Point
-from artifacts.front_rows import at_target, front_arrays, front_rows
-from artifacts.growth import Growth, grown
-from artifacts.kv_cache import H2O, Full, KVCache, SnapKV, Streaming
-from artifacts.patterns import (
+from artifacts.schema.artifact import (
+    Artifact,
+    Calibration,
+    ModelInfo,
+    Prefill,
+    SearchCost,
+    SearchInfo,
+    Sidecar,
+    Summary,
+)
+from artifacts.schema.costs import DeviceCosts
+from artifacts.schema.decode import Decode, OmniKV, Similarity
+from artifacts.schema.evidence import Evidence, Measurement, PromptSet, TaskFigures, Verdict
+from artifacts.schema.fields import Imported
+from artifacts.schema.front import Front, Point
+from artifacts.schema.growth import Growth, grown
+from artifacts.schema.kv_cache import H2O, Full, KVCache, SnapKV, Streaming
+from artifacts.schema.patterns import (
     AShape,
     BlockSparse,
     Dense,
@@ -28,18 +36,9 @@ from artifacts.patterns import (
     VerticalSlash,
     pattern_name,
 )
-from artifacts.schema import (
-    Artifact,
-    Calibration,
-    ModelInfo,
-    Prefill,
-    SearchCost,
-    SearchInfo,
-    Sidecar,
-    Summary,
-)
-from artifacts.store import load, load_arrays, load_pair, save, update
-from artifacts.windows import seen_windows, window_arrays
+from artifacts.store.front_rows import at_target, front_arrays, front_rows
+from artifacts.store.read import load, load_arrays, load_pair, save, update
+from artifacts.store.windows import seen_windows, window_arrays
 
 __all__ = [
     "H2O",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 
-from artifacts.command_line import ArgumentParser, run_command, set_verbosity
+from artifacts.cli.command import ArgumentParser, run_command, set_verbosity
 
 VERBS = (
     "show", "validate", "diff", "set", "merge", "convert", "schema", "sign", "verify",
@@ -36,8 +36,8 @@ def parser(asked: Collection[str] = VERBS) -> ArgumentParser:
     """The command line of headwise; verbs that are not asked for are only listed."""
     from importlib import import_module
 
+    from artifacts.cli.options import add_arguments
     from artifacts.commands import Verb
-    from artifacts.options import add_arguments
 
     p = ArgumentParser(
         prog="headwise",
@@ -57,7 +57,7 @@ def parser(asked: Collection[str] = VERBS) -> ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, run the verb and print what it gives; returns the exit status."""
-    from artifacts.options import config_of
+    from artifacts.cli.options import config_of
 
     words = sys.argv[1:] if argv is None else argv
     set_verbosity(0)

@@ -13,7 +13,7 @@ _LONGEST_LINE = 800
 class HeadwiseError(ValueError):
     """A user's mistake. str() is one clear line: what is wrong, the value, and what would be right.
 
-    Commands print it as `error: <line>` and exit with `status` (see artifacts.command_line);
+    Commands print it as `error: <line>` and exit with `status` (see artifacts.cli.command);
     anything else that escapes is a bug."""
 
     status = 2

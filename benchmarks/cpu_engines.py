@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from artifacts.command_line import FOUND, run_command
+from artifacts.cli.command import FOUND, run_command
 from kernels.attention import cpu, sparse_attention
 from kernels.patterns.dense import dense_index
 from profiling.environment import environment

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from artifacts import HeadwiseError
-from artifacts.command_line import run_command
+from artifacts.cli.command import run_command
 from artifacts.errors import shorten
 from profiling.caches.policies import CacheKind
 from profiling.caches.random_eviction import drawing

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from artifacts import HeadwiseError, load_pair
-from artifacts.command_line import run_command
-from artifacts.page_layout import aligned
+from artifacts.cli.command import run_command
+from artifacts.page.layout import aligned
 from profiling.environment import environment
 from profiling.models.cache import made_once
 from profiling.models.loading import LoadedModel, load_model

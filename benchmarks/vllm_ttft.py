@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from artifacts import HeadwiseError
-from artifacts.command_line import run_command
+from artifacts.cli.command import run_command
 from profiling.speed.baselines import KERNEL, MODEL, Speedup, of_rounds
 
 ARTIFACT = "artifact"

@@ -1,5 +1,4 @@
-"""Overlay of Hugging Face's package of the same name, so that a checkout of ours hides nothing of
-theirs.
+"""Overlay of Hugging Face's package of the same name: a checkout hides nothing of theirs.
 
 Ours is `kernels.index`, `kernels.attention`, ...: import those, never a name from `kernels` itself.
 Where another `kernels` lies further down the path, its folder joins `__path__` and its `__init__`

@@ -23,11 +23,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from artifacts import HeadwiseError, arguments, update
+from artifacts import HeadwiseError, update
 from artifacts import load as load_artifact
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.cli import arguments
+from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.options import (
+    add_arguments,
+    arg,
+    at_least,
+    check_ranges,
+    config_of,
+    option,
+    shared,
+)
 from artifacts.files import check_writable
-from artifacts.options import add_arguments, arg, at_least, check_ranges, config_of, option, shared
 from profiling.environment import environment
 from profiling.models.loading import check_device
 from profiling.speed.attention_speed import Size, Speed, measure, paper_patterns, patterns_for

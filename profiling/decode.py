@@ -29,10 +29,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from artifacts import Artifact, HeadwiseError, arguments, load
-from artifacts.command_line import ArgumentParser, run_command
-from artifacts.options import add_arguments, arg, at_least, check_ranges, config_of, option, shared
-from artifacts.page_layout import aligned
+from artifacts import Artifact, HeadwiseError, load
+from artifacts.cli import arguments
+from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.options import (
+    add_arguments,
+    arg,
+    at_least,
+    check_ranges,
+    config_of,
+    option,
+    shared,
+)
+from artifacts.page.layout import aligned
 from profiling.caches.policies import CACHES, parse_cache
 from profiling.environment import environment
 from profiling.evaluation.decode_losses import (

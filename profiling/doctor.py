@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from artifacts import arguments
-from artifacts.command_line import FOUND, ArgumentParser, run_command
+from artifacts.cli import arguments
+from artifacts.cli.command import FOUND, ArgumentParser, run_command
 from kernels import dispatch
 from kernels.attention import cpu, sparse_attention
 from kernels.dense import dense_attention

@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from artifacts import Artifact, HeadwiseError, Measurement, arguments, load_pair, update
-from artifacts.command_line import ArgumentParser, run_command
-from artifacts.files import check_writable
-from artifacts.options import (
+from artifacts import Artifact, HeadwiseError, Measurement, load_pair, update
+from artifacts.cli import arguments
+from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.options import (
     POSITIVE,
     SHARE,
     Range,
@@ -40,6 +40,7 @@ from artifacts.options import (
     option,
     shared,
 )
+from artifacts.files import check_writable
 from profiling.evaluation.measure import (
     DEPTHS,
     GRID,

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from artifacts import arguments
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.cli import arguments
+from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.options import add_arguments, config_of
 from artifacts.files import check_writable, out_folder
-from artifacts.options import add_arguments, config_of
 from profiling.pictures.picture_book import PICTURES, Heatmaps, PictureBook
 
 

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from artifacts.files import atomic_write
-from artifacts.pair import locked
+from artifacts.store.pair import locked
 from profiling.ranks import Ranks
 from profiling.values import from_bytes, to_bytes
 

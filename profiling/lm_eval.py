@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.cli.command import ArgumentParser, run_command
 
 _EPILOG = """\
 --model_args of the model `headwise` are those of the harness's `hf`, and

@@ -14,10 +14,11 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from artifacts import HeadwiseError, arguments, load
-from artifacts.command_line import ArgumentParser, run_command
-from artifacts.options import add_arguments, at_least, check_ranges, config_of, option, shared
-from artifacts.page_layout import aligned
+from artifacts import HeadwiseError, load
+from artifacts.cli import arguments
+from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.options import add_arguments, at_least, check_ranges, config_of, option, shared
+from artifacts.page.layout import aligned
 from profiling.environment import environment
 from profiling.memory_use.peak_memory import peak_apart
 from profiling.memory_use.plan import plan, read_shape, shape_of

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from artifacts import Artifact, HeadwiseError, arguments, load_pair
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts import Artifact, HeadwiseError, load_pair
+from artifacts.cli import arguments
+from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.options import add_arguments, config_of, shared
 from artifacts.errors import one_line
 from artifacts.files import atomic_write, check_writable
-from artifacts.options import add_arguments, config_of, shared
-from artifacts.page import LETTERS
+from artifacts.page.artifact import LETTERS
 
 # Okabe and Ito's palette: told apart with any colour vision. Its second half comes near to pale
 # shades of the first, so that those kinds carry their letter, too.

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from artifacts import command_line
+from artifacts.cli import command
 
 # Without a terminal: how often a line says how far the phase is.
 EVERY_SECONDS = 60.0
@@ -92,7 +92,7 @@ def phase(
         without a terminal, seconds from one line to the next, between those of its start and its
         end.
     """
-    if quiet or command_line.verbosity < 0:
+    if quiet or command.verbosity < 0:
         yield Phase(name, total, unit, None)
     elif sys.stderr.isatty():
         with tqdm(
@@ -121,7 +121,7 @@ def phase(
 
 def bar(*of: Any, leave: bool = False, **how: Any) -> tqdm[Any]:
     """tqdm of what is short or inside of a phase: on a terminal only, and not with -q."""
-    return tqdm(*of, leave=leave, disable=True if command_line.verbosity < 0 else None, **how)
+    return tqdm(*of, leave=leave, disable=True if command.verbosity < 0 else None, **how)
 
 
 def _print(line: str) -> None:

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from artifacts import HeadwiseError, command_line
-from artifacts.command_line import INTERRUPTED
+from artifacts import HeadwiseError
+from artifacts.cli import command
+from artifacts.cli.command import INTERRUPTED
 from profiling.values import from_bytes, to_bytes
 
 # The longest that a rank waits for the others at the end of a phase. One that has died is noticed
@@ -235,7 +236,7 @@ def ranks(*, timeout: float = TIMEOUT) -> Iterator[Ranks]:
         joined.barrier()
     except BaseException as error:
         # gloo's threads abort when the interpreter ends under them.
-        command_line.leave_at_once = True
+        command.leave_at_once = True
         joined._fails(error)
         raise
     distributed.destroy_process_group()

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from artifacts import HeadwiseError, arguments
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts import HeadwiseError
+from artifacts.cli import arguments
+from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.options import add_arguments, config_of
 from artifacts.files import check_writable
-from artifacts.options import add_arguments, config_of
 from profiling.models.loading import load_model
 from profiling.similarities.layer_similarity import SimilarityConfig, measure
 from profiling.similarities.similarity_profile import FILE, Profile, load_profile, save_profile

@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from artifacts import arguments
-from artifacts.command_line import ArgumentParser, run_command
-from artifacts.options import add_arguments, config_of
+from artifacts.cli import arguments
+from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.options import add_arguments, config_of
 from profiling.streams.report import Row, table
 from profiling.streams.run import Streamed, run
 from profiling.streams.speed import SPEED_ROUNDS

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from artifacts import HeadwiseError, arguments
-from artifacts.command_line import ArgumentParser, run_command
-from artifacts.options import add_arguments, config_of, option, shared
+from artifacts import HeadwiseError
+from artifacts.cli import arguments
+from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.options import add_arguments, config_of, option, shared
 from profiling.prompts.kind import Kind
 from profiling.prompts.prompt import KINDS, Prompt, Task, make_prompts, parse_task
 

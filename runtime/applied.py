@@ -22,7 +22,7 @@ from runtime.plans import layer_plans
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 
 def attach(

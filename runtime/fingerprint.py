@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from artifacts import HeadwiseError, ModelInfo
-from artifacts.hashing import canonical_json
+from artifacts.store.hashing import canonical_json
 from runtime.layers import heads_in, of_full_layers, text_config
 
 if TYPE_CHECKING:

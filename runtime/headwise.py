@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Cache
 
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
     from runtime.handle import Handle
 
 _log = logging.getLogger("headwise")

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from artifacts import Artifact, Static
-from artifacts.arrays import check_static
+from artifacts.store.arrays import check_static
 from kernels.patterns import Growth, LayerPlan, Pattern, make
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 
 def kernel_patterns(

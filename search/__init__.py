@@ -1,4 +1,3 @@
-"""Finds the cheapest attention pattern that each head can live with, and writes it as an
-artifact."""
+"""Finds the cheapest attention pattern that each head can live with; writes the artifact."""
 
-from artifacts import interrupt  # noqa: F401, Ctrl-C from the first moment
+from artifacts.cli import interrupt  # noqa: F401, Ctrl-C from the first moment

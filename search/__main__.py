@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from artifacts import HeadwiseError
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.cli.command import ArgumentParser, run_command
 
 # Group -> verb -> (module, what it does). A module of several verbs takes the verb as its first
 # word.
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def start() -> None:
     """The console script."""
-    # What is imported before run_command can be interrupted at any moment (artifacts.interrupt).
+    # Imports before run_command can be interrupted at any moment (artifacts.cli.interrupt).
     for word in sys.argv[1:]:
         if word in VERBS:
             _module(VERBS[word])

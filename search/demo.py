@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from artifacts import arguments
-from artifacts.command_line import FOUND, ArgumentParser, run_command
+from artifacts.cli import arguments
+from artifacts.cli.command import FOUND, ArgumentParser, run_command
+from artifacts.cli.options import add_arguments, at_least, check_ranges, config_of, option, shared
 from artifacts.files import out_folder
-from artifacts.options import add_arguments, at_least, check_ranges, config_of, option, shared
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts

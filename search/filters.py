@@ -15,9 +15,9 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from artifacts import arguments
-from artifacts.command_line import ArgumentParser, run_command
-from artifacts.options import add_arguments, config_of
+from artifacts.cli import arguments
+from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.options import add_arguments, config_of
 from profiling.similarities.layer_similarity import SimilarityConfig
 from search.decode.filter_config import FilterSearch
 from search.decode.filter_layers import Rules

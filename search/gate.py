@@ -19,9 +19,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from artifacts import arguments
-from artifacts.command_line import FOUND, ArgumentParser, run_command
-from artifacts.options import add_arguments, config_of
+from artifacts.cli import arguments
+from artifacts.cli.command import FOUND, ArgumentParser, run_command
+from artifacts.cli.options import add_arguments, config_of
 from search.model.check import Check, Checked, run
 from search.model.limits import Limits
 from search.model.task_losses import line, pooled, remedy, summary

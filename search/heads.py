@@ -14,10 +14,11 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from artifacts import HeadwiseError, arguments
-from artifacts.command_line import FOUND, ArgumentParser, run_command
-from artifacts.interrupt import while_importing
-from artifacts.options import add_arguments, config_of, option
+from artifacts import HeadwiseError
+from artifacts.cli import arguments
+from artifacts.cli.command import FOUND, ArgumentParser, run_command
+from artifacts.cli.interrupt import while_importing
+from artifacts.cli.options import add_arguments, config_of, option
 from search.model.config import ModelSearch, without_password
 from search.model.limits import Limits
 from search.published import PAPER_BUDGET, PAPER_LENGTH

@@ -11,9 +11,9 @@ better beyond chance, even is written. Others report."""
 
 from __future__ import annotations
 
-from artifacts import arguments
-from artifacts.command_line import ArgumentParser, run_command
-from artifacts.options import add_arguments, config_of
+from artifacts.cli import arguments
+from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.options import add_arguments, config_of
 from search.decode.kv_search import KVSearch, record, report, run
 
 

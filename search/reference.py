@@ -10,8 +10,8 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from artifacts import arguments
-from artifacts.command_line import ADVANCED, ArgumentParser, is_set_off, run_command
+from artifacts.cli import arguments
+from artifacts.cli.command import ADVANCED, ArgumentParser, is_set_off, run_command
 from artifacts.files import atomic_write
 from search.__main__ import GROUPS, SHARED
 

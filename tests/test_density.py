@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 import artifacts
-from artifacts.density import LONGEST, densities, density, mean_density
-from artifacts.fields import LARGEST
+from artifacts.analysis.density import LONGEST, densities, density, mean_density
+from artifacts.schema.fields import LARGEST
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.vertical_slash import VerticalSlash, select
 from tests.artifacts.conftest import build, build_every_kind

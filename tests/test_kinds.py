@@ -9,10 +9,10 @@ from typing import Any, get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-import artifacts.growth as growth_data
-import artifacts.patterns as data
+import artifacts.schema.growth as growth_data
+import artifacts.schema.patterns as data
 import kernels.patterns as code
-from artifacts.page import LETTERS
+from artifacts.page.artifact import LETTERS
 from profiling.pattern_map import COLOURS
 
 SIZES = st.integers(1, 10_000)

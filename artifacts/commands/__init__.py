@@ -12,10 +12,10 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from artifacts.arguments import JSON, STDOUT, json_file
+from artifacts.cli.arguments import JSON, STDOUT, json_file
+from artifacts.cli.options import arg
 from artifacts.errors import one_line
 from artifacts.files import atomic_write
-from artifacts.options import arg
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ import shlex
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from artifacts.command_line import FOUND
+from artifacts.cli.command import FOUND
+from artifacts.cli.options import arg
 from artifacts.commands import Outcome, answer, json_flag, out_arg
 from artifacts.errors import ArtifactError, naming, one_line
 from artifacts.files import atomic_write, check_writable
@@ -15,8 +16,7 @@ from artifacts.interop.formats import FORMATS, Format, guess
 from artifacts.interop.report import Report
 from artifacts.interop.shape import Given
 from artifacts.interop.source import Source
-from artifacts.options import arg
-from artifacts.store import read_pair, save
+from artifacts.store.read import read_pair, save
 
 SHORT = "read another tool's file into an artifact, or write one from it"
 EXAMPLES = f"""\

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from artifacts.command_line import FOUND
+from artifacts.analysis.difference import Difference, HeadChange, compare
+from artifacts.cli.command import FOUND
+from artifacts.cli.options import arg
 from artifacts.commands import Outcome, answer, file_arg, json_flag
-from artifacts.difference import Difference, HeadChange, compare
 from artifacts.errors import HeadwiseError, ranges, shorten
-from artifacts.options import arg
-from artifacts.store import look
+from artifacts.store.read import look
 
 SHORT = (
     "say what changed from A to B: heads, density, sections, fields, "

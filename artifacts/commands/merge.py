@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from artifacts.analysis.merging import Part, merge
+from artifacts.cli.options import arg
 from artifacts.commands import Outcome, answer, file_arg, json_flag, out_arg
 from artifacts.errors import ArtifactError
 from artifacts.files import check_writable
-from artifacts.merging import Part, merge
-from artifacts.options import arg
-from artifacts.schema import Artifact
-from artifacts.store import load_pair, save, update
+from artifacts.schema.artifact import Artifact
+from artifacts.store.read import load_pair, save, update
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 SHORT = (
     "put the prefill of one artifact, the decode of another and the kv_cache of a third into one"

@@ -10,12 +10,12 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from artifacts.cli.options import arg
 from artifacts.commands import Outcome, as_asked, json_flag, out_arg
 from artifacts.errors import one_line
 from artifacts.files import atomic_write, check_writable
-from artifacts.options import arg
-from artifacts.schema import SCHEMA_VERSION, Artifact
-from artifacts.store import SCHEMA_FILE
+from artifacts.schema.artifact import SCHEMA_VERSION, Artifact
+from artifacts.store.read import SCHEMA_FILE
 
 SHORT = "print the JSON Schema of the current version, with what every field means"
 EXAMPLES = f"""\

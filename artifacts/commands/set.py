@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from artifacts import strict_yaml
+from artifacts.cli.options import arg
 from artifacts.commands import Outcome, answer, file_arg, json_flag, out_arg
 from artifacts.errors import ArtifactError, shorten
 from artifacts.files import check_writable
-from artifacts.options import arg
-from artifacts.schema import Artifact, Edit, now
-from artifacts.store import update
-from artifacts.validation import to_artifact
+from artifacts.schema.artifact import Artifact, Edit, now
+from artifacts.schema.validation import to_artifact
+from artifacts.store import strict_yaml
+from artifacts.store.read import update
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 SHORT = (
     "change fields: each change is written into `edits`, with what it "

@@ -6,13 +6,13 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.command_line import FOUND
+from artifacts.cli.command import FOUND
+from artifacts.cli.options import arg
 from artifacts.commands import Outcome, as_asked, file_arg, json_flag
 from artifacts.errors import HeadwiseError, shorten
-from artifacts.options import arg
-from artifacts.page import ARRAYS, render
-from artifacts.page_head import render_head
-from artifacts.store import look
+from artifacts.page.artifact import ARRAYS, render
+from artifacts.page.head import render_head
+from artifacts.store.read import look
 
 SHORT = "print it as a page: model, search, winners by kind, layer map, evidence"
 EXAMPLES = """\

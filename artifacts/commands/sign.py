@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from getpass import getpass
 from pathlib import Path
 
+from artifacts.cli.options import arg
 from artifacts.commands import Outcome, answer, file_arg, json_flag
 from artifacts.errors import HeadwiseError
-from artifacts.options import arg
-from artifacts.signing import make_key
-from artifacts.store import sign
+from artifacts.store.read import sign
+from artifacts.store.signing import make_key
 
 SHORT = "sign it: FILE.sig, by which others see that it comes from you and was not changed"
 EXAMPLES = """\

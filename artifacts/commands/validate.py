@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from artifacts.command_line import FOUND
+from artifacts.analysis.lint import SEVERITIES, Case, Severity, lint
+from artifacts.cli.command import FOUND
+from artifacts.cli.options import arg
 from artifacts.commands import Outcome, answer, file_arg, json_flag
 from artifacts.errors import plural
-from artifacts.lint import SEVERITIES, Case, Severity, lint
-from artifacts.options import arg
-from artifacts.store import read_pair
+from artifacts.store.read import read_pair
 
 SHORT = (
     "check fields, hashes and sidecar, and say what is odd; exit status 2 "

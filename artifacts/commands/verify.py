@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from artifacts.cli.options import arg
 from artifacts.commands import Outcome, answer, file_arg, json_flag
-from artifacts.options import arg
-from artifacts.store import read_pair
+from artifacts.store.read import read_pair
 
 SHORT = "check that it is whole and signed by the holder of a key; exit status 2 if not"
 EXAMPLES = """\

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artifacts.errors import ArtifactError, naming, shorten
-from artifacts.fields import MOST
 from artifacts.interop.kv_heads import (
     SINKS,
     SLIDES,
@@ -36,11 +35,12 @@ from artifacts.interop.kv_heads import (
 from artifacts.interop.report import Export, Import, Notes
 from artifacts.interop.shape import Given
 from artifacts.interop.source import Source
-from artifacts.kv_cache import AnyPolicy, Full, Streaming
-from artifacts.schema import Artifact
+from artifacts.schema.artifact import Artifact
+from artifacts.schema.fields import MOST
+from artifacts.schema.kv_cache import AnyPolicy, Full, Streaming
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 # DuoAttention adds noise of up to this to every value, which decides between heads that tie.
 _NOISE = 1e-6

@@ -15,8 +15,8 @@ from artifacts.interop.shape import Given
 from artifacts.interop.source import Source
 
 if TYPE_CHECKING:
-    from artifacts.schema import Artifact
-    from artifacts.sidecar import Array
+    from artifacts.schema.artifact import Artifact
+    from artifacts.store.sidecar import Array
 
 Write = Callable[["Artifact", Mapping[str, "Array"], Path], Export]
 

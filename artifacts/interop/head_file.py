@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from artifacts.errors import ArtifactError, shorten
-from artifacts.fields import LARGEST, MOST
-from artifacts.patterns import AnyPattern, AShape, BlockSparse, VerticalSlash
+from artifacts.schema.fields import LARGEST, MOST
+from artifacts.schema.patterns import AnyPattern, AShape, BlockSparse, VerticalSlash
 
 HeadFormat = Literal["minference", "sparse_attention_config"]
 NAMES = ("vertical_and_slash", "stream_llm", "block_sparse", "flex_vertical_and_slash")

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from artifacts.density import mean_density
+from artifacts.analysis.density import mean_density
 from artifacts.errors import ArtifactError, shorten
 from artifacts.interop.head_file import (
     BLOCKS,
@@ -25,7 +25,8 @@ from artifacts.interop.head_file import (
 from artifacts.interop.report import Effect, Export, Import, Notes
 from artifacts.interop.shape import Given, Shape, model_shape
 from artifacts.interop.source import Source, array, header, original
-from artifacts.patterns import (
+from artifacts.schema.artifact import Artifact, Prefill
+from artifacts.schema.patterns import (
     DEFAULT_LAST_Q,
     TILE,
     AnyPattern,
@@ -40,10 +41,9 @@ from artifacts.patterns import (
     VerticalSlash,
     pattern_name,
 )
-from artifacts.schema import Artifact, Prefill
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 # vLLM's and SGLang's own, where the model's config.json says nothing.
 _THRESHOLD = 32768

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, one_line, shorten
-from artifacts.fields import MOST, MOST_HEADS
 from artifacts.interop.layers import full_layers, section, section_of
 from artifacts.interop.report import Export, Import, Notes
 from artifacts.interop.shape import Given, model_shape
 from artifacts.interop.source import Source
-from artifacts.schema import Artifact
+from artifacts.schema.artifact import Artifact
+from artifacts.schema.fields import MOST, MOST_HEADS
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 # Kascade's own where nothing is said: a tenth of the keys, at least 128.
 _SHARE = 0.1

@@ -15,11 +15,11 @@ from artifacts.errors import ArtifactError
 from artifacts.interop.report import Effect, Import, Notes
 from artifacts.interop.shape import Given, model_shape
 from artifacts.interop.source import Source, array
-from artifacts.kv_cache import AnyPolicy, Full, KVCache, Policy, Streaming
-from artifacts.schema import Artifact
+from artifacts.schema.artifact import Artifact
+from artifacts.schema.kv_cache import AnyPolicy, Full, KVCache, Policy, Streaming
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 Table = list[list[float]]
 SCORES = "imported.full_attention"

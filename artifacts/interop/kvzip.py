@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, shorten
-from artifacts.fields import MOST, MOST_HEADS
 from artifacts.interop.kv_heads import (
     SINKS,
     SLIDES,
@@ -30,13 +29,14 @@ from artifacts.interop.kv_heads import (
 from artifacts.interop.report import Export, Import, Notes
 from artifacts.interop.shape import Given
 from artifacts.interop.source import MAX_BYTES, Source
-from artifacts.kv_cache import Full, Streaming
-from artifacts.schema import Artifact
+from artifacts.schema.artifact import Artifact
+from artifacts.schema.fields import MOST, MOST_HEADS
+from artifacts.schema.kv_cache import Full, Streaming
 
 if TYPE_CHECKING:
     import torch
 
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 # The ratio of heads kept that KVzip advises.
 _RATIO = 0.6

@@ -14,16 +14,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from artifacts.decode import Decode, OmniKV
 from artifacts.errors import ArtifactError, plural, shorten
-from artifacts.fields import LARGEST, MOST
 from artifacts.interop.report import Export, Import, Notes
 from artifacts.interop.shape import Given, Shape, model_shape
 from artifacts.interop.source import Source, original
-from artifacts.schema import Artifact
+from artifacts.schema.artifact import Artifact
+from artifacts.schema.decode import Decode, OmniKV
+from artifacts.schema.fields import LARGEST, MOST
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 _BUDGET = 2048
 _UNIT = "layer"

@@ -22,17 +22,24 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from artifacts.density import LONGEST, density, mean_density, num_tiles
+from artifacts.analysis.density import LONGEST, density, mean_density, num_tiles
 from artifacts.errors import ArtifactError, shorten
-from artifacts.fields import LARGEST
 from artifacts.interop.report import Export, Import, Notes
 from artifacts.interop.shape import Given, model_shape
 from artifacts.interop.source import Source, original
-from artifacts.patterns import TILE, AnyPattern, BlockSparse, Dense, SkipSoftmax, pattern_name
-from artifacts.schema import Artifact, Prefill
+from artifacts.schema.artifact import Artifact, Prefill
+from artifacts.schema.fields import LARGEST
+from artifacts.schema.patterns import (
+    TILE,
+    AnyPattern,
+    BlockSparse,
+    Dense,
+    SkipSoftmax,
+    pattern_name,
+)
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 _KEY = "sparse_attention_config"
 _SKIP = ("skip_softmax", "softmax_skip")

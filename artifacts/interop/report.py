@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from artifacts.errors import plural
-from artifacts.schema import Artifact
+from artifacts.schema.artifact import Artifact
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 Effect = Literal[
     "keeps less", "computes more", "chooses otherwise", "not carried over", "filled in", "same"

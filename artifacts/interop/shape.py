@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from artifacts.errors import ArtifactError, naming, shorten
-from artifacts.fields import LARGEST, MOST
 from artifacts.interop.report import Notes
 from artifacts.interop.source import Source
-from artifacts.schema import Artifact, ModelInfo, Prefill
+from artifacts.schema.artifact import Artifact, ModelInfo, Prefill
+from artifacts.schema.fields import LARGEST, MOST
 
 # Of each size: its names in config.json, its flag, what it is.
 _SIZES = {

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artifacts.errors import ArtifactError, shorten
-from artifacts.fields import Imported
 from artifacts.files import read_regular
+from artifacts.schema.fields import Imported
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 # A hundred layers of a hundred heads, a value a line, come to 1.5 MiB.
 MAX_BYTES = 4 * 2**20

@@ -1,5 +1,4 @@
-"""Decode: attention of a few queries over all or chosen keys of a cache, with scores of the keys on
-request.
+"""Decode: attention of a few queries over all or chosen keys, with scores on request.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
 E value dim."""

@@ -1,5 +1,4 @@
-"""Gradients of dense attention, computed again tile by tile from the log-sum-exp, and dense
-attention that has them.
+"""Gradients of dense attention, recomputed tile by tile from the log-sum-exp.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """

@@ -1,5 +1,4 @@
-"""Attention patterns: KINDS by name, and LayerPlan, which lowers a layer of unlike heads to one
-SparseIndex.
+"""Attention patterns by kind, and LayerPlan, which lowers a layer of unlike heads to an index.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
 """

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from artifacts import Artifact, HeadwiseError, KVCache, Prefill, SnapKV
-from artifacts.kv_cache import POLICY_KINDS, Policy
+from artifacts.schema.kv_cache import POLICY_KINDS, Policy
 from profiling.caches.random_eviction import drawing
 from profiling.models.loading import LoadedModel
 from runtime import Headwise

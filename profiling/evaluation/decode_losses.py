@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from artifacts.page_layout import aligned
+from artifacts.page.layout import aligned
 from profiling.evaluation.intervals import Interval, student
 
 # Tokens of a mean that is kept.

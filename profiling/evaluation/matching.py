@@ -25,7 +25,7 @@ from profiling.prompts.prompt import make_prompts
 from runtime.plans import layer_plans
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 # Prompts that sizes are fitted on: of no evaluation's seed.
 CALIBRATION_TASK = "passkey"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts import Artifact, HeadwiseError
-from artifacts.hashing import canonical_json
+from artifacts.store.hashing import canonical_json
 from profiling.evaluation.methods import Methods
 from profiling.inside.head_fidelity import recall
 from profiling.ledger import Ledger, Unit

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from artifacts import H2O, Artifact, SnapKV, Streaming
-from artifacts.kv_cache import Policy
+from artifacts.schema.kv_cache import Policy
 from profiling.caches.random_eviction import SINKS
 from profiling.speed.baselines import KERNEL, MODEL
 

@@ -27,7 +27,7 @@ from artifacts import (
     pattern_name,
 )
 from artifacts.errors import shorten
-from artifacts.kv_cache import Policy
+from artifacts.schema.kv_cache import Policy
 from profiling.caches.random_eviction import drawing
 from profiling.evaluation.matching import CALIBRATION_SEED, Meter
 from profiling.evaluation.method_table import (
@@ -54,7 +54,7 @@ from runtime import Headwise
 from runtime.layers import attention_layers, sliding_layers
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 # Raised where the way sizes are fitted changes: what was measured before is of another method.
 _VERSION = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from artifacts.page_layout import aligned
+from artifacts.page.layout import aligned
 from profiling.evaluation.record import (
     attention_of,
     entry,

@@ -1,2 +1,1 @@
-"""What goes on inside a model: captured queries, keys and values, gradients, the residual stream,
-attention rows."""
+"""Captured queries, keys and values, gradients, the residual stream and attention rows."""

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from artifacts import Artifact, HeadwiseError, arguments, save
-from artifacts.command_line import ArgumentParser, run_command
-from artifacts.options import add_arguments, config_of, option, shared
-from artifacts.windows import SEEN_WINDOWS
+from artifacts import Artifact, HeadwiseError, save
+from artifacts.cli import arguments
+from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.options import add_arguments, config_of, option, shared
+from artifacts.store.windows import SEEN_WINDOWS
 from profiling.models.loading import LoadedModel, load_model
 from profiling.quality.method import Method
 from profiling.speed.baselines import KERNEL, MODEL, dense

@@ -16,7 +16,7 @@ import torch
 
 from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
-from artifacts.page_layout import aligned
+from artifacts.page.layout import aligned
 
 # What Headwise's growing cache keeps free for new tokens, as a share of those it holds.
 _ROOM = 8

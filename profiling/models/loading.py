@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from artifacts import HeadwiseError
-from artifacts.arguments import DTYPES
+from artifacts.cli.arguments import DTYPES
 from artifacts.errors import one_line, shorten
 from profiling.inside.capture import capture
 from profiling.models.gguf import converted

@@ -14,7 +14,7 @@ import numpy as np
 
 from artifacts import Artifact
 from artifacts.files import atomic_write
-from artifacts.sidecar import to_bytes
+from artifacts.store.sidecar import to_bytes
 from profiling.pictures.drawing import save, save_table
 from profiling.pictures.head_pictures import grid_figure, maps_figure
 from profiling.pictures.head_survey import HeadMap

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from artifacts import Artifact, HeadwiseError, arguments, load_pair
+from artifacts import Artifact, HeadwiseError, load_pair
+from artifacts.cli import arguments
+from artifacts.cli.options import arg, at_least, check_ranges, option, shared
 from artifacts.errors import shorten
-from artifacts.options import arg, at_least, check_ranges, option, shared
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel, load_model
 from profiling.pictures.head_survey import Survey, check_heads, survey

@@ -1,2 +1,1 @@
-"""Prompts: every task, the texts they are made of, how answers are scored, and which windows a
-search has seen."""
+"""Prompts: tasks, their texts, scoring of answers, and the windows that a search has seen."""

@@ -17,7 +17,7 @@ from artifacts import HeadwiseError, seen_windows
 from profiling.prompts.prompt import Prompt, Task, make_prompts, parse_task, per_context
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 # Made anew from a file or a text by every seed, and so possibly out of what a search has seen.
 _OF_TEXTS = ("text", "prose", "jsonl")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from artifacts.hashing import canonical_json
+from artifacts.store.hashing import canonical_json
 from profiling.caches.policies import CacheKind, with_policy
 from profiling.inside.oracle import choosing
 from profiling.models.loading import LoadedModel

@@ -13,8 +13,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from artifacts import HeadwiseError, arguments
-from artifacts.options import at_least, check_ranges, option, shared
+from artifacts import HeadwiseError
+from artifacts.cli import arguments
+from artifacts.cli.options import at_least, check_ranges, option, shared
 from profiling.environment import environment
 from profiling.inside.decode_capture import StepInputs, capture_decode
 from profiling.inside.residual import ResidualStream

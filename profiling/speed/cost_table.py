@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from artifacts import Artifact, DeviceCosts, HeadwiseError
-from artifacts.costs import columns
 from artifacts.errors import shorten
 from artifacts.files import atomic_write
+from artifacts.store.arrays import columns
 from profiling.speed.attention_speed import Size, Speed
 
 FORMAT = 1

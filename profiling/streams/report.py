@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from artifacts.page_layout import aligned
+from artifacts.page.layout import aligned
 from profiling.evaluation.intervals import share_of
 from profiling.pictures.drawing import line_style, new_figure, save, save_table
 from profiling.streams.methods import Stretch

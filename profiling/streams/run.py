@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from artifacts import HeadwiseError, arguments
+from artifacts import HeadwiseError
+from artifacts.cli import arguments
+from artifacts.cli.options import arg, at_least, check_ranges, option, shared
 from artifacts.errors import shorten
 from artifacts.files import atomic_write, check_writable, out_folder
-from artifacts.options import arg, at_least, check_ranges, option, shared
 from profiling.environment import environment
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel, load_model

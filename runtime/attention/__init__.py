@@ -1,2 +1,1 @@
-"""Attention as transformers asks for it: function.py decides for each call, kernel.py is the way to
-our kernels."""
+"""Attention as transformers asks for it: function.py decides, kernel.py calls our kernels."""

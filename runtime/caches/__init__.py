@@ -1,2 +1,1 @@
-"""Caches of transformers that Headwise makes: such as grow in place, and such as drop tokens by a
-policy."""
+"""Caches for transformers: such as grow in place, and such as drop tokens by a policy."""

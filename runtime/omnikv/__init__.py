@@ -1,2 +1,1 @@
-"""Decode with chosen tokens (OmniKV), and the context bank in CPU memory that they are fetched
-from."""
+"""Decode with chosen tokens (OmniKV), and the context bank in CPU memory."""

@@ -11,12 +11,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from artifacts import Artifact, HeadwiseError, arguments
-from artifacts.command_line import FOUND, ArgumentParser, run_command
+from artifacts import Artifact, HeadwiseError
+from artifacts.cli import arguments
+from artifacts.cli.command import FOUND, ArgumentParser, run_command
+from artifacts.cli.options import add_arguments, at_least, check_ranges, config_of, option, shared
 from artifacts.commands import Outcome
 from artifacts.errors import one_line, ranges, shorten
-from artifacts.kv_cache import Policy, SnapKV, Streaming
-from artifacts.options import add_arguments, at_least, check_ranges, config_of, option, shared
+from artifacts.schema.kv_cache import Policy, SnapKV, Streaming
 from runtime.attention.calls import no_kernel
 from runtime.fingerprint import compare, config_info
 from runtime.new_cache import POLICIES

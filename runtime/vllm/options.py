@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
-from artifacts.fields import Record, Text
-from artifacts.validation import explain
+from artifacts.schema.fields import Record, Text
+from artifacts.schema.validation import explain
 from runtime import Headwise, load
 
 KEY = "headwise"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts import HeadwiseError, arguments
-from artifacts.options import POSITIVE, at_least, check_ranges, option, shared
+from artifacts import HeadwiseError
+from artifacts.cli import arguments
+from artifacts.cli.options import POSITIVE, at_least, check_ranges, option, shared
 from profiling.similarities.layer_similarity import SimilarityConfig
 from search.decode.filter_layers import Rules
 

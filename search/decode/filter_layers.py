@@ -15,7 +15,7 @@ from math import ceil
 import numpy as np
 
 from artifacts import HeadwiseError
-from artifacts.options import BETWEEN_0_AND_1, at_least, check_ranges, option
+from artifacts.cli.options import BETWEEN_0_AND_1, at_least, check_ranges, option
 
 
 @dataclass(frozen=True)

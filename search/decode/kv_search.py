@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, ModelInfo, arguments
-from artifacts.kv_cache import Policy
-from artifacts.options import SHARE, arg, at_least, check_ranges, option, shared
+from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, ModelInfo
+from artifacts.cli import arguments
+from artifacts.cli.options import SHARE, arg, at_least, check_ranges, option, shared
+from artifacts.schema.kv_cache import Policy
 from profiling.caches.budget_curves import BudgetCurves, measure
 from profiling.caches.policies import with_policy, with_section
 from profiling.ledger import Ledger

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from artifacts import Artifact, HeadwiseError, load_pair, update
+from artifacts.analysis.sections import with_seen
 from artifacts.files import check_writable
-from artifacts.sections import with_seen
 from profiling.evaluation.intervals import paired_difference
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
@@ -23,7 +23,7 @@ from profiling.ranks import one_process
 from runtime.fingerprint import check
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

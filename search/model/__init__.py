@@ -1,2 +1,1 @@
-"""The search with one budget for the model: candidates, curves, allocation, refinement, gate,
-costs, record."""
+"""The search with one budget for the model, from candidates to gate and record."""

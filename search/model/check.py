@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from artifacts import Artifact, Evidence, HeadwiseError, Verdict, arguments, load_pair, save
+from artifacts import Artifact, Evidence, HeadwiseError, Verdict, load_pair, save
+from artifacts.analysis.merging import section_of
+from artifacts.cli import arguments
+from artifacts.cli.options import option, shared
 from artifacts.files import check_writable
-from artifacts.front_rows import FRONT_ROWS
-from artifacts.merging import section_of
-from artifacts.options import option, shared
+from artifacts.store.front_rows import FRONT_ROWS
 from kernels.patterns import LayerPlan
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import LoadedModel, load_model
@@ -33,7 +34,7 @@ from search.model.prompts import held_out_prompts
 from search.model.task_losses import TaskLoss, by_task, pooled, verdict
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 _NAMED = 10
 # What makes another shape, from what a person recognises first. Not the hash of the configuration:

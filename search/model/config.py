@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from artifacts import HeadwiseError, arguments
-from artifacts.options import at_least, check_ranges, option, shared
+from artifacts import HeadwiseError
+from artifacts.cli import arguments
+from artifacts.cli.options import at_least, check_ranges, option, shared
 from profiling.memory_use.sizes import bytes_of
 from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, parse_task
 from search.model.limits import Limits

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from artifacts.options import SHARE, Range, arg, check_ranges
+from artifacts.cli.options import SHARE, Range, arg, check_ranges
 
 if TYPE_CHECKING:
     from search.model.task_losses import TaskLoss

@@ -21,7 +21,7 @@ from artifacts import (
     window_arrays,
 )
 from artifacts import Point as FrontPoint
-from artifacts.sections import save_searched
+from artifacts.analysis.sections import save_searched
 from profiling.prompts.prompt import digest
 from profiling.speed.cost_table import embed
 from profiling.speed.layer_times import ANCHOR

@@ -28,9 +28,9 @@ from artifacts import (
     pattern_name,
     window_arrays,
 )
+from artifacts.analysis.sections import save_searched
+from artifacts.cli.options import at_least, check_ranges, option
 from artifacts.files import check_writable
-from artifacts.options import at_least, check_ranges, option
-from artifacts.sections import save_searched
 from kernels.index import with_dense_tail
 from kernels.patterns import Pattern
 from profiling.inside.capture import LayerInputs, capture

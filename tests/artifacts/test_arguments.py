@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from artifacts import Finding, arguments, command_line
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts import Finding
+from artifacts.cli import arguments, command
+from artifacts.cli.command import ArgumentParser, run_command
 
 
 @pytest.fixture
@@ -88,10 +89,10 @@ def test_verbosity_lasts_for_one_command_line(parser):
     try:
         for flag, level, logged in (("-q", -1, logging.ERROR), ("--verbose", 1, logging.INFO)):
             assert "quiet" not in vars(parser.parse_args([*words, flag]))
-            assert (command_line.verbosity, log.level) == (level, logged)
+            assert (command.verbosity, log.level) == (level, logged)
     finally:
         parser.parse_args(words)
-    assert (command_line.verbosity, log.level) == (0, logging.NOTSET)
+    assert (command.verbosity, log.level) == (0, logging.NOTSET)
 
 
 def test_version(parser, capsys):

@@ -12,7 +12,7 @@ import pytest
 
 from artifacts import ArtifactError, Evidence, HeadwiseError, load, save
 from artifacts.__main__ import main
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.cli.command import ArgumentParser, run_command
 
 
 def run(*args, **kwargs):

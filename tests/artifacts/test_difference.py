@@ -9,10 +9,10 @@ import pytest
 
 import artifacts
 from artifacts import AShape, BlockSparse, load_pair, save
-from artifacts.arguments import STDOUT
+from artifacts.analysis.density import mean_density
+from artifacts.analysis.difference import compare
+from artifacts.cli.arguments import STDOUT
 from artifacts.commands.diff import Config, run
-from artifacts.density import mean_density
-from artifacts.difference import compare
 from tests.artifacts.conftest import build, build_arrays, build_every_kind
 
 

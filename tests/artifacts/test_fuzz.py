@@ -25,9 +25,10 @@ import rfc8785
 import yaml
 
 import artifacts
-from artifacts import ArtifactError, HeadwiseError, strict_yaml
+from artifacts import ArtifactError, HeadwiseError
 from artifacts.commands import convert, diff, show, validate
-from artifacts.hashing import content_sha256
+from artifacts.store import strict_yaml
+from artifacts.store.hashing import content_sha256
 from tests.artifacts.conftest import as_yaml, build, build_arrays, build_every_kind
 
 COUNT = int(os.environ.get("FUZZ", 1_000))
@@ -269,9 +270,9 @@ def test_mutants_are_refused_in_one_line_or_are_what_their_hashes_say(tmp_path):
 @pytest.mark.parametrize(
     ("name", "broken", "expected"),
     [
-        ("artifacts.store._check_content", lambda *_: None, "the content's hash is another"),
-        ("artifacts.sidecar._compare", lambda *_: None, "the sidecar's hash is another"),
-        ("artifacts.store.to_artifact", lambda fields: fields["model"]["name"].encode(), "|"),
+        ("artifacts.store.read._check_content", lambda *_: None, "the content's hash is another"),
+        ("artifacts.store.sidecar._compare", lambda *_: None, "the sidecar's hash is another"),
+        ("artifacts.store.read.to_artifact", lambda fields: fields["model"]["name"].encode(), "|"),
     ],
 )
 def test_the_fuzzer_sees_a_reader_that_looks_away(tmp_path, monkeypatch, name, broken, expected):

@@ -7,7 +7,7 @@ import rfc8785
 from hypothesis import given
 from hypothesis import strategies as st
 
-from artifacts.hashing import canonical_json, content_sha256
+from artifacts.store.hashing import canonical_json, content_sha256
 
 
 def test_canonical_form():

@@ -21,7 +21,7 @@ from artifacts import (
     load,
     load_pair,
 )
-from artifacts.arguments import STDOUT
+from artifacts.cli.arguments import STDOUT
 from artifacts.commands.convert import Config, run
 from tests.artifacts.conftest import build
 

@@ -4,7 +4,7 @@ import pytest
 
 import artifacts
 from artifacts import H2O, Full, KVCache, SnapKV, Streaming
-from artifacts.validation import to_artifact
+from artifacts.schema.validation import to_artifact
 
 POLICIES = {"full": Full(), "stream": Streaming()}
 
@@ -88,7 +88,7 @@ def test_omnikv_chooses_only_from_what_is_all_kept(make):
 
 
 def test_the_page_says_what_is_kept(every_kind, tmp_path, capsys):
-    from artifacts.page import render
+    from artifacts.page.artifact import render
 
     artifact, arrays = every_kind
     page = render(artifact, file="cfg.yaml", arrays=arrays, sidecar="none")

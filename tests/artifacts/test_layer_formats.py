@@ -16,7 +16,7 @@ import pytest
 import artifacts
 from artifacts import ArtifactError, HeadwiseError, load_pair
 from artifacts.__main__ import main
-from artifacts.arguments import STDOUT
+from artifacts.cli.arguments import STDOUT
 from artifacts.commands import validate
 from artifacts.commands.convert import Config, run
 from tests.artifacts.conftest import build
@@ -105,7 +105,7 @@ def test_the_same_without_groups_and_as_it_once_was(tmp_path, given, notes):
     file = _write(tmp_path, {"sparse_attention_config": given}, "config.json")
     said = convert(file, tmp_path / "cfg.yaml", source="modelopt", layers=3, **SHAPE)
     artifact = load_pair(tmp_path / "cfg.yaml")[0]
-    assert artifacts.density.mean_density(artifact, 8192) == pytest.approx(0.5, abs=0.02)
+    assert artifacts.analysis.density.mean_density(artifact, 8192) == pytest.approx(0.5, abs=0.02)
     assert [note["what"] for note in said["notes"][1:]] == notes
 
 
@@ -248,7 +248,7 @@ def test_modelopt_of_patterns_that_were_searched(tmp_path):
     made = json.loads((tmp_path / "x.json").read_text())["sparse_attention_config"][
         "config_groups"
     ]["group_0"]
-    expected = 1 - artifacts.density.mean_density(build(), 4096)
+    expected = 1 - artifacts.analysis.density.mean_density(build(), 4096)
     assert made["target_sparsity"]["prefill"] == pytest.approx(expected, abs=1e-4)
     assert made["ignore"] == ["model.layers.1.self_attn"] and made["targets"] == ["LlamaAttention"]
     assert (said["heads"], said["exact"]) == (12, 4) and "threshold_scale_factor" not in made

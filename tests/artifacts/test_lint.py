@@ -21,9 +21,9 @@ from artifacts import (
     VerticalSlash,
     pattern_name,
 )
-from artifacts.arguments import STDOUT
+from artifacts.analysis.lint import Case, lint
+from artifacts.cli.arguments import STDOUT
 from artifacts.commands.validate import Config, run
-from artifacts.lint import Case, lint
 from tests.artifacts.conftest import build, build_every_kind
 
 IMPORT = Imported(format="minference", file="x.json", sha256="a" * 64, scores="recall")
@@ -267,5 +267,5 @@ def test_the_page_names_every_code():
     section = page[page.index("## Lint") : page.index("## Other tools")]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     listed = {code for cell in cells for code in re.findall(r"`([a-z-]+)`", cell)}
-    code = (Path(__file__).parents[2] / "artifacts" / "lint.py").read_text()
+    code = (Path(__file__).parents[2] / "artifacts" / "analysis" / "lint.py").read_text()
     assert listed == set(re.findall(r"(?:error|warning|note)\(\s*\"([a-z-]+)\"", code))

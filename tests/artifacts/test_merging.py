@@ -9,7 +9,7 @@ import pytest
 
 import artifacts
 from artifacts import ArtifactError, HeadwiseError, load_pair, save, update
-from artifacts.arguments import STDOUT
+from artifacts.cli.arguments import STDOUT
 from artifacts.commands import merge as verb
 from artifacts.commands.merge import Config, run
 from tests.artifacts.conftest import build, build_every_kind

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from artifacts import HeadwiseError, arguments
-from artifacts.command_line import ArgumentParser
-from artifacts.options import (
+from artifacts import HeadwiseError
+from artifacts.cli import arguments
+from artifacts.cli.command import ArgumentParser
+from artifacts.cli.options import (
     BETWEEN_0_AND_1,
     add_arguments,
     arg,

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 import artifacts
-from artifacts import ArtifactError, load, load_arrays, load_pair, save, strict_yaml
+from artifacts import ArtifactError, load, load_arrays, load_pair, save
 from artifacts.__main__ import main
-from artifacts.command_line import FOUND
-from artifacts.hashing import content_sha256
-from artifacts.validation import to_artifact
+from artifacts.cli.command import FOUND
+from artifacts.schema.validation import to_artifact
+from artifacts.store import strict_yaml
+from artifacts.store.hashing import content_sha256
 from tests.artifacts.conftest import as_yaml, build, build_every_kind
 
 EDITS = [
@@ -317,7 +318,7 @@ def test_arrays_of_static_patterns(tmp_path, every_kind, monkeypatch, name, arra
         save(artifact, path, arrays)
     assert expected in str(refused.value) and list(tmp_path.iterdir()) == []
     with monkeypatch.context() as unchecked:
-        unchecked.setattr("artifacts.store.check_arrays", lambda artifact, arrays: None)
+        unchecked.setattr("artifacts.store.read.check_arrays", lambda artifact, arrays: None)
         save(artifact, path, arrays)
     assert expected in line(path)
     with pytest.raises(ArtifactError, match="static"):
@@ -388,8 +389,8 @@ def test_a_link_is_replaced_and_not_written_through(saved, make, arrays, tmp_pat
 )
 def test_a_file_that_says_nothing_of_its_size_is_not_read_to_its_end(saved, monkeypatch):
     """Regular, of size 0 and hundreds of gigabytes long."""
-    monkeypatch.setattr("artifacts.sidecar.MAX_SIDECAR", 2**20)
-    monkeypatch.setattr("artifacts.store.MAX_BYTES", 2**20)
+    monkeypatch.setattr("artifacts.store.sidecar.MAX_SIDECAR", 2**20)
+    monkeypatch.setattr("artifacts.store.read.MAX_BYTES", 2**20)
     (sidecar,) = saved.parent.glob("*.safetensors")
     sidecar.unlink()
     sidecar.symlink_to("/proc/self/pagemap")

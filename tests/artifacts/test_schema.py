@@ -26,7 +26,7 @@ from artifacts import (
     pattern_name,
     save,
 )
-from artifacts.validation import to_artifact
+from artifacts.schema.validation import to_artifact
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_made_now_unless_told(make):
 
 
 def test_importing_loads_nothing_heavy():
-    code = "import sys, artifacts, artifacts.command_line; print(*sys.modules)"
+    code = "import sys, artifacts, artifacts.cli.command; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert "artifacts.store" in loaded
+    assert "artifacts.store.read" in loaded
     assert not {"torch", "numpy", "safetensors", "transformers", "kernels", "runtime"} & set(loaded)
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from artifacts import ArtifactError, HeadwiseError, load, load_pair, save
 from artifacts.__main__ import main
+from artifacts.analysis.lint import Case, lint
 from artifacts.commands.set import Config, run
-from artifacts.lint import Case, lint
 
 
 def changed(saved, *changes, out=None):

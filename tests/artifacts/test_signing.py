@@ -12,11 +12,12 @@ from functools import partial
 import pytest
 
 import runtime
-from artifacts import ArtifactError, HeadwiseError, load, load_arrays, load_pair, save, store
+from artifacts import ArtifactError, HeadwiseError, load, load_arrays, load_pair, save
 from artifacts.__main__ import main
 from artifacts.commands import sign as sign_verb
-from artifacts.signing import CONTEXT, fingerprint, make_key, signature_path
-from artifacts.store import sign
+from artifacts.store import read as store
+from artifacts.store.read import sign
+from artifacts.store.signing import CONTEXT, fingerprint, make_key, signature_path
 
 
 @pytest.fixture

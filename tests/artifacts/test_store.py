@@ -23,9 +23,9 @@ from artifacts import (
     pattern_name,
     save,
 )
-from artifacts.kv_cache import POLICY_KINDS
-from artifacts.patterns import KINDS
-from artifacts.sidecar import Sidecar
+from artifacts.schema.kv_cache import POLICY_KINDS
+from artifacts.schema.patterns import KINDS
+from artifacts.store.sidecar import Sidecar
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -239,7 +239,7 @@ def test_a_reader_finds_a_pair_while_it_is_replaced(saved, make, arrays):
 def test_a_reader_between_yaml_and_sidecar_takes_the_new_pair(saved, make, arrays, monkeypatch):
     """The one moment that loses the old sidecar under a reader's hands: it has read the old YAML
     already."""
-    import artifacts.store as store
+    import artifacts.store.read as store
 
     real, switched = store.read_yaml, False
 

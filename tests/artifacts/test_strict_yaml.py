@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from artifacts import ArtifactError
-from artifacts.strict_yaml import MAX_DEPTH, MAX_VALUES, dump, parse
+from artifacts.store.strict_yaml import MAX_DEPTH, MAX_VALUES, dump, parse
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 WORDS = """

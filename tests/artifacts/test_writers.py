@@ -25,9 +25,9 @@ from artifacts import (
     save,
     update,
 )
-from artifacts.pair import locked
-from artifacts.sections import save_searched, with_seen
-from artifacts.windows import seen_windows
+from artifacts.analysis.sections import save_searched, with_seen
+from artifacts.store.pair import locked
+from artifacts.store.windows import seen_windows
 from tests.artifacts.conftest import COSTS
 
 DECODE = Decode(omnikv=OmniKV(filter_layers=(2,)))

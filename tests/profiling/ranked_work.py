@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from artifacts import HeadwiseError
-from artifacts.command_line import run_command
+from artifacts.cli.command import run_command
 from artifacts.files import atomic_write
 from profiling.ledger import Ledger, Unit
 from profiling.ranks import ranks

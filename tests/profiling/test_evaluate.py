@@ -16,7 +16,7 @@ import pytest
 
 import artifacts
 from artifacts import HeadwiseError
-from artifacts.options import config_of
+from artifacts.cli.options import config_of
 from profiling import evaluate
 from profiling.evaluate import main
 from profiling.evaluation import measure as evaluation

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from artifacts import command_line
+from artifacts.cli import command
 from profiling.progress import bar, phase
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def test_time_left_is_by_the_pace_of_this_run() -> None:
 def test_a_command_with_q_says_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command_line, "verbosity", -1)
+    monkeypatch.setattr(command, "verbosity", -1)
     with phase("p", 2) as shown:
         shown.update()
     assert bar([1]).disable and capsys.readouterr().err == ""

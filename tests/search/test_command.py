@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from artifacts import HeadwiseError, arguments
-from artifacts.command_line import ADVANCED, ArgumentParser
+from artifacts import HeadwiseError
+from artifacts.cli import arguments
+from artifacts.cli.command import ADVANCED, ArgumentParser
 from search.__main__ import GROUPS, SHARED, VERBS, main
 from search.reference import _parser, page
 

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.cli.command import ArgumentParser, run_command
 from profiling.models.loading import load_model
 from profiling.prompts.kind import Prompt
 from profiling.prompts.prompt import make_prompts

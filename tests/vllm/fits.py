@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import artifacts
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.cli.command import ArgumentParser, run_command
 from tests.vllm.engines import Engine, Transformers, engine
 
 

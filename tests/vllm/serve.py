@@ -29,7 +29,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from artifacts.command_line import ArgumentParser, run_command
+from artifacts.cli.command import ArgumentParser, run_command
 from profiling.prompts.kind import Prompt
 from profiling.prompts.metrics import score
 from tests.vllm.agree import asked

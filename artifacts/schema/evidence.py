@@ -8,7 +8,16 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from artifacts.fields import AtLeast0, Count, Natural, Positive, Record, Sha256, Text, together
+from artifacts.schema.fields import (
+    AtLeast0,
+    Count,
+    Natural,
+    Positive,
+    Record,
+    Sha256,
+    Text,
+    together,
+)
 
 MAX_TASKS = 512
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from artifacts.density import mean_density
-from artifacts.fields import MOST_HEADS
-from artifacts.schema import Artifact
-from artifacts.sidecar import Sidecar
+from artifacts.analysis.density import mean_density
+from artifacts.schema.artifact import Artifact
+from artifacts.schema.fields import MOST_HEADS
+from artifacts.store.sidecar import Sidecar
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 # Names by layer and head, and what each name means.
 Named: TypeAlias = tuple[Sequence[tuple[str | None, ...]], Mapping[Any, Any]]

@@ -4,18 +4,18 @@ and seen windows."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from artifacts.costs import columns
 from artifacts.errors import ArtifactError, shorten
-from artifacts.front_rows import FRONT_ROWS
-from artifacts.patterns import AnyPattern, Static
-from artifacts.schema import Artifact
-from artifacts.windows import SEEN_WINDOWS
+from artifacts.schema.artifact import Artifact
+from artifacts.schema.patterns import AnyPattern, Static
+from artifacts.store.front_rows import FRONT_ROWS
+from artifacts.store.windows import SEEN_WINDOWS
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array, Entry
+    from artifacts.store.sidecar import Array, Entry
 
+T = TypeVar("T")
 # A static pattern for prompts of 2^31 tokens could not use more.
 MAX_POSITIONS = 2**22
 
@@ -73,6 +73,16 @@ def needed(artifact: Artifact) -> Iterator[str]:
             yield from pattern.arrays
     if artifact.prefill.front is not None:
         yield FRONT_ROWS
+
+
+def columns(arrays: Mapping[str, T], number: int) -> dict[str, T]:
+    """The columns of the table with that number, by name; empty where there are none."""
+    begins = f"cost.{number}."
+    return {
+        name.removeprefix(begins): array
+        for name, array in arrays.items()
+        if name.startswith(begins)
+    }
 
 
 def _static_fault(

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from artifacts.fields import LARGEST, Count, Coverage, Record, matching
+from artifacts.schema.fields import LARGEST, Count, Coverage, Record, matching
 
 # The kernels compute in tiles of so many queries by so many keys.
 TILE = 64
@@ -102,8 +102,7 @@ class Static(Record):
 
 
 class VerticalSlash(Record):
-    """columns and diagonals that a prompt's last queries attend to most (MInference 1.0); named
-    `vs_1000_6096`"""
+    """the columns and diagonals of most attention (MInference 1.0); named `vs_1000_6096`"""
 
     kind: Literal["vertical_slash"] = Field(default="vertical_slash", description=__doc__)
     vertical: Count = Field(description="key columns; the first 64 are always among them")
@@ -120,8 +119,7 @@ class VerticalSlash(Record):
 
 
 class BlockSparse(Record):
-    """for each 64 queries the blocks whose mean-pooled keys score highest (MInference 1.0); named
-    `bs_100`"""
+    """the blocks whose mean-pooled keys score highest (MInference 1.0); named `bs_100`"""
 
     kind: Literal["block_sparse"] = Field(default="block_sparse", description=__doc__)
     blocks: Count = Field(
@@ -131,8 +129,7 @@ class BlockSparse(Record):
 
 
 class MemoryUnits(Record):
-    """sinks, a window, and tiles of the past looked up (InfLLM, section 3); named
-    `mu_128_4096_32`"""
+    """sinks, a window and tiles looked up in the past (InfLLM); named `mu_128_4096_32`"""
 
     kind: Literal["memory_units"] = Field(default="memory_units", description=__doc__)
     sink: Count = Field(description="the first keys, in whole tiles of 64 tokens")
@@ -150,8 +147,7 @@ class MemoryUnits(Record):
 
 
 class SkipSoftmax(Record):
-    """every tile of scores, softmax and values only where scores are high enough (BLASST); named
-    `skip_40`"""
+    """all scores, but values only where scores are high enough (BLASST); named `skip_40`"""
 
     kind: Literal["skip_softmax"] = Field(default="skip_softmax", description=__doc__)
     scale_factor: float = Field(

@@ -2,7 +2,7 @@
 arrays.
 
 A reader at any instant finds the old pair or the new one, and writers take turns: see
-artifacts.pair."""
+artifacts.store.pair."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from artifacts import strict_yaml
-from artifacts.arrays import check_arrays, needed
 from artifacts.errors import ArtifactError, naming, one_line, shorten
 from artifacts.files import atomic_write, check_writable, read_regular
-from artifacts.hashing import canonical_json, content_of
-from artifacts.pair import MAX_BYTES, TIMEOUT, locked, replace_pair, sidecar_name
-from artifacts.schema import SCHEMA_VERSION, Artifact
-from artifacts.sidecar import Entry, Sidecar, to_bytes
-from artifacts.signing import Ask, Key, check_signature, signature, signature_path
-from artifacts.validation import to_artifact
+from artifacts.schema.artifact import SCHEMA_VERSION, Artifact
+from artifacts.schema.validation import to_artifact
+from artifacts.store import strict_yaml
+from artifacts.store.arrays import check_arrays, needed
+from artifacts.store.hashing import canonical_json, content_of
+from artifacts.store.pair import MAX_BYTES, TIMEOUT, locked, replace_pair, sidecar_name
+from artifacts.store.sidecar import Entry, Sidecar, to_bytes
+from artifacts.store.signing import Ask, Key, check_signature, signature, signature_path
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 # Editors that know the YAML language server complete and check by the schema, where it lies beside
 # the file.
@@ -132,7 +132,7 @@ def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tupl
 
     Raises:
         ArtifactError: the artifact is not whole.
-        HeadwiseError: as artifacts.signing.signature(), or the signature cannot be written.
+        HeadwiseError: as artifacts.store.signing.signature(), or the signature cannot be written.
     """
     path = Path(path)
     with locked(path):

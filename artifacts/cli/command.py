@@ -1,7 +1,7 @@
 """What every command of Headwise shares: one-line errors, exit codes, -q, -v and --version.
 
 Exit codes: 0 good, 1 a bug (with traceback), 2 a mistake of the user, 3 a finding, such as a gate
-that fails, 130 interrupted, 141 the reader of the output went away. artifacts.arguments has the
+that fails, 130 interrupted, 141 the reader of the output went away. artifacts.cli.arguments has the
 arguments that commands share."""
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
+from artifacts.cli.interrupt import INTERRUPTED as INTERRUPTED
+from artifacts.cli.interrupt import listen_as_usual
 from artifacts.errors import Finding, HeadwiseError, one_line, reason
-from artifacts.interrupt import INTERRUPTED as INTERRUPTED
-from artifacts.interrupt import listen_as_usual
 
 BAD_USE = HeadwiseError.status
 FOUND = Finding.status
-# As large as a field of an artifact may be (artifacts.fields, which takes long to import).
+# As large as a field of an artifact may be (artifacts.schema.fields, which takes long to import).
 LARGEST = 2**31 - 1
 BROKEN_PIPE = 141
 # -1 with -q, 1 with -v: see set_verbosity.
@@ -208,7 +208,7 @@ def run_command(
     status 2.
 
     An interruption ends with one line and status 130, from the command's start on
-    (artifacts.interrupt), a closed pipe silently with 141, and output that is closed or cannot be
+    (cli.interrupt), a closed pipe silently with 141, and output that is closed or cannot be
     written as a mistake of the user; any other exception keeps its traceback."""
     code: Any
     try:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from artifacts.costs import with_others
+from artifacts.analysis.merging import section_of
 from artifacts.errors import ArtifactError
-from artifacts.merging import section_of
-from artifacts.schema import Artifact, ModelInfo
-from artifacts.store import save, update
-from artifacts.windows import seen_windows, window_arrays
+from artifacts.schema.artifact import Artifact, ModelInfo
+from artifacts.schema.costs import DeviceCosts
+from artifacts.store.arrays import columns
+from artifacts.store.read import save, update
+from artifacts.store.windows import seen_windows, window_arrays
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 _OF_OTHERS = ("decode", "kv_cache")
 # What a person calls a model does not make it another one.
@@ -55,7 +56,7 @@ def _with_sections(
     kept = {name: getattr(old, name) for name in _OF_OTHERS if getattr(artifact, name) is None}
     kept = {name: section for name, section in kept.items() if section is not None}
     theirs = {name: array for name, array in old_arrays.items() if section_of(name) in kept}
-    costs, tables = with_others(artifact.costs, old.costs, old_arrays)
+    costs, tables = _with_others(artifact.costs, old.costs, old_arrays)
     merged = artifact.model_copy(update={**kept, "costs": costs})
     # The list does not say which search saw a window: while a section of others is there, all of
     # them count.
@@ -81,3 +82,24 @@ def with_seen(
 
 def _identity(model: ModelInfo) -> dict[str, object]:
     return model.model_dump(exclude=_NAMES)
+
+
+def _with_others(
+    own: Sequence[DeviceCosts], others: Sequence[DeviceCosts], arrays: Mapping[str, Array]
+) -> tuple[tuple[DeviceCosts, ...], dict[str, Array]]:
+    """The tables of `own` and after them the `others` of other devices and backends, with these
+    ones' arrays.
+
+    What a device costs is so whatever was searched; what the search counted by is said by `own`
+    alone."""
+    known = {(table.device, table.backend) for table in own}
+    section = list(own)
+    found: dict[str, Array] = {}
+    for number, table in enumerate(others):
+        if (table.device, table.backend) not in known:
+            found |= {
+                f"cost.{len(section)}.{name}": array
+                for name, array in columns(arrays, number).items()
+            }
+            section.append(table.model_copy(update={"optimised": False}))
+    return tuple(section), found

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artifacts.errors import ArtifactError, one_line
-from artifacts.schema import Artifact, ModelInfo, now
+from artifacts.schema.artifact import Artifact, ModelInfo, now
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 # What tells two models apart, from what a person recognises first to the hashes; not the name, that
 # a person gives.

@@ -10,8 +10,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from artifacts.errors import HeadwiseError
-from artifacts.evidence import check_lost
-from artifacts.fields import AtLeast0, Count, Natural, Positive, Record, Share
+from artifacts.schema.evidence import check_lost
+from artifacts.schema.fields import AtLeast0, Count, Natural, Positive, Record, Share
 
 MAX_POINTS = 32
 

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from artifacts.errors import ArtifactError, shorten
-from artifacts.kv_cache import POLICY_KINDS
-from artifacts.patterns import KINDS
-from artifacts.schema import Artifact
+from artifacts.schema.artifact import Artifact
+from artifacts.schema.kv_cache import POLICY_KINDS
+from artifacts.schema.patterns import KINDS
 
 # pydantic makes half a kilobyte of each error, and another of each that is asked for; none helps
 # beside so many.

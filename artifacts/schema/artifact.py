@@ -12,11 +12,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
-from artifacts.costs import DeviceCosts
-from artifacts.decode import Decode, OmniKV
 from artifacts.errors import shorten
-from artifacts.evidence import Evidence
-from artifacts.fields import (
+from artifacts.schema.costs import DeviceCosts
+from artifacts.schema.decode import Decode, OmniKV
+from artifacts.schema.evidence import Evidence
+from artifacts.schema.fields import (
     MOST_HEADS,
     AtLeast0,
     Count,
@@ -31,14 +31,14 @@ from artifacts.fields import (
     Text,
     matching,
 )
-from artifacts.front import Front
-from artifacts.growth import Growth
-from artifacts.kv_cache import KVCache
-from artifacts.patterns import KindName, Pattern
-from artifacts.windows import MAX_WINDOWS
+from artifacts.schema.front import Front
+from artifacts.schema.growth import Growth
+from artifacts.schema.kv_cache import KVCache
+from artifacts.schema.patterns import KindName, Pattern
 
 SCHEMA_VERSION = 1
 MAX_EDITS = 256
+MAX_WINDOWS = 1 << 20
 
 SavedSha256 = Annotated[str, matching("([0-9a-f]{64})?", "a SHA-256 of 64 lower-case hex digits")]
 Timestamp = Annotated[

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from artifacts import strict_yaml
 from artifacts.errors import HeadwiseError, reason, shorten
 from artifacts.files import atomic_write, open_regular
+from artifacts.store import strict_yaml
 
 MAX_BYTES = 16 * 2**20
 TIMEOUT = 60.0

@@ -20,8 +20,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
-from artifacts import arguments
-from artifacts.command_line import ADVANCED, ArgumentParser
+from artifacts.cli import arguments
+from artifacts.cli.command import ADVANCED, ArgumentParser
 from artifacts.errors import HeadwiseError
 
 C = TypeVar("C")
@@ -85,7 +85,7 @@ def shared(
     within: Range | None = None,
     **how: Any,
 ) -> Any:
-    """A field whose argument is one of artifacts.arguments: add(parser, *given, **how) adds it."""
+    """A field whose argument is one of cli.arguments: add(parser, *given, **how) adds it."""
     group = ADVANCED if add in arguments.ADVANCED else None
     return field(
         default=default,

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, number
-from artifacts.growth import grown
-from artifacts.page_layout import aligned
-from artifacts.patterns import TILE, AnyPattern
-from artifacts.schema import Artifact
+from artifacts.page.layout import aligned
+from artifacts.schema.artifact import Artifact
+from artifacts.schema.growth import grown
+from artifacts.schema.patterns import TILE, AnyPattern
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 _MEASURES = ("error", "recall", "density", "objective", "change", "seconds", "flops")
 _CELLS = 24

@@ -7,7 +7,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from artifacts.fields import MOST, AtLeast0, Budget, Count, Imported, Positive, Record, Share, Text
+from artifacts.schema.fields import (
+    MOST,
+    AtLeast0,
+    Budget,
+    Count,
+    Imported,
+    Positive,
+    Record,
+    Share,
+    Text,
+)
 
 
 def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:

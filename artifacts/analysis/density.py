@@ -15,8 +15,9 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from artifacts.growth import grown
-from artifacts.patterns import (
+from artifacts.schema.artifact import Artifact
+from artifacts.schema.growth import grown
+from artifacts.schema.patterns import (
     TILE,
     AnyPattern,
     AShape,
@@ -29,10 +30,9 @@ from artifacts.patterns import (
     TriShape,
     VerticalSlash,
 )
-from artifacts.schema import Artifact
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array, Entry
+    from artifacts.store.sidecar import Array, Entry
 
 # Longer than any model's prompts; a file may claim any length, and counting takes time and memory
 # for each tile.
@@ -57,7 +57,7 @@ def density(
     costs more than dense.
 
     Args:
-        pattern: whose sizes are counted, as they are at this length (artifacts.growth). length: of
+        pattern: whose sizes are counted, as they are at this length. length: of
         the prompt, in tokens; the density is None above LONGEST, and of skip_softmax, which
         multiplies every
             tile and goes on with those whose scores are high.

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isnan
 from typing import TYPE_CHECKING
 
-from artifacts import page_search
 from artifacts.errors import number, plural
-from artifacts.evidence import Evidence, PromptSet, TaskFigures
-from artifacts.front_rows import FRONT_ROWS
-from artifacts.page_layout import aligned, cell, labelled
-from artifacts.schema import Artifact
+from artifacts.page import search
+from artifacts.page.layout import aligned, cell, labelled
+from artifacts.schema.artifact import Artifact
+from artifacts.schema.evidence import Evidence, PromptSet, TaskFigures
+from artifacts.store.front_rows import FRONT_ROWS
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 LETTERS = {
     "vertical_slash": "V",
@@ -52,7 +52,7 @@ def render(
     """
     parts = [
         _head(artifact, file, sidecar, width),
-        page_search.front(artifact, arrays),
+        search.front(artifact, arrays),
         _winners(artifact),
         _map(artifact, arrays),
         _evidence(artifact.evidence, width),
@@ -77,9 +77,9 @@ def _head(artifact: Artifact, file: str, sidecar: str, width: int) -> list[str]:
             f"{model.name}{revision}, {model.architecture or 'some architecture'}: {shape}, "
             f"{facts}{unknown}",
         ),
-        *page_search.origin(artifact),
-        *page_search.costs(artifact),
-        *page_search.lengths(artifact),
+        *search.origin(artifact),
+        *search.costs(artifact),
+        *search.lengths(artifact),
     ]
     rows += [("decode" * (i == 0), text) for i, text in enumerate(_decode(artifact))]
     rows += [("KV cache" * (i == 0), text) for i, text in enumerate(_kv_cache(artifact))]

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from artifacts.errors import number, plural
-from artifacts.front_rows import served_point
-from artifacts.page_layout import aligned
-from artifacts.schema import Artifact, SearchInfo
+from artifacts.page.layout import aligned
+from artifacts.schema.artifact import Artifact, SearchInfo
+from artifacts.store.front_rows import served_point
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 Row = tuple[str, str]
 _BUDGET = {"heads": "for each head", "model": "for all heads together"}

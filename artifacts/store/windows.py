@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, shorten
+from artifacts.schema.artifact import MAX_WINDOWS
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 SEEN_WINDOWS = "calibration.seen_windows"
-MAX_WINDOWS = 1 << 20
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 

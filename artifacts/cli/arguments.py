@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from artifacts.command_line import ArgumentParser, natural
+from artifacts.cli.command import ArgumentParser, natural
 from artifacts.errors import HeadwiseError
 
 MODEL = "hub id, local folder, GGUF file, smollm2 or gemma3"

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from artifacts.density import densities
+from artifacts.analysis.density import densities
 from artifacts.errors import number, plural
-from artifacts.growth import grown
-from artifacts.kv_cache import H2O, Full, Streaming
-from artifacts.patterns import (
+from artifacts.schema.artifact import Artifact
+from artifacts.schema.growth import grown
+from artifacts.schema.kv_cache import H2O, Full, Streaming
+from artifacts.schema.patterns import (
     TILE,
     AnyPattern,
     AShape,
@@ -21,10 +22,9 @@ from artifacts.patterns import (
     MemoryUnits,
     pattern_name,
 )
-from artifacts.schema import Artifact
 
 if TYPE_CHECKING:
-    from artifacts.sidecar import Array
+    from artifacts.store.sidecar import Array
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)

@@ -7,8 +7,8 @@ from typing import Annotated, Self, get_args
 from pydantic import Field, model_validator
 
 from artifacts.errors import shorten
-from artifacts.fields import LARGEST, Count, Record
-from artifacts.patterns import TILE, AnyPattern, KindName
+from artifacts.schema.fields import LARGEST, Count, Record
+from artifacts.schema.patterns import TILE, AnyPattern, KindName
 
 Power = Annotated[float, Field(ge=0.0, le=1.0)]
 

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
-from artifacts.fields import Budget, Count, Imported, Natural, Record, matching
+from artifacts.schema.fields import Budget, Count, Imported, Natural, Record, matching
 
 PolicyName = Annotated[
     str,
@@ -50,8 +50,7 @@ class Streaming(Record):
 
 
 class H2O(Record):
-    """the tokens that were attended to most, for each KV head, and the latest (H2O, section 4 and
-    Algorithm 1)"""
+    """each KV head's most attended tokens, and the latest (H2O, section 4 and Algorithm 1)"""
 
     kind: Literal["h2o"] = Field(default="h2o", description=__doc__)
     heavy: Budget = Field(
@@ -99,7 +98,7 @@ Policy = Annotated[AnyPolicy, Field(discriminator="kind")]
 POLICY_KINDS: tuple[str, ...] = tuple(
     cls.model_fields["kind"].default for cls in get_args(AnyPolicy)
 )
-# The tags are no part of a field's path (artifacts.validation).
+# The tags are no part of a field's path (artifacts.schema.validation).
 Row = Annotated[
     Annotated[PolicyName, Tag("[name]")]
     | Annotated[tuple[PolicyName, ...], Field(min_length=1), Tag("[names]")],

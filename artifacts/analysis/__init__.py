@@ -1,0 +1,1 @@
+"""Density, differences, merging and lint of artifacts."""

@@ -1,0 +1,1 @@
+"""Command lines: what argparse does not do, and options declared once."""

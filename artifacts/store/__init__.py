@@ -1,0 +1,1 @@
+"""Reads and writes artifacts: YAML, sidecar, content hash, locks and signatures."""
