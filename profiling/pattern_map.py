@@ -20,23 +20,8 @@ from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.options import add_arguments, config_of, shared
 from artifacts.errors import one_line
 from artifacts.files import atomic_write, check_writable
-from artifacts.page.artifact import LETTERS
+from artifacts.schema.patterns import RECORDS
 
-# Okabe and Ito's palette: told apart with any colour vision. Its second half comes near to pale
-# shades of the first, so that those kinds carry their letter, too.
-COLOURS = {
-    "vertical_slash": "#0072B2",
-    "a_shape": "#E69F00",
-    "block_sparse": "#009E73",
-    "dense": "#D55E00",
-    "tri_shape": "#56B4E9",
-    "dilated": "#F0E442",
-    "strided": "#CC79A7",
-    "static": "#000000",
-    "memory_units": "#999999",
-    "skip_softmax": "#882255",
-}
-LETTERED = ("tri_shape", "dilated", "strided", "static", "memory_units", "skip_softmax")
 LEFT_ALONE = "#D9D9D9"
 # Recall at which a cell is palest; below it shades no longer tell heads apart.
 PALEST = 0.5
@@ -105,14 +90,14 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
             if row is None:
                 image[head, layer] = to_rgb(LEFT_ALONE)
                 continue
-            kind = artifact.patterns[row[head]].kind
-            counts[kind] = counts.get(kind, 0) + 1
-            if kind in LETTERED:
-                marks.append((layer, head, LETTERS[kind]))
+            pattern = artifact.patterns[row[head]]
+            counts[pattern.kind] = counts.get(pattern.kind, 0) + 1
+            if pattern.lettered:
+                marks.append((layer, head, pattern.letter))
             strength = 1.0
             if recall is not None:
                 strength = np.clip((recall[layer, head] - PALEST) / (1 - PALEST), 0.0, 1.0)
-            colour = np.array(to_rgb(COLOURS[kind]))
+            colour = np.array(to_rgb(pattern.colour))
             image[head, layer] = 1 - (0.2 + 0.8 * strength) * (1 - colour)
 
     cell = min(0.32, 14 / layers)
@@ -141,7 +126,7 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
     lines = [one_line(line).replace("$", r"\$") for line in caption.split("\n")]
     axes.set_title("\n".join(lines), loc="left", fontsize=8)
     handles = [
-        Patch(color=COLOURS[kind], label=f"{_label(kind)} {count}")
+        Patch(color=RECORDS[kind].colour, label=f"{_label(kind)} {count}")
         for kind, count in sorted(counts.items())
     ]
     if None in artifact.prefill.layers:
@@ -180,7 +165,8 @@ def _origin(artifact: Artifact) -> str:
 
 
 def _label(kind: str) -> str:
-    return f"{LETTERS[kind]}: {kind}" if kind in LETTERED else kind
+    record = RECORDS[kind]
+    return f"{record.letter}: {kind}" if record.lettered else kind
 
 
 def _numbers(artifact: Artifact, scores: dict[str, np.ndarray]) -> bytes:

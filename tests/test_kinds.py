@@ -1,10 +1,9 @@
-"""A pattern is data in artifacts, code in kernels and a colour in the picture: the three know the
-same kinds."""
+"""A pattern is data in artifacts and code in kernels: both know the same kinds and sizes."""
 
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
-from typing import Any, get_args
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +11,6 @@ from hypothesis import strategies as st
 import artifacts.schema.growth as growth_data
 import artifacts.schema.patterns as data
 import kernels.patterns as code
-from artifacts.page.artifact import LETTERS
-from profiling.pattern_map import COLOURS
 
 SIZES = st.integers(1, 10_000)
 POWERS = st.floats(0, 1)
@@ -32,21 +29,19 @@ def sizes_in_data(cls: type[data.Record]) -> dict[str, Any]:
 
 
 def test_the_same_kinds_with_the_same_sizes_and_defaults() -> None:
-    records = {cls.model_fields["kind"].default: cls for cls in get_args(get_args(data.Pattern)[0])}
-    in_data = {kind: sizes_in_data(cls) for kind, cls in records.items()}
+    in_data = {kind: sizes_in_data(cls) for kind, cls in data.RECORDS.items()}
     in_code = {kind: sizes_in_code(cls) for kind, cls in code.KINDS.items()}
     # A static pattern's entries lie in the sidecar's arrays, under the names that the record gives.
     assert in_data.pop("static") == {"indices": None}
     arrays = data.Static(indices="x").arrays
     assert arrays == tuple(f"static.x.{name}" for name in in_code.pop("static"))
     assert in_data == in_code
-    assert set(data.KINDS) == set(code.KINDS)
 
 
 def test_every_kind_has_a_colour_and_a_letter_of_its_own() -> None:
-    for marks in (COLOURS, LETTERS):
-        assert set(marks) == set(code.KINDS)
-        assert len(set(marks.values())) == len(marks)
+    records = data.RECORDS.values()
+    assert len({cls.letter for cls in records}) == len(records)
+    assert len({cls.colour for cls in records}) == len(records)
 
 
 @given(st.data(), st.sampled_from(sorted(growth_data.SIZES)), LENGTHS, LENGTHS)
@@ -56,9 +51,7 @@ def test_sizes_grow_alike(drawn: st.DataObject, kind: str, at: int, length: int)
         return
     sizes = {name: drawn.draw(SIZES) for name in names}
     powers = {kind: {name: drawn.draw(POWERS) for name in names}}
-    record = {cls.model_fields["kind"].default: cls for cls in get_args(get_args(data.Pattern)[0])}[
-        kind
-    ](**sizes)
+    record = data.RECORDS[kind](**sizes)
     grown = growth_data.grown(record, growth_data.Growth(length=at, powers=powers), length)
     made = code.Growth(length=at, powers=powers).grown(code.make(**record.model_dump()), length)
     assert code.make(**grown.model_dump()) == made

@@ -17,19 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.growth import grown
-from artifacts.schema.patterns import (
-    TILE,
-    AnyPattern,
-    AShape,
-    BlockSparse,
-    Dilated,
-    MemoryUnits,
-    SkipSoftmax,
-    Static,
-    Strided,
-    TriShape,
-    VerticalSlash,
-)
+from artifacts.schema.patterns import TILE, AnyPattern, Layout, Static, num_tiles
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array, Entry
@@ -39,11 +27,6 @@ if TYPE_CHECKING:
 LONGEST = 2**24
 # Of all static patterns together; where there are more, theirs are not counted.
 MOST_ENTRIES = 2**21
-
-
-def num_tiles(length: int) -> int:
-    """Tiles that `length` tokens take up."""
-    return -(-length // TILE)
 
 
 def density(
@@ -64,22 +47,31 @@ def density(
         dense_tail: last queries that see every key, whatever the pattern. arrays: the sidecar's,
         for the entries of a static pattern; its density is None without them.
     """
-    if length > LONGEST or isinstance(pattern, SkipSoftmax):
+    if length > LONGEST:
         return None
     tiles = num_tiles(length)
     causal = tiles * (tiles + 1) // 2
-    tail = max(dense_tail, pattern.last if isinstance(pattern, TriShape) else 0)
-    sparse_rows = max(length - tail, 0) // TILE if tail else tiles
-    whole = causal - sparse_rows * (sparse_rows + 1) // 2
-    if isinstance(pattern, BlockSparse):
-        # Its own tile and the first one are always computed.
-        blocks = min(max(pattern.blocks, 2), sparse_rows)
-        return (whole + blocks * (blocks + 1) // 2 + (sparse_rows - blocks) * blocks) / causal
     if isinstance(pattern, Static):
         entries = _frozen(pattern, length, arrays)
-        return None if entries is None else (whole + _frozen_tiles(*entries, sparse_rows)) / causal
-    looked_up = _looked_up(pattern, sparse_rows, tiles) if isinstance(pattern, MemoryUnits) else 0
-    return (whole + _tiles(pattern, length, sparse_rows) + looked_up) / causal
+        if entries is None:
+            return None
+        rows = _sparse_rows(length, dense_tail)
+        computed = _frozen_tiles(*entries, rows)
+    else:
+        layout = pattern.layout(length)
+        if layout is None:
+            return None
+        rows = _sparse_rows(length, max(dense_tail, layout.last))
+        computed = _tiles(layout, length, rows)
+    whole = causal - rows * (rows + 1) // 2
+    return (whole + computed) / causal
+
+
+def _sparse_rows(length: int, tail: int) -> int:
+    """Rows of tiles before those that hold one of the last `tail` queries."""
+    if not tail:
+        return num_tiles(length)
+    return max(length - tail, 0) // TILE
 
 
 def densities(
@@ -126,32 +118,15 @@ def mean_density(
     return sum(values) / len(values) if values else None
 
 
-def _tiles(pattern: AnyPattern, length: int, rows: int) -> int:
-    """Tiles computed in the first `rows` rows of tiles: diagonals, and the first columns where no
-    diagonal is.
+def _tiles(layout: Layout, length: int, rows: int) -> int:
+    """Tiles computed in the first `rows` rows of tiles: diagonals, the first columns where no
+    diagonal is, and units.
 
-    Diagonals are the nearest ones, and beyond them every `step`-th before `end`. Row r computes N(r
-    + 1) of them, with N(b) = min(near, b) + those of the others before b; of the column tiles t it
-    computes those that are not among them."""
-    tiles = num_tiles(length)
-    near = tiles
-    step = 1
-    end = 0
-    columns = 0
-    match pattern:
-        case AShape(sink=columns, window=window) | TriShape(sink=columns, window=window):
-            near = _reach(window, tiles - 1) + 1
-        case Dilated(sink=columns, window=window, dilation=step):
-            near = 1
-            end = _reach(window, tiles - 1) + 1
-        case Strided(sink=columns, window=window, stride=step):
-            near = _reach(window, tiles - 1) + 1
-            end = tiles
-        case VerticalSlash(vertical=columns, slash=slash):
-            near = _reach(max(slash, TILE), tiles - 1) + 1
-        case MemoryUnits(sink=sink, window=window):
-            near = _reach(window, tiles - 1) + 1
-            columns = num_tiles(sink) * TILE
+    Row r computes N(r + 1) diagonals, with N(b) = min(near, b) + those of the others before b; of
+    the column tiles t it computes those that are not among them."""
+    near = layout.near
+    step = layout.step
+    end = layout.end
 
     def diagonals(last: int) -> int:
         """The sum of N(b) for b from 1 to `last`."""
@@ -162,27 +137,21 @@ def _tiles(pattern: AnyPattern, length: int, rows: int) -> int:
         nearest = min(last, near)
         return nearest * (nearest + 1) // 2 + (last - nearest) * near + beyond - shared
 
-    held = min(num_tiles(min(max(columns, TILE), length)), rows) if columns else 0
+    held = 0
+    if layout.columns:
+        held = min(num_tiles(min(max(layout.columns, TILE), length)), rows)
     behind = (rows * (rows + 1) - (rows - held) * (rows - held + 1)) // 2
-    return behind + diagonals(rows - held) if held else diagonals(rows)
+    # Units lie between the first columns and the nearest diagonals: all there are, up to `units`.
+    most = max(rows - near - num_tiles(layout.columns), 0)
+    units = min(layout.units, most)
+    chosen = units * (units + 1) // 2 + (most - units) * units
+    return behind + diagonals(rows - held) + chosen
 
 
 def _steps(last: int, step: int) -> int:
     """How many multiples of `step` lie below b, summed for b from 1 to `last`."""
     whole, rest = divmod(last, step)
     return step * whole * (whole + 1) // 2 + rest * (whole + 1)
-
-
-def _reach(window: int, last: int) -> int:
-    return min(num_tiles(window - 1), last)
-
-
-def _looked_up(pattern: MemoryUnits, rows: int, tiles: int) -> int:
-    """Tiles between sinks and window that the first `rows` rows look up: all there are, up to
-    `units` of them."""
-    most = max(rows - 1 - _reach(pattern.window, tiles - 1) - num_tiles(pattern.sink), 0)
-    units = min(pattern.units, most)
-    return units * (units + 1) // 2 + (most - units) * units
 
 
 def _frozen(

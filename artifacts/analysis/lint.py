@@ -13,15 +13,7 @@ from artifacts.errors import number, plural
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.growth import grown
 from artifacts.schema.kv_cache import H2O, Full, Streaming
-from artifacts.schema.patterns import (
-    TILE,
-    AnyPattern,
-    AShape,
-    BlockSparse,
-    Dilated,
-    MemoryUnits,
-    pattern_name,
-)
+from artifacts.schema.patterns import AnyPattern, pattern_name
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
@@ -184,14 +176,8 @@ def sizes(case: Case) -> Checked:
         where = f"patterns.{name}"
         largest = grown(pattern, artifact.prefill.growth, most)
         tokens = {
-            field: value
-            for field, value in largest
-            if field in ("sink", "window", "vertical", "slash", "last")
+            field: getattr(largest, field) * covered for field, covered in pattern.covers.items()
         }
-        if isinstance(largest, BlockSparse):
-            tokens["blocks"] = largest.blocks * TILE
-        if isinstance(largest, MemoryUnits):
-            tokens["units"] = largest.units * TILE
         large = [field for field, value in tokens.items() if value > most]
         if large:
             yield warning(
@@ -213,7 +199,7 @@ def question(case: Case) -> Checked:
         return
     blind = []
     for layer, row in enumerate(prefill.layers):
-        if row and all(isinstance(case.artifact.patterns[name], AShape | Dilated) for name in row):
+        if row and all(case.artifact.patterns[name].local for name in row):
             blind.append(layer)
     if blind:
         yield warning(

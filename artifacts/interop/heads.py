@@ -22,7 +22,7 @@ from artifacts.interop.head_file import (
     is_angelslim,
     parse,
 )
-from artifacts.interop.report import Effect, Export, Import, Notes
+from artifacts.interop.report import Export, Import, Notes
 from artifacts.interop.shape import Given, Shape, model_shape
 from artifacts.interop.source import Source, array, header, original
 from artifacts.schema.artifact import Artifact, Prefill
@@ -30,14 +30,11 @@ from artifacts.schema.patterns import (
     DEFAULT_LAST_Q,
     TILE,
     AnyPattern,
-    AShape,
     BlockSparse,
-    Dilated,
-    MemoryUnits,
+    Dense,
+    Effect,
     SkipSoftmax,
     Static,
-    Strided,
-    TriShape,
     VerticalSlash,
     pattern_name,
 )
@@ -55,22 +52,6 @@ _FINGERPRINT_SIZES = {
     "num_attention_heads": "num_heads",
     "num_key_value_heads": "num_kv_heads",
     "max_position_embeddings": "max_positions",
-}
-# Of kinds that are written as stream_llm of the same sink and window.
-_STREAMED: dict[str, tuple[Effect, str]] = {
-    "tri_shape": (
-        "keeps less",
-        "a tri-shape is written as stream_llm: its last queries see the window alone",
-    ),
-    "dilated": ("computes more", "a dilated window is written as stream_llm: the whole window"),
-    "strided": (
-        "keeps less",
-        "a strided pattern is written as stream_llm: nothing beyond its window",
-    ),
-    "memory_units": (
-        "keeps less",
-        "memory units are written as stream_llm: what they look up is left out",
-    ),
 }
 
 
@@ -395,8 +376,6 @@ def _for_minference(
                 effect: Effect = "computes more" if blocks <= BLOCKS else "keeps less"
                 changes = [(effect, f"always {BLOCKS} blocks, {limit}")]
             return entry("block_sparse", blocks, 1), changes
-        case AShape(sink=sink, window=window):
-            return entry("stream_llm", sink, window), changes
         case Static():
             columns, diagonals = (header(arrays).get(name) for name in pattern.arrays)
             a = FEW_COLUMNS + 1 if columns is None else max(columns.size, 1)
@@ -407,12 +386,15 @@ def _for_minference(
             changes = [
                 ("not carried over", "a layer that slides over its own window is written as dense")
             ]
-        case TriShape() | Dilated() | Strided() | MemoryUnits():
-            return entry("stream_llm", pattern.sink, pattern.window), [_STREAMED[pattern.kind]]
         case SkipSoftmax():
             changes = [("computes more", "skip-softmax is written as dense: nothing is skipped")]
-        case _:
+        case Dense():
             changes = [("same", f"dense is written as {most:,} diagonals")]
+        case _ if pattern.streamed is not None:
+            sizes = dict(pattern)
+            return entry("stream_llm", sizes["sink"], sizes["window"]), list(pattern.streamed)
+        case _:
+            changes = [("computes more", f"{pattern.kind} is written as dense")]
     return entry("vertical_and_slash", FEW_COLUMNS + 1, most), changes
 
 

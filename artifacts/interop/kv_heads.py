@@ -12,11 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from artifacts.errors import ArtifactError
-from artifacts.interop.report import Effect, Import, Notes
+from artifacts.interop.report import Import, Notes
 from artifacts.interop.shape import Given, model_shape
 from artifacts.interop.source import Source, array
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.kv_cache import AnyPolicy, Full, KVCache, Policy, Streaming
+from artifacts.schema.patterns import Effect
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from artifacts.analysis.density import LONGEST, density, mean_density, num_tiles
+from artifacts.analysis.density import LONGEST, density, mean_density
 from artifacts.errors import ArtifactError, shorten
 from artifacts.interop.report import Export, Import, Notes
 from artifacts.interop.shape import Given, model_shape
@@ -35,6 +35,7 @@ from artifacts.schema.patterns import (
     BlockSparse,
     Dense,
     SkipSoftmax,
+    num_tiles,
     pattern_name,
 )
 

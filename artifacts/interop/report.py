@@ -6,17 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from artifacts.errors import plural
 from artifacts.schema.artifact import Artifact
+from artifacts.schema.patterns import Effect
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
-Effect = Literal[
-    "keeps less", "computes more", "chooses otherwise", "not carried over", "filled in", "same"
-]
 # Where a head computes more, it keeps all that it kept: nothing is lost but time.
 HARMLESS = ("computes more", "same")
 

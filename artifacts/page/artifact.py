@@ -12,23 +12,12 @@ from artifacts.page import search
 from artifacts.page.layout import aligned, cell, labelled
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.evidence import Evidence, PromptSet, TaskFigures
+from artifacts.schema.patterns import RECORDS
 from artifacts.store.front_rows import FRONT_ROWS
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
-LETTERS = {
-    "vertical_slash": "V",
-    "block_sparse": "B",
-    "a_shape": "A",
-    "tri_shape": "T",
-    "dilated": "L",
-    "strided": "S",
-    "static": "F",
-    "memory_units": "M",
-    "skip_softmax": "K",
-    "dense": "D",
-}
 LEFT_ALONE = "."
 # More heads than fit beside the means are wrapped.
 _MAP_HEADS = 48
@@ -156,7 +145,7 @@ def _winners(artifact: Artifact) -> list[str]:
 
 def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
     used = {artifact.patterns[name].kind for row in artifact.prefill.layers for name in row or ()}
-    legend = ", ".join(f"{letter} {kind}" for kind, letter in LETTERS.items() if kind in used)
+    legend = ", ".join(f"{cls.letter} {kind}" for kind, cls in RECORDS.items() if kind in used)
     heads = artifact.model.num_heads
     label = "query heads"
     per_line = heads if heads <= _MAP_HEADS else _MAP_WRAP
@@ -175,9 +164,7 @@ def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
     lines.append(f"  layer  {label:{column}}" + "".join(f"{name:>9}" for name in means))
     for layer, row in enumerate(artifact.prefill.layers):
         letters = (
-            "".join(LETTERS[artifact.patterns[name].kind] for name in row)
-            if row
-            else LEFT_ALONE * heads
+            "".join(artifact.patterns[name].letter for name in row) if row else LEFT_ALONE * heads
         )
         first, *rest = (letters[i : i + per_line] for i in range(0, heads, per_line))
         tail = "".join(_mean(array[layer].tolist()) for array in means.values())

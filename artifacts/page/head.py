@@ -11,7 +11,7 @@ from artifacts.errors import ArtifactError, number
 from artifacts.page.layout import aligned
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.growth import grown
-from artifacts.schema.patterns import TILE, AnyPattern
+from artifacts.schema.patterns import TILE, AnyPattern, Layout
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
@@ -138,6 +138,7 @@ def _tried(arrays: Mapping[str, Array], layer: int, head: int) -> dict[int, _Tri
 def picture(pattern: AnyPattern, length: int) -> list[str]:
     """Lines of a square: of each cell of queries by keys how much is computed, from · for nothing
     to █ for all."""
+    layout = pattern.layout(length)
     step = length / _CELLS / _SAMPLES
     lines = []
     for row in range(_CELLS):
@@ -148,26 +149,18 @@ def picture(pattern: AnyPattern, length: int) -> list[str]:
                 for i in range(_SAMPLES)
                 for j in range(_SAMPLES)
             ]
-            seen = [_computes(pattern, length, query, key) for query, key in pairs if key <= query]
+            seen = [_computes(layout, length, query, key) for query, key in pairs if key <= query]
             marks += _MARKS[-(-sum(seen) * (len(_MARKS) - 1) // len(seen))]
         lines.append(f"  {marks}")
     return lines
 
 
-def _computes(pattern: AnyPattern, length: int, query: int, key: int) -> bool:
+def _computes(layout: Layout | None, length: int, query: int, key: int) -> bool:
     """Whether a pattern computes a pair; what a prompt chooses is taken to be the first columns and
     what is nearest."""
-    sizes = dict(pattern)
-    if pattern.kind in ("dense", "static", "skip_softmax") or query >= length - sizes.get(
-        "last", 0
-    ):
+    if layout is None or query >= length - layout.last:
         return True
-    first = sizes.get("sink") or max(sizes.get("vertical", 0), TILE)
-    near = sizes.get("window") or sizes.get("slash") or sizes["blocks"] * TILE
-    near += sizes.get("units", 0) * TILE
-    away = query - key
-    if "dilation" in sizes:
-        return bool(key < first or (away < near and away // TILE % sizes["dilation"] == 0))
-    return bool(
-        key < first or away < near or ("stride" in sizes and away // TILE % sizes["stride"] == 0)
-    )
+    first = max(layout.columns, TILE)
+    away = query // TILE - key // TILE
+    near = layout.near + layout.units
+    return key < first or away < near or (away < layout.end and away % layout.step == 0)

@@ -1,13 +1,17 @@
-"""The attention patterns an artifact can name: the same kinds and sizes as kernels.patterns, as
-data.
+"""Records of the attention patterns an artifact can name.
 
-A static pattern's entries are too many for a page: its record names the arrays of the sidecar that
-hold them."""
+A kind's record owns what others ask of it: fields, short name, letter and colour, the tiles that
+its sizes make it compute, and its form as a stream of sinks and a window. kernels.patterns has the
+same kinds and sizes as code. A static pattern's entries are too many for a page: its record names
+the arrays of the sidecar that hold them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -17,6 +21,12 @@ from artifacts.schema.fields import LARGEST, Count, Coverage, Record, matching
 TILE = 64
 DEFAULT_LAST_Q = 64
 DEFAULT_REPRESENTATIVES = 4
+
+# What becomes of a head whose pattern is written in a form that is not quite its own.
+Effect = Literal[
+    "keeps less", "computes more", "chooses otherwise", "not carried over", "filled in", "same"
+]
+Changes = tuple[tuple[Effect, str], ...]
 
 Sink = Annotated[Count, Field(description="the first keys, in tokens")]
 Window = Annotated[
@@ -41,31 +51,134 @@ IndicesName = Annotated[
 ]
 
 
-class Dense(Record):
+def num_tiles(length: int) -> int:
+    """Tiles that `length` tokens take up."""
+    return -(-length // TILE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Key tiles that each row of query tiles computes; diagonals count from the row's own tile.
+
+    near: nearest diagonals, the own tile included. end, step: before diagonal `end` every `step`-th
+    as well. columns: first keys, in tokens. last: last queries, which see every key. units: tiles
+    elsewhere, chosen by the prompt.
+    """
+
+    near: int
+    end: int = 0
+    step: int = 1
+    columns: int = 0
+    last: int = 0
+    units: int = 0
+
+
+def nearest(window: int, length: int) -> int:
+    """Diagonals of tiles that a window of `window` tokens touches on a prompt of `length`."""
+    return min(num_tiles(window - 1), num_tiles(length) - 1) + 1
+
+
+class PatternRecord(Record):
+    """Base of the kinds. A kind sets the class variables that are not right for it as they are."""
+
+    named: ClassVar[str]
+    """Short name, made of the sizes; of a float all digits."""
+    letter: ClassVar[str]
+    """One character in the map of a page, no other kind's."""
+    colour: ClassVar[str]
+    """Colour in pattern maps, no other kind's. Those of Okabe and Ito are told apart with any
+    colour vision."""
+    lettered: ClassVar[bool] = True
+    """Maps write the letter on the colour, which comes near to a pale shade of another kind's."""
+    covers: ClassVar[Mapping[str, int]] = {}
+    """Tokens that a unit of each size covers; other fields cover none."""
+    local: ClassVar[bool] = False
+    """The last queries see sinks and a window alone, whatever the prompt."""
+    streamed: ClassVar[Changes | None] = None
+    """Changes where it is written as StreamingLLM's sink and window; None: written as dense."""
+
+    def layout(self, length: int) -> Layout | None:
+        """Tiles computed on a prompt of `length` tokens; None where sizes do not tell.
+
+        Where the prompt chooses, the first columns and the nearest diagonals stand for its choice.
+        """
+        return None
+
+
+class Dense(PatternRecord):
     """the whole causal area; named `dense`"""
+
+    named: ClassVar[str] = "dense"
+    letter: ClassVar[str] = "D"
+    colour: ClassVar[str] = "#D55E00"
+    lettered: ClassVar[bool] = False
 
     kind: Literal["dense"] = Field(default="dense", description=__doc__)
 
+    def layout(self, length: int) -> Layout:
+        """See PatternRecord.layout."""
+        return Layout(near=num_tiles(length))
 
-class AShape(Record):
+
+class AShape(PatternRecord):
     """the first keys and a window before each query (MInference 1.0); named `a_1024_4096`"""
+
+    named: ClassVar[str] = "a_{sink}_{window}"
+    letter: ClassVar[str] = "A"
+    colour: ClassVar[str] = "#E69F00"
+    lettered: ClassVar[bool] = False
+    covers: ClassVar[Mapping[str, int]] = {"sink": 1, "window": 1}
+    local: ClassVar[bool] = True
+    streamed: ClassVar[Changes | None] = ()
 
     kind: Literal["a_shape"] = Field(default="a_shape", description=__doc__)
     sink: Sink
     window: Window
 
+    def layout(self, length: int) -> Layout:
+        """See PatternRecord.layout."""
+        return Layout(near=nearest(self.window, length), columns=self.sink)
 
-class TriShape(Record):
+
+class TriShape(PatternRecord):
     """an A-shape whose last queries see every key (SCBench); named `tri_1024_4096_128`"""
+
+    named: ClassVar[str] = "tri_{sink}_{window}_{last}"
+    letter: ClassVar[str] = "T"
+    colour: ClassVar[str] = "#56B4E9"
+    covers: ClassVar[Mapping[str, int]] = {"sink": 1, "window": 1, "last": 1}
+    streamed: ClassVar[Changes | None] = (
+        (
+            "keeps less",
+            "a tri-shape is written as stream_llm: its last queries see the window alone",
+        ),
+    )
 
     kind: Literal["tri_shape"] = Field(default="tri_shape", description=__doc__)
     sink: Sink
     window: Window
     last: Count = Field(description="the last queries, which see every key")
 
+    def layout(self, length: int) -> Layout:
+        """See PatternRecord.layout."""
+        near = nearest(self.window, length)
+        return Layout(near=near, columns=self.sink, last=self.last)
 
-class Dilated(Record):
+
+class Dilated(PatternRecord):
     """the first keys, and every n-th tile of a window; named `dil_1024_4096_2`"""
+
+    named: ClassVar[str] = "dil_{sink}_{window}_{dilation}"
+    letter: ClassVar[str] = "L"
+    colour: ClassVar[str] = "#F0E442"
+    covers: ClassVar[Mapping[str, int]] = {"sink": 1, "window": 1}
+    local: ClassVar[bool] = True
+    streamed: ClassVar[Changes | None] = (
+        (
+            "computes more",
+            "a dilated window is written as stream_llm: the whole window",
+        ),
+    )
 
     kind: Literal["dilated"] = Field(default="dilated", description=__doc__)
     sink: Sink
@@ -74,9 +187,25 @@ class Dilated(Record):
         description="n: of the window's tiles of 64 keys every n-th, the query's own among them"
     )
 
+    def layout(self, length: int) -> Layout:
+        """See PatternRecord.layout."""
+        end = nearest(self.window, length)
+        return Layout(near=1, end=end, step=self.dilation, columns=self.sink)
 
-class Strided(Record):
+
+class Strided(PatternRecord):
     """an A-shape, and diagonals of tiles beyond it; named `str_1024_4096_8`"""
+
+    named: ClassVar[str] = "str_{sink}_{window}_{stride}"
+    letter: ClassVar[str] = "S"
+    colour: ClassVar[str] = "#CC79A7"
+    covers: ClassVar[Mapping[str, int]] = {"sink": 1, "window": 1}
+    streamed: ClassVar[Changes | None] = (
+        (
+            "keeps less",
+            "a strided pattern is written as stream_llm: nothing beyond its window",
+        ),
+    )
 
     kind: Literal["strided"] = Field(default="strided", description=__doc__)
     sink: Sink
@@ -85,9 +214,19 @@ class Strided(Record):
         description="beyond the window every `stride`-th diagonal of tiles of 64 keys"
     )
 
+    def layout(self, length: int) -> Layout:
+        """See PatternRecord.layout."""
+        near = nearest(self.window, length)
+        end = num_tiles(length)
+        return Layout(near=near, end=end, step=self.stride, columns=self.sink)
 
-class Static(Record):
+
+class Static(PatternRecord):
     """columns and diagonals that are the same on every prompt; named `static_NAME`"""
+
+    named: ClassVar[str] = "static_{indices}"
+    letter: ClassVar[str] = "F"
+    colour: ClassVar[str] = "#000000"
 
     kind: Literal["static"] = Field(default="static", description=__doc__)
     indices: IndicesName = Field(
@@ -101,8 +240,14 @@ class Static(Record):
         return f"static.{self.indices}.columns", f"static.{self.indices}.diagonals"
 
 
-class VerticalSlash(Record):
+class VerticalSlash(PatternRecord):
     """the columns and diagonals of most attention (MInference 1.0); named `vs_1000_6096`"""
+
+    named: ClassVar[str] = "vs_{vertical}_{slash}"
+    letter: ClassVar[str] = "V"
+    colour: ClassVar[str] = "#0072B2"
+    lettered: ClassVar[bool] = False
+    covers: ClassVar[Mapping[str, int]] = {"vertical": 1, "slash": 1}
 
     kind: Literal["vertical_slash"] = Field(default="vertical_slash", description=__doc__)
     vertical: Count = Field(description="key columns; the first 64 are always among them")
@@ -117,9 +262,20 @@ class VerticalSlash(Record):
     )
     coverage: AtMost = None
 
+    def layout(self, length: int) -> Layout:
+        """See PatternRecord.layout."""
+        near = nearest(max(self.slash, TILE), length)
+        return Layout(near=near, columns=self.vertical)
 
-class BlockSparse(Record):
+
+class BlockSparse(PatternRecord):
     """the blocks whose mean-pooled keys score highest (MInference 1.0); named `bs_100`"""
+
+    named: ClassVar[str] = "bs_{blocks}"
+    letter: ClassVar[str] = "B"
+    colour: ClassVar[str] = "#009E73"
+    lettered: ClassVar[bool] = False
+    covers: ClassVar[Mapping[str, int]] = {"blocks": TILE}
 
     kind: Literal["block_sparse"] = Field(default="block_sparse", description=__doc__)
     blocks: Count = Field(
@@ -127,9 +283,25 @@ class BlockSparse(Record):
     )
     coverage: AtMost = None
 
+    def layout(self, length: int) -> Layout:
+        """See PatternRecord.layout."""
+        # The first tile and its own are always among them.
+        return Layout(near=max(self.blocks, 2) - 1, columns=TILE)
 
-class MemoryUnits(Record):
+
+class MemoryUnits(PatternRecord):
     """sinks, a window and tiles looked up in the past (InfLLM); named `mu_128_4096_32`"""
+
+    named: ClassVar[str] = "mu_{sink}_{window}_{units}"
+    letter: ClassVar[str] = "M"
+    colour: ClassVar[str] = "#999999"
+    covers: ClassVar[Mapping[str, int]] = {"sink": 1, "window": 1, "units": TILE}
+    streamed: ClassVar[Changes | None] = (
+        (
+            "keeps less",
+            "memory units are written as stream_llm: what they look up is left out",
+        ),
+    )
 
     kind: Literal["memory_units"] = Field(default="memory_units", description=__doc__)
     sink: Count = Field(description="the first keys, in whole tiles of 64 tokens")
@@ -145,9 +317,19 @@ class MemoryUnits(Record):
         ),
     )
 
+    def layout(self, length: int) -> Layout:
+        """See PatternRecord.layout."""
+        near = nearest(self.window, length)
+        columns = num_tiles(self.sink) * TILE
+        return Layout(near=near, columns=columns, units=self.units)
 
-class SkipSoftmax(Record):
+
+class SkipSoftmax(PatternRecord):
     """all scores, but values only where scores are high enough (BLASST); named `skip_40`"""
+
+    named: ClassVar[str] = "skip_{scale_factor}"
+    letter: ClassVar[str] = "K"
+    colour: ClassVar[str] = "#882255"
 
     kind: Literal["skip_softmax"] = Field(default="skip_softmax", description=__doc__)
     scale_factor: float = Field(
@@ -172,22 +354,11 @@ AnyPattern = (
     | SkipSoftmax
 )
 Pattern = Annotated[AnyPattern, Field(discriminator="kind")]
-KINDS: tuple[str, ...] = tuple(cls.model_fields["kind"].default for cls in get_args(AnyPattern))
-KindName = Annotated[str, matching("|".join(KINDS), f"one of {', '.join(KINDS)}")]
-
-# How each kind is named by its sizes.
-NAMES = {
-    "dense": "dense",
-    "a_shape": "a_{sink}_{window}",
-    "tri_shape": "tri_{sink}_{window}_{last}",
-    "dilated": "dil_{sink}_{window}_{dilation}",
-    "strided": "str_{sink}_{window}_{stride}",
-    "static": "static_{indices}",
-    "vertical_slash": "vs_{vertical}_{slash}",
-    "block_sparse": "bs_{blocks}",
-    "memory_units": "mu_{sink}_{window}_{units}",
-    "skip_softmax": "skip_",
+RECORDS: dict[str, type[PatternRecord]] = {
+    cls.model_fields["kind"].default: cls for cls in get_args(AnyPattern)
 }
+KINDS: tuple[str, ...] = tuple(RECORDS)
+KindName = Annotated[str, matching("|".join(KINDS), f"one of {', '.join(KINDS)}")]
 
 
 def pattern_name(pattern: AnyPattern) -> str:
@@ -196,9 +367,12 @@ def pattern_name(pattern: AnyPattern) -> str:
     With _q32 for a last_q of 32, _c95 for a coverage of 0.95 and _r8 for 8 representatives.
     """
     fields = dict(pattern)
-    name = NAMES[pattern.kind].format(**fields)
-    if isinstance(pattern, SkipSoftmax):
-        name += _exact(pattern.scale_factor)
+    name = pattern.named.format(
+        **{
+            field: _exact(value) if isinstance(value, float) else value
+            for field, value in fields.items()
+        }
+    )
     if (last_q := fields.get("last_q", DEFAULT_LAST_Q)) != DEFAULT_LAST_Q:
         name += f"_q{last_q}"
     if (coverage := fields.get("coverage")) is not None:

@@ -195,7 +195,7 @@ def test_show_what_can_be_chosen_and_what_it_was_counted_by(
 
 
 def test_show_names_no_kind_that_is_not_there(saved, capsys, monkeypatch):
-    assert "map: V vertical_slash, B block_sparse, A a_shape, D dense, . slides" in page(
+    assert "map: D dense, A a_shape, V vertical_slash, B block_sparse, . slides" in page(
         saved, capsys, monkeypatch
     )
 
