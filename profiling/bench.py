@@ -38,7 +38,7 @@ from artifacts.cli.options import (
 )
 from artifacts.files import check_writable
 from profiling.environment import environment
-from profiling.models.loading import check_device
+from profiling.models.loading import check_device, settled
 from profiling.speed.attention_speed import Size, Speed, measure, paper_patterns, patterns_for
 from profiling.speed.baselines import COLUMNS
 from profiling.speed.baselines import cells as speedup_cells
@@ -126,7 +126,7 @@ class Bench:
         advanced=True,
     )
     fresh: bool = shared(arguments.add_fresh, default=False)
-    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    dtype: str = shared(arguments.add_dtype, default="auto")
     device: str = shared(arguments.add_device, default="cpu")
     repeats: int = option("timed rounds, interleaved", default=5, within=at_least(1), advanced=True)
     seed: int = shared(arguments.add_seed, default=0)
@@ -225,6 +225,7 @@ def cells(size: Size, speed: Speed) -> list[str]:
 
 def run(config: Bench, show: Callable[[Size, Speed], None]) -> list[tuple[Size, Speed]]:
     """Measure every size; its lines are shown when they are there."""
+    config = settled(config)
     lines = []
     for size in config.sizes:
         patterns = paper_patterns()

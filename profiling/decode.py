@@ -136,7 +136,7 @@ class Comparison:
         help="caches to compare (default auto)",
     )
     seed: int = shared(arguments.add_seed, default=1000)
-    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    dtype: str = shared(arguments.add_dtype, default="auto")
     device: str = shared(arguments.add_device, default="cpu")
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from kernels.dense import dense_attention
 from kernels.native import build, prebuilt
 from kernels.patterns import LayerPlan
 from profiling.environment import environment
+from profiling.models.loading import default_dtype
 from profiling.models.packages import PACKAGES, installed_file
 from profiling.speed.attention_speed import patterns_for
 from profiling.speed.latency import in_turn
@@ -84,7 +85,7 @@ class Gain:
 @dataclass(frozen=True, kw_only=True)
 class Expected:
     """Seconds that a model of some size takes at 4,096 tokens, reckoned, and the bytes of its
-    weights in bfloat16."""
+    weights in the default dtype of this machine."""
 
     prefill_s: float
     search_s: float
@@ -147,20 +148,23 @@ def _kernels(reason: str | None) -> dict[str, Any]:
     }
 
 
-def expected(dense: Mapping[str, float]) -> dict[str, Expected]:
+def expected(dense: Mapping[str, Any]) -> dict[str, Expected]:
     """What models of several sizes take here, from what one head's attention and a matrix product
     take."""
     made = {}
+    weight_bytes = getattr(torch, dense["dtype"]).itemsize
     for name, (parameters, layers, heads, head_dim) in _SIZES.items():
         attention = layers * heads * head_dim / 64 * dense["head_s"]
         prefill = 2 * parameters * _LENGTH / dense["flops_a_second"] + attention
         made[name] = Expected(
-            prefill_s=prefill, search_s=prefill * _PREFILLS_A_SEARCH, weights=2 * parameters
+            prefill_s=prefill,
+            search_s=prefill * _PREFILLS_A_SEARCH,
+            weights=weight_bytes * parameters,
         )
     return made
 
 
-def gains(dense: Mapping[str, float]) -> list[Gain]:
+def gains(dense: Mapping[str, Any]) -> list[Gain]:
     """Seconds to the first token, densely and by an artifact, at the lengths and for the models of
     _GAINS."""
     made = []
@@ -227,7 +231,7 @@ def said(name: str, found: Mapping[str, Any]) -> list[str]:
         return [
             f"dense      {1e3 * part['kernel_s']:.0f} ms by Headwise's kernel, "
             f"{1e3 * part['sdpa_s']:.0f} ms by "
-            f"torch's sdpa at {_LENGTH:,} tokens",
+            f"torch's sdpa at {_LENGTH:,} tokens, in {part['dtype']}",
             f"sparse     {1e3 * part['sparse_s']:.0f} ms by patterns of density "
             f"{part['sparse_density']:.2f}",
         ]
@@ -238,7 +242,7 @@ def said(name: str, found: Mapping[str, Any]) -> list[str]:
 
 def _expected_lines(expected: Mapping[str, Any], memory: int | None) -> list[str]:
     lines = ["", f"what to expect at {_LENGTH:,} tokens on this machine, within a factor of three:"]
-    lines.append(f"{'model':<18}{'weights, bf16':>14}{'dense prefill':>15}{'default search':>16}")
+    lines.append(f"{'model':<18}{'weights':>14}{'dense prefill':>15}{'default search':>16}")
     for name, each in expected.items():
         size = f"{each['weights'] / 2**30:.1f} GiB"
         fits = memory and each["weights"] > memory
@@ -296,7 +300,8 @@ def _dense() -> dict[str, Any]:
     built each time."""
     # One head a thread.
     threads = torch.get_num_threads()
-    q, k, v = _made(threads, threads, _LENGTH, _LENGTH, torch.device("cpu"))
+    dtype = getattr(torch, default_dtype("cpu"))
+    q, k, v = _made(threads, threads, _LENGTH, _LENGTH, torch.device("cpu"), dtype)
     kernel_s = _fastest(lambda: dense_attention(q, k, v))
     sdpa_s = _fastest(lambda: sdpa(q, k, v, None))
     patterns = {pattern.kind: pattern for pattern in patterns_for(_LENGTH, _TIMED_DENSITY)}
@@ -304,13 +309,14 @@ def _dense() -> dict[str, Any]:
     plan = LayerPlan([patterns["a_shape"]] * threads, threads)
     density = float(plan.build(q, k).density().mean())
     sparse_s = _fastest(lambda: sparse_attention(q, k, v, plan.build(q, k)))
-    a, b = (torch.ones(2048, 2048, dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.ones(2048, 2048, dtype=dtype) for _ in range(2))
     rate = 2 * 2048**3 / _fastest(lambda: torch.mm(a, b))
     return {
         "kernel_s": kernel_s,
         "sdpa_s": sdpa_s,
         "head_s": kernel_s / threads,
         "flops_a_second": rate,
+        "dtype": str(dtype).removeprefix("torch."),
         "sparse_s": sparse_s,
         "sparse_density": density,
         "sparse_cost": sparse_s / kernel_s / density,
@@ -356,15 +362,18 @@ def _agrees(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> bool:
 
 
 def _made(
-    heads: int, kv_heads: int, q_len: int, k_len: int, device: torch.device
+    heads: int,
+    kv_heads: int,
+    q_len: int,
+    k_len: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random queries (1, heads, q_len, 64), keys and values (1, kv_heads, k_len, 64) in
-    bfloat16."""
+    """Random queries (1, heads, q_len, 64), keys and values (1, kv_heads, k_len, 64)."""
     generator = torch.Generator().manual_seed(0)
     shapes = (heads, q_len), (kv_heads, k_len), (kv_heads, k_len)
     q, k, v = (
-        torch.randn(1, *shape, 64, generator=generator).to(device, torch.bfloat16)
-        for shape in shapes
+        torch.randn(1, *shape, 64, generator=generator).to(device, dtype) for shape in shapes
     )
     return q, k, v
 

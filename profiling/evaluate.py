@@ -205,7 +205,7 @@ class Config:
         advanced=True,
     )
     fresh: bool = option("discard the ledger", default=False, action="store_true")
-    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    dtype: str = shared(arguments.add_dtype, default="auto")
     device: str = shared(arguments.add_device, default="cpu")
     revision: str | None = shared(arguments.add_revision, default=None)
     command: str = ""

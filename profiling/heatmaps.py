@@ -20,6 +20,7 @@ from artifacts.cli import arguments
 from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.options import add_arguments, config_of
 from artifacts.files import check_writable, out_folder
+from profiling.models.loading import settled
 from profiling.pictures.picture_book import PICTURES, Heatmaps, PictureBook
 
 
@@ -29,6 +30,7 @@ def run(config: Heatmaps) -> list[Path]:
     Raises:
         HeadwiseError: anything that the user has to put right.
     """
+    config = settled(config)
     with out_folder(config.out):
         check_writable(config.out / "similarity.png")
         book = PictureBook(config)

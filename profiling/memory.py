@@ -24,7 +24,7 @@ from profiling.memory_use.peak_memory import peak_apart
 from profiling.memory_use.plan import plan, read_shape, shape_of
 from profiling.memory_use.plan import table as plan_table
 from profiling.memory_use.sizes import bytes_of
-from profiling.models.loading import load_config
+from profiling.models.loading import load_config, settled
 from profiling.progress import bar
 from runtime.new_cache import OFFLOADS
 
@@ -51,7 +51,7 @@ class Memory:
         default=None,
         read=lambda text: bytes_of(text, "--memory"),
     )
-    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    dtype: str = shared(arguments.add_dtype, default="auto")
     device: str = shared(arguments.add_device, default="cpu")
     revision: str | None = shared(arguments.add_revision, default=None)
 
@@ -85,7 +85,9 @@ def predicted(config: Memory) -> str:
         HeadwiseError: no such configuration, or layers that it does not have.
     """
     assert config.plan is not None
-    shape = read_shape(config.plan, config.dtype)
+    # A plan is of no machine.
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    shape = read_shape(config.plan, dtype)
     full = shape.layers - shape.sliding
     if config.banked > full:
         raise HeadwiseError(
@@ -100,6 +102,7 @@ def run(config: Memory) -> list[Row]:
     Raises:
         HeadwiseError: the model or the artifact cannot be loaded, or a process failed.
     """
+    config = settled(config)
     assert config.config is not None and config.model is not None
     load(config.config)
     try:

@@ -22,7 +22,7 @@ from artifacts.cli import arguments
 from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.options import add_arguments, config_of
 from artifacts.files import check_writable
-from profiling.models.loading import load_model
+from profiling.models.loading import load_model, settled
 from profiling.similarities.layer_similarity import SimilarityConfig, measure
 from profiling.similarities.similarity_profile import FILE, Profile, load_profile, save_profile
 
@@ -38,6 +38,7 @@ def run(config: SimilarityConfig, out: Path) -> Profile:
     Raises:
         HeadwiseError: anything that the user has to put right; no file is written then.
     """
+    config = settled(config)
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)

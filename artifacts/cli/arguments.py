@@ -18,6 +18,7 @@ from artifacts.cli.command import ArgumentParser, natural
 from artifacts.errors import HeadwiseError
 
 MODEL = "hub id, local folder, GGUF file, smollm2 or gemma3"
+_DTYPE_DEFAULT = "bfloat16; float32 on a CPU without it"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 JSON = "print one JSON object in place of the text, or write it to FILE"
 TASKS = "headwise tasks lists them"
@@ -139,13 +140,16 @@ def add_dtype(
     help: str | None = None,
     *,
     several: bool = False,
-    default: str | None = "bfloat16",
+    default: str | None = "auto",
 ) -> None:
-    """--dtype of the model or the tensors, also in short (bf16); `several` gives a list."""
+    """--dtype of the model or the tensors, also in short (bf16); `several` gives a list.
+
+    "auto" is settled by profiling.models.loading.settled, which knows the device.
+    """
     how: dict[str, Any] = {"nargs": "+", "default": [default]} if several else {"default": default}
     how |= {"type": lambda text: DTYPES.get(text, text), "choices": tuple(DTYPES.values())}
-    known = ", ".join(DTYPES.values())
-    p.add_argument("--dtype", metavar="DTYPE", help=help or f"{known} (default {default})", **how)
+    known = f"{', '.join(DTYPES.values())} (default {_DTYPE_DEFAULT})"
+    p.add_argument("--dtype", metavar="DTYPE", help=help or known, **how)
 
 
 def add_seed(

@@ -99,7 +99,7 @@ def peak_apart(
     config: Path | None = None,
     own: bool = False,
     offload: str = "auto",
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     device: str = "cpu",
     revision: str | None = None,
 ) -> Grown:
@@ -156,7 +156,7 @@ class OnePrefill:
         default=None,
     )
     length: int = shared(arguments.add_length, "tokens of the prompt", required=True)
-    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    dtype: str = shared(arguments.add_dtype, default="auto")
     device: str = shared(arguments.add_device, default="cpu")
     revision: str | None = shared(arguments.add_revision, default=None)
     threads: int | None = option(default=None)

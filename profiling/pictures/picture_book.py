@@ -76,7 +76,7 @@ class Heatmaps:
         within=at_least(_SHORTEST),
     )
     seed: int = shared(arguments.add_seed, default=0)
-    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    dtype: str = shared(arguments.add_dtype, default="auto")
     device: str = shared(arguments.add_device, default="cpu")
     revision: str | None = shared(arguments.add_revision, default=None)
     command: str = ""

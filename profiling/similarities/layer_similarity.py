@@ -68,7 +68,7 @@ class SimilarityConfig:
         action="store_true",
         advanced=True,
     )
-    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    dtype: str = shared(arguments.add_dtype, default="auto")
     device: str = shared(arguments.add_device, default="cpu")
     revision: str | None = shared(arguments.add_revision, default=None)
     beyond_positions: bool = option(

@@ -18,7 +18,7 @@ from artifacts.errors import shorten
 from artifacts.files import atomic_write, check_writable, out_folder
 from profiling.environment import environment
 from profiling.ledger import Ledger, Unit
-from profiling.models.loading import LoadedModel, load_model
+from profiling.models.loading import LoadedModel, load_model, settled
 from profiling.progress import Phase, phase
 from profiling.prompts.tokens import Encoder
 from profiling.streams.methods import (
@@ -82,7 +82,7 @@ class Streamed:
         "tokens of a round timed one by one", default=0, within=at_least(0), advanced=True
     )
     seed: int = shared(arguments.add_seed, help="of stream_eval", default=0)
-    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    dtype: str = shared(arguments.add_dtype, default="auto")
     device: str = shared(arguments.add_device, default="cpu")
     revision: str | None = shared(arguments.add_revision, default=None)
     fresh: bool = shared(arguments.add_fresh, default=False)
@@ -126,6 +126,7 @@ def run(config: Streamed, loaded: LoadedModel | None = None) -> tuple[list[Row],
     Raises:
         HeadwiseError: anything that the user has to put right.
     """
+    config = settled(config)
     with out_folder(config.out):
         check_writable(config.out / OUTPUT)
         loaded = loaded or load_model(

@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity
-from profiling.models.loading import LoadedModel
+from profiling.models.loading import LoadedModel, settled
 from profiling.prompts.prompt import Prompt, parse_task
 from profiling.similarities.layer_similarity import (
     SimilarityConfig,
@@ -33,6 +33,7 @@ def run(config: FilterSearch) -> tuple[Artifact, Found]:
         HeadwiseError: anything that the user has to put right; nothing is written then.
     """
     former = None if config.profile is None else load_profile(config.profile)
+    config = replace(config, measured=settled(config.measured))
     how = {"dtype": config.measured.dtype, "device": config.measured.device}
     search = SectionSearch.begin("filters", config.config, config.out, config.model, **how)
     artifact = search.artifact

@@ -23,7 +23,7 @@ from profiling.caches.budget_curves import BudgetCurves, measure
 from profiling.caches.policies import with_policy, with_section
 from profiling.ledger import Ledger
 from profiling.memory_use.sizes import bytes_of
-from profiling.models.loading import LoadedModel
+from profiling.models.loading import LoadedModel, settled
 from profiling.progress import phase
 from profiling.prompts.prompt import Prompt, digest, make_prompts
 from profiling.quality.forced_decode import Divergence, divergence
@@ -80,7 +80,7 @@ class KVSearch:
         advanced=True,
     )
     seed: int = shared(arguments.add_seed, default=0)
-    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    dtype: str = shared(arguments.add_dtype, default="auto")
     device: str = shared(arguments.add_device, default="cpu")
     fresh: bool = shared(arguments.add_fresh, default=False)
 
@@ -119,6 +119,7 @@ def run(config: KVSearch) -> tuple[Artifact, KVFound]:
     Raises:
         HeadwiseError: anything that the user has to put right; nothing is written then.
     """
+    config = settled(config)
     search = SectionSearch.begin(
         "kv", config.config, config.out, config.model, dtype=config.dtype, device=config.device
     )

@@ -73,7 +73,7 @@ class Check:
         advanced=True,
     )
     seed: int = shared(arguments.add_seed, default=0)
-    dtype: str = shared(arguments.add_dtype, default="bfloat16")
+    dtype: str = shared(arguments.add_dtype, default="auto")
     device: str = shared(arguments.add_device, default="cpu")
 
 

@@ -26,7 +26,7 @@ from artifacts import HeadwiseError, ModelInfo
 from artifacts.files import check_writable
 from profiling.environment import environment
 from profiling.ledger import Ledger, Unit
-from profiling.models.loading import LoadedModel, load_model
+from profiling.models.loading import LoadedModel, load_model, settled
 from profiling.progress import phase
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt, digest, parse_task
@@ -87,6 +87,7 @@ def search_model(
     config: ModelSearch, loaded: LoadedModel, model: ModelInfo, launch: Ranks | None = None
 ) -> Recorded | None:
     """The search on a model that is loaded and fingerprinted."""
+    config = settled(config)
     check_logits(loaded.model)
     searched = searched_layers(loaded)
     lengths = lengths_of(config, model)

@@ -36,7 +36,7 @@ from kernels.patterns import Pattern
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import dense_attention, index_fidelity
 from profiling.ledger import Ledger
-from profiling.models.loading import load_model
+from profiling.models.loading import load_model, settled
 from profiling.progress import phase
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
@@ -73,7 +73,7 @@ class HeadSearch:
     length: int = option(default=PAPER_LENGTH, within=at_least(1))
     budget: str = PAPER_BUDGET
     seed: int = 0
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     device: str = "cpu"
     backend: str = "auto"
     revision: str | None = None
@@ -96,6 +96,7 @@ def run(config: HeadSearch) -> Artifact:
         HeadwiseError: anything the user has to put right; no file is written then.
     """
     one_process("headwise search --preset paper")
+    config = settled(config)
     check_writable(config.out)
     parse_task(config.calibration)
     target = target_tiles(config.budget, config.length, config.dense_tail)

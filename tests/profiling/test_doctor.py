@@ -41,6 +41,7 @@ def test_it_prints_as_it_goes_and_ends_with_the_gain(
             **{
                 "head_s": 0.05,
                 "flops_a_second": 1e12,
+                "dtype": "bfloat16",
                 "sparse_s": 0.03,
                 "sparse_density": 0.25,
                 "sparse_cost": 1.2,
@@ -57,7 +58,12 @@ def test_it_prints_as_it_goes_and_ends_with_the_gain(
 
 
 def test_the_gain_is_what_the_density_leaves_of_attention() -> None:
-    dense = {"head_s": 0.1, "flops_a_second": 1e12, "sparse_cost": 1.0}
+    dense = {
+        "head_s": 0.1,
+        "flops_a_second": 1e12,
+        "sparse_cost": 1.0,
+        "dtype": "bfloat16",
+    }
     small = [gain for gain in doctor.gains(dense) if gain.model.startswith("135M")]
     for gain in small:
         attention = 30 * 9 * 0.1 * (gain.length / 4096) ** 2

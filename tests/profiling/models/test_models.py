@@ -19,7 +19,7 @@ import torch
 from artifacts import HeadwiseError
 from profiling.models import packages
 from profiling.models.gguf import converted
-from profiling.models.loading import load_model
+from profiling.models.loading import default_dtype, load_model
 from tests.profiling.conftest import tiny
 from tests.profiling.gguf_file import write_gguf
 from tests.profiling.tokenizers import byte_level
@@ -66,7 +66,7 @@ def test_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert loaded.model.config._attn_implementation == "sdpa"
     assert loaded.tokenizer.decode(loaded.tokenizer("the river")["input_ids"]) == "the river"
     monkeypatch.chdir(tmp_path / "above")
-    assert load_model("mine").model.dtype == torch.bfloat16
+    assert load_model("mine").model.dtype == getattr(torch, default_dtype("cpu"))
     assert load_model("./mine", dtype="float16").model.dtype == torch.float16
 
 
@@ -317,3 +317,16 @@ def test_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         answer = loaded.model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
     assert "Paris" in loaded.tokenizer.decode(answer)
+
+
+@pytest.mark.parametrize(
+    ("device", "instructions", "dtype"),
+    [("cpu", True, "bfloat16"), ("cpu", False, "float32"), ("cuda:1", False, "bfloat16")],
+)
+def test_the_default_dtype_is_the_fast_one(
+    monkeypatch: pytest.MonkeyPatch, device: str, instructions: bool, dtype: str
+) -> None:
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: instructions, raising=False
+    )
+    assert default_dtype(device) == dtype
