@@ -20,8 +20,7 @@ class HeadwiseError(ValueError):
 
 
 class Finding(HeadwiseError):
-    """Nobody's mistake: what was looked for is not there, such as an artifact that passes its
-    gate."""
+    """Result that fails without a mistake, such as no artifact that passes its gate."""
 
     status = 3
 
@@ -39,7 +38,7 @@ def shorten(value: object, limit: int = 60) -> str:
 
 
 def reason(error: OSError) -> str:
-    """Why the system refused, in its words."""
+    """The system's own words for an OSError."""
     return (error.strerror or str(error)).lower()
 
 
@@ -65,8 +64,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text with line breaks and control characters escaped: it prints as one line and moves no
-    cursor."""
+    """Text with line breaks and control characters escaped, so that it prints as one line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

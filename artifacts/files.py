@@ -1,5 +1,4 @@
-"""Writing files so that a crash leaves the old one or the new one, and reading none that never
-ends."""
+"""Atomic writes, which leave the old file or the new one, and reads that end."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ def write_secret(path: Path, data: bytes) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Find out before long work starts whether a file can be written at `path`; leaves nothing
-    behind.
+    """Check before long work starts that `path` can be written; leaves nothing behind.
 
     Raises:
         HeadwiseError: `path` is empty or a directory, its directory is missing or refuses new
@@ -96,8 +94,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def out_folder(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make a folder for what is written inside; what was made goes again after a failure, where
-    nothing is in it.
+    """Make a folder for what is written inside; remove it after a failure if it stayed empty.
 
     Raises:
         HeadwiseError: it cannot be made.
@@ -118,8 +115,7 @@ def out_folder(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a regular file, or a link to one, for reading; unlike open() this never waits for a pipe
-    or a device.
+    """Open a regular file, or a link to one, to read; never waits for a pipe or a device.
 
     Raises:
         OSError: there is none, it cannot be read, or it is something else: a directory, a pipe, a
@@ -137,8 +133,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def read_regular(path: Path, most: int, what: str) -> bytes:
-    """The bytes of a regular file of at most so many; `what` they are too many for is said
-    otherwise.
+    """Read a regular file of at most `most` bytes; `what` names it in the error.
 
     Raises:
         ArtifactError: there is no such file, it cannot be read, is no regular file or too large;
@@ -183,8 +178,7 @@ def _write_new(path: Path, data: bytes, *, mode: int | None) -> None:
 
 
 def _sync_directory(folder: Path) -> None:
-    """Make the rename itself survive a power cut, where the system can (Windows cannot open a
-    directory)."""
+    """Make the rename survive a power cut, where the system can (Windows cannot)."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -1,5 +1,4 @@
-"""The share of the causal area that a pattern computes on a prompt, from its sizes alone: no
-tensors, no model.
+"""Density of a pattern, computed over causal area, from its sizes alone: no tensors, no model.
 
 Counted as the kernels count it, in tiles of 64 queries by 64 keys, whole prompts at once. Exact for
 every pattern that is the same on all prompts, and for block-sparse without a coverage. Where the
@@ -36,8 +35,7 @@ def density(
     dense_tail: int = 0,
     arrays: Mapping[str, Array] | None = None,
 ) -> float | None:
-    """Computed tiles over causal tiles on a prompt of `length` tokens; above 1 where a pattern
-    costs more than dense.
+    """Density on a prompt of `length` tokens, in tiles; above 1 where dense would cost less.
 
     Args:
         pattern: whose sizes are counted, as they are at this length. length: of
@@ -77,8 +75,9 @@ def _sparse_rows(length: int, tail: int) -> int:
 def densities(
     artifact: Artifact, length: int, arrays: Mapping[str, Array] | None = None
 ) -> list[list[float | None] | None]:
-    """density() of every head, a row for each layer; None for a layer that is left alone. All 1
-    below dense_below."""
+    """Density of every head, a row for each layer.
+
+    None for a layer that is left alone; all 1 below dense_below."""
     prefill = artifact.prefill
     if sum(array.size for array in static_entries(artifact, arrays)) > MOST_ENTRIES:
         arrays = None
@@ -97,8 +96,7 @@ def densities(
 
 
 def static_entries(artifact: Artifact, arrays: Mapping[str, Array] | None) -> list[Array | Entry]:
-    """What the header says of the static patterns' arrays, or these themselves where there is
-    none."""
+    """Header entries of the static patterns' arrays, or the arrays where there is no header."""
     names = {name for p in artifact.patterns.values() if isinstance(p, Static) for name in p.arrays}
     known: Mapping[str, Any] = getattr(arrays, "entries", arrays) or {}
     return [known[name] for name in names if name in known]
@@ -107,8 +105,7 @@ def static_entries(artifact: Artifact, arrays: Mapping[str, Array] | None) -> li
 def mean_density(
     artifact: Artifact, length: int, arrays: Mapping[str, Array] | None = None
 ) -> float | None:
-    """The mean over all heads that have a pattern and whose density is known; None if there is
-    none."""
+    """Mean density of the heads whose density is known; None if there is none."""
     values = [
         value
         for row in densities(artifact, length, arrays)
@@ -119,8 +116,7 @@ def mean_density(
 
 
 def _tiles(layout: Layout, length: int, rows: int) -> int:
-    """Tiles computed in the first `rows` rows of tiles: diagonals, the first columns where no
-    diagonal is, and units.
+    """Tiles computed in the first `rows` rows: diagonals, other tiles of first columns, units.
 
     Row r computes N(r + 1) diagonals, with N(b) = min(near, b) + those of the others before b; of
     the column tiles t it computes those that are not among them."""
@@ -149,7 +145,7 @@ def _tiles(layout: Layout, length: int, rows: int) -> int:
 
 
 def _steps(last: int, step: int) -> int:
-    """How many multiples of `step` lie below b, summed for b from 1 to `last`."""
+    """Multiples of `step` below b, counted and summed for b from 1 to `last`."""
     whole, rest = divmod(last, step)
     return step * whole * (whole + 1) // 2 + rest * (whole + 1)
 

@@ -1,5 +1,4 @@
-"""What is not the same in two artifacts: heads, sections, fields, arrays, and what it does to
-density."""
+"""Differences of two artifacts: heads, sections, fields, arrays, and the change of density."""
 
 from __future__ import annotations
 
@@ -101,7 +100,7 @@ def compare(
     *,
     length: int | None = None,
 ) -> Difference:
-    """What differs, leaving out times, command lines and the sidecar's name.
+    """Compare two artifacts, without times, command lines and the sidecar's name.
 
     length: of the prompts to count density at; None is the longest that either was searched on, and
     where neither was,
@@ -144,8 +143,7 @@ def _at(fields: Mapping[str, Any], path: str) -> Any:
 
 
 def _patterns(artifact: Artifact) -> Named:
-    """The pattern of every query head: its name, None where a layer is left alone, and what each
-    name means."""
+    """Pattern name of every query head (None: the layer is left alone), and each name's pattern."""
     nothing = (None,) * artifact.model.num_heads
     return [row or nothing for row in artifact.prefill.layers], artifact.patterns
 
@@ -202,8 +200,7 @@ def _fields(
 
 
 def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every field by its path; lists are values, and so are patterns, policies and the rotary
-    embedding."""
+    """Fields by path; lists, patterns, policies and the rotary embedding are values."""
     for key, entry in value.items():
         name = f"{path}.{key}" if path else key
         if isinstance(entry, Mapping) and path not in _NAMED and name != "model.rope":
@@ -225,7 +222,7 @@ def _arrays(before: Mapping[str, Array], after: Mapping[str, Array]) -> dict[str
 
 
 def _seen(arrays: Mapping[str, Array], name: str) -> tuple[object, ...]:
-    """What tells an array from another, without holding two of them."""
+    """Dtype, shape and hash of an array, to compare without holding two of them."""
     if isinstance(arrays, Sidecar):
         entry = arrays.entries[name]
         return entry.dtype, entry.shape, arrays.digest(name)

@@ -1,5 +1,4 @@
-"""What is odd about an artifact that is whole: what an expert would ask about before serving with
-it."""
+"""Lint: rules that an expert would apply to a whole artifact before serving with it."""
 
 from __future__ import annotations
 
@@ -104,8 +103,7 @@ def uniform(case: Case) -> Checked:
             "uniform",
             where,
             f"all {plural(case.named, 'head')} have {name}: heads differ, and a search head by "
-            f"head would "
-            "keep more for the same cost; was this written by hand?",
+            "head would keep more for the same cost; was this written by hand?",
         )
 
 
@@ -123,10 +121,8 @@ def near_dense(case: Case) -> Checked:
         name, most = known.most_common(1)[0]
         message = (
             f"{plural(known.total(), 'head')} of {case.named:,} compute {NEAR_DENSE:.0%} of dense "
-            f"attention or more at "
-            f"{length:,} tokens ({why}; {name} on {plural(most, 'head')}): sparse kernels win "
-            f"nothing there; "
-            f"{_remedy(case, length)}"
+            f"attention or more at {length:,} tokens ({why}; {name} on {plural(most, 'head')}): "
+            f"sparse kernels win nothing there; {_remedy(case, length)}"
         )
         if why == "as searched" and known.total() == case.named:
             yield error("near-dense", "patterns", message)
@@ -135,8 +131,7 @@ def near_dense(case: Case) -> Checked:
 
 
 def _as_dense(case: Case, length: int) -> Counter[str]:
-    """How many heads of each sparse pattern compute about as much as dense attention at a
-    length."""
+    """Heads of each sparse pattern that compute about as much as dense attention at a length."""
     rows = zip(
         case.artifact.prefill.layers, densities(case.artifact, length, case.arrays), strict=True
     )
@@ -184,8 +179,7 @@ def sizes(case: Case) -> Checked:
                 "beyond-model",
                 where,
                 f"{large[0]} covers {tokens[large[0]]:,} tokens, the model takes {most:,}: the "
-                f"pattern is dense on "
-                "that side; is the artifact for a model of longer context?",
+                "pattern is dense on that side; is the artifact for a model of longer context?",
             )
         if called.get(name, set()) - {pattern}:
             says = f"is called as {name} would be, but is {pattern_name(pattern)}: rename it"
@@ -206,8 +200,7 @@ def question(case: Case) -> Checked:
             "no-tail",
             "prefill.dense_tail",
             f"dense_tail is 0 and in {_layers(blind)} every head sees sinks and a window alone: a "
-            f"question at the end "
-            "finds nothing in the middle; set dense_tail to 64",
+            "question at the end finds nothing in the middle; set dense_tail to 64",
         )
 
 
@@ -228,8 +221,7 @@ def growth(case: Case) -> Checked:
             "unfitted-growth",
             "prefill.growth.powers",
             f"sizes go with powers of the length, but {seen}: they are guessed; search on several "
-            f"lengths, or evaluate "
-            "at others",
+            "lengths, or evaluate at others",
         )
 
 
@@ -246,8 +238,7 @@ def shapes(case: Case) -> Checked:
                 "head-counts",
                 name,
                 f"has the shape {tuple(array.shape)}, the model has {model.num_layers} layers of "
-                f"{heads} heads: the "
-                "sidecar is of another model; search again",
+                f"{heads} heads: the sidecar is of another model; search again",
             )
             return
 
@@ -271,8 +262,7 @@ def gaps(case: Case) -> Checked:
                 "score-gap",
                 name,
                 f"{_layers(wrong)}: has scores without patterns or patterns without scores: YAML "
-                f"and sidecar are of "
-                "two searches; search again",
+                "and sidecar are of two searches; search again",
             )
 
 
@@ -291,8 +281,7 @@ def summary(case: Case) -> Checked:
             "stale-summary",
             "search.summary.winners",
             f"says {_counts(said)}, the rows have {_counts(won)}: rows were changed after the "
-            f"search, and its scores "
-            "are not theirs; search again",
+            "search, and its scores are not theirs; search again",
         )
 
 
@@ -317,10 +306,9 @@ def low_recall(case: Case) -> Checked:
             "low-recall",
             name,
             f"{plural(low.total(), 'head')} keep less than {LOW_RECALL:.0%} of their attention "
-            f"(down to {worst:.2f}; "
-            f"most in layer {low.most_common(1)[0][0]}, {plural(len(low), 'layer')} in all): "
-            f"whatever the budget, "
-            "these heads lose; give them dense or a larger pattern",
+            f"(down to {worst:.2f}; most in layer {low.most_common(1)[0][0]}, "
+            f"{plural(len(low), 'layer')} in all): whatever the budget, these heads lose; give "
+            "them dense or a larger pattern",
         )
 
 
@@ -339,19 +327,16 @@ def imports(case: Case) -> Checked:
             "mixed-scales",
             where,
             f"{plural(len(shares), 'head')} have scores between 0 and 1 and "
-            f"{plural(len(larger), 'head')} up to "
-            f"{max(larger):,.6g}: two scales in one file, no mean means anything; was the file put "
-            f"together of two "
-            "searches?",
+            f"{plural(len(larger), 'head')} up to {max(larger):,.6g}: two scales in one file, no "
+            "mean means anything; was the file put together of two searches?",
         )
     elif larger:
         yield warning(
             "foreign-scores",
             where,
             f"scores run from {number(min(values))} to {number(max(values))}: no recalls, most "
-            f"likely how many "
-            "elements of the output were off (less is better), and not to be compared between "
-            "heads of other sizes",
+            "likely how many elements of the output were off (less is better), and not to be "
+            "compared between heads of other sizes",
         )
     if imported.scores != "recall":
         return
@@ -370,16 +355,14 @@ def imports(case: Case) -> Checked:
             "mixed-precision",
             where,
             f"the recalls of {', '.join(coarse[:3])} "
-            f"({plural(sum(len(by_pattern[name]) for name in coarse), 'head')}) "
-            "are multiples of 1/512, those of other patterns are not: they were measured in half "
-            "precision beside "
+            f"({plural(sum(len(by_pattern[name]) for name in coarse), 'head')}) are multiples of "
+            "1/512, those of other patterns are not: they were measured in half precision beside "
             "full, and won or lost by their rounding",
         )
 
 
 def origin(case: Case) -> Checked:
-    """Patterns that were not searched here, on one prompt only, or on other lengths than are
-    served."""
+    """Patterns of no search, of a single prompt, or of other lengths than are served."""
     artifact = case.artifact
     search = case.artifact.search
     imported = case.artifact.prefill.imported
@@ -395,8 +378,7 @@ def origin(case: Case) -> Checked:
                 "unsearched",
                 "search",
                 f"the patterns were taken over from {imported.file}: no prompts, lengths or seed "
-                f"say on what they "
-                "hold; measure them, or search",
+                "say on what they hold; measure them, or search",
             )
         return
     lengths = search.calibration.lengths
@@ -409,24 +391,22 @@ def origin(case: Case) -> Checked:
             "searched-below",
             "prefill.dense_below",
             f"prompts below {below:,} tokens are served densely, but the search saw none above "
-            f"{longest:,}: the "
-            "patterns are used on no length that they were chosen for; search on longer prompts",
+            f"{longest:,}: the patterns are used on no length that they were chosen for; search on "
+            "longer prompts",
         )
     if len(lengths) * samples == 1:
         yield note(
             "one-prompt",
             "search.calibration",
             f"was searched on a single prompt of {longest:,} tokens: chance decides between near "
-            f"candidates; search "
-            "without --preset paper and with --samples 3 or more",
+            "candidates; search without --preset paper and with --samples 3 or more",
         )
     if most >= 4 * longest:
         yield note(
             "short-search",
             "search.calibration.lengths",
             f"was searched on prompts of up to {longest:,} tokens, the model takes {most:,}: "
-            f"nothing is known of the "
-            "patterns there; evaluate at such lengths",
+            "nothing is known of the patterns there; evaluate at such lengths",
         )
 
 
@@ -440,16 +420,14 @@ def history(case: Case) -> Checked:
             "edited",
             "edits",
             f"{last.field} was set from {last.before} to {last.after}{more}: search and evidence "
-            f"are of the artifact "
-            "before; measure again what matters",
+            "are of the artifact before; measure again what matters",
         )
     if not case.artifact.evidence:
         yield warning(
             "no-evidence",
             "evidence",
             "nothing was measured with it: whether it is faster, and still right, nobody knows; "
-            "run "
-            "headwise evaluate --attach",
+            "run headwise evaluate --attach",
         )
     front = case.artifact.prefill.front
     below = case.artifact.prefill.dense_below
@@ -458,8 +436,7 @@ def history(case: Case) -> Checked:
             "front-below",
             "prefill.front.length",
             f"the points' figures are for {front.length:,} tokens, but prompts below {below:,} are "
-            f"served densely: no "
-            "target holds where the patterns are used; search on longer prompts",
+            "served densely: no target holds where the patterns are used; search on longer prompts",
         )
 
 
@@ -477,8 +454,7 @@ def decode(case: Case) -> Checked:
             "no-sparse-layer",
             where,
             "every layer filters or is dense: decode attends to everything and chooses for nobody; "
-            "name fewer filter "
-            "layers",
+            "name fewer filter layers",
         )
     if isinstance(omnikv.budget, int) and omnikv.budget >= model.max_positions:
         yield _impossible(f"{where}.budget", omnikv.budget, model.max_positions)
@@ -518,8 +494,7 @@ def kv_cache(case: Case) -> Checked:
             "sliding-layers",
             "kv_cache.layers",
             f"{_layers(unlike)} slides according to kv_cache but has patterns in prefill: one of "
-            f"the two is for "
-            "another model",
+            "the two is for another model",
         )
 
 

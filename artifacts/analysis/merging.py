@@ -44,8 +44,7 @@ class Part:
 def merge(
     base: Part, prefill: Part, decode: Part | None, kv_cache: Part | None
 ) -> tuple[Artifact, dict[str, Array]]:
-    """The artifact with each section and its arrays from where it was asked for; None leaves a
-    section out.
+    """Combine sections, with their arrays, of several artifacts; None leaves a section out.
 
     `base` has to be for the same model, and what it knows of it counts. Search, patterns and all
     other fields are those of `prefill`. Evidence is kept of all parts, each entry once: measured on
@@ -91,8 +90,7 @@ def merge(
 
 
 def section_of(array: str) -> str:
-    """The section that an array of a sidecar belongs to, by how its name begins: decode, kv_cache
-    or prefill."""
+    """Section that a sidecar's array belongs to, by its name: decode, kv_cache or prefill."""
     return next(
         (section for section, begins in _ARRAYS.items() if array.startswith(begins)), "prefill"
     )
@@ -107,8 +105,7 @@ def _one_model(model: ModelInfo, part: Part, first: Part) -> ModelInfo:
         if mine is not None and theirs is not None and mine != theirs:
             raise ArtifactError(
                 f"these artifacts are for unlike models: {field} is {mine} in "
-                f"{one_line(str(first.file))}, {theirs} in "
-                f"{one_line(str(part.file))}"
+                f"{one_line(str(first.file))}, {theirs} in {one_line(str(part.file))}"
             )
     known = {field: getattr(other, field) for field in _COMPARED if getattr(model, field) is None}
     if known.get("weights_sha256") is not None:

@@ -25,8 +25,7 @@ _NAMES = {"name", "revision"}
 def save_searched(
     artifact: Artifact, path: str | os.PathLike[str], arrays: Mapping[str, Array]
 ) -> Artifact:
-    """Write a search's result to `path`; sections that it lacks and an artifact of the same model
-    there has are kept.
+    """Write a search's result to `path`, and keep sections of the same model's artifact there.
 
     Their arrays are kept with them, and so are the windows of text that their searches have seen,
     and cost tables of other devices. Their evidence is not: it was measured with the patterns that
@@ -87,8 +86,7 @@ def _identity(model: ModelInfo) -> dict[str, object]:
 def _with_others(
     own: Sequence[DeviceCosts], others: Sequence[DeviceCosts], arrays: Mapping[str, Array]
 ) -> tuple[tuple[DeviceCosts, ...], dict[str, Array]]:
-    """The tables of `own` and after them the `others` of other devices and backends, with these
-    ones' arrays.
+    """Append the cost tables of other devices and backends to `own`, with their arrays.
 
     What a device costs is so whatever was searched; what the search counted by is said by `own`
     alone."""

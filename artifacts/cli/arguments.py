@@ -1,5 +1,4 @@
-"""The arguments that the commands of Headwise share, each declared once: the same thing has the
-same name everywhere.
+"""Arguments that several commands share, each declared once.
 
 A command adds those that it takes to its parser: `add_model(p)` is --model.
 """
@@ -81,8 +80,9 @@ def add_task(
     dest: str = "tasks",
     default: str | None = None,
 ) -> None:
-    """--task with its parameters, such as passkey@depth=0.5 or text:FILE; `several`: repeatable, a
-    list or None."""
+    """--task with parameters, such as passkey@depth=0.5 or text:FILE.
+
+    several: repeatable, a list or None."""
     if several:
         p.add_argument(
             "--task",
@@ -101,8 +101,7 @@ def add_out(p: ArgumentParser, help: str, *, metavar: str = "FILE", required: bo
 
 
 def add_json(p: ArgumentParser) -> None:
-    """--json [FILE]: None, STDOUT or a file that can be written. One that does not end in .json
-    needs `--json=FILE`."""
+    """--json [FILE]: None, STDOUT or a writable file; one without .json needs `--json=FILE`."""
     p.add_argument("--json", metavar="FILE", nargs="?", type=json_file, const=STDOUT, help=JSON)
 
 
@@ -169,7 +168,7 @@ ADVANCED = frozenset((add_backend, add_dtype, add_picture, add_revision, add_see
 
 
 def json_file(text: str) -> Path:
-    """Where --json writes, as an argument's type: a file that can be written, or STDOUT."""
+    """Argument type of --json: a file that can be written, or STDOUT."""
     from artifacts.files import check_writable
 
     path = Path(text)
@@ -182,15 +181,14 @@ def json_file(text: str) -> Path:
 
 
 def deliver(text: str, record: Mapping[str, Any], to: Path | None) -> None:
-    """Print what a command found: the text, or with --json the record in its place; --json FILE
-    also writes that."""
+    """Print the text, or with --json the record in its place; --json FILE writes the record too."""
     if to != STDOUT:
         print(text)
     deliver_json(record, to)
 
 
 def deliver_json(record: Mapping[str, Any], to: Path | None) -> None:
-    """What --json asks for; nothing without it."""
+    """Write the record where --json asks for it; nothing without it."""
     if to is None:
         return
     written = json.dumps(record, indent=1, default=str) + "\n"

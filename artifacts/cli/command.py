@@ -1,4 +1,4 @@
-"""What every command of Headwise shares: one-line errors, exit codes, -q, -v and --version.
+"""Parser and main of every command: one-line errors, exit codes, -q, -v and --version.
 
 Exit codes: 0 good, 1 a bug (with traceback), 2 a mistake of the user, 3 a finding, such as a gate
 that fails, 130 interrupted, 141 the reader of the output went away. artifacts.cli.arguments has the
@@ -43,8 +43,7 @@ EXTRAS = {
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Names in the usage what has to be given, fills paragraphs, and names an option's value by its
-    type."""
+    """Usage of required arguments alone, filled paragraphs, and metavars by type."""
 
     def add_usage(
         self,
@@ -76,8 +75,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with one-line errors, no abbreviated options, help that keeps its line breaks, and
-    -q, -v, --version."""
+    """argparse with one-line errors, no abbreviations, kept line breaks, -q, -v and --version."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _Formatter)
@@ -121,7 +119,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def is_set_off(paragraph: str) -> bool:
-    """Whether a paragraph's line breaks count: commands, lists and tables."""
+    """True for commands, lists and tables, whose line breaks count."""
     rows = paragraph.strip("\n").split("\n")
     return any(re.match(r"\s{2,}\S|headwise .* --|\S+\s{3,}\S", row) for row in rows)
 
@@ -154,8 +152,7 @@ class _Version(argparse.Action):
 
 
 def set_verbosity(level: int) -> None:
-    """-1: no progress, no warnings; 0: as usual; 1: what is logged, too, and the traceback of an
-    error."""
+    """Set -1: no progress, no warnings; 0: the default; 1: log messages and tracebacks."""
     global verbosity
     if level != verbosity:
         import logging
@@ -204,8 +201,7 @@ class _Output(io.TextIOWrapper):
 def run_command(
     main: Callable[[list[str] | None], int | None], argv: Sequence[str] | None = None
 ) -> NoReturn:
-    """Run a command's main and exit: HeadwiseError becomes one line `error: ...` on stderr and
-    status 2.
+    """Run a command's main and exit; a HeadwiseError becomes `error: ...` on stderr and status 2.
 
     An interruption ends with one line and status 130, from the command's start on
     (cli.interrupt), a closed pipe silently with 141, and output that is closed or cannot be
@@ -271,8 +267,7 @@ def _say(line: str) -> None:
 
 
 def _discard(stream: TextIO | None) -> None:
-    """Point the stream nowhere where it cannot be written, or the interpreter's flush at exit
-    complains about it."""
+    """Redirect a stream that cannot be written, so that the flush at exit does not complain."""
     try:
         if stream is not None:
             stream.flush()

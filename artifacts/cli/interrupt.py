@@ -1,5 +1,4 @@
-"""Ctrl-C from the first moment of a command: one line and status 130, also while its imports take
-their seconds.
+"""Ctrl-C from a command's first moment, during its imports too: one line and status 130.
 
 The packages that have commands import this before anything else. It does nothing in a process that
 is none of them."""
@@ -20,8 +19,7 @@ _OURS = ("artifacts", "profiling", "runtime", "search")
 
 
 def starts_a_command(arguments: list[str]) -> bool:
-    """Whether a process with these arguments was started as headwise, or as python -m ... of
-    ours."""
+    """True for the arguments of `headwise`, or of `python -m` one of our modules."""
     if any(os.path.basename(argument) == "headwise" for argument in arguments[:2]):
         return True
     modules = [after for before, after in pairwise(arguments) if before == "-m"][:1]
@@ -36,8 +34,7 @@ def quit_at_once(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def until_it_runs() -> None:
-    """Take Ctrl-C until listen_as_usual(), where this process is a command's and nobody else takes
-    it."""
+    """Take Ctrl-C until listen_as_usual(), in a command's process where nobody else takes it."""
     if (
         starts_a_command(sys.orig_argv)
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler

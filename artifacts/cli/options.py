@@ -1,5 +1,4 @@
-"""A command's options, each declared once: a field of its Config is the argument, its default and
-its range.
+"""Options of a command, each declared once as a field of its Config, with default and range.
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -136,7 +135,7 @@ def _flag(each: Field[Any]) -> str:
 
 
 def _typed(each: Field[Any]) -> dict[str, Any]:
-    """What argparse is given of a field, with its type and its default in words."""
+    """Arguments for argparse of a field, with its type, and its default in the help."""
     how = dict(each.metadata["how"])
     kind = _TYPES.get(str(each.type).partition(" |")[0])
     if (

@@ -20,14 +20,14 @@ from artifacts.files import atomic_write
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a verb prints on stdout, and its exit status."""
+    """Text that a verb prints on stdout, and its exit status."""
 
     text: str
     status: int = 0
 
 
 class Verb(Protocol):
-    """What the module of a verb holds."""
+    """Members that a verb's module has."""
 
     Config: Any
     SHORT: str
@@ -38,8 +38,7 @@ class Verb(Protocol):
 
 
 def answer(as_json: Path | None, facts: Any, lines: Iterable[str], *, status: int = 0) -> Outcome:
-    """The lines for people; with --json the facts as one JSON object in their place, or in a
-    file."""
+    """Lines for people; with --json the facts as one JSON object in their place, or in a file."""
     return as_asked(
         as_json, json.dumps(facts), "".join(f"{one_line(line)}\n" for line in lines), status=status
     )
@@ -62,7 +61,7 @@ def file_arg(
 
 
 def out_arg(help: str, default: Any = MISSING) -> Any:
-    """Where to write."""
+    """--out, the file to write."""
     return arg("--out", metavar="FILE", type=Path, default=default, help=help)
 
 

@@ -1,5 +1,4 @@
-"""convert: other tools' files into artifacts, and artifacts into theirs, with a report of what does
-not fit."""
+"""convert: other tools' files into artifacts and back, with a report of what does not fit."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ _HOW = "how an import is read"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which file into which, and what is known of the model; None where not given."""
+    """Files to read and write, and what is known of the model; None where not given."""
 
     file: Path = arg(
         metavar="FILE", type=Path, help="another tool's file, or with --to an artifact's YAML"
@@ -228,8 +227,7 @@ def _export(config: Config, form: Format) -> tuple[Report, list[str]]:
 
 
 def _measure(config: Config, form: Format, artifact: Path, flags: str | None) -> str:
-    """How recall is measured: of an import as it is; of an export against what the tool makes of
-    it."""
+    """Shell line that measures recall of an import, or of an export read back."""
     if not form.patterns:
         return ""
     model = shlex.quote(config.model) if config.model else "MODEL"

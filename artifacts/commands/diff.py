@@ -33,7 +33,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which files, the length to count density at, and whether every head is listed."""
+    """Files to compare, the length to count density at, and whether every head is listed."""
 
     before: Path = file_arg("A")
     after: Path = file_arg("B")

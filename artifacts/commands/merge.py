@@ -37,8 +37,7 @@ _SECTIONS = ("decode", "kv_cache")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The file that gives what is not named, and of each section its file, `none`, or None for the
-    first file."""
+    """File that gives the rest, and each section's own file, `none`, or None for the first file."""
 
     file: Path = file_arg(help="gives every section that no option names")
     prefill: Path | None = arg(

@@ -35,8 +35,7 @@ _TYPES = {"integer": "int", "string": "text", "boolean": "true or false", "objec
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Whether as Markdown, and where to; the schema is JSON also without --json, which puts it on
-    one line."""
+    """Markdown or JSON Schema, and where to; --json puts JSON on one line."""
 
     markdown: bool = arg(
         "--markdown", action="store_true", default=False, help="print tables of the fields"
@@ -112,7 +111,7 @@ def _optional(annotation: Any) -> bool:
 
 
 def _type(field: Mapping[str, Any], models: Mapping[str, Any]) -> str:
-    """What a field holds, from its JSON Schema."""
+    """Type of a field in words, from its JSON Schema."""
     if "$ref" in field or "discriminator" in field:
         return "mapping"
     for values in (field.get("enum"), [field["const"]] if "const" in field else None):

@@ -41,7 +41,7 @@ _LONGEST = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which file, what becomes what, and where to."""
+    """File to change, its new values, and the file to write."""
 
     file: Path = file_arg()
     changes: tuple[str, ...] = arg(
@@ -122,8 +122,7 @@ def _put(fields: Any, path: str, value: Any) -> Any:
 
 
 def _step(node: Any, rest: str, path: str) -> tuple[Any, str]:
-    """The key that a path begins with, and what is left of it; names of patterns may have dots of
-    their own."""
+    """Split a path into its first key and the rest; pattern names may have dots of their own."""
     known: Sequence[str] = ()
     if isinstance(node, dict):
         known = [key for key in node if rest == key or rest.startswith((f"{key}.", f"{key}["))]

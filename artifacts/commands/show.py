@@ -28,7 +28,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which file, which head alone, and whether as JSON."""
+    """File to show, one head of it, and whether as JSON."""
 
     file: Path = file_arg()
     head: str | None = arg(

@@ -31,7 +31,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to sign by which private key, and whether to make it first."""
+    """File to sign, the private key, and whether to make that first."""
 
     file: Path = file_arg()
     key: Path = arg("--key", metavar="KEY", type=Path, help="your private key")

@@ -38,7 +38,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which file, from which severity on it fails, and which codes it leaves out."""
+    """File to check, the severity from which on it fails, and codes to leave out."""
 
     file: Path = file_arg()
     level: Severity = arg(

@@ -23,7 +23,7 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to check by which public key."""
+    """File to check, and the public key."""
 
     file: Path = file_arg()
     key: Path = arg("--key", metavar="PUBKEY", type=Path, help="the signer's public key")

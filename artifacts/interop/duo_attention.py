@@ -155,8 +155,7 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
 
 
 def _lowest(values: Sequence[float], sparsity: float) -> list[bool]:
-    """Whether each head streams: those below NumPy's quantile of the values, of equal ones the
-    first."""
+    """Mark heads below NumPy's quantile of the values as streaming, of equal ones the first."""
     if sparsity >= 1:
         return [True] * len(values)
     # So many of n values that do not tie lie below it.
@@ -167,7 +166,7 @@ def _lowest(values: Sequence[float], sparsity: float) -> list[bool]:
 
 
 def _drawn(values: Sequence[float], streams: Sequence[bool]) -> list[bool]:
-    """Whether DuoAttention's noise decides if a head streams."""
+    """Mark heads for which DuoAttention's noise decides whether they stream."""
     largest_streaming = max(
         (value for value, stream in zip(values, streams, strict=True) if stream), default=-math.inf
     )
@@ -222,8 +221,7 @@ def _table(text: str) -> Table:
 
 
 def _config(file: Path) -> dict[str, Any] | None:
-    """DuoAttention's config.json; None where there is none, or it is another one, such as a
-    model's."""
+    """Read DuoAttention's config.json; None where there is none, or it is a model's."""
     if not file.is_file():
         return None
     with naming(file):

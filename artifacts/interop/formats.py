@@ -23,8 +23,9 @@ Write = Callable[["Artifact", Mapping[str, "Array"], Path], Export]
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A format. about: what it is, for the help. options: what of Given `read` heeds besides the
-    model.
+    """A format.
+
+    about: description for the help. options: fields of Given that `read` heeds beside the model.
 
     patterns: it is about heads' patterns in prefill, so that recall can be measured.
     """

@@ -38,8 +38,7 @@ MORE_COLUMNS = 130
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What a file says of a head: [name, a, b, score] as it stands there, and the sizes and shares
-    in it.
+    """Head as its file has it: [name, a, b, score], and the sizes and fractions in it.
 
     shares: those of a flex_vertical_and_slash. score: None where it is null.
     """
@@ -57,7 +56,7 @@ class Entry:
         return None if self.as_json[3] is None else float(self.as_json[3])
 
     def pattern(self, format: HeadFormat) -> AnyPattern:
-        """What the tool of this format makes of it."""
+        """Pattern that the tool of this format makes of the entry."""
         a, b = self.sizes
         match self.name:
             case "vertical_and_slash" if format == "sparse_attention_config" and a == FEW_COLUMNS:
@@ -96,7 +95,7 @@ def parse(document: Any, format: HeadFormat) -> list[dict[int, Entry]]:
 
 
 def is_angelslim(document: Any) -> bool:
-    """Whether it is AngelSlim's object and not MInference's list."""
+    """True for AngelSlim's object, False for MInference's list."""
     return isinstance(document, dict) and "best_pattern" in document
 
 
@@ -150,7 +149,7 @@ def _layer(layer: int, row: Any, format: HeadFormat) -> dict[int, Entry]:
 
 
 def _is_index(key: str) -> bool:
-    """Whether it is a layer's or head's number, written in one way only."""
+    """True for a layer's or head's number in its one spelling."""
     return (
         key.isascii()
         and key.isdigit()

@@ -282,8 +282,7 @@ def _chunked(config: Mapping[str, Any], name: str, most: int) -> int | None:
 
 
 def _scores_of(scores: Sequence[float]) -> Literal["recall", "other"] | None:
-    """What the scores are: recalls where all are shares, others where some are above 1, None where
-    they say nothing."""
+    """Kind of scores: recalls, others where some exceed 1, None where all are 0 or 1."""
     # All 0, or the 1 that AngelSlim writes.
     if set(scores) <= {0, 1}:
         return None
@@ -307,7 +306,7 @@ def _originals(artifact: Artifact, arrays: Mapping[str, Array]) -> list[list[Ent
 
 
 def _still(read: Entry, pattern: AnyPattern | None, format: HeadFormat) -> bool:
-    """Whether the tool makes the pattern of an entry that the artifact has now."""
+    """True where the tool makes the artifact's pattern of an entry."""
     if format != "minference" and read.name != "vertical_and_slash":
         return False
     if pattern is None:
@@ -326,8 +325,7 @@ def _still(read: Entry, pattern: AnyPattern | None, format: HeadFormat) -> bool:
 def _nearest(
     pattern: AnyPattern | None, artifact: Artifact, arrays: Mapping[str, Array], format: HeadFormat
 ) -> tuple[Entry, list[tuple[Effect, str]]]:
-    """The entry nearest to a pattern, None for a layer that slides; and what is not the same,
-    nothing where all is."""
+    """Entry nearest to a pattern (None: the layer slides), and the differences that remain."""
     nearest, changes = _for_minference(pattern, artifact, arrays)
     if format == "minference":
         return nearest, changes
@@ -399,7 +397,7 @@ def _for_minference(
 
 
 def _settings(artifact: Artifact, format: HeadFormat, notes: Notes) -> None:
-    """What of prefill is no head's pattern."""
+    """Settings of prefill beside the heads' patterns."""
     prefill = artifact.prefill
     if prefill.dense_tail:
         notes.file("keeps less", f"the last {prefill.dense_tail} queries do not see every key")

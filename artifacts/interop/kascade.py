@@ -1,5 +1,4 @@
-"""Kascade's anchor layers, from and to decode.omnikv; whose tokens each KV head takes there has no
-place here.
+"""Kascade's anchor layers, from and to decode.omnikv; its map of KV heads has no place here.
 
 An int32 .npy of shape (layers, KV heads): the KV head of the layer's anchor, the nearest one before
 it, whose token list a head takes; anchor rows count from 0. The anchors themselves stand in the
@@ -65,8 +64,7 @@ def read(source: Source, given: Given) -> Import:
 
 
 def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
-    """The anchors, with a map by which each KV head takes the list of the KV head of its own
-    number.
+    """Write the anchors, and a map in which each KV head reads the anchor's head of its number.
 
     Raises:
         ArtifactError: there is no decode section, or `out` is not called as the anchors want it.

@@ -1,4 +1,4 @@
-"""What files of KV heads' scores share: by a score a head keeps everything or streams.
+"""Policies of KV heads by score, which DuoAttention's and KVzip's files share.
 
 A streaming head keeps sinks and a window at their positions in the text. What is written is the
 scores that were imported, as long as a threshold parts them as the artifact's policies do;
@@ -34,8 +34,7 @@ SLIDES = "a layer that slides over its own window is full"
 
 
 def streaming(given: Given, *, sinks: int, window: int) -> Streaming:
-    """The policy of heads that stream, with the user's sizes in place of these where they are
-    given."""
+    """Policy of streaming heads, with the user's sizes where they are given."""
     return Streaming(
         sinks=sinks if given.sinks is None else given.sinks,
         window=window if given.window is None else given.window,
@@ -126,8 +125,7 @@ def head_policies(artifact: Artifact) -> list[list[AnyPolicy | None]]:
 def parted_scores(
     policies: Sequence[Sequence[AnyPolicy | None]], arrays: Mapping[str, Array]
 ) -> tuple[Table, float]:
-    """Scores to write, and the threshold from which on heads keep everything: all but streaming
-    ones."""
+    """Scores to write, and the threshold that all but streaming heads reach."""
     keep = [[not isinstance(policy, Streaming) for policy in row] for row in policies]
     imported = array(arrays, SCORES, (len(keep), len(keep[0])))
     if imported is not None:

@@ -84,8 +84,7 @@ def read(source: Source, given: Given) -> Import:
 
 
 def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
-    """Write the tensor of scores: those that were imported, if a threshold still parts the heads;
-    otherwise 1 and 0.
+    """Write the imported scores if a threshold still parts the heads, otherwise 1 and 0.
 
     Raises:
         ArtifactError: the artifact has no kv_cache section.
@@ -113,8 +112,7 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
 
 
 def _cut(scores: Sequence[float], ratio: float) -> float:
-    """Score that a KV head must exceed to keep everything, as KVzip's `_threshold` has it at this
-    ratio.
+    """Score that a KV head must exceed to keep everything, as KVzip's `_threshold` cuts.
 
     KVzip repeats a head's score for every token of the context and cuts that list, so a head counts
     as many times as the context has tokens. With some thousands of them the cut no longer depends

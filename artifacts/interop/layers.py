@@ -1,5 +1,4 @@
-"""Which layers choose tokens for the others: index_topk_pattern and Sparse-vLLM, from and to
-decode.omnikv.
+"""Layers that choose tokens for others: index_topk_pattern and Sparse-vLLM, and decode.omnikv.
 
 index_topk_pattern (IndexCache; transformers, vLLM, SGLang, TensorRT-LLM) has a letter for each
 decoder layer in the root of config.json: F runs its indexer, S takes the tokens of the nearest F
@@ -76,8 +75,7 @@ def write_index_pattern(artifact: Artifact, arrays: Mapping[str, Array], out: Pa
 
 
 def read_sparse_vllm(source: Source, given: Given) -> Import:
-    """Read Sparse-vLLM's options, or the selected_full_layers.json of its search, into a decode
-    section.
+    """Read Sparse-vLLM's options, or its search's selected_full_layers.json, into a decode section.
 
     Raises:
         ArtifactError: it names no full layers, another method, or layers that the model has not.
@@ -117,8 +115,7 @@ def read_sparse_vllm(source: Source, given: Given) -> Import:
 
 
 def write_sparse_vllm(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
-    """Options for LLM(...) or --engine-kwargs; an import that was not changed since is written as
-    it was read."""
+    """Write options for LLM(...) or --engine-kwargs; an unchanged import as it was read."""
     full = full_layers(artifact)
     notes = Notes()
     decode = section_of(artifact)
@@ -154,8 +151,7 @@ def full_layers(artifact: Artifact) -> list[bool]:
 
 
 def section(source: Source, format: str, full: Sequence[bool], budget: Any) -> Decode:
-    """The decode section of layers of which some attend to everything: those before others choose
-    for them.
+    """Decode section of layers, of which those with full attention choose for those after them.
 
     Raises:
         ArtifactError: no layer is left to be served, the first attends not to everything, or the

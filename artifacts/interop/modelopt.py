@@ -1,5 +1,4 @@
-"""ModelOpt's sparse_attention_config: how many tiles a threshold shall skip, for the whole model at
-once.
+"""ModelOpt's sparse_attention_config: one threshold for the tiles that the model skips.
 
 It stands in the root of an exported checkpoint's config.json, or alone in a file: config_groups, of
 which one of skip_softmax has target_sparsity for prefill and decode, threshold_scale_factor with
@@ -53,8 +52,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,4})(?:\.|$)")
 
 
 def read(source: Source, given: Given) -> Import:
-    """Read it into an artifact whose heads, but for the ignored layers', are skip_softmax,
-    uncalibrated block_sparse.
+    """Read the configuration into skip_softmax heads, uncalibrated into block_sparse heads.
 
     Raises:
         ArtifactError: it is no such configuration, or has no group that skips tiles in prefill.
@@ -118,8 +116,7 @@ def read(source: Source, given: Given) -> Import:
 
 
 def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
-    """Write the configuration; an import that was not changed since as it was read, calibration and
-    all.
+    """Write the configuration; an unchanged import as it was read, with its calibration.
 
     Raises:
         ArtifactError: the artifact has no patterns.
@@ -165,8 +162,7 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
 
 
 def _dense_layers(artifact: Artifact) -> list[int]:
-    """Layers without a sparse head; they are named in the file, and count for nothing in the
-    target."""
+    """Layers without a sparse head: the file names them, and the target leaves them out."""
     dense = []
     for layer, row in enumerate(artifact.prefill.layers):
         if row is None or all(artifact.patterns[name].kind == "dense" for name in row):
@@ -175,8 +171,7 @@ def _dense_layers(artifact: Artifact) -> list[int]:
 
 
 def _common_factor(artifact: Artifact, dense: Collection[int]) -> float | None:
-    """The scale factor that all heads outside the dense layers have; None where one has another
-    pattern."""
+    """Scale factor of all heads outside the dense layers; None where one has another pattern."""
     factors: set[float | None] = set()
     for layer, row in enumerate(artifact.prefill.layers):
         if layer in dense:
@@ -219,8 +214,7 @@ def _parted_groups(root: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _groups(root: Any) -> list[dict[str, Any]]:
-    """The groups of a configuration, of which TensorRT-LLM takes a single one without config_groups
-    around it."""
+    """Groups of a configuration; TensorRT-LLM takes one without config_groups around it."""
     if not isinstance(root, dict) or not root.keys() & {"config_groups", *_FLAT}:
         raise ArtifactError(f"has no {_KEY} with config_groups")
     by_name = root.get("config_groups", {"": {"algorithm": "skip_softmax", **root}})
@@ -248,8 +242,7 @@ def _targets(group: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _threshold(group: Mapping[str, Any], phase: str) -> Any:
-    """The part of threshold_scale_factor that counts in a phase: a number, a mapping with a and b,
-    or None."""
+    """Value of threshold_scale_factor for a phase: a number, a mapping with a and b, or None."""
     given = group.get("threshold_scale_factor")
     if not isinstance(given, dict):
         return given
@@ -261,8 +254,7 @@ def _threshold(group: Mapping[str, Any], phase: str) -> Any:
 
 
 def _factor(group: Mapping[str, Any], target: float) -> float | None:
-    """The scale factor of prefill: the number given, or by a and b; None where the file is not
-    calibrated.
+    """Scale factor of prefill: given, or by a and b; None where the file is not calibrated.
 
     Raises:
         ArtifactError: it is no number above 0, or goes by another formula than ModelOpt's.
@@ -293,8 +285,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _decode(group: Mapping[str, Any], targets: Mapping[str, float]) -> str | None:
-    """What is skipped in decode, which has no place in an artifact; None where nothing is said of
-    it."""
+    """Threshold of decode, which has no place in an artifact; None where there is none."""
     threshold = _threshold(group, "decode")
     if isinstance(threshold, dict) or "decode" in targets:
         return f"decode skips {targets.get('decode', _TARGET):.4g} of its tiles"

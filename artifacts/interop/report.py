@@ -1,5 +1,4 @@
-"""How true a conversion is: how many heads are the same on both sides, and what becomes of the
-others."""
+"""Fidelity of a conversion: heads that are the same on both sides, and effects on the others."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How true a conversion is.
+    """Fidelity of a conversion.
 
     heads: that the file speaks of, or layers, as `unit` says. exact: those that are the same on
     both sides. measure: the command that measures what the conversion costs in recall, given a
@@ -48,7 +47,7 @@ class Report:
 
     @property
     def lossy(self) -> bool:
-        """Whether anything is lost but time."""
+        """True where anything is lost but time."""
         return any(note.effect not in HARMLESS for note in self.notes)
 
     def lines(self) -> Iterator[str]:
@@ -67,8 +66,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """What an import makes: the artifact, its sidecar's arrays, and how true both are to the
-    file."""
+    """Artifact and arrays that an import makes, and their fidelity to the file."""
 
     artifact: Artifact
     arrays: dict[str, Array]
@@ -77,7 +75,7 @@ class Import:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What an export makes: the files to write, and how true they are to the artifact."""
+    """Files that an export makes, and their fidelity to the artifact."""
 
     files: dict[Path, bytes]
     report: Report
@@ -99,8 +97,7 @@ class Notes:
         self._heads[effect, what] = 0
 
     def left_out(self, artifact: Artifact, *carried: str) -> None:
-        """Note the sections that the artifact has and the format no place for, which carries only
-        these."""
+        """Note the artifact's sections, beside `carried`, that the format has no place for."""
         there = {
             "prefill": artifact.patterns,
             "decode": artifact.decode,

@@ -1,5 +1,4 @@
-"""The model that an imported file is for, put together from the file, the model's config.json and
-flags."""
+"""Model that an imported file is for, from the file, the model's config.json and flags."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What the user says of the model and of how a file is read, each None where not given.
+    """Options of the user on the model and on how to read a file; None where not given.
 
     config: the model's config.json. layers to max_positions: as ModelInfo has them. dense_below,
     dense_tail: as in prefill. sinks, window: of streaming heads, in tokens. threshold: of a KV
@@ -53,16 +52,14 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The model, the layers that slide over a window of their own, and the rest of its
-    config.json."""
+    """The model, its sliding-window layers, and the rest of its config.json."""
 
     model: ModelInfo
     sliding: frozenset[int]
     config: Mapping[str, Any]
 
     def artifact(self, **fields: Any) -> Artifact:
-        """An artifact for the model with these fields, without patterns where none are among
-        them."""
+        """Artifact for the model with these fields, and without patterns unless they are given."""
         nothing = Prefill(dense_below=0, layers=(None,) * self.model.num_layers)
         return Artifact(
             **{"model": self.model, "search": None, "patterns": {}, "prefill": nothing} | fields
@@ -195,8 +192,7 @@ def _size(
 
 
 def _derived(name: str, config: Mapping[str, Any]) -> tuple[str, Any]:
-    """What a config.json leaves out because it follows: as many KV heads as query heads, the width
-    by the heads."""
+    """Fill in a config.json: as many KV heads as query heads, head width by their number."""
     heads = config.get("num_attention_heads")
     hidden = config.get("hidden_size")
     if name == "num_kv_heads":

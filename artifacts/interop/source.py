@@ -22,8 +22,7 @@ MAX_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A file's path and bytes. Errors of its methods are without its name: see
-    artifacts.errors.naming."""
+    """A file's path and bytes; errors of its methods lack its name, which errors.naming adds."""
 
     path: Path
     data: bytes
@@ -73,15 +72,14 @@ class Source:
         return value
 
     def imported(self, format: Any, scores: Any = None) -> Imported:
-        """What an artifact's section says of the file that it comes from."""
+        """Section's record of the file that it comes from."""
         name = self.path.name.encode(errors="replace").decode()
         return Imported(
             format=format, file=name, sha256=hashlib.sha256(self.data).hexdigest(), scores=scores
         )
 
     def kept(self, section: str) -> dict[str, Array]:
-        """The array of an artifact that keeps the file of a section as it is, to be written
-        again."""
+        """Array with the file's bytes, to be written again."""
         import numpy as np
 
         return {f"imported.{section}": np.frombuffer(self.data, dtype=np.uint8)}
@@ -90,8 +88,7 @@ class Source:
 def original(
     section: str, imported: Imported | None, arrays: Mapping[str, Array], *formats: str
 ) -> Source | None:
-    """The file that a section was imported from, where it was of one of these formats and the
-    sidecar has it."""
+    """File that a section was imported from, if it has one of these formats and was kept."""
     name = f"imported.{section}"
     entry = header(arrays).get(name)
     if (
@@ -112,7 +109,7 @@ def array(arrays: Mapping[str, Array], name: str, shape: tuple[int, ...]) -> Arr
 
 
 def header(arrays: Mapping[str, Array]) -> Mapping[str, Any]:
-    """What a sidecar says of its arrays, or these themselves."""
+    """Header entries of a sidecar's arrays, or the arrays themselves."""
     return getattr(arrays, "entries", arrays)
 
 

@@ -89,8 +89,8 @@ def _decode(artifact: Artifact) -> Iterator[str]:
     )
     dense = f"; dense {', '.join(map(str, omnikv.dense_layers))}" if omnikv.dense_layers else ""
     yield (
-        f"OmniKV: filter layers "
-        f"{', '.join(map(str, omnikv.filter_layers))}{dense}; {budget}, selector {selector}"
+        f"OmniKV: filter layers {', '.join(map(str, omnikv.filter_layers))}{dense}; {budget}, "
+        f"selector {selector}"
     )
     if omnikv.prefill_ratio is not None:
         yield (
@@ -100,8 +100,7 @@ def _decode(artifact: Artifact) -> Iterator[str]:
     if kept := omnikv.similarity:
         yield (
             f"keeps {kept.kept:.4f} of the attention mass on held-out prompts "
-            f"({', '.join(kept.tasks)}); evenly spaced "
-            f"{kept.evenly_spaced:.4f}"
+            f"({', '.join(kept.tasks)}); evenly spaced {kept.evenly_spaced:.4f}"
         )
         if kept.error is not None:
             yield f"error {kept.error:.5f}"

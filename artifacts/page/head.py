@@ -1,5 +1,4 @@
-"""The page of one head: what a search tried for it, what was chosen, and what the pattern
-computes."""
+"""Page of one head: the candidates that were tried, the choice, and a picture of it."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ _MARKS = "·░▒▓█"
 
 @dataclass(kw_only=True)
 class _Tried:
-    """One candidate's name, with its sizes where they differ from head to head, and its scores for
-    the head."""
+    """One candidate: its name, with sizes where heads differ, and its scores for the head."""
 
     label: str
     scores: dict[str, float] = field(default_factory=dict)
@@ -111,14 +109,13 @@ def _curve(arrays: Mapping[str, Array], layer: int, head: int) -> Iterator[str]:
     if "allocation.price" in arrays:
         price = arrays["allocation.price"].reshape(-1)
         yield (
-            f"the price of the model's budget: "
-            f"{float(price[layer % len(price)]):.3g} of weighted loss a unit"
+            f"the price of the model's budget: {float(price[layer % len(price)]):.3g} of weighted "
+            "loss a unit"
         )
 
 
 def _tried(arrays: Mapping[str, Array], layer: int, head: int) -> dict[int, _Tried]:
-    """From arrays candidates.NUMBER.NAME.MEASURE, (layers, heads) each; a name may have dots of its
-    own."""
+    """Candidates of a head, from arrays candidates.NUMBER.NAME.MEASURE of (layers, heads)."""
     tried: dict[int, _Tried] = {}
     for key in arrays:
         first, _, rest = key.partition(".")
@@ -136,8 +133,7 @@ def _tried(arrays: Mapping[str, Array], layer: int, head: int) -> dict[int, _Tri
 
 
 def picture(pattern: AnyPattern, length: int) -> list[str]:
-    """Lines of a square: of each cell of queries by keys how much is computed, from · for nothing
-    to █ for all."""
+    """Draw queries by keys as lines; a cell goes from · (nothing computed) to █ (all)."""
     layout = pattern.layout(length)
     step = length / _CELLS / _SAMPLES
     lines = []
@@ -156,8 +152,7 @@ def picture(pattern: AnyPattern, length: int) -> list[str]:
 
 
 def _computes(layout: Layout | None, length: int, query: int, key: int) -> bool:
-    """Whether a pattern computes a pair; what a prompt chooses is taken to be the first columns and
-    what is nearest."""
+    """True where a pattern computes a pair; choices are taken as first columns or nearest."""
     if layout is None or query >= length - layout.last:
         return True
     first = max(layout.columns, TILE)

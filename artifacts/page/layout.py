@@ -1,4 +1,4 @@
-"""How a page lies on a terminal: labelled lines, tables, numbers."""
+"""Layout of a page on a terminal: labelled lines, tables, numbers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def cell(value: float | None, form: str = "", unit: str = "") -> str:
 def aligned(
     rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), indent: int = 0
 ) -> list[str]:
-    """Rows of cells in columns, a line each; columns numbered in `left` to the left and the others
-    to the right."""
+    """Rows of cells as lines in columns; columns in `left` are aligned left, others right."""
     cells = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
     lines = []

@@ -1,5 +1,4 @@
-"""What the page of an artifact says of where its patterns come from, what they cost, and what else
-can be chosen."""
+"""Page's part on the search: origin of the patterns, costs, and points of the front."""
 
 from __future__ import annotations
 
@@ -99,8 +98,7 @@ def costs(artifact: Artifact) -> Iterator[Row]:
 
 
 def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
-    """The points that can be chosen, the cheapest first; the one that prefill.layers is has a
-    mark."""
+    """Points to choose from, the cheapest first; the one that is served has a mark."""
     found = artifact.prefill.front
     if found is None:
         return []

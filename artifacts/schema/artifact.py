@@ -63,8 +63,7 @@ def now() -> str:
 
 
 def _plain(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """JSON that every reader takes alike: finite numbers, and whole ones that a float holds
-    exactly."""
+    """Check for JSON that every reader takes alike: finite numbers, and integers below 2^53."""
 
     def check(entry: JsonValue, path: str) -> None:
         if isinstance(entry, float) and not isfinite(entry):
@@ -85,7 +84,7 @@ def _plain(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 class ModelInfo(Record):
-    """Which model the artifact is for; runtime.fingerprint makes it and compares it.
+    """The model an artifact is for; runtime.fingerprint makes and compares it.
 
     None is what an import could not know: it is not compared.
     """
@@ -126,8 +125,7 @@ class ModelInfo(Record):
         if self.num_layers * self.num_heads > MOST_HEADS:
             raise ValueError(
                 f"num_layers * num_heads must be at most {MOST_HEADS}, got {self.num_layers} "
-                f"layers of "
-                f"{self.num_heads} query heads"
+                f"layers of {self.num_heads} query heads"
             )
         return self
 
@@ -153,8 +151,7 @@ class Calibration(Record):
 
 
 class Summary(Record):
-    """Means over the searched heads with their chosen patterns, and how many heads each kind
-    won."""
+    """Means over searched heads with their patterns, and the heads that each kind won."""
 
     recall: Share = Field(description="attention mass kept")
     error: AtLeast0 = Field(description="relative L2 distance of the head's output from dense")
@@ -163,8 +160,7 @@ class Summary(Record):
 
 
 class SearchCost(Record):
-    """What the search's objective counted as cost: seconds of a device, whose table is in `costs`,
-    or FLOPs of any."""
+    """Cost that the search counted: seconds of a device in `costs`, or FLOPs of any."""
 
     unit: Literal["seconds", "flops"] = Field(
         description="measured seconds of a device, or floating-point operations"
@@ -175,7 +171,7 @@ class SearchCost(Record):
 
 
 class SearchInfo(Record):
-    """How the patterns were found, so that anyone can find them again."""
+    """Record of the search, enough to repeat it."""
 
     tool_version: Text = Field(description="of headwise")
     command: Text = Field(description="the command line that wrote this file")
@@ -186,9 +182,10 @@ class SearchInfo(Record):
     calibration: Calibration = Field(description="the prompts that the search looked at")
     allocation: Literal["heads", "model"] = Field(
         default="heads",
-        description="whether the budget is one for each head (MInference 1.0, "
-        "Algorithm 1) or one for all heads "
-        "together",
+        description=(
+            "whether the budget is one for each head (MInference 1.0, Algorithm 1) or one for all "
+            "heads together"
+        ),
     )
     budget: Text = Field(
         description="as it was given: `a_shape:SINK,WINDOW` or a share of the dense causal FLOPs"
@@ -205,9 +202,10 @@ class SearchInfo(Record):
     )
     gradient_fault: Text | None = Field(
         default=None,
-        description="why the loss had no gradients, so that heads were weighed by "
-        "their change of the residual stream "
-        "alone; null: it had, or the search takes none",
+        description=(
+            "why the loss had no gradients, so that heads were weighed by their change of the "
+            "residual stream alone; null: it had, or the search takes none"
+        ),
     )
     device: Text = Field(description="where the model ran")
     dtype: Text = Field(description="in which precision it ran")
@@ -216,24 +214,25 @@ class SearchInfo(Record):
 
 
 class Prefill(Record):
-    """The pattern's name for every layer and query head; None for a layer left as it is: it
-    slides."""
+    """Pattern name of every layer and query head; None for a layer that is left alone."""
 
     dense_below: Natural = Field(description="prompts with fewer tokens are served densely")
     dense_tail: Natural = Field(
         default=0,
-        description="the last so many queries of a prompt (whole tiles of 64 "
-        "positions) see every key, whatever the "
-        "pattern: a question is asked there; 0: none",
+        description=(
+            "the last so many queries of a prompt (whole tiles of 64 positions) see every key, "
+            "whatever the pattern: a question is asked there; 0: none"
+        ),
     )
     growth: Growth | None = Field(
         default=None,
         description="how sizes go with the prompt's length; null: they stay as they are",
     )
     layers: Rows = Field(
-        description="a row for each layer: a pattern's name for every query head, in "
-        "the model's own order; `null` "
-        "leaves the layer as it is: it slides, or nothing was said about it"
+        description=(
+            "a row for each layer: a pattern's name for every query head, in the model's own "
+            "order; `null` leaves the layer as it is: it slides, or nothing was said about it"
+        )
     )
     front: Front | None = Field(
         default=None,
@@ -262,8 +261,7 @@ class Edit(Record):
 
 
 class Artifact(Record):
-    """What was found for a model: a pattern for every searched head, how it was found, what was
-    measured with it.
+    """Everything found for a model: patterns of heads, how they were found, what was measured.
 
     artifacts.save fills in `sidecar` and `content_sha256`; an artifact that was never saved has
     None and ""."""
@@ -274,9 +272,10 @@ class Artifact(Record):
     )
     model: ModelInfo = Field(description="which model it is for")
     search: SearchInfo | None = Field(
-        description="how the patterns were found; null: none was searched here, and "
-        "`prefill.imported` says where they "
-        "come from"
+        description=(
+            "how the patterns were found; null: none was searched here, and `prefill.imported` "
+            "says where they come from"
+        )
     )
     patterns: dict[PatternName, Pattern] = Field(
         description="the patterns in use; an unused one is an error"
@@ -333,7 +332,7 @@ class Artifact(Record):
         return self
 
     def _check_rows(self) -> set[str]:
-        """What the rows name, which have to fit the model and name patterns that there are."""
+        """Check that rows fit the model and name known patterns; returns the names."""
         rows = self.prefill.layers
         used = set[str]()
         if len(rows) != self.model.num_layers:
@@ -360,7 +359,7 @@ class Artifact(Record):
 def _unpriced(
     cost: SearchCost | None, tables: tuple[DeviceCosts, ...], front: Front | None
 ) -> str | None:
-    """Why tables and front are not those of what the search says it counted."""
+    """Reason why tables and front do not fit the cost that the search counted; None if they do."""
     unit = None if cost is None else cost.unit
     counted = [i for i, table in enumerate(tables) if table.optimised]
     if len(counted) != (unit == "seconds"):
@@ -381,15 +380,14 @@ def _unpriced(
 
 
 def _both(omnikv: OmniKV, kv_cache: KVCache) -> str | None:
-    """Why the sections cannot both be served: OmniKV chooses from tokens that must all be there."""
+    """Reason why the sections exclude each other, as OmniKV chooses among all tokens, or None."""
     for layer, row in enumerate(kv_cache.layers):
         names = (row,) if isinstance(row, str) else row or ()
         free = layer in omnikv.dense_layers or layer < omnikv.filter_layers[0]
         if not free and any(kv_cache.policies[name].kind != "full" for name in names):
             return (
                 f"kv_cache.layers[{layer}] drops tokens that decode.omnikv chooses from: keep it "
-                f"full, "
-                "or name the layer in decode.omnikv.dense_layers"
+                "full, or name the layer in decode.omnikv.dense_layers"
             )
     return None
 

@@ -1,4 +1,4 @@
-"""Which devices' cost tables an artifact carries; the tables are arrays of its sidecar."""
+"""Devices whose cost tables an artifact carries; the tables are arrays of its sidecar."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ Names = Annotated[tuple[Text, ...], Field(min_length=1)]
 
 
 class DeviceCosts(Record):
-    """The cost table of one device and kernel backend; the i-th has its columns in the arrays
-    `cost.<i>.<column>`."""
+    """Cost table of one device and backend; the i-th has its columns in `cost.<i>.<column>`."""
 
     device: Text = Field(description="the machine whose seconds they are")
     backend: Text = Field(description="the attention kernels that were timed")

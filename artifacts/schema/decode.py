@@ -38,8 +38,7 @@ Layers = Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST)], ...], AfterValida
 
 
 class Similarity(Record):
-    """Attention mass kept on held-out prompts: by the chosen filter layers and by evenly spaced
-    ones."""
+    """Attention mass kept on held-out prompts: by the filter layers, and by evenly spaced ones."""
 
     kept: Share = Field(
         description="attention mass kept by the chosen layers, mean over full-attention layers"
@@ -59,25 +58,27 @@ class Similarity(Record):
 
 
 class OmniKV(Record):
-    """Filter layers attend to everything and choose; the layers after each, up to the next, attend
-    to what it chose."""
+    """Filter layers attend to everything and choose tokens for the layers up to the next one."""
 
     filter_layers: Annotated[Layers, Field(min_length=1)] = Field(
-        description="ascending: attend to everything and choose the tokens for the "
-        "layers after them, each up to the "
-        "next filter layer"
+        description=(
+            "ascending: attend to everything and choose the tokens for the layers after them, each "
+            "up to the next filter layer"
+        )
     )
     dense_layers: Layers = Field(
         default=(),
-        description="ascending: attend to everything and choose nothing; so do all "
-        "layers before the first filter "
-        "layer. Layers that slide are named nowhere",
+        description=(
+            "ascending: attend to everything and choose nothing; so do all layers before the first "
+            "filter layer. Layers that slide are named nowhere"
+        ),
     )
     selector: Literal["last", "uniform", "exponential"] = Field(
         default="last",
-        description="by whose scores is chosen: the last query's, or the mean of the "
-        "last `window` queries', all alike "
-        "or halved from each to the one before",
+        description=(
+            "by whose scores is chosen: the last query's, or the mean of the last `window` "
+            "queries', all alike or halved from each to the one before"
+        ),
     )
     window: Annotated[int, Field(ge=1, le=256)] = Field(
         default=16, description="queries of the selector"
@@ -88,9 +89,10 @@ class OmniKV(Record):
     )
     prefill_ratio: Positive | None = Field(
         default=None,
-        description="in chunked prefill, how many tokens of the past a sparse layer "
-        "sees for each token of the chunk "
-        "(OmniKV, appendix D.10); null: all. A chunk's own tokens are always seen",
+        description=(
+            "in chunked prefill, how many tokens of the past a sparse layer sees for each token of "
+            "the chunk (OmniKV, appendix D.10); null: all. A chunk's own tokens are always seen"
+        ),
     )
     similarity: Similarity | None = Field(
         default=None, description="what the filter layers keep on held-out prompts"
@@ -106,8 +108,7 @@ class OmniKV(Record):
         return self
 
     def filter_of(self, layer: int) -> int | None:
-        """The filter layer that serves a full-attention layer; None where it attends to
-        everything."""
+        """Filter layer that serves a full-attention layer; None where it attends to everything."""
         before = [at for at in self.filter_layers if at < layer]
         return (
             before[-1]
@@ -116,7 +117,7 @@ class OmniKV(Record):
         )
 
     def fault(self, num_layers: int) -> str | None:
-        """Why the section does not fit a model, None where it does."""
+        """Reason why the section does not fit a model; None where it does."""
         for name in ("filter_layers", "dense_layers"):
             last = max(getattr(self, name), default=0)
             if last >= num_layers:
@@ -125,7 +126,7 @@ class OmniKV(Record):
 
 
 class Decode(Record):
-    """What serves decode."""
+    """The decode section."""
 
     omnikv: OmniKV = Field(description="OmniKV's filter layers; `headwise filters` writes it")
     imported: Imported | None = Field(

@@ -1,5 +1,4 @@
-"""The evidence section: what was measured with an artifact, on which prompts it was chosen and on
-which reported."""
+"""The evidence section: measurements, and the prompts for choosing and for reporting."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ class PromptSet(Record):
 
 
 class TaskFigures(Record):
-    """What one task's held-out prompts lose with the artifact applied, against dense attention."""
+    """Loss of one task's held-out prompts against dense attention."""
 
     task: Text = Field(description="the task's name")
     length: Count | None = Field(
@@ -117,7 +116,7 @@ class Measurement(Record):
 
 
 class Verdict(Record):
-    """Whether the gate that passed had answers enough to see a loss of one in five."""
+    """Power of the gate that passed: enough answers to see a loss of one in five, or not."""
 
     proven: bool = Field(
         description="false: so few that a loss of one in five would often not be seen"
@@ -126,8 +125,7 @@ class Verdict(Record):
 
 
 class Evidence(Record):
-    """What was measured: figures for each task on held-out prompts, and numbers against a
-    baseline."""
+    """Measurements: figures of each task on held-out prompts, and numbers against a baseline."""
 
     verdict: Verdict | None = Field(
         default=None, description="of the gate that passed; null: none has run"
@@ -154,8 +152,7 @@ class Evidence(Record):
     def with_measurements(
         self, entries: Iterable[Measurement], *, command: str | None = None
     ) -> Evidence:
-        """The same with more measurements, in place of those that `command` gave before, if it is
-        named."""
+        """Evidence with more measurements, which replace those of `command` if it is named."""
         kept = [entry for entry in self.measurements if command is None or entry.command != command]
         return self.model_copy(update={"measurements": (*kept, *entries)})
 

@@ -1,5 +1,4 @@
-"""What the parts of an artifact are made of: the base of every record, and counts, sizes, shares
-and names."""
+"""Fields that records share: their base class, counts, sizes, fractions and names."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ MOST_HEADS = 65_536
 
 
 class Record(BaseModel):
-    """Base of every part of an artifact: immutable, no unknown fields, no converted types, finite
-    numbers."""
+    """Base of every record: immutable, no unknown fields, no conversions, finite numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -40,8 +38,7 @@ def together(record: BaseModel, one: str, other: str) -> None:
 
 
 def matching(pattern: str, wanted: str) -> AfterValidator:
-    """Text that matches as a whole; pydantic's own message would show the user a regular
-    expression."""
+    """Text that matches as a whole; errors show `wanted` and not a regular expression."""
     compiled = re.compile(pattern)
 
     def check(value: str) -> str:
@@ -53,8 +50,7 @@ def matching(pattern: str, wanted: str) -> AfterValidator:
 
 
 def either(wanted: str) -> WrapValidator:
-    """A value of one of several types; pydantic's own message would name each type and what it
-    lacks."""
+    """Value of one of several types, with one error instead of pydantic's one for each type."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         # Raised within the handler it would keep pydantic's error, of which a file may have

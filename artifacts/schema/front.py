@@ -1,5 +1,4 @@
-"""The front: settings of the same model between fast and exact, of which one is chosen when it is
-loaded."""
+"""The front: settings between fast and exact, of which loading chooses one."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ MAX_POINTS = 32
 
 
 class Point(Record):
-    """What one setting of all heads costs and loses; its rows are in the sidecar."""
+    """Cost and loss of one setting of all heads; its rows are in the sidecar."""
 
     cost: Positive = Field(
         description="predicted, of all layers' attention and index builds on one prompt"
@@ -77,8 +76,7 @@ class Front(Record):
             if b.kl >= a.kl:
                 raise ValueError(
                     f"points[{i}] costs more than the one before without being better (kl {b.kl:g} "
-                    f"after {a.kl:g}): "
-                    "leave it out"
+                    f"after {a.kl:g}): leave it out"
                 )
         for i, point in enumerate(self.points):
             if not isclose(point.speedup, expected := self.dense_cost / point.cost, rel_tol=1e-3):
@@ -134,14 +132,12 @@ class Front(Record):
         return met[0]
 
     def offers(self) -> str:
-        """What the points range over, in a line."""
+        """Ranges of the points, in a line."""
         recalls = [point.recall for point in self.points]
         first = self.points[0]
         last = self.points[-1]
         return (
             f"its points have speedups of attention from {last.speedup:.3g} to "
-            f"{first.speedup:.3g}, kl from "
-            f"{last.kl:.3g} to {first.kl:.3g} nats a token and recall from {min(recalls):.3g} to "
-            f"{max(recalls):.3g}, "
-            f"at {self.length:,} tokens"
+            f"{first.speedup:.3g}, kl from {last.kl:.3g} to {first.kl:.3g} nats a token and recall "
+            f"from {min(recalls):.3g} to {max(recalls):.3g}, at {self.length:,} tokens"
         )

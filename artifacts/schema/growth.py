@@ -25,14 +25,14 @@ SIZES: dict[str, tuple[str, ...]] = {
 
 
 class Growth(Record):
-    """The patterns' sizes hold at `length` tokens; at others a named size goes with a power of the
-    length."""
+    """Sizes that hold at `length` tokens and elsewhere go with a power of the length."""
 
     length: Count = Field(description="where the sizes in `patterns` hold, in tokens")
     powers: dict[KindName, dict[str, Power]] = Field(
-        description="on K keys a size s becomes max(1, round(s * (K / `length`) ** "
-        "power)), both lengths in whole "
-        "tiles of 64; sizes that are not named stay as they are"
+        description=(
+            "on K keys a size s becomes max(1, round(s * (K / `length`) ** power)), both lengths "
+            "in whole tiles of 64; sizes that are not named stay as they are"
+        )
     )
 
     @model_validator(mode="after")
@@ -48,8 +48,7 @@ class Growth(Record):
 
 
 def grown(pattern: AnyPattern, growth: Growth | None, length: int) -> AnyPattern:
-    """The pattern with the sizes that it has on `length` keys: s becomes max(1, round(s * (length /
-    at) ** power)).
+    """Pattern with its sizes for `length` keys: max(1, round(s * (length / at) ** power)).
 
     Both lengths count in whole tiles of 64; kernels.patterns.growth does the same to the kernels'
     patterns."""

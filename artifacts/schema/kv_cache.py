@@ -107,16 +107,16 @@ Row = Annotated[
 
 
 class KVCache(Record):
-    """Policies by name, and a row for each layer; None for one that slides over a window of the
-    model's own."""
+    """Policies by name, and a row for each layer; None for a sliding-window layer."""
 
     policies: dict[PolicyName, Policy] = Field(
         default_factory=dict, description="the policies in use; an unused one is an error"
     )
     layers: Annotated[tuple[Row | None, ...], Field(min_length=1)] = Field(
-        description="a row for each layer: a policy's name for all its KV heads, or a "
-        "list with one for each; `null`: "
-        "the layer slides over a window of the model's own"
+        description=(
+            "a row for each layer: a policy's name for all its KV heads, or a list with one for "
+            "each; `null`: the layer slides over a window of the model's own"
+        )
     )
     imported: Imported | None = Field(
         default=None,
@@ -129,7 +129,7 @@ class KVCache(Record):
         return (row,) * num_kv_heads if isinstance(row, str) else row
 
     def fault(self, num_layers: int, num_kv_heads: int) -> str | None:
-        """What does not fit a model of this shape, or within the section; None where all does."""
+        """Reason why the section does not fit a model of this shape; None where it does."""
         if len(self.layers) != num_layers:
             return f"layers has {len(self.layers)} rows, the model has {num_layers} layers"
         unused = dict.fromkeys(self.policies)

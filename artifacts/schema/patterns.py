@@ -35,9 +35,10 @@ Window = Annotated[
 AtMost = Annotated[
     Coverage | None,
     Field(
-        description="take only as much as holds this share, at most the sizes "
-        "(FlexPrefill, XAttention; `_c95` in the "
-        "name); null: the sizes"
+        description=(
+            "take only as much as holds this share, at most the sizes (FlexPrefill, XAttention; "
+            "`_c95` in the name); null: the sizes"
+        )
     ),
 ]
 # No dot, which ends the name inside an array's; short enough for static_<name> to be a pattern's
@@ -235,8 +236,7 @@ class Static(PatternRecord):
 
     @property
     def arrays(self) -> tuple[str, str]:
-        """The names of its arrays: key columns in tokens, diagonals in 64-token tiles from the
-        query's own."""
+        """Names of its arrays: key columns in tokens, diagonals in tiles from the query's own."""
         return f"static.{self.indices}.columns", f"static.{self.indices}.diagonals"
 
 
@@ -335,9 +335,10 @@ class SkipSoftmax(PatternRecord):
     scale_factor: float = Field(
         gt=0.0,
         le=LARGEST,
-        description="on K keys a tile is skipped where no query has a weight of at "
-        "least this / K of that of its "
-        "highest key in its own tile or the first; from K on nothing is skipped",
+        description=(
+            "on K keys a tile is skipped where no query has a weight of at least this / K of that "
+            "of its highest key in its own tile or the first; from K on nothing is skipped"
+        ),
     )
 
 

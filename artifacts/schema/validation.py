@@ -1,5 +1,4 @@
-"""Plain data to an Artifact, and pydantic's reports to one line that names field, value and
-remedy."""
+"""Plain data to an Artifact; pydantic's errors to one line with field, value and remedy."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def to_artifact(fields: Mapping[str, Any]) -> Artifact:
 
 
 def explain(error: ValidationError) -> str:
-    """One line for the first of pydantic's errors, unknown fields first; "and N more" for the
-    rest."""
+    """One line for the first of pydantic's errors, unknown fields first, and "and N more"."""
     if error.error_count() > _TOO_MANY:
         return f"{error.error_count()} fields are not as the schema has them, is this an artifact?"
     details = error.errors(include_url=False)
@@ -111,8 +109,7 @@ def _shown(value: object) -> str:
 
 
 def _path(loc: Sequence[int | str]) -> str:
-    """('prefill', 'layers', 3, 2) -> prefill.layers[3][2], without pydantic's names for
-    alternatives."""
+    """prefill.layers[3][2] of ('prefill', 'layers', 3, 2), without tags of alternatives."""
     parts = [part for part in loc if not (isinstance(part, str) and part.startswith("["))]
     for i, (place, _, kind) in enumerate(zip(parts, parts[1:], parts[2:], strict=False)):
         if kind in _KINDS.get(str(place), ()):

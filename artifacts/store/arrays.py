@@ -1,5 +1,4 @@
-"""The arrays that an artifact cannot do without: those of static patterns, cost tables, the front
-and seen windows."""
+"""Checks of required arrays: static patterns, cost tables, the front, seen windows."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ def check_static(
     arrays: Mapping[str, Array] | None,
     entries: Mapping[str, Entry] | None = None,
 ) -> None:
-    """Check that the arrays of every static pattern are there, and that they are lists of
-    positions.
+    """Check that every static pattern has its arrays, and that they list positions.
 
     Raises:
         ArtifactError: the first that is missing or is not one row of ascending int32 positions from

@@ -1,4 +1,4 @@
-"""Which pattern each head has at each point of a front.
+"""Patterns of each head at each point of a front.
 
 They are the array `front.rows` of the sidecar: int16 of shape (points, layers, query heads), where
 a number is a place in the names of `patterns` in ascending order, and -1 a layer that is left
@@ -65,8 +65,7 @@ def front_rows(artifact: Artifact, arrays: Mapping[str, Array] | None, point: in
 
 
 def served_point(artifact: Artifact, arrays: Mapping[str, Array] | None) -> int | None:
-    """The number of the point whose rows are those of prefill.layers; None where it is none, or
-    they are not there."""
+    """Number of the point whose rows prefill.layers has; None if there is none or no array."""
     table = (arrays or {}).get(FRONT_ROWS)
     if table is None or artifact.prefill.front is None:
         return None
@@ -84,8 +83,7 @@ def served_point(artifact: Artifact, arrays: Mapping[str, Array] | None) -> int 
 def at_target(
     artifact: Artifact, arrays: Mapping[str, Array] | None = None, **targets: float | None
 ) -> Artifact:
-    """The artifact with the rows of the point that Front.choose gives; itself where all targets are
-    None.
+    """Artifact with the rows of the point that Front.choose gives; unchanged without targets.
 
     All else stays: `search`, `evidence` and hashes are still those of the file and its own rows.
 
@@ -104,8 +102,7 @@ def at_target(
     if artifact.prefill.front is None:
         raise HeadwiseError(
             f"{given[0]}: the artifact has no front to choose from: load it without, or search "
-            f"with one budget for the "
-            "whole model"
+            "with one budget for the whole model"
         )
     number = artifact.prefill.front.choose(**targets)
     served: dict[str, object] = {"layers": front_rows(artifact, arrays, number)}

@@ -15,8 +15,7 @@ _as_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one way to write a JSON value, that of RFC 8785 (JCS): so every language can make the
-    same bytes.
+    """JSON bytes as RFC 8785 (JCS) has them, which every language can make.
 
     Raises:
         ValueError: a number is NaN, infinite, or whole and above 2^53; text is not valid Unicode.
@@ -31,7 +30,7 @@ def content_sha256(artifact: Mapping[str, Any]) -> str:
 
 
 def content_of(artifact: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an artifact's fields, as plain JSON data, its hash is over.
+    """Fields of an artifact that its hash covers, as plain JSON data.
 
     Left out is what differs between two runs that found the same: content_sha256 itself,
     created_at, search.command, the command of each measurement and cost table, and sidecar.file,

@@ -25,8 +25,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 @contextlib.contextmanager
 def locked(target: Path, timeout: float = TIMEOUT) -> Iterator[None]:
-    """Hold the lock of the artifact at `target`; all that share its stem share one, as they share
-    names of sidecars.
+    """Hold the lock of the artifact at `target`, shared by all of its stem.
 
     It is the system's, on a file beside the artifact, and ends with its holder. Where the file
     system has no locks there is none, and one process at a time may write.
@@ -69,8 +68,7 @@ def sidecar_name(path: Path, sha256: str) -> str:
 
 
 def replace_pair(path: Path, text: bytes, name: str | None, data: bytes | None) -> None:
-    """Replace the pair at `path`, whose lock is held; after a failure the old pair is there,
-    without new files.
+    """Replace the pair at `path`, whose lock is held; a failure leaves the old one alone.
 
     Args:
         path: the YAML file.
@@ -99,8 +97,7 @@ def replace_pair(path: Path, text: bytes, name: str | None, data: bytes | None) 
 
 
 def _own_sidecar(path: Path) -> Path | None:
-    """The sidecar that the YAML at `path` names, where save() named it; a hand-written name removes
-    no file."""
+    """Sidecar of the YAML at `path`, if save() named it; a hand-written name removes no file."""
     try:
         with open_regular(path) as stream:
             name = strict_yaml.parse(stream.read(MAX_BYTES))["sidecar"]["file"]

@@ -1,5 +1,4 @@
-"""An artifact on disk: `cfg.yaml` to read and diff, and beside it `cfg.<8 hex>.safetensors` for the
-arrays.
+"""An artifact on disk: `cfg.yaml` to read and diff, `cfg.<8 hex>.safetensors` for arrays.
 
 A reader at any instant finds the old pair or the new one, and writers take turns: see
 artifacts.store.pair."""
@@ -124,8 +123,7 @@ def update(
 
 
 def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tuple[Path, str]:
-    """Check the artifact at `path` and write beside it the signature of the bytes that were
-    checked.
+    """Check the artifact at `path` and write the signature of the checked bytes next to it.
 
     Returns:
         The signature's path, and the fingerprint of the public key.
@@ -170,8 +168,7 @@ def load(
 
 
 def load_arrays(path: str | os.PathLike[str], *, verify: Key | None = None) -> dict[str, Array]:
-    """The arrays beside the artifact at `path` (the YAML file), by name; empty where it has no
-    sidecar.
+    """Read the arrays of the artifact at `path`, by name; empty where it has no sidecar.
 
     Raises:
         ArtifactError: as load().
@@ -199,8 +196,7 @@ def load_pair(
 
 
 def read_pair(path: Path, *, verify: Key | None = None) -> Pair:
-    """An artifact whose sidecar is right, but for arrays that nothing needs: each is read when it
-    is asked for.
+    """Read an artifact and check its sidecar; arrays that nothing needs are read on demand.
 
     Raises:
         ArtifactError: as load().
@@ -293,8 +289,7 @@ def _parse(path: Path, data: bytes, verify: Key | None) -> Pair:
         if type(version) is not int or version != SCHEMA_VERSION:
             raise ArtifactError(
                 f"schema_version: this headwise reads {SCHEMA_VERSION}, got {shorten(version)}: a "
-                f"file of a newer "
-                "version needs a newer headwise"
+                "file of a newer version needs a newer headwise"
             )
         missing = [name for name in Artifact.model_fields if name not in fields]
         if missing and fields.keys() <= Artifact.model_fields.keys():
@@ -323,8 +318,8 @@ def _check_content(fields: Mapping[str, Any]) -> None:
     if stated != actual:
         raise ArtifactError(
             f"content_sha256: says {shorten(stated, 14)} but the content gives "
-            f"{shorten(actual, 14)}: the file was "
-            "changed after it was written; restore it, or change it by `headwise set`"
+            f"{shorten(actual, 14)}: the file was changed after it was written; restore it, or "
+            "change it by `headwise set`"
         )
 
 

@@ -1,5 +1,4 @@
-"""The safetensors file beside the YAML: arrays to bytes, and back one by one, once its hash is
-known to be right."""
+"""The safetensors file of an artifact: arrays to bytes, and back one by one, hash first."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def to_bytes(arrays: Mapping[str, Array]) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What the header says of an array; `begin` counts in bytes from the start of the file."""
+    """Header entry of an array; `begin` counts in bytes from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -87,8 +86,7 @@ class Entry:
 
 
 class Sidecar(Mapping[str, "Array"]):
-    """The arrays of a sidecar whose hash is right, each read when it is asked for, and anew each
-    time.
+    """Arrays of a sidecar with the right hash, each read on demand and anew each time.
 
     entries: what the header says of each array, by name.
     """
@@ -160,7 +158,7 @@ class Sidecar(Mapping[str, "Array"]):
         return digest.hexdigest()
 
     def _unchanged(self) -> bool:
-        """Whether the file is as it was hashed; one that was only moved or removed is."""
+        """True while the file is as it was hashed, also if it was moved or removed."""
         if (now := self._state()) != self._before:
             self._stream.seek(0)
             if _digest(self._stream, self._name) != self._sha256:
@@ -174,7 +172,7 @@ class Sidecar(Mapping[str, "Array"]):
 
 
 class _Fault(Exception):
-    """Why a file is no safetensors file."""
+    """Reason why a file is no safetensors file."""
 
 
 def _digest(stream: BufferedReader, name: str) -> str:
@@ -196,8 +194,8 @@ def _compare(name: str, stated: str, actual: str) -> None:
     if actual != stated:
         raise ArtifactError(
             f"sidecar.sha256: says {shorten(stated, 14)} but {name} gives {shorten(actual, 14)}: "
-            f"the sidecar was "
-            "changed or belongs to another artifact; restore it or run the search again"
+            "the sidecar was changed or belongs to another artifact; restore it or run the search "
+            "again"
         )
 
 

@@ -1,5 +1,4 @@
-"""Signatures of artifacts: Ed25519 over a context and the YAML file's bytes, which name the
-sidecar's hash.
+"""Signatures: Ed25519 over a context and the YAML's bytes, which name the sidecar's hash.
 
 `cfg.yaml.sig` is three lines of text: the context, which key signed, and the signature in base64.
 Signed are the first two lines and after them the YAML file, so that no signature can pass for one
@@ -42,13 +41,12 @@ _LAYOUT = re.compile(rf"({CONTEXT}\nkey ([0-9a-f]{{16}})\n)([A-Za-z0-9+/]{{86}}=
 
 
 def signature_path(path: Path) -> Path:
-    """Where the signature of the YAML file at `path` lies."""
+    """Path of the signature of the YAML file at `path`."""
     return path.with_name(f"{path.name}.sig")
 
 
 def make_key(path: str | os.PathLike[str], *, passphrase: bytes | None = None) -> tuple[Path, str]:
-    """Write a new private key to `path`, readable by its owner alone, and the public one beside it
-    with .pub.
+    """Write a private key to `path`, readable by its owner alone, and PATH.pub.
 
     Args:
         path: the private key's file.
@@ -89,8 +87,7 @@ def make_key(path: str | os.PathLike[str], *, passphrase: bytes | None = None) -
 
 
 def signature(data: bytes, key: Key, ask: Ask | None = None) -> tuple[bytes, str]:
-    """What a signature's file holds for the bytes of a YAML file, and the fingerprint of the public
-    key.
+    """Signature file for the bytes of a YAML file, and the public key's fingerprint.
 
     Args:
         data: the bytes that were read and checked.
@@ -109,8 +106,7 @@ def signature(data: bytes, key: Key, ask: Ask | None = None) -> tuple[bytes, str
 
 
 def fingerprint(key: Key) -> str:
-    """By which people tell the public `key` from another: the first 16 hex digits of the SHA-256 of
-    its 32 bytes.
+    """Fingerprint of a public key: 16 hex digits of the SHA-256 of its 32 bytes.
 
     Raises:
         HeadwiseError: `key` is no public Ed25519 key, or cryptography is missing.
@@ -119,8 +115,7 @@ def fingerprint(key: Key) -> str:
 
 
 def check_signature(path: Path, data: bytes, key: Key) -> str:
-    """Check that `data`, the bytes of the YAML file at `path`, are signed by the holder of the
-    public `key`.
+    """Check that the holder of `key` signed `data`, the bytes of the YAML file at `path`.
 
     Returns:
         The key's fingerprint.
@@ -155,8 +150,7 @@ def check_signature(path: Path, data: bytes, key: Key) -> str:
     except InvalidSignature:
         raise ArtifactError(
             f"{shown}: {shorten(file.name)} is no signature of this file by the key {by}: the file "
-            f"was changed after "
-            "it was signed"
+            "was changed after it was signed"
         ) from None
     return by
 

@@ -1,5 +1,4 @@
-"""The windows of text that a search has seen, by their digests, so that nobody reports on them
-later.
+"""Digests of the text windows that a search has seen, so that nobody reports on them.
 
 A digest is the SHA-256 of the window's token ids as little-endian int32. They are the array
 `calibration.seen_windows` of the sidecar, uint8 of shape (windows, 32)."""
@@ -21,8 +20,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def window_arrays(digests: Iterable[str]) -> dict[str, Array]:
-    """The sidecar's array for these digests of 64 hex digits, each once and in order; none for no
-    digests.
+    """Sidecar array of digests of 64 hex digits, sorted and unique; empty without digests.
 
     Raises:
         ArtifactError: one is no such digest, or there are more than 1,048,576.

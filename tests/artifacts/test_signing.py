@@ -287,8 +287,8 @@ def test_openssl_checks_the_same_signature(saved, key, public):
     sign(saved, key)
     shell = (
         "head -n 2 cfg.yaml.sig | cat - cfg.yaml > signed; tail -n 1 cfg.yaml.sig | base64 -d > "
-        "signature; "
-        f"openssl pkeyutl -verify -pubin -inkey {public} -rawin -in signed -sigfile signature"
+        f"signature; openssl pkeyutl -verify -pubin -inkey {public} -rawin -in signed -sigfile "
+        "signature"
     )
     done = subprocess.run(["sh", "-c", shell], cwd=saved.parent, capture_output=True, text=True)
     if "unknown option" in done.stderr.lower():
