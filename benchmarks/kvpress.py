@@ -3,7 +3,7 @@
     python benchmarks/kvpress.py --model smollm2 --task line_turns@questions=8 --length 1024
     --samples 6
 
-kvpress runs in an environment of its own, with the transformers that it needs (make kvpress;
+kvpress runs in an environment of its own, with the transformers that it needs (.ci/kvpress;
 --python), by its own pipeline: it prefills a context under a press, feeds each question after it,
 and answers greedily. So do Headwise's caches. The last token of a prompt that is no later turn is
 fed after the rest. Both keep the same share of the context."""
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """
     if not options.python.exists():
         raise HeadwiseError(
-            f"--python {shorten(str(options.python))} is not there: make kvpress, or name another"
+            f"--python {shorten(str(options.python))} is not there: bash .ci/kvpress, or name another"
         )
     loaded = load_model(options.model, dtype=options.dtype)
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)

@@ -1,4 +1,4 @@
-"""An installed wheel finds an artifact and serves it, away from the checkout; `make test-wheel`
+"""An installed wheel finds an artifact and serves it, away from the checkout; `.ci/wheel`
 runs this.
 
 python tests/installed.py FOLDER               in the wheel's environment; files go into FOLDER

@@ -60,7 +60,7 @@ class HeadwiseLM(HFLM):
             )
         if isinstance(pretrained, str) and pretrained in PACKAGES:
             pretrained = local_folder(
-                pretrained, dtype="bfloat16" if dtype == "auto" else str(dtype)
+                pretrained, dtype=str(dtype)
             )
         super().__init__(pretrained=pretrained, dtype=dtype, **kwargs)
         self._handle: Handle | None = None

@@ -1,6 +1,6 @@
 """Mutated artifacts and other tools' files: refused in one line, or read as what they are.
 
-`make fuzz N=200000` is a long run.
+`FUZZ=200000 pytest tests/artifacts/test_fuzz.py` is a long run.
 
 Most mutants are whole YAML files with whole sidecars and right hashes, so that what is wrong with
 them is found late, by validation; others have one thing wrong early: text that is no YAML, a header

@@ -1,4 +1,4 @@
-"""Which of a wheel's libraries a processor takes; `make test-wheel` builds them and serves with
+"""Which of a wheel's libraries a processor takes; `.ci/wheel` builds them and serves with
 one."""
 
 from __future__ import annotations

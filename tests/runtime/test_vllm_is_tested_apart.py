@@ -9,6 +9,6 @@ def test_vllm() -> None:
     pytest.importorskip(
         "vllm",
         reason=(
-            "vLLM is not installed here: `make test-vllm` runs tests/vllm in its own environment"
+            "vLLM is not installed here: `.ci/vllm` runs tests/vllm in its own environment"
         ),
     )

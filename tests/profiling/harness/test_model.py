@@ -28,7 +28,7 @@ from tests.runtime.conftest import search_info
 from tests.search.conftest import save_tiny
 
 pytest.importorskip(
-    "lm_eval", reason="lm_eval is not installed here: `make test-lm-eval` runs these tests"
+    "lm_eval", reason="lm_eval is not installed here: `.ci/lm-eval` runs these tests"
 )
 
 LENGTHS, SAMPLES, SEED = (600, 700), 3, 1000
