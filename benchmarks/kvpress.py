@@ -100,7 +100,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """
     if not options.python.exists():
         raise HeadwiseError(
-            f"--python {shorten(str(options.python))} is not there: bash .ci/kvpress, or name another"
+            f"--python {shorten(str(options.python))} is not there: "
+            "bash .ci/kvpress, or name another"
         )
     loaded = load_model(options.model, dtype=options.dtype)
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)

@@ -59,9 +59,7 @@ class HeadwiseLM(HFLM):
                 target_recall=target_recall,
             )
         if isinstance(pretrained, str) and pretrained in PACKAGES:
-            pretrained = local_folder(
-                pretrained, dtype=str(dtype)
-            )
+            pretrained = local_folder(pretrained, dtype=str(dtype))
         super().__init__(pretrained=pretrained, dtype=dtype, **kwargs)
         self._handle: Handle | None = None
         self._sparse_from: int | None = None

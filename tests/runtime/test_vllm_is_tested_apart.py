@@ -8,7 +8,5 @@ import pytest
 def test_vllm() -> None:
     pytest.importorskip(
         "vllm",
-        reason=(
-            "vLLM is not installed here: `.ci/vllm` runs tests/vllm in its own environment"
-        ),
+        reason=("vLLM is not installed here: `.ci/vllm` runs tests/vllm in its own environment"),
     )
