@@ -62,9 +62,9 @@ from profiling.quality.forced_decode import Begun, begin, dense_losses, forced_l
 from profiling.quality.method import Method, of_policy
 from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, cells, dense, of_rounds
 from runtime import load as load_headwise
+from runtime.caches.make import OFFLOADS, make_cache
 from runtime.fingerprint import fingerprint
 from runtime.memory import CacheBytes, cache_bytes
-from runtime.new_cache import OFFLOADS, make_cache
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from profiling.memory_use.plan import table as plan_table
 from profiling.memory_use.sizes import bytes_of
 from profiling.models.loading import load_config, settled
 from profiling.progress import bar
-from runtime.new_cache import OFFLOADS
+from runtime.caches.make import OFFLOADS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ import artifacts
 from artifacts import Artifact, HeadwiseError
 from kernels.dispatch import BACKENDS
 from runtime.attention.state import Layer, Settings, layer_of, settings_of
+from runtime.caches.make import check_rows
 from runtime.fingerprint import check
 from runtime.handle import Handle
 from runtime.layers import attention_layers, check_sections, sliding_layers, text_config
-from runtime.new_cache import check_rows
 from runtime.omnikv.decode import OmniKV
 from runtime.plans import layer_plans
 

@@ -12,9 +12,9 @@ from artifacts.errors import one_line
 from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, register
 from runtime.attention.state import Layer, Settings, forget, remember
+from runtime.caches.make import make_cache
 from runtime.layers import text_config
 from runtime.memory import CacheBytes, cache_bytes
-from runtime.new_cache import make_cache
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

@@ -164,6 +164,6 @@ class Headwise:
             HeadwiseError: the model is of another kind; a policy cannot serve one of its layers;
             offload is unknown.
         """
-        from runtime.new_cache import make_cache
+        from runtime.caches.make import make_cache
 
         return make_cache(self.artifact, model, offload)

@@ -239,14 +239,14 @@ def test_nothing_imports_what_imports_it(package: str, depth: int) -> None:
             "if TYPE_CHECKING:\n    from runtime import handle",
             {"runtime.attention", "runtime.caches", "runtime.handle"},
         ),
-        ("from runtime.dense import faster\nfrom runtime.caches.room import with_room", set()),
+        ("from runtime.dense import faster\nfrom runtime.caches.window import Window", set()),
     ],
 )
 def test_circles_are_found(caches: str, found: set[str]) -> None:
     sources = {
         "runtime.dense": "import torch",
-        "runtime.caches.step": caches,
-        "runtime.attention.calls": "from runtime.caches.step import Step",
+        "runtime.caches.policy": caches,
+        "runtime.attention.calls": "from runtime.caches.policy import Step",
         "runtime.handle": "from runtime.attention import calls",
     }
     assert set(circle(sources, 2)) == found

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import artifacts
+from runtime.caches.policy import Step
 from runtime.caches.snapkv import SnapKV
-from runtime.caches.step import Step
 
 # First tokens that are kept, as StreamingLLM keeps them.
 SINKS = 4

@@ -19,7 +19,7 @@ from artifacts import HeadwiseError
 from kernels.patterns import LayerPlan
 from runtime.dense import LEAST
 from runtime.omnikv.decode import OmniKV
-from runtime.omnikv.roles import Role
+from runtime.omnikv.select import Role
 
 # Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts
 # to verify).

@@ -1,1 +1,1 @@
-"""Caches for transformers: such as grow in place, and such as drop tokens by a policy."""
+"""Caches for transformers: growing in place, or dropping tokens by a policy."""

@@ -1,32 +1,42 @@
-"""A cache layer that grows in place. Importing this imports transformers.
+"""Cache layers that keep every token: in memory with headroom, with a selector's scores, in a bank.
 
-Shapes: B batch, G KV heads, n tokens in the cache, Q new tokens, D head dim.
+Importing this imports transformers.
+
+Shapes: B batch, G KV heads, n tokens in the cache, Q new tokens, D head dim, E value dim, C chosen
+tokens.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from runtime.caches.room import room_for, with_room
+from runtime.caches.policy import grown, with_headroom
+from runtime.omnikv.bank import Bank, OffloadedTensor
+
+# Rows of scores beyond the selector's window: as many tokens as are drafted at a time.
+_DRAFTS = 16
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values in memory with room at the end: a new token costs its own bytes, not a copy
-    of all before it.
+    """Keys and values in memory with headroom: a new token costs its own bytes.
 
     `DynamicLayer` concatenates at every step, which at 32K tokens moves more memory than the
-    model's weights."""
+    model's weights.
+    """
 
     keys: Tensor
     values: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._rooms: tuple[Tensor, Tensor] | None = None
+        # Keys and values with their headroom.
+        self._memory: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -36,20 +46,19 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append (B, G, Q, D) and (B, G, Q, E); the views (B, G, n + Q, ...) of all."""
+        """Append (B, G, Q, D) and (B, G, Q, E); returns views (B, G, n + Q, ...) of all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        old = self.get_seq_length()
-        new = old + key_states.shape[-2]
-        keys, values = (
-            with_room(held, old, new, room_for(new))
-            for held in self._rooms or (self.keys, self.values)
-        )
-        keys[:, :, old:new] = key_states
-        values[:, :, old:new] = value_states
-        self._rooms = keys, values
-        self.keys = keys[:, :, :new]
-        self.values = values[:, :, :new]
+        past = self.get_seq_length()
+        end = past + key_states.shape[-2]
+        keys, values = self._memory or (self.keys, self.values)
+        keys = grown(keys, past, end, with_headroom(end))
+        values = grown(values, past, end, with_headroom(end))
+        keys[:, :, past:end] = key_states
+        values[:, :, past:end] = value_states
+        self._memory = keys, values
+        self.keys = keys[:, :, :end]
+        self.values = values[:, :, :end]
         return self.keys, self.values
 
     @property
@@ -59,7 +68,7 @@ class GrowingLayer(DynamicLayer):
 
     def reset(self) -> None:
         # transformers before 5.17 keeps the length and zeroes the tokens.
-        self._rooms = None
+        self._memory = None
         self.is_initialized = False
         self.keys = self.values = None  # type: ignore[assignment]
         super().reset()
@@ -71,7 +80,152 @@ class GrowingLayer(DynamicLayer):
         self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._rooms = None
-        super().batch_select_indices(
-            indices.to(self.keys.device) if self.is_initialized else indices
-        )
+        self._memory = None
+        if self.is_initialized:
+            indices = indices.to(self.keys.device)
+        super().batch_select_indices(indices)
+
+
+class FilterLayer(GrowingLayer):
+    """Cache of a filter layer: keys, values, and scores of its last queries (OmniKV's selector).
+
+    history (B, rows, n) fp32: the scores that each query gave to each token, the latest last; None
+    before any. It has more rows than the window, so that the window is whole again after drafts
+    were rejected.
+
+    served: the layers that attend to what it chooses and are in banks, bank by bank.
+    """
+
+    def __init__(
+        self, window: int, served: Sequence[Sequence[BankedLayer]] = (), **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.window = window
+        self.served = served
+        self.history: Tensor | None = None
+        # Length of the cache when each row of history was written.
+        self._written: list[int] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickle or a copy gets its own reference from keys to their layer at the next update.
+        state = dict(vars(self))
+        if state.get("keys") is not None:
+            state["keys"] = state["keys"].detach()
+        return state
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See GrowingLayer.update; the keys refer to this layer (omnikv.select.filter_cache)."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        keys.headwise_cache = weakref.ref(self)  # type: ignore[attr-defined]
+        return keys, values
+
+    def remember(self, scores: Tensor) -> Tensor:
+        """Add scores (B, n) of the newest query; returns the window's (B, at most W, n)."""
+        rows = scores[:, None]
+        if self.history is not None:
+            past = self.history[:, 1 - self.window - _DRAFTS :]
+            longer = torch.nn.functional.pad(past, (0, scores.shape[-1] - past.shape[-1]))
+            rows = torch.cat([longer, rows], dim=1)
+        self.history = rows
+        self._written = [*self._written, scores.shape[-1]][-rows.shape[1] :]
+        return rows[:, -self.window :]
+
+    def chose(self, tokens: Tensor, past: int) -> None:
+        """Start fetching tokens (B, C), ascending and padded, of those before `past`."""
+        for layers in self.served:
+            if any(layer.get_seq_length() != past for layer in layers):
+                continue
+            if any([layer.to_bank(layer.keys, layer.values) for layer in layers]):
+                layers[0].bank.fetch(tokens, past)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.history is not None and tokens_to_remove:
+            left = self.get_seq_length()
+            kept = sum(written <= left for written in self._written)
+            self._written = self._written[:kept]
+            self.history = self.history[:, :kept, :left] if kept else None
+
+    def reset(self) -> None:
+        self.history = None
+        self._written = []
+        super().reset()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self.history is not None:
+            self.history = self.history[indices.to(self.history.device)]
+
+
+class BankedLayer(GrowingLayer):
+    """Keys and values in a context bank, of which attention fetches what it needs.
+
+    A layer no longer than what is chosen of it stays on the device, and so does one whose heads are
+    unlike those of the bank's first layer.
+    """
+
+    def __init__(self, bank: Bank, place: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.bank = bank
+        self.place = place
+        # Tokens in the bank; None while the layer is on the device.
+        self._banked: int | None = None
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() if self._banked is None else self._banked
+
+    @property
+    def batch(self) -> int:
+        return super().batch if self._banked is None else self.bank.batch
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append (B, G, Q, D) and (B, G, Q, E).
+
+        Returns all keys and values, or stand-ins where the past is in the bank.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        past = self.get_seq_length()
+        if past + key_states.shape[-2] > self.bank.keep:
+            self.to_bank(key_states, value_states)
+        if self._banked is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        offload = self.bank.append(self.place, past, key_states, value_states)
+        self._banked = past + key_states.shape[-2]
+        if not past:
+            return key_states, value_states
+        return OffloadedTensor(offload, 0), OffloadedTensor(offload, 1)
+
+    def to_bank(self, key_states: Tensor, value_states: Tensor) -> bool:
+        """Move to the bank if it takes such keys and values; True if the layer is there now."""
+        if self._banked is None and self.bank.takes(key_states, value_states):
+            past = self.get_seq_length()
+            if past:
+                self.bank.append(self.place, 0, self.keys, self.values)
+            self._banked = past
+            self._memory = None
+            self.keys = self.values = None  # type: ignore[assignment]
+        return self._banked is not None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self._banked is None or tokens_to_remove > 0:
+            super().crop(tokens_to_remove)
+        else:
+            self._banked = max(self._banked + tokens_to_remove, 0)
+            self.bank.crop(self._banked)
+
+    def reset(self) -> None:
+        self._banked = None
+        self.bank.clear()
+        super().reset()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self._banked is None:
+            super().batch_select_indices(indices)
+        elif self.place == self.bank.leader:
+            # All layers of a filter layer share one bank, and each of them is asked.
+            self.bank.select(indices, self._banked)

@@ -1,5 +1,4 @@
-"""The cache layer that transformers sees: sequences of unlike lengths and KV heads of unlike
-policies, sorted out.
+"""Cache layer of transformers under policies: unlike lengths and unlike KV heads, sorted apart.
 
 Importing this imports transformers.
 
@@ -18,8 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from artifacts import HeadwiseError
-from runtime.caches.policy import Policy
-from runtime.caches.step import Step
+from runtime.caches.policy import Policy, Step
 from runtime.standin import NewTokens
 
 Spans = Sequence[tuple[int, int]]
@@ -27,7 +25,7 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class KVHeads:
-    """KV heads with one policy, None for all of the layer, and what makes it."""
+    """KV heads with one policy, None for all of the layer, and the function that makes it."""
 
     heads: tuple[int, ...] | None
     make: Callable[[], Policy]
@@ -42,10 +40,10 @@ class _Part:
 
 
 class PolicyLayer(CacheLayerMixin):
-    """Keys and values under policies. update() hands out stand-ins, by which Headwise's attention
-    finds the layer.
+    """Keys and values under policies.
 
-    transformers counts slots, padding included; a policy counts the tokens of a sequence.
+    update() returns stand-ins, by which Headwise's attention finds the layer. transformers counts
+    slots, padding included; a policy counts the tokens of a sequence.
     """
 
     def __init__(self, groups: Sequence[KVHeads], *, sliding: bool = False, **kwargs: Any) -> None:
@@ -67,18 +65,21 @@ class PolicyLayer(CacheLayerMixin):
 
     @property
     def policies(self) -> list[Policy]:
-        """All of them, for what they hold: group by group for each part of the batch."""
+        """All policies: group by group for each part of the batch."""
         return [policy for part in self._parts for policy in part.policies]
 
     @property
     def mean_kept(self) -> float:
         """Tokens kept, as a mean over sequences and KV heads."""
-        kept = count = 0
+        kept = 0
+        count = 0
         for part in self._parts:
             for group, policy in zip(self.groups, part.policies, strict=True):
-                heads = len(part.rows) * (1 if group.heads is None else len(group.heads))
-                kept = kept + heads * policy.kept
-                count = count + heads
+                heads = len(part.rows)
+                if group.heads is not None:
+                    heads *= len(group.heads)
+                kept += heads * policy.kept
+                count += heads
         return kept / count if count else 0.0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -92,8 +93,10 @@ class PolicyLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take (B, G, Q, D) and (B, G, Q, E) to the attention that follows; stand-ins of all keys
-        and values."""
+        """Hold (B, G, Q, D) and (B, G, Q, E) for the attention that follows.
+
+        Returns stand-ins for all keys and values.
+        """
         if self._new is not None:
             raise HeadwiseError(
                 "this cache holds tokens that no attention saw: a forward before was interrupted"
@@ -104,34 +107,34 @@ class PolicyLayer(CacheLayerMixin):
         self._new = key_states.detach(), value_states.detach()
         return NewTokens(self, key_states, self._slots), NewTokens(self, value_states, self._slots)
 
-    def attend(self, q: Tensor, spans: Spans | None, **how: Any) -> Tensor:
-        """Attention of queries (B, H, Q, D) over what is kept and the new tokens: (B, H, Q, E),
-        zeros for padding.
+    def attend(self, q: Tensor, spans: Spans | None, **options: Any) -> Tensor:
+        """Attend to what is kept and the new tokens: (B, H, Q, E), zeros for padding.
 
-        spans: the new slots of each sequence that hold tokens; None for all. how: what else a Step
-        is made of."""
+        q: (B, H, Q, D). spans: the new slots of each sequence that hold tokens; None for all.
+        options: the other fields of a Step.
+        """
         if self._new is None:
             raise HeadwiseError(
                 "two layers read one layer's keys and values: a cache that drops tokens serves one "
                 "only"
             )
-        (k, v) = self._new
+        k, v = self._new
         self._new = None
-        call = Step(q=q, k=k, v=v, **how)
-        first = self._slots - q.shape[2]
-        spans = [(0, call.length)] * q.shape[0] if spans is None else spans
+        call = Step(q=q, k=k, v=v, **options)
+        if spans is None:
+            spans = [(0, call.length)] * q.shape[0]
+        first = self._slots - call.length
         for runs, (begin, end) in zip(self._runs, spans, strict=True):
             if begin < end:
-                joins = runs and runs[-1][1] == first + begin
-                runs.append((runs.pop()[0] if joins else first + begin, first + end))
+                start = first + begin
+                if runs and runs[-1][1] == start:
+                    start = runs.pop()[0]
+                runs.append((start, first + end))
         return self._attend(call, spans)
 
     def holds(self, runs: Sequence[Spans]) -> bool:
-        """Whether the tokens taken in before those of the last update are in these slots, [begin,
-        end) by sequence."""
-        return all(
-            tuple(mine) == tuple(theirs) for mine, theirs in zip(self._runs, runs, strict=True)
-        )
+        """True if all earlier tokens are in these slots, [begin, end) by sequence."""
+        return [tuple(mine) for mine in self._runs] == [tuple(theirs) for theirs in runs]
 
     def _attend(self, call: Step, spans: Spans) -> Tensor:
         self._part(spans)
@@ -143,13 +146,12 @@ class PolicyLayer(CacheLayerMixin):
             begin, end = spans[part.rows[0]]
             if begin < end:
                 rows = torch.tensor(part.rows, device=q.device)
-                out[rows, :, begin:end] = self._by_heads(
-                    part.policies, call.slots(begin, end, rows)
-                )
+                tokens = call.slots(begin, end, rows)
+                out[rows, :, begin:end] = self._by_heads(part.policies, tokens)
         return out
 
     def _by_heads(self, policies: Sequence[Policy], call: Step) -> Tensor:
-        """(n, H, Q, E) of n sequences alike, group by group."""
+        """Attention (n, H, Q, E) of n sequences alike, group by group."""
         if self.groups[0].heads is None:
             return policies[0].attend(call)
         grouped = call.q.unflatten(1, (call.k.shape[1], -1))
@@ -158,31 +160,37 @@ class PolicyLayer(CacheLayerMixin):
                 torch.tensor(group.heads, device=grouped.device) for group in self.groups
             ]
         out = grouped.new_empty(*grouped.shape[:4], call.v.shape[3])
-        for group, heads, policy in zip(
-            self.groups, self._heads[grouped.device], policies, strict=True
-        ):
-            q, k, v = (x.index_select(1, heads) for x in (grouped, call.k, call.v))
-            prefill = partial(call.prefill, heads=group.heads)
-            some = policy.attend(replace(call, q=q.flatten(1, 2), k=k, v=v, prefill=prefill))
-            out[:, heads] = some.unflatten(1, (len(heads), -1))
+        indices = self._heads[grouped.device]
+        for group, heads, policy in zip(self.groups, indices, policies, strict=True):
+            own = replace(
+                call,
+                q=grouped.index_select(1, heads).flatten(1, 2),
+                k=call.k.index_select(1, heads),
+                v=call.v.index_select(1, heads),
+                prefill=partial(call.prefill, heads=group.heads),
+            )
+            out[:, heads] = policy.attend(own).unflatten(1, (len(heads), -1))
         return out.flatten(1, 2)
 
     def _part(self, spans: Spans) -> None:
-        """Sort sequences apart where they go on differently."""
+        """Split parts whose sequences have unlike new tokens."""
         parts = []
         for part in self._parts:
             alike: dict[tuple[int, int], list[int]] = {}
             for place, row in enumerate(part.rows):
                 begin, end = spans[row]
-                alike.setdefault((begin, end) if begin < end else (0, 0), []).append(place)
+                span = (begin, end) if begin < end else (0, 0)
+                alike.setdefault(span, []).append(place)
+            if len(alike) == 1:
+                parts.append(part)
+                continue
             for places in alike.values():
-                same = len(places) == len(part.rows)
                 rows = tuple(part.rows[place] for place in places)
-                parts.append(part if same else _Part(rows, _selected(part.policies, places)))
+                parts.append(_Part(rows, _selected(part.policies, places)))
         self._parts = tuple(parts)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As if all was kept: every layer of a model gets the same mask, and that is never made."""
+        """Sizes as if all was kept: all layers of a model share a mask, which is never made."""
         return self._slots + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -193,7 +201,7 @@ class PolicyLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether crop() can take back the last slot: no policy has dropped others for it."""
+        """True if crop() can take back the last slot: no policy has dropped others for it."""
         if len(self._parts) > 1:
             return False
         return all(policy.settled < policy.seen or policy.seen == 0 for policy in self.policies)
@@ -215,18 +223,18 @@ class PolicyLayer(CacheLayerMixin):
             return
         if left == 0:
             self._start()
-        elif len(self._parts) > 1 or self.policies[0].seen != self._slots:
+            return
+        if len(self._parts) > 1 or self.policies[0].seen != self._slots:
             raise HeadwiseError(
                 f"cannot take {-tokens_to_remove} slots back from a batch with padding"
             )
-        elif any(policy.settled > left for policy in self.policies):
+        if any(policy.settled > left for policy in self.policies):
             raise HeadwiseError(
                 f"cannot take {-tokens_to_remove} tokens back: the cache has dropped others since; "
                 "drafts need policies that keep every token, or a window that is not full yet"
             )
-        else:
-            for policy in self.policies:
-                policy.truncate(left)
+        for policy in self.policies:
+            policy.truncate(left)
         self._slots = left
         self._runs = [
             [(begin, min(end, left)) for begin, end in runs if begin < left] for runs in self._runs

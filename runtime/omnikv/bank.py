@@ -1,12 +1,12 @@
-"""The context bank: keys and values of sparse layers in CPU memory; what was chosen is fetched
-packed (OmniKV, 4.2).
+"""Context bank: keys and values of sparse layers in CPU memory, of which chosen ones are fetched.
 
-A token's row holds, for one layer, the key and the value of one KV head after another: fetching a
-token is one copy. Rows are in pages, so that growing copies nothing.
+OmniKV, section 4.2. A token's row holds, for one layer, the key and the value of one KV head after
+another: fetching a token is one copy. Rows are in pages, so that growing copies nothing.
 
 Shapes: L layers, P tokens of a page, B batch, G KV heads, Q new tokens, K tokens in all, D head
 dim, E value dim, R = G * (D + E) numbers in a row, n tokens, C chosen tokens, S slots on the
-device, N rows that are fetched."""
+device, N fetched rows.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kernels.index import PAD
 from runtime.omnikv.lane import Lane
 from runtime.standin import StandIn
 
-# A page holds at least so many tokens, and this share of the whole: few pages, little room unused.
+# A page holds at least so many tokens, and a fraction of the whole: few pages, little unused.
 _LEAST = 256
-_SHARE = 16
+_FRACTION = 16
 _EMPTY = -1
 
 
 class Row(NamedTuple):
-    """What a token's row is made of in one layer."""
+    """Layout of a token's row in one layer."""
 
     heads: int
     k_dim: int
@@ -58,15 +58,14 @@ class Row(NamedTuple):
 
 
 class Bank:
-    """Rows of the layers that one filter layer serves on one device, and a packed copy of what was
-    chosen.
+    """Rows of the layers that one filter layer serves on one device, and slots for chosen ones.
 
     In a decode step the chosen rows of all layers are fetched at once into slots on the device.
     Rows that the step before chose, too, stay where they are, so slots are in no order; the new
     tokens stand behind those of the longest sequence, in order, so that few queries at once stay
     causal.
 
-    layers: how many there are. keep: a layer of so many tokens stays on the device.
+    layers: number of layers. keep: a layer of so many tokens stays on the device.
     """
 
     row: Row
@@ -78,17 +77,17 @@ class Bank:
         self._clear()
 
     def _clear(self) -> None:
-        # 0 until the first layer came, which speaks for all where a call concerns the whole bank.
+        # 0 until the first layer came, which leads where a call concerns the whole bank.
         self.batch = 0
         self.leader: int | None = None
         # (L, P, B, R) each.
         self.pages: list[Tensor] = []
-        # (L, S, B, R) on the device, and on the host the token in each slot of each sequence, (B,
-        # S).
+        # (L, S, B, R) on the device.
         self.slots: Tensor | None = None
+        # (B, S) on the host: the token in each slot of each sequence.
         self._held: Tensor | None = None
-        # How many keys there were when a step chose, and what waits for the rows and says how many
-        # a sequence has, (B).
+        # Number of keys when a step chose, and a function that waits for the rows and returns how
+        # many each sequence has, (B,).
         self._chosen: tuple[int, Callable[[], Tensor]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -113,22 +112,21 @@ class Bank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of CPU memory given out, the room for new tokens and for what is being fetched
-        included."""
+        """Bytes of CPU memory allocated, headroom and staging memory included."""
         memories = [*self.pages, self.lane.buffer] if self.batch else []
         return sum(memory.untyped_storage().nbytes() for memory in memories)
 
     def takes(self, k: Tensor, v: Tensor) -> bool:
-        """Whether the bank is for layers like this one: the first decides, others stay on the
-        device."""
+        """True if the bank holds layers like this one: the first layer decides."""
         row = Row(k.shape[1], k.shape[3], v.shape[3], k.dtype)
         if not self.batch:
             self.row, self.batch, self.lane = row, k.shape[0], Lane(k.device)
         return (row, k.device, k.shape[0]) == (self.row, self.lane.device, self.batch)
 
     def append(self, layer: int, past: int, k: Tensor, v: Tensor) -> Offload:
-        """Put new keys (B, G, Q, D) and values behind the `past` tokens of a layer."""
-        self.leader = layer if self.leader is None else self.leader
+        """Append new keys (B, G, Q, D) and values to the `past` tokens of a layer."""
+        if self.leader is None:
+            self.leader = layer
         rows = self.row.pack(k, v)
         self._reserve(past + rows.shape[0])
         for page, first, here in self._span(past, past + rows.shape[0]):
@@ -136,7 +134,7 @@ class Bank:
         return Offload(self, layer, past, rows)
 
     def read(self, call: Offload) -> Tensor:
-        """Rows (K, B, R) of all tokens of a layer in a call, brought to the device."""
+        """Copy the rows (K, B, R) of all tokens of a layer in a call to the device."""
         self.lane.follow()
         whole = call.rows.new_empty(call.past + call.rows.shape[0], *call.rows.shape[1:])
         for page, first, here in self._span(0, call.past):
@@ -145,20 +143,19 @@ class Bank:
         return whole
 
     def fetch(self, tokens: Tensor, past: int) -> None:
-        """Begin to fetch the tokens (B, C) int32 before `past` that a filter layer chose:
-        ascending, padded.
+        """Start fetching the chosen tokens (B, C) int32, ascending and padded, before `past`.
 
         Returns at once where there is a GPU; `attended` waits.
         """
         self._settle()
         width = tokens.shape[-1]
         if self.slots is None or self.slots.shape[1] < width or self.slots.shape[2] != self.batch:
-            # A budget that is a share of the context grows with it.
-            room = width if self.slots is None else width + width // 8
-            shape = (self.layers, room, self.batch, self.row.width)
+            # A budget that is a fraction of the context grows with it.
+            size = width if self.slots is None else width + width // 8
+            shape = (self.layers, size, self.batch, self.row.width)
             with torch.inference_mode(False):
                 self.slots = torch.empty(shape, dtype=self.row.dtype, device=self.lane.device)
-                self._held = torch.full((self.batch, room), _EMPTY)
+                self._held = torch.full((self.batch, size), _EMPTY)
         slots = self.slots
         held = self._held
         assert held is not None
@@ -166,7 +163,7 @@ class Bank:
         def gather(tokens: Tensor) -> Tensor:
             chosen = tokens.long()
             counts = (chosen < past).sum(1)
-            # If this fails, the slots hold nothing that is known.
+            # If this fails, the content of the slots is unknown.
             after = held.clone()
             held.fill_(_EMPTY)
             sequences, wanted, places = replaced(after, chosen, counts)
@@ -178,10 +175,10 @@ class Bank:
         self._chosen = past, self.lane.start(tokens, gather)
 
     def attended(self, call: Offload) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """What a layer attends to in a call: what was chosen of its past tokens, then its new rows.
+        """Keys and values that a layer attends to in a call: its chosen past, then its new rows.
 
-        Keys (B, G, C, D), values (B, G, C, E) and, where sequences differ in length, which of them
-        count: (B, C) int32, ascending and padded. None where nothing was chosen for this length.
+        Keys (B, G, C, D), values (B, G, C, E) and, where sequences differ in length, the valid ones
+        (B, C) int32, ascending and padded. None where nothing was chosen for this length.
         """
         if self._chosen is None or self._chosen[0] != call.past:
             return None
@@ -199,33 +196,29 @@ class Bank:
         return k, v, read.to(slots.device, non_blocking=True)
 
     def chosen(self, call: Offload, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (B, G, n + Q, D) and values of tokens (B, n) of a layer's past, and then of a call's
-        new ones."""
+        """Keys (B, G, n + Q, D) and values of past tokens (B, n) of a layer, then of new ones."""
         self._settle()
         batch, count = tokens.shape
-        rows = torch.empty(
-            count, batch, self.row.width, dtype=self.row.dtype, device=self.lane.device
-        )
+        shape = (count, batch, self.row.width)
+        rows = torch.empty(shape, dtype=self.row.dtype, device=self.lane.device)
+        layer = torch.tensor([call.layer])
         sequences = torch.arange(batch).repeat_interleave(count)
         places = torch.arange(count).repeat(batch)
 
         def gather(tokens: Tensor) -> None:
-            self._deliver(
-                torch.tensor([call.layer]), sequences, tokens.flatten(), places, rows[None]
-            )
+            self._deliver(layer, sequences, tokens.flatten(), places, rows[None])
 
         self.lane.start(tokens, gather)()
         return self.row.unpack(torch.cat([rows, call.rows]))
 
     def crop(self, length: int) -> None:
-        """Forget what was fetched of the tokens from `length` on."""
+        """Forget fetched rows of the tokens from `length` on."""
         self._settle()
         if self._held is not None:
             self._held.masked_fill_(self._held >= length, _EMPTY)
 
     def select(self, sequences: Tensor, length: int) -> None:
-        """Let sequence b be what sequence sequences[b] was, with `length` tokens of each layer in
-        the bank."""
+        """Make sequence b what sequences[b] was, with `length` tokens of each layer."""
         self._settle()
         sequences = sequences.cpu().long()
         self.lane.arrived()
@@ -253,18 +246,18 @@ class Bank:
         self._clear()
 
     def _settle(self) -> None:
-        """Let a fetch under way end; its choice holds no longer."""
+        """Wait for a fetch under way and drop its choice."""
         chosen = self._chosen
         self._chosen = None
         if chosen is not None:
             chosen[1]()
 
     def _reserve(self, length: int) -> None:
-        """Make room for `length` tokens."""
+        """Allocate pages for `length` tokens."""
         token = self.layers * self.batch * self.row.width * self.row.dtype.itemsize
         while (missing := length - sum(page.shape[1] for page in self.pages)) > 0:
-            least = max(_LEAST * token, sum(page.nbytes for page in self.pages) // _SHARE)
-            # Pinned memory is given out in powers of two: what is missing is made up of several.
+            least = max(_LEAST * token, sum(page.nbytes for page in self.pages) // _FRACTION)
+            # Pinned memory is allocated in powers of two: the missing part is made of several.
             nbytes = max(1 << ((missing * token).bit_length() - 1), 1 << (least - 1).bit_length())
             tokens = nbytes // token
             with torch.inference_mode(False):
@@ -272,8 +265,7 @@ class Bank:
             self.pages.append(page.view(self.layers, tokens, self.batch, self.row.width))
 
     def _span(self, start: int, stop: int) -> Iterator[tuple[Tensor, int, slice]]:
-        """Tokens start to stop page by page: the page, the first of them in it, and which of its
-        tokens they are."""
+        """Tokens start to stop by page: the page, its first such token, and their range in it."""
         before = 0
         for page in self.pages:
             lo = max(start, before)
@@ -285,13 +277,12 @@ class Bank:
     def _deliver(
         self, layers: Tensor, sequences: Tensor, tokens: Tensor, places: Tensor, slots: Tensor
     ) -> None:
-        """Rows of tokens (N,) in all of `layers` into places (N,) of slots (L, S, B, R) on the
-        device, in one copy."""
+        """Copy rows of tokens (N,) of `layers` to places (N,) of slots (L, S, B, R) at once."""
         by_token = tokens.argsort(stable=True)
         sequences = sequences[by_token]
         tokens = tokens[by_token]
         places = places[by_token]
-        # What is fetched of one layer alone has slots of its own.
+        # Rows of one layer alone have slots of their own.
         to = layers if slots.shape[0] > 1 else torch.zeros_like(layers)
         targets = (to[:, None] * slots.shape[1] + places) * self.batch + sequences
         bounds = [0, *accumulate(page.shape[1] for page in self.pages)]
@@ -301,9 +292,8 @@ class Bank:
         order = []
         for page, first, lo, hi in zip(self.pages, bounds, cuts, cuts[1:], strict=False):
             if hi > lo:
-                lines = (
-                    layers[:, None] * page.shape[1] + tokens[lo:hi] - first
-                ) * self.batch + sequences[lo:hi]
+                lines = layers[:, None] * page.shape[1] + tokens[lo:hi] - first
+                lines = lines * self.batch + sequences[lo:hi]
                 out = staged[layers.numel() * lo : layers.numel() * hi]
                 torch.index_select(page.view(-1, self.row.width), 0, lines.flatten(), out=out)
                 order.append(targets[:, lo:hi].flatten())
@@ -311,12 +301,14 @@ class Bank:
 
 
 def replaced(held: Tensor, chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Give each chosen token a slot, those that have one already the same; slots 0 to counts[i] - 1
-    are then taken.
+    """Give each chosen token a slot, the same one if it has one already.
+
+    Slots 0 to counts[i] - 1 are then taken.
 
     Args:
-        held: (B, S) the token in each slot, -1 for none; on return what is in it after the fetch.
+        held: (B, S) the token in each slot, -1 for none; on return the one after the fetch.
         chosen: (B, C) tokens, ascending, of which the first counts[i] are wanted.
+        counts: (B,).
 
     Returns:
         Sequence, token and slot of each row that must be fetched, (N,) each.
@@ -327,7 +319,7 @@ def replaced(held: Tensor, chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tens
     wanted = entry < counts[:, None]
     at = torch.searchsorted(chosen, held).clamp_(max=chosen.shape[1] - 1)
     stays = used & (chosen.gather(1, at) == held)
-    # One column more takes the slots that do not stay.
+    # One extra column takes the slots that do not stay.
     missing = torch.nn.functional.pad(wanted, (0, 1))
     missing.scatter_(1, torch.where(stays, at, chosen.shape[1]), False)
     missing = missing[:, :-1]
@@ -340,8 +332,7 @@ def replaced(held: Tensor, chosen: Tensor, counts: Tensor) -> tuple[Tensor, Tens
 
 
 class Offload:
-    """Keys and values of one layer in one call: the past in the bank, the new rows (Q, B, R) on the
-    device."""
+    """Keys and values of a layer in a call: past in the bank, new rows (Q, B, R) on the device."""
 
     def __init__(self, bank: Bank, layer: int, past: int, rows: Tensor) -> None:
         self.bank = bank
@@ -351,8 +342,7 @@ class Offload:
         self._whole: tuple[Tensor, Tensor] | None = None
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """All keys (B, G, K, D) and values (B, G, K, E), brought to the device; gone when this
-        object is."""
+        """Fetch all keys (B, G, K, D) and values (B, G, K, E), once; freed with this object."""
         if self._whole is None:
             self._whole = self.bank.row.unpack(self.bank.read(self))
         return self._whole
@@ -362,7 +352,8 @@ class OffloadedTensor(StandIn):
     """Keys (B, G, K, D) or values (B, G, K, E) on the device, without memory until they are read.
 
     Code that reads one as a tensor gets all of it, fetched once a call; Headwise's attention asks
-    for what it needs."""
+    for chosen tokens alone.
+    """
 
     offload: Offload
     _which: int
@@ -370,7 +361,7 @@ class OffloadedTensor(StandIn):
     @staticmethod
     def __new__(cls, offload: Offload, which: int) -> OffloadedTensor:
         row = offload.bank.row
-        (new, batch, _) = offload.rows.shape
+        new, batch, _ = offload.rows.shape
         shape = (batch, row.heads, offload.past + new, (row.k_dim, row.v_dim)[which])
         tensor = cls.of(shape, offload.rows.dtype, offload.rows.device)
         tensor.offload = offload
@@ -378,10 +369,12 @@ class OffloadedTensor(StandIn):
         return tensor
 
     def read(self) -> Tensor:
-        """All of it as a plain tensor."""
+        """Fetch all of it as a plain tensor."""
         return self.offload.read()[self._which]
 
 
 def fetched(tensor: Tensor) -> Tensor:
     """Keys or values as a plain tensor, fetched where they are offloaded."""
-    return tensor.read() if isinstance(tensor, OffloadedTensor) else tensor
+    if isinstance(tensor, OffloadedTensor):
+        return tensor.read()
+    return tensor

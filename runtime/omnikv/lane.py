@@ -1,7 +1,6 @@
-"""Copies between a context bank in CPU memory and the device that computes, and what waits for
-which.
+"""Copies between a context bank in CPU memory and the device, and their order.
 
-Shapes: N rows that are fetched, R numbers in a row, S rows on the device.
+Shapes: N fetched rows, R numbers in a row, S rows on the device.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from torch import Tensor
 
 
 class Lane:
-    """Plain copies for a CPU, each done when its call returns; behind what the device computes for
-    a GPU.
+    """Copies of one bank: plain ones for a CPU, asynchronous ones for a GPU.
 
-    There memory is pinned, and rows go out on one stream and come in on another. What comes in is
-    gathered by a thread, so that the launches of the layer next to a filter layer do not wait for
-    the choice to reach the host."""
+    For a GPU memory is pinned, and rows go out on one stream and come in on another. A thread
+    gathers fetched rows, so that the launches of the layer after a filter layer do not wait for the
+    choice to reach the host.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._cuda = device.type == "cuda"
-        # What is fetched is gathered here.
+        # Staging memory: fetched rows are gathered here.
         self.buffer = torch.empty(0, dtype=torch.uint8)
         if self._cuda:
             self._outward = torch.cuda.Stream(device)
@@ -37,12 +36,11 @@ class Lane:
         return type(self), (self.device,)
 
     def memory(self, nbytes: int) -> Tensor:
-        """Memory of a bank: (nbytes,) uint8, of whatever content."""
+        """Uninitialised memory of a bank: (nbytes,) uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._cuda)
 
     def send(self, target: Tensor, rows: Tensor) -> None:
-        """Copy rows of the device, as the work given to it so far leaves them, into a bank. Waits
-        for nothing."""
+        """Copy rows of the device into a bank, after the work queued so far; waits for nothing."""
         if not self._cuda:
             target.copy_(rows)
             return
@@ -53,26 +51,25 @@ class Lane:
         rows.record_stream(self._outward)
 
     def arrived(self) -> None:
-        """Wait until the bank holds all that was sent."""
+        """Wait on the host until the bank holds all rows sent."""
         if self._cuda:
             self._outward.synchronize()
 
     def follow(self) -> None:
-        """Let what is copied to the device from now on wait for all that was sent."""
+        """Order later copies to the device behind all rows sent."""
         if self._cuda:
             torch.cuda.current_stream(self.device).wait_stream(self._outward)
 
     def start(self, tokens: Tensor, gather: Callable[[Tensor], Any]) -> Callable[[], Any]:
-        """Begin gather(tokens on the host), which calls `deliver`; calling the result waits and
-        returns its value.
+        """Start gather(tokens on the host), which calls `deliver`.
 
-        Work given to the device after that call sees what was delivered.
+        Returns a function that waits and returns gather's value. Work queued on the device after
+        that call sees the delivered rows.
         """
         if not self._cuda:
             result = gather(tokens.cpu())
             return lambda: result
-        # The filter layer may lie on another device: the stream and the event are those of its
-        # tokens.
+        # The filter layer may lie on another device: stream and event are its tokens'.
         with torch.cuda.device(tokens.device):
             listed = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             listed.copy_(tokens, non_blocking=True)
@@ -96,12 +93,12 @@ class Lane:
         return wait
 
     def staging(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Memory (N, R) to gather into: nothing that was gathered there before is still needed."""
+        """Staging memory (N, R): waits until rows gathered there before are delivered."""
         if self._cuda:
             self._copied.synchronize()
         nbytes = rows * width * dtype.itemsize
         if self.buffer.nbytes < nbytes:
-            # Pinned memory is given out in powers of two.
+            # Pinned memory is allocated in powers of two.
             with torch.inference_mode(False):
                 self.buffer = self.memory(1 << (nbytes - 1).bit_length())
         return self.buffer.view(dtype)[: rows * width].view(rows, width)

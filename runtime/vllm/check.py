@@ -19,9 +19,9 @@ from artifacts.commands import Outcome
 from artifacts.errors import one_line, ranges, shorten
 from artifacts.schema.kv_cache import Policy, SnapKV, Streaming
 from runtime.attention.calls import no_kernel
+from runtime.caches.make import POLICIES
 from runtime.fingerprint import compare, config_info
-from runtime.new_cache import POLICIES
-from runtime.omnikv.roles import Role, roles_of
+from runtime.omnikv.select import Role, roles_of
 from runtime.vllm.counters import SPARSE
 from runtime.vllm.options import KEY, TARGETS, Options
 from runtime.vllm.snapkv import Snap
@@ -56,7 +56,7 @@ def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[s
         if (reason := POLICIES[policy.kind].why_not_in_vllm(policy)) is not None:
             yield f"kv_cache.policies.{name} is {policy.kind}: {reason}: {_WITHOUT}"
     for layer, policies in _policies(artifact):
-        if len(set(policies)) > 1 and not all(POLICIES[p.kind].by_head_in_vllm for p in policies):
+        if len(set(policies)) > 1 and not all(isinstance(p, SnapKV) for p in policies):
             reason = "vLLM's pages hold all heads of a layer; several snapkv policies are served"
             yield f"kv_cache.layers[{layer}] differs by head, and {reason}: {_WITHOUT}"
     if artifact.decode is not None:

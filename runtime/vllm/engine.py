@@ -16,7 +16,7 @@ from runtime.allocator import keep_freed_memory
 from runtime.attention.calls import no_kernel
 from runtime.attention.state import enough_queries
 from runtime.omnikv.decode import OmniKV
-from runtime.omnikv.roles import Role
+from runtime.omnikv.select import Role
 from runtime.plans import layer_plans, part_of
 from runtime.vllm.batch import Chunk
 from runtime.vllm.check import engine_misfits, full_layers, grouped, keeps_of, summary, why_dense

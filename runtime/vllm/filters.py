@@ -22,7 +22,7 @@ from artifacts import HeadwiseError
 from kernels.decode import MAX_QUERIES
 from kernels.index import PAD
 from runtime.omnikv.decode import OmniKV
-from runtime.omnikv.roles import Role
+from runtime.omnikv.select import Role
 from runtime.vllm.batch import Chunk, Group, groups_of
 from runtime.vllm.step import LayerStep
 

@@ -173,7 +173,7 @@ def test_a_kernel_that_fails_is_no_row_of_dense_attention(
     def failing(*_: Any) -> Any:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr("runtime.omnikv.decode.OmniKV._choose", failing)
+    monkeypatch.setattr("runtime.omnikv.decode.OmniKV.choose", failing)
     out, cfg = tmp_path / "figures.json", config(loaded, tmp_path / "cfg.yaml", 0.1)
     options = [
         "--model",

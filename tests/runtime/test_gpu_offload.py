@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from runtime.caches.banked import BankedLayer
+from runtime.caches.growing import BankedLayer
 from runtime.omnikv.lane import Lane
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 

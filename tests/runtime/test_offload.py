@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from artifacts import HeadwiseError
 from kernels.index import PAD
-from runtime.caches.banked import BankedLayer
+from runtime.caches.growing import BankedLayer
 from runtime.omnikv.bank import Bank, OffloadedTensor, replaced
 from runtime.omnikv.lane import Lane
 from tests.runtime.omnikv import CLOSE, DECODE, LAYERS, steps

@@ -16,7 +16,7 @@ import artifacts
 from artifacts import HeadwiseError, SnapKV, Streaming
 from runtime import memory_report
 from runtime.caches import snapkv
-from runtime.caches.step import Step
+from runtime.caches.policy import Step
 from tests.runtime.caches.feeding import fed
 from tests.runtime.caches.oracle import OneHead, attending, calls, probabilities
 

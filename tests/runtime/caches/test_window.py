@@ -17,8 +17,8 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from artifacts import HeadwiseError, Streaming
 from runtime import memory_report
+from runtime.caches.policy import Step
 from runtime.caches.rotation import Rotation
-from runtime.caches.step import Step
 from runtime.caches.window import Window
 from tests.runtime.caches.feeding import fed
 

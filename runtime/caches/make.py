@@ -1,0 +1,200 @@
+"""Makes the cache that an artifact's decode and kv_cache sections ask for.
+
+transformers is imported where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+import artifacts
+from artifacts import Artifact, HeadwiseError, KVCache
+from runtime.caches.h2o import H2O
+from runtime.caches.policy import Full, Policy
+from runtime.caches.snapkv import SnapKV
+from runtime.caches.window import Window
+from runtime.layers import (
+    attention_layers,
+    caches_latents,
+    check_sections,
+    sliding_layers,
+    text_config,
+    window_of,
+)
+from runtime.omnikv.bank import Bank
+from runtime.omnikv.select import Role, roles_of
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import Cache
+    from transformers.cache_utils import CacheLayerMixin
+
+    from runtime.caches.growing import BankedLayer
+
+OFFLOADS = ("auto", "never", "packed")
+# Every policy, by the kind of its record in artifacts/kv_cache.py.
+POLICIES: dict[str, type[Policy]] = {
+    "full": Full,
+    "streaming": Window,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+}
+
+
+def make_cache(artifact: Artifact | None, model: nn.Module, offload: str) -> Cache:
+    """Make an empty cache; see Headwise.new_cache.
+
+    Layers that neither section speaks of grow, or slide as transformers' own do.
+
+    Raises:
+        HeadwiseError: `offload` is unknown, or a section does not fit the model.
+    """
+    from transformers import DynamicCache
+
+    if offload not in OFFLOADS:
+        raise HeadwiseError(f"unknown offload {offload!r}; known: {', '.join(OFFLOADS)}")
+    modules = attention_layers(model)
+    decode = None
+    kept = None
+    if artifact is not None:
+        check_sections(artifact, modules)
+        decode = artifact.decode
+        kept = artifact.kv_cache
+    cache = DynamicCache(config=text_config(model))
+    if decode is None:
+        made = _growing_layers(_plain_layers(cache, modules))
+    else:
+        # A bank is for keys, not for latents.
+        keyed = {number: m for number, m in modules.items() if not caches_latents(m)}
+        made = _omnikv_layers(decode.omnikv, _plain_layers(cache, keyed), offload)
+    if kept is not None:
+        made |= policy_layers(kept, model, modules, choosing=decode is not None)
+    for number, layer in made.items():
+        cache.layers[number] = layer
+    return cache
+
+
+def _plain_layers(cache: Cache, modules: dict[int, nn.Module]) -> dict[int, torch.device]:
+    """Devices of the layers whose cache grows and nothing else: those that ours can replace."""
+    from transformers.cache_utils import DynamicLayer
+
+    sliding = sliding_layers(modules)
+    plain = {}
+    for number, module in modules.items():
+        if number in sliding or number >= len(cache.layers):
+            continue
+        if type(cache.layers[number]) is DynamicLayer:
+            parameter = next(module.parameters(), None)
+            plain[number] = torch.device("cpu") if parameter is None else parameter.device
+    return plain
+
+
+def _growing_layers(plain: dict[int, torch.device]) -> dict[int, CacheLayerMixin]:
+    from runtime.caches.growing import GrowingLayer
+
+    return {number: GrowingLayer() for number in plain}
+
+
+def _omnikv_layers(
+    section: artifacts.OmniKV, plain: dict[int, torch.device], offload: str
+) -> dict[int, CacheLayerMixin]:
+    """Make the cache layers of a decode section, with a bank for each filter layer and device."""
+    from runtime.caches.growing import FilterLayer
+
+    roles = roles_of(section, plain)
+    layers = _growing_layers(plain)
+    keep = section.budget if isinstance(section.budget, int) else 0
+    served: dict[int, list[list[BankedLayer]]] = {}
+    for (chooser, _), numbers in _offloaded(roles, plain, offload).items():
+        members = _banked_layers(len(numbers), keep)
+        served.setdefault(chooser, []).append(members)
+        layers |= dict(zip(numbers, members, strict=True))
+    for number in plain:
+        if roles[number].filters:
+            layers[number] = FilterLayer(section.window, served.get(number, ()))
+    return layers
+
+
+def _offloaded(
+    roles: dict[int, Role], plain: dict[int, torch.device], offload: str
+) -> dict[tuple[int, torch.device], list[int]]:
+    """Layers whose keys and values go to a bank, by their filter layer and device."""
+    groups: dict[tuple[int, torch.device], list[int]] = {}
+    for number, device in plain.items():
+        chooser = roles[number].filter
+        packed = offload == "packed" or (offload == "auto" and device.type == "cuda")
+        if chooser is not None and packed:
+            groups.setdefault((chooser, device), []).append(number)
+    return groups
+
+
+def _banked_layers(count: int, keep: int) -> list[BankedLayer]:
+    from runtime.caches.growing import BankedLayer
+
+    bank = Bank(count, keep)
+    return [BankedLayer(bank, place) for place in range(count)]
+
+
+def check_rows(section: KVCache, modules: dict[int, nn.Module]) -> None:
+    """Check that rows name policies for all full-attention layers and for no others.
+
+    Raises:
+        HeadwiseError: a layer that slides has a row, or one that does not has none.
+    """
+    sliding = sliding_layers(modules)
+    for number in modules:
+        row = section.layers[number] if number < len(section.layers) else None
+        if number in sliding and row is not None:
+            raise HeadwiseError(
+                f"kv_cache.layers[{number}] must be null: the layer slides over a window already"
+            )
+        if number not in sliding and row is None:
+            raise HeadwiseError(
+                f"kv_cache.layers[{number}] must name a policy, such as full: the layer sees every "
+                f"token"
+            )
+
+
+def policy_layers(
+    section: KVCache, model: nn.Module, modules: dict[int, nn.Module], *, choosing: bool
+) -> dict[int, CacheLayerMixin]:
+    """Make the cache layers of all layers, by number: rolling buffers for those that slide.
+
+    choosing: the artifact has a decode section, which has caches of its own for layers that are
+    full.
+
+    Raises:
+        HeadwiseError: see check_rows; positions cannot be counted inside the cache of this model.
+    """
+    from runtime.caches.layer import KVHeads, PolicyLayer
+
+    check_rows(section, modules)
+    sliding = sliding_layers(modules)
+    layers: dict[int, CacheLayerMixin] = {}
+    # Layers of the same type share what makes their policies, such as a rotation.
+    makers: dict[tuple[str, str], Callable[[], Policy]] = {}
+    for number, module in modules.items():
+        if number in sliding:
+            rolling = KVHeads(None, partial(Window, 0, window_of(module)))
+            layers[number] = PolicyLayer([rolling], sliding=True)
+            continue
+        row = section.layers[number]
+        names = (row,) if isinstance(row, str) else row or ()
+        if choosing and all(section.policies[name].kind == "full" for name in names):
+            continue
+        groups = []
+        for name in dict.fromkeys(names):
+            key = (name, str(getattr(module, "layer_type", "")))
+            if key not in makers:
+                record = section.policies[name]
+                makers[key] = POLICIES[record.kind].maker(record, model, module)
+            heads = None
+            if len(set(names)) > 1:
+                heads = tuple(head for head, other in enumerate(names) if other == name)
+            groups.append(KVHeads(heads, makers[key]))
+        layers[number] = PolicyLayer(groups)
+    return layers

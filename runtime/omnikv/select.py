@@ -1,0 +1,184 @@
+"""Selection: the role of each layer in decode, and the tokens that filter layers choose.
+
+OmniKV (Hao et al., ICLR 2025), section 4.1. All heads of a filter layer choose together.
+
+Shapes: B batch, G KV heads, Q query length, K key length, C chosen tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import artifacts
+from kernels.index import PAD
+from kernels.patterns.choose import best_places
+
+# Weights of the selector "exponential" halve from a query to the one before it.
+_DECAY = 0.5
+
+
+@dataclass(frozen=True)
+class Role:
+    """Role of a full-attention layer in decode: filter layer, served by one, or neither.
+
+    filters: it chooses tokens. filter: the layer that chooses for it. With neither it attends to
+    every token.
+    """
+
+    filters: bool = False
+    filter: int | None = None
+
+
+def roles_of(section: artifacts.OmniKV, layers: Iterable[int]) -> dict[int, Role]:
+    """Roles of full-attention layers."""
+    return {
+        layer: Role(layer in section.filter_layers, section.filter_of(layer)) for layer in layers
+    }
+
+
+class Reads:
+    """Counter of the tokens that each filter layer chose; adding waits for no device."""
+
+    def __init__(self) -> None:
+        # (2,) int64 each: chosen tokens, and sequences that chose.
+        self._sums: dict[int, Tensor] = {}
+        self._lock = threading.Lock()
+
+    def add(self, layer: int, chosen: Tensor, counted: Tensor | None = None) -> None:
+        """Add a step in which a filter layer chose tokens (B, C).
+
+        counted: (B,) bool, the sequences that count; None for all.
+        """
+        valid = chosen != PAD
+        if counted is None:
+            counted = valid.new_ones(len(chosen))
+        new = torch.stack([(valid & counted[:, None]).sum(), counted.sum()])
+        with self._lock:
+            if layer not in self._sums:
+                # A later step may or may not run in inference mode.
+                with torch.inference_mode(False):
+                    self._sums[layer] = torch.zeros(new.shape, dtype=new.dtype, device=new.device)
+            self._sums[layer] += new
+
+    def mean(self, roles: Mapping[int, Role]) -> float | None:
+        """Mean over the layers that are served, by their roles; None before any step."""
+        with self._lock:
+            sums = {layer: both.tolist() for layer, both in self._sums.items()}
+        means = {layer: count / steps for layer, (count, steps) in sums.items() if steps}
+        read = [means[role.filter] for role in roles.values() if role.filter in means]
+        return sum(read) / len(read) if read else None
+
+
+class Selector:
+    """Filter layers' choice of tokens by an artifact's decode section.
+
+    group: the processes that share the heads of a layer, which choose alike: by the scores of all.
+    reads: tokens chosen so far.
+    """
+
+    def __init__(
+        self, section: artifacts.OmniKV, layers: Iterable[int], *, group: Any = None
+    ) -> None:
+        self.section = section
+        self.group = group
+        self.roles = roles_of(section, layers)
+        self.reads = Reads()
+
+    @property
+    def tokens_read(self) -> float | None:
+        """Mean tokens that a sparse layer read in a step; None before any. Waits for a GPU."""
+        return self.reads.mean(self.roles)
+
+    def count(self, k_len: int) -> int:
+        """Tokens that a sparse layer attends to, of `k_len`."""
+        budget = self.section.budget
+        if isinstance(budget, int):
+            return budget
+        return max(1, ceil(budget * k_len))
+
+    def choose(self, scores: Tensor, q_len: int, starts: Tensor | None, keys: Tensor) -> Tensor:
+        """Tokens (B, C) int32, ascending and padded, for the layers that a filter layer serves.
+
+        scores: (B, K) of all heads, which are written to. keys: as the layer's cache returned them.
+        Sequence b starts at key starts[b].
+        """
+        cache = filter_cache(keys)
+        if self.section.selector != "last" and cache is not None:
+            rows = cache.remember(scores)
+            weights = torch.ones(rows.shape[1], device=rows.device)
+            if self.section.selector == "exponential":
+                weights = _DECAY ** torch.arange(rows.shape[1] - 1, -1, -1, device=rows.device)
+            scores = (rows * weights[:, None]).sum(1)
+        k_len = scores.shape[-1]
+        if starts is not None:
+            outside = torch.arange(k_len, device=scores.device) < starts[:, None]
+            scores.masked_fill_(outside, float("-inf"))
+        newest = torch.arange(k_len - q_len, k_len, device=scores.device)[None]
+        return _best(scores, newest, max(self.count(k_len), q_len))
+
+    def choose_each(
+        self, layer: int, scores: Tensor, ends: Tensor, most: int, *, q_len: int = 1
+    ) -> Tensor:
+        """Tokens (B, C) int32, ascending and padded, by the scores of this step alone.
+
+        For callers without a cache of ours. Nothing is read on the host, and no shape depends on
+        the values of `ends`.
+
+        Args:
+            layer: the filter layer.
+            scores: (B, G, K) of the last `q_len` tokens of each sequence.
+            ends: (B,) int32; sequence b ends before key ends[b]. One within its budget gets every
+                token.
+            most: C, at most K.
+        """
+        scores = self.of_all_heads(scores)
+        budget = self.section.budget
+        if isinstance(budget, int):
+            counts = torch.full_like(ends, budget)
+        else:
+            counts = (ends.double() * budget).ceil().to(ends.dtype)
+        counts.clamp_min_(q_len)
+        back = torch.arange(q_len, 0, -1, device=ends.device)
+        newest = (ends[:, None] - back).clamp_min_(0)
+        tokens = _best(scores, newest, most, ends=ends, counts=counts)
+        self.reads.add(layer, tokens, ends > counts)
+        return tokens
+
+    def of_all_heads(self, scores: Tensor) -> Tensor:
+        """Scores (B, K) of all KV heads, over all processes, from this process's (B, G, K)."""
+        scores = scores.amax(1).contiguous()
+        if self.group is not None:
+            torch.distributed.all_reduce(
+                scores, op=torch.distributed.ReduceOp.MAX, group=self.group
+            )
+        return scores
+
+
+def _best(
+    scores: Tensor,
+    newest: Tensor,
+    most: int,
+    ends: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """Best tokens (B, C) int32, ascending and padded, by scores (B, K), which are written to.
+
+    newest: (B or 1, Q) the tokens that ask: always among the best, since a query sees itself.
+    ends, counts: see best_places.
+    """
+    scores.scatter_(-1, newest.long().expand(len(scores), -1), float("inf"))
+    best = best_places(scores[:, None], [most], [None], forced=0, ends=ends, counts=counts)
+    return best[:, 0]
+
+
+def filter_cache(keys: Tensor) -> Any | None:
+    """Cache of the filter layer (FilterLayer) whose update() returned these keys, None if other."""
+    reference = getattr(keys, "headwise_cache", None)
+    return None if reference is None else reference()
