@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,10 @@ import torch
 from artifacts import HeadwiseError
 from artifacts.cli.command import run_command
 from artifacts.errors import shorten
-from profiling.caches.policies import CacheKind
-from profiling.caches.random_eviction import drawing
+from profiling.caches.parsing import RANDOM, CacheKind
 from profiling.environment import environment
 from profiling.evaluation.intervals import holm, mean_interval, paired_difference, sign_flip
-from profiling.evaluation.method_table import CACHES, RANDOM
+from profiling.evaluation.method_table import CACHES
 from profiling.models.loading import LoadedModel, load_model, local_folder
 from profiling.models.packages import PACKAGES
 from profiling.progress import bar
@@ -139,10 +137,7 @@ def _methods(options: argparse.Namespace, loaded: LoadedModel) -> Iterator[Metho
     yield of_policy(loaded, KERNEL, None)
     for name, (policy, _) in CACHES.items():
         made = policy(options.share, options.length)
-        drawn = partial(drawing, record=made) if name == RANDOM else None
-        yield of_policy(
-            loaded, name, CacheKind(policy=made, changed=drawn) if drawn else CacheKind(policy=made)
-        )
+        yield of_policy(loaded, name, CacheKind(policy=made, random=name == RANDOM))
 
 
 def _of_ours(

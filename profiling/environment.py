@@ -1,4 +1,4 @@
-"""What a figure depends on beside its command: the machine, and the packages."""
+"""Environment of a measurement: the machine, and versions of packages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def environment(device: str | torch.device = "cpu") -> dict[str, str]:
-    """Names of the device and of the processor's instructions, cores, threads, and versions, for a
-    record."""
+    """Describe device, instructions, cores, threads and versions for a record."""
     return {
         "device": device_name(device),
         "cores": str(os.cpu_count()),

@@ -14,28 +14,11 @@ headwise heatmaps cfg.yaml --model smollm2 --out pictures/ --task passkey --leng
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from artifacts.cli import arguments
 from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.interrupt import while_importing
 from artifacts.cli.options import add_arguments, config_of
-from artifacts.files import check_writable, out_folder
-from profiling.models.loading import settled
-from profiling.pictures.picture_book import PICTURES, Heatmaps, PictureBook
-
-
-def run(config: Heatmaps) -> list[Path]:
-    """Draw into the folder `config.out` and return the files.
-
-    Raises:
-        HeadwiseError: anything that the user has to put right.
-    """
-    config = settled(config)
-    with out_folder(config.out):
-        check_writable(config.out / "similarity.png")
-        book = PictureBook(config)
-        wanted = config.pictures or (PICTURES if config.model else ("layers",))
-        return [path for name in PICTURES if name in wanted for path in getattr(book, name)()]
+from profiling.pictures.config import Heatmaps
 
 
 def parser() -> ArgumentParser:
@@ -49,7 +32,10 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = vars(parser().parse_args(argv))
     command = arguments.as_typed("heatmaps", argv)
-    for path in run(config_of(Heatmaps, options, command=command)):
+    config = config_of(Heatmaps, options, command=command)
+    with while_importing():
+        from profiling.pictures.picture_book import run
+    for path in run(config):
         print(path)
     return 0
 

@@ -1,9 +1,9 @@
-"""The resume ledger of long commands: a folder beside the output with one file for each finished
-unit of work.
+"""The resume file of long commands: a folder next to the output, a file for each finished job.
 
 A unit's file is named by a hash of all that its result depends on, so whatever it is asked for
 again by, another run or other options, a unit that is there is right. Killed at any moment, a
-command loses the unit in hand."""
+command loses the unit in hand.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ class Ledger:
         fresh: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        """Start the ledger, or go on with what an interrupted run left of it; other ranks join the
-        first one's.
+        """Start the resume file, or go on with an interrupted run's; other ranks join the first.
 
         Args:
             out: the file that the command writes; the ledger is `OUT.COMMAND.ledger` beside it.
@@ -99,15 +98,14 @@ class Ledger:
         self.close()
 
     def __len__(self) -> int:
-        """How many units there are, of this run and of others like it."""
+        """Number of finished jobs, of this run and of others like it."""
         return sum(1 for _ in self.folder.glob(f"*{_SUFFIX}"))
 
     def __contains__(self, unit: Unit) -> bool:
         return self.get(unit) is not None
 
     def unit(self, name: str, depends: Mapping[str, Any] | None = None) -> Unit:
-        """A unit of that name, which depends on these values (JSON) besides the ledger's settings
-        and the versions."""
+        """Name a job; it depends on these values (JSON), the settings and the versions."""
         content = [name, dict(depends or {}), self._settings, self._versions]
         return Unit(name=name, key=hashlib.sha256(_canonical(content)).hexdigest())
 
@@ -123,8 +121,7 @@ class Ledger:
         return found["value"] if found["key"] == unit.key else None
 
     def put(self, unit: Unit, value: Any) -> Any:
-        """Keep a unit's value; when this returns it survives a kill. Returns the value as get()
-        does."""
+        """Keep a job's value durably, and return it as get() does."""
         if value is None:
             raise ValueError(f"{unit.name}: None is no value, it says that there is none")
         data = to_bytes({"name": unit.name, "key": unit.key, "value": value})
@@ -146,8 +143,7 @@ class Ledger:
         has: Sequence[str] = (),
         done: Callable[[int], object] | None = None,
     ) -> list[Any]:
-        """The values of all units in every rank, in order: what no rank has yet is dealt to the
-        ranks.
+        """Compute the values of all jobs, in order, in every rank; missing ones are dealt to ranks.
 
         Args:
             units: the same in every rank. work: finds the value of one. costs: how long each takes,

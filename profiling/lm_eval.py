@@ -23,7 +23,7 @@ example.
 
 
 def parser() -> ArgumentParser:
-    """What `headwise --help` and docs/commands.md say: the arguments are the harness's."""
+    """Text of `headwise --help` and docs/commands.md; the arguments are the harness's."""
     return ArgumentParser(
         prog="headwise lm-eval",
         usage="headwise lm-eval [lm-eval's arguments]",

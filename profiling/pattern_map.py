@@ -1,5 +1,4 @@
-"""The pattern map: which pattern each head got (colour by kind) and how much attention it keeps
-(shade by recall).
+"""The pattern map: kind of each head's pattern (colour) and its recall (shade).
 
 headwise map cfg.yaml --out cfg
 """
@@ -71,8 +70,10 @@ def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
 
 
 def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
-    """The map as a matplotlib figure; recall (layers, heads), None draws every head in its kind's
-    full colour."""
+    """Draw the map as a matplotlib figure.
+
+    recall: (layers, heads); None draws full colours.
+    """
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "headwise"
@@ -146,7 +147,7 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
 
 
 def _origin(artifact: Artifact) -> str:
-    """How the patterns were found, for the caption."""
+    """Describe the search or import of the patterns, for the caption."""
     search = artifact.search
     imported = artifact.prefill.imported
     if search is None:

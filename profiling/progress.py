@@ -1,5 +1,4 @@
-"""Progress of long commands on stderr: phase, units done, time left; a bar on a terminal, else
-lines in a log."""
+"""Progress of long commands on stderr: a bar on a terminal, else lines in a log."""
 
 from __future__ import annotations
 
@@ -34,13 +33,13 @@ class Phase:
         self._reached = False
 
     def update(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Count so many more as done."""
         self.done += count
         if self._bar is not None:
             self._bar.update(count)
 
     def skip(self, count: int = 1) -> None:
-        """So many were done by an earlier run: they say nothing about the speed of this one."""
+        """Count so many as done by an earlier run; they say nothing about this one's speed."""
         self.done += count
         self._before += count
         if self._bar is not None:
@@ -49,18 +48,18 @@ class Phase:
             self._bar.refresh()
 
     def reach(self, done: int) -> None:
-        """So many are done in all; the first call says how many an earlier run has done."""
+        """Set the number done; the first call tells what an earlier run has done."""
         (self.update if self._reached else self.skip)(done - self.done)
         self._reached = True
 
     def note(self, text: str) -> None:
-        """What is being worked on."""
+        """Name the work in hand."""
         self._note = text
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
 
     def line(self) -> str:
-        """How far the phase is, and how long the rest will take at its pace so far."""
+        """Say how far the phase is, and the time left at its pace so far."""
         now = self.done - self._before
         seconds = time.monotonic() - self._began
         left = (

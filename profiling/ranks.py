@@ -1,5 +1,4 @@
-"""The processes of one launch by torchrun, which share a command's work: who does what, and what
-all of them know.
+"""The ranks of torchrun that share a command's work: who does what, and shared results.
 
     torchrun --nproc_per_node 8 -m search.heads --model M --out cfg.yaml
 
@@ -31,12 +30,14 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of this launch as one of them sees them. Every rank has to make the same calls in
-    the same order."""
+    """The ranks as one of them sees them; every rank makes the same calls in the same order."""
 
     def __init__(self, rank: int = 0, count: int = 1, local: int = 0, store: Any = None) -> None:
-        """local: the rank among those on this machine. store: torch.distributed's, through which
-        failures are known."""
+        """Describe one rank.
+
+        local: the rank among those on this machine. store: torch.distributed's, which tells
+        failures.
+        """
         self.rank = rank
         self.count = count
         self.local = local
@@ -44,7 +45,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes the output and prints."""
+        """True for the rank that writes the output and prints."""
         return self.rank == 0
 
     def device(self, name: str) -> str:
@@ -72,8 +73,7 @@ class Ranks:
         needs: Sequence[str] | None = None,
         has: Sequence[Collection[str]] = (),
     ) -> list[T]:
-        """This rank's share of the units, in their order: each, the longest first, goes where it is
-        done first.
+        """Choose this rank's jobs: each, the longest first, goes where it ends first.
 
         Args:
             units: the same in every rank. costs: of each, in any unit; all the same if None. needs:
@@ -100,8 +100,7 @@ class Ranks:
         return [units[place] for place in sorted(mine)]
 
     def gather(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of all ranks together, sorted by key; a key that several have is the first
-        rank's.
+        """Merge the values of all ranks, sorted by key; the first rank's wins.
 
         They are as profiling.values.from_bytes returns them, also where there is one rank.
         """
@@ -146,8 +145,7 @@ class Ranks:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The first rank does the block, then the others do: it fills caches on disk that they find
-        filled."""
+        """Run the block in the first rank, then in the others, which find its caches filled."""
         if not self.is_first:
             self.barrier()
         yield
@@ -156,8 +154,7 @@ class Ranks:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """A call that ends in every rank or in none: where another rank has failed, this one ends
-        with its code."""
+        """End a collective call in every rank or in none: a failed rank's code ends all."""
         try:
             yield
         except RuntimeError as error:
@@ -179,8 +176,7 @@ class Ranks:
             return None
 
     def _fails(self, error: BaseException) -> None:
-        """Let the others know how this rank ends; where they know of another failure, this one is
-        not told."""
+        """Tell the other ranks this one's exit code; an earlier failure wins."""
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         elif isinstance(error, HeadwiseError):
@@ -243,8 +239,7 @@ def ranks(*, timeout: float = TIMEOUT) -> Iterator[Ranks]:
 
 
 def one_process(command: str) -> None:
-    """Raise HeadwiseError where torchrun has started several processes of a command that does not
-    share its work."""
+    """Raise HeadwiseError where torchrun starts several ranks of a one-process command."""
     if (count := _number("WORLD_SIZE", 1)) > 1:
         raise HeadwiseError(
             f"{command} is for one process, got {count} of a launch: start it without torchrun"

@@ -1,5 +1,4 @@
-"""headwise stream: perplexity over a long stream, by what is kept of keys and values
-(StreamingLLM).
+"""headwise stream: perplexity over a long stream, by the tokens that are kept (StreamingLLM).
 
 streaming     sinks and a window, positions counted inside the cache; streaming:S with S sinks in as
               many tokens
@@ -19,46 +18,11 @@ headwise stream --model gemma3 --task stream_eval --tokens 20000 --out eval/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from artifacts.cli import arguments
 from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.interrupt import while_importing
 from artifacts.cli.options import add_arguments, config_of
-from profiling.streams.report import Row, table
-from profiling.streams.run import Streamed, run
-from profiling.streams.speed import SPEED_ROUNDS
-
-
-def report(config: Streamed, found: Sequence[Row], record: dict[str, Any]) -> str:
-    """The table, and beside it what is not to be read from it."""
-    lines = [table(found)]
-    settings = record["settings"]
-    if settings["repeats"]:
-        lines.append(
-            f"the text is shorter than the stream: it was begun again {settings['repeats']} times"
-        )
-    if "recomputed" in config.methods:
-        what = (
-            "at the answers" if config.task == "stream_eval" else f"at one token in {config.stride}"
-        )
-        lines.append(
-            f"recomputed: {what} only; the ratios are over those of them that are past the window"
-        )
-    if seconds := record["timed"]:
-        middle = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
-        base = middle.get("recomputed")
-        for name, value in middle.items():
-            ratio = (
-                f", {base / value:.1f}x as fast as recomputed"
-                if base and name != "recomputed"
-                else ""
-            )
-            lines.append(
-                f"one by one, {name}: {1e3 * value:.2f} ms a token (median of {SPEED_ROUNDS} "
-                f"rounds){ratio}"
-            )
-    return "\n".join(lines)
+from profiling.streams.config import Streamed
 
 
 def parser() -> ArgumentParser:
@@ -72,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = vars(parser().parse_args(argv))
     config = config_of(Streamed, options, command=arguments.as_typed("stream", argv))
+    with while_importing():
+        from profiling.streams.report import report
+        from profiling.streams.run import run
     found, record = run(config)
     print(report(config, found, record))
     print(f"wrote {config.out / 'stream.json'}, .csv, .png and .svg")

@@ -10,7 +10,7 @@ from typing import Any
 from artifacts import HeadwiseError
 from artifacts.cli import arguments
 from artifacts.cli.command import ArgumentParser, run_command
-from artifacts.cli.options import add_arguments, config_of, option, shared
+from artifacts.cli.options import add_arguments, at_least, check_ranges, config_of, option, shared
 from profiling.prompts.kind import Kind
 from profiling.prompts.prompt import KINDS, Prompt, Task, make_prompts, parse_task
 
@@ -37,8 +37,9 @@ class TaskPrompts:
         arguments.add_length,
         "tokens of a prompt (default %(default)s)",
         default=1024,
+        within=at_least(1),
     )
-    samples: int = option("how many prompts", default=1)
+    samples: int = option("how many prompts", default=1, within=at_least(1))
     seed: int = shared(arguments.add_seed, default=0)
     ends: bool = option(
         "show the start and the end of a prompt only",
@@ -51,16 +52,17 @@ class TaskPrompts:
         metavar="FOLDER",
     )
 
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
 
 def listing() -> str:
-    """Every task: how it is written, what it asks, how answers are scored, where it is from, what
-    it can be told."""
+    """List every task: spelling, question, metric, source and parameters."""
     return "\n\n".join(_described(kind) for kind in KINDS.values())
 
 
 def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
-    """A prompt as text with what is known of its answer; of a long one only both ends and what is
-    to be found."""
+    """Show a prompt as text with its answer and finds; of a long one only both ends."""
     ids = prompt.input_ids
     end = len(ids) if whole else min(200, len(ids) // 2)
     text = tokenizer.decode(ids[:end])

@@ -1,5 +1,4 @@
-"""Plain values and arrays as bytes, without pickle: what a resume ledger keeps, and what ranks send
-each other."""
+"""Plain values and arrays as bytes, without pickle, for resume files and between ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ _JSON = "json"
 
 
 def to_bytes(value: Any) -> bytes:
-    """A safetensors file of JSON values, whose keys are text, with numpy arrays anywhere among
-    them.
+    """Pack JSON values with text keys and numpy arrays among them into a safetensors file.
 
     Raises:
         TypeError: something else is among them.
@@ -48,8 +46,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """What to_bytes() was given, with lists where there were tuples and Python's numbers where
-    there were numpy's."""
+    """Unpack to_bytes(): tuples come back as lists, numpy's numbers as Python's."""
     from safetensors.numpy import load
 
     arrays: dict[str, np.ndarray] = load(data)

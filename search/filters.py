@@ -18,7 +18,7 @@ from typing import Any
 from artifacts.cli import arguments
 from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.options import add_arguments, config_of
-from profiling.similarities.layer_similarity import SimilarityConfig
+from profiling.similarities.config import SimilarityConfig
 from search.decode.filter_config import FilterSearch
 from search.decode.filter_layers import Rules
 from search.decode.filter_search import run

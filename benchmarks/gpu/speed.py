@@ -9,8 +9,9 @@ import torch
 import transformers
 
 from artifacts import Artifact, AShape, BlockSparse, Imported, Prefill, VerticalSlash
-from profiling.speed.attention_speed import Size, measure, paper_patterns, patterns_for
+from profiling.speed.attention_speed import measure, paper_patterns, patterns_for
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds
+from profiling.speed.config import Size
 from profiling.speed.decode_speed import measure_decode
 from profiling.speed.latency import in_turn, interleaved, medians, prefill
 from runtime import Headwise

@@ -1,12 +1,12 @@
-"""What it costs each KV head to keep a share of its tokens as H2O would: the curves that budgets
-are chosen by.
+"""Error of each KV head by the fraction of its tokens that it keeps as H2O would.
 
 Shapes: L layers, G KV heads, H query heads, N shares, S prompt length, K keys so far, D head dim, E
 value dim.
 
 A prompt is walked once. Every query adds to the accumulated scores (H2O, section 3.1); at some
 places the next few queries attend both to everything and, for each share, to the heavy hitters and
-the latest tokens of that moment. What earlier evictions would have changed is not followed."""
+the latest tokens of that moment. What earlier evictions would have changed is not followed.
+"""
 
 from __future__ import annotations
 
@@ -155,8 +155,10 @@ def _walk(
 
 
 def _held(scores: Tensor, share: float, k_len: int) -> Tensor:
-    """The tokens (1, G, C) int32 held of `k_len`: half of the share by score, half the latest;
-    scores (1, G, K)."""
+    """Choose the tokens (1, G, C) int32 held of `k_len`.
+
+    Half of the fraction by score, half the latest; scores (1, G, K).
+    """
     recent = math.ceil(share / 2 * k_len)
     old = max(0, min(scores.shape[2], k_len - recent))
     heavy = min(math.ceil(share / 2 * k_len), old)
@@ -166,8 +168,7 @@ def _held(scores: Tensor, share: float, k_len: int) -> Tensor:
 
 
 def _changes(missed: Tensor, kv_heads: int) -> Tensor:
-    """Each KV head's own part (G, Q, H * E) of a change (1, H, Q, E) of all heads' outputs, zero
-    elsewhere."""
+    """Split a change (1, H, Q, E) of outputs by KV head: (G, Q, H * E), zero elsewhere."""
     _, heads, q_len, dim = missed.shape
     alone = missed.new_zeros(kv_heads, q_len, kv_heads, heads // kv_heads * dim)
     own = missed[0].unflatten(0, (kv_heads, -1)).transpose(1, 2).flatten(2)

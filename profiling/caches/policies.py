@@ -1,45 +1,29 @@
-"""Caches under some policy without a search: artifacts made in memory, and policies as they are
-typed."""
+"""Caches under a policy without a search: artifacts made in memory, and random eviction.
+
+Shapes: B batch, G KV heads, n tokens held, W window.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+import torch
+from torch import Tensor
 
-from artifacts import Artifact, HeadwiseError, KVCache, Prefill, SnapKV
-from artifacts.schema.kv_cache import POLICY_KINDS, Policy
-from profiling.caches.random_eviction import drawing
+import artifacts
+from artifacts import Artifact, HeadwiseError, KVCache, Prefill
+from artifacts.schema.kv_cache import Policy
+from profiling.caches.parsing import SINKS
 from profiling.models.loading import LoadedModel
 from runtime import Headwise
+from runtime.caches.policy import Step
+from runtime.caches.snapkv import SnapKV
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers, text_config
 
 _NAME = "policy"
-# SnapKV's sizes, and tokens drawn by lot.
-RANDOM = "random"
-CACHES = ", ".join((*POLICY_KINDS, f"{RANDOM} (snapkv's fields, tokens drawn by lot)"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheKind:
-    """A policy, and what is done to a new cache of it."""
-
-    policy: Policy
-    changed: Callable[[Any], Any] = lambda cache: cache
-
-
-def parse_cache(text: str) -> CacheKind:
-    """Read a policy as `parse_policy` does, or `random` with the fields of snapkv."""
-    kind, colon, fields = text.partition(":")
-    policy = parse_policy(f"snapkv{colon}{fields}" if kind == RANDOM else text)
-    if kind == RANDOM:
-        assert isinstance(policy, SnapKV)
-        return CacheKind(policy=policy, changed=partial(drawing, record=policy))
-    return CacheKind(policy=policy)
 
 
 def with_policy(loaded: LoadedModel, policy: Policy | None) -> Headwise:
@@ -81,38 +65,30 @@ def with_section(loaded: LoadedModel, section: KVCache | None) -> Headwise:
     )
 
 
-def parse_policy(text: str) -> Policy:
-    """Read a policy such as `h2o`, `streaming:sinks=4,window=1020` or `snapkv:budget=0.25`.
+class RandomEviction(SnapKV):
+    """SnapKV's budget and window without its votes: SINKS first tokens, others at random."""
 
-    Raises:
-        HeadwiseError: an unknown kind or field, or a value that cannot be.
-    """
-    kind, _, given = text.partition(":")
-    if kind not in POLICY_KINDS:
-        raise HeadwiseError(f"unknown policy {kind!r}; known: {', '.join(POLICY_KINDS)}")
-    fields: dict[str, Any] = {"kind": kind}
-    for part in filter(None, given.split(",")):
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise HeadwiseError(
-                f"policy {text!r}: {part!r} must be FIELD=VALUE, such as window=1020"
-            )
-        fields[name] = _value(value)
-    try:
-        made: Policy = TypeAdapter(Policy).validate_python(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"][1:2])
-        raise HeadwiseError(
-            f"policy {text!r}: {field}: {first['msg'].removeprefix('Value error, ')}"
-        ) from None
-    return made
+    def __init__(self, record: artifacts.SnapKV, seed: int) -> None:
+        super().__init__(record)
+        self._seed = seed
+
+    def _votes(self, call: Step) -> Tensor:
+        """Draw votes (B, G, n - W), uniform in [0, 1); the first tokens come above all.
+
+        The same seed and n give the same votes.
+        """
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.kept)
+        votes = torch.rand(*call.k.shape[:2], self.kept - self.record.window, generator=generator)
+        votes[:, :, :SINKS] = 1
+        return votes.to(call.k.device)
 
 
-def _value(text: str) -> int | float | bool | str:
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text, text)
+def drawing(cache: Any, record: artifacts.SnapKV, *, seed: int = 0) -> Any:
+    """Make the policy layers of a new cache evict at random, each by a seed of its own."""
+    from runtime.caches.layer import PolicyLayer
+
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, PolicyLayer) and not layer.is_sliding:
+            make = partial(RandomEviction, record, seed * 1_009 + number)
+            layer.groups = tuple(replace(group, make=make) for group in layer.groups)
+    return cache

@@ -25,8 +25,7 @@ _BLOCK = 10_000
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate from `count` prompts and the bounds that hold the true value at the confidence
-    asked for."""
+    """An estimate from `count` prompts, with bounds at the confidence asked for."""
 
     value: float
     low: float
@@ -34,13 +33,12 @@ class Interval:
     count: int
 
     def holds(self, value: float) -> bool:
-        """Whether the value is within the bounds, these included."""
+        """True if the value is within the bounds, these included."""
         return self.low <= value <= self.high
 
 
 def wilson(right: int, count: int, *, confidence: float = CONFIDENCE) -> Interval:
-    """The score interval of a share of right answers (Wilson 1927): sound for few prompts and for
-    none or all right."""
+    """Compute Wilson's score interval (1927) of an accuracy; sound for few, none or all right."""
     if not 0 <= right <= count or count < 1:
         raise HeadwiseError(
             f"{right} right of {count}: give at least 1 prompt and at most as many right ones"
@@ -57,8 +55,7 @@ def wilson(right: int, count: int, *, confidence: float = CONFIDENCE) -> Interva
 
 
 def student(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Interval:
-    """Student's t interval of a mean (1908); of one value, whose spread nothing tells, the value
-    alone."""
+    """Compute Student's t interval (1908) of a mean; of one value, the value alone."""
     found = _checked(values)
     value = float(found.mean())
     count = len(found)
@@ -85,8 +82,7 @@ def share_of(
 
 
 def mean_interval(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Interval:
-    """Of scores from 0 to 1: Wilson's interval where all are one or the other, else Student's as
-    far as scores go."""
+    """Compute the interval of scores: Wilson's where all are 0 or 1, else Student's."""
     found = _checked(values)
     if np.isin(found, (0, 1)).all():
         return wilson(int(found.sum()), len(found), confidence=confidence)
@@ -111,11 +107,11 @@ def paired_difference(
 
 
 def sign_flip(differences: Sequence[float], *, resamples: int = RESAMPLES, seed: int = 0) -> float:
-    """The p-value of a mean of paired differences that is as likely to be of either sign (Fisher's
-    randomisation test).
+    """Compute the p-value of a mean paired difference (Fisher's randomisation test).
 
     Every assignment of signs where there are at most `resamples`, which for right and wrong answers
-    is McNemar's exact test; that many random ones, and the one that was found, elsewhere."""
+    is McNemar's exact test; that many random ones, and the one that was found, elsewhere.
+    """
     found = _checked(differences)
     found = found[found != 0]
     count = len(found)
@@ -138,8 +134,7 @@ def sign_flip(differences: Sequence[float], *, resamples: int = RESAMPLES, seed:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values after Holm's correction (1979): of those below 0.05, none errs in 95% of such
-    tables."""
+    """Correct p-values after Holm (1979): below 0.05, none errs in 95% of such tables."""
     found = [1.0] * len(p_values)
     highest = 0.0
     for rank, at in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -149,8 +144,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def least_units(looks: int) -> int:
-    """The fewest units of which a difference can be marked among so many looks: by Holm the first
-    has all of them.
+    """Compute the fewest units that can be significant among so many comparisons (Holm).
 
     n units that all favour one side have a p of 2^(1 - n).
     """
@@ -158,11 +152,11 @@ def least_units(looks: int) -> int:
 
 
 def prompts_needed(differences: Sequence[float], loss: float = 0.05, *, power: float = 0.8) -> int:
-    """How many prompts tell a mean loss of that size, at 95%, so often: by the spread of these
-    paired differences.
+    """Compute the prompts that tell a mean loss at 95%, by the spread of paired differences.
 
     ((z(0.975) + z(power)) * spread / loss)^2, and at least the 6 below which chance alone favours
-    one side in all."""
+    one side in all.
+    """
     spread = float(_checked(differences).std(ddof=1)) if len(differences) > 1 else math.nan
     if not math.isfinite(spread):
         raise HeadwiseError("a spread needs at least 2 prompts")
@@ -191,8 +185,10 @@ def _newcombe(a: np.ndarray, b: np.ndarray, confidence: float) -> Interval:
 
 @cache
 def _quantile(freedom: int, confidence: float) -> float:
-    """Student's t with f degrees of freedom is sqrt(f) tan(x) where x has the density cos(x)^(f -
-    1)."""
+    """Compute a quantile of Student's t with `freedom` degrees of freedom f.
+
+    t is sqrt(f) tan(x) where x has the density cos(x)^(f - 1).
+    """
     angles = np.linspace(-math.pi / 2, math.pi / 2, 1 << 16)
     below = np.append(0.0, np.cumsum(np.cos((angles[1:] + angles[:-1]) / 2) ** (freedom - 1)))
     return math.sqrt(freedom) * math.tan(

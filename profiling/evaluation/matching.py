@@ -1,7 +1,6 @@
-"""Sizes at which one pattern for all heads costs as much as an artifact does, counted from indices
-on a real prompt.
+"""Sizes at which one pattern for all heads costs as much as an artifact, on a real prompt.
 
-Shapes: S prompt length, h heads of a layer.
+Shapes: S prompt length, H query heads, n tiles.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from kernels.index import TILE, SparseIndex, first_dense, num_tiles, with_dense_
 from kernels.patterns import KINDS, LayerPlan, MemoryUnits, Pattern, SkipSoftmax, make
 from kernels.patterns.fixed import Fixed
 from profiling.inside.capture import LayerInputs, capture
-from profiling.inside.tile_gaps import tile_gaps
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
 from runtime.plans import layer_plans
@@ -73,11 +71,11 @@ SIZES: dict[str, Sizes] = {
 
 
 class Meter:
-    """One dense pass over a calibration prompt: what indices of any sizes would compute in every
-    layer.
+    """Costs of patterns of any sizes in every layer, from one dense pass over a prompt.
 
     Of each layer only the estimates and gaps that its patterns choose by are kept, no queries and
-    no keys."""
+    no keys.
+    """
 
     def __init__(
         self,
@@ -141,8 +139,10 @@ class Meter:
         return sum(found) / len(found)
 
     def density(self, pattern: Pattern, *, dense_tail: int) -> float:
-        """Mean density where every head has this pattern; of skip-softmax the share of tiles that
-        are not skipped."""
+        """Compute the mean density where every head has this pattern.
+
+        Of skip-softmax it is the fraction of tiles that are not skipped.
+        """
         if isinstance(pattern, SkipSoftmax):
             dense = first_dense([dense_tail], self.length)[0]
             bound = pattern.bound(self.length)
@@ -166,11 +166,11 @@ class Meter:
     def fit(
         self, name: str, *, dense_tail: int, target: float | None = None
     ) -> tuple[dict[str, Any], float]:
-        """The largest sizes of SIZES[name] that cost no more than `target`, and what they cost, the
-        tail included.
+        """Find the largest sizes of SIZES[name] that cost no more than `target`, the tail included.
 
         The target is the artifact's own density if None. The least sizes there are where even these
-        cost more. Returns the pattern's fields with its kind, and its density."""
+        cost more. Returns the pattern's fields with its kind, and its density.
+        """
         line = SIZES[name]
         target = self.target if target is None else target
 
@@ -191,6 +191,37 @@ class Meter:
             else:
                 high = middle - 1
         return fields(low), cost(make(**fields(low)))
+
+
+def tile_gaps(inputs: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute of every causal tile the gap to its anchor (SparseIndex.skip).
+
+    Returns the gaps (H, n) fp32 and the row of each tile (n,).
+
+    A threshold with the log b skips the tiles whose gap is below b. Own tiles and key tile 0 have
+    +inf.
+    """
+    heads, length = inputs.q.shape[1:3]
+    group = heads // inputs.k.shape[1]
+    rows = num_tiles(length)
+    gaps = torch.full((heads, rows, rows), torch.inf)
+    for head in range(heads):
+        q = inputs.q[0, head].float()
+        k = inputs.k[0, head // group].float()
+        for row in range(2, rows):
+            first = row * TILE
+            last = min((row + 1) * TILE, length)
+            logits = q[first:last] @ k[:last].T * inputs.scale
+            if inputs.softcap is not None:
+                logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
+            logits[:, first:].masked_fill_(
+                torch.ones(last - first, last - first).triu(1).bool().to(q.device), -torch.inf
+            )
+            best = logits[:, :first].unflatten(1, (row, TILE)).amax(-1)
+            anchor = torch.maximum(best[:, 0], logits[:, first:].amax(-1))
+            gaps[head, row, 1:row] = (best[:, 1:] - anchor[:, None]).amax(0).cpu()
+    causal = torch.ones(rows, rows, dtype=torch.bool).tril()
+    return gaps[:, causal], torch.arange(rows)[:, None].expand(-1, rows)[causal]
 
 
 def _largest(kind: str, length: int) -> Pattern:

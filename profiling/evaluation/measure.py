@@ -1,8 +1,8 @@
-"""Quality of many methods on many tasks and lengths: each prompt under each method once, kept in a
-ledger.
+"""Quality of many methods on many tasks and lengths, each prompt under each method once.
 
 What is there is not run again: tasks, lengths, samples and methods can be added, and a run that was
-killed goes on with the prompt that it was at."""
+killed goes on with the prompt that it was at.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from typing import Any
 
 from artifacts import Artifact, HeadwiseError
 from artifacts.store.hashing import canonical_json
+from profiling.evaluation.config import GRID, Evaluation
 from profiling.evaluation.methods import Methods
 from profiling.inside.head_fidelity import recall
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.held_out import Seen, seeded_prompts
-from profiling.prompts.prompt import DEFAULT_TASKS, KINDS, Prompt, parse_task, per_context
+from profiling.prompts.prompt import KINDS, Prompt, parse_task, per_context
 from profiling.quality.contexts import by_context
 from profiling.quality.method import Method
 from profiling.quality.sequences import Reference, sequences
@@ -32,9 +33,6 @@ from runtime.plans import layer_plans
 # Raised where the same prompt under the same method would give another record of its agreement with
 # dense attention.
 _AGREEMENT = 2
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-# The task that has a grid of depths.
-GRID = "niah_single_2"
 OUTPUT = "evaluation.json"
 # Of each record: the unit that prompts share which are no samples of their own, its seed, its
 # number of questions.
@@ -44,36 +42,8 @@ QUESTIONS = "questions"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """What to evaluate. samples: prompts of each task and length, or contexts with all their
-    questions, and of each depth where there is a grid: of each of `seeds` seeds, from `seed` on.
-
-    share: of a prompt's keys and values that caches under policies keep. density: what single kinds
-    are fitted to and
-        oracles compute; the artifact's own if None. fidelity: also how near each is to dense
-        attention's predictions.
-    """
-
-    tasks: tuple[str, ...] = DEFAULT_TASKS
-    lengths: tuple[int, ...]
-    methods: tuple[str, ...]
-    samples: int = 12
-    depths: tuple[float, ...] = DEPTHS
-    share: float = 0.2
-    density: float | None = None
-    seed: int = 1000
-    seeds: int = 1
-    fidelity: bool = False
-
-    def __post_init__(self) -> None:
-        for task in self.tasks:
-            parse_task(task)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Set:
-    """The prompts of one task at one length; `depth` is the place in the grid, None where there is
-    none.
+    """Prompts of one task at one length. depth: the place in the grid, None without one.
 
     overlapping: how many of the prompts the artifact's search has seen, for want of others.
     """
@@ -87,8 +57,7 @@ class Set:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a method made of a set, prompt by prompt: the records of profiling.quality.trials, and
-    the prompts.
+    """Records of profiling.quality.trials of a method on a set, prompt by prompt.
 
     seeds: how many they are of, as many prompts of each, one seed after the other.
     """
@@ -129,8 +98,7 @@ def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
 
 
 def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> list[Set]:
-    """All prompts of one length: of texts such windows as are not among those `seen`, as far as
-    there are any."""
+    """Make all prompts of one length; windows of texts are unseen ones as far as there are any."""
     seeds = range(config.seed, config.seed + config.seeds)
     how: dict[str, Any] = {"seeds": seeds, "seen": seen}
     sets = []
@@ -166,8 +134,7 @@ def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> 
 
 
 def open_ledger(folder: Path, *, fresh: bool) -> Ledger:
-    """The ledger of all evaluations in a folder, whatever they were asked for; it stays for those
-    that come."""
+    """Open the resume file of all evaluations in a folder; it stays for later runs."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -178,8 +145,10 @@ def open_ledger(folder: Path, *, fresh: bool) -> Ledger:
 def evaluate(
     config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger
 ) -> list[Outcome]:
-    """Every prompt under every method that is not in the ledger yet; outcomes by length, task,
-    depth and method."""
+    """Run every prompt under every method that the resume file lacks.
+
+    Outcomes come by length, task, depth and method.
+    """
     sets = [
         each
         for length in config.lengths
@@ -250,16 +219,14 @@ def _run(
 
 
 def _compares(method: Method) -> bool:
-    """Whether its prefill is another than dense attention's; what caches drop is not seen in a
-    prefill."""
+    """True if the method's prefill differs from dense attention's; evicting caches do not."""
     return method.name != MODEL and not method.evicts
 
 
 def _agreement(
     loaded: LoadedModel, methods: Sequence[Method], sets: Sequence[Set], of: _Units, ledger: Ledger
 ) -> None:
-    """How near each method comes to dense attention on each prompt; questions of one context are
-    one prompt here."""
+    """Measure the agreement of each method with dense attention on each context."""
     prompts = {prompt.context: prompt for each in sets for prompt in each.prompts}.values()
     some = [method for method in methods if _compares(method)]
     with phase("fidelity", sum(len(prompt.context) for prompt in prompts), "tokens") as shown:
@@ -287,15 +254,14 @@ def _agreement(
 
 
 def _context(prompt: Prompt) -> Prompt:
-    """What of a prompt is compared: its context, and the answers inside it."""
+    """Keep of a prompt its context and the answers inside it, which are compared."""
     return Prompt(prompt.context, None, scored=prompt.scored, labels=prompt.labels)
 
 
 def _records(
     one: Set, method: Method, dense: Method, ledger: Ledger, of: _Units, like: _Units | None
 ) -> tuple[dict[str, Any], ...]:
-    """What the ledger has of a method on a set, with how near it comes to dense attention where
-    that was asked for."""
+    """Read a method's records on a set, with its agreement with dense where that was asked for."""
     found = [dict(ledger.get(of(method, prompt))) for prompt in one.prompts]
     if like is None or method is dense:
         return tuple(found)
@@ -312,8 +278,7 @@ def as_dense(
     records: Sequence[Mapping[str, Any]],
     dense: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """The records of trials, `as_dense` beside where an answer follows the prompt: whether its text
-    is dense's."""
+    """Add `as_dense` to records with an answer after the prompt: 1 where its text is dense's."""
     return [
         dict(own)
         if prompt.scored or "text" not in own
@@ -323,8 +288,7 @@ def as_dense(
 
 
 def _units(outcome: Outcome) -> Iterator[tuple[Any, ...]]:
-    """By the context itself, however many others there are; in a grid by its number, which all
-    depths have."""
+    """Identify the unit of each record: its context, or in a grid its number at all depths."""
     places = {
         at: number for number, group in enumerate(by_context(outcome.prompts)) for at in group
     }

@@ -1,11 +1,11 @@
-"""What methods an evaluation knows, as one table: METHODS, and the caches that either prefill can
-have: CACHES.
+"""Methods that an evaluation knows, as one table: METHODS, and CACHES for either prefill.
 
 Every sparse method computes the last queries of a prompt densely, as many as the artifact does;
 `NAME-tail` is the same method without, its size fitted anew.
 
 `dense+CACHE` and `headwise+CACHE` are the two prefills with a cache of CACHES, or with a section of
-the artifact."""
+the artifact.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from artifacts import H2O, Artifact, SnapKV, Streaming
 from artifacts.schema.kv_cache import Policy
-from profiling.caches.random_eviction import SINKS
+from profiling.caches.parsing import RANDOM, SINKS
 from profiling.speed.baselines import KERNEL, MODEL
 
 # The attention mass that top-p keeps.
@@ -115,8 +115,6 @@ def _snapkv(share: float, length: int) -> SnapKV:
     return SnapKV(budget=max(share * length, 65) / length)
 
 
-# What SnapKV keeps, but drawn.
-RANDOM = "random"
 CACHES: dict[str, tuple[CacheOf, str]] = {
     "snapkv": (_snapkv, "of the prompt what its last 64 queries vote for (Li et al. 2024)"),
     RANDOM: (
@@ -143,8 +141,7 @@ TAIL = 64
 
 
 def method_names(artifact: Artifact, beside: Iterable[str] = ()) -> tuple[str, ...]:
-    """All methods that there are for an artifact, dense first; `beside` are other artifacts by
-    name."""
+    """List all methods of an artifact, dense first. beside: other artifacts by name."""
     caches = [
         *CACHES,
         *([OMNIKV] if artifact.decode else []),
@@ -167,7 +164,7 @@ def method_names(artifact: Artifact, beside: Iterable[str] = ()) -> tuple[str, .
 
 
 def says(name: str) -> tuple[str, str]:
-    """What a method is, in a line, and where it comes from."""
+    """Describe a method in a line, and name its source."""
     prefill, _, cache = name.partition("+")
     if not cache:
         kind = METHODS[name.removesuffix(NO_TAIL)]

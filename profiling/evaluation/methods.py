@@ -1,5 +1,4 @@
-"""Makes the methods of method_table for a model and a length; all run on the same kernels and
-runtime."""
+"""Makes the methods of method_table for a model and a length, all on the same kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +27,8 @@ from artifacts import (
 )
 from artifacts.errors import shorten
 from artifacts.schema.kv_cache import Policy
-from profiling.caches.random_eviction import drawing
+from profiling.caches.parsing import RANDOM
+from profiling.caches.policies import drawing
 from profiling.evaluation.matching import CALIBRATION_SEED, Meter
 from profiling.evaluation.method_table import (
     CACHES,
@@ -37,7 +37,6 @@ from profiling.evaluation.method_table import (
     OF_PROMPTS,
     OMNIKV,
     OWN,
-    RANDOM,
     TAIL,
     TOP_P,
     method_names,
@@ -109,13 +108,12 @@ class Methods:
 
     @property
     def seen(self) -> Seen:
-        """What the searches of all artifacts have looked at."""
+        """Windows that the searches of all artifacts have seen."""
         return Seen.by([self.arrays, *(other.arrays for other in self._beside.values())])
 
     @property
     def seeds(self) -> dict[str, int]:
-        """The seeds of the searches of all artifacts, by the names of their rows; those that were
-        searched."""
+        """Seeds of the searches of all searched artifacts, by the names of their rows."""
         found = {HEADWISE: self, **self._beside}.items()
         return {
             name: each.artifact.search.seed
@@ -124,7 +122,7 @@ class Methods:
         }
 
     def says(self, name: str) -> tuple[str, str]:
-        """What a method is, in a line, and where it comes from."""
+        """Describe a method in a line, and name its source."""
         found = self._other(name)
         if found is None:
             return says(name)
@@ -228,8 +226,7 @@ class Methods:
         ), found["density"]
 
     def _chosen(self, name: str, kind: str, length: int, tail: int) -> Method:
-        """Tiles or keys chosen by their scores or drawn, as much of them as the artifact
-        computes."""
+        """Make a method of tiles or keys chosen by scores or at random, of equal density."""
         how = METHODS[kind].chosen
         density = self._density or self._remember(
             f"density/{tail}", length, lambda: self._meter(length).own(dense_tail=tail)

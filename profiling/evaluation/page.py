@@ -1,5 +1,4 @@
-"""The page of an evaluation: one HTML file that needs no network and no script; evaluation.json has
-every figure."""
+"""Page of an evaluation: one HTML file without network or script; the JSON has every figure."""
 
 from __future__ import annotations
 
@@ -140,8 +139,7 @@ def _length(record: dict[str, Any], length: int) -> str:
 
 
 def _chart(record: dict[str, Any], length: int) -> str:
-    """A row for each method: its value and 95% interval by the first column of the table; a band
-    for dense's."""
+    """Draw a row for each method: value and 95% interval of the first column; a band for dense."""
     columns = summary_tasks(record, length)
     if not columns:
         return ""
@@ -255,7 +253,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> 
 
 
 def _names(record: dict[str, Any]) -> str:
-    """What each method, task and column is."""
+    """Explain each method, task and column in a list of terms."""
     terms: dict[str, str] = {}
     for length in record["settings"]["lengths"]:
         for made in methods_at(record, length):

@@ -1,5 +1,4 @@
-"""An evaluation as plain data: the one JSON, what is read of it, and the entries of an artifact's
-evidence."""
+"""An evaluation as plain data: its JSON, reading it, and entries of an artifact's evidence."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ from typing import Any
 
 from artifacts import Artifact
 from profiling.environment import environment
-from profiling.evaluation.measure import Evaluation, Outcome
+from profiling.evaluation.config import Evaluation
+from profiling.evaluation.measure import Outcome
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.rows import (
     ALL,
@@ -69,8 +69,7 @@ def record_of(
 
 
 def _measures(model: str, found: Sequence[Figure]) -> list[dict[str, Any]]:
-    """Of each task with a forced choice which measure counts, by the model's settings or by how
-    dense attention did."""
+    """Choose the measure of each task with a forced choice, by settings or dense's score."""
     known = {(each.task, each.length): each.measure for each in settings(model)}
     dense = {
         (each.task, each.length, each.measure): each.value
@@ -90,7 +89,7 @@ def _measures(model: str, found: Sequence[Figure]) -> list[dict[str, Any]]:
 
 
 def _seen(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """How many prompts of a task and length the search had looked at, where it was any."""
+    """Count the prompts of each task and length that the search had seen, where any."""
     found = {
         (each.task, each.length): (each.overlapping, len(each.records))
         for each in outcomes
@@ -118,7 +117,7 @@ def _method(methods: Methods, name: str, length: int) -> dict[str, Any]:
 
 
 def timed_record(times: Times | None) -> dict[str, Any]:
-    """What was timed; methods of other rounds by the ratio to one dense figure."""
+    """Make the record of times; methods of other rounds by the ratio to one dense figure."""
     if times is None:
         return {"prefill": [], "attention": [], "decode": [], "memory": [], "crossover": None}
     prefill = _rounds(times.prefill, lambda timed, slow: {"seconds": timed.median * slow})
@@ -157,11 +156,13 @@ def timed_record(times: Times | None) -> dict[str, Any]:
 def _rounds(
     times: Mapping[tuple[str, int], Timed], told: Callable[[Timed, float], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Methods may be timed in other rounds than those before them, on a busier machine: `told` has
-    the factor.
+    """Put methods that were timed in other rounds, on a busier machine, on one scale.
+
+    Calls `told` with a method's times and the factor.
 
     It makes a method's seconds those of one dense figure, Headwise's kernel's in its last rounds,
-    by their ratio."""
+    by their ratio.
+    """
     dense = {length: timed.median for (name, length), timed in times.items() if name == KERNEL}
     return [
         {
@@ -197,8 +198,7 @@ def figure(
 
 
 def summary_tasks(record: dict[str, Any], length: int) -> list[tuple[str, str]]:
-    """(task, measure) of the columns of a summary: answers together first, then each task by its
-    own measure."""
+    """List (task, measure) of a summary's columns: all answers first, then each task."""
     here = [each for each in record["figures"] if each["length"] == length]
     of = {
         each["task"]: each["measure"]
@@ -218,8 +218,7 @@ def summary_tasks(record: dict[str, Any], length: int) -> list[tuple[str, str]]:
 
 
 def methods_at(record: dict[str, Any], length: int) -> list[dict[str, Any]]:
-    """The methods at a length, and dense attention by Headwise's kernel after the model's own where
-    it was timed."""
+    """List the methods at a length, Headwise's dense kernel after the default where timed."""
     found = [each for each in record["methods"] if each["length"] == length]
     timed = {each["method"] for each in record["prefill"] if each["length"] == length}
     if KERNEL in timed and all(each["name"] != KERNEL for each in found):
@@ -254,8 +253,7 @@ def speedup_of(timed: dict[str, Any]) -> Speedup:
 
 
 def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Fields of the artifact's evidence: Headwise's own figures at each length, with dense
-    attention's beside them."""
+    """Make the evidence fields of an artifact: its figures at each length next to dense."""
     common = {
         "command": record["command"],
         "device": record["settings"]["device"],

@@ -1,5 +1,4 @@
-"""Rounds of an evaluation within a time limit: the most telling tasks and methods first, then more
-prompts of each."""
+"""Rounds of an evaluation within a time limit: first the most telling tasks and methods."""
 
 from __future__ import annotations
 
@@ -9,8 +8,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from artifacts import Artifact
+from profiling.evaluation.config import Evaluation
 from profiling.evaluation.intervals import least_units
-from profiling.evaluation.measure import Evaluation, Outcome, check_lengths, evaluate
+from profiling.evaluation.measure import Outcome, check_lengths, evaluate
 from profiling.evaluation.methods import Methods
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
@@ -47,8 +47,7 @@ class Step(NamedTuple):
 def places_of(
     model: str, artifact: Artifact, tasks: Sequence[str], lengths: Sequence[int]
 ) -> tuple[list[tuple[str, int]], list[str]]:
-    """Tasks with their lengths, the most telling first, and those left out because they would be
-    served densely.
+    """List tasks with lengths, the most telling first, and those left out as served densely.
 
     Raises:
         HeadwiseError: a length that was asked for, or every one, is shorter than the artifact
@@ -83,8 +82,11 @@ class Rounds:
         ledger: Ledger,
         end: float,
     ) -> None:
-        """config: methods and seeds; its tasks and lengths are those of each step. end: of
-        time.monotonic()."""
+        """Prepare rounds; run them with `run`.
+
+        config: methods and seeds; tasks and lengths are those of each step. end: of
+        time.monotonic().
+        """
         self._config = config
         self._loaded = loaded
         self._methods = methods
@@ -123,8 +125,7 @@ class Rounds:
         return left
 
     def _expected(self, step: Step, samples: int) -> float:
-        """Seconds for the prompts that are missing; a step that never ran is taken for the slowest
-        that did."""
+        """Estimate seconds for the missing prompts; a new step is taken for the slowest so far."""
         each = self._seconds.get(step, max(self._seconds.values()))
         return each * (samples - self.prompts.get(step, 0))
 

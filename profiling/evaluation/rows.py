@@ -1,5 +1,4 @@
-"""From the records of an evaluation to its figures, each with its interval and how far it is from
-dense attention."""
+"""Figures of an evaluation from its records, each with interval and difference to dense."""
 
 from __future__ import annotations
 
@@ -244,8 +243,10 @@ def _through(interval: Interval, function: Callable[[float], float]) -> Interval
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Perplexity of a text by position: of `positions[i]` on average, the middle of a block of
-    tokens."""
+    """Perplexity of a text by position.
+
+    positions: the middle of each block of tokens.
+    """
 
     task: str
     length: int

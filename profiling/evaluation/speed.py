@@ -1,8 +1,8 @@
-"""Speed of methods beside both dense attentions: first token, attention alone, decode, and the
-crossover.
+"""Speed of methods next to both dense attentions: prefill, attention, decode, crossover.
 
 Every method's times stand beside those that dense attention had in the same rounds, by the default
-attention and by Headwise's kernel: speeds of unlike rounds are never divided by each other."""
+attention and by Headwise's kernel: speeds of unlike rounds are never divided by each other.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ _SEED = 424_242
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Seconds of each round of a method, and of dense attention in the same rounds: the model's
-    own, and our kernel's.
+    """Seconds of a method's rounds, and of both dense attentions in the same rounds.
 
     steps: tokens of a round of decode. cache: bytes of the cache after the prompt.
     """
@@ -51,7 +50,7 @@ class Timed:
 
     @property
     def speedup(self) -> Speedup:
-        """How many times as fast as either dense attention."""
+        """Speed-up over each dense attention."""
         return speedup(self.seconds, {MODEL: self.model, KERNEL: self.kernel})
 
 
@@ -65,8 +64,7 @@ def prompt_ids(loaded: LoadedModel, length: int) -> torch.Tensor:
 def prefill_times(
     loaded: LoadedModel, methods: Sequence[Method], length: int, *, repeats: int
 ) -> dict[str, Timed]:
-    """Time to the first token of a prompt of `length` tokens; both dense attentions have to be
-    among the methods."""
+    """Time to the first token of a prompt; both dense attentions must be among the methods."""
     model = loaded.model
     ids = prompt_ids(loaded, length)
     current: list[Any] = []
@@ -94,8 +92,7 @@ def _dense(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 def attention_seconds(
     loaded: LoadedModel, methods: Sequence[Method], length: int
 ) -> dict[str, float]:
-    """Seconds of one prompt's attention alone, index builds included, by methods that have patterns
-    and densely.
+    """Time one prompt's attention alone, index builds included, by patterns and densely.
 
     Over the layers for which all of these methods have patterns; nothing where there are none.
     """
@@ -114,8 +111,7 @@ def attention_seconds(
 def decode_times(
     loaded: LoadedModel, methods: Sequence[Method], length: int, *, steps: int, repeats: int
 ) -> dict[str, Timed]:
-    """Times of `steps` tokens after a prompt of `length`; both dense attentions have to be among
-    the methods."""
+    """Time `steps` tokens after a prompt; both dense attentions must be among the methods."""
     model = loaded.model
     ids = prompt_ids(loaded, length)
     caches = {}
@@ -152,8 +148,7 @@ def decode_times(
 
 @dataclass(frozen=True, kw_only=True)
 class Crossover:
-    """The length from which Headwise is faster than the fastest dense baseline; None where it never
-    was.
+    """Length from which Headwise beats the fastest dense baseline; None where it never did.
 
     measured: (length, how many times as fast as that), ascending.
     """
@@ -165,8 +160,7 @@ class Crossover:
 def crossover(
     loaded: LoadedModel, methods: Methods, *, low: int, high: int, repeats: int
 ) -> Crossover:
-    """Bisection over lengths between `low` and `high` tokens, down to a 16th of `high` or 64
-    tokens.
+    """Bisect lengths from `low` to `high` tokens, down to a 16th of `high` or 64 tokens.
 
     Raises:
         HeadwiseError: the bounds leave nothing to search.

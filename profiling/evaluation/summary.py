@@ -1,5 +1,4 @@
-"""An evaluation as text: seconds to the first token, attention alone, accuracy, and a table of all
-methods."""
+"""An evaluation as text: seconds to the first token, attention, accuracy, all methods."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ _MEASURES = {SCORE: "Accuracy", CHOICE: "Forced choice", PERPLEXITY: "Perplexity
 
 
 def speed_sentences(record: dict[str, Any], length: int) -> list[str]:
-    """Seconds to the first token of a prompt, then of its attention alone; those that were
-    timed."""
+    """Say seconds to the first token, then of attention alone, as far as timed."""
     said = []
     timed = entry(record["prefill"], HEADWISE, length)
     if timed:
@@ -125,8 +123,7 @@ def seen_sentences(record: dict[str, Any]) -> list[str]:
 
 
 def shown(found: dict[str, Any] | None) -> str:
-    """A figure in a few characters: its value, + or - where it is better or worse than dense, ?
-    where none can tell."""
+    """Show a figure: value, + or - where better or worse than dense, ? for too few prompts."""
     if found is None:
         return "-"
     none = "?" if found.get("few") else " "
@@ -175,8 +172,7 @@ def _rows(record: dict[str, Any], length: int) -> list[list[str]]:
 
 
 def nearness(record: dict[str, Any], length: int) -> list[list[str]]:
-    """A table of how near each method is to dense attention, its head first; empty where that was
-    not asked for.
+    """Make a table of each method's agreement with dense; empty where not asked for.
 
     A cell is the mean and its 95% interval over prompts.
     """

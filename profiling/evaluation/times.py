@@ -1,5 +1,4 @@
-"""The speed part of an evaluation: what is measured of which method and length, kept in the ledger
-like the rest."""
+"""Speed part of an evaluation; measurements are kept in the resume file."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from profiling.environment import environment
+from profiling.evaluation.config import Speed
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.speed import (
     Crossover,
@@ -32,25 +32,6 @@ _DENSE = (MODEL, KERNEL)
 _PLAIN = (*_DENSE, HEADWISE)
 # Raised where what is kept of a measurement changes.
 _VERSION = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """What to time beside both dense attentions.
-
-    repeats: rounds, interleaved. steps: tokens of a round of decode.
-    decode: also tokens after a prompt. memory: also peak memory at the longest length.
-    crossover: also the length from which Headwise is faster.
-    """
-
-    lengths: tuple[int, ...]
-    methods: tuple[str, ...]
-    repeats: int = 5
-    steps: int = 16
-    decode: bool = True
-    memory: bool = True
-    crossover: bool = True
-    low: int = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +156,7 @@ class _Clock:
     def _attention(
         self, made: Sequence[Method], length: int
     ) -> dict[tuple[str, int], dict[str, float]]:
-        """Attention alone, of methods whose prefill has patterns: what caches drop is not seen in
-        it."""
+        """Time attention alone of methods whose prefill has patterns."""
         some = [m for m in made if m.headwise is not None and not m.evicts]
         units = {m.name: self._unit("attention", length, m.identity) for m in some}
         missing = [m for m in some if self._again or units[m.name] not in self._ledger]

@@ -71,10 +71,11 @@ class HeadwiseLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """As HFLM, with prompts that patterns serve one by one.
+        """Score requests as HFLM does, one by one where patterns serve the prompt.
 
         HFLM pads a batch on the right and gives no mask. Causal attention does not mind, but
-        patterns are chosen by a prompt's last queries, which would be those of the padding."""
+        patterns are chosen by a prompt's last queries, which would be those of the padding.
+        """
         apart = [
             self._sparse_from is not None and len(c) + len(a) > self._sparse_from
             for _, c, a in requests
@@ -99,16 +100,14 @@ class HeadwiseLM(HFLM):
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **given: Any
     ) -> torch.Tensor:
-        """As HFLM, with a cache as the artifact wants it; batches are padded on the left, under a
-        mask."""
+        """Generate as HFLM does, with the artifact's cache; batches are left-padded and masked."""
         if self._handle is not None:
             given.setdefault("past_key_values", self._handle.new_cache())
         made: torch.Tensor = super()._model_generate(context, max_length, stop, **given)
         return made
 
     def get_model_info(self) -> dict[str, Any]:
-        """As HFLM, with the artifact's hash and the calls of attention layers that were served so
-        far."""
+        """Report HFLM's info with the artifact's hash and the attention calls served so far."""
         told: dict[str, Any] = super().get_model_info()
         if self._handle is not None:
             told |= {

@@ -1,5 +1,4 @@
-"""Our tasks as files of lm-evaluation-harness, and the score that the harness gives their
-answers."""
+"""Our tasks as files of lm-evaluation-harness, and their scores there."""
 
 from __future__ import annotations
 
@@ -24,11 +23,12 @@ PREFIX = "headwise"
 
 
 class Written(NamedTuple):
-    """What was written.
+    """Result of write_task.
 
     names: of the tasks in the harness: its answers, and its forced choice where the prompts have
     one. changed: how many prompts have other tokens once they are text. turned: how many ask in a
-    later turn, which the harness has no way to feed after its context."""
+    later turn, which the harness has no way to feed after its context.
+    """
 
     names: tuple[str, ...]
     changed: int
@@ -38,8 +38,7 @@ class Written(NamedTuple):
 def write_task(
     folder: Path, task: Task, tokenizer: Any, *, length: int, samples: int, seed: int
 ) -> Written:
-    """Write NAME.jsonl, NAME.yaml and, with a forced choice, NAME_choice.yaml for a task at one
-    length into a folder.
+    """Write NAME.jsonl, NAME.yaml and, with choices, NAME_choice.yaml into a folder.
 
     A question of a later turn is written behind its context, so that one prefill has both: the same
     answer under dense attention; patterns that look at the last queries know it.
@@ -82,8 +81,7 @@ def write_task(
 
 
 def process_results(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """What the harness calls for each answer: {"score": from 0 to 1}, by the metric that the task
-    has here."""
+    """Score an answer for the harness, from 0 to 1, by the metric of its task."""
     finds = tuple(Find(expected, (0, 0)) for expected in doc["finds"])
     prompt = Prompt(
         (0,),
@@ -96,8 +94,7 @@ def process_results(doc: dict[str, Any], results: Sequence[str]) -> dict[str, fl
 
 
 def process_choices(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, float]:
-    """What the harness calls for the log-likelihoods of the compared answers: {"choice": 1 or 0},
-    as evaluated here.
+    """Score the log-likelihoods of compared answers for the harness: {"choice": 1 or 0}.
 
     The right one has to be the likeliest, a token on average.
     """
@@ -113,8 +110,7 @@ def _unfit(prompts: Sequence[Prompt]) -> str | None:
 
 
 def _text(tokenizer: Any, prompt: Prompt) -> str:
-    """The prompt without what the tokenizer starts a sequence with, which the harness's model adds
-    again."""
+    """Decode a prompt without the tokenizer's prefix, which the harness's model adds again."""
     ids = prompt.input_ids[len(Encoder(tokenizer).prefix) :]
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 

@@ -1,1 +1,1 @@
-"""Captured queries, keys and values, gradients, the residual stream and attention rows."""
+"""Inside a model: captured queries, keys and values, gradients, residual stream, attention."""

@@ -20,8 +20,7 @@ NEGLIGIBLE = 0.01
 
 
 def logits(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of the queries with what their softmax is taken over, (n, S) fp32, -inf for keys after
-    the query."""
+    """Yield chunks of queries with their logits (n, S) fp32, -inf for keys after the query."""
     length = inputs.q.shape[2]
     group = inputs.q.shape[1] // inputs.k.shape[1]
     keys = inputs.k[0, head // group].float().T * inputs.scale
@@ -34,8 +33,7 @@ def logits(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Te
 
 
 def rows(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of the queries with their attention, (n, S) fp32; beside sinks a row's sum is less
-    than 1."""
+    """Yield chunks of queries with their attention (n, S) fp32; with sinks, rows sum below 1."""
     for piece, scores in logits(inputs, head, queries):
         if inputs.sinks is None:
             yield piece, scores.softmax(-1)
@@ -45,8 +43,7 @@ def rows(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Tens
 
 
 def pooled_map(inputs: LayerInputs, head: int, cell: int) -> Tensor:
-    """Attention by cells of `cell` queries and keys, (P, P) fp32: the share that a cell's queries
-    give to its keys."""
+    """Pool attention by cells of `cell` queries and keys, (P, P) fp32: mean mass per query."""
     length = inputs.q.shape[2]
     size = -(-length // cell)
     pooled = torch.zeros(size, size, device=inputs.q.device)
@@ -58,8 +55,7 @@ def pooled_map(inputs: LayerInputs, head: int, cell: int) -> Tensor:
 
 
 def sparsity_of(inputs: LayerInputs, queries: Tensor) -> Tensor:
-    """Fraction of visible entries that are negligible, over the queries, (H) fp32 (H2O, Figure
-    2a)."""
+    """Compute the fraction of visible entries that are negligible, (H) fp32 (H2O, Figure 2a)."""
     heads = inputs.q.shape[1]
     length = inputs.q.shape[2]
     small = torch.zeros(heads, dtype=torch.float64, device=queries.device)
@@ -72,8 +68,9 @@ def sparsity_of(inputs: LayerInputs, queries: Tensor) -> Tensor:
 
 
 def cover(index: SparseIndex, head: int, cell: int) -> Tensor:
-    """Share of each cell of `cell` queries and keys (a multiple of TILE) that a prompt's index
-    computes, (P, P) fp32.
+    """Compute the fraction of each cell that an index computes, (P, P) fp32.
+
+    A cell is `cell` queries and keys, a multiple of TILE.
 
     Counted in tiles; one that the causal limit cuts is a whole one.
     """

@@ -31,13 +31,13 @@ CAPTURE_NAME = "headwise_capture"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerInputs:
-    """What one attention layer attends with, after position encoding: for reading, during the
-    visit.
+    """Inputs of one attention layer after position encoding, for reading during the visit.
 
     q: (1, H, S, D); k: (1, G, S, D); v: (1, G, S, E), not repeated for grouped queries. scale:
     factor on q k^T. sliding_window: keys that a query sees, itself included (or a chunk's size);
     None where it sees all. softcap: c in c * tanh(scores / c), None without. sinks: (H,) logits of
-    a virtual key without value, None without."""
+    a virtual key without value, None without.
+    """
 
     layer: int
     q: Tensor
@@ -55,8 +55,7 @@ attention's."""
 
 
 def capture(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
-    """Run one dense forward pass over a prompt and call `visit` once for each attention layer, in
-    order.
+    """Run one dense forward pass and call `visit` once for each attention layer, in order.
 
     Args:
         model: any transformers causal model whose attention goes through AttentionInterface. It is
@@ -73,7 +72,7 @@ def capture(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
 
 
 def capture_prefill(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> Any:
-    """As `capture`, and return the cache that the pass fills: transformers' own for the model."""
+    """Run `capture` and return the cache that the pass fills, transformers' own."""
     return _pass(model, input_ids, visit, use_cache=True).past_key_values
 
 
@@ -92,8 +91,7 @@ def _pass(model: PreTrainedModel, input_ids: Tensor, visit: Visit, *, use_cache:
 
 @contextmanager
 def attending(model: PreTrainedModel, visit: Visit) -> Iterator[Run]:
-    """Every forward pass of the model in this context hands its layers to `visit`, as `capture`
-    does.
+    """Hand the layers of every forward pass in this context to `visit`.
 
     Raises:
         HeadwiseError: the model has no attention that Headwise can reach.
@@ -126,7 +124,7 @@ _run: ContextVar[Run] = ContextVar("headwise_capture")
 
 @contextmanager
 def masks_of(run: Run) -> Iterator[None]:
-    """What `layer_mask` makes belongs to this run."""
+    """Make this run own the masks that `layer_mask` makes."""
     token = _run.set(run)
     try:
         yield
@@ -138,8 +136,7 @@ def masks_of(run: Run) -> Iterator[None]:
 def attending_with(
     model: PreTrainedModel, name: str, attention: Callable[..., Any], mask: Callable[..., Any]
 ) -> Iterator[None]:
-    """An attention and a mask function in place of the model's, under a name of theirs; dropout
-    off."""
+    """Put an attention and a mask function in place of the model's; dropout is off."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention)
@@ -175,8 +172,10 @@ def layer_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """None for a causal layer; else the mask's shape over one element, which stands for the
-    LayerMask."""
+    """Return None for a causal layer, else the mask's shape over one element.
+
+    The element stands for the LayerMask.
+    """
     from transformers.masking_utils import causal_mask_function
 
     if mask_function is None or mask_function is causal_mask_function:
@@ -196,8 +195,10 @@ def _attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, No
 
 
 def attend_densely(run: Run, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """As transformers calls it: query (1, H, S, D), key (1, G, S, D), value (1, G, S, E) -> (1, S,
-    H, E)."""
+    """Serve a layer: (1, H, S, D), (1, G, S, D), (1, G, S, E) -> (1, S, H, E).
+
+    Called as transformers calls attention.
+    """
     inputs, mask = inputs_of(run, module, *args, **kwargs)
     run.visits += 1
     out = run.visit(inputs)
@@ -217,8 +218,10 @@ def inputs_of(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[LayerInputs, LayerMask | None]:
-    """What a layer attends with, and its mask where it is not plainly causal; arguments as
-    transformers gives them."""
+    """Collect a layer's inputs, and its mask where it is not plainly causal.
+
+    Arguments are transformers'.
+    """
     layer = getattr(module, "layer_idx", None)
     layer = run.visits if layer is None else int(layer)
     mask = _known(run, layer, attention_mask)
@@ -240,8 +243,7 @@ def inputs_of(
 
 
 def dense_output(inputs: LayerInputs, mask: LayerMask | None) -> Tensor:
-    """(1, H, S, E) dense attention's output, by the fastest that this machine has where the layer
-    is plain."""
+    """Compute dense attention (1, H, S, E), by this machine's fastest where the layer is plain."""
     q = inputs.q
     k = inputs.k
     v = inputs.v

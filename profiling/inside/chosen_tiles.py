@@ -1,5 +1,4 @@
-"""Attention in which each row of query tiles computes key tiles that are drawn, or chosen by what
-they really hold.
+"""Attention over key tiles that are random, or chosen by their true attention mass.
 
 Random ones say what a density is worth without any choice; those with the most attention mass are
 the upper limit of choosing tiles, for they know all scores. All run on Headwise's kernel; every row
@@ -26,19 +25,18 @@ Scores = Callable[[Tensor, Tensor, float, int], Tensor]
 
 
 def random_scores(q: Tensor, k: Tensor, scale: float, layer: int, *, seed: int = 0) -> Tensor:
-    """Any order of the tiles, another one for each layer, head and row, the same for every prompt
-    of a length."""
+    """Order tiles at random by layer, head and row; the same for every prompt of a length."""
     rows = num_tiles(k.shape[2])
     generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
     return torch.rand(q.shape[1], rows, rows, generator=generator).to(q.device)
 
 
 def mass_scores(q: Tensor, k: Tensor, scale: float, layer: int) -> Tensor:
-    """The share of its attention that each row of query tiles spends on each key tile, by exact
-    scores.
+    """Compute the fraction of attention that each row of query tiles spends on each key tile.
 
     q: (1, H, S, D); k: (1, G, S, D). Returns (H, R, R) fp32, whose causal part sums to 1 in each
-    row."""
+    row.
+    """
     rows = num_tiles(k.shape[2])
     found = torch.zeros(q.shape[1], rows, rows, device=q.device)
     for row in range(rows):
@@ -47,7 +45,7 @@ def mass_scores(q: Tensor, k: Tensor, scale: float, layer: int) -> Tensor:
 
 
 def row_mass(q: Tensor, k: Tensor, scale: float, row: int) -> Tensor:
-    """The same of one row of query tiles: (H, row + 1)."""
+    """Compute mass_scores of one row of query tiles: (H, row + 1)."""
     heads = q.shape[1]
     groups = k.shape[1]
     start = row * TILE
@@ -63,8 +61,7 @@ def row_mass(q: Tensor, k: Tensor, scale: float, row: int) -> Tensor:
 
 
 def top_k_index(scores: Tensor, length: int, density: float, *, tail: int = 0) -> SparseIndex:
-    """Of each row the highest tiles, so many that `density` of its causal tiles is computed; own
-    and first included."""
+    """Keep the highest tiles of each row, `density` of its causal tiles; own and first included."""
     rows = scores.shape[1]
     seen = torch.arange(1, rows + 1, device=scores.device)
     return _index(
@@ -76,8 +73,7 @@ def top_k_index(scores: Tensor, length: int, density: float, *, tail: int = 0) -
 
 
 def top_p_index(scores: Tensor, length: int, mass: float, *, tail: int = 0) -> SparseIndex:
-    """Of each row as many of the highest tiles as together hold `mass` of its attention (Twilight,
-    Lin et al. 2025)."""
+    """Keep the highest tiles of each row that together hold `mass` (Twilight, 2025)."""
     held = _first(scores).sort(-1, descending=True)
     shares = scores.gather(-1, held.indices).cumsum(-1)
     counts = (shares < mass).sum(-1) + 1
@@ -85,8 +81,7 @@ def top_p_index(scores: Tensor, length: int, mass: float, *, tail: int = 0) -> S
 
 
 def _first(scores: Tensor) -> Tensor:
-    """The scores with a row's own tile and the first one before all others, and what it cannot see
-    after them."""
+    """Put a row's own tile and the first one before all others, and invisible ones last."""
     rows = scores.shape[1]
     at = torch.arange(rows, device=scores.device)
     kept = (at[:, None] == at) | (at == 0)
@@ -112,8 +107,7 @@ def _index(scores: Tensor, counts: Tensor, length: int, tail: int) -> SparseInde
 
 
 def share_beside(density: float, length: int, tail: int) -> float:
-    """What rows may compute before the last `tail` queries, which are dense, for `density` of the
-    prompt in all."""
+    """Compute the density of rows before the `tail` dense queries for `density` over all."""
     causal = num_tiles(length) * (num_tiles(length) + 1) / 2
     first = max(0, length - tail) // TILE
     sparse = first * (first + 1) / 2
@@ -132,8 +126,7 @@ def attend_to(
     by_mass: bool,
     tail: int,
 ) -> Tensor:
-    """Attention (1, H, S, E) over chosen tiles: `share` of the tiles, or as many as hold that share
-    of the mass.
+    """Attend (1, H, S, E) to `share` of the tiles, or to as many as hold that mass.
 
     Raises:
         HeadwiseError: a share that is none.

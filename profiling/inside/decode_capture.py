@@ -27,17 +27,17 @@ CAPTURE_NAME = "headwise_decode_capture"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepInputs(LayerInputs):
-    """What one layer attends with for one query: q (1, H, 1, D), k (1, G, K, D), v (1, G, K, E).
+    """Inputs of one layer for one query: q (1, H, 1, D), k (1, G, K, D), v (1, G, K, E).
 
     visible: (K) bool, None where the query sees every key. A sliding layer's cache holds its window
-    only."""
+    only.
+    """
 
     visible: Tensor | None
 
     @cached_property
     def probabilities(self) -> Tensor:
-        """The attention of each query head over the keys, (H, K) fp32; beside sinks a head's sum is
-        less than 1."""
+        """Attention of each query head over the keys, (H, K) fp32; with sinks, sums are below 1."""
         groups = self.k.shape[1]
         q = self.q[0, :, 0].float().unflatten(0, (groups, -1)) * self.scale
         # One KV head at a time: the keys of all of them in fp32 would be twice the cache's layer.
@@ -69,8 +69,7 @@ def capture_decode(
     continuation: Sequence[int] = (),
     avoid: Collection[int] = (),
 ) -> tuple[int, ...]:
-    """Decode and call `visit(step, inputs)` for each attention layer of each step, then
-    `done(step)`.
+    """Decode; call `visit(step, inputs)` for each layer of a step, then `done(step)`.
 
     Step t predicts the t-th new token: step 0 feeds the prompt's last token, step t the (t - 1)-th
     new one.
@@ -162,8 +161,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: query (1, H, 1, D), key (1, G, K, D), value (1, G, K, E) -> (1, 1,
-    H, E)."""
+    """Serve a layer: (1, H, 1, D), (1, G, K, D), (1, G, K, E) -> (1, 1, H, E)."""
     run = _run.get()
     layer = int(module.layer_idx)
     inputs = StepInputs(

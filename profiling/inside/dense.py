@@ -22,8 +22,7 @@ _SCORES = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class LayerMask:
-    """A local causal mask that is made in pieces: no query sees a key `local_size` or more tokens
-    back.
+    """A local causal mask made in blocks: no query sees a key `local_size` or more tokens back.
 
     `standin` is the one element that stands for it while the model hands it around.
     """

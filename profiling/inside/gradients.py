@@ -1,11 +1,11 @@
-"""One dense pass forth and back: what every head puts out, and how a loss depends on it to first
-order.
+"""One dense pass forward and back: outputs of every head, and first-order effects on a loss.
 
 Shapes: S tokens, H query heads, G KV heads, D head dim, E value dim, V vocabulary, M hidden size.
 
 Attention goes through Headwise's own kernels both ways. Of each layer its input and its attention's
 output are kept on the way forth, nothing that grows with the square of S; on the way back layers
-are computed again one at a time, and one layer's gradients are alive at a time."""
+are computed again one at a time, and one layer's gradients are alive at a time.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +64,14 @@ class LayerGradients:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DensePass:
-    """What the model says of the tokens.
+    """Predictions of the model on the tokens.
 
     nll: (S - 1,) fp32 -log p of each token but the first; likeliest: (S - 1,) the likeliest in its
     place. Where some
         tokens are marked as an answer's, of these and of those after the positions that are kept.
     log_probs: (P, V) fp16 at the positions that were asked for. gradients: whether layers were
-    visited on the way back; if not, `fault` says why."""
+    visited on the way back; if not, `fault` says why.
+    """
 
     nll: Tensor
     likeliest: Tensor
@@ -89,8 +90,7 @@ def gradient_pass(
     keep: Tensor | None = None,
     backend: str = "auto",
 ) -> DensePass:
-    """Run the model forth and back over a prompt and call `visit` for each wanted layer, the last
-    one first.
+    """Run forward and back over a prompt; call `visit` for each wanted layer, the last first.
 
     Layers with a window of their own are left to torch and not visited.
 
@@ -211,8 +211,7 @@ def _losses(
     head: Callable[[Tensor], Tensor],
     keep: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss' gradient by the last hidden states (1, S, M), and a DensePass' nll, likeliest and
-    log_probs."""
+    """Compute the loss' gradient by the last hidden states (1, S, M), nll, likeliest, log_probs."""
     gradient = torch.zeros_like(states)
     length = states.shape[1] - 1
     width = head(states[:, :1]).shape[-1]
@@ -258,7 +257,7 @@ def _losses(
 
 @torch.no_grad()
 def _without(model: PreTrainedModel, input_ids: Tensor, keep: Tensor, fault: str) -> DensePass:
-    """The same without gradients, where a model gives none."""
+    """Make a DensePass without gradients, where a model gives none."""
     logits = model(input_ids=input_ids, use_cache=False).logits[0]
     targets = input_ids[0, 1:].to(logits.device)
     parts = list(zip(logits[:-1].split(512), targets.split(512), strict=True))
@@ -270,8 +269,7 @@ def _without(model: PreTrainedModel, input_ids: Tensor, keep: Tensor, fault: str
 
 @torch.no_grad()
 def _head_of(model: PreTrainedModel, input_ids: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """From last hidden states to logits, as the model does it: a linear map, with the soft-cap or
-    factor of its config.
+    """Find the map from last hidden states to logits: linear, with the config's soft-cap or factor.
 
     None where that does not come to the model's own logits.
     """
@@ -302,7 +300,7 @@ def _head_of(model: PreTrainedModel, input_ids: Tensor) -> Callable[[Tensor], Te
 
 @contextmanager
 def _entry(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """What enters the first layer, with gradients: parameters need none."""
+    """Give the first layer's input gradients; parameters need none."""
     entered: list[Tensor] = []
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:

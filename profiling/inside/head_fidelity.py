@@ -1,5 +1,4 @@
-"""How near each head's sparse attention comes to dense attention on a prompt, whatever the artifact
-was searched on.
+"""Distance of each head's sparse attention to dense attention on a prompt.
 
 Shapes: L layers, H query heads, S prompt length, E value dim.
 """
@@ -44,8 +43,7 @@ def fidelity(
     *,
     backend: str = "auto",
 ) -> Fidelity:
-    """Measure an artifact's patterns on one dense forward pass: each layer on the inputs that dense
-    attention gives.
+    """Measure an artifact's patterns on one dense pass, each layer on dense attention's inputs.
 
     arrays: those of the artifact's sidecar, which static patterns are read from. backend: as for
     kernels.attention.sparse_attention.
@@ -77,7 +75,7 @@ def layer_fidelity(
     dense: tuple[Tensor, Tensor] | None = None,
     backend: str = "auto",
 ) -> Fidelity:
-    """The same of one layer, (H,) each.
+    """Measure the patterns of one layer, (H,) each.
 
     Args:
         inputs: what its heads attend with.
@@ -93,8 +91,7 @@ def layer_fidelity(
 def recall(
     model: Any, prompt: Prompt, plans: Mapping[str, Mapping[int, LayerPlan]]
 ) -> dict[str, float]:
-    """The share of dense attention's mass that patterns keep, mean over the heads that have some,
-    by name of the plans.
+    """Compute the mean fraction of dense attention's mass that patterns keep, by plans' name.
 
     One dense pass for all; plans without patterns have none.
     """
@@ -120,7 +117,7 @@ def index_fidelity(
     dense: tuple[Tensor, Tensor] | None = None,
     backend: str = "auto",
 ) -> Fidelity:
-    """The same of an index that is built."""
+    """Measure an index of one layer."""
     heads = range(inputs.q.shape[1])
     expected, dense_lse = dense_attention(inputs, backend=backend) if dense is None else dense
     skipped = index.diagonals.new_zeros(index.diagonals.shape[:2])
@@ -136,8 +133,7 @@ def index_fidelity(
 
 
 def worked_tiles(inputs: LayerInputs, index: SparseIndex, *, backend: str = "auto") -> Tensor:
-    """Tiles that each head computes, (1, H) fp64; one that is skipped counts half, for it has one
-    product of two."""
+    """Count the tiles that each head computes, (1, H) fp64; a skipped one counts half."""
     counted = index.computed_tiles().double()
     if index.skip is None:
         return counted
@@ -147,8 +143,7 @@ def worked_tiles(inputs: LayerInputs, index: SparseIndex, *, backend: str = "aut
 
 
 def dense_attention(inputs: LayerInputs, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """A layer's dense attention through the kernels that serve: output (1, H, S, E), log-sum-exp
-    (1, H, S).
+    """Attend densely by the serving kernels: output (1, H, S, E), log-sum-exp (1, H, S).
 
     Learned sinks of the layer are in both.
     """
@@ -161,8 +156,7 @@ def dense_attention(inputs: LayerInputs, *, backend: str = "auto") -> tuple[Tens
 def attend(
     inputs: LayerInputs, index: SparseIndex, backend: str, *, skipped: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """A layer's attention over an index: output (1, H, S, E), log-sum-exp (1, H, S). skipped: as
-    for the op."""
+    """Attend over an index: output (1, H, S, E), log-sum-exp (1, H, S). skipped: as the op's."""
     how: dict[str, Any] = {
         "scale": inputs.scale,
         "softcap": inputs.softcap,
@@ -175,8 +169,7 @@ def attend(
 
 
 def kept_mass(lse: Tensor, dense_lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """The share of dense attention's mass on keys that a pattern keeps, in the shape of its
-    log-sum-exps (H, ..., S).
+    """Compute the fraction of dense attention's mass that a pattern keeps, (H, ..., S).
 
     sinks: (H,) learned sinks that both log-sum-exps have in them; they are no keys.
     """

@@ -1,5 +1,4 @@
-"""Oracle top-k attention: of each query the keys with the highest exact scores, single tokens, head
-by head.
+"""Oracle top-k attention: the keys of the highest exact scores of each query, head by head.
 
 What no pattern of that density can beat by choosing keys, for it knows all scores. Plain torch: for
 measurements only.
@@ -31,8 +30,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
 
 @contextmanager
 def oracle(model: Any, density: float, *, tail: int = 0) -> Iterator[None]:
-    """Prefill by oracle top-k in layers that see the whole prompt; densely in others, and what
-    comes after it.
+    """Prefill by oracle top-k in full-attention layers; other layers and decode are dense.
 
     Args:
         model: any transformers causal model whose attention goes through AttentionInterface.
@@ -54,8 +52,7 @@ def oracle(model: Any, density: float, *, tail: int = 0) -> Iterator[None]:
 
 @contextmanager
 def choosing(model: Any, attend: Attend | None) -> Iterator[None]:
-    """Prefill by `attend` in layers that see the whole prompt, or by sdpa; densely in others, and
-    what comes after."""
+    """Prefill by `attend`, or sdpa if None, in full-attention layers; the rest is dense."""
     from transformers.masking_utils import sdpa_mask
 
     with attending_with(model, NAME, partial(_attention, attend=attend), sdpa_mask):

@@ -1,4 +1,4 @@
-"""What a change of a layer's attention output comes to in the residual stream.
+"""Size of a change of a layer's attention output in the residual stream.
 
 Shapes: S tokens of a call, M hidden size, H query heads, E value dim.
 """
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 
 class ResidualStream:
-    """Watches a model while it runs, as a context manager: how large the stream is that each
-    attention layer adds to.
+    """Context manager that hooks a running model: size of the stream at each attention layer.
 
     The stream is what enters the block around an attention module.
     """
@@ -42,17 +41,16 @@ class ResidualStream:
         self._hooks = ExitStack()
 
     def relative(self, layer: int, change: Tensor, at: int | slice = -1) -> Tensor:
-        """Squared size of changes (..., H * E) of an attention output that is being made, by the
-        stream's: (...).
+        """Compute squared sizes of changes (..., H * E) relative to the stream's: (...).
 
         at: the token, or tokens in the last dimension but one, that the changes are of; the newest
-        if not given. What a change comes to once added is this times `gain` after the block."""
+        if not given. What a change comes to once added is this times `gain` after the block.
+        """
         written = _project(self._modules[layer], change)
         return written.square().sum(-1) / self._sizes[layer][at]
 
     def by_head(self, layer: int, change: Tensor, at: slice = slice(None)) -> Tensor:
-        """Squared size of changes (H, C, S, E) of each head's output at the tokens `at`, by the
-        stream's: (H, C) sums.
+        """Compute squared sizes of changes (H, C, S, E) of heads, relative to the stream's: (H, C).
 
         What they come to once added is this times `gain` after the block.
         """
@@ -68,8 +66,7 @@ class ResidualStream:
         return moved @ (1 / self._sizes[layer][at])
 
     def gain(self, layer: int) -> Tensor:
-        """What a norm between attention and stream, as Gemma has it, made of the output's squared
-        size; else 1."""
+        """Factor on the squared size by a norm after attention, as in Gemma; else 1."""
         return self._gains[layer]
 
     def __enter__(self) -> Self:
@@ -126,8 +123,7 @@ def _size(states: Tensor) -> Tensor:
 
 
 def _project(module: nn.Module, change: Tensor) -> Tensor:
-    """What an attention module makes of a change of its heads' outputs: its last linear map that
-    takes them."""
+    """Apply an attention module's output projection to a change of its heads' outputs."""
     for child in reversed(list(module.children())):
         with brought_in(child):
             weight = getattr(child, "weight", None)

@@ -1,12 +1,12 @@
-"""The most memory that a prefill needs beside the model, in a process of its own: what was freed
-before is no help.
+"""Peak memory of a prefill next to the model, in a process of its own.
 
 python -m profiling.memory_use.peak_memory cfg.yaml --model smollm2 --length 8192
 
 `headwise memory` runs it for several lengths and ways of serving. On a GPU the figure is what torch
 gave out at most. On Linux it is the growth of the resident set's high-water mark, which is set back
 once model and kernels are loaded; elsewhere the mark cannot be set back, and what loading took
-hides as much."""
+hides as much.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from profiling.models.loading import LoadedModel, load_model
 from profiling.quality.method import Method
 from profiling.speed.baselines import KERNEL, MODEL, dense
 from runtime import load
-from runtime.caches.make import OFFLOADS
+from runtime.headwise import OFFLOADS
 from runtime.layers import text_config
 from runtime.memory import cache_bytes
 
@@ -84,8 +84,7 @@ def peak_of(
 
 
 class Grown(NamedTuple):
-    """Bytes that a prefill takes at most beside the model, and what of them its cache holds on the
-    device then."""
+    """Bytes of a prefill next to the model: the peak, and of it the cache on the device."""
 
     peak: int
     cache: int
@@ -103,7 +102,7 @@ def peak_apart(
     device: str = "cpu",
     revision: str | None = None,
 ) -> Grown:
-    """What a prefill takes in a process of its own; `name` is what a message calls it.
+    """Measure a prefill in a process of its own; `name` stands for it in messages.
 
     config: the artifact to apply; None for dense attention in transformers' own cache, by
         Headwise's kernel with `own`.
@@ -173,7 +172,7 @@ class OnePrefill:
 
 
 def measure(config: OnePrefill) -> Grown:
-    """What one prefill of random tokens takes in this process.
+    """Measure one prefill of random tokens in this process.
 
     Raises:
         HeadwiseError: the model cannot be loaded, or the artifact is not for it.
@@ -196,7 +195,7 @@ def measure(config: OnePrefill) -> Grown:
 
 @torch.no_grad()
 def _grown(model: Any, length: int, cache: Callable[[], Any]) -> Grown:
-    """What a prefill of random tokens takes."""
+    """Prefill random tokens and return the growth of memory."""
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.randint(0, vocabulary, (1, length), generator=torch.Generator().manual_seed(0)).to(
         model.device

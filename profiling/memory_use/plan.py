@@ -1,8 +1,9 @@
-"""What a prefill will need, from the model's configuration alone.
+"""Memory of a prefill, predicted from the model's configuration.
 
 The figures are those of batch 1 beside what a driver and a kernel library take, and of blocks as
 Llama's: two norms, an MLP of three matrices, rotary embeddings. `headwise memory` measures what is
-predicted here."""
+predicted here.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,10 @@ _ROOM = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes of a model that memory follows from. parameters: numbers, all weights; itemsize:
-    bytes of a number."""
+    """Sizes of a model that memory follows from.
+
+    parameters: numbers, all weights. itemsize: bytes of a number.
+    """
 
     layers: int
     sliding: int
@@ -41,8 +44,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Bytes at most in a prefill: weights, keys and values on the device and in CPU memory, and all
-    that passes."""
+    """Peak bytes of a prefill: weights, cache on the device, bank on the CPU, and passing."""
 
     weights: int
     cache: int
@@ -90,7 +92,7 @@ def shape_of(config: Any, dtype: str = "bfloat16") -> Shape:
 
 
 def plan(shape: Shape, length: int, *, banked: int = 0, growing: bool = True) -> Plan:
-    """What a prefill of `length` tokens needs at most.
+    """Predict the peak memory of a prefill of `length` tokens.
 
     Args:
         shape: the model. length: tokens of the prompt. banked: full-attention layers whose keys and
@@ -110,8 +112,7 @@ def plan(shape: Shape, length: int, *, banked: int = 0, growing: bool = True) ->
 
 
 def _whole(shape: Shape, length: int, token: int) -> int:
-    """Bytes beside weights and cache: the rotation, the MLP or a norm in fp32, whichever takes
-    most."""
+    """Predict bytes next to weights and cache: the largest of rotation, attention, MLP and norm."""
     e = shape.itemsize
     hidden = shape.hidden * e
     queries = shape.heads * shape.head_dim * e

@@ -22,8 +22,7 @@ _FORMAT = 1
 
 
 def converted(parts: Sequence[Path], *, name: str, dtype: str) -> Path:
-    """The folder with the weights in `dtype` and the tokenizer of a GGUF file; `parts` follow one
-    another.
+    """Convert a GGUF file, in `parts`, into a folder with weights in `dtype` and tokenizer.
 
     Raises:
         HeadwiseError: the file cannot be read or converted, or the cache folder cannot be written.

@@ -1,5 +1,4 @@
-"""Loads any causal language model that transformers can load and whose attention Headwise can
-reach."""
+"""Loads any causal language model of transformers whose attention Headwise can reach."""
 
 from __future__ import annotations
 
@@ -30,8 +29,10 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model in evaluation mode with its tokenizer; `name` is what its user called it, without
-    folders."""
+    """A model in evaluation mode with its tokenizer.
+
+    name: as its user called it, without folders.
+    """
 
     model: Any
     tokenizer: Any
@@ -187,8 +188,7 @@ def _check_folder(path: Path, spec: str) -> None:
 
 
 def _placement(device: str, max_memory: int | None) -> dict[str, Any]:
-    """What transformers takes to keep so many bytes of weights on a device and the rest
-    elsewhere."""
+    """Arguments for transformers to keep so many bytes of weights on a device."""
     if max_memory is None:
         return {}
     at = torch.device(device)
@@ -226,8 +226,7 @@ def _options(source: _Source) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _one_line_of(source: _Source, options: dict[str, Any]) -> Iterator[None]:
-    """transformers' many ways of saying no, in one line. RuntimeError is among them for shapes that
-    do not fit."""
+    """Turn transformers' many errors into one line; RuntimeError is one of wrong shapes."""
     try:
         yield
     except (
@@ -255,8 +254,7 @@ def _one_line_of(source: _Source, options: dict[str, Any]) -> Iterator[None]:
 
 
 def _hub_reachable() -> bool:
-    """Whether asking the hub is worth the while: without a network its client retries for half a
-    minute."""
+    """True if the hub can be asked; without a network its client retries for half a minute."""
     from huggingface_hub import constants
 
     host = urllib.parse.urlparse(constants.ENDPOINT).hostname
@@ -287,8 +285,7 @@ def check_device(device: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers' progress bars only for a person to see; no word of accelerate's on layers that
-    it moves."""
+    """Show transformers' progress bars on a terminal only, and no line of accelerate's."""
     from transformers.utils import logging
 
     getLogger("accelerate.big_modeling").setLevel(ERROR)

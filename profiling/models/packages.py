@@ -12,8 +12,10 @@ from artifacts import HeadwiseError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPackage:
-    """A GGUF file in one package, or cut into parts over several; `parts` are (import name, file)
-    in order."""
+    """A GGUF file in one package, or cut over several.
+
+    parts: (import name, file) in order.
+    """
 
     requirements: tuple[str, ...]
     parts: tuple[tuple[str, str], ...]

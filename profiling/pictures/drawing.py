@@ -1,12 +1,13 @@
-"""What the pictures share: colours that are told apart with any colour vision, captions, and files
-that stay the same.
+"""Shared by pictures: colours for any colour vision, captions, reproducible files, CSV.
 
 Each picture is a matplotlib Figure without pyplot: no window system, no state.
 """
 
 from __future__ import annotations
 
+import csv
 import io
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 
 from artifacts.files import atomic_write
-from profiling.csv_text import csv_text
 
 # Okabe and Ito's palette, without its yellow, which is lost on white.
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -67,16 +67,29 @@ def save_table(stem: Path, header: Sequence[str], rows: Iterable[Sequence[object
     return path
 
 
+def csv_text(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """The table as text; floats have six digits, NaN is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows([_cell(value) for value in row] for row in rows)
+    return text.getvalue()
+
+
+def _cell(value: object) -> object:
+    if not isinstance(value, float):
+        return value
+    return "" if math.isnan(value) else f"{value:.6g}"
+
+
 def ticks(count: int, most: int = 16) -> range:
-    """Positions of at most about `most` labels on an axis of `count`: every 1st, 2nd, 5th, 10th,
-    ..."""
+    """Place about `most` labels on an axis of `count`: every 1st, 2nd, 5th, 10th, ..."""
     steps = (base * 10**power for power in range(6) for base in (1, 2, 5))
     return range(0, count, next(step for step in steps if count <= most * step))
 
 
 def shade(values: np.ndarray, low: float, high: float) -> tuple[np.ndarray, Any]:
-    """Colours (..., 3) of the values, LEFT_OUT where they are NaN, and what a colour bar is made
-    of."""
+    """Map values to colours (..., 3), LEFT_OUT where NaN; return the colour bar's scale too."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize, to_rgb

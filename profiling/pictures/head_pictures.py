@@ -78,8 +78,7 @@ def _outline(axes: Any, computed: np.ndarray, cell: int) -> None:
 
 
 def grid_figure(values: np.ndarray, label: str, caption: str) -> Any:
-    """A share of each head, (L, H), and the layers' means (MInference 1.0, Figure 12; H2O, Figure
-    2a)."""
+    """Draw a fraction of each head, (L, H), and layer means (MInference, Fig. 12; H2O, 2a)."""
     from matplotlib.patches import Patch
 
     layers, heads = values.shape

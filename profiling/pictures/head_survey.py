@@ -1,4 +1,4 @@
-"""What single heads do on a prompt: attention maps and sparsity.
+"""Attention maps and sparsity of single heads on a prompt.
 
 Shapes: L layers, H query heads, S prompt length, P pooled cells. Layers that slide over a
 window hold NaN, or are missing.

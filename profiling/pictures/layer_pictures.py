@@ -28,11 +28,11 @@ from profiling.similarities.similarity_profile import Profile, file_name
 def draw_layers(
     profile: Profile, folder: Path, command: str, decode: OmniKV | None = None
 ) -> list[Path]:
-    """Draw all pictures of a profile: similarity of each task and on average, ability, hit rate,
-    variability.
+    """Draw a profile: similarity of each task and on average, ability, hit rate, variability.
 
     decode: an artifact's section, whose filter layers are marked. Each picture is written as PNG
-    and SVG, its numbers as CSV."""
+    and SVG, its numbers as CSV.
+    """
     paths: list[Path] = []
     filters = () if decode is None else decode.filter_layers
     for task in [None, *(profile.tasks if len(profile.tasks) > 1 else [])]:
@@ -98,8 +98,7 @@ def similarity_figure(
 
 
 def curve_figure(name: str, lines: Mapping[str, np.ndarray], profile: Profile, caption: str) -> Any:
-    """One of the curves `ability`, `hit` (OmniKV, Figures 6a and 6b) or `variability` (Figure
-    1c)."""
+    """Draw `ability`, `hit` (OmniKV, Figures 6a, 6b) or `variability` (Figure 1c)."""
     what = {
         "ability": "share of attention kept, mean",
         "hit": "share of the answer's block chosen",

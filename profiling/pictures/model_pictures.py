@@ -1,5 +1,4 @@
-"""Draws what a survey of a model found and writes it: each picture as PNG and SVG with the numbers
-beside it.
+"""Draws the survey of a model: each picture as PNG and SVG with its numbers.
 
 Shapes: L layers, H query heads.
 """
@@ -45,8 +44,7 @@ def draw_grid(folder: Path, name: str, values: np.ndarray, label: str, caption: 
 
 
 def typical_heads(artifact: Artifact, recall: np.ndarray) -> list[tuple[int, int]]:
-    """For each kind of pattern the head whose recall is nearest to the kind's mean, the most
-    frequent kinds first."""
+    """Choose for each kind of pattern the head of nearest-to-mean recall, frequent kinds first."""
     by_kind: dict[str, list[tuple[int, int]]] = {}
     for layer, row in enumerate(artifact.prefill.layers):
         for head, name in enumerate(row or ()):

@@ -1,1 +1,1 @@
-"""Prompts: tasks, their texts, scoring of answers, and the windows that a search has seen."""
+"""Prompts: tasks, their texts, metrics of answers, and windows that a search has seen."""

@@ -1,9 +1,9 @@
-"""BABILong (Kuratov et al. 2024): facts in the manner of bAbI (Weston et al. 2015), in their order,
-all over a text.
+"""BABILong (Kuratov et al. 2024): facts in bAbI's manner (Weston et al. 2015) over a text.
 
 A prompt is prefix + worked examples + text with facts + question. The text is the user's or a
 generated one. 1 asks where somebody is, 2 where a thing is that somebody carried, 3 where it was
-before it came to a place."""
+before it came to a place.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""RULER's aggregation tasks (Hsieh et al. 2024, section 3.3): which words of a list or a coded text
-are most frequent.
+"""RULER's aggregation tasks (Hsieh et al. 2024, section 3.3): the most frequent words.
 
 A prompt is prefix + padding + worked example + head + words + question. What whole words leave is
-padding."""
+padding.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ _CODE_NEW_TOKENS = 50
 def common_words(
     wanted: Wanted, *, words: int = 10, common: int | None = None, uncommon: int | None = None
 ) -> list[Prompt]:
-    """A numbered list with `words` words `common` times each, all others `uncommon` times (30 and
-    3, or 6 and 1)."""
+    """List `words` words `common` times each among others, `uncommon` times each.
+
+    By default 30 and 3 times, or 6 and 1 in short prompts.
+    """
     encode = wanted.encode
     length = wanted.length
     short = length < _SHORT
@@ -88,8 +90,7 @@ def common_words(
 
 
 def frequent_words(wanted: Wanted, *, alpha: float = 2.0) -> list[Prompt]:
-    """Code words whose counts fall with their rank to the power of `alpha` (Zeta); the first rank
-    is dots."""
+    """Repeat code words by Zeta: counts fall with rank to the power `alpha`; rank one is dots."""
     encode = wanted.encode
     length = wanted.length
     head = encode(_CODE_HEAD)
@@ -160,8 +161,7 @@ def _fitting(
     seldom: int,
     room: int,
 ) -> tuple[dict[str, Ids], int]:
-    """As many words as fit, the common ones first, and how many tokens are left; fewer than 0 where
-    none fits."""
+    """Take the words that fit, common ones first, and return the tokens left (< 0: none fits)."""
     chosen = _encoded(encode, islice(source, words))
     listed = often * words
     left = room - often * sum(map(len, chosen.values())) - numbers.tokens(1, listed)
@@ -183,8 +183,7 @@ def _shuffled(
     seldom: int,
     rng: random.Random,
 ) -> Ids:
-    """The list: each of the first `words` words `often` times, the others `seldom`, in any order,
-    numbered."""
+    """Number the shuffled list: `words` words `often` times each, the others `seldom`."""
     items = [
         ids
         for at, ids in enumerate(chosen.values())

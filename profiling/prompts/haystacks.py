@@ -1,8 +1,8 @@
-"""Haystacks of whole sentences, of exactly so many tokens, things hidden between the sentences, and
-whole items.
+"""Haystacks of whole sentences, of exact length in tokens, and things hidden between them.
 
 A haystack is a list of pieces, the token ids of a sentence each, so that nothing is hidden inside a
-word. Its start may be cut."""
+word. Its start may be cut.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ITEMS = 32
 
 
 def noise(encode: Encoder) -> Haystack:
-    """The same line again and again."""
+    """Repeat the same line."""
     line = encode(NOISE)
     return lambda room, rng: fill(itertools.repeat(line), room)
 
@@ -141,8 +141,7 @@ def whole_items(encode: Encoder, items: Iterable[str], room: int) -> list[Ids]:
 
 
 def laid_out(wanted: Wanted, *parts: Ids) -> Ids:
-    """Exactly as many ids as wanted: prefix, padding to make up what whole items leave, and the
-    parts.
+    """Lay out exactly the wanted length: prefix, padding for the remainder, and the parts.
 
     Raises:
         HeadwiseError: the parts alone take more.

@@ -1,10 +1,10 @@
-"""Prompts that a search has not seen: the one mechanism by which what is reported is kept from what
-chose.
+"""Prompts that a search has not seen: evidence is kept apart from calibration here alone.
 
 Generated prompts of another seed are other prompts. Texts are another matter: their windows may
 overlap, so what has been seen is remembered by digests of its tokens, in the artifact too; renamed
 and edited files stay honest. Every 64th window of 64 tokens is, so that nothing that is held out
-shares 127 tokens in a row with what was seen."""
+shares 127 tokens in a row with what was seen.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ _ROUNDS = 40
 
 
 def of_texts(task: str | Task) -> bool:
-    """Whether prompts of the task come out of a text or a file, where those of other seeds may
-    overlap them."""
+    """True if prompts come out of a text or file, where other seeds' may overlap."""
     return (parse_task(task) if isinstance(task, str) else task).kind in _OF_TEXTS
 
 
@@ -46,7 +45,7 @@ class Seen:
 
     @classmethod
     def by(cls, artifacts: Iterable[Mapping[str, Array]]) -> Seen:
-        """What the searches of some artifacts have seen, by the arrays of their sidecars."""
+        """Windows that the searches of some artifacts have seen, from their sidecars."""
         return cls(digests={digest for arrays in artifacts for digest in seen_windows(arrays)})
 
     @property
@@ -59,11 +58,11 @@ class Seen:
             self._known.update(_windows(prompt, _ALIKE))
 
     def windows(self, prompts: Iterable[Prompt]) -> int:
-        """How many windows are remembered with those of these prompts."""
+        """Number of windows that are remembered together with those of these prompts."""
         return len(self._known.union(*(_windows(prompt, _ALIKE) for prompt in prompts)))
 
     def overlaps(self, prompt: Prompt) -> bool:
-        """Whether a prompt has one of the windows in it, anywhere."""
+        """True if a prompt has one of the windows in it, anywhere."""
         return bool(self._known) and any(digest in self._known for digest in _windows(prompt, 1))
 
 
@@ -77,7 +76,7 @@ def _windows(prompt: Prompt, step: int) -> Iterator[bytes]:
 
 
 def overlap_sentence(task: str, length: int, overlapping: int, samples: int) -> str:
-    """That some prompts of a task, by its name, were seen: in a sentence."""
+    """Say that some prompts of a task were seen by the search."""
     return (
         f"{overlapping} of {samples} prompts of {task} at {length} tokens overlap what the search "
         f"looked at: take a "
@@ -86,8 +85,7 @@ def overlap_sentence(task: str, length: int, overlapping: int, samples: int) -> 
 
 
 class Unseen(NamedTuple):
-    """prompts: as many as were asked for. overlapping: how many of them the searches have seen, for
-    want of others.
+    """Prompts, and how many of them the searches have seen for want of others.
 
     apart: whether those that took the place of others share nothing with the rest.
     """
@@ -100,8 +98,7 @@ class Unseen(NamedTuple):
 def unseen_prompts(
     task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int, seen: Seen
 ) -> Unseen:
-    """Prompts as make_prompts makes them, with those of other seeds in place of those that searches
-    have seen.
+    """Make prompts as make_prompts does, seen ones replaced by those of other seeds.
 
     What replaces them is apart from the rest where the text is long enough for that.
     """
@@ -182,8 +179,7 @@ def seeded_prompts(
     seeds: Sequence[int],
     seen: Seen,
 ) -> Unseen:
-    """As unseen_prompts makes them, as many of each seed; a text's windows of one seed are none of
-    those before."""
+    """Make unseen prompts of each seed; a text's windows of one seed are none of another's."""
     known = Seen(digests=seen.digests)
     found = list[Unseen]()
     for seed in seeds:

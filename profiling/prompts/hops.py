@@ -23,11 +23,11 @@ _HOPS = 2
 
 
 def multi_hop(wanted: Wanted) -> list[Prompt]:
-    """Multi-hop questions in chain-of-thought form, the task of OmniKV's section 3: `A's teacher is
-    B. B's aunt is C.`
+    """Multi-hop questions in chain-of-thought form, OmniKV's section 3.
 
     The chain that is asked for, those of the worked examples and some others lie in the text fact
-    by fact, at random depths. The answer has to name B and C."""
+    by fact, at random depths. The answer has to name B and C.
+    """
     hay = Hay(wanted)
     return wanted.prompts(lambda rng: _asked(wanted, hay, rng))
 

@@ -72,8 +72,7 @@ def _text(record: dict[str, Any], name: str, place: str) -> str:
 
 
 def _record(line: str, place: str) -> dict[str, Any]:
-    """A JSON object; HeadwiseError, which names the place, where the line is cut off or holds
-    none."""
+    """Parse a JSON object; HeadwiseError names the line that is cut off or holds none."""
     try:
         record = json.loads(line)
         if _HALF_PAIR.search(line):

@@ -1,4 +1,4 @@
-"""What prompts and kinds of tasks are: what every file of tasks builds on."""
+"""Prompts, requests and kinds of tasks, on which every file of tasks builds."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class Find:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, special tokens included, and what a right greedy answer starts with, where that is
-    known.
+    """Token ids, special tokens included, with the right answer where it is known.
 
     turn: how many of the last ids come in a later turn. The ids before them, the context, are
     prefilled under the
@@ -52,7 +51,8 @@ class Prompt:
     how an answer is scored, as profiling.prompts.metrics knows it; `begins` is with `answer`.
     references: what the metric compares an answer with, where that is not `answer`. choices: the
     classes or options that an answer chooses from. new_tokens: how many tokens the task's authors
-    let a model answer with; at least a few more than `answer` has."""
+    let a model answer with; at least a few more than `answer` has.
+    """
 
     input_ids: Ids
     answer: str | None
@@ -75,7 +75,7 @@ class Prompt:
 
     @property
     def context(self) -> Ids:
-        """What is prefilled: all ids but those of a later turn."""
+        """Ids that are prefilled: all but those of a later turn."""
         return self.input_ids[: len(self.input_ids) - self.turn]
 
     @property
@@ -87,8 +87,10 @@ class Prompt:
 
     @classmethod
     def to_find(cls, input_ids: Ids, *finds: Find, **scoring: Any) -> Prompt:
-        """A prompt whose answer is what it takes to find, in turn; `scoring` are fields from
-        `metric` on."""
+        """Make a prompt whose answer is its finds, one after the other.
+
+        scoring: fields from `metric` on.
+        """
         return cls(
             input_ids,
             "".join(find.lead + find.expected for find in finds).strip(),
@@ -99,7 +101,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a maker is asked for: `samples` prompts of `length` tokens each.
+    """A request to a task's generator: `samples` prompts of `length` tokens each.
 
     name: of the kind. text: the user's file, where one was given.
     """
@@ -126,11 +128,11 @@ class Wanted:
         return [one(self.rng(number)) for number in range(self.samples)]
 
     def ids(self, *parts: Ids) -> Ids:
-        """What the tokenizer starts a sequence with, and the parts."""
+        """Join the tokenizer's prefix and the parts."""
         return (*self.encode.prefix, *flat(parts))
 
     def room(self, *parts: Ids, least: int = 0) -> int:
-        """How many tokens are left beside the prefix and these parts.
+        """Tokens left next to the prefix and these parts.
 
         Raises:
             HeadwiseError: fewer than `least`.
@@ -154,8 +156,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a task can be told after an @, as in `passkey@depth=0.5`; `low` and `high` are bounds,
-    both included."""
+    """A parameter of a task after an @, as in `passkey@depth=0.5`; bounds are included."""
 
     name: str
     type: type[float] | type[int]
@@ -193,11 +194,13 @@ QUESTIONS = Parameter("questions", int, "how many questions share a context (8)"
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of task. make: is called with what is wanted, and by name with the parameters that
-    were given.
+    """One kind of task: its generator, its metric in words, and its parameters.
+
+    make: called with the request, and by name with the parameters that were given.
 
     asks, scored, source: for people: what a prompt asks, the metric in words, the paper.
-    docs/tasks.md has more."""
+    docs/tasks.md has more.
+    """
 
     name: str
     make: Callable[..., list[Prompt]]
@@ -209,7 +212,7 @@ class Kind:
 
     @property
     def usage(self) -> str:
-        """How it is written, such as `passkey[@depth=D][:FILE]`."""
+        """Spelling of the task, such as `passkey[@depth=D][:FILE]`."""
         told = ",".join(
             f"{parameter.name}={parameter.name[0].upper()}" for parameter in self.parameters
         )

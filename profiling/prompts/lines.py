@@ -26,8 +26,7 @@ _BATCH = 256
 
 
 def line_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
-    """Words with a number each, one a line, then one of the words; the answer is its number
-    (LongEval's lines task).
+    """Ask for the number of one word in a list of words with numbers (LongEval's lines).
 
     With `question_first` the word stands before the list only.
     """
@@ -50,12 +49,12 @@ def line_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
 
 
 def two_stage_retrieval(wanted: Wanted) -> list[Prompt]:
-    """Owners with a box each and boxes with a value each, in any order; asked for is the value of
-    an owner's box.
+    """Ask for the value of an owner's box, over owners with boxes and boxes with values.
 
     After OmniKV's 2StageRetr (appendix A): what the second stage looks for is not known before the
     first has answered, so tokens that look unimportant while the prompt is read are needed later.
-    The answer has to name both."""
+    The answer has to name both.
+    """
 
     def one(rng: random.Random) -> Prompt:
         word = words(rng)
@@ -97,8 +96,10 @@ def _listed(
     *,
     head: str = _HEAD,
 ) -> tuple[Ids, list[tuple[int, int]]]:
-    """The prompt's ids, and the span of each needed line. `more` makes the lines of one more
-    item."""
+    """Join head, lines and question; return the ids and the span of each needed line.
+
+    more: makes the lines of one more item.
+    """
     encode = wanted.encode
     before = encode(head)
     asked = encode(question)

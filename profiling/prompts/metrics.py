@@ -1,8 +1,8 @@
-"""How an answer is scored: score(prompt, text), from 0 to 1, by the metric that the prompt's task
-has.
+"""Metrics: score(prompt, text), from 0 to 1, by the metric of the prompt's task.
 
 A metric compares what a model wrote with the references of a prompt, as its task's authors score
-it."""
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ARTICLES = ("a ", "an ", "the ")
 
 
 def score(prompt: Prompt, text: str) -> float:
-    """What a model's answer is worth, from 0 to 1.
+    """Score a model's answer, from 0 to 1.
 
     Raises:
         HeadwiseError: the prompt says no answer, or a metric that is not known.
@@ -35,8 +35,7 @@ def score(prompt: Prompt, text: str) -> float:
 
 
 def _begins(prompt: Prompt, text: str, references: Sequence[str]) -> float:
-    """1 where the text begins with an answer; one of several finds names them all in their
-    order."""
+    """Score 1 where the text begins with an answer, or names all finds in their order."""
     if len(prompt.finds) < 2:
         return float(any(text.startswith(reference.strip()) for reference in references))
     wanted = ".*?".join(re.escape(find.expected.strip()) for find in prompt.finds)
@@ -56,8 +55,7 @@ def _chapters(text: str, references: Sequence[str]) -> float:
 
 
 def _numbered(text: str, references: Sequence[str]) -> float:
-    """The share of the references that stand after their numbers, in any case, without articles; 1
-    if none is asked."""
+    """Score the fraction of references after their numbers, without case or articles; 1 of none."""
     given = dict[str, str]()
     for number, value in re.findall(r"(?m)^\s*(\d+)\.\s*(.*)$", _answered(text)):
         given.setdefault(number, _plain(value))
@@ -66,12 +64,12 @@ def _numbered(text: str, references: Sequence[str]) -> float:
 
 
 def _item(text: str, references: Sequence[str]) -> float:
-    """Whether the answer is a reference, in any case, without an article."""
+    """Score 1 where the answer is a reference, in any case, without an article."""
     return float(any(_plain(_answered(text)) == _plain(reference) for reference in references))
 
 
 def _answered(text: str) -> str:
-    """What stands within <answer>, which the prompt may have opened."""
+    """Cut out the text within <answer>, which the prompt may have opened."""
     return text.partition("</answer>")[0].rpartition("<answer>")[2].strip()
 
 

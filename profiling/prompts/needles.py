@@ -1,5 +1,4 @@
-"""RULER's eight needle tasks (Hsieh et al. 2024, section 3.1): one or more of several values by
-key, out of a haystack.
+"""RULER's eight needle tasks (Hsieh et al. 2024, section 3.1): values by key in a haystack.
 
 A prompt is prefix + head + haystack with needles + question.
 """
@@ -37,8 +36,7 @@ Thing = Literal["word", "number", "UUID"]
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One of the eight: what its haystack is made of; how many keys, values for each and keys asked
-    for it has."""
+    """One of the eight: its haystack, and numbers of keys, values of each, and keys asked for."""
 
     asks: str
     haystack: Literal["noise", "text", "needles"]

@@ -69,8 +69,10 @@ TASKS = ", ".join(KINDS) + " (headwise tasks explains them)"
 
 @dataclass(frozen=True)
 class Task:
-    """What to make prompts of; `name` is the same on every machine: of the file it has the last
-    part only."""
+    """A kind of task with its file and parameters.
+
+    name: the same on every machine, with the last part of the file's path only.
+    """
 
     kind: str
     file: Path | None = None
@@ -84,8 +86,7 @@ class Task:
 
 
 def parse_task(text: str) -> Task:
-    """Read a task as TASKS lists them, such as `kv_retrieval`, `passkey:FILE` or
-    `passkey@depth=0.5:FILE`.
+    """Read a task such as `kv_retrieval`, `passkey:FILE` or `passkey@depth=0.5:FILE`.
 
     Raises:
         HeadwiseError: none of these, a parameter that the task does not have, or the file is not
@@ -166,8 +167,7 @@ def make_prompts(
 
 
 def per_context(task: str | Task) -> int:
-    """How many prompts of a task share a context: so many are a whole one, and cost little more
-    than one of them."""
+    """Number of prompts of a task that share a context and its prefill."""
     task = parse_task(task) if isinstance(task, str) else task
     known = {parameter.name for parameter in KINDS[task.kind].parameters}
     return int(dict(task.parameters).get("questions", 8)) if "questions" in known else 1

@@ -1,12 +1,12 @@
-"""Prompts that come back to what is far before, again and again, and say it themselves: one
-prefill, many answers.
+"""Prompts that recall far tokens again and again: one prefill, many answers.
 
 A prompt is prefix + head + items. An item is new or comes back to one that began at least a quarter
 of the prompt before it; what it says then follows from that one alone, and these tokens are the
 prompt's `scored` ranges. They are predicted by the prefill itself, so dense attention of the last
 queries cannot stand in for the pattern. What is too much is cut from the first items, to which
 nothing comes back. The last 128 tokens have no scored range. A form may ask in a later turn as
-well: then several prompts share a context, and the first of them has its scored ranges."""
+well: then several prompts share a context, and the first of them has its scored ranges.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ _NAMES = 64
 
 @dataclass(frozen=True)
 class Thing:
-    """What items speak of: a name, and what is to be recalled with it, its leading space
-    included."""
+    """A name, and the value to be recalled with it, its leading space included."""
 
     name: str
     value: str
@@ -44,7 +43,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Again:
-    """How an item is written that comes back: text before the value, and after it.
+    """Form of an item that comes back: text before the value, and after it.
 
     gives: whether it gives the value to a new name, as which it is one to come back to.
     label: of these answers, where a form has several kinds of them.
@@ -58,11 +57,12 @@ class Again:
 
 @dataclass(frozen=True)
 class Form:
-    """How items are written. asks, source: see Kind.
+    """Forms of a task's items. asks, source: see Kind.
 
     things: without end, none twice; those of one prompt. new: of a thing that is new, text before
     the value and after it. again: of one that comes back, in turn. every: of the items of the
-    second half one in so many comes back. turn: what a later turn asks; empty for nothing."""
+    second half one in so many comes back. turn: what a later turn asks; empty for nothing.
+    """
 
     asks: str
     source: str
@@ -132,8 +132,7 @@ FORMS = {
 
 
 def recalls(wanted: Wanted, *, questions: int = 8) -> list[Prompt]:
-    """Prompts of one of FORMS; `questions` of them share a context where it asks in a later
-    turn."""
+    """Make prompts of one of FORMS; `questions` share a context where it asks in a later turn."""
     questions = questions if FORMS[wanted.name].turn else 1
     made: list[Prompt] = []
     for number in range(-(-wanted.samples // questions)):

@@ -29,8 +29,7 @@ _BATCH = 256
 
 
 def kv_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
-    """A JSON object with UUIDs for keys and values, then one of its keys; the answer is that key's
-    value.
+    """Ask for the value of one key in a JSON object of UUIDs.
 
     With `question_first` the key stands before the object only.
     """
@@ -38,11 +37,11 @@ def kv_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
 
 
 def passkey(wanted: Wanted, *, depth: float | None = None) -> list[Prompt]:
-    """A seven-digit key at some depth of a text (the user's, or a generated one), then the question
-    for it.
+    """Hide a seven-digit key at some depth of a text, the user's or a generated one.
 
     The same seed hides the same key in the same text at every depth, so that depths can be
-    compared."""
+    compared.
+    """
     encode = wanted.encode
     hay = Hay(wanted)
     head = encode(_KEY_HEAD)
@@ -95,8 +94,7 @@ def _uuid(rng: random.Random) -> str:
 
 
 class Hay:
-    """Tokens to hide something in: of the user's text from a random place on, or else of generated
-    sentences."""
+    """Tokens to hide something in: of the user's text from a random place, or generated."""
 
     def __init__(self, wanted: Wanted) -> None:
         """Read the text.
@@ -109,7 +107,7 @@ class Hay:
         self._ids = read_ids(wanted.encode, wanted.text) if wanted.text else None
 
     def tokens(self, room: int, rng: random.Random) -> Ids:
-        """As many as there is room for.
+        """Take `room` tokens.
 
         Raises:
             HeadwiseError: the text has fewer.

@@ -1,10 +1,10 @@
-"""Settings by model: the length and difficulty at which a task shows differences on it, as
-measured.
+"""Settings by model: lengths and difficulties at which tasks show differences, as measured.
 
 A task shows differences where dense attention is right in 40% to 90% of its prompts, and more often
 than guessing. Where no setting does, the forced choice is its score: whether the right answer is
 likelier than each wrong one. settings.json holds what was found for the models that come as
-packages; evaluations use it by default."""
+packages; evaluations use it by default.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +43,17 @@ class Setting:
 
     @property
     def shows(self) -> bool:
-        """Whether dense attention is between 40% and 90%, and above chance."""
+        """True if dense attention is between 40% and 90%, and above chance."""
         return LOW <= self.dense <= HIGH and self.above_chance
 
     @property
     def above_chance(self) -> bool:
-        """Whether dense attention is right more often than guessing, beyond its interval."""
+        """True if dense attention beats guessing beyond its interval."""
         return self.low > self.chance
 
     @property
     def asked(self) -> bool:
-        """Whether it is asked by default: it shows a loss, or is the forced choice of a task that
-        no score shows."""
+        """True if the task is a default: it shows a loss, or its forced choice alone can."""
         return self.shows or (
             self.measure == "choice" and self.above_chance and self.difference is not None
         )
@@ -62,8 +61,7 @@ class Setting:
 
 @cache
 def settings(model: str) -> tuple[Setting, ...]:
-    """The settings of a model by the name it was loaded by, the most telling first; none for a
-    model never measured."""
+    """Read a model's settings, the most telling first; none for a model never measured."""
     return tuple(Setting(**row) for row in json.loads(FILE.read_bytes()).get(model, ()))
 
 

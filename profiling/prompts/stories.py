@@ -1,9 +1,9 @@
-"""Sparse Frontier's story tasks (Nawrot et al. 2025): chapters of one traveller's purchases, and
-questions about them.
+"""Sparse Frontier's story tasks (Nawrot et al. 2025): chapters of one traveller's purchases.
 
 A prompt is prefix + padding + instruction + question + chapters + question; as many chapters as
 fit. Retrieval asks for places, people and items of chapters, multihop for the item bought just
-before another, filtering for the chapters in which nothing is bought."""
+before another, filtering for the chapters in which nothing is bought.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Prompts out of texts: windows of the user's, or of Python's own reference; and which tokens of a
-text copy others."""
+"""Windows of texts, the user's or Python's own reference, and far copies within a text."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 
 
 def windows(wanted: Wanted) -> list[Prompt]:
-    """Stretches of a text at random places, apart from one another where the text is long enough
-    for that."""
+    """Cut windows at random places, disjoint where the text is long enough."""
     return _stretches(wanted, read_ids(wanted.encode, wanted.file), wanted.file.name)
 
 
@@ -75,8 +73,7 @@ def prose(wanted: Wanted) -> list[Prompt]:
 
 @functools.cache
 def pythons_own() -> str:
-    """The topics of help() by name, then the docstrings of the standard library's modules by name,
-    in their order."""
+    """Join help()'s topics and the standard library's docstrings, both by name."""
     from pydoc_data.topics import topics
 
     library = Path(sysconfig.get_path("stdlib"))
@@ -94,7 +91,7 @@ def pythons_own() -> str:
 
 
 def _docstrings(file: Path) -> list[str]:
-    """Those of a module, its classes and functions that are more than a line or two."""
+    """Docstrings of a module, its classes and functions, of more than a line or two."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -107,8 +104,7 @@ def _docstrings(file: Path) -> list[str]:
 
 
 def _statements(tree: ast.Module) -> list[ast.AST]:
-    """A module and its statements in the order of ast.walk, without expressions, which are most of
-    the nodes."""
+    """Walk a module's statements in the order of ast.walk, without expressions."""
     found: list[ast.AST] = [tree]
     for node in found:
         # The growing list is the queue.
@@ -118,8 +114,7 @@ def _statements(tree: ast.Module) -> list[ast.AST]:
 
 
 def far_copies(ids: Ids, *, context: int = _CONTEXT, far: int | None = None) -> list[int]:
-    """Positions of tokens that continue a repetition: they and the `context` before them came
-    before, and not lately.
+    """Find positions of tokens that, with the `context` before them, repeat a far earlier place.
 
     What a pattern drops shows there, whatever the rest of a text is.
 

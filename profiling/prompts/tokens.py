@@ -1,5 +1,4 @@
-"""Prompts are put together from token ids, never tokenised again: their length is exact with any
-tokenizer."""
+"""Token ids of prompts, joined and never tokenised again: lengths are exact."""
 
 from __future__ import annotations
 
@@ -14,21 +13,18 @@ _WHOLE: WeakKeyDictionary[Any, dict[Callable[[], str], Ids]] = WeakKeyDictionary
 
 
 class Encoder:
-    """A tokenizer seen as two things: text to ids without special tokens, and what it puts before a
-    sequence."""
+    """A tokenizer as text to ids without special tokens, and the prefix of a sequence."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = _backend(tokenizer)
 
     def __call__(self, text: str) -> Ids:
-        """The ids of a text, without special tokens; a text longer than the model's positions is no
-        mistake."""
+        """Encode a text without special tokens, however long."""
         return self.each([text])[0]
 
     def whole(self, text: Callable[[], str]) -> Ids:
-        """The ids of a long text that is the same whenever it is made; encoded once for a
-        tokenizer."""
+        """Encode a long text that is always the same, once for a tokenizer."""
         known = _WHOLE.setdefault(self._tokenizer, {})
         if text not in known:
             known[text] = self(text())
@@ -46,8 +42,7 @@ class Encoder:
 
     @functools.cached_property
     def prefix(self) -> Ids:
-        """What the tokenizer starts a sequence with, such as a BOS token; empty where it adds
-        nothing."""
+        """Ids that the tokenizer starts a sequence with, such as a BOS token."""
         bare = self("a")
         whole = tuple(self._tokenizer("a", verbose=False)["input_ids"])
         for start in range(len(whole) - len(bare) + 1):
@@ -57,8 +52,7 @@ class Encoder:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """The compiled tokenizer inside, which gives the same ids in half the time; None where there
-    may be more to it."""
+    """The compiled tokenizer, which gives the same ids in half the time; None where unsure."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     of = type(tokenizer)

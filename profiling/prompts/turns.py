@@ -1,9 +1,9 @@
-"""Questions in a later turn over a context that several of them share: the prefill did not know
-what would be asked.
+"""Questions in a later turn over a shared context, which its prefill did not know.
 
 After SCBench's shared contexts (Li et al. 2024). A prompt is prefix + head + lines, and as its turn
 the question. The lines that questions need are whole; what is too much is cut from the start of one
-that none needs."""
+that none needs.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""RULER's variable tracking (Hsieh et al. 2024, section 3.2): names that hand a value on, somewhere
-in a text of noise.
+"""RULER's variable tracking (Hsieh et al. 2024, section 3.2): names that hand a value on.
 
 A prompt is prefix + worked example + head + noise with assignments + question.
 """
@@ -29,8 +28,7 @@ _NEW_TOKENS = 30
 
 
 def variable_tracking(wanted: Wanted, *, chains: int = 1, hops: int = 4) -> list[Prompt]:
-    """`chains` chains of `hops` assignments after the first each; asked for are all variables of
-    one chain."""
+    """Assign `chains` chains of `hops` hops each; ask for all variables of one chain."""
     encode = wanted.encode
     noise = haystacks.noise(encode)
 
@@ -80,8 +78,7 @@ def _lines(value: str, names: list[str]) -> list[str]:
 
 
 def _example(encode: Encoder, chains: int, hops: int, rng: random.Random) -> Ids:
-    """A short text with its question and answer; its variables have three letters, so that they are
-    no others."""
+    """Work an example; its variables have three letters, so that none is asked for."""
     assigned = _chains(chains, hops, 3, rng)
     value, names = assigned[0]
     lines = [line for chain in assigned for line in _lines(*chain)]

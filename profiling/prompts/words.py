@@ -76,8 +76,7 @@ def words(rng: random.Random) -> Iterator[str]:
 
 
 def compounds(rng: random.Random) -> Iterator[str]:
-    """Words such as `pearlmisty` without end, none twice: short for a tokenizer, and as many as a
-    list may need."""
+    """Yield words such as `pearlmisty` without end, none twice, each of few tokens."""
     pairs = list(_compounds())
     rng.shuffle(pairs)
     yield from pairs
@@ -104,8 +103,7 @@ def five_digits(rng: random.Random) -> str:
 
 
 def names(rng: random.Random, count: int, *, apart_from: str = "") -> list[str]:
-    """Made-up names such as `Gikaz`, all different, none of which is in the text `apart_from` in
-    any case."""
+    """Make up different names such as `Gikaz`, none of them in the text `apart_from`."""
     taken = apart_from.lower()
     found = dict[str, None]()
     while len(found) < count:

@@ -1,1 +1,1 @@
-"""What attention does to a model's outputs: logits, perplexity, answers."""
+"""Quality: losses, answers and predictions of a model under any attention, next to dense."""

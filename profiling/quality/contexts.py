@@ -1,5 +1,4 @@
-"""Prompts prefilled under whatever is applied to a model: a shared context once, and what comes
-after it densely.
+"""Prompts prefilled under whatever is applied to a model; a shared context is prefilled once.
 
 Shapes: N new tokens, V vocabulary.
 """
@@ -17,43 +16,34 @@ from torch import Tensor
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Ids
 
-# What is fed after a prefill comes in pieces so small that the runtime takes none for a chunk of a
-# long prompt.
+# Tokens after a prefill that are fed at a time: so few that the runtime attends densely.
 PIECE = 16
 
 
 def by_context(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """The numbers of the prompts, those with the same context together, in the order of each one's
-    first."""
-    found: dict[Ids, list[int]] = {}
+    """Group the numbers of prompts by context, in the order of each context's first prompt."""
+    groups: dict[Ids, list[int]] = {}
     for number, prompt in enumerate(prompts):
-        found.setdefault(prompt.context, []).append(number)
-    return list(found.values())
+        groups.setdefault(prompt.context, []).append(number)
+    return list(groups.values())
 
 
 @torch.no_grad()
 def fed(model: Any, ids: Ids, cache: Any) -> Tensor:
-    """Logits (N, V) after each of some ids that follow what the cache holds, with dense
-    attention."""
-    parts = [ids[at : at + PIECE] for at in range(0, len(ids), PIECE)]
-    rows = [_logits(model, part, cache) for part in parts]
+    """Feed ids that follow what the cache holds, densely; return the logits (N, V) after each."""
+    tokens = torch.tensor([ids], device=model.device)
+    rows = [
+        model(chunk, past_key_values=cache, use_cache=True).logits[0]
+        for chunk in tokens.split(PIECE, dim=1)
+    ]
     return torch.cat(rows)
-
-
-def _logits(model: Any, ids: Ids, cache: Any) -> Tensor:
-    found: Tensor = model(
-        torch.tensor([ids], device=model.device), past_key_values=cache, use_cache=True
-    ).logits[0]
-    return found
 
 
 class Prefilled(NamedTuple):
     """A prompt that was prefilled.
 
-    number: which of the prompts.
-    cache: its own, which holds all of it.
-    scored: logits (N, V) before each token of its `scored` ranges.
-    last: logits (V) after its last token.
+    number: which of the prompts. cache: its own, which holds all of it. scored: logits (N, V)
+    before each token of its answer spans. last: logits (V) after its last token.
     """
 
     number: int
@@ -64,33 +54,57 @@ class Prefilled(NamedTuple):
 
 @torch.no_grad()
 def prefilled(
-    model: Any, prompts: Sequence[Prompt], *, cache: Callable[[], Any] | None = None
+    model: Any,
+    prompts: Sequence[Prompt],
+    *,
+    cache: Callable[[], Any] | None = None,
+    chunk: int | None = None,
 ) -> Iterator[Prefilled]:
-    """Prefill prompts, a context that several share once: each goes on from a copy of its cache.
-
-    They come in the order of by_context.
+    """Prefill prompts in the order of by_context; each goes on from a copy of its context's cache.
 
     Args:
         model: a causal model with logits_to_keep, with whatever is applied to it.
         prompts: of any lengths.
         cache: makes the cache of a context; the model's own if None.
+        chunk: tokens of a context that are prefilled at a time; all if None.
     """
     for numbers in by_context(prompts):
         context = prompts[numbers[0]].context
-        places = [scored_places(prompts[number]) for number in numbers]
-        kept = torch.tensor([*chain.from_iterable(places), len(context) - 1], device=model.device)
-        ids = torch.tensor([context], device=model.device)
-        output = model(
-            ids, past_key_values=cache() if cache else None, use_cache=True, logits_to_keep=kept
-        )
-        held = output.past_key_values
-        rows = output.logits[0].split([*map(len, places), 1])
+        positions = [_before_scored(prompts[number]) for number in numbers]
+        kept = [*chain.from_iterable(positions), len(context) - 1]
+        logits, held = _prefill(model, context, kept, cache() if cache else None, chunk)
+        rows = logits.split([*map(len, positions), 1])
         for number, scored in zip(numbers, rows, strict=False):
             own = held if number == numbers[-1] else copy.deepcopy(held)
-            turn = prompts[number].input_ids[len(context) :]
-            yield Prefilled(number, own, scored, fed(model, turn, own)[-1] if turn else rows[-1][0])
+            last = rows[-1][0]
+            if turn := prompts[number].input_ids[len(context) :]:
+                last = fed(model, turn, own)[-1]
+            yield Prefilled(number, own, scored, last)
 
 
-def scored_places(prompt: Prompt) -> list[int]:
-    """The tokens after each of which one of a `scored` range comes."""
+def _prefill(
+    model: Any, context: Ids, kept: list[int], cache: Any, chunk: int | None
+) -> tuple[Tensor, Any]:
+    """Prefill a context; return the logits (N, V) at the positions `kept`, and the cache."""
+    ids = torch.tensor([context], device=model.device)
+    positions = torch.tensor(kept, device=model.device)
+    if chunk is None or chunk >= len(context):
+        output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=positions)
+        return output.logits[0], output.past_key_values
+    logits: dict[int, Tensor] = {}
+    for start in range(0, len(context), chunk):
+        here = positions[(positions >= start) & (positions < start + chunk)]
+        output = model(
+            ids[:, start : start + chunk],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=here - start,
+        )
+        cache = output.past_key_values
+        logits.update(zip(here.tolist(), output.logits[0], strict=True))
+    return torch.stack([logits[position] for position in kept]), cache
+
+
+def _before_scored(prompt: Prompt) -> list[int]:
+    """Positions that predict the tokens of a prompt's answer spans."""
     return [at for start, stop in prompt.scored for at in range(start - 1, stop - 1)]

@@ -1,7 +1,6 @@
-"""Right answers under teacher forcing: the loss of each of their tokens, and whether all of them
-are the likeliest.
+"""Teacher-forced answers: the loss of each token of a right answer, and if it was the likeliest.
 
-Shapes: A answer length, V vocabulary.
+Shapes: N tokens, A answer length, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,16 +17,34 @@ from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder, Ids
 from profiling.quality.contexts import Prefilled
 
-# Choices that are compared of those that a prompt has, the right one among them.
+# Choices of a prompt that are compared, the right one among them.
 CHOICES = 8
+# Logits turned to fp32 at once: a vocabulary is large.
+_ROWS = 128
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute -log p of targets (N) from the logits (N, V) before each of them, (N) fp32."""
+    losses = []
+    for rows, expected in zip(logits.split(_ROWS), targets.split(_ROWS), strict=True):
+        scores = rows.float()
+        losses.append(scores.logsumexp(-1) - scores.gather(1, expected[:, None])[:, 0])
+    return torch.cat(losses)
+
+
+@torch.no_grad()
+def negative_log_likelihood(model: Any, prompt: Prompt) -> Tensor:
+    """Compute -log p of each of S tokens but the first, (S - 1) fp32, in one prefill."""
+    ids = torch.tensor([prompt.input_ids], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    return token_losses(logits, ids[0, 1:])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForcedAnswer:
     """One answer, each token after the right ones before it.
 
-    nll: -log p of each token, in nats.
-    hits: whether each was the likeliest.
+    nll: -log p of each token, in nats. hits: True for each that was the likeliest.
     """
 
     nll: tuple[float, ...]
@@ -35,41 +52,38 @@ class ForcedAnswer:
 
     @property
     def right(self) -> bool:
-        """Whether every token was the likeliest: the greedy answer then begins with this one, found
-        in one forward."""
+        """True if every token was the likeliest: the greedy answer then begins with this one."""
         return all(self.hits)
 
     @property
     def mean(self) -> float:
-        """-log p of a token of it on average, in nats."""
+        """Mean -log p of a token, in nats."""
         return math.fsum(self.nll) / len(self.nll)
 
     @property
     def token_accuracy(self) -> float:
-        """The share of its tokens that were the likeliest."""
+        """Fraction of its tokens that were the likeliest."""
         return sum(self.hits) / len(self.hits)
 
 
+def forced(logits: Tensor, right: Ids) -> ForcedAnswer:
+    """Score an answer of A ids by the logits (A, V) before each of them."""
+    targets = torch.tensor(right, device=logits.device)
+    hits = logits.argmax(-1) == targets
+    losses = token_losses(logits, targets)
+    return ForcedAnswer(nll=tuple(losses.tolist()), hits=tuple(hits.tolist()))
+
+
 def scored_answers(prompt: Prompt, start: Prefilled) -> tuple[ForcedAnswer, ...]:
-    """What a prefill made of the prompt's `scored` ranges."""
+    """Score the answer spans inside a prompt by its prefill."""
     sizes = [stop - first for first, stop in prompt.scored]
     rows = start.scored.split(sizes) if sizes else ()
     spans = zip(prompt.scored, rows, strict=True)
-    return tuple(forced(some, prompt.context[first:stop]) for (first, stop), some in spans)
-
-
-def forced(logits: Tensor, right: Ids) -> ForcedAnswer:
-    """An answer of A ids from the logits (A, V) before each of them."""
-    targets = torch.tensor(right, device=logits.device)
-    losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
-    return ForcedAnswer(
-        nll=tuple(losses.tolist()), hits=tuple((logits.argmax(-1) == targets).tolist())
-    )
+    return tuple(forced(logits, prompt.context[first:stop]) for (first, stop), logits in spans)
 
 
 def answer_ids(tokenizer: Any, prompt: Prompt) -> Ids:
-    """The ids of the right answer as they follow the prompt's: tokenizers differ on what the start
-    of a text is."""
+    """Encode the right answer as it follows the prompt; tokenizers differ on a text's start."""
     text = prompt.continuation
     before = tokenizer.decode(prompt.input_ids[-1:])[-1:]
     if text is None or not text.strip():
@@ -78,19 +92,20 @@ def answer_ids(tokenizer: Any, prompt: Prompt) -> Ids:
         text = text.lstrip()
     encode = Encoder(tokenizer)
     anchor, whole = encode.each([before, before + text])
-    return whole[len(anchor) :] if before and whole[: len(anchor)] == anchor else encode(text)
+    if before and whole[: len(anchor)] == anchor:
+        return whole[len(anchor) :]
+    return encode(text)
 
 
 def asks(prompt: Prompt) -> bool:
-    """Whether a prompt says an answer that follows its end."""
+    """True if the prompt has an answer that follows its end."""
     return bool((prompt.continuation or "").strip())
 
 
 def compared(prompt: Prompt) -> tuple[str, ...]:
-    """The answers that a forced choice compares, in the prompt's order: the right one and CHOICES -
-    1 at most.
+    """Answers that a forced choice compares: the right one and CHOICES - 1 at most, in order.
 
-    None where the right one is not among its choices.
+    Empty where the right one is not among the prompt's choices.
     """
     if prompt.answer not in prompt.choices:
         return ()

@@ -1,14 +1,14 @@
-"""Texts decoded token by token as they stand: what each token loses, and how far a cache leads away
-from a full one.
+"""Texts decoded token by token: losses of the last tokens, divergence from a full cache.
 
 Shapes: T texts, of which B are decoded together, S tokens of each, F forced ones at their end, V
-vocabulary."""
+vocabulary.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from profiling.progress import bar
 from profiling.prompts.prompt import Prompt
-from profiling.quality.answers import negative_log_likelihood
+from profiling.quality.forced import negative_log_likelihood, token_losses
 from profiling.quality.sequences import kl_divergence
 
 # Texts that are decoded together: a step reads the weights once for all of them.
@@ -25,8 +25,7 @@ _TOGETHER = 8
 
 
 class Begun(NamedTuple):
-    """Texts (B, S) whose cache has all but their forced tokens, and the logits of the first of
-    these (B, V)."""
+    """Texts (B, S) prefilled but for their forced tokens; logits (B, V) before these."""
 
     ids: Tensor
     cache: Any
@@ -37,58 +36,51 @@ class Begun(NamedTuple):
 def begin(
     model: Any, cache: Callable[[], Any], texts: Sequence[Prompt], forced: int
 ) -> Iterator[Begun]:
-    """Prefill texts of one length, some together, by the attention that is applied."""
+    """Prefill texts of one length, several at a time, by the attention that is applied."""
     for start in range(0, len(texts), _TOGETHER):
-        ids = torch.tensor(
-            [text.input_ids for text in texts[start : start + _TOGETHER]], device=model.device
-        )
-        made = cache()
-        first = model(
-            ids[:, :-forced], past_key_values=made, use_cache=True, logits_to_keep=1
-        ).logits[:, -1]
-        yield Begun(ids, made, first)
+        together = [text.input_ids for text in texts[start : start + _TOGETHER]]
+        ids = torch.tensor(together, device=model.device)
+        filled = cache()
+        output = model(ids[:, :-forced], past_key_values=filled, use_cache=True, logits_to_keep=1)
+        yield Begun(ids, filled, output.logits[:, -1])
 
 
 @torch.no_grad()
 def steps(model: Any, begun: Begun, forced: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each forced token (B), with log p of every token where it stands (B, V) fp32; the cache takes
-    them in."""
+    """Yield each forced token (B) and the logits (B, V) before it; the cache grows."""
     ids, cache, logits = begun
     start = ids.shape[1] - forced
     for at in bar(range(start, ids.shape[1]), desc="forced decode"):
         if at > start:
             logits = model(ids[:, at - 1 : at], past_key_values=cache, use_cache=True).logits[:, -1]
-        yield ids[:, at], logits.float().log_softmax(-1)
+        yield ids[:, at], logits
 
 
 def forced_losses(model: Any, begun: Iterator[Begun] | Sequence[Begun], forced: int) -> Tensor:
-    """-log p of the last `forced` tokens of each text (T, F), decoded one by one.
+    """Compute -log p of the last `forced` tokens of each text (T, F), decoded one by one.
 
-    begun: of `begin`; if it is a sequence its caches are copied and serve again.
+    begun: of `begin`; caches of a sequence are copied, so that it serves again.
     """
-    found = []
-    for some in begun:
-        own = (
-            some._replace(cache=copy.deepcopy(some.cache)) if isinstance(begun, Sequence) else some
-        )
-        losses = [
-            -log_probs.gather(1, tokens[:, None])[:, 0]
-            for tokens, log_probs in steps(model, own, forced)
-        ]
-        found.append(torch.stack(losses, dim=1))
-    return torch.cat(found)
+    losses = []
+    for batch in begun:
+        if isinstance(begun, Sequence):
+            batch = batch._replace(cache=copy.deepcopy(batch.cache))
+        by_step = [token_losses(logits, tokens) for tokens, logits in steps(model, batch, forced)]
+        losses.append(torch.stack(by_step, dim=1))
+    return torch.cat(losses)
 
 
 def dense_losses(model: Any, texts: Sequence[Prompt], forced: int) -> Tensor:
-    """The same by the attention that is applied in one prefill, which is what a cache that keeps
-    everything gives."""
+    """Compute forced_losses in one prefill, which is what a cache that keeps everything gives."""
     return torch.stack([negative_log_likelihood(model, text)[-forced:] for text in texts])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Divergence:
-    """Of each forced token, prompt by prompt (prompts * F): KL(full || cache) in nats, and the loss
-    of each of them."""
+    """Divergence of a cache from a full one at each forced token, prompt by prompt (prompts * F).
+
+    kl: KL(full || cache) in nats. loss, full_loss: -log p of the tokens under each.
+    """
 
     kl: np.ndarray
     loss: np.ndarray
@@ -96,12 +88,11 @@ class Divergence:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Those of several prompts as one."""
+        """Join the divergences of several prompts."""
         return cls(
-            **{
-                name: np.concatenate([asdict(part)[name] for part in parts])
-                for name in asdict(parts[0])
-            }
+            kl=np.concatenate([part.kl for part in parts]),
+            loss=np.concatenate([part.loss for part in parts]),
+            full_loss=np.concatenate([part.full_loss for part in parts]),
         )
 
     @property
@@ -117,15 +108,16 @@ class Divergence:
 def divergence(
     model: Any, full: Callable[[], Any], method: Callable[[], Any], prompt: Prompt, forced: int
 ) -> Divergence:
-    """A method's divergence from `full` on a prompt; both make a cache and are called under what
-    serves it."""
-    both = [
-        steps(model, next(begin(model, cache, [prompt], forced)), forced)
-        for cache in (full, method)
-    ]
-    rows = [
-        torch.stack((kl_divergence(full, own)[0], -own[0, token[0]], -full[0, token[0]]))
-        for (token, full), (_, own) in zip(*both, strict=True)
-    ]
+    """Compute a method's divergence from `full` on a prompt; both make a cache."""
+    full_begun = next(begin(model, full, [prompt], forced))
+    own_begun = next(begin(model, method, [prompt], forced))
+    rows = []
+    for (token, full_logits), (_, own_logits) in zip(
+        steps(model, full_begun, forced), steps(model, own_begun, forced), strict=True
+    ):
+        expected = full_logits[0].float().log_softmax(-1)
+        found = own_logits[0].float().log_softmax(-1)
+        kl = kl_divergence(expected, found)
+        rows.append(torch.stack((kl, -found[token[0]], -expected[token[0]])))
     kl, loss, full_loss = torch.stack(rows, dim=1).cpu().numpy()
     return Divergence(kl=kl, loss=loss, full_loss=full_loss)

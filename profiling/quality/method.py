@@ -1,5 +1,4 @@
-"""A method: an artifact in memory, or None for dense attention, and the cache that it decodes
-with."""
+"""Methods: an artifact in memory, or dense attention, and the cache that it decodes with."""
 
 from __future__ import annotations
 
@@ -7,11 +6,13 @@ import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+from artifacts import SnapKV
 from artifacts.store.hashing import canonical_json
-from profiling.caches.policies import CacheKind, with_policy
+from profiling.caches.parsing import CacheKind
+from profiling.caches.policies import drawing, with_policy
 from profiling.inside.oracle import choosing
 from profiling.models.loading import LoadedModel
 from profiling.speed.baselines import KERNEL, MODEL, dense
@@ -23,15 +24,16 @@ from runtime.layers import text_config
 class Method:
     """A method for one model at one length.
 
-    dense: which dense attention it is where it has no artifact. identity: a hash of all that its
-    results depend on but model, prompt and number format. density: share of the causal area that
-    prefill computes, mean over heads, on the calibration prompt. kept: share of the prompt's keys
-    and values that decode attends to. Both are None where nobody counted. evicts: its cache is no
-    plain one, so that what it does shows in decode only. sizes: in words. offload: where keys and
-    values that are not chosen are kept, as for Headwise.new_cache. check_weights: whether the
-    model's weights have to be those that the artifact was made for. applied: puts it on a model
-    where it is no artifact and none of the dense attentions; never timed. changed: makes another
-    cache of the artifact's new one."""
+    make: makes the artifact in memory, None for dense attention; dense: which one that is.
+    identity: a hash of all that its results depend on but model, prompt and number format.
+    density: fraction of the causal area that prefill computes, mean over heads, on the calibration
+    prompt. kept: fraction of the prompt's keys and values that decode attends to. Both are None
+    where nobody counted. evicts: its cache is no plain one, so that its effect shows in decode
+    only. sizes: in words. offload: where keys and values that are not chosen are kept, as for
+    Headwise.new_cache. check_weights: the model's weights must be the artifact's. applied: puts it
+    on a model where it is no artifact and no dense attention; never timed. changed: makes another
+    cache of the artifact's new one.
+    """
 
     name: str
     make: Callable[[], Headwise | None]
@@ -48,50 +50,61 @@ class Method:
 
     @cached_property
     def headwise(self) -> Headwise | None:
-        """The artifact in memory that does it; None is dense attention."""
+        """The artifact in memory; None is dense attention."""
         return self.make()
 
     def apply(self, model: Any) -> AbstractContextManager[Any]:
-        """The method at work on the model, until it is left."""
+        """Put the method on the model, until the context is left."""
         if self.applied is not None:
             return self.applied(model)
-        return (
-            dense(model, self.dense)
-            if self.headwise is None
-            else self.headwise.apply(model, check_weights=self.check_weights, strict=True)
-        )
+        if self.headwise is None:
+            return dense(model, self.dense)
+        return self.headwise.apply(model, check_weights=self.check_weights, strict=True)
 
     def asked(self, model: Any) -> AbstractContextManager[object]:
-        """The same where prompts are answered: what sdpa prefills Headwise's kernel decodes, many
-        times as fast."""
+        """Put the method on the model to answer prompts.
+
+        Headwise's kernel decodes what sdpa prefills, many times as fast.
+        """
         plain = self.applied is None and self.headwise is None and self.dense == MODEL
-        own = str(text_config(model)._attn_implementation)
-        return choosing(model, None) if plain and own == "sdpa" else self.apply(model)
+        if plain and str(text_config(model)._attn_implementation) == "sdpa":
+            return choosing(model, None)
+        return self.apply(model)
 
     def cache(self, model: Any) -> Any:
-        """An empty cache to prefill and decode with."""
+        """Make an empty cache to prefill and decode with."""
         from transformers import DynamicCache
 
         if self.headwise is None:
             return DynamicCache(config=text_config(model))
         made = self.headwise.new_cache(model, offload=self.offload)
-        return self.changed(made) if self.changed else made
+        if self.changed is not None:
+            made = self.changed(made)
+        return made
 
 
 def of_policy(loaded: LoadedModel, name: str, kind: CacheKind | None) -> Method:
-    """Dense attention by Headwise's kernel, and layers that do not slide under one policy; None
-    keeps everything."""
-    made = None if kind is None else with_policy(loaded, kind.policy)
+    """Method of dense attention by Headwise's kernel over a cache of one policy.
+
+    kind: the policy of all layers that are no sliding-window layers; None keeps everything.
+    """
+    if kind is None:
+        return Method(name=name, make=lambda: None, identity=digest(name, None), dense=KERNEL)
+    served = with_policy(loaded, kind.policy)
+    changed = None
+    if kind.random:
+        assert isinstance(kind.policy, SnapKV)
+        changed = partial(drawing, record=kind.policy)
     return Method(
         name=name,
-        make=lambda: made,
-        identity=digest(name, None if kind is None else kind.policy.model_dump()),
-        evicts=kind is not None,
+        make=lambda: served,
+        identity=digest(name, kind.policy.model_dump()),
+        evicts=True,
         dense=KERNEL,
-        changed=None if kind is None else kind.changed,
+        changed=changed,
     )
 
 
 def digest(*parts: Any) -> str:
-    """A short hash of parts that JSON can hold."""
+    """Hash parts that JSON can hold, in 16 hexadecimal digits."""
     return hashlib.sha256(canonical_json(list(parts))).hexdigest()[:16]

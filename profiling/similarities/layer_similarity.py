@@ -1,5 +1,4 @@
-"""Measures the similarity of layers on prompts of several tasks: OmniKV, section 3.1 and Figures
-1c, 6 and 8.
+"""Measures the similarity of layers: OmniKV, section 3.1 and Figures 1c, 6 and 8.
 
 Shapes: L layers of the model, N of them measured.
 """
@@ -7,86 +6,29 @@ Shapes: L layers of the model, N of them measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from artifacts import HeadwiseError
-from artifacts.cli import arguments
-from artifacts.cli.options import at_least, check_ranges, option, shared
 from profiling.environment import environment
 from profiling.inside.decode_capture import StepInputs, capture_decode
 from profiling.inside.residual import ResidualStream
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
-from profiling.prompts.prompt import TASKS, Find, Prompt, Task, digest, make_prompts, parse_task
+from profiling.prompts.prompt import Find, Prompt, Task, digest, make_prompts, parse_task
 from profiling.prompts.tokens import Encoder
+from profiling.similarities.config import DEFAULT_LENGTH, DEFAULT_TOP_K, TAIL, SimilarityConfig
 from profiling.similarities.mass import ability, agreement
-from profiling.similarities.similarity_meter import FROZEN, TAIL, Meter, worst_of
-from profiling.similarities.similarity_profile import FORMAT, Profile, file_name
+from profiling.similarities.similarity_meter import FROZEN, Meter, worst_of
+from profiling.similarities.similarity_profile import FORMAT, Profile
 from runtime.fingerprint import fingerprint
 
-DEFAULT_TASKS = ("multi_hop", "two_stage_retrieval", "kv_retrieval")
-DEFAULT_LENGTH = 4096
-# OmniKV's own budget, and in a short prompt the share that it is of a usual one.
-DEFAULT_TOP_K = 2048
+# The share of a short prompt that the default top-k is of a usual one.
 _SHARE = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimilarityConfig:
-    """What to measure; None takes the default that depends on the model or the length."""
-
-    model: str = shared(arguments.add_model)
-    tasks: tuple[str, ...] = shared(
-        arguments.add_task,
-        f"prompts to decode (default {' '.join(DEFAULT_TASKS)})",
-        default=DEFAULT_TASKS,
-    )
-    length: int | None = shared(
-        arguments.add_length,
-        f"tokens of a prompt (default {DEFAULT_LENGTH})",
-        default=None,
-        within=at_least(4 * TAIL),
-    )
-    samples: int = option("prompts of each task", default=2, within=at_least(1))
-    steps: int = option("decode steps of each prompt", default=32, within=at_least(1))
-    top_k: int | None = option(
-        f"tokens that a layer chooses (default {DEFAULT_TOP_K}, at most an eighth of the prompt)",
-        default=None,
-        within=at_least(1),
-        advanced=True,
-    )
-    seed: int = shared(arguments.add_seed, default=0)
-    greedy: bool = option(
-        "follow the model's own tokens from the first, not the expected answer or the text as far "
-        "as known",
-        default=False,
-        action="store_true",
-        advanced=True,
-    )
-    dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="cpu")
-    revision: str | None = shared(arguments.add_revision, default=None)
-    beyond_positions: bool = option(
-        "allow a --length over the model's positions",
-        default=False,
-        action="store_true",
-        advanced=True,
-    )
-    command: str = ""
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-        if not self.tasks:
-            raise HeadwiseError(f"no task given; known: {TASKS}")
-        names = [file_name(parse_task(task).name) for task in self.tasks]
-        for name in names:
-            if names.count(name) > 1:
-                raise HeadwiseError(f"two tasks are called {name!r}: give each a name of its own")
 
 
 def measure(
@@ -140,8 +82,7 @@ def measure(
 
 
 def resolve(config: SimilarityConfig, name: str, max_positions: int) -> SimilarityConfig:
-    """Fill in the defaults; refuse a length past the model's positions and a top-k that is no
-    choice."""
+    """Fill in the defaults; refuse lengths past the positions and a top-k of all tokens."""
     room = max_positions - config.steps
     length = config.length or min(DEFAULT_LENGTH, room)
     if length > room and not config.beyond_positions:
@@ -160,8 +101,7 @@ def resolve(config: SimilarityConfig, name: str, max_positions: int) -> Similari
 
 
 def prompt_length(config: SimilarityConfig, task: Task) -> int:
-    """Tokens of a prompt, once `resolve` has settled them; those of a text are followed by what
-    stands there."""
+    """Tokens of a prompt after `resolve`; a text's are followed by its next tokens."""
     assert config.length is not None
     return config.length + (config.steps if task.kind == "text" else 0)
 
@@ -181,7 +121,7 @@ def prompts_of(config: SimilarityConfig, tokenizer: Any) -> dict[str, list[Promp
 
 
 def depends_on(config: SimilarityConfig, prompt: Prompt) -> dict[str, Any]:
-    """What decoding a prompt gives depends on besides the model: of a unit of a ledger."""
+    """Collect all that a prompt's figures depend on besides the model."""
     names = ("length", "steps", "top_k", "greedy", "dtype", "device")
     own = {"prompt": digest([prompt]), "finds": [asdict(find) for find in prompt.finds]}
     return {**{name: getattr(config, name) for name in names}, **own}
@@ -194,7 +134,7 @@ def _kept(
     ledger: Ledger | None,
     shown: Phase,
 ) -> dict[str, Any]:
-    """What a prompt gave: out of the ledger, or measured and put there."""
+    """Read a prompt's figures from the resume file, or measure and keep them."""
     if ledger is None:
         return _figures(_decode(config, loaded, prompt, shown))
     unit = ledger.unit("similarity", depends_on(config, prompt))
@@ -206,7 +146,7 @@ def _kept(
 
 
 def _figures(meter: Meter) -> dict[str, Any]:
-    """What a meter has added up, as plain data."""
+    """Return the sums of a meter as plain data."""
     return {
         "layers": meter.layers,
         "sliding": meter.sliding,
@@ -219,7 +159,7 @@ def _figures(meter: Meter) -> dict[str, Any]:
 
 
 class Watcher(Protocol):
-    """What looks on while a prompt is decoded: see capture_decode."""
+    """Hooks that are called while a prompt is decoded: see capture_decode."""
 
     def visit(self, step: int, inputs: StepInputs) -> None: ...
 
@@ -252,8 +192,7 @@ def watched(
     shown: Phase,
     make: Callable[[ResidualStream, list[Find | None]], W],
 ) -> W:
-    """Decode a prompt as the configuration says, watched by what `make` makes of the stream and
-    each step's find."""
+    """Decode a prompt, hooked by what `make` makes of the stream and each step's find."""
     assert config.length is not None
     expected = list(_expected(Encoder(loaded.tokenizer), prompt))
     finds = [find for _, find in expected[: config.steps]]
@@ -282,8 +221,7 @@ def watched(
 
 
 def continuation(config: SimilarityConfig, tokenizer: Any, prompt: Prompt) -> list[int]:
-    """The tokens that are known to follow a prompt: the expected answer, or what stands there in a
-    text."""
+    """Tokens known to follow a prompt: the expected answer, or a text's next ones."""
     assert config.length is not None
     expected = [token for token, _ in _expected(Encoder(tokenizer), prompt)]
     return expected + list(prompt.input_ids[config.length :])

@@ -1,8 +1,8 @@
-"""How much of a layer's attention lies on the tokens that another layer ranks first: OmniKV's layer
-similarity.
+"""Attention of a layer on the tokens that another ranks first: OmniKV's layer similarity.
 
 Shapes: L layers, N of them measured (in order), K keys, k chosen keys, T tasks, H query heads, G KV
-heads, E value dim."""
+heads, E value dim.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 def kept(means: Tensor, chosen: Tensor) -> Tensor:
-    """S[i, j] = attention of layer j on the keys that layer i chose, (N, N) fp64 (OmniKV, section
-    3.1).
+    """Compute S[i, j], layer j's attention on keys that layer i chose, (N, N) fp64.
 
     means: (N, K), each layer's attention averaged over its query heads; chosen: (N, k) key
-    positions."""
+    positions.
+    """
     # Row by row: all at once would gather N x N x k.
     return torch.stack([means[:, keys].sum(1, dtype=torch.float64) for keys in chosen])
 
@@ -40,16 +40,14 @@ def attended(probabilities: Tensor, v: Tensor, keys: Tensor | None = None) -> Te
 
 
 def covered(span: tuple[int, int], chosen: Tensor) -> Tensor:
-    """Share of the positions of a half-open span that each layer's chosen keys (N, k) hold, (N)
-    fp64."""
+    """Compute the fraction of a span that each layer's chosen keys (N, k) hold, (N) fp64."""
     return ((chosen >= span[0]) & (chosen < span[1])).sum(1, dtype=torch.float64) / (
         span[1] - span[0]
     )
 
 
 def ability(mass: np.ndarray, reach: int) -> np.ndarray:
-    """Filtering ability (OmniKV, Figure 6a): what a layer's choice keeps on average over the
-    `reach` layers after it.
+    """Compute filtering ability (OmniKV, Figure 6a): mean kept by the `reach` layers after.
 
     mass: (L, L), NaN where not measured. Returns (L), NaN where no layer was measured within reach.
     """
@@ -62,8 +60,7 @@ def ability(mass: np.ndarray, reach: int) -> np.ndarray:
 
 
 def agreement(masses: Sequence[np.ndarray]) -> np.ndarray:
-    """Correlation of the similarity of each layer to each later one between tasks, (T, T); NaN
-    where it is constant.
+    """Correlate layer similarities between tasks, (T, T); NaN where they are constant.
 
     masses: one (L, L) a task, NaN where not measured.
     """

@@ -18,11 +18,9 @@ from torch import Tensor
 from profiling.inside.decode_capture import StepInputs
 from profiling.inside.residual import ResidualStream
 from profiling.prompts.prompt import Find
+from profiling.similarities.config import TAIL
 from profiling.similarities.mass import attended, covered, kept
 
-# The prompt's last queries, which tell what an eviction method would keep: as many as OmniKV's
-# selector looks at.
-TAIL = 16
 # Share of the prompt that is frozen for the variability (OmniKV, Figure 1c).
 FROZEN = 0.25
 # Share of a prompt's steps that are its worst.
@@ -30,7 +28,7 @@ WORST = 0.125
 
 
 def worst_of(steps: int) -> int:
-    """How many of so many steps are the worst."""
+    """Number of the worst among so many steps."""
     return math.ceil(WORST * steps)
 
 

@@ -1,5 +1,4 @@
-"""The similarity profile: what headwise similarity measured, as arrays with what is needed to
-repeat them.
+"""The similarity profile: arrays of headwise similarity, and settings to repeat them.
 
 Shapes: L layers of the model; arrays hold NaN for layers that slide or have no attention. G KV
 heads, T tasks, N steps.
@@ -30,7 +29,7 @@ import numpy as np
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from artifacts.files import atomic_write
-from profiling.csv_text import csv_text
+from profiling.pictures.drawing import csv_text
 
 FILE = "similarity.safetensors"
 FORMAT = 5
@@ -38,8 +37,10 @@ FORMAT = 5
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Profile:
-    """Arrays by the names above; `about` has model, layers, tasks with their prompts' sha256,
-    settings and versions."""
+    """Arrays by the names above.
+
+    about: model, layers, tasks with their prompts' sha256, settings and versions.
+    """
 
     arrays: dict[str, np.ndarray]
     about: dict[str, Any]
@@ -101,8 +102,7 @@ class Profile:
 
 
 def save_profile(profile: Profile, folder: Path) -> list[Path]:
-    """Write similarity.safetensors and a CSV for each array into a folder that exists; returns the
-    paths."""
+    """Write similarity.safetensors and a CSV for each array; return the paths."""
     from safetensors.numpy import save
 
     arrays = {
@@ -123,8 +123,7 @@ def file_name(name: str) -> str:
 
 
 def _csv(profile: Profile, name: str, array: np.ndarray) -> str:
-    """A header and a line for each layer (or task): its number and its values, empty where not
-    measured."""
+    """Make a CSV: a line for each layer (or task), empty where not measured."""
     kind = name.partition(".")[0]
     places = product(range(profile.num_layers), range(array.shape[-1]))
     by_head = [f"layer {layer} head {head}" for layer, head in places]

@@ -1,5 +1,4 @@
-"""Times sparse attention, its index build and both dense attentions at one size; refuses to where a
-result is wrong.
+"""Times sparse attention, its index build and both dense attentions, of right results only.
 
 Shapes: B batch (1 here), H query heads, G KV heads, S length, D head dim.
 """
@@ -20,6 +19,7 @@ from kernels.attention import reference, sparse_attention
 from kernels.index import SparseIndex, num_rows
 from kernels.patterns import LayerPlan, Pattern, make
 from profiling.speed.baselines import KERNEL, MODEL, Speedup, speedup
+from profiling.speed.config import Size
 from profiling.speed.latency import in_turn, medians
 
 # Largest error that still counts as right, in rounding steps of the dtype at the largest output.
@@ -35,31 +35,6 @@ _HEAVY = 1 / 256
 # 1 / e.
 _PHASE = 2.0
 _REACH = 1 / 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """What is timed, whatever the pattern; dtype by torch's name. past: tokens before, whose keys
-    are there."""
-
-    length: int
-    head_dim: int
-    heads: int
-    kv_heads: int
-    dtype: str
-    device: str
-    seed: int = 0
-    past: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("length", "head_dim"):
-            if (value := getattr(self, name)) < 1:
-                raise HeadwiseError(f"{name.replace('_', ' ')} must be at least 1, got {value}")
-
-    @property
-    def dense_flops(self) -> float:
-        """Both products over the causal half, and over the past."""
-        return 2.0 * (self.length**2 + 2 * self.length * self.past) * self.heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +55,7 @@ class Speed:
     build_seconds: float
 
     def over(self, seconds: float) -> Speedup:
-        """How many times as fast something that takes so long is as each dense attention."""
+        """Speed-up of something that takes so long over each dense attention."""
         return speedup([seconds], {MODEL: [self.sdpa_seconds], KERNEL: [self.kernel_seconds]})
 
 
@@ -96,8 +71,7 @@ def patterns_for(length: int, density: float) -> list[Pattern]:
 
 
 def paper_patterns() -> list[Pattern]:
-    """The sizes that MInference 1.0 names, whatever the length (section 3 and the search space of
-    Algorithm 1)."""
+    """Patterns of the sizes that MInference 1.0 names (section 3 and Algorithm 1)."""
     return [
         make("a_shape", sink=1024, window=4096),
         make("vertical_slash", vertical=1000, slash=6096),
@@ -106,12 +80,12 @@ def paper_patterns() -> list[Pattern]:
 
 
 def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
-    """q (1, H, S, D), k and v (1, G, past + S, D): noise over what real heads show, nearness and a
-    few heavy columns.
+    """Make q (1, H, S, D), k and v (1, G, past + S, D): noise, nearness and heavy columns.
 
     A phase makes logits fall with distance, a shared direction makes some keys heavy. In plain
     noise the best diagonals lie scattered, each in two tiles of every row: vertical-slash would be
-    timed at a density that no model gives it."""
+    timed at a density that no model gives it.
+    """
     length = size.past + size.length
     generator = torch.Generator(size.device).manual_seed(size.seed)
 
@@ -137,8 +111,7 @@ def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int) -> list[Speed]:
-    """Time every pattern and both dense attentions in turn, in one run: torch's fastest kernel, and
-    Headwise's.
+    """Time every pattern and both dense attentions, interleaved in one run.
 
     Raises:
         HeadwiseError: a result is not that of the fp32 reference.
@@ -175,8 +148,7 @@ def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int) -> list[Sp
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """torch's dense attention: on a GPU each kernel that takes the call, since none is the fastest
-    on all."""
+    """torch's dense attention; on a GPU each kernel that takes the call."""
 
     # Behind a past the causal mask ends at the last key.
     past = k.shape[2] > q.shape[2]
@@ -202,8 +174,9 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, name: str) -> None:
-    """Compare the first head's first and last queries with the fp32 reference (behind a past the
-    last): no wrong speed.
+    """Compare the first head's first and last queries with the fp32 reference.
+
+    Behind a past only the last ones.
 
     Raises:
         HeadwiseError: the largest error, and what rounding would explain.

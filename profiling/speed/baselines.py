@@ -1,18 +1,19 @@
-"""Both dense attentions that a speed-up is against: the model's own and Headwise's kernel over
-every key.
+"""Dense baselines of a speed-up: the model's own attention, and Headwise's dense kernel.
 
 A speed-up is quoted against the faster of the two, the fastest dense baseline, then against the
-default attention."""
+default attention.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from math import comb
 from typing import Any
 
-from profiling.speed.ratios import LEAST, ratio_of_pairs
-from runtime import apply_dense
+from artifacts import HeadwiseError
 
 # The names of both among the methods of a measurement.
 MODEL = "dense"
@@ -28,11 +29,47 @@ EVIDENCE = {MODEL: "dense attention by sdpa", KERNEL: "dense attention by Headwi
 # The columns of a table that has a speed-up, as `cells` fills them.
 COLUMNS = ("x fastest dense", "x sdpa")
 
+# Pairs of which the smallest and the largest ratio hold the median in 95 of 100 measurements: 1 -
+# 2^(1 - n).
+LEAST = 6
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A median of ratios, and bounds that hold the true median in at least 95 of 100 measurements.
+
+    Of fewer than LEAST pairs no bounds do: they are the smallest and the largest ratio.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+def ratio_of_pairs(these: Sequence[float], those: Sequence[float]) -> Ratio:
+    """Compute the median ratio of paired times, with bounds by order statistics (sign test).
+
+    Raises:
+        HeadwiseError: none, or not as many of the one as of the other.
+    """
+    if not these or len(these) != len(those):
+        raise HeadwiseError(
+            f"{len(these)} and {len(those)} times cannot be paired: give as many of both, at least "
+            f"1"
+        )
+    ratios = sorted(a / b for a, b in zip(these, those, strict=True))
+    count = len(ratios)
+    rank = 0
+    # The true median is below the r-th smallest of n where fewer than r are below it: a binomial's
+    # tail, on both sides.
+    while 2 * sum(comb(count, few) for few in range(rank + 2)) <= 0.05 * 2**count:
+        rank += 1
+    return Ratio(statistics.median(ratios), ratios[rank], ratios[count - 1 - rank])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """How many times as fast something is as each dense attention that was timed beside it, by its
-    name.
+    """Speed-up over each dense attention that was timed in the same rounds, by its name.
 
     bounds: of each the interval of speed.ratios, where there are rounds. rounds: how many.
     """
@@ -48,18 +85,21 @@ class Speedup:
 
     @property
     def value(self) -> float:
-        """How many times as fast as the fastest dense baseline."""
+        """Speed-up over the fastest dense baseline."""
         return self.over[self.fastest]
 
 
 def dense(model: Any, name: str) -> AbstractContextManager[object]:
     """A model at work by the dense attention of that name, MODEL or KERNEL, until it is left."""
-    return apply_dense(model) if name == KERNEL else nullcontext()
+    if name != KERNEL:
+        return nullcontext()
+    from runtime import apply_dense
+
+    return apply_dense(model)
 
 
 def speedup(seconds: Sequence[float], dense: Mapping[str, Sequence[float]]) -> Speedup:
-    """Medians over rounds of the ratios of dense seconds to these, which were taken in the same
-    rounds.
+    """Compute median ratios of dense seconds to these, round by round.
 
     One round has no bounds.
     """
@@ -74,8 +114,7 @@ def speedup(seconds: Sequence[float], dense: Mapping[str, Sequence[float]]) -> S
 
 
 def of_rounds(seconds: Mapping[str, Sequence[float]], name: str) -> Speedup:
-    """The speed-up of one of several methods that were timed in turn, both dense ones among
-    them."""
+    """Compute the speed-up of one of several interleaved methods, both dense ones among them."""
     return speedup(
         seconds[name], {each: seconds[each] for each in (MODEL, KERNEL) if each in seconds}
     )
@@ -89,8 +128,7 @@ def cells(found: Speedup | None) -> tuple[str, str]:
 
 
 def sentence(found: Speedup) -> str:
-    """A speed-up in words with its bounds: `1.69 times as fast (1.60 to 1.75) as the fastest dense
-    baseline, ...`."""
+    """Say a speed-up with its bounds: `1.69 times as fast (1.60 to 1.75) as ...`."""
     said = _times(found, found.fastest, "the fastest dense baseline")
     if MODEL in found.over:
         said += ", " + _times(found, MODEL, "default attention (sdpa)")
@@ -102,8 +140,7 @@ def sentence(found: Speedup) -> str:
 
 
 def rows(seconds: Mapping[str, float]) -> list[str]:
-    """Lines of seconds: by the default attention, by Headwise's kernel over every key, and by
-    Headwise."""
+    """Lines of seconds: default attention, Headwise's dense kernel, and Headwise."""
     return [
         f"  {label:<34}{seconds[name]:>9.3f} s" for name, label in LABELS.items() if name in seconds
     ]

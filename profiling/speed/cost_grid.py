@@ -1,61 +1,20 @@
-"""Measures what attention costs on a device: seconds by pattern, density, length, head dim and
-dtype, as a table."""
+"""Measures a device's cost table: seconds by pattern, density, length, head dim and dtype."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from artifacts import HeadwiseError
 from kernels import dispatch
 from kernels.patterns import KINDS
 from profiling.environment import environment
 from profiling.ledger import Ledger
 from profiling.progress import phase
-from profiling.speed.attention_speed import Size, Speed, measure, patterns_for
+from profiling.speed.attention_speed import Speed, measure, patterns_for
+from profiling.speed.config import Grid, Size
 from profiling.speed.cost_table import Cost, CostTable, save
-
-# Below this length dense attention serves anyway.
-DEFAULT_LENGTHS = {"cpu": (2048, 4096, 8192, 16_384), "cuda": (8192, 32_768, 131_072, 524_288)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """Every combination is measured; heads are pairs of query and KV heads."""
-
-    device: str
-    lengths: tuple[int, ...]
-    head_dims: tuple[int, ...]
-    heads: tuple[tuple[int, int], ...]
-    dtypes: tuple[str, ...]
-    densities: tuple[float, ...]
-    repeats: int
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.lengths) < 256:
-            raise HeadwiseError(
-                f"--length must be at least 256 with --costs, got {min(self.lengths)}"
-            )
-
-    def sizes(self) -> Iterator[Size]:
-        """Short ones first: an interrupted table is of use."""
-        for length, head_dim, (heads, kv_heads), dtype in itertools.product(
-            self.lengths, self.head_dims, self.heads, self.dtypes
-        ):
-            yield Size(
-                length=length,
-                head_dim=head_dim,
-                heads=heads,
-                kv_heads=kv_heads,
-                dtype=dtype,
-                device=self.device,
-                seed=self.seed,
-            )
 
 
 def run(grid: Grid, out: Path, *, command: str, fresh: bool = False) -> CostTable:

@@ -18,7 +18,8 @@ from artifacts import Artifact, DeviceCosts, HeadwiseError
 from artifacts.errors import shorten
 from artifacts.files import atomic_write
 from artifacts.store.arrays import columns
-from profiling.speed.attention_speed import Size, Speed
+from profiling.speed.attention_speed import Speed
+from profiling.speed.config import Size
 
 FORMAT = 1
 _NAMED = ("pattern", "dtype")
@@ -62,7 +63,7 @@ class CostTable:
     costs: tuple[Cost, ...]
 
     def has(self, pattern: str) -> bool:
-        """Whether anything was measured for this kind of pattern."""
+        """True if anything was measured for this kind of pattern."""
         return any(cost.pattern == pattern for cost in self.costs)
 
     def seconds(
@@ -85,8 +86,7 @@ class CostTable:
     def line(
         self, pattern: str, *, length: int, head_dim: int, dtype: str
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What was measured of one head: tiles, ascending, and seconds, as they would be at
-        `length` tokens.
+        """Read one head's measurements: ascending tiles and their seconds at `length` tokens.
 
         From the nearest length by ratio: seconds and tiles both go with the rows, for the same
         tiles a row.
@@ -105,8 +105,7 @@ class CostTable:
         return x, y
 
     def dense_seconds(self, *, length: int, head_dim: int, dtype: str, heads: int) -> float:
-        """Headwise's kernel over every key for `heads` query heads, from the nearest length by the
-        square of both."""
+        """Seconds of the dense kernel, from the nearest length by the square of both."""
         rows = [c for c in self.costs if (c.head_dim, c.dtype) == (head_dim, dtype)]
         near = self._nearest(rows, length, f"head dim {head_dim} in {dtype}")
         per_head = float(np.median([c.dense_seconds / c.heads for c in near]))
@@ -202,8 +201,7 @@ def embedded(artifact: Artifact, arrays: Mapping[str, np.ndarray]) -> tuple[Cost
 def attach(
     artifact: Artifact, arrays: Mapping[str, np.ndarray], table: CostTable
 ) -> tuple[Artifact, dict[str, np.ndarray]]:
-    """The artifact with one more device's table, or a newer one of a device and backend that it has
-    already.
+    """Put one device's table into the artifact, in place of an older one of that device.
 
     Raises:
         HeadwiseError: the search's objective is made of that device's table, so it has to stay.

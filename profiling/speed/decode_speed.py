@@ -1,5 +1,4 @@
-"""Times one token's decode attention, over all keys and over chosen ones, and refuses to where a
-result is wrong.
+"""Times one token's decode attention over all and over chosen keys, of right results only.
 
 Shapes: B batch (1 here), H query heads, G KV heads, K key length, C chosen keys, D head dim.
 """
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from kernels.decode import Decoded, decode_attention
-from profiling.speed.attention_speed import Size
 from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, speedup
+from profiling.speed.config import Size
 from profiling.speed.latency import in_turn, medians
 
 # Largest error that still counts as right, in rounding steps of the dtype at the largest output.
@@ -90,8 +89,7 @@ def decode_cells(size: Size, speed: DecodeSpeed) -> list[str]:
 
 @torch.no_grad()
 def measure_decode(size: Size, *, chosen: int, repeats: int) -> DecodeSpeed:
-    """Time dense SDPA, all keys, and `chosen` random keys of each KV head, without and with scores,
-    in turn in one run.
+    """Time dense SDPA, all keys, and `chosen` random keys of each KV head, interleaved.
 
     Every call follows others that read as much: what a model's other layers and weights leave of
     the processor's caches.
@@ -138,8 +136,7 @@ def measure_decode(size: Size, *, chosen: int, repeats: int) -> DecodeSpeed:
 
 
 def _in_torch(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """One query's dense attention in torch, as models call it and in two ways that share a KV
-    head's keys."""
+    """One query's dense attention in torch, as models call it and in two shared-key ways."""
     # The query heads of a KV head as queries of one head: the same for a query that sees every key.
     rows = q.view(1, k.shape[1], -1, q.shape[-1])
     scale = q.shape[-1] ** -0.5

@@ -1,5 +1,4 @@
-"""Wall time of alternatives, measured side by side so that a noisy machine is noisy for all of
-them."""
+"""Wall time of alternatives, interleaved so that a noisy machine is noisy for all."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ def interleaved(
     repeats: int,
     device: str,
 ) -> dict[str, list[float]]:
-    """Seconds of `run` in each context, `repeats` times in turn after one untimed round; entering
-    one is not timed.
+    """Time `run` in each context, `repeats` interleaved rounds after one untimed round.
 
     With 0 repeats there is one round, and it is timed: a rehearsal has no more to find out.
     """
@@ -63,8 +61,7 @@ def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
 
 @torch.no_grad()
 def prefill(model: Any, ids: torch.Tensor) -> None:
-    """One prefill as serving does it: the cache is filled, only the last token's logits are
-    computed."""
+    """Prefill as serving does: the cache is filled, only the last logits are computed."""
     model(input_ids=ids, use_cache=True, logits_to_keep=1)
 
 

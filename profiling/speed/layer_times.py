@@ -1,8 +1,9 @@
-"""What attention takes on this machine: allocations, and dense attention.
+"""Seconds of attention on this machine: allocations of patterns, and dense attention.
 
 Every measurement is of one layer's attention with its index builds, on the inputs that it has in
 serving, with all that is compared taking turns. Dense attention by our kernel is among them: the
-anchor, by which a machine that became slower or faster in between is known."""
+anchor, by which a machine that became slower or faster in between is known.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class Timings:
     layers: tuple[int, ...]
 
     def ratio(self, name: str) -> float:
-        """How many times as fast as the fastest dense baseline."""
+        """Speed-up over the fastest dense baseline."""
         return self.dense / self.seconds[name]
 
     @property
@@ -59,11 +60,13 @@ class Timings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timed:
-    """What is timed of a prompt's first `tokens`: plans by name on so many layers, spread evenly;
-    None: on all.
+    """Plans by name that are timed on a prompt's first `tokens`.
+
+    layers: so many, evenly spread; all if None.
 
     Dense attention is timed on a few of them, as ANCHOR and, with `sdpa`, as SDPA where torch can
-    serve the layer."""
+    serve the layer.
+    """
 
     tokens: int
     plans: Mapping[str, Mapping[int, LayerPlan]]
@@ -80,8 +83,7 @@ def time_layers(
     look: Callable[[LayerInputs], object] = lambda inputs: None,
     backend: str = "auto",
 ) -> list[Timings]:
-    """Time attention on the inputs of one prefill, whose attention is by the first plans of the
-    first that is asked.
+    """Time attention on the inputs of one prefill, which the first plans serve.
 
     What causal layers attend with in a prompt's first tokens is what they would in a prompt of
     these alone, but for what the patterns change before.
@@ -166,8 +168,7 @@ def in_turn(runs: Mapping[str, Callable[[], object]], *, first: bool) -> dict[st
 
 @contextmanager
 def all_threads() -> Iterator[None]:
-    """All of the processor, so that what is measured is what a server will have; what the user set
-    is kept to."""
+    """Use the whole processor, as a server would; the user's setting is kept to."""
     before = torch.get_num_threads()
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -186,7 +187,7 @@ def all_threads() -> Iterator[None]:
 
 
 def spread(some: Sequence[T], count: int | None) -> list[T]:
-    """So many of them, evenly spread; all if None."""
+    """Choose so many, evenly spread; all if None."""
     if count is None or count >= len(some):
         return list(some)
     return [some[at] for at in np.linspace(0, len(some) - 1, count).round().astype(int)]

@@ -1,5 +1,4 @@
-"""How a long stream can be attended to, and what each way makes of a stretch of it (StreamingLLM,
-Figures 3 and 10).
+"""Methods of attending to a long stream (StreamingLLM, Figures 3 and 10).
 
 Shapes: Q tokens of a chunk, V vocabulary.
 """
@@ -17,41 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from artifacts import HeadwiseError, Streaming
-from artifacts.errors import shorten
 from profiling.caches.policies import with_policy
 from profiling.models.loading import LoadedModel
+from profiling.quality.forced import token_losses
+from profiling.streams.config import StreamMethod
 from profiling.streams.tokens import TokenStream
 from runtime import memory_report
-
-METHODS = ("streaming", "window-only", "recomputed", "dense", "original")
-# Logits turned to fp32 at once: a vocabulary is large.
-_ROWS = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamMethod:
-    """A name of METHODS, or streaming:S with S sinks; `whole` is how many tokens it holds, None for
-    all."""
-
-    name: str
-    policy: Streaming | None
-    whole: int | None
-
-    @property
-    def recomputed(self) -> bool:
-        """Whether every token takes a forward over the tokens before it."""
-        return self.policy is None and self.whole is not None
 
 
 @dataclass(kw_only=True)
 class Stretch:
-    """What a method made of some tokens of a stream.
+    """Figures of a method on some tokens of a stream.
 
     nll: sum of -log p of the `tokens` that it predicted; seconds: for `turns`, that is tokens fed
     or forwards made. probed, right: of each token of the probes -log p, and whether it was the
     likeliest (1) or not (0). cache_bytes: of keys and values at the end; process_bytes: of the
-    device, or of the process on the CPU."""
+    device, or of the process on the CPU.
+    """
 
     nll: float = 0.0
     tokens: int = 0
@@ -65,39 +46,6 @@ class Stretch:
     def plain(self) -> dict[str, Any]:
         """For a ledger."""
         return asdict(self)
-
-
-def method_of(name: str, *, sinks: int, window: int) -> StreamMethod:
-    """A method by its name; all but dense hold sinks + window tokens.
-
-    Raises:
-        HeadwiseError: there is none of that name, or its sinks leave no window.
-    """
-    whole = sinks + window
-    kind, colon, count = name.partition(":")
-    if name == "dense":
-        return StreamMethod(name=name, policy=None, whole=None)
-    if name == "recomputed":
-        return StreamMethod(name=name, policy=None, whole=whole)
-    if name == "window-only":
-        return StreamMethod(name=name, policy=Streaming(sinks=0, window=whole), whole=whole)
-    if name == "original":
-        return StreamMethod(
-            name=name,
-            policy=Streaming(sinks=sinks, window=window, positions="original"),
-            whole=whole,
-        )
-    if kind != "streaming" or (colon and not count.isdecimal()):
-        raise HeadwiseError(
-            f"unknown method {shorten(name)}; known: {', '.join(METHODS)}, streaming:SINKS"
-        )
-    if colon:
-        sinks = int(count)
-        if sinks >= whole:
-            raise HeadwiseError(
-                f"{name} leaves no window: sinks and window are {whole} tokens together"
-            )
-    return StreamMethod(name=name, policy=Streaming(sinks=sinks, window=whole - sinks), whole=whole)
 
 
 class Cached:
@@ -147,8 +95,7 @@ class Cached:
 
 
 class Recomputed:
-    """The sliding window with re-computation: a forward over the last tokens for each probe,
-    positions from 0."""
+    """Sliding window with re-computation: a forward for each probe, positions from 0."""
 
     def __init__(self, loaded: LoadedModel, method: StreamMethod, stream: TokenStream) -> None:
         assert method.whole is not None
@@ -182,19 +129,12 @@ class Recomputed:
 
 
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p of the targets, (Q) fp32, and whether each is the likeliest token, (Q) bool, of logits
-    (Q, V)."""
-    pairs = zip(logits.split(_ROWS), targets.split(_ROWS), strict=True)
-    losses = [
-        torch.nn.functional.cross_entropy(rows.float(), wanted, reduction="none")
-        for rows, wanted in pairs
-    ]
-    return torch.cat(losses), logits.argmax(-1) == targets
+    """Compute -log p of targets (Q) fp32, and if each is the likeliest (Q) bool, of (Q, V)."""
+    return token_losses(logits, targets), logits.argmax(-1) == targets
 
 
 def process_bytes(model: Any) -> int | None:
-    """Bytes that torch holds on the model's device, on the CPU those of the process; None where
-    unknown."""
+    """Bytes that torch holds on a GPU, or the process on the CPU; None where unknown."""
     if model.device.type == "cuda":
         return int(torch.cuda.memory_allocated(model.device))
     try:

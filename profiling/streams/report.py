@@ -1,5 +1,4 @@
-"""What came out of a stream: a line for each method, and means over its blocks as JSON, CSV and a
-picture."""
+"""Results of a stream: a row for each method, and means over blocks as JSON, CSV, picture."""
 
 from __future__ import annotations
 
@@ -15,7 +14,9 @@ import numpy as np
 from artifacts.page.layout import aligned
 from profiling.evaluation.intervals import share_of
 from profiling.pictures.drawing import line_style, new_figure, save, save_table
+from profiling.streams.config import Streamed
 from profiling.streams.methods import Stretch
+from profiling.streams.speed import SPEED_ROUNDS
 from profiling.streams.tokens import TokenStream
 
 _MIB = 2**20
@@ -62,7 +63,7 @@ class Series:
         return np.array([value for one in self.stretches for value in one.probed])
 
     def right(self, stream: TokenStream) -> np.ndarray:
-        """Whether every token of a probe was the likeliest, for each probe."""
+        """Tell for each probe if every token was the likeliest."""
         tokens = [value for one in self.stretches for value in one.right]
         starts = np.cumsum([0, *(end - begin for begin, end in stream.probes)])
         return np.array([all(tokens[a:b]) for a, b in pairwise(starts.tolist())])
@@ -126,7 +127,7 @@ def table(rows: Sequence[Row]) -> str:
             "perplexity",
             "last quarter",
             "/ recomputed",
-            "right",
+            "accuracy",
             "ms/token",
             "cache MiB",
             "process MiB",
@@ -150,6 +151,37 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(aligned(lines))
 
 
+def report(config: Streamed, found: Sequence[Row], record: dict[str, Any]) -> str:
+    """The table, and beside it what is not to be read from it."""
+    lines = [table(found)]
+    settings = record["settings"]
+    if settings["repeats"]:
+        lines.append(
+            f"the text is shorter than the stream: it was begun again {settings['repeats']} times"
+        )
+    if "recomputed" in config.methods:
+        what = (
+            "at the answers" if config.task == "stream_eval" else f"at one token in {config.stride}"
+        )
+        lines.append(
+            f"recomputed: {what} only; the ratios are over those of them that are past the window"
+        )
+    if seconds := record["timed"]:
+        middle = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
+        base = middle.get("recomputed")
+        for name, value in middle.items():
+            ratio = (
+                f", {base / value:.1f}x as fast as recomputed"
+                if base and name != "recomputed"
+                else ""
+            )
+            lines.append(
+                f"one by one, {name}: {1e3 * value:.2f} ms a token (median of {SPEED_ROUNDS} "
+                f"rounds){ratio}"
+            )
+    return "\n".join(lines)
+
+
 def _ratio(row: Row) -> str:
     if row.ratio is None:
         return "-"
@@ -165,7 +197,7 @@ def plain(series: Sequence[Series], rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _means(one: Series) -> dict[str, list[float | int | None]]:
-    """By name a value for each block; None where nothing was measured in it."""
+    """Means of each block by name; None where nothing was measured in it."""
     parts = one.stretches
     return {
         "end": list(one.ends),
@@ -181,8 +213,7 @@ def _means(one: Series) -> dict[str, list[float | int | None]]:
 def draw(
     folder: Path, series: Sequence[Series], stream: TokenStream, task: str, caption: str
 ) -> list[Path]:
-    """stream.png, .svg and .csv: log perplexity or accuracy, time per token and memory over the
-    tokens of the stream.
+    """Draw stream.png, .svg and .csv: log perplexity or accuracy, time per token, memory.
 
     As StreamingLLM's Figures 3, 5 and 10.
     """

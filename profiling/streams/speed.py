@@ -1,5 +1,4 @@
-"""Time of one token, one by one, of every method that holds a bounded number of tokens, measured in
-turn."""
+"""Time of one token of every method that holds a bounded number of tokens, interleaved."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import torch
 from profiling.caches.policies import with_policy
 from profiling.models.loading import LoadedModel
 from profiling.speed.latency import interleaved
-from profiling.streams.methods import StreamMethod
+from profiling.streams.config import StreamMethod
 from profiling.streams.tokens import TokenStream
 
 SPEED_ROUNDS = 5
@@ -27,8 +26,7 @@ def speeds(
     whole: int,
     tokens: int,
 ) -> dict[str, list[float]]:
-    """Seconds a token by method and round: of `tokens` fed to a full cache, or of one forward over
-    `whole` tokens."""
+    """Time `tokens` fed to a full cache, or one forward over `whole` tokens, per token."""
     ids = torch.tensor([stream.ids[: whole + 1]], device=loaded.model.device)
     current: list[Callable[[], None]] = []
     contexts = {}

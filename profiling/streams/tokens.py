@@ -1,5 +1,4 @@
-"""What is streamed: the tokens of a long text, or lines with questions about earlier ones
-(StreamEval)."""
+"""Streams: tokens of a long text, or lines with questions about earlier ones (StreamEval)."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class TokenStream:
 
     @property
     def tokens(self) -> int:
-        """How many are fed."""
+        """Number of tokens that are fed."""
         return len(self.ids) - 1
 
     @property
@@ -69,11 +68,11 @@ def text_stream(encode: Encoder, file: Path, tokens: int, stride: int) -> TokenS
 
 
 def stream_eval(encode: Encoder, tokens: int, seed: int) -> TokenStream:
-    """Facts without end, one a line; every 10 lines one of them is asked for that came 20 lines
-    before the newest.
+    """Stream facts, one a line; every 10 lines ask for one 20 lines before the newest.
 
     The stream goes on with the right answer, so that later ones do not suffer from a wrong one. A
-    probe is an answer."""
+    probe is an answer.
+    """
     rng = random.Random(f"{seed} stream_eval")
     ids = [*encode.prefix, *encode(_HEAD)]
     probes = list[tuple[int, int]]()
@@ -111,7 +110,6 @@ def _pieces(encode: Encoder, rng: random.Random) -> Iterator[tuple[Ids, tuple[in
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the start that both share: a piece's tokens may be others where a text goes on
-    after it."""
+    """Length of the common start; a piece may have other tokens where a text goes on."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

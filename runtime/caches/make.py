@@ -17,6 +17,7 @@ from runtime.caches.h2o import H2O
 from runtime.caches.policy import Full, Policy
 from runtime.caches.snapkv import SnapKV
 from runtime.caches.window import Window
+from runtime.headwise import OFFLOADS
 from runtime.layers import (
     attention_layers,
     caches_latents,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from runtime.caches.growing import BankedLayer
 
-OFFLOADS = ("auto", "never", "packed")
 # Every policy, by the kind of its record in artifacts/kv_cache.py.
 POLICIES: dict[str, type[Policy]] = {
     "full": Full,

@@ -8,7 +8,7 @@ from pathlib import Path
 from artifacts import HeadwiseError
 from artifacts.cli import arguments
 from artifacts.cli.options import POSITIVE, at_least, check_ranges, option, shared
-from profiling.similarities.layer_similarity import SimilarityConfig
+from profiling.similarities.config import SimilarityConfig
 from search.decode.filter_layers import Rules
 
 

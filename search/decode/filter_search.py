@@ -11,13 +11,8 @@ import numpy as np
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity
 from profiling.models.loading import LoadedModel, settled
 from profiling.prompts.prompt import Prompt, parse_task
-from profiling.similarities.layer_similarity import (
-    SimilarityConfig,
-    measure,
-    prompt_length,
-    prompts_of,
-    resolve,
-)
+from profiling.similarities.config import SimilarityConfig
+from profiling.similarities.layer_similarity import measure, prompt_length, prompts_of, resolve
 from profiling.similarities.similarity_profile import Profile, load_profile
 from runtime.layers import attention_layers, sliding_layers
 from search.decode.filter_config import FilterSearch

@@ -22,7 +22,7 @@ from artifacts.schema.kv_cache import Policy
 from profiling.caches.budget_curves import BudgetCurves, measure
 from profiling.caches.policies import with_policy, with_section
 from profiling.ledger import Ledger
-from profiling.memory_use.sizes import bytes_of
+from profiling.memory_use.config import bytes_of
 from profiling.models.loading import LoadedModel, settled
 from profiling.progress import phase
 from profiling.prompts.prompt import Prompt, digest, make_prompts

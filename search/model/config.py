@@ -10,7 +10,7 @@ from typing import Literal
 from artifacts import HeadwiseError
 from artifacts.cli import arguments
 from artifacts.cli.options import at_least, check_ranges, option, shared
-from profiling.memory_use.sizes import bytes_of
+from profiling.memory_use.config import bytes_of
 from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, parse_task
 from search.model.limits import Limits
 

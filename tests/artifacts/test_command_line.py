@@ -298,7 +298,7 @@ def test_nothing_is_said_when_the_interpreter_flushes_what_could_not_be_written(
     [
         ("artifacts --help", "yaml"),
         ("runtime.vllm.check --help", "torch"),
-        ("profiling.bench --help", "torch"),
+        ("profiling.doctor", "torch"),
         ("search.heads --model no/such --out cfg.yaml", "torch"),
     ],
 )

@@ -13,7 +13,8 @@ import torch
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, load, save
 from profiling import decode
-from profiling.evaluation.decode_losses import by_position, position_lines
+from profiling.decoding import run as decoding
+from profiling.decoding.losses import by_position, position_lines
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.forced_decode import begin, dense_losses, forced_losses
@@ -379,7 +380,7 @@ def test_an_interrupted_comparison_goes_on(
     options += [str(first), "--beside", str(second), "--json", str(out)]
     decode.main(options)
     whole = json.loads(out.read_text())
-    measure, done = decode._quality, list[str]()
+    measure, done = decoding._quality, list[str]()
 
     def killed(config: Any, loaded: Any, method: Any, *rest: Any) -> Any:
         if method.name == "b" and "killed" not in done:
@@ -388,7 +389,7 @@ def test_an_interrupted_comparison_goes_on(
         done.append(method.name)
         return measure(config, loaded, method, *rest)
 
-    monkeypatch.setattr(decode, "_quality", killed)
+    monkeypatch.setattr(decoding, "_quality", killed)
     out.unlink()
     with pytest.raises(KeyboardInterrupt):
         decode.main(options)

@@ -11,6 +11,7 @@ import pytest
 
 from kernels.native import build
 from profiling import doctor
+from profiling.speed import machine
 
 
 def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +49,7 @@ def test_it_prints_as_it_goes_and_ends_with_the_gain(
             },
         }
 
-    monkeypatch.setattr(doctor, "_dense", measured)
+    monkeypatch.setattr(machine, "_dense", measured)
     assert doctor.main([]) == 0
     before, after = printed[0], capsys.readouterr().out
     assert before.startswith("processor ") and before.endswith("all is well\n")
@@ -64,7 +65,7 @@ def test_the_gain_is_what_the_density_leaves_of_attention() -> None:
         "sparse_cost": 1.0,
         "dtype": "bfloat16",
     }
-    small = [gain for gain in doctor.gains(dense) if gain.model.startswith("135M")]
+    small = [gain for gain in machine.gains(dense) if gain.model.startswith("135M")]
     for gain in small:
         attention = 30 * 9 * 0.1 * (gain.length / 4096) ** 2
         assert gain.dense_s - gain.sparse_s == pytest.approx(attention * (1 - gain.density))
@@ -72,7 +73,7 @@ def test_the_gain_is_what_the_density_leaves_of_attention() -> None:
         gain.dense_s / gain.sparse_s for gain in small
     )
     # Patterns that cost more than all keys are not served.
-    slow = doctor.gains({**dense, "sparse_cost": 100.0})
+    slow = machine.gains({**dense, "sparse_cost": 100.0})
     assert all(gain.sparse_s == gain.dense_s for gain in slow)
 
 
@@ -84,7 +85,7 @@ def test_it_is_loud_about_the_slow_reference(
         find_compiler=lambda: "no C++ compiler found",
         cache_folder=Path,
     )
-    monkeypatch.setattr(doctor, "build", broken)
+    monkeypatch.setattr(machine, "build", broken)
     assert doctor.main([]) == 3
     said = capsys.readouterr().out
     assert (
@@ -95,7 +96,7 @@ def test_it_is_loud_about_the_slow_reference(
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = doctor.dense_attention
+    real = machine.dense_attention
 
     def wrong(*args: Any, **how: Any) -> Any:
         out, lse = real(*args, **how)
@@ -104,17 +105,17 @@ def test_a_kernel_that_is_wrong_or_fails_is_said(monkeypatch: pytest.MonkeyPatch
     def fails(*args: Any, **how: Any) -> Any:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(doctor, "dense_attention", wrong)
-    assert doctor.check()["cpu"] == "the kernel does not agree with the fp32 reference"
-    monkeypatch.setattr(doctor, "dense_attention", fails)
-    assert doctor.check()["cpu"] == "the kernel fails with RuntimeError"
-    found = {"kernels": {"reason": None}, "cache": {"state": "safe"}, "check": doctor.check()}
-    assert list(doctor._wrong(found)) == ["attention on cpu: the kernel fails with RuntimeError"]
+    monkeypatch.setattr(machine, "dense_attention", wrong)
+    assert machine.check()["cpu"] == "the kernel does not agree with the fp32 reference"
+    monkeypatch.setattr(machine, "dense_attention", fails)
+    assert machine.check()["cpu"] == "the kernel fails with RuntimeError"
+    found = {"kernels": {"reason": None}, "cache": {"state": "safe"}, "check": machine.check()}
+    assert list(machine._wrong(found)) == ["attention on cpu: the kernel fails with RuntimeError"]
 
 
 def test_it_sees_a_cache_that_others_can_write_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    assert doctor._state(tmp_path) == "unsafe: others can write to it (mode 777)"
+    assert machine._state(tmp_path) == "unsafe: others can write to it (mode 777)"
     tmp_path.chmod(0o700)
-    assert doctor._state(tmp_path) == "safe, yours alone"
-    assert doctor._state(tmp_path / "none") == "made at first use"
+    assert machine._state(tmp_path) == "safe, yours alone"
+    assert machine._state(tmp_path / "none") == "made at first use"

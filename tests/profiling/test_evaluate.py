@@ -17,9 +17,10 @@ import pytest
 import artifacts
 from artifacts import HeadwiseError
 from artifacts.cli.options import config_of
-from profiling import evaluate
-from profiling.evaluate import main
+from profiling.evaluate import main, parser
 from profiling.evaluation import measure as evaluation
+from profiling.evaluation import run as evaluation_run
+from profiling.evaluation.config import Config
 from profiling.evaluation.page import page
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen
@@ -213,7 +214,7 @@ def test_quick_is_a_first_look_of_few_prefills(
         loaded.model.register_forward_pre_hook(count, with_kwargs=True)
         return loaded
 
-    monkeypatch.setattr(evaluate, "load_model", counting)
+    monkeypatch.setattr(evaluation_run, "load_model", counting)
     record = command("--quick", "--steps", "1")
     # Eight contexts under four methods; three rounds of five, decode of three, one pass for sizes,
     # one for attention. A default search of 8,192 tokens takes as long as 53 dense prefills.
@@ -317,12 +318,12 @@ def test_a_model_with_settings_is_asked_those_tasks(
         replace(row, task="cwe"),
         replace(row, task="fwe", length=1800),
     ]
-    monkeypatch.setattr(evaluate, "settings", lambda model: some if model == "tiny" else [])
+    monkeypatch.setattr(evaluation_run, "settings", lambda model: some if model == "tiny" else [])
 
     def asked(*more: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
         base = [str(searched / "cfg.yaml"), "--model", "elsewhere", "--out", "report"]
-        config = config_of(evaluate.Config, vars(evaluate.parser().parse_args([*base, *more])))
-        quality = evaluate.quality_of(config, artifacts.load(config.configs[0]))
+        config = config_of(Config, vars(parser().parse_args([*base, *more])))
+        quality = evaluation_run.quality_of(config, artifacts.load(config.configs[0]))
         return quality.tasks, quality.lengths
 
     assert asked() == asked("--quick") == (("vt", "cwe", "prose"), (LENGTH,))
@@ -339,7 +340,7 @@ def test_a_model_with_settings_is_asked_those_tasks(
     )
     # What the artifact serves densely there is asked at the length of models without settings.
     monkeypatch.setattr(
-        evaluate, "settings", lambda model: [replace(each, length=20) for each in some]
+        evaluation_run, "settings", lambda model: [replace(each, length=20) for each in some]
     )
     served = artifacts.load(searched / "cfg.yaml").prefill.dense_below
     assert served > 20 and asked() == (("vt", "cwe", "fwe", "prose"), asked("--task", "passkey")[1])

@@ -20,10 +20,13 @@ from profiling.inside.decode_capture import StepInputs
 from profiling.inside.residual import ResidualStream
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
-from profiling.similarities.layer_similarity import SimilarityConfig, measure
-from profiling.similarities.similarity_meter import FROZEN, TAIL, WORST, Meter
-from profiling.similarities.similarity_profile import FILE, save_profile
-from profiling.similarity import Profile, load, main, run
+from profiling.similarities.config import TAIL, SimilarityConfig
+from profiling.similarities.layer_similarity import measure
+from profiling.similarities.run import run
+from profiling.similarities.similarity_meter import FROZEN, WORST, Meter
+from profiling.similarities.similarity_profile import FILE, Profile, save_profile
+from profiling.similarities.similarity_profile import load_profile as load
+from profiling.similarity import main
 from tests.search.conftest import save_tiny
 
 LENGTH, STEPS, TOP = 980, 20, 100

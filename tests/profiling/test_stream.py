@@ -18,12 +18,13 @@ from profiling.evaluation.intervals import share_of
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.prompts.tokens import Encoder
-from profiling.stream import main, report
+from profiling.stream import main
 from profiling.streams import report as stream_report
 from profiling.streams import run as stream_run
-from profiling.streams.methods import Stretch, method_of
-from profiling.streams.report import draw
-from profiling.streams.run import Streamed, run
+from profiling.streams.config import Streamed, method_of
+from profiling.streams.methods import Stretch
+from profiling.streams.report import draw, report
+from profiling.streams.run import run
 from profiling.streams.tokens import TokenStream, stream_eval, text_stream
 from tests.profiling.conftest import tiny
 from tests.profiling.tokenizers import MAKERS, byte_level

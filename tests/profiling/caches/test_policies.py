@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from artifacts import H2O, Full, HeadwiseError, KVCache, Streaming
-from profiling.caches.policies import parse_policy, with_policy, with_section
+from profiling.caches.parsing import parse_policy
+from profiling.caches.policies import with_policy, with_section
 from profiling.models.loading import LoadedModel
 from runtime import memory_report
 from tests.profiling.conftest import tiny

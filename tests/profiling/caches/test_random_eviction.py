@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from artifacts import SnapKV
-from profiling.caches.policies import with_policy
-from profiling.caches.random_eviction import SINKS, drawing
+from profiling.caches.parsing import SINKS
+from profiling.caches.policies import drawing, with_policy
 from profiling.models.loading import LoadedModel
 from tests.profiling.conftest import tiny
 

@@ -14,7 +14,8 @@ import pytest
 
 import artifacts
 from artifacts import HeadwiseError
-from profiling.evaluation.measure import Evaluation, evaluate, open_ledger
+from profiling.evaluation.config import Evaluation
+from profiling.evaluation.measure import evaluate, open_ledger
 from profiling.evaluation.methods import Methods
 from profiling.lm_eval import main
 from profiling.models.loading import load_model, load_tokenizer

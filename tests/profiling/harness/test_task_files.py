@@ -14,7 +14,7 @@ from profiling.harness.task_files import process_choices, process_results, write
 from profiling.models.loading import load_model
 from profiling.prompts.metrics import METRICS, score
 from profiling.prompts.prompt import Find, Prompt, make_prompts, parse_task
-from profiling.quality.answers import negative_log_likelihood
+from profiling.quality.forced import negative_log_likelihood
 from profiling.tasks import main
 from tests.profiling.quality.forcing import trial
 from tests.profiling.quality.test_trials import DENSE

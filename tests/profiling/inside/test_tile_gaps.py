@@ -9,8 +9,8 @@ import torch
 
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
+from profiling.evaluation.matching import tile_gaps
 from profiling.inside.capture import LayerInputs
-from profiling.inside.tile_gaps import tile_gaps
 from tests.kernels.test_skip_softmax import Case, inputs
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from profiling.prompts.prompt import Prompt
+from profiling.quality.answers import ends, new_tokens
 from profiling.quality.contexts import fed, prefilled
 from profiling.quality.forced import ForcedAnswer, answer_ids, asks, forced, scored_answers
 from profiling.quality.method import Method
@@ -34,3 +35,20 @@ def forced_answers(
 def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
     """What the method, which has to be applied to the model, makes of a prompt."""
     return next(trials(model, tokenizer, [prompt], method))[1]
+
+
+def generated(
+    model: Any, tokenizer: Any, prompt: Prompt, cache: Callable[[], Any] | None = None
+) -> str:
+    """The greedy answer by transformers' own generation."""
+    ids = torch.tensor([prompt.input_ids], device=model.device)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens(tokenizer, prompt),
+        do_sample=False,
+        past_key_values=cache() if cache else None,
+        pad_token_id=0,
+        eos_token_id=list(ends(model, tokenizer)),
+    )
+    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()

@@ -14,11 +14,11 @@ import torch
 
 from artifacts import HeadwiseError
 from profiling.prompts.prompt import Find, Prompt, make_prompts
-from profiling.quality.answers import answer, answers, negative_log_likelihood
+from profiling.quality.answers import answer, answers
 from profiling.quality.contexts import PIECE
-from profiling.quality.forced import answer_ids, compared
+from profiling.quality.forced import answer_ids, compared, negative_log_likelihood
 from tests.profiling.conftest import tiny
-from tests.profiling.quality.forcing import forced_answers
+from tests.profiling.quality.forcing import forced_answers, generated
 from tests.profiling.tokenizers import MAKERS, byte_level
 
 
@@ -125,8 +125,11 @@ def test_each_question_is_answered_as_if_it_were_alone(family: str) -> None:
         whole = negative_log_likelihood(model, Prompt(prompt.input_ids + expected, None))
         assert found.nll == pytest.approx(whole[-len(expected) :].tolist(), rel=1e-4, abs=1e-5)
     assert answers(model, tokenizer, prompts, label="") == [
-        answer(model, tokenizer, asking(prompt.input_ids)) for prompt in prompts
+        generated(model, tokenizer, asking(prompt.input_ids)) for prompt in prompts
     ]
+    assert answers(model, tokenizer, prompts, label="", chunk=7) == answers(
+        model, tokenizer, prompts, label=""
+    )
 
 
 def test_ranges_of_the_prompt_itself_are_answers_too() -> None:

@@ -9,11 +9,11 @@ import artifacts
 from profiling.evaluation.methods import Methods
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, make_prompts
-from profiling.quality.answers import answer, negative_log_likelihood
+from profiling.quality.forced import negative_log_likelihood
 from profiling.quality.method import Method
 from profiling.quality.trials import BLOCK
 from runtime.fingerprint import fingerprint
-from tests.profiling.quality.forcing import forced_answers, trial
+from tests.profiling.quality.forcing import forced_answers, generated, trial
 from tests.search.conftest import save_tiny
 
 
@@ -33,7 +33,7 @@ def test_an_answer_is_the_models_greedy_one_and_its_fit_that_of_teacher_forcing(
 ) -> None:
     prompt = make_prompts(task, loaded.tokenizer, length=700, samples=1, seed=3)[0]
     found = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
-    assert found["text"] == answer(loaded.model, loaded.tokenizer, prompt)
+    assert found["text"] == generated(loaded.model, loaded.tokenizer, prompt)
     ((fit,),) = forced_answers(loaded.model, loaded.tokenizer, [prompt])
     assert found["nll"] == pytest.approx(fit.mean, rel=1e-4)
     assert found["token_accuracy"] == pytest.approx(fit.token_accuracy)
@@ -42,7 +42,7 @@ def test_an_answer_is_the_models_greedy_one_and_its_fit_that_of_teacher_forcing(
 
 def test_the_models_own_answer_is_right_where_it_is_the_expected_one(loaded: LoadedModel) -> None:
     blank = Prompt(tuple(range(60, 90)), "x" * 6)
-    own = answer(loaded.model, loaded.tokenizer, blank)[:4]
+    own = generated(loaded.model, loaded.tokenizer, blank)[:4]
     found = trial(loaded.model, loaded.tokenizer, Prompt(blank.input_ids, own), DENSE)
     assert found["score"] == 1.0
 
@@ -96,8 +96,8 @@ def test_a_cache_that_drops_or_chooses_answers_as_it_does_in_generation(
     prompt = make_prompts("passkey", loaded.tokenizer, length=300, samples=1, seed=3)[0]
     with method.apply(loaded.model):
         found = trial(loaded.model, loaded.tokenizer, prompt, method)
-        given = answer(
-            loaded.model, loaded.tokenizer, prompt, cache=lambda: method.cache(loaded.model)
+        given = generated(
+            loaded.model, loaded.tokenizer, prompt, lambda: method.cache(loaded.model)
         )
     assert found["text"] == given
     whole = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
@@ -108,7 +108,7 @@ def test_a_prompt_with_references_alone_is_scored_and_has_no_fit(loaded: LoadedM
     prompt = Prompt(tuple(range(60, 90)), None, metric="all", references=("zzzzzz",), new_tokens=4)
     found = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
     assert (found["score"], found["nll"], found["token_accuracy"]) == (0.0, None, None)
-    assert found["text"] == answer(loaded.model, loaded.tokenizer, prompt)
+    assert found["text"] == generated(loaded.model, loaded.tokenizer, prompt)
 
 
 def test_a_choice_is_right_where_no_wrong_answer_is_as_likely(loaded: LoadedModel) -> None:

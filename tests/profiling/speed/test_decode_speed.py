@@ -11,7 +11,7 @@ import torch
 from artifacts import HeadwiseError
 from kernels.decode import Decoded, decode_attention
 from profiling.speed import decode_speed
-from profiling.speed.attention_speed import Size
+from profiling.speed.config import Size
 from profiling.speed.decode_speed import DECODE_HEADER, decode_cells, measure_decode
 
 SIZE = Size(length=300, head_dim=64, heads=6, kv_heads=2, dtype="float32", device="cpu")

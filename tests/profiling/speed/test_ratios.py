@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
-from profiling.speed.ratios import ratio_of_pairs
+from profiling.speed.baselines import ratio_of_pairs
 
 
 def test_ratios_are_of_pairs() -> None:

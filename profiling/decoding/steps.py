@@ -1,5 +1,4 @@
-"""Methods of decode, and the seconds of a step by each: on a cache of random keys and values,
-interleaved.
+"""Methods of decode, and seconds of a step by each, interleaved.
 
 Shapes: B batch (1 here), G KV heads, K context, D head dim.
 """
@@ -73,8 +72,10 @@ def step_seconds(
     repeats: int,
     batches: Mapping[str, int] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of `steps` tokens of each sequence, the methods interleaved. batches: sequences in a
-    cache; 1 of each."""
+    """Time `steps` tokens of each sequence, the methods interleaved.
+
+    batches: sequences in each method's cache; 1 if None.
+    """
     model = loaded.model
     current: list[Any] = []
 
@@ -109,8 +110,7 @@ def _prefill(model: Any, cache: Any, context: int, seed: int) -> None:
 
 
 def fill(model: Any, cache: Any, context: int, seed: int) -> None:
-    """Random keys and values (1, G, K, D) in every layer, the same for every method, as a long
-    prefill leaves them."""
+    """Fill every layer with random keys and values (1, G, K, D), the same for every method."""
     config = text_config(model)
     heads, kv_heads = heads_of(model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -1,4 +1,4 @@
-"""What tokens lose in decode, method by method: means that are kept, and tables by position.
+"""Losses of tokens in decode by method: means that are kept, and tables by position.
 
 Shapes: T texts, F forced tokens at the end of each (profiling.quality.forced_decode).
 """
@@ -42,8 +42,7 @@ def changed(interval: Interval) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Forced tokens from one place on: their perplexity, and their loss less the dense one, as
-    `apart` says it.
+    """Perplexity of the forced tokens from one position on, and their loss less the dense one.
 
     change: None of dense attention itself.
     """

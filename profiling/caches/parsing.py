@@ -1,0 +1,69 @@
+"""Cache policies as they are typed on a command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from artifacts import HeadwiseError
+from artifacts.schema.kv_cache import POLICY_KINDS, Policy
+
+# First tokens that caches keep, as StreamingLLM does.
+SINKS = 4
+# SnapKV's sizes, and tokens drawn at random.
+RANDOM = "random"
+CACHES = ", ".join((*POLICY_KINDS, f"{RANDOM} (snapkv's fields, tokens drawn by lot)"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheKind:
+    """A policy; random: SnapKV's sizes, but tokens drawn at random."""
+
+    policy: Policy
+    random: bool = False
+
+
+def parse_cache(text: str) -> CacheKind:
+    """Read a policy as `parse_policy` does, or `random` with the fields of snapkv."""
+    kind, colon, fields = text.partition(":")
+    policy = parse_policy(f"snapkv{colon}{fields}" if kind == RANDOM else text)
+    return CacheKind(policy=policy, random=kind == RANDOM)
+
+
+def parse_policy(text: str) -> Policy:
+    """Read a policy such as `h2o`, `streaming:sinks=4,window=1020` or `snapkv:budget=0.25`.
+
+    Raises:
+        HeadwiseError: an unknown kind or field, or a value that cannot be.
+    """
+    kind, _, given = text.partition(":")
+    if kind not in POLICY_KINDS:
+        raise HeadwiseError(f"unknown policy {kind!r}; known: {', '.join(POLICY_KINDS)}")
+    fields: dict[str, Any] = {"kind": kind}
+    for part in filter(None, given.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise HeadwiseError(
+                f"policy {text!r}: {part!r} must be FIELD=VALUE, such as window=1020"
+            )
+        fields[name] = _value(value)
+    try:
+        made: Policy = TypeAdapter(Policy).validate_python(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"][1:2])
+        raise HeadwiseError(
+            f"policy {text!r}: {field}: {first['msg'].removeprefix('Value error, ')}"
+        ) from None
+    return made
+
+
+def _value(text: str) -> int | float | bool | str:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text, text)

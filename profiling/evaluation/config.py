@@ -1,0 +1,238 @@
+"""Options of headwise evaluate, and settings of a run: quality, and times.
+
+Imports no torch, so that a wrong option is refused at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from artifacts import HeadwiseError
+from artifacts.cli import arguments
+from artifacts.cli.options import (
+    POSITIVE,
+    SHARE,
+    Range,
+    arg,
+    at_least,
+    check_ranges,
+    option,
+    shared,
+)
+from profiling.prompts.prompt import DEFAULT_TASKS, parse_task
+
+DEFAULT_METHODS = (
+    "dense",
+    "headwise",
+    "headwise-tail",
+    "vertical_slash",
+    "vertical_slash-tail",
+    "a_shape",
+    "a_shape-tail",
+    "dilated",
+    "strided",
+)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# The task that has a grid of depths.
+GRID = "niah_single_2"
+# Seeds with --minutes.
+LIMITED_SEEDS = 3
+_DEPTHS: Range = (lambda depths: all(0 <= depth <= 1 for depth in depths), "from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Settings of the quality part.
+
+    samples: prompts of each task and length, or contexts with all their questions, and of each
+    depth where there is a grid: of each of `seeds` seeds, from `seed` on.
+
+    share: of a prompt's keys and values that caches under policies keep. density: what single kinds
+    are fitted to and
+        oracles compute; the artifact's own if None. fidelity: also how near each is to dense
+        attention's predictions.
+    """
+
+    tasks: tuple[str, ...] = DEFAULT_TASKS
+    lengths: tuple[int, ...]
+    methods: tuple[str, ...]
+    samples: int = 12
+    depths: tuple[float, ...] = DEPTHS
+    share: float = 0.2
+    density: float | None = None
+    seed: int = 1000
+    seeds: int = 1
+    fidelity: bool = False
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            parse_task(task)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Settings of the speed part: methods that are timed next to both dense attentions.
+
+    repeats: rounds, interleaved. steps: tokens of a round of decode.
+    decode: also tokens after a prompt. memory: also peak memory at the longest length.
+    crossover: also the length from which Headwise is faster.
+    """
+
+    lengths: tuple[int, ...]
+    methods: tuple[str, ...]
+    repeats: int = 5
+    steps: int = 16
+    decode: bool = True
+    memory: bool = True
+    crossover: bool = True
+    low: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run of the command; None takes the default that depends on the rest."""
+
+    configs: tuple[Path, ...] = shared(
+        arguments.add_artifact,
+        "artifacts of one model, such as cfg.yaml",
+        dest="configs",
+        nargs="+",
+    )
+    model: str = shared(arguments.add_model)
+    out: Path = shared(
+        arguments.add_out,
+        "folder of the report: index.html, evaluation.json, the ledger",
+        metavar="FOLDER",
+    )
+    minutes: float | None = option(
+        "ask as many prompts as fit, in place of --samples", default=None, within=POSITIVE
+    )
+    tasks: tuple[str, ...] | None = shared(
+        arguments.add_task,
+        f"what is asked, `all` for all that need no file (default {' '.join(DEFAULT_TASKS)})",
+        default=None,
+    )
+    text: str | None = option(
+        "long text: adds perplexity by position, and is the haystack of the needle", default=None
+    )
+    length: tuple[int, ...] | None = shared(
+        arguments.add_length,
+        "prompt lengths (default: the model's positions)",
+        several=True,
+        default=None,
+    )
+    methods: tuple[str, ...] | None = option(
+        f"`all`, or some of them (default: {' '.join(DEFAULT_METHODS)})", default=None, nargs="+"
+    )
+    samples: int | None = option(
+        "prompts, or contexts, of each task, length, seed and depth of the needle (default 12)",
+        default=None,
+        within=at_least(1),
+    )
+    depths: tuple[float, ...] | None = option(
+        "where the needle lies (default: 0 0.25 0.5 0.75 1)",
+        default=None,
+        nargs="+",
+        type=float,
+        within=_DEPTHS,
+        advanced=True,
+    )
+    fidelity: bool = option(
+        "also agreement with dense attention: answers, tokens, KL, recall",
+        default=False,
+        action="store_true",
+    )
+    share: float = option(
+        "fraction of tokens that caches keep", default=Evaluation.share, within=SHARE, advanced=True
+    )
+    density: float | None = option(
+        "of single kinds and oracles (default: the artifact's own)",
+        default=None,
+        within=SHARE,
+        advanced=True,
+    )
+    seed: int = shared(arguments.add_seed, default=Evaluation.seed)
+    seeds: int | None = option(
+        f"number of seeds, from --seed on (default 1, with --minutes {LIMITED_SEEDS})",
+        default=None,
+        within=at_least(1),
+        advanced=True,
+    )
+    quick: bool = option("few prompts, methods and rounds", default=False, action="store_true")
+    speed_only: bool = option(
+        "seconds to the first token, then of attention alone, and nothing else",
+        default=False,
+        action="store_true",
+    )
+    repeats: int | None = option(
+        "timed rounds, interleaved (default 5)", default=None, within=at_least(1), advanced=True
+    )
+    steps: int = option(
+        "decoded tokens of a timed round", default=Speed.steps, within=at_least(1), advanced=True
+    )
+    speed: bool = arg("--no-speed", default=True, action="store_false", help="quality only")
+    memory: bool = arg(
+        "--no-memory", default=True, action="store_false", help="no peak memory", advanced=True
+    )
+    crossover: bool = arg(
+        "--no-crossover",
+        default=True,
+        action="store_false",
+        help="no search for the crossover",
+        advanced=True,
+    )
+    again: bool = arg(
+        "--time-again",
+        default=False,
+        action="store_true",
+        help="time anew, whatever the ledger has",
+        advanced=True,
+    )
+    sparse_always: bool = option(
+        "use the patterns below the artifact's dense_below too",
+        default=False,
+        action="store_true",
+        advanced=True,
+    )
+    attach: bool = option(
+        "write the summary into the first artifact's evidence", default=False, action="store_true"
+    )
+    set_dense_below: bool = option(
+        "write the crossover into the first artifact",
+        default=False,
+        action="store_true",
+        advanced=True,
+    )
+    fresh: bool = option("discard the ledger", default=False, action="store_true")
+    dtype: str = shared(arguments.add_dtype, default="auto")
+    device: str = shared(arguments.add_device, default="cpu")
+    revision: str | None = shared(arguments.add_revision, default=None)
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.minutes is not None and (
+            self.quick or self.samples is not None or self.text is not None
+        ):
+            raise HeadwiseError(
+                "--minutes chooses the prompts: leave --quick, --samples and --text away (--task "
+                "text:FILE is a text)"
+            )
+        asked = any(
+            each is not None for each in (self.tasks, self.text, self.samples, self.minutes)
+        )
+        others = asked or self.fidelity or self.set_dense_below or not self.speed
+        if self.speed_only and others:
+            raise HeadwiseError(
+                "--speed-only asks nothing: leave --task, --text, --samples, --minutes, "
+                "--fidelity, --no-speed and "
+                "--set-dense-below away"
+            )
+        if self.set_dense_below and (
+            not self.speed or not self.crossover or self.minutes is not None
+        ):
+            raise HeadwiseError(
+                "--set-dense-below needs the crossover: leave --no-speed, --no-crossover and "
+                "--minutes away"
+            )

@@ -1,0 +1,234 @@
+"""Runs headwise evaluate: quality and times of all methods, the report, the artifact's evidence."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from artifacts import Artifact, HeadwiseError, Measurement, load_pair, update
+from artifacts.files import check_writable
+from profiling.evaluation.config import (
+    DEFAULT_METHODS,
+    DEPTHS,
+    GRID,
+    LIMITED_SEEDS,
+    Config,
+    Evaluation,
+    Speed,
+)
+from profiling.evaluation.measure import check_lengths, evaluate, open_ledger, tasks_of
+from profiling.evaluation.method_table import method_names
+from profiling.evaluation.methods import Methods, beside_of
+from profiling.evaluation.page import write_report
+from profiling.evaluation.record import attached, record_of
+from profiling.evaluation.rounds import FIRST, FURTHER, Rounds, places_of
+from profiling.evaluation.times import Times, measure
+from profiling.ledger import Ledger
+from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.prompt import DEFAULT_TASKS
+from profiling.prompts.settings import TEXT, settings, usual_length
+from profiling.speed.baselines import LEAST
+from runtime.fingerprint import check
+
+_QUICK_METHODS = ("dense", "headwise", "vertical_slash", "a_shape")
+_QUICK_LENGTH = 2048
+_QUICK_SAMPLES = 2
+_QUICK_REPEATS = 2
+_QUICK_DEPTHS = (0.0, 0.5, 1.0)
+_QUICK_TASKS = ("line_turns@questions=4", *DEFAULT_TASKS[1:])
+# Of a model's settings the most telling, and a text beside them: as many contexts as of
+# _QUICK_TASKS.
+_QUICK_SETTINGS = 3
+_SPEED_METHODS = ("dense", "headwise")
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Evaluate; write evaluation.json and index.html into the folder, and what else was asked for.
+
+    Returns:
+        What evaluation.json holds.
+
+    Raises:
+        HeadwiseError: anything that the user has to put right.
+    """
+    end = None if config.minutes is None else time.monotonic() + 60 * config.minutes
+    first, *others = config.configs
+    artifact, arrays = load_pair(first)
+    beside = beside_of(others, artifact)
+    quality = quality_of(config, artifact, tuple(beside))
+    if not config.sparse_always and end is None:
+        check_lengths(artifact, quality.lengths)
+    if config.attach or config.set_dense_below:
+        check_writable(first)
+    known = method_names(artifact, beside)
+    for name in quality.methods:
+        if name not in known:
+            raise HeadwiseError(
+                f"unknown method {name!r}; known for this artifact: {', '.join(known)}"
+            )
+    loaded = load_model(
+        config.model, dtype=config.dtype, device=config.device, revision=config.revision
+    )
+    for each in (artifact, *(other.artifact for other in beside.values())):
+        check(each.model, loaded.model)
+    places: list[tuple[str, int]] = []
+    left: list[str] = []
+    if end is not None:
+        served = artifact
+        if config.sparse_always:
+            prefill = artifact.prefill.model_copy(update={"dense_below": 0})
+            served = artifact.model_copy(update={"prefill": prefill})
+        places, left = places_of(loaded.name, served, quality.tasks, quality.lengths)
+        quality = replace(quality, lengths=tuple(sorted({length for _, length in places})))
+    with open_ledger(config.out, fresh=config.fresh) as ledger:
+        methods = Methods(
+            loaded,
+            artifact,
+            arrays,
+            share=quality.share,
+            density=quality.density,
+            beside=beside,
+            ledger=ledger,
+        )
+        if end is None:
+            outcomes = evaluate(quality, loaded, methods, ledger)
+            times = _timed(config, quality, loaded, methods, ledger)
+        else:
+            times = _timed(config, quality, loaded, methods, ledger)
+            rounds = Rounds(quality, loaded, methods, ledger, end)
+            left += rounds.run(places)
+            outcomes = rounds.outcomes
+            quality = replace(
+                quality,
+                tasks=tuple(dict.fromkeys(step.task for step in rounds.prompts)),
+                samples=max(rounds.prompts.values()),
+            )
+    record = record_of(
+        artifact, methods, quality, outcomes, times, loaded=loaded, command=config.command
+    )
+    if config.minutes is not None:
+        record["left_out"] = {"minutes": config.minutes, "what": left}
+    write_report(config.out, record)
+    if config.attach or config.set_dense_below:
+        _write_into(config, record)
+    return record
+
+
+def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -> Evaluation:
+    """Tasks, methods and counts of a run; beside: names of the other artifacts.
+
+    With --minutes tasks and lengths are those that were asked for, which may be none.
+    """
+    quick = config.quick
+    limited = config.minutes is not None
+    known = method_names(artifact, beside)
+    tasks: Sequence[str] = config.tasks or ()
+    lengths: Sequence[int] = config.length or ()
+    samples = config.samples or (_QUICK_SAMPLES if quick else Evaluation.samples)
+    usual: Sequence[str] = _QUICK_METHODS if quick else DEFAULT_METHODS
+    if config.speed_only:
+        usual = _SPEED_METHODS
+        lengths = lengths or [artifact.model.max_positions]
+    elif limited:
+        usual = (*FIRST, *FURTHER)
+    else:
+        tasks, lengths = _asked(config, artifact)
+    if config.text:
+        tasks = [f"{task}:{config.text}" if task == GRID else task for task in tasks]
+        tasks.append(f"text:{config.text}")
+    methods = config.methods or tuple(name for name in usual if name in known)
+    if "all" in methods:
+        methods = known
+    return Evaluation(
+        tasks=tasks_of(tasks),
+        lengths=tuple(sorted(set(lengths))),
+        methods=tuple(dict.fromkeys(("dense", *methods, *beside))),
+        samples=samples,
+        depths=config.depths or (_QUICK_DEPTHS if quick else DEPTHS),
+        share=config.share,
+        density=config.density,
+        seed=config.seed,
+        seeds=config.seeds or (LIMITED_SEEDS if limited else Evaluation.seeds),
+        fidelity=config.fidelity,
+    )
+
+
+def _asked(config: Config, artifact: Artifact) -> tuple[list[str], list[int]]:
+    """Choose tasks and lengths: those asked for, else the model's settings, else the defaults.
+
+    Where the artifact serves that length densely, the length is that of a model without settings.
+    """
+    least = artifact.prefill.dense_below
+    longest = artifact.model.max_positions
+    usual = min(max(_QUICK_LENGTH, least), longest) if config.quick else longest
+    lengths = list(config.length or [usual])
+    rows = [each for each in settings(artifact.model.name) if each.asked]
+    if config.tasks:
+        return list(config.tasks), lengths
+    if not rows:
+        return list(_QUICK_TASKS if config.quick else DEFAULT_TASKS), lengths
+    if not config.length and (known := usual_length(rows)) >= least:
+        rows = [each for each in rows if each.length == known]
+        lengths = [known]
+    if config.quick:
+        rows = rows[:_QUICK_SETTINGS]
+    return [*(each.task for each in rows), TEXT], lengths
+
+
+def _timed(
+    config: Config, quality: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger
+) -> Times | None:
+    if not config.speed:
+        return None
+    short = config.quick or config.speed_only or config.minutes is not None
+    usual = Speed.repeats
+    if config.speed_only or config.minutes is not None:
+        usual = LEAST
+    if config.quick:
+        usual = _QUICK_REPEATS
+    speed = Speed(
+        lengths=quality.lengths,
+        methods=quality.methods,
+        repeats=config.repeats or usual,
+        steps=config.steps,
+        decode=not config.speed_only,
+        memory=config.memory and not short,
+        crossover=config.crossover
+        and "headwise" in quality.methods
+        and (not short or config.set_dense_below),
+    )
+    return measure(
+        speed,
+        loaded,
+        methods,
+        ledger,
+        spec=config.model,
+        revision=config.revision,
+        again=config.again,
+    )
+
+
+def _write_into(config: Config, record: dict[str, Any]) -> None:
+    """Write the evidence, and dense_below where a crossover was found, into the first artifact."""
+    entries = tuple(Measurement(**entry) for entry in attached(record)) if config.attach else ()
+    found = record["crossover"] and record["crossover"]["length"]
+    if config.set_dense_below and found is None:
+        print(
+            "dense_below stays as it is: no length was found from which Headwise is faster",
+            file=sys.stderr,
+        )
+
+    def change(artifact: Artifact, arrays: dict[str, Any]) -> tuple[Artifact, dict[str, Any]]:
+        fields: dict[str, Any] = {}
+        if entries:
+            fields["evidence"] = artifact.evidence.with_measurements(
+                entries, command=config.command
+            )
+        if config.set_dense_below and found is not None:
+            fields["prefill"] = artifact.prefill.model_copy(update={"dense_below": found})
+        return artifact.model_copy(update=fields), arrays
+
+    update(config.configs[0], change)

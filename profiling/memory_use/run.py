@@ -1,0 +1,99 @@
+"""Runs headwise memory: peak memory by length and method, measured in processes, or predicted."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from artifacts import HeadwiseError, load
+from artifacts.page.layout import aligned
+from profiling.memory_use.config import Memory
+from profiling.memory_use.peak_memory import peak_apart
+from profiling.memory_use.plan import plan, read_shape, shape_of
+from profiling.memory_use.plan import table as plan_table
+from profiling.models.loading import load_config, settled
+from profiling.progress import bar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Bytes of one prefill next to the model.
+
+    peak: at most; cache: those of the cache; passing: the rest, measured; predicted: the rest,
+    predicted.
+    """
+
+    method: str
+    length: int
+    peak: int
+    cache: int
+    passing: int
+    predicted: int | None
+
+
+def predicted(config: Memory) -> str:
+    """The plan of each length.
+
+    Raises:
+        HeadwiseError: no such configuration, or layers that it does not have.
+    """
+    assert config.plan is not None
+    # A plan is of no machine.
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    shape = read_shape(config.plan, dtype)
+    full = shape.layers - shape.sliding
+    if config.banked > full:
+        raise HeadwiseError(
+            f"--banked must be 0 to {full}, the layers that see all: got {config.banked}"
+        )
+    return plan_table(shape, config.length, config.memory, config.banked)
+
+
+def run(config: Memory) -> list[Row]:
+    """Measure each length with each method, one process at a time.
+
+    Raises:
+        HeadwiseError: the model or the artifact cannot be loaded, or a process failed.
+    """
+    config = settled(config)
+    assert config.config is not None and config.model is not None
+    load(config.config)
+    try:
+        shape = shape_of(load_config(config.model, revision=config.revision), config.dtype)
+    except HeadwiseError as error:
+        print(f"no prediction: {error}", file=sys.stderr)
+        shape = None
+    wanted = ["dense", "headwise"] if config.dense else ["headwise"]
+    rows = []
+    for length, method in bar([(n, m) for n in config.length for m in wanted], leave=True):
+        found = peak_apart(
+            f"{method} at {length} tokens",
+            config.model,
+            length,
+            config=None if method == "dense" else config.config,
+            offload=config.offload,
+            dtype=config.dtype,
+            device=config.device,
+            revision=config.revision,
+        )
+        rows.append(
+            Row(
+                method=method,
+                length=length,
+                peak=found.peak,
+                cache=found.cache,
+                passing=max(0, found.peak - found.cache),
+                predicted=None if shape is None else plan(shape, length).passing,
+            )
+        )
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """The figures in MiB, and those that pass also for each token."""
+    lines = [["tokens", "method", "peak", "cache", "passing", "predicted", "bytes a token"]]
+    for row in rows:
+        numbers = (row.peak, row.cache, row.passing, row.predicted)
+        mib = ["-" if number is None else f"{number / 2**20:.1f}" for number in numbers]
+        lines.append([str(row.length), row.method, *mib, f"{row.passing / row.length:.0f}"])
+    return "\n".join(aligned(lines))
