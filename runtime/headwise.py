@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from runtime.handle import Handle
 
 _log = logging.getLogger("headwise")
-# Where a new cache keeps keys and values that are not chosen.
-OFFLOADS = ("auto", "never", "packed")
 
 
 def load(

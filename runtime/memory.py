@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from transformers import Cache
     from transformers.cache_utils import CacheLayerMixin
 
+# Where a new cache keeps keys and values that are not chosen.
+OFFLOADS = ("auto", "never", "packed")
+
 
 class LayerMemory(NamedTuple):
     """Bytes of one layer on the device, slots seen (padding included), and tokens kept: the most

@@ -10,7 +10,7 @@ from artifacts.cli import arguments
 from artifacts.cli.options import arg, at_least, check_ranges, option, shared
 from profiling.caches.parsing import CACHES, parse_cache
 from profiling.memory_use.config import bytes_of
-from runtime.headwise import OFFLOADS
+from runtime.memory import OFFLOADS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from artifacts import HeadwiseError
 from artifacts.cli import arguments
 from artifacts.cli.options import at_least, check_ranges, option, shared
-from runtime.headwise import OFFLOADS
+from runtime.memory import OFFLOADS
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 

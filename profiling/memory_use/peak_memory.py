@@ -32,9 +32,8 @@ from profiling.models.loading import LoadedModel, load_model
 from profiling.quality.method import Method
 from profiling.speed.baselines import KERNEL, MODEL, dense
 from runtime import load
-from runtime.headwise import OFFLOADS
 from runtime.layers import text_config
-from runtime.memory import cache_bytes
+from runtime.memory import OFFLOADS, cache_bytes
 
 _WARM = 192
 _STATUS = Path("/proc/self/status")

@@ -17,7 +17,6 @@ from runtime.caches.h2o import H2O
 from runtime.caches.policy import Full, Policy
 from runtime.caches.snapkv import SnapKV
 from runtime.caches.window import Window
-from runtime.headwise import OFFLOADS
 from runtime.layers import (
     attention_layers,
     caches_latents,
@@ -26,6 +25,7 @@ from runtime.layers import (
     text_config,
     window_of,
 )
+from runtime.memory import OFFLOADS
 from runtime.omnikv.bank import Bank
 from runtime.omnikv.select import Role, roles_of
 
