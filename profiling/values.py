@@ -1,9 +1,12 @@
-"""Plain values and arrays as bytes, without pickle, for resume files and between ranks."""
+"""Plain values as bytes, without pickle, for resume files and between ranks; tables as CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,3 +59,18 @@ def from_bytes(data: bytes) -> Any:
         return arrays[found[_ARRAY]].copy() if _ARRAY in found else found
 
     return json.loads(arrays[_JSON].tobytes(), object_hook=read)
+
+
+def csv_text(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """The table as text; floats have six digits, NaN is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows([_cell(value) for value in row] for row in rows)
+    return text.getvalue()
+
+
+def _cell(value: object) -> object:
+    if not isinstance(value, float):
+        return value
+    return "" if math.isnan(value) else f"{value:.6g}"

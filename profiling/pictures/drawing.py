@@ -5,9 +5,7 @@ Each picture is a matplotlib Figure without pyplot: no window system, no state.
 
 from __future__ import annotations
 
-import csv
 import io
-import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from artifacts.files import atomic_write
+from profiling.values import csv_text
 
 # Okabe and Ito's palette, without its yellow, which is lost on white.
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -65,21 +64,6 @@ def save_table(stem: Path, header: Sequence[str], rows: Iterable[Sequence[object
     path = stem.with_name(f"{stem.name}.csv")
     atomic_write(path, csv_text(header, rows).encode())
     return path
-
-
-def csv_text(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """The table as text; floats have six digits, NaN is empty."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows([_cell(value) for value in row] for row in rows)
-    return text.getvalue()
-
-
-def _cell(value: object) -> object:
-    if not isinstance(value, float):
-        return value
-    return "" if math.isnan(value) else f"{value:.6g}"
 
 
 def ticks(count: int, most: int = 16) -> range:

@@ -29,7 +29,7 @@ import numpy as np
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from artifacts.files import atomic_write
-from profiling.pictures.drawing import csv_text
+from profiling.values import csv_text
 
 FILE = "similarity.safetensors"
 FORMAT = 5
