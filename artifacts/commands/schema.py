@@ -27,7 +27,7 @@ show what every field means and complete names.
 examples:
   headwise schema --out .                  writes ./{SCHEMA_FILE}
   headwise schema | jq '."$defs".VerticalSlash.properties'
-  headwise schema --markdown               the tables of docs/artifact.md
+  headwise schema --markdown               the tables of docs/schema.md
 """
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _TYPES = {"integer": "int", "string": "text", "boolean": "true or false", "object": "mapping"}

@@ -1,6 +1,6 @@
 """Version 1 of the artifact: what Headwise found for one model, as immutable data.
 
-What each field means is said where it is declared; docs/artifact.md is made of it.
+What each field means is said where it is declared; docs/schema.md is made of it.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ class Artifact(Record):
     )
     sidecar: Sidecar | None = Field(default=None, description="the file with the arrays")
     content_sha256: SavedSha256 = Field(
-        default="", description="hash of the content, see [Hashes](#hashes)"
+        default="", description="hash of the content, see [Hashes](artifact.md#hashes)"
     )
 
     @model_validator(mode="after")

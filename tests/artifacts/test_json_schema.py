@@ -15,7 +15,7 @@ from artifacts.commands.schema import schema, tables
 from artifacts.schema.artifact import SCHEMA_VERSION, Artifact
 from artifacts.store.read import SCHEMA_FILE
 
-PAGE = Path(__file__).parents[2] / "docs" / "artifact.md"
+PAGE = Path(__file__).parents[2] / "docs" / "schema.md"
 
 
 def models(annotation: Any) -> set[type[BaseModel]]:
@@ -40,7 +40,7 @@ def test_every_field_is_described_and_has_its_line():
 
 def test_the_page_has_these_tables():
     assert tables() in PAGE.read_text(), (
-        "docs/artifact.md: put in what `headwise schema --markdown` prints"
+        "docs/schema.md: put in what `headwise schema --markdown` prints"
     )
 
 
