@@ -207,7 +207,7 @@ def test_the_text_part_of_a_model_with_images(family, apply, masked, ids):
 
 
 def test_the_docs_say_what_is_tested() -> None:
-    page = (Path(__file__).parents[2] / "docs/runtime.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/served.md").read_text()
     section = page.split("\n## Architectures\n")[1].split("\n## ")[0]
     served, refused = section.split("\n### Refused\n")
     names = [

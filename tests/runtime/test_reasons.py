@@ -1,4 +1,4 @@
-"""docs/runtime.md explains whatever the runtime can refuse or serve densely, in the words of the
+"""docs/served.md explains whatever the runtime can refuse or serve densely, in the words of the
 source."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parents[2]
-_PAGE = (_ROOT / "docs/runtime.md").read_text()
+_PAGE = (_ROOT / "docs/served.md").read_text()
 _ROWS = [line.lower() for line in _PAGE.splitlines() if line.startswith("| ")]
 # Where reasons for dense calls are returned, assigned or said, and not raised.
 _REASONS = ("reasons.py", "calls.py", "compiled.py", "kept.py")
@@ -71,4 +71,4 @@ def test_the_page_has_a_row_for_each(parts: list[str]) -> None:
     # A row has its words up to where it goes into detail.
     said = [re.split(r"[:;(,]", part)[0].strip().lower() for part in parts]
     said = max(said, key=len)
-    assert any(said in row for row in _ROWS), f"no row of docs/runtime.md has {said!r}"
+    assert any(said in row for row in _ROWS), f"no row of docs/served.md has {said!r}"
