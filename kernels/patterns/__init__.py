@@ -15,18 +15,15 @@ from torch import Tensor
 from kernels.copies import on_device
 from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
 from kernels.joining import cat_heads, cat_sequences
-from kernels.patterns.a_shape import AShape
-from kernels.patterns.base import Pattern
+from kernels.patterns.base import Builder, Inputs, Pattern
 from kernels.patterns.block_sparse import BlockSparse
 from kernels.patterns.dense import Dense, dense_index
-from kernels.patterns.dilated import Dilated
+from kernels.patterns.fixed import FIXED, AShape, Dilated, Strided, TriShape
 from kernels.patterns.growth import Growth
 from kernels.patterns.memory_units import MemoryUnits
 from kernels.patterns.paged import Keys, Paged, of_sequence
 from kernels.patterns.skip_softmax import SkipSoftmax
 from kernels.patterns.static import Static, freeze
-from kernels.patterns.strided import Strided
-from kernels.patterns.tri_shape import TriShape
 from kernels.patterns.vertical_slash import VerticalSlash
 from kernels.ragged import Ragged
 
@@ -34,9 +31,11 @@ __all__ = [
     "KINDS",
     "AShape",
     "BlockSparse",
+    "Builder",
     "Dense",
     "Dilated",
     "Growth",
+    "Inputs",
     "LayerPlan",
     "MemoryUnits",
     "Pattern",
@@ -50,21 +49,16 @@ __all__ = [
     "make",
 ]
 
-KINDS: dict[str, type[Pattern]] = {
-    cls.kind: cls
-    for cls in (
-        Dense,
-        AShape,
-        TriShape,
-        Dilated,
-        Strided,
-        Static,
-        VerticalSlash,
-        BlockSparse,
-        MemoryUnits,
-        SkipSoftmax,
-    )
-}
+_ALL: tuple[type[Pattern], ...] = (
+    Dense,
+    *FIXED,
+    Static,
+    VerticalSlash,
+    BlockSparse,
+    MemoryUnits,
+    SkipSoftmax,
+)
+KINDS: dict[str, type[Pattern]] = {cls.kind: cls for cls in _ALL}
 
 
 def make(kind: str, **sizes: Any) -> Pattern:
@@ -250,13 +244,12 @@ class LayerPlan:
         ):
             # Every row is one of the tail: there is nothing to choose.
             return dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
-        how: dict[str, Any] = {"scale": scale, "window": window}
         order: list[int] = []
         parts = []
         for cls, heads in self._kinds.items():
-            parts.append(
-                cls.build_index([self.patterns[head] for head in heads], heads, q, k, **how)
-            )
+            patterns = [self.patterns[head] for head in heads]
+            build = cls.prepare(patterns, Inputs(heads, q, k, scale, window))
+            parts.append(build(patterns))
             order += heads
         # Where each head stands in the concatenation of the parts.
         place = sorted(range(len(order)), key=order.__getitem__)

@@ -1,19 +1,39 @@
-"""What every attention pattern is: a frozen set of sizes and a builder that lowers many heads at
-once.
+"""Base of the attention patterns: a frozen set of sizes, and a builder that lowers many heads.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, h heads of one
-kind in a layer."""
+kind in a layer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
 from kernels.index import SparseIndex
 from kernels.patterns.paged import Keys
+
+
+class Inputs(NamedTuple):
+    """Heads of one kind in a layer, and the tensors by which they choose.
+
+    heads: the h query heads of q. q: (B, H, Q, D), the last Q of the K positions. k: (B, G, K, D)
+    keys, or pages that hold them; query head i reads KV head i // (H // G). scale: factor on the
+    logits. window: in a sliding layer, how many keys a query sees, itself included: nothing is
+    chosen for what lies beyond. The index may name it all the same; it has a window of its own.
+    """
+
+    heads: Sequence[int]
+    q: Tensor
+    k: Keys
+    scale: float
+    window: int | None = None
+
+
+Builder = Callable[[Sequence[Any]], SparseIndex]
+"""Function from patterns of a kind, one a head, to the index of those heads."""
 
 
 def _no_size(value: object) -> str | None:
@@ -49,43 +69,16 @@ class Pattern:
                 raise ValueError(f"{self.kind}: {field.name} {fault}")
 
     @classmethod
-    def prepare(
-        cls,
-        largest: Sequence[Self],
-        heads: Sequence[int],
-        q: Tensor,
-        k: Keys,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> Callable[[Sequence[Self]], SparseIndex]:
-        """Do what does not depend on the sizes once, for building many indices over the same
-        tensors.
+    def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
+        """Do once what does not depend on sizes, to build many indices over the same tensors.
 
         Args:
             largest: h patterns of this kind, one a head; no later pattern may be larger or differ
-            in `last_q`. heads: the h query heads of q that they belong to. q: (B, H, Q, D) queries,
-            the last Q of the K positions. k: (B, G, K, D) keys, or pages that hold them; query head
-            i reads KV head i // (H // G). scale: factor on the logits. window: in a sliding layer,
-            how many keys a query sees, itself included: nothing is chosen for what lies
-                beyond. The index may name it all the same; it has a window of its own.
+                in `last_q`.
+            inputs: the h heads, and the tensors they read.
 
         Returns:
             A function from h patterns to the index of those h heads. Building waits for no device,
             and the widths of the index follow from sizes and lengths alone.
         """
         raise NotImplementedError
-
-    @classmethod
-    def build_index(
-        cls,
-        patterns: Sequence[Self],
-        heads: Sequence[int],
-        q: Tensor,
-        k: Keys,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> SparseIndex:
-        """The index of h heads in one call; arguments as in `prepare`."""
-        return cls.prepare(patterns, heads, q, k, scale=scale, window=window)(patterns)

@@ -5,7 +5,7 @@ Shapes: B batch, h heads of this kind, R query tiles, N key tiles, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
@@ -17,7 +17,7 @@ from kernels.breaker import CannotBuildError
 from kernels.copies import on_device
 from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_tiles
 from kernels.patterns import cpu, triton
-from kernels.patterns.base import SHARE, Pattern
+from kernels.patterns.base import SHARE, Builder, Inputs, Pattern
 from kernels.patterns.choose import best_places
 from kernels.patterns.paged import Keys, of_heads, part
 from kernels.patterns.rows import offsets_of, put
@@ -44,17 +44,9 @@ class BlockSparse(Pattern):
     coverage: float | None = field(default=None, metadata=SHARE)
 
     @classmethod
-    def prepare(
-        cls,
-        largest: Sequence[Self],
-        heads: Sequence[int],
-        q: Tensor,
-        k: Keys,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> Callable[[Sequence[Self]], SparseIndex]:
+    def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
         """See Pattern.prepare."""
+        heads, q, k, scale, window = inputs
         means = (
             mean_of_tiles(q, heads, lead=(k.shape[2] - q.shape[2]) % TILE),
             mean_of_tiles(k, [head // (q.shape[1] // k.shape[1]) for head in heads], lead=0),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor
 
 from kernels.index import SparseIndex, empty_entries, no_lists, num_rows, num_tiles
-from kernels.patterns.base import Pattern
-from kernels.patterns.paged import Keys
+from kernels.patterns.base import Builder, Inputs, Pattern
 from kernels.ragged import Ragged
 
 
@@ -23,18 +21,10 @@ class Dense(Pattern):
     kind: ClassVar[str] = "dense"
 
     @classmethod
-    def prepare(
-        cls,
-        largest: Sequence[Self],
-        heads: Sequence[int],
-        q: Tensor,
-        k: Keys,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> Callable[[Sequence[Self]], SparseIndex]:
+    def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
         """See Pattern.prepare."""
-        index = dense_index(q.shape[0], len(heads), q.shape[2], k.shape[2], q.device)
+        q = inputs.q
+        index = dense_index(q.shape[0], len(inputs.heads), q.shape[2], inputs.k.shape[2], q.device)
         return lambda patterns: index
 
 

@@ -6,7 +6,7 @@ units: key tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.copies import on_device
 from kernels.index import TILE, SparseIndex, num_tiles
-from kernels.patterns.base import Pattern
+from kernels.patterns.base import Builder, Inputs, Pattern
 from kernels.patterns.block_sparse import mean_of_tiles
 from kernels.patterns.choose import best_places
 from kernels.patterns.fixed import counted, reach
@@ -46,17 +46,9 @@ class MemoryUnits(Pattern):
     representatives: int = 4
 
     @classmethod
-    def prepare(
-        cls,
-        largest: Sequence[Self],
-        heads: Sequence[int],
-        q: Tensor,
-        k: Keys,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> Callable[[Sequence[Self]], SparseIndex]:
+    def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
         """See Pattern.prepare. Units depend on the window: they are made with each index."""
+        heads, q, k, _, window = inputs
         q_len = q.shape[2]
         k_len = k.shape[2]
         queries = mean_of_tiles(q, heads, lead=(k_len - q_len) % TILE)

@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import torch
-from torch import Tensor
 
 from kernels.copies import on_device
 from kernels.index import SparseIndex
-from kernels.patterns.base import Pattern
+from kernels.patterns.base import Builder, Inputs, Pattern
 from kernels.patterns.dense import dense_index
-from kernels.patterns.paged import Keys
 
 
 def _no_factor(value: object) -> str | None:
@@ -41,19 +39,11 @@ class SkipSoftmax(Pattern):
         return math.log(self.scale_factor / k_len) if self.scale_factor < k_len else -math.inf
 
     @classmethod
-    def prepare(
-        cls,
-        largest: Sequence[Self],
-        heads: Sequence[int],
-        q: Tensor,
-        k: Keys,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> Callable[[Sequence[Self]], SparseIndex]:
+    def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
         """See Pattern.prepare. Nothing is chosen here: the kernel skips."""
-        k_len = k.shape[2]
-        every = dense_index(q.shape[0], len(heads), q.shape[2], k_len, q.device)
+        q = inputs.q
+        k_len = inputs.k.shape[2]
+        every = dense_index(q.shape[0], len(inputs.heads), q.shape[2], k_len, q.device)
 
         def build(patterns: Sequence[Self]) -> SparseIndex:
             bounds = tuple(pattern.bound(k_len) for pattern in patterns)

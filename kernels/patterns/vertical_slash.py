@@ -8,7 +8,7 @@ Shapes: B batch, h heads of this kind, K key length, N key tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from kernels.index import TILE, SparseIndex, no_lists, num_rows, num_tiles
-from kernels.patterns.base import SHARE, Pattern
+from kernels.patterns.base import SHARE, Builder, Inputs, Pattern
 from kernels.patterns.choose import ascending, best_places
 from kernels.patterns.last_queries import estimate
-from kernels.patterns.paged import Keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +39,9 @@ class VerticalSlash(Pattern):
     coverage: float | None = field(default=None, metadata=SHARE)
 
     @classmethod
-    def prepare(
-        cls,
-        largest: Sequence[Self],
-        heads: Sequence[int],
-        q: Tensor,
-        k: Keys,
-        *,
-        scale: float,
-        window: int | None = None,
-    ) -> Callable[[Sequence[Self]], SparseIndex]:
+    def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
         """See Pattern.prepare."""
+        heads, q, k, scale, window = inputs
         masses = estimate(q, k, heads, [p.last_q for p in largest], scale=scale, window=window)
         # The function holds what was found, not the queries.
         q_len = q.shape[2]

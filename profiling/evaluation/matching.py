@@ -15,7 +15,7 @@ import torch
 
 from artifacts import Artifact, HeadwiseError
 from kernels.index import TILE, SparseIndex, first_dense, num_tiles, with_dense_tail
-from kernels.patterns import KINDS, LayerPlan, MemoryUnits, Pattern, SkipSoftmax, make
+from kernels.patterns import KINDS, Inputs, LayerPlan, MemoryUnits, Pattern, SkipSoftmax, make
 from kernels.patterns.fixed import Fixed
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
@@ -117,10 +117,7 @@ class Meter:
             self._prepared[inputs.layer] = {
                 kind: KINDS[kind].prepare(
                     [_largest(kind, length) for _ in heads],
-                    heads,
-                    inputs.q,
-                    inputs.k,
-                    scale=inputs.scale,
+                    Inputs(heads, inputs.q, inputs.k, inputs.scale),
                 )
                 for kind in _CHOOSING
             }

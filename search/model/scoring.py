@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.attention import sparse_attention
 from kernels.index import PAD, TILE, SparseIndex, lists, num_tiles
-from kernels.patterns import KINDS, Pattern, largest
+from kernels.patterns import KINDS, Inputs, Pattern, largest
 from profiling.inside.capture import LayerInputs
 from profiling.inside.gradients import LayerGradients
 from profiling.inside.head_fidelity import kept_mass
@@ -221,7 +221,7 @@ def prepare_all(
         alike.setdefault(estimate_of(pattern), []).append(pattern)
     return {
         key: KINDS[key[0]].prepare(
-            [largest(some)] * len(heads), heads, inputs.q, inputs.k, scale=inputs.scale
+            [largest(some)] * len(heads), Inputs(heads, inputs.q, inputs.k, inputs.scale)
         )
         for key, some in alike.items()
     }

@@ -7,24 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.patterns import Pattern, make
-
-LAYER = (
-    make("vertical_slash", vertical=80, slash=90),
-    make("block_sparse", blocks=3),
-    make("a_shape", sink=70, window=100),
-    make("dense"),
-    make("vertical_slash", vertical=600, slash=350, last_q=32),
-    make("block_sparse", blocks=1),
-    make("tri_shape", sink=1, window=1, last=70),
-    make("static", columns=(65, 130, 131, 250), diagonals=(0, 2, 9)),
-    make("strided", sink=70, window=65, stride=3),
-    make("dilated", sink=1, window=500, dilation=2),
-    make("block_sparse", blocks=9, coverage=0.7),
-    make("skip_softmax", scale_factor=3.0),
-    make("a_shape", sink=1, window=1),
-    make("memory_units", sink=1, window=70, units=2),
-)
+from kernels.patterns import Pattern
+from tests.kernels.kinds import LAYER
 
 
 @pytest.fixture(autouse=True)

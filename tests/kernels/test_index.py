@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,38 +13,13 @@ from torch import Tensor
 from kernels.attention import sparse_attention
 from kernels.index import PAD, TILE, SparseIndex, lists, no_lists, num_rows, num_tiles
 from kernels.patterns import KINDS, LayerPlan, Pattern, make
+from tests.kernels.kinds import KINDS_DRAWN, LAYER
 
 sizes = st.one_of(st.integers(1, 8), st.integers(1, 700))
-share = st.one_of(st.none(), st.floats(0.01, 1.0))
-fields_of: dict[str, dict[str, st.SearchStrategy[Any]]] = {
-    "dense": {},
-    "a_shape": {"sink": sizes, "window": sizes},
-    "tri_shape": {"sink": sizes, "window": sizes, "last": sizes},
-    "dilated": {"sink": sizes, "window": sizes, "dilation": st.integers(1, 9)},
-    "strided": {"sink": sizes, "window": sizes, "stride": st.integers(1, 9)},
-    "static": {
-        "columns": st.sets(st.integers(0, 600)).map(lambda found: tuple(sorted(found))),
-        "diagonals": st.sets(st.integers(0, 9)).map(lambda found: tuple(sorted(found))),
-    },
-    "vertical_slash": {
-        "vertical": sizes,
-        "slash": sizes,
-        "last_q": st.integers(1, 100),
-        "coverage": share,
-    },
-    "block_sparse": {"blocks": st.integers(1, 9), "coverage": share},
-    "memory_units": {
-        "sink": sizes,
-        "window": sizes,
-        "units": st.integers(1, 9),
-        "representatives": st.integers(1, 70),
-    },
-    "skip_softmax": {"scale_factor": st.floats(0.1, 900)},
-}
 pattern = st.one_of(
     *(
-        st.fixed_dictionaries(drawn).map(lambda found, kind=kind: make(kind, **found))
-        for kind, drawn in fields_of.items()
+        st.fixed_dictionaries(entry.drawn).map(lambda drawn, kind=kind: make(kind, **drawn))
+        for kind, entry in KINDS_DRAWN.items()
     )
 )
 GROWING = ("sink", "window", "last", "vertical", "slash", "blocks")
@@ -321,8 +295,8 @@ def test_validate_names_what_is_wrong(change: dict[str, object], message: str) -
         replace(index, **change).validate()  # type: ignore[arg-type]
 
 
-def test_every_kind_is_drawn_here() -> None:
-    assert set(fields_of) == set(KINDS), "extend `fields_of` above"
+def test_every_kind_is_in_the_tables() -> None:
+    assert set(KINDS_DRAWN) == {pattern.kind for pattern in LAYER} == set(KINDS)
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(300, 300), (257, 700), (64, 64), (10, 130)])

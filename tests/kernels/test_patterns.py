@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels.index import PAD, TILE
-from kernels.patterns import KINDS, LayerPlan, Pattern, make
+from kernels.patterns import KINDS, Inputs, LayerPlan, Pattern, make
+from tests.kernels.kinds import KINDS_DRAWN
 
 LENGTHS = [(1, 1), (64, 64), (65, 65), (300, 300), (1, 300), (63, 257), (200, 450), (64, 640)]
 
@@ -130,42 +131,12 @@ def test_half_precision_and_strides_are_read_right(dtype: torch.dtype) -> None:
 
 def test_a_prepared_builder_gives_what_a_fresh_one_gives() -> None:
     q, k = problem(300, 450)
-    sizes: dict[str, list[dict[str, Any]]] = {
-        "dense": [{}, {}],
-        "a_shape": [{"sink": 200, "window": 300}, {"sink": 70, "window": 10}],
-        "tri_shape": [
-            {"sink": 200, "window": 300, "last": 90},
-            {"sink": 70, "window": 10, "last": 1},
-        ],
-        "dilated": [
-            {"sink": 200, "window": 300, "dilation": 3},
-            {"sink": 70, "window": 200, "dilation": 2},
-        ],
-        "strided": [
-            {"sink": 200, "window": 300, "stride": 3},
-            {"sink": 70, "window": 90, "stride": 2},
-        ],
-        "static": [
-            {"columns": (3, 99, 300), "diagonals": (0, 2)},
-            {"columns": (99,), "diagonals": ()},
-        ],
-        "vertical_slash": [
-            {"vertical": 300, "slash": 200},
-            {"vertical": 80, "slash": 150, "coverage": 0.9},
-        ],
-        "block_sparse": [{"blocks": 6}, {"blocks": 5, "coverage": 0.9}],
-        "memory_units": [
-            {"sink": 70, "window": 90, "units": 4},
-            {"sink": 1, "window": 30, "units": 2},
-        ],
-        "skip_softmax": [{"scale_factor": 2.0}, {"scale_factor": 70.0}],
-    }
-    assert sizes.keys() == KINDS.keys()
-    for kind, (large, small) in sizes.items():
-        cls = KINDS[kind]
-        build = cls.prepare([make(kind, **large)] * 2, [1, 3], q, k, scale=0.25)
-        fresh = cls.build_index([make(kind, **small)] * 2, [1, 3], q, k, scale=0.25)
-        assert torch.equal(build([make(kind, **small)] * 2).to_mask(), fresh.to_mask())
+    inputs = Inputs([1, 3], q, k, 0.25)
+    for kind, entry in KINDS_DRAWN.items():
+        small = [make(kind, **entry.small)] * 2
+        build = KINDS[kind].prepare([make(kind, **entry.large)] * 2, inputs)
+        fresh = KINDS[kind].prepare(small, inputs)(small)
+        assert torch.equal(build(small).to_mask(), fresh.to_mask())
 
 
 @pytest.mark.usefixtures("builder")

@@ -12,7 +12,7 @@ import torch
 import artifacts
 from artifacts import Decode, HeadwiseError, OmniKV
 from kernels.index import TILE
-from kernels.patterns import make
+from kernels.patterns import Inputs, make
 from profiling.evaluation.matching import SIZES, Meter
 from profiling.evaluation.method_table import METHODS, method_names, says
 from profiling.evaluation.methods import Methods
@@ -142,7 +142,7 @@ def test_the_density_of_a_method_is_what_its_index_computes(
     for name in ("a_shape", "dilated", "strided", "tri_shape"):
         fields, density = meter.fit(name, dense_tail=tail)
         pattern = make(**fields)
-        mask = type(pattern).build_index([pattern], [0], q, q, scale=1.0)
+        mask = type(pattern).prepare([pattern], Inputs([0], q, q, 1.0))([pattern])
         assert density >= float(mask.density()) and density <= meter.target
         larger = make(
             **{"kind": fields["kind"], **SIZES[name].at(fields["sink"] + TILE, meter.target)}

@@ -8,7 +8,7 @@ import torch
 
 from artifacts import HeadwiseError
 from kernels.index import with_dense_tail
-from kernels.patterns import KINDS, Pattern, largest
+from kernels.patterns import KINDS, Inputs, Pattern, largest
 from search.published import PAPER_BUDGET, PAPER_LENGTH
 from search.published.search import choose
 from search.published.space import (
@@ -36,7 +36,7 @@ def test_the_papers_a_shape_needs_no_change() -> None:
     """Algorithm 1 starts from the pattern that defines the target: it must come out as it went
     in."""
     q = torch.empty(1).expand(1, 2, PAPER_LENGTH, 1)
-    build = KINDS["a_shape"].prepare([SPACE[0]] * 2, range(2), q, q, scale=1.0)
+    build = KINDS["a_shape"].prepare([SPACE[0]] * 2, Inputs(range(2), q, q, 1.0))
     target = target_tiles(PAPER_BUDGET, PAPER_LENGTH, 0)
     assert change_space(
         SPACE[0], target, build, num_heads=2, length=PAPER_LENGTH, dense_tail=0
@@ -72,7 +72,7 @@ def test_change_space_takes_the_largest_size_within_the_target(
     target = target_tiles(str(fraction), 1000, dense_tail)
     least, most = bounds(start, 1000)
     widest = largest([moved(start, most), start])
-    prepared = KINDS[start.kind].prepare([widest] * 4, range(4), q, k, scale=0.25)
+    prepared = KINDS[start.kind].prepare([widest] * 4, Inputs(range(4), q, k, 0.25))
 
     def tiles(steps: list[int]) -> torch.Tensor:
         return with_dense_tail(

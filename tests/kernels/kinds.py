@@ -1,0 +1,106 @@
+"""Kinds of patterns as the suites of this folder use them: a new kind is an entry of KINDS_DRAWN,
+and of LAYER."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from kernels.patterns import make
+
+Sizes = dict[str, Any]
+_SIZE = st.one_of(st.integers(1, 8), st.integers(1, 700))
+_SHARE = st.one_of(st.none(), st.floats(0.01, 1.0))
+_FEW = st.integers(1, 9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Strategies of a kind's fields, and two of its patterns: the large one is nowhere smaller."""
+
+    drawn: dict[str, st.SearchStrategy[Any]]
+    large: Sizes
+    small: Sizes
+
+
+KINDS_DRAWN = {
+    "dense": Kind(drawn={}, large={}, small={}),
+    "a_shape": Kind(
+        drawn={"sink": _SIZE, "window": _SIZE},
+        large={"sink": 200, "window": 300},
+        small={"sink": 70, "window": 10},
+    ),
+    "tri_shape": Kind(
+        drawn={"sink": _SIZE, "window": _SIZE, "last": _SIZE},
+        large={"sink": 200, "window": 300, "last": 90},
+        small={"sink": 70, "window": 10, "last": 1},
+    ),
+    "dilated": Kind(
+        drawn={"sink": _SIZE, "window": _SIZE, "dilation": _FEW},
+        large={"sink": 200, "window": 300, "dilation": 3},
+        small={"sink": 70, "window": 200, "dilation": 2},
+    ),
+    "strided": Kind(
+        drawn={"sink": _SIZE, "window": _SIZE, "stride": _FEW},
+        large={"sink": 200, "window": 300, "stride": 3},
+        small={"sink": 70, "window": 90, "stride": 2},
+    ),
+    "static": Kind(
+        drawn={
+            "columns": st.sets(st.integers(0, 600)).map(lambda at: tuple(sorted(at))),
+            "diagonals": st.sets(st.integers(0, 9)).map(lambda at: tuple(sorted(at))),
+        },
+        large={"columns": (3, 99, 300), "diagonals": (0, 2)},
+        small={"columns": (99,), "diagonals": ()},
+    ),
+    "vertical_slash": Kind(
+        drawn={
+            "vertical": _SIZE,
+            "slash": _SIZE,
+            "last_q": st.integers(1, 100),
+            "coverage": _SHARE,
+        },
+        large={"vertical": 300, "slash": 200},
+        small={"vertical": 80, "slash": 150, "coverage": 0.9},
+    ),
+    "block_sparse": Kind(
+        drawn={"blocks": _FEW, "coverage": _SHARE},
+        large={"blocks": 6},
+        small={"blocks": 5, "coverage": 0.9},
+    ),
+    "memory_units": Kind(
+        drawn={
+            "sink": _SIZE,
+            "window": _SIZE,
+            "units": _FEW,
+            "representatives": st.integers(1, 70),
+        },
+        large={"sink": 70, "window": 90, "units": 4},
+        small={"sink": 1, "window": 30, "units": 2},
+    ),
+    "skip_softmax": Kind(
+        drawn={"scale_factor": st.floats(0.1, 900)},
+        large={"scale_factor": 2.0},
+        small={"scale_factor": 70.0},
+    ),
+}
+
+LAYER = (
+    make("vertical_slash", vertical=80, slash=90),
+    make("block_sparse", blocks=3),
+    make("a_shape", sink=70, window=100),
+    make("dense"),
+    make("vertical_slash", vertical=600, slash=350, last_q=32),
+    make("block_sparse", blocks=1),
+    make("tri_shape", sink=1, window=1, last=70),
+    make("static", columns=(65, 130, 131, 250), diagonals=(0, 2, 9)),
+    make("strided", sink=70, window=65, stride=3),
+    make("dilated", sink=1, window=500, dilation=2),
+    make("block_sparse", blocks=9, coverage=0.7),
+    make("skip_softmax", scale_factor=3.0),
+    make("a_shape", sink=1, window=1),
+    make("memory_units", sink=1, window=70, units=2),
+)
+"""Every kind, small and large."""
