@@ -37,6 +37,8 @@ class Case:
     scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
+    # Nats by which logits rise from key to key: what was added up is rescaled again and again.
+    rise: float = 0.0
     layout: str = "contiguous"
     window: int | None = None
     # Queries that see every key, head by head, round and round.
@@ -108,6 +110,10 @@ CASES = {
         q_len=100, k_len=5000, heads=2, sinks=True, tail=(0, 70), window=3000, softcap=20.0
     ),
     "own scale": square(300, scale=0.5),
+    "rising": square(900, heads=4, kv_heads=2, rise=0.012),
+    "rising, 70 of 4100, soft-cap": Case(
+        q_len=70, k_len=4100, heads=4, kv_heads=2, rise=0.002, softcap=50.0, tail=(4100,)
+    ),
     "soft-cap 2": square(300, scale=0.5, softcap=2.0),
     "soft-cap 50, q of k": Case(q_len=100, k_len=500, softcap=50.0),
     "transposed": square(300, batch=2, heads=6, kv_heads=2, layout="transposed"),
@@ -286,6 +292,9 @@ def problem(name: str, dtype: torch.dtype, layer: tuple[Pattern, ...]) -> Proble
     q = laid_out((case.batch, case.heads, case.q_len, case.head_dim), case.layout, dtype)
     k = laid_out((key_rows, case.kv_heads, case.k_len, case.head_dim), case.layout, dtype)
     v = laid_out((key_rows, case.kv_heads, case.k_len, case.v_dim), case.layout, dtype)
+    if case.rise:
+        q[..., 0] = case.head_dim**0.5
+        k[..., 0] = case.rise * torch.arange(case.k_len)
     plan = LayerPlan(list(itertools.islice(itertools.cycle(layer), case.heads)), case.kv_heads)
     if ragged is None or case.page is None:
         index = plan.build(q, k, scale=case.scale, window=case.window, ragged=ragged)
