@@ -1,5 +1,4 @@
-"""Draw docs/first_token.png, seconds to the first token by processor and method, from
-docs/results.md.
+"""Draw docs/first_token.png: seconds to the first token, from docs/results.md.
 
 The table is the first of that page; `python benchmarks/chart.py` draws it anew.
 """
@@ -39,8 +38,7 @@ def _cells(line: str) -> list[str]:
 
 
 def draw(rows: list[dict[str, str]], out: Path) -> None:
-    """Draw one panel a prompt length, one group of bars a processor; a method without a figure has
-    no bar."""
+    """Draw a panel a prompt length and a group of bars a processor; no figure, no bar."""
     import matplotlib
 
     matplotlib.use("Agg")

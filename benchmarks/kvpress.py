@@ -154,8 +154,7 @@ def _of_ours(
 
 @torch.no_grad()
 def _bytes(loaded: LoadedModel, method: Method, context: _Context, token: int) -> float:
-    """Bytes of the tokens, `token` each, that are kept of a context, without room for new ones and
-    without scores."""
+    """Bytes of the kept tokens of a context, `token` each, without headroom and scores."""
     cache = method.cache(loaded.model)
     loaded.model(
         torch.tensor([context.prompts[0].context]), past_key_values=cache, logits_to_keep=1
@@ -239,8 +238,7 @@ def _versions(python: Path) -> dict[str, str]:
 def _rows(
     contexts: Sequence[_Context], found: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """A row for each task and method; differences are to dense attention of the same library, over
-    contexts."""
+    """A row for each task and method; differences are to the same library's dense attention."""
     rows: list[dict[str, Any]] = []
     for task in dict.fromkeys(each.task for each in contexts):
         here = [at for at, each in enumerate(contexts) if each.task == task]

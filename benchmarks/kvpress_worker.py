@@ -1,5 +1,4 @@
-"""Runs kvpress's presses in an environment of its own, which has none of Headwise: python -P
-kvpress_worker.py.
+"""Run kvpress's presses in an environment without Headwise: python -P kvpress_worker.py.
 
 It reads a job as JSON from its standard input and writes one line of JSON for each press and
 context:

@@ -118,7 +118,7 @@ class Served:
 
 @dataclass(frozen=True)
 class _Way:
-    """How a method serves a prompt, and what is entered before it does."""
+    """Serving of a prompt by one method, and the context it is served in."""
 
     serve: Callable[[Prompt], Served]
     enter: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -242,8 +242,7 @@ def _by_model(loaded: LoadedModel, prompt: Prompt) -> Served:
 def _pipeline(
     config: argparse.Namespace, loaded: LoadedModel, folder: Path, *, sparse: bool
 ) -> Callable[[Prompt], Served]:
-    """OpenVINO GenAI's pipeline, a prompt prefilled in one batch, with as many threads as torch
-    has."""
+    """OpenVINO GenAI's pipeline: a prompt in one batch, as many threads as torch has."""
     import numpy as np
     import openvino
     import openvino_genai as genai
@@ -326,8 +325,7 @@ def exported(spec: str, *, weights: str, revision: str | None = None) -> Path:
 
 
 def export(loaded: LoadedModel, folder: Path) -> None:
-    """Write the graph of a model in fp32 and its configuration into a folder that is there; weights
-    become fp16.
+    """Write a model's graph in fp32 and its config into an existing folder; weights become fp16.
 
     Raises:
         HeadwiseError: a model that this is not for.
@@ -357,8 +355,7 @@ def export(loaded: LoadedModel, folder: Path) -> None:
 
 
 class _Held:
-    """Keys and values of all layers (B, G, P, D) as a cache that transformers takes; `new` are
-    those after a step."""
+    """Keys and values of all layers (B, G, P, D) as transformers' cache; `new` are a step's."""
 
     is_compileable = False
 
@@ -405,8 +402,7 @@ class _Step(nn.Module):
 
 
 def _states(layers: int) -> list[tuple[str, str]]:
-    """The names of a graph's inputs and outputs of keys and values, as OpenVINO GenAI looks for
-    them."""
+    """Names of a graph's inputs and outputs of keys and values, as OpenVINO GenAI wants them."""
     return [
         (f"past_key_values.{layer}.{what}", f"present.{layer}.{what}")
         for layer in range(layers)

@@ -37,7 +37,7 @@ _LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What to measure: engine settings are vLLM's own, the same for all three."""
+    """Sizes and prompts of a run; engine settings are vLLM's own, the same for all three."""
 
     file: Path
     model: str
@@ -142,8 +142,7 @@ def _told(config: Config, seconds: dict[str, list[list[float]]], served: dict[st
 
 
 def _table(config: Config, seconds: dict[str, list[float]], what: str) -> list[str]:
-    """Lines of seconds, and the artifact's speed-up over the fastest dense baseline and over vLLM's
-    own."""
+    """Lines of seconds, and the speed-ups over the fastest dense baseline and over vLLM's own."""
     lines = [
         f"{_LABELS[way]:26} {statistics.median(taken):8.3f} s {what}, {min(taken):.3f} to "
         f"{max(taken):.3f}"
@@ -192,7 +191,7 @@ class _Engine:
             self._process.terminate()
 
     def ask(self, prompt: list[int] | None) -> Any:
-        """What the engine answers.
+        """The engine's answers.
 
         Raises:
             HeadwiseError: it failed.
@@ -249,8 +248,7 @@ def _serve(parent: Connection, config: Config, given: dict[str, Any] | None) -> 
 
 
 def _timed(engine: Any, prompt: list[int], asked: Any) -> list[float]:
-    """Seconds to the first token, and the mean of those that each later one takes, where there are
-    any."""
+    """Seconds to the first token, and the mean of each later one where there are any."""
     start = time.perf_counter()
     engine.add_request("timed", {"prompt_token_ids": prompt}, asked)
     marks = []

@@ -1,5 +1,4 @@
-"""Kernels that cannot be built on this machine: each is tried once, and why it failed is
-remembered."""
+"""Kernels that this machine cannot build: each is tried once, and the reason remembered."""
 
 from __future__ import annotations
 
@@ -12,17 +11,16 @@ _failed: dict[tuple[object, ...], str] = {}
 
 
 class CannotBuildError(RuntimeError):
-    """A kernel could not be compiled or does not fit the device. The call is to be done by
-    another."""
+    """A kernel that cannot be compiled or does not fit the device; another has to serve."""
 
 
 def failure(*kernel: object) -> str | None:
-    """Why a kernel cannot be built, by whatever names it: None if it can, or has not been tried."""
+    """The reason why a kernel cannot be built; None if it can, or has not been tried."""
     return _failed.get(kernel)
 
 
 def any_failed() -> bool:
-    """Whether there is one that cannot be built."""
+    """True if there is a kernel that cannot be built."""
     return bool(_failed)
 
 

@@ -1,4 +1,4 @@
-"""What a call of sparse attention or of decode must hold to before a backend sees it.
+"""Checks of a call of sparse attention or of decode, before a backend sees it.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
 E value dim."""
@@ -95,8 +95,7 @@ def check(
 
 
 def check_dense(**given: object) -> None:
-    """Raise ValueError for what is no tensor, or one that is not laid out by strides (sparse,
-    mkldnn ...)."""
+    """Raise ValueError for what is no tensor or not laid out by strides (sparse, mkldnn ...)."""
     for name, x in given.items():
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -109,8 +108,7 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError where keys and values are neither of the queries' floating dtype nor of 8
-    bits."""
+    """Raise ValueError unless keys and values are of the queries' floating dtype or of 8 bits."""
     if k.dtype != v.dtype or k.dtype not in (q.dtype, *EIGHT_BITS) or not q.is_floating_point():
         raise ValueError(
             f"q, k and v must share a floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
@@ -129,7 +127,7 @@ def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
 
 
 def _overlaps(out: Tensor) -> bool:
-    """Whether two elements may share a place; views cut out of a larger tensor do not."""
+    """True if two elements may share a place; views cut out of a larger tensor do not."""
     reach = 0
     for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -184,8 +182,10 @@ def check_decode(
     block_table: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Raise ValueError, in one line with the values, where the arguments do not go together. Reads
-    no data."""
+    """Raise ValueError, in one line with the values, for arguments that do not go together.
+
+    Reads no data.
+    """
     check_dense(q=q, k=k, v=v)
     optional = {"tokens": tokens, "starts": starts, "ends": ends, "block_table": block_table}
     check_dense(**{name: x for name, x in optional.items() if x is not None})

@@ -14,8 +14,7 @@ _captured: list[Tensor] = []
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """A tensor that is copied to a GPU without waiting: the stream that copies it, and the event
-    that it has been.
+    """A tensor copied to a GPU without waiting, the stream that copies it, and its event.
 
     to: the GPU, where the copy was first wanted while a graph was captured: no tensor of that graph
     holds anything before it is replayed, nor after, so that the tensor stays on the host and each

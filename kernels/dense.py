@@ -1,5 +1,4 @@
-"""Dense causal attention by our own kernels, from one token to whole prompts: no index to build, no
-mask to make.
+"""Dense causal attention by our own kernels, from one token to whole prompts, without an index.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -34,8 +33,7 @@ def dense_attention(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention over every key, or over those of a sliding window; queries are the last of
-    their keys.
+    """Causal attention over every key, or a sliding window; queries are the last of their keys.
 
     A few queries go to decode, which reads keys and values where they lie; more of them to
     sparse_attention with an index that is made once for each shape.
@@ -86,8 +84,7 @@ def dense_attention(
 
 
 def _few(q: Tensor, k: Tensor, ragged: Ragged | None, *, paged: bool) -> bool:
-    """Whether decode serves the call: every sequence has the same few queries, in a batch element
-    of its own."""
+    """True if decode serves: all sequences have equally few queries, each a batch element."""
     batch = q.shape[0]
     q_len = q.shape[2]
     if not 0 < q_len <= MAX_QUERIES or not batch:

@@ -1,4 +1,4 @@
-"""Which backend serves a call, and why not the others."""
+"""Choice of the backend that serves a call, with the reasons why the others do not."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def backend(name: str, op: str = "attention") -> ModuleType:
 
 @functools.cache
 def _by_device(kind: str) -> tuple[str, ...]:
-    """The backends, the one made for this type of device first: as a rule no other needs to be
-    asked."""
+    """The backends, first the one made for this device: as a rule no other is asked."""
     return tuple(sorted(BACKENDS, key=lambda name: name == "reference" or _MADE_FOR[name] != kind))
 
 
@@ -46,15 +45,14 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, op: str = "attention") -> dict[str,
 
 
 def fastest(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The backend that "auto" takes for a call of attention, "reference" where no other can serve
-    it."""
+    """The backend that "auto" takes for a call of attention; "reference" if no other serves it."""
     return next(
         name for name in _by_device(q.device.type) if backend(name).supports(q, k, v) is None
     )
 
 
 def why_slow(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why none but the reference can serve a call of attention, None where one can."""
+    """The reason why only the reference can serve a call of attention; None if another can."""
     if backend(_by_device(q.device.type)[0]).supports(q, k, v) is None:
         return None
     fast = {name: reason for name, reason in why_not(q, k, v).items() if name != "reference"}
@@ -64,8 +62,7 @@ def why_slow(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def derivative_wanted(*tensors: Tensor) -> str | None:
-    """Why native code and Triton cannot serve these tensors if somebody wants a derivative; None if
-    nobody does."""
+    """The reason why native code and Triton cannot serve: a derivative; None if none is wanted."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "it has no backward pass (use torch.no_grad or torch.inference_mode)"
     # Only where a level is open can a tensor have a tangent.
@@ -120,8 +117,7 @@ def serve(
     *,
     sinks: Tensor | None = None,
 ) -> _Result:
-    """What `call` makes of the module that `choose` gives, of the next one where that turns out not
-    to build.
+    """Result of `call` with the chosen module, or with the next where that does not build.
 
     Raises:
         ValueError: the backend asked for by name cannot serve the call.

@@ -60,7 +60,7 @@ def num_rows(q_len: int, k_len: int) -> int:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseIndex:
-    """Which key tiles and key columns each (batch, query head, query tile) computes.
+    """Key tiles and key columns that each (batch, query head, query tile) computes.
 
     diagonals (B, H, ND), tiles (T) and columns (B, H, NC) are int32, offsets (B, H, R + 1) int64,
     on the device of the queries: row r of head h of element b lists tiles[offsets[b, h, r] :
@@ -95,16 +95,14 @@ class SparseIndex:
 
     @classmethod
     def built(cls, *, widths: tuple[tuple[int, ...], ...] | None = None, **fields: Any) -> Self:
-        """An index that is right by the way it was made, as are its widths: no call looks at it
-        again."""
+        """An index that is right by construction, as are its widths: no call checks it again."""
         index = cls(**fields)
         object.__setattr__(index, "_valid", True)
         object.__setattr__(index, "_widths", widths)
         return index
 
     def changed(self, **fields: Any) -> SparseIndex:
-        """The index with other fields that are as right as its own (dataclasses.replace: looked at
-        anew)."""
+        """The index with other fields, as right as its own (dataclasses.replace checks anew)."""
         index = replace(self, **fields)
         object.__setattr__(index, "_valid", self._valid)
         if not fields.keys() & {"diagonals", "tiles", "columns"}:
@@ -112,14 +110,15 @@ class SparseIndex:
         return index
 
     def widths(self) -> tuple[tuple[int, ...], ...]:
-        """For each head how many diagonals, tiles of a row and columns it has at most, without
-        reading any."""
+        """Largest number of diagonals, of tiles of a row and of columns of each head.
+
+        Reads no tensor.
+        """
         most = tuple(x.shape[-1] for x in (self.diagonals, self.tiles, self.columns))
         return self._widths or (most,) * self.num_heads
 
     def listed(self, rows: slice = slice(None)) -> Tensor:
-        """The lists of some rows, padded to the longest that there may be: (B, H, rows, any width)
-        int32."""
+        """The lists of some rows, padded to the longest: (B, H, rows, any width) int32."""
         begin = self.offsets[..., :-1][..., rows, None]
         end = self.offsets[..., 1:][..., rows, None]
         if not self.tiles.numel():
@@ -151,8 +150,7 @@ class SparseIndex:
 
     @property
     def causal_tiles(self) -> int:
-        """Tiles on and below the causal diagonal and inside the window: what dense attention
-        computes."""
+        """Tiles on and below the diagonal and inside the window, as dense attention computes."""
         if self.ragged is not None:
             raise ValueError(
                 "sequences of a ragged index have each their own: ask index.sequence(i)"
@@ -164,7 +162,7 @@ class SparseIndex:
 
     @property
     def reach(self) -> int:
-        """How many tiles before its own a row can see at most."""
+        """Tiles before its own that a row can see at most."""
         n = num_tiles(self.k_len)
         return n if self.window is None else min(n, num_tiles(self.window - 1))
 
@@ -195,8 +193,7 @@ class SparseIndex:
         return found
 
     def first_dense(self) -> list[int]:
-        """For each head the key tile of its first dense row (past the last row if it has none); not
-        for ragged ones."""
+        """Key tile of each head's first dense row, past the last row if none; not if ragged."""
         return first_dense(self.dense_tail or (0,) * self.num_heads, self.k_len)
 
     @property
@@ -211,8 +208,7 @@ class SparseIndex:
         return sum(t.numel() * t.element_size() for t in entries)
 
     def computed_tiles(self, every: int = 1) -> Tensor:
-        """TILE x TILE products of queries and keys for each head, (B, H) int64, counted as the
-        kernels execute them.
+        """TILE x TILE products of each head, (B, H) int64, as the kernels execute them.
 
         Those that `skip` leaves out are among them: a product is what says so.
 
@@ -234,8 +230,7 @@ class SparseIndex:
         return count
 
     def density(self, most_rows: int | None = None) -> Tensor:
-        """Share of the causal tiles that is computed, (B, H) float32; of at most so many rows,
-        evenly spread."""
+        """Fraction of the causal tiles that is computed, (B, H) fp32, of at most so many rows."""
         if self.ragged is not None:
             return torch.cat([self.sequence(s).density(most_rows) for s in range(self.batch)])
         every = 1 if most_rows is None else -(-self.num_rows // most_rows)
@@ -252,8 +247,7 @@ class SparseIndex:
         return self.computed_tiles() * (2 * TILE * TILE * (head_dim + (v_dim or head_dim)))
 
     def to_mask(self) -> Tensor:
-        """The visible keys as a mask (B, H, Q, K). For tests and pictures: memory is Q x K; one
-        sequence at a time."""
+        """The visible keys as a mask (B, H, Q, K), for tests and pictures; of one sequence."""
         offset = self.k_len - self.q_len
         parts = []
         for rows, tiles in self.row_masks():
@@ -271,8 +265,7 @@ class SparseIndex:
         return mask & (distance >= 0) & (distance < (self.window or self.k_len))
 
     def check_shapes(self) -> None:
-        """Raise ValueError where lengths, shapes, dtypes or devices do not go together. Reads no
-        data."""
+        """Raise ValueError where lengths, shapes, dtypes or devices disagree. Reads no data."""
         for name in ("diagonals", "tiles", "offsets", "columns"):
             entries: Tensor = getattr(self, name)
             if not isinstance(entries, Tensor) or entries.layout is not torch.strided:
@@ -354,8 +347,7 @@ class SparseIndex:
         object.__setattr__(self, "_valid", True)
 
     def row_masks(self, every: int = 1) -> Iterator[tuple[range, Tensor]]:
-        """Chunks of rows with the key tiles they compute, (B, H, rows, N) bool, columns left out;
-        one sequence.
+        """Chunks of rows and the key tiles they compute, (B, H, rows, N) bool, without columns.
 
         With `every` one row in so many, from the middle of the first so many on.
         """
@@ -390,8 +382,7 @@ class SparseIndex:
         return (tile < at) & (tile >= at - self.reach)
 
     def _tiles_of_column_groups(self) -> Tensor:
-        """Which key tiles the columns of each group of TILE lie in, (B, H, N, groups) fp32 of 0 and
-        1."""
+        """Key tiles of the columns of each group of TILE, (B, H, N, groups) fp32 of 0 and 1."""
         n = num_tiles(self.k_len)
         columns = self.columns.shape[-1]
         groups = num_tiles(columns)
@@ -443,7 +434,7 @@ def check_window(window: object) -> None:
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """Whether a value is an integer and no less than that."""
+    """True for an integer that is no less than `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -453,8 +444,7 @@ def first_dense(dense_tail: Sequence[int], k_len: int) -> list[int]:
 
 
 def with_dense_tail(index: SparseIndex, queries: int) -> SparseIndex:
-    """The index with every key computed for the tiles that hold the last `queries` queries, in
-    every head."""
+    """The index with every key computed for the tiles of the last `queries` queries."""
     if not queries:
         return index
     tails = index.dense_tail or (0,) * index.num_heads

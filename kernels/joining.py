@@ -20,8 +20,7 @@ from kernels.ragged import Ragged
 def cat_heads(
     parts: Sequence[SparseIndex], order: Tensor, host_order: Sequence[int]
 ) -> SparseIndex:
-    """One index from parts that hold some heads each; head i of the result is head order[i] of
-    their concatenation.
+    """One index from parts with some heads each; head i is head order[i] of all of them.
 
     `order` lies where the parts do; `host_order` is the same on the host.
     """
@@ -51,8 +50,7 @@ def cat_sequences(parts: Sequence[SparseIndex], ragged: Ragged) -> SparseIndex:
 
 
 def _joined(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
-    """The entries of all parts, padded to the widest, their lists, and their bounds where one has
-    any."""
+    """The entries of all parts, padded to the widest, their lists, and their bounds, if any."""
     made = _lists(parts, dim)
     for name in ("diagonals", "columns"):
         entries: list[Tensor] = [getattr(part, name) for part in parts]
@@ -97,8 +95,7 @@ def _lists(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
 def _changed(
     parts: Sequence[SparseIndex], widths: tuple[tuple[int, ...], ...], **fields: Any
 ) -> SparseIndex:
-    """The first part with other fields; its entries are known to be right only if all parts'
-    are."""
+    """The first part with other fields; known to be right only if all parts are."""
     first = parts[0] if all(part._valid for part in parts) else replace(parts[0])
     index = first.changed(**fields)
     object.__setattr__(index, "_widths", widths)

@@ -1,5 +1,4 @@
-"""Results of a function that are kept for the arguments asked for last, as many as a number of
-bytes has room for."""
+"""Cache of a function's latest results, as many as a number of bytes has room for."""
 
 from __future__ import annotations
 
@@ -12,14 +11,12 @@ _Made = TypeVar("_Made")
 
 
 class Kept(Generic[_Asked, _Made]):
-    """A function of hashable positional arguments that makes each of its results once while there
-    is room for it."""
+    """A function of hashable positional arguments that keeps its results while there is room."""
 
     def __init__(
         self, make: Callable[_Asked, _Made], nbytes: Callable[[_Made], int], room: int
     ) -> None:
-        """make: the function; nbytes: what a result of it holds; room: bytes of all results, but
-        the last one stays."""
+        """Keep results of `make`, `nbytes` each, up to `room` bytes; the last one stays."""
         self.__wrapped__ = make
         self._nbytes = nbytes
         self._room = room

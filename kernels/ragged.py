@@ -1,5 +1,4 @@
-"""Where the sequences of a batch lie when they are not all as long as the tensors: padded, packed,
-or both."""
+"""Places of a batch's sequences that are shorter than its tensors: padded, packed, or both."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from kernels.copies import Copy
 
 @dataclass(frozen=True, kw_only=True)
 class Ragged:
-    """S sequences inside q (B, H, Q, D) and k, v (B, G, K, dim); queries are the last positions of
-    their sequence.
+    """S sequences inside q (B, H, Q, D) and k, v (B, G, K, dim); queries are their last positions.
 
     Sequence s lies in batch element rows[s]; its queries are q_lens[s] rows of q from q_starts[s]
     on, its keys k_lens[s] rows of k from k_starts[s] on. Lengths are known on the host, as they are
@@ -63,15 +61,13 @@ class Ragged:
 
     @classmethod
     def of(cls, sequences: Iterable[Sequence[int]]) -> Self:
-        """From row, q_start, q_len, k_start and k_len of one sequence after another, at least
-        one."""
+        """Sequences from row, q_start, q_len, k_start, k_len of one after another, at least one."""
         rows, q_starts, q_lens, k_starts, k_lens = zip(*sequences, strict=True)
         return cls(rows=rows, q_starts=q_starts, q_lens=q_lens, k_starts=k_starts, k_lens=k_lens)
 
     @classmethod
     def left_padded(cls, lengths: Sequence[int], q_len: int, k_len: int) -> Self:
-        """A batch whose sequence s is the last lengths[s] of the k_len keys; q holds the last q_len
-        positions."""
+        """A batch whose sequence s is the last lengths[s] of k_len keys; q has the last q_len."""
         q_lens = tuple(min(length, q_len) for length in lengths)
         return cls(
             rows=tuple(range(len(lengths))),
@@ -83,8 +79,7 @@ class Ragged:
 
     @classmethod
     def packed(cls, cu_seqlens_q: Sequence[int], cu_seqlens_k: Sequence[int]) -> Self:
-        """One batch element with all sequences end to end: they start at these rows, the last entry
-        is the end."""
+        """One batch element with sequences end to end: their first rows, and the end."""
         return cls(
             rows=(0,) * (len(cu_seqlens_q) - 1),
             q_starts=tuple(cu_seqlens_q[:-1]),
@@ -116,8 +111,7 @@ class Ragged:
         return zip(*self._columns, strict=True)
 
     def table(self, device: torch.device) -> Tensor:
-        """(S, 5) int32 of row, q_start, q_len, k_start, k_len; made once for each device, without
-        waiting for it."""
+        """Row, q_start, q_len, k_start and k_len of each sequence, (S, 5) int32, once a device."""
         if device not in self._tables:
             self._tables[device] = Copy.of(
                 torch.tensor(self.flat, dtype=torch.int32).view(-1, 5), device
@@ -125,8 +119,7 @@ class Ragged:
         return self._tables[device].read()
 
     def fault(self, q_shape: Sequence[int], k_shape: Sequence[int] | None) -> str | None:
-        """Why the sequences do not lie in q (B, H, Q, D) and k (B, G, K, D; None for paged keys);
-        None if they do."""
+        """The reason why the sequences do not lie in q and k (None for paged keys), or None."""
         for s, (row, q_start, q_len, k_start, k_len) in enumerate(self.sequences):
             if row >= q_shape[0] or q_start + q_len > q_shape[2]:
                 where = f"rows {q_start} to {q_start + q_len} of batch element {row}"
@@ -141,6 +134,5 @@ class Ragged:
         return None
 
     def covers(self, batch: int, q_len: int) -> bool:
-        """Whether every query row of a (batch, q_len) tensor belongs to a sequence (they never
-        overlap)."""
+        """True if every query row of a (batch, q_len) tensor belongs to a sequence."""
         return sum(self.q_lens) == batch * q_len

@@ -1,5 +1,4 @@
-"""Launches of Triton kernels: what one is made of, and how several run one after the other on a
-device."""
+"""Launches of Triton kernels, and several run one after the other on a device."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ _LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCall:
-    """One launch: the kernel and the module that has it, its grid, its arguments, those of them
-    that are compiled in, and Triton's own options.
+    """One launch: module, kernel, grid, arguments, compiled-in constants and Triton's options.
 
     plain: whether no call of its op does with less; where it does not build, the op is not served.
     """
@@ -33,8 +31,7 @@ class KernelCall:
     plain: bool = True
 
     def build(self, op: tuple[object, ...]) -> tuple[object, ...]:
-        """What a build of it that fails is remembered by: its op, and what is compiled in where
-        others do without."""
+        """Key of a failed build: its op, and the constants where others do without."""
         return (
             op
             if self.plain
@@ -48,16 +45,14 @@ class KernelCall:
 
 
 def softmax_factors(scale: float, softcap: float | None) -> dict[str, float]:
-    """Both factors with log2(e) folded in; with a soft-cap, scale is what makes the product the
-    exponent of e^2x."""
+    """Scale and soft-cap with log2(e) folded in; soft-capped, scale gives the exponent of e^2x."""
     if softcap is None:
         return {"scale": scale * _LOG2E, "softcap": 0.0}
     return {"scale": 2 * scale / softcap * _LOG2E, "softcap": softcap * _LOG2E}
 
 
 def run_calls(calls: Sequence[KernelCall], device: torch.device, *op: object) -> None:
-    """Launch them in turn, none where one is known to fail; `op` is what their builds have in
-    common (kernels.breaker).
+    """Launch them in order, none where one is known to fail; `op` names their builds.
 
     Raises:
         CannotBuildError: one cannot be built. What was launched before it is to be done again.

@@ -37,7 +37,7 @@ LISTS = [*PAIRED[:2], make("block_sparse", blocks=2), make("dense")]
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Where tensors are made, and how large they are."""
+    """Device, dtype and sizes of the tensors that the checks make."""
 
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
@@ -87,8 +87,7 @@ def attention(
 
 
 def paged(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values (1, G, K, D) in shuffled pages of a cache, NaN where no key lies; and their
-    table."""
+    """Keys and values (1, G, K, D) in shuffled pages, NaN where no key lies; and their table."""
     count = -(-k.shape[2] // size)
     order = torch.randperm(count + 2)[:count].to(k.device)
     caches = []
@@ -111,7 +110,7 @@ def index_of_a_layer(inputs: Inputs) -> tuple[float, float]:
 
 
 def index_in_pages(inputs: Inputs) -> tuple[float, float]:
-    """How many entries differ where keys lie in pages, large and small."""
+    """Entries that differ where keys lie in pages, large and small."""
     q, k, v = inputs.tensors(inputs.length - 60)
     wrong = 0
     for patterns in (LISTS, [make("block_sparse", blocks=2)] * HEADS):
@@ -146,8 +145,7 @@ def decode(*, chosen: bool, queries: int = 1) -> Check:
 
 
 def scores_of_a_prompt(inputs: Inputs) -> tuple[float, float]:
-    """Output and scores, as a share of the queries that add to them, in units of what is
-    allowed."""
+    """Errors of output and of scores per query that adds to them, in units of the tolerance."""
     q, k, v = inputs.tensors(inputs.length - 60)
     found = decode_attention(q, k, v, scores="sum", backend="triton")
     expected = decode_attention(q.float(), k.float(), v.float(), scores="sum", backend="reference")
@@ -197,8 +195,7 @@ REHEARSED = (
 
 
 def run(inputs: Inputs, names: Sequence[str]) -> dict[str, Any]:
-    """Errors, what is allowed and what failed by check, and the kernels that none of them
-    launched."""
+    """Errors, tolerances and failures by check, and the kernels that no check launched."""
     torch.manual_seed(0)
     rows: dict[str, Any] = {}
     with launched() as kernels:

@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def apart(step: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What a step found in a process of its own, or why it failed."""
+    """Result of a step that runs in a process of its own, or the reason why it failed."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -147,8 +147,7 @@ def measured(step: str, device: str, small: bool) -> dict[str, Any]:
 
 
 def as_on_gpu() -> ExitStack:
-    """Have Triton's interpreter do what Triton does on a GPU, and native code for the CPU nothing
-    of it."""
+    """Have Triton's interpreter serve what Triton serves on a GPU, and no native code."""
     from kernels.dispatch import BACKENDS
 
     stack = ExitStack()

@@ -50,8 +50,7 @@ def size_of(length: int, device: str, dtype: str, small: bool) -> Size:
 
 
 def rates(device: str, dtype: str, small: bool) -> dict[str, Any]:
-    """Bytes a second of a copy, read and written, and operations a second of a product of
-    matrices."""
+    """Bytes a second of a copy, read and written, and operations a second of matrix products."""
     n = 256 if small else 8192
     a = torch.randn(n, n, device=device).to(getattr(torch, dtype))
     # Larger than any cache of the second level.
@@ -66,8 +65,7 @@ def rates(device: str, dtype: str, small: bool) -> dict[str, Any]:
 
 
 def attention(device: str, dtype: str, small: bool) -> list[dict[str, Any]]:
-    """A layer's attention by the published patterns; every result is compared with the reference
-    first."""
+    """Time a layer's attention by published patterns, each compared with the reference first."""
     found = []
     for length in (130,) if small else LENGTHS:
         size = size_of(length, device, dtype, small)
@@ -86,8 +84,7 @@ def attention(device: str, dtype: str, small: bool) -> list[dict[str, Any]]:
 
 
 def decode(device: str, dtype: str, small: bool) -> list[dict[str, Any]]:
-    """One token over all and over 2,048 chosen keys; every result is compared with the reference
-    first."""
+    """Time a token over all and over 2,048 chosen keys, compared with the reference first."""
     found = []
     for length in (200,) if small else LENGTHS:
         size = size_of(length, device, dtype, small)

@@ -69,8 +69,7 @@ def sparse_attention(
     skipped: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention over the keys that the index names, softmax over those alone (MInference
-    1.0, Algorithm 5).
+    """Causal attention over the keys that the index names (MInference 1.0, Algorithm 5).
 
     Args:
         q: (B, H, Q, D) queries, the last Q of the K positions; any strides with D contiguous. k:
@@ -132,8 +131,7 @@ def launch(
     skipped: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """sparse_attention, and its log-sum-exp, for who knows that the tensors go together and built
-    the index for them.
+    """sparse_attention and its log-sum-exp, for tensors and an index that are known to fit.
 
     Raises:
         ValueError: a scale or soft-cap that is not positive and finite; a named backend that cannot

@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why this backend cannot serve the call; None where it can."""
+    """The reason why this backend cannot serve the call; None where it can."""
     if q.device.type != "cpu":
         return f"it serves tensors on the CPU, not on {q.device.type}"
     if q.dtype not in _DTYPES:
@@ -43,7 +43,7 @@ def engines(dtype: torch.dtype) -> list[str]:
 
 @functools.cache
 def why_no_tiles() -> str | None:
-    """Why the engine "amx" does not serve here; None where it does.
+    """The reason why the engine "amx" does not serve here; None where it does.
 
     It serves where HEADWISE_AMX=1 asks for it, until a processor with AMX has measured it
     (benchmarks/cpu_engines.py). Before its first use in a process it is compared with the engine

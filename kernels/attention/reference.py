@@ -1,5 +1,4 @@
-"""Sparse attention in plain fp32 torch, row of tiles by row of tiles: slow, obvious, and the only
-oracle.
+"""Sparse attention in plain fp32 torch, row of tiles by row of tiles: the only oracle.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -14,7 +13,7 @@ from kernels.ragged import Ragged
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why this backend cannot serve the call; None where it can. It always can."""
+    """The reason why this backend cannot serve the call: always None."""
     return None
 
 
@@ -31,8 +30,7 @@ def sparse_attention(
     out: Tensor | None = None,
     skipped: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See kernels.attention.launch. Returns out (B, H, Q, E) in q's dtype and lse (B, H, Q)
-    fp32."""
+    """See kernels.attention.launch. Returns out (B, H, Q, E) and fp32 lse (B, H, Q)."""
     batch, num_heads, q_len, _ = q.shape
     lse = torch.full((batch, num_heads, q_len), float("-inf"), device=q.device)
     if out is None:
@@ -78,8 +76,7 @@ def _one_head(
     softcap: float | None,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor, int]:
-    """(Q, D), (K, D), (K, E) -> (Q, E), (Q,) and how many tiles were skipped: one head of one
-    sequence."""
+    """Output (Q, E), log-sum-exp (Q,) and skipped tiles of one head of one sequence."""
     k_len = index.k_len
     offset = index.k_len - index.q_len
     diagonals = index.diagonals[0, head]
@@ -125,7 +122,7 @@ def _one_head(
 
 
 def _skipped(logits: Tensor, tiles: Tensor, own: int, bound: float) -> Tensor:
-    """Which keys (n,) lie in tiles of a row that are skipped.
+    """Mask (n,) of the keys that lie in skipped tiles of a row.
 
     logits: (Q, n). tiles: (n,) of each key, -1 of columns. own: the row's tile. bound: the log of
     the threshold."""

@@ -38,8 +38,10 @@ _MAX_DIM = 512
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why this backend cannot serve the call; None where it can. Looks for triton only if the
-    tensors are on a GPU."""
+    """The reason why this backend cannot serve the call; None where it can.
+
+    Looks for triton only if the tensors are on a GPU.
+    """
     if reason := unavailable(q.device):
         return reason
     if q.dtype not in _DTYPES:
@@ -69,7 +71,7 @@ def sparse_attention(
 
 
 def _build(q: Tensor, v: Tensor) -> tuple[object, ...]:
-    """What a build that fails is remembered by."""
+    """Key under which a failed build is remembered."""
     return "attention", str(q.device), q.dtype, v.dtype, q.shape[-1], v.shape[-1]
 
 
@@ -89,8 +91,7 @@ def prepare(
     splits: int | None = None,
     target: str | None = None,
 ) -> list[KernelCall]:
-    """The launches that serve a call: an index's tables, then attention, then what puts its parts
-    together, if any.
+    """The launches of a call: an index's tables, attention, and the merge of parts, if any.
 
     With a block table k and v are caches (pages, page size, G, dim). `launch` takes another build
     than the table's, `splits` cuts keys into so many parts, `target` prepares for another
@@ -248,8 +249,7 @@ def _splits(
     q: Tensor,
     kv: Sequence[Tensor],
 ) -> int:
-    """Into how many parts a launch over some heads cuts the keys of a program, by the most that it
-    may have."""
+    """Parts into which a launch cuts the keys of a program, by the most that it may have."""
     diagonals, listed, columned = sizes
     keys = (
         index.k_len
@@ -296,8 +296,9 @@ def _between(ragged: Ragged, batch: int, q_len: int) -> Iterator[tuple[int, slic
 def tables(
     index: SparseIndex, rows: int, window: int | None, *, alone: Sequence[int] = ()
 ) -> KernelCall:
-    """The launch that makes an index's tables for programs of `rows` query tiles; nothing is read
-    on the host.
+    """The launch that makes an index's tables for programs of `rows` query tiles.
+
+    Nothing is read on the host.
 
     alone: of `rows` = 2, the heads whose programs serve one query tile all the same.
     """

@@ -1,5 +1,4 @@
-"""The device code of the Triton backend; kernels.attention.triton launches it. Importing this
-imports triton.
+"""Device code of the Triton backend; kernels.attention.triton launches it. Imports triton.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim, R
 query tiles, N key tiles, P parts, ND diagonals of a head, NC columns.
@@ -40,8 +39,7 @@ from kernels.attention.triton_step import (
 
 @triton.jit
 def _sums(top, total, exists, scale, sinks, head, H: tl.constexpr):
-    """The log-sum-exp of each query as a power of two, and what its output is multiplied by in the
-    end."""
+    """Log-sum-exp of each query as a power of two, and the last factor of its output."""
     total = tl.where(exists, total, 1.0)
     log_sum = scaled(top, scale, H) + tl.log2(total)
     left = 1.0 / total
@@ -59,8 +57,9 @@ def _results(
     out_batch, out_head, out_row,
     H: tl.constexpr,
 ):  # fmt: skip
-    """Where a program's results go: base and offsets of its rows, which of its queries exist, its
-    head, and the places of its log-sum-exps, or of the maxima and sums of a part.
+    """Base and offsets of a program's rows, which of its queries exist, its head, and more.
+
+    The last are the places of its log-sum-exps, or of the maxima and sums of a part.
 
     All of it is worked out anew, from a number that the compiler cannot know: held since the
     beginning it would take the registers of the loops. `zero` is where a 0 lies: the last number of
@@ -99,8 +98,7 @@ def _queries(
     pid, places, heads, group, chunks, per_chunk, splits, q_len, k_len, first_row, num_rows,
     H: tl.constexpr
 ):  # fmt: skip
-    """Whose queries a program serves: (sequence, batch, head, part, first_query, q_len, k_len, row,
-    at).
+    """A program's place: (sequence, batch, head, part, first_query, q_len, k_len, row, at).
 
     The query heads of one KV head run side by side and read its keys while the L2 cache has them,
     then the next part of those; long rows start first, so that the last programs to finish are
@@ -149,8 +147,7 @@ def _program(
     window, walk_width, table_width, table_size, columns_width, pages_width, search_steps,
     H: tl.constexpr,
 ):  # fmt: skip
-    """One program of sparse_attention_kernel; 1 if its output holds NaN, which H.safe then
-    replaces."""
+    """One program of sparse_attention_kernel; 1 if its output holds NaN: H.safe replaces it."""
     tl.static_assert(H.rows == 1 or not (H.tiles or H.skip))
     sequence, batch, head, part, first_query, q_len, k_len, row, at = _queries(
         pid,
@@ -339,8 +336,7 @@ def sparse_attention_kernel(
     walk_width, table_width, table_size, columns_width, pages_width, search_steps,
     H: tl.constexpr,
 ):  # fmt: skip
-    """Sparse attention of one program: H.rows query tiles of a head (MInference 1.0, Algorithm 5,
-    for every pattern).
+    """Sparse attention of H.rows query tiles of a head (MInference 1.0, Algorithm 5).
 
     e is a distance in key tiles from a program's first query tile. tables (B, H, table_size) int32
     by the tables kernel, table_width = N + 1 and table_size = 4 * walk_width + 7 * table_width; of
@@ -455,8 +451,7 @@ def combine_kernel(
 
 @triton.jit
 def _append(to, values, chosen, found, counts, at, present):
-    """Append the chosen values to a list of `found`, and count for each place how many there are up
-    to it."""
+    """Append the chosen values to a list of `found`, and count those up to each place."""
     upto = found + tl.cumsum(chosen.to(tl.int32), 0)
     tl.store(to + upto - 1, values, mask=chosen)
     tl.store(counts + at, upto, mask=present)

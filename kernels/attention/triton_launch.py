@@ -1,5 +1,4 @@
-"""How the Triton kernels are built for each kind of GPU, and into how many parts few queries on
-many keys are cut.
+"""Builds of the Triton kernels for each kind of GPU, and the parts of few queries.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, E value dim, P parts.
 
@@ -41,8 +40,7 @@ _SHARED_OF_A_PROGRAM = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A build of the kernel: query tiles of a program, keys of a softmax step, warps, and steps
-    under way at once.
+    """A build: query tiles of a program, keys of a step, warps, and steps under way at once.
 
     A step of 128 keys is two tiles, wherever they lie. Two stages copy nothing ahead: a step's keys
     are waited for when the next one's are asked for.
@@ -60,7 +58,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class How:
-    """What is compiled into the attention kernel; what a call does not need is not.
+    """Constants that are compiled into the attention kernel, no more than a call needs.
 
     d0 + d1 and e0 + e1 cover the head dim d and the value dim e (split). walk, tiles, columns:
     which sorts of entries some head of the launch has beside diagonal 0. page: tokens of a page, 0
@@ -98,8 +96,7 @@ class How:
 
     @property
     def plain(self) -> bool:
-        """Whether it is the least that is compiled: keys of a tensor by diagonals, of all heads and
-        whole rows."""
+        """True for the least that is compiled: keys of a tensor by diagonals, whole rows."""
         more = (
             self.tiles,
             self.columns,
@@ -123,8 +120,7 @@ class How:
 
     @property
     def careful(self) -> How:
-        """The same a few keys and columns at a time, keeping bad values from queries that do not
-        see them.
+        """The same a few keys and columns at a time: bad values reach only queries that see them.
 
         A part of a row is so many tiles, or pairs of them: done again, it must have the keys that
         it had."""
@@ -173,8 +169,10 @@ _INTERPRETER: _Builds = {512: (_one(32, 4, 1), _two(32, 4, 1))}
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why no Triton kernel runs on a device; None if one does. Looks for triton only if the device
-    is a GPU."""
+    """The reason why no Triton kernel runs on a device; None if one does.
+
+    Looks for triton only if the device is a GPU.
+    """
     if device.type != "cuda" and not _INTERPRETED:
         return f"it serves tensors on a GPU, not on {device.type}"
     return _missing(device)
@@ -192,8 +190,7 @@ def _missing(device: torch.device) -> str | None:
 
 
 def architecture(device: torch.device) -> str:
-    """What a device's kernels are compiled for: "sm_90", "hip" or, for interpreted kernels,
-    "interpreter"."""
+    """Architecture that a device's kernels are compiled for: "sm_90", "hip", "interpreter"."""
     if device.type != "cuda":
         return "interpreter"
     if torch.version.hip is not None:
@@ -203,7 +200,7 @@ def architecture(device: torch.device) -> str:
 
 
 def unread(k: Tensor) -> str | None:
-    """Why keys of this dtype cannot be read on their device; None where they can."""
+    """The reason why keys of this dtype cannot be read on their device; None where they can."""
     target = architecture(k.device)
     if k.dtype == torch.float8_e4m3fn and (
         target == "hip" or (target.startswith("sm_") and int(target[3:]) < 89)
@@ -213,8 +210,7 @@ def unread(k: Tensor) -> str | None:
 
 
 def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool) -> Launch:
-    """The build for an architecture and the larger head dim; lists of tiles are served one query
-    tile a program."""
+    """Build for an architecture and the larger head dim; with lists one query tile a program."""
     if target == "interpreter":
         builds = _INTERPRETER
     elif target == "hip":
@@ -228,8 +224,7 @@ def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool) -> Launch:
 
 
 def serves(target: str, *, dim: int, itemsize: int) -> bool:
-    """Whether the table has a build that fits: all but wide float32, the wider the less shared
-    memory there is.
+    """True if a build fits: all but wide float32, the wider the less shared memory there is.
 
     Blackwell's tensor memory does not hold logits and an output wider than 256: the compiler leaves
     a trap there."""
@@ -241,8 +236,7 @@ def serves(target: str, *, dim: int, itemsize: int) -> bool:
 
 
 def split(dim: int, widest: int = 256) -> tuple[int, int]:
-    """Two powers of two, the second 0 or at least 16, that cover `dim` with the least padding (80 =
-    64 + 16)."""
+    """Two powers of two, the second 0 or at least 16, that cover `dim` closest (80 = 64 + 16)."""
     whole = max(16, 1 << (dim - 1).bit_length())
     if dim <= 16:
         return whole, 0
@@ -252,8 +246,7 @@ def split(dim: int, widest: int = 256) -> tuple[int, int]:
 
 
 def build_options(launch: Launch) -> dict[str, Any]:
-    """Triton's own options. Fused multiply-adds are named because its default is about to
-    change."""
+    """Triton's own options; fused multiply-adds are named, since their default will change."""
     limit = {} if launch.registers is None else {"maxnreg": launch.registers}
     return {
         "num_warps": launch.warps,
@@ -265,8 +258,7 @@ def build_options(launch: Launch) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1024)
 def count(programs: int, steps: int, at_once: int) -> int:
-    """Into how many parts the `steps` of every program are cut, where a device runs so many
-    programs `at_once`.
+    """Parts to cut the `steps` of each program into on a device that runs `at_once` programs.
 
     The time of a launch is taken to be that of its last wave: as many programs as run at once, one
     after the other."""
@@ -280,12 +272,12 @@ def count(programs: int, steps: int, at_once: int) -> int:
 
 
 def few(programs: int, device: torch.device) -> bool:
-    """Whether so many programs of four warps are too few for a GPU."""
+    """True if so many programs of four warps are too few for a GPU."""
     return device.type == "cuda" and programs < _WAVES * 2 * multiprocessors(device)
 
 
 def at_once(build: Launch, key_bytes: int, query_bytes: int, device: torch.device) -> int:
-    """How many programs a device runs at a time.
+    """Programs that a device runs at a time.
 
     key_bytes: of a key and its value; query_bytes: of a query.
     """
@@ -293,8 +285,7 @@ def at_once(build: Launch, key_bytes: int, query_bytes: int, device: torch.devic
 
 
 def resident(build: Launch, key_bytes: int, query_bytes: int, shared: int | None) -> int:
-    """How many programs of a build a multiprocessor holds whose shared memory is so large; None:
-    large enough.
+    """Programs of a build that a multiprocessor holds; None: its shared memory is large enough.
 
     Registers suffice for two of four warps, or one of eight. Keys and values lie there stage by
     stage."""
@@ -307,7 +298,7 @@ def resident(build: Launch, key_bytes: int, query_bytes: int, shared: int | None
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a device has; an interpreter is one."""
+    """Multiprocessors of a device; an interpreter has one."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
@@ -317,8 +308,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _shared(device: torch.device) -> int | None:
-    """Bytes of a multiprocessor of NVIDIA's; Triton copies less ahead on others, so that it does
-    not bind there."""
+    """Shared bytes of NVIDIA's multiprocessor; elsewhere Triton copies less ahead."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
@@ -327,8 +317,7 @@ def _shared(device: torch.device) -> int | None:
 def scratch(
     q: Tensor, num_kv_heads: int, v_dim: int, parts: int, *, holes: bool
 ) -> dict[str, Tensor]:
-    """Memory for maximum, sum and unnormalised output of each part of each query row; holes: some
-    have none."""
+    """Maxima, sums and unnormalised outputs of each part of each query row, with holes or not."""
     batch, num_heads, q_len, _ = q.shape
     shape = (batch, num_kv_heads, parts, num_heads // num_kv_heads * q_len)
     tops, totals = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -346,8 +335,7 @@ def combine(
     splits: int,
     holes: bool = False,
 ) -> KernelCall:
-    """What puts the parts together that a launch with these arguments leaves, of `rows` query rows
-    of each KV head.
+    """The launch that merges the parts of `rows` query rows of each KV head.
 
     holes: some rows belong to nobody, and have been written.
     """

@@ -45,8 +45,7 @@ from kernels.attention.triton_step import (
 
 @triton.jit
 def _part(count, place, H: tl.constexpr):
-    """Which of `count` tiles, pairs of tiles or runs of 64 columns are this program's: all, or one
-    of several parts."""
+    """This program's part of `count` tiles, pairs of tiles or runs of 64 columns."""
     begin = 0
     end = count
     if H.split:
@@ -70,8 +69,10 @@ def _words(flags, KEYS: tl.constexpr):
 
 @triton.jit
 def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: tl.constexpr):
-    """Gathers the columns first ... count, some a step (PIT's gather); SEARCH seeks them in the
-    row's listed tiles."""
+    """Gather the columns first ... count, some a step (PIT).
+
+    SEARCH seeks them in the row's listed tiles.
+    """
     held, at, half, floor, _, _, _, _, dense_last, _, _ = place
     _, _, _, _, _, _, tiles, listed = named
     columns, first, count, search_steps = columned
@@ -109,8 +110,7 @@ def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: 
 
 @triton.jit
 def _edges(place, named, H: tl.constexpr):
-    """`edged` of the module's docstring: looked up where it is needed, since it would be held over
-    the loops before."""
+    """`edged` of the module's docstring, looked up late: it would be held over the loops before."""
     _, at, _, _, _, _, _, _, dense_last, _, _ = place
     walk, walk_width, table_width, reach, inner, _, _, _ = named
     counts = walk + 4 * walk_width + at
@@ -133,8 +133,7 @@ def _edges(place, named, H: tl.constexpr):
 
 @triton.jit
 def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
-    """Key tile of entry i of the inner tiles or of the edges, and a bit for each query tile that
-    wants it.
+    """Key tile of entry i of the inner tiles or the edges, and a bit for each query tile.
 
     left: the inner tile that is an edge, too, for want of another beside it; -1 for none. `wants`
     depends on no load that the tile depends on: Triton copies ahead only what is looked up for one
@@ -192,8 +191,7 @@ def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
 
 @triton.jit
 def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.constexpr):
-    """The inner tiles, without any mask, or the edges: wanted by one query tile of two, or cut by
-    the window.
+    """The inner tiles, unmasked, or the edges: for one query tile of two, or cut by the window.
 
     Edges come in steps of at most a tile: what 128 keys and a mask take of registers is more than
     there are."""
@@ -233,8 +231,7 @@ def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.const
 
 @triton.jit
 def _own(asked, state, kv, place, H: tl.constexpr):
-    """The own tiles: the only ones that need the causal triangle and the only ones that the keys
-    may end in."""
+    """The own tiles: the only ones with the causal triangle, or in which keys may end."""
     held, at, half, floor, position, _, k_len, _, dense_last, _, _ = place
     PARTS: tl.constexpr = 64 // H.few
     begin, end = _part(H.rows, place, H)
@@ -255,8 +252,7 @@ def _own(asked, state, kv, place, H: tl.constexpr):
 
 @triton.jit
 def _counts(logits, limit, exists):
-    """Whether some query of a tile has a logit that is no less than its limit; NaN is less than
-    nothing."""
+    """True if a query of the tile has a logit no less than its limit; NaN is less than nothing."""
     counts = exists[:, None] & ((logits < limit[:, None]) == 0)
     return tl.max(tl.max(counts.to(tl.int32), 1), 0)
 
@@ -274,8 +270,7 @@ def _tile_again(asked, state, kv, tile, place, H: tl.constexpr):
 
 @triton.jit
 def _or_skip(asked, state, kv, place, named, bound, H: tl.constexpr):
-    """Key tile 0, if the row wants it, then those of the others that are not skipped; and how many
-    were.
+    """Key tile 0, if wanted, then the others that are not skipped; and the number skipped.
 
     `bound` is the log of the threshold. Columns and the own tile have been computed. A tile that
     takes several steps is multiplied once more where it counts."""

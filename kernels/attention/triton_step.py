@@ -1,5 +1,4 @@
-"""One step of softmax over a few keys, on the device, and how keys and values are read. Importing
-this imports triton.
+"""A softmax step over a few keys on the device, and reads of keys and values. Imports triton.
 
 Shapes: M queries of a program, S keys of a step, D head dim, E value dim.
 
@@ -31,8 +30,10 @@ def load_rows(
     DIM: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Elements FIRST ... FIRST + WIDTH of rows at these offsets; zero beyond DIM and, if TAIL,
-    where not present."""
+    """Elements FIRST ... FIRST + WIDTH of rows at these offsets; zero beyond DIM.
+
+    With TAIL also zero where a row is not present.
+    """
     at = FIRST + tl.arange(0, WIDTH)
     pointers = base + rows[:, None] + at[None, :]
     if TAIL and FIRST + WIDTH > DIM:
@@ -50,8 +51,10 @@ def load_rows(
 def load_some(
     base, rows, present, first, WIDTH: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr
 ):
-    """Elements first ... first + WIDTH of rows at these offsets; zero beyond DIM and, if TAIL,
-    where not present."""
+    """Elements first ... first + WIDTH of rows at these offsets; zero beyond DIM.
+
+    With TAIL also zero where a row is not present.
+    """
     at = first + tl.arange(0, WIDTH)
     there = (at < DIM)[None, :]
     if TAIL:
@@ -89,8 +92,7 @@ def key_rows(keys, present, kv, H: tl.constexpr):
 
 @triton.jit
 def step_rows(kv, one, two, part, H: tl.constexpr, KEYS: tl.constexpr):
-    """What `attend` reads the KEYS keys of a step by: bases of K and V, and the offsets of their
-    rows from there.
+    """Bases of K and V, and the offsets from there of the KEYS rows of a step.
 
     The step holds KEYS keys of tile `one`, the part-th so many, or all of `one` and of `two`. Only
     small pages need a look-up for each row; elsewhere it would cost registers. What is selected is
@@ -146,8 +148,10 @@ def finite_values(v):
 
 @triton.jit
 def bad_values(p, v, live, MASK: tl.constexpr):
-    """NaN or infinity for each query of p (M, S) and column of v (S, E) that sees such a value,
-    else 0."""
+    """NaN or infinity for each query and column of v that sees such a value, else 0.
+
+    Of p (M, S) and v (S, E).
+    """
     seen = tl.full(p.shape, 1.0, p.dtype)
     if MASK:
         seen = tl.where(live, seen, 0.0)
@@ -244,8 +248,9 @@ def attend(
     asked, state, k, v, k_rows, v_rows, present, live, H: tl.constexpr, TAIL: tl.constexpr,
     MASK: tl.constexpr
 ):  # fmt: skip
-    """The state after one step of online softmax over S keys, in powers of two (FlashAttention-2,
-    Algorithm 1).
+    """State after a step of online softmax over S keys (FlashAttention-2, Algorithm 1).
+
+    In powers of two.
 
     `present` (S) says which keys exist and is looked at if TAIL; `live`, (M, S) or what broadcasts
     to it, which logits count, and is looked at if MASK. If H.safe, values that are not finite stay
@@ -256,8 +261,7 @@ def attend(
 
 @triton.jit
 def with_sink(log_sum, sink):
-    """The log-sum-exp, as a power of two, with a sink's logit in it, and the share of attention
-    that is left."""
+    """Log-sum-exp with a sink's logit in it, a power of two, and the attention that is left."""
     sink = sink * LOG2E
     highest = tl.maximum(tl.maximum(log_sum, sink), LOWEST)
     rest = tl.exp2(log_sum - highest)
@@ -267,8 +271,7 @@ def with_sink(log_sum, sink):
 
 @triton.jit
 def below(entries, bounds, count, steps):
-    """How many of the first `count` ascending entries lie below each bound: a binary search of
-    `steps` halvings."""
+    """Count of the first `count` ascending entries below each bound, by `steps` halvings."""
     low = tl.zeros_like(bounds)
     high = low + count
     for _ in range(steps):
@@ -282,6 +285,6 @@ def below(entries, bounds, count, steps):
 
 @triton.jit
 def is_listed(entries, wanted, count, steps):
-    """Which of `wanted` are among the first `count` of the ascending entries."""
+    """Mask of those `wanted` that are among the first `count` ascending entries."""
     at = below(entries, wanted, count, steps)
     return tl.load(entries + at, mask=at < count, other=-1) == wanted

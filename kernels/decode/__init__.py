@@ -17,7 +17,7 @@ __all__ = ["MAX_QUERIES", "Decoded", "decode_attention"]
 
 
 class Decoded(NamedTuple):
-    """What a call of decode_attention gives.
+    """Results of decode_attention.
 
     out: (B, H, Q, E) in q's dtype, a transposed view of a contiguous (B, Q, H, E).
     lse: (B, H, Q) fp32, the natural log-sum-exp of each query's logits, its sink's included.
@@ -45,8 +45,7 @@ def decode_attention(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Decoded:
-    """Causal attention of each sequence's last queries over its keys, split over keys
-    (Flash-Decoding; Dao et al.).
+    """Causal attention of each sequence's last queries, split over keys (Flash-Decoding; Dao).
 
     Query i of sequence b stands at row ends[b] - Q + i of its keys and sees the rows up to there.
     One that sees no row gets zeros, a log-sum-exp of -inf (or its sink's logit), and adds nothing

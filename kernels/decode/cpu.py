@@ -1,5 +1,4 @@
-"""Attention of a few queries over all or chosen keys on the CPU in native code: cpu.cpp, compiled
-at first use.
+"""Decode over all or chosen keys on the CPU in native code: cpu.cpp, compiled at first use.
 
 With summed scores of any number of queries: sums.cpp.
 
@@ -18,14 +17,13 @@ from kernels.native import build
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why this backend cannot serve the call; None where it can."""
+    """The reason why this backend cannot serve the call; None where it can."""
     return attention.supports(q, k, v)
 
 
 @functools.cache
 def engines(dtype: torch.dtype) -> list[str]:
-    """The engines of this build for a dtype, fastest first: "dot" (AVX-512 bf16 dot products),
-    "float"."""
+    """Engines of this build for a dtype, fastest first: "dot" (AVX-512 bf16), "float"."""
     if reason := build.load():
         raise ValueError(reason)
     found: list[str] = torch.ops.headwise.decode_engines(dtype)

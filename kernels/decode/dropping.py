@@ -12,8 +12,7 @@ from kernels.native import build
 
 
 def serves(x: Tensor) -> bool:
-    """Whether native code (sums.cpp) drops tokens of a cache that x belongs to; torch does where it
-    does not."""
+    """True if native code (sums.cpp) drops tokens of x's cache; else torch does."""
     return x.device.type == "cpu" and build.load() is None
 
 

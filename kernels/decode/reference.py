@@ -1,5 +1,4 @@
-"""Attention of a few queries over all or chosen keys in plain fp32 torch: slow, obvious, and the
-only oracle.
+"""Decode over all or chosen keys in plain fp32 torch: slow, obvious, and the only oracle.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
 E value dim."""
@@ -16,7 +15,7 @@ _QUERIES = 64
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why this backend cannot serve the call; None where it can. It always can."""
+    """The reason why this backend cannot serve the call: always None."""
     return None
 
 
@@ -35,8 +34,7 @@ def decode_attention(
     block_table: Tensor | None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See kernels.decode.decode_attention. Returns out (B, H, Q, E), lse (B, H, Q) and scores (B,
-    G, C or K)."""
+    """See kernels.decode.decode_attention. Returns out, lse and scores (B, G, C or K)."""
     if block_table is not None:
         k = _unpaged(k, block_table)
         v = _unpaged(v, block_table)
@@ -70,8 +68,7 @@ def decode_attention(
 def with_sums(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """decode_attention with summed scores for any number of queries, the last Q of K, some of them
-    at a time."""
+    """decode_attention with summed scores for any number of queries, some at a time."""
     q_len = q.shape[2]
     k_len = k.shape[2]
     how: dict[str, Any] = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table"))
@@ -91,8 +88,7 @@ def with_sums(
 
 
 def _weighted(shares: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-    """(B, G, n, Q, E): shares (B, G, n, Q, C) times values (B, G, C, E), nothing of those that a
-    query does not see."""
+    """Shares (B, G, n, Q, C) times values (B, G, C, E), without those a query does not see."""
     finite = values.isfinite().all(-1)
     out = torch.einsum("bgnqk,bgke->bgnqe", shares, values.where(finite[..., None], 0))
     if values.is_meta:
@@ -106,15 +102,13 @@ def _weighted(shares: Tensor, values: Tensor, seen: Tensor) -> Tensor:
 
 
 def _unpaged(cache: Tensor, block_table: Tensor) -> Tensor:
-    """(B, G, K, dim) from pages (pages, page size, G, dim); entries that are no page become page
-    0."""
+    """(B, G, K, dim) from pages (pages, page size, G, dim); what is no page becomes page 0."""
     pages = block_table.where((block_table >= 0) & (block_table < cache.shape[0]), 0).long()
     return cache[pages].flatten(1, 2).transpose(1, 2)
 
 
 def _chosen(x: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
-    """fp32 rows (B, G, C, dim) of x (B, G, K, dim); zeros where no query sees the row, whatever
-    lies there."""
+    """fp32 rows (B, G, C, dim) of x (B, G, K, dim); zeros where no query sees the row."""
     batch, num_kv_heads, k_len, dim = x.shape
     at = rows[:, :, 0].clamp(0, k_len - 1).expand(batch, num_kv_heads, -1)
     taken = x.float().gather(2, at[..., None].expand(-1, -1, -1, dim))

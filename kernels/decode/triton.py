@@ -1,5 +1,4 @@
-"""Attention of a few queries over all or chosen keys on the GPU in Triton: checks a call, prepares
-and launches it.
+"""Decode over all or chosen keys on the GPU in Triton: checks, prepares and launches a call.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
 E value dim, R = Q * H / G query rows of a KV head, S splits."""
@@ -38,8 +37,7 @@ _SCORED = 512
 
 @dataclass(frozen=True, kw_only=True)
 class SumsBuild:
-    """How column_sums_kernel is built: keys of a program, queries of a step, warps, and steps under
-    way at once."""
+    """A build of column_sums_kernel: keys of a program, queries of a step, warps, steps at once."""
 
     keys: int
     queries: int
@@ -50,8 +48,7 @@ class SumsBuild:
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """How the split kernel is built: query rows, keys of a softmax step, warps, and steps under way
-    at once."""
+    """A build of the split kernel: query rows, keys of a step, warps, steps at once."""
 
     rows: int
     keys: int
@@ -61,8 +58,10 @@ class Build:
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why this backend cannot serve the call; None where it can. Looks for triton only if the
-    tensors are on a GPU."""
+    """The reason why this backend cannot serve the call; None where it can.
+
+    Looks for triton only if the tensors are on a GPU.
+    """
     if q.shape[2] > MAX_QUERIES:
         return attention.supports(q, k, v) or failure(*_sums_build(q))
     if reason := unavailable(q.device):
@@ -75,7 +74,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def _build(q: Tensor, v: Tensor) -> tuple[object, ...]:
-    """What a build that fails is remembered by."""
+    """Key under which a failed build is remembered."""
     return "decode", str(q.device), q.dtype, v.dtype, q.shape[-1], v.shape[-1]
 
 
@@ -100,8 +99,7 @@ def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
 
 
 def resident(build: Build, *, dim: int, tokens: bool, paged: bool) -> int:
-    """How many programs of a build a multiprocessor is given: no more than it holds at a time, so
-    that none comes last.
+    """Programs of a build given to a multiprocessor: as many as it holds, so that none is last.
 
     What is looked up for each key takes registers. Two have enough under way to ask for all of the
     memory's bandwidth."""
@@ -236,8 +234,7 @@ def prepare(
 def with_sums(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """decode_attention with summed scores for any number of queries, the last Q of K: attention,
-    then column sums."""
+    """decode_attention with summed scores for any number of queries: attention, then the sums."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     index = dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
     out, lse = attention.sparse_attention(q, k, v, index, scale=scale, softcap=softcap)
@@ -255,8 +252,7 @@ def prepare_sums(
     softcap: float | None,
     target: str | None = None,
 ) -> tuple[KernelCall, Tensor]:
-    """The launch that adds up probabilities by their rows' log-sum-exp (B, H, Q), and the sums (B,
-    G, K) it writes.
+    """The launch that adds up probabilities by log-sum-exp (B, H, Q), and its sums (B, G, K).
 
     `target` prepares for another architecture than that of q's device.
     """
@@ -322,7 +318,7 @@ def choose_sums(target: str, *, dim: int, itemsize: int) -> SumsBuild:
 
 
 def _sums_build(q: Tensor) -> tuple[object, ...]:
-    """What a build of column_sums_kernel that fails is remembered by."""
+    """Key under which a failed build of column_sums_kernel is remembered."""
     return "scores", str(q.device), q.dtype, q.shape[-1]
 
 

@@ -1,5 +1,4 @@
-"""The device code of decode in Triton; kernels.decode.triton launches it. Importing this imports
-triton.
+"""Device code of decode in Triton; kernels.decode.triton launches it. Imports triton.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
 E value dim, R = Q * H / G query rows of a KV head (all queries of its first query head, then those
@@ -222,8 +221,7 @@ def score_kernel(
     KEYS: tl.constexpr, LARGEST: tl.constexpr,
     TOKENS: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Scores (B, G, N) of KEYS places: probabilities out of the kept logits, added up or the
-    LARGEST of them."""
+    """Scores (B, G, N) of KEYS places: probabilities added up, or the LARGEST of them."""
     kv = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     first, end = _bounds(
@@ -251,8 +249,7 @@ def column_sums_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
     STAGES: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """scores (B, G, K) fp32: each key's probabilities in all queries of a KV head's query heads,
-    added up.
+    """scores (B, G, K) fp32: each key's probabilities in all queries of a KV head's query heads.
 
     A program has KEYS keys to itself and walks the queries that see them, so that no order of
     programs shows in a sum. Programs of one KV head run side by side and read its queries while the

@@ -15,7 +15,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def supports(q: Tensor) -> str | None:
-    """Why this backend cannot serve the call; None where it can."""
+    """The reason why this backend cannot serve the call; None where it can."""
     if q.device.type != "cpu":
         return f"it serves tensors on the CPU, not on {q.device.type}"
     if q.dtype not in _DTYPES:

@@ -65,8 +65,7 @@ def dense_attention(
     window: int | None = None,
     skip_below: float = 0.0,
 ) -> Tensor:
-    """Dense causal attention with a backward pass: (B, H, Q, E) in q's dtype, from q, k and v as
-    `attention_gradients`.
+    """Dense causal attention with a backward pass: (B, H, Q, E); see attention_gradients.
 
     Memory is linear in the lengths, both ways. It can be differentiated once.
 

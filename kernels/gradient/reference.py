@@ -1,5 +1,4 @@
-"""Dense attention and its gradients in plain torch, a block of queries at a time: the oracle, and
-the fallback.
+"""Dense attention and its gradients in plain torch, a block of queries at a time: the oracle.
 
 Shapes: B batch, H query heads, G KV heads, M = H // G, Q query length, K key length, R rows of a
 block, D head dim, E value dim."""
@@ -20,8 +19,7 @@ _SCORES = 1 << 24
 
 
 class _Block(NamedTuple):
-    """Some queries, the keys that they see, and their logits (B, G, M, R, keys), -inf where one
-    sees no key."""
+    """Some queries, their keys, and their logits (B, G, M, R, keys), -inf where none is seen."""
 
     queries: slice
     keys: slice
@@ -31,8 +29,7 @@ class _Block(NamedTuple):
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """(B, H, Q, E) in q's dtype, and the natural log-sum-exp of each query's logits (B, H, Q); at
-    least in fp32."""
+    """(B, H, Q, E) in q's dtype, and the natural log-sum-exp (B, H, Q), at least in fp32."""
     q_heads = _by_group(q, k.shape[1])
     k_heads = _wide(k)
     v_heads = _wide(v)
@@ -120,8 +117,7 @@ def _blocks(
 
 
 def _without_small_tiles(p: Tensor, first_query: int, first_key: int, least: float) -> Tensor:
-    """p (..., R, keys) with zeros in each 64 x 64 tile of positions whose largest probability is
-    below `least`."""
+    """p (..., R, keys) with zeros in 64 x 64 tiles whose largest probability is below `least`."""
     rows, keys = p.shape[-2:]
     before = first_query % TILE
     above = F.pad(p, (0, -(first_key + keys) % TILE, before, -(first_query + rows) % TILE))

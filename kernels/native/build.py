@@ -1,5 +1,4 @@
-"""Loads the native kernels: what a wheel brought, or compiled for this machine at first use and
-kept in the cache."""
+"""Load the native kernels: a wheel's, or compiled at first use and kept in the cache."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ _LONGEST_BUILD = 600
 
 @functools.cache
 def load() -> str | None:
-    """Make torch.ops.headwise available, compiling it if need be; the reason where that is not
-    possible, else None.
+    """Make torch.ops.headwise available, compiled if need be; the reason where it cannot be.
 
     A library that the wheel brought for this processor is taken, unless CXX asks for a compiler.
     Else it is compiled, which is tried once a process, and done once by all processes of a machine
@@ -121,8 +119,7 @@ def _load() -> str | None:
 
 @contextmanager
 def _lock(library: Path) -> Iterator[None]:
-    """Of the processes of this machine that want the library, one at a time; all of them where it
-    waits too long."""
+    """Lock the library for one process of this machine; after a long wait for none."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(library.parent.parent / f"{library.stem}.lock", timeout=_LONGEST_BUILD)
@@ -185,8 +182,7 @@ def _why_not_loaded(library: Path) -> str | None:
 
 
 def _cut_off(library: Path) -> bool:
-    """Whether the file ends before its table of sections does: loading such a one ends the process,
-    not the call."""
+    """True if the file ends before its table of sections: loading it would end the process."""
     with library.open("rb") as file:
         head = file.read(64)
     if head[:6] != b"\x7fELF\x02\x01" or len(head) < 64:
@@ -198,7 +194,7 @@ def _cut_off(library: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept; RuntimeError where the user has no home."""
+    """Folder of compiled libraries; RuntimeError where the user has no home."""
     root = os.environ.get("HEADWISE_CACHE") or Path.home() / ".cache" / "headwise"
     return Path(root) / "kernels"
 
@@ -268,8 +264,7 @@ def _run(command: list[str]) -> None:
 
 
 def _key(compiler: list[str]) -> str:
-    """What the library depends on: sources, flags, compiler, torch and the instructions of this
-    processor."""
+    """Digest of sources, flags, compiler, torch and this processor's instructions."""
     processor = (platform.machine(), *sorted(prebuilt.processor_flags()))
     texts = (path.read_text() for path in (*SOURCES, *HEADERS))
     flags = (*_THIS_MACHINE, *_FLAGS)
@@ -286,7 +281,7 @@ def _key(compiler: list[str]) -> str:
 
 
 def _version(compiler: list[str]) -> str:
-    """What the compiler says it is; nothing where it does not say."""
+    """The compiler's version line; empty where it says none."""
     try:
         done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,5 +1,4 @@
-"""Native code that a wheel brings, built for several instruction sets, of which the processor's
-best is taken.
+"""Native code of a wheel, built for several instruction sets; the processor's best serves.
 
 A wheel that is built with HEADWISE_PREBUILD=1 (setup.py) holds a library for each level of its
 architecture. AMX needs none of its own: the library for AVX-512 bf16 has its instructions in
@@ -33,14 +32,13 @@ def levels() -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
 
 
 def library(level: str, folder: Path = FOLDER) -> Path:
-    """Where the library of a level lies for this release of torch."""
+    """Path of a level's library for this release of torch."""
     release = ".".join(torch.__version__.split(".")[:2])
     return folder / f"cpu-{level}-torch{release}.so"
 
 
 def find() -> Path | None:
-    """The best library that the wheel brought for this processor and this torch; None where there
-    is none."""
+    """The wheel's best library for this processor and this torch; None where there is none."""
     if not FOLDER.is_dir():
         return None
     has = processor_flags()
@@ -49,7 +47,7 @@ def find() -> Path | None:
 
 
 def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """What the first processor can do, as Linux says it; nothing where it is not said."""
+    """Flags of the first processor, as Linux names them; empty where it does not."""
     if not cpuinfo.is_file():
         return frozenset()
     lines = cpuinfo.read_text().splitlines()

@@ -96,8 +96,7 @@ _growing = threading.Lock()
 
 
 class LayerPlan:
-    """The patterns of one layer, sorted by kind once so that each forward builds each kind in one
-    call."""
+    """The patterns of one layer, sorted by kind: a forward builds each kind in one call."""
 
     def __init__(
         self,
@@ -143,8 +142,7 @@ class LayerPlan:
         return self._parts[kv_heads]
 
     def at(self, k_len: int) -> LayerPlan:
-        """The plan with the sizes that its patterns have on `k_len` keys; itself where nothing
-        grows."""
+        """The plan with its patterns' sizes on `k_len` keys; itself where nothing grows."""
         if self.growth is None:
             return self
         tiles = num_tiles(k_len)
@@ -180,8 +178,7 @@ class LayerPlan:
         block_table: Tensor | None = None,
         k_len: int | None = None,
     ) -> SparseIndex:
-        """The index of all heads for queries (B, H, Q, D), the last Q of the K positions, and keys
-        (B, G, K, D).
+        """The index of all heads for queries (B, H, Q, D), the last Q of the K positions.
 
         Args:
             q, k: queries and keys; with `ragged` each of its sequences has its queries last. With a

@@ -37,7 +37,7 @@ Builder = Callable[[Sequence[Any]], SparseIndex]
 
 
 def _no_size(value: object) -> str | None:
-    """Why the value is no size, None if it is one."""
+    """The reason why the value is no size, None if it is one."""
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     return None if fits else f"must be a positive integer, got {value!r}"
 
@@ -55,8 +55,7 @@ SHARE: Mapping[str, Any] = {"fault": _no_share}
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """Base of all patterns: fields are positive integers, sizes in tokens, unless the pattern says
-    otherwise.
+    """Base of all patterns: fields are positive integers, in tokens unless a pattern says not.
 
     A field of another type has its rule in its metadata, as "fault": a function from the value to
     what is wrong with it, or None."""

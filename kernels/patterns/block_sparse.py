@@ -30,8 +30,7 @@ _SCRATCH_BYTES_ELSEWHERE = 1 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSparse(Pattern):
-    """For each query tile the `blocks` key tiles whose mean key has the largest product with the
-    mean query.
+    """For each query tile the `blocks` key tiles of the largest product of mean query and key.
 
     With a `coverage`, only the smallest set of tiles that holds this share of the attention between
     the means, still at most `blocks` (FlexPrefill, Lai 2025, Algorithm 4; XAttention, Xu 2025,
@@ -69,8 +68,7 @@ def select(
     scale: float,
     window: int | None = None,
 ) -> SparseIndex:
-    """The index of the best tiles of each row by the mean queries (B, h, R, D) and keys (B, h, N,
-    D), both fp32."""
+    """The index of each row's best tiles by mean queries (B, h, R, D) and keys (B, h, N, D)."""
     (batch, heads, rows, _) = queries.shape
     n = keys.shape[2]
     device = queries.device
@@ -128,8 +126,7 @@ def _best_tiles(
     patterns: Sequence[BlockSparse],
     scale: float,
 ) -> Tensor:
-    """The best of the tiles `keys` for each of some rows, their own left out: (B, h, rows, any
-    width) int32, padded.
+    """The best of the tiles `keys` for some rows, without their own: (B, h, rows, any width).
 
     They are counted from 1. own: (rows, 1), the row's own among the tiles. from_first: whether
     these begin with the first tile of all."""
@@ -155,8 +152,7 @@ def _best_tiles(
 
 
 def mean_of_tiles(x: Keys, heads: Sequence[int], *, lead: int) -> Tensor:
-    """Mean over each tile of positions of some heads of x (B, heads, length, D), fp32 (B, h, tiles,
-    D).
+    """Mean over each tile of positions of some heads of x, fp32 (B, h, tiles, D).
 
     `lead` positions of the first tile are missing.
     """

@@ -1,5 +1,4 @@
-"""The choice that every pattern built at run time comes down to: the best entries of each row, by
-number or by mass.
+"""Choice of the best entries of each row, by number or by mass, for all built patterns.
 
 Shapes: B batch, h heads of one kind, n entries to choose from, W the most that any head takes.
 """
@@ -32,8 +31,7 @@ def best_places(
     ends: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """The places of the best entries in the last axis of fp32 scores (B, h, ..., n), ascending: (B,
-    h, ..., W) int32.
+    """Places of the best entries of fp32 scores (B, h, ..., n), ascending: (B, h, ..., W) int32.
 
     Args:
         scores: any numbers; -inf for what must not be taken. Where a head has a coverage, its mass:
@@ -87,8 +85,7 @@ def best_places(
 
 
 def _best_first(scores: Tensor, width: int) -> Tensor:
-    """Places of the `width` largest scores (..., n) of each row, largest first: (..., width)
-    int64."""
+    """Places of the `width` largest scores (..., n) of each row, largest first, int64."""
     if scores.device.type != "cpu":
         return scores.topk(width, dim=-1).indices
     # Bits and place make one 64-bit key: no two are equal, and topk gives what a stable sort of
@@ -112,7 +109,6 @@ def _each_sequence(values: Tensor, scores: Tensor) -> Tensor:
 
 
 def ascending(mask: Tensor, width: int) -> Tensor:
-    """Positions set in the last axis of `mask`, ascending, padded to `width` (at least the largest
-    count), int32."""
+    """Set positions of `mask`'s last axis, ascending, int32, padded to `width` (or more)."""
     at = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device)
     return torch.where(mask, at, PAD).sort(dim=-1).values[..., :width].contiguous()

@@ -1,4 +1,4 @@
-"""What builders do to whole prompts, in native code on the CPU: cpu.cpp, compiled at first use.
+"""Native code of the builders on the CPU: cpu.cpp, compiled at first use.
 
 In torch each of these is a dozen operations over K columns, and every one waits for all threads.
 
@@ -20,8 +20,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def serves(x: Keys) -> bool:
-    """Whether native code serves builders on these tensors, or pages; torch does where it does
-    not."""
+    """True if native code serves builders on these tensors or pages; else torch does."""
     return x.device.type == "cpu" and x.dtype in _DTYPES and build.load() is None
 
 
@@ -49,15 +48,13 @@ def estimate(
 
 
 def mean_pool(x: Keys, *, lead: int) -> Tensor:
-    """Mean over each tile of positions, fp32 (B, heads, tiles, D); `lead` positions of the first
-    tile are missing."""
+    """Mean over each tile, fp32 (B, heads, tiles, D); of the first `lead` positions miss."""
     pooled: Tensor = torch.ops.headwise.mean_pool(*_where(x), lead)
     return pooled
 
 
 def _where(k: Keys) -> tuple[Tensor, Tensor | None, int]:
-    """Keys as operators take them: the tensor or the cache, the block table, and how many they
-    are."""
+    """Keys as operators take them: tensor or cache, block table, and their number."""
     if isinstance(k, Tensor):
         return k if k.stride(-1) == 1 else k.contiguous(), None, k.shape[2]
     return k.cache, k.table.contiguous(), k.k_len
@@ -93,8 +90,7 @@ def best_tiles(
     scale: float,
     total: int,
 ) -> Tensor:
-    """For each row of tiles the best key tiles before its own, ascending, padded with PAD: (total,)
-    int32.
+    """The best key tiles before each row's own, ascending, padded with PAD: (total,) int32.
 
     queries (B, h, R, D) and keys (B, h, N, D) are fp32 means; row r stands at key tile first + r
     and sees `reach` tiles before it. Its list lies where offsets (B, h, R + 1) int64 say, and has

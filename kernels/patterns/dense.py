@@ -39,8 +39,7 @@ def dense_index(
     window: int | None = None,
     ragged: Ragged | None = None,
 ) -> SparseIndex:
-    """The index of dense causal attention for `num_heads` heads, made once for each shape; not to
-    be written to.
+    """The index of dense causal attention for `num_heads` heads, one a shape; not to be written to.
 
     With `ragged` the batch is its sequences, and the lengths are the largest of them.
     """

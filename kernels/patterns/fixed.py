@@ -26,8 +26,7 @@ class Fixed(Pattern):
     def entries(
         cls, patterns: Sequence[Self], k_len: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Diagonals (h, any width) and columns (h, any width) of each pattern, int32, ascending and
-        padded."""
+        """Diagonals and columns of the patterns, (h, any width) int32, ascending and padded."""
         raise NotImplementedError
 
     @classmethod
@@ -177,20 +176,17 @@ FIXED: tuple[type[Fixed], ...] = (AShape, TriShape, Dilated, Strided)
 
 
 def reach(window: int, k_len: int) -> int:
-    """Tiles before a query's own that its window of `window` tokens touches: it reaches back over
-    window - 1 keys."""
+    """Tiles before a query's own that its window of `window` tokens touches."""
     return min(num_tiles(window - 1), num_tiles(k_len) - 1)
 
 
 def sink_columns(sinks: Sequence[int], k_len: int, device: torch.device) -> Tensor:
-    """The first sinks[i] keys of each pattern i, at least a tile of them: (h, the largest count)
-    int32, padded."""
+    """The first sinks[i] keys of each pattern i, a tile at least: (h, any width) int32, padded."""
     return counted([min(max(sink, TILE), k_len) for sink in sinks], [1] * len(sinks), device)
 
 
 def counted(counts: Sequence[int], steps: Sequence[int], device: torch.device) -> Tensor:
-    """0, step, 2 * step, ... counts[i] numbers for each pattern i, padded: (h, the largest count)
-    int32."""
+    """counts[i] numbers 0, step, 2 * step ... for each pattern i: (h, any width) int32, padded."""
     at = torch.arange(max(counts), device=device)
     limit, step = (on_device(tuple(numbers), device)[:, None] for numbers in (counts, steps))
     return torch.where(at < limit, at * step, PAD).to(torch.int32)

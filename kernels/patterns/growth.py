@@ -33,7 +33,7 @@ class Growth:
                     )
 
     def ratio(self, k_len: int) -> float:
-        """How many times the length it is for `k_len` keys are, in tiles."""
+        """Tiles of `k_len` keys over those of `length`."""
         return num_tiles(k_len) / num_tiles(self.length)
 
     def grown(self, pattern: Pattern, k_len: int) -> Pattern:

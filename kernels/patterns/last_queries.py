@@ -1,5 +1,4 @@
-"""What the last queries attend to: the estimate that vertical-slash chooses by (MInference 1.0,
-Algorithm 2).
+"""Attention of the last queries, by which vertical-slash chooses (MInference 1.0, Algorithm 2).
 
 Shapes: B batch, h heads asked for, H query heads, G KV heads, L last queries, Q query length, K key
 length, D head dim; in a run n KV heads with m query heads each, S keys that the last queries can
@@ -27,8 +26,7 @@ _SCRATCH_BYTES_ELSEWHERE = 1 << 29
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """Heads that one batched product serves: equally many, `last` queries each, on neighbouring KV
-    heads.
+    """Heads of one batched product: equally many, `last` queries each, on neighbouring KV heads.
 
     `members` are places in the list of heads, KV head by KV head.
     """
@@ -48,8 +46,7 @@ def estimate(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention mass of each column and each diagonal from the last queries (Algorithm 2, lines
-    1-6).
+    """Attention mass of each column and diagonal from the last queries (Algorithm 2, lines 1-6).
 
     Args:
         q: (B, H, Q, D) queries, the last Q of the K positions.
@@ -100,8 +97,7 @@ def _masses(
     last: int,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Mass by key and by distance, (n * m, S) fp32 each, of queries (n * m, L, D) on keys (n, S,
-    D), some at a time."""
+    """Mass by key and by distance, (n * m, S) fp32, of queries (n * m, L, D) on keys (n, S, D)."""
     heads, _, dim = queries.shape
     # Rows stand in a wider buffer, each one further right than the one above seen from the
     # diagonal, so that one strided view lines the diagonals up. Rows of a multiple of 8 numbers are
@@ -134,8 +130,7 @@ def _masses(
 
 
 def _runs(heads: Sequence[int], group: int, last_q: Sequence[int], most_queries: int) -> list[_Run]:
-    """The heads as runs of at most `most_queries` queries, or of one head each if even that is
-    more."""
+    """The heads as runs of at most `most_queries` queries, or of one head if that has more."""
     by_key: dict[tuple[int, int], list[int]] = {}
     for at, head in enumerate(heads):
         by_key.setdefault((last_q[at], head // group), []).append(at)

@@ -1,5 +1,4 @@
-"""Memory units: sinks, a local window, and blocks of the past looked up by a few representative
-keys (InfLLM).
+"""Memory units: sinks, a window, and tiles of the past looked up by a few keys (InfLLM).
 
 Shapes: B batch, Q query length, K key length, D head dim, h heads of this kind, R query tiles, U
 units: key tiles."""
@@ -28,8 +27,7 @@ _SCRATCH_BYTES = 1 << 26
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUnits(Pattern):
-    """The first `sink` keys, the last `window` before each query, and `units` tiles of the past
-    between them.
+    """The first `sink` keys, a window of `window`, and `units` tiles of the past between them.
 
     A unit is a tile of TILE keys, and stands for itself by `representatives` of them: those that
     the queries of the window after them would attend to most, by the mean of the products (Xiao et
@@ -61,8 +59,7 @@ class MemoryUnits(Pattern):
 
 
 def _units(q: Tensor, k: Keys, heads: Sequence[int], patterns: Sequence[MemoryUnits]) -> Tensor:
-    """The representatives (B, h, U, D) of some heads. Those of one size go together, as scratch has
-    room."""
+    """Representatives (B, h, U, D) of some heads, those of one size together, as room allows."""
     group = q.shape[1] // k.shape[1]
     alike: dict[tuple[int, int], list[int]] = {}
     for place, p in enumerate(patterns):
@@ -99,8 +96,10 @@ def select(
     k_len: int,
     window: int | None,
 ) -> SparseIndex:
-    """The index of the best units of each row by mean queries (B, h, R, D) and representatives (B,
-    h, U, D), fp32."""
+    """The index of each row's best units by mean queries (B, h, R, D) and representatives.
+
+    Representatives are (B, h, U, D); both are fp32.
+    """
     (batch, heads, rows, _) = queries.shape
     n = units.shape[2]
     device = queries.device
@@ -141,8 +140,7 @@ def select(
 
 
 def representatives(q: Tensor, k: Keys, kv_heads: Tensor, window: int, count: int) -> Tensor:
-    """The mean of each unit's `count` best keys, (B, h, U, D) fp32, by the mean product with the
-    queries after them.
+    """Mean of each unit's `count` best keys by mean product with the queries after them.
 
     q (B, h, Q, D) and k (B, G, K, D), of which each head reads the one that `kv_heads` (h,) says.
     Only queries of the call within `window` of a key count; keys that none follows are all alike.
@@ -167,8 +165,7 @@ def representatives(q: Tensor, k: Keys, kv_heads: Tensor, window: int, count: in
 
 
 def _best_of_tiles(local: Tensor, keys: Tensor, count: int) -> Tensor:
-    """The mean of the `count` keys (B, h, n, D) of each tile with the largest products with
-    `local`, fp32."""
+    """Mean of each tile's `count` keys (B, h, n, D) of the largest products with `local`, fp32."""
     relevance = (local * keys).sum(-1)
     n = num_tiles(keys.shape[2])
     missing = -keys.shape[2] % TILE

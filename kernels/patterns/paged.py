@@ -1,5 +1,4 @@
-"""Keys as builders read them: a tensor, or the pages of a serving engine's cache, read where they
-lie.
+"""Keys as builders read them: a tensor, or the pages of a serving engine's cache.
 
 Shapes: B batch, G KV heads, K key length, D head dim, P pages of a cache, S tokens of a page, N
 pages of a sequence."""
@@ -22,8 +21,7 @@ _AT_ONCE = 256 * TILE
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Paged:
-    """Keys (B, G, K, D) in the pages of `cache` (P, S, G, D): `table` (B, at least ceil(K / S))
-    int32 names them.
+    """Keys (B, G, K, D) in pages of `cache` (P, S, G, D), named by int32 `table` (B, ceil(K / S)).
 
     dtype: what they are read as, which holds what the cache holds exactly.
     """
@@ -35,12 +33,12 @@ class Paged:
 
     @property
     def device(self) -> torch.device:
-        """Where they lie."""
+        """Device of the cache."""
         return self.cache.device
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """That of the keys."""
+        """Shape (B, G, K, D) of the keys."""
         return self.table.shape[0], self.cache.shape[2], self.k_len, self.cache.shape[3]
 
     @classmethod
@@ -90,16 +88,14 @@ def of_heads(k: Keys, heads: slice) -> Keys:
 
 
 def of_sequence(k: Keys, s: int, row: int, start: int, length: int) -> Keys:
-    """The keys (1, G, length, D) of sequence s: in a tensor those of a row from `start` on, in
-    pages from 0 on."""
+    """Keys (1, G, length, D) of sequence s: of a row from `start` on, in pages from 0 on."""
     if isinstance(k, Tensor):
         return k[row : row + 1, :, start : start + length]
     return replace(k, table=k.table[s : s + 1], k_len=length)
 
 
 def part(k: Keys, start: int, stop: int) -> Tensor:
-    """Keys start ... stop - 1, (B, G, stop - start, D): a view, or a copy of these rows of the
-    pages."""
+    """Keys start ... stop - 1, (B, G, stop - start, D): a view, or a copy out of pages."""
     if isinstance(k, Tensor):
         return k[:, :, start:stop]
     at = torch.arange(start, stop, device=k.device)

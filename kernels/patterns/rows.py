@@ -1,5 +1,4 @@
-"""Where the lists of query tiles lie in an index, one behind the other: counted from sizes, with
-nothing read back.
+"""Offsets of the lists of query tiles in an index, counted from sizes: nothing is read back.
 
 Shapes: B batch, h heads of one kind, R query tiles, T entries of all lists.
 """
@@ -22,8 +21,7 @@ def offsets_of(
     *,
     held: tuple[int, ...] = (),
 ) -> tuple[Tensor, int]:
-    """Where each row's list begins and ends, (B, h, R + 1) int64, and how many entries there are in
-    all.
+    """Offsets of each row's list, (B, h, R + 1) int64, and the number of entries in all.
 
     Head i lists at most most[i] tiles, and no more than lie before the row's own, at key tile first
     + r; held[i] of those are never listed. Not to be written to."""
@@ -55,8 +53,7 @@ def _made(
 
 
 def put(tiles: Tensor, offsets: Tensor, lists: Tensor) -> None:
-    """Write the lists (B, h, some rows, any width) to where their offsets (B, h, some rows + 1)
-    say.
+    """Write the lists (B, h, rows, any width) to their offsets (B, h, rows + 1).
 
     tiles (T + 1): its last entry takes what a list has no room for, which is padding.
     """

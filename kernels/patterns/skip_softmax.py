@@ -1,5 +1,4 @@
-"""Skip-softmax: all tiles of scores, softmax and values where scores are high enough (BLASST, arXiv
-2512.12087)."""
+"""Skip-softmax: all scores, softmax and values where scores are high (BLASST, arXiv 2512.12087)."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ def _no_factor(value: object) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SkipSoftmax(Pattern):
-    """Every causal tile but those whose largest weight is below a threshold, which goes with the
-    prompt's length.
+    """Every causal tile but those whose largest weight is below a threshold.
 
     scale_factor: the threshold is scale_factor / K on K keys, as BLASST calibrates it and ModelOpt
     stores it; from 1 on

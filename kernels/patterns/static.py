@@ -1,5 +1,4 @@
-"""Static: columns and diagonals that were chosen once and hold for every prompt (MInference 1.0,
-"Ours w/ static").
+"""Static columns and diagonals, the same on every prompt (MInference 1.0, "Ours w/ static").
 
 Shapes: h heads of this kind.
 """
@@ -20,7 +19,7 @@ from kernels.patterns.fixed import Fixed
 
 
 def _not_ascending(value: object) -> str | None:
-    """Why the value is no list of positions, None if it is one."""
+    """The reason why the value is no list of positions, None if it is one."""
     if not isinstance(value, tuple):
         return f"must be a tuple of integers, got {type(value).__name__}"
     before = -1
@@ -64,8 +63,7 @@ class Static(Fixed):
 
 
 def freeze(index: SparseIndex) -> list[Static]:
-    """One pattern a head that computes on every prompt what `index` computes in the first element
-    of its batch.
+    """One pattern a head that computes on every prompt what `index` does in its first sequence.
 
     The window and the dense tail of the index belong to its call and are not frozen.
 
@@ -91,8 +89,7 @@ def _unpadded(entries: list[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _tables(patterns: tuple[Static, ...], device: torch.device) -> tuple[Copy, Copy]:
-    """Diagonals and columns of all patterns as they are on a prompt without end; shared: not to be
-    written to."""
+    """Diagonals and columns of all patterns on an endless prompt; shared: not to be written to."""
     diagonals = [sorted({0, *p.diagonals}) for p in patterns]
     columns = [sorted({*range(TILE), *p.columns}) for p in patterns]
     return _table(diagonals, device), _table(columns, device)

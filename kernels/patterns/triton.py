@@ -1,4 +1,4 @@
-"""What builders do to whole prompts, in Triton on GPUs: prepares and launches triton_kernels.py.
+"""Launches of the builders' Triton kernels (triton_kernels.py) on GPUs.
 
 In torch the estimate writes the attention of the last queries out, four bytes a key for each of
 them, and reads it again several times; here it stays on the chip.
@@ -39,15 +39,13 @@ _CHUNK = 4096
 
 
 def serves(x: Keys) -> bool:
-    """Whether Triton serves builders on these tensors: half precision on a GPU that it compiles
-    for."""
+    """True if Triton serves builders on these tensors: half precision on a GPU of its own."""
     fits = x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= _MAX_DIM
     return fits and unavailable(x.device) is None and _built(x.device)
 
 
 def _built(device: torch.device) -> bool:
-    """Whether no kernel of the builders has failed to build for the device; torch does their work
-    where one has."""
+    """True if no kernel of the builders has failed to build for the device; else torch serves."""
     reason = failure("builders", str(device))
     if reason is not None:
         say_once("triton for builders", reason)
@@ -55,7 +53,7 @@ def _built(device: torch.device) -> bool:
 
 
 def chooses(scores: Tensor, coverage: Sequence[float | None]) -> bool:
-    """Whether Triton makes this choice: on a GPU, by number alone."""
+    """True if Triton makes this choice: on a GPU, by number alone."""
     wanted = scores.numel() > 0 and all(share is None for share in coverage)
     return wanted and unavailable(scores.device) is None and _built(scores.device)
 
@@ -114,8 +112,7 @@ def estimate(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """See kernels.patterns.last_queries.estimate. The sums have an order of their own, each time
-    the same."""
+    """See kernels.patterns.last_queries.estimate. The order of sums is always the same."""
     how = plan(q, k, heads, last_q, scale=scale, window=window)
     shape = (q.shape[0], len(heads))
     distances = how.arguments["tiles"] * TILE
@@ -195,15 +192,14 @@ def _where(q: Tensor, k: Keys) -> dict[str, Any]:
 
 
 def _sizes(k: Keys) -> dict[str, Any]:
-    """What is compiled in of keys."""
+    """Constants of keys that are compiled in."""
     sizes = dict(zip(("D", "D0", "D1"), (k.shape[3], *split(k.shape[3])), strict=True))
     return {**sizes, "PAGE": 0 if isinstance(k, Tensor) else k.cache.shape[1]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """An estimate cut up into launches: what they have in common, blocks of 64 queries, and chunks
-    of key tiles."""
+    """An estimate's launches: their common arguments, blocks of 64 queries, chunks of key tiles."""
 
     arguments: dict[str, Any]
     constants: dict[str, Any]
@@ -213,8 +209,7 @@ class Plan:
     chunks: int
 
     def normalisers(self, partial: Tensor) -> KernelCall:
-        """The log-sum-exp of each query over each chunk, to `partial` (B, h, blocks * 64,
-        chunks)."""
+        """Log-sum-exp of each query over each chunk, to `partial` (B, h, blocks * 64, chunks)."""
         return KernelCall(
             module=_MODULE,
             kernel="normalisers_kernel",
@@ -249,8 +244,7 @@ def plan(
     window: int | None,
     target: str | None = None,
 ) -> Plan:
-    """How an estimate is made; `target` compiles for another architecture than that of q's
-    device."""
+    """Launches of an estimate; `target` compiles for another architecture than q's device."""
     batch, num_heads, q_len, dim = q.shape
     k_len = k.shape[2]
     group_size = num_heads // k.shape[1]
@@ -295,8 +289,7 @@ def plan(
 def _members(
     heads: Sequence[int], last: Sequence[int], group_size: int, most: int
 ) -> list[list[tuple[int, int, int]]]:
-    """Up to `most` heads that share a KV head, each with its place and number of queries; empty
-    partners fill up."""
+    """Up to `most` heads of a KV head, each with its place and queries; empty partners fill up."""
     by_kv: dict[int, list[tuple[int, int, int]]] = {}
     for place, head in enumerate(heads):
         by_kv.setdefault(head // group_size, []).append((head, place, last[place]))

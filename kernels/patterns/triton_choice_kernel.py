@@ -21,16 +21,14 @@ def _scores(scores, at, n):
 
 @triton.jit
 def _ordered(scores):
-    """Whole numbers without a sign that compare as the scores do: the bits of negative ones run
-    backwards."""
+    """Unsigned integers that compare as the scores do: bits of negative ones run backwards."""
     bits = scores.to(tl.int32, bitcast=True)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) ^ -2147483648).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _worst(scores, first, n, wanted, CHUNK: tl.constexpr):
-    """The worst score of the best `wanted` of first ... n, as _ordered, and how many equal to it
-    are among them.
+    """The worst of the best `wanted` scores of first ... n, _ordered, and its equals among them.
 
     Eight bits at a time, from the highest: how many scores have each value of them says which one
     it is."""
@@ -57,7 +55,7 @@ def _worst(scores, first, n, wanted, CHUNK: tl.constexpr):
 
 @triton.jit
 def _taken(scores, at, n, forced, worst, room):
-    """Which of some places are taken, and how many of those that are as bad as the worst."""
+    """Mask of the places that are taken, and the number of those that equal the worst."""
     found = _scores(scores, at, n)
     order = _ordered(found)
     there = found > float("-inf")
@@ -68,8 +66,7 @@ def _taken(scores, at, n, forced, worst, room):
 
 @triton.jit
 def _search(scores, forced, n, size, CHUNK: tl.constexpr):
-    """The worst score and the room for equal ones beside the first `forced` places, which come
-    before all others."""
+    """The worst score and the room for its equals next to the first `forced` places."""
     held = 0
     for start in range(0, tl.minimum(forced, n), CHUNK):
         found = _scores(scores, start + tl.arange(0, CHUNK), tl.minimum(forced, n))
@@ -82,8 +79,7 @@ def best_places_kernel(
     scores, sizes, places, ends, counts, heads, rows, n, width,
     FORCED: tl.constexpr, ENDS: tl.constexpr, COUNTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The places of the best entries of one row, ascending; of two that are equal the smaller place
-    is the better.
+    """Places of the best entries of a row, ascending; of equals the smaller place is better.
 
     scores (B * heads * rows, n) fp32; sizes (heads) int64; places (B * heads * rows, width) int32,
     padded with PAD. The first FORCED are taken before all others. ends, counts (B) int32 if ENDS,

@@ -1,5 +1,4 @@
-"""The device code of the builders on GPUs; kernels.patterns.triton launches it. Importing this
-imports triton.
+"""Device code of the builders; kernels.patterns.triton launches it. Imports triton.
 
 Shapes: B batch, h heads asked for, H query heads, G KV heads, Q query length, K key length, D head
 dim, N key tiles, C chunks of tiles, at most 64; M queries of a program.
@@ -23,8 +22,7 @@ from kernels.attention.triton_step import LN2, LOG2E, LOWEST, TILE, load_rows
 
 @triton.jit
 def _members(group, q_len, block, members, MEMBERS: tl.constexpr):
-    """Of each row of a program: its head, its place among the heads asked for, its query, and
-    whether it is asked."""
+    """Head, place among the heads, query, and mask of existing queries of a program's rows."""
     local = tl.arange(0, MEMBERS * TILE)
     entry = members + (group * MEMBERS + local // TILE) * 3
     before_end = (block + 1) * TILE - local % TILE
@@ -43,8 +41,7 @@ def _element(k, pages, batch, k_batch, pages_width, PAGE: tl.constexpr):
 
 @triton.jit
 def _rows(k, pages, start, last, present, k_page, k_row, PAGE: tl.constexpr):
-    """Where 64 keys from `start` on lie, `last` being the last that is there: a base and the
-    offsets of their rows.
+    """Base and offsets of 64 keys from `start` on; `last` is the last that exists.
 
     They touch two pages at most; only smaller ones need a look-up for each row. What is selected is
     multiplied by a stride afterwards (kernels.attention.triton_step)."""
@@ -83,8 +80,7 @@ def means_kernel(
     lead,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Means over tiles of keys, to means (B, heads, tiles, D) fp32: a tile a program; `lead` rows
-    of the first miss.
+    """Means over tiles of keys, (B, heads, tiles, D) fp32; `lead` rows of the first miss.
 
     places (wanted, 3): a head of x and the range of places in means that its own go to.
     """
@@ -114,8 +110,7 @@ def _logits(
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Logits (M, 64) of a query block on a key tile in powers of two, -inf for what is not seen;
-    and the keys."""
+    """Logits (M, 64) of a query block on a key tile, powers of two, -inf if unseen; and keys."""
     start = k_len - (tile + 1) * TILE
     column = tl.arange(0, TILE)
     present = start + column >= 0
@@ -156,8 +151,7 @@ def normalisers_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     MEMBERS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of a query block's logits over a chunk of key tiles: normalisers (B, h, rows, C)
-    fp32, natural.
+    """Log-sum-exp of a query block over a chunk of key tiles: (B, h, rows, C) fp32, natural.
 
     members (groups, MEMBERS, 3): head, place among the heads asked for, and number of last queries;
     the heads of a group share a KV head, and a place without one repeats a head with 0 queries."""
@@ -234,8 +228,7 @@ def _masses(
     MEMBERS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """What one query block attends to of the keys and of the distances of tiles begin ... end -
-    1."""
+    """Attention of a query block to keys and to distances of tiles begin ... end - 1."""
     head, place, query, asked = _members(group, q_len, block, members, MEMBERS)
     if tl.max(asked.to(tl.int32)) == 0:
         return
@@ -336,8 +329,7 @@ def masses_kernel(
     MEMBERS: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """What the query blocks attend to, by key and by distance (MInference 1.0, Algorithm 2, lines
-    3-6).
+    """Attention of query blocks by key and distance (MInference 1.0, Algorithm 2, lines 3-6).
 
     A tile touches 127 distances: those of its own 64 and, where the column is right of the row,
     those before them. Each has its array, so that one program alone writes a place: a program has

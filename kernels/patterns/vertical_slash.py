@@ -1,5 +1,4 @@
-"""Vertical-slash: key columns and diagonals chosen at run time (MInference 1.0, Algorithms 2 and
-4).
+"""Vertical-slash: columns and diagonals chosen at run time (MInference 1.0, Algorithms 2, 4).
 
 A build is `estimate`, which reads q and k, and `select`, which chooses by what it found.
 
@@ -23,8 +22,7 @@ from kernels.patterns.last_queries import estimate
 
 @dataclass(frozen=True, kw_only=True)
 class VerticalSlash(Pattern):
-    """The `vertical` key columns and `slash` diagonals with the most attention from the last
-    `last_q` queries.
+    """The `vertical` columns and `slash` diagonals most attended to by the last `last_q` queries.
 
     With a `coverage`, only the smallest sets of columns and of diagonals that each hold this share
     of that attention, still at most `vertical` and `slash` of them (FlexPrefill, Lai 2025,
@@ -51,8 +49,7 @@ class VerticalSlash(Pattern):
 def select(
     vertical: Tensor, slash: Tensor, patterns: Sequence[VerticalSlash], *, q_len: int
 ) -> SparseIndex:
-    """The index of the best columns and diagonals of each head by their masses (B, h, K) (Algorithm
-    4).
+    """The index of each head's best columns and diagonals by mass (B, h, K) (Algorithm 4).
 
     A diagonal at distance s crosses the tiles at offsets floor(s / TILE) and ceil(s / TILE), in
     every row alike."""
