@@ -11,24 +11,25 @@ Importing this package and loading an artifact import neither torch nor transfor
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from runtime.headwise import Headwise, load
+from runtime.load import Headwise, load
 
 if TYPE_CHECKING:
-    from runtime.applied import apply_dense
-    from runtime.handle import Handle
+    from runtime.apply import Handle, apply_dense
     from runtime.memory import memory_report
 
 __all__ = ["Handle", "Headwise", "apply_dense", "load", "memory_report"]
 
 # These import torch.
 _LATER = {
-    "Handle": "runtime.handle",
-    "apply_dense": "runtime.applied",
+    "Handle": "runtime.apply",
+    "apply_dense": "runtime.apply",
     "memory_report": "runtime.memory",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "dense":
+        return importlib.import_module("runtime.attention.dense")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_LATER[name]), name)

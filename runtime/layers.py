@@ -1,8 +1,7 @@
-"""Finds the layers that go through transformers' attention interface, without a table of model
-names.
+"""Layers of a model that go through transformers' attention interface, and the plans of each.
 
-Where a model, or a section of an artifact on it, cannot be served, the cause is named, read off the
-model's code."""
+Layers are found without a table of model names. Where a model, or a section of an artifact on it,
+cannot be served, the message names the cause, read off the model's code."""
 
 from __future__ import annotations
 
@@ -13,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from artifacts import HeadwiseError
+from artifacts import HeadwiseError, Static
+from artifacts.store.arrays import check_static
+from kernels.patterns import Growth, LayerPlan, Pattern, make
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from artifacts import Artifact
+    from artifacts.store.sidecar import Array
 
 _INTERFACE = "transformers' attention interface"
 
@@ -199,4 +201,59 @@ def _has_alibi(cls: type[nn.Module], config: Any) -> bool:
     return (
         any("alibi" in name.lower() for name in names)
         and getattr(config, "alibi", True) is not False
+    )
+
+
+def kernel_patterns(
+    artifact: Artifact, arrays: Mapping[str, Array] | None = None
+) -> dict[str, Pattern]:
+    """Patterns of an artifact by name, ready to be built.
+
+    arrays: those of its sidecar, which static patterns are read from.
+
+    Raises:
+        ArtifactError: an array of a static pattern is missing or is no list of positions.
+    """
+    check_static(artifact.patterns, arrays)
+    patterns = {}
+    for name, pattern in artifact.patterns.items():
+        if isinstance(pattern, Static):
+            assert arrays is not None
+            columns, diagonals = (tuple(arrays[array].tolist()) for array in pattern.arrays)
+            patterns[name] = make("static", columns=columns, diagonals=diagonals)
+        else:
+            patterns[name] = make(**pattern.model_dump())
+    return patterns
+
+
+def kernel_growth(artifact: Artifact) -> Growth | None:
+    """Growth of the patterns' sizes with the number of keys; None where they stay."""
+    growth = artifact.prefill.growth
+    if growth is None:
+        return None
+    return Growth(length=growth.length, powers=growth.powers)
+
+
+def layer_plans(
+    artifact: Artifact, arrays: Mapping[str, Array] | None = None
+) -> dict[int, LayerPlan]:
+    """Plans by layer, each for all of its heads; layers left alone have none. See
+    kernel_patterns."""
+    patterns = kernel_patterns(artifact, arrays)
+    growth = kernel_growth(artifact)
+    tail = artifact.prefill.dense_tail
+    kv_heads = artifact.model.num_kv_heads
+    return {
+        layer: LayerPlan([patterns[name] for name in row], kv_heads, dense_tail=tail, growth=growth)
+        for layer, row in enumerate(artifact.prefill.layers)
+        if row is not None
+    }
+
+
+def part_of(plan: LayerPlan | None, heads: slice, num_kv_heads: int) -> LayerPlan | None:
+    """Plan of the query heads of one process, which read `num_kv_heads` KV heads there."""
+    if plan is None:
+        return None
+    return LayerPlan(
+        plan.patterns[heads], num_kv_heads, dense_tail=plan.dense_tail, growth=plan.growth
     )

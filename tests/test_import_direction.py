@@ -230,24 +230,24 @@ def test_nothing_imports_what_imports_it(package: str, depth: int) -> None:
 @pytest.mark.parametrize(
     ("caches", "found"),
     [
-        ("from runtime.attention.calls import Call", {"runtime.attention", "runtime.caches"}),
+        ("from runtime.attention.state import Call", {"runtime.attention", "runtime.caches"}),
         (
-            "def f():\n    from runtime.attention.calls import Call",
+            "def f():\n    from runtime.attention.state import Call",
             {"runtime.attention", "runtime.caches"},
         ),
         (
-            "if TYPE_CHECKING:\n    from runtime import handle",
-            {"runtime.attention", "runtime.caches", "runtime.handle"},
+            "if TYPE_CHECKING:\n    from runtime import apply",
+            {"runtime.attention", "runtime.caches", "runtime.apply"},
         ),
-        ("from runtime.dense import faster\nfrom runtime.caches.window import Window", set()),
+        ("from runtime.standin import NewTokens\nfrom runtime.caches.window import Window", set()),
     ],
 )
 def test_circles_are_found(caches: str, found: set[str]) -> None:
     sources = {
-        "runtime.dense": "import torch",
+        "runtime.standin": "import torch",
         "runtime.caches.policy": caches,
-        "runtime.attention.calls": "from runtime.caches.policy import Step",
-        "runtime.handle": "from runtime.attention import calls",
+        "runtime.attention.state": "from runtime.caches.policy import Step",
+        "runtime.apply": "from runtime.attention import state",
     }
     assert set(circle(sources, 2)) == found
 

@@ -77,7 +77,7 @@ from artifacts.page.head import picture
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
 from profiling.pattern_map import draw_pattern_map, figure
-from runtime.plans import layer_plans
+from runtime.layers import layer_plans
 from search.common.scores import as_artifact_pattern
 from search.model.candidates import ladder
 from tests.artifacts.conftest import build

@@ -20,7 +20,7 @@ from kernels.patterns.fixed import Fixed
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
-from runtime.plans import layer_plans
+from runtime.layers import layer_plans
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array

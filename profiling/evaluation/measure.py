@@ -28,7 +28,7 @@ from profiling.quality.method import Method
 from profiling.quality.sequences import Reference, sequences
 from profiling.quality.trials import VERSION, trials
 from profiling.speed.baselines import MODEL
-from runtime.plans import layer_plans
+from runtime.layers import layer_plans
 
 # Raised where the same prompt under the same method would give another record of its agreement with
 # dense attention.

@@ -23,8 +23,8 @@ from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, Speedup, speedup
 from profiling.speed.latency import interleaved
 from profiling.speed.layer_times import ANCHOR, SDPA, time_layers
 from profiling.speed.layer_times import Timed as Asked
+from runtime.layers import layer_plans
 from runtime.memory import cache_bytes
-from runtime.plans import layer_plans
 
 _TASK = "passkey"
 _SEED = 424_242

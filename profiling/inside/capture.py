@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from artifacts import HeadwiseError
 from profiling.inside.dense import LayerMask, blockwise_attention
-from runtime.dense import dense_attention as best_dense
+from runtime.attention.dense import dense_attention as best_dense
 from runtime.layers import attention_layers, text_config
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
 from profiling.inside.capture import LayerInputs, capture
 from profiling.prompts.prompt import Prompt
-from runtime.plans import layer_plans
+from runtime.layers import layer_plans
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from profiling.inside.capture import attending_with
-from runtime.dense import dense_attention
+from runtime.attention.dense import dense_attention
 
 NAME = "headwise_oracle"
 _BLOCK = 64

@@ -23,8 +23,7 @@ from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.progress import bar
 from profiling.prompts.prompt import Prompt
-from runtime.layers import attention_layers, text_config
-from runtime.plans import layer_plans
+from runtime.layers import attention_layers, layer_plans, text_config
 
 # A map has at most so many cells a side, however long the prompt.
 CELLS = 128

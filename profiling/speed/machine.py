@@ -25,7 +25,7 @@ from profiling.models.packages import PACKAGES, installed_file
 from profiling.speed.attention_speed import patterns_for
 from profiling.speed.config import DOCTOR_LENGTH
 from profiling.speed.latency import in_turn
-from runtime.dense import sdpa
+from runtime.attention.dense import sdpa
 
 _PACKAGES = (
     "headwise",

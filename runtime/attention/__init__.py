@@ -1,1 +1,1 @@
-"""Attention as transformers asks for it: function.py decides, kernel.py calls our kernels."""
+"""Attention of transformers' interface: function.py, read first, chooses a kernel for each call."""

@@ -1,5 +1,4 @@
-"""The attention function registered with transformers: decides for each call what serves it, and
-serves it.
+"""The attention function registered with transformers: chooses a kernel for each call.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -11,18 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.attention import launch
 from kernels.decode import MAX_QUERIES
-from runtime.attention.calls import Call
-from runtime.attention.kept import attend_kept
-from runtime.attention.kernel import attend, attend_step
-from runtime.attention.masks import headwise_mask, starts_of
-from runtime.attention.own import attend_alone, attend_as_before, attend_dense
-from runtime.attention.reasons import NOT_OURS, Verdict, attempt, too_few, verdict_of, why_dense
-from runtime.attention.state import NOTHING, layer_of
+from kernels.decode import cpu as native
+from kernels.dense import dense_attention
+from runtime.attention.dense import causal_mask, default_attention, faster
+from runtime.attention.evicting import attend_evicting
+from runtime.attention.layout import Part, kernel_of
+from runtime.attention.mask import context_of, headwise_mask, starts_of
+from runtime.attention.state import MIN_QUERIES, NOTHING, Call, attempt, layer_of
 from runtime.omnikv.bank import fetched
 from runtime.standin import NewTokens
 
 ATTENTION_NAME = "headwise"
+SLIDES = "the layer slides, and the artifact has patterns for it"
+NOT_OURS = "this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"
+# With fewer float32 keys torch's own attention is as fast in a decode step.
+_MIN_KEYS_FLOAT32 = 256
 
 
 def register() -> None:
@@ -41,117 +45,273 @@ def headwise_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **kwargs: Any,
+    **more: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of one layer as transformers calls it.
+    """Attention of one layer as transformers calls it: (B, Q, H, E), and the weights or None.
 
-    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E) -> (B, Q, H, E) and the weights where
-    asked for."""
+    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E)."""
     layer = layer_of(module)
-    call = Call(
-        module, layer or NOTHING, query, key, value, attention_mask, dropout, scaling, kwargs
-    )
+    state = layer or NOTHING
+    given = (module, state, query, key, value, attention_mask, dropout, scaling, more)
     if torch.compiler.is_compiling():
         # A process that compiles nothing does without torch's compiler: seconds, and Triton.
         from runtime.attention.compiled import attend_traced
 
-        return attend_traced(call)
+        return attend_traced(Call(*given, None))
+    call = Call(*given, context_of(attention_mask))
     if layer is None:
-        return attend_as_before(call)
+        return default_attention(call)
+
+    # A cache that drops tokens.
     if isinstance(key, NewTokens):
-        return attend_kept(call, key.layer), None
+        return attend_evicting(call, key.layer), None
     if layer.settings.evicts and key.shape[2] != query.shape[2]:
-        layer.settings.say(NOT_OURS)
+        layer.settings.warn_once(NOT_OURS)
+
+    # A layer of the decode section: tokens chosen by a filter layer.
     fault = None
     if layer.role is not None:
-        chosen = attempt(call, _chosen)
-        if isinstance(chosen, Tensor):
-            return chosen.transpose(1, 2), None
-        fault = chosen
-        call = call.on(query, fetched(key), fetched(value), attention_mask)
-    return (_step if query.shape[2] <= MAX_QUERIES else _prefill)(call, fault)
+        out = attempt(call, attend_chosen)
+        if isinstance(out, Tensor):
+            return out.transpose(1, 2), None
+        fault = out
+        call = call.on(fetched(key), fetched(value))
+
+    # A few queries.
+    if query.shape[2] <= MAX_QUERIES:
+        out = attempt(call, attend_step)
+        if isinstance(out, Tensor):
+            layer.count("decode by kernel")
+            return out, None
+        layer.count(out or fault or too_few(call) or "short")
+        return default_attention(call)
+
+    # A prefill: patterns, else every key or a window by Headwise's kernel, else the model's own.
+    way, kernel, reason = choose(call, fault)
+    if way == "sparse":
+        out = attempt(call, attend_sparse, kernel)
+        if isinstance(out, Tensor):
+            layer.count("sparse")
+            return out, None
+        way, kernel, reason = choose(call, out or "short")
+    if way == "every key":
+        out = attempt(call, attend_every_key, kernel)
+        if isinstance(out, Tensor):
+            layer.count(reason)
+            return out, None
+        reason = out
+    layer.count(reason)
+    return default_attention(call)
 
 
-def _step(call: Call, fault: str | None) -> tuple[Tensor, Tensor | None]:
-    """A few queries, as decode has them: every key by our kernel, or what the model had.
+def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
+    """Way of a prefill ("sparse", "every key" or "default"), its kernel, and its name in stats().
 
-    fault: what went wrong with chosen tokens, None where nothing did.
+    why_dense: the reason why it is not sparse, where that is known already.
     """
-    done = attempt(call, attend_step)
-    if isinstance(done, Tensor):
-        call.layer.count("decode by kernel")
-        return done, None
-    call.layer.count(done or fault or too_few(call) or "short")
-    return attend_as_before(call)
-
-
-def _prefill(call: Call, fault: str | None) -> tuple[Tensor, Tensor | None]:
-    """Many queries: the layer's patterns, every key or a window by our kernel, or what the model
-    had."""
-    verdict = verdict_of(call)
-    why = fault or why_dense(call, verdict)
+    kernel, reason = kernel_of(call)
+    why = why_dense or _why_dense(call, reason)
     if why is None:
-        served = attempt(call, _by_patterns, verdict)
-        if isinstance(served, Tensor):
-            call.layer.count("sparse")
-            return served, None
-        why = served or "short"
-    return attend_dense(call, why)
+        return "sparse", kernel, "sparse"
+    context = call.context
+    if reason is not None or context is None or not context.parts:
+        return "default", "", why
+    q = call.query
+    settings = call.layer.settings
+    if context.window is not None:
+        if settings.dense_kernels and q.shape[2] >= MIN_QUERIES:
+            return "every key", kernel, "window by kernel" if call.layer.plan is None else why
+        return "default", "", why
+    k_len = call.key.shape[2]
+    if call.window is not None or settings.kernel_from is None or k_len < settings.kernel_from:
+        return "default", "", why
+    # What else serves soft-caps and sinks writes down every weight.
+    weights = settings.dense == "eager" or call.softcap is not None or call.sinks is not None
+    if settings.dense_by == "kernel" or weights or faster(q, call.key, call.value) == "kernel":
+        return "every key", kernel, "dense by kernel"
+    return "default", "", why
 
 
-def _by_patterns(call: Call, verdict: Verdict) -> Tensor | None:
-    """(B, Q, H, E): long sequences by the layer's patterns, others densely; None where none is
-    long."""
+def _why_dense(call: Call, reason: str | None) -> str | None:
+    """Reason why a prefill is dense, None where it is sparse; refuses one that should be sparse.
+
+    reason: why no kernel serves it, None where one does."""
+    few = too_few(call)
+    if few is not None:
+        return few
     layer = call.layer
-    layout = call.tokens
-    assert layout is not None and layer.plan is not None
-    long = layout.long(layer.settings.dense_below, layer.plan.dense_tail)
-    if not long.parts:
-        return None
-    out = attend(call, long, layer.plan, verdict)
-    for part in long.others:
-        row, queries, _ = part.places
-        out[row, queries] = attend_alone(call.part(part), verdict)
-    return out
+    context = call.context
+    if call.window is not None or (context is not None and context.window is not None):
+        reason = call.special or SLIDES
+    elif reason is None:
+        heads = call.query.shape[1], call.key.shape[1]
+        if heads != layer.planned_heads:
+            reason = (
+                f"the layer has {heads} query and KV heads, the plan is for {layer.planned_heads}"
+            )
+    if reason is not None:
+        layer.settings.refuse(reason)
+    return reason
 
 
-def _chosen(call: Call) -> Tensor | None:
-    """(B, H, Q, E) by the decode section of the artifact; None where that does not serve the
-    call."""
+def too_few(call: Call) -> str | None:
+    """Reason why a call is dense whatever its mask; None where it has to be sparse."""
+    layer = call.layer
+    context = call.context
+    q_len = call.query.shape[2]
+    if q_len == 1:
+        return "decode"
+    if layer.plan is None:
+        return "layer left alone"
+    below = layer.settings.dense_below
+    if q_len < layer.min_queries or call.key.shape[2] < below:
+        return "short"
+    if context is not None and context.longest < below:
+        return "short"
+    return None
+
+
+def attend_chosen(call: Call) -> Tensor | None:
+    """(B, H, Q, E) over chosen tokens, of all or of a chunk's past; None where none are chosen."""
     query = call.query
     key = call.key
     value = call.value
     layer = call.layer
     decode = layer.settings.decode
     role = layer.role
-    number = layer.number
     assert decode is not None and role is not None
     starts = starts_of(call.mask)
-    if (
-        isinstance(starts, str)
-        or call.sinks is not None
-        or call.window is not None
-        or call.special is not None
-    ):
+    if isinstance(starts, str) or call.sinks is not None or call.window is not None:
         return None
-    how: dict[str, Any] = {"starts": starts, "scale": call.scale, "softcap": call.softcap}
+    if call.special is not None:
+        return None
+    options: dict[str, Any] = {"starts": starts, "scale": call.scale, "softcap": call.softcap}
     if decode.serves(query, key):
-        out = decode.attend(number, role, query, key, value, **how)
+        out = decode.attend(layer.number, role, query, key, value, **options)
         if out is not None:
             layer.count("chosen")
         return out
     if query.shape[2] > 1:
-        decode.after_prefill(role, query, key, **how)
-    if (
-        call.tokens is None
-        or call.tokens.ranges is None
-        or (verdict := verdict_of(call)).why is not None
-    ):
+        decode.after_prefill(role, query, key, **options)
+    context = call.context
+    if context is None or context.ranges is None:
         return None
-    firsts = [start for start, _ in call.tokens.ranges]
+    kernel, reason = kernel_of(call)
+    if reason is not None:
+        return None
+    firsts = [start for start, _ in context.ranges]
     out = decode.attend_chunk(
-        number, role, query, key, value, firsts, backend=verdict.kernel, **how
+        layer.number, role, query, key, value, firsts, backend=kernel, **options
     )
     if out is not None:
         layer.count("sparse")
     return out
+
+
+def attend_step(call: Call) -> Tensor | None:
+    """(B, Q, H, E) of a few queries behind all keys, on the CPU; None where sdpa is to serve them.
+
+    With one bfloat16 query and 256 keys or more, torch's attention on the CPU took 10 to 100 times
+    as long."""
+    q = call.query
+    k = call.key
+    v = call.value
+    mask = call.mask
+    k_len = k.shape[2]
+    if not call.layer.settings.steps or not q.is_cpu:
+        return None
+    if k_len < _MIN_KEYS_FLOAT32 and q.dtype == torch.float32:
+        return None
+    # Of a window that is not full yet, or just so, every key is seen.
+    if call.window is not None and k_len > call.window:
+        return None
+    starts: Tensor | str | None = None
+    if mask is None:
+        # Several queries without a mask start at the first key; that is sdpa's.
+        if q.shape[2] > 1:
+            return None
+    elif mask.shape[-1] != k_len:
+        # A layer whose cache is not as long as the others': sdpa refuses that mask, and the kernel
+        # would not look.
+        return None
+    else:
+        starts = starts_of(mask)
+    if isinstance(starts, str) or call.sinks is not None or call.special is not None:
+        return None
+    batch, heads, _, dim = q.shape
+    if k.shape[0] != batch or k.shape[3] != dim or k.shape[:3] != v.shape[:3]:
+        return None
+    if heads % k.shape[1] or not k_len or native.supports(q, k, v) is not None:
+        return None
+    out, _, _ = native.decode_attention(
+        q,
+        k,
+        v,
+        tokens=None,
+        starts=starts,
+        ends=None,
+        window=None,
+        block_table=None,
+        scores="none",
+        scale=dim**-0.5 if call.scale is None else call.scale,
+        softcap=call.softcap,
+    )
+    return out.transpose(1, 2)
+
+
+def attend_sparse(call: Call, kernel: str) -> Tensor | None:
+    """(B, Q, H, E) of a prefill: long sequences by the layer's patterns, others densely.
+
+    None where no sequence is long."""
+    context = call.context
+    plan = call.layer.plan
+    assert context is not None and plan is not None
+    long = context.long(call.layer.settings.dense_below, plan.dense_tail)
+    if not long:
+        return None
+    q = call.query
+    k = call.key
+    v = call.value
+    keys, ragged = context.launch(long)
+    if keys is not None:
+        k = k[:, :, keys]
+        v = v[:, :, keys]
+    index = plan.build(q, k, scale=call.scale, ragged=ragged)
+    options: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
+    out: Tensor = launch(q, k, v, index, **options, backend=kernel)[0].transpose(1, 2)
+    for part in context.parts:
+        if part not in long:
+            row, queries, _ = part.slots
+            out[row, queries] = _attend_alone(call, part)
+    return out
+
+
+def attend_every_key(call: Call, kernel: str) -> Tensor:
+    """(B, Q, H, E) by Headwise's kernel over every key, or those of the layer's window."""
+    context = call.context
+    assert context is not None
+    k = call.key
+    v = call.value
+    keys, ragged = context.launch(context.parts)
+    if keys is not None:
+        k = k[:, :, keys]
+        v = v[:, :, keys]
+    options: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
+    out: Tensor = dense_attention(
+        call.query, k, v, window=context.window, ragged=ragged, **options, backend=kernel
+    )[0]
+    return out.transpose(1, 2)
+
+
+def _attend_alone(call: Call, part: Part) -> Tensor:
+    """(1, Q, H, E) of one sequence, densely by the faster way; its mask is not read."""
+    assert call.context is not None
+    alone = call.part(part, call.context.alone(part))
+    way, kernel, _ = choose(alone, "short")
+    if way == "every key":
+        # A few queries are decode's, which has kernels of its own.
+        if part.q_len <= MAX_QUERIES:
+            kernel = call.layer.settings.backend
+        return attend_every_key(alone, kernel)
+    alone.mask = causal_mask(alone.query, alone.key)
+    return default_attention(alone)[0]

@@ -1,5 +1,4 @@
-"""What a forward does, worked out once where its mask is made: which sequences, how long, which
-launch serves them.
+"""Context of a forward, made once with its mask: its sequences, and the kernel that serves them.
 
 Shapes: B batch, Q query length, K key length (all slots of the cache).
 """
@@ -10,9 +9,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from kernels import dispatch
 from kernels.ragged import Ragged
-from runtime.attention.rules import Rows
-from runtime.attention.state import enough_queries
+from runtime.attention.state import Call, enough_queries
+
+NOT_CAUSAL = (
+    "the mask is not causal over contiguous tokens (packed, overlaid, with holes, or made by hand)"
+)
+
+# Runs of real slots in each row: [start, end) of each.
+Rows = tuple[tuple[tuple[int, int], ...], ...]
 
 
 class Part(NamedTuple):
@@ -26,43 +34,30 @@ class Part(NamedTuple):
     k_len: int
 
     @property
-    def places(self) -> tuple[slice, slice, slice]:
+    def slots(self) -> tuple[slice, slice, slice]:
         """Its batch element, its queries and its keys."""
-        queries = slice(self.q_start, self.q_start + self.q_len)
         return (
             slice(self.row, self.row + 1),
-            queries,
+            slice(self.q_start, self.q_start + self.q_len),
             slice(self.k_start, self.k_start + self.k_len),
         )
 
 
-class Launch(NamedTuple):
-    """Sequences that one launch serves: all rows alike, over the slots `keys` (None: all), or where
-    `ragged` says.
-
-    others: the sequences of the call that it leaves.
-    """
-
-    parts: tuple[Part, ...] = ()
-    others: tuple[Part, ...] = ()
-    keys: slice | None = None
-    ragged: Ragged | None = None
-
-
 @dataclass(frozen=True)
-class Layout:
-    """Where the real tokens are: sequence b is the slots ranges[b] = [start, end) of the cache,
-    maybe empty.
+class Context:
+    """Sequences of a forward: sequence b is the slots ranges[b] = [start, end) of the cache.
 
-    The queries are slots q_start .. q_start + q_len; slots after them are not filled yet. Made once
-    a forward, and all layers ask the same one.
+    The queries are slots q_start .. q_start + q_len; slots after them are not filled yet. A
+    sequence may be empty; ranges is None where one has holes. Every layer of the forward gets the
+    same context.
 
-    fresh: of the queries' slots those with tokens, [begin, end) counted from q_start, where the
-    cache is one that asks
-        for no more than that; None elsewhere. `ranges` is then None if sequences have holes.
+    fresh: for a cache that drops tokens, the queries' slots that hold tokens, [begin, end) by
+        sequence, counted from q_start; None elsewhere.
     held: with `fresh`, the slots [begin, end) of each sequence that are real before the queries;
-    None for all slots. window: how many tokens a query sees, itself included, where the layer
-    slides; None for all."""
+        None for all slots.
+    window: how many tokens a query of a sliding-window layer sees, itself included; None for all.
+    kernels: kernel and reason by the kind of a call's tensors: see
+        runtime.attention.function.kernel_of."""
 
     q_start: int
     q_len: int
@@ -71,30 +66,18 @@ class Layout:
     fresh: tuple[tuple[int, int], ...] | None = None
     held: Rows | None = None
     window: int | None = None
-    # By the kind of tensors what serves them: see runtime.attention.reasons.
-    verdicts: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _launches: dict[Any, Launch] = field(
+    kernels: dict[Any, tuple[str, str | None]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def batch(self) -> int:
         return len(self.fresh or self.ranges or ())
 
     @cached_property
-    def sequences(self) -> list[tuple[int, int, int]] | None:
-        """Row, start and end of each sequence, in slots of the cache; None where they are not
-        contiguous."""
-        return (
-            None
-            if self.ranges is None
-            else [(row, *slots) for row, slots in enumerate(self.ranges)]
-        )
-
-    @cached_property
     def firsts(self) -> tuple[int, ...] | str | None:
-        """First key of each sequence, None where all are 0; a string says why they do not all go on
-        to the last key."""
+        """First key of each sequence, None where all are 0; a string names what prevents decode."""
         if self.ranges is None:
             return "a sequence has holes"
         if any(end != self.k_len for _, end in self.ranges):
@@ -105,56 +88,98 @@ class Layout:
     @cached_property
     def longest(self) -> int:
         """Real tokens in the longest sequence, those of the cache included."""
-        return max((end - start for _, start, end in self.sequences or ()), default=0)
+        return max((end - start for start, end in self.ranges or ()), default=0)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The sequences that have queries in the call."""
-        begun = (
-            (row, max(start, self.q_start), start, end) for row, start, end in self.sequences or ()
-        )
-        return tuple(
-            Part(row, first - self.q_start, end - first, start, end - start)
-            for row, first, start, end in begun
-            if first < end
-        )
+        parts = []
+        for row, (start, end) in enumerate(self.ranges or ()):
+            first = max(start, self.q_start)
+            if first < end:
+                parts.append(Part(row, first - self.q_start, end - first, start, end - start))
+        return tuple(parts)
 
-    @cached_property
-    def needs_no_mask(self) -> bool:
-        """Whether causal attention from the first key on is all that the mask says: sdpa does that
-        without one."""
-        near = self.window is None or self.k_len <= self.window
-        whole = all((start, end) == (0, self.k_len) for _, start, end in self.sequences or ())
-        return near and whole and self.q_len == self.k_len
-
-    @cached_property
-    def together(self) -> Launch:
-        """All sequences that have queries."""
-        return self.launch(self.parts)
-
-    def long(self, dense_below: int, dense_tail: int) -> Launch:
+    def long(self, dense_below: int, dense_tail: int) -> tuple[Part, ...]:
         """The sequences of at least `dense_below` keys whose queries are worth an index."""
-        if (dense_below, dense_tail) not in self._launches:
-            parts = tuple(
+        key = dense_below, dense_tail
+        if key not in self._cache:
+            self._cache[key] = tuple(
                 part
                 for part in self.parts
                 if part.k_len >= dense_below and enough_queries(part.q_len, part.k_len, dense_tail)
             )
-            self._launches[dense_below, dense_tail] = self.launch(parts)
-        return self._launches[dense_below, dense_tail]
+        parts: tuple[Part, ...] = self._cache[key]
+        return parts
 
-    def launch(self, parts: tuple[Part, ...]) -> Launch:
-        """These of the sequences, maybe none."""
-        if parts not in self._launches:
-            mine = set(parts)
-            keys = None
-            ragged = None
-            first = parts[0] if parts else None
-            rows = len(parts) == self.batch and len({part[1:] for part in parts}) == 1
-            if first is not None and rows and first.q_len == self.q_len:
-                keys = None if first.k_len == self.k_len else first.places[2]
-            elif parts:
-                ragged = Ragged.of(parts)
-            others = tuple(part for part in self.parts if part not in mine)
-            self._launches[parts] = Launch(parts, others, keys, ragged)
-        return self._launches[parts]
+    def alone(self, part: Part) -> Context:
+        """Context of one sequence by itself."""
+        if part not in self._cache:
+            ranges = ((0, part.k_len),)
+            self._cache[part] = Context(part.k_len - part.q_len, part.q_len, part.k_len, ranges)
+        context: Context = self._cache[part]
+        return context
+
+    def launch(self, parts: tuple[Part, ...]) -> tuple[slice | None, Ragged | None]:
+        """Slots of the keys (None: all) and Ragged (None: whole rows) of one launch for these."""
+        if parts not in self._cache:
+            self._cache[parts] = self._launch(parts)
+        launch: tuple[slice | None, Ragged | None] = self._cache[parts]
+        return launch
+
+    def _launch(self, parts: tuple[Part, ...]) -> tuple[slice | None, Ragged | None]:
+        alike = len(parts) == self.batch and len({part[1:] for part in parts}) == 1
+        if not alike or parts[0].q_len != self.q_len:
+            return None, Ragged.of(parts)
+        if parts[0].k_len == self.k_len:
+            return None, None
+        return parts[0].slots[2], None
+
+
+def kernel_of(call: Call) -> tuple[str, str | None]:
+    """Backend that serves a prefill, by its name, and the reason why none can, or None.
+
+    The first layer of a forward decides; the others find it in the context, by the kind of their
+    tensors."""
+    reason = call.special
+    if reason is not None:
+        return "", reason
+    context = call.context
+    if context is None or context.ranges is None:
+        return "", NOT_CAUSAL
+    q = call.query
+    k = call.key
+    v = call.value
+    kind = (q.dtype, q.device, q.shape, k.shape, v.shape)
+    known = context.kernels.get(kind)
+    if known is not None:
+        return known
+    lengths = call.more.get("cu_seq_lens_q")
+    choice: tuple[str, str | None]
+    if lengths is not None and lengths.numel() > 2:
+        choice = "", "sequences are packed by cu_seq_lens alone"
+    elif (q.shape[0], q.shape[2], k.shape[2]) != (context.batch, context.q_len, context.k_len):
+        choice = "", "the cache holds other keys than the mask is for"
+    else:
+        choice = kernel_for(call.layer.settings.backend, q, k, v)
+    context.kernels[kind] = choice
+    return choice
+
+
+def kernel_for(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str | None]:
+    """Backend that serves such queries, keys and values, whatever the mask, or the reason why
+    not.
+
+    "auto" takes no reference, which is slower than dense; it serves only where asked for."""
+    if k.shape[:3] != v.shape[:3]:
+        return "", f"keys and values do not go together: {tuple(k.shape)}, {tuple(v.shape)}"
+    if backend != "auto":
+        reason = dispatch.backend(backend).supports(q, k, v)
+        if reason is not None:
+            return "", f"kernel {backend}: {reason}"
+        return backend, None
+    reason = dispatch.why_slow(q, k, v)
+    if reason is not None:
+        return "", reason
+    # By its name: a kernel that turns out not to build is not replaced by the reference.
+    return dispatch.fastest(q, k, v), None

@@ -1,112 +1,130 @@
-"""What is applied where, by attention module and by configuration: models do not disturb each
-other."""
+"""State of an applied artifact, per attention module and per configuration, and one call of it.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
 
 from __future__ import annotations
 
-import itertools
 import logging
+import subprocess
 import sys
 import threading
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from artifacts import HeadwiseError
+from artifacts.errors import one_line, shorten
+from kernels.breaker import CannotBuildError
 from kernels.patterns import LayerPlan
-from runtime.dense import LEAST
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.select import Role
 
-# Fewer queries than one tile are more like decode than like prefill (the tail of a prompt, drafts
-# to verify).
+if TYPE_CHECKING:
+    from runtime.attention.layout import Context, Part
+
+# Fewer queries than one tile are more like decode than like prefill (the last queries of a prompt,
+# drafts to verify).
 MIN_QUERIES = 64
-# New tokens behind a past from which on patterns serve. An index over a long past costs as much for
+# Smallest chunk behind a past for which patterns serve. An index over a long past costs as much for
 # few tokens as for many: behind 8,192 and 32,768 tokens patterns took 0.98 and 1.01 of dense
 # attention for 64, 0.78 and 0.67 for 200.
 MIN_BEHIND_A_PAST = 128
+# With fewer keys attention is a small part of a prefill, and the model's own serves.
+MIN_KEYS_DENSE = 1024
+# Messages of torch's allocators where they raise no error of their own.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
+_Served = TypeVar("_Served")
 _log = logging.getLogger("headwise")
 
 
 def enough_queries(q_len: int, k_len: int, dense_tail: int) -> bool:
-    """Whether an index pays for the queries of a sequence, the last `q_len` of its `k_len` keys."""
+    """True where an index pays for the queries of a sequence, the last `q_len` of `k_len` keys."""
     least = MIN_QUERIES if q_len == k_len else MIN_BEHIND_A_PAST
     return q_len >= max(least, dense_tail + 1)
 
 
 class Calls:
-    """How the calls of attention layers were served, counted by any number of threads at once."""
+    """Counter of attention calls by how they were served, for any number of threads."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         # Adding to a Counter reads and writes: a thread that comes between loses a call.
         self._lock = threading.Lock()
 
-    def add(self, how: str) -> None:
-        """One more call of a layer served so."""
+    def add(self, name: str) -> None:
+        """Count one more call."""
         with self._lock:
-            self._counts[how] += 1
+            self._counts[name] += 1
 
     def total(self) -> Counter[str]:
-        """Calls so far of all layers together, by how they were served."""
+        """Calls of all layers so far."""
         with self._lock:
             return Counter(self._counts)
 
 
 @dataclass(eq=False, kw_only=True)
 class Settings:
-    """One application of an artifact to a model, shared by its layers.
+    """Options of one application of an artifact to a model, shared by its layers.
 
-    `dense` names the attention for all that is not sparse: "sdpa", or "eager" where the model used
-    that. `dense_by` says what serves it: "auto" the faster of our kernels and `dense`, "kernel"
-    ours, "model" `dense`. `spread`: the model lies on several devices, and masks are moved.
-    `evicts`: the artifact has a kv_cache section, so caches may be such as need no mask."""
+    dense_by: kernel of dense calls: "auto" the faster of Headwise's and the model's, "kernel"
+    Headwise's, "model" the model's. dense: the model's, "sdpa" or "eager". spread: the model lies
+    on several devices, and masks are moved. evicts: the artifact has a kv_cache section, so caches
+    may need no mask."""
 
     dense_below: int
-    dense: str
-    strict: bool
-    backend: str
+    strict: bool = False
+    backend: str = "auto"
+    dense_by: str = "auto"
+    dense: str = "sdpa"
     decode: OmniKV | None = None
     evicts: bool = False
-    dense_by: str = "auto"
     spread: bool = False
     calls: Calls = field(default_factory=Calls)
-    said: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __post_init__(self) -> None:
-        # Whether our kernels may serve what stays dense: decode over every key, layers that slide,
-        # other prefills.
-        self.dense_kernels = self.dense_by != "model"
-        # Keys from which on our kernel may serve a dense prefill that sees all of them; None where
-        # it never does.
-        self.kernel_from = {"auto": LEAST, "kernel": 0}.get(self.dense_by)
-        # Whether our kernel may serve a step of decode on the CPU.
-        self.steps = self.dense_kernels and self.backend in ("auto", "cpu")
+    @cached_property
+    def dense_kernels(self) -> bool:
+        """True where Headwise's kernels may serve dense calls: decode, windows, prefills."""
+        return self.dense_by != "model"
+
+    @cached_property
+    def kernel_from(self) -> int | None:
+        """Fewest keys of a dense prefill that Headwise's kernel may serve; None where it never
+        may."""
+        return {"auto": MIN_KEYS_DENSE, "kernel": 0}.get(self.dense_by)
+
+    @cached_property
+    def steps(self) -> bool:
+        """True where Headwise's kernel may serve a decode step on the CPU."""
+        return self.dense_kernels and self.backend in ("auto", "cpu")
 
     def refuse(self, reason: str, detail: str = "") -> None:
-        """A call cannot be served sparsely: raise if strict, otherwise say so the first time,
-        whatever the detail."""
-        said = f"{reason}: {detail}" if detail else reason
+        """Raise if strict, as a call cannot be sparse; otherwise warn once for each reason."""
+        line = f"{reason}: {detail}" if detail else reason
         if self.strict:
-            raise HeadwiseError(f"cannot serve this call sparsely: {said}")
-        self.say(reason, f"serving densely: {said}")
+            raise HeadwiseError(f"cannot serve this call sparsely: {line}")
+        self.warn_once(reason, f"serving densely: {line}")
 
-    def say(self, what: str, line: str | None = None) -> None:
-        """Warn of something, the first time."""
+    def warn_once(self, reason: str, line: str | None = None) -> None:
+        """Warn of a reason, the first time."""
         with self._lock:
-            first = what not in self.said
-            self.said.add(what)
+            first = reason not in self.warned
+            self.warned.add(reason)
         if first:
-            _log.warning("%s", line or what)
+            _log.warning("%s", line or reason)
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """The part of an application that one attention module needs.
+    """State of one attention module.
 
     plan: its prefill, None for a layer left alone. role: its decode, None for a layer left alone.
     """
@@ -115,14 +133,13 @@ class Layer:
     number: int
     plan: LayerPlan | None
     role: Role | None = None
-    # By which code that was compiled finds the module.
-    key: int = field(default_factory=itertools.count().__next__)
 
     @cached_property
-    def fewest(self) -> int:
-        """Queries from which on a call is sparse: all of fewer would be in the tail that sees every
-        key in any case."""
-        return max(MIN_QUERIES, 0 if self.plan is None else self.plan.dense_tail + 1)
+    def min_queries(self) -> int:
+        """Fewest queries of a sparse call: fewer would all be last queries, which stay dense."""
+        if self.plan is None:
+            return MIN_QUERIES
+        return max(MIN_QUERIES, self.plan.dense_tail + 1)
 
     @cached_property
     def planned_heads(self) -> tuple[int, int]:
@@ -130,61 +147,188 @@ class Layer:
         assert self.plan is not None
         return len(self.plan.patterns), self.plan.num_kv_heads
 
-    def count(self, how: str) -> None:
-        """One more call of this layer served so: "sparse", "chosen", "kept", or the reason why it
-        was dense."""
-        self.settings.calls.add(how)
+    def count(self, name: str) -> None:
+        """Count a call as "sparse", "chosen", "kept", or by the reason why it was dense."""
+        self.settings.calls.add(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a module has nothing applied."""
+        """Nothing: a copy of a module has nothing applied."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
 
-# Of a module that nothing is applied to, such as a copy's: torch's own attention.
-NOTHING = Layer(
-    Settings(dense_below=sys.maxsize, dense="sdpa", strict=False, backend="auto", dense_by="model"),
-    -1,
-    None,
-)
+@dataclass(eq=False)
+class Call:
+    """One call of the attention function, and the state of its module.
 
-# Where a module keeps what is applied to it: a table of all modules would be part of every compiled
-# graph.
+    query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E). `more` are the keyword arguments that
+    only some models give. Of those are softcap, sinks (H,), which are learned logits that take part
+    in the softmax and have no value (GPT-OSS), and window, how many tokens a query of a
+    sliding-window layer sees, itself included. context: by the mask; None where it has none."""
+
+    module: nn.Module
+    layer: Layer
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout: float
+    scale: float | None
+    more: dict[str, Any]
+    context: Context | None
+    softcap: float | None = field(init=False)
+    sinks: Tensor | None = field(init=False)
+    window: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        more = self.more.get
+        self.softcap = more("softcap")
+        self.sinks = more("s_aux")
+        self.window = more("sliding_window")
+
+    def on(self, key: Tensor, value: Tensor) -> Self:
+        """The same call with other keys and values."""
+        return replace(self, key=key, value=value)
+
+    def part(self, part: Part, context: Context) -> Self:
+        """The call of one of its sequences alone, without a mask."""
+        row, queries, keys = part.slots
+        return replace(
+            self,
+            query=self.query[row, :, queries],
+            key=self.key[row, :, keys],
+            value=self.value[row, :, keys],
+            mask=None,
+            context=context,
+        )
+
+    @property
+    def causal(self) -> bool:
+        causal = self.more.get("is_causal")
+        if causal is None:
+            causal = getattr(self.module, "is_causal", True)
+        return bool(causal)
+
+    @property
+    def wants_weights(self) -> bool:
+        wanted = self.more.get("output_attentions")
+        if wanted is None and torch.compiler.is_compiling():
+            wanted = getattr(self.module.config, "output_attentions", False)
+        elif wanted is None:
+            try:
+                # Not through transformers' own property, which takes as long as all else in here.
+                wanted = object.__getattribute__(self.module.config, "_output_attentions")
+            except AttributeError:
+                # A configuration of another kind, or none.
+                wanted = getattr(getattr(self.module, "config", None), "output_attentions", False)
+        return bool(wanted)
+
+    @property
+    def special(self) -> str | None:
+        """Reason why no kernel of Headwise computes this call; None for causal attention."""
+        query = self.query
+        key = self.key
+        value = self.value
+        if not self.causal:
+            return "attention is not causal"
+        if self.wants_weights:
+            return "attention weights were asked for"
+        if self.dropout:
+            return "attention dropout is on (the model is in training mode)"
+        if torch.is_grad_enabled():
+            inputs = (query, key, value, self.sinks)
+            if any(x is not None and x.requires_grad for x in inputs):
+                return "gradients are required (use torch.no_grad or inference_mode)"
+        if self.more.get("position_bias") is not None:
+            return "the layer uses a position bias"
+        if query.dtype != key.dtype or query.dtype != value.dtype:
+            return (
+                f"queries, keys and values differ in type: {query.dtype}, "
+                f"{key.dtype}, {value.dtype}"
+            )
+        return None
+
+
+def attempt(call: Call, serve: Callable[..., _Served], *more: object) -> _Served | str:
+    """Result of serve(call, ...), one of Headwise's kernels, or the reason why it failed.
+
+    A strict application raises that reason."""
+    try:
+        return serve(call, *more)
+    except HeadwiseError:
+        raise
+    except Exception as error:
+        why = name_of(error)
+        if why is None:
+            raise
+        call.layer.settings.refuse(why, message(error))
+    if call.context is not None:
+        # The kernel may serve no more.
+        call.context.kernels.clear()
+    # Out here the error and all that its frames held are gone: dense attention has their memory.
+    return why
+
+
+def name_of(error: Exception) -> str | None:
+    """Name for an error of a kernel or of the memory it wanted; None for a caller's mistake.
+
+    Few names, however much messages differ: calls are counted and warned of by them.
+    """
+    if isinstance(error.__cause__, CannotBuildError):
+        # Of a kernel that was asked for by its name.
+        error = error.__cause__
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "out of memory"
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
+        return "out of memory"
+    module = type(error).__module__.partition(".")[0]
+    if isinstance(error, RuntimeError | OSError | subprocess.SubprocessError) or module == "triton":
+        return f"a kernel failed with {type(error).__name__}"
+    return None
+
+
+def message(error: Exception) -> str:
+    """First line of an error's message."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return "no message"
+    return shorten(one_line(lines[0]), 200)[1:-1]
+
+
+# For a module to which nothing is applied, such as a copy's: torch's own attention.
+NOTHING = Layer(Settings(dense_below=sys.maxsize, dense_by="model"), -1, None)
+
+# Where a module keeps its state: a table of all modules would be part of every compiled graph.
 _ATTRIBUTE = "_headwise_layer"
-_modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 # Configurations compare by value and do not hash, so they are held by identity.
 _configs: dict[int, tuple[weakref.ref[Any], Settings]] = {}
 
 
 def layer_of(module: nn.Module) -> Layer | None:
-    """What is applied to an attention module, None where nothing is."""
+    """State of an attention module, None where nothing is applied."""
     layer: Layer | None = getattr(module, _ATTRIBUTE, None)
     return layer
 
 
-def module_of(layer: int) -> nn.Module:
-    """The attention module to which the layer with this key is applied."""
-    return _modules[layer]
-
-
 def settings_of(config: Any) -> Settings | None:
-    """What is applied to the model of this very configuration object, None where nothing is."""
+    """Settings of the model of this very configuration object, None where nothing is applied."""
     entry = _configs.get(id(config))
-    return entry[1] if entry is not None and entry[0]() is config else None
+    if entry is None or entry[0]() is not config:
+        return None
+    return entry[1]
 
 
 def remember(config: Any, modules: dict[nn.Module, Layer], settings: Settings) -> None:
+    """Keep the state of a model's attention modules and of its configuration."""
     key = id(config)
     _configs[key] = (weakref.ref(config, lambda _: _configs.pop(key, None)), settings)
     for module, layer in modules.items():
         setattr(module, _ATTRIBUTE, layer)
-        _modules[layer.key] = module
 
 
 def forget(config: Any, modules: list[nn.Module]) -> None:
+    """Drop what remember() kept."""
     _configs.pop(id(config), None)
     for module in modules:
-        layer: Layer | None = vars(module).pop(_ATTRIBUTE, None)
-        if layer is not None:
-            _modules.pop(layer.key, None)
+        vars(module).pop(_ATTRIBUTE, None)

@@ -18,7 +18,7 @@ from artifacts.cli.options import add_arguments, at_least, check_ranges, config_
 from artifacts.commands import Outcome
 from artifacts.errors import one_line, ranges, shorten
 from artifacts.schema.kv_cache import Policy, SnapKV, Streaming
-from runtime.attention.calls import no_kernel
+from kernels import dispatch
 from runtime.caches.make import POLICIES
 from runtime.fingerprint import compare, config_info
 from runtime.omnikv.select import Role, roles_of
@@ -104,7 +104,7 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
     yield from misfits(artifact, model.hf_config, model.hf_text_config, size)
     device = config.device_config.device
     empty = torch.empty(1, 1, 1, artifact.model.head_dim, dtype=model.dtype, device=device)
-    if missing := no_kernel("auto", empty, empty, empty):
+    if missing := dispatch.why_slow(empty, empty, empty):
         yield f"no prefill can be sparse here: {missing}"
 
 

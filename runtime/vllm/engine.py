@@ -11,13 +11,13 @@ import torch
 
 from artifacts import Artifact, HeadwiseError
 from artifacts.errors import shorten
+from kernels import dispatch
 from kernels.patterns import LayerPlan
 from runtime.allocator import keep_freed_memory
-from runtime.attention.calls import no_kernel
 from runtime.attention.state import enough_queries
+from runtime.layers import layer_plans, part_of
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.select import Role
-from runtime.plans import layer_plans, part_of
 from runtime.vllm.batch import Chunk
 from runtime.vllm.check import engine_misfits, full_layers, grouped, keeps_of, summary, why_dense
 from runtime.vllm.counters import SPARSE, Counters, log, metrics
@@ -240,7 +240,7 @@ def why_unserved(module: Any) -> str | None:
     size = module.head_size
     device = module._k_scale.device
     key = torch.empty(1, 1, 1, size, dtype=eight_bits, device=device)
-    return no_kernel("auto", key.to(module.dtype), key, key)
+    return dispatch.why_slow(key.to(module.dtype), key, key)
 
 
 _latest: tuple[weakref.ref[Any], Engine | None] | None = None

@@ -17,7 +17,7 @@ from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
 from kernels.index import SparseIndex
 from kernels.patterns import LayerPlan
-from runtime.attention.reasons import message, name_of
+from runtime.attention.state import message, name_of
 from runtime.vllm.batch import KEY, Batch, Chunk
 from runtime.vllm.engine import Engine, ServedLayer, engine_of
 from runtime.vllm.snapkv import Snap

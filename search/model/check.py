@@ -26,8 +26,7 @@ from profiling.prompts.held_out import GATE_SET, Seen
 from profiling.prompts.prompt import GATE_TASKS, Prompt, parse_task
 from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check, config_info, fingerprint
-from runtime.layers import attention_layers, sliding_layers, text_config
-from runtime.plans import layer_plans
+from runtime.layers import attention_layers, layer_plans, sliding_layers, text_config
 from search.model.evidence import HELD_OUT, prompt_set
 from search.model.limits import Limits
 from search.model.prompts import held_out_prompts

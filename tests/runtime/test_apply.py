@@ -63,7 +63,7 @@ def test_a_model_is_as_it_was_where_applying_fails(build, artifact_for, ids, mon
         raise RuntimeError("no name")
 
     with monkeypatch.context() as broken:
-        broken.setattr("runtime.handle._Name", fails)
+        broken.setattr("runtime.apply._Name", fails)
         with pytest.raises(RuntimeError, match="no name"):
             Headwise(artifact_for(model)).apply(model)
     assert model.config._attn_implementation == "sdpa"

@@ -11,7 +11,8 @@ from transformers import DynamicCache
 
 from artifacts import HeadwiseError
 from kernels import dispatch
-from runtime import Headwise, apply_dense, dense
+from runtime import Headwise, apply_dense
+from runtime.attention import dense
 from tests.runtime.omnikv import CLOSE
 
 BY_KERNEL = "dense by kernel"
@@ -73,7 +74,7 @@ def test_prefills_go_by_the_rule(
         for kind in getattr(model.config, "layer_types", ["full_attention"] * 2)
     )
     for by, count in (("kernel", full), ("sdpa", 0)):
-        monkeypatch.setattr("runtime.attention.own.faster", lambda *_, by=by: by)
+        monkeypatch.setattr("runtime.attention.function.faster", lambda *_, by=by: by)
         with Headwise(artifact_for(model, rows=rows)).apply(model) as handle:
             torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
             assert handle.stats()["dense"].get(BY_KERNEL, 0) == count

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
 
-from runtime.attention.layout import Layout
-from runtime.attention.masks import PrefillMask, starts_of
+from runtime.attention.layout import Context
+from runtime.attention.mask import PrefillMask, starts_of
 
 BEHIND = 3
 
@@ -88,7 +88,7 @@ def test_first_keys_are_put_on_a_device_once() -> None:
     """All layers of a padded call get one tensor."""
     ranges = ((3, 100), (0, 100))
     mask = PrefillMask(
-        Layout(99, 1, 100, ranges), lambda _: None, dtype=torch.bool, device=torch.device("cpu")
+        Context(99, 1, 100, ranges), lambda _: None, dtype=torch.bool, device=torch.device("cpu")
     )
     starts = starts_of(mask)
     assert (

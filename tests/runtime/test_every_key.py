@@ -19,7 +19,7 @@ BY_KERNEL = "decode by kernel"
 @pytest.fixture(autouse=True)
 def _at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 it waits for 256 keys; here there are fewer."""
-    monkeypatch.setattr("runtime.attention.kernel._MIN_KEYS_FLOAT32", 1)
+    monkeypatch.setattr("runtime.attention.function._MIN_KEYS_FLOAT32", 1)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3", "Gemma2", "GPTNeoX", "Phi3"])
@@ -123,7 +123,7 @@ def test_switched_off(
 def test_short_contexts_in_float32_are_sdpa_s_and_half_precision_is_ours(
     build: Any, artifact_for: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.attention.kernel._MIN_KEYS_FLOAT32", 256)
+    monkeypatch.setattr("runtime.attention.function._MIN_KEYS_FLOAT32", 256)
     model = build()
     for dtype, length, reason in (
         (torch.float32, 100, "decode"),
@@ -148,7 +148,7 @@ def test_a_kernel_that_fails_leaves_it_to_sdpa(
 
     model, prompt, forced = build(), ids(100), ids(4, seed=9)
     expected = steps(model, prompt, forced, DynamicCache(config=model.config))
-    monkeypatch.setattr("runtime.attention.kernel.native.decode_attention", fails)
+    monkeypatch.setattr("runtime.attention.function.native.decode_attention", fails)
     with Headwise(artifact_for(model)).apply(model) as handle:
         assert torch.equal(
             steps(model, prompt, forced, DynamicCache(config=model.config)), expected

@@ -16,7 +16,7 @@ from artifacts import HeadwiseError
 from kernels.native import build as native
 from kernels.patterns import LayerPlan
 from runtime import Headwise
-from runtime.attention.reasons import message, name_of
+from runtime.attention.state import message, name_of
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
 ALLOCATOR = (
@@ -61,10 +61,10 @@ def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
     with apply(model) as handle:
         sparse = model(prompt).logits
         if where == "attention":
-            from runtime.attention import kernel as served
+            from runtime.attention import function as served
 
             failing = Failing(served.launch, {1, 2, 5}, FAULTS[name])
-            monkeypatch.setattr("runtime.attention.kernel.launch", failing)
+            monkeypatch.setattr("runtime.attention.function.launch", failing)
         else:
             failing = Failing(LayerPlan.build, {1, 2, 5}, FAULTS[name])
             monkeypatch.setattr(
@@ -86,13 +86,13 @@ def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
 
 
 def test_strict_says_what_failed_and_goes_on(build, apply, ids, monkeypatch) -> None:
-    from runtime.attention import kernel as served
+    from runtime.attention import function as served
 
     model, prompt = build(), ids(200)
     with apply(model, strict=True) as handle:
         expected = model(prompt).logits
         failing = Failing(served.launch, {2}, FAULTS["launch"])
-        monkeypatch.setattr("runtime.attention.kernel.launch", failing)
+        monkeypatch.setattr("runtime.attention.function.launch", failing)
         with pytest.raises(HeadwiseError) as error:
             model(prompt)
         assert torch.equal(model(prompt).logits, expected)
@@ -105,12 +105,12 @@ def test_strict_says_what_failed_and_goes_on(build, apply, ids, monkeypatch) -> 
     "error", [ValueError("q must be"), TypeError("no"), AssertionError("bug"), KeyError("x")]
 )
 def test_mistakes_of_ours_are_not_hidden(error: Exception, build, apply, ids, monkeypatch) -> None:
-    from runtime.attention import kernel as served
+    from runtime.attention import function as served
 
     model = build()
     with apply(model):
         monkeypatch.setattr(
-            "runtime.attention.kernel.launch", Failing(served.launch, {1}, lambda: error)
+            "runtime.attention.function.launch", Failing(served.launch, {1}, lambda: error)
         )
         with pytest.raises(type(error)):
             model(ids(200))

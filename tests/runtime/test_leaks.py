@@ -21,7 +21,7 @@ def held() -> Counter[str]:
     runtime's tables."""
     gc.collect()
     alive = Counter(type(thing).__qualname__ for thing in gc.get_objects())
-    return alive + Counter({"modules": len(state._modules), "configurations": len(state._configs)})
+    return alive + Counter({"configurations": len(state._configs)})
 
 
 def flat(work: Callable[[], object], times: int) -> None:

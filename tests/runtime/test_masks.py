@@ -20,7 +20,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from runtime.attention.masks import PrefillMask, headwise_mask
+from runtime.attention.mask import PrefillMask, headwise_mask
 from runtime.attention.state import Settings, forget, remember
 from tests.runtime.tiny import DENSE_BELOW
 
@@ -68,7 +68,7 @@ def test_read_as_a_tensor_it_is_the_true_mask(q_offset, slots, call):
         and mask.dtype == expected.dtype
     )
     assert mask.contiguous() is mask and mask.to("cpu") is mask and not mask._made
-    assert mask.tokens.ranges == ((0, length), (30, length), (0, 50), (0, 0))
+    assert mask.context.ranges == ((0, length), (30, length), (0, 50), (0, 0))
     assert torch.equal(mask.for_dense(), expected)
     assert torch.equal(mask[:, :, 3:, :77], expected[:, :, 3:, :77])
     assert torch.equal(torch.cat([mask, mask], -1), torch.cat([expected, expected], -1))
@@ -89,9 +89,9 @@ def test_of_a_layer_that_slides_it_is_the_true_mask(gone, call):
         **rule,
     )
     assert (
-        isinstance(mask, PrefillMask) and mask.shape == expected.shape and mask.tokens.window == 16
+        isinstance(mask, PrefillMask) and mask.shape == expected.shape and mask.context.window == 16
     )
-    assert mask.tokens.ranges == ((0, 128), (max(30 - gone, 0), 128), (0, 100 - gone))
+    assert mask.context.ranges == ((0, 128), (max(30 - gone, 0), 128), (0, 100 - gone))
     assert torch.equal(mask.for_dense(), expected)
 
 
@@ -107,7 +107,7 @@ def test_a_hole_among_tokens_that_are_gone_is_none(call):
         attention_mask=real,
         **rule,
     )
-    assert isinstance(mask, PrefillMask) and mask.tokens.ranges == ((0, 128),)
+    assert isinstance(mask, PrefillMask) and mask.context.ranges == ((0, 128),)
     assert torch.equal(mask.for_dense(), expected)
 
 
@@ -138,7 +138,7 @@ def test_another_device_does_not_make_it(call):
     assert (
         isinstance(moved, PrefillMask)
         and moved.device.type == "meta"
-        and moved.tokens == mask.tokens
+        and moved.context == mask.context
     )
     assert not mask._made and type(mask.to(torch.float16)) is torch.Tensor
 
@@ -196,7 +196,7 @@ def test_ranges_are_found_exactly_where_there_are_no_holes(rows, data):
     whole = all("01" not in "".join("01"[v] for v in row).lstrip("0") for row in real.tolist())
     assert isinstance(mask, PrefillMask) == whole
     if whole:
-        for row, (start, end) in zip(real, mask.tokens.ranges, strict=True):
+        for row, (start, end) in zip(real, mask.context.ranges, strict=True):
             assert row.nonzero().flatten().tolist() == list(range(start, end))
 
 

@@ -13,7 +13,7 @@ import artifacts
 from artifacts import ArtifactError
 from kernels.patterns import make
 from runtime import Headwise, load
-from runtime.plans import kernel_patterns
+from runtime.layers import kernel_patterns
 from tests.artifacts.conftest import build_every_kind
 
 GOLDEN = Path(__file__).parents[1] / "artifacts" / "golden"

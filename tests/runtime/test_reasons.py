@@ -13,8 +13,19 @@ import pytest
 _ROOT = Path(__file__).parents[2]
 _PAGE = (_ROOT / "docs/served.md").read_text()
 _ROWS = [line.lower() for line in _PAGE.splitlines() if line.startswith("| ")]
-# Where reasons for dense calls are returned, assigned or said, and not raised.
-_REASONS = ("reasons.py", "calls.py", "compiled.py", "kept.py")
+# Functions and constants that say why a call is dense, without raising it.
+_REASONS = {
+    "special",
+    "name_of",
+    "kernel_of",
+    "kernel_for",
+    "too_few",
+    "_why_dense",
+    "_why_not",
+    "SLIDES",
+    "NOT_OURS",
+    "NOT_CAUSAL",
+}
 
 
 def parts_of(node: ast.expr | None) -> list[str]:
@@ -39,15 +50,21 @@ def parts_of(node: ast.expr | None) -> list[str]:
 def messages(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Line and constant parts of each message in a file."""
     for node in ast.walk(ast.parse(path.read_text())):
-        found: ast.expr | None = None
+        values: list[ast.expr | None] = []
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "HeadwiseError":
-            found = node.args[0]
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "_say":
-            found = node.args[-1]
-        elif path.name in _REASONS and isinstance(node, ast.Return | ast.Assign):
-            found = node.value
-        if parts := [part for part in parts_of(found) if re.search(r"[a-z]{3}", part)]:
-            yield node.lineno, parts
+            values = [node.args[0]]
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) in _REASONS:
+            values = [node.value]
+        elif isinstance(node, ast.FunctionDef) and node.name in _REASONS:
+            values = [
+                value
+                for inner in ast.walk(node)
+                if isinstance(inner, ast.Return | ast.Assign)
+                for value in getattr(inner.value, "elts", [inner.value])
+            ]
+        for value in values:
+            if parts := [part for part in parts_of(value) if re.search(r"[a-z]{3}", part)]:
+                yield value.lineno if value else 0, parts
 
 
 SOURCES = [

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from runtime import Headwise, apply_dense
-from runtime.attention.reasons import NOT_CAUSAL
+from runtime.attention.layout import NOT_CAUSAL
 from tests.runtime.omnikv import CLOSE
 from tests.runtime.tiny import FAMILIES, SIZES
 

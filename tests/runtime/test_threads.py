@@ -94,7 +94,7 @@ def test_a_fault_is_said_once_by_all_threads(
         raise RuntimeError("std::bad_alloc")
 
     model, prompt = build(), ids(200)
-    monkeypatch.setattr("runtime.attention.kernel.launch", fails)
+    monkeypatch.setattr("runtime.attention.function.launch", fails)
     with Headwise(artifact_for(model)).apply(model) as handle, ThreadPoolExecutor(4) as pool:
 
         def run(_: int) -> None:

@@ -13,8 +13,8 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 
 from artifacts import HeadwiseError
 from runtime import Headwise
-from runtime.attention.masks import PrefillMask
-from runtime.attention.reasons import SLIDES
+from runtime.attention.function import SLIDES
+from runtime.attention.mask import PrefillMask
 from tests.runtime.omnikv import CLOSE, steps
 from tests.runtime.tiny import WITHOUT_DENSE_KERNELS
 
@@ -104,7 +104,7 @@ def test_decode_of_padded_batches(
     cache: Any, build: Any, artifact_for: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The window moves past the padding while tokens are decoded."""
-    monkeypatch.setattr("runtime.attention.kernel._MIN_KEYS_FLOAT32", 1)
+    monkeypatch.setattr("runtime.attention.function._MIN_KEYS_FLOAT32", 1)
     model, prompt, forced = build("Gemma3"), ids(40, batch=3), ids(40, batch=3, seed=9)
     real = torch.ones_like(prompt)
     real[0, :35] = 0
@@ -151,7 +151,7 @@ def test_more_than_a_window_is_left_to_the_model(build: Any, artifact_for: Any) 
         joined = create_sliding_window_causal_mask(
             **given, or_mask_function=lambda b, h, q, k: (blocks[b, q] == 0) & (blocks[b, k] == 0)
         )
-    assert isinstance(plain, PrefillMask) and plain.tokens.window == model.config.sliding_window
+    assert isinstance(plain, PrefillMask) and plain.context.window == model.config.sliding_window
     assert not isinstance(joined, PrefillMask) and bool(joined[0, 0, 200, 219])
     assert not bool(plain[0, 0, 200, 219])
 

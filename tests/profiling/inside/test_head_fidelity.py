@@ -15,7 +15,7 @@ from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import fidelity, recall
 from profiling.prompts.prompt import Prompt
 from runtime.fingerprint import fingerprint
-from runtime.plans import layer_plans
+from runtime.layers import layer_plans
 from tests.runtime.tiny import tiny_model
 
 LENGTH = 300

@@ -1,5 +1,4 @@
-"""An artifact that can be applied to a model. Loading one imports neither torch nor
-transformers."""
+"""Load an artifact, ready to be applied to a model. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import Cache
 
     from artifacts.store.sidecar import Array
-    from runtime.handle import Handle
+    from runtime.apply import Handle
 
 _log = logging.getLogger("headwise")
 
@@ -30,24 +29,23 @@ def load(
     target_recall: float | None = None,
     verify: str | PathLike[str] | bytes | None = None,
 ) -> Headwise:
-    """Load an artifact, ready to be applied; with a target, at the point of its front that meets it
-    best.
+    """Load an artifact, ready to be applied; with a target, the point of its front that meets it.
 
     One that its gate has not proven is loaded with a warning, once.
 
     Args:
-        path: the YAML file. target_speedup: at least so many times as fast as dense attention
-        (attention alone, predicted at the front's
-            length): of these points the one nearest to dense.
+        path: the YAML file.
+        target_speedup: at least so many times as fast as dense attention (attention alone,
+            predicted at the front's length): of these points the one nearest to dense.
         target_kl: at most so many nats a token from dense: of these the fastest.
-        target_recall: at least this share of the attention mass kept: of these the fastest.
-        verify: a public key: what its holder did not sign is refused.
+        target_recall: at least this fraction of the attention mass kept: of these the fastest.
+        verify: a public key: a file that its holder did not sign is refused.
 
     Raises:
         ArtifactError: the file or its sidecar is missing, damaged, or of a newer schema; it is not
-        signed by the key. HeadwiseError: several targets, one that no point meets (the line says
-        what they offer), or no front to choose
-            from; `verify` is no public key.
+            signed by the key.
+        HeadwiseError: several targets, one that no point meets (the line names the nearest), or no
+            front to choose from; `verify` is no public key.
     """
     artifact, arrays = artifacts.load_pair(path, verify=verify, names=())
     verdict = artifact.evidence.verdict
@@ -80,7 +78,7 @@ class Headwise:
     def __init__(
         self, artifact: artifacts.Artifact, arrays: Mapping[str, Array] | None = None
     ) -> None:
-        """The artifact and its sidecar's arrays; without them where no pattern is static."""
+        """Hold an artifact and its sidecar's arrays, which only static patterns need."""
         self.artifact = artifact
         self.arrays = arrays
 
@@ -94,59 +92,55 @@ class Headwise:
         dense_kernels: bool = True,
         check_fingerprint: bool = False,
     ) -> Handle:
-        """Serve the model's prefill with the artifact's patterns, from now on until the handle is
-        undone.
+        """Serve the model's prefill with the artifact's patterns until the handle is undone.
 
         Args:
-            model: the transformers model that the artifact was made for. strict: raise
-            HeadwiseError where a prefill cannot be sparse, instead of serving it densely.
-            check_weights: compare a sample of the weights too, not only the configuration. backend:
-            the kernel; "auto" takes the fastest that serves the call, and dense attention where
-            none
-                is fast.
-            dense_kernels: have Headwise's kernels do what stays dense where they are faster than
-            sdpa. On a CPU
-                prefills on 1,024 keys or more ("dense by kernel" in stats()), and decode over every
-                key in half precision or on 256 keys or more ("decode by kernel"); on every device
-                layers that slide, which compute their window and no mask ("window by kernel"), and
-                soft-caps and sinks, which sdpa has not.
-            check_fingerprint: refuse an artifact that does not say which model it is for, as an
-            import does not; it
-                is applied with a warning otherwise, to any model of its shape.
+            model: the transformers model that the artifact was made for.
+            strict: raise HeadwiseError where a prefill cannot be sparse, instead of serving it
+                densely.
+            check_weights: compare a sample of the weights too, not only the configuration.
+            backend: the kernel; "auto" takes the fastest that serves the call, and dense attention
+                where none is fast.
+            dense_kernels: serve dense calls by Headwise's kernels where they are faster than sdpa.
+                On a CPU prefills on 1,024 keys or more ("dense by kernel" in stats()), and decode
+                over every key in half precision or on 256 keys or more ("decode by kernel"); on
+                every device layers that slide, which compute their window and no mask ("window by
+                kernel"), and soft-caps and sinks, which sdpa has not.
+            check_fingerprint: refuse an artifact without a fingerprint of its model, such as an
+                import; otherwise it is applied with a warning, to any model of its shape.
 
         Returns:
             The handle: leaving it as a context manager, or its undo(), restores the model.
 
         Raises:
             HeadwiseError: the model is another one (the first field that differs is named), does
-            not go
-                through transformers' attention interface, or has an artifact applied already; an
-                option is unknown.
+                not go through transformers' attention interface, or has an artifact applied
+                already; an option is unknown.
         """
-        from runtime.applied import attach
+        from runtime.apply import attach
+        from runtime.attention.state import Settings
 
         if unknown := self.artifact.model.unknown:
             name = one_line(self.artifact.model.name)
-            said = (
+            line = (
                 f"the artifact for {name} has no fingerprint ({', '.join(unknown)} "
                 f"open): any model of its shape passes"
             )
             if check_fingerprint:
-                raise HeadwiseError(f"{said}; headwise gate --out fills it in")
-            _log.warning("%s", said)
-        return attach(
-            self.artifact,
-            self.arrays,
-            model,
+                raise HeadwiseError(f"{line}; headwise gate --out fills it in")
+            _log.warning("%s", line)
+        # The reference is slower than dense attention.
+        by_kernel = dense_kernels and backend != "reference"
+        settings = Settings(
+            dense_below=self.artifact.prefill.dense_below,
+            dense_by="auto" if by_kernel else "model",
             strict=strict,
-            check_weights=check_weights,
             backend=backend,
-            dense_kernels=dense_kernels,
         )
+        return attach(model, settings, self.artifact, self.arrays, check_weights=check_weights)
 
     def new_cache(self, model: nn.Module, *, offload: str = "auto") -> Cache:
-        """An empty cache for the model's `past_key_values`, as the artifact's decode and kv_cache
-        sections want it.
+        """Make an empty cache for the model's `past_key_values`, by the artifact's sections.
 
         A new token costs its own bytes in it, not a copy of all before; it grows, crops and
         reorders as transformers' own does. Layers under a policy of kv_cache drop tokens and free
@@ -155,14 +149,14 @@ class Headwise:
 
         Args:
             model: the model whose cache it is; before the cache is used the artifact has to be
-            applied to it. offload: "packed" keeps keys and values of sparse layers in CPU memory
-            and fetches what was chosen; "never"
-                keeps all on the device; "auto" is packed for layers on a GPU and never for others.
-                It is about the decode section.
+                applied to it.
+            offload: of a decode section: "packed" keeps keys and values of sparse layers in CPU
+                memory and fetches chosen tokens; "never" keeps all on the device; "auto" is packed
+                for layers on a GPU and never for others.
 
         Raises:
             HeadwiseError: the model is of another kind; a policy cannot serve one of its layers;
-            offload is unknown.
+                offload is unknown.
         """
         from runtime.caches.make import make_cache
 

@@ -1,0 +1,255 @@
+"""Apply an artifact, or dense attention, to a transformers model, and take it off again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+
+from torch import nn
+
+import artifacts
+from artifacts import Artifact, HeadwiseError
+from artifacts.errors import one_line
+from kernels.dispatch import BACKENDS
+from runtime.allocator import keep_freed_memory
+from runtime.attention.function import ATTENTION_NAME, register
+from runtime.attention.state import Layer, Settings, forget, layer_of, remember, settings_of
+from runtime.caches.make import check_rows, make_cache
+from runtime.fingerprint import check
+from runtime.layers import (
+    attention_layers,
+    check_sections,
+    layer_plans,
+    sliding_layers,
+    text_config,
+)
+from runtime.memory import CacheBytes, cache_bytes
+from runtime.omnikv.decode import OmniKV
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+    from artifacts.store.sidecar import Array
+
+# Names under which calls are counted, and what stats() calls them; all others are reasons for dense
+# attention.
+_SERVED = {"sparse": "sparse", "chosen": "decode", "kept": "kept"}
+
+
+def apply_dense(model: nn.Module, *, by: str = "kernel") -> Handle:
+    """Serve every attention layer of a transformers model densely: a sparse model's baseline.
+
+    Args:
+        model: a transformers model.
+        by: "kernel": Headwise's kernel over every key, wherever it can serve; "auto": the faster of
+            it and the model's own attention; "model": the model's own.
+
+    Returns:
+        The handle: leaving it as a context manager, or its undo(), restores the model.
+
+    Raises:
+        HeadwiseError: the model cannot be served or has an artifact applied already; `by` is
+            unknown.
+    """
+    known = ("auto", "kernel", "model")
+    if by not in known:
+        raise HeadwiseError(f"by must be one of {', '.join(known)}, got {by!r}")
+    return attach(model, Settings(dense_below=sys.maxsize, dense_by=by))
+
+
+def attach(
+    model: nn.Module,
+    settings: Settings,
+    artifact: Artifact | None = None,
+    arrays: Mapping[str, Array] | None = None,
+    *,
+    check_weights: bool = True,
+) -> Handle:
+    """Check the model, plan every layer once, and switch the model over. See Headwise.apply.
+
+    settings: what the user asked for; what depends on the model is filled in here.
+    """
+    if settings.backend not in ("auto", *BACKENDS):
+        known = ", ".join(BACKENDS)
+        raise HeadwiseError(f"unknown backend {settings.backend!r}; known: auto, {known}")
+    modules = _attention_layers(model)
+    if artifact is not None:
+        check_sections(artifact, modules)
+        check(artifact.model, model, weights=check_weights)
+        if artifact.kv_cache is not None:
+            check_rows(artifact.kv_cache, modules)
+            settings.evicts = True
+        if artifact.decode is not None:
+            settings.decode = _decode(artifact.decode.omnikv, modules, settings.backend)
+    implementation = text_config(model)._attn_implementation
+    if implementation == "eager":
+        settings.dense = "eager"
+    # Models that sdpa cannot serve come with eager; eager by choice stays eager.
+    if artifact is not None and implementation == "eager" and model._supports_sdpa:
+        settings.dense_by = "model"
+    settings.spread = len({parameter.device for parameter in model.parameters()}) > 1
+    plans = {} if artifact is None else layer_plans(artifact, arrays)
+    if missing := plans.keys() - modules.keys():
+        raise HeadwiseError(
+            f"the artifact has patterns for layer {min(missing)}, which has no attention here"
+        )
+    roles = {} if settings.decode is None else settings.decode.roles
+    layers = {
+        module: Layer(settings, number, plans.get(number), roles.get(number))
+        for number, module in modules.items()
+    }
+    return Handle(artifact, model, layers, settings)
+
+
+class Handle:
+    """An artifact, or dense attention, applied to a model. A context manager; undo() ends it.
+
+    settings: options of the application, and the counts of its calls.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact | None,
+        model: PreTrainedModel,
+        layers: dict[nn.Module, Layer],
+        settings: Settings,
+    ) -> None:
+        self._artifact = artifact
+        self._model: PreTrainedModel | None = model
+        self.settings = settings
+        self._layers = len(layers)
+        self._sparse_layers = sum(_is_sparse(layer) for layer in layers.values())
+        config = text_config(model)
+        register()
+        with ExitStack() as undo:
+            former = _implementations(model.config)
+            undo.callback(setattr, model.config, "_attn_implementation", former)
+            undo.callback(forget, config, list(layers))
+            remember(config, layers, settings)
+            former = _implementations(config)
+            config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
+            # Where one of these fails the model is as it was.
+            self._undo = undo.pop_all()
+        if any(parameter.is_cpu for parameter in model.parameters()):
+            keep_freed_memory()
+
+    def __repr__(self) -> str:
+        if self._model is None:
+            return "<Handle: undone>"
+        name = self._model.name_or_path or "without a name"
+        artifact = "no artifact"
+        if self._artifact is not None:
+            artifact = f"artifact {(self._artifact.content_sha256 or 'unsaved')[:12]}"
+        layers = f"{self._sparse_layers} of {self._layers} layers sparse"
+        return f"<Handle: {type(self._model).__name__} {one_line(name)}, {artifact}, {layers}>"
+
+    def undo(self) -> None:
+        """Restore the model's former attention, nested configurations too; later calls do
+        nothing."""
+        self._model = None
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def new_cache(self, *, offload: str = "auto") -> Cache:
+        """Make an empty cache for one generation: see Headwise.new_cache."""
+        if self._model is None:
+            raise HeadwiseError("this artifact is no longer applied: its handle was undone")
+        return make_cache(self._artifact, self._model, offload)
+
+    def cache_bytes(self, cache: Cache) -> CacheBytes:
+        """Count the bytes of a cache on the device and in the bank, headroom included."""
+        return cache_bytes(cache)
+
+    def stats(self) -> dict[str, Any]:
+        """Calls of attention layers so far: {"sparse": n, "dense": {reason: n}}.
+
+        "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; with a
+        decode section "decode" are steps by chosen tokens and "tokens" how many a KV head of a
+        sparse layer read in one, on average; with a kv_cache section "kept" are calls served from a
+        cache under policies."""
+        artifact = self._artifact
+        counts = self.settings.calls.total()
+        sections = {
+            "sparse": artifact,
+            "chosen": artifact and artifact.decode,
+            "kept": artifact and artifact.kv_cache,
+        }
+        result: dict[str, Any] = {
+            _SERVED[name]: counts[name] for name, section in sections.items() if section is not None
+        }
+        result["dense"] = {why: count for why, count in counts.items() if why not in _SERVED}
+        decode = self.settings.decode
+        if decode is not None and (tokens := decode.tokens_read) is not None:
+            result["tokens"] = tokens
+        return result
+
+
+class _Name(str):
+    """Attention's name in the configuration it is applied to; a copy of that has the former
+    one."""
+
+    former: str
+
+    def __new__(cls, name: str, former: str) -> _Name:
+        made = super().__new__(cls, name)
+        made.former = former
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return self.former
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[type[str], tuple[str]]:
+        return str, (self.former,)
+
+
+def _attention_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """Attention layers of a model to which nothing is applied."""
+    modules = attention_layers(model)
+    name = type(model).__name__
+    if any(layer_of(module) is not None for module in modules.values()):
+        raise HeadwiseError(f"this {name} has an artifact applied already: undo that first")
+    if settings_of(text_config(model)) is not None:
+        raise HeadwiseError(
+            f"this {name} shares its configuration object with a model that has an artifact "
+            f"applied: give it a copy"
+        )
+    return modules
+
+
+def _decode(section: artifacts.OmniKV, modules: dict[int, nn.Module], backend: str) -> OmniKV:
+    """The decode section on the layers that see every token."""
+    sliding = sliding_layers(modules)
+    full = [layer for layer in modules if layer not in sliding]
+    for layer in section.filter_layers:
+        if layer not in full:
+            why = "slides" if layer in sliding else "has no attention here"
+            raise HeadwiseError(
+                f"filter layer {layer} {why}: decode can filter in the layers "
+                f"{', '.join(map(str, full))}"
+            )
+    return OmniKV(section, full, backend=backend)
+
+
+def _is_sparse(layer: Layer) -> bool:
+    """True where a head of the layer has another pattern than dense."""
+    if layer.plan is None:
+        return False
+    return any(pattern.kind != "dense" for pattern in layer.plan.patterns)
+
+
+def _implementations(config: Any) -> dict[str, Any]:
+    """Values for a configuration's _attn_implementation: its own, and by name those nested in
+    it."""
+    made = {"": config._attn_implementation}
+    for name in config.sub_configs:
+        nested = getattr(config, name, None)
+        if nested is not None:
+            made[name] = _implementations(nested)
+    return made

@@ -1,0 +1,142 @@
+"""Dense attention: torch's sdpa or Headwise's kernel by a rule of the device, or the model's own.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.dense import dense_attention as every_key
+from runtime.attention.mask import PrefillMask
+from runtime.attention.state import MIN_KEYS_DENSE, Call
+from runtime.layers import eager_attention
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    by: str = "auto",
+) -> Tensor:
+    """Causal attention to every key (or a window's), by sdpa or Headwise's kernel: (B, H, Q, E).
+
+    Args:
+        q, k, v: (B, H, Q, D) queries, the last Q of the K positions, (B, G, K, D) keys, (B, G, K,
+            E) values.
+        scale, softcap: as in kernels.attention.sparse_attention.
+        window: how many keys a query sees, itself included; None for all.
+        by: "auto", by the rule of the device (see `faster`), or "kernel" or "sdpa".
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together; `by` is unknown; a soft-cap is asked
+            of sdpa.
+    """
+    if by not in ("auto", "kernel", "sdpa"):
+        raise ValueError(f"by must be auto, kernel or sdpa, got {by!r}")
+    if by == "auto":
+        by = faster(q, k, v)
+        # sdpa has no soft-cap, and computes every key under a window's mask.
+        if softcap is not None or (window is not None and dispatch.why_slow(q, k, v) is None):
+            by = "kernel"
+    if by == "kernel":
+        return every_key(q, k, v, scale=scale, softcap=softcap, window=window)[0]
+    if softcap is not None:
+        raise ValueError("sdpa has no soft-cap: use by='kernel'")
+    return sdpa(q, k, v, scale, window)
+
+
+def faster(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """ "kernel" or "sdpa", the faster for causal attention to every key of such calls.
+
+    On a CPU the kernel. With AMX, in bfloat16, at 512 to 8,192 tokens it was 1.16 to 1.49 times as
+    fast as sdpa at head dim 64, 1.06 to 1.24 times at 128, 0.93 to 1.15 times at 256; without AMX 2
+    to 4 times. On a GPU sdpa, until a device has shown otherwise. Below MIN_KEYS_DENSE keys, and
+    where no fast kernel serves, it is sdpa."""
+    if q.device.type != "cpu" or k.shape[2] < MIN_KEYS_DENSE:
+        return "sdpa"
+    return "kernel" if dispatch.why_slow(q, k, v) is None else "sdpa"
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None = None) -> Tensor:
+    """dense_attention by torch's scaled_dot_product_attention; on a GPU its cuDNN or flash."""
+    attention = torch.nn.functional.scaled_dot_product_attention
+    q_len = q.shape[2]
+    k_len = k.shape[2]
+    group = q.shape[1] // k.shape[1]
+    if q_len == k_len and window is None:
+        return attention(q, k, v, is_causal=q_len > 1, scale=scale, enable_gqa=group > 1)
+    if window is None and _takes_flash(q, v):
+        # Flash has no masks, but this one, of queries that are the last of the keys.
+        from torch.nn.attention.bias import causal_lower_right
+
+        last = causal_lower_right(q_len, k_len)
+        return attention(q, k, v, last, scale=scale, enable_gqa=group > 1)
+    at = torch.arange(k_len, device=q.device)
+    distance = at[k_len - q_len :, None] - at
+    mask = distance >= 0
+    if window is not None:
+        mask &= distance < window
+    if group > 1:
+        k = k.repeat_interleave(group, dim=1)
+        v = v.repeat_interleave(group, dim=1)
+    return attention(q, k, v, attn_mask=mask, scale=scale)
+
+
+def _takes_flash(q: Tensor, v: Tensor) -> bool:
+    """True where torch's flash attention serves these on their device."""
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return q.is_cuda and half and q.shape[3] == v.shape[3] <= 256
+
+
+def default_attention(call: Call) -> tuple[Tensor, Tensor | None]:
+    """The call by sdpa, or eager where the model uses that: (B, Q, H, E), weights or None."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    module = call.module
+    q = call.query
+    k = call.key
+    v = call.value
+    mask = call.mask
+    given: dict[str, Any] = {"dropout": call.dropout, "scaling": call.scale, **call.more}
+    result: tuple[Tensor, Tensor | None]
+    # sdpa returns no weights, refuses a soft-cap and silently forgets attention sinks.
+    needs_eager = (
+        call.layer.settings.dense == "eager"
+        or call.softcap is not None
+        or call.sinks is not None
+        or call.wants_weights
+    )
+    eager = eager_attention(module) if needs_eager else None
+    if eager is None:
+        plain = mask.for_dense() if isinstance(mask, PrefillMask) else mask
+        result = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, plain, **given)
+        return result
+    plain = mask.read() if isinstance(mask, PrefillMask) else mask
+    if plain is None and q.shape[2] > 1 and call.causal:
+        # sdpa's meaning of no mask: queries start at the first key.
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        plain = seen.tril()[None, None]
+    if plain is not None and plain.dtype == torch.bool:
+        zero = torch.zeros((), dtype=q.dtype, device=q.device)
+        plain = torch.where(plain, zero, torch.finfo(q.dtype).min)
+    result = eager(module, q, k, v, plain, **given)
+    return result
+
+
+def causal_mask(q: Tensor, k: Tensor) -> Tensor | None:
+    """(1, 1, Q, K) for queries that are the last Q of the keys; None where sdpa needs none."""
+    q_len = q.shape[2]
+    k_len = k.shape[2]
+    if q_len in (1, k_len):
+        return None
+    seen = torch.ones(q_len, k_len, dtype=torch.bool, device=q.device)
+    return seen.tril(k_len - q_len)[None, None]

@@ -1,0 +1,79 @@
+"""Attention of a layer whose cache drops tokens by a policy.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from artifacts import HeadwiseError
+from kernels.attention import launch
+from kernels.dense import dense_attention
+from runtime.attention.layout import kernel_for
+from runtime.attention.state import MIN_QUERIES, Call, attempt
+
+
+def attend_evicting(call: Call, cache: Any) -> Tensor:
+    """(B, Q, H, E) of a call over the tokens that its cache, a PolicyLayer, keeps and the new ones.
+
+    Raises:
+        HeadwiseError: the call asks for what no kernel does, or for a mask that is not plainly
+            causal: dropped tokens cannot be attended to in any other way.
+    """
+    layer = call.layer
+    settings = layer.settings
+    plan = layer.plan
+    why = _why_not(call, cache)
+    if why is not None:
+        raise HeadwiseError(f"a cache that drops tokens cannot serve this call: {why}")
+    layer.count("kept")
+    scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    options: dict[str, Any] = {"scale": scale, "softcap": call.softcap}
+
+    def prefill(q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, ...] | None = None) -> Tensor:
+        """Whole prompts (B, H, Q, E) in these KV heads, by the layer's patterns where long
+        enough."""
+        if plan is not None and k.shape[2] >= settings.dense_below and q.shape[2] >= MIN_QUERIES:
+            kernel, reason = kernel_for(settings.backend, q, k, v)
+
+            def by_patterns(_: Call) -> Tensor:
+                some = plan if heads is None else plan.of(heads)
+                return launch(q, k, v, some.build(q, k, scale=scale), **options, backend=kernel)[0]
+
+            out = attempt(call, by_patterns) if reason is None else None
+            if isinstance(out, Tensor):
+                layer.count("sparse")
+                return out
+        return dense_attention(q, k, v, **options, backend=settings.backend)[0]
+
+    fresh = None if call.context is None else call.context.fresh
+    out: Tensor = cache.attend(
+        call.query, fresh, **options, backend=settings.backend, prefill=prefill
+    )
+    return out.transpose(1, 2)
+
+
+def _why_not(call: Call, cache: Any) -> str | None:
+    """Reason why a cache that drops tokens cannot serve a call."""
+    context = call.context
+    reason = call.special
+    if reason is not None:
+        return reason
+    if call.sinks is not None:
+        return "the layer uses attention sinks"
+    if call.mask is None:
+        return None
+    if context is None or context.fresh is None:
+        return (
+            "the mask is not causal over new tokens side by side (packed, "
+            "overlaid, with holes, or made by hand)"
+        )
+    if context.held is not None and not cache.holds(context.held):
+        return (
+            "the attention mask leaves out tokens that the cache has taken "
+            "in, or has ones that it has not"
+        )
+    return None
