@@ -37,8 +37,9 @@ from artifacts.schema.patterns import (
     pattern_name,
 )
 from artifacts.store.front_rows import at_target, front_arrays, front_rows
-from artifacts.store.read import load, load_arrays, load_pair, save, update
+from artifacts.store.read import load, load_arrays, load_pair
 from artifacts.store.windows import seen_windows, window_arrays
+from artifacts.store.write import save, update
 
 __all__ = [
     "H2O",

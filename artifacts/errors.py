@@ -33,8 +33,12 @@ def shorten(value: object, limit: int = 60) -> str:
     """The value as it goes into an error's line: its repr, on one line, at most `limit`
     characters."""
     # Slicing first keeps a 16 MiB string from being quoted whole only to be cut.
-    text = repr(value[: limit + 1] if isinstance(value, str | bytes) else value)
-    return text if len(text) <= limit else f"{text[: limit - 4]}...{text[-1]}"
+    if isinstance(value, str | bytes):
+        value = value[: limit + 1]
+    text = repr(value)
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - 4]}...{text[-1]}"
 
 
 def reason(error: OSError) -> str:
@@ -49,7 +53,9 @@ def plural(count: int, noun: str) -> str:
 
 def number(value: float) -> str:
     """A measured number in four digits, large ones whole."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -76,5 +82,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     except ArtifactError as error:
         text = one_line(str(error))
         name = one_line(os.fspath(path))
-        text = text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}..."
-        raise ArtifactError(text if text.startswith(f"{name}: ") else f"{name}: {text}") from None
+        if len(text) > _LONGEST_LINE:
+            text = f"{text[:_LONGEST_LINE]}..."
+        if not text.startswith(f"{name}: "):
+            text = f"{name}: {text}"
+        raise ArtifactError(text) from None

@@ -30,9 +30,10 @@ def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
     beside = _beside(target)
     try:
         try:
-            _write_new(
-                beside, data, mode=target.stat().st_mode & 0o777 if target.exists() else None
-            )
+            mode = None
+            if target.exists():
+                mode = target.stat().st_mode & 0o777
+            _write_new(beside, data, mode=mode)
             os.replace(beside, target)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -66,8 +67,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
     Raises:
         HeadwiseError: `path` is empty or a directory, its directory is missing or refuses new
-        files, or its
-            name is too long.
+            files, or its name is too long.
     """
     target = Path(path)
     shown = _quoted(path)

@@ -38,12 +38,12 @@ def density(
     """Density on a prompt of `length` tokens, in tiles; above 1 where dense would cost less.
 
     Args:
-        pattern: whose sizes are counted, as they are at this length. length: of
-        the prompt, in tokens; the density is None above LONGEST, and of skip_softmax, which
-        multiplies every
-            tile and goes on with those whose scores are high.
-        dense_tail: last queries that see every key, whatever the pattern. arrays: the sidecar's,
-        for the entries of a static pattern; its density is None without them.
+        pattern: whose sizes are counted, as they are at this length.
+        length: of the prompt, in tokens; the density is None above LONGEST, and of skip_softmax,
+            which multiplies every tile and goes on with those whose scores are high.
+        dense_tail: last queries that see every key, whatever the pattern.
+        arrays: the sidecar's, for the entries of a static pattern; its density is None without
+            them.
     """
     if length > LONGEST:
         return None
@@ -81,25 +81,19 @@ def densities(
     prefill = artifact.prefill
     if sum(array.size for array in static_entries(artifact, arrays)) > MOST_ENTRIES:
         arrays = None
-    known: dict[str, float | None] = {
-        name: 1.0
-        if length < prefill.dense_below
-        else density(
-            grown(pattern, prefill.growth, min(length, LONGEST)),
-            length,
-            dense_tail=prefill.dense_tail,
-            arrays=arrays,
-        )
-        for name, pattern in artifact.patterns.items()
-    }
-    return [None if row is None else [known[name] for name in row] for row in prefill.layers]
+    by_name: dict[str, float | None] = dict.fromkeys(artifact.patterns, 1.0)
+    if length >= prefill.dense_below:
+        for name, pattern in artifact.patterns.items():
+            sized = grown(pattern, prefill.growth, min(length, LONGEST))
+            by_name[name] = density(sized, length, dense_tail=prefill.dense_tail, arrays=arrays)
+    return [None if row is None else [by_name[name] for name in row] for row in prefill.layers]
 
 
 def static_entries(artifact: Artifact, arrays: Mapping[str, Array] | None) -> list[Array | Entry]:
     """Header entries of the static patterns' arrays, or the arrays where there is no header."""
     names = {name for p in artifact.patterns.values() if isinstance(p, Static) for name in p.arrays}
-    known: Mapping[str, Any] = getattr(arrays, "entries", arrays) or {}
-    return [known[name] for name in names if name in known]
+    entries: Mapping[str, Any] = getattr(arrays, "entries", arrays) or {}
+    return [entries[name] for name in names if name in entries]
 
 
 def mean_density(
@@ -112,7 +106,9 @@ def mean_density(
         for value in row or ()
         if value is not None
     ]
-    return sum(values) / len(values) if values else None
+    if values:
+        return sum(values) / len(values)
+    return None
 
 
 def _tiles(layout: Layout, length: int, rows: int) -> int:

@@ -66,8 +66,10 @@ class Difference:
     """All that differs.
 
     heads, kv_heads: changes of patterns and of cache policies, most heads first; None where shapes
-    differ and heads cannot be compared. length: of the prompts that `density` is for, before and
-    after, in tokens. recall: means of chosen.recall, where both have it."""
+        differ and heads cannot be compared.
+    length: of the prompts that `density` is for, before and after, in tokens.
+    recall: means of chosen.recall, where both have it.
+    """
 
     heads: tuple[HeadChange, ...] | None
     kv_heads: tuple[HeadChange, ...] | None
@@ -164,15 +166,15 @@ def _heads(before: Named, after: Named) -> tuple[HeadChange, ...]:
     """By what a name means: a pattern that only got another name did not change."""
     (rows_before, meant_before) = before
     (rows_after, meant_after) = after
-    found: dict[tuple[str | None, str | None], dict[int, list[int]]] = {}
+    places: dict[tuple[str | None, str | None], dict[int, list[int]]] = {}
     for layer, (old, new) in enumerate(zip(rows_before, rows_after, strict=True)):
         for head, (a, b) in enumerate(zip(old, new, strict=True)):
             # A name is one of a pattern there is, so that None alone means nothing.
             if meant_before.get(a) != meant_after.get(b):
-                found.setdefault((a, b), {}).setdefault(layer, []).append(head)
+                places.setdefault((a, b), {}).setdefault(layer, []).append(head)
     changes = [
         HeadChange(before=a, after=b, where={layer: tuple(heads) for layer, heads in where.items()})
-        for (a, b), where in found.items()
+        for (a, b), where in places.items()
     ]
     return tuple(sorted(changes, key=lambda change: -change.heads))
 

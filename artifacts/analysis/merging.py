@@ -71,12 +71,11 @@ def merge(
         name: array for name, array in prefill.arrays.items() if section_of(name) == "prefill"
     }
     for section, part in parts.items():
-        own = (
-            {}
-            if part is None
-            else {name: array for name, array in part.arrays.items() if section_of(name) == section}
-        )
-        arrays |= own
+        if part is None:
+            continue
+        for name, array in part.arrays.items():
+            if section_of(name) == section:
+                arrays[name] = array
     changes: dict[str, Any] = {
         "created_at": now(),
         "model": model,
@@ -107,12 +106,12 @@ def _one_model(model: ModelInfo, part: Part, first: Part) -> ModelInfo:
                 f"these artifacts are for unlike models: {field} is {mine} in "
                 f"{one_line(str(first.file))}, {theirs} in {one_line(str(part.file))}"
             )
-    known = {field: getattr(other, field) for field in _COMPARED if getattr(model, field) is None}
-    if known.get("weights_sha256") is not None:
+    learnt = {field: getattr(other, field) for field in _COMPARED if getattr(model, field) is None}
+    if learnt.get("weights_sha256") is not None:
         # A fingerprint is of the model that has the name.
-        known |= {
+        learnt |= {
             "name": other.name,
             "revision": other.revision,
             "max_positions": other.max_positions,
         }
-    return model.model_copy(update=known)
+    return model.model_copy(update=learnt)

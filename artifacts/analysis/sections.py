@@ -11,8 +11,8 @@ from artifacts.errors import ArtifactError
 from artifacts.schema.artifact import Artifact, ModelInfo
 from artifacts.schema.costs import DeviceCosts
 from artifacts.store.arrays import columns
-from artifacts.store.read import save, update
 from artifacts.store.windows import seen_windows, window_arrays
+from artifacts.store.write import save, update
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
@@ -84,20 +84,20 @@ def _identity(model: ModelInfo) -> dict[str, object]:
 
 
 def _with_others(
-    own: Sequence[DeviceCosts], others: Sequence[DeviceCosts], arrays: Mapping[str, Array]
+    own: Sequence[DeviceCosts], old: Sequence[DeviceCosts], arrays: Mapping[str, Array]
 ) -> tuple[tuple[DeviceCosts, ...], dict[str, Array]]:
     """Append the cost tables of other devices and backends to `own`, with their arrays.
 
-    What a device costs is so whatever was searched; what the search counted by is said by `own`
-    alone."""
-    known = {(table.device, table.backend) for table in own}
+    A device costs the same whatever was searched; only a table of `own` is one that the search
+    counted by."""
+    priced = {(table.device, table.backend) for table in own}
     section = list(own)
-    found: dict[str, Array] = {}
-    for number, table in enumerate(others):
-        if (table.device, table.backend) not in known:
-            found |= {
+    kept: dict[str, Array] = {}
+    for number, table in enumerate(old):
+        if (table.device, table.backend) not in priced:
+            kept |= {
                 f"cost.{len(section)}.{name}": array
                 for name, array in columns(arrays, number).items()
             }
             section.append(table.model_copy(update={"optimised": False}))
-    return tuple(section), found
+    return tuple(section), kept

@@ -67,9 +67,10 @@ def add_length(
     default: int | Sequence[int] | None = None,
 ) -> None:
     """--length in tokens; `several` gives a list."""
-    how: dict[str, Any] = {"nargs": "+"} if several else {}
-    how |= {"required": required, "default": default}
-    p.add_argument("--length", dest=dest, metavar="N", type=natural, help=help, **how)
+    keywords: dict[str, Any] = {"required": required, "default": default}
+    if several:
+        keywords["nargs"] = "+"
+    p.add_argument("--length", dest=dest, metavar="N", type=natural, help=help, **keywords)
 
 
 def add_task(
@@ -145,10 +146,12 @@ def add_dtype(
 
     "auto" is settled by profiling.models.loading.settled, which knows the device.
     """
-    how: dict[str, Any] = {"nargs": "+", "default": [default]} if several else {"default": default}
-    how |= {"type": lambda text: DTYPES.get(text, text), "choices": tuple(DTYPES.values())}
+    keywords: dict[str, Any] = {"default": default}
+    if several:
+        keywords = {"nargs": "+", "default": [default]}
+    keywords |= {"type": lambda text: DTYPES.get(text, text), "choices": tuple(DTYPES.values())}
     known = f"{', '.join(DTYPES.values())} (default {_DTYPE_DEFAULT})"
-    p.add_argument("--dtype", metavar="DTYPE", help=help or known, **how)
+    p.add_argument("--dtype", metavar="DTYPE", help=help or known, **keywords)
 
 
 def add_seed(

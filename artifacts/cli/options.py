@@ -26,14 +26,14 @@ from artifacts.errors import HeadwiseError
 C = TypeVar("C")
 _TYPES = {"int": int, "float": float, "Path": Path}
 Range = tuple[Callable[[Any], bool], str]
-"""Whether a value may be, and in words which ones may."""
+"""Test of a value, and the values that pass it in words."""
 POSITIVE: Range = (lambda value: 0 < value < inf, "a positive number")
 BETWEEN_0_AND_1: Range = (lambda value: 0 < value < 1, "between 0 and 1")
 SHARE: Range = (lambda value: 0 < value <= 1, "above 0 and at most 1")
 
 
 def at_least(least: float) -> Range:
-    """NaN is not."""
+    """Range from `least` on; NaN is not in it."""
     return (lambda value: value >= least, f"at least {least}")
 
 
@@ -45,14 +45,13 @@ def arg(
     either: str | None = None,
     within: Range | None = None,
     read: Callable[[str], Any] | None = None,
-    **how: Any,
+    **keywords: Any,
 ) -> Any:
     """A field of a Config and its argument.
 
     Args:
-        flags, how: as argparse has them; without flags it is a positional one. The type is the
-        field's, and a number's
-            default is said in the help.
+        flags, keywords: as argparse has them; without flags it is a positional one. The type is the
+            field's, and a number's default is said in the help.
         default: None is no value: the argument was not given.
         group: heading in the help.
         advanced: few need it: in the help it comes last.
@@ -67,14 +66,14 @@ def arg(
         "either": either,
         "within": within,
         "read": read,
-        "how": how,
+        "keywords": keywords,
     }
     return field(default=default, metadata=own)
 
 
-def option(help: str | None = None, *, default: Any, **how: Any) -> Any:
+def option(help: str | None = None, *, default: Any, **keywords: Any) -> Any:
     """The same for an option that is called as its field is: max_error is --max-error."""
-    return arg("", default=default, help=help, **how)
+    return arg("", default=default, help=help, **keywords)
 
 
 def shared(
@@ -82,13 +81,13 @@ def shared(
     *given: Any,
     default: Any = MISSING,
     within: Range | None = None,
-    **how: Any,
+    **keywords: Any,
 ) -> Any:
-    """A field whose argument is one of cli.arguments: add(parser, *given, **how) adds it."""
+    """A field whose argument is one of cli.arguments: add(parser, *given, **keywords) adds it."""
     group = ADVANCED if add in arguments.ADVANCED else None
     return field(
         default=default,
-        metadata={"add": lambda p: add(p, *given, **how), "group": group, "within": within},
+        metadata={"add": lambda p: add(p, *given, **keywords), "group": group, "within": within},
     )
 
 
@@ -106,7 +105,9 @@ def add_arguments(
         if names is not None and each.name not in names:
             continue
         # What is repeated begins empty; `config_of` leaves out what was not given.
-        given = None if each.default is MISSING or isinstance(each.default, tuple) else each.default
+        given = None
+        if each.default is not MISSING and not isinstance(each.default, tuple):
+            given = each.default
         group = each.metadata.get("group")
         to = parser if group is None else parser.heading(group)
         if "add" in each.metadata:
@@ -116,7 +117,7 @@ def add_arguments(
         elif "flags" in each.metadata:
             flags = each.metadata["flags"]
             either = each.metadata["either"]
-            how = _typed(each)
+            keywords = _typed(each)
             if either is not None:
                 if either not in sets:
                     sets[either] = parser.add_mutually_exclusive_group(required=True)
@@ -124,10 +125,10 @@ def add_arguments(
             if flags == ("",):
                 flags = (_flag(each),)
             if not flags:
-                to.add_argument(each.name, **how)
+                to.add_argument(each.name, **keywords)
             else:
                 required = {"required": True} if each.default is MISSING else {"default": given}
-                to.add_argument(*flags, dest=each.name, **required, **how)
+                to.add_argument(*flags, dest=each.name, **required, **keywords)
 
 
 def _flag(each: Field[Any]) -> str:
@@ -136,30 +137,33 @@ def _flag(each: Field[Any]) -> str:
 
 def _typed(each: Field[Any]) -> dict[str, Any]:
     """Arguments for argparse of a field, with its type, and its default in the help."""
-    how = dict(each.metadata["how"])
+    keywords = dict(each.metadata["keywords"])
     kind = _TYPES.get(str(each.type).partition(" |")[0])
     if (
         kind is not None
-        and not {"action", "type", "choices"} & how.keys()
+        and not {"action", "type", "choices"} & keywords.keys()
         and each.metadata["read"] is None
     ):
-        how["type"] = kind
+        keywords["type"] = kind
     number = isinstance(each.default, int | float) and not isinstance(each.default, bool)
-    if number and "(default" not in (says := how.get("help") or ""):
-        how["help"] = f"{says} (default %(default)s)".lstrip()
-    return how
+    if number and "(default" not in (says := keywords.get("help") or ""):
+        keywords["help"] = f"{says} (default %(default)s)".lstrip()
+    return keywords
 
 
 def config_of(config: type[C], options: Mapping[str, Any], **more: Any) -> C:
     """The Config of a command line's options, among which others may be for other Configs; `more`
     wins."""
-    found: dict[str, Any] = {}
+    typed: dict[str, Any] = {}
     for each in fields(config):  # type: ignore[arg-type]
         if (value := options.get(each.name)) is not None:
             read = each.metadata.get("read")
-            value = read(value) if read is not None and isinstance(value, str) else value
-            found[each.name] = tuple(value) if isinstance(value, list) else value
-    return config(**found | more)
+            if read is not None and isinstance(value, str):
+                value = read(value)
+            if isinstance(value, list):
+                value = tuple(value)
+            typed[each.name] = value
+    return config(**typed | more)
 
 
 def check_ranges(config: Any) -> None:

@@ -15,7 +15,8 @@ from artifacts.interop.formats import FORMATS, Format, guess
 from artifacts.interop.report import Report
 from artifacts.interop.shape import Given
 from artifacts.interop.source import Source
-from artifacts.store.read import read_pair, save
+from artifacts.store.read import read_pair
+from artifacts.store.write import save
 
 SHORT = "read another tool's file into an artifact, or write one from it"
 EXAMPLES = f"""\
@@ -24,11 +25,15 @@ tool's file.
 
 formats:
 {"".join(f"  {name:<24} {form.about}" + chr(10) for name, form in FORMATS.items())}
-The report says how many heads (or layers) are the same on both sides, and what becomes of the
-others:   same              another form, the same effect   computes more     nothing is lost but
-time   keeps less, chooses otherwise, not carried over, filled in                     it can cost
-recall; the report ends with the command that measures how much The exit status is 0, or with
---strict 3 where anything is lost; then nothing is written.
+The report says how many heads (or layers) are the same on both sides, and what happens to the
+others:
+
+  same              another form, the same effect
+  computes more     nothing is lost but time
+  keeps less, chooses otherwise, not carried over, filled in
+                    it can cost recall; the report ends with the command that measures how much
+
+The exit status is 0, or with --strict 3 where anything is lost; then nothing is written.
 
 The model's shape comes from the file, its config.json (--config) or flags; what an import cannot
 know, such as the weights, is left open and not compared when the artifact is applied.
@@ -55,7 +60,7 @@ class Config:
     )
     out: Path = out_arg("the artifact's YAML file, or with --to the tool's file")
     source: str | None = arg(
-        "--from", choices=tuple(FORMATS), default=None, help="what FILE is (told by its name)"
+        "--from", choices=tuple(FORMATS), default=None, help="what FILE is (default: by its name)"
     )
     target: str | None = arg(
         "--to", choices=tuple(FORMATS), default=None, help="write this from the artifact FILE"
@@ -144,7 +149,7 @@ class Config:
         type=float,
         default=None,
         group=_HOW,
-        help="instead, the share of them that stream",
+        help="instead, the fraction of them that stream",
     )
     strict: bool = arg(
         "--strict",
@@ -163,11 +168,15 @@ def run(config: Config) -> Outcome:
     """
     _check(config)
     check_writable(config.out)
-    report, wrote = _export(config, FORMATS[config.target]) if config.target else _import(config)
+    if config.target:
+        report, wrote = _export(config, FORMATS[config.target])
+    else:
+        report, wrote = _import(config)
     lost = config.strict and report.lossy
-    first = (
-        "wrote nothing: --strict, and something is lost" if lost else f"wrote {', '.join(wrote)}"
-    )
+    if lost:
+        first = "wrote nothing: --strict, and something is lost"
+    else:
+        first = f"wrote {', '.join(wrote)}"
     facts = {"wrote": wrote, "report": report.as_json()}
     return answer(config.as_json, facts, [first, *report.lines()], status=FOUND if lost else 0)
 

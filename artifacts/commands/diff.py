@@ -60,40 +60,41 @@ def run(config: Config) -> Outcome:
         raise HeadwiseError(f"--length must be at least 1, got {config.length}")
     before = look(config.before)
     after = look(config.after)
-    found = compare(
+    difference = compare(
         before.artifact, after.artifact, before.arrays, after.arrays, length=config.length
     )
-    lines = list(_lines(found, config.heads)) if found else ["no difference"]
-    said = [f"sidecar    {pair.fault}" for pair in (before, after) if pair.fault]
-    facts = {"differs": bool(found), **asdict(found)}
-    return answer(config.as_json, facts, [*said, *lines], status=FOUND if found else 0)
+    lines = list(_lines(difference, config.heads)) if difference else ["no difference"]
+    faults = [f"sidecar    {pair.fault}" for pair in (before, after) if pair.fault]
+    facts = {"differs": bool(difference), **asdict(difference)}
+    return answer(config.as_json, facts, [*faults, *lines], status=FOUND if difference else 0)
 
 
-def _lines(found: Difference, every: bool) -> Iterator[str]:
-    if found.heads is None:
+def _lines(difference: Difference, every: bool) -> Iterator[str]:
+    if difference.heads is None:
         yield "heads      cannot be compared: the models have other numbers of layers or heads"
     else:
         yield (
-            f"heads      {sum(change.heads for change in found.heads):,} of "
-            f"{found.total:,} have another pattern"
+            f"heads      {sum(change.heads for change in difference.heads):,} of "
+            f"{difference.total:,} have another pattern"
         )
-        yield from _changes(found.heads, every)
-    if found.kv_heads:
-        yield f"KV heads   {sum(change.heads for change in found.kv_heads):,} have another policy"
-        yield from _changes(found.kv_heads, every)
-    a, b = (f"{value:.4f}" if value is not None else "unknown" for value in found.density)
+        yield from _changes(difference.heads, every)
+    if difference.kv_heads:
+        changed = sum(change.heads for change in difference.kv_heads)
+        yield f"KV heads   {changed:,} have another policy"
+        yield from _changes(difference.kv_heads, every)
+    a, b = (f"{value:.4f}" if value is not None else "unknown" for value in difference.density)
     if a != b:
-        yield f"density    {a} -> {b} at {found.length:,} tokens, counted from the sizes"
-    if found.recall and found.recall[0] != found.recall[1]:
-        yield f"recall     {found.recall[0]:.4f} -> {found.recall[1]:.4f}, as searched"
-    for sign, names in (("+", found.added), ("-", found.removed)):
+        yield f"density    {a} -> {b} at {difference.length:,} tokens, counted from the sizes"
+    if difference.recall and difference.recall[0] != difference.recall[1]:
+        yield f"recall     {difference.recall[0]:.4f} -> {difference.recall[1]:.4f}, as searched"
+    for sign, names in (("+", difference.added), ("-", difference.removed)):
         yield from (f"section    {sign} {name}" for name in names)
-    for change in found.fields:
+    for change in difference.fields:
         yield f"field      {change.field}: {_shown(change.before)} -> {_shown(change.after)}"
-    for how, names in found.arrays.items():
+    for change_kind, names in difference.arrays.items():
         if names:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            yield f"arrays     {how}: {', '.join(names[:_SHOWN])}{more}"
+            yield f"arrays     {change_kind}: {', '.join(names[:_SHOWN])}{more}"
 
 
 def _changes(changes: tuple[HeadChange, ...], every: bool) -> Iterator[str]:
@@ -111,4 +112,6 @@ def _changes(changes: tuple[HeadChange, ...], every: bool) -> Iterator[str]:
 
 
 def _shown(value: object) -> str:
-    return "null" if value is None else shorten(value)
+    if value is None:
+        return "null"
+    return shorten(value)

@@ -13,7 +13,8 @@ from artifacts.commands import Outcome, answer, file_arg, json_flag, out_arg
 from artifacts.errors import ArtifactError
 from artifacts.files import check_writable
 from artifacts.schema.artifact import Artifact
-from artifacts.store.read import load_pair, save, update
+from artifacts.store.read import load_pair
+from artifacts.store.write import save, update
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
@@ -107,7 +108,9 @@ def run(config: Config) -> Outcome:
 def _file(given: str | None, name: str) -> Path | None:
     if given == "":
         raise ArtifactError(f"--{name.replace('_', '-')}: give an artifact's YAML file, or {_NONE}")
-    return None if given in (None, _NONE) else Path(str(given))
+    if given in (None, _NONE):
+        return None
+    return Path(str(given))
 
 
 def _part(file: Path) -> Part:
@@ -125,7 +128,11 @@ def _chosen(
     def section(name: str) -> Part | None:
         given = getattr(config, name)
         if given is None:
-            return base if getattr(base.artifact, name) is not None else None
-        return None if given == _NONE else parts[Path(given).resolve()]
+            if getattr(base.artifact, name) is not None:
+                return base
+            return None
+        if given == _NONE:
+            return None
+        return parts[Path(given).resolve()]
 
     return base, prefill, section("decode"), section("kv_cache")

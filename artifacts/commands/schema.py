@@ -15,7 +15,7 @@ from artifacts.commands import Outcome, as_asked, json_flag, out_arg
 from artifacts.errors import one_line
 from artifacts.files import atomic_write, check_writable
 from artifacts.schema.artifact import SCHEMA_VERSION, Artifact
-from artifacts.store.read import SCHEMA_FILE
+from artifacts.store.write import SCHEMA_FILE
 
 SHORT = "print the JSON Schema of the current version, with what every field means"
 EXAMPLES = f"""\
@@ -86,17 +86,13 @@ def _parts(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel],
     yield model, path or "the file"
     for name, field in model.model_fields.items():
         below = f"{path}.{name}" if path else name
-        found = list(_models(field.annotation))
-        for inner in found:
+        for inner in list(_models(field.annotation)):
             if "kind" in inner.model_fields:
                 yield from _parts(inner, f"{below}, kind {inner.model_fields['kind'].default}")
+            elif field.annotation is inner or _optional(field.annotation):
+                yield from _parts(inner, below)
             else:
-                yield from _parts(
-                    inner,
-                    below
-                    if field.annotation is inner or _optional(field.annotation)
-                    else f"{below}, each entry",
-                )
+                yield from _parts(inner, f"{below}, each entry")
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -120,12 +116,12 @@ def _type(field: Mapping[str, Any], models: Mapping[str, Any]) -> str:
     if several := field.get("anyOf", field.get("oneOf")):
         return " or ".join(dict.fromkeys(_type(each, models) for each in several))
     if field.get("type") == "array":
-        return f"list of {_type(field['items'], models)}" if "items" in field else "list"
+        if "items" in field:
+            return f"list of {_type(field['items'], models)}"
+        return "list"
     extra = field.get("additionalProperties")
     if isinstance(extra, dict):
-        return (
-            "mapping"
-            if extra.get("$ref", "").endswith("JsonValue")
-            else f"name: {_type(extra, models)}"
-        )
+        if extra.get("$ref", "").endswith("JsonValue"):
+            return "mapping"
+        return f"name: {_type(extra, models)}"
     return _TYPES.get(str(field.get("type")), str(field.get("type")))

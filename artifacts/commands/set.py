@@ -15,7 +15,7 @@ from artifacts.files import check_writable
 from artifacts.schema.artifact import Artifact, Edit, now
 from artifacts.schema.validation import to_artifact
 from artifacts.store import strict_yaml
-from artifacts.store.read import update
+from artifacts.store.write import update
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
@@ -123,11 +123,11 @@ def _put(fields: Any, path: str, value: Any) -> Any:
 
 def _step(node: Any, rest: str, path: str) -> tuple[Any, str]:
     """Split a path into its first key and the rest; pattern names may have dots of their own."""
-    known: Sequence[str] = ()
+    keys: Sequence[str] = ()
     if isinstance(node, dict):
-        known = [key for key in node if rest == key or rest.startswith((f"{key}.", f"{key}["))]
-        if known:
-            key = max(known, key=len)
+        keys = [key for key in node if rest == key or rest.startswith((f"{key}.", f"{key}["))]
+        if keys:
+            key = max(keys, key=len)
             return key, rest[len(key) :].removeprefix(".")
     if isinstance(node, list) and rest.startswith("["):
         number, _, left = rest[1:].partition("]")
@@ -136,14 +136,15 @@ def _step(node: Any, rest: str, path: str) -> tuple[Any, str]:
     here = path[: len(path) - len(rest)].rstrip(".") or "the artifact"
     held = "no fields"
     if isinstance(node, dict | list):
-        held = (
-            ", ".join(list(node)[:12])
-            if isinstance(node, dict)
-            else f"{len(node)} entries, [0] and so on"
-        )
+        if isinstance(node, dict):
+            held = ", ".join(list(node)[:12])
+        else:
+            held = f"{len(node)} entries, [0] and so on"
     raise ArtifactError(f"{shorten(path)}: {here} has no {shorten(rest)}, it has: {held}")
 
 
 def _said(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST - 3]}..."

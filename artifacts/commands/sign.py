@@ -10,8 +10,8 @@ from pathlib import Path
 from artifacts.cli.options import arg
 from artifacts.commands import Outcome, answer, file_arg, json_flag
 from artifacts.errors import HeadwiseError
-from artifacts.store.read import sign
 from artifacts.store.signing import make_key
+from artifacts.store.write import sign
 
 SHORT = "sign it: FILE.sig, by which others see that it comes from you and was not changed"
 EXAMPLES = """\
@@ -63,10 +63,11 @@ def run(config: Config) -> Outcome:
             )
         public, _ = make_key(config.key, passphrase=passphrase)
         lines.append(f"wrote {config.key} (keep it) and {public} (give it away)")
-    asked = (
-        (lambda: getpass(f"passphrase of {config.key}: ").encode()) if sys.stdin.isatty() else None
-    )
-    file, fingerprint = sign(config.file, config.key, asked)
+
+    def ask() -> bytes:
+        return getpass(f"passphrase of {config.key}: ").encode()
+
+    file, fingerprint = sign(config.file, config.key, ask if sys.stdin.isatty() else None)
     lines.append(f"wrote {file}, signed by the key {fingerprint}")
     whole = {"signature": str(file), "key": str(config.key), "fingerprint": fingerprint}
     return answer(config.as_json, whole, lines)

@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from artifacts.analysis.lint import SEVERITIES, Case, Severity, lint
+from artifacts.analysis.findings import SEVERITIES, Case, Severity
+from artifacts.analysis.lint import lint
 from artifacts.cli.command import FOUND
 from artifacts.cli.options import arg
 from artifacts.commands import Outcome, answer, file_arg, json_flag
@@ -80,16 +81,14 @@ def run(config: Config) -> Outcome:
         "counts": {severity: counts[severity] for severity in SEVERITIES},
     }
     beside = f"sidecar {file}, arrays: {len(entries)}" if file else "no sidecar"
-    fits = (
-        f"; fits any model of its shape: {', '.join(unknown)} open"
-        if (unknown := artifact.model.unknown)
-        else ""
-    )
-    odd = (
-        ", ".join(plural(counts[severity], severity) for severity in SEVERITIES)
-        if findings
-        else "nothing odd"
-    )
+    if unknown := artifact.model.unknown:
+        fits = f"; fits any model of its shape: {', '.join(unknown)} open"
+    else:
+        fits = ""
+    if findings:
+        odd = ", ".join(plural(counts[severity], severity) for severity in SEVERITIES)
+    else:
+        odd = "nothing odd"
     facts = (
         f"schema {artifact.schema_version}, content {artifact.content_sha256[:12]}, {beside}{fits}"
     )

@@ -53,7 +53,9 @@ class Entry:
 
     @property
     def score(self) -> float | None:
-        return None if self.as_json[3] is None else float(self.as_json[3])
+        if self.as_json[3] is None:
+            return None
+        return float(self.as_json[3])
 
     def pattern(self, format: HeadFormat) -> AnyPattern:
         """Pattern that the tool of this format makes of the entry."""
@@ -163,14 +165,13 @@ def _entry(value: Any, format: HeadFormat) -> Entry:
     if not isinstance(value, list) or len(value) != 4:
         raise ArtifactError(f"must be [name, a, b, score], got {shorten(value)}")
     name, a, b, score = value
-    known = NAMES if format == "minference" else NAMES[:1]
-    if name not in known:
-        hint = (
-            ""
-            if format == "minference"
-            else ": vLLM and SGLang read no other; is it MInference's own file?"
-        )
-        raise ArtifactError(f"must be one of {', '.join(known)}, got {shorten(name)}{hint}")
+    names = NAMES if format == "minference" else NAMES[:1]
+    if name not in names:
+        if format == "minference":
+            hint = ""
+        else:
+            hint = ": vLLM and SGLang read no other; is it MInference's own file?"
+        raise ArtifactError(f"must be one of {', '.join(names)}, got {shorten(name)}{hint}")
     if score is not None and not _is_number(score):
         raise ArtifactError(f"the score must be a number or null, got {shorten(score)}")
     if name != "flex_vertical_and_slash":

@@ -161,9 +161,11 @@ def write(
                 exact += 1
                 listed[-1][str(head)] = read.as_json
                 continue
-            recall = 0.0 if recalls is None else float(recalls[layer, head])
+            recall = 0.0
+            if recalls is not None and recalls[layer, head] == recalls[layer, head]:
+                recall = float(recalls[layer, head])
             nearest, changes = _nearest(pattern, artifact, arrays, format)
-            listed[-1][str(head)] = [*nearest.as_json[:3], recall if recall == recall else 0.0]
+            listed[-1][str(head)] = [*nearest.as_json[:3], recall]
             exact += not changes
             for effect, what in changes:
                 notes.heads(effect, what)
@@ -204,9 +206,9 @@ def _sizes_shown(
 
 def _check_fingerprint(fields: Mapping[str, Any], shape: Shape) -> None:
     """Raise ArtifactError where the file was searched for another model."""
-    known = {**shape.config, "num_hidden_layers": shape.model.num_layers}
+    of_config = {**shape.config, "num_hidden_layers": shape.model.num_layers}
     for field, value in fields.items():
-        of_model = known.get(field)
+        of_model = of_config.get(field)
         if of_model is not None and of_model != value:
             both = f"is {shorten(value)}, the model has {shorten(of_model)}"
             raise ArtifactError(f"model_fingerprint.{field} {both}: which one is it?")
@@ -274,11 +276,9 @@ def _chunked(config: Mapping[str, Any], name: str, most: int) -> int | None:
     """A number that the model's config.json has for vLLM and SGLang; None where it has none."""
     section = config.get("dual_chunk_attention_config")
     value = section.get(name) if isinstance(section, dict) else None
-    return (
-        value
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
-        else None
-    )
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
+        return value
+    return None
 
 
 def _scores_of(scores: Sequence[float]) -> Literal["recall", "other"] | None:
@@ -287,7 +287,9 @@ def _scores_of(scores: Sequence[float]) -> Literal["recall", "other"] | None:
     if set(scores) <= {0, 1}:
         return None
     # float32 means of shares end up a rounding error above 1.
-    return "recall" if all(0 <= score <= 1.0001 for score in scores) else "other"
+    if all(0 <= score <= 1.0001 for score in scores):
+        return "recall"
+    return "other"
 
 
 def _originals(artifact: Artifact, arrays: Mapping[str, Array]) -> list[list[Entry]] | None:
@@ -298,11 +300,9 @@ def _originals(artifact: Artifact, arrays: Mapping[str, Array]) -> list[list[Ent
     if source is None or imported is None:
         return None
     layers = parse(source.json(), "minference")
-    return (
-        _complete(layers, model.num_layers, model.num_heads)
-        if len(layers) <= model.num_layers
-        else None
-    )
+    if len(layers) <= model.num_layers:
+        return _complete(layers, model.num_layers, model.num_heads)
+    return None
 
 
 def _still(read: Entry, pattern: AnyPattern | None, format: HeadFormat) -> bool:

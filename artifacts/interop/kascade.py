@@ -37,15 +37,15 @@ def read(source: Source, given: Given) -> Import:
     """
     import numpy as np
 
-    found = _NAME.fullmatch(source.path.name)
-    if found is None:
+    named = _NAME.fullmatch(source.path.name)
+    if named is None:
         raise ArtifactError("the name must say the anchors, such as MODEL_layers_0_2_8.npy")
-    anchors = {int(number) for number in found[1].split("_")}
+    anchors = {int(number) for number in named[1].split("_")}
     table = _table(source.data)
     layers, heads = table.shape
     if 0 not in anchors or max(anchors) >= layers:
         raise ArtifactError(
-            f"the anchors must be layers from 0 to {layers - 1}, 0 among them, got {found[1]}"
+            f"the anchors must be layers from 0 to {layers - 1}, 0 among them, got {named[1]}"
         )
     shape = model_shape(given, source.path, num_layers=layers, num_kv_heads=heads)
     full = np.isin(np.arange(layers), list(anchors))
@@ -57,7 +57,7 @@ def read(source: Source, given: Given) -> Import:
     notes.heads("chooses otherwise", less, int((~full).sum()) * heads)
     alone = "takes the list of one KV head of its anchor there, here of all of them together"
     notes.heads("chooses otherwise", alone, int((~full).sum()) * heads)
-    notes.file("same", f"the budget is {_SHARE:.0%} of the keys; at least {_LEAST} there")
+    notes.file("keeps less", f"the budget is {_SHARE:.0%} of the keys; at least {_LEAST} there")
     omnikv = decode.omnikv.model_copy(update={"budget": _SHARE})
     artifact = shape.artifact(decode=decode.model_copy(update={"omnikv": omnikv}))
     return Import(artifact=artifact, arrays={}, report=notes.report(layers * heads, heads))
@@ -110,11 +110,10 @@ def _table(data: bytes) -> Array:
     try:
         stream = io.BytesIO(data)
         version = np.lib.format.read_magic(stream)
-        header = (
-            np.lib.format.read_array_header_1_0
-            if version == (1, 0)
-            else np.lib.format.read_array_header_2_0
-        )
+        if version == (1, 0):
+            header = np.lib.format.read_array_header_1_0
+        else:
+            header = np.lib.format.read_array_header_2_0
         shape, fortran, dtype = header(stream)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise ArtifactError(f"is no .npy file ({shorten(str(error), 120)})") from None

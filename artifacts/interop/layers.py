@@ -46,9 +46,8 @@ def read_index_pattern(source: Source, given: Given) -> Import:
         "the filter layer's own attention chooses here, not an indexer",
         full.count(False),
     )
-    return _import(
-        source, "index_topk_pattern", shape, full, config.get("index_topk", _BUDGET), notes
-    )
+    decode = section(source, "index_topk_pattern", full, config.get("index_topk", _BUDGET))
+    return _import(source, shape, full, decode, notes, exact=0)
 
 
 def write_index_pattern(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
@@ -69,9 +68,9 @@ def write_index_pattern(artifact: Artifact, arrays: Mapping[str, Array], out: Pa
         "num_hidden_layers": len(full),
         "index_topk_pattern": "".join("F" if each else "S" for each in full),
         "indexer_types": ["full" if each else "shared" for each in full],
-        "index_topk": _tokens(artifact, notes),
+        "index_topk": _tokens(artifact, full, notes),
     }
-    return _export(artifact, out, json.dumps(made).encode() + b"\n", notes)
+    return _export(artifact, out, json.dumps(made).encode() + b"\n", notes, exact=0)
 
 
 def read_sparse_vllm(source: Source, given: Given) -> Import:
@@ -95,23 +94,23 @@ def read_sparse_vllm(source: Source, given: Given) -> Import:
         raise ArtifactError(
             f"full_attention_layers: must be layers such as '0,2,7', got {shorten(named)}"
         )
-    own = (
-        {"num_hidden_layers": config["num_hidden_layers"]} if "num_hidden_layers" in config else {}
-    )
+    own = {key: config[key] for key in ("num_hidden_layers",) if key in config}
     shape = model_shape(given, source.path, own=own, least_layers=max(layers) + 1)
+    full = [layer in layers for layer in range(shape.model.num_layers)]
+    exact = len(full)
     notes = Notes()
     for key, old in (
         ("sink_keep_tokens", "num_sink_tokens"),
         ("recent_keep_tokens", "num_recent_tokens"),
     ):
         if kept := config.get(key, config.get(old)):
-            notes.file(
-                "keeps less", f"{key}: {shorten(kept)} tokens that every sparse layer sees besides"
-            )
+            seen = f"{key}: {shorten(kept)} tokens that a sparse layer sees there in any case"
+            notes.heads("keeps less", seen, full.count(False))
+            exact = full.count(True)
     if (chunk := config.get("engine_prefill_chunk_size")) is not None:
         notes.file("not carried over", f"engine_prefill_chunk_size {shorten(chunk)}")
-    full = [layer in layers for layer in range(shape.model.num_layers)]
-    return _import(source, "sparse_vllm", shape, full, _kept_tokens(config), notes)
+    decode = section(source, "sparse_vllm", full, _kept_tokens(config))
+    return _import(source, shape, full, decode, notes, exact=exact)
 
 
 def write_sparse_vllm(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
@@ -123,19 +122,21 @@ def write_sparse_vllm(artifact: Artifact, arrays: Mapping[str, Array], out: Path
     if (source := original("decode", decode.imported, arrays, "sparse_vllm")) is not None:
         same = _filters(full) == (omnikv.filter_layers, omnikv.dense_layers)
         if same and omnikv.budget == _kept_tokens(source.mapping()):
-            return _export(artifact, out, source.data, notes)
+            return _export(artifact, out, source.data, notes, exact=len(full))
+    exact = len(full)
     if omnikv.selector != "last":
-        notes.file(
-            "chooses otherwise",
-            f"the last query chooses, here {omnikv.selector} over {omnikv.window}",
-        )
+        chooses = f"the last query chooses, here {omnikv.selector} over {omnikv.window}"
+        notes.heads("chooses otherwise", chooses, full.count(False))
+        exact = full.count(True)
+    if isinstance(omnikv.budget, float):
+        exact = full.count(True)
     made = {
         "sparse_method": "omnikv",
         "full_attention_layers": ",".join(str(layer) for layer, each in enumerate(full) if each),
-        "decode_keep_tokens": _tokens(artifact, notes),
+        "decode_keep_tokens": _tokens(artifact, full, notes),
         "sink_keep_tokens": 0,
     }
-    return _export(artifact, out, json.dumps(made).encode() + b"\n", notes)
+    return _export(artifact, out, json.dumps(made).encode() + b"\n", notes, exact=exact)
 
 
 def full_layers(artifact: Artifact) -> list[bool]:
@@ -157,13 +158,10 @@ def section(source: Source, format: str, full: Sequence[bool], budget: Any) -> D
         ArtifactError: no layer is left to be served, the first attends not to everything, or the
         budget is none.
     """
-    if not full[0] or all(full):
-        why = (
-            "the first layer must attend to everything"
-            if not full[0]
-            else "no layer takes tokens of another"
-        )
-        raise ArtifactError(why)
+    if not full[0]:
+        raise ArtifactError("the first layer must attend to everything")
+    if all(full):
+        raise ArtifactError("no layer takes tokens of another")
     if not isinstance(budget, int) or isinstance(budget, bool) or not 1 <= budget <= LARGEST:
         raise ArtifactError(f"the budget must be a number of tokens, got {shorten(budget)}")
     filters, dense = _filters(full)
@@ -178,25 +176,24 @@ def _filters(full: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _import(
-    source: Source, format: str, shape: Shape, full: Sequence[bool], budget: Any, notes: Notes
+    source: Source, shape: Shape, full: Sequence[bool], decode: Decode, notes: Notes, *, exact: int
 ) -> Import:
-    """Every layer has the same part on both sides; how tokens are chosen there, the notes say."""
-    count = len(full)
-    if count != shape.model.num_layers:
+    """Artifact of the decode section; `exact` layers do the same on both sides."""
+    if len(full) != shape.model.num_layers:
         raise ArtifactError(
-            f"has {count} layers, the model has {shape.model.num_layers}: which one is it?"
+            f"has {len(full)} layers, the model has {shape.model.num_layers}: which one is it?"
         )
     shape.leave(full, notes)
-    artifact = shape.artifact(decode=section(source, format, full, budget))
     return Import(
-        artifact=artifact, arrays=source.kept("decode"), report=notes.report(count, count, _UNIT)
+        artifact=shape.artifact(decode=decode),
+        arrays=source.kept("decode"),
+        report=notes.report(len(full), exact, _UNIT),
     )
 
 
-def _export(artifact: Artifact, out: Path, data: bytes, notes: Notes) -> Export:
+def _export(artifact: Artifact, out: Path, data: bytes, notes: Notes, *, exact: int) -> Export:
     notes.left_out(artifact, "decode")
-    count = artifact.model.num_layers
-    return Export(files={out: data}, report=notes.report(count, count, _UNIT))
+    return Export(files={out: data}, report=notes.report(artifact.model.num_layers, exact, _UNIT))
 
 
 def section_of(artifact: Artifact) -> Decode:
@@ -216,33 +213,33 @@ def _kept_tokens(config: Mapping[str, Any]) -> Any:
     return config.get("decode_keep_tokens", config.get("topk", _BUDGET))
 
 
-def _tokens(artifact: Artifact, notes: Notes) -> int:
+def _tokens(artifact: Artifact, full: Sequence[bool], notes: Notes) -> int:
+    """The budget in tokens; a fraction becomes that of the model's longest prompt."""
     budget = section_of(artifact).omnikv.budget
-    most = artifact.model.max_positions
     if isinstance(budget, int):
         return budget
-    tokens = max(1, round(budget * most))
-    notes.file(
-        "chooses otherwise",
-        f"{tokens:,} tokens at any length: {budget:g} of {plural(most, 'token')}",
-    )
+    longest = artifact.model.max_positions
+    tokens = max(1, round(budget * longest))
+    fixed = f"{tokens:,} tokens at any length: {budget:g} of {plural(longest, 'token')}"
+    notes.heads("chooses otherwise", fixed, full.count(False))
     return tokens
 
 
 def _indexers(config: Mapping[str, Any]) -> list[bool]:
-    for key, known in (("indexer_types", ("full", "shared")), ("index_topk_pattern", ("F", "S"))):
+    for key, kinds in (("indexer_types", ("full", "shared")), ("index_topk_pattern", ("F", "S"))):
         if (given := config.get(key)) is not None:
             listed = list(given) if isinstance(given, list | str) else []
-            if not listed or len(listed) > MOST or any(each not in known for each in listed):
+            if not listed or len(listed) > MOST or any(each not in kinds for each in listed):
                 raise ArtifactError(
-                    f"must have {known[0]} or {known[1]} for each layer, got {shorten(given)}"
+                    f"must have {kinds[0]} or {kinds[1]} for each layer, got {shorten(given)}"
                 )
-            return [each == known[0] for each in listed]
+            return [each == kinds[0] for each in listed]
     freq, count, offset = (
         config.get(key)
         for key in ("index_topk_freq", "num_hidden_layers", "index_skip_topk_offset")
     )
-    offset = 2 if offset is None else offset
+    if offset is None:
+        offset = 2
     if not all(type(number) is int and 1 <= number <= MOST for number in (freq, offset, count)):
         raise ArtifactError(
             "has no index_topk_pattern, no indexer_types, and no index_topk_freq with "

@@ -66,11 +66,11 @@ def read(source: Source, given: Given) -> Import:
     target = targets.get("prefill", _TARGET)
     factor = _factor(group, target)
     length = min(model.max_positions, LONGEST)
-    pattern = (
-        SkipSoftmax(scale_factor=factor)
-        if factor is not None
-        else BlockSparse(blocks=_blocks(target, length))
-    )
+    pattern: SkipSoftmax | BlockSparse
+    if factor is not None:
+        pattern = SkipSoftmax(scale_factor=factor)
+    else:
+        pattern = BlockSparse(blocks=_blocks(target, length))
     name = pattern_name(pattern)
     notes = Notes()
     named = [
@@ -139,10 +139,10 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     }
     factor = _common_factor(artifact, dense)
     if factor is None:
-        length = min(
-            artifact.search.calibration.lengths[-1] if artifact.search else model.max_positions,
-            LONGEST,
-        )
+        length = model.max_positions
+        if artifact.search is not None:
+            length = artifact.search.calibration.lengths[-1]
+        length = min(length, LONGEST)
         sparsity = _sparsity(artifact, arrays, dense, length)
         group["target_sparsity"] = {"prefill": sparsity}
         by_score = f"{sparsity:.4g} of the tiles at {length:,} tokens, skipped by score"
@@ -179,7 +179,9 @@ def _common_factor(artifact: Artifact, dense: Collection[int]) -> float | None:
         for name in row or ():
             pattern = artifact.patterns[name]
             factors.add(pattern.scale_factor if isinstance(pattern, SkipSoftmax) else None)
-    return factors.pop() if len(factors) == 1 else None
+    if len(factors) == 1:
+        return factors.pop()
+    return None
 
 
 def _sparsity(
@@ -191,7 +193,9 @@ def _sparsity(
     )
     prefill = artifact.prefill.model_copy(update={"layers": rows})
     computed = mean_density(artifact.model_copy(update={"prefill": prefill}), length, arrays)
-    return 0.0 if computed is None else round(max(0.0, 1 - computed), 4)
+    if computed is None:
+        return 0.0
+    return round(max(0.0, 1 - computed), 4)
 
 
 def _parted_groups(root: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -250,7 +254,9 @@ def _threshold(group: Mapping[str, Any], phase: str) -> Any:
         return given[phase]
     if "coefficients" in given:
         return given["coefficients"]
-    return given if given.keys() & {"a", "b"} else None
+    if given.keys() & {"a", "b"}:
+        return given
+    return None
 
 
 def _factor(group: Mapping[str, Any], target: float) -> float | None:
@@ -264,14 +270,18 @@ def _factor(group: Mapping[str, Any], target: float) -> float | None:
     if threshold is None:
         return None
     if isinstance(threshold, dict):
-        formula = given.get("formula", _FORMULA) if isinstance(given, dict) else _FORMULA
+        formula = _FORMULA
+        if isinstance(given, dict):
+            formula = given.get("formula", _FORMULA)
         if not isinstance(formula, str) or formula.replace(" ", "") != _FORMULA.replace(" ", ""):
             raise ArtifactError(
                 f"threshold_scale_factor.formula must be {_FORMULA!r}, got {shorten(formula)}"
             )
         a: Any = threshold.get("a")
         b: Any = threshold.get("b")
-        threshold = a * math.exp(min(b * target, 50.0)) if _is_number(a) and _is_number(b) else None
+        threshold = None
+        if _is_number(a) and _is_number(b):
+            threshold = a * math.exp(min(b * target, 50.0))
     if not _is_number(threshold) or threshold <= 0:
         raise ArtifactError(
             f"threshold_scale_factor must be a number above 0, or a and b that make one, got "

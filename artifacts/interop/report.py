@@ -35,9 +35,10 @@ class Note:
 class Report:
     """Fidelity of a conversion.
 
-    heads: that the file speaks of, or layers, as `unit` says. exact: those that are the same on
-    both sides. measure: the command that measures what the conversion costs in recall, given a
-    model."""
+    heads: that the file speaks of, or layers, as `unit` says.
+    exact: those that are the same on both sides.
+    measure: the command that measures what the conversion costs in recall, given a model.
+    """
 
     heads: int
     exact: int

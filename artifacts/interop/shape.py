@@ -29,10 +29,13 @@ T = TypeVar("T")
 class Given:
     """Options of the user on the model and on how to read a file; None where not given.
 
-    config: the model's config.json. layers to max_positions: as ModelInfo has them. dense_below,
-    dense_tail: as in prefill. sinks, window: of streaming heads, in tokens. threshold: of a KV
-    head's score, from which on it keeps everything; sparsity: instead, the share of KV heads that
-    stream, those with the smallest scores."""
+    config: the model's config.json.
+    layers to max_positions: as ModelInfo has them.
+    dense_below, dense_tail: as in prefill.
+    sinks, window: of streaming heads, in tokens.
+    threshold: of a KV head's score, from which on it keeps everything;
+    sparsity: instead, the share of KV heads that stream, those with the smallest scores.
+    """
 
     config: Path | None = None
     model: str | None = None
@@ -85,12 +88,13 @@ def model_shape(
     """Put the model together.
 
     Args:
-        given: the user's config.json and flags. file: the imported file, which names the model
-        where nothing else does. own: the file's own fields, where it may be the model's
-        config.json; it counts where no other is given. least_layers: how many the file names, where
-        it does not show how many there are. of_file: the sizes that the file itself shows, by their
-        names in ModelInfo. The number of layers is a minimum:
-            a file may leave the last ones out.
+        given: the user's config.json and flags.
+        file: the imported file, which names the model where nothing else does.
+        own: the file's own fields, where it may be the model's config.json; it counts where no
+            other is given.
+        least_layers: how many the file names, where it does not show how many there are.
+        of_file: the sizes that the file itself shows, by their names in ModelInfo. The number of
+            layers is a minimum: a file may leave the last ones out.
 
     Raises:
         ArtifactError: a size is missing, or two places disagree about one; the line says where it
@@ -100,9 +104,9 @@ def model_shape(
     if path is None and own is not None and set(own) & _KEYS:
         path = file
         config = own
-    found = {name: _size(name, given, path, config, of_file) for name in _SIZES}
-    sizes = {name: size for name, size in found.items() if size is not None}
-    if missing := [_SIZES[name] for name, size in found.items() if size is None]:
+    shown = {name: _size(name, given, path, config, of_file) for name in _SIZES}
+    sizes = {name: size for name, size in shown.items() if size is not None}
+    if missing := [_SIZES[name] for name, size in shown.items() if size is None]:
         whats = ", ".join(what for _, _, what in missing)
         flags = " ".join(flag for _, flag, _ in missing)
         raise ArtifactError(
@@ -119,22 +123,23 @@ def model_shape(
             f"{sizes['num_kv_heads']} (--kv-heads)"
         )
     architectures = config.get("architectures")
-    known = isinstance(architectures, list) and architectures and isinstance(architectures[0], str)
+    architecture = None
+    if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):
+        architecture = architectures[0] or None
     model = ModelInfo(
         name=given.model or _name(path, config) or file.stem or "unknown",
         revision=given.revision,
-        architecture=architectures[0] or None if known and architectures else None,
+        architecture=architecture,
         config_sha256=None,
         weights_sha256=None,
         rope=None,
         **sizes,
     )
     kinds = config.get("layer_types")
-    sliding = (
-        [i for i, kind in enumerate(kinds) if kind != "full_attention"]
-        if isinstance(kinds, list)
-        else []
-    )
+    if isinstance(kinds, list):
+        sliding = [i for i, kind in enumerate(kinds) if kind != "full_attention"]
+    else:
+        sliding = []
     return Shape(
         model=model, sliding=frozenset(i for i in sliding if i < model.num_layers), config=config
     )
@@ -151,7 +156,9 @@ def _config(path: Path | None) -> tuple[Path | None, Mapping[str, Any]]:
         if not isinstance(config, dict):
             raise ArtifactError(f"must be a model's config.json, got {shorten(config)}")
     text = config.get("text_config")
-    return path, {**config, **text} if isinstance(text, dict) else config
+    if isinstance(text, dict):
+        config = config | text
+    return path, config
 
 
 def _size(
@@ -163,10 +170,10 @@ def _size(
 ) -> int | None:
     """A size of the model from all that say it; None where nothing does."""
     keys, flag, what = _SIZES[name]
-    found: list[tuple[str, int]] = []
+    sizes: list[tuple[str, int]] = []
     flagged = getattr(given, flag[2:].replace("-", "_"))
     if flagged is not None:
-        found.append((flag, flagged))
+        sizes.append((flag, flagged))
     key, value = next(
         ((key, config[key]) for key in keys if config.get(key) is not None), ("", None)
     )
@@ -175,20 +182,20 @@ def _size(
     if value is not None:
         if not isinstance(value, int) or isinstance(value, bool):
             raise ArtifactError(f"{path}: {key}: must be a whole number, got {shorten(value)}")
-        found.append((f"{path}: {key}", value))
-    if name in of_file and (name != "num_layers" or not found):
-        found.append(("the file", of_file[name]))
-    if not found:
+        sizes.append((f"{path}: {key}", value))
+    if name in of_file and (name != "num_layers" or not sizes):
+        sizes.append(("the file", of_file[name]))
+    if not sizes:
         return None
-    for where, size in found:
+    for where, size in sizes:
         most = {"max_positions": LARGEST, "head_dim": 65_536}.get(name, MOST)
         if not 1 <= size <= most:
             raise ArtifactError(f"{where}: must be from 1 to {most}, got {shorten(size)}")
-        if size != found[0][1]:
+        if size != sizes[0][1]:
             raise ArtifactError(
-                f"{found[0][0]} says {found[0][1]} {what}, {where} says {size}: which model is it?"
+                f"{sizes[0][0]} says {sizes[0][1]} {what}, {where} says {size}: which model is it?"
             )
-    return found[0][1]
+    return sizes[0][1]
 
 
 def _derived(name: str, config: Mapping[str, Any]) -> tuple[str, Any]:
@@ -206,4 +213,6 @@ def _name(path: Path | None, config: Mapping[str, Any]) -> str | None:
     name = config.get("_name_or_path")
     if isinstance(name, str) and name:
         return name
-    return path.resolve().parent.name or None if path else None
+    if path:
+        return path.resolve().parent.name or None
+    return None

@@ -99,13 +99,17 @@ def original(
     ):
         return None
     source = Source(path=Path(imported.file), data=arrays[name].tobytes())
-    return source if hashlib.sha256(source.data).hexdigest() == imported.sha256 else None
+    if hashlib.sha256(source.data).hexdigest() == imported.sha256:
+        return source
+    return None
 
 
 def array(arrays: Mapping[str, Array], name: str, shape: tuple[int, ...]) -> Array | None:
     """The array of this name and shape; one of another shape, which may be large, is not read."""
     entry = header(arrays).get(name)
-    return arrays[name] if entry is not None and entry.shape == shape else None
+    if entry is not None and entry.shape == shape:
+        return arrays[name]
+    return None
 
 
 def header(arrays: Mapping[str, Array]) -> Mapping[str, Any]:

@@ -33,9 +33,10 @@ def render(
     """The page that `headwise show` prints.
 
     Args:
-        artifact: what to show. file: the YAML file's name, for the first line. arrays: the
-        sidecar's arrays. chosen.recall, chosen.error and chosen.density, each (layers, heads),
-            give a mean for each layer; where there are none, imported recalls do.
+        artifact: what to show.
+        file: the YAML file's name, for the first line.
+        arrays: the sidecar's arrays. chosen.recall, chosen.error and chosen.density, each (layers,
+            heads), give a mean for each layer; where there are none, imported recalls do.
         sidecar: one line on the sidecar's state.
         width: columns that sentences may take.
     """
@@ -79,15 +80,16 @@ def _decode(artifact: Artifact) -> Iterator[str]:
     if artifact.decode is None:
         return
     omnikv = artifact.decode.omnikv
-    budget = (
-        f"{omnikv.budget:,} tokens"
-        if isinstance(omnikv.budget, int)
-        else f"{omnikv.budget:.1%} of the context"
-    )
-    selector = omnikv.selector + (
-        "" if omnikv.selector == "last" else f" over {omnikv.window} queries"
-    )
-    dense = f"; dense {', '.join(map(str, omnikv.dense_layers))}" if omnikv.dense_layers else ""
+    if isinstance(omnikv.budget, int):
+        budget = f"{omnikv.budget:,} tokens"
+    else:
+        budget = f"{omnikv.budget:.1%} of the context"
+    selector: str = omnikv.selector
+    if selector != "last":
+        selector += f" over {omnikv.window} queries"
+    dense = ""
+    if omnikv.dense_layers:
+        dense = f"; dense {', '.join(map(str, omnikv.dense_layers))}"
     yield (
         f"OmniKV: filter layers {', '.join(map(str, omnikv.filter_layers))}{dense}; {budget}, "
         f"selector {selector}"
@@ -157,14 +159,17 @@ def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
     }
     scores = arrays.get("imported.score")
     imported = artifact.prefill.imported
-    if not means and scores is not None and imported is not None and imported.scores == "recall":
-        means = {"recall": scores} if scores.shape == (artifact.model.num_layers, heads) else {}
+    recalls = imported is not None and imported.scores == "recall"
+    fits = scores is not None and scores.shape == (artifact.model.num_layers, heads)
+    if not means and recalls and fits:
+        means = {"recall": arrays["imported.score"]}
     lines = [f"map: {', '.join(filter(None, (legend, f'{LEFT_ALONE} slides already')))}"]
     lines.append(f"  layer  {label:{column}}" + "".join(f"{name:>9}" for name in means))
     for layer, row in enumerate(artifact.prefill.layers):
-        letters = (
-            "".join(artifact.patterns[name].letter for name in row) if row else LEFT_ALONE * heads
-        )
+        if row:
+            letters = "".join(artifact.patterns[name].letter for name in row)
+        else:
+            letters = LEFT_ALONE * heads
         first, *rest = (letters[i : i + per_line] for i in range(0, heads, per_line))
         tail = "".join(_mean(array[layer].tolist()) for array in means.values())
         lines.append(f"  {layer:>5}  {first:{column}}{tail}".rstrip())
@@ -173,8 +178,10 @@ def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
 
 
 def _mean(values: Sequence[float]) -> str:
-    known = [value for value in values if not isnan(value)]
-    return f"{sum(known) / len(known):>9.4f}" if known else f"{'-':>9}"
+    scored = [value for value in values if not isnan(value)]
+    if scored:
+        return f"{sum(scored) / len(scored):>9.4f}"
+    return f"{'-':>9}"
 
 
 def _evidence(evidence: Evidence, width: int) -> list[str]:
@@ -203,7 +210,8 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
             interval,
         ]
         rows.append([task.task, *figures, _accuracy(task), cell(task.perplexity_ratio, ".4f", "x")])
-    lines += aligned(rows, indent=2) if evidence.tasks else []
+    if evidence.tasks:
+        lines += aligned(rows, indent=2)
     rows = [["measured", "value", "baseline", "", "length", "samples"]]
     for m in evidence.measurements:
         values = [
@@ -211,7 +219,8 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
             for value in (m.value, m.baseline)
         ]
         rows.append([m.name, *values, m.baseline_name or "", cell(m.length, ","), cell(m.samples)])
-    lines += aligned(rows, left=(0, 3), indent=2) if evidence.measurements else []
+    if evidence.measurements:
+        lines += aligned(rows, left=(0, 3), indent=2)
     # Most entries share a command and a machine: said once.
     for command in dict.fromkeys(m.command for m in evidence.measurements):
         lines += labelled("", f"$ {command}", width, indent=2)

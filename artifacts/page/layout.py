@@ -19,7 +19,9 @@ def labelled(label: str, text: str, width: int, indent: int = _LABEL) -> Iterato
 
 def cell(value: float | None, form: str = "", unit: str = "") -> str:
     """A number in this format, or - where there is none."""
-    return "-" if value is None else f"{value:{form}}{unit}"
+    if value is None:
+        return "-"
+    return f"{value:{form}}{unit}"
 
 
 def aligned(

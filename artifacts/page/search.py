@@ -50,7 +50,7 @@ def origin(artifact: Artifact) -> Iterator[Row]:
     prompts = f"{plural(calibration.samples, 'prompt')}{each} of {lengths} tokens"
     yield "calibration", f"{', '.join(calibration.tasks)}, {prompts}"
     yield (
-        "found",
+        "result",
         f"{means} (target {search.target_density:.4f}); means over {plural(searched, 'head')}",
     )
 
@@ -59,10 +59,8 @@ def _how(search: SearchInfo) -> str:
     budget = f"budget {search.budget} {_BUDGET[search.allocation]}"
     parts = [f"headwise {search.tool_version}", f"preset {search.preset}", budget]
     if search.cost is not None:
-        parts.append(
-            f"by {search.cost.unit}"
-            + (f" of {search.cost.device}" if search.cost.unit == "seconds" else "")
-        )
+        device = f" of {search.cost.device}" if search.cost.unit == "seconds" else ""
+        parts.append(f"by {search.cost.unit}{device}")
     if search.n_trials is not None:
         parts.append(plural(search.n_trials, "trial"))
     return ", ".join([*parts, f"seed {search.seed}"])
@@ -99,25 +97,25 @@ def costs(artifact: Artifact) -> Iterator[Row]:
 
 def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
     """Points to choose from, the cheapest first; the one that is served has a mark."""
-    found = artifact.prefill.front
-    if found is None:
+    section = artifact.prefill.front
+    if section is None:
         return []
-    unit = {"seconds": " s", "flops": " FLOPs"}[found.unit]
+    unit = {"seconds": " s", "flops": " FLOPs"}[section.unit]
     served = served_point(artifact, arrays)
     rows = [["", "attention", "speedup", "kl", "recall", "density", "lost answers"]]
-    for i, point in enumerate(found.points):
+    for i, point in enumerate(section.points):
         figures = [
             f"{point.speedup:.2f}x",
             f"{point.kl:.4g}",
             f"{point.recall:.4f}",
             f"{point.density:.4f}",
         ]
-        lost = "-" if point.lost is None else f"{point.lost:,} of {found.dense_right:,}"
+        lost = "-" if point.lost is None else f"{point.lost:,} of {section.dense_right:,}"
         rows.append(["*" if i == served else "", f"{number(point.cost)}{unit}", *figures, lost])
     return [
-        f"front at {found.length:,} tokens (*: what is served where no target is given)",
+        f"front at {section.length:,} tokens (*: what is served where no target is given)",
         *aligned(rows, indent=2),
-        f"  attention: predicted; dense attention takes {number(found.dense_cost)}{unit}",
+        f"  attention: predicted; dense attention takes {number(section.dense_cost)}{unit}",
         "  kl (nats a token), recall and answers: on "
-        f"{found.measured_on.replace('_', '-')} prompts",
+        f"{section.measured_on.replace('_', '-')} prompts",
     ]

@@ -188,10 +188,10 @@ class SearchInfo(Record):
         ),
     )
     budget: Text = Field(
-        description="as it was given: `a_shape:SINK,WINDOW` or a share of the dense causal FLOPs"
+        description="as it was given: `a_shape:SINK,WINDOW` or a fraction of the dense causal FLOPs"
     )
     target_density: Annotated[Share, Field(gt=0.0)] = Field(
-        description="the share of the causal area that the budget allows"
+        description="the fraction of the causal area that the budget allows"
     )
     cost: SearchCost | None = Field(
         default=None,
@@ -210,7 +210,7 @@ class SearchInfo(Record):
     device: Text = Field(description="where the model ran")
     dtype: Text = Field(description="in which precision it ran")
     kernel_backend: Text = Field(description="the attention kernels that scored the candidates")
-    summary: Summary = Field(description="what was found, in means over the searched heads")
+    summary: Summary = Field(description="means over the searched heads")
 
 
 class Prefill(Record):

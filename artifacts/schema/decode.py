@@ -85,7 +85,7 @@ class OmniKV(Record):
     )
     budget: Annotated[Budget, AfterValidator(_part)] = Field(
         default=2048,
-        description="how many tokens a sparse layer attends to, or which share of the context",
+        description="tokens that a sparse layer attends to, or a fraction of the context",
     )
     prefill_ratio: Positive | None = Field(
         default=None,
@@ -110,11 +110,9 @@ class OmniKV(Record):
     def filter_of(self, layer: int) -> int | None:
         """Filter layer that serves a full-attention layer; None where it attends to everything."""
         before = [at for at in self.filter_layers if at < layer]
-        return (
-            before[-1]
-            if before and layer not in (*self.filter_layers, *self.dense_layers)
-            else None
-        )
+        if before and layer not in (*self.filter_layers, *self.dense_layers):
+            return before[-1]
+        return None
 
     def fault(self, num_layers: int) -> str | None:
         """Reason why the section does not fit a model; None where it does."""

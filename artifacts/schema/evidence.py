@@ -133,7 +133,7 @@ class Evidence(Record):
     chosen_on: PromptSet | None = Field(
         default=None,
         description=(
-            "the prompts by which was chosen what is served; null: none beside the calibration's"
+            "prompts on which the served setting was chosen; null: the calibration's alone"
         ),
     )
     reported_on: PromptSet | None = Field(

@@ -98,9 +98,9 @@ class Front(Record):
 
         Args:
             target_speedup: at least so many times as fast as dense attention: of these the point
-            with the least kl. target_kl: at most so many nats a token from dense: of these the
-            fastest. target_recall: at least this share of the attention mass kept: of these the
-            fastest.
+                with the least kl.
+            target_kl: at most so many nats a token from dense: of these the fastest.
+            target_recall: at least this share of the attention mass kept: of these the fastest.
 
         Raises:
             HeadwiseError: no target or several, one that is no number, or one that no point meets.

@@ -39,10 +39,10 @@ class Growth(Record):
     def _grow(self) -> Self:
         for kind, powers in self.powers.items():
             if wrong := [field for field in powers if field not in SIZES[kind]]:
-                known = ", ".join(SIZES[kind]) or "none"
+                growing = ", ".join(SIZES[kind]) or "none"
                 raise ValueError(
                     f"powers.{kind} names {shorten(wrong[0])}, sizes of {kind} that may grow are: "
-                    f"{known}"
+                    f"{growing}"
                 )
         return self
 

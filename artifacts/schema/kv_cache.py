@@ -55,9 +55,7 @@ class H2O(Record):
     kind: Literal["h2o"] = Field(default="h2o", description=__doc__)
     heavy: Budget = Field(
         default=0.1,
-        description=(
-            "how many of the most attended tokens are kept, or their share of those seen so far"
-        ),
+        description=("the most attended tokens to keep, or their fraction of those seen so far"),
     )
     recent: Budget = Field(
         default=0.1, description="how many of the latest tokens are kept, or their share"
@@ -83,7 +81,7 @@ class SnapKV(Record):
     kind: Literal["snapkv"] = Field(default="snapkv", description=__doc__)
     budget: Budget = Field(
         default=1024,
-        description="tokens kept of a prompt, the window included, or their share of it",
+        description="tokens kept of a prompt, the window included, or their fraction of it",
     )
     window: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=64, description="the prompt's last queries, which vote and are kept"
@@ -126,7 +124,9 @@ class KVCache(Record):
     def heads(self, layer: int, num_kv_heads: int) -> tuple[str, ...] | None:
         """The names of a layer's policies, one for each KV head; None for a layer that slides."""
         row = self.layers[layer]
-        return (row,) * num_kv_heads if isinstance(row, str) else row
+        if isinstance(row, str):
+            return (row,) * num_kv_heads
+        return row
 
     def fault(self, num_layers: int, num_kv_heads: int) -> str | None:
         """Reason why the section does not fit a model of this shape; None where it does."""

@@ -67,10 +67,12 @@ def explain(error: ValidationError) -> str:
     details = error.errors(include_url=False)
     first = next((d for d in details if d["type"] == "extra_forbidden"), details[0])
     line = _describe(first, details)
-    return line if len(details) == 1 else f"{line} (and {len(details) - 1} more)"
+    if len(details) == 1:
+        return line
+    return f"{line} (and {len(details) - 1} more)"
 
 
-def _describe(detail: ErrorDetails, others: Sequence[ErrorDetails]) -> str:
+def _describe(detail: ErrorDetails, errors: Sequence[ErrorDetails]) -> str:
     kind = detail["type"]
     value = detail["input"]
     context = detail.get("ctx", {})
@@ -82,11 +84,11 @@ def _describe(detail: ErrorDetails, others: Sequence[ErrorDetails]) -> str:
         # top have.
         beside = [
             d["loc"][-1]
-            for d in others
+            for d in errors
             if d["type"] == "missing" and d["loc"][:-1] == detail["loc"][:-1]
         ]
-        known = [*map(str, beside), *(Artifact.model_fields if len(detail["loc"]) == 1 else ())]
-        near = difflib.get_close_matches(str(detail["loc"][-1])[:64], known[:256], n=1)
+        fields = [*map(str, beside), *(Artifact.model_fields if len(detail["loc"]) == 1 else ())]
+        near = difflib.get_close_matches(str(detail["loc"][-1])[:64], fields[:256], n=1)
         return f"{where}: unknown field" + (f", did you mean {near[0]}?" if near else "")
     if kind == "union_tag_not_found":
         return f"{where}.kind: missing, must be one of {', '.join(_KINDS[str(detail['loc'][-2])])}"
@@ -97,7 +99,9 @@ def _describe(detail: ErrorDetails, others: Sequence[ErrorDetails]) -> str:
         message = str(context["error"])
         if isinstance(value, dict | list):
             # A check of several fields together, whose message has the values.
-            return f"{where}: {message}" if where else message
+            if where:
+                return f"{where}: {message}"
+            return message
         return f"{where}: {message}, got {_shown(value)}"
     wanted = _WANTED.get(kind, detail["msg"].replace("Input should be", "must be"))
     return f"{where}: {wanted.format(**context)}, got {_shown(value)}"
@@ -105,7 +109,9 @@ def _describe(detail: ErrorDetails, others: Sequence[ErrorDetails]) -> str:
 
 def _shown(value: object) -> str:
     """As YAML has it: true and null, not Python's names for them."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else shorten(value)
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return shorten(value)
 
 
 def _path(loc: Sequence[int | str]) -> str:
@@ -120,15 +126,12 @@ def _path(loc: Sequence[int | str]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         else:
-            path += ("." if path else "") + (
-                part if part.isidentifier() and len(part) < 65 else _quoted(part)
-            )
+            path += f".{_quoted(part)}" if path else _quoted(part)
     return path
 
 
 def _quoted(key: str) -> str:
-    return (
-        key
-        if key and len(key) < 65 and all(c.isalnum() or c in "_.-" for c in key)
-        else shorten(key, 40)
-    )
+    plain = key.isidentifier() or (key and all(c.isalnum() or c in "_.-" for c in key))
+    if plain and len(key) < 65:
+        return key
+    return shorten(key, 40)

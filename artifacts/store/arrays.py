@@ -27,9 +27,10 @@ def check_arrays(
     """Check the arrays of every section that needs some.
 
     Args:
-        artifact: whose sections. arrays: the sidecar's; None where there is none. entries: their
-        dtypes and shapes, which are enough for those that nothing here looks into; None asks the
-        arrays.
+        artifact: whose sections.
+        arrays: the sidecar's; None where there is none.
+        entries: their dtypes and shapes, which are enough for those that nothing here looks into;
+            None asks the arrays.
 
     Raises:
         ArtifactError: the first that is missing or not as it has to be.
@@ -161,7 +162,9 @@ def _windows_fault(artifact: Artifact, arrays: Mapping[str, Any]) -> str | None:
     count = 0 if artifact.search is None else artifact.search.calibration.seen_windows
     table = arrays.get(SEEN_WINDOWS)
     if table is None:
-        return f"says {count}, and the sidecar has no array {SEEN_WINDOWS}" if count else None
+        if count:
+            return f"says {count}, and the sidecar has no array {SEEN_WINDOWS}"
+        return None
     if table.dtype != "uint8" or table.shape != (count, 32):
         return (
             f"{SEEN_WINDOWS} must be uint8 of shape {(count, 32)}, got "

@@ -87,19 +87,22 @@ def _number(value: int | float) -> str:
     sign = "-" if value < 0 else ""
     if 0 < point <= 21:
         padded = digits.ljust(point, "0")
-        return sign + padded[:point] + ("." + padded[point:] if len(padded) > point else "")
+        if len(padded) == point:
+            return sign + padded
+        return f"{sign}{padded[:point]}.{padded[point:]}"
     if -6 < point <= 0:
         return f"{sign}0.{'0' * -point}{digits}"
-    return f"{sign}{digits[0]}{'.' + digits[1:] if digits[1:] else ''}e{point - 1:+d}"
+    rest = f".{digits[1:]}" if digits[1:] else ""
+    return f"{sign}{digits[0]}{rest}e{point - 1:+d}"
 
 
 def _without(value: Any, key: str) -> Any:
-    return {k: v for k, v in value.items() if k != key} if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return {k: v for k, v in value.items() if k != key}
+    return value
 
 
 def _without_commands(entries: Any) -> Any:
-    return (
-        [_without(entry, "command") for entry in entries]
-        if isinstance(entries, list | tuple)
-        else entries
-    )
+    if isinstance(entries, list | tuple):
+        return [_without(entry, "command") for entry in entries]
+    return entries

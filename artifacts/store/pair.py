@@ -80,7 +80,9 @@ def replace_pair(path: Path, text: bytes, name: str | None, data: bytes | None) 
     """
     _clear_unfinished(path)
     old = _own_sidecar(path)
-    new = None if name is None else path.with_name(name)
+    new = None
+    if name is not None:
+        new = path.with_name(name)
     created = new is not None and not new.exists()
     try:
         if new is not None and data is not None:
@@ -104,7 +106,9 @@ def _own_sidecar(path: Path) -> Path | None:
         ours = re.fullmatch(rf"{re.escape(path.stem)}\.[0-9a-f]{{8}}\.safetensors", name)
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return path.with_name(name) if ours else None
+    if ours:
+        return path.with_name(name)
+    return None
 
 
 def _clear_unfinished(path: Path) -> None:

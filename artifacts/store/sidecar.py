@@ -167,8 +167,8 @@ class Sidecar(Mapping[str, "Array"]):
         return True
 
     def _state(self) -> tuple[int, ...]:
-        found = os.fstat(self._stream.fileno())
-        return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        status = os.fstat(self._stream.fileno())
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 class _Fault(Exception):
@@ -225,7 +225,7 @@ def _entries(stream: BufferedReader) -> dict[str, Entry]:
     if not isinstance(header, dict):
         raise _Fault("its header is no mapping")
     header.pop("__metadata__", None)
-    found = dict[str, Entry]()
+    entries = dict[str, Entry]()
     end = 8 + length
     for name, entry in sorted(header.items(), key=_begin):
         try:
@@ -249,11 +249,11 @@ def _entries(stream: BufferedReader) -> dict[str, Entry]:
                 f"{shorten(name)} of shape {shorten(shape)} does not lie from {begin!s:.20} to "
                 f"{finish!s:.20}"
             )
-        found[name] = Entry(dtype=dtype, shape=shape, begin=end, nbytes=nbytes)
+        entries[name] = Entry(dtype=dtype, shape=shape, begin=end, nbytes=nbytes)
         end += nbytes
     if end != size:
         raise _Fault(f"its arrays end at {end}, the file at {size}")
-    return found
+    return entries
 
 
 def _begin(item: tuple[str, Any]) -> tuple[int, int]:
@@ -266,7 +266,9 @@ def _begin(item: tuple[str, Any]) -> tuple[int, int]:
 
 
 def _size(dtype: str) -> int:
-    return 1 if dtype == "bool" else int(dtype.lstrip("uintfloa")) // 8
+    if dtype == "bool":
+        return 1
+    return int(dtype.lstrip("uintfloa")) // 8
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

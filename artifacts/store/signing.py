@@ -78,8 +78,8 @@ def make_key(path: str | os.PathLike[str], *, passphrase: bytes | None = None) -
                 f"another"
             )
     key = Ed25519PrivateKey.generate()
-    how = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
-    write_secret(private, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, how))
+    encryption = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
+    write_secret(private, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
     atomic_write(
         public, key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     )
@@ -132,21 +132,21 @@ def check_signature(path: Path, data: bytes, key: Key) -> str:
     shown = one_line(str(path))
     try:
         with open_regular(file) as stream:
-            found = _LAYOUT.fullmatch(stream.read(_LONGEST_SIGNATURE))
+            layout = _LAYOUT.fullmatch(stream.read(_LONGEST_SIGNATURE))
     except FileNotFoundError:
         raise ArtifactError(f"{shown}: is not signed, {shorten(file.name)} is missing") from None
     except OSError as error:
         raise ArtifactError(
             f"{shown}: {shorten(file.name)} cannot be read, {reason(error)}"
         ) from None
-    if found is None:
+    if layout is None:
         raise ArtifactError(
             f"{shown}: {shorten(file.name)} is no {CONTEXT}: sign the artifact again"
         )
-    if found[2].decode() != by:
-        raise ArtifactError(f"{shown}: is signed by the key {found[2].decode()}, not by {by}")
+    if layout[2].decode() != by:
+        raise ArtifactError(f"{shown}: is signed by the key {layout[2].decode()}, not by {by}")
     try:
-        public.verify(base64.b64decode(found[3]), found[1] + data)
+        public.verify(base64.b64decode(layout[3]), layout[1] + data)
     except InvalidSignature:
         raise ArtifactError(
             f"{shown}: {shorten(file.name)} is no signature of this file by the key {by}: the file "
@@ -194,11 +194,11 @@ def _public(key: Key) -> Ed25519PublicKey:
     return public
 
 
-def _parsed(load: Callable[..., Any], data: bytes, **how: Any) -> Any:
+def _parsed(load: Callable[..., Any], data: bytes, **options: Any) -> Any:
     from cryptography.exceptions import UnsupportedAlgorithm
 
     try:
-        return load(data, **how)
+        return load(data, **options)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         return None
 

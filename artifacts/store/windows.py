@@ -27,16 +27,20 @@ def window_arrays(digests: Iterable[str]) -> dict[str, Array]:
     """
     import numpy as np
 
-    found = sorted(set(digests))
-    if len(found) > MAX_WINDOWS:
-        raise ArtifactError(f"{len(found)} windows, an artifact may list {MAX_WINDOWS}")
-    if wrong := [digest for digest in found if not _DIGEST.fullmatch(digest)]:
+    unique = sorted(set(digests))
+    if len(unique) > MAX_WINDOWS:
+        raise ArtifactError(f"{len(unique)} windows, an artifact may list {MAX_WINDOWS}")
+    if wrong := [digest for digest in unique if not _DIGEST.fullmatch(digest)]:
         raise ArtifactError(f"a window's digest must have 64 hex digits, got {shorten(wrong[0])}")
-    listed = b"".join(map(bytes.fromhex, found))
-    return {SEEN_WINDOWS: np.frombuffer(listed, dtype=np.uint8).reshape(-1, 32)} if found else {}
+    listed = b"".join(map(bytes.fromhex, unique))
+    if unique:
+        return {SEEN_WINDOWS: np.frombuffer(listed, dtype=np.uint8).reshape(-1, 32)}
+    return {}
 
 
 def seen_windows(arrays: Mapping[str, Array]) -> frozenset[str]:
     """The digests in a sidecar, 64 hex digits each; none where it lists none."""
     table = arrays.get(SEEN_WINDOWS)
-    return frozenset() if table is None else frozenset(bytes(row).hex() for row in table)
+    if table is None:
+        return frozenset()
+    return frozenset(bytes(row).hex() for row in table)

@@ -3,6 +3,7 @@ file."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import rfc8785
 
 import artifacts
 
@@ -102,6 +104,19 @@ def as_yaml(fields: Any, **how: Any) -> str:
     """JSON data as YAML on one line: JSON, but for floats that not every reader of YAML takes for
     one."""
     return re.sub(r"(?<![\w.\"])(-?[0-9]+)(e[-+][0-9]+)", r"\1.0\2", json.dumps(fields, **how))
+
+
+def hash_by_other_tools(fields: dict[str, Any]) -> str:
+    """The content's hash as docs/artifact.md defines it, by rfc8785; takes the fields apart."""
+    for name in ("content_sha256", "created_at"):
+        fields.pop(name)
+    if fields["search"] is not None:
+        fields["search"].pop("command")
+    if fields["sidecar"] is not None:
+        fields["sidecar"].pop("file")
+    for entry in (*fields["evidence"].get("measurements", ()), *fields["costs"]):
+        entry.pop("command")
+    return hashlib.sha256(rfc8785.dumps(fields)).hexdigest()
 
 
 def build_arrays() -> dict[str, np.ndarray]:

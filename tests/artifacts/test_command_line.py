@@ -98,15 +98,6 @@ def test_validate(saved):
     assert facts["arrays"]["chosen.recall"] == {"dtype": "float32", "shape": [3, 4]}
 
 
-def test_validate_refuses_in_one_line_with_status_2(saved, tmp_path):
-    (sidecar,) = saved.parent.glob("*.safetensors")
-    sidecar.write_bytes(b"changed")
-    for file in (saved, tmp_path / "none.yaml"):
-        done = run("validate", file)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith(f"error: {file}: ") and done.stderr.count("\n") == 1
-
-
 def test_no_action_and_no_file():
     for args in ((), ("show",), ("look", "cfg.yaml")):
         done = run(*args)
@@ -192,21 +183,6 @@ def test_show_what_can_be_chosen_and_what_it_was_counted_by(
         ["0.5", "s", "4.00x", "0.25", "0.9000", "0.2000", "3", "of", "14"],
         ["*", "1", "s", "2.00x", "0.01", "0.9000", "0.2000", "0", "of", "14"],
     ]
-
-
-def test_show_names_no_kind_that_is_not_there(saved, capsys, monkeypatch):
-    assert "map: D dense, A a_shape, V vertical_slash, B block_sparse, . slides" in page(
-        saved, capsys, monkeypatch
-    )
-
-
-def test_show_without_its_sidecar_says_so(saved, capsys, monkeypatch):
-    (sidecar,) = saved.parent.glob("*.safetensors")
-    sidecar.unlink()
-    text = page(saved, capsys, monkeypatch, columns=100)
-    # Where the line wraps depends on the length of the path in it.
-    assert "sidecar      PROBLEM: " in text and "is missing from" in " ".join(text.split())
-    assert "0  VVAB" in text
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rfc8785
 import yaml
 
 import artifacts
@@ -29,7 +28,13 @@ from artifacts import ArtifactError, HeadwiseError
 from artifacts.commands import convert, diff, show, validate
 from artifacts.store import strict_yaml
 from artifacts.store.hashing import content_sha256
-from tests.artifacts.conftest import as_yaml, build, build_arrays, build_every_kind
+from tests.artifacts.conftest import (
+    as_yaml,
+    build,
+    build_arrays,
+    build_every_kind,
+    hash_by_other_tools,
+)
 
 COUNT = int(os.environ.get("FUZZ", 1_000))
 # Seconds of the processor for one mutant, which takes milliseconds; a busy machine makes nothing
@@ -200,7 +205,9 @@ def judge(folder: Path, text: bytes, data: bytes | None) -> str:
         return next(
             (kind for kind in ("content_sha256", "sidecar", "YAML") if kind in line), "a field"
         )
-    assert artifact.content_sha256 == hash_of(text), "the content's hash is another"
+    assert artifact.content_sha256 == hash_by_other_tools(strict_yaml.parse(text)), (
+        "the content's hash is another"
+    )
     if artifact.sidecar is None:
         assert arrays == {}
     else:
@@ -227,20 +234,6 @@ def sidecar_of(text: bytes) -> dict[str, str]:
         return {key: value for key, value in section.items() if isinstance(value, str)}
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, IndexError):
         return {}
-
-
-def hash_of(text: bytes) -> str:
-    """The content's hash as docs/artifact.md defines it, written down once more."""
-    fields = strict_yaml.parse(text)
-    for name in ("content_sha256", "created_at"):
-        fields.pop(name)
-    if fields["search"] is not None:
-        fields["search"].pop("command")
-    if fields["sidecar"] is not None:
-        fields["sidecar"].pop("file")
-    for entry in (*fields["evidence"].get("measurements", ()), *fields["costs"]):
-        entry.pop("command")
-    return hashlib.sha256(rfc8785.dumps(fields)).hexdigest()
 
 
 def run(folder: Path, count: int) -> Counter[str]:
@@ -290,11 +283,9 @@ def test_files_of_other_tools(tmp_path, name):
     """Read as what they are, or refused in one line, the model's configuration among them."""
     model = (FILES / "model.json").read_bytes()
     heads = (FILES / (name if name != "config" else "head_patterns.json")).read_bytes()
-    file, config, out = (
-        tmp_path / f"file{Path(name).suffix or '.json'}",
-        tmp_path / "config.json",
-        tmp_path / "o.yaml",
-    )
+    file = tmp_path / f"file{Path(name).suffix or '.json'}"
+    config = tmp_path / "config.json"
+    out = tmp_path / "o.yaml"
     for seed in range(COUNT // 10):
         chance = random.Random(seed)
         data = heads if name != "config" else model

@@ -415,86 +415,6 @@ def test_an_artifact_without_the_section(tmp_path, make):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "line 1: not valid JSON"),
-        ("{}", "must be a list with a mapping for each layer, got {}"),
-        ("[]", "must be a list with a mapping for each layer"),
-        ("[{}]", "names no head"),
-        ("[[1]]", "layer 0: must be a mapping from heads to patterns, got [1]"),
-        (
-            '[{"0": ["stream_llm", 1, 1, 0.5], "0": ["stream_llm", 1, 1, 0.5]}]',
-            "the key '0' is given twice",
-        ),
-        (
-            '[{"a": ["stream_llm", 1, 1, 0.5]}]',
-            "layer 0: a head must be a number from 0 on, got 'a'",
-        ),
-        ('[{"01": ["stream_llm", 1, 1, 0.5]}]', "a head must be a number"),
-        ('[{"0": ["stream_llm", 1, 1]}]', "layer 0, head 0: must be [name, a, b, score]"),
-        (
-            '[{"0": ["grid_attn", 1, 1, 0.5]}]',
-            "must be one of vertical_and_slash, stream_llm, block_sparse",
-        ),
-        ('[{"0": [["x"], 1, 1, 0.5]}]', "must be one of vertical_and_slash"),
-        ('[{"0": ["stream_llm", 0, 1, 0.5]}]', "a size must be a whole number from 1 on, got 0"),
-        (
-            '[{"0": ["stream_llm", 1.5, 1, 0.5]}]',
-            "a size must be a whole number from 1 on, got 1.5",
-        ),
-        (
-            '[{"0": ["stream_llm", true, 1, 0.5]}]',
-            "a size must be a whole number from 1 on, got True",
-        ),
-        ('[{"0": ["stream_llm", 1, 1, "high"]}]', "the score must be a number or null, got 'high'"),
-        ('[{"0": ["stream_llm", 1, 1, NaN]}]', "holds NaN: numbers must be finite"),
-        ('[{"0": ["stream_llm", 1, 1, 1e999]}]', "the score must be a number or null, got inf"),
-        (
-            '[{"0": ["flex_vertical_and_slash", 1, 1, 0]}]',
-            "must be [flex_vertical_and_slash, [share, most]",
-        ),
-        (
-            '[{"0": ["flex_vertical_and_slash", [2, 1], [0.5, 1], 0]}]',
-            "a share must be above 0 and at most 1",
-        ),
-        ('[{"9": ["stream_llm", 1, 1, 0.5]}]', "names head 9, the model has 4 query heads"),
-        ("[" * 100_000, "nested too deep"),
-        ("[" + "{}," * 5000 + "{}]", "has 5001 layers, the most that make sense are 4096"),
-        ('[{"5000": ["stream_llm", 1, 1, 0.5]}]', "a head must be a number"),
-        ("[" + " " * 5 * 2**20 + "]", "has more than 4194304 bytes"),
-        ('[{"0": ["stream_llm", 1, 1, ' + "9" * 10_000 + "]}]", "too many digits"),
-    ],
-)
-def test_files_that_are_refused(tmp_path, text, said):
-    file = tmp_path / "bad.json"
-    file.write_text(text)
-    with pytest.raises(ArtifactError) as caught:
-        convert(file, tmp_path / "cfg.yaml", config=MODEL)
-    assert str(caught.value).startswith(f"{file}: ") and said in str(caught.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.json"]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "has no line of values"),
-        ("0.5 0.5\n", "line 1: must be numbers with tabs between, got '0.5 0.5'"),
-        ("0.5\t0.5\n0.5\n", "line 2: has 1 values, the lines before have 2"),
-        ("0.5\tnan\n", "line 1: must be finite numbers"),
-        ("0.5\t0.5\n", "has 1 layers, the model has 2"),
-        ("0\t" * 5000 + "0\n", "line 1: more than 4096 layers or heads"),
-        ("0\n" * 5000, "line 4097: more than 4096 layers or heads"),
-    ],
-)
-def test_tables_that_are_refused(tmp_path, text, said):
-    file = tmp_path / "bad.tsv"
-    file.write_text(text)
-    with pytest.raises(ArtifactError, match=r"bad\.tsv: ") as caught:
-        convert(file, tmp_path / "cfg.yaml", config=MODEL)
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("options", "said"),
     [
         (
@@ -591,3 +511,40 @@ def test_a_config_that_claims_too_much(tmp_path):
         )
         with pytest.raises(ArtifactError, match=f"{field}: must be from 1 to"):
             convert(FILES / "head_patterns.json", tmp_path / "cfg.yaml", config=tmp_path)
+
+
+SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "max_positions": 8192}
+OPTIONS = {
+    "minference": {"config": MODEL},
+    "duo_attention": {"config": MODEL},
+    "index_topk_pattern": SHAPE,
+    "sparse_vllm": SHAPE | {"layers": 6},
+    "modelopt": SHAPE | {"layers": 3},
+}
+REFUSED = [
+    [cell.strip() for cell in row.split("|", 2)]
+    for row in (FILES.parent / "refused_files.txt").read_text().splitlines()
+    if not row.startswith("#")
+]
+LARGE = [
+    ("minference", "[" * 100_000, "nested too deep"),
+    ("minference", "[" + "{}," * 5000 + "{}]", "has 5001 layers, the most that make sense are"),
+    ("minference", "[" + " " * 5 * 2**20 + "]", "has more than 4194304 bytes"),
+    ("minference", '[{"0": ["stream_llm", 1, 1, ' + "9" * 10_000 + "]}]", "too many digits"),
+    ("duo_attention", "0\t" * 5000 + "0\n", "line 1: more than 4096 layers or heads"),
+    ("duo_attention", "0\n" * 5000, "line 4097: more than 4096 layers or heads"),
+]
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "says"),
+    [*REFUSED, *LARGE],
+    ids=[f"{format}-{says[-40:]}" for format, _, says in (*REFUSED, *LARGE)],
+)
+def test_files_that_are_refused(tmp_path, format, text, says):
+    file = tmp_path / ("bad.tsv" if format == "duo_attention" else "bad.json")
+    file.write_text(text.replace("\\t", "\t").replace("\\n", "\n"))
+    with pytest.raises(ArtifactError) as caught:
+        convert(file, tmp_path / "cfg.yaml", source=format, **OPTIONS[format])
+    assert str(caught.value).startswith(f"{file}: ") and says in str(caught.value)
+    assert list(tmp_path.iterdir()) == [file]

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from artifacts.__main__ import main
 from artifacts.commands.schema import schema, tables
 from artifacts.schema.artifact import SCHEMA_VERSION, Artifact
-from artifacts.store.read import SCHEMA_FILE
+from artifacts.store.write import SCHEMA_FILE
 
 PAGE = Path(__file__).parents[2] / "docs" / "schema.md"
 

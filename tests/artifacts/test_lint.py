@@ -21,7 +21,8 @@ from artifacts import (
     VerticalSlash,
     pattern_name,
 )
-from artifacts.analysis.lint import Case, lint
+from artifacts.analysis.findings import Case
+from artifacts.analysis.lint import lint
 from artifacts.cli.arguments import STDOUT
 from artifacts.commands.validate import Config, run
 from tests.artifacts.conftest import build, build_every_kind
@@ -267,5 +268,6 @@ def test_the_page_names_every_code():
     section = page[page.index("## Lint") : page.index("## Other tools")]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     listed = {code for cell in cells for code in re.findall(r"`([a-z-]+)`", cell)}
-    code = (Path(__file__).parents[2] / "artifacts" / "analysis" / "lint.py").read_text()
+    rules = (Path(__file__).parents[2] / "artifacts" / "analysis").glob("lint*.py")
+    code = "".join(path.read_text() for path in rules)
     assert listed == set(re.findall(r"(?:error|warning|note)\(\s*\"([a-z-]+)\"", code))

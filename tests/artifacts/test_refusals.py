@@ -24,153 +24,28 @@ from artifacts.store import strict_yaml
 from artifacts.store.hashing import content_sha256
 from tests.artifacts.conftest import as_yaml, build, build_every_kind
 
-EDITS = [
-    ("seed: 7", "seed: 8", ["content_sha256: says", "was changed after it was written"]),
-    ("preset: scaled", "preset: fast", ["search.preset: must be 'paper' or 'scaled', got 'fast'"]),
-    (
-        "    recall: 0.93",
-        "    recal: 0.93",
-        ["search.summary.recal: unknown field, did you mean recall? (and 1 more)"],
-    ),
-    ("evidence:", "evidenc:", ["evidenc: unknown field, did you mean evidence?"]),
-    (
-        "    recall: 0.93",
-        "    recall: 1.93",
-        ["search.summary.recall: must be from 0 to 1, got 1.93"],
-    ),
-    ("    recall: 0.93", "    recall: .nan", ["readers disagree about '.nan'"]),
-    (
-        "error: 1.0e-05",
-        "error: -1.0e+999",
-        ["search.summary.error: must be a finite number, got -inf"],
-    ),
-    ("error: 1.0e-05", "error: -1.0", ["search.summary.error: must be at least 0", "got -1.0"]),
-    (
-        "    recall: 0.93",
-        "    recall: '0.93'",
-        ["search.summary.recall: must be a number, got '0.93'"],
-    ),
-    ("seed: 7", "seed: 7.0", ["search.seed: must be a whole number, got 7.0"]),
-    ("seed: 7", "seed: true", ["search.seed: must be a whole number, got true"]),
-    ("seed: 7", "seed: ", ["search.seed: must be a whole number, got null"]),
-    ("  name: tiny", "  name: ''", ["model.name: must not be empty"]),
-    ("  name: tiny", "  name: 5", ["model.name: must be text, got 5"]),
-    ("  name: tiny", "  name: tiny\n  name: other", ["line 7: the key 'name' is given twice"]),
-    ("  name: tiny", "  name: &a tiny", ["line 6: anchors, aliases and tags are not allowed"]),
-    ("  name: tiny", "  name: *a", ["line 6: anchors, aliases and tags are not allowed"]),
-    (
-        "  name: tiny",
-        "  name: !!python/name:os.system tiny",
-        ["line 6: anchors, aliases and tags are not allowed"],
-    ),
-    (
-        "factors: [1.0e-05, 2]",
-        "factors: [1.0e-05, 1.0e+999]",
-        ["model.rope: must hold finite numbers", "factors[1]"],
-    ),
-    (
-        "num_kv_heads: 2",
-        "num_kv_heads: 3",
-        ["model: num_kv_heads must divide num_heads (4), got 3"],
-    ),
-    ("num_layers: 3", "num_layers: 4", ["prefill.layers has 3 rows, the model has 4 layers"]),
-    (
-        "lengths: [4096]",
-        "lengths: [4096, x]",
-        ["search.calibration.lengths[1]: must be a whole number, got 'x'"],
-    ),
-    ("lengths: [4096]", "lengths: []", ["search.calibration.lengths: must not be empty"]),
-    ("lengths: [4096]", "lengths: 4096", ["search.calibration.lengths: must be a list, got 4096"]),
-    (
-        "winners: {v",
-        "winners: {w",
-        ["search.summary.winners.wertical_slash: must be one of dense, a_shape,"],
-    ),
-    (
-        "blocks: 9, coverage: null",
-        "blocks: 9, coverage: 1.5",
-        ["patterns.bs_9.coverage: must be at most 1", "got 1.5"],
-    ),
-    (
-        "blocks: 9, coverage: null",
-        "blocks: 9, coverage: 0.0",
-        ["patterns.bs_9.coverage: must be more than 0"],
-    ),
-    (
-        "blocks: 9, coverage: null",
-        "blocks: 9, coverage: half",
-        ["bs_9.coverage: must be a number, got 'half'"],
-    ),
-    (
-        "vertical: 100,",
-        "vertical: 0,",
-        ["patterns.vs_100_1800.vertical: must be at least 1, got 0"],
-    ),
-    (
-        "last_q: 32",
-        "last_q: 2048",
-        ["patterns.vs_30_2048_q32.last_q: must be at most 1024, got 2048"],
-    ),
-    (
-        "kind: block_sparse",
-        "kind: blocks",
-        ["patterns.bs_9.kind: must be one of 'dense', ", "got 'blocks'"],
-    ),
-    ("kind: block_sparse, ", "", ["patterns.bs_9.kind: missing, must be one of dense,"]),
-    ("bs_9: {kind", "b/9: {kind", ["patterns.'b/9': must be a letter and then", "got 'b/9'"]),
-    (
-        "bs_9: {kind: block_sparse, blocks: 9, coverage: null}",
-        "bs_9: 9",
-        ["patterns.bs_9: must be a mapping, got 9"],
-    ),
-    ("bs_9: {", "bs_8: {kind: dense}\n  bs_9: {", ["patterns.bs_8 is used by no head: remove it"]),
-    (
-        ", bs_9]",
-        ", bs_8]",
-        ["prefill.layers[0][3]: no pattern is called 'bs_8', did you mean bs_9?"],
-    ),
-    (", bs_9]", "]", ["prefill.layers[0] has 3 names, the model has 4 query heads"]),
-    ("  - null", "  - [bs_9, null, bs_9, bs_9]", ["prefill.layers[1][1]: must be text, got null"]),
-    ("  - null", "  - dense", ["prefill.layers[1]: must be a list, got 'dense'"]),
-    (
-        "    baseline: 3.75",
-        "    baseline: null",
-        ["evidence.measurements[0]: baseline and baseline_name go together"],
-    ),
-    ("created_at: '2025", "created_at: 'x2025", ["created_at: must be a UTC time like"]),
-    *(
-        (
-            "schema_version: 1",
-            f"schema_version: {wrong}",
-            [f"schema_version: this headwise reads 1, got {said}: "],
-        )
-        for wrong, said in (
-            ("0", 0),
-            ("9", 9),
-            ("'1'", "'1'"),
-            ("1.0", 1.0),
-            ("true", True),
-            ("", None),
-        )
-    ),
-    ("schema_version: 1", "version: 2", ["schema_version: this headwise reads 1, got None: "]),
-    (
-        "sidecar: {file: cfg",
-        "sidecar: {file: ../cfg",
-        ["sidecar.file: must be the bare name", "got '../cfg"],
-    ),
-    (
-        "sidecar: {file: cfg",
-        "sidecar: {file: /cfg",
-        ["sidecar.file: must be the bare name", "got '/cfg"],
-    ),
-    (
-        "sidecar: {file: cfg",
-        "sidecar: {file: c:cfg",
-        ["sidecar.file: must be the bare name", "got 'c:cfg"],
-    ),
-    ("sidecar: {file: cfg", "sidecar: {file: other", ["sidecar.file: 'other.", "is missing"]),
+HERE = Path(__file__).parent
+ROWS = [
+    [cell.strip() for cell in row.split("|", 2)]
+    for row in (HERE / "refused_fields.txt").read_text().splitlines()
+    if not row.startswith("#")
 ]
+
+
+@pytest.mark.parametrize(("path", "value", "says"), ROWS, ids=["=".join(row[:2]) for row in ROWS])
+def test_fields_that_cannot_be(every_kind, path, value, says):
+    fields = every_kind[0].model_dump(mode="json")
+    node = fields
+    *folders, last = [int(key) if key.isdigit() else key for key in path.split("/")]
+    for key in folders:
+        node = node[key]
+    if value:
+        node[last] = json.loads(value)
+    else:
+        del node[last]
+    with pytest.raises(ArtifactError) as caught:
+        to_artifact(fields)
+    assert says in str(caught.value)
 
 
 def line(path) -> str:
@@ -182,15 +57,28 @@ def line(path) -> str:
     return text
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"), EDITS, ids=[new.strip()[:40] for _, new, _ in EDITS]
-)
-def test_edited_by_hand(edit, old, new, expected):
+# What stands once in the saved file, what stands there instead, and what the line says.
+EDITS = [
+    ("seed: 7", "seed: 8", "content_sha256: says"),
+    ("    recall: 0.93", "    recal: 0.93", "recal: unknown field, did you mean recall? (and 1 mo"),
+    ("    recall: 0.93", "    recall: .nan", "readers disagree about '.nan'"),
+    ("evidence:", "evidenc:", "evidenc: unknown field, did you mean evidence?"),
+    ("  name: tiny", "  name: tiny\n  name: other", "line 7: the key 'name' is given twice"),
+    ("  name: tiny", "  name: *a", "line 6: anchors, aliases and tags are not allowed"),
+    ("bs_9: {", "bs_8: {kind: dense}\n  bs_9: {", "patterns.bs_8 is used by no head: remove it"),
+    ("schema_version: 1", "schema_version: 9", "schema_version: this headwise reads 1, got 9: "),
+    ("schema_version: 1", "schema_version: '1'", "this headwise reads 1, got '1': "),
+    ("schema_version: 1", "schema_version: true", "this headwise reads 1, got True: "),
+    ("schema_version: 1", "version: 2", "this headwise reads 1, got None: "),
+    ("sidecar: {file: cfg", "sidecar: {file: other", "sidecar.file: 'other."),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "says"), EDITS)
+def test_edited_by_hand(edit, old, new, says):
     path = edit(old, new)
     text = line(path)
-    assert text.startswith(f"{path}: ")
-    for part in expected:
-        assert part in text
+    assert text.startswith(f"{path}: ") and says in text
 
 
 def test_a_change_that_the_hash_leaves_out_is_no_damage(edit):
@@ -199,7 +87,7 @@ def test_a_change_that_the_hash_leaves_out_is_no_damage(edit):
     )
 
 
-@pytest.mark.parametrize("share", [0.001, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.999])
 def test_cut_short(saved, share):
     data = saved.read_bytes()
     saved.write_bytes(data[: int(len(data) * share)])
@@ -210,16 +98,10 @@ def test_cut_short(saved, share):
     ("data", "expected"),
     [
         (b"", "the file is empty"),
-        (b"# only a comment\n", "the file is empty"),
         (b"\xff\xfe\x00", "not UTF-8 text"),
-        (b"name: \x00", "not valid YAML"),
         (b"just text", "must be a mapping"),
         (b"- 1", "must be a mapping"),
         (b"a: [1", "line "),
-        (b"[" * 100_000, "nested more than"),
-        (b"{a: 1, a: 2}", "given twice"),
-        (b"? [a]\n: 1", "a key must be text"),
-        (b"a: 1\n---\nb: 1", "but found another document"),
         (b"schema_version: 1", "created_at: missing"),
         (b"#" * (16 * 2**20 + 1), "has more than 16777216 bytes"),
     ],
@@ -275,75 +157,67 @@ def test_a_sidecar_elsewhere_is_refused_whatever_its_hash(saved, name):
     assert "sidecar.file: must be the bare name" in line(saved)
 
 
-STATIC = [
-    (
-        "static.mean.columns",
-        None,
-        "patterns.static_mean: the sidecar has no array static.mean.columns",
-    ),
-    ("static.mean.diagonals", None, "of static patterns it has: static.mean.columns"),
-    (
-        "static.mean.columns",
-        np.array([1, 2]),
-        "static.mean.columns must be one row of int32, got int64 of shape (2,)",
-    ),
-    (
-        "static.mean.columns",
-        np.zeros((1, 2), np.int32),
-        "must be one row of int32, got int32 of shape (1, 2)",
-    ),
-    (
-        "static.mean.columns",
-        np.array([-1, 2], np.int32),
-        "static.mean.columns must hold positions from 0 on, got -1",
-    ),
-    (
-        "static.mean.diagonals",
-        np.array([0, 3, 3], np.int32),
-        "static.mean.diagonals must be ascending, got 3 after 3",
-    ),
-    ("static.mean.diagonals", np.array([0, 3, 1], np.int32), "must be ascending, got 1 after 3"),
+def at(table, *places):
+    """The array with another number at one place."""
+    *place, number = places
+    changed = table.copy()
+    changed[tuple(place)] = number
+    return changed
+
+
+UNSORTED = np.array([0, 3, 1], np.int32)
+ALONE = "must leave alone (-1) the layers that prefill.layers leaves alone"
+# An array of the sidecar, what stands in its place (None: nothing does), and what is said.
+ARRAYS = [
+    ("static.mean.columns", lambda a: None, "patterns.static_mean: the sidecar has no array"),
+    ("static.mean.columns", lambda a: np.array([1, 2]), "one row of int32, got int64 of shape (2,"),
+    ("static.mean.columns", lambda a: a[None], "must be one row of int32, got int32 of shape (1,"),
+    ("static.mean.columns", lambda a: at(a, 0, -1), "must hold positions from 0 on, got -1"),
+    ("static.mean.diagonals", lambda a: a[[0, 3, 3]], "must be ascending, got 9 after 9"),
+    ("static.mean.diagonals", lambda a: UNSORTED, "must be ascending, got 1 after 3"),
+    ("front.rows", lambda a: None, "prefill.front: the sidecar has no array front.rows"),
+    ("front.rows", lambda a: a[:, 1:], "of shape (2, 5, 4), got int16 of shape (2, 4, 4)"),
+    ("front.rows", lambda a: a[..., :3], "of shape (2, 5, 4), got int16 of shape (2, 5, 3)"),
+    ("front.rows", lambda a: a[:1], "of shape (2, 5, 4), got int16 of shape (1, 5, 4)"),
+    ("front.rows", lambda a: a.astype("int64"), "must be int16 of shape (2, 5, 4), got int64"),
+    ("front.rows", lambda a: at(a, 0, 1, 0), ALONE),
+    ("front.rows", lambda a: at(a, 1, 2, 0, -1), ALONE),
+    ("front.rows", lambda a: at(a, 0, 2, 3, 13), "front.rows names pattern 13, there are 13"),
+    ("cost.0.pattern", lambda a: a[:1], "must be columns of one length, got [(1,), (2,)]"),
+    ("calibration.seen_windows", lambda a: None, "says 2, and the sidecar has no array"),
+    ("calibration.seen_windows", lambda a: a[:1], "(2, 32), got uint8 of shape (1, 32)"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "array", "expected"), STATIC, ids=[expected[-30:] for *_, expected in STATIC]
-)
-def test_arrays_of_static_patterns(tmp_path, every_kind, monkeypatch, name, array, expected):
+@pytest.mark.parametrize(("name", "change", "says"), ARRAYS)
+def test_arrays_that_cannot_be(tmp_path, every_kind, monkeypatch, name, change, says):
     """Refused when they are written, and when a file that another writer made is read."""
     artifact, arrays = every_kind
-    arrays = {key: value for key, value in (arrays | {name: array}).items() if value is not None}
+    arrays[name] = change(arrays[name])
+    arrays = {key: array for key, array in arrays.items() if array is not None}
     path = tmp_path / "cfg.yaml"
     with pytest.raises(ArtifactError) as refused:
         save(artifact, path, arrays)
-    assert expected in str(refused.value) and list(tmp_path.iterdir()) == []
+    assert says in str(refused.value) and list(tmp_path.iterdir()) == []
     with monkeypatch.context() as unchecked:
-        unchecked.setattr("artifacts.store.read.check_arrays", lambda artifact, arrays: None)
+        unchecked.setattr("artifacts.store.write.check_arrays", lambda artifact, arrays: None)
         save(artifact, path, arrays)
-    assert expected in line(path)
-    with pytest.raises(ArtifactError, match="static"):
-        load_arrays(path)
+    assert says in line(path)
     assert load(path, check_sidecar=False).patterns["static_mean"].indices == "mean"
 
 
-def test_static_patterns_need_a_sidecar(tmp_path, every_kind, monkeypatch):
-    with pytest.raises(
-        ArtifactError,
-        match=r"static_mean: the array static\.mean\.columns must be in the sidecar, and",
-    ):
-        save(every_kind[0], tmp_path / "cfg.yaml")
+def test_what_needs_a_sidecar(tmp_path, every_kind):
+    artifact, arrays = every_kind
+    with pytest.raises(ArtifactError, match=r"static\.mean\.columns must be in the sidecar, and"):
+        save(artifact, tmp_path / "cfg.yaml")
+    without = {name: array for name, array in arrays.items() if not name.startswith("cost.")}
+    with pytest.raises(ArtifactError, match=r"costs\[0\]: the sidecar has no arrays"):
+        save(artifact, tmp_path / "cfg.yaml", without)
 
 
 def test_a_wrong_copy_is_refused_before_anything_is_written(tmp_path, make):
-    artifact = make()
-    broken = artifact.model_copy(update={"patterns": {}})
+    broken = make().model_copy(update={"patterns": {}})
     with pytest.raises(ArtifactError, match=r"prefill\.layers\[0\]\[0\]: no pattern is called"):
-        save(broken, tmp_path / "cfg.yaml")
-    summary = artifact.search.summary.model_copy(update={"error": float("nan")})
-    broken = artifact.model_copy(
-        update={"search": artifact.search.model_copy(update={"summary": summary})}
-    )
-    with pytest.raises(ArtifactError, match=r"search\.summary\.error: must be"):
         save(broken, tmp_path / "cfg.yaml")
     assert list(tmp_path.iterdir()) == []
 
@@ -567,8 +441,7 @@ def test_what_was_made_to_break_a_reader_is_refused_and_costs_little(saved, name
             (b"a: '" if name in ("one text", "percent signs") else b"") + unit * (SIZE // len(unit))
         )
     elif name in FIELDS:
-        path = Path(__file__).parent / "golden" / "v1.yaml"
-        fields = load(path).model_dump(mode="json") | {"sidecar": None}
+        fields = load(HERE / "golden" / "v1.yaml").model_dump(mode="json") | {"sidecar": None}
         FIELDS[name](fields)
         if name not in ("huge numbers", "counts beyond floats"):
             fields["content_sha256"] = content_sha256(fields)

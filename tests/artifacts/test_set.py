@@ -8,7 +8,8 @@ import pytest
 
 from artifacts import ArtifactError, HeadwiseError, load, load_pair, save
 from artifacts.__main__ import main
-from artifacts.analysis.lint import Case, lint
+from artifacts.analysis.findings import Case
+from artifacts.analysis.lint import lint
 from artifacts.commands.set import Config, run
 
 

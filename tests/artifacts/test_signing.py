@@ -16,8 +16,8 @@ from artifacts import ArtifactError, HeadwiseError, load, load_arrays, load_pair
 from artifacts.__main__ import main
 from artifacts.commands import sign as sign_verb
 from artifacts.store import read as store
-from artifacts.store.read import sign
 from artifacts.store.signing import CONTEXT, fingerprint, make_key, signature_path
+from artifacts.store.write import sign
 
 
 @pytest.fixture
