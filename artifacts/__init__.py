@@ -5,16 +5,7 @@ Data only: imports neither torch nor, until arrays are read or written, numpy.
 
 from artifacts.cli import interrupt  # isort: split  # noqa: F401, before all that takes time
 from artifacts.errors import ArtifactError, Finding, HeadwiseError
-from artifacts.schema.artifact import (
-    Artifact,
-    Calibration,
-    ModelInfo,
-    Prefill,
-    SearchCost,
-    SearchInfo,
-    Sidecar,
-    Summary,
-)
+from artifacts.schema.artifact import Artifact, Prefill, Sidecar
 from artifacts.schema.costs import DeviceCosts
 from artifacts.schema.decode import Decode, OmniKV, Similarity
 from artifacts.schema.evidence import Evidence, Measurement, PromptSet, TaskFigures, Verdict
@@ -22,6 +13,7 @@ from artifacts.schema.fields import Imported
 from artifacts.schema.front import Front, Point
 from artifacts.schema.growth import Growth, grown
 from artifacts.schema.kv_cache import H2O, Full, KVCache, SnapKV, Streaming
+from artifacts.schema.model import ModelInfo
 from artifacts.schema.patterns import (
     AShape,
     BlockSparse,
@@ -36,6 +28,7 @@ from artifacts.schema.patterns import (
     VerticalSlash,
     pattern_name,
 )
+from artifacts.schema.search import Calibration, SearchCost, SearchInfo, Summary
 from artifacts.store.front_rows import at_target, front_arrays, front_rows
 from artifacts.store.read import load, load_arrays, load_pair
 from artifacts.store.windows import seen_windows, window_arrays

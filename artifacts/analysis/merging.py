@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artifacts.errors import ArtifactError, one_line
-from artifacts.schema.artifact import Artifact, ModelInfo, now
+from artifacts.schema.artifact import Artifact, now
+from artifacts.schema.model import ModelInfo
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array

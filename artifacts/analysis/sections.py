@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from artifacts.analysis.merging import section_of
 from artifacts.errors import ArtifactError
-from artifacts.schema.artifact import Artifact, ModelInfo
+from artifacts.schema.artifact import Artifact
 from artifacts.schema.costs import DeviceCosts
+from artifacts.schema.model import ModelInfo
 from artifacts.store.arrays import columns
 from artifacts.store.windows import seen_windows, window_arrays
 from artifacts.store.write import save, update

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, one_line
-from artifacts.interop import duo_attention, heads, kascade, kvzip, layers, modelopt
+from artifacts.interop import (
+    duo_attention,
+    kascade,
+    kvzip,
+    layers,
+    modelopt,
+    read_heads,
+    write_heads,
+)
 from artifacts.interop.report import Export, Import
 from artifacts.interop.shape import Given
 from artifacts.interop.source import Source
@@ -43,15 +51,15 @@ _KV_HEADS = ("sinks", "window", "threshold", "sparsity")
 FORMATS: dict[str, Format] = {
     "minference": Format(
         about="MInference's JSON list of head patterns, also within AngelSlim's best_pattern",
-        read=partial(heads.read, format="minference"),
-        write=partial(heads.write, format="minference"),
+        read=partial(read_heads.read, format="minference"),
+        write=partial(write_heads.write, format="minference"),
         options=_HEADS,
         patterns=True,
     ),
     "sparse_attention_config": Format(
         about="the same list for vLLM and SGLang: sparse_attention_config.json",
-        read=partial(heads.read, format="sparse_attention_config"),
-        write=partial(heads.write, format="sparse_attention_config"),
+        read=partial(read_heads.read, format="sparse_attention_config"),
+        write=partial(write_heads.write, format="sparse_attention_config"),
         options=_HEADS,
         patterns=True,
     ),

@@ -20,7 +20,7 @@ it was searched for. It runs block_sparse as vertical_and_slash of the same size
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -94,6 +94,14 @@ def parse(document: Any, format: HeadFormat) -> list[dict[int, Entry]]:
     if len(layers) > MOST:
         raise ArtifactError(f"has {len(layers)} layers, the most that make sense are {MOST}")
     return [_layer(layer, row, format) for layer, row in enumerate(layers)]
+
+
+def complete(
+    layers: Sequence[dict[int, Entry]], num_layers: int, num_heads: int
+) -> list[list[Entry]]:
+    """Entries of every layer and head, with LEFT_OUT where the file has none."""
+    filled = [*layers, *[dict[int, Entry]()] * (num_layers - len(layers))]
+    return [[row.get(head, LEFT_OUT) for head in range(num_heads)] for row in filled]
 
 
 def is_angelslim(document: Any) -> bool:

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 from artifacts.errors import ArtifactError, naming, shorten
 from artifacts.interop.report import Notes
 from artifacts.interop.source import Source
-from artifacts.schema.artifact import Artifact, ModelInfo, Prefill
+from artifacts.schema.artifact import Artifact, Prefill
 from artifacts.schema.fields import LARGEST, MOST
+from artifacts.schema.model import ModelInfo
 
 # Of each size: its names in config.json, its flag, what it is.
 _SIZES = {

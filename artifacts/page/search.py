@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from artifacts.errors import number, plural
 from artifacts.page.layout import aligned
-from artifacts.schema.artifact import Artifact, SearchInfo
+from artifacts.schema.artifact import Artifact
+from artifacts.schema.search import SearchInfo
 from artifacts.store.front_rows import served_point
 
 if TYPE_CHECKING:

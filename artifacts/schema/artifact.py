@@ -7,38 +7,33 @@ from __future__ import annotations
 
 import difflib
 from datetime import UTC, datetime
-from math import isfinite
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from artifacts.errors import shorten
 from artifacts.schema.costs import DeviceCosts
 from artifacts.schema.decode import Decode, OmniKV
 from artifacts.schema.evidence import Evidence
 from artifacts.schema.fields import (
-    MOST_HEADS,
-    AtLeast0,
-    Count,
-    Few,
     Imported,
     Natural,
     PatternName,
     Record,
     Rows,
     Sha256,
-    Share,
     Text,
     matching,
 )
 from artifacts.schema.front import Front
 from artifacts.schema.growth import Growth
 from artifacts.schema.kv_cache import KVCache
-from artifacts.schema.patterns import KindName, Pattern
+from artifacts.schema.model import ModelInfo
+from artifacts.schema.patterns import Pattern
+from artifacts.schema.search import SearchCost, SearchInfo
 
 SCHEMA_VERSION = 1
 MAX_EDITS = 256
-MAX_WINDOWS = 1 << 20
 
 SavedSha256 = Annotated[str, matching("([0-9a-f]{64})?", "a SHA-256 of 64 lower-case hex digits")]
 Timestamp = Annotated[
@@ -60,157 +55,6 @@ SidecarName = Annotated[
 def now() -> str:
     """This second in UTC, as an artifact writes it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _plain(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Check for JSON that every reader takes alike: finite numbers, and integers below 2^53."""
-
-    def check(entry: JsonValue, path: str) -> None:
-        if isinstance(entry, float) and not isfinite(entry):
-            raise ValueError(f"must hold finite numbers only, got {entry} at {path}")
-        if isinstance(entry, int) and abs(entry) >= 2**53:
-            raise ValueError(
-                f"must hold whole numbers below 2^53 only, got {shorten(entry)} at {path}"
-            )
-        if isinstance(entry, dict):
-            for key, inner in entry.items():
-                check(inner, f"{path}.{key}" if path else key)
-        elif isinstance(entry, list):
-            for i, inner in enumerate(entry):
-                check(inner, f"{path}[{i}]")
-
-    check(value, "")
-    return value
-
-
-class ModelInfo(Record):
-    """The model an artifact is for; runtime.fingerprint makes and compares it.
-
-    None is what an import could not know: it is not compared.
-    """
-
-    name: Text = Field(description="as it was given: a hub id, a folder, a file")
-    revision: Text | None = Field(
-        default=None, description="the hub revision, where one was asked for"
-    )
-    architecture: Text | None = Field(description="the transformers class")
-    config_sha256: Sha256 | None = Field(
-        description="over the configuration that determines attention (`runtime.fingerprint`)"
-    )
-    weights_sha256: Sha256 | None = Field(description="over a sample of every weight")
-    num_layers: Few = Field(description="layers; at most 65,536 query heads in all")
-    num_heads: Few = Field(description="query heads a layer")
-    num_kv_heads: Few = Field(description="KV heads a layer; divides `num_heads`")
-    head_dim: Annotated[int, Field(ge=1, le=65_536)] = Field(description="channels a head")
-    rope: Annotated[dict[str, JsonValue], AfterValidator(_plain)] | None = Field(
-        description="the rotary embedding's parameters, as the configuration has them"
-    )
-    max_positions: Count = Field(
-        description="the longest prompt that the configuration allows, in tokens"
-    )
-
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """The hashes that are open, so that any model of the shape passes for this one."""
-        return tuple(
-            name for name in ("config_sha256", "weights_sha256") if getattr(self, name) is None
-        )
-
-    @model_validator(mode="after")
-    def _groups(self) -> Self:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}"
-            )
-        if self.num_layers * self.num_heads > MOST_HEADS:
-            raise ValueError(
-                f"num_layers * num_heads must be at most {MOST_HEADS}, got {self.num_layers} "
-                f"layers of {self.num_heads} query heads"
-            )
-        return self
-
-
-class Calibration(Record):
-    """The prompts that the search looked at."""
-
-    tasks: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(
-        description="`kv_retrieval`, `passkey`, `text`, `jsonl` and so on"
-    )
-    lengths: Annotated[tuple[Count, ...], Field(min_length=1)] = Field(
-        description="the prompts' lengths, in tokens"
-    )
-    samples: Count = Field(description="prompts of each task and length")
-    sha256: Sha256 = Field(description="over the prompts' token ids")
-    seen_windows: Annotated[int, Field(ge=0, le=MAX_WINDOWS)] = Field(
-        default=0,
-        description=(
-            "windows of text that the search has seen, its gates included; "
-            "the sidecar has their digests"
-        ),
-    )
-
-
-class Summary(Record):
-    """Means over searched heads with their patterns, and the heads that each kind won."""
-
-    recall: Share = Field(description="attention mass kept")
-    error: AtLeast0 = Field(description="relative L2 distance of the head's output from dense")
-    density: Share = Field(description="of the causal area computed, in whole tiles")
-    winners: dict[KindName, Natural] = Field(description="heads that each kind won")
-
-
-class SearchCost(Record):
-    """Cost that the search counted: seconds of a device in `costs`, or FLOPs of any."""
-
-    unit: Literal["seconds", "flops"] = Field(
-        description="measured seconds of a device, or floating-point operations"
-    )
-    device: Text = Field(
-        description="whose seconds; `costs` has its table. With `flops` where the search ran"
-    )
-
-
-class SearchInfo(Record):
-    """Record of the search, enough to repeat it."""
-
-    tool_version: Text = Field(description="of headwise")
-    command: Text = Field(description="the command line that wrote this file")
-    preset: Literal["paper", "scaled"] = Field(
-        description="MInference's own lengths and sizes, or the same scaled to shorter prompts"
-    )
-    seed: Natural = Field(description="of the calibration prompts")
-    calibration: Calibration = Field(description="the prompts that the search looked at")
-    allocation: Literal["heads", "model"] = Field(
-        default="heads",
-        description=(
-            "whether the budget is one for each head (MInference 1.0, Algorithm 1) or one for all "
-            "heads together"
-        ),
-    )
-    budget: Text = Field(
-        description="as it was given: `a_shape:SINK,WINDOW` or a fraction of the dense causal FLOPs"
-    )
-    target_density: Annotated[Share, Field(gt=0.0)] = Field(
-        description="the fraction of the causal area that the budget allows"
-    )
-    cost: SearchCost | None = Field(
-        default=None,
-        description="what the search counted as cost; null: tiles, alike for all kinds",
-    )
-    n_trials: Natural | None = Field(
-        default=None, description="Optuna trials behind the result; null: there was no study"
-    )
-    gradient_fault: Text | None = Field(
-        default=None,
-        description=(
-            "why the loss had no gradients, so that heads were weighed by their change of the "
-            "residual stream alone; null: it had, or the search takes none"
-        ),
-    )
-    device: Text = Field(description="where the model ran")
-    dtype: Text = Field(description="in which precision it ran")
-    kernel_backend: Text = Field(description="the attention kernels that scored the candidates")
-    summary: Summary = Field(description="means over the searched heads")
 
 
 class Prefill(Record):

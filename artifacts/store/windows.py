@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, shorten
-from artifacts.schema.artifact import MAX_WINDOWS
+from artifacts.schema.search import MAX_WINDOWS
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from artifacts import HeadwiseError, ModelInfo
-from artifacts.schema.artifact import MAX_WINDOWS
+from artifacts.schema.search import MAX_WINDOWS
 from profiling.models.loading import LoadedModel
 from profiling.prompts.held_out import GATE_SET, Seen, held_out, of_texts
 from profiling.prompts.kind import LengthTooShort

@@ -1,0 +1,86 @@
+"""The model section: the model that an artifact is for."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, Field, JsonValue, model_validator
+
+from artifacts.errors import shorten
+from artifacts.schema.fields import (
+    MOST_HEADS,
+    Count,
+    Few,
+    Record,
+    Sha256,
+    Text,
+)
+
+
+def _plain(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Check for JSON that every reader takes alike: finite numbers, and integers below 2^53."""
+
+    def check(entry: JsonValue, path: str) -> None:
+        if isinstance(entry, float) and not isfinite(entry):
+            raise ValueError(f"must hold finite numbers only, got {entry} at {path}")
+        if isinstance(entry, int) and abs(entry) >= 2**53:
+            raise ValueError(
+                f"must hold whole numbers below 2^53 only, got {shorten(entry)} at {path}"
+            )
+        if isinstance(entry, dict):
+            for key, inner in entry.items():
+                check(inner, f"{path}.{key}" if path else key)
+        elif isinstance(entry, list):
+            for i, inner in enumerate(entry):
+                check(inner, f"{path}[{i}]")
+
+    check(value, "")
+    return value
+
+
+class ModelInfo(Record):
+    """The model an artifact is for; runtime.fingerprint makes and compares it.
+
+    None is what an import could not know: it is not compared.
+    """
+
+    name: Text = Field(description="as it was given: a hub id, a folder, a file")
+    revision: Text | None = Field(
+        default=None, description="the hub revision, where one was asked for"
+    )
+    architecture: Text | None = Field(description="the transformers class")
+    config_sha256: Sha256 | None = Field(
+        description="over the configuration that determines attention (`runtime.fingerprint`)"
+    )
+    weights_sha256: Sha256 | None = Field(description="over a sample of every weight")
+    num_layers: Few = Field(description="layers; at most 65,536 query heads in all")
+    num_heads: Few = Field(description="query heads a layer")
+    num_kv_heads: Few = Field(description="KV heads a layer; divides `num_heads`")
+    head_dim: Annotated[int, Field(ge=1, le=65_536)] = Field(description="channels a head")
+    rope: Annotated[dict[str, JsonValue], AfterValidator(_plain)] | None = Field(
+        description="the rotary embedding's parameters, as the configuration has them"
+    )
+    max_positions: Count = Field(
+        description="the longest prompt that the configuration allows, in tokens"
+    )
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The hashes that are open, so that any model of the shape passes for this one."""
+        return tuple(
+            name for name in ("config_sha256", "weights_sha256") if getattr(self, name) is None
+        )
+
+    @model_validator(mode="after")
+    def _groups(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must divide num_heads ({self.num_heads}), got {self.num_kv_heads}"
+            )
+        if self.num_layers * self.num_heads > MOST_HEADS:
+            raise ValueError(
+                f"num_layers * num_heads must be at most {MOST_HEADS}, got {self.num_layers} "
+                f"layers of {self.num_heads} query heads"
+            )
+        return self
