@@ -119,7 +119,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
 
     Raises:
         OSError: there is none, it cannot be read, or it is something else: a directory, a pipe, a
-        device.
+            device.
     """
     # Asked of the open file: what a path leads to may change after it was looked at.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -137,7 +137,7 @@ def read_regular(path: Path, most: int, what: str) -> bytes:
 
     Raises:
         ArtifactError: there is no such file, it cannot be read, is no regular file or too large;
-        the line names it.
+            the line names it.
     """
     shown = one_line(str(path))
     try:

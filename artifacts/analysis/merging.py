@@ -53,8 +53,7 @@ def merge(
 
     Raises:
         ArtifactError: the parts are for unlike models (the first field that differs is named), a
-        part lacks the section
-            that it was named for, or the sections do not go together.
+            part lacks the section that it was named for, or the sections do not go together.
     """
     model = _one_model(prefill.artifact.model, base, prefill)
     parts = {"prefill": prefill, "decode": decode, "kv_cache": kv_cache}

@@ -34,7 +34,7 @@ class Verb(Protocol):
     EXAMPLES: str
 
     def run(self, config: Any) -> Outcome:
-        """Do it. Raises HeadwiseError where the input is bad."""
+        """Run the verb; HeadwiseError where the input is bad."""
 
 
 def answer(as_json: Path | None, facts: Any, lines: Iterable[str], *, status: int = 0) -> Outcome:
@@ -45,7 +45,7 @@ def answer(as_json: Path | None, facts: Any, lines: Iterable[str], *, status: in
 
 
 def as_asked(as_json: Path | None, made: str, text: str, *, status: int = 0) -> Outcome:
-    """The same of JSON and of a text that are made."""
+    """Outcome of text, or with --json of the JSON `made`."""
     if as_json == STDOUT:
         return Outcome(text=f"{made}\n", status=status)
     if as_json is not None:
@@ -56,7 +56,7 @@ def as_asked(as_json: Path | None, made: str, text: str, *, status: int = 0) -> 
 def file_arg(
     metavar: str = "FILE", help: str = "the artifact's YAML file, such as cfg.yaml"
 ) -> Any:
-    """An artifact's YAML file."""
+    """The artifact's YAML file, positional."""
     return arg(metavar=metavar, type=Path, help=help)
 
 
@@ -66,7 +66,7 @@ def out_arg(help: str, default: Any = MISSING) -> Any:
 
 
 def json_flag() -> Any:
-    """For programs."""
+    """--json, output for programs."""
     return arg(
         "--json", metavar="FILE", nargs="?", type=json_file, const=STDOUT, default=None, help=JSON
     )

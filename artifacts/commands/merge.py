@@ -69,8 +69,7 @@ def run(config: Config) -> Outcome:
 
     Raises:
         HeadwiseError: a file cannot be read, lacks the section, or is for another model; the
-        sections do not go
-            together; the output cannot be written.
+            sections do not go together; the output cannot be written.
     """
     check_writable(config.out)
     named = [

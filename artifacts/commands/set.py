@@ -56,7 +56,7 @@ def run(config: Config) -> Outcome:
 
     Raises:
         HeadwiseError: a field is not there or cannot have the value; the file cannot be read or
-        written.
+            written.
     """
     check_writable(config.out)
     wanted = [_parsed(change) for change in config.changes]

@@ -49,8 +49,8 @@ def run(config: Config) -> Outcome:
 
     Raises:
         HeadwiseError: the artifact is not whole, the key is none or not yours alone, or
-        cryptography is missing; a new
-            key is there already, or its passphrase is not the same twice.
+            cryptography is missing; a new key is there already, or its passphrase is not the same
+            twice.
     """
     if config.encrypt and not config.new_key:
         raise HeadwiseError("--encrypt is for a key that --new-key makes")

@@ -35,7 +35,7 @@ def run(config: Config) -> Outcome:
 
     Raises:
         HeadwiseError: it is not signed by the key, not whole, the key is none, or cryptography is
-        missing.
+            missing.
     """
     pair = read_pair(config.file, verify=config.key)
     content = pair.artifact.content_sha256

@@ -106,7 +106,7 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
 
     Raises:
         ArtifactError: the artifact has no kv_cache section, or another config.json lies beside
-        `out`.
+            `out`.
     """
     beside = out.with_name("config.json")
     if beside.exists() and _config(beside) is None:
@@ -194,7 +194,7 @@ def _table(text: str) -> Table:
 
     Raises:
         ArtifactError: a line is no row of finite numbers as long as those before, or there are too
-        many or none.
+            many or none.
     """
     table = Table()
     for number, line in enumerate(text.splitlines(), 1):

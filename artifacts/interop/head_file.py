@@ -86,7 +86,7 @@ def parse(document: Any, format: HeadFormat) -> list[dict[int, Entry]]:
 
     Raises:
         ArtifactError: it is no such list; the line has the layer, the head, the value and what
-        would be right.
+            would be right.
     """
     layers = _listed(document) if format == "minference" and is_angelslim(document) else document
     if not isinstance(layers, list) or not layers:

@@ -151,7 +151,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
     Raises:
         ArtifactError: the file is no .pt of one such tensor, or unpacks to more than is read of any
-        file.
+            file.
     """
     import torch
 

@@ -156,7 +156,7 @@ def section(source: Source, format: str, full: Sequence[bool], budget: Any) -> D
 
     Raises:
         ArtifactError: no layer is left to be served, the first attends not to everything, or the
-        budget is none.
+            budget is none.
     """
     if not full[0]:
         raise ArtifactError("the first layer must attend to everything")

@@ -99,7 +99,7 @@ def model_shape(
 
     Raises:
         ArtifactError: a size is missing, or two places disagree about one; the line says where it
-        can come from.
+            can come from.
     """
     path, config = _config(given.config)
     if path is None and own is not None and set(own) & _KEYS:

@@ -48,7 +48,7 @@ class Source:
 
         Raises:
             ArtifactError: it is no JSON, has a key twice, a NaN or an infinity, or is nested too
-            deep.
+                deep.
         """
         try:
             return json.loads(self.text(), object_pairs_hook=_unique, parse_constant=_constant)

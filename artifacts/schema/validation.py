@@ -49,8 +49,7 @@ def to_artifact(fields: Mapping[str, Any]) -> Artifact:
 
     Raises:
         ArtifactError: one line with the first wrong field's path, its value, what would be right,
-        and how
-            many more are wrong.
+            and how many more are wrong.
     """
     try:
         # The JSON mode is as strict as the Python mode, but takes a list for a tuple: YAML has no

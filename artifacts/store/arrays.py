@@ -54,7 +54,7 @@ def check_static(
 
     Raises:
         ArtifactError: the first that is missing or is not one row of ascending int32 positions from
-        0 on.
+            0 on.
     """
     looked_at = set[str]()
     for name, pattern in patterns.items():

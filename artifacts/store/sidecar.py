@@ -95,8 +95,9 @@ class Sidecar(Mapping[str, "Array"]):
         """Open the file, hash it and read its header, no more than a MiB at a time.
 
         Raises:
-            FileNotFoundError: there is no such file. ArtifactError: it is not the file with this
-            SHA-256, holds more than a sidecar may, or cannot be read.
+            FileNotFoundError: there is no such file.
+            ArtifactError: it is not the file with this SHA-256, holds more than a sidecar may, or
+                cannot be read.
         """
         self._name = shorten(file.name)
         self._sha256 = sha256

@@ -96,8 +96,7 @@ def signature(data: bytes, key: Key, ask: Ask | None = None) -> tuple[bytes, str
 
     Raises:
         HeadwiseError: `key` is no private Ed25519 key, others can read it, it is encrypted and its
-        passphrase is
-            missing or wrong; or cryptography is missing.
+            passphrase is missing or wrong; or cryptography is missing.
     """
     private = _private(key, ask)
     by = _fingerprint(private.public_key())
