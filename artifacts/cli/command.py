@@ -34,7 +34,7 @@ leave_at_once = False
 # The heading of options that few need, the last of a command's help.
 ADVANCED = "advanced"
 _ALWAYS = "every command: -q no progress and no warnings, -v more on stderr, --version"
-# What serving does without -> the extra that installs it.
+# Packages that serving does without, and the extra that installs each.
 EXTRAS = {
     "lm_eval": "lm-eval",
     "matplotlib": "search",
@@ -92,7 +92,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse; `--json cfg.yaml` is no request to write over an artifact."""
-        words = sys.argv[1:] if args is None else list(args)
+        words = list(sys.argv[1:] if args is None else args)
         last = words.index("--") if "--" in words else len(words)
         if "--json" in self._option_string_actions and "--json" in words[:last]:
             at = words.index("--json")
@@ -225,7 +225,7 @@ def run_command(
     except ModuleNotFoundError as error:
         if error.name is None or (package := error.name.partition(".")[0]) not in EXTRAS:
             raise
-        _complain(_how_to_install(package))
+        _complain(f"{package} is not installed: pip install 'headwise[{EXTRAS[package]}]'")
         code = BAD_USE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -254,16 +254,8 @@ def _prepare_output() -> None:
         )
 
 
-def _how_to_install(package: str) -> str:
-    return f"{package} is not installed: pip install 'headwise[{EXTRAS[package]}]'"
-
-
 def _complain(message: str) -> None:
-    _say(f"error: {message}")
-
-
-def _say(line: str) -> None:
-    print(one_line(line), file=sys.stderr)
+    print(one_line(f"error: {message}"), file=sys.stderr)
 
 
 def _discard(stream: TextIO | None) -> None:
