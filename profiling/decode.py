@@ -39,16 +39,17 @@ def main(argv: list[str] | None = None) -> int:
     config = config_of(Comparison, vars(options))
     with while_importing():
         from profiling.decoding.losses import position_lines
-        from profiling.decoding.run import run, table
+        from profiling.decoding.run import run
+        from profiling.decoding.table import table
         from profiling.ledger import Ledger
     # With the file that is written a ledger lies beside it; timed rounds are never taken from one.
     kept = isinstance(options.json, Path) and options.json != arguments.STDOUT
     with Ledger(options.json, "decode", fresh=options.fresh) if kept else nullcontext() as ledger:
         rows, record = run(config, ledger)
         record = {"command": arguments.as_typed("decode", argv), **record}
-        said = table(rows, record["all_seconds"], config.trials)
+        text = table(rows, record["all_seconds"], config.trials)
         arguments.deliver(
-            "\n".join([said, *position_lines(record.get("by_position", {}))]), record, options.json
+            "\n".join([text, *position_lines(record.get("by_position", {}))]), record, options.json
         )
         if ledger is not None:
             ledger.remove()

@@ -17,9 +17,9 @@ from artifacts.cli.interrupt import while_importing
 from profiling.speed.config import DOCTOR_LENGTH
 
 
-def lines_of(name: str, found: Mapping[str, Any]) -> list[str]:
+def lines_of(name: str, report: Mapping[str, Any]) -> list[str]:
     """The lines of a part for people; `found` has this part and those before it."""
-    part = found[name]
+    part = report[name]
     if name == "processor":
         memory = f", {part['memory'] / 2**30:.0f} GiB" if part["memory"] else ""
         instructions = " ".join(part["instructions"]) or "no instructions that the kernels know"
@@ -67,7 +67,7 @@ def lines_of(name: str, found: Mapping[str, Any]) -> list[str]:
             f"{part['sparse_density']:.2f}",
         ]
     if name == "expected":
-        return _expected_lines(part, found["processor"]["memory"])
+        return _expected_lines(part, report["processor"]["memory"])
     return _gain_lines(part)
 
 
@@ -131,15 +131,15 @@ def parser() -> ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point: 0 where all is well, 3 where something is wrong."""
     options = parser().parse_args(argv)
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     with while_importing():
         from profiling.speed.machine import parts
     for name, part in parts():
-        found[name] = part
+        report[name] = part
         if options.json != arguments.STDOUT:
-            print("\n".join(lines_of(name, found)), flush=True)
-    arguments.deliver_json(found, options.json)
-    return FOUND if found["wrong"] else 0
+            print("\n".join(lines_of(name, report)), flush=True)
+    arguments.deliver_json(report, options.json)
+    return FOUND if report["wrong"] else 0
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ def device_name(device: str | torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if _CPUINFO.exists():
         lines = (line.partition(":") for line in _CPUINFO.read_text().splitlines())
-        if found := next(
+        if name := next(
             (value.strip() for key, _, value in lines if key.strip() == "model name"), ""
         ):
-            return found
+            return name
     return platform.processor() or platform.machine()

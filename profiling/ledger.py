@@ -115,10 +115,10 @@ class Ledger:
             data = self._file(unit).read_bytes()
             if hashlib.sha256(data[32:]).digest() != data[:32]:
                 return None
-            found = from_bytes(data[32:])
+            stored = from_bytes(data[32:])
         except (OSError, SafetensorError, ValueError, KeyError):
             return None
-        return found["value"] if found["key"] == unit.key else None
+        return stored["value"] if stored["key"] == unit.key else None
 
     def put(self, unit: Unit, value: Any) -> Any:
         """Keep a job's value durably, and return it as get() does."""
@@ -130,8 +130,8 @@ class Ledger:
 
     def once(self, unit: Unit, find: Callable[[], Any]) -> Any:
         """The unit's value: what is kept, or else what `find` returns, which is kept."""
-        found = self.get(unit)
-        return self.put(unit, find()) if found is None else found
+        value = self.get(unit)
+        return self.put(unit, find()) if value is None else value
 
     def run(
         self,
@@ -219,20 +219,20 @@ class Ledger:
             beside.unlink(missing_ok=True)
         file = self.folder / _SETTINGS
         try:
-            found = json.loads(file.read_bytes())
+            stored = json.loads(file.read_bytes())
         except (OSError, ValueError):
-            found = None
-        if isinstance(found, dict) and len(self):
+            stored = None
+        if isinstance(stored, dict) and len(self):
             settings = self._settings
             changed = [
                 key
-                for key in {**settings, **found}
-                if _canonical(settings.get(key)) != _canonical(found.get(key))
+                for key in {**settings, **stored}
+                if _canonical(settings.get(key)) != _canonical(stored.get(key))
             ]
             if changed:
                 raise HeadwiseError(
                     f"{self.folder} belongs to another run: its {changed[0]} is "
-                    f"{shorten(found.get(changed[0]))}, not "
+                    f"{shorten(stored.get(changed[0]))}, not "
                     f"{shorten(settings.get(changed[0]))}; repeat that command to finish it, or "
                     f"pass --fresh to "
                     "discard it"

@@ -118,9 +118,9 @@ def phase(
         _print(shown.end())
 
 
-def bar(*of: Any, leave: bool = False, **how: Any) -> tqdm[Any]:
+def bar(*of: Any, leave: bool = False, **options: Any) -> tqdm[Any]:
     """tqdm of what is short or inside of a phase: on a terminal only, and not with -q."""
-    return tqdm(*of, leave=leave, disable=True if command.verbosity < 0 else None, **how)
+    return tqdm(*of, leave=leave, disable=True if command.verbosity < 0 else None, **options)
 
 
 def _print(line: str) -> None:

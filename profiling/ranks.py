@@ -104,10 +104,10 @@ class Ranks:
 
         They are as profiling.values.from_bytes returns them, also where there is one rank.
         """
-        found: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         for theirs in self.gather_all(dict(values)):
-            found = {**theirs, **found}
-        return dict(sorted(found.items()))
+            merged = {**theirs, **merged}
+        return dict(sorted(merged.items()))
 
     def gather_all(self, value: Any) -> list[Any]:
         """The value that each rank gave, by rank."""

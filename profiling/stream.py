@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     with while_importing():
         from profiling.streams.report import report
         from profiling.streams.run import run
-    found, record = run(config)
-    print(report(config, found, record))
+    rows, record = run(config)
+    print(report(config, rows, record))
     print(f"wrote {config.out / 'stream.json'}, .csv, .png and .svg")
     return 0
 

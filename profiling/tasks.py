@@ -110,11 +110,11 @@ def main(argv: list[str] | None = None) -> int:
     from profiling.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(config.model)
-    how = {"length": config.length, "samples": config.samples, "seed": config.seed}
+    settings = {"length": config.length, "samples": config.samples, "seed": config.seed}
     if config.lm_eval is not None:
-        _write(task, tokenizer, config.lm_eval, **how)
+        _write(task, tokenizer, config.lm_eval, **settings)
         return 0
-    prompts = make_prompts(task, tokenizer, **how)
+    prompts = make_prompts(task, tokenizer, **settings)
     print("\n\n".join(shown(prompt, tokenizer, whole=not config.ends) for prompt in prompts))
     return 0
 

@@ -54,9 +54,9 @@ def from_bytes(data: bytes) -> Any:
 
     arrays: dict[str, np.ndarray] = load(data)
 
-    def read(found: dict[str, Any]) -> Any:
+    def read(entry: dict[str, Any]) -> Any:
         # Those that safetensors returns cannot be written to.
-        return arrays[found[_ARRAY]].copy() if _ARRAY in found else found
+        return arrays[entry[_ARRAY]].copy() if _ARRAY in entry else entry
 
     return json.loads(arrays[_JSON].tobytes(), object_hook=read)
 

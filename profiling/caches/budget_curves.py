@@ -67,7 +67,7 @@ def measure(
     Raises:
         HeadwiseError: every layer slides.
     """
-    found = []
+    by_prompt = []
     layers = len(attention_layers(loaded.model))
     with phase("budget curves", len(prompts) * layers, "layers") as shown:
         for prompt in prompts:
@@ -83,9 +83,9 @@ def measure(
                 curves = _of_prompt(loaded, prompt, shares, shown)
                 if ledger is not None and unit is not None:
                     curves = ledger.put(unit, curves)
-            found.append(curves)
+            by_prompt.append(curves)
     error, kept = (
-        np.sum([curves[name] / len(prompts) for curves in found], axis=0)
+        np.sum([curves[name] / len(prompts) for curves in by_prompt], axis=0)
         for name in ("error", "kept")
     )
     if not np.isfinite(error).any():
@@ -125,7 +125,7 @@ def _walk(
     k = inputs.k
     v = inputs.v
     s_len = inputs.q.shape[2]
-    how: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap}
+    options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap}
     scores = torch.zeros(k.shape[:3], device=k.device)
     blocks = math.ceil(s_len / MAX_QUERIES)
     first = min(blocks - 1, math.ceil(blocks * _FIRST))
@@ -135,14 +135,14 @@ def _walk(
     for block in range(blocks):
         begin = block * MAX_QUERIES
         end = min((block + 1) * MAX_QUERIES, s_len)
-        some = q[:, :, begin:end]
+        queries = q[:, :, begin:end]
         keys = k[:, :, :end]
         values = v[:, :, :end]
-        whole = decode_attention(some, keys, values, scores="sum", **how)
+        whole = decode_attention(queries, keys, values, scores="sum", **options)
         if block in places:
             for at, share in enumerate(shares):
                 tokens = _held(scores[:, :, :begin], share, end)
-                part = decode_attention(some, keys, values, tokens=tokens, **how)
+                part = decode_attention(queries, keys, values, tokens=tokens, **options)
                 missed = stream.relative(
                     inputs.layer, _changes(part.out - whole.out, k.shape[1]), slice(begin, end)
                 )

@@ -73,17 +73,17 @@ def by_position(losses: Mapping[str, Tensor], dense: Tensor) -> dict[str, list[P
     return {name: parts(own) for name, own in losses.items()}
 
 
-def position_lines(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+def position_lines(by_method: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     """Lines of a table of `by_position`, its parts as mappings; of nothing none."""
-    if not found:
+    if not by_method:
         return []
     lines = [
         [
             "perplexity by position",
-            *(f"from {part['start']}" for part in next(iter(found.values()))),
+            *(f"from {part['start']}" for part in next(iter(by_method.values()))),
         ]
     ]
-    for name, parts in found.items():
+    for name, parts in by_method.items():
         changes = [
             f" {changed(Interval(**part['change']))}" if part["change"] else "" for part in parts
         ]

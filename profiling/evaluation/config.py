@@ -222,8 +222,8 @@ class Config:
         asked = any(
             each is not None for each in (self.tasks, self.text, self.samples, self.minutes)
         )
-        others = asked or self.fidelity or self.set_dense_below or not self.speed
-        if self.speed_only and others:
+        extra = asked or self.fidelity or self.set_dense_below or not self.speed
+        if self.speed_only and extra:
             raise HeadwiseError(
                 "--speed-only asks nothing: leave --task, --text, --samples, --minutes, "
                 "--fidelity, --no-speed and "

@@ -56,12 +56,12 @@ def wilson(right: int, count: int, *, confidence: float = CONFIDENCE) -> Interva
 
 def student(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Interval:
     """Compute Student's t interval (1908) of a mean; of one value, the value alone."""
-    found = _checked(values)
-    value = float(found.mean())
-    count = len(found)
+    numbers = _checked(values)
+    value = float(numbers.mean())
+    count = len(numbers)
     if count == 1:
         return Interval(value, value, value, count)
-    half = _quantile(count - 1, confidence) * float(found.std(ddof=1)) / math.sqrt(count)
+    half = _quantile(count - 1, confidence) * float(numbers.std(ddof=1)) / math.sqrt(count)
     return Interval(value, value - half, value + half, count)
 
 
@@ -72,22 +72,22 @@ def share_of(
 
     values, sizes: of each unit, such as answers lost and answers in all of a context; units of size
     0 count as well."""
-    found = _checked(values)
+    numbers = _checked(values)
     weights = _checked(sizes)
     total = max(1.0, float(weights.sum()))
-    ratio = float(found.sum()) / total
+    ratio = float(numbers.sum()) / total
     return student(
-        (ratio + (found - ratio * weights) * len(found) / total).tolist(), confidence=confidence
+        (ratio + (numbers - ratio * weights) * len(numbers) / total).tolist(), confidence=confidence
     )
 
 
 def mean_interval(values: Sequence[float], *, confidence: float = CONFIDENCE) -> Interval:
     """Compute the interval of scores: Wilson's where all are 0 or 1, else Student's."""
-    found = _checked(values)
-    if np.isin(found, (0, 1)).all():
-        return wilson(int(found.sum()), len(found), confidence=confidence)
-    made = student(values, confidence=confidence)
-    return replace(made, low=max(made.low, 0.0), high=min(made.high, 1.0))
+    scores = _checked(values)
+    if np.isin(scores, (0, 1)).all():
+        return wilson(int(scores.sum()), len(scores), confidence=confidence)
+    interval = student(values, confidence=confidence)
+    return replace(interval, low=max(interval.low, 0.0), high=min(interval.high, 1.0))
 
 
 def paired_difference(
@@ -135,12 +135,12 @@ def sign_flip(differences: Sequence[float], *, resamples: int = RESAMPLES, seed:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Correct p-values after Holm (1979): below 0.05, none errs in 95% of such tables."""
-    found = [1.0] * len(p_values)
+    corrected = [1.0] * len(p_values)
     highest = 0.0
     for rank, at in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[at]))
-        found[at] = highest
-    return found
+        corrected[at] = highest
+    return corrected
 
 
 def least_units(looks: int) -> int:
@@ -197,10 +197,10 @@ def _quantile(freedom: int, confidence: float) -> float:
 
 
 def _checked(values: Sequence[float]) -> np.ndarray:
-    found = np.asarray(values, dtype=np.float64)
-    if found.ndim != 1 or not len(found) or not np.isfinite(found).all():
+    numbers = np.asarray(values, dtype=np.float64)
+    if numbers.ndim != 1 or not len(numbers) or not np.isfinite(numbers).all():
         raise HeadwiseError("an interval needs at least one score, each a finite number")
-    return found
+    return numbers
 
 
 def _tail(confidence: float) -> float:

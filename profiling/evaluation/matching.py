@@ -131,9 +131,9 @@ class Meter:
 
     def own(self, *, dense_tail: int) -> float:
         """The density of the artifact's patterns with so many of the last queries dense."""
-        some = [with_dense_tail(index, dense_tail) for index in self._own.values()]
-        found = [density for index in some for density in index.density()[0].tolist()]
-        return sum(found) / len(found)
+        indices = [with_dense_tail(index, dense_tail) for index in self._own.values()]
+        densities = [density for index in indices for density in index.density()[0].tolist()]
+        return sum(densities) / len(densities)
 
     def density(self, pattern: Pattern, *, dense_tail: int) -> float:
         """Compute the mean density where every head has this pattern.

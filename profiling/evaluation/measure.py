@@ -207,15 +207,15 @@ def _run(
         return
     with method.asked(loaded.model):
         for numbers in by_context([prompt for _, prompt, _ in left]):
-            some = [left[number] for number in numbers]
-            shown.note(f"{method.name} {some[0][0].task} {some[0][0].length}")
-            new = {unit.key: (unit, prompt) for _, prompt, unit in some if unit not in ledger}
+            shared = [left[number] for number in numbers]
+            shown.note(f"{method.name} {shared[0][0].task} {shared[0][0].length}")
+            new = {unit.key: (unit, prompt) for _, prompt, unit in shared if unit not in ledger}
             units = [unit for unit, _ in new.values()]
             for number, record in trials(
                 loaded.model, loaded.tokenizer, [p for _, p in new.values()], method
             ):
                 ledger.put(units[number], record)
-            shown.update(sum(each.length for each, _, _ in some))
+            shown.update(sum(each.length for each, _, _ in shared))
 
 
 def _compares(method: Method) -> bool:
@@ -228,11 +228,11 @@ def _agreement(
 ) -> None:
     """Measure the agreement of each method with dense attention on each context."""
     prompts = {prompt.context: prompt for each in sets for prompt in each.prompts}.values()
-    some = [method for method in methods if _compares(method)]
+    compared = [method for method in methods if _compares(method)]
     with phase("fidelity", sum(len(prompt.context) for prompt in prompts), "tokens") as shown:
         for prompt in prompts:
             shown.note(f"{prompt.task} {len(prompt.context)}")
-            missing = [method for method in some if of(method, _context(prompt)) not in ledger]
+            missing = [method for method in compared if of(method, _context(prompt)) not in ledger]
             if missing:
                 reference = Reference(loaded.model, sequences([_context(prompt)], loaded.tokenizer))
                 served = {
@@ -259,17 +259,21 @@ def _context(prompt: Prompt) -> Prompt:
 
 
 def _records(
-    one: Set, method: Method, dense: Method, ledger: Ledger, of: _Units, like: _Units | None
+    prompt_set: Set, method: Method, dense: Method, ledger: Ledger, of: _Units, like: _Units | None
 ) -> tuple[dict[str, Any], ...]:
     """Read a method's records on a set, with its agreement with dense where that was asked for."""
-    found = [dict(ledger.get(of(method, prompt))) for prompt in one.prompts]
+    records = [dict(ledger.get(of(method, prompt))) for prompt in prompt_set.prompts]
     if like is None or method is dense:
-        return tuple(found)
+        return tuple(records)
     if _compares(method):
-        near = [ledger.get(like(method, _context(prompt))) for prompt in one.prompts]
-        found = [{**record, **other} for record, other in zip(found, near, strict=True)]
+        near = [ledger.get(like(method, _context(prompt))) for prompt in prompt_set.prompts]
+        records = [{**record, **other} for record, other in zip(records, near, strict=True)]
     return tuple(
-        as_dense(one.prompts, found, [ledger.get(of(dense, prompt)) for prompt in one.prompts])
+        as_dense(
+            prompt_set.prompts,
+            records,
+            [ledger.get(of(dense, prompt)) for prompt in prompt_set.prompts],
+        )
     )
 
 
@@ -303,11 +307,13 @@ def _units(outcome: Outcome) -> Iterator[tuple[Any, ...]]:
 class _Units:
     """A prompt under a method as a unit of the ledger: by all that its record depends on."""
 
-    def __init__(self, ledger: Ledger, artifact: Artifact, loaded: LoadedModel, what: str) -> None:
+    def __init__(
+        self, ledger: Ledger, artifact: Artifact, loaded: LoadedModel, record: str
+    ) -> None:
         self._ledger = ledger
         weights = (artifact.model.weights_sha256 or artifact.model.name)[:16]
         dtype = str(loaded.model.dtype).removeprefix("torch.")
-        self._before = f"{what}/{weights}/{dtype}/{loaded.model.device.type}"
+        self._before = f"{record}/{weights}/{dtype}/{loaded.model.device.type}"
 
     def __call__(self, method: Method, prompt: Prompt) -> Unit:
         fields = {**asdict(prompt), "finds": None, "task": None}
@@ -325,13 +331,13 @@ def groups(
     Each record says its UNIT: prompts of one context, and the same thing at several depths, are
     one. It is the same under every method, which may have run on fewer of them. And the number of
     its SEED, and its QUESTIONS: answers inside a prompt count one by one."""
-    found: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
+    by_place: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
     for outcome in outcomes:
-        methods = found.setdefault((outcome.task, outcome.length), {})
+        methods = by_place.setdefault((outcome.task, outcome.length), {})
         each = len(outcome.records) // outcome.seeds
         own = methods.setdefault(outcome.method, [])
         for at, (record, unit) in enumerate(zip(outcome.records, _units(outcome), strict=True)):
             scored = outcome.prompts[at].scored if outcome.prompts else ()
             own.append({**record, UNIT: unit, SEED: at // each, QUESTIONS: len(scored) or 1})
-    for (task, length), methods in found.items():
+    for (task, length), methods in by_place.items():
         yield task, length, methods

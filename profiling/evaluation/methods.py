@@ -79,12 +79,10 @@ class Methods:
         the model by name,
             each a method, with the same dense tail as all others.
         """
-        self._loaded, self.arrays, self._share, self._density = (
-            loaded,
-            dict(arrays or {}),
-            share,
-            density,
-        )
+        self._loaded = loaded
+        self.arrays = dict(arrays or {})
+        self._share = share
+        self._density = density
         # A prompt is what it is evaluated at: which lengths are worth it is asked for elsewhere.
         prefill = artifact.prefill.model_copy(update={"dense_below": 0})
         self.artifact = artifact.model_copy(update={"prefill": prefill, "evidence": Evidence()})
@@ -114,25 +112,24 @@ class Methods:
     @property
     def seeds(self) -> dict[str, int]:
         """Seeds of the searches of all searched artifacts, by the names of their rows."""
-        found = {HEADWISE: self, **self._beside}.items()
+        all_methods = {HEADWISE: self, **self._beside}.items()
         return {
             name: each.artifact.search.seed
-            for name, each in found
+            for name, each in all_methods
             if each.artifact.search is not None
         }
 
     def says(self, name: str) -> tuple[str, str]:
         """Describe a method in a line, and name its source."""
-        found = self._other(name)
-        if found is None:
+        match = self._other(name)
+        if match is None:
             return says(name)
-        other, own = found
+        other, own = match
         search = other.artifact.search
-        told, source = says(own)
-        return (
-            told,
-            "MInference 1.0's own search" if search and search.preset == "paper" else source,
-        )
+        description, source = says(own)
+        if search and search.preset == "paper":
+            source = "MInference 1.0's own search"
+        return description, source
 
     def _other(self, name: str) -> tuple[Methods, str] | None:
         """The methods of the artifact beside that a name is of, and what it is called there."""
@@ -145,8 +142,9 @@ class Methods:
         Raises:
             HeadwiseError: there is none of that name, or not for this artifact.
         """
-        if found := self._other(name):
-            return replace(found[0].make(found[1], length), name=name)
+        if match := self._other(name):
+            other, own = match
+            return replace(other.make(own, length), name=name)
         if name not in (known := method_names(self.artifact, self._beside)):
             hint = ""
             if name.removeprefix("headwise+") in OF_PROMPTS:
@@ -162,44 +160,41 @@ class Methods:
         return self._with_cache(base, name, cache, length) if cache else base
 
     def _plain(self, name: str, length: int) -> Method:
+        """Make a method whose cache keeps everything."""
         if name in (MODEL, KERNEL):
             return Method(
-                name=name,
-                make=lambda: None,
-                density=1.0,
-                kept=1.0,
-                identity=name,
-                evicts=False,
-                sizes="",
-                dense=name,
+                name=name, make=lambda: None, density=1.0, kept=1.0, identity=name, dense=name
             )
         kind = name.removesuffix(NO_TAIL)
         tailed = not name.endswith(NO_TAIL)
-        tail = self.artifact.prefill.dense_tail if tailed else 0
-        if kind == "headwise":
-            artifact = _with_tail(self._patterns_of(), tail)
-            sizes = f"{len(self.artifact.patterns)} patterns"
-            density = self._remember(
-                f"density/{tail}", length, lambda: self._meter(length).own(dense_tail=tail)
-            )
+        own_tail = self.artifact.prefill.dense_tail if tailed else 0
+        tail = (own_tail or TAIL) if tailed else 0
+        if kind != HEADWISE and METHODS[kind].chosen:
+            return self._chosen(name, kind, length, tail)
+        if kind == HEADWISE:
+            artifact = _with_tail(self._patterns_of(), own_tail)
+            density = self._own_density(length, own_tail)
             make = partial(Headwise, artifact, self.arrays)
-            identity = _identity(artifact)
-        elif METHODS[kind].chosen:
-            return self._chosen(name, kind, length, (tail or TAIL) if tailed else 0)
+            sizes = f"{len(self.artifact.patterns)} patterns"
         else:
-            artifact, density = self._uniform(kind, length, (tail or TAIL) if tailed else 0)
+            artifact, density = self._uniform(kind, length, tail)
             make = partial(Headwise, artifact)
             sizes = ", ".join(artifact.patterns)
-            identity = _identity(artifact)
         return Method(
             name=name,
             make=make,
             density=density,
             kept=1.0,
-            identity=identity,
-            evicts=False,
+            identity=_identity(artifact),
             sizes=sizes,
         )
+
+    def _own_density(self, length: int, tail: int) -> float:
+        """Density of the artifact's own patterns with a dense tail, measured once."""
+        density: float = self._remember(
+            f"density/{tail}", length, lambda: self._meter(length).own(dense_tail=tail)
+        )
+        return density
 
     def _patterns_of(self) -> Artifact:
         return self.artifact.model_copy(update={"decode": None, "kv_cache": None})
@@ -213,8 +208,8 @@ class Methods:
             return {"fields": fields, "density": density}
 
         aim = "" if self._density is None else f"/{self._density:g}"
-        found = self._remember(f"sizes/{name}/{tail}{aim}", length, find)
-        pattern = TypeAdapter(Pattern).validate_python(found["fields"])
+        fitted = self._remember(f"sizes/{name}/{tail}{aim}", length, find)
+        pattern = TypeAdapter(Pattern).validate_python(fitted["fields"])
         former = self.artifact.prefill.layers
         rows = tuple(None if row is None else (pattern_name(pattern),) * len(row) for row in former)
         # Its size was fitted at this length.
@@ -223,37 +218,40 @@ class Methods:
         patterns = {pattern_name(pattern): pattern}
         return self._patterns_of().model_copy(
             update={"patterns": patterns, "prefill": prefill}
-        ), found["density"]
+        ), fitted["density"]
 
     def _chosen(self, name: str, kind: str, length: int, tail: int) -> Method:
         """Make a method of tiles or keys chosen by scores or at random, of equal density."""
-        how = METHODS[kind].chosen
-        density = self._density or self._remember(
-            f"density/{tail}", length, lambda: self._meter(length).own(dense_tail=tail)
-        )
-        share = share_beside(density, length, tail)
-        applied: Callable[[Any], AbstractContextManager[object]] = partial(
-            oracle, density=share, tail=tail
-        )
-        if how != "keys":
+        choice = METHODS[kind].chosen
+        density = self._density or self._own_density(length, tail)
+        fraction = share_beside(density, length, tail)
+        applied: Callable[[Any], AbstractContextManager[object]]
+        if choice == "keys":
+            applied = partial(oracle, density=fraction, tail=tail)
+        else:
+            by_mass = choice == "top_p"
             attend = partial(
                 attend_to,
-                scores=random_scores if how == "random" else mass_scores,
-                share=TOP_P if how == "top_p" else share,
-                by_mass=how == "top_p",
+                scores=random_scores if choice == "random" else mass_scores,
+                share=TOP_P if by_mass else fraction,
+                by_mass=by_mass,
                 tail=tail,
             )
             applied = partial(choosing, attend=attend)
-        return Method(
+        made = Method(
             name=name,
             make=lambda: None,
-            density=None if how == "top_p" else density,
+            density=density,
             kept=1.0,
-            identity=digest("chosen", 1, kind, tail, None if how == "top_p" else density),
-            evicts=False,
-            sizes=f"mass {TOP_P:g}" if how == "top_p" else f"density {density:.3f}",
+            identity=digest("chosen", 1, kind, tail, density),
+            sizes=f"density {density:.3f}",
             applied=applied,
         )
+        if choice == "top_p":
+            # As many tiles as hold the mass: their density is not known beforehand.
+            identity = digest("chosen", 1, kind, tail, None)
+            made = replace(made, density=None, identity=identity, sizes=f"mass {TOP_P:g}")
+        return made
 
     def _with_cache(self, base: Method, name: str, cache: str, length: int) -> Method:
         artifact = self._without_patterns() if base.name == "dense" else self._patterns_of()
@@ -316,16 +314,17 @@ class Methods:
             self._meters = {length: Meter(self._loaded, self._patterns_of(), self.arrays, length)}
         return self._meters[length]
 
-    def _remember(self, what: str, length: int, find: Callable[[], Any]) -> Any:
-        key = self._key(what, length)
+    def _remember(self, name: str, length: int, find: Callable[[], Any]) -> Any:
+        key = self._key(name, length)
         if key not in self._found:
-            self._found[key] = (
-                find() if self._ledger is None else self._ledger.once(self._ledger.unit(key), find)
-            )
+            if self._ledger is None:
+                self._found[key] = find()
+            else:
+                self._found[key] = self._ledger.once(self._ledger.unit(key), find)
         return self._found[key]
 
-    def _key(self, what: str, length: int) -> str:
-        return f"{what}/{length}/{CALIBRATION_SEED}/{self._of}"
+    def _key(self, name: str, length: int) -> str:
+        return f"{name}/{length}/{CALIBRATION_SEED}/{self._of}"
 
 
 def beside_of(files: Iterable[Path], artifact: Artifact) -> dict[str, Headwise]:
@@ -334,14 +333,14 @@ def beside_of(files: Iterable[Path], artifact: Artifact) -> dict[str, Headwise]:
     Raises:
         HeadwiseError: a file that cannot be read, or whose name a method has.
     """
-    found: dict[str, Headwise] = {}
+    artifacts: dict[str, Headwise] = {}
     for file in files:
-        if file.stem in method_names(artifact, found):
+        if file.stem in method_names(artifact, artifacts):
             raise HeadwiseError(
                 f"{shorten(str(file))}: there is a method {file.stem} already, rename the file"
             )
-        found[file.stem] = Headwise(*load_pair(file))
-    return found
+        artifacts[file.stem] = Headwise(*load_pair(file))
+    return artifacts
 
 
 def _with_tail(artifact: Artifact, tail: int) -> Artifact:
@@ -351,22 +350,17 @@ def _with_tail(artifact: Artifact, tail: int) -> Artifact:
 
 
 def _identity(artifact: Artifact) -> str:
-    return digest(
-        {name: pattern.model_dump() for name, pattern in artifact.patterns.items()},
+    """Hash all of an artifact that a method's results depend on."""
+    patterns = {name: pattern.model_dump() for name, pattern in artifact.patterns.items()}
+    left_out = {"imported", "dense_below", "front"}
+    if not artifact.prefill.growth:
         # What never grows keeps the name it had before sizes could.
-        artifact.prefill.model_dump(
-            mode="json",
-            exclude={
-                "imported",
-                "dense_below",
-                "front",
-                *({"growth"} if not artifact.prefill.growth else ()),
-            },
-        ),
-        None
-        if artifact.decode is None
-        else artifact.decode.model_dump(mode="json", exclude={"omnikv": {"similarity"}}),
-        None
-        if artifact.kv_cache is None
-        else artifact.kv_cache.model_dump(mode="json", exclude={"imported"}),
-    )
+        left_out.add("growth")
+    prefill = artifact.prefill.model_dump(mode="json", exclude=left_out)
+    decode = None
+    if artifact.decode is not None:
+        decode = artifact.decode.model_dump(mode="json", exclude={"omnikv": {"similarity"}})
+    kv_cache = None
+    if artifact.kv_cache is not None:
+        kv_cache = artifact.kv_cache.model_dump(mode="json", exclude={"imported"})
+    return digest(patterns, prefill, decode, kv_cache)

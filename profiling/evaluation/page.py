@@ -144,8 +144,10 @@ def _chart(record: dict[str, Any], length: int) -> str:
     if not columns:
         return ""
     task, measure = columns[0]
-    found = [figure(record, task, length, name, measure) for name in record["settings"]["methods"]]
-    bars = [each for each in found if each is not None]
+    figures = [
+        figure(record, task, length, name, measure) for name in record["settings"]["methods"]
+    ]
+    bars = [each for each in figures if each is not None]
     low = 0.0
     high = 1.0
     if measure not in (SCORE, CHOICE):
@@ -230,16 +232,16 @@ def _summary(record: dict[str, Any], length: int) -> str:
     return _table([head[at] for at in shown], kept, says)
 
 
-def _cell(found: dict[str, Any] | None) -> str:
-    if found is None:
+def _cell(figure: dict[str, Any] | None) -> str:
+    if figure is None:
         return ""
-    bounds = f"<small>{number(found['low'])} to {number(found['high'])}</small>"
-    return f'<td class="{found["verdict"]}">{number(found["value"])}{_mark(found)}{bounds}'
+    bounds = f"<small>{number(figure['low'])} to {number(figure['high'])}</small>"
+    return f'<td class="{figure["verdict"]}">{number(figure["value"])}{_mark(figure)}{bounds}'
 
 
-def _mark(found: dict[str, Any]) -> str:
-    few = " ?" if found["few"] else ""
-    return {"better": " ▲", "worse": " ▼", "": few}[found["verdict"]]
+def _mark(figure: dict[str, Any]) -> str:
+    few = " ?" if figure["few"] else ""
+    return {"better": " ▲", "worse": " ▼", "": few}[figure["verdict"]]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
@@ -257,8 +259,10 @@ def _names(record: dict[str, Any]) -> str:
     terms: dict[str, str] = {}
     for length in record["settings"]["lengths"]:
         for made in methods_at(record, length):
-            what, source = (made["says"], made["source"]) if "says" in made else says(made["name"])
-            terms[made["name"]] = f"{what} ({source})" if source else what
+            description, source = (
+                (made["says"], made["source"]) if "says" in made else says(made["name"])
+            )
+            terms[made["name"]] = f"{description} ({source})" if source else description
     for task in dict.fromkeys(each["task"] for each in record["figures"]):
         kind = KINDS.get(parse_name(task))
         if task == ALL:
@@ -276,21 +280,21 @@ def _names(record: dict[str, Any]) -> str:
 def _made_with(record: dict[str, Any]) -> str:
     settings = record["settings"]
     seeds = range(settings["seed"], settings["seed"] + settings["seeds"])
-    told = [f"Prompts of seed {', '.join(map(str, seeds))}."]
+    sentences = [f"Prompts of seed {', '.join(map(str, seeds))}."]
     if searches := record["artifact"]["seeds"]:
-        told[0] += (
+        sentences[0] += (
             f" Searched with seed: "
             f"{', '.join(f'{name} {seed}' for name, seed in searches.items())}."
         )
     left = record.get("left_out", {"what": []})
     if left["what"]:
-        told.append(f"Left out of {left['minutes']:g} minutes: {'; '.join(left['what'])}.")
-    told += seen_sentences(record)
-    told.append(f"Artifact {record['artifact']['content_sha256']}")
-    told.append(record["command"])
-    told.append(", ".join(f"{name}: {value}" for name, value in record["environment"].items()))
-    told.append(f"Every figure is in {OUTPUT}.")
-    return "".join(f"<p>{escape(each)}</p>" for each in told)
+        sentences.append(f"Left out of {left['minutes']:g} minutes: {'; '.join(left['what'])}.")
+    sentences += seen_sentences(record)
+    sentences.append(f"Artifact {record['artifact']['content_sha256']}")
+    sentences.append(record["command"])
+    sentences.append(", ".join(f"{name}: {value}" for name, value in record["environment"].items()))
+    sentences.append(f"Every figure is in {OUTPUT}.")
+    return "".join(f"<p>{escape(each)}</p>" for each in sentences)
 
 
 def _size(value: int) -> str:

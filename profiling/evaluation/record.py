@@ -43,7 +43,7 @@ def record_of(
     command: str,
 ) -> dict[str, Any]:
     """Everything that was found and what it was found with."""
-    found = figures(outcomes)
+    all_figures = figures(outcomes)
     device = str(loaded.model.device)
     dtype = str(loaded.model.dtype).removeprefix("torch.")
     return {
@@ -59,8 +59,8 @@ def record_of(
         "methods": [
             _method(methods, name, length) for length in config.lengths for name in config.methods
         ],
-        "figures": [asdict(figure) for figure in found],
-        "measures": _measures(artifact.model.name, found),
+        "figures": [asdict(figure) for figure in all_figures],
+        "measures": _measures(artifact.model.name, all_figures),
         "curves": [asdict(curve) for curve in curves(outcomes)],
         "grid": [asdict(cell) for cell in grid(outcomes)],
         "seen_by_search": _seen(outcomes),
@@ -68,15 +68,15 @@ def record_of(
     }
 
 
-def _measures(model: str, found: Sequence[Figure]) -> list[dict[str, Any]]:
+def _measures(model: str, all_figures: Sequence[Figure]) -> list[dict[str, Any]]:
     """Choose the measure of each task with a forced choice, by settings or dense's score."""
     known = {(each.task, each.length): each.measure for each in settings(model)}
     dense = {
         (each.task, each.length, each.measure): each.value
-        for each in found
+        for each in all_figures
         if each.method == BASELINE
     }
-    told = []
+    measures = []
     for task, length in [place[:2] for place in dense if place[2] == CHOICE]:
         shows = LOW <= dense.get((task, length, SCORE), 0.0) <= HIGH
         measure = (
@@ -84,33 +84,33 @@ def _measures(model: str, found: Sequence[Figure]) -> list[dict[str, Any]]:
             if known.get((task, length), "score" if shows else "choice") == "score"
             else CHOICE
         )
-        told.append({"task": task, "length": length, "measure": measure})
-    return told
+        measures.append({"task": task, "length": length, "measure": measure})
+    return measures
 
 
 def _seen(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Count the prompts of each task and length that the search had seen, where any."""
-    found = {
+    overlaps = {
         (each.task, each.length): (each.overlapping, len(each.records))
         for each in outcomes
         if each.overlapping
     }
     return [
         {"task": task, "length": length, "overlapping": overlapping, "samples": samples}
-        for (task, length), (overlapping, samples) in found.items()
+        for (task, length), (overlapping, samples) in overlaps.items()
     ]
 
 
 def _method(methods: Methods, name: str, length: int) -> dict[str, Any]:
     made = methods.make(name, length)
-    what, source = methods.says(name)
+    description, source = methods.says(name)
     return {
         "name": name,
         "length": length,
         "density": made.density,
         "kept": made.kept,
         "sizes": made.sizes,
-        "says": what,
+        "says": description,
         "source": source,
         "identity": made.identity,
     }
@@ -143,18 +143,18 @@ def timed_record(times: Times | None) -> dict[str, Any]:
         {"method": name, "length": length, "bytes": held}
         for (name, length), held in times.memory.items()
     ]
-    found = None if times.crossover is None else asdict(times.crossover)
+    crossover = None if times.crossover is None else asdict(times.crossover)
     return {
         "prefill": prefill,
         "attention": attention,
         "decode": decode,
         "memory": memory,
-        "crossover": found,
+        "crossover": crossover,
     }
 
 
 def _rounds(
-    times: Mapping[tuple[str, int], Timed], told: Callable[[Timed, float], dict[str, Any]]
+    times: Mapping[tuple[str, int], Timed], fields: Callable[[Timed, float], dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Put methods that were timed in other rounds, on a busier machine, on one scale.
 
@@ -168,7 +168,7 @@ def _rounds(
         {
             "method": name,
             "length": length,
-            **told(timed, dense[length] / timed.speedup.over[KERNEL] / timed.median),
+            **fields(timed, dense[length] / timed.speedup.over[KERNEL] / timed.median),
             "speedups": timed.speedup.over,
             "rounds": timed.seconds,
             "dense_rounds": {MODEL: timed.model, KERNEL: timed.kernel},
@@ -206,24 +206,24 @@ def summary_tasks(record: dict[str, Any], length: int) -> list[tuple[str, str]]:
         if each["length"] == length
     }
     tasks = dict.fromkeys(each["task"] for each in here)
-    found = []
+    columns = []
     for task in sorted(tasks, key=lambda name: name != ALL):
         measures = {each["measure"] for each in here if each["task"] == task}
-        found += [
+        columns += [
             (task, measure) for measure in (of.get(task, SCORE), PERPLEXITY) if measure in measures
         ]
         if task == ALL and NLL in measures:
-            found.append((task, NLL))
-    return found
+            columns.append((task, NLL))
+    return columns
 
 
 def methods_at(record: dict[str, Any], length: int) -> list[dict[str, Any]]:
     """List the methods at a length, Headwise's dense kernel after the default where timed."""
-    found = [each for each in record["methods"] if each["length"] == length]
+    methods = [each for each in record["methods"] if each["length"] == length]
     timed = {each["method"] for each in record["prefill"] if each["length"] == length}
-    if KERNEL in timed and all(each["name"] != KERNEL for each in found):
-        found.insert(1, {"name": KERNEL, "length": length, "density": 1.0, "kept": 1.0})
-    return found
+    if KERNEL in timed and all(each["name"] != KERNEL for each in methods):
+        methods.insert(1, {"name": KERNEL, "length": length, "density": 1.0, "kept": 1.0})
+    return methods
 
 
 def named(task: str, measure: str) -> str:

@@ -109,12 +109,12 @@ class Figure:
 
 def figures(outcomes: Sequence[Outcome]) -> list[Figure]:
     """All figures; answers of all tasks together as well, where there are several."""
-    found = []
+    all_figures = []
     pooled = dict[int, dict[str, list[dict[str, Any]]]]()
     answered: dict[int, set[str]] = {}
     asked: dict[tuple[int, str], set[str]] = {}
     for task, length, methods in groups(outcomes):
-        found += _of_task(task, length, methods)
+        all_figures += _of_task(task, length, methods)
         if all("score" in record for records in methods.values() for record in records):
             answered.setdefault(length, set()).add(task)
             for method, records in methods.items():
@@ -128,31 +128,31 @@ def figures(outcomes: Sequence[Outcome]) -> list[Figure]:
             if asked[length, name] == answered[length]
         }
         if len(answered[length]) > 1:
-            found += _of_task(ALL, length, whole)
-    return _marked(found)
+            all_figures += _of_task(ALL, length, whole)
+    return _marked(all_figures)
 
 
-def _marked(found: Sequence[Figure]) -> list[Figure]:
+def _marked(all_figures: Sequence[Figure]) -> list[Figure]:
     """The figures with their verdicts, corrected over all comparisons of the page."""
-    tested = [at for at, figure in enumerate(found) if figure.p is not None]
-    corrected = holm([found[at].p or 0.0 for at in tested])
-    ordered = sorted(found[at].p or 0.0 for at in tested)
-    told = list(found)
+    tested = [at for at, figure in enumerate(all_figures) if figure.p is not None]
+    corrected = holm([all_figures[at].p or 0.0 for at in tested])
+    ordered = sorted(all_figures[at].p or 0.0 for at in tested)
+    marked = list(all_figures)
     for at, p in zip(tested, corrected, strict=True):
-        difference = found[at].difference or 0.0
+        difference = all_figures[at].difference or 0.0
         # Sums in another order are another number, and always on the same side.
         apart = p < 1 - CONFIDENCE and abs(difference) >= _SHOWN
-        better = (difference > 0) == MEASURES[found[at].measure]
+        better = (difference > 0) == MEASURES[all_figures[at].measure]
         verdict = ("better" if better else "worse") if apart else ""
         # The least p that so many units can have, where it would stand among the looks.
-        least = 2.0 ** (1 - found[at].count)
+        least = 2.0 ** (1 - all_figures[at].count)
         few = (len(ordered) - bisect_left(ordered, least)) * least >= 1 - CONFIDENCE
-        told[at] = replace(found[at], corrected=p, verdict=verdict, few=not verdict and few)
-    return told
+        marked[at] = replace(all_figures[at], corrected=p, verdict=verdict, few=not verdict and few)
+    return marked
 
 
 def _of_task(task: str, length: int, methods: dict[str, list[dict[str, Any]]]) -> list[Figure]:
-    found = []
+    all_figures = []
     for measure in MEASURES:
         values = {method: _values(records, measure) for method, records in methods.items()}
         base = values.get(BASELINE, {})
@@ -165,8 +165,8 @@ def _of_task(task: str, length: int, methods: dict[str, list[dict[str, Any]]]) -
             seeds = {record[UNIT]: record[SEED] for record in methods[method]}
             apart = _by_seed(own, base, seeds, measure) if paired else ()
             questions = sum(record[QUESTIONS] for record in methods[method])
-            found.append(replace(made, by_seed=apart, questions=questions))
-    return found
+            all_figures.append(replace(made, by_seed=apart, questions=questions))
+    return all_figures
 
 
 def _by_seed(
@@ -208,16 +208,16 @@ def _figure(
     if measure == KL:
         # No divergence is below 0.
         interval = replace(interval, low=max(interval.low, 0.0))
-    told = _through(interval, math.exp) if perplexity else interval
+    estimate = _through(interval, math.exp) if perplexity else interval
     made = Figure(
         task=task,
         length=length,
         method=method,
         measure=measure,
-        value=told.value,
-        low=told.low,
-        high=told.high,
-        count=told.count,
+        value=estimate.value,
+        low=estimate.low,
+        high=estimate.high,
+        count=estimate.count,
     )
     if base is None:
         return made
@@ -257,14 +257,14 @@ class Curve:
 
 def curves(outcomes: Sequence[Outcome]) -> list[Curve]:
     """Perplexity by position for each text, length and method that has it."""
-    found = []
+    all_curves = []
     for task, length, methods in groups(outcomes):
         for method, records in methods.items():
             blocks = [record["blocks"] for record in records if record.get("blocks")]
             if blocks:
                 mean = np.exp(np.mean(blocks, axis=0))
                 at = tuple(BLOCK * i + BLOCK // 2 for i in range(len(mean)))
-                found.append(
+                all_curves.append(
                     Curve(
                         task=task,
                         length=length,
@@ -273,7 +273,7 @@ def curves(outcomes: Sequence[Outcome]) -> list[Curve]:
                         perplexity=tuple(mean.tolist()),
                     )
                 )
-    return found
+    return all_curves
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,9 +55,9 @@ def run(config: Config) -> dict[str, Any]:
         HeadwiseError: anything that the user has to put right.
     """
     end = None if config.minutes is None else time.monotonic() + 60 * config.minutes
-    first, *others = config.configs
+    first, *further = config.configs
     artifact, arrays = load_pair(first)
-    beside = beside_of(others, artifact)
+    beside = beside_of(further, artifact)
     quality = quality_of(config, artifact, tuple(beside))
     if not config.sparse_always and end is None:
         check_lengths(artifact, quality.lengths)
@@ -214,8 +214,8 @@ def _timed(
 def _write_into(config: Config, record: dict[str, Any]) -> None:
     """Write the evidence, and dense_below where a crossover was found, into the first artifact."""
     entries = tuple(Measurement(**entry) for entry in attached(record)) if config.attach else ()
-    found = record["crossover"] and record["crossover"]["length"]
-    if config.set_dense_below and found is None:
+    crossover = record["crossover"] and record["crossover"]["length"]
+    if config.set_dense_below and crossover is None:
         print(
             "dense_below stays as it is: no length was found from which Headwise is faster",
             file=sys.stderr,
@@ -227,8 +227,8 @@ def _write_into(config: Config, record: dict[str, Any]) -> None:
             fields["evidence"] = artifact.evidence.with_measurements(
                 entries, command=config.command
             )
-        if config.set_dense_below and found is not None:
-            fields["prefill"] = artifact.prefill.model_copy(update={"dense_below": found})
+        if config.set_dense_below and crossover is not None:
+            fields["prefill"] = artifact.prefill.model_copy(update={"dense_below": crossover})
         return artifact.model_copy(update=fields), arrays
 
     update(config.configs[0], change)

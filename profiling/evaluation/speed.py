@@ -102,9 +102,9 @@ def attention_seconds(
     if not layers:
         return {}
     asked = Asked(tokens=length, plans=plans, sdpa=True)
-    (found,) = time_layers(loaded, prompt_ids(loaded, length)[0].tolist(), [asked], layers)
+    (timings,) = time_layers(loaded, prompt_ids(loaded, length)[0].tolist(), [asked], layers)
     dense = {SDPA: MODEL, ANCHOR: KERNEL}
-    return {dense.get(name, name): seconds for name, seconds in found.seconds.items()}
+    return {dense.get(name, name): seconds for name, seconds in timings.seconds.items()}
 
 
 @torch.no_grad()
@@ -169,14 +169,14 @@ def crossover(
         raise HeadwiseError(
             f"a crossover is looked for between at least 64 tokens and more, got {low} and {high}"
         )
-    found: dict[int, float] = {}
+    speedups: dict[int, float] = {}
 
     def faster(length: int) -> bool:
         three = [methods.make(name, length) for name in (MODEL, KERNEL, HEADWISE)]
-        found[length] = prefill_times(loaded, three, length, repeats=repeats)[
+        speedups[length] = prefill_times(loaded, three, length, repeats=repeats)[
             HEADWISE
         ].speedup.value
-        return found[length] > 1
+        return speedups[length] > 1
 
     step = max(64, high // 16 // 64 * 64)
     where: int | None = None
@@ -193,4 +193,4 @@ def crossover(
                 where = middle
             else:
                 below = middle
-    return Crossover(length=where, measured=tuple(sorted(found.items())))
+    return Crossover(length=where, measured=tuple(sorted(speedups.items())))

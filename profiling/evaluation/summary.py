@@ -24,36 +24,38 @@ _MEASURES = {SCORE: "Accuracy", CHOICE: "Forced choice", PERPLEXITY: "Perplexity
 
 def speed_sentences(record: dict[str, Any], length: int) -> list[str]:
     """Say seconds to the first token, then of attention alone, as far as timed."""
-    said = []
+    sentences = []
     timed = entry(record["prefill"], HEADWISE, length)
     if timed:
-        said.append(
+        sentences.append(
             f"Seconds to the first token of {length:,} tokens: "
             + _seconds(timed["seconds"], speedup_of(timed))
         )
     alone = entry(record["attention"], HEADWISE, length)
     if alone:
         dense = {name: [seconds] for name, seconds in alone["dense"].items()}
-        found = speedup([alone["seconds"]], dense)
-        said.append("Attention alone, index builds included: " + _seconds(alone["seconds"], found))
-    return said
+        ratio = speedup([alone["seconds"]], dense)
+        sentences.append(
+            "Attention alone, index builds included: " + _seconds(alone["seconds"], ratio)
+        )
+    return sentences
 
 
-def _seconds(own: float, found: Speedup) -> str:
+def _seconds(own: float, ratio: Speedup) -> str:
     """Seconds by the fastest dense baseline and by Headwise, with the speed-up."""
-    dense = own * found.over[found.fastest]
-    return f"{dense:.3f} {LABELS[found.fastest]}, {own:.3f} Headwise, {sentence(found)}."
+    dense = own * ratio.over[ratio.fastest]
+    return f"{dense:.3f} {LABELS[ratio.fastest]}, {own:.3f} Headwise, {sentence(ratio)}."
 
 
 def accuracy_sentences(record: dict[str, Any], length: int) -> list[str]:
     """Accuracy of dense attention and of Headwise, task by task, as far as both were asked."""
-    said = []
+    sentences = []
     for task, measure in summary_tasks(record, length):
         own = figure(record, task, length, HEADWISE, measure)
         dense = figure(record, task, length, BASELINE, measure)
         if measure in _MEASURES and own and dense and own["difference"] is not None:
-            said.append(f"{_MEASURES[measure]} of {task}: {_difference(own, dense)}.")
-    return said
+            sentences.append(f"{_MEASURES[measure]} of {task}: {_difference(own, dense)}.")
+    return sentences
 
 
 def _difference(own: dict[str, Any], dense: dict[str, Any]) -> str:
@@ -81,9 +83,9 @@ def other_methods(record: dict[str, Any], length: int) -> list[str]:
     task, measure = columns[0]
     groups: dict[str, list[str]] = {}
     for name in record["settings"]["methods"]:
-        found = figure(record, task, length, name, measure)
-        if found and name not in (BASELINE, HEADWISE) and found["difference"] is not None:
-            verdict = found["verdict"] or ("few" if found["few"] else "alike")
+        entry = figure(record, task, length, name, measure)
+        if entry and name not in (BASELINE, HEADWISE) and entry["difference"] is not None:
+            verdict = entry["verdict"] or ("few" if entry["few"] else "alike")
             groups.setdefault(verdict, []).append(name)
     words = {
         "better": "better than dense",
@@ -101,18 +103,18 @@ def other_methods(record: dict[str, Any], length: int) -> list[str]:
 
 def crossover_sentences(record: dict[str, Any]) -> list[str]:
     """The length from which prefill is faster, where it was looked for."""
-    found = record["crossover"]
-    if not found:
+    crossover = record["crossover"]
+    if not crossover:
         return []
-    lengths = [length for length, _ in found["measured"]]
-    if found["length"] is None:
+    lengths = [length for length, _ in crossover["measured"]]
+    if crossover["length"] is None:
         return [
             "Prefill was slower than the fastest dense baseline at every length that was timed, "
             f"up to {max(lengths):,} tokens."
         ]
-    already = ", the shortest that was timed" if found["length"] == min(lengths) else ""
+    already = ", the shortest that was timed" if crossover["length"] == min(lengths) else ""
     return [
-        f"Prefill is faster than the fastest dense baseline from {found['length']:,} tokens "
+        f"Prefill is faster than the fastest dense baseline from {crossover['length']:,} tokens "
         f"on{already}."
     ]
 
@@ -122,23 +124,23 @@ def seen_sentences(record: dict[str, Any]) -> list[str]:
     return [overlap_sentence(**each) for each in record["seen_by_search"]]
 
 
-def shown(found: dict[str, Any] | None) -> str:
+def shown(figure: dict[str, Any] | None) -> str:
     """Show a figure: value, + or - where better or worse than dense, ? for too few prompts."""
-    if found is None:
+    if figure is None:
         return "-"
-    none = "?" if found.get("few") else " "
-    return number(found["value"]) + {"better": "+", "worse": "-", "": none}[found["verdict"]]
+    none = "?" if figure.get("few") else " "
+    return number(figure["value"]) + {"better": "+", "worse": "-", "": none}[figure["verdict"]]
 
 
 def table(record: dict[str, Any]) -> str:
     """The summary as text: sentences and a table of all methods for each length."""
     blocks = []
     for length in record["settings"]["lengths"]:
-        said = [*speed_sentences(record, length), *accuracy_sentences(record, length)]
+        sentences = [*speed_sentences(record, length), *accuracy_sentences(record, length)]
         head = f"{length:,} tokens"
         if summary_tasks(record, length):
             head += " (+ better, - worse than dense beyond chance, ? too few prompts to tell)"
-        blocks.append("\n".join([*said, "", head, *aligned(_rows(record, length))]))
+        blocks.append("\n".join([*sentences, "", head, *aligned(_rows(record, length))]))
         near = nearness(record, length)
         if near:
             blocks.append(
@@ -189,11 +191,11 @@ def nearness(record: dict[str, Any], length: int) -> list[list[str]]:
         return []
     rows = []
     for name in dict.fromkeys(each["method"] for each in here):
-        found = [figure(record, task, length, name, measure) for task, measure in columns]
-        rows.append([name, *("-" if each is None else _bounded(each) for each in found)])
+        cells = [figure(record, task, length, name, measure) for task, measure in columns]
+        rows.append([name, *("-" if each is None else _bounded(each) for each in cells)])
     return [["", *(f"{task} {measure}" for task, measure in columns)], *rows]
 
 
-def _bounded(found: dict[str, Any]) -> str:
-    value, low, high = (f"{found[name]:.4f}" for name in ("value", "low", "high"))
-    return f"{value} ({low} to {high})" if found["count"] > 1 else value
+def _bounded(figure: dict[str, Any]) -> str:
+    value, low, high = (f"{figure[name]:.4f}" for name in ("value", "low", "high"))
+    return f"{value} ({low} to {high})" if figure["count"] > 1 else value

@@ -92,7 +92,7 @@ class _Clock:
         prefill: dict[tuple[str, int], Timed] = {}
         decode: dict[tuple[str, int], Timed] = {}
         memory: dict[tuple[str, int], int] = {}
-        found = None
+        crossover = None
         searched = config.crossover and config.low < longest
         attention: dict[tuple[str, int], dict[str, float]] = {}
         total = (2 + config.decode) * len(config.lengths) + config.memory + searched
@@ -120,7 +120,7 @@ class _Clock:
                     shown.update()
             if searched:
                 identity = self._methods.make(HEADWISE, longest).identity
-                found = self._kept(
+                crossover = self._kept(
                     f"crossover/{config.low}/{config.repeats}", longest, identity, self._crossover
                 )
                 shown.update()
@@ -129,63 +129,67 @@ class _Clock:
             attention=attention,
             decode=decode,
             memory=memory,
-            crossover=Crossover(**_tuples(found)) if found else None,
+            crossover=Crossover(**_tuples(crossover)) if crossover else None,
         )
 
     def _timed(
-        self, what: str, some: Sequence[Method], length: int
+        self, measurement: str, methods: Sequence[Method], length: int
     ) -> dict[tuple[str, int], Timed]:
         config = self._config
         units = {
-            m.name: self._unit(f"{what}/{config.repeats}/{config.steps}", length, m.identity)
-            for m in some
+            m.name: self._unit(f"{measurement}/{config.repeats}/{config.steps}", length, m.identity)
+            for m in methods
         }
-        missing = [m for m in some if self._again or units[m.name] not in self._ledger]
+        missing = [m for m in methods if self._again or units[m.name] not in self._ledger]
         if missing:
-            with_dense = [m for m in some if m.name in _DENSE or m in missing]
-            if what == "prefill":
-                found = prefill_times(self._loaded, with_dense, length, repeats=config.repeats)
+            with_dense = [m for m in methods if m.name in _DENSE or m in missing]
+            if measurement == "prefill":
+                times = prefill_times(self._loaded, with_dense, length, repeats=config.repeats)
             else:
-                found = decode_times(
+                times = decode_times(
                     self._loaded, with_dense, length, steps=config.steps, repeats=config.repeats
                 )
-            for name, value in found.items():
+            for name, value in times.items():
                 self._ledger.put(units[name], asdict(value))
-        return {(m.name, length): Timed(**_tuples(self._ledger.get(units[m.name]))) for m in some}
+        return {
+            (m.name, length): Timed(**_tuples(self._ledger.get(units[m.name]))) for m in methods
+        }
 
     def _attention(
         self, made: Sequence[Method], length: int
     ) -> dict[tuple[str, int], dict[str, float]]:
         """Time attention alone of methods whose prefill has patterns."""
-        some = [m for m in made if m.headwise is not None and not m.evicts]
-        units = {m.name: self._unit("attention", length, m.identity) for m in some}
-        missing = [m for m in some if self._again or units[m.name] not in self._ledger]
+        methods = [m for m in made if m.headwise is not None and not m.evicts]
+        units = {m.name: self._unit("attention", length, m.identity) for m in methods}
+        missing = [m for m in methods if self._again or units[m.name] not in self._ledger]
         if missing:
-            found = attention_seconds(self._loaded, missing, length)
+            seconds = attention_seconds(self._loaded, missing, length)
             for method in missing:
                 names = (method.name, *_DENSE)
                 self._ledger.put(
-                    units[method.name], {name: found[name] for name in names if name in found}
+                    units[method.name], {name: seconds[name] for name in names if name in seconds}
                 )
-        return {(m.name, length): self._ledger.get(units[m.name]) for m in some}
+        return {(m.name, length): self._ledger.get(units[m.name]) for m in methods}
 
     def _crossover(self) -> dict[str, Any]:
         config = self._config
-        found = crossover(
+        result = crossover(
             self._loaded,
             self._methods,
             low=config.low,
             high=max(config.lengths),
             repeats=config.repeats,
         )
-        return asdict(found)
+        return asdict(result)
 
-    def _kept(self, what: str, length: int, identity: str, find: Callable[[], Any]) -> Any:
-        unit = self._unit(what, length, identity)
+    def _kept(self, measurement: str, length: int, identity: str, find: Callable[[], Any]) -> Any:
+        unit = self._unit(measurement, length, identity)
         return self._ledger.put(unit, find()) if self._again else self._ledger.once(unit, find)
 
-    def _unit(self, what: str, length: int, identity: str) -> Unit:
-        return self._ledger.unit(f"speed/{_VERSION}/{what}/{length}/{identity}/{self._where}")
+    def _unit(self, measurement: str, length: int, identity: str) -> Unit:
+        return self._ledger.unit(
+            f"speed/{_VERSION}/{measurement}/{length}/{identity}/{self._where}"
+        )
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

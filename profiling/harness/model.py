@@ -82,20 +82,22 @@ class HeadwiseLM(HFLM):
         ]
         if not any(apart):
             return list(super()._loglikelihood_tokens(requests, disable_tqdm, override_bs))
-        found: dict[int, tuple[float, bool]] = {}
+        scores: dict[int, tuple[float, bool]] = {}
         usual: Any = vars(self)["batch_size_per_gpu"]
         for long in (False, True):
             numbers = [number for number, own in enumerate(apart) if own is long]
             if not numbers:
                 continue
-            some = [requests[number] for number in numbers]
+            group = [requests[number] for number in numbers]
             self.batch_size_per_gpu = 1 if long else usual
             try:
-                done = super()._loglikelihood_tokens(some, disable_tqdm, 1 if long else override_bs)
+                done = super()._loglikelihood_tokens(
+                    group, disable_tqdm, 1 if long else override_bs
+                )
             finally:
                 self.batch_size_per_gpu = usual
-            found.update(zip(numbers, done, strict=True))
-        return [found[number] for number in range(len(requests))]
+            scores.update(zip(numbers, done, strict=True))
+        return [scores[number] for number in range(len(requests))]
 
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **given: Any
@@ -108,10 +110,10 @@ class HeadwiseLM(HFLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """Report HFLM's info with the artifact's hash and the attention calls served so far."""
-        told: dict[str, Any] = super().get_model_info()
+        info: dict[str, Any] = super().get_model_info()
         if self._handle is not None:
-            told |= {
+            info |= {
                 "headwise_content_sha256": self._content,
                 "headwise_calls": self._handle.stats(),
             }
-        return told
+        return info

@@ -98,7 +98,10 @@ def process_choices(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) 
 
     The right one has to be the likeliest, a token on average.
     """
-    losses = [-found / tokens for (found, _), tokens in zip(results, doc["tokens"], strict=True)]
+    losses = [
+        -log_likelihood / tokens
+        for (log_likelihood, _), tokens in zip(results, doc["tokens"], strict=True)
+    ]
     right = losses.pop(doc["gold"])
     return {"choice": float(right < min(losses))}
 
@@ -158,7 +161,7 @@ _CHOSEN: dict[str, Any] = {
 def _config(name: str, file: Path, fields: dict[str, Any]) -> str:
     # A tag of YAML that dump has no value for.
     function = f"process_results: !function {__name__}.{fields['process_results'].__name__}\n"
-    told = {
+    fields_of_task = {
         "task": name,
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(file)}},
@@ -166,4 +169,4 @@ def _config(name: str, file: Path, fields: dict[str, Any]) -> str:
         **{key: value for key, value in fields.items() if key != "process_results"},
         "metadata": {"version": 1.0},
     }
-    return yaml.safe_dump(told, sort_keys=False) + function
+    return yaml.safe_dump(fields_of_task, sort_keys=False) + function

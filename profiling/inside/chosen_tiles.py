@@ -38,10 +38,10 @@ def mass_scores(q: Tensor, k: Tensor, scale: float, layer: int) -> Tensor:
     row.
     """
     rows = num_tiles(k.shape[2])
-    found = torch.zeros(q.shape[1], rows, rows, device=q.device)
+    mass = torch.zeros(q.shape[1], rows, rows, device=q.device)
     for row in range(rows):
-        found[:, row, : row + 1] = row_mass(q, k, scale, row)
-    return found
+        mass[:, row, : row + 1] = row_mass(q, k, scale, row)
+    return mass
 
 
 def row_mass(q: Tensor, k: Tensor, scale: float, row: int) -> Tensor:

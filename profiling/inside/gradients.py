@@ -183,7 +183,7 @@ class _Dense(torch.autograd.Function):
             visit(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=by_out))
         # With learned sinks too: they are in the output and in the log-sum-exp, and have no value
         # of their own.
-        found = attention_gradients(
+        gradients_of_inputs = attention_gradients(
             q,
             k,
             v,
@@ -194,7 +194,7 @@ class _Dense(torch.autograd.Function):
             softcap=inputs.softcap,
             skip_below=SKIP_BELOW,
         )
-        return *found, None, None, None, None
+        return *gradients_of_inputs, None, None, None, None
 
 
 def _states(model: PreTrainedModel, input_ids: Tensor) -> Any:
@@ -226,32 +226,32 @@ def _losses(
         if len(before)
         else torch.arange(length + 1, device=states.device)
     )
-    for some in asked.split(max(1, _LOGITS // width)):
-        part = states[:, some].requires_grad_(True)
+    for positions in asked.split(max(1, _LOGITS // width)):
+        part = states[:, positions].requires_grad_(True)
         logits = head(part)[0].float()
-        here = torch.isin(keep, some)
+        here = torch.isin(keep, positions)
         kept[here] = (
-            logits.detach()[torch.searchsorted(some, keep[here])]
+            logits.detach()[torch.searchsorted(positions, keep[here])]
             .log_softmax(-1)
             .clamp_min_(-1e4)
             .half()
         )
         # The last token is followed by none.
-        logits = logits[some < length]
-        rows = some[some < length]
+        logits = logits[positions < length]
+        rows = positions[positions < length]
         targets = input_ids[0, rows + 1].to(logits.device)
         lost = cross_entropy(logits, targets, reduction="none")
         nll[rows] = lost.detach()
         likeliest[rows] = logits.detach().argmax(-1)
         if len(before):
             # log(p / (1 - p)) from log p, stable at both ends.
-            others = logits.scatter(1, targets[:, None], float("-inf")).logsumexp(-1)
-            odds = logits.gather(1, targets[:, None])[:, 0] - others
+            rest = logits.scatter(1, targets[:, None], float("-inf")).logsumexp(-1)
+            odds = logits.gather(1, targets[:, None])[:, 0] - rest
             loss = -(odds * answers[rows + 1]).sum()
         else:
             loss = lost.sum()
         if loss.requires_grad and len(rows):
-            gradient[:, some] = torch.autograd.grad(loss, part)[0]
+            gradient[:, positions] = torch.autograd.grad(loss, part)[0]
     return gradient, nll, likeliest, kept
 
 

@@ -50,7 +50,7 @@ def fidelity(
     """
     plans = layer_plans(artifact, arrays)
     shape = (artifact.model.num_layers, artifact.model.num_heads)
-    found = Fidelity(
+    measured = Fidelity(
         **{
             name: np.full(shape, np.nan, dtype=np.float32)
             for name in ("error", "recall", "density")
@@ -60,12 +60,12 @@ def fidelity(
     def visit(inputs: LayerInputs) -> None:
         if (plan := plans.get(inputs.layer)) is None:
             return
-        one = layer_fidelity(inputs, plan, backend=backend)
+        of_layer = layer_fidelity(inputs, plan, backend=backend)
         for name in ("error", "recall", "density"):
-            getattr(found, name)[inputs.layer] = getattr(one, name)
+            getattr(measured, name)[inputs.layer] = getattr(of_layer, name)
 
     capture(model, torch.tensor([prompt.input_ids], device=model.device), visit)
-    return found
+    return measured
 
 
 def layer_fidelity(
@@ -95,19 +95,19 @@ def recall(
 
     One dense pass for all; plans without patterns have none.
     """
-    found: dict[str, list[np.ndarray]] = {}
+    kept: dict[str, list[np.ndarray]] = {}
 
     def visit(inputs: LayerInputs) -> Tensor | None:
         dense = None
         for name, layers in plans.items():
             if (plan := layers.get(inputs.layer)) is not None:
                 dense = dense or dense_attention(inputs)
-                found.setdefault(name, []).append(layer_fidelity(inputs, plan, dense=dense).recall)
+                kept.setdefault(name, []).append(layer_fidelity(inputs, plan, dense=dense).recall)
         return None if dense is None else dense[0]
 
     if any(plans.values()):
         capture(model, torch.tensor([prompt.context], device=model.device), visit)
-    return {name: float(np.concatenate(heads).mean()) for name, heads in found.items()}
+    return {name: float(np.concatenate(heads).mean()) for name, heads in kept.items()}
 
 
 def index_fidelity(
@@ -121,12 +121,12 @@ def index_fidelity(
     heads = range(inputs.q.shape[1])
     expected, dense_lse = dense_attention(inputs, backend=backend) if dense is None else dense
     skipped = index.diagonals.new_zeros(index.diagonals.shape[:2])
-    found, lse = attend(inputs, index, backend, skipped=skipped)
+    out, lse = attend(inputs, index, backend, skipped=skipped)
     error = np.empty(len(heads), dtype=np.float32)
     for head in heads:
         # Head by head: the fp32 difference of a whole layer would be the largest tensor.
         exact = expected[0, head].float()
-        error[head] = float((found[0, head].float() - exact).norm() / exact.norm().clamp_min(1e-30))
+        error[head] = float((out[0, head].float() - exact).norm() / exact.norm().clamp_min(1e-30))
     recall = kept_mass(lse[0], dense_lse[0], inputs.sinks).mean(-1).cpu().numpy()
     density = index.density()[0] - skipped[0] / (2 * index.causal_tiles)
     return Fidelity(error=error, recall=recall, density=density.cpu().numpy())
@@ -157,14 +157,14 @@ def attend(
     inputs: LayerInputs, index: SparseIndex, backend: str, *, skipped: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend over an index: output (1, H, S, E), log-sum-exp (1, H, S). skipped: as the op's."""
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "scale": inputs.scale,
         "softcap": inputs.softcap,
         "sinks": inputs.sinks,
         "backend": backend,
     }
     return sparse_attention(
-        inputs.q, inputs.k, inputs.v, index, return_lse=True, skipped=skipped, **how
+        inputs.q, inputs.k, inputs.v, index, return_lse=True, skipped=skipped, **options
     )
 
 
@@ -176,6 +176,7 @@ def kept_mass(lse: Tensor, dense_lse: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is not None:
         sink = sinks.float().view(-1, *[1] * (lse.dim() - 1))
         lse, dense_lse = (
-            one + torch.log1p(-(sink - one).clamp(max=-1e-6).exp()) for one in (lse, dense_lse)
+            total + torch.log1p(-(sink - total).clamp(max=-1e-6).exp())
+            for total in (lse, dense_lse)
         )
     return (lse - dense_lse).exp().clamp(max=1.0)

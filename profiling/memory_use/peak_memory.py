@@ -138,8 +138,8 @@ def peak_apart(
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise HeadwiseError(f"peak memory of {name} could not be measured: {lines[-1]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return Grown(int(found["bytes"]), int(found["cache"]))
+    result = json.loads(done.stdout.splitlines()[-1])
+    return Grown(int(result["bytes"]), int(result["cache"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +234,8 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point; the last line is JSON."""
     p = ArgumentParser(prog="python -m profiling.memory_use.peak_memory", description=__doc__)
     add_arguments(p, OnePrefill)
-    found = measure(config_of(OnePrefill, vars(p.parse_args(argv))))
-    print(json.dumps({"bytes": found.peak, "cache": found.cache}))
+    grown = measure(config_of(OnePrefill, vars(p.parse_args(argv))))
+    print(json.dumps({"bytes": grown.peak, "cache": grown.cache}))
     return 0
 
 

@@ -154,9 +154,15 @@ def table(shape: Shape, lengths: Sequence[int], memory: int | None, banked: int)
         ["tokens", "weights", "cache", "passing", "device", "bank", *(["fits"] if memory else [])]
     ]
     for length in lengths:
-        found = plan(shape, length, banked=banked)
-        parts = (found.weights, found.cache, found.passing, found.device, found.bank)
-        fits = [] if memory is None else ["yes" if found.device <= memory else "no"]
+        predicted = plan(shape, length, banked=banked)
+        parts = (
+            predicted.weights,
+            predicted.cache,
+            predicted.passing,
+            predicted.device,
+            predicted.bank,
+        )
+        fits = [] if memory is None else ["yes" if predicted.device <= memory else "no"]
         lines.append([str(length), *(f"{part / 2**30:.1f}" for part in parts), *fits])
     return "\n".join(
         [

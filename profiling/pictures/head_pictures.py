@@ -27,9 +27,9 @@ def maps_figure(maps: Sequence[HeadMap], caption: str) -> Any:
 
     scale = ScalarMappable(LogNorm(_FAINTEST, 1.0), colormaps[MAP])
     panels = [
-        (one, over)
-        for one in maps
-        for over in ((False, True) if one.computed is not None else (False,))
+        (head_map, over)
+        for head_map in maps
+        for over in ((False, True) if head_map.computed is not None else (False,))
     ]
     columns = min(len(panels), 4)
     rows = -(-len(panels) // columns)
@@ -37,24 +37,24 @@ def maps_figure(maps: Sequence[HeadMap], caption: str) -> Any:
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    for axes, (one, over) in zip(grid.flat, panels, strict=False):
-        _map_panel(axes, one, over, scale)
+    for axes, (head_map, over) in zip(grid.flat, panels, strict=False):
+        _map_panel(axes, head_map, over, scale)
     figure.colorbar(scale, ax=grid, shrink=0.7, label="share of a query's attention", extend="min")
     return figure
 
 
-def _map_panel(axes: Any, one: HeadMap, over: bool, scale: Any) -> None:
-    n = len(one.attention)
-    image = scale.to_rgba(np.maximum(one.attention, _FAINTEST))[..., :3]
-    title = f"layer {one.layer}, head {one.head}"
-    if over and one.computed is not None:
-        image += (1 - np.minimum(one.computed, 1.0))[..., None] * _WASH * (1 - image)
-        title = f"{one.pattern}\nkeeps {one.recall:.3f}, computes {one.density:.3f}"
+def _map_panel(axes: Any, head_map: HeadMap, over: bool, scale: Any) -> None:
+    n = len(head_map.attention)
+    image = scale.to_rgba(np.maximum(head_map.attention, _FAINTEST))[..., :3]
+    title = f"layer {head_map.layer}, head {head_map.head}"
+    if over and head_map.computed is not None:
+        image += (1 - np.minimum(head_map.computed, 1.0))[..., None] * _WASH * (1 - image)
+        title = f"{head_map.pattern}\nkeeps {head_map.recall:.3f}, computes {head_map.density:.3f}"
     image[np.triu_indices(n, 1)] = 1.0
-    edge = n * one.cell
+    edge = n * head_map.cell
     axes.imshow(image, interpolation="nearest", extent=(0, edge, edge, 0))
-    if over and one.computed is not None:
-        _outline(axes, one.computed, one.cell)
+    if over and head_map.computed is not None:
+        _outline(axes, head_map.computed, head_map.cell)
     axes.set_title(title, fontsize=7, loc="left")
     axes.set_xticks([0, edge // 2, edge])
     axes.set_yticks([0, edge // 2, edge])

@@ -99,7 +99,7 @@ def similarity_figure(
 
 def curve_figure(name: str, lines: Mapping[str, np.ndarray], profile: Profile, caption: str) -> Any:
     """Draw `ability`, `hit` (OmniKV, Figures 6a, 6b) or `variability` (Figure 1c)."""
-    what = {
+    labels = {
         "ability": "share of attention kept, mean",
         "hit": "share of the answer's block chosen",
         "variability": "attention missed, mean over layers",
@@ -124,7 +124,7 @@ def curve_figure(name: str, lines: Mapping[str, np.ndarray], profile: Profile, c
             chance, color="#404040", linewidth=0.8, linestyle=":", label="chosen at random"
         )
     axes.set_xlabel("decode step" if name == "variability" else "layer that chooses")
-    axes.set_ylabel(what[name])
+    axes.set_ylabel(labels[name])
     axes.set_ylim(bottom=0, top=None if name == "variability" else 1.02)
     axes.set_xticks(ticks(max(map(len, lines.values()))))
     axes.grid(color="#E0E0E0", linewidth=0.6)

@@ -25,9 +25,13 @@ _MAPS = 4
 
 def draw_maps(folder: Path, maps: Sequence[HeadMap], caption: str) -> list[Path]:
     """maps.png, .svg, and maps.safetensors with `<layer>.<head>.attention` and `.computed`."""
-    arrays = {f"{one.layer}.{one.head}.attention": one.attention for one in maps}
+    arrays = {
+        f"{head_map.layer}.{head_map.head}.attention": head_map.attention for head_map in maps
+    }
     arrays |= {
-        f"{one.layer}.{one.head}.computed": one.computed for one in maps if one.computed is not None
+        f"{head_map.layer}.{head_map.head}.computed": head_map.computed
+        for head_map in maps
+        if head_map.computed is not None
     }
     numbers = folder / "maps.safetensors"
     atomic_write(numbers, to_bytes(arrays))

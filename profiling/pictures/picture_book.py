@@ -162,15 +162,15 @@ class PictureBook:
 
 def _full_layers(loaded: LoadedModel) -> list[int]:
     """The layers that see every key: two tokens show it."""
-    found: list[int] = []
+    layers: list[int] = []
 
     def visit(inputs: LayerInputs) -> None:
         if inputs.sliding_window is None:
-            found.append(inputs.layer)
+            layers.append(inputs.layer)
 
     capture(loaded.model, torch.zeros(1, 2, dtype=torch.long, device=loaded.model.device), visit)
-    if not found:
+    if not layers:
         raise HeadwiseError(
             f"every layer of {loaded.name} slides over a window: none sees the whole prompt"
         )
-    return found
+    return layers

@@ -45,7 +45,7 @@ def babilong(wanted: Wanted) -> list[Prompt]:
     number = int(wanted.name[-1])
     hay = haystacks.of(wanted)
 
-    def one(rng: random.Random) -> Prompt:
+    def make_prompt(rng: random.Random) -> Prompt:
         examples = [make_story(rng, number, least=4 * number) for _ in range(_EXAMPLES)]
         shown = "".join(
             f"\nExample: {' '.join(e.facts)}{e.question} {e.answer}.\n" for e in examples
@@ -59,7 +59,7 @@ def babilong(wanted: Wanted) -> list[Prompt]:
         ids, _ = haystacks.hide(hidden, depths, hay(room, rng), 0)
         return Prompt(wanted.ids(head, ids, question), story.answer, choices=_PLACES)
 
-    return wanted.prompts(one)
+    return wanted.prompts(make_prompt)
 
 
 def make_story(rng: random.Random, number: int, *, least: int) -> Story:

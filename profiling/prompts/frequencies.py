@@ -65,7 +65,7 @@ def common_words(
     head = encode(_LIST_HEAD)
     asked = encode(_LIST_QUESTION.format(count=words))
 
-    def one(rng: random.Random) -> Prompt:
+    def make_prompt(rng: random.Random) -> Prompt:
         source = compounds(rng)
         example = _encoded(encode, islice(source, max(size, words + 1)))
         answered = encode(f" {_numbered(list(example)[:words])}\n")
@@ -86,7 +86,7 @@ def common_words(
             new_tokens=_LIST_NEW_TOKENS,
         )
 
-    return wanted.prompts(one)
+    return wanted.prompts(make_prompt)
 
 
 def frequent_words(wanted: Wanted, *, alpha: float = 2.0) -> list[Prompt]:
@@ -97,7 +97,7 @@ def frequent_words(wanted: Wanted, *, alpha: float = 2.0) -> list[Prompt]:
     asked = encode(_CODE_QUESTION)
     room = length - len(wanted.ids(head, asked))
 
-    def one(rng: random.Random) -> Prompt:
+    def make_prompt(rng: random.Random) -> Prompt:
         words = [_DOTS, *_coded(max(4, length // _TOKENS_A_WORD), rng)]
         ids = list(_encoded(encode, words).values())
 
@@ -132,7 +132,7 @@ def frequent_words(wanted: Wanted, *, alpha: float = 2.0) -> list[Prompt]:
             new_tokens=_CODE_NEW_TOKENS,
         )
 
-    return wanted.prompts(one)
+    return wanted.prompts(make_prompt)
 
 
 class _Numbers:
@@ -194,15 +194,15 @@ def _shuffled(
 
 
 def _encoded(encode: Encoder, words: Iterable[str]) -> dict[str, Ids]:
-    found = list(words)
-    return dict(zip(found, encode.each([f" {word}" for word in found]), strict=True))
+    listed = list(words)
+    return dict(zip(listed, encode.each([f" {word}" for word in listed]), strict=True))
 
 
 def _coded(number: int, rng: random.Random) -> list[str]:
-    found = dict[str, None]()
-    while len(found) < number:
-        found["".join(rng.choices(string.ascii_lowercase, k=_LETTERS))] = None
-    return list(found)
+    coded = dict[str, None]()
+    while len(coded) < number:
+        coded["".join(rng.choices(string.ascii_lowercase, k=_LETTERS))] = None
+    return list(coded)
 
 
 def _numbered(words: Sequence[str]) -> str:

@@ -56,12 +56,12 @@ def of_file(wanted: Wanted) -> Haystack:
     text = read_text(file)
     if not text.strip():
         raise HeadwiseError(f"{file.name} is empty")
-    found = [
+    sentences_of_text = [
         part[at : at + _LONGEST]
         for part in _SENTENCE_END.split(text)
         for at in range(0, len(part), _LONGEST)
     ]
-    pieces = wanted.encode.each(found)
+    pieces = wanted.encode.each(sentences_of_text)
     ends = list(itertools.accumulate(map(len, pieces)))
 
     def stretch(room: int, rng: random.Random) -> list[Ids]:

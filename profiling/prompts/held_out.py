@@ -113,10 +113,10 @@ def unseen_prompts(
     chosen = [prompt for prompt in first if not seen.overlaps(prompt)]
     taken = Seen(chosen)
     near = list[Prompt]()
-    others = (
+    replacements = (
         prompt for turn in range(1, _ROUNDS) for prompt in made(turn) if not seen.overlaps(prompt)
     )
-    while len(chosen) < samples and (prompt := next(others, None)) is not None:
+    while len(chosen) < samples and (prompt := next(replacements, None)) is not None:
         if taken.overlaps(prompt):
             near.append(prompt)
         else:
@@ -155,7 +155,7 @@ def held_out(
         HeadwiseError: a text is too short to have anything left that was not seen.
     """
     at = seed + SEED * (1 + number * _ROUNDS)
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     for task in dict.fromkeys(tasks):
         many = samples * per_context(task)
         made = unseen_prompts(task, tokenizer, length=length, samples=many, seed=at, seen=seen)
@@ -166,8 +166,8 @@ def held_out(
                 "looks at are needed; take a longer text (text:FILE), a shorter --length or fewer "
                 "--samples"
             )
-        found += made.prompts
-    return found
+        prompts += made.prompts
+    return prompts
 
 
 def seeded_prompts(
@@ -181,12 +181,12 @@ def seeded_prompts(
 ) -> Unseen:
     """Make unseen prompts of each seed; a text's windows of one seed are none of another's."""
     known = Seen(digests=seen.digests)
-    found = list[Unseen]()
+    by_seed = list[Unseen]()
     for seed in seeds:
-        found.append(
+        by_seed.append(
             unseen_prompts(task, tokenizer, length=length, samples=samples, seed=seed, seen=known)
         )
         if of_texts(task) and len(seeds) > 1:
-            known.add(*found[-1].prompts)
-    prompts = [prompt for made in found for prompt in made.prompts]
+            known.add(*by_seed[-1].prompts)
+    prompts = [prompt for made in by_seed for prompt in made.prompts]
     return Unseen(prompts, sum(map(seen.overlaps, prompts)) if of_texts(task) else 0)

@@ -35,11 +35,11 @@ def multi_hop(wanted: Wanted) -> list[Prompt]:
 def _asked(wanted: Wanted, hay: Hay, rng: random.Random) -> Prompt:
     chains = _chains(1 + _EXAMPLES + _OTHERS, hay.text, rng)
     facts = [_FACT.format(who, relation, whom) for chain in chains for who, relation, whom in chain]
-    (a, one, b), (_, other, c) = chains[0]
+    (a, relation, b), (_, other, c) = chains[0]
     question = (
         _STEPS
         + "".join(map(_worked, chains[1 : 1 + _EXAMPLES]))
-        + _QUESTION.format(a=a, one=one, other=other)
+        + _QUESTION.format(a=a, one=relation, other=other)
     )
     encode = wanted.encode
     head = encode(_HEAD)
@@ -56,8 +56,8 @@ def _asked(wanted: Wanted, hay: Hay, rng: random.Random) -> Prompt:
         spans[fact] = (len(ids), len(ids) + len(hidden[fact]))
         done = depth
         ids += hidden[fact]
-    found = Find(f" {b}", spans[0]), Find(f" {c}", spans[1], lead=f". {b}'s {other} is")
-    return Prompt.to_find((*ids, *text[done:], *asked), *found)
+    finds = Find(f" {b}", spans[0]), Find(f" {c}", spans[1], lead=f". {b}'s {other} is")
+    return Prompt.to_find((*ids, *text[done:], *asked), *finds)
 
 
 def _chains(count: int, text: str, rng: random.Random) -> list[list[tuple[str, str, str]]]:
@@ -73,8 +73,8 @@ def _chains(count: int, text: str, rng: random.Random) -> list[list[tuple[str, s
 
 
 def _worked(chain: list[tuple[str, str, str]]) -> str:
-    (a, one, b), (_, other, c) = chain
-    return f"{_QUESTION.format(a=a, one=one, other=other)} {b}. {b}'s {other} is {c}.\n\n"
+    (a, relation, b), (_, other, c) = chain
+    return f"{_QUESTION.format(a=a, one=relation, other=other)} {b}. {b}'s {other} is {c}.\n\n"
 
 
 KINDS = (

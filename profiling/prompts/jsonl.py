@@ -44,13 +44,13 @@ def jsonl(wanted: Wanted) -> list[Prompt]:
 
 def _lines(wanted: Wanted) -> list[tuple[str, str | None]]:
     """The text and the answer of each line that is not blank."""
-    found = []
+    lines = []
     for number, line in enumerate(read_text(wanted.file).split("\n"), start=1):
         if line.strip():
-            found.append(_line(line, f"{wanted.file.name}, line {number}"))
-    if not found:
+            lines.append(_line(line, f"{wanted.file.name}, line {number}"))
+    if not lines:
         raise HeadwiseError(f"{wanted.file.name} is empty")
-    return found
+    return lines
 
 
 def _line(line: str, place: str) -> tuple[str, str | None]:

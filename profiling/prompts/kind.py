@@ -123,9 +123,9 @@ class Wanted:
         """Random numbers of this task and seed, others for each prompt or context."""
         return random.Random(" ".join(map(str, (self.seed, self.name, *numbers))))
 
-    def prompts(self, one: Callable[[random.Random], Prompt]) -> list[Prompt]:
+    def prompts(self, make: Callable[[random.Random], Prompt]) -> list[Prompt]:
         """All of them, each made of random numbers of its own."""
-        return [one(self.rng(number)) for number in range(self.samples)]
+        return [make(self.rng(number)) for number in range(self.samples)]
 
     def ids(self, *parts: Ids) -> Ids:
         """Join the tokenizer's prefix and the parts."""
@@ -144,9 +144,9 @@ class Wanted:
 
     def too_short(self, has: int, room: int) -> HeadwiseError:
         """The error of a text that has too few tokens to fill a prompt."""
-        what = f"{self.name} at length {self.length}"
+        prompt = f"{self.name} at length {self.length}"
         return HeadwiseError(
-            f"{self.file.name} is too short for {what}: it has {has} tokens, {room} are needed"
+            f"{self.file.name} is too short for {prompt}: it has {has} tokens, {room} are needed"
         )
 
     def too_small(self, why: str) -> LengthTooShort:
@@ -171,14 +171,14 @@ class Parameter:
         except ValueError:
             value = None
         if value is None or not self.low <= float(value) <= self.high:
-            what = "a whole number" if self.type is int else "a number"
+            number = "a whole number" if self.type is int else "a number"
             bounds = (
                 f"from {self.low:g} to {self.high:g}"
                 if self.high < float("inf")
                 else f"of at least {self.low:g}"
             )
             raise HeadwiseError(
-                f"{self.name} of the task {kind!r} must be {what} {bounds}, got {shorten(text)}"
+                f"{self.name} of the task {kind!r} must be {number} {bounds}, got {shorten(text)}"
             )
         return value
 
@@ -213,8 +213,8 @@ class Kind:
     @property
     def usage(self) -> str:
         """Spelling of the task, such as `passkey[@depth=D][:FILE]`."""
-        told = ",".join(
+        parameters = ",".join(
             f"{parameter.name}={parameter.name[0].upper()}" for parameter in self.parameters
         )
         file = {"no": "", "may": "[:FILE]", "must": ":FILE"}[self.takes_file]
-        return self.name + (f"[@{told}]" if told else "") + file
+        return self.name + (f"[@{parameters}]" if parameters else "") + file

@@ -31,7 +31,7 @@ def line_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
     With `question_first` the word stands before the list only.
     """
 
-    def one(rng: random.Random) -> Prompt:
+    def make_prompt(rng: random.Random) -> Prompt:
         word = words(rng)
         name = next(word)
         number = five_digits(rng)
@@ -45,7 +45,7 @@ def line_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
         ids, spans = _listed(wanted, needed, more, question, rng, head=head)
         return Prompt.to_find(ids, Find(f" {number}", spans[0]))
 
-    return wanted.prompts(one)
+    return wanted.prompts(make_prompt)
 
 
 def two_stage_retrieval(wanted: Wanted) -> list[Prompt]:
@@ -56,7 +56,7 @@ def two_stage_retrieval(wanted: Wanted) -> list[Prompt]:
     The answer has to name both.
     """
 
-    def one(rng: random.Random) -> Prompt:
+    def make_prompt(rng: random.Random) -> Prompt:
         word = words(rng)
         chains = [(next(word), next(word), five_digits(rng)) for _ in range(_EXAMPLES + 1)]
         needed = [line for chain in chains for line in _stages(*chain)]
@@ -71,7 +71,7 @@ def two_stage_retrieval(wanted: Wanted) -> list[Prompt]:
             ids, first, Find(f" {value}", spans[1], lead=f". {_asked(_VALUE, box)}")
         )
 
-    return wanted.prompts(one)
+    return wanted.prompts(make_prompt)
 
 
 def _stages(owner: str, box: str, value: str) -> list[str]:

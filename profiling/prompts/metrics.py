@@ -74,9 +74,9 @@ def _answered(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    found = text.lower().strip().rstrip(".")
+    plain = text.lower().strip().rstrip(".")
     return next(
-        (found.removeprefix(article) for article in _ARTICLES if found.startswith(article)), found
+        (plain.removeprefix(article) for article in _ARTICLES if plain.startswith(article)), plain
     )
 
 

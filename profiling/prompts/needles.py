@@ -108,13 +108,13 @@ def _one(
     assert text is not None
     depths = [rng.random() for _ in pairs] if depth is None else [depth] * len(pairs)
     ids, spans = haystacks.hide(hidden, depths, text(room, rng), len(wanted.ids(head)))
-    found = [
+    finds = [
         Find(f" {pairs[at][1]}", spans[at], lead="," if which else "")
         for which, at in enumerate(right)
     ]
     answers = tuple(pairs[at][1] for at in right)
     whole = wanted.ids(head, ids, question)
-    return Prompt.to_find(whole, *found, metric="all", references=answers, new_tokens=_NEW_TOKENS)
+    return Prompt.to_find(whole, *finds, metric="all", references=answers, new_tokens=_NEW_TOKENS)
 
 
 def _said(made: Variant, key: str, value: str) -> str:

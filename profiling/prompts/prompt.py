@@ -80,8 +80,8 @@ class Task:
 
     @property
     def name(self) -> str:
-        told = ",".join(f"{name}={value}" for name, value in self.parameters)
-        name = self.kind + (f"@{told}" if told else "")
+        parameters = ",".join(f"{name}={value}" for name, value in self.parameters)
+        name = self.kind + (f"@{parameters}" if parameters else "")
         return name if self.file is None else f"{name}:{self.file.name}"
 
 
@@ -93,11 +93,11 @@ def parse_task(text: str) -> Task:
         there.
     """
     head, colon, file = text.partition(":")
-    name, at, told = head.partition("@")
+    name, at, given = head.partition("@")
     kind = KINDS.get(name)
     if kind is None or (colon and kind.takes_file == "no"):
         raise HeadwiseError(f"unknown task {shorten(text)}; known: {TASKS}")
-    parameters = _parameters(kind, told) if at else ()
+    parameters = _parameters(kind, given) if at else ()
     if not file and (colon or kind.takes_file == "must"):
         raise HeadwiseError(f"the task {name!r} needs a file: {name}:FILE")
     if not file:
@@ -114,13 +114,13 @@ def parse_name(name: str) -> str:
     return name.partition(":")[0].partition("@")[0]
 
 
-def _parameters(kind: Kind, told: str) -> tuple[tuple[str, float | int], ...]:
+def _parameters(kind: Kind, text: str) -> tuple[tuple[str, float | int], ...]:
     """`depth=0.5,hops=2` as pairs, in the order of the table: the same task has one name."""
     known = {parameter.name: parameter for parameter in kind.parameters}
-    found: dict[str, float | int] = {}
-    for item in told.split(","):
+    values: dict[str, float | int] = {}
+    for item in text.split(","):
         name, equals, value = item.partition("=")
-        if name not in known or not equals or name in found:
+        if name not in known or not equals or name in values:
             takes = (
                 f"it takes {', '.join(known)}, each once, as in {kind.usage}"
                 if known
@@ -129,8 +129,8 @@ def _parameters(kind: Kind, told: str) -> tuple[tuple[str, float | int], ...]:
             raise HeadwiseError(
                 f"cannot read the parameter {shorten(item)} of the task {kind.name!r}: {takes}"
             )
-        found[name] = known[name].read(value, kind.name)
-    return tuple((name, found[name]) for name in known if name in found)
+        values[name] = known[name].read(value, kind.name)
+    return tuple((name, values[name]) for name in known if name in values)
 
 
 def make_prompts(

@@ -47,7 +47,7 @@ def passkey(wanted: Wanted, *, depth: float | None = None) -> list[Prompt]:
     head = encode(_KEY_HEAD)
     question = encode(_KEY_QUESTION)
 
-    def one(rng: random.Random) -> Prompt:
+    def make_prompt(rng: random.Random) -> Prompt:
         key = str(rng.randrange(10**6, 10**7))
         needle = encode(_KEY_NEEDLE.format(key=key))
         room = wanted.room(head, needle, question)
@@ -58,7 +58,7 @@ def passkey(wanted: Wanted, *, depth: float | None = None) -> list[Prompt]:
         span = len(before), len(before) + len(needle)
         return Prompt.to_find((*before, *needle, *text[at:], *question), Find(f" {key}", span))
 
-    return wanted.prompts(one)
+    return wanted.prompts(make_prompt)
 
 
 def _key_values(wanted: Wanted, rng: random.Random, first: bool) -> Prompt:

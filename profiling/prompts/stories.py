@@ -107,13 +107,13 @@ def stories(wanted: Wanted, *, asked: int = 16) -> list[Prompt]:
     opened = encode(_OPEN)
     closed = encode(_CLOSE)
 
-    def one(rng: random.Random) -> Prompt:
+    def make_prompt(rng: random.Random) -> Prompt:
         # Chapters that might be, for the size of a question.
-        some = [
+        possible = [
             Chapter(max(_PLACES, key=len), "Nobody", "item", "")
             for _ in range(max(4, length // 60))
         ]
-        size = len(encode(_sized(form, some, asked))) + _SLACK
+        size = len(encode(_sized(form, possible, asked))) + _SLACK
         room = wanted.room(head, opened, closed, encode(_ANSWER), least=2 * size) - 2 * size
         made: list[Chapter] = []
         texts = whole_items(encode, _told(made, rng), room)
@@ -145,7 +145,7 @@ def stories(wanted: Wanted, *, asked: int = 16) -> list[Prompt]:
             choices=question.choices,
         )
 
-    return wanted.prompts(one)
+    return wanted.prompts(make_prompt)
 
 
 def _told(made: list[Chapter], rng: random.Random) -> Iterator[str]:
@@ -160,10 +160,10 @@ def _told(made: list[Chapter], rng: random.Random) -> Iterator[str]:
     talk = sentences(rng)
     owned = list[str]()
     for item, (place, person) in zip(items, met, strict=False):
-        said = " ".join(next(talk).strip() for _ in range(3))
+        talked = " ".join(next(talk).strip() for _ in range(3))
         text = (
             f"{_HERO} came to the {place} for a {rng.choice(_EVENTS)} and met "
-            f"{person}. {said}{_BOUGHT.format(item)}"
+            f"{person}. {talked}{_BOUGHT.format(item)}"
         )
         sold = owned.pop(rng.randrange(len(owned))) if owned and rng.random() < 0.5 else None
         text += _SOLD.format(sold) if sold else ""
@@ -176,11 +176,11 @@ def _titled(at: int, text: str) -> str:
     return f"Chapter {at + 1}:\n{text}\n"
 
 
-def _sized(form: str, some: list[Chapter], asked: int) -> str:
+def _sized(form: str, chapters: list[Chapter], asked: int) -> str:
     """A question as long as one over so many chapters can be."""
     if form == "retrieval":
         return "\n".join(
-            [_RETRIEVE, *(_ASKED["place"].format(99, len(some)) for _ in range(asked))]
+            [_RETRIEVE, *(_ASKED["place"].format(99, len(chapters)) for _ in range(asked))]
         )
     return (_HOP if form == "multihop" else _FILTER).format("scented granite necklace")
 
@@ -210,10 +210,10 @@ def _multihop(
 ) -> StoryQuestion:
     at = rng.randrange(1, len(made))
     right = made[at - 1].item
-    others = rng.sample(
+    wrong = rng.sample(
         [chapter.item for chapter in made if chapter.item != right], min(3, len(made) - 1)
     )
-    choices = tuple(f"{item}{_END}" for item in (right, *others))
+    choices = tuple(f"{item}{_END}" for item in (right, *wrong))
     return StoryQuestion(_HOP.format(made[at].item), right, "item", (right,), choices)
 
 
@@ -221,9 +221,9 @@ def _filtering(
     made: list[Chapter], empty: set[int], asked: int, rng: random.Random
 ) -> StoryQuestion:
     right = [str(at + 1) for at in sorted(empty)]
-    some = (sorted(rng.sample(range(len(made)), _EMPTY)) for _ in range(3))
+    wrong = (sorted(rng.sample(range(len(made)), _EMPTY)) for _ in range(3))
     lists = dict.fromkeys(
-        [", ".join(right), *(", ".join(str(at + 1) for at in each) for each in some)]
+        [", ".join(right), *(", ".join(str(at + 1) for at in each) for each in wrong)]
     )
     choices = tuple(f"{numbers}{_END}" for numbers in lists)
     return StoryQuestion(_FILTER, ", ".join(right), "chapters", tuple(right), choices)

@@ -83,11 +83,11 @@ def pythons_own() -> str:
     # parsing.
     gc.disable()
     try:
-        found = list(chain.from_iterable(map(_docstrings, files)))
+        docstrings = list(chain.from_iterable(map(_docstrings, files)))
     finally:
         if collects:
             gc.enable()
-    return "\n\n".join([*(topics[name] for name in sorted(topics)), *found])
+    return "\n\n".join([*(topics[name] for name in sorted(topics)), *docstrings])
 
 
 def _docstrings(file: Path) -> list[str]:
@@ -97,20 +97,20 @@ def _docstrings(file: Path) -> list[str]:
     except (OSError, SyntaxError, ValueError):
         return []
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [
+    docstrings = [
         ast.get_docstring(node) or "" for node in _statements(tree) if isinstance(node, documented)
     ]
-    return [text for text in found if len(text) >= _LEAST]
+    return [text for text in docstrings if len(text) >= _LEAST]
 
 
 def _statements(tree: ast.Module) -> list[ast.AST]:
     """Walk a module's statements in the order of ast.walk, without expressions."""
-    found: list[ast.AST] = [tree]
-    for node in found:
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:
         # The growing list is the queue.
         for name in _BLOCKS:
-            found += getattr(node, name, ())
-    return found
+            nodes += getattr(node, name, ())
+    return nodes
 
 
 def far_copies(ids: Ids, *, context: int = _CONTEXT, far: int | None = None) -> list[int]:
@@ -122,14 +122,14 @@ def far_copies(ids: Ids, *, context: int = _CONTEXT, far: int | None = None) -> 
     """
     least = len(ids) // _FAR if far is None else far
     latest: dict[Ids, int] = {}
-    found = []
+    copies = []
     for at in range(context, len(ids)):
         piece = ids[at - context : at + 1]
         before = latest.get(piece)
         if before is not None and at - before >= least:
-            found.append(at)
+            copies.append(at)
         latest[piece] = at
-    return found
+    return copies
 
 
 def read_ids(encode: Encoder, file: Path) -> Ids:

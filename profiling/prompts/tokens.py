@@ -34,11 +34,15 @@ class Encoder:
         """The ids of each text."""
         if self._backend is not None:
             return [
-                tuple(one.ids)
-                for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+                tuple(encoding.ids)
+                for encoding in self._backend.encode_batch_fast(
+                    list(texts), add_special_tokens=False
+                )
             ]
-        found = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return [tuple(ids) for ids in found]
+        ids_of_texts = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
+        return [tuple(ids) for ids in ids_of_texts]
 
     @functools.cached_property
     def prefix(self) -> Ids:

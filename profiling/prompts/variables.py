@@ -32,7 +32,7 @@ def variable_tracking(wanted: Wanted, *, chains: int = 1, hops: int = 4) -> list
     encode = wanted.encode
     noise = haystacks.noise(encode)
 
-    def one(rng: random.Random) -> Prompt:
+    def make_prompt(rng: random.Random) -> Prompt:
         example = _example(encode, chains, hops, rng)
         assigned = _chains(chains, hops, 5, rng)
         value, names = rng.choice(assigned)
@@ -46,16 +46,16 @@ def variable_tracking(wanted: Wanted, *, chains: int = 1, hops: int = 4) -> list
         room = wanted.room(head, question, *ids_hidden)
         ids, spans = haystacks.hide(ids_hidden, depths, noise(room, rng), len(wanted.ids(head)))
         places = [spans[hidden.index(line)] for line in _lines(value, names)]
-        found = [
+        finds = [
             Find(f" {name}", span, lead="," if at else "")
             for at, (name, span) in enumerate(zip(names, places, strict=True))
         ]
         whole = wanted.ids(head, ids, question)
         return Prompt.to_find(
-            whole, *found, metric="all", references=tuple(names), new_tokens=_NEW_TOKENS
+            whole, *finds, metric="all", references=tuple(names), new_tokens=_NEW_TOKENS
         )
 
-    return wanted.prompts(one)
+    return wanted.prompts(make_prompt)
 
 
 def _chains(count: int, hops: int, letters: int, rng: random.Random) -> list[tuple[str, list[str]]]:

@@ -57,9 +57,11 @@ _THEN = (
 
 def sentences(rng: random.Random) -> Iterator[str]:
     """Sentences that say nothing, without end, each followed by a space."""
-    who, did, what, when, then = (words.split("|") for words in (_WHO, _DID, _WHAT, _WHEN, _THEN))
+    who, did, object_, when, then = (
+        words.split("|") for words in (_WHO, _DID, _WHAT, _WHEN, _THEN)
+    )
     while True:
-        parts = [rng.choice(who), rng.choice(did), rng.choice(what), rng.choice(when)]
+        parts = [rng.choice(who), rng.choice(did), rng.choice(object_), rng.choice(when)]
         if rng.random() < 0.5:
             parts.append(rng.choice(then))
         sentence = " ".join(parts)
@@ -94,7 +96,9 @@ def _pairs() -> tuple[str, ...]:
 @functools.cache
 def _compounds() -> tuple[str, ...]:
     parts = [*_ADJECTIVES.split(), *_NOUNS.split()]
-    return tuple(dict.fromkeys(one + other for one in parts for other in parts if one != other))
+    return tuple(
+        dict.fromkeys(first + second for first in parts for second in parts if first != second)
+    )
 
 
 def five_digits(rng: random.Random) -> str:
@@ -105,11 +109,11 @@ def five_digits(rng: random.Random) -> str:
 def names(rng: random.Random, count: int, *, apart_from: str = "") -> list[str]:
     """Make up different names such as `Gikaz`, none of them in the text `apart_from`."""
     taken = apart_from.lower()
-    found = dict[str, None]()
-    while len(found) < count:
+    chosen = dict[str, None]()
+    while len(chosen) < count:
         name = "".join(
             rng.choice(letters) for letters in ("bdfgklmnprstvz", "aeiou") * 2
         ) + rng.choice("kpxz")
         if name not in taken:
-            found[name.capitalize()] = None
-    return list(found)
+            chosen[name.capitalize()] = None
+    return list(chosen)

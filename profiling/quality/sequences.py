@@ -165,7 +165,7 @@ class Reference:
     """Predictions of a model on sequences under dense attention, which others are compared with."""
 
     def __init__(
-        self, model: Any, found: Sequence[TokenSequence], *, backend: str = "auto"
+        self, model: Any, sequences: Sequence[TokenSequence], *, backend: str = "auto"
     ) -> None:
         """Prepare; nothing is run yet.
 
@@ -173,7 +173,7 @@ class Reference:
             HeadwiseError: the model computes the logits of all tokens or none.
         """
         check_logits(model)
-        self.sequences = tuple(found)
+        self.sequences = tuple(sequences)
         self._model = model
         self._backend = backend
         vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -285,9 +285,9 @@ def _divergence(dense: _Predicted, other: _Predicted) -> Tensor:
     return torch.cat(rows).clamp_min_(0)
 
 
-def kl_divergence(log_probs: Tensor, others: Tensor) -> Tensor:
+def kl_divergence(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
     """Compute KL(p || q) in nats from (..., V) log p and log q: (...)."""
-    return (log_probs.exp() * (log_probs - others)).sum(-1)
+    return (log_probs.exp() * (log_probs - other_log_probs)).sum(-1)
 
 
 def planned(plans: Plans, context: int, *, backend: str = "auto") -> Visit:

@@ -138,10 +138,10 @@ def _kept(
     if ledger is None:
         return _figures(_decode(config, loaded, prompt, shown))
     unit = ledger.unit("similarity", depends_on(config, prompt))
-    found: dict[str, Any] | None = ledger.get(unit)
-    if found is not None:
+    figures: dict[str, Any] | None = ledger.get(unit)
+    if figures is not None:
         shown.skip(config.steps)
-        return found
+        return figures
     return ledger.put(unit, _figures(_decode(config, loaded, prompt, shown)))
 
 

@@ -51,12 +51,12 @@ def ability(mass: np.ndarray, reach: int) -> np.ndarray:
 
     mass: (L, L), NaN where not measured. Returns (L), NaN where no layer was measured within reach.
     """
-    found = np.full(len(mass), np.nan)
+    means = np.full(len(mass), np.nan)
     for layer in range(len(mass)):
         after = mass[layer, layer + 1 : layer + 1 + reach]
         if np.isfinite(after).any():
-            found[layer] = np.nanmean(after)
-    return found
+            means[layer] = np.nanmean(after)
+    return means
 
 
 def agreement(masses: Sequence[np.ndarray]) -> np.ndarray:

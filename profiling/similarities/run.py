@@ -67,9 +67,9 @@ def report(profile: Profile) -> str:
             if np.isfinite(reach[at])
         ]
         shown = ", ".join(f"{reach[at]:.3f} ({at})" for at in best)
-        found = "-" if hit is None else f"{np.nanmax(hit):.2f} ({int(np.nanargmax(hit))})"
+        best_hit = "-" if hit is None else f"{np.nanmax(hit):.2f} ({int(np.nanargmax(hit))})"
         missed = f"{np.nanmean(profile.variability(task)):.3f}"
-        lines.append(f"{task:<{size}}  {kept:>6}  {shown:<32}{found:>14}  {missed:>18}")
+        lines.append(f"{task:<{size}}  {kept:>6}  {shown:<32}{best_hit:>14}  {missed:>18}")
     apart = profile.agreement[np.triu_indices(len(profile.tasks), 1)]
     if np.isfinite(apart).any():
         lines.append(f"agreement of the tasks: correlation {np.nanmin(apart):.3f} or more")

@@ -81,8 +81,8 @@ class Profile:
         mean, tail = (
             self._mean([f"{kind}.{name}" for name in names]) for kind in ("error", "worst")
         )
-        found: np.ndarray = (1 - worst) * mean + worst * tail
-        return found
+        errors: np.ndarray = (1 - worst) * mean + worst * tail
+        return errors
 
     def ability(self, task: str, reach: Literal[8, 16] = 8) -> np.ndarray:
         """(L) filtering ability over the next 8 or 16 layers."""
@@ -182,9 +182,9 @@ def _check(profile: Profile, shown: str) -> None:
         shapes |= {f"ability.{task}.next{reach}": (n,) for reach in (8, 16)}
         shapes[f"variability.{task}"] = (n, int(profile.about["steps"]))
     for name, shape in shapes.items():
-        found = profile.arrays.get(name)
-        if found is None or found.shape != shape:
-            what = "is missing" if found is None else f"has the shape {found.shape}"
+        array = profile.arrays.get(name)
+        if array is None or array.shape != shape:
+            fault = "is missing" if array is None else f"has the shape {array.shape}"
             raise HeadwiseError(
-                f"{shown}: {name} {what}, it must have the shape {shape}: measure again"
+                f"{shown}: {name} {fault}, it must have the shape {shape}: measure again"
             )

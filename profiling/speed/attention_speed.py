@@ -163,13 +163,13 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
         (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if q.device.type == "cuda" else ()
     ):
 
-        def one(backend: SDPBackend = backend) -> Tensor:
+        def run(backend: SDPBackend = backend) -> Tensor:
             with sdpa_kernel(backend):
                 return sdpa()
 
         with suppress(RuntimeError):
-            one()
-            runs[f"dense, {backend.name}"] = one
+            run()
+            runs[f"dense, {backend.name}"] = run
     return runs or {"dense": sdpa}
 
 
@@ -181,28 +181,33 @@ def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, name
     Raises:
         HeadwiseError: the largest error, and what rounding would explain.
     """
-    some = min(_CHECKED, index.q_len)
-    one = replace(
+    count = min(_CHECKED, index.q_len)
+    first_head = replace(
         index,
         diagonals=index.diagonals[:, :1],
         columns=index.columns[:, :1],
         offsets=index.offsets[:, :1],
     )
-    one = replace(one, skip=None if index.skip is None else index.skip[:, :1].contiguous())
-    rows = num_rows(some, index.k_len)
+    first_head = replace(
+        first_head, skip=None if index.skip is None else index.skip[:, :1].contiguous()
+    )
+    rows = num_rows(count, index.k_len)
     # Length, index and the place in q of the queries compared.
     ends = [
         (
-            some,
+            count,
             replace(
-                one, q_len=some, k_len=some, offsets=one.offsets[:, :, : num_rows(some, some) + 1]
+                first_head,
+                q_len=count,
+                k_len=count,
+                offsets=first_head.offsets[:, :, : num_rows(count, count) + 1],
             ),
-            slice(0, some),
+            slice(0, count),
         ),
         (
             index.k_len,
-            replace(one, q_len=some, offsets=one.offsets[:, :, -rows - 1 :]),
-            slice(-some, None),
+            replace(first_head, q_len=count, offsets=first_head.offsets[:, :, -rows - 1 :]),
+            slice(-count, None),
         ),
     ]
     # Behind a past the first queries see more than a prompt's.

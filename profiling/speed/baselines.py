@@ -120,23 +120,23 @@ def of_rounds(seconds: Mapping[str, Sequence[float]], name: str) -> Speedup:
     )
 
 
-def cells(found: Speedup | None) -> tuple[str, str]:
+def cells(speedup: Speedup | None) -> tuple[str, str]:
     """A speed-up under COLUMNS."""
-    if found is None:
+    if speedup is None:
         return "-", "-"
-    return f"{found.value:.2f}x", f"{found.over[MODEL]:.2f}x" if MODEL in found.over else "-"
+    return f"{speedup.value:.2f}x", f"{speedup.over[MODEL]:.2f}x" if MODEL in speedup.over else "-"
 
 
-def sentence(found: Speedup) -> str:
+def sentence(speedup: Speedup) -> str:
     """Say a speed-up with its bounds: `1.69 times as fast (1.60 to 1.75) as ...`."""
-    said = _times(found, found.fastest, "the fastest dense baseline")
-    if MODEL in found.over:
-        said += ", " + _times(found, MODEL, "default attention (sdpa)")
-    if found.bounds and found.rounds < LEAST:
-        said += (
-            f"; of {found.rounds} rounds, too few for an interval of 95%, the least and the most"
+    text = _times(speedup, speedup.fastest, "the fastest dense baseline")
+    if MODEL in speedup.over:
+        text += ", " + _times(speedup, MODEL, "default attention (sdpa)")
+    if speedup.bounds and speedup.rounds < LEAST:
+        text += (
+            f"; of {speedup.rounds} rounds, too few for an interval of 95%, the least and the most"
         )
-    return said
+    return text
 
 
 def rows(seconds: Mapping[str, float]) -> list[str]:
@@ -146,16 +146,16 @@ def rows(seconds: Mapping[str, float]) -> list[str]:
     ]
 
 
-def _times(found: Speedup, name: str, what: str) -> str:
-    ratio = found.over[name]
-    bounds = found.bounds.get(name)
+def _times(speedup: Speedup, name: str, baseline: str) -> str:
+    ratio = speedup.over[name]
+    bounds = speedup.bounds.get(name)
     alike = bounds is not None and bounds[0] <= 1 <= bounds[1]
     if ratio < 1 and not alike:
         around = f" ({1 / bounds[1]:.2f} to {1 / bounds[0]:.2f})" if bounds else ""
-        return f"{1 / ratio:.2f} times SLOWER{around} than {what}"
+        return f"{1 / ratio:.2f} times SLOWER{around} than {baseline}"
     around = (
         f" ({bounds[0]:.2f} to {bounds[1]:.2f}{', no difference beyond noise' * alike})"
         if bounds
         else ""
     )
-    return f"{ratio:.2f} times as fast{around} as {what}"
+    return f"{ratio:.2f} times as fast{around} as {baseline}"

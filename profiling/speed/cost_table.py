@@ -111,11 +111,11 @@ class CostTable:
         per_head = float(np.median([c.dense_seconds / c.heads for c in near]))
         return per_head * heads * (length / near[0].length) ** 2
 
-    def _nearest(self, rows: Sequence[Cost], length: int, what: str) -> list[Cost]:
+    def _nearest(self, rows: Sequence[Cost], length: int, measurement: str) -> list[Cost]:
         if not rows:
             known = sorted({(c.pattern, c.head_dim, c.dtype) for c in self.costs})
             raise HeadwiseError(
-                f"the cost table has no {what}; it has: {', '.join(map(str, known))}"
+                f"the cost table has no {measurement}; it has: {', '.join(map(str, known))}"
             )
         best = min({c.length for c in rows}, key=lambda n: abs(np.log(n / length)))
         return [c for c in rows if c.length == best]
@@ -223,8 +223,8 @@ def attach(
     section, own = embed(
         list(tables.values()), optimised=next((tables[key] for key in counted), None)
     )
-    others = {name: array for name, array in arrays.items() if not name.startswith("cost.")}
-    return artifact.model_copy(update={"costs": section}), {**others, **own}
+    rest = {name: array for name, array in arrays.items() if not name.startswith("cost.")}
+    return artifact.model_copy(update={"costs": section}), {**rest, **own}
 
 
 def _columns(table: CostTable) -> tuple[dict[str, list[str]], dict[str, np.ndarray]]:

@@ -149,7 +149,7 @@ def _in_torch(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]
 
 
 def _check(
-    found: Decoded, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor | None, name: str
+    decoded: Decoded, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor | None, name: str
 ) -> None:
     """Compare the first KV head with the fp32 reference: no speed of a wrong result."""
     group = q.shape[1] // k.shape[1]
@@ -159,15 +159,20 @@ def _check(
         scores="sum",
         backend="reference",
     )
-    assert found.scores is not None and mass is not None
+    assert decoded.scores is not None and mass is not None
     largest = max(1.0, float(expected.abs().max()))
-    for what, actual, wanted, allowed in (
-        ("", found.out[:, :group], expected, _ROUNDING_STEPS * torch.finfo(q.dtype).eps * largest),
-        (" in its scores", found.scores[:, :1], mass, _MASS_ERROR * group),
+    for part, actual, wanted, allowed in (
+        (
+            "",
+            decoded.out[:, :group],
+            expected,
+            _ROUNDING_STEPS * torch.finfo(q.dtype).eps * largest,
+        ),
+        (" in its scores", decoded.scores[:, :1], mass, _MASS_ERROR * group),
     ):
         error = float((actual.float() - wanted).abs().max())
         if not error <= allowed:
             raise HeadwiseError(
-                f"decode over {name} is wrong{what}: "
+                f"decode over {name} is wrong{part}: "
                 f"largest error {error:.3g}, allowed {allowed:.3g}; no speed is shown"
             )

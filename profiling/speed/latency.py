@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,36 +22,47 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Time `run` in each context, `repeats` interleaved rounds after one untimed round.
 
-    With 0 repeats there is one round, and it is timed: a rehearsal has no more to find out.
+    Entering a context is not timed. With 0 repeats there is one round, and it is timed: a
+    rehearsal has no more to find out.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contexts}
-    for turn in bar(range(repeats + 1), desc="timing"):
+    for number in bar(range(repeats + 1), desc="timing"):
         for name, context in contexts.items():
             with context():
-                _synchronize(device)
-                start = time.perf_counter()
-                run()
-                _synchronize(device)
-                if turn or not repeats:
-                    seconds[name].append(time.perf_counter() - start)
+                taken = _seconds(run, device)
+            if number or not repeats:
+                seconds[name].append(taken)
     return seconds
 
 
 def in_turn(
-    runs: Mapping[str, Callable[[], object]], *, repeats: int, device: str
+    runs: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int,
+    device: str,
+    warm_up: bool = True,
+    quiet: bool = False,
 ) -> dict[str, list[float]]:
-    """Seconds of each alternative, as `interleaved` measures them."""
-    current: list[Callable[[], object]] = []
+    """Time each alternative, `repeats` interleaved rounds after one untimed round, if any.
 
-    def entering(run: Callable[[], object]) -> Callable[[], nullcontext[None]]:
-        def enter() -> nullcontext[None]:
-            current[:] = [run]
-            return nullcontext()
+    quiet: without a progress bar.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    rounds = range(-1 if warm_up else 0, repeats)
+    for number in rounds if quiet else bar(rounds, desc="timing"):
+        for name, run in runs.items():
+            taken = _seconds(run, device)
+            if number >= 0:
+                seconds[name].append(taken)
+    return seconds
 
-        return enter
 
-    contexts = {name: entering(run) for name, run in runs.items()}
-    return interleaved(contexts, lambda: current[0](), repeats=repeats, device=device)
+def _seconds(run: Callable[[], object], device: str) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - start
 
 
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:

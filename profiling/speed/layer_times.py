@@ -8,10 +8,10 @@ anchor, by which a machine that became slower or faster in between is known.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from kernels.patterns import LayerPlan
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import dense_attention
 from profiling.models.loading import LoadedModel
+from profiling.speed.latency import in_turn
 
 T = TypeVar("T")
 ANCHOR = "dense by our kernel"
@@ -31,8 +32,8 @@ SDPA = "sdpa"
 # many times as long.
 _ANCHORS = 3
 _SDPAS = 2
-# Of each, in turn; their means count.
-_TURNS = 2
+# Interleaved rounds of each; their means count.
+_ROUNDS = 2
 # The anchor may have moved so much before predictions are said to be of another speed of the
 # machine.
 MOVED = 0.15
@@ -134,63 +135,52 @@ class _Clock:
         """One layer, where it is among those that are timed."""
         layer = inputs.layer
         before = slice(0, self._asked.tokens)
-        some = replace(
+        prompt = replace(
             inputs, q=inputs.q[:, :, before], k=inputs.k[:, :, before], v=inputs.v[:, :, before]
         )
         runs = {
-            name: _by_plan(some, plans[layer], self._backend)
+            name: _by_plan(prompt, plans[layer], self._backend)
             for name, plans in self._asked.plans.items()
         }
-        runs[ANCHOR] = lambda: dense_attention(some, backend=self._backend)[0]
+        runs[ANCHOR] = lambda: dense_attention(prompt, backend=self._backend)[0]
         if inputs.softcap is None:
-            runs[SDPA] = _by_sdpa(some)
+            runs[SDPA] = _by_sdpa(prompt)
         runs = {name: run for name, run in runs.items() if layer in self._timed.get(name, ())}
-        for name, seconds in in_turn(runs, first=not self.seconds).items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds * self._all / len(
-                self._timed[name]
-            )
-
-
-def in_turn(runs: Mapping[str, Callable[[], object]], *, first: bool) -> dict[str, float]:
-    """Mean seconds of each, all taking turns; `first`: after one turn that is not counted."""
-    taken = dict.fromkeys(runs, 0.0)
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    wait()
-    for turn in range(-1 if first else 0, _TURNS):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            wait()
-            if turn >= 0:
-                taken[name] += (time.perf_counter() - start) / _TURNS
-    return taken
+        rounds = in_turn(
+            runs,
+            repeats=_ROUNDS,
+            device=str(inputs.q.device),
+            warm_up=not self.seconds,
+            quiet=True,
+        )
+        for name, seconds in rounds.items():
+            scale = self._all / len(self._timed[name])
+            self.seconds[name] = self.seconds.get(name, 0.0) + fmean(seconds) * scale
 
 
 @contextmanager
 def all_threads() -> Iterator[None]:
     """Use the whole processor, as a server would; the user's setting is kept to."""
     before = torch.get_num_threads()
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    asked = os.environ.get("OMP_NUM_THREADS", "")
     # torchrun sets it to 1 for each of its processes, which wait meanwhile.
-    asked = (
-        "" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else os.environ.get("OMP_NUM_THREADS", "")
-    )
-    torch.set_num_threads(
-        max(before, min(cores, int(asked)) if asked.isdecimal() and int(asked) else cores)
-    )
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and asked.isdecimal() and int(asked):
+        cores = min(cores, int(asked))
+    torch.set_num_threads(max(before, cores))
     try:
         yield
     finally:
         torch.set_num_threads(before)
 
 
-def spread(some: Sequence[T], count: int | None) -> list[T]:
+def spread(values: Sequence[T], count: int | None) -> list[T]:
     """Choose so many, evenly spread; all if None."""
-    if count is None or count >= len(some):
-        return list(some)
-    return [some[at] for at in np.linspace(0, len(some) - 1, count).round().astype(int)]
+    if count is None or count >= len(values):
+        return list(values)
+    return [values[at] for at in np.linspace(0, len(values) - 1, count).round().astype(int)]
 
 
 def _by_plan(inputs: LayerInputs, plan: LayerPlan, backend: str) -> Callable[[], Tensor]:

@@ -175,16 +175,16 @@ def gains(dense: Mapping[str, Any]) -> list[Gain]:
     return made
 
 
-def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
-    if reason := found["kernels"]["reason"]:
+def _wrong(report: Mapping[str, Any]) -> Iterator[str]:
+    if reason := report["kernels"]["reason"]:
         yield (
             f"attention on the CPU falls to the slow reference, hundreds of times slower: {reason}"
         )
-    for device, fault in found["check"].items():
+    for device, fault in report["check"].items():
         if fault is not None:
             yield f"attention on {device}: {fault}"
-    if found["cache"]["state"].startswith("unsafe"):
-        yield f"the cache folder {found['cache']['folder']} is {found['cache']['state']}"
+    if report["cache"]["state"].startswith("unsafe"):
+        yield f"the cache folder {report['cache']['folder']} is {report['cache']['state']}"
 
 
 def _dense() -> dict[str, Any]:
@@ -231,28 +231,28 @@ def check() -> dict[str, str | None]:
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices += [torch.device("cuda", at) for at in range(torch.cuda.device_count())]
-    found: dict[str, str | None] = {}
+    faults: dict[str, str | None] = {}
     for device in devices:
         q, k, v = _made(4, 2, 300, 320, device)
         if dispatch.why_slow(q, k, v) is not None:
             continue
         try:
             agrees = all(_agrees(q, k, v, window) for window in (None, 70))
-            found[str(device)] = (
+            faults[str(device)] = (
                 None if agrees else "the kernel does not agree with the fp32 reference"
             )
         except Exception as error:
-            found[str(device)] = f"the kernel fails with {type(error).__name__}"
-    return found
+            faults[str(device)] = f"the kernel fails with {type(error).__name__}"
+    return faults
 
 
 def _agrees(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> bool:
     """True if the kernel agrees with the fp32 reference to the rounding of the dtype."""
-    found = dense_attention(q, k, v, window=window)[0].float()
+    out = dense_attention(q, k, v, window=window)[0].float()
     expected = dense_attention(q.float(), k.float(), v.float(), window=window, backend="reference")[
         0
     ]
-    return bool(torch.allclose(found, expected, atol=8 * torch.finfo(q.dtype).eps, rtol=0.05))
+    return bool(torch.allclose(out, expected, atol=8 * torch.finfo(q.dtype).eps, rtol=0.05))
 
 
 def _made(
@@ -319,13 +319,13 @@ def _cache() -> dict[str, str]:
 
 def _state(folder: Path) -> str:
     try:
-        found = folder.stat()
+        status = folder.stat()
     except OSError:
         return "made at first use"
-    if os.name == "posix" and found.st_uid != os.geteuid():
-        return f"unsafe: it belongs to user {found.st_uid}"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"unsafe: others can write to it (mode {found.st_mode & 0o777:03o})"
+    if os.name == "posix" and status.st_uid != os.geteuid():
+        return f"unsafe: it belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"unsafe: others can write to it (mode {status.st_mode & 0o777:03o})"
     return "safe, yours alone"
 
 

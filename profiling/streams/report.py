@@ -60,59 +60,71 @@ class Series:
     @property
     def probed(self) -> np.ndarray:
         """-log p of each token of the probes."""
-        return np.array([value for one in self.stretches for value in one.probed])
+        return np.array([value for stretch in self.stretches for value in stretch.probed])
 
     def right(self, stream: TokenStream) -> np.ndarray:
         """Tell for each probe if every token was the likeliest."""
-        tokens = [value for one in self.stretches for value in one.right]
+        tokens = [value for stretch in self.stretches for value in stretch.right]
         starts = np.cumsum([0, *(end - begin for begin, end in stream.probes)])
         return np.array([all(tokens[a:b]) for a, b in pairwise(starts.tolist())])
 
     def nll(self, start: int = 0) -> float:
         """Mean -log p of the tokens in blocks that end after `start`; NaN where there are none."""
-        some = [one for end, one in zip(self.ends, self.stretches, strict=True) if end > start]
-        count = sum(one.tokens for one in some)
-        return sum(one.nll for one in some) / count if count else math.nan
+        after = [
+            stretch for end, stretch in zip(self.ends, self.stretches, strict=True) if end > start
+        ]
+        count = sum(stretch.tokens for stretch in after)
+        return sum(stretch.nll for stretch in after) / count if count else math.nan
 
 
 def rows(series: Sequence[Series], stream: TokenStream, whole: int, task: str) -> list[Row]:
-    """The figures of each method. whole: tokens that the windows hold."""
-    base = next((one for one in series if one.method == "recomputed"), None)
-    token = (
-        np.concatenate([np.arange(*span) for span in stream.probes])
-        if stream.probes
-        else np.zeros(0)
+    """Make the rows of all methods. whole: tokens that the windows hold."""
+    base = next((each for each in series if each.method == "recomputed"), None)
+    return [_row(each, base, stream, whole, task) for each in series]
+
+
+def _row(series: Series, base: Series | None, stream: TokenStream, whole: int, task: str) -> Row:
+    """Make one method's row. base: the recomputed window."""
+    low = high = ratio = accuracy = None
+    if base is not None and series is not base:
+        ratio, low, high = _ratio_to(series, base, stream, whole)
+    if task == "stream_eval":
+        accuracy = float(series.right(stream).mean())
+    turns = sum(stretch.turns for stretch in series.stretches)
+    seconds = sum(stretch.seconds for stretch in series.stretches)
+    last = series.stretches[-1]
+    return Row(
+        method=series.method,
+        perplexity=_exp(series.nll()),
+        last_quarter=_exp(series.nll(stream.tokens * 3 // 4)),
+        ratio=ratio,
+        low=low,
+        high=high,
+        accuracy=accuracy,
+        token_seconds=seconds / max(turns, 1),
+        cache_bytes=last.cache_bytes,
+        process_bytes=last.process_bytes,
     )
+
+
+def _ratio_to(
+    series: Series, base: Series, stream: TokenStream, whole: int
+) -> tuple[float | None, float | None, float | None]:
+    """Ratio of perplexities on the probes past the window, with its 95% interval over windows."""
+    if not stream.probes:
+        return None, None, None
+    token = np.concatenate([np.arange(*span) for span in stream.probes])
     past = token > whole
-    made = []
-    for one in series:
-        ratio = low = high = None
-        if base is not None and past.any() and one is not base:
-            apart = (one.probed - base.probed)[past]
-            windows, counts = np.unique(token[past] // whole, return_counts=True)
-            sums = [float(apart[token[past] // whole == window].sum()) for window in windows]
-            found = share_of(sums, counts.tolist())
-            ratio = math.exp(found.value)
-            low, high = (
-                (math.exp(found.low), math.exp(found.high)) if len(windows) > 1 else (None, None)
-            )
-        turns = sum(part.turns for part in one.stretches)
-        last = one.stretches[-1]
-        made.append(
-            Row(
-                method=one.method,
-                perplexity=_exp(one.nll()),
-                last_quarter=_exp(one.nll(stream.tokens * 3 // 4)),
-                ratio=ratio,
-                low=low,
-                high=high,
-                accuracy=float(one.right(stream).mean()) if task == "stream_eval" else None,
-                token_seconds=sum(part.seconds for part in one.stretches) / max(turns, 1),
-                cache_bytes=last.cache_bytes,
-                process_bytes=last.process_bytes,
-            )
-        )
-    return made
+    if not past.any():
+        return None, None, None
+    difference = (series.probed - base.probed)[past]
+    window = token[past] // whole
+    windows, counts = np.unique(window, return_counts=True)
+    sums = [float(difference[window == each].sum()) for each in windows]
+    interval = share_of(sums, counts.tolist())
+    if len(windows) < 2:
+        return math.exp(interval.value), None, None
+    return math.exp(interval.value), math.exp(interval.low), math.exp(interval.high)
 
 
 def _exp(nll: float) -> float:
@@ -120,87 +132,71 @@ def _exp(nll: float) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as an aligned text table."""
-    lines = [
-        [
-            "",
-            "perplexity",
-            "last quarter",
-            "/ recomputed",
-            "accuracy",
-            "ms/token",
-            "cache MiB",
-            "process MiB",
-        ]
-    ]
+    """Align the rows as text."""
+    header = ["", "perplexity", "last quarter", "/ recomputed", "accuracy", "ms/token"]
+    lines = [[*header, "cache MiB", "process MiB"]]
     for row in rows:
-        lines.append(
-            [
-                row.method,
-                f"{row.perplexity:.2f}",
-                f"{row.last_quarter:.2f}",
-                _ratio(row),
-                "-" if row.accuracy is None else f"{row.accuracy:.3f}",
-                f"{1e3 * row.token_seconds:.2f}",
-                *(
-                    "-" if n is None else f"{n / _MIB:.1f}"
-                    for n in (row.cache_bytes, row.process_bytes)
-                ),
-            ]
-        )
+        quality = [f"{row.perplexity:.2f}", f"{row.last_quarter:.2f}", _ratio(row)]
+        accuracy = "-" if row.accuracy is None else f"{row.accuracy:.3f}"
+        sizes = [_mib(row.cache_bytes), _mib(row.process_bytes)]
+        lines.append([row.method, *quality, accuracy, f"{1e3 * row.token_seconds:.2f}", *sizes])
     return "\n".join(aligned(lines))
 
 
-def report(config: Streamed, found: Sequence[Row], record: dict[str, Any]) -> str:
-    """The table, and beside it what is not to be read from it."""
-    lines = [table(found)]
+def _ratio(row: Row) -> str:
+    if row.ratio is None:
+        return "-"
+    if row.low is None:
+        return f"{row.ratio:.3f}"
+    return f"{row.ratio:.3f} ({row.low:.3f} to {row.high:.3f})"
+
+
+def _mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / _MIB:.1f}"
+
+
+def report(config: Streamed, rows: Sequence[Row], record: dict[str, Any]) -> str:
+    """Make the table, and notes on what it does not say."""
+    lines = [table(rows)]
     settings = record["settings"]
     if settings["repeats"]:
         lines.append(
             f"the text is shorter than the stream: it was begun again {settings['repeats']} times"
         )
     if "recomputed" in config.methods:
-        what = (
-            "at the answers" if config.task == "stream_eval" else f"at one token in {config.stride}"
-        )
+        where = f"at one token in {config.stride}"
+        if config.task == "stream_eval":
+            where = "at the answers"
         lines.append(
-            f"recomputed: {what} only; the ratios are over those of them that are past the window"
+            f"recomputed: {where} only; the ratios are over those of them that are past the window"
         )
-    if seconds := record["timed"]:
-        middle = {name: sorted(values)[len(values) // 2] for name, values in seconds.items()}
-        base = middle.get("recomputed")
-        for name, value in middle.items():
-            ratio = (
-                f", {base / value:.1f}x as fast as recomputed"
-                if base and name != "recomputed"
-                else ""
-            )
-            lines.append(
-                f"one by one, {name}: {1e3 * value:.2f} ms a token (median of {SPEED_ROUNDS} "
-                f"rounds){ratio}"
-            )
+    medians = {
+        name: sorted(values)[len(values) // 2] for name, values in (record["timed"] or {}).items()
+    }
+    base = medians.get("recomputed")
+    for name, seconds in medians.items():
+        line = (
+            f"one by one, {name}: {1e3 * seconds:.2f} ms a token (median of {SPEED_ROUNDS} rounds)"
+        )
+        if base and name != "recomputed":
+            line += f", {base / seconds:.1f}x as fast as recomputed"
+        lines.append(line)
     return "\n".join(lines)
-
-
-def _ratio(row: Row) -> str:
-    if row.ratio is None:
-        return "-"
-    return f"{row.ratio:.3f}" + ("" if row.low is None else f" ({row.low:.3f} to {row.high:.3f})")
 
 
 def plain(series: Sequence[Series], rows: Sequence[Row]) -> dict[str, Any]:
     """For a JSON file: the rows, and for each method means over blocks."""
     return {
         "rows": [asdict(row) for row in rows],
-        "blocks": {one.method: _means(one) for one in series},
+        "blocks": {own.method: _means(own) for own in series},
     }
 
 
-def _means(one: Series) -> dict[str, list[float | int | None]]:
+def _means(series: Series) -> dict[str, list[float | int | None]]:
     """Means of each block by name; None where nothing was measured in it."""
-    parts = one.stretches
+    parts = series.stretches
     return {
-        "end": list(one.ends),
+        "end": list(series.ends),
         "nll": [round(part.nll / part.tokens, 5) if part.tokens else None for part in parts],
         "token_seconds": [
             float(f"{part.seconds / part.turns:.4g}") if part.turns else None for part in parts
@@ -217,7 +213,7 @@ def draw(
 
     As StreamingLLM's Figures 3, 5 and 10.
     """
-    means = {one.method: _means(one) for one in series}
+    means = {own.method: _means(own) for own in series}
     header = ["method", "end", "nll", "token_seconds", "cache_bytes", "process_bytes"]
     values = (
         [method, *("" if value is None else value for value in row)]
@@ -239,15 +235,15 @@ def _figure(
     grid = figure.subplot_mosaic(
         [["quality", "quality"], ["time", "memory"]], height_ratios=[1.5, 1]
     )
-    for at, one in enumerate(series):
+    for at, own in enumerate(series):
         # Wide below narrow: methods that do equally well are all to be seen.
         width = max(1.0, 3.0 - 0.5 * at)
-        mean = means[one.method]
-        style = {**line_style(at), "linewidth": width, "label": one.method}
-        x = np.array(one.ends)
+        mean = means[own.method]
+        style = {**line_style(at), "linewidth": width, "label": own.method}
+        x = np.array(own.ends)
         if task == "stream_eval":
             places = np.array([end for _, end in stream.probes])
-            right = one.right(stream).astype(float)
+            right = own.right(stream).astype(float)
             parts = np.array_split(np.arange(len(right)), min(len(right), 20))
             grid["quality"].plot(
                 [places[p[-1]] for p in parts], [right[p].mean() for p in parts], **style

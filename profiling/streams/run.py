@@ -59,10 +59,10 @@ def _written(
     seconds = (
         speeds(loaded, config.all_methods, stream, whole, config.timed) if config.timed else {}
     )
-    found = rows(series, stream, whole, config.task)
+    figures = rows(series, stream, whole, config.task)
     record = {
         "command": config.command,
-        **plain(series, found),
+        **plain(series, figures),
         "timed": seconds,
         "settings": settings,
         "environment": environment(config.device),
@@ -70,7 +70,7 @@ def _written(
     atomic_write(config.out / OUTPUT, (json.dumps(record, indent=1) + "\n").encode())
     draw(config.out, series, stream, config.task, _caption(config, loaded, stream))
     ledger.remove()
-    return found, record
+    return figures, record
 
 
 def _stream(config: Streamed, loaded: LoadedModel) -> TokenStream:

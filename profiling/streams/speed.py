@@ -38,10 +38,10 @@ def speeds(
             if not method.recomputed:
                 contexts[method.name] = _decoding(loaded, method, ids, tokens, current)
                 counts[method.name] = tokens
-    found = interleaved(
+    seconds = interleaved(
         contexts, lambda: current[0](), repeats=SPEED_ROUNDS, device=str(loaded.model.device)
     )
-    return {name: [value / counts[name] for value in values] for name, values in found.items()}
+    return {name: [value / counts[name] for value in values] for name, values in seconds.items()}
 
 
 Enter = Callable[[], AbstractContextManager[object]]

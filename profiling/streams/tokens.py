@@ -109,7 +109,7 @@ def _pieces(encode: Encoder, rng: random.Random) -> Iterator[tuple[Ids, tuple[in
                 yield whole, (_common(whole, asked), _common(whole, answered))
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the common start; a piece may have other tokens where a text goes on."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))

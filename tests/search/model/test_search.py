@@ -242,12 +242,14 @@ class Clock:
     attention: list[tuple[int, list[str], bool]] = field(default_factory=list)
     prefills: list[list[str]] = field(default_factory=list)
 
-    def in_turn(self, runs: Mapping[str, Callable[[], Any]], *, first: bool) -> dict[str, float]:
+    def in_turn(
+        self, runs: Mapping[str, Callable[[], Any]], *, warm_up: bool, **_: Any
+    ) -> dict[str, list[float]]:
         (tokens,) = {run().shape[2] for run in runs.values()}
-        self.attention.append((tokens, list(runs), first))
+        self.attention.append((tokens, list(runs), warm_up))
         is_dense = {name: name in (ANCHOR, SDPA) or name.startswith("Dense") for name in runs}
-        candidates = {name: self.dense if is_dense[name] else 1e-4 for name in runs}
-        return candidates | ({"chosen": self.sparse} if "chosen" in runs else {})
+        candidates = {name: [self.dense if is_dense[name] else 1e-4] for name in runs}
+        return candidates | ({"chosen": [self.sparse]} if "chosen" in runs else {})
 
     def interleaved(
         self, ways: Any, run: Any, *, repeats: int, device: str
@@ -539,7 +541,7 @@ def test_times_are_those_of_this_machine_and_this_budget(
     real = measured_costs.measured
     monkeypatch.setattr(pipeline, "measured", lambda *args: taken.append(1) or real(*args))
     monkeypatch.setattr(
-        "profiling.speed.layer_times.in_turn", lambda runs, first: dict.fromkeys(runs, 1e-3)
+        "profiling.speed.layer_times.in_turn", lambda runs, **_: {name: [1e-3] for name in runs}
     )
     out, asked = (
         tmp_path / "cfg.yaml",
