@@ -34,10 +34,13 @@ DEFAULT_METHODS = (
     "strided",
 )
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# Name of all tasks that need no file.
+ALL_TASKS = "all"
 # The task that has a grid of depths.
 GRID = "niah_single_2"
 # Seeds with --minutes.
 LIMITED_SEEDS = 3
+_LENGTHS: Range = (lambda lengths: min(lengths) >= 1, "at least 1")
 _DEPTHS: Range = (lambda depths: all(0 <= depth <= 1 for depth in depths), "from 0 to 1")
 
 
@@ -121,6 +124,7 @@ class Config:
         "prompt lengths (default: the model's positions)",
         several=True,
         default=None,
+        within=_LENGTHS,
     )
     methods: tuple[str, ...] | None = option(
         f"`all`, or some of them (default: {' '.join(DEFAULT_METHODS)})", default=None, nargs="+"
@@ -212,6 +216,9 @@ class Config:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        for task in self.tasks or ():
+            if task != ALL_TASKS:
+                parse_task(task)
         if self.minutes is not None and (
             self.quick or self.samples is not None or self.text is not None
         ):

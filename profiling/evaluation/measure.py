@@ -15,7 +15,7 @@ from typing import Any
 
 from artifacts import Artifact, HeadwiseError
 from artifacts.store.hashing import canonical_json
-from profiling.evaluation.config import GRID, Evaluation
+from profiling.evaluation.config import ALL_TASKS, GRID, Evaluation
 from profiling.evaluation.methods import Methods
 from profiling.inside.head_fidelity import recall
 from profiling.ledger import Ledger, Unit
@@ -76,7 +76,7 @@ def tasks_of(names: Sequence[str]) -> tuple[str, ...]:
     """The tasks that were asked for; `all` are those that need no file."""
     free = tuple(kind.name for kind in KINDS.values() if kind.takes_file != "must")
     return tuple(
-        dict.fromkeys(task for name in names for task in (free if name == "all" else (name,)))
+        dict.fromkeys(task for name in names for task in (free if name == ALL_TASKS else (name,)))
     )
 
 

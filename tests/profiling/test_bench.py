@@ -140,26 +140,6 @@ def test_heads_are_pairs(heads: str, capsys: pytest.CaptureFixture[str]) -> None
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--length", "300", "0"], "length must be at least 1, got 0"),
-        (["--head-dims", "0"], "head dim must be at least 1, got 0"),
-        (["--density", "3"], "--density must be above 0 and at most 1, got 3.0"),
-        (["--repeats", "0"], "--repeats must be at least 1, got 0"),
-        (["--chosen", "0"], "--chosen must be at least 1, got 0"),
-        (["--device", "tpu"], "cannot use the device 'tpu'"),
-    ],
-)
-def test_bad_input_is_one_line(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for what in ("attention", "decode"):
-        with pytest.raises(HeadwiseError, match=message):
-            bench.main([what, *options])
-    assert not capsys.readouterr().out
-
-
 def test_inputs_have_near_keys_and_heavy_columns() -> None:
     size = attention_speed.Size(
         length=4096, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu"

@@ -162,9 +162,7 @@ def test_several_artifacts_are_compared_on_the_same_prompts(
         shared[1]["change"]["low"] == shared[1]["change"]["high"]
         and "% (" not in capsys.readouterr().out
     )
-    with pytest.raises(
-        HeadwiseError, match="artifacts of one name cannot be told apart: headwise, b, b"
-    ):
+    with pytest.raises(HeadwiseError, match="artifacts of one name cannot be told apart: b"):
         decode.main([*options, "--beside", str(second), "--beside", str(second)])
 
 
@@ -422,21 +420,6 @@ def test_time_stands_beside_both_dense_attentions(
         f"{min(over.values()):.2f}x",
         f"{over['dense']:.2f}x",
     ]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--texts", "0"], "--texts must be at least 1, got 0"),
-        (["--prefill-chunk", "0"], "--prefill-chunk must be at least 1, got 0"),
-        (["--forced", "4096"], "--forced must be below --text-length"),
-        (["--trials", "-1"], "--trials must be at least 0, got -1"),
-        (["--memory", "much"], "--memory must be a number of bytes"),
-    ],
-)
-def test_bad_sizes(options: list[str], message: str) -> None:
-    with pytest.raises(HeadwiseError, match=message):
-        decode.main(["--model", "nowhere", "nowhere.yaml", *options])
 
 
 def test_something_has_to_be_compared() -> None:

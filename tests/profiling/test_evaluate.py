@@ -424,18 +424,9 @@ def test_the_crossover_becomes_dense_below_where_it_is_wanted(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--seeds", "0"), "--seeds must be at least 1"),
-        (("--samples", "0"), "--samples must be at least 1"),
-        (("--share", "0"), "--share must be above 0"),
-        (("--depths", "2"), "--depths must be from 0 to 1"),
         (("--length", "256"), "below the artifact's dense_below of 450"),
         (("--length", "5000"), "more than the 1024 positions"),
         (("--methods", "a_shap"), "unknown method 'a_shap'"),
-        (("--task", "passkeys"), "unknown task"),
-        (("--repeats", "0"), "--repeats must be at least 1"),
-        (("--no-speed", "--set-dense-below"), "needs the crossover"),
-        (("--speed-only", "--task", "passkey"), "--speed-only asks nothing: leave --task"),
-        (("--speed-only", "--no-speed"), "--speed-only asks nothing: leave --task"),
     ],
 )
 def test_what_cannot_be_is_one_line(command: Command, options: tuple[str, ...], says: str) -> None:

@@ -289,24 +289,12 @@ def test_figures_are_saved_without_a_window_system(
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ([], "nothing to draw from: give --profile DIR or --model M"),
         (["--profile", "nowhere"], "there is no similarity profile 'nowhere'"),
-        (["--profile", "x", "--picture", "maps"], "the picture 'maps' needs --model"),
-        (
-            ["--profile", "x", "--picture", "pie"],
-            "unknown picture 'pie'; known: layers, maps, sparsity",
-        ),
-        (
-            ["--model", "{model}", "--heads", "3"],
-            "--heads must be layer.head, such as 3.0,12.5, got '3'",
-        ),
         (
             ["--model", "{model}", "--heads", "3.0"],
             "tiny has no head 3.0: its layers are 0 to 2, its heads 0 to 5",
         ),
         (["--model", "{model}", "--heads", "0.6"], "tiny has no head 0.6"),
-        (["--model", "{model}", "--task", "pie"], "unknown task 'pie'"),
-        (["--model", "{model}", "--length", "3"], "--length must be at least 16, got 3"),
         (
             ["--profile", "{profile}", "{config}"],
             "the profile is of some-model, the artifact of tiny",

@@ -76,12 +76,6 @@ def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--plan", '{"model_type": "bert"'], "is no configuration of transformers"),
         (["--plan", '{"model_type": "clip"}'], "no memory can be predicted from this CLIPConfig"),
         (["--plan", json.dumps(LLAMA), "--banked", "33"], "--banked must be 0 to 32"),
-        (["--plan", json.dumps(LLAMA), "--banked", "-1"], "--banked must be at least 0"),
-        (
-            ["--model", "nowhere"],
-            "name an artifact and its model with --model, or a configuration with --plan",
-        ),
-        (["--plan", json.dumps(LLAMA), "--memory", "much"], "--memory must be a number of bytes"),
     ],
 )
 def test_what_cannot_be_is_one_line(options: list[str], says: str) -> None:
@@ -110,5 +104,3 @@ def test_memory_by_length_is_measured_beside_what_was_predicted(tmp_path: Path) 
     assert all(row["predicted"] > 0 and row["peak"] >= row["passing"] >= 0 for row in rows)
     # 3 layers of 2 heads of 16 numbers of 4 bytes, twice.
     assert rows[0]["cache"] == 3 * 2 * 16 * 4 * 2 * 4096 <= rows[1]["cache"]
-    with pytest.raises(HeadwiseError, match="--length must be at least 1, got 0"):
-        memory.main([*command, "--length", "0"])

@@ -322,34 +322,6 @@ def test_files_say_what_made_them(
     ).is_file()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"tokens": 1}, "--tokens must be at least 2, got 1"),
-        ({"chunk": 0}, "--chunk must be at least 1, got 0"),
-        (
-            {"timed": 1, "tokens": 20},
-            "--timed needs a full cache: give at least 24 --tokens, got 20",
-        ),
-        ({"methods": ("h2o",)}, "unknown method 'h2o'; known: streaming, window-only"),
-        ({"methods": ("streaming:x",)}, "unknown method 'streaming:x'"),
-        (
-            {"methods": ("streaming:24",)},
-            "streaming:24 leaves no window: sinks and window are 24 tokens",
-        ),
-        ({"methods": ("dense", "dense")}, "the method 'dense' is given twice"),
-        ({"text": None}, "the task 'text' needs --text FILE"),
-        ({"text": Path("none.txt")}, "there is no text file 'none.txt'"),
-        ({"task": "poems"}, "unknown task 'poems'; known: text, stream_eval"),
-    ],
-)
-def test_what_cannot_be_streamed_is_said_in_one_line(
-    config: Callable[..., Streamed], changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(HeadwiseError, match=message):
-        config(**changes)
-
-
 def test_a_stream_without_a_question_is_refused() -> None:
     with pytest.raises(HeadwiseError, match="--tokens 50 is too small for stream_eval"):
         stream_eval(Encoder(byte_level()), 50, 0)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from artifacts import HeadwiseError
 from profiling.prompts.prompt import KINDS, make_prompts
 from profiling.tasks import main
 from tests.profiling.conftest import GROUPED
@@ -93,19 +92,3 @@ def test_a_text_has_no_answer(
     file.write_text("word " * 500, encoding="utf-8")
     main(["--task", f"text:{file}", "--model", folder, "--length", "100"])
     assert "answer: unknown" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (
-            ["--task", "riddle"],
-            "unknown task 'riddle'; known: kv_retrieval, passkey, line_retrieval, two_stage",
-        ),
-        (["--task", "vt", "--length", "0"], "length must be at least 1, got 0"),
-        (["--length", "9"], "say which task to show: --task TASK"),
-    ],
-)
-def test_bad_use(folder: str, arguments: list[str], line: str) -> None:
-    with pytest.raises(HeadwiseError, match=re.escape(line)):
-        main(["--model", folder, *arguments] if "--task" in arguments else arguments)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from artifacts import HeadwiseError, load
+from artifacts import load
 from profiling.evaluate import main
 from profiling.evaluation import rounds
 from profiling.evaluation.measure import evaluate
@@ -149,18 +149,3 @@ def test_tasks_and_lengths_are_the_models_settings(
     ]
     monkeypatch.setattr(rounds, "settings", {"new": (), "smollm2": some[:1]}.__getitem__)
     assert rounds.places_of("new", artifact, (), (600,))[0] == [("prose", 600), ("a", 600)]
-
-
-@pytest.mark.parametrize(
-    ("more", "line"),
-    [
-        (("--seeds", "0"), "--seeds must be at least 1, got 0"),
-        (("--minutes", "0"), "--minutes must be a positive number, got 0"),
-        (("--minutes", "1", "--quick"), "leave --quick, --samples and --text away"),
-        (("--minutes", "1", "--task", "riddle"), "unknown task 'riddle'"),
-    ],
-)
-def test_bad_use(searched: Path, tmp_path: Path, more: tuple[str, ...], line: str) -> None:
-    with pytest.raises(HeadwiseError, match=line):
-        main(asked(searched, tmp_path / "out", *more))
-    assert not list(tmp_path.iterdir())

@@ -1,0 +1,130 @@
+"""Options of the profiling commands that cannot be: one line each, before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = """
+import importlib, json, sys
+from artifacts import HeadwiseError
+
+def refusal(words):
+    try:
+        importlib.import_module(f"profiling.{words[0]}").main(words[1:])
+    except HeadwiseError as error:
+        return str(error)
+    return "accepted"
+
+lines = [refusal(words) for words in json.load(sys.stdin)]
+print(json.dumps({"lines": lines, "torch": "torch" in sys.modules}))
+"""
+LLAMA = '{"model_type": "llama"}'
+# (command and options, a part of the line that names the value or what would be right)
+CASES = [
+    ("bench --length 300 0", "length must be at least 1, got 0"),
+    ("bench --head-dims 0", "head dim must be at least 1, got 0"),
+    ("bench --density 3", "--density must be above 0 and at most 1, got 3.0"),
+    ("bench --repeats 0", "--repeats must be at least 1, got 0"),
+    ("bench decode --chosen 0", "--chosen must be at least 1, got 0"),
+    ("bench decode --past 9", "--past is of attention alone"),
+    ("bench --attach c.yaml", "--attach puts a table into an artifact"),
+    ("bench --table b.safetensors", "--table measures nothing: name the artifact"),
+    ("decode --model m", "name an artifact with a decode section"),
+    ("decode c.yaml --model m --texts 0", "--texts must be at least 1, got 0"),
+    ("decode c.yaml --model m --prefill-chunk 0", "--prefill-chunk must be at least 1, got 0"),
+    ("decode c.yaml --model m --forced 4096", "--forced must be below --text-length (4096)"),
+    ("decode c.yaml --model m --trials -1", "--trials must be at least 0, got -1"),
+    ("decode c.yaml --model m --memory much", "--memory must be a number of bytes"),
+    ("decode --model m --policy lru", "unknown policy 'lru'"),
+    ("evaluate c.yaml --model m --out o --seeds 0", "--seeds must be at least 1, got 0"),
+    ("evaluate c.yaml --model m --out o --samples 0", "--samples must be at least 1, got 0"),
+    ("evaluate c.yaml --model m --out o --share 0", "--share must be above 0"),
+    ("evaluate c.yaml --model m --out o --depths 2", "--depths must be from 0 to 1"),
+    ("evaluate c.yaml --model m --out o --length 0", "--length must be at least 1"),
+    ("evaluate c.yaml --model m --out o --repeats 0", "--repeats must be at least 1, got 0"),
+    ("evaluate c.yaml --model m --out o --minutes 0", "--minutes must be a positive number"),
+    ("evaluate c.yaml --model m --out o --minutes 1 --quick", "leave --quick, --samples and"),
+    ("evaluate c.yaml --model m --out o --task riddle", "unknown task 'riddle'"),
+    ("evaluate c.yaml --model m --out o --no-speed --set-dense-below", "needs the crossover"),
+    ("evaluate c.yaml --model m --out o --speed-only --task prose", "--speed-only asks nothing"),
+    ("evaluate c.yaml --model m --out o --speed-only --no-speed", "--speed-only asks nothing"),
+    ("heatmaps --out o", "nothing to draw from: give --profile DIR or --model M"),
+    ("heatmaps --out o --profile x --picture maps", "the picture 'maps' needs --model"),
+    ("heatmaps --out o --profile x --picture pie", "unknown picture 'pie'; known: layers, maps"),
+    ("heatmaps --out o --model m --heads 3", "--heads must be layer.head"),
+    ("heatmaps --out o --model m --task pie", "unknown task 'pie'"),
+    ("heatmaps --out o --model m --length 3", "--length must be at least 16, got 3"),
+    ("memory --model m --length 9", "name an artifact and its model with --model"),
+    ("memory c.yaml --model m --length 0", "--length must be at least 1, got 0"),
+    (f"memory --length 9 --banked -1 --plan {LLAMA}", "--banked must be at least 0, got -1"),
+    (f"memory --length 9 --memory much --plan {LLAMA}", "--memory must be a number of bytes"),
+    ("similarity --model m --out o --length 63", "--length must be at least 64, got 63"),
+    ("similarity --model m --out o --steps 0", "--steps must be at least 1, got 0"),
+    ("similarity --model m --out o --top-k 0", "--top-k must be at least 1, got 0"),
+    ("similarity --model m --out o --task riddle", "unknown task 'riddle'"),
+    (
+        "similarity --model m --out o --task passkey --task passkey",
+        "two tasks are called 'passkey'",
+    ),
+    ("stream --model m --out o --text t.txt --tokens 1", "--tokens must be at least 2, got 1"),
+    ("stream --model m --out o --text t.txt --tokens 9 --chunk 0", "--chunk must be at least 1"),
+    (
+        "stream --model m --out o --text t.txt --tokens 20 --timed 1",
+        "--timed needs a full cache",
+    ),
+    ("stream --model m --out o --text t.txt --tokens 9 --methods h2o", "unknown method 'h2o'"),
+    (
+        "stream --model m --out o --text t.txt --tokens 9 --methods streaming:x",
+        "unknown method 'streaming:x'",
+    ),
+    (
+        "stream --model m --out o --text t.txt --tokens 9 --methods streaming:1024",
+        "streaming:1024 leaves no window: sinks and window are 1024 tokens",
+    ),
+    (
+        "stream --model m --out o --text t.txt --tokens 9 --methods dense dense",
+        "the method 'dense' is given twice",
+    ),
+    ("stream --model m --out o --tokens 9", "the task 'text' needs --text FILE"),
+    ("stream --model m --out o --tokens 9 --text none.txt", "there is no text file 'none.txt'"),
+    ("stream --model m --out o --tokens 9 --task poems", "unknown task 'poems'; known: text"),
+    ("tasks --task riddle", "unknown task 'riddle'; known: kv_retrieval, passkey"),
+    ("tasks --task vt --length 0", "--length must be at least 1, got 0"),
+    ("tasks --task vt --samples 0", "--samples must be at least 1, got 0"),
+    ("tasks --length 9", "say which task to show: --task TASK"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The line of every case by its words, all in one process that never imports torch."""
+    folder: Path = tmp_path_factory.mktemp("commands")
+    (folder / "t.txt").write_text("word", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", RUN],
+        input=json.dumps([_words(case) for case, _ in CASES]),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=folder,
+    )
+    result = json.loads(done.stdout)
+    assert not result["torch"], "a wrong option is refused only after torch was imported"
+    assert [path.name for path in folder.iterdir()] == ["t.txt"]
+    return {case: line for (case, _), line in zip(CASES, result["lines"], strict=True)}
+
+
+def _words(case: str) -> list[str]:
+    """The words of a command line; the JSON of a plan is one word and comes last."""
+    before, plan, after = case.partition(LLAMA)
+    return [*before.split(), *([plan] if plan else []), *after.split()]
+
+
+@pytest.mark.parametrize(("case", "line"), CASES, ids=[case for case, _ in CASES])
+def test_a_wrong_option_is_one_line(refusals: dict[str, str], case: str, line: str) -> None:
+    assert line in refusals[case] and "\n" not in refusals[case]
