@@ -151,11 +151,9 @@ def _origin(artifact: Artifact) -> str:
     search = artifact.search
     imported = artifact.prefill.imported
     if search is None:
-        return (
-            f"imported from {imported.file} ({imported.format})"
-            if imported
-            else "no pattern was searched"
-        )
+        if imported:
+            return f"imported from {imported.file} ({imported.format})"
+        return "no pattern was searched"
     tasks = ", ".join(search.calibration.tasks)
     lengths = ", ".join(str(length) for length in search.calibration.lengths)
     return (

@@ -62,13 +62,12 @@ class Phase:
         """Say how far the phase is, and the time left at its pace so far."""
         now = self.done - self._before
         seconds = time.monotonic() - self._began
-        left = (
-            f", {tqdm.format_interval(seconds / now * (self.total - self.done))} left"
-            if now
-            else ""
-        )
-        note = f" ({self._note})" if self._note else ""
-        return f"{self.name}: {self.done} of {self.total} {self.unit}{left}{note}"
+        line = f"{self.name}: {self.done} of {self.total} {self.unit}"
+        if now:
+            line += f", {tqdm.format_interval(seconds / now * (self.total - self.done))} left"
+        if self._note:
+            line += f" ({self._note})"
+        return line
 
     def end(self) -> str:
         """The line of a phase that is over."""

@@ -71,18 +71,15 @@ def measure(
     layers = len(attention_layers(loaded.model))
     with phase("budget curves", len(prompts) * layers, "layers") as shown:
         for prompt in prompts:
-            unit = (
-                None
-                if ledger is None
-                else ledger.unit("curves", {"prompt": digest([prompt]), "shares": shares})
-            )
-            curves = None if ledger is None or unit is None else ledger.get(unit)
-            if curves is not None:
-                shown.skip(layers)
+            if ledger is None:
+                by_prompt.append(_of_prompt(loaded, prompt, shares, shown))
+                continue
+            unit = ledger.unit("curves", {"prompt": digest([prompt]), "shares": shares})
+            curves = ledger.get(unit)
+            if curves is None:
+                curves = ledger.put(unit, _of_prompt(loaded, prompt, shares, shown))
             else:
-                curves = _of_prompt(loaded, prompt, shares, shown)
-                if ledger is not None and unit is not None:
-                    curves = ledger.put(unit, curves)
+                shown.skip(layers)
             by_prompt.append(curves)
     error, kept = (
         np.sum([curves[name] / len(prompts) for curves in by_prompt], axis=0)

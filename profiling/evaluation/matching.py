@@ -222,11 +222,9 @@ def tile_gaps(inputs: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _largest(kind: str, length: int) -> Pattern:
-    return (
-        make(kind, blocks=num_tiles(length))
-        if kind == "block_sparse"
-        else make(kind, vertical=length, slash=length)
-    )
+    if kind == "block_sparse":
+        return make(kind, blocks=num_tiles(length))
+    return make(kind, vertical=length, slash=length)
 
 
 def _fixed_density(pattern: Fixed | MemoryUnits, length: int, dense_tail: int) -> float:

@@ -23,6 +23,7 @@ from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.held_out import Seen, seeded_prompts
 from profiling.prompts.prompt import KINDS, Prompt, parse_task, per_context
+from profiling.prompts.tokens import Ids
 from profiling.quality.contexts import by_context
 from profiling.quality.method import Method
 from profiling.quality.sequences import Reference, sequences
@@ -99,8 +100,6 @@ def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
 
 def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> list[Set]:
     """Make all prompts of one length; windows of texts are unseen ones as far as there are any."""
-    seeds = range(config.seed, config.seed + config.seeds)
-    how: dict[str, Any] = {"seeds": seeds, "seen": seen}
     sets = []
     for name in config.tasks:
         task = parse_task(name)
@@ -108,25 +107,23 @@ def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> 
             parameter == "depth" for parameter, _ in task.parameters
         )
         for depth in config.depths if gridded else (None,):
-            placed = (
-                task
-                if depth is None
-                else replace(task, parameters=(*task.parameters, ("depth", depth)))
-            )
+            placed = task
+            if depth is not None:
+                placed = replace(task, parameters=(*task.parameters, ("depth", depth)))
             made = seeded_prompts(
                 placed,
                 tokenizer,
                 length=length,
                 samples=config.samples * per_context(placed),
-                **how,
+                seeds=range(config.seed, config.seed + config.seeds),
+                seen=seen,
             )
-            prompts = tuple(made.prompts)
             sets.append(
                 Set(
                     task=task.name,
                     length=length,
                     depth=depth,
-                    prompts=prompts,
+                    prompts=tuple(made.prompts),
                     overlapping=made.overlapping,
                 )
             )
@@ -156,6 +153,8 @@ def evaluate(
     ]
     of = _Units(ledger, methods.artifact, loaded, f"trial/{VERSION}")
     total = len(config.methods) * sum(each.length * len(each.prompts) for each in sets)
+    if config.fidelity:
+        total += sum(map(len, _contexts(sets)))
     outcomes = []
     # In prompt tokens: they are what takes time.
     with phase("evaluation", total, "tokens") as shown:
@@ -164,13 +163,10 @@ def evaluate(
             made = [methods.make(name, length) for name in config.methods]
             for method in made:
                 _run(loaded, method, here, of, ledger, shown)
-            like = (
-                _Units(ledger, methods.artifact, loaded, f"agreement/{_AGREEMENT}")
-                if config.fidelity
-                else None
-            )
-            if like is not None:
-                _agreement(loaded, made, here, like, ledger)
+            like = None
+            if config.fidelity:
+                like = _Units(ledger, methods.artifact, loaded, f"agreement/{_AGREEMENT}")
+                _agreement(loaded, made, here, like, ledger, shown)
             outcomes += [
                 Outcome(
                     task=each.task,
@@ -223,34 +219,38 @@ def _compares(method: Method) -> bool:
     return method.name != MODEL and not method.evicts
 
 
+def _contexts(sets: Sequence[Set]) -> dict[Ids, Prompt]:
+    """A prompt of each context."""
+    return {prompt.context: prompt for each in sets for prompt in each.prompts}
+
+
 def _agreement(
-    loaded: LoadedModel, methods: Sequence[Method], sets: Sequence[Set], of: _Units, ledger: Ledger
+    loaded: LoadedModel,
+    methods: Sequence[Method],
+    sets: Sequence[Set],
+    of: _Units,
+    ledger: Ledger,
+    shown: Phase,
 ) -> None:
     """Measure the agreement of each method with dense attention on each context."""
-    prompts = {prompt.context: prompt for each in sets for prompt in each.prompts}.values()
     compared = [method for method in methods if _compares(method)]
-    with phase("fidelity", sum(len(prompt.context) for prompt in prompts), "tokens") as shown:
-        for prompt in prompts:
-            shown.note(f"{prompt.task} {len(prompt.context)}")
-            missing = [method for method in compared if of(method, _context(prompt)) not in ledger]
-            if missing:
-                reference = Reference(loaded.model, sequences([_context(prompt)], loaded.tokenizer))
-                served = {
-                    method.name: method.headwise
-                    for method in missing
-                    if method.headwise is not None
-                }
-                plans = {
-                    name: layer_plans(each.artifact, each.arrays) for name, each in served.items()
-                }
-                kept = recall(loaded.model, prompt, plans)
-                for method in missing:
-                    agreement = reference.agreement(0, method.apply(loaded.model))
-                    ledger.put(
-                        of(method, _context(prompt)),
-                        {**asdict(agreement), "recall": kept.get(method.name)},
-                    )
-            shown.update(len(prompt.context))
+    for prompt in _contexts(sets).values():
+        shown.note(f"fidelity {prompt.task} {len(prompt.context)}")
+        context = _context(prompt)
+        missing = [method for method in compared if of(method, context) not in ledger]
+        if missing:
+            reference = Reference(loaded.model, sequences([context], loaded.tokenizer))
+            plans = {
+                method.name: layer_plans(method.headwise.artifact, method.headwise.arrays)
+                for method in missing
+                if method.headwise is not None
+            }
+            kept = recall(loaded.model, prompt, plans)
+            for method in missing:
+                agreement = reference.agreement(0, method.apply(loaded.model))
+                record = {**asdict(agreement), "recall": kept.get(method.name)}
+                ledger.put(of(method, context), record)
+        shown.update(len(prompt.context))
 
 
 def _context(prompt: Prompt) -> Prompt:
@@ -283,12 +283,13 @@ def as_dense(
     dense: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """Add `as_dense` to records with an answer after the prompt: 1 where its text is dense's."""
-    return [
-        dict(own)
-        if prompt.scored or "text" not in own
-        else {**own, "as_dense": float(own["text"] == other["text"])}
-        for prompt, own, other in zip(prompts, records, dense, strict=True)
-    ]
+    joined = []
+    for prompt, own, other in zip(prompts, records, dense, strict=True):
+        record = dict(own)
+        if not prompt.scored and "text" in own:
+            record["as_dense"] = float(own["text"] == other["text"])
+        joined.append(record)
+    return joined
 
 
 def _units(outcome: Outcome) -> Iterator[tuple[Any, ...]]:

@@ -79,11 +79,10 @@ def _measures(model: str, all_figures: Sequence[Figure]) -> list[dict[str, Any]]
     measures = []
     for task, length in [place[:2] for place in dense if place[2] == CHOICE]:
         shows = LOW <= dense.get((task, length, SCORE), 0.0) <= HIGH
-        measure = (
-            SCORE
-            if known.get((task, length), "score" if shows else "choice") == "score"
-            else CHOICE
-        )
+        by_score = shows
+        if (task, length) in known:
+            by_score = known[task, length] == "score"
+        measure = SCORE if by_score else CHOICE
         measures.append({"task": task, "length": length, "measure": measure})
     return measures
 

@@ -80,11 +80,9 @@ def blockwise_attention(
             k[:, :, keys.start : keys.stop],
             v[:, :, keys.start : keys.stop],
         )
-        attend = (
-            partial(_plain, scale=scale)
-            if plain
-            else partial(_explicit, scale=scale, softcap=softcap, sinks=sinks)
-        )
+        attend = partial(_explicit, scale=scale, softcap=softcap, sinks=sinks)
+        if plain:
+            attend = partial(_plain, scale=scale)
         if torch.is_grad_enabled():
             # Else every block's scores would be kept for the way back.
             attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)

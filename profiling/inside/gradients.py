@@ -221,11 +221,9 @@ def _losses(
     # Where some tokens are answers, nobody asks for what is predicted of the others: logits are
     # what costs here.
     before = answers[1:].nonzero()[:, 0]
-    asked = (
-        torch.cat([keep, before]).unique()
-        if len(before)
-        else torch.arange(length + 1, device=states.device)
-    )
+    asked = torch.arange(length + 1, device=states.device)
+    if len(before):
+        asked = torch.cat([keep, before]).unique()
     for positions in asked.split(max(1, _LOGITS // width)):
         part = states[:, positions].requires_grad_(True)
         logits = head(part)[0].float()

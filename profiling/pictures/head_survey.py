@@ -102,11 +102,9 @@ def survey(
             built = None if plan is None else _built(inputs, plan)
         for head in wanted:
             attention = pooled_map(inputs, head, cell).cpu().numpy()
-            drawn = (
-                {}
-                if built is None or row is None
-                else {"pattern": row[head], **_drawn(*built, head, cell)}
-            )
+            drawn: dict[str, Any] = {}
+            if built is not None and row is not None:
+                drawn = {"pattern": row[head], **_drawn(*built, head, cell)}
             maps[inputs.layer, head] = HeadMap(
                 layer=inputs.layer, head=head, cell=cell, attention=attention, **drawn
             )

@@ -107,11 +107,9 @@ def curve_figure(name: str, lines: Mapping[str, np.ndarray], profile: Profile, c
     figure = new_figure(7.2, 3.4, caption)
     axes = figure.subplots()
     for at, (label, values) in enumerate(lines.items()):
-        style = (
-            line_style(at)
-            if name != "ability"
-            else line_style(at // 2) | {"linestyle": ("-", "--")[at % 2]}
-        )
+        style = line_style(at)
+        if name == "ability":
+            style = line_style(at // 2) | {"linestyle": ("-", "--")[at % 2]}
         dots = {"marker": "o", "markersize": 3} if len(values) <= 48 else {}
         seen = np.flatnonzero(np.isfinite(values))
         axes.plot(seen, values[seen], label=label, linewidth=1.3, **dots, **style)

@@ -172,11 +172,9 @@ class Parameter:
             value = None
         if value is None or not self.low <= float(value) <= self.high:
             number = "a whole number" if self.type is int else "a number"
-            bounds = (
-                f"from {self.low:g} to {self.high:g}"
-                if self.high < float("inf")
-                else f"of at least {self.low:g}"
-            )
+            bounds = f"of at least {self.low:g}"
+            if self.high < float("inf"):
+                bounds = f"from {self.low:g} to {self.high:g}"
             raise HeadwiseError(
                 f"{self.name} of the task {kind!r} must be {number} {bounds}, got {shorten(text)}"
             )

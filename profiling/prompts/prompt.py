@@ -121,11 +121,9 @@ def _parameters(kind: Kind, text: str) -> tuple[tuple[str, float | int], ...]:
     for item in text.split(","):
         name, equals, value = item.partition("=")
         if name not in known or not equals or name in values:
-            takes = (
-                f"it takes {', '.join(known)}, each once, as in {kind.usage}"
-                if known
-                else "it takes none"
-            )
+            takes = "it takes none"
+            if known:
+                takes = f"it takes {', '.join(known)}, each once, as in {kind.usage}"
             raise HeadwiseError(
                 f"cannot read the parameter {shorten(item)} of the task {kind.name!r}: {takes}"
             )

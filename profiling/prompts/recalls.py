@@ -148,13 +148,11 @@ def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
     named = rng.random()
     things = form.things(random.Random(named))
     # Questions of one context have as many tokens each: it leaves the same room before all of them.
-    some = (
-        [thing.name for thing in islice(form.things(random.Random(named)), _NAMES)]
-        if form.turn
-        else []
-    )
-    turns = encode.each([form.turn.format(name=one) for one in some]) if some else [()]
-    size = Counter(map(len, turns)).most_common(1)[0][0]
+    size = 0
+    if form.turn:
+        likely = islice(form.things(random.Random(named)), _NAMES)
+        turns = encode.each([form.turn.format(name=thing.name) for thing in likely])
+        size = Counter(map(len, turns)).most_common(1)[0][0]
     room = length - len(head) - size
     ids: list[int] = []
     # Where each thing began that may come back, in order; what was recalled goes to the end of the
@@ -190,7 +188,7 @@ def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
     cut = len(ids) - room
     shift = len(head) - cut
     ranges = [(shift + start, shift + stop, label) for start, stop, label in scored]
-    ranges = [one for one in ranges if one[1] <= length - size - _TAIL]
+    ranges = [span for span in ranges if span[1] <= length - size - _TAIL]
     asked = [thing for _, thing in known if len(encode(form.turn.format(name=thing.name))) == size]
     if room < 1 or not ranges or (size and len(asked) < count):
         raise wanted.too_small(f"nothing can come back in it; try {2 * length}")
@@ -210,15 +208,14 @@ def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
 
 
 _INSIDE = "the share of the answers inside the prompt of which every token is the likeliest"
+_LATER = f"; after the first question of a context, whether {BEGINS}"
 KINDS = tuple(
     Kind(
         name=name,
         make=recalls,
         parameters=(QUESTIONS,) if form.turn else (),
         asks=form.asks,
-        scored=f"{_INSIDE}; after the first question of a context, whether {BEGINS}"
-        if form.turn
-        else _INSIDE,
+        scored=_INSIDE + (_LATER if form.turn else ""),
         source=form.source,
     )
     for name, form in FORMS.items()

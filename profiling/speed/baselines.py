@@ -153,9 +153,8 @@ def _times(speedup: Speedup, name: str, baseline: str) -> str:
     if ratio < 1 and not alike:
         around = f" ({1 / bounds[1]:.2f} to {1 / bounds[0]:.2f})" if bounds else ""
         return f"{1 / ratio:.2f} times SLOWER{around} than {baseline}"
-    around = (
-        f" ({bounds[0]:.2f} to {bounds[1]:.2f}{', no difference beyond noise' * alike})"
-        if bounds
-        else ""
-    )
+    around = ""
+    if bounds:
+        noise = ", no difference beyond noise" if alike else ""
+        around = f" ({bounds[0]:.2f} to {bounds[1]:.2f}{noise})"
     return f"{ratio:.2f} times as fast{around} as {baseline}"

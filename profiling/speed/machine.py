@@ -89,9 +89,7 @@ def parts() -> Iterator[tuple[str, Any]]:
         {
             "name": environment("cpu")["device"],
             "machine": platform.machine(),
-            "cores": len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count(),
+            "cores": _cores(),
             "threads": torch.get_num_threads(),
             "memory": _memory(),
             "instructions": [name for name in _INSTRUCTIONS if name in prebuilt.processor_flags()],
@@ -270,6 +268,13 @@ def _made(
         return torch.randn(1, heads, length, 64, generator=generator).to(device, dtype)
 
     return random(heads, q_len), random(kv_heads, k_len), random(kv_heads, k_len)
+
+
+def _cores() -> int | None:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def _memory() -> int | None:
