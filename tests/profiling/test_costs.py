@@ -61,24 +61,6 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
     assert "--length 256 320" in table.command and table.versions["torch"]
 
 
-def test_a_run_with_other_settings_is_not_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "cost.safetensors"
-    whole = cost_grid.measure
-
-    def dies_at_the_second(size, *args, **options):
-        if size.length == 320:
-            raise KeyboardInterrupt
-        return whole(size, *args, **options)
-
-    monkeypatch.setattr(cost_grid, "measure", dies_at_the_second)
-    with pytest.raises(KeyboardInterrupt):
-        bench.main(["--costs", str(out), *OPTIONS])
-    with pytest.raises(HeadwiseError, match=r"its repeats is 1, not 2; .* pass --fresh"):
-        bench.main(["--costs", str(out), *OPTIONS[:-1], "2"])
-
-
 COST = Cost(
     pattern="block_sparse", dtype="bfloat16", length=4096, head_dim=64, heads=4, kv_heads=1,
     density=0.1, tiles=400, sparse_seconds=0.3, build_seconds=0.1, dense_seconds=4.0,

@@ -420,12 +420,3 @@ def test_time_stands_beside_both_dense_attentions(
         f"{min(over.values()):.2f}x",
         f"{over['dense']:.2f}x",
     ]
-
-
-def test_something_has_to_be_compared() -> None:
-    with pytest.raises(
-        HeadwiseError, match="name an artifact with a decode section, or caches with --policy"
-    ):
-        decode.main(["--model", "nowhere"])
-    with pytest.raises(HeadwiseError, match="--beside goes with an artifact"):
-        decode.main(["--model", "nowhere", "--policy", "h2o", "--beside", "a.yaml"])

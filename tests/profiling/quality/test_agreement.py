@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts import HeadwiseError
 from profiling.quality.sequences import Reference, TokenSequence
 from tests.runtime.tiny import tiny_model
 
@@ -62,11 +61,3 @@ def test_it_is_what_all_logits_say(model: Any, sequence: TokenSequence) -> None:
     assert itself.same == itself.as_dense == 1 and itself.kl == pytest.approx(0, abs=1e-5)
     text = replace(sequence, answers=())
     assert Reference(model, [text]).agreement(0, nullcontext()).as_dense is None
-
-
-def test_a_model_without_single_logits_is_refused(sequence: TokenSequence) -> None:
-    class Plain:
-        def forward(self, input_ids: Any) -> None: ...
-
-    with pytest.raises(HeadwiseError, match="Plain has no logits_to_keep"):
-        Reference(Plain(), [sequence])
