@@ -4,7 +4,7 @@
     headwise memory --plan config.json --length 131072 524288 1048576 --memory 139GB
 
 Each figure comes from a process of its own (profiling.memory_use.peak_memory). `passing` is what is
-there at most beside weights and the cache, `predicted` the same from the model's configuration.
+there at most next to weights and the cache, `predicted` the same from the model's configuration.
 Prompts are random tokens, so lengths may go beyond the model's positions. --plan only predicts,
 from a config.json, the folder of one, or such JSON on the command line: no weights are read."""
 

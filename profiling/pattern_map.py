@@ -131,7 +131,7 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
         for kind, count in sorted(counts.items())
     ]
     if None in artifact.prefill.layers:
-        handles.append(Patch(color=LEFT_ALONE, label="slides already"))
+        handles.append(Patch(color=LEFT_ALONE, label="sliding-window layer"))
     for value in () if recall is None else (1.0, 0.75, PALEST):
         grey = 1 - 0.6 * (0.2 + 0.8 * (value - PALEST) / (1 - PALEST))
         handles.append(Patch(color=str(grey), label=f"recall {value:.2f}"))

@@ -1,4 +1,4 @@
-"""headwise tasks: the tasks that prompts can be made of, and prompts of one of them to look at."""
+"""headwise tasks: the tasks that prompts can be made of, and a prompt of one of them."""
 
 from __future__ import annotations
 

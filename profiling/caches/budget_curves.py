@@ -37,9 +37,9 @@ _FIRST = 0.25
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BudgetCurves:
-    """Means over prompts and places; NaN for layers that slide or have no attention.
+    """Means over prompts and places; NaN for sliding-window layers and layers without attention.
 
-    error (L, G, N): squared error that a head leaves in the residual stream, as a share of the
+    error (L, G, N): squared error that a head leaves in the residual stream, as a fraction of the
     stream's square. kept (L, G, N): attention mass on what is kept, as a mean over the query heads.
     shares (N): half heavy hitters, half the latest tokens."""
 
@@ -87,7 +87,7 @@ def measure(
     )
     if not np.isfinite(error).any():
         raise HeadwiseError(
-            f"every layer of {loaded.name} slides over a window: there is no budget to choose"
+            f"every layer of {loaded.name} is a sliding-window layer: there is no budget to choose"
         )
     return BudgetCurves(shares=tuple(shares), error=error, kept=kept)
 

@@ -27,7 +27,7 @@ _NAME = "policy"
 
 
 def with_policy(loaded: LoadedModel, policy: Policy | None) -> Headwise:
-    """Dense prefill, and one policy for all layers that do not slide over a window of their own.
+    """Dense prefill, and one policy for all layers but sliding-window layers.
 
     Args:
         loaded: the model that it can be applied to.
@@ -42,7 +42,7 @@ def with_policy(loaded: LoadedModel, policy: Policy | None) -> Headwise:
     free = modules.keys() - sliding_layers(modules)
     if not free:
         raise HeadwiseError(
-            f"every layer of {loaded.name} slides over a window of its own: none can have a policy"
+            f"every layer of {loaded.name} is a sliding-window layer: none can have a policy"
         )
     layers = range(text_config(loaded.model).num_hidden_layers)
     rows = tuple(_NAME if layer in free else None for layer in layers)

@@ -105,7 +105,7 @@ class Config:
     model: str = shared(arguments.add_model)
     out: Path = shared(
         arguments.add_out,
-        "folder of the report: index.html, evaluation.json, the ledger",
+        "folder of the report: index.html, evaluation.json, the resume file",
         metavar="FOLDER",
     )
     minutes: float | None = option(
@@ -190,7 +190,7 @@ class Config:
         "--time-again",
         default=False,
         action="store_true",
-        help="time anew, whatever the ledger has",
+        help="time anew, whatever the resume file has",
         advanced=True,
     )
     sparse_always: bool = option(
@@ -208,7 +208,7 @@ class Config:
         action="store_true",
         advanced=True,
     )
-    fresh: bool = option("discard the ledger", default=False, action="store_true")
+    fresh: bool = option("discard the resume file", default=False, action="store_true")
     dtype: str = shared(arguments.add_dtype, default="auto")
     device: str = shared(arguments.add_device, default="cpu")
     revision: str | None = shared(arguments.add_revision, default=None)

@@ -1,7 +1,7 @@
 """Quality of many methods on many tasks and lengths, each prompt under each method once.
 
-What is there is not run again: tasks, lengths, samples and methods can be added, and a run that was
-killed goes on with the prompt that it was at.
+What is finished is not run again: tasks, lengths, samples and methods can be added, and a run
+that was killed goes on with the prompt that it was at.
 """
 
 from __future__ import annotations

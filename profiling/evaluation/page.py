@@ -96,7 +96,7 @@ _COLUMN_NAMES = {
     "attention": "seconds of attention alone in one prefill, index builds included",
     "tokens/s": "decoded tokens a second after a prompt of that length",
     "cache": "bytes of keys and values after the prompt",
-    "peak": "peak memory of a prefill beside the model",
+    "peak": "peak memory of a prefill next to the model",
 }
 
 

@@ -238,7 +238,7 @@ def entry(entries: Sequence[dict[str, Any]], name: str, length: int) -> dict[str
 
 
 def attention_of(record: dict[str, Any], name: str, length: int) -> float | None:
-    """Seconds of attention alone by a method; of dense attention those beside Headwise's."""
+    """Seconds of attention alone by a method; of dense attention those of the same rounds."""
     if name not in (MODEL, KERNEL):
         own = entry(record["attention"], name, length)
         return own["seconds"] if own else None

@@ -76,15 +76,18 @@ class Figure:
     """A measure of one method on one task at one length, with a 95% interval over `count` units.
 
     A unit is a context with all its questions, a window of a text, or the same thing at every
-    depth: never a token. difference, and its bounds: the mean of method - dense over the same
-    units; of a perplexity, its ratio to dense's less 1. None for dense, and where dense was not
-    run. questions: asked in those units, or windows of a text. needed: how many units tell a loss
-    of 5 points in 80% of runs, by the spread of that difference; of scores alone. p: of that
-    difference, by sign_flip; corrected: after Holm's correction for all looks of the page. verdict:
-    "better" or "worse" than dense where the corrected p is below 0.05 and the difference shows in
-    three
-        decimals, "" otherwise. few: so few units that none could be, whatever they were.
-    by_seed: that difference of each seed's prompts alone, where there are several.
+    depth: never a token.
+
+    difference, difference_low, difference_high: mean of method - dense over the same units; of a
+        perplexity, its ratio to dense's less 1. None for dense, and where dense was not run.
+    questions: asked in those units, or windows of a text.
+    needed: units that tell a loss of 5 points in 80% of runs, by the spread of the difference; of
+        scores alone.
+    p: of the difference, by sign_flip. corrected: Holm-corrected over all comparisons of the page.
+    verdict: "better" or "worse" than dense where the corrected p is below 0.05 and the difference
+        shows in three decimals, "" otherwise.
+    few: too few units for any verdict.
+    by_seed: the difference of each seed's prompts alone, where there are several.
     """
 
     task: str
@@ -144,7 +147,7 @@ def _marked(all_figures: Sequence[Figure]) -> list[Figure]:
         apart = p < 1 - CONFIDENCE and abs(difference) >= _SHOWN
         better = (difference > 0) == MEASURES[all_figures[at].measure]
         verdict = ("better" if better else "worse") if apart else ""
-        # The least p that so many units can have, where it would stand among the looks.
+        # The least p that so many units can have, where it would stand among the comparisons.
         least = 2.0 ** (1 - all_figures[at].count)
         few = (len(ordered) - bisect_left(ordered, least)) * least >= 1 - CONFIDENCE
         marked[at] = replace(all_figures[at], corrected=p, verdict=verdict, few=not verdict and few)

@@ -1,6 +1,6 @@
 """Speed of methods next to both dense attentions: prefill, attention, decode, crossover.
 
-Every method's times stand beside those that dense attention had in the same rounds, by the default
+Every method's times stand next to those that dense attention had in the same rounds, by the default
 attention and by Headwise's kernel: speeds of unlike rounds are never divided by each other.
 """
 

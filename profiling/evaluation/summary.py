@@ -144,9 +144,7 @@ def table(record: dict[str, Any]) -> str:
         near = nearness(record, length)
         if near:
             blocks.append(
-                "\n".join(
-                    [f"{length:,} tokens, beside dense attention's predictions", *aligned(near)]
-                )
+                "\n".join([f"{length:,} tokens, vs dense attention's predictions", *aligned(near)])
             )
     blocks += [*crossover_sentences(record), *seen_sentences(record)]
     return "\n\n".join(blocks)

@@ -25,7 +25,7 @@ from profiling.progress import phase
 from profiling.quality.method import Method
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
 
-# Both are timed in the same rounds as whatever stands beside them.
+# Both are timed in the same rounds as whatever is compared with them.
 _DENSE = (MODEL, KERNEL)
 # Whose decode differs from dense attention's only by Headwise's own growing cache: one of them is
 # enough.

@@ -34,7 +34,7 @@ def oracle(model: Any, density: float, *, tail: int = 0) -> Iterator[None]:
 
     Args:
         model: any transformers causal model whose attention goes through AttentionInterface.
-        density: share of a query's causal keys that it attends to.
+        density: fraction of a query's causal keys that it attends to.
         tail: the last so many queries attend to every key.
 
     Raises:

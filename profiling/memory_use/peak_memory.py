@@ -53,7 +53,7 @@ def _without_windows(artifact: Artifact) -> Artifact:
 def peak_of(
     loaded: LoadedModel, method: Method, length: int, *, spec: str, revision: str | None
 ) -> int:
-    """Bytes that a prefill by the method takes beside the model, keys and values included.
+    """Bytes that a prefill by the method takes next to the model, keys and values included.
 
     spec, revision: what the model was loaded from, for a process of its own; on a GPU none is
     needed.

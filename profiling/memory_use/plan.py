@@ -19,7 +19,7 @@ from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
 from artifacts.page.layout import aligned
 
-# What Headwise's growing cache keeps free for new tokens, as a share of those it holds.
+# What Headwise's growing cache keeps free for new tokens, as a fraction of those it holds.
 _ROOM = 8
 
 
@@ -167,7 +167,7 @@ def table(shape: Shape, lengths: Sequence[int], memory: int | None, banked: int)
     return "\n".join(
         [
             *aligned(lines),
-            "GiB; device = weights + cache + passing, beside what the driver takes; bank = CPU "
+            "GiB; device = weights + cache + passing, next to what the driver takes; bank = CPU "
             "memory",
         ]
     )

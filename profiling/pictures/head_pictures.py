@@ -20,7 +20,7 @@ _WASH = 0.85
 
 
 def maps_figure(maps: Sequence[HeadMap], caption: str) -> Any:
-    """Attention of each head, beside it what its pattern computes of it: the rest is washed out."""
+    """Draw each head's attention, and next to it the part that its pattern computes."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm
@@ -39,7 +39,9 @@ def maps_figure(maps: Sequence[HeadMap], caption: str) -> Any:
         axes.set_visible(False)
     for axes, (head_map, over) in zip(grid.flat, panels, strict=False):
         _map_panel(axes, head_map, over, scale)
-    figure.colorbar(scale, ax=grid, shrink=0.7, label="share of a query's attention", extend="min")
+    figure.colorbar(
+        scale, ax=grid, shrink=0.7, label="fraction of a query's attention", extend="min"
+    )
     return figure
 
 
@@ -99,7 +101,7 @@ def grid_figure(values: np.ndarray, label: str, caption: str) -> Any:
     figure.colorbar(scale, ax=upper, label=label, extend="min", aspect=12)
     if np.isnan(values).any():
         upper.legend(
-            handles=[Patch(color=LEFT_OUT, label="left out: slides or does not attend")],
+            handles=[Patch(color=LEFT_OUT, label="left out: sliding window, or no attention")],
             loc="lower right",
             bbox_to_anchor=(1, 1),
             fontsize=7,

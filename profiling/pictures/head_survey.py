@@ -90,7 +90,8 @@ def survey(
         if inputs.sliding_window is not None:
             if wanted:
                 raise HeadwiseError(
-                    f"layer {inputs.layer} of {loaded.name} slides: choose heads of another layer"
+                    f"layer {inputs.layer} of {loaded.name} is a sliding-window layer: choose "
+                    f"heads of another layer"
                 )
             return
         sparsity[inputs.layer] = sparsity_of(inputs, queries).cpu().numpy()
@@ -113,7 +114,7 @@ def survey(
         capture(model, torch.tensor([prompt.input_ids], device=model.device), visit)
     if not sparsity:
         raise HeadwiseError(
-            f"every layer of {loaded.name} slides over a window: none sees the whole prompt"
+            f"every layer of {loaded.name} is a sliding-window layer: none sees the whole prompt"
         )
     whole = np.full((max(layers) + 1, len(next(iter(sparsity.values())))), np.nan, dtype=np.float32)
     whole[list(sparsity)] = np.stack(list(sparsity.values()))

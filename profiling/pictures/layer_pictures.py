@@ -81,11 +81,11 @@ def similarity_figure(
     axes.set_yticks(ticks(n))
     axes.spines[:].set_visible(False)
     figure.colorbar(
-        scale, ax=axes, shrink=0.8, label="share of attention on the chosen tokens", extend="min"
+        scale, ax=axes, shrink=0.8, label="fraction of attention on the chosen tokens", extend="min"
     )
     marks = []
     if np.isnan(mass[later]).any():
-        marks.append(Patch(color=LEFT_OUT, label="left out: slides or does not attend"))
+        marks.append(Patch(color=LEFT_OUT, label="left out: sliding window, or no attention"))
     for layer in filters:
         box = (layer - 0.5, layer - 0.5), n - layer, 1
         axes.add_patch(_outline(*box))
@@ -100,8 +100,8 @@ def similarity_figure(
 def curve_figure(name: str, lines: Mapping[str, np.ndarray], profile: Profile, caption: str) -> Any:
     """Draw `ability`, `hit` (OmniKV, Figures 6a, 6b) or `variability` (Figure 1c)."""
     labels = {
-        "ability": "share of attention kept, mean",
-        "hit": "share of the answer's block chosen",
+        "ability": "fraction of attention kept, mean",
+        "hit": "fraction of the answer's block chosen",
         "variability": "attention missed, mean over layers",
     }
     figure = new_figure(7.2, 3.4, caption)

@@ -40,7 +40,7 @@ def draw_maps(folder: Path, maps: Sequence[HeadMap], caption: str) -> list[Path]
 
 
 def draw_grid(folder: Path, name: str, values: np.ndarray, label: str, caption: str) -> list[Path]:
-    """A share of each head, (L, H), NaN where not measured."""
+    """A fraction of each head, (L, H), NaN where not measured."""
     table = ([layer, *row] for layer, row in enumerate(values.astype(float).tolist()))
     header = ["layer", *(f"head {head}" for head in range(values.shape[1]))]
     stem = folder / name

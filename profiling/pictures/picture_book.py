@@ -87,7 +87,7 @@ class PictureBook:
 
     def sparsity(self) -> list[Path]:
         out = self._config.out
-        label = "share of entries below\n1% of the row's largest"
+        label = "fraction of entries below\n1% of the row's largest"
         paths = draw_grid(
             out, "sparsity", self._survey.sparsity, label, self._caption(self._prompted)
         )
@@ -101,7 +101,7 @@ class PictureBook:
             lengths = ", ".join(map(str, calibration.lengths))
             prompts = f"as searched on {tasks}, {lengths} tokens"
             skipped = 1 - self._arrays["chosen.density"]
-            label = "share of tiles\nnot computed"
+            label = "fraction of tiles\nnot computed"
             paths += draw_grid(
                 out, "kernel_sparsity", skipped, label, self._caption(prompts, *self._served)
             )
@@ -171,6 +171,6 @@ def _full_layers(loaded: LoadedModel) -> list[int]:
     capture(loaded.model, torch.zeros(1, 2, dtype=torch.long, device=loaded.model.device), visit)
     if not layers:
         raise HeadwiseError(
-            f"every layer of {loaded.name} slides over a window: none sees the whole prompt"
+            f"every layer of {loaded.name} is a sliding-window layer: none sees the whole prompt"
         )
     return layers

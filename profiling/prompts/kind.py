@@ -13,7 +13,7 @@ from artifacts.errors import shorten
 from profiling.prompts.tokens import Encoder, Ids, flat
 
 BEGINS = "the answer begins with the right one"
-SHARE = "the share of the answers that are named"
+SHARE = "the fraction of the answers that are named"
 RULER = "RULER, Hsieh et al. 2024"
 
 

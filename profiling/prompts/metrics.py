@@ -43,7 +43,7 @@ def _begins(prompt: Prompt, text: str, references: Sequence[str]) -> float:
 
 
 def _all(text: str, references: Sequence[str]) -> float:
-    """The share of the references that are in the text: RULER's string_match_all."""
+    """The fraction of the references that are in the text: RULER's string_match_all."""
     return sum(reference.lower() in text.lower() for reference in references) / len(references)
 
 

@@ -207,7 +207,7 @@ def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
     return [replace(prompts[0], scored=spans, labels=labels), *prompts[1:]]
 
 
-_INSIDE = "the share of the answers inside the prompt of which every token is the likeliest"
+_INSIDE = "the fraction of the answers inside the prompt of which every token is the likeliest"
 _LATER = f"; after the first question of a context, whether {BEGINS}"
 KINDS = tuple(
     Kind(

@@ -252,7 +252,7 @@ KINDS = (
     _kind(
         "retrieval",
         "places, people and items of chapters of a story",
-        "the share of the numbered answers that are right",
+        "the fraction of the numbered answers that are right",
         Parameter("asked", int, "how many answers (16)", 1, 1000),
     ),
     _kind("multihop", "the item that was bought just before another", "the item is named"),

@@ -29,8 +29,8 @@ _LIBRARY: tuple[str, ...] = (
 )
 _LIBRARY += ("multiprocessing", "unittest", "urllib", "xml/dom", "xml/sax")
 _LEAST = 80
-# Tokens in a row before a token by which it is known to be a copy, and the share of the text that
-# it is from further back than.
+# Tokens before a token by which it is known to be a copy, and the least distance back as a
+# fraction of the text: one in so many.
 _CONTEXT = 4
 _FAR = 4
 # Where statements have others, in the order of their fields.

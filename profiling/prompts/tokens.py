@@ -72,5 +72,5 @@ def _backend(tokenizer: Any) -> Any:
 
 
 def flat(parts: Iterable[Ids]) -> Ids:
-    """The ids of all parts in turn."""
+    """The ids of all parts, one after the other."""
     return tuple(token for part in parts for token in part)

@@ -180,7 +180,7 @@ def _decode(config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, shown
     meter = watched(config, loaded, prompt, shown, made)
     if not meter.layers:
         raise HeadwiseError(
-            f"every layer of {loaded.name} slides over a window: none sees the whole prompt"
+            f"every layer of {loaded.name} is a sliding-window layer: none sees the whole prompt"
         )
     return meter
 

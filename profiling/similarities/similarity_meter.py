@@ -42,7 +42,7 @@ class Meter:
     "mean", summed over the steps, (N, N) fp64. error: how far the output of layer j's KV head g is
     off when it sees the choice by "max" of layer i <= j alone, as ResidualStream.by_head, summed
     over the steps, (N, N, G) fp32, NaN for i > j; worst: the same over the worst steps, a `WORST`
-    of all. hit: mean share of the finds' blocks in the choices, (N) fp64, None without finds.
+    of all. hit: mean fraction of the finds' blocks in the choices, (N) fp64, None without finds.
     missed: for each step the attention on old tokens that were not frozen, (N)."""
 
     def __init__(

@@ -1,9 +1,9 @@
 """The similarity profile: arrays of headwise similarity, and settings to repeat them.
 
-Shapes: L layers of the model; arrays hold NaN for layers that slide or have no attention. G KV
-heads, T tasks, N steps.
+Shapes: L layers of the model, G KV heads, T tasks, N steps. Arrays hold NaN for sliding-window
+layers and layers without attention.
 
-    mass.<task>.max, mass.<task>.mean  (L, L)  share of layer j's attention on layer i's top-k
+    mass.<task>.max, mass.<task>.mean  (L, L)  fraction of layer j's attention on layer i's top-k
                                                tokens
     error.<task>  (L, L, G)  change of a KV head's part of layer j's output when it sees those
                              tokens alone, squared and relative to the residual stream; i <= j

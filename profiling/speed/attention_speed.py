@@ -31,8 +31,8 @@ _LEAST_ERROR = 1e-5
 _CHECKED = 2048
 # Share of key columns that draw the attention of every query.
 _HEAVY = 1 / 256
-# Amplitude of the phase beside noise of 1, and the share of the prompt over which its pull falls to
-# 1 / e.
+# Amplitude of the phase next to noise of 1, and the fraction of the prompt over which its pull
+# falls to 1 / e.
 _PHASE = 2.0
 _REACH = 1 / 64
 

@@ -156,7 +156,7 @@ class Bench:
         advanced=True,
     )
     attach: Path | None = option(
-        "put the table into this artifact, beside those it has",
+        "put the table into this artifact, next to those it has",
         default=None,
         metavar="ARTIFACT",
         advanced=True,

@@ -101,7 +101,7 @@ class Streamed:
     )
     chunk: int = option("tokens fed at a time", default=256, within=at_least(1), advanced=True)
     block: int | None = option(
-        "tokens of a mean and of a unit of the ledger (default 1024 or more)",
+        "tokens of a mean and of a job in the resume file (default 1024 or more)",
         default=None,
         within=at_least(1),
         advanced=True,

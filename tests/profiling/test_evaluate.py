@@ -302,7 +302,7 @@ def test_fidelity_is_beside_dense_attention_and_kept(
     html, shown = (tmp_path / "report" / "index.html").read_text(), capsys.readouterr().out
     assert (
         "Agreement with dense attention&#x27;s predictions" in html
-        and "900 tokens, beside dense attention's predictions" in shown
+        and "900 tokens, vs dense attention's predictions" in shown
     )
     monkeypatch.setattr(evaluation, "Reference", None)
     assert command(*asked)["figures"] == record["figures"]

@@ -340,7 +340,8 @@ def test_heads_of_a_layer_that_slides(tmp_path: Path) -> None:
         str(tmp_path / "out"),
     ]
     with pytest.raises(
-        HeadwiseError, match="layer 2 of hybrid slides: choose heads of another layer"
+        HeadwiseError,
+        match="layer 2 of hybrid is a sliding-window layer: choose",
     ):
         main([*options, "--heads", "2.0", "--picture", "maps"])
     main([*options, "--picture", "sparsity", "--picture", "maps"])

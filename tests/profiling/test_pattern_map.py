@@ -117,6 +117,6 @@ def test_kinds_that_shades_could_be_taken_for_carry_their_letter() -> None:
         artifact.patterns[artifact.prefill.layers[x][y]].kind for x, y in letters
     }
     (legend,) = drawn.legends
-    assert {"T: tri_shape 1", "vertical_slash 3", "slides already"} <= {
+    assert {"T: tri_shape 1", "vertical_slash 3", "sliding-window layer"} <= {
         t.get_text() for t in legend.get_texts()
     }

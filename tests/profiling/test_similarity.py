@@ -301,7 +301,7 @@ def test_a_model_that_only_slides(tmp_path: Path) -> None:
     place = save_tiny(tmp_path / "mistral", family="Mistral", sliding_window=32)
     with pytest.raises(
         HeadwiseError,
-        match="every layer of mistral slides over a window: none sees the whole prompt",
+        match="every layer of mistral is a sliding-window layer: none sees the whole prompt",
     ):
         run(
             SimilarityConfig(model=str(place), tasks=("passkey",), samples=1, **SETTINGS),
