@@ -81,7 +81,6 @@ def common_words(
         return Prompt(
             laid_out(wanted, before, body, after),
             _numbered(right),
-            metric="all",
             references=right,
             new_tokens=_LIST_NEW_TOKENS,
         )
@@ -127,7 +126,6 @@ def frequent_words(wanted: Wanted, *, alpha: float = 2.0) -> list[Prompt]:
         return Prompt(
             laid_out(wanted, head, *text, asked),
             ", ".join(right),
-            metric="all",
             references=right,
             new_tokens=_CODE_NEW_TOKENS,
         )
@@ -219,6 +217,7 @@ KINDS = (
             Parameter("uncommon", int, "how often the others do (3; 1 below 4096 tokens)", 1),
         ),
         asks="the ten most common words of a list",
+        metric="all",
         scored=SHARE,
         source=RULER,
     ),
@@ -227,6 +226,7 @@ KINDS = (
         make=frequent_words,
         parameters=(Parameter("alpha", float, "how fast counts fall with the rank (2)", 1.01, 4),),
         asks="the three most frequent code words of a text",
+        metric="all",
         scored=SHARE,
         source=RULER,
     ),

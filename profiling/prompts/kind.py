@@ -192,18 +192,20 @@ QUESTIONS = Parameter("questions", int, "how many questions share a context (8)"
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of task: its generator, its metric in words, and its parameters.
+    """One kind of task: a generator and a metric.
 
-    make: called with the request, and by name with the parameters that were given.
+    make: generates the prompts; called with the request, and by name with the parameters that were
+    given. metric: scores the answers, as profiling.prompts.metrics names it.
 
-    asks, scored, source: for people: what a prompt asks, the metric in words, the paper.
-    docs/tasks.md has more.
+    asks, scored, source: for people: the question, the metric in words, the paper. docs/tasks.md
+    has more.
     """
 
     name: str
     make: Callable[..., list[Prompt]]
     asks: str
     source: str
+    metric: str = "begins"
     scored: str = BEGINS
     takes_file: Literal["no", "may", "must"] = "no"
     parameters: tuple[Parameter, ...] = ()

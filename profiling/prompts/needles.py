@@ -114,7 +114,7 @@ def _one(
     ]
     answers = tuple(pairs[at][1] for at in right)
     whole = wanted.ids(head, ids, question)
-    return Prompt.to_find(whole, *finds, metric="all", references=answers, new_tokens=_NEW_TOKENS)
+    return Prompt.to_find(whole, *finds, references=answers, new_tokens=_NEW_TOKENS)
 
 
 def _said(made: Variant, key: str, value: str) -> str:
@@ -147,6 +147,7 @@ KINDS = tuple(
         takes_file="may" if variant.haystack == "text" else "no",
         parameters=(DEPTH,) if "single" in name else (),
         asks=variant.asks,
+        metric="all",
         scored=SHARE,
         source=RULER,
     )

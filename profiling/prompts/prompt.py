@@ -1,6 +1,7 @@
 """Calibration and test prompts: seeded, of exact length in tokens, the same in every process.
 
-KINDS are the tasks, each told by the file that makes it; docs/tasks.md explains them.
+KINDS are the tasks; docs/tasks.md explains them. A new task is one entry in the KINDS of a file of
+generators, and a new file of generators is a line in _FILES.
 """
 
 from __future__ import annotations
@@ -53,8 +54,11 @@ _FILES: tuple[ModuleType, ...] = (
     needles,
     variables,
     frequencies,
+    stories,
+    babi,
+    texts,
+    jsonl,
 )
-_FILES += (stories, babi, texts, jsonl)
 KINDS: dict[str, Kind] = {kind.name: kind for file in _FILES for kind in file.KINDS}
 # What is evaluated on by default: docs/results.md has the table that they were chosen by. Questions
 # of a later turn share a context: 16 of them cost little more than one.
@@ -158,10 +162,11 @@ def make_prompts(
         samples=samples,
         seed=seed,
     )
-    prompts = KINDS[task.kind].make(wanted, **dict(task.parameters))
+    kind = KINDS[task.kind]
+    prompts = kind.make(wanted, **dict(task.parameters))
     assert len(prompts) == samples
     assert all(len(prompt.input_ids) == length for prompt in prompts)
-    return [replace(prompt, task=task.name) for prompt in prompts]
+    return [replace(prompt, task=task.name, metric=kind.metric) for prompt in prompts]
 
 
 def per_context(task: str | Task) -> int:

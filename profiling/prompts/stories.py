@@ -93,7 +93,6 @@ class StoryQuestion(NamedTuple):
 
     text: str
     answer: str
-    metric: str
     references: tuple[str, ...]
     choices: tuple[str, ...] = ()
 
@@ -140,7 +139,6 @@ def stories(wanted: Wanted, *, asked: int = 16) -> list[Prompt]:
         return Prompt(
             ids,
             question.answer + _END,
-            metric=question.metric,
             references=question.references,
             choices=question.choices,
         )
@@ -202,7 +200,7 @@ def _retrieval(
     right = [getattr(made[at], kind) for at, kind in chosen]
     lines = [_ASKED[kind].format(n, at + 1) for n, (at, kind) in enumerate(chosen, start=1)]
     answer = "\n".join(f"{n}. {value}" for n, value in enumerate(right, start=1))
-    return StoryQuestion("\n".join([_RETRIEVE, *lines]), answer, "numbered", tuple(right))
+    return StoryQuestion("\n".join([_RETRIEVE, *lines]), answer, tuple(right))
 
 
 def _multihop(
@@ -214,7 +212,7 @@ def _multihop(
         [chapter.item for chapter in made if chapter.item != right], min(3, len(made) - 1)
     )
     choices = tuple(f"{item}{_END}" for item in (right, *wrong))
-    return StoryQuestion(_HOP.format(made[at].item), right, "item", (right,), choices)
+    return StoryQuestion(_HOP.format(made[at].item), right, (right,), choices)
 
 
 def _filtering(
@@ -226,7 +224,7 @@ def _filtering(
         [", ".join(right), *(", ".join(str(at + 1) for at in each) for each in wrong)]
     )
     choices = tuple(f"{numbers}{_END}" for numbers in lists)
-    return StoryQuestion(_FILTER, ", ".join(right), "chapters", tuple(right), choices)
+    return StoryQuestion(_FILTER, ", ".join(right), tuple(right), choices)
 
 
 FORMS: dict[str, Callable[[list[Chapter], set[int], int, random.Random], StoryQuestion]] = {
@@ -236,28 +234,30 @@ FORMS: dict[str, Callable[[list[Chapter], set[int], int, random.Random], StoryQu
 }
 
 
-def _kind(form: str, asks: str, scored: str, *parameters: Parameter) -> Kind:
-    source = "Sparse Frontier, Nawrot et al. 2025"
+def _kind(form: str, metric: str, asks: str, scored: str, *parameters: Parameter) -> Kind:
     return Kind(
         name=f"story_{form}",
         make=stories,
+        metric=metric,
         parameters=parameters,
         asks=asks,
         scored=scored,
-        source=source,
+        source="Sparse Frontier, Nawrot et al. 2025",
     )
 
 
 KINDS = (
     _kind(
         "retrieval",
+        "numbered",
         "places, people and items of chapters of a story",
         "the fraction of the numbered answers that are right",
         Parameter("asked", int, "how many answers (16)", 1, 1000),
     ),
-    _kind("multihop", "the item that was bought just before another", "the item is named"),
+    _kind("multihop", "item", "the item that was bought just before another", "the item is named"),
     _kind(
         "filtering",
+        "chapters",
         "the chapters in which nothing is bought",
         "intersection over union; both empty is 1",
     ),

@@ -51,9 +51,7 @@ def variable_tracking(wanted: Wanted, *, chains: int = 1, hops: int = 4) -> list
             for at, (name, span) in enumerate(zip(names, places, strict=True))
         ]
         whole = wanted.ids(head, ids, question)
-        return Prompt.to_find(
-            whole, *finds, metric="all", references=tuple(names), new_tokens=_NEW_TOKENS
-        )
+        return Prompt.to_find(whole, *finds, references=tuple(names), new_tokens=_NEW_TOKENS)
 
     return wanted.prompts(make_prompt)
 
@@ -100,6 +98,7 @@ KINDS = (
             ),
         ),
         asks="all variables that have a value, by way of one another",
+        metric="all",
         scored=SHARE,
         source=RULER,
     ),
