@@ -1,8 +1,8 @@
-"""A small command for the tests to launch by torchrun: units through a ledger, and a report by the
-first rank.
+"""A small command to launch by torchrun: jobs of a resume file, reported by the first rank.
 
 Every unit that begins is a line "begin unit NUMBER RANK PID" of the log, and so is every process
-that starts."""
+that starts.
+"""
 
 from __future__ import annotations
 

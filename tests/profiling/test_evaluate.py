@@ -1,5 +1,4 @@
-"""The evaluation as a whole, on a tiny model: what it runs, what it does not run again, and what it
-writes."""
+"""The evaluation as a whole on a tiny model: runs, resumed runs, and written files."""
 
 from __future__ import annotations
 
@@ -454,8 +453,7 @@ def test_peak_memory_is_that_of_a_process_of_its_own(searched: Path) -> None:
 def test_windows_that_the_search_saw_are_told(
     searched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A text of which the search saw all: every window is of it, in the table, the page and the
-    JSON."""
+    """A text that the search saw whole is named in the table, the page and the JSON."""
     text = searched / "text.txt"
     artifact, arrays = artifacts.load_pair(searched / "cfg.yaml")
     assert artifact.search is not None

@@ -1,5 +1,4 @@
-"""The resume ledger: what a kill leaves is gone on with, what is damaged is done again, nothing is
-mixed up."""
+"""The resume file: goes on after a kill, does damaged jobs again, mixes nothing up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prefill needs, predicted from a configuration and measured in processes of their own."""
+"""Memory of a prefill, predicted from a configuration and measured in processes."""
 
 from __future__ import annotations
 

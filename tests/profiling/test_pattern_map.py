@@ -1,5 +1,4 @@
-"""The picture of an artifact: every kind has its colour, and a letter where shades could be
-mistaken."""
+"""The picture of an artifact: a colour for each kind, a letter where shades are alike."""
 
 from __future__ import annotations
 

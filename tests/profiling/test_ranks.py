@@ -1,5 +1,4 @@
-"""Ranks under torchrun: the same result by any number of them, after any kill, and an error that is
-told once."""
+"""Ranks under torchrun: the same result by any number, after any kill; one error line."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """What one process without torchrun writes."""
+    """Output of one process without torchrun."""
     made = Launch(tmp_path_factory.mktemp("alone"))
     code, said, complained = made.finish(0)
     assert code == 0 and said == f"wrote {made.out}\n", complained
@@ -99,8 +98,7 @@ def test_any_number_of_ranks_writes_the_same(launch: Launch, alone: bytes, count
 def test_a_killed_rank_ends_the_launch_and_another_goes_on(
     launch: Launch, alone: bytes, count: int, after: int
 ) -> None:
-    """kill -9 of the rank that has the costliest unit, and of all others of the launch by
-    torchrun."""
+    """kill -9 of the rank of the costliest job, and of all ranks."""
     process = launch.start(count, "--hang", "unit 4")
     killed = launch.process_at("unit 4")
     finished = {unit for unit, _, pid in launch.begun() if pid == killed and unit != "unit 4"}

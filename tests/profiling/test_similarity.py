@@ -1,5 +1,4 @@
-"""The profile is what full attention weights give, marks layers that slide, and comes back from its
-files."""
+"""The profile equals full attention weights, marks sliding-window layers, and comes back."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
-    """The arrays from eager attention weights of the whole sequence, by the definitions, in
-    fp64."""
+    """Arrays from eager attention weights by the definitions, in fp64."""
     prompt = make_prompts(task, loaded.tokenizer, length=LENGTH, samples=1, seed=seed)[0]
     encode = lambda text: loaded.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     continuation, blocks = [], []

@@ -1,5 +1,4 @@
-"""Streams are measured as they are defined: in any chunks, after any kill, and against plain
-forwards."""
+"""Streams by their definition: in any chunks, after any kill, against plain forwards."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ ALL = ("streaming", "streaming:1", "window-only", "recomputed", "dense", "origin
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything here is tiny: threads would only wait for each other; and only one test looks at
-    the picture."""
+    """Use one thread and draw no picture: all is tiny, and one test looks at the picture."""
     torch.set_num_threads(1)
     monkeypatch.setattr(stream_run, "draw", lambda *given: [])
 
@@ -102,8 +100,7 @@ def test_chunks_of_any_size_give_what_one_by_one_gives(
 def test_methods_are_what_they_are_called(
     loaded: LoadedModel, config: Callable[..., Streamed]
 ) -> None:
-    """Dense and recomputed against plain forwards; before the window is full all are dense; after
-    it they differ."""
+    """Against plain forwards; before the window is full all methods are dense."""
     given = config(stride=1, block=8, chunk=8, tokens=60)
     rows, record = run(given, loaded)
     found = {row.method: row for row in rows}
@@ -135,8 +132,7 @@ def test_methods_are_what_they_are_called(
 
 
 def test_a_window_is_one_sample_of_the_ratio() -> None:
-    """Tokens of one window that are alike say once what they say: 4 windows of 10 tokens, not 40
-    samples."""
+    """4 windows of 10 alike tokens are 4 samples, not 40."""
     apart = np.repeat([0.1, 0.3, 0.2, 0.4], 10)
     stream = TokenStream(
         ids=tuple(range(51)), probes=tuple((at, at + 1) for at in range(11, 51)), name="t"

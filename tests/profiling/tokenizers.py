@@ -33,8 +33,7 @@ def byte_level(*, bos: bool = False, eos: bool = False) -> Any:
 
 
 def metaspace() -> Any:
-    """BPE in the manner of SentencePiece, which puts a space before whatever it is given, and a
-    BOS."""
+    """BPE in SentencePiece's manner: a space before every text, and a BOS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 

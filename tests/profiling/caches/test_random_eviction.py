@@ -1,5 +1,4 @@
-"""Random eviction keeps a prompt's start and end and draws the rest for each KV head and layer;
-what follows stays."""
+"""Random eviction keeps a prompt's start and end, and random tokens of each KV head and layer."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ LENGTH, RECORD = 90, SnapKV(budget=40, window=8)
 
 
 def kept_places(model: LoadedModel, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Of each layer under the policy the places of the kept keys by KV head, (G, n), found in a
-    full cache's keys."""
+    """Find the positions of each policy layer's kept keys by KV head, (G, n), in a full cache."""
     full = model.model(ids, use_cache=True).past_key_values
     found = []
     for layer, whole in zip(cache.layers, full.layers, strict=True):

@@ -13,8 +13,7 @@ from profiling.evaluation.times import Times
 
 
 def times() -> Times:
-    """Two methods of equal cost, the one timed on a machine that was then twice as busy as in
-    dense's last rounds."""
+    """Two methods of equal cost, one of them timed while the machine was twice as busy."""
     quiet = {"model": (4.0, 4.0, 4.0), "kernel": (2.0, 2.0, 2.0)}
     busy = {name: tuple(2 * value for value in values) for name, values in quiet.items()}
     prefill = {

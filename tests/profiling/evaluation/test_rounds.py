@@ -1,5 +1,4 @@
-"""Evaluations within minutes: what fits is measured, the rest is named, and the same command goes
-on."""
+"""Evaluations within minutes: measured as far as the time goes, the rest named, resumed."""
 
 from __future__ import annotations
 

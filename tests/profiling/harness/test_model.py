@@ -1,5 +1,4 @@
-"""The model `headwise` inside lm-evaluation-harness, run to the end: answers, log-likelihoods,
-batches, mistakes."""
+"""The model `headwise` inside lm-evaluation-harness: answers, likelihoods, batches, mistakes."""
 
 from __future__ import annotations
 
@@ -93,8 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def harness(
     folder: Path, tmp_path: Path
 ) -> Callable[..., tuple[dict[str, Any], dict[str, list[Any]]]]:
-    """harness(config, *task names, batch=) -> what the harness wrote: results, and responses by
-    task."""
+    """harness(config, *task names, batch=) -> results, and responses by task."""
 
     def run(
         config: str, *names: str, batch: int = 1, **more: Any

@@ -1,5 +1,4 @@
-"""Our tasks as files of lm-evaluation-harness: what is in them, and how answers out of the harness
-are scored."""
+"""Our tasks as files of lm-evaluation-harness: their content, and scores of its answers."""
 
 from __future__ import annotations
 
@@ -119,8 +118,7 @@ def test_a_later_turn_is_one_prompt(
 
 @pytest.mark.parametrize("task", ["story_multihop", "story_filtering", "babilong_qa1"])
 def test_a_forced_choice_is_a_task_of_its_own(model: Path, tmp_path: Path, task: str) -> None:
-    """The harness puts each choice behind the prompt; what it makes of their likelihoods is what is
-    evaluated here."""
+    """The harness puts each choice behind the prompt; its likelihoods give our choice."""
     loaded = load_model(str(model), dtype="float32")
     how: dict[str, Any] = {"length": 2600, "samples": 1, "seed": 3}
     names = write_task(tmp_path, parse_task(task), loaded.tokenizer, **how).names

@@ -1,4 +1,4 @@
-"""What pictures are made of, against a full attention matrix on a small case."""
+"""Rows of attention for pictures, against a full attention matrix on a small case."""
 
 from __future__ import annotations
 

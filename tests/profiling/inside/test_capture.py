@@ -1,4 +1,4 @@
-"""What capture() hands out is what the layers attend with, and the model does not notice."""
+"""capture() hands out a layer's own inputs, and leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def plain_attention(x: LayerInputs) -> Tensor:
 
 
 def attention_outputs(model: Any, ids: Tensor) -> list[Tensor]:
-    """What eager attention passes on to each layer's output projection, (1, S, H*E)."""
+    """Inputs of each layer's output projection under eager attention, (1, S, H*E)."""
     seen: list[Tensor] = []
     hooks = [
         module.register_forward_pre_hook(lambda _, args: seen.append(args[0].clone()))
@@ -183,8 +183,7 @@ def test_only_one_unpadded_prompt(shape: tuple[int, ...]) -> None:
 
 
 def test_memory_grows_linearly_with_the_prompt() -> None:
-    """A bool mask of 24,000 x 24,000 would be 550 MiB: nothing like it is made, for sliding layers
-    neither.
+    """A bool mask of 24,000 x 24,000 would be 550 MiB, for sliding-window layers too.
 
     In a process of its own: where others have used more before, no peak would show.
     """

@@ -1,5 +1,4 @@
-"""Tiles by what they hold: masses against the softmax written out, choices against all others,
-attention by a mask."""
+"""Chosen tiles: masses against a plain softmax, choices against all others, a masked attention."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Each decode step hands out what eager attention computes for that query, and decoding goes on as
-it would have."""
+"""Each decode step hands out eager attention's row, and decoding goes on unchanged."""
 
 from __future__ import annotations
 

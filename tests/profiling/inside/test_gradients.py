@@ -1,5 +1,4 @@
-"""One pass forth and back against autograd over a plain dense model, and against differences of the
-loss itself."""
+"""One pass forward and back, against autograd of a plain model and differences of the loss."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ def searched(model: Any) -> set[int]:
 
 
 def loss_of(logits: Tensor, ids: Tensor, answers: Tensor) -> Tensor:
-    """In the dtype of the logits (S, V), as it is defined: -log p of all tokens, or log-odds of the
-    answers'."""
+    """Loss of logits (S, V): -log p of all tokens, or log-odds of the answers'."""
     log_p = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     if not bool(answers.any()):
         return -log_p.sum()
@@ -62,8 +60,7 @@ def loss_of(logits: Tensor, ids: Tensor, answers: Tensor) -> Tensor:
 def by_autograd(
     model: Any, ids: Tensor, answers: Tensor
 ) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor]:
-    """By layer (1, S, H, E) dense outputs and the gradients by them; and logits (S, V). By torch
-    alone."""
+    """Dense outputs by layer (1, S, H, E), their gradients, and logits (S, V), by torch alone."""
     before = model.config._attn_implementation
     outs: dict[int, Tensor] = {}
 
@@ -207,8 +204,7 @@ def test_the_model_is_left_as_it_was(raising: bool) -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 def test_one_layers_gradients_are_held_at_a_time(family: str) -> None:
-    """When a layer is visited, what the layers after it attended with, and their gradients, is
-    gone."""
+    """Inputs and gradients of later layers are gone when a layer is visited."""
     model, ids = tiny_model(family), prompt()
     held: list[list[StorageWeakRef]] = []
 

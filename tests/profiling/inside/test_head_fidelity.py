@@ -1,5 +1,4 @@
-"""Fidelity of patterns, head by head: recall, error and density on a model's own queries and
-keys."""
+"""Fidelity of patterns by head: recall, error and density on a model's queries and keys."""
 
 from __future__ import annotations
 

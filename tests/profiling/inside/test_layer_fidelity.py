@@ -1,4 +1,4 @@
-"""What a layer's heads keep, against plain softmax: sinks, soft-caps and skipped tiles."""
+"""Mass that a layer's heads keep, against plain softmax: sinks, soft-caps, skipped tiles."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def inputs(sinks: Tensor | None = None, softcap: float | None = None) -> LayerIn
 
 
 def weights(given: LayerInputs, mask: Tensor) -> Tensor:
-    """Attention weights of every head on the keys that a mask has, (H, S, S); a sink takes its
-    share."""
+    """Attention weights of every head on a mask's keys, (H, S, S), next to a sink."""
     scores = given.q[0] @ given.k[0].repeat_interleave(3, 0).transpose(1, 2) * given.scale
     if given.softcap is not None:
         scores = given.softcap * torch.tanh(scores / given.softcap)

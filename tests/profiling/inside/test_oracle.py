@@ -22,8 +22,7 @@ def tensors(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def expected(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, density: float, tail: int
 ) -> torch.Tensor:
-    """Row by row: of a query's scores the highest, as many as `density` of what the last of its 64
-    queries sees."""
+    """The highest scores row by row: `density` of the keys that the last of 64 queries sees."""
     length = q.shape[2]
     out = torch.empty_like(q)
     for head in range(q.shape[1]):

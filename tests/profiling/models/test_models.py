@@ -1,4 +1,4 @@
-"""What load_model takes, and the one line that it gives for what it cannot take."""
+"""load_model's arguments, and one line for each that cannot be."""
 
 from __future__ import annotations
 

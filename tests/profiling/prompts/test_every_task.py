@@ -1,5 +1,4 @@
-"""What holds of every task: length, seed, samples, its own answer, and that every process makes the
-same prompts."""
+"""Properties of every task: length, seed, samples, own answer, same prompts in every process."""
 
 from __future__ import annotations
 

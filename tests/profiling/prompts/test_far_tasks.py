@@ -1,5 +1,4 @@
-"""Tasks that dense attention of the last queries cannot solve: what is asked, where the answer is,
-what is shared."""
+"""Tasks that a dense tail cannot solve: questions, places of answers, shared contexts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Prompts that take several finds can be solved from what they hold, in one way only, and say
-where."""
+"""Prompts of several finds have one solution in their text, and say where."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ def tokenizer() -> Any:
 
 
 def overlap(a: Prompt, b: Prompt) -> int:
-    """The longest stretch of tokens that starts with the second or the last of `a` and lies in `b`,
-    roughly."""
+    """Length of the longest common stretch from the second or last token of `a` in `b`, roughly."""
     inside = bytes(t % 256 for t in b.input_ids)
     return sum(
         bytes(t % 256 for t in a.input_ids[at : at + 100]) in inside
@@ -129,8 +128,7 @@ def test_tasks_made_by_rule_have_other_seeds_and_come_once(tokenizer: Any) -> No
 def test_a_renamed_and_an_edited_file_stay_honest(
     tokenizer: Any, tmp_path: Path, change: str
 ) -> None:
-    """What was seen is known by its tokens, as an artifact's sidecar keeps them, not by a file's
-    name."""
+    """Seen windows are known by their tokens in the sidecar, not by a file's name."""
     task = story(tmp_path / "a.txt", 4 * LENGTH)
     seen = make_prompts(task, tokenizer, length=LENGTH, samples=1, seed=0)
     arrays = window_arrays(Seen(seen).digests)

@@ -1,5 +1,4 @@
-"""Tasks of papers on long contexts: each prompt is solved anew from its text, and metrics against
-hand-worked cases."""
+"""Long-context tasks of papers, solved anew from their texts; metrics by hand."""
 
 from __future__ import annotations
 

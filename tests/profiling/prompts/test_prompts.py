@@ -1,5 +1,4 @@
-"""Prompts have the length asked for, can be answered from what they hold, and are the same
-everywhere."""
+"""Prompts have the length asked for, hold their answers, and are the same everywhere."""
 
 from __future__ import annotations
 

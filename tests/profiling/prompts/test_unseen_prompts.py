@@ -1,5 +1,4 @@
-"""What a search looked at is replaced by prompts that it did not see, and counted where there are
-no others."""
+"""Prompts that a search saw are replaced, or counted where there are no others."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def made(task: str, tokenizer: Any, samples: int, seed: int = SEED) -> list[Prom
 
 
 def common(a: Prompt, b: Prompt) -> bool:
-    """Whether 100 tokens in a row are in both, by another road: as texts."""
+    """True if 100 tokens in a row are in both, compared as texts."""
     inside = bytes(t % 256 for t in b.input_ids)
     return any(
         bytes(t % 256 for t in a.input_ids[at : at + 100]) in inside for at in range(LENGTH - 99)

@@ -19,8 +19,7 @@ from profiling.quality.trials import trials
 def forced_answers(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt]
 ) -> list[tuple[ForcedAnswer, ...]]:
-    """Of each prompt its answers: those of its `scored` ranges in turn, then the one that follows
-    its end."""
+    """Answers of each prompt: those of its `scored` ranges, then the one after its end."""
     rights = [answer_ids(tokenizer, p) if asks(p) or not p.scored else () for p in prompts]
     found: dict[int, tuple[ForcedAnswer, ...]] = {}
     for one in prefilled(model, prompts):
@@ -33,7 +32,7 @@ def forced_answers(
 
 
 def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
-    """What the method, which has to be applied to the model, makes of a prompt."""
+    """Run one trial of a prompt under a method that is applied to the model."""
     return next(trials(model, tokenizer, [prompt], method))[1]
 
 

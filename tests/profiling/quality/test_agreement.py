@@ -1,4 +1,4 @@
-"""How near a prefill is to dense attention's, against all logits of plain passes."""
+"""Agreement of a prefill with dense attention, against all logits of plain passes."""
 
 from __future__ import annotations
 

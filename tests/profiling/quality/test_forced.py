@@ -1,5 +1,4 @@
-"""Answers under teacher forcing: the tokens that are compared, what is made of them, and contexts
-that are shared."""
+"""Answers under teacher forcing: their tokens, their losses, and shared contexts."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from tests.profiling.tokenizers import MAKERS, byte_level
 
 
 class Copier(torch.nn.Module):
-    """Gives each token's successor in `right` a logit of its own, and all others none; its cache is
-    what it saw."""
+    """Model that gives each successor in `right` a logit of its own; its cache is its input."""
 
     def __init__(self, vocabulary: int, right: dict[int, float]) -> None:
         super().__init__()

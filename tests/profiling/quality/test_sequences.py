@@ -145,8 +145,7 @@ def test_losses_are_those_of_all_logits(model: Any, one: TokenSequence) -> None:
 
 
 def test_right_answers_are_told_from_lost_ones(model: Any) -> None:
-    """Answers that are what dense attention says next are right; a window of eight tokens may lose
-    them."""
+    """Dense attention's own answers are right; a window of eight tokens may lose them."""
     from dataclasses import replace
 
     ids = torch.randint(3, 97, (CONTEXT + 1,), generator=torch.Generator().manual_seed(1)).tolist()
