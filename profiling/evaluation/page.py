@@ -193,18 +193,20 @@ def _summary(record: dict[str, Any], length: int) -> str:
         alone = attention_of(record, name, length)
         decoded = entry(record["decode"], name, length)
         peak = entry(record["memory"], name, length)
-        times = [
-            f"<td>{timed['seconds']:.3f}" if timed else "",
-            *(
-                f"<td>{cell}" if timed else ""
-                for cell in cells(speedup_of(timed) if timed else None)
-            ),
-            f"<td>{alone:.3f}" if alone else "",
-        ]
+        # Empty cells are of what was not measured: a column or a row of them is left out.
+        times = [""] * (2 + len(COLUMNS))
+        if timed:
+            speedups = cells(speedup_of(timed))
+            times[:-1] = [f"<td>{timed['seconds']:.3f}", *(f"<td>{cell}" for cell in speedups)]
+        if alone:
+            times[-1] = f"<td>{alone:.3f}"
+        decode = ["", ""]
+        if decoded:
+            tokens = f"<td>{decoded['tokens_per_second']:.1f}"
+            decode = [tokens, f"<td>{_size(decoded['cache_bytes'])}"]
         measured = [
             *(_cell(figure(record, task, length, name, measure)) for task, measure in columns),
-            f"<td>{decoded['tokens_per_second']:.1f}" if decoded else "",
-            f"<td>{_size(decoded['cache_bytes'])}" if decoded else "",
+            *decode,
             f"<td>{_size(peak['bytes'])}" if peak else "",
         ]
         if any((*times, *measured)):

@@ -49,39 +49,27 @@ def run(config: Config) -> dict[str, Any]:
     """Evaluate; write evaluation.json and index.html into the folder, and what else was asked for.
 
     Returns:
-        What evaluation.json holds.
+        The content of evaluation.json.
 
     Raises:
         HeadwiseError: anything that the user has to put right.
     """
-    end = None if config.minutes is None else time.monotonic() + 60 * config.minutes
+    start = time.monotonic()
     first, *further = config.configs
     artifact, arrays = load_pair(first)
     beside = beside_of(further, artifact)
     quality = quality_of(config, artifact, tuple(beside))
-    if not config.sparse_always and end is None:
-        check_lengths(artifact, quality.lengths)
-    if config.attach or config.set_dense_below:
-        check_writable(first)
-    known = method_names(artifact, beside)
-    for name in quality.methods:
-        if name not in known:
-            raise HeadwiseError(
-                f"unknown method {name!r}; known for this artifact: {', '.join(known)}"
-            )
+    _check(config, artifact, quality, method_names(artifact, beside))
     loaded = load_model(
         config.model, dtype=config.dtype, device=config.device, revision=config.revision
     )
     for each in (artifact, *(other.artifact for other in beside.values())):
         check(each.model, loaded.model)
     places: list[tuple[str, int]] = []
-    left: list[str] = []
-    if end is not None:
-        served = artifact
-        if config.sparse_always:
-            prefill = artifact.prefill.model_copy(update={"dense_below": 0})
-            served = artifact.model_copy(update={"prefill": prefill})
-        places, left = places_of(loaded.name, served, quality.tasks, quality.lengths)
+    left_out: list[str] = []
+    if config.minutes is not None:
+        served = _served(config, artifact)
+        places, left_out = places_of(loaded.name, served, quality.tasks, quality.lengths)
         quality = replace(quality, lengths=tuple(sorted({length for _, length in places})))
     with open_ledger(config.out, fresh=config.fresh) as ledger:
         methods = Methods(
@@ -93,13 +81,13 @@ def run(config: Config) -> dict[str, Any]:
             beside=beside,
             ledger=ledger,
         )
-        if end is None:
+        if config.minutes is None:
             outcomes = evaluate(quality, loaded, methods, ledger)
             times = _timed(config, quality, loaded, methods, ledger)
         else:
             times = _timed(config, quality, loaded, methods, ledger)
-            rounds = Rounds(quality, loaded, methods, ledger, end)
-            left += rounds.run(places)
+            rounds = Rounds(quality, loaded, methods, ledger, start + 60 * config.minutes)
+            left_out += rounds.run(places)
             outcomes = rounds.outcomes
             quality = replace(
                 quality,
@@ -110,11 +98,32 @@ def run(config: Config) -> dict[str, Any]:
         artifact, methods, quality, outcomes, times, loaded=loaded, command=config.command
     )
     if config.minutes is not None:
-        record["left_out"] = {"minutes": config.minutes, "what": left}
+        record["left_out"] = {"minutes": config.minutes, "what": left_out}
     write_report(config.out, record)
     if config.attach or config.set_dense_below:
         _write_into(config, record)
     return record
+
+
+def _check(config: Config, artifact: Artifact, quality: Evaluation, known: tuple[str, ...]) -> None:
+    """Raise HeadwiseError for what the artifact cannot be asked, before a model is loaded."""
+    if not config.sparse_always and config.minutes is None:
+        check_lengths(artifact, quality.lengths)
+    if config.attach or config.set_dense_below:
+        check_writable(config.configs[0])
+    for name in quality.methods:
+        if name not in known:
+            raise HeadwiseError(
+                f"unknown method {name!r}; known for this artifact: {', '.join(known)}"
+            )
+
+
+def _served(config: Config, artifact: Artifact) -> Artifact:
+    """The artifact as lengths are chosen for it: with --sparse-always none is too short."""
+    if not config.sparse_always:
+        return artifact
+    prefill = artifact.prefill.model_copy(update={"dense_below": 0})
+    return artifact.model_copy(update={"prefill": prefill})
 
 
 def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -> Evaluation:

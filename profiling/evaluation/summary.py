@@ -96,9 +96,9 @@ def other_methods(record: dict[str, Any], length: int) -> list[str]:
     parts = [
         f"{words[verdict]}: {', '.join(groups[verdict])}" for verdict in words if verdict in groups
     ]
-    return (
-        [f"Of the other methods, by {named(task, measure)}: {'; '.join(parts)}."] if parts else []
-    )
+    if not parts:
+        return []
+    return [f"Of the other methods, by {named(task, measure)}: {'; '.join(parts)}."]
 
 
 def crossover_sentences(record: dict[str, Any]) -> list[str]:
@@ -112,7 +112,8 @@ def crossover_sentences(record: dict[str, Any]) -> list[str]:
             "Prefill was slower than the fastest dense baseline at every length that was timed, "
             f"up to {max(lengths):,} tokens."
         ]
-    already = ", the shortest that was timed" if crossover["length"] == min(lengths) else ""
+    shortest = crossover["length"] == min(lengths)
+    already = ", the shortest that was timed" if shortest else ""
     return [
         f"Prefill is faster than the fastest dense baseline from {crossover['length']:,} tokens "
         f"on{already}."

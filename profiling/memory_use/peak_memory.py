@@ -109,28 +109,15 @@ def peak_apart(
     Raises:
         HeadwiseError: that process failed.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "profiling.memory_use.peak_memory",
-        "--model",
-        spec,
-        "--length",
-        str(length),
-    ]
-    command += [
-        "--dtype",
-        dtype,
-        "--device",
-        device,
-        "--offload",
-        offload,
-        "--threads",
-        str(torch.get_num_threads()),
-    ]
-    command += ["--revision", revision] if revision else []
-    command += [str(config)] if config else []
-    command += ["--own-dense"] if own else []
+    command = [sys.executable, "-m", "profiling.memory_use.peak_memory"]
+    command += ["--model", spec, "--length", str(length), "--dtype", dtype, "--device", device]
+    command += ["--offload", offload, "--threads", str(torch.get_num_threads())]
+    if revision:
+        command += ["--revision", revision]
+    if config:
+        command.append(str(config))
+    if own:
+        command.append("--own-dense")
     # glibc keeps what it was given back up to 32 MiB a piece: that is of the allocator, not of the
     # prefill.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), **os.environ}

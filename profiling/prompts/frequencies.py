@@ -54,8 +54,9 @@ def common_words(
     encode = wanted.encode
     length = wanted.length
     short = length < _SHORT
-    often = common or (6 if short else 30)
-    seldom = uncommon or (1 if short else 3)
+    often, seldom = (6, 1) if short else (30, 3)
+    often = common or often
+    seldom = uncommon or seldom
     if often <= seldom:
         raise HeadwiseError(
             f"cwe needs common above uncommon, got common={often} and uncommon={seldom}"
@@ -117,7 +118,10 @@ def frequent_words(wanted: Wanted, *, alpha: float = 2.0) -> list[Prompt]:
         high = max(least, room) + 1
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if taken(middle) <= room else (low, middle)
+            if taken(middle) <= room:
+                low = middle
+            else:
+                high = middle
         while not told_apart(low):
             low -= 1
         text = [word for word, times in zip(ids, counts(low), strict=True) for _ in range(times)]
@@ -167,7 +171,9 @@ def _fitting(
         for word, ids in _encoded(encode, islice(source, _BATCH)).items():
             taken = seldom * len(ids) + numbers.tokens(listed + 1, listed + seldom)
             if taken > left:
-                return chosen, left if len(chosen) > words else left - taken
+                if len(chosen) <= words:
+                    left -= taken
+                return chosen, left
             chosen[word] = ids
             left = left - taken
             listed = listed + seldom

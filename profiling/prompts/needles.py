@@ -137,7 +137,9 @@ def _things(kind: Thing, rng: random.Random) -> Iterator[str]:
 
 
 def _listed(things: list[str]) -> str:
-    return things[0] if len(things) == 1 else f"{', '.join(things[:-1])} and {things[-1]}"
+    if len(things) == 1:
+        return things[0]
+    return f"{', '.join(things[:-1])} and {things[-1]}"
 
 
 KINDS = tuple(

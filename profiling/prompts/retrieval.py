@@ -78,8 +78,11 @@ def _key_values(wanted: Wanted, rng: random.Random, first: bool) -> Prompt:
     # UUIDs differ in tokens, so each question leaves other pairs whole.
     for chosen in rng.sample(range(len(pairs)), len(pairs)):
         key, value = pairs[chosen]
-        head = encode.prefix + encode(_KV_FIRST.format(key=key) + _KV_HEAD) if first else plain
-        question = tail + encode(_KV_BACK) if first else tail + encode(_KV_QUESTION.format(key=key))
+        head = plain
+        question = tail + encode(_KV_QUESTION.format(key=key))
+        if first:
+            head = encode.prefix + encode(_KV_FIRST.format(key=key) + _KV_HEAD)
+            question = tail + encode(_KV_BACK)
         cut = len(haystack) + len(head) + len(question) - length
         if starts[chosen] >= cut:
             end = starts[chosen + 1] if chosen + 1 < len(starts) else len(haystack)

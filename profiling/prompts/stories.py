@@ -7,7 +7,6 @@ before another, filtering for the chapters in which nothing is bought.
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -123,16 +122,12 @@ def stories(wanted: Wanted, *, asked: int = 16) -> list[Prompt]:
         never = {made[at].item for at in empty}
         for at, chapter in enumerate(made if never else ()):
             if at in empty or chapter.sold in never:
-                gone = [_SOLD.format(chapter.sold)] if chapter.sold in never else []
-                gone += [_BOUGHT.format(chapter.item)] if at in empty else []
-                texts[at] = encode(
-                    _titled(
-                        at,
-                        functools.reduce(
-                            lambda text, part: text.replace(part, ""), gone, chapter.text
-                        ),
-                    )
-                )
+                text = chapter.text
+                if chapter.sold in never:
+                    text = text.replace(_SOLD.format(chapter.sold), "")
+                if at in empty:
+                    text = text.replace(_BOUGHT.format(chapter.item), "")
+                texts[at] = encode(_titled(at, text))
         question = FORMS[form](made, empty, asked, rng)
         said = encode(f"{question.text}\n")
         ids = laid_out(wanted, head, said, opened, *texts, closed, said, encode(_ANSWER))
@@ -163,8 +158,10 @@ def _told(made: list[Chapter], rng: random.Random) -> Iterator[str]:
             f"{_HERO} came to the {place} for a {rng.choice(_EVENTS)} and met "
             f"{person}. {talked}{_BOUGHT.format(item)}"
         )
-        sold = owned.pop(rng.randrange(len(owned))) if owned and rng.random() < 0.5 else None
-        text += _SOLD.format(sold) if sold else ""
+        sold = None
+        if owned and rng.random() < 0.5:
+            sold = owned.pop(rng.randrange(len(owned)))
+            text += _SOLD.format(sold)
         owned.append(item)
         made.append(Chapter(place, person, item, f"{text} Then they said goodbye.", sold))
         yield _titled(len(made) - 1, made[-1].text)
@@ -180,7 +177,9 @@ def _sized(form: str, chapters: list[Chapter], asked: int) -> str:
         return "\n".join(
             [_RETRIEVE, *(_ASKED["place"].format(99, len(chapters)) for _ in range(asked))]
         )
-    return (_HOP if form == "multihop" else _FILTER).format("scented granite necklace")
+    if form == "multihop":
+        return _HOP.format("scented granite necklace")
+    return _FILTER
 
 
 _ASKED = {

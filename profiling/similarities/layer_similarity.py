@@ -205,7 +205,7 @@ def watched(
         shown.update(step >= 0)
 
     ids = torch.tensor([prompt.input_ids[: config.length]], device=loaded.model.device)
-    ends = loaded.model.generation_config.eos_token_id if loaded.model.generation_config else None
+    known = () if config.greedy else continuation(config, loaded.tokenizer, prompt)
     with stream:
         capture_decode(
             loaded.model,
@@ -214,10 +214,18 @@ def watched(
             done,
             steps=config.steps,
             tail=TAIL,
-            continuation=() if config.greedy else continuation(config, loaded.tokenizer, prompt),
-            avoid=ends if isinstance(ends, list) else [] if ends is None else [ends],
+            continuation=known,
+            avoid=_ends(loaded.model),
         )
     return meter
+
+
+def _ends(model: Any) -> list[int]:
+    """Tokens that end a text, by the model's generation config."""
+    ends = model.generation_config.eos_token_id if model.generation_config else None
+    if ends is None:
+        return []
+    return ends if isinstance(ends, list) else [ends]
 
 
 def continuation(config: SimilarityConfig, tokenizer: Any, prompt: Prompt) -> list[int]:
