@@ -45,7 +45,8 @@ inline vf load(const float* p) {
   return v;
 }
 inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
-inline vf splat(float x) { return vf{} + x; }
+// Of x + 0 the compiler keeps the addition, for -0 + 0 is not -0: products by `Float` took 1.5 times as long.
+inline vf splat(float x) { return x - vf{}; }
 // b where either is NaN.
 inline vf larger(vf a, vf b) { return a > b ? a : b; }
 
