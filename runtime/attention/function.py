@@ -78,7 +78,7 @@ def headwise_attention(
         call = call.on(fetched(key), fetched(value))
 
     # A few queries.
-    if query.shape[2] <= MAX_QUERIES:
+    if call.q_shape[2] <= MAX_QUERIES:
         out = attempt(call, attend_step)
         if isinstance(out, Tensor):
             layer.count("decode by kernel")
@@ -116,18 +116,21 @@ def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
     context = call.context
     if reason is not None or context is None or not context.parts:
         return "default", "", why
-    q = call.query
     settings = call.layer.settings
     if context.window is not None:
-        if settings.dense_kernels and q.shape[2] >= MIN_QUERIES:
+        if settings.dense_kernels and call.q_shape[2] >= MIN_QUERIES:
             return "every key", kernel, "window by kernel" if call.layer.plan is None else why
         return "default", "", why
-    k_len = call.key.shape[2]
+    k_len = call.k_shape[2]
     if call.window is not None or settings.kernel_from is None or k_len < settings.kernel_from:
         return "default", "", why
     # What else serves soft-caps and sinks writes down every weight.
     weights = settings.dense == "eager" or call.softcap is not None or call.sinks is not None
-    if settings.dense_by == "kernel" or weights or faster(q, call.key, call.value) == "kernel":
+    if (
+        settings.dense_by == "kernel"
+        or weights
+        or faster(call.query, call.key, call.value) == "kernel"
+    ):
         return "every key", kernel, "dense by kernel"
     return "default", "", why
 
@@ -144,7 +147,7 @@ def _why_dense(call: Call, reason: str | None) -> str | None:
     if call.window is not None or (context is not None and context.window is not None):
         reason = call.special or SLIDES
     elif reason is None:
-        heads = call.query.shape[1], call.key.shape[1]
+        heads = call.q_shape[1], call.k_shape[1]
         if heads != layer.planned_heads:
             reason = (
                 f"the layer has {heads} query and KV heads, the plan is for {layer.planned_heads}"
@@ -158,13 +161,13 @@ def too_few(call: Call) -> str | None:
     """Reason why a call is dense whatever its mask; None where it has to be sparse."""
     layer = call.layer
     context = call.context
-    q_len = call.query.shape[2]
+    q_len = call.q_shape[2]
     if q_len == 1:
         return "decode"
     if layer.plan is None:
         return "layer left alone"
     below = layer.settings.dense_below
-    if q_len < layer.min_queries or call.key.shape[2] < below:
+    if q_len < layer.min_queries or call.k_shape[2] < below:
         return "short"
     if context is not None and context.longest < below:
         return "short"
@@ -191,7 +194,7 @@ def attend_chosen(call: Call) -> Tensor | None:
         if out is not None:
             layer.count("chosen")
         return out
-    if query.shape[2] > 1:
+    if call.q_shape[2] > 1:
         decode.after_prefill(role, query, key, **options)
     context = call.context
     if context is None or context.ranges is None:
@@ -217,7 +220,8 @@ def attend_step(call: Call) -> Tensor | None:
     k = call.key
     v = call.value
     mask = call.mask
-    k_len = k.shape[2]
+    batch, heads, q_len, dim = call.q_shape
+    k_len = call.k_shape[2]
     if not call.layer.settings.steps or not q.is_cpu:
         return None
     if k_len < _MIN_KEYS_FLOAT32 and q.dtype == torch.float32:
@@ -228,7 +232,7 @@ def attend_step(call: Call) -> Tensor | None:
     starts: Tensor | str | None = None
     if mask is None:
         # Several queries without a mask start at the first key; that is sdpa's.
-        if q.shape[2] > 1:
+        if q_len > 1:
             return None
     elif mask.shape[-1] != k_len:
         # A layer whose cache is not as long as the others': sdpa refuses that mask, and the kernel
@@ -238,10 +242,10 @@ def attend_step(call: Call) -> Tensor | None:
         starts = starts_of(mask)
     if isinstance(starts, str) or call.sinks is not None or call.special is not None:
         return None
-    batch, heads, _, dim = q.shape
-    if k.shape[0] != batch or k.shape[3] != dim or k.shape[:3] != v.shape[:3]:
+    k_batch, kv_heads, _, k_dim = call.k_shape
+    if k_batch != batch or k_dim != dim or call.k_shape[:3] != v.shape[:3]:
         return None
-    if heads % k.shape[1] or not k_len or native.supports(q, k, v) is not None:
+    if heads % kv_heads or not k_len or native.supports(q, k, v) is not None:
         return None
     out, _, _ = native.decode_attention(
         q,

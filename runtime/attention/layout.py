@@ -150,15 +150,17 @@ def kernel_of(call: Call) -> tuple[str, str | None]:
     q = call.query
     k = call.key
     v = call.value
-    kind = (q.dtype, q.device, q.shape, k.shape, v.shape)
+    kind = (q.dtype, q.device, call.q_shape, call.k_shape, v.shape)
     known = context.kernels.get(kind)
     if known is not None:
         return known
+    batch, _, q_len, _ = call.q_shape
+    k_len = call.k_shape[2]
     lengths = call.more.get("cu_seq_lens_q")
     choice: tuple[str, str | None]
     if lengths is not None and lengths.numel() > 2:
         choice = "", "sequences are packed by cu_seq_lens alone"
-    elif (q.shape[0], q.shape[2], k.shape[2]) != (context.batch, context.q_len, context.k_len):
+    elif (batch, q_len, k_len) != (context.batch, context.q_len, context.k_len):
         choice = "", "the cache holds other keys than the mask is for"
     else:
         choice = kernel_for(call.layer.settings.backend, q, k, v)

@@ -180,8 +180,13 @@ class Call:
     softcap: float | None = field(init=False)
     sinks: Tensor | None = field(init=False)
     window: int | None = field(init=False)
+    q_shape: torch.Size = field(init=False)
+    k_shape: torch.Size = field(init=False)
 
     def __post_init__(self) -> None:
+        # Each look at a tensor's shape makes another object.
+        self.q_shape = self.query.shape
+        self.k_shape = self.key.shape
         more = self.more.get
         self.softcap = more("softcap")
         self.sinks = more("s_aux")
