@@ -1,9 +1,8 @@
-"""Memory of long prompts on a CPU, with few page faults: above 16K tokens those were most of a
-prefill.
+"""Memory of long prompts on a CPU with few page faults.
 
-glibc gives pieces of more than 32 MiB back to the system when they are freed, and fetches the next
-ones page by page: an activation of a long prompt is larger, so that each one was mapped, zeroed and
-unmapped anew."""
+glibc gives blocks of more than 32 MiB back to the system when they are freed, and fetches the next
+ones page by page. An activation of a long prompt is larger: each one was mapped, zeroed and
+unmapped anew, which above 16K tokens was most of a prefill."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ from torch import Tensor
 _TRIM_THRESHOLD = -1
 _TOP_PAD = -2
 _MMAP_MAX = -4
-# What the heap grows by at least, in bytes: few calls of the system, and room for a layer's
-# activations.
+# Least growth of the heap in bytes: few system calls, and headroom for a layer's activations.
 _STEP = 64 << 20
 _HUGE = 2 << 20
 _MADV_HUGEPAGE = 14
@@ -27,44 +25,43 @@ _MADV_HUGEPAGE = 14
 
 @cache
 def keep_freed_memory() -> bool:
-    """Set glibc's malloc, once for this process, to take no piece from mmap and to give none back;
-    whether it did.
+    """Keep freed memory in this process, by glibc's malloc; True where that was set.
 
-    The process then holds the most that it ever needed. Another C library, another malloc in its
-    place (jemalloc, tcmalloc) and settings of the user's own (any MALLOC_* or GLIBC_TUNABLES in the
-    environment) are left alone."""
-    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
-        "GLIBC_TUNABLES", ""
-    ):
+    Nothing is taken from mmap and nothing given back, so the process holds the most that it ever
+    needed. Another C library, another malloc (jemalloc, tcmalloc) and the user's own settings (any
+    MALLOC_* or GLIBC_TUNABLES in the environment) are left alone."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in os.environ):
         return False
-    if any(
-        name in os.environ.get("LD_PRELOAD", "") for name in ("jemalloc", "tcmalloc", "mimalloc")
-    ):
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    if any(name in preloaded for name in ("jemalloc", "tcmalloc", "mimalloc")):
         return False
     library = ctypes.CDLL(None)
-    if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt")):
+    if not hasattr(library, "gnu_get_libc_version") or not hasattr(library, "mallopt"):
         return False
-    return all(
-        library.mallopt(name, value) == 1
-        for name, value in ((_TRIM_THRESHOLD, -1), (_TOP_PAD, _STEP), (_MMAP_MAX, 0))
-    )
+    options = ((_TRIM_THRESHOLD, -1), (_TOP_PAD, _STEP), (_MMAP_MAX, 0))
+    return all(library.mallopt(name, value) == 1 for name, value in options)
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """A tensor that nothing was written to yet: its memory on a CPU will come in pages of 2 MiB
-    where there are such.
+    """Ask for pages of 2 MiB for a tensor on a CPU that nothing was written to yet.
 
     Sixteen thousand tokens of a cache are a hundred thousand pages of 4 KiB, each a fault when it
     is first written."""
-    if tensor.is_cpu and tensor.nbytes >= 2 * _HUGE and (library := _library()) is not None:
-        begin = -(-tensor.data_ptr() // _HUGE) * _HUGE
-        length = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE - begin
-        # An advice: where it is not taken, pages are small.
-        library.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+    library = _library()
+    if library is None or not tensor.is_cpu or tensor.nbytes < 2 * _HUGE:
+        return tensor
+    begin = -(-tensor.data_ptr() // _HUGE) * _HUGE
+    length = (tensor.data_ptr() + tensor.nbytes) // _HUGE * _HUGE - begin
+    # Advice only: where it is not taken, pages are small.
+    library.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_HUGEPAGE)
     return tensor
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    """The C library where it has madvise."""
+    if sys.platform != "linux":
+        return None
+    library = ctypes.CDLL(None)
     return library if hasattr(library, "madvise") else None

@@ -146,8 +146,7 @@ class Handle:
         return f"<Handle: {type(self._model).__name__} {one_line(name)}, {artifact}, {layers}>"
 
     def undo(self) -> None:
-        """Restore the model's former attention, nested configurations too; later calls do
-        nothing."""
+        """Restore the model's former attention, nested configurations too. Any number of times."""
         self._model = None
         self._undo.close()
 
@@ -192,8 +191,7 @@ class Handle:
 
 
 class _Name(str):
-    """Attention's name in the configuration it is applied to; a copy of that has the former
-    one."""
+    """Name of the attention in a configuration; a copy of that gets the former one."""
 
     former: str
 
@@ -245,8 +243,7 @@ def _is_sparse(layer: Layer) -> bool:
 
 
 def _implementations(config: Any) -> dict[str, Any]:
-    """Values for a configuration's _attn_implementation: its own, and by name those nested in
-    it."""
+    """Values for _attn_implementation: the configuration's own, by name those nested in it."""
     made = {"": config._attn_implementation}
     for name in config.sub_configs:
         nested = getattr(config, name, None)

@@ -1,5 +1,4 @@
-"""Says which model an artifact belongs to, whatever dtype, folder or library version it was loaded
-with.
+"""Fingerprint of a model, whatever dtype, folder or library version it was loaded with.
 
 config_sha256 covers the fields of _CONFIG_FIELDS that the configuration sets, the head counts as
 the model uses them, the rotary embedding and, where a layer slides, the kind of each layer. It
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,30 +72,30 @@ _log = logging.getLogger("headwise")
 
 
 def fingerprint(model: PreTrainedModel, *, name: str, revision: str | None = None) -> ModelInfo:
-    """What the artifact records of a model; of weights that are not plain tensors no hash, and that
-    is said.
+    """Record a model for an artifact; weights that are not plain get no hash, with a warning.
 
     Raises:
-        HeadwiseError: a weight is nowhere to be read.
-    """
-    found = config_info(text_config(model), type(model).__name__, name, revision)
-    if (why := why_not_hashed(model)) is not None:
+        HeadwiseError: a weight is nowhere to be read."""
+    info = config_info(text_config(model), type(model).__name__, name, revision)
+    why = why_not_hashed(model)
+    if why is not None:
         _log.warning("the weights get no fingerprint: %s", why)
-        return found
-    return found.model_copy(update={"weights_sha256": weights_sha256(model)})
+        return info
+    return info.model_copy(update={"weights_sha256": weights_sha256(model)})
 
 
 def check(expected: ModelInfo, model: PreTrainedModel, *, weights: bool = True) -> None:
-    """Raise HeadwiseError unless `model` is the expected one; weights are read last, and if asked
-    for."""
-    found = config_info(text_config(model), type(model).__name__, expected.name)
-    compare(expected, found)
+    """Raise HeadwiseError unless `model` is the expected one.
+
+    weights: compare the weights, too, after all else."""
+    info = config_info(text_config(model), type(model).__name__, expected.name)
+    compare(expected, info)
     if weights and expected.weights_sha256 is not None:
-        compare(expected, found.model_copy(update={"weights_sha256": weights_sha256(model)}))
+        compare(expected, info.model_copy(update={"weights_sha256": weights_sha256(model)}))
 
 
 def why_not_hashed(model: PreTrainedModel) -> str | None:
-    """Why a model's weights are not hashed; None where all are plain floating-point tensors."""
+    """Reason why a model's weights are not hashed; None for plain floating-point tensors."""
     config = getattr(model.config, "quantization_config", None)
     if config is not None:
         method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
@@ -118,26 +117,25 @@ def compare(expected: ModelInfo, actual: ModelInfo) -> None:
     read of this one."""
     for field in _COMPARED:
         wanted = getattr(expected, field)
-        found = getattr(actual, field)
-        if None not in (wanted, found) and wanted != found:
+        value = getattr(actual, field)
+        if None not in (wanted, value) and wanted != value:
             raise HeadwiseError(
                 f"this artifact is for another model: {field} is {wanted} in the artifact "
-                f"({expected.name}), "
-                f"{found} in this model"
+                f"({expected.name}), {value} in this model"
             )
 
 
 def weights_sha256(model: PreTrainedModel) -> str:
-    """Hash of every parameter's name, shape and a sample of its elements, see the top of this file.
+    """Hash every parameter's name, shape and a sample of its elements: see the top of this file.
 
     Raises:
         HeadwiseError: the weights are not plain tensors, or one is nowhere to be read.
     """
-    if (why := why_not_hashed(model)) is not None:
+    why = why_not_hashed(model)
+    if why is not None:
         raise HeadwiseError(
             f"the weights cannot be compared: {why}; apply with check_weights=False, which "
-            f"compares the configuration "
-            "alone: other weights of the same shape then pass"
+            f"compares the configuration alone: other weights of the same shape then pass"
         )
     digest = hashlib.sha256()
     samples: list[Tensor] = []
@@ -150,38 +148,42 @@ def weights_sha256(model: PreTrainedModel) -> str:
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
         if not weight.numel():
             continue
-        home = homes.get(id(weight)) if weight.is_meta else None
-        with brought_in(home[0]) if home else nullcontext():
-            there = getattr(*home) if home else weight
-            if there.is_meta:
-                raise HeadwiseError(
-                    f"the weights cannot be fingerprinted: {name} is nowhere to be read; "
-                    "load the whole model, or apply with check_weights=False"
-                )
-            samples.append(_sample(there.detach()))
+        if weight.is_meta and id(weight) in homes:
+            module, key = homes[id(weight)]
+            with brought_in(module):
+                samples.append(_sample(name, getattr(module, key)))
+        else:
+            samples.append(_sample(name, weight))
     for sample in _gathered(samples):
         digest.update(sample.numpy().astype("<i2").tobytes())
     return digest.hexdigest()
 
 
 def brought_in(module: nn.Module) -> AbstractContextManager[None]:
-    """While it lasts, the module's own weights are there, also where accelerate keeps them in
-    memory or on disk."""
+    """Context in which a module's own weights are in memory, wherever accelerate keeps them."""
     from accelerate.utils import align_module_device
 
     aligned: AbstractContextManager[None] = align_module_device(module)
     return aligned
 
 
-def _sample(weight: Tensor) -> Tensor:
+def _sample(name: str, weight: Tensor) -> Tensor:
     """Evenly strided elements as the bits of bfloat16, (at most SAMPLES,) int16."""
+    if weight.is_meta:
+        raise HeadwiseError(
+            f"the weights cannot be fingerprinted: {name} is nowhere to be read; "
+            "load the whole model, or apply with check_weights=False"
+        )
+    weight = weight.detach()
     count = min(SAMPLES, weight.numel())
     at = torch.arange(count, device=weight.device) * (weight.numel() // count)
-    values = weight[torch.unravel_index(at, weight.shape)] if weight.dim() else weight.reshape(1)
+    if weight.dim():
+        values = weight[torch.unravel_index(at, weight.shape)]
+    else:
+        values = weight.reshape(1)
     rounded = values.to(torch.bfloat16)
-    return torch.where(rounded.abs() < 2.0**-14, torch.zeros_like(rounded), rounded).view(
-        torch.int16
-    )
+    rounded = torch.where(rounded.abs() < 2.0**-14, torch.zeros_like(rounded), rounded)
+    return rounded.view(torch.int16)
 
 
 def _gathered(samples: list[Tensor]) -> list[Tensor]:
@@ -200,8 +202,7 @@ def _gathered(samples: list[Tensor]) -> list[Tensor]:
 def config_info(
     config: Any, architecture: str, name: str, revision: str | None = None
 ) -> ModelInfo:
-    """All but the weights, by the configuration of a model's language part and the name of its
-    class."""
+    """Record all but the weights, by a configuration and the name of the model's class."""
     num_heads, num_kv_heads = heads_in(config)
     shape: dict[str, Any] = {
         "architecture": architecture,
@@ -227,8 +228,10 @@ def config_info(
 
 
 def _plain(value: Any) -> Any:
-    """Plain JSON: one sort of number, because 10000 and 10000.0 are one base; None in mappings
-    dropped."""
+    """Plain JSON of a value.
+
+    Numbers are of one sort, because 10000 and 10000.0 are one base; None in mappings is dropped.
+    """
     if isinstance(value, dict):
         return {
             str(key): _plain(entry) for key, entry in sorted(value.items()) if entry is not None

@@ -26,8 +26,7 @@ _INTERFACE = "transformers' attention interface"
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The configuration of the model's language part, the model's own where it has no other
-    part."""
+    """Configuration of the model's language part, or the model's own."""
     return model.config.get_text_config(decoder=True)
 
 
@@ -43,8 +42,9 @@ def heads_in(config: Any) -> tuple[int, int]:
 
 
 def of_full_layers(config: Any, name: str) -> Any:
-    """A field of a configuration, None where it has none; of layers that differ in it (Gemma 4),
-    the full ones'."""
+    """Field of a configuration, None where it has none.
+
+    Where layers differ in it (Gemma 4), that of the full ones."""
     kinds = list(getattr(config, "layer_types", None) or ())
     layers = getattr(config, "per_layer_config", None)
     if not layers or "full_attention" not in kinds:
@@ -77,12 +77,12 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
         raise HeadwiseError(
             f"{kind} is sharded over processes: vLLM is the way to serve it with an artifact so"
         )
-    found: dict[int, nn.Module] = {}
+    layers: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         if not _is_layer(module, config):
             continue
         layer = int(module.layer_idx)
-        if layer in found:
+        if layer in layers:
             raise HeadwiseError(f"{kind} has two attentions in layer {layer}, one is {name}")
         if isinstance(indexer := getattr(module, "indexer", None), nn.Module):
             # What it chose comes as an argument that sdpa ignores: not even the dense way would be
@@ -91,23 +91,22 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
                 f"{kind} chooses the keys of each query itself ({type(indexer).__name__}): "
                 "no other choice can be put in its place"
             )
-        found[layer] = module
-    if not found:
+        layers[layer] = module
+    if not layers:
         raise HeadwiseError(f"{kind} {_why_none(model, config)}")
-    return dict(sorted(found.items()))
+    return dict(sorted(layers.items()))
 
 
 def sliding_layers(modules: dict[int, nn.Module]) -> set[int]:
-    """Those of the attention layers that see a window only."""
+    """Sliding-window layers among the attention layers."""
     return {layer for layer, module in modules.items() if _slides(module)}
 
 
 def window_of(module: nn.Module) -> int:
-    """How many tokens a layer that slides sees, the newest included.
+    """Tokens that a sliding-window layer sees, the newest included.
 
     Raises:
-        HeadwiseError: it does not say so.
-    """
+        HeadwiseError: it does not say so."""
     for holder in (module, getattr(module, "config", None)):
         window = getattr(holder, "sliding_window", None)
         if isinstance(window, int):
@@ -151,8 +150,7 @@ def check_sections(artifact: Artifact, modules: Mapping[int, nn.Module]) -> None
 
 
 def caches_latents(module: nn.Module) -> bool:
-    """Whether a layer's cache holds latents in place of keys and values (DeepSeek-V2, section
-    2.1)."""
+    """True where a layer caches latents, not keys and values (DeepSeek-V2, section 2.1)."""
     return hasattr(module, "expand_kv")
 
 
@@ -167,18 +165,19 @@ def _is_layer(module: nn.Module, config: Any) -> bool:
 
 
 def _asks_interface(cls: type[nn.Module]) -> bool:
-    """Whether a class's own code looks its attention function up in transformers' attention
-    interface."""
+    """True where a class's own code asks transformers' attention interface."""
     for base in cls.__mro__:
         for member in vars(base).values():
-            code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
+            if not callable(member):
+                continue
+            code = getattr(inspect.unwrap(member), "__code__", None)
             if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
                 return True
     return False
 
 
 def _why_none(model: Any, config: Any) -> str:
-    """Why none of a model's layers is causal attention that goes through the interface."""
+    """Reason why no layer of a model is causal attention that goes through the interface."""
     if getattr(model.config, "is_encoder_decoder", False):
         return (
             "is an encoder with a decoder: only causal models with nothing but a decoder are served"
@@ -226,21 +225,18 @@ def kernel_patterns(
     return patterns
 
 
-def kernel_growth(artifact: Artifact) -> Growth | None:
-    """Growth of the patterns' sizes with the number of keys; None where they stay."""
-    growth = artifact.prefill.growth
-    if growth is None:
-        return None
-    return Growth(length=growth.length, powers=growth.powers)
-
-
 def layer_plans(
     artifact: Artifact, arrays: Mapping[str, Array] | None = None
 ) -> dict[int, LayerPlan]:
-    """Plans by layer, each for all of its heads; layers left alone have none. See
-    kernel_patterns."""
+    """Plans by layer, each for all of its heads; layers left alone have none.
+
+    Arguments and errors: see kernel_patterns."""
     patterns = kernel_patterns(artifact, arrays)
-    growth = kernel_growth(artifact)
+    growth = None
+    if artifact.prefill.growth is not None:
+        growth = Growth(
+            length=artifact.prefill.growth.length, powers=artifact.prefill.growth.powers
+        )
     tail = artifact.prefill.dense_tail
     kv_heads = artifact.model.num_kv_heads
     return {

@@ -1,5 +1,4 @@
-"""What a cache holds, in bytes and in tokens: any of transformers' caches, and those that Headwise
-makes."""
+"""Memory of a cache in bytes and tokens: any of transformers' caches, and Headwise's."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ OFFLOADS = ("auto", "never", "packed")
 
 
 class LayerMemory(NamedTuple):
-    """Bytes of one layer on the device, slots seen (padding included), and tokens kept: the most
-    and the mean of heads.
+    """Memory of one layer.
 
-    A layer in a context bank keeps all tokens there; its bytes are in the report's totals only.
-    """
+    device: bytes on the device. seen: slots, padding included. kept: tokens kept, the most of any
+    head; mean_kept: the mean. A layer in a context bank keeps all tokens there; its bytes are in
+    the report's totals only."""
 
     layer: int
     device: int
@@ -29,8 +28,7 @@ class LayerMemory(NamedTuple):
 
 
 class MemoryReport(NamedTuple):
-    """What a cache holds by layer, and bytes in all on the devices that compute and in CPU memory's
-    context bank."""
+    """Memory of a cache by layer, and bytes in all on the device and in the context bank."""
 
     layers: tuple[LayerMemory, ...]
     device: int
@@ -38,16 +36,16 @@ class MemoryReport(NamedTuple):
 
 
 class CacheBytes(NamedTuple):
-    """Bytes of memory that a cache holds: on the devices that compute, and in the context bank in
-    CPU memory."""
+    """Bytes of a cache on the devices that compute, and in the context bank in CPU memory."""
 
     device: int
     bank: int
 
 
 def cache_bytes(cache: Cache) -> CacheBytes:
-    """Bytes that any cache of transformers holds, room for new tokens included: what the allocator
-    gave out for it."""
+    """Count the bytes of any cache of transformers, as the allocator gave them out.
+
+    Headroom for new tokens is included."""
     banks = {
         id(bank): bank
         for layer in cache.layers
@@ -58,39 +56,39 @@ def cache_bytes(cache: Cache) -> CacheBytes:
 
 
 def memory_report(cache: Cache) -> MemoryReport:
-    """What a cache holds: for each layer bytes, slots seen (padding included) and tokens kept, and
-    bytes in all.
+    """Report the memory of any cache of transformers, by layer and in all.
 
-    Any cache of transformers does; bytes count the room for new tokens, as the allocator does.
-    """
+    Headroom for new tokens is included in bytes, padding in slots seen."""
     layers = []
     for number, layer in enumerate(cache.layers):
         seen = int(layer.get_seq_length())
-        policies = getattr(layer, "policies", None)
-        if policies is not None:
-            kept = max((policy.kept for policy in policies), default=0)
-            mean = layer.mean_kept
-        else:
-            keys = getattr(layer, "keys", None)
-            kept = (
-                keys.shape[-2]
-                if keys is not None and keys.numel()
-                else seen
-                if hasattr(layer, "bank")
-                else 0
-            )
-            mean = float(kept)
+        kept, mean = _kept(layer, seen)
         layers.append(LayerMemory(number, _held(layer), seen, kept, mean))
     return MemoryReport(tuple(layers), *cache_bytes(cache))
 
 
+def _kept(layer: CacheLayerMixin, seen: int) -> tuple[int, float]:
+    """Tokens that a layer keeps: the most of any head, and the mean."""
+    policies = getattr(layer, "policies", None)
+    if policies is not None:
+        return max((policy.kept for policy in policies), default=0), layer.mean_kept
+    keys = getattr(layer, "keys", None)
+    kept = 0
+    if keys is not None and keys.numel():
+        kept = keys.shape[-2]
+    elif hasattr(layer, "bank"):
+        kept = seen
+    return kept, float(kept)
+
+
 def _held(*layers: CacheLayerMixin) -> int:
     """Bytes that these layers hold on the device that computes; tensors may share them."""
-    found: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     for layer in layers:
-        if (policies := getattr(layer, "policies", None)) is None:
-            found += [getattr(layer, name, None) for name in ("keys", "values", "history")]
+        policies = getattr(layer, "policies", None)
+        if policies is None:
+            tensors += [getattr(layer, name, None) for name in ("keys", "values", "history")]
         else:
-            found += [tensor for policy in policies for tensor in policy.tensors().values()]
-    memories = [tensor.untyped_storage() for tensor in found if tensor is not None]
+            tensors += [tensor for policy in policies for tensor in policy.tensors().values()]
+    memories = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())

@@ -1,8 +1,6 @@
-"""Tensors without memory, that stand for what is somewhere else, is gone, or is made only when it
-is read.
+"""Tensors without memory, in place of data that is elsewhere, gone, or made when read.
 
-Shapes: B batch, G KV heads, Q new tokens, D head dim.
-"""
+Shapes: B batch, G KV heads, Q new tokens, D head dim."""
 
 from __future__ import annotations
 
@@ -17,17 +15,16 @@ from artifacts import HeadwiseError
 
 
 class StandIn(Tensor):
-    """A tensor of some shape, dtype and device; whoever reads it as a tensor gets what read()
-    gives."""
+    """Tensor of some shape, dtype and device; code that reads it as a tensor gets read()."""
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Self:
-        """One without anything to read yet."""
+        """Make one without anything to read yet."""
         made: Self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         return made
 
     def read(self) -> Tensor:
-        """What it stands for, as a plain tensor."""
+        """Give the data as a plain tensor."""
         raise NotImplementedError
 
     # Only __torch_dispatch__ is wanted: it sees the operations that composite ones come down to.
@@ -42,8 +39,9 @@ class StandIn(Tensor):
 
 
 class NewTokens(StandIn):
-    """All keys (B, G, slots, D) or values of a cache that drops tokens: says whose, and cannot be
-    read."""
+    """Keys (B, G, slots, D) or values of a cache that drops tokens; they cannot be read.
+
+    layer: the PolicyLayer that made it."""
 
     # The PolicyLayer that made it.
     layer: Any
@@ -55,7 +53,7 @@ class NewTokens(StandIn):
         return tensor
 
     def read(self) -> Tensor:
-        """Raises HeadwiseError."""
+        """Raise HeadwiseError."""
         raise HeadwiseError(
             "this cache drops keys and values, and only Headwise's attention can read what it "
             "keeps: "

@@ -34,8 +34,7 @@ def attend_evicting(call: Call, cache: Any) -> Tensor:
     options: dict[str, Any] = {"scale": scale, "softcap": call.softcap}
 
     def prefill(q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, ...] | None = None) -> Tensor:
-        """Whole prompts (B, H, Q, E) in these KV heads, by the layer's patterns where long
-        enough."""
+        """Whole prompts (B, H, Q, E) in these KV heads; long ones by the layer's patterns."""
         if plan is not None and k.shape[2] >= settings.dense_below and q.shape[2] >= MIN_QUERIES:
             kernel, reason = kernel_for(settings.backend, q, k, v)
 

@@ -24,8 +24,9 @@ Rows = tuple[tuple[tuple[int, int], ...], ...]
 
 
 class Part(NamedTuple):
-    """One sequence of a call: q_len queries from q_start on, the last of the k_len keys from
-    k_start on."""
+    """Sequence of a call, by its queries and keys.
+
+    Its q_len queries, from q_start on, are the last of its k_len keys, from k_start on."""
 
     row: int
     q_start: int
@@ -169,8 +170,7 @@ def kernel_of(call: Call) -> tuple[str, str | None]:
 
 
 def kernel_for(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str | None]:
-    """Backend that serves such queries, keys and values, whatever the mask, or the reason why
-    not.
+    """Backend that serves such queries, keys and values, or the reason why none does.
 
     "auto" takes no reference, which is slower than dense; it serves only where asked for."""
     if k.shape[:3] != v.shape[:3]:

@@ -104,8 +104,9 @@ def starts_of(mask: Tensor | None) -> Tensor | str | None:
 
 
 def headwise_mask(batch_size: int, q_length: int, kv_length: int, **more: Any) -> Any:
-    """Mask function registered with transformers: a PrefillMask for a long causal prefill, else the
-    mask of dense attention."""
+    """Mask function registered with transformers.
+
+    A long causal prefill gets a PrefillMask, any other call the mask of dense attention."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
     if torch.compiler.is_compiling() and q_length >= MIN_QUERIES:
@@ -262,8 +263,9 @@ class _MaskRequest:
         return Context(start, self.q_len, self.k_len, ranges, fresh, held)
 
     def _ranges(self, begin: int, end: int) -> tuple[tuple[int, int], ...] | None:
-        """Each sequence's range of real tokens among these slots, counted from `begin`; None where
-        one has holes."""
+        """Range of real tokens of each sequence among these slots, counted from `begin`.
+
+        None where one has holes."""
         padding = self.padding
         if padding is None:
             return ((0, end - begin),) * self.batch

@@ -97,8 +97,7 @@ class Settings:
 
     @cached_property
     def kernel_from(self) -> int | None:
-        """Fewest keys of a dense prefill that Headwise's kernel may serve; None where it never
-        may."""
+        """Fewest keys of a dense prefill for Headwise's kernel; None where it never serves one."""
         return {"auto": MIN_KEYS_DENSE, "kernel": 0}.get(self.dense_by)
 
     @cached_property
@@ -160,7 +159,7 @@ class Layer:
 
 @dataclass(eq=False)
 class Call:
-    """One call of the attention function, and the state of its module.
+    """Arguments of one call of the attention function, and the state of its module.
 
     query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E). `more` are the keyword arguments that
     only some models give. Of those are softcap, sinks (H,), which are learned logits that take part
