@@ -1,5 +1,4 @@
-"""Each architecture with a cache: prefill and decode, caches of our own, and what cannot be served
-says why at once."""
+"""Each architecture: prefill and decode by patterns, on every cache; refusals by their cause."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from transformers import DynamicCache
 
 import artifacts
 from artifacts import HeadwiseError
+from kernels import dispatch
 from runtime import Headwise
 from runtime.layers import attention_layers, sliding_layers
 from tests.runtime.omnikv import DECODE, oracle, steps
@@ -28,12 +28,83 @@ FULL = [family for family in WHOLE if "layer_types" not in FAMILIES[family]]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sparse_prefill_and_decode_on_one_cache(family, build, apply, masked, ids):
     model, prompt, forced = build(family), ids(200, batch=2), ids(5, batch=2, seed=1)
+    dense = model(prompt).logits
     with masked(model):
+        whole = model(prompt).logits
         expected = steps(model, prompt, forced, DynamicCache(config=model.config))
+    assert (whole - dense).abs().max() > 1e-2
     with apply(model, strict=True) as handle:
+        torch.testing.assert_close(model(prompt).logits, whole, **CLOSE)
         found = steps(model, prompt, forced, DynamicCache(config=model.config))
         assert handle.stats()["sparse"] > 0 and handle.stats()["dense"]["decode"] > 0
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dense_artifact_changes_nothing(family, build, apply, ids):
+    model = build(family)
+    prompt = ids(200, batch=2)
+    expected = model(prompt).logits
+    with apply(model, dense=True) as handle:
+        torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
+        assert handle.stats()["sparse"] > 0
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "GptOss"])
+def test_a_dense_artifact_rounds_as_the_model_does(family, build, apply, ids):
+    model = build(family).bfloat16()
+    prompt = ids(200, batch=2)
+    rounded = model(prompt).logits
+    with apply(model, dense=True):
+        found = model(prompt).logits
+    exact = build(family)(prompt).logits
+    assert (found - exact).norm() < 1.5 * (rounded - exact).norm() + 1e-3
+
+
+@pytest.mark.parametrize("length", [129, 256])
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "GptOss"])
+def test_any_length_is_sdpa_with_the_index_as_mask(family, length, build, apply, masked, ids):
+    model = build(family)
+    prompt = ids(length, batch=2)
+    with masked(model):
+        expected = model(prompt).logits
+    with apply(model, strict=True):
+        torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
+
+
+def test_the_index_is_built_with_the_scale_of_the_model(build, apply, masked, ids):
+    model, prompt = build("Gemma3", query_pre_attn_scalar=100_000), ids(600)
+    with masked(model):
+        expected = model(prompt).logits
+    with apply(model, strict=True):
+        torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
+
+
+def test_the_fastest_kernel_computes_what_the_reference_does(build, apply, ids):
+    model, prompt = build(), ids(300, batch=2)
+    probe = torch.randn(1, 4, 300, 64)
+    reasons = dispatch.why_not(probe, probe, probe)
+    if None not in [reason for name, reason in reasons.items() if name != "reference"]:
+        pytest.skip(str(reasons))
+    with apply(model, strict=True):
+        expected = model(prompt).logits
+    with apply(model, strict=True, backend="auto"):
+        torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
+
+
+def test_short_prompts_are_bitwise_what_sdpa_gives(build, apply, ids):
+    model, prompt = build(), ids(127)
+    expected = model(prompt).logits
+    with apply(model) as handle:
+        assert torch.equal(model(prompt).logits, expected)
+        assert handle.stats() == {"sparse": 0, "dense": {"short": 2}}
+
+
+def test_a_layer_that_slides_is_left_alone(build, apply, ids):
+    model = build("Gemma3")
+    with apply(model) as handle:
+        model(ids(200))
+        assert handle.stats() == {"sparse": 2, "dense": {"layer left alone": 1}}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

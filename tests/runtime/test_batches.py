@@ -187,15 +187,6 @@ def test_several_rows_of_packed_sequences(build, apply, ids):
     torch.testing.assert_close(together.flatten(0, 1), torch.cat(alone), atol=2e-4, rtol=1e-3)
 
 
-def test_short_sequences_packed_to_a_long_row_are_dense(build, apply, ids):
-    model, prompts = build(), [ids(n, seed=n)[0] for n in (120, 100, 90)]
-    batch, _ = packing(prompts)
-    expected = model(**batch, use_cache=False).logits
-    with apply(model) as handle:
-        assert torch.equal(model(**batch, use_cache=False).logits, expected)
-        assert handle.stats()["sparse"] == 0
-
-
 def test_packing_that_only_flash_attention_reads_is_refused(build, apply, ids, warnings):
     model, prompts = build(), [ids(n, seed=n)[0] for n in (150, 200)]
     batch, _ = packing(prompts)

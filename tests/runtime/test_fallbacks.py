@@ -1,12 +1,9 @@
 """What cannot be served sparsely is served as before and said once; strict raises instead."""
 
-import copy
-
 import pytest
 import torch
 
 from artifacts import HeadwiseError
-from runtime.attention.state import layer_of
 
 
 def holes(prompt):
@@ -161,13 +158,3 @@ def test_strict_leaves_decode_short_prompts_and_sliding_layers_alone(build, appl
     with apply(model, strict=True):
         model.generate(ids(100), max_new_tokens=3, do_sample=False)
         model.generate(ids(200), max_new_tokens=3, do_sample=False)
-
-
-def test_a_copy_of_an_applied_model_is_dense(build, apply, ids):
-    model, prompt = build(), ids(200)
-    expected = model(prompt).logits
-    with apply(model):
-        twin = copy.deepcopy(model)
-        assert all(layer_of(module) is None for module in twin.modules())
-        assert torch.equal(twin(prompt).logits, expected)
-    assert torch.equal(twin(prompt).logits, expected)
