@@ -26,8 +26,8 @@ from profiling.speed.latency import interleaved, medians, prefill
 from runtime import load
 from runtime.fingerprint import fingerprint
 from search.model.config import ModelSearch
-from search.model.pipeline import search_model
 from search.model.report import report
+from search.model.search import search_model
 
 # Half of what the patterns are searched for: up to here SmolLM2 finds every key itself.
 PASSKEY_LENGTH = 4096
@@ -77,9 +77,9 @@ def run(config: ModelSearch, *, repeats: int) -> bool:
     with out_folder(config.out.parent):
         recorded = search_model(config, loaded, found)
         assert recorded is not None, "there is one process"
-        print(report(recorded))
+        print(report(config, recorded))
         if recorded.written:
-            _compared(loaded, config.out, recorded.outcome.setup.length, repeats)
+            _compared(loaded, config.out, recorded.outcome.run.length, repeats)
     return recorded.written
 
 

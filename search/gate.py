@@ -16,74 +16,262 @@ the model of an import, which does not say which it is for."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from artifacts import Artifact, Evidence, HeadwiseError, Verdict, load_pair
 from artifacts.cli import arguments
 from artifacts.cli.command import FOUND, ArgumentParser, run_command
-from artifacts.cli.options import add_arguments, config_of
-from search.model.check import Check, Checked, run
+from artifacts.cli.options import add_arguments, config_of, option, shared
+from artifacts.files import check_writable
+from kernels.patterns import LayerPlan
+from profiling.inside.head_fidelity import fidelity
+from profiling.models.loading import LoadedModel, load_model
+from profiling.progress import phase
+from profiling.prompts.held_out import GATE_SET, Seen
+from profiling.prompts.prompt import GATE_TASKS, Prompt, parse_task
+from profiling.quality.sequences import Reference, sequences
+from runtime.fingerprint import check
+from runtime.plans import layer_plans
+from search.model.evidence import HELD_OUT, prompt_set
 from search.model.limits import Limits
-from search.model.task_losses import line, pooled, remedy, summary
+from search.model.prompts import held_out_prompts
+from search.model.task_losses import (
+    TaskLoss,
+    by_task,
+    line,
+    pooled,
+    remedy,
+    summary,
+    verdict,
+)
+from search.model.transfer import check_shape, write_for
+
+if TYPE_CHECKING:
+    from artifacts.store.sidecar import Array
+
+# Heads that are named where the gate fails.
+_NAMED = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateConfig:
+    """An artifact to check, and the prompts to check it on.
+
+    tasks, length: None for the default tasks and the length that was searched. out: where an
+    artifact that passes is written for this model, whose weights may be other ones."""
+
+    config: Path = shared(arguments.add_artifact)
+    model: str = shared(arguments.add_model)
+    limits: Limits
+    out: Path | None = option(
+        "write the artifact for this model, with its fingerprint and evidence",
+        default=None,
+        metavar="FILE",
+    )
+    tasks: tuple[str, ...] | None = shared(
+        arguments.add_task,
+        f"what is asked (default {' '.join(GATE_TASKS)})",
+        default=None,
+    )
+    length: int | None = shared(
+        arguments.add_length,
+        "tokens of a prompt (default: what was searched)",
+        default=None,
+    )
+    samples: int = option(
+        "four times as many contexts of each task, twice as many windows of a text",
+        default=1,
+        advanced=True,
+    )
+    seed: int = shared(arguments.add_seed, default=0)
+    dtype: str = shared(arguments.add_dtype, default="auto")
+    device: str = shared(arguments.add_device, default="cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateResult:
+    """Losses of an artifact on held-out prompts, and their verdict.
+
+    fault: the limit that it is beyond; None where there is none. heads: where there is a fault, the
+    ten with the most error beyond what was searched, as (layer, head, error, error that the search
+    measured). left_out: sections that were measured on the former weights, of an artifact that was
+    written for others."""
+
+    tasks: tuple[TaskLoss, ...]
+    fault: str | None
+    verdict: Verdict
+    heads: tuple[tuple[int, int, float, float], ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def passes(self) -> bool:
+        """True if the artifact is within the limits, on prompts that would have shown a loss."""
+        return self.fault is None and self.verdict.proven
+
+
+def run(config: GateConfig) -> GateResult:
+    """Check an artifact against its limits; one that passes is written to `out`, if given.
+
+    Raises:
+        HeadwiseError: the model is another one, without `out` of other weights, with it of another
+        shape.
+    """
+    if config.out is not None:
+        check_writable(config.out)
+    artifact, arrays = load_pair(config.config)
+    for task in config.tasks or ():
+        parse_task(task)
+    length = _length(config, artifact)
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    if config.out is None:
+        check(artifact.model, loaded.model)
+    else:
+        check_shape(artifact, loaded)
+    prompts = held_out_prompts(
+        config.tasks or GATE_TASKS,
+        loaded,
+        length=length,
+        samples=config.samples,
+        seed=config.seed,
+        seen=Seen.by([arrays]),
+        # A set that no search uses: its own may have raised the budget.
+        number=GATE_SET,
+    )
+    reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
+    plans = plans_of(artifact, arrays, length)
+    losses = []
+    with phase("held-out prompts", len(reference.sequences), "prompts") as shown:
+        for number in range(len(reference.sequences)):
+            losses.append(reference.losses(number, plans))
+            shown.update()
+    tasks = by_task(reference.sequences, losses)
+    fault = config.limits.fault(tasks)
+    result = GateResult(
+        tasks=tuple(tasks),
+        fault=fault,
+        verdict=verdict(tasks),
+        heads=_worst(loaded, artifact, arrays, prompts) if fault else (),
+    )
+    if config.out is None or not result.passes:
+        return result
+    evidence = Evidence(
+        verdict=result.verdict,
+        reported_on=prompt_set(HELD_OUT, reference.sequences),
+        tasks=tuple(task.figures(length) for task in (*tasks, *pooled(tasks))),
+    )
+    left_out = write_for(loaded, config.out, artifact, arrays, evidence)
+    return replace(result, left_out=left_out)
+
+
+def plans_of(artifact: Artifact, arrays: Mapping[str, Array], length: int) -> dict[int, LayerPlan]:
+    """The layer plans that an artifact serves a prompt of this length with."""
+    if length < artifact.prefill.dense_below:
+        return {}
+    return layer_plans(artifact, arrays)
+
+
+def _length(config: GateConfig, artifact: Artifact) -> int:
+    """The prompts' length: as asked for, or what was searched.
+
+    Raises:
+        HeadwiseError: none is known, or all would be dense.
+    """
+    if config.length is not None:
+        length = config.length
+    elif artifact.search is not None:
+        length = max(artifact.search.calibration.lengths)
+    else:
+        raise HeadwiseError(
+            f"{config.config} says of no search at which length it holds: give --length"
+        )
+    dense_below = artifact.prefill.dense_below
+    if length < dense_below:
+        raise HeadwiseError(
+            f"--length {length} is below the artifact's dense_below of {dense_below}: all would be "
+            "dense; ask for longer prompts"
+        )
+    return length
+
+
+def _worst(
+    loaded: LoadedModel, artifact: Artifact, arrays: Mapping[str, Array], prompts: Sequence[Prompt]
+) -> tuple[tuple[int, int, float, float], ...]:
+    """(layer, head, error, error the search measured) of the heads furthest beyond their search."""
+    errors = np.mean(
+        [fidelity(loaded.model, artifact, prompt, arrays).error for prompt in prompts], axis=0
+    )
+    before = np.zeros_like(errors)
+    if "chosen.error" in arrays:
+        before = np.asarray(arrays["chosen.error"])
+    excess = np.where(np.isfinite(errors), errors - np.nan_to_num(before), -np.inf)
+    worst = []
+    for at in np.argsort(-excess, axis=None)[:_NAMED]:
+        layer, head = divmod(int(at), excess.shape[1])
+        if np.isfinite(excess[layer, head]):
+            worst.append((layer, head, float(errors[layer, head]), float(before[layer, head])))
+    return tuple(worst)
 
 
 def parser() -> ArgumentParser:
     """The command line of headwise gate."""
     p = ArgumentParser(prog="headwise gate", description=__doc__)
-    add_arguments(p, Check)
+    add_arguments(p, GateConfig)
     add_arguments(p, Limits)
     arguments.add_json(p)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line entry point: 0 where the artifact passes, 3 where it does not or too few answers
-    were asked for."""
+    """Run the command: 0 where the artifact passes, 3 where it fails or too few were asked."""
     options = vars(parser().parse_args(argv))
-    config = config_of(Check, options, limits=config_of(Limits, options))
-    checked = run(config)
-    arguments.deliver(_text(config, checked), _record(checked), options["json"])
-    return 0 if checked.passes else FOUND
+    config = config_of(GateConfig, options, limits=config_of(Limits, options))
+    result = run(config)
+    arguments.deliver(report(config, result), record(result), options["json"])
+    return 0 if result.passes else FOUND
 
 
-def _text(config: Check, checked: Checked) -> str:
-    """The verdict, then a line for each task, then what was written."""
-    if checked.fault is not None:
-        said = f"fails: {checked.fault}"
-    elif checked.passes:
-        said = f"passes: {summary(checked.tasks)}"
+def report(config: GateConfig, result: GateResult) -> str:
+    """The verdict, then a line for each task, then the file that was written."""
+    if result.fault is not None:
+        headline = f"fails: {result.fault}"
+    elif result.passes:
+        headline = f"passes: {summary(result.tasks)}"
     else:
-        said = f"not proven: {checked.verdict.why}; {remedy(checked.tasks, config.samples)}"
-    lines = [said, *(f"  {line(task)}" for task in (*checked.tasks, *pooled(checked.tasks)))]
-    for layer, head, error, before in checked.heads:
+        headline = f"not proven: {result.verdict.why}; {remedy(result.tasks, config.samples)}"
+    lines = [headline, *(f"  {line(task)}" for task in (*result.tasks, *pooled(result.tasks)))]
+    for layer, head, error, before in result.heads:
         lines.append(f"  head {layer}.{head}: error {error:.3f}, its search measured {before:.3f}")
     if config.out is None:
         return "\n".join(lines)
-    if checked.passes:
+    if result.passes:
         lines.append(f"wrote {config.out}, for {config.model}")
-    elif checked.fault is None:
+    elif result.fault is None:
         lines.append("nothing was written: it is not proven")
     else:
         lines.append(f"nothing was written: search again, headwise search --model {config.model}")
-    if checked.left_out:
-        lines.append(
-            f"left out, for they were measured on other weights: {', '.join(checked.left_out)}"
-        )
+    if result.left_out:
+        sections = ", ".join(result.left_out)
+        lines.append(f"left out, for they were measured on other weights: {sections}")
     return "\n".join(lines)
 
 
-def _record(checked: Checked) -> dict[str, Any]:
+def record(result: GateResult) -> dict[str, Any]:
     """The same as JSON."""
-    tasks = [asdict(task) for task in (*checked.tasks, *pooled(checked.tasks))]
+    tasks = [asdict(task) for task in (*result.tasks, *pooled(result.tasks))]
     for task in tasks:
         del task["contexts"]
     return {
-        "passes": checked.passes,
-        "fault": checked.fault,
-        "verdict": checked.verdict.model_dump(),
+        "passes": result.passes,
+        "fault": result.fault,
+        "verdict": result.verdict.model_dump(),
         "tasks": tasks,
-        "heads": checked.heads,
-        "left_out": checked.left_out,
+        "heads": result.heads,
+        "left_out": result.left_out,
     }
 
 

@@ -86,12 +86,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     config = config_of(ModelSearch, options, limits=config_of(Limits, options), command=command)
     with while_importing():
-        from search.model.pipeline import run as run_model
         from search.model.report import report
+        from search.model.search import run as run_model
     recorded = run_model(config)
     if recorded is None:
         return 0
-    print(report(recorded))
+    print(report(config, recorded))
     return 0 if recorded.written else FOUND
 
 

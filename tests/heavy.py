@@ -4,7 +4,7 @@ nothing of a test."""
 import torch.distributed.run
 import transformers.models.llama.modeling_llama  # noqa: F401
 
-import search.model.pipeline
+import search.model.search
 import search.published.search  # noqa: F401
 
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""From curves to patterns: what each head gets for a budget.
+"""Allocation: from curves and costs to one candidate for each head within a budget.
 
 Shapes: L layers, H query heads, C candidates.
 """
@@ -11,19 +11,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from artifacts import HeadwiseError
 from artifacts import Pattern as ArtifactPattern
 from kernels.patterns import LayerPlan, Pattern
-from search.common.scores import Rows, picked, rows_of
+from search.model.config import DEFAULT_BUDGET
+from search.model.costs import Costs
 from search.model.curves import Curves
 from search.model.hulls import spend
+from search.model.rows import Rows, pick, rows_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Allocation:
-    """chosen: (L, H) candidate, -1 in layers left alone. tail: the dense tail that goes with it.
+    """One candidate for each head, and the dense tail that goes with them.
 
-    cost: of all heads together. price: loss that a unit of cost has to save to be spent. weight:
-    (L,) of the layers' losses. kinds: weight of each kind of prompt's loss."""
+    chosen: (L, H) candidate, -1 in layers without patterns. cost: of all heads together. price:
+    loss that a unit of cost has to save to be spent. weight: (L,) of the layers' losses. kinds:
+    weight of the loss of each kind of prompt."""
 
     chosen: np.ndarray
     tail: int
@@ -34,14 +38,13 @@ class Allocation:
 
     @property
     def digest(self) -> str:
-        """Tells it from others by what is served."""
-        return hashlib.sha256(
-            self.chosen.astype("<i8").tobytes() + str(self.tail).encode()
-        ).hexdigest()[:32]
+        """Hash of the patterns and the dense tail, in hexadecimal."""
+        content = self.chosen.astype("<i8").tobytes() + str(self.tail).encode()
+        return hashlib.sha256(content).hexdigest()[:32]
 
     def pick(self, values: np.ndarray) -> np.ndarray:
-        """(L, H) of (L, H, C): each head's with what it got, NaN in layers left alone."""
-        return picked(values, self.chosen)
+        """(L, H) of (L, H, C): values of the chosen candidates, NaN in layers without patterns."""
+        return pick(values, self.chosen)
 
     def plans(self, candidates: Sequence[Pattern], num_kv_heads: int) -> dict[int, LayerPlan]:
         """The plan of each layer that has patterns."""
@@ -52,43 +55,57 @@ class Allocation:
         }
 
     def rows(self, candidates: Sequence[Pattern]) -> tuple[Rows, dict[str, ArtifactPattern]]:
-        """An artifact's rows of pattern names, and the patterns that they name."""
+        """An artifact's rows of pattern names, and the patterns by name."""
         return rows_of(None if row[0] < 0 else [candidates[c] for c in row] for row in self.chosen)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Heads:
-    """What is known about all heads of a model.
+    """Curves and costs of all heads of a model, by dense tail.
 
-    curves: by dense tail. costs: (L, H, C) by dense tail. all_keys: what one head costs that
-    computes everything."""
+    costs: (L, H, C) each. all_keys: the cost of one head that computes everything."""
 
     curves: Mapping[int, Curves]
     costs: Mapping[int, np.ndarray]
     all_keys: float
 
+    @classmethod
+    def of(cls, curves: Mapping[int, Curves], costs: Costs, candidates: Sequence[Pattern]) -> Heads:
+        """Curves with the costs of their candidates."""
+        return cls(
+            curves=curves,
+            costs={tail: costs.of(candidates, each.tiles) for tail, each in curves.items()},
+            all_keys=costs.all_keys(),
+        )
+
     @property
     def searched(self) -> np.ndarray:
-        """(L,) whether the layer has candidates."""
+        """(L,) True in layers that have candidates."""
         return next(iter(self.curves.values())).searched
 
     def total(self, share: float) -> float:
-        """A budget: this share of what computing everything costs."""
+        """A budget: this fraction of the cost of computing everything."""
         heads = next(iter(self.costs.values())).shape[1]
         return share * self.all_keys * int(self.searched.sum()) * heads
 
     def least(self, tail: int) -> float:
-        """What all heads cost with their cheapest candidates."""
+        """The cost of all heads with their cheapest candidates."""
         return float(self.costs[tail][self.searched].min(axis=-1).sum())
 
     def predicted(self, allocation: Allocation) -> float:
-        """What the curves say that an allocation loses, with equal weights."""
+        """The loss of an allocation by the curves, with equal weights."""
         return sum(self.predicted_by_kind(allocation).values())
 
     def predicted_by_kind(self, allocation: Allocation) -> dict[str, float]:
         """The same by kind of prompt, nats a token."""
         losses = self.curves[allocation.tail].losses()
         return {kind: float(np.nansum(allocation.pick(values))) for kind, values in losses.items()}
+
+    def at_total(self, allocation: Allocation, total: float) -> Allocation:
+        """Spend another total with an allocation's weights and dense tail."""
+        return self.by_model(
+            total, allocation.tail, weight=allocation.weight, kinds=allocation.kinds
+        )
 
     def by_model(
         self,
@@ -98,10 +115,10 @@ class Heads:
         weight: np.ndarray | None = None,
         kinds: Mapping[str, float] | None = None,
     ) -> Allocation:
-        """One budget for the model: the least weighted loss for at most `total`.
+        """Spend one budget over the model: the least weighted loss for at most `total`.
 
         Args:
-            total: what all heads may cost together.
+            total: budget of all heads together.
             tail: the dense tail.
             weight: (L,) of each layer's loss; ones if None.
             kinds: weight of the loss of each kind of prompt; ones if None.
@@ -111,7 +128,8 @@ class Heads:
         """
         curves = self.curves[tail]
         costs = self.costs[tail]
-        weight = np.ones(len(costs)) if weight is None else weight
+        if weight is None:
+            weight = np.ones(len(costs))
         layers = np.flatnonzero(self.searched)
         loss = curves.loss(kinds)[layers] * weight[layers, None, None]
         own = costs[layers]
@@ -127,3 +145,29 @@ class Heads:
             weight=weight,
             kinds=dict(kinds or dict.fromkeys(curves.losses(), 1.0)),
         )
+
+
+def spendable(heads: Heads, budget: float | None, *, length: int) -> tuple[float, str | None]:
+    """The total that may be spent, and the reason where it is more than the default budget.
+
+    Args:
+        heads: curves and costs.
+        budget: as a fraction of all of attention; None is the default, or more where not even the
+            cheapest candidates keep to that.
+        length: of the prompts, for the message.
+
+    Raises:
+        HeadwiseError: a budget that was asked for is less than the cheapest candidates.
+    """
+    share = DEFAULT_BUDGET if budget is None else budget
+    total = heads.total(share)
+    least = min(heads.least(tail) for tail in heads.curves)
+    if total > least * 1.01:
+        return total, None
+    reason = f"the cheapest candidates cost {least / heads.total(1.0):.3f} of all of attention"
+    if budget is not None:
+        raise HeadwiseError(
+            f"--budget {budget:g} is impossible at {length} tokens: {reason}; ask for a good deal "
+            "more, or a longer --length"
+        )
+    return max(1.01 * least, least + share * (heads.total(1.0) - least)), reason

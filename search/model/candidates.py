@@ -32,8 +32,8 @@ LAST_Q = 64
 BROAD_LAST_Q = 256
 
 
-def ladder(length: int) -> tuple[Pattern, ...]:
-    """All candidates at a prompt length; the same rungs, in the same order, at every length."""
+def candidate_grid(length: int) -> tuple[Pattern, ...]:
+    """All candidates at a prompt length, in the same order at every length."""
 
     def tokens(share: float) -> int:
         return max(1, round(share * length))

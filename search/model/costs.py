@@ -1,4 +1,4 @@
-"""What candidates cost: seconds on a device by its cost table, or FLOPs.
+"""Costs of candidates: seconds by a device's cost table, or FLOPs.
 
 Shapes: L layers, H query heads, C candidates.
 """
@@ -6,7 +6,7 @@ Shapes: L layers, H query heads, C candidates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,12 +20,10 @@ from search.model.config import Unit
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What heads cost on one prompt of `length` tokens.
+    """Costs of heads on one prompt of `length` tokens.
 
-    table: None where FLOPs are counted. scale, overhead: what the model's own layers make of the
-    table's seconds, once
-        that is known: so many times those, and seconds of each head whatever it computes.
-    """
+    table: seconds by tiles; None where FLOPs are counted. scale, overhead: the model's own layers
+    take `scale` times the table's seconds, and `overhead` seconds more for each head."""
 
     unit: Unit
     length: int
@@ -35,31 +33,62 @@ class Costs:
     scale: float = 1.0
     overhead: float = 0.0
 
+    @classmethod
+    def flops(cls, model: ModelInfo, *, length: int, dtype: str) -> Costs:
+        """FLOPs of the tiles that are computed."""
+        return cls(unit="flops", length=length, head_dim=model.head_dim, dtype=dtype)
+
+    @classmethod
+    def measured(
+        cls,
+        table: CostTable,
+        model: ModelInfo,
+        *,
+        length: int,
+        dtype: str,
+        scale: float = 1.0,
+        overhead: float = 0.0,
+    ) -> Costs:
+        """Seconds by a device's cost table.
+
+        Raises:
+            HeadwiseError: the table lacks the model's head dim and dtype for a searched kind.
+        """
+        for kind in ("a_shape", "vertical_slash", "block_sparse", "dense"):
+            table.line(kind, length=length, head_dim=model.head_dim, dtype=dtype)
+        return cls(
+            unit="seconds",
+            length=length,
+            head_dim=model.head_dim,
+            dtype=dtype,
+            table=table,
+            scale=scale,
+            overhead=overhead,
+        )
+
     @property
     def device(self) -> str | None:
+        """The table's device; None where FLOPs are counted."""
         return self.table.device if self.table else None
 
     def of(self, candidates: Sequence[Pattern], tiles: np.ndarray) -> np.ndarray:
-        """The cost of each head with each candidate, index build included, from the tiles it
-        computes (..., C)."""
+        """Costs of heads with each candidate, index build included.
+
+        tiles, result: (..., C)."""
         if self.table is None:
             return tiles.astype(np.float64) * self._flops_per_tile
-        found = np.full(tiles.shape, np.nan)
+        seconds = np.full(tiles.shape, np.nan)
         for c, pattern in enumerate(candidates):
-            # A table that was measured for all models has none that skips: that is then taken to
-            # cost as much as dense.
-            kind = (
-                pattern.kind
-                if pattern.kind != "skip_softmax" or self.table.has(pattern.kind)
-                else "dense"
-            )
+            kind = pattern.kind
+            # A table measured for all models has no kind that skips: that then costs as dense does.
+            if kind == "skip_softmax" and not self.table.has(kind):
+                kind = "dense"
             x, y = self.table.line(
                 kind, length=self.length, head_dim=self.head_dim, dtype=self.dtype
             )
-            found[..., c] = _interpolate(tiles[..., c].astype(np.float64), x, y) + self._estimate(
-                pattern
-            )
-        return found * self.scale + self.overhead
+            own = _interpolate(tiles[..., c].astype(np.float64), x, y)
+            seconds[..., c] = own + self._estimate(pattern)
+        return seconds * self.scale + self.overhead
 
     def all_keys(self) -> float:
         """The cost of a head that computes everything through the same kernel."""
@@ -67,13 +96,9 @@ class Costs:
             return _causal_tiles(self.length) * self._flops_per_tile
         return self._all_keys * self.scale + self.overhead
 
-    def brought_to(self, *, scale: float, overhead: float) -> Costs:
-        """With what the model's own layers make of the table's seconds."""
-        return replace(self, scale=scale, overhead=overhead)
-
     @property
     def _all_keys(self) -> float:
-        """The table's seconds of a head that computes everything."""
+        """Seconds of a head that computes everything, by the table."""
         assert self.table is not None
         x, y = self.table.line(
             "dense", length=self.length, head_dim=self.head_dim, dtype=self.dtype
@@ -85,27 +110,9 @@ class Costs:
         return 4.0 * TILE * TILE * self.head_dim
 
     def _estimate(self, pattern: Pattern) -> float:
-        """Seconds of estimates that look at more queries than those that the table was measured
-        with."""
+        """Seconds of an estimate that looks at more queries than the table's patterns do."""
         rows = (getattr(pattern, "last_q", LAST_Q) - LAST_Q) / TILE
         return max(rows, 0.0) * num_tiles(self.length) * self._all_keys / _causal_tiles(self.length)
-
-
-def flops(model: ModelInfo, *, length: int, dtype: str) -> Costs:
-    """FLOPs of the tiles that are computed."""
-    return Costs(unit="flops", length=length, head_dim=model.head_dim, dtype=dtype)
-
-
-def costs_by(table: CostTable, model: ModelInfo, *, length: int, dtype: str) -> Costs:
-    """Seconds by a device's cost table.
-
-    Raises:
-        HeadwiseError: the table does not hold the model's head dim and dtype for the kinds that are
-        searched.
-    """
-    for kind in ("a_shape", "vertical_slash", "block_sparse", "dense"):
-        table.line(kind, length=length, head_dim=model.head_dim, dtype=dtype)
-    return Costs(unit="seconds", length=length, head_dim=model.head_dim, dtype=dtype, table=table)
 
 
 def _causal_tiles(length: int) -> int:
@@ -114,8 +121,7 @@ def _causal_tiles(length: int) -> int:
 
 
 def _interpolate(at: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Piecewise linear; beyond the last point in proportion, before the first along the first two
-    points.
+    """Interpolate linearly; beyond the last point in proportion, before the first by its slope.
 
     A table of several head counts has several times for the same tiles of a head: their mean
     counts."""

@@ -1,5 +1,4 @@
-"""Evidence of a searched artifact: what held-out tasks lose, and what attention and a prefill take
-on this machine."""
+"""Evidence of a searched artifact: losses on held-out prompts, and times on this machine."""
 
 from __future__ import annotations
 
@@ -14,72 +13,82 @@ from profiling.environment import environment
 from profiling.quality.sequences import TokenSequence
 from profiling.speed.baselines import EVIDENCE, KERNEL, MODEL
 from profiling.speed.layer_times import ANCHOR, MOVED, SDPA
-from search.model.setup import Outcome
+from search.model.acceptance import Accepted
+from search.model.costs import Costs
+from search.model.search_run import SearchRun
 from search.model.speed import CHOSEN, Speed, pace
 from search.model.task_losses import pooled, verdict
 
-# What sets of prompts are called.
+# Names of sets of prompts.
 HELD_OUT = "held-out"
 CHOSE = "by which the budget was raised"
 
 
-def evidence(outcome: Outcome, speed: Speed | None) -> Evidence:
-    """Its figures; without a speed those of tasks alone."""
-    gated = outcome.gated
-    tasks = outcome.gated.chosen.tasks
+def evidence(
+    run: SearchRun, accepted: Accepted, costs: Costs, speed: Speed | None, *, command: str
+) -> Evidence:
+    """The evidence of an accepted allocation; without a speed that of tasks alone."""
+    tasks = accepted.chosen.tasks
+    chosen_on = None
+    if accepted.chosen_on:
+        chosen_on = prompt_set(CHOSE, accepted.chosen_on)
+    measurements: tuple[Measurement, ...] = ()
+    if speed is not None:
+        measurements = tuple(_measurements(run, accepted, costs, speed, command))
     return Evidence(
         verdict=verdict(tasks),
-        chosen_on=prompt_set(CHOSE, gated.chosen_on) if gated.chosen_on else None,
-        reported_on=prompt_set(HELD_OUT if gated.held_out else CHOSE, gated.reported_on),
-        tasks=tuple(task.figures(outcome.setup.length) for task in (*tasks, *pooled(tasks))),
-        measurements=() if speed is None else tuple(_measurements(outcome, speed)),
+        chosen_on=chosen_on,
+        reported_on=prompt_set(HELD_OUT if accepted.held_out else CHOSE, accepted.reported_on),
+        tasks=tuple(task.figures(run.length) for task in (*tasks, *pooled(tasks))),
+        measurements=measurements,
     )
 
 
-def prompt_set(name: str, found: Sequence[TokenSequence]) -> PromptSet:
+def prompt_set(name: str, sequences: Sequence[TokenSequence]) -> PromptSet:
     """The record of a set of prompts."""
-    content = json.dumps([one.digest for one in found]).encode()
-    return PromptSet(name=name, prompts=len(found), sha256=hashlib.sha256(content).hexdigest())
+    content = json.dumps([sequence.digest for sequence in sequences]).encode()
+    return PromptSet(name=name, prompts=len(sequences), sha256=hashlib.sha256(content).hexdigest())
 
 
-def _measurements(outcome: Outcome, speed: Speed) -> Iterator[Measurement]:
-    """Times on this machine against dense attention, and of attention against what was
-    predicted."""
-    where = environment(outcome.setup.config.device)
+def _measurements(
+    run: SearchRun, accepted: Accepted, costs: Costs, speed: Speed, command: str
+) -> Iterator[Measurement]:
+    """Times against dense attention, and of attention against the prediction."""
+    versions = environment(run.device)
     shared: dict[str, Any] = {
-        "command": outcome.setup.config.command or "headwise search",
-        "device": where.pop("device"),
-        "versions": where,
-        "length": outcome.setup.length,
+        "command": command or "headwise search",
+        "device": versions.pop("device"),
+        "versions": versions,
+        "length": run.length,
         "unit": "s",
     }
-    if (whole := speed.first_token) is not None:
+    first_token = speed.first_token
+    if first_token is not None:
         yield Measurement(
             name="seconds to the first token",
-            value=whole.headwise,
-            baseline=whole.dense,
-            baseline_name=EVIDENCE[whole.baseline],
-            samples=whole.rounds,
+            value=first_token.headwise,
+            baseline=first_token.dense,
+            baseline_name=EVIDENCE[first_token.baseline],
+            samples=first_token.rounds,
             **shared,
         )
     shared |= {"name": "attention of one prefill, index build included", "samples": 1}
     seconds = speed.longest.seconds
-    for dense, called in ((ANCHOR, EVIDENCE[KERNEL]), (SDPA, EVIDENCE[MODEL])):
-        if dense in seconds:
+    for timed, baseline in ((ANCHOR, EVIDENCE[KERNEL]), (SDPA, EVIDENCE[MODEL])):
+        if timed in seconds:
             yield Measurement(
-                value=seconds[CHOSEN], baseline=seconds[dense], baseline_name=called, **shared
+                value=seconds[CHOSEN], baseline=seconds[timed], baseline_name=baseline, **shared
             )
-    # The machine may be faster or slower than it was when candidates were timed: the anchor shows
-    # it.
-    now = pace(outcome, speed.longest)
+    # The machine may be faster or slower than when candidates were timed: the anchor shows it.
+    now = pace(run, costs, speed.longest)
     if abs(now - 1) > MOVED:
         print(
             f"dense attention takes {now:.2f} times what it took when candidates were timed: other "
-            f"work ran beside "
-            "one of the two; the same command on a quiet machine measures costs again",
+            "work ran beside one of the two; the same command on a quiet machine measures costs "
+            "again",
             file=sys.stderr,
         )
-    predicted = outcome.gated.chosen.allocation.cost * now
+    predicted = accepted.chosen.allocation.cost * now
     yield Measurement(
         value=seconds[CHOSEN], baseline=predicted, baseline_name="predicted", **shared
     )

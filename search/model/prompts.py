@@ -18,8 +18,8 @@ from profiling.prompts.prompt import (
     parse_task,
     per_context,
 )
+from search.model.acceptance import ROUNDS
 from search.model.config import ModelSearch
-from search.model.gate import ROUNDS
 from search.model.task_losses import CONTEXTS
 
 # What a length at most is where none is asked for: beyond it a search takes long, and sizes go with

@@ -1,8 +1,10 @@
-"""From a search with one budget for the model to its artifact: rows, front, growth, costs, evidence
-and every score."""
+"""The artifact of a search: rows, frontier, growth, costs, evidence and every score.
+
+Shapes: L layers, H query heads, C candidates."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
@@ -23,24 +25,77 @@ from artifacts import (
 from artifacts import Point as FrontPoint
 from artifacts.analysis.sections import save_searched
 from profiling.prompts.prompt import digest
+from profiling.quality.sequences import TokenSequence
 from profiling.speed.cost_table import embed
 from profiling.speed.layer_times import ANCHOR
-from search.common.scores import as_artifact_pattern, score_arrays, winners
-from search.model.allocation import Allocation
+from search.model.acceptance import Accepted
+from search.model.allocation import Allocation, Heads
+from search.model.config import ModelSearch
+from search.model.costs import Costs
+from search.model.curves import Curves
 from search.model.evidence import evidence
 from search.model.growth import fit
-from search.model.setup import Outcome
-from search.model.speed import Speed, attention_speed, first_token
+from search.model.rows import as_artifact_pattern, score_arrays, winners
+from search.model.search_run import SearchRun
+from search.model.speed import Speed
 from search.model.task_losses import lost_answers, mean_kl
 
-# Times as fast as the fastest dense baseline: an artifact with less is not worth serving.
+# Speed-up over the fastest dense baseline below which an artifact is not worth serving.
 WORTH = 1.05
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """The result of a search's phases, before it is timed and written.
+
+    curves: by length and dense tail. total: the budget that could be spent. least: the reason why
+    that is more than was asked for, None where it is not. trials: how many refinement made.
+    calibration: sequences of the longest length. gradient_fault: why gradients are missing."""
+
+    run: SearchRun
+    curves: Mapping[int, Mapping[int, Curves]]
+    costs: Costs
+    heads: Heads
+    total: float
+    least: str | None
+    trials: int
+    accepted: Accepted
+    calibration: Sequence[TokenSequence]
+    gradient_fault: str | None
+
+    @property
+    def chosen(self) -> Allocation:
+        """The accepted allocation."""
+        return self.accepted.chosen.allocation
+
+    @property
+    def budget(self) -> float:
+        """The budget that could be spent, as a fraction of computing everything."""
+        return round(self.total / self.heads.total(1.0), 4)
+
+    @property
+    def spent(self) -> float:
+        """The cost of the accepted allocation, as a fraction of computing everything."""
+        return self.chosen.cost / self.heads.total(1.0)
+
+    @property
+    def raised(self) -> str | None:
+        """The reason why more was spent than was asked for; None where it was not."""
+        return "; ".join(filter(None, (self.least, self.accepted.fault))) or None
+
+    def density(self, tail: int) -> np.ndarray:
+        """(L, H, C) tiles computed, relative to dense attention's."""
+        tiles = self.heads.curves[tail].tiles
+        dense = [pattern.kind for pattern in self.run.patterns].index("dense")
+        density: np.ndarray = tiles / tiles[..., dense : dense + 1]
+        return density
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Recorded:
-    """A search's artifact and its speed, None where FLOPs were counted. written: whether there is a
-    file of it."""
+    """A search's artifact and its speed.
+
+    speed: None where FLOPs were counted. written: True if there is a file of it."""
 
     outcome: Outcome
     artifact: Artifact
@@ -49,32 +104,82 @@ class Recorded:
 
     @property
     def gain(self) -> float:
-        """How many times as fast attention is as the fastest dense baseline; in FLOPs how many
-        times fewer."""
+        """Speed-up of attention over the fastest dense baseline; in FLOPs, how many times fewer."""
         if self.speed is None:
-            return _dense_cost(self.outcome, None) / self.outcome.gated.chosen.allocation.cost
+            return self.outcome.heads.total(1.0) / self.outcome.chosen.cost
         return self.speed.gain
 
     @property
     def is_worth_serving(self) -> bool:
-        """Whether attention gains, and a whole prefill is no slower for it."""
-        whole = None if self.speed is None else self.speed.first_token
-        return self.gain >= WORTH and (whole is None or whole.ratio >= 1)
+        """True if attention gains, and a whole prefill is no slower."""
+        if self.speed is not None and self.speed.first_token is not None:
+            return self.gain >= WORTH and self.speed.first_token.ratio >= 1
+        return self.gain >= WORTH
 
 
-def record(outcome: Outcome) -> Recorded:
-    """Time what was accepted, and write the artifact with its sidecar where it is worth serving, or
-    is to be kept."""
-    config = outcome.setup.config
-    speed = attention_speed(outcome) if config.measures_costs else None
-    artifact, arrays = _artifact(outcome, speed)
-    if speed is not None:
-        speed = replace(speed, first_token=first_token(outcome, artifact, speed))
-    artifact = artifact.model_copy(update={"evidence": evidence(outcome, speed)})
+def build(
+    config: ModelSearch, outcome: Outcome, speed: Speed | None
+) -> tuple[Artifact, dict[str, np.ndarray]]:
+    """The artifact, still without evidence, and its sidecar's arrays."""
+    run = outcome.run
+    chosen = outcome.chosen
+    rows, patterns = chosen.rows(run.patterns)
+    points = _front(outcome, speed)
+    point_rows = []
+    for _, allocation in points:
+        layers, named = allocation.rows(run.patterns)
+        patterns |= named
+        point_rows.append(layers)
+    table = outcome.costs.table
+    section, arrays = embed([table] if table else [], optimised=table)
+    arrays |= front_arrays(patterns, point_rows)
+    windows = run.seen.digests
+    arrays |= window_arrays(windows)
+    growth = fit(
+        {length: curves[chosen.tail] for length, curves in outcome.curves.items()},
+        run.candidates,
+        chosen.chosen,
+        run.length,
+    )
+    front = Front(
+        length=run.length,
+        unit=outcome.costs.unit,
+        dense_cost=_dense_cost(outcome, speed),
+        dense_right=lost_answers(outcome.accepted.points[0].tasks)["dense_right"] or None,
+        measured_on="held_out" if outcome.accepted.held_out else "calibration",
+        points=tuple(point for point, _ in points),
+    )
+    prefill = Prefill(
+        dense_below=_dense_below(config, outcome, speed),
+        dense_tail=chosen.tail,
+        layers=rows,
+        growth=growth,
+        front=front,
+    )
+    artifact = Artifact(
+        model=run.model,
+        search=_search_info(config, outcome, len(windows)),
+        patterns=patterns,
+        prefill=prefill,
+        costs=section,
+    )
+    return artifact, arrays | _score_arrays(outcome)
+
+
+def write(
+    config: ModelSearch,
+    outcome: Outcome,
+    artifact: Artifact,
+    arrays: Mapping[str, np.ndarray],
+    speed: Speed | None,
+) -> Recorded:
+    """Add the evidence, and write the artifact if it is worth serving, or is to be kept."""
+    proof = evidence(outcome.run, outcome.accepted, outcome.costs, speed, command=config.command)
+    artifact = artifact.model_copy(update={"evidence": proof})
     recorded = Recorded(outcome=outcome, artifact=artifact, speed=speed)
     if not (recorded.is_worth_serving or config.keep):
         return recorded
-    saved = save_searched(artifact, config.out, arrays)
+    saved = save_searched(artifact, config.out, dict(arrays))
     if config.picture:
         from profiling.pattern_map import draw_pattern_map
 
@@ -82,132 +187,94 @@ def record(outcome: Outcome) -> Recorded:
     return replace(recorded, artifact=saved, written=True)
 
 
-def _artifact(outcome: Outcome, speed: Speed | None) -> tuple[Artifact, dict[str, np.ndarray]]:
-    """The artifact, without evidence, and its sidecar's arrays."""
-    setup = outcome.setup
-    chosen = outcome.gated.chosen.allocation
-    rows, patterns = chosen.rows(setup.patterns)
-    points = _front(outcome, speed)
-    listed = []
-    for _, allocation in points:
-        layers, named = allocation.rows(setup.patterns)
-        patterns |= named
-        listed.append(layers)
-    section, arrays = embed(
-        [outcome.costs.table] if outcome.costs.table else [], optimised=outcome.costs.table
-    )
-    arrays |= front_arrays(patterns, listed)
-    windows = setup.seen.digests
-    arrays |= window_arrays(windows)
-    prefill = Prefill(
-        dense_below=_dense_below(outcome, speed),
-        dense_tail=chosen.tail,
-        layers=rows,
-        growth=fit(
-            {length: curves[chosen.tail] for length, curves in outcome.curves.items()},
-            setup.candidates,
-            chosen.chosen,
-            setup.length,
-        ),
-        front=Front(
-            length=setup.length,
-            unit=outcome.costs.unit,
-            dense_cost=_dense_cost(outcome, speed),
-            dense_right=lost_answers(outcome.gated.points[0].tasks)["dense_right"] or None,
-            measured_on="held_out" if outcome.gated.held_out else "calibration",
-            points=tuple(point for point, _ in points),
-        ),
-    )
-    artifact = Artifact(
-        model=setup.model,
-        search=_search(outcome, chosen, len(windows)),
-        patterns=patterns,
-        prefill=prefill,
-        costs=section,
-    )
-    return artifact, {**arrays, **_arrays(outcome, chosen)}
-
-
-def _dense_below(outcome: Outcome, speed: Speed | None) -> int:
-    """The fewest tokens that are served by patterns: as asked for, or from where on they gain, or
-    half the length."""
-    if outcome.setup.config.dense_below is not None:
-        return outcome.setup.config.dense_below
+def _dense_below(config: ModelSearch, outcome: Outcome, speed: Speed | None) -> int:
+    """The shortest prompt that patterns serve: as asked for, measured, or half the length."""
+    if config.dense_below is not None:
+        return config.dense_below
     if speed is not None:
         return speed.dense_below
-    return max(1, outcome.setup.length // 2)
+    return max(1, outcome.run.length // 2)
 
 
 def _dense_cost(outcome: Outcome, speed: Speed | None) -> float:
     """Cost of the fastest dense baseline, in the unit that was spent."""
-    known = outcome.heads.total(1.0)
+    counted = outcome.heads.total(1.0)
     if speed is None:
-        return known
+        return counted
     # As fast as the machine was when candidates were timed.
-    return known * speed.longest.dense / speed.longest.seconds[ANCHOR]
+    return counted * speed.longest.dense / speed.longest.seconds[ANCHOR]
 
 
 def _front(outcome: Outcome, speed: Speed | None) -> list[tuple[FrontPoint, Allocation]]:
     """The points that no other beats in both cost and KL, the cheapest first."""
     dense_cost = _dense_cost(outcome, speed)
-    found: list[tuple[FrontPoint, Allocation]] = []
-    for point in sorted(outcome.gated.points, key=lambda p: (p.allocation.cost, mean_kl(p.tasks))):
-        one = point.allocation
-        answers = lost_answers(point.tasks)
-        kl = mean_kl(point.tasks)
-        if found and (kl >= found[-1][0].kl or one.cost <= found[-1][0].cost):
-            continue
-        curves = outcome.heads.curves[one.tail]
-        made = FrontPoint(
-            cost=one.cost,
-            speedup=dense_cost / one.cost,
+    points: list[tuple[FrontPoint, Allocation]] = []
+    ordered = sorted(
+        outcome.accepted.points, key=lambda each: (each.allocation.cost, mean_kl(each.tasks))
+    )
+    for measured in ordered:
+        allocation = measured.allocation
+        kl = mean_kl(measured.tasks)
+        if points:
+            cheaper = points[-1][0]
+            if kl >= cheaper.kl or allocation.cost <= cheaper.cost:
+                continue
+        answers = lost_answers(measured.tasks)
+        curves = outcome.heads.curves[allocation.tail]
+        density = outcome.density(allocation.tail)
+        point = FrontPoint(
+            cost=allocation.cost,
+            speedup=dense_cost / allocation.cost,
             kl=kl,
-            recall=min(1.0, float(np.nanmean(one.pick(curves.recall)))),
-            density=min(1.0, float(np.nanmean(one.pick(outcome.density(one.tail))))),
-            dense_tail=one.tail,
+            recall=min(1.0, float(np.nanmean(allocation.pick(curves.recall)))),
+            density=min(1.0, float(np.nanmean(allocation.pick(density)))),
+            dense_tail=allocation.tail,
             lost=answers["lost"] if answers["dense_right"] else None,
         )
-        found.append((made, one))
-    return found
+        points.append((point, allocation))
+    return points
 
 
-def _search(outcome: Outcome, chosen: Allocation, windows: int) -> SearchInfo:
-    setup = outcome.setup
+def _search_info(config: ModelSearch, outcome: Outcome, windows: int) -> SearchInfo:
+    """The artifact's section on its search. windows: how many it has seen."""
+    run = outcome.run
+    chosen = outcome.chosen
     curves = outcome.heads.curves[chosen.tail]
-    config = setup.config
+    calibration = Calibration(
+        tasks=tuple(dict.fromkeys(sequence.task for sequence in outcome.calibration)),
+        lengths=tuple(run.candidates),
+        samples=config.samples,
+        sha256=digest([prompt for prompts in run.prompts.values() for prompt in prompts]),
+        seen_windows=windows,
+    )
+    summary = Summary(
+        recall=min(1.0, float(np.nanmean(chosen.pick(curves.recall)))),
+        error=float(np.nanmean(chosen.pick(curves.error))),
+        density=min(1.0, float(np.nanmean(chosen.pick(outcome.density(chosen.tail))))),
+        winners=winners(*chosen.rows(run.patterns)),
+    )
     return SearchInfo(
         tool_version=version("headwise"),
         command=config.command or "headwise search",
         preset="scaled",
         seed=config.seed,
-        calibration=Calibration(
-            tasks=tuple(dict.fromkeys(one.task for one in outcome.calibration)),
-            lengths=tuple(setup.candidates),
-            samples=config.samples,
-            sha256=digest([prompt for made in setup.prompts.values() for prompt in made]),
-            seen_windows=windows,
-        ),
+        calibration=calibration,
         allocation="model",
         budget=f"{outcome.budget:g}",
         target_density=min(1.0, outcome.budget),
         cost=SearchCost(unit=outcome.costs.unit, device=outcome.costs.device or config.device),
-        n_trials=len(outcome.trials),
+        n_trials=outcome.trials,
         gradient_fault=outcome.gradient_fault,
         device=config.device,
         dtype=config.dtype,
-        kernel_backend=setup.backend,
-        summary=Summary(
-            recall=min(1.0, float(np.nanmean(chosen.pick(curves.recall)))),
-            error=float(np.nanmean(chosen.pick(curves.error))),
-            density=min(1.0, float(np.nanmean(chosen.pick(outcome.density(chosen.tail))))),
-            winners=winners(*chosen.rows(setup.patterns)),
-        ),
+        kernel_backend=run.backend,
+        summary=summary,
     )
 
 
-def _arrays(outcome: Outcome, chosen: Allocation) -> dict[str, np.ndarray]:
-    """What each head got and every candidate's scores, (L, H) each; NaN or -1 in layers left
-    alone."""
+def _score_arrays(outcome: Outcome) -> dict[str, np.ndarray]:
+    """Each head's candidate and all scores, (L, H) each; NaN or -1 in layers without patterns."""
+    chosen = outcome.chosen
     curves = outcome.heads.curves[chosen.tail]
     measures = {
         "objective": curves.loss(chosen.kinds),
@@ -217,7 +284,7 @@ def _arrays(outcome: Outcome, chosen: Allocation) -> dict[str, np.ndarray]:
         "density": outcome.density(chosen.tail),
         outcome.costs.unit: outcome.heads.costs[chosen.tail],
     }
-    names = [pattern_name(as_artifact_pattern(pattern)) for pattern in outcome.setup.patterns]
+    names = [pattern_name(as_artifact_pattern(pattern)) for pattern in outcome.run.patterns]
     return {
         **score_arrays(chosen.chosen, names, measures),
         "allocation.weight": chosen.weight.astype(np.float64),

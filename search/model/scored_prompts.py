@@ -1,8 +1,9 @@
-"""Curves of prompts: each prompt is one dense pass forth and back, on which every layer's
-candidates are scored.
+"""Curves of prompts: one dense pass forward and back a prompt, on which candidates are scored.
 
-Prompts and their layers are dealt to the ranks of a launch; each layer of each prompt is a unit of
-the ledger."""
+Prompts and their layers are dealt to the ranks; each layer of each prompt is a unit of the resume
+file.
+
+Shapes: H query heads, C candidates."""
 
 from __future__ import annotations
 
@@ -27,69 +28,75 @@ from profiling.quality.sequences import Reference, TokenSequence
 from profiling.ranks import Ranks
 from search.model.curves import Curves
 from search.model.scoring import Scores, score_layer
-from search.model.setup import Setup
+from search.model.search_run import SearchRun
 
 _SUMS = tuple(field.name for field in fields(Scores))
 
 
 def score_prompts(
-    setup: Setup, length: int, reference: Reference
+    run: SearchRun, length: int, reference: Reference
 ) -> tuple[dict[int, Curves], str | None]:
-    """The curves of all sequences of `reference`, which learns what dense attention predicts on
-    them.
+    """Score all sequences of a reference, which learns dense attention's predictions on the way.
 
     Returns:
-        Means over the prompts by dense tail, and why no gradients were taken, None where they were.
+        Mean curves over the prompts by dense tail, and the reason why gradients are missing, None
+        where they are not.
 
     Raises:
         HeadwiseError: a layer computes numbers that its dtype cannot hold.
     """
-    ranks = setup.launch
-    ledger = setup.ledger
+    ranks = run.ranks
     units = {
-        (number, layer): ledger.unit(
-            f"scores of layer {layer}", {"sequence": one.digest, "layer": layer}
+        (number, layer): run.ledger.unit(
+            f"scores of layer {layer}", {"sequence": sequence.digest, "layer": layer}
         )
-        for number, one in enumerate(reference.sequences)
-        for layer in setup.searched
+        for number, sequence in enumerate(reference.sequences)
+        for layer in run.layers
     }
-    held = {at: found for at, unit in units.items() if (found := ledger.get(unit)) is not None}
-    # What one rank has finished before, no rank does again.
-    theirs = ranks.gather_all([list(at) for at in held])
-    known = {(int(number), int(layer)) for some in theirs for number, layer in some}
-    left = sorted(at for at in units if at not in known)
-    mine = _share(left, ranks)
+    scores: dict[tuple[int, int], Any] = {}
+    for key, unit in units.items():
+        value = run.ledger.get(unit)
+        if value is not None:
+            scores[key] = value
+    # No rank repeats what another one has finished.
+    finished = ranks.gather_all([list(key) for key in scores])
+    known = {(int(number), int(layer)) for keys in finished for number, layer in keys}
+    left = sorted(key for key in units if key not in known)
+    mine = _deal(left, ranks)
     with phase("scoring candidates", len(units), "layers", quiet=not ranks.is_first) as shown:
         shown.reach(len(units) - len(left))
         for number in sorted({number for number, _ in mine}):
-            layers = {layer for one, layer in mine if one == number}
+            layers = {layer for own, layer in mine if own == number}
             shown.note(reference.sequences[number].task)
-            held |= _score(setup, setup.candidates[length], reference, number, layers, units, shown)
-        values = ranks.gather({f"{number}/{layer}": held[number, layer] for number, layer in held})
+            scores |= _score(run, run.candidates[length], reference, number, layers, units, shown)
+        by_name = {f"{number}/{layer}": value for (number, layer), value in scores.items()}
+        values = ranks.gather(by_name)
         shown.reach(len(units))
-    by_prompt = [
-        _curves(setup, one, {layer: values[f"{number}/{layer}"] for layer in setup.searched})
-        for number, one in enumerate(reference.sequences)
-    ]
+    by_prompt = []
+    for number, sequence in enumerate(reference.sequences):
+        by_layer = {layer: values[f"{number}/{layer}"] for layer in run.layers}
+        by_prompt.append(_curves(run, sequence, by_layer))
     faults = [str(value["fault"]) for value in values.values() if value["fault"]]
-    curves = {tail: Curves.mean([curves[tail] for curves in by_prompt]) for tail in setup.tails}
+    curves = {tail: Curves.mean([each[tail] for each in by_prompt]) for tail in run.tails}
     return curves, faults[0] if faults else None
 
 
-def _share(units: Sequence[tuple[int, int]], ranks: Ranks) -> set[tuple[int, int]]:
-    """This rank's (sequence, layer) units: as many whole sequences as every rank gets, and some
-    layers of what is left.
+def _deal(units: Sequence[tuple[int, int]], ranks: Ranks) -> set[tuple[int, int]]:
+    """This rank's (sequence, layer) units: whole sequences, and some layers of those left over.
 
     Ranks that share a sequence each make its dense pass, and score other layers of it.
     """
-    by_number = {number: [unit for unit in units if unit[0] == number] for number, _ in units}
+    by_number: dict[int, list[tuple[int, int]]] = {}
+    for unit in units:
+        by_number.setdefault(unit[0], []).append(unit)
     # Those with the most left to do first.
     numbers = sorted(by_number, key=lambda number: (-len(by_number[number]), number))
     whole = len(numbers) // ranks.count * ranks.count
     mine = {
         unit for number in numbers[ranks.rank : whole : ranks.count] for unit in by_number[number]
     }
-    if shared := numbers[whole:]:
+    shared = numbers[whole:]
+    if shared:
         turn, at = divmod(ranks.rank, len(shared))
         sharing = len(range(at, ranks.count, len(shared)))
         mine |= set(by_number[shared[at]][turn::sharing])
@@ -97,7 +104,7 @@ def _share(units: Sequence[tuple[int, int]], ranks: Ranks) -> set[tuple[int, int
 
 
 def _score(
-    setup: Setup,
+    run: SearchRun,
     candidates: Sequence[Pattern],
     reference: Reference,
     number: int,
@@ -105,66 +112,64 @@ def _score(
     units: Mapping[tuple[int, int], Unit],
     shown: Phase,
 ) -> dict[tuple[int, int], Any]:
-    """Some layers of one sequence, kept as they are found."""
-    loaded = setup.loaded
-    one = reference.sequences[number]
-    ids = torch.tensor([one.ids], device=loaded.model.device)
-    answers = torch.zeros(len(one.ids), dtype=torch.bool, device=loaded.model.device)
-    for start, stop in one.answers:
+    """Score some layers of one sequence, and keep each in the resume file."""
+    loaded = run.loaded
+    sequence = reference.sequences[number]
+    ids = torch.tensor([sequence.ids], device=loaded.model.device)
+    answers = torch.zeros(len(sequence.ids), dtype=torch.bool, device=loaded.model.device)
+    for start, stop in sequence.answers:
         answers[start:stop] = True
-    found: dict[tuple[int, int], Any] = {}
+    values: dict[tuple[int, int], Any] = {}
     fault: str | None = None
 
     with ResidualStream(loaded.model) as stream:
 
-        def visit(layer: LayerGradients, *, gradients: bool = True) -> None:
+        def score(layer: LayerGradients, *, gradients: bool = True) -> None:
+            number_of_layer = layer.inputs.layer
             scores = score_layer(
                 layer,
                 stream,
                 candidates,
-                length=one.context,
-                tails=setup.tails,
-                # The same tiles whoever draws them.
-                seed=zlib.crc32(f"{one.digest} {layer.inputs.layer}".encode()),
+                length=sequence.context,
+                tails=run.tails,
+                # Every rank draws the same tiles.
+                seed=zlib.crc32(f"{sequence.digest} {number_of_layer}".encode()),
                 gradients=gradients,
-                backend=setup.backend,
+                backend=run.backend,
             )
-            gain = float(stream.gain(layer.inputs.layer))
-            value = {
-                str(tail): _sums(scores[tail], gain, layer.inputs.layer, loaded)
-                for tail in setup.tails
+            gain = float(stream.gain(number_of_layer))
+            sums = {
+                str(tail): _sums(scores[tail], gain, number_of_layer, loaded) for tail in run.tails
             }
-            at = (number, layer.inputs.layer)
-            found[at] = setup.ledger.put(units[at], {"scores": value, "fault": fault})
+            key = (number, number_of_layer)
+            values[key] = run.ledger.put(units[key], {"scores": sums, "fault": fault})
             shown.update()
 
-        found_pass = gradient_pass(
+        passed = gradient_pass(
             loaded.model,
             ids,
             answers,
-            visit,
+            score,
             wanted=lambda inputs: inputs.layer in layers,
             keep=reference.positions(number),
-            backend=setup.backend,
+            backend=run.backend,
         )
-        reference.know(number, found_pass.log_probs, found_pass.nll, found_pass.likeliest)
-        fault = found_pass.fault
-        left = {layer for layer in layers if (number, layer) not in found}
+        reference.know(number, passed.log_probs, passed.nll, passed.likeliest)
+        fault = passed.fault
+        left = {layer for layer in layers if (number, layer) not in values}
 
-        def without(inputs: LayerInputs) -> torch.Tensor | None:
+        def score_without(inputs: LayerInputs) -> torch.Tensor | None:
             if inputs.layer not in left:
                 return None
-            out, lse = dense_attention(inputs, backend=setup.backend)
-            visit(
-                LayerGradients(inputs=inputs, out=out, lse=lse, by_out=torch.zeros_like(out)),
-                gradients=False,
-            )
+            out, lse = dense_attention(inputs, backend=run.backend)
+            layer = LayerGradients(inputs=inputs, out=out, lse=lse, by_out=torch.zeros_like(out))
+            score(layer, gradients=False)
             return out
 
         if left:
             fault = fault or "a layer's gradients are missing"
-            capture(loaded.model, ids, without)
-    return found
+            capture(loaded.model, ids, score_without)
+    return values
 
 
 def _sums(scores: Scores, gain: float, layer: int, loaded: LoadedModel) -> np.ndarray:
@@ -180,30 +185,38 @@ def _sums(scores: Scores, gain: float, layer: int, loaded: LoadedModel) -> np.nd
     return values
 
 
-def _curves(setup: Setup, one: TokenSequence, by_layer: Mapping[int, Any]) -> dict[int, Curves]:
+def _curves(
+    run: SearchRun, sequence: TokenSequence, by_layer: Mapping[int, Any]
+) -> dict[int, Curves]:
     """The curves of one sequence by dense tail."""
-    _, *shape = next(iter(by_layer.values()))["scores"][str(setup.tails[0])].shape
-    known = all(value["fault"] is None for value in by_layer.values())
-    text = one.is_text and known
-    tokens = one.context
-    found = {}
-    for tail in setup.tails:
-        every = np.full((len(_SUMS), setup.model.num_layers, *shape), np.nan)
+    _, *shape = next(iter(by_layer.values()))["scores"][str(run.tails[0])].shape
+    has_gradients = all(value["fault"] is None for value in by_layer.values())
+    is_text = sequence.is_text and has_gradients
+    is_asked = not sequence.is_text and has_gradients
+    tokens = sequence.context
+    curves = {}
+    for tail in run.tails:
+        stacked = np.full((len(_SUMS), run.model.num_layers, *shape), np.nan)
         for layer, value in by_layer.items():
-            every[:, layer] = value["scores"][str(tail)]
-        sums = dict(zip(_SUMS, every, strict=True))
+            stacked[:, layer] = value["scores"][str(tail)]
+        sums = dict(zip(_SUMS, stacked, strict=True))
         fisher = sums["fisher"]
-        none = np.where(np.isnan(fisher), np.nan, 0.0)
-        found[tail] = Curves(
+        text = drop = answer = np.where(np.isnan(fisher), np.nan, 0.0)
+        if is_text:
+            text = fisher / tokens
+            drop = sums["drop"] / tokens
+        if is_asked:
+            answer = fisher / max(1, sequence.answer_tokens)
+        curves[tail] = Curves(
             change=sums["change"] / tokens,
             error=np.sqrt(sums["squared"] / np.maximum(sums["size"], 1e-30)),
             recall=np.minimum(1.0, sums["recall"] / tokens),
             tiles=sums["tiles"],
-            text=fisher / tokens if text else none,
-            drop=sums["drop"] / tokens if text else none,
-            answer=none if text or not known else fisher / max(1, one.answer_tokens),
-            tokens=tokens if text else 0,
-            texts=int(text),
-            asked=int(known and not one.is_text),
+            text=text,
+            drop=drop,
+            answer=answer,
+            tokens=tokens if is_text else 0,
+            texts=int(is_text),
+            asked=int(is_asked),
         )
-    return found
+    return curves

@@ -19,15 +19,18 @@ import torch
 from artifacts import Artifact
 from kernels.index import TILE
 from profiling.environment import environment
+from profiling.ledger import Unit
 from profiling.progress import phase
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense
 from profiling.speed.latency import interleaved, prefill
 from profiling.speed.layer_times import ANCHOR, SDPA, Timed, Timings, all_threads, time_layers
 from runtime import Headwise
-from search.model.setup import Outcome
+from search.model.acceptance import Accepted
+from search.model.costs import Costs
+from search.model.search_run import SearchRun
 
 CHOSEN = "chosen"
-# Shares of the prompt at which attention is timed, too, on so many layers, down to so many tokens.
+# Fractions of the prompt at which attention is timed as well, the layers, and the fewest tokens.
 _SHARES = (1 / 2, 1 / 4, 1 / 8)
 _LAYERS = 6
 _SHORTEST = 256
@@ -51,7 +54,7 @@ class FirstToken:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast as the fastest dense baseline."""
+        """Speed-up over the fastest dense baseline."""
         return self.dense / self.headwise
 
 
@@ -73,7 +76,7 @@ class Speed:
 
     @property
     def gain(self) -> float:
-        """How many times as fast attention is as the fastest dense baseline.
+        """Speed-up of attention over the fastest dense baseline.
 
         Of the searched lengths at which the artifact is served the best counts; where there is
         none, the longest does."""
@@ -91,75 +94,74 @@ class Speed:
         return min(faster, default=ordered[0] + 1)
 
 
-def attention_speed(outcome: Outcome) -> Speed:
-    """Time attention of the accepted allocation and dense attention, at the prompt's length and at
-    shorter ones."""
-    one = outcome.gated.reported_on[0]
-    setup = outcome.setup
-    plans = {CHOSEN: setup.plans(outcome.gated.chosen.allocation)}
-    others = {
-        tokens
-        for tokens in setup.candidates
-        if _SHORTEST <= tokens < min(one.context, setup.length)
+def time_attention(run: SearchRun, accepted: Accepted) -> Speed:
+    """Time attention by the accepted allocation and densely, on the whole prompt and shorter."""
+    sequence = accepted.reported_on[0]
+    tokens = sequence.context
+    plans = {CHOSEN: run.plans(accepted.chosen.allocation)}
+    searched = {
+        length for length in run.candidates if _SHORTEST <= length < min(tokens, run.length)
     }
-    shares = {round(one.context * share) // TILE * TILE for share in _SHARES}
-    shorter = sorted(others | {tokens for tokens in shares if tokens >= _SHORTEST}, reverse=True)
-    asked = [Timed(tokens=one.context, plans=plans, sdpa=True)]
-    asked += [Timed(tokens=tokens, plans=plans, layers=_LAYERS, sdpa=True) for tokens in shorter]
+    shares = {round(tokens * share) // TILE * TILE for share in _SHARES}
+    shorter = searched | {length for length in shares if length >= _SHORTEST}
+    timed = [Timed(tokens=tokens, plans=plans, sdpa=True)]
+    for length in sorted(shorter, reverse=True):
+        timed.append(Timed(tokens=length, plans=plans, layers=_LAYERS, sdpa=True))
 
-    def find() -> list[Any]:
-        ids = one.ids[: one.context]
+    def measure() -> list[Any]:
         with phase("timing", 1, "passes") as shown:
-            timings = time_layers(setup.loaded, ids, asked, setup.searched, backend=setup.backend)
+            timings = time_layers(
+                run.loaded, sequence.ids[:tokens], timed, run.layers, backend=run.backend
+            )
             shown.update()
         return [{"seconds": dict(each.seconds), "layers": list(each.layers)} for each in timings]
 
-    kept = _once(outcome, "times of attention", {"lengths": [each.tokens for each in asked]}, find)
+    unit = _unit(run, accepted, "times of attention", {"lengths": [each.tokens for each in timed]})
+    kept = run.ledger.once(unit, measure)
     timings = [Timings(seconds=each["seconds"], layers=tuple(each["layers"])) for each in kept]
     return Speed(
-        attention={each.tokens: found for each, found in zip(asked, timings, strict=True)},
-        searched=(one.context, *sorted(others, reverse=True)),
+        attention={each.tokens: times for each, times in zip(timed, timings, strict=True)},
+        searched=(tokens, *sorted(searched, reverse=True)),
     )
 
 
-def first_token(outcome: Outcome, artifact: Artifact, speed: Speed) -> FirstToken | None:
-    """Time whole prefills by the runtime, with the artifact applied and by the fastest dense
-    baseline.
+def time_first_token(
+    run: SearchRun, accepted: Accepted, artifact: Artifact, speed: Speed
+) -> FirstToken | None:
+    """Time whole prefills by the runtime: the artifact and the fastest dense baseline.
 
-    None where the artifact would serve the prompt densely, and where weights come in from elsewhere
-    layer by layer, which takes longer than attention does."""
-    setup = outcome.setup
-    one = outcome.gated.reported_on[0]
-    if artifact.prefill.dense_below > one.context or setup.config.max_memory is not None:
+    None where the artifact would serve the prompt densely."""
+    sequence = accepted.reported_on[0]
+    if artifact.prefill.dense_below > sequence.context:
         return None
+    model = run.loaded.model
     seconds = speed.longest.seconds
     baseline = KERNEL if seconds[ANCHOR] <= seconds.get(SDPA, seconds[ANCHOR]) else MODEL
-    model = setup.loaded.model
-    ways: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    methods: dict[str, Callable[[], AbstractContextManager[object]]] = {
         baseline: partial(dense, model, baseline),
         HEADWISE: partial(Headwise(artifact).apply, model, check_weights=False),
     }
 
-    def find() -> dict[str, list[float]]:
-        ids = torch.tensor([one.ids[: one.context]], device=model.device)
-        taken: dict[str, list[float]] = {name: [] for name in ways}
+    def measure() -> dict[str, list[float]]:
+        ids = torch.tensor([sequence.ids[: sequence.context]], device=model.device)
+        taken: dict[str, list[float]] = {name: [] for name in methods}
         began = time.monotonic()
         with all_threads(), phase("timing whole prefills", _MOST, "rounds") as shown:
-            while (rounds := len(taken[HEADWISE])) < _MOST:
-                if rounds >= _LEAST and time.monotonic() - began > _SECONDS:
+            for done in range(_MOST):
+                if done >= _LEAST and time.monotonic() - began > _SECONDS:
                     break
-                # Not once untimed before: the search has run the model, and long prefills take
-                # their time.
-                found = interleaved(
-                    ways, lambda: prefill(model, ids), repeats=0, device=setup.config.device
+                # No untimed run first: the search has run the model, and long prefills take their
+                # time.
+                round_ = interleaved(
+                    methods, lambda: prefill(model, ids), repeats=0, device=run.device
                 )
-                for name, values in found.items():
+                for name, values in round_.items():
                     taken[name] += values
                 shown.update()
         return taken
 
     depends = {"baseline": baseline, "dense below": artifact.prefill.dense_below}
-    taken = _once(outcome, "times of whole prefills", depends, find)
+    taken = run.ledger.once(_unit(run, accepted, "times of whole prefills", depends), measure)
     return FirstToken(
         baseline=baseline,
         dense=median(taken[baseline]),
@@ -168,27 +170,22 @@ def first_token(outcome: Outcome, artifact: Artifact, speed: Speed) -> FirstToke
     )
 
 
-def pace(outcome: Outcome, timings: Timings) -> float:
-    """Times as long as dense attention takes now as it took when candidates were timed."""
-    costs = outcome.costs
-    model = outcome.setup.model
-    layers = len(outcome.setup.searched)
+def pace(run: SearchRun, costs: Costs, timings: Timings) -> float:
+    """Dense attention's time now over its time when candidates were timed."""
     assert costs.table is not None, "seconds are spent"
     then = costs.table.dense_seconds(
-        length=costs.length, head_dim=costs.head_dim, dtype=costs.dtype, heads=model.num_heads
+        length=costs.length, head_dim=costs.head_dim, dtype=costs.dtype, heads=run.model.num_heads
     )
-    return timings.seconds[ANCHOR] / (layers * then)
+    return timings.seconds[ANCHOR] / (len(run.layers) * then)
 
 
-def _once(outcome: Outcome, name: str, depends: Mapping[str, Any], find: Callable[[], Any]) -> Any:
-    """What was timed before, on this machine and of the same allocation, or else what `find`
-    times."""
-    setup = outcome.setup
+def _unit(run: SearchRun, accepted: Accepted, name: str, depends: Mapping[str, Any]) -> Unit:
+    """The unit of times on this machine, of the accepted allocation."""
     with all_threads():
-        machine = environment(setup.config.device)
+        machine = environment(run.device)
     about = {
-        "allocation": outcome.gated.chosen.allocation.digest,
-        "sequence": outcome.gated.reported_on[0].digest,
+        "allocation": accepted.chosen.allocation.digest,
+        "sequence": accepted.reported_on[0].digest,
         "machine": machine,
     }
-    return setup.ledger.once(setup.ledger.unit(name, {**about, **depends}), find)
+    return run.ledger.unit(name, {**about, **depends})

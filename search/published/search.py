@@ -42,9 +42,9 @@ from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
 from profiling.ranks import one_process
 from runtime.fingerprint import fingerprint
-from search.common.layers import searched_layers, serving_backend
-from search.common.scores import as_artifact_pattern, rows_of, score_arrays, winners
+from search.model.layers import searched_layers, serving_backend
 from search.model.prompts import check_positions
+from search.model.rows import as_artifact_pattern, rows_of, score_arrays, winners
 from search.model.scoring import estimate_of, prepare_all
 from search.published import PAPER_BUDGET, PAPER_LENGTH
 from search.published.space import (

@@ -18,8 +18,7 @@ from profiling.prompts.held_out import GATE_SET, Seen
 from profiling.prompts.prompt import GATE_TASKS, make_prompts, per_context
 from profiling.quality.sequences import Losses, Reference, sequences
 from runtime.fingerprint import fingerprint
-from search.gate import main
-from search.model.check import Check, plans_of, run
+from search.gate import GateConfig, main, plans_of, run
 from search.model.limits import MAX_KL, MAX_PERPLEXITY, Limits
 from search.model.prompts import held_out_prompts
 from search.model.task_losses import by_task
@@ -122,7 +121,7 @@ def test_one_that_loses_more_than_allowed_fails_and_names_heads(
 
 
 def test_the_heads_that_are_named_are_the_worst(poor: Path, tiny_model: Path) -> None:
-    asked = Check(
+    asked = GateConfig(
         config=poor,
         model=str(tiny_model),
         limits=Limits(),

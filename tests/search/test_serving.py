@@ -10,7 +10,7 @@ from artifacts import HeadwiseError, ModelInfo
 from kernels.native import build
 from profiling.models.loading import load_model
 from runtime.fingerprint import fingerprint
-from search.common.layers import serving_backend
+from search.model.layers import serving_backend
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from profiling.ranks import Ranks
 from profiling.speed.cost_table import Cost, CostTable
-from search.model.allocation import Heads
+from search.model.allocation import Allocation, Heads
 from search.model.curves import Curves
+from search.model.search_run import Measured
+from search.model.task_losses import TaskLoss
 
 LAYERS = 3
 LENGTH = 1024
 _START = {"a_shape": 1e-4, "vertical_slash": 3e-4, "block_sparse": 2e-4, "dense": 1e-4}
+
+
+@dataclass
+class FormulaRun:
+    """A run without a model: losses are a formula of the reference, the allocation and the numbers.
+
+    A set of prompts is its own reference. measured: every (reference, allocation, numbers)."""
+
+    formula: Callable[[Any, Allocation, Any], Sequence[TaskLoss]]
+    ranks: Ranks = field(default_factory=Ranks)
+    measured: list[tuple[Any, Allocation, Any]] = field(default_factory=list)
+
+    def reference(self, prompts: Any) -> Any:
+        return prompts
+
+    def measure(
+        self,
+        reference: Any,
+        allocations: Sequence[Allocation],
+        numbers: Any = None,
+        *,
+        name: str = "",
+    ) -> list[Measured]:
+        results = []
+        for allocation in allocations:
+            self.measured.append((reference, allocation, numbers))
+            tasks = tuple(self.formula(reference, allocation, numbers))
+            results.append(Measured(allocation=allocation, tasks=tasks))
+        return results
 
 
 def curves_of(change: np.ndarray, **changes: Any) -> Curves:
@@ -33,7 +67,8 @@ def heads_of(
     seed: int, *, heads: int = 2, candidates: int = 4, tails: tuple[int, ...] = (64,)
 ) -> Heads:
     """Layer 1 is left alone; more cost is less change, and error goes its own way."""
-    curves, costs = {}, {}
+    curves = {}
+    costs = {}
     for tail in tails:
         rng = np.random.default_rng([seed, tail])
         shape = (LAYERS, heads, candidates)

@@ -6,7 +6,7 @@ import pytest
 
 from kernels.index import TILE, num_tiles
 from kernels.patterns import KINDS
-from search.model.candidates import ladder
+from search.model.candidates import candidate_grid
 
 # What goes with the length, by kind, and in what it counts.
 SIZES = {
@@ -20,7 +20,7 @@ SIZES = {
 
 @pytest.mark.parametrize("length", [4096, 8192, 131_072])
 def test_a_rung_is_the_same_share_at_every_length(length: int) -> None:
-    short, long = ladder(2048), ladder(length)
+    short, long = candidate_grid(2048), candidate_grid(length)
     assert len(short) == len(long)
     for a, b in zip(short, long, strict=True):
         assert (a.kind, getattr(a, "last_q", None)) == (b.kind, getattr(b, "last_q", None))
@@ -32,7 +32,7 @@ def test_a_rung_is_the_same_share_at_every_length(length: int) -> None:
 
 
 def test_from_tiny_to_dense() -> None:
-    found = ladder(8192)
+    found = candidate_grid(8192)
     assert found[-1].kind == "dense" and {pattern.kind for pattern in found} == set(SIZES) <= set(
         KINDS
     )
@@ -50,4 +50,4 @@ def test_from_tiny_to_dense() -> None:
 
 @pytest.mark.parametrize("length", [1, 128, 130])
 def test_short_prompts_have_as_many(length: int) -> None:
-    assert len(ladder(length)) == len(ladder(8192))
+    assert len(candidate_grid(length)) == len(candidate_grid(8192))

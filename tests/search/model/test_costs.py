@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from artifacts import HeadwiseError, ModelInfo
 from kernels.patterns import make
 from profiling.speed.cost_table import CostTable
-from search.model.costs import Costs, costs_by
-from search.model.measured_costs import line_through
+from search.model.costs import Costs
+from search.model.timed_costs import line_through
 from tests.search.model.made import LENGTH, linear_table
 
 CANDIDATES = (
@@ -35,8 +37,8 @@ def model() -> ModelInfo:
     )
 
 
-def test_flops_are_those_of_the_tiles() -> None:
-    costs = Costs(unit="flops", length=LENGTH, head_dim=16, dtype="float32")
+def test_flops_are_those_of_the_tiles(model: ModelInfo) -> None:
+    costs = Costs.flops(model, length=LENGTH, dtype="float32")
     tiles = np.array([[[10.0, np.nan]]])
     np.testing.assert_array_equal(costs.of(CANDIDATES, tiles), tiles * 4 * 64 * 64 * 16)
     # Two products of 64 x 64 tiles, a multiplication and an addition for each of the head dim's
@@ -46,7 +48,7 @@ def test_flops_are_those_of_the_tiles() -> None:
 
 
 def test_seconds_are_read_off_the_line_of_the_kind(model: ModelInfo) -> None:
-    costs = costs_by(linear_table(), model, length=LENGTH, dtype="float32")
+    costs = Costs.measured(linear_table(), model, length=LENGTH, dtype="float32")
     found = costs.of(CANDIDATES, np.array([[20.0, 50.0], [np.nan, np.nan]]))
     np.testing.assert_allclose(found[0], [1e-4 + 20e-6, 3e-4 + 50e-6])
     assert np.isnan(found[1]).all()
@@ -54,18 +56,18 @@ def test_seconds_are_read_off_the_line_of_the_kind(model: ModelInfo) -> None:
 
 
 def test_beyond_what_was_measured(model: ModelInfo) -> None:
-    costs = costs_by(linear_table(tiles=(40, 80)), model, length=LENGTH, dtype="float32")
+    costs = Costs.measured(linear_table(tiles=(40, 80)), model, length=LENGTH, dtype="float32")
     found = costs.of(CANDIDATES[:1] * 3, np.array([20.0, 60.0, 160.0]))
     np.testing.assert_allclose(found, [1e-4 + 20e-6, 1e-4 + 60e-6, 2 * (1e-4 + 80e-6)])
 
 
 def test_an_estimate_of_more_queries_costs_more(model: ModelInfo) -> None:
-    costs = costs_by(linear_table(), model, length=LENGTH, dtype="float32")
+    costs = Costs.measured(linear_table(), model, length=LENGTH, dtype="float32")
     few, many = (make("vertical_slash", vertical=64, slash=64, last_q=q) for q in (64, 256))
     found = costs.of((few, many), np.array([50.0, 50.0]))
     # Three more rows of queries against all keys.
     assert found[1] - found[0] == pytest.approx(3 * 16 * costs.all_keys() / ALL_TILES)
-    real = costs.brought_to(scale=2.0, overhead=1e-5)
+    real = replace(costs, scale=2.0, overhead=1e-5)
     np.testing.assert_allclose(real.of((few, many), np.array([50.0, 50.0])), 2 * found + 1e-5)
     assert real.all_keys() == pytest.approx(2 * costs.all_keys() + 1e-5)
 
@@ -74,7 +76,7 @@ def test_times_of_the_same_tiles_are_averaged(model: ModelInfo) -> None:
     """A table of several head counts says several times what a head's tiles take."""
     one, two = linear_table(), linear_table(factor=3.0)
     both = CostTable(**{**vars(one), "costs": one.costs + two.costs})
-    found = costs_by(both, model, length=LENGTH, dtype="float32").of(
+    found = Costs.measured(both, model, length=LENGTH, dtype="float32").of(
         CANDIDATES[:1] * 2, np.array([5.0, 50.0])
     )
     np.testing.assert_allclose(found, 2 * np.array([1e-4 + 5e-6, 1e-4 + 50e-6]))
@@ -89,7 +91,7 @@ def test_a_table_without_a_kind_is_one_line(model: ModelInfo) -> None:
         }
     )
     with pytest.raises(HeadwiseError, match="no block_sparse with head dim 16 in float32") as error:
-        costs_by(left, model, length=LENGTH, dtype="float32")
+        Costs.measured(left, model, length=LENGTH, dtype="float32")
     assert "\n" not in str(error.value)
 
 

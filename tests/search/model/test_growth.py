@@ -8,7 +8,7 @@ import pytest
 from artifacts import Growth
 from kernels.index import num_tiles
 from kernels.patterns import Pattern
-from search.model.candidates import ladder
+from search.model.candidates import candidate_grid
 from search.model.curves import Curves
 from search.model.growth import GROWING, fit
 
@@ -57,7 +57,7 @@ def fitted(
     noise: float = 0.0,
     share: float = 1 / 32,
 ) -> Growth:
-    candidates = {length: ladder(length) for length in lengths}
+    candidates = {length: candidate_grid(length) for length in lengths}
     curves = {length: curves_of(candidates[length], length, power, noise) for length in lengths}
     chosen = np.full((LAYERS, HEADS), rung(candidates[max(lengths)], max(lengths), kind, share))
     growth = fit(curves, candidates, chosen, max(lengths))
@@ -86,20 +86,20 @@ def test_powers_are_clipped(power: float, told: float) -> None:
 def test_what_lies_between_beyond_the_rungs_is_not_guessed() -> None:
     """At the short length the largest rung loses more than is wanted: the power is below 1, and
     nobody knows which."""
-    candidates = {length: ladder(length) for length in (SHORT, LONG)}
+    candidates = {length: candidate_grid(length) for length in (SHORT, LONG)}
     curves = {length: curves_of(candidates[length], length, 0.5) for length in candidates}
     chosen = np.full((LAYERS, HEADS), rung(candidates[LONG], LONG, "a_shape", 3 / 8))
     assert fit(curves, candidates, chosen, LONG) is None
 
 
 def test_one_length_tells_nothing() -> None:
-    candidates = {LONG: ladder(LONG)}
+    candidates = {LONG: candidate_grid(LONG)}
     curves = {LONG: curves_of(candidates[LONG], LONG, 0.5)}
     assert fit(curves, candidates, np.zeros((LAYERS, HEADS), dtype=int), LONG) is None
 
 
 def test_heads_that_are_dense_or_left_alone_tell_nothing() -> None:
-    candidates = {length: ladder(length) for length in (SHORT, LONG)}
+    candidates = {length: candidate_grid(length) for length in (SHORT, LONG)}
     curves = {length: curves_of(candidates[length], length, 0.5) for length in candidates}
     chosen = np.full((LAYERS, HEADS), len(candidates[LONG]) - 1)
     chosen[0] = -1

@@ -13,8 +13,8 @@ import pytest
 from artifacts import HeadwiseError
 from profiling.models.loading import load_tokenizer
 from profiling.prompts.held_out import GATE_SET, Seen
+from search.model.acceptance import ROUNDS
 from search.model.config import ModelSearch
-from search.model.gate import ROUNDS
 from search.model.prompts import calibration_prompts, held_out_prompts, held_out_sets
 from tests.profiling.tokenizers import byte_level
 

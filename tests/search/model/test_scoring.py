@@ -19,7 +19,7 @@ from profiling.inside.gradients import LayerGradients, gradient_pass
 from profiling.inside.residual import ResidualStream
 from profiling.ranks import Ranks
 from search.model import scoring
-from search.model.scored_prompts import _share
+from search.model.scored_prompts import _deal
 from search.model.scoring import Scores, sampled, score_layer
 from tests.runtime.tiny import look_at_themselves, tiny_model
 
@@ -223,11 +223,9 @@ def test_weights_stand_for_all_tiles_and_large_gradients_are_drawn_more_often() 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize("prompts", [1, 2, 3, 4, 7])
-def test_ranks_share_prompts_and_the_layers_of_those_that_are_left(
-    prompts: int, count: int
-) -> None:
+def test_ranks_deal_prompts_and_the_layers_of_those_that_are_left(prompts: int, count: int) -> None:
     units = [(number, layer) for number in range(prompts) for layer in range(6)]
-    shares = [_share(units, Ranks(rank, count)) for rank in range(count)]
+    shares = [_deal(units, Ranks(rank, count)) for rank in range(count)]
     assert sorted(unit for share in shares for unit in share) == units
     # No rank makes the dense pass of more prompts than it must.
     passes = [len({number for number, _ in share}) for share in shares]
@@ -236,10 +234,10 @@ def test_ranks_share_prompts_and_the_layers_of_those_that_are_left(
         assert [len(share) for share in shares] == [9, 9]
 
 
-def test_ranks_share_what_an_interrupted_search_left() -> None:
+def test_ranks_deal_what_an_interrupted_search_left() -> None:
     units = [(0, 5), *((1, layer) for layer in range(6)), *((2, layer) for layer in range(4))]
-    shares = [_share(units, Ranks(rank, 2)) for rank in range(2)]
+    shares = [_deal(units, Ranks(rank, 2)) for rank in range(2)]
     assert sorted(unit for share in shares for unit in share) == units
     assert (
-        shares[0] == {(1, layer) for layer in range(6)} | {(0, 5)} and _share([], Ranks()) == set()
+        shares[0] == {(1, layer) for layer in range(6)} | {(0, 5)} and _deal([], Ranks()) == set()
     )

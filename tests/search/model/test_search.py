@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,16 +21,14 @@ from profiling.models.loading import load_model
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import digest, make_prompts
 from profiling.quality.sequences import Reference, sequences
-from profiling.ranks import Ranks
 from profiling.speed.baselines import HEADWISE, KERNEL
 from profiling.speed.layer_times import ANCHOR, SDPA
 from runtime import load
+from search.gate import plans_of
 from search.heads import main
-from search.model import measured_costs, pipeline
-from search.model.check import plans_of
-from search.model.config import ModelSearch
+from search.model import search, timed_costs
+from search.model.allocation import spendable
 from search.model.limits import Limits
-from search.model.pipeline import _Search
 from search.model.prompts import held_out_prompts, held_out_sets
 from search.model.task_losses import by_task
 from tests.processes import run
@@ -515,7 +512,7 @@ def test_prompts_that_raise_the_budget_and_report_are_not_called_held_out(
     """There is one set, as of a text that is too short for another."""
     verdicts = iter([None, "prose: too much is lost"])
     monkeypatch.setattr(Limits, "fault", lambda self, tasks: next(verdicts, None))
-    monkeypatch.setattr(pipeline, "held_out_sets", lambda *args: islice(held_out_sets(*args), 1))
+    monkeypatch.setattr(search, "held_out_sets", lambda *args: islice(held_out_sets(*args), 1))
     out = tmp_path / "cfg.yaml"
     assert main(options(tiny_model, out, n_trials="1")) == 0
     artifact = artifacts.load(out)
@@ -538,8 +535,8 @@ def test_times_are_those_of_this_machine_and_this_budget(
     """What was timed for another budget, or with other threads, is timed again by the search that
     goes on."""
     taken: list[int] = []
-    real = measured_costs.measured
-    monkeypatch.setattr(pipeline, "measured", lambda *args: taken.append(1) or real(*args))
+    real = timed_costs._time
+    monkeypatch.setattr(timed_costs, "_time", lambda *args: taken.append(1) or real(*args))
     monkeypatch.setattr(
         "profiling.speed.layer_times.in_turn", lambda runs, **_: {name: [1e-3] for name in runs}
     )
@@ -552,7 +549,9 @@ def test_times_are_those_of_this_machine_and_this_budget(
         with pytest.raises(HeadwiseError):
             main(options(tiny_model, out, **asked | more))
         assert len(taken) == count
-    monkeypatch.setattr(pipeline, "environment", lambda device: {"device": device, "threads": "64"})
+    monkeypatch.setattr(
+        timed_costs, "environment", lambda device: {"device": device, "threads": "64"}
+    )
     with pytest.raises(HeadwiseError):
         main(options(tiny_model, out, **asked))
     assert len(taken) == 3
@@ -726,11 +725,8 @@ def test_without_a_budget_there_is_always_one() -> None:
     heads = heads_of(0, heads=4, candidates=8)
     costs = {tail: 0.5 + 0.5 * costs / np.nanmax(costs) for tail, costs in heads.costs.items()}
     heads = replace(heads, costs=costs, all_keys=1.0)
-    asked = SimpleNamespace(
-        config=ModelSearch(model="x", out=Path("x.yaml")), length=128, launch=Ranks()
-    )
     least = min(map(heads.least, heads.curves))
-    total, why = _Search._total(cast(Any, asked), heads)
+    total, why = spendable(heads, None, length=128)
     assert least < total < heads.total(1.0) and total == pytest.approx(
         least + 0.25 * (heads.total(1.0) - least)
     )

@@ -1,5 +1,4 @@
-"""What every search of heads writes alike: rows of pattern names, and each candidate's scores as
-arrays.
+"""Rows and score arrays of an artifact, written alike by every search of heads.
 
 Shapes: L layers, H query heads, C candidates.
 """
@@ -18,7 +17,7 @@ from artifacts import pattern_name
 from kernels.patterns import Pattern
 
 Rows = tuple[tuple[str, ...] | None, ...]
-"""Each layer's pattern names, None for a layer left alone."""
+"""Pattern names of each layer, None for a layer without patterns."""
 _ARTIFACT_PATTERN: TypeAdapter[ArtifactPattern] = TypeAdapter(ArtifactPattern)
 
 
@@ -28,27 +27,32 @@ def as_artifact_pattern(pattern: Pattern) -> ArtifactPattern:
 
 
 def rows_of(layers: Iterable[Sequence[Pattern] | None]) -> tuple[Rows, dict[str, ArtifactPattern]]:
-    """An artifact's rows for these patterns, None for a layer left alone, and the patterns that
-    they name."""
+    """An artifact's rows for these patterns, and the patterns by name.
+
+    layers: the patterns of each, None for a layer without."""
     rows: list[tuple[str, ...] | None] = []
     patterns: dict[str, ArtifactPattern] = {}
     for layer in layers:
-        named = None if layer is None else [as_artifact_pattern(pattern) for pattern in layer]
-        rows.append(None if named is None else tuple(map(pattern_name, named)))
-        patterns |= {pattern_name(pattern): pattern for pattern in named or ()}
+        if layer is None:
+            rows.append(None)
+            continue
+        records = [as_artifact_pattern(pattern) for pattern in layer]
+        names = tuple(map(pattern_name, records))
+        rows.append(names)
+        patterns |= dict(zip(names, records, strict=True))
     return tuple(rows), patterns
 
 
 def winners(rows: Rows, patterns: Mapping[str, ArtifactPattern]) -> dict[str, int]:
-    """How many heads have each kind, most first."""
+    """Number of heads of each kind, most first."""
     return dict(Counter(patterns[name].kind for row in rows for name in row or ()).most_common())
 
 
-def picked(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """(L, H) of (L, H, C): each head's with the candidate that it got, NaN where that is -1."""
+def pick(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """(L, H) of (L, H, C): values of the chosen candidates, NaN where `chosen` is -1."""
     taken = np.take_along_axis(values, np.maximum(chosen, 0)[..., None], axis=-1)[..., 0]
-    found: np.ndarray = np.where(chosen < 0, np.nan, taken)
-    return found
+    picked: np.ndarray = np.where(chosen < 0, np.nan, taken)
+    return picked
 
 
 def score_arrays(
@@ -57,23 +61,21 @@ def score_arrays(
     measures: Mapping[str, np.ndarray],
     sizes: Sequence[Mapping[str, np.ndarray]] | None = None,
 ) -> dict[str, np.ndarray]:
-    """The sidecar's arrays of what each head got and of every candidate's scores, (L, H) each.
+    """The sidecar's arrays: each head's candidate, and the scores of all, (L, H) each.
 
     Args:
-        chosen: (L, H) candidate of each head, -1 in layers left alone.
+        chosen: (L, H) candidate of each head, -1 in layers without patterns.
         names: of the candidates.
-        measures: (L, H, C) by name, NaN in layers left alone.
+        measures: (L, H, C) by name, NaN in layers without patterns.
         sizes: for each candidate (L, H) by name, where heads differ in them.
     """
     arrays: dict[str, np.ndarray] = {"chosen.candidate": chosen.astype(np.int32)}
     for measure, values in measures.items():
-        arrays[f"chosen.{measure}"] = picked(values, chosen).astype(np.float32)
+        arrays[f"chosen.{measure}"] = pick(values, chosen).astype(np.float32)
     for c, name in enumerate(names):
-        own: dict[str, np.ndarray] = {
-            measure: values[..., c].astype(np.float32) for measure, values in measures.items()
-        }
-        own |= {
-            size: values.astype(np.int32) for size, values in (sizes[c] if sizes else {}).items()
-        }
-        arrays |= {f"candidates.{c}.{name}.{of}": values for of, values in own.items()}
+        for measure, values in measures.items():
+            arrays[f"candidates.{c}.{name}.{measure}"] = values[..., c].astype(np.float32)
+        if sizes is not None:
+            for size, values in sizes[c].items():
+                arrays[f"candidates.{c}.{name}.{size}"] = values.astype(np.int32)
     return arrays

@@ -1,1 +1,0 @@
-"""What more than one command of this package uses: the backend, the layers, and records."""

@@ -1,0 +1,191 @@
+"""The gate: an allocation is accepted when no task loses too much on held-out prompts.
+
+Where a task loses too much, the budget is raised and another set of prompts decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from artifacts import Finding
+from profiling.prompts.prompt import Prompt
+from profiling.quality.sequences import Reference, TokenSequence
+from search.model.allocation import Allocation, Heads
+from search.model.limits import Limits
+from search.model.search_run import Measured, SearchRun
+from search.model.task_losses import TaskLoss
+
+# Budgets of the frontier's other points, relative to what is spent.
+_FRONT = (0.5, 2.0)
+# Budgets that the gate tries at most; each has its own set of held-out prompts, as far as texts
+# reach.
+ROUNDS = 7
+# Loss to aim at with a raised budget, relative to the limit, and the smallest raise.
+_AIM = 0.9
+_STEP = 1.05
+# Losses go with this power of those that the curves predict (text of SmolLM2, 2,048 tokens: 0.69 to
+# 0.88), or with one within these bounds where two budgets say so.
+_POWER = 0.7
+_POWERS = (0.4, 1.5)
+# Contexts of each task on which the frontier is measured.
+_CONTEXTS = 1
+_PHASE = "held-out prompts"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Accepted:
+    """An allocation that the gate passes, with its losses on `reported_on`.
+
+    fault: the first loss beyond a limit, for which the budget was raised; None if it was not.
+    points: of the frontier, `chosen` among them, measured on a part of reported_on.
+    chosen_on: held-out sequences that raised the budget."""
+
+    fault: str | None
+    chosen: Measured
+    points: tuple[Measured, ...]
+    chosen_on: Sequence[TokenSequence]
+    reported_on: Sequence[TokenSequence]
+
+    @property
+    def held_out(self) -> bool:
+        """True if no sequence that reports raised the budget."""
+        return not any(each in self.chosen_on for each in self.reported_on)
+
+
+def gate(
+    run: SearchRun,
+    heads: Heads,
+    limits: Limits,
+    total: float,
+    best: Measured,
+    held_out: Iterator[list[Prompt]],
+) -> Accepted:
+    """Raise the budget until held-out losses are within the limits; add the frontier's points.
+
+    The calibration prompts say first whether the budget has to be raised, then one set of held-out
+    prompts after the other. The curves say how far. A set that raised the budget reports only where
+    there is no other, and is not called held-out then.
+
+    Args:
+        run: the search.
+        heads: curves and costs.
+        limits: on what a task may lose.
+        total: the budget before it is raised.
+        best: its best allocation, with the losses on the calibration prompts.
+        held_out: sets of prompts, each unlike those before.
+
+    Raises:
+        Finding: nothing passes.
+    """
+    allocation = best.allocation
+    spent = total
+    chosen_on: list[TokenSequence] = []
+    fault = limits.fault(best.tasks)
+    first_fault = fault
+    strains = [(total, limits.strain(best.tasks))]
+    for number, reference in enumerate(_references(run, held_out), start=1):
+        if fault is not None:
+            spent = _raised(heads, allocation, strains)
+        candidate = heads.at_total(allocation, spent)
+        chosen, sequences, fault = _judge(run, limits, reference, candidate)
+        if fault is None:
+            break
+        if number == ROUNDS or spent >= heads.total(1.0):
+            raise Finding(
+                f"the gate: {fault}, with {chosen.allocation.cost / total:.2f} times the budget; "
+                "ask for a larger --budget or allow more"
+            )
+        first_fault = first_fault or fault
+        chosen_on += [each for each in sequences if each not in chosen_on]
+        strains.append((spent, limits.strain(chosen.tasks)))
+    return Accepted(
+        fault=first_fault,
+        chosen=chosen,
+        points=_front(run, heads, reference, chosen.allocation, spent),
+        chosen_on=chosen_on,
+        reported_on=reference.sequences,
+    )
+
+
+def _references(run: SearchRun, held_out: Iterator[list[Prompt]]) -> Iterator[Reference]:
+    """Yield all sets, and then the last one for ever."""
+    for prompts in held_out:
+        reference = run.reference(prompts)
+        yield reference
+    while True:
+        yield reference
+
+
+def _judge(
+    run: SearchRun, limits: Limits, reference: Reference, allocation: Allocation
+) -> tuple[Measured, Sequence[TokenSequence], str | None]:
+    """Measure an allocation task by task, the one of fewest sequences first, until one fails.
+
+    Returns:
+        Its losses, the sequences that they were measured on, and the fault, None where it passes.
+    """
+    numbers: dict[str, list[int]] = {}
+    for number, sequence in enumerate(reference.sequences):
+        numbers.setdefault(sequence.task, []).append(number)
+    losses: dict[str, Sequence[TaskLoss]] = {}
+    fault = None
+    for task in sorted(numbers, key=lambda task: len(numbers[task])):
+        (measured,) = run.measure(reference, [allocation], numbers[task], name=_PHASE)
+        losses[task] = measured.tasks
+        fault = limits.fault([loss for tasks in losses.values() for loss in tasks])
+        if fault is not None:
+            break
+    tasks = tuple(loss for task in numbers for loss in losses.get(task, ()))
+    sequences = [each for each in reference.sequences if each.task in losses]
+    return Measured(allocation=allocation, tasks=tasks), sequences, fault
+
+
+def _raised(heads: Heads, allocation: Allocation, strains: Sequence[tuple[float, float]]) -> float:
+    """The budget at which the loss comes to _AIM of the limits.
+
+    Losses go with a power of those that the curves predict, kinds of prompts alike. strains: the
+    budgets so far, each with how many times a limit it lost, the newest last.
+    """
+    spent, strain = strains[-1]
+    strain = max(strain, 1e-9)
+
+    def predicted(budget: float) -> float:
+        losses = heads.predicted_by_kind(heads.at_total(allocation, budget)).values()
+        return float(np.mean(np.log([max(loss, 1e-30) for loss in losses])))
+
+    power = _POWER
+    if len(strains) > 1:
+        before, strain_before = strains[-2]
+        moved = predicted(before) - predicted(spent)
+        if moved > 0:
+            power = float(np.clip(np.log(max(strain_before, 1e-9) / strain) / moved, *_POWERS))
+    wanted = predicted(spent) - max(0.0, float(np.log(strain / _AIM))) / power
+    low = min(spent * _STEP, heads.total(1.0))
+    high = heads.total(1.0)
+    while high > low * 1.01:
+        middle = (low * high) ** 0.5
+        if predicted(middle) <= wanted:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _front(
+    run: SearchRun, heads: Heads, reference: Reference, chosen: Allocation, spent: float
+) -> tuple[Measured, ...]:
+    """Measure the frontier's points on the first contexts of each task, `chosen` first."""
+    points = {chosen.digest: chosen}
+    for factor in _FRONT:
+        if spent * factor > heads.least(chosen.tail):
+            other = heads.at_total(chosen, spent * factor)
+            points.setdefault(other.digest, other)
+    numbers = []
+    counts: dict[str, int] = {}
+    for number, sequence in enumerate(reference.sequences):
+        counts[sequence.task] = counts.get(sequence.task, 0) + 1
+        if counts[sequence.task] <= _CONTEXTS:
+            numbers.append(number)
+    return tuple(run.measure(reference, list(points.values()), numbers, name=_PHASE))

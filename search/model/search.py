@@ -1,0 +1,210 @@
+"""The search with one budget for the whole model, phase by phase.
+
+Prompts, curves, costs, allocation, refinement, gate, timing, record: `search_model` calls them in
+this order, and docs/search.md describes them. Ranks of torchrun share curves, refinement and gate.
+Finished work is kept in the resume file beside the output."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from itertools import chain
+from typing import Any
+
+from artifacts import ModelInfo
+from artifacts.files import check_writable
+from kernels.patterns import Pattern
+from profiling.ledger import Ledger
+from profiling.models.loading import LoadedModel, load_model, settled
+from profiling.prompts.held_out import Seen
+from profiling.prompts.prompt import Prompt, digest, parse_task
+from profiling.quality.sequences import check_logits
+from profiling.ranks import Ranks, ranks
+from runtime.fingerprint import fingerprint
+from search.model.acceptance import gate
+from search.model.allocation import Heads, spendable
+from search.model.candidates import candidate_grid
+from search.model.config import ModelSearch
+from search.model.costs import Costs
+from search.model.layers import searched_layers, serving_backend
+from search.model.prompts import calibration_prompts, held_out_sets, lengths_of
+from search.model.record import Outcome, Recorded, build, write
+from search.model.refine import check_storage, refine
+from search.model.scored_prompts import score_prompts
+from search.model.search_run import SearchRun
+from search.model.speed import time_attention, time_first_token
+from search.model.timed_costs import time_candidates
+
+# Raised where the same unit of the resume file would have another value.
+_VERSION = 4
+
+
+def run(config: ModelSearch) -> Recorded | None:
+    """Load the model, search, and write `config.out`; None in ranks after the first.
+
+    Raises:
+        HeadwiseError: a user's mistake, or a gate that nothing passes; no file is written.
+    """
+    # Missing packages are reported before any work.
+    if config.n_trials > 1:
+        import_module("optuna")
+    if config.picture:
+        import_module("matplotlib")
+    check_writable(config.out)
+    for task in config.tasks:
+        parse_task(task)
+    with ranks() as joined:
+        device = joined.device(config.device)
+        with joined.main_process_first():
+            loaded = load_model(
+                config.model,
+                dtype=config.dtype,
+                device=device,
+                revision=config.revision,
+                max_memory=config.max_memory,
+            )
+        model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
+        return search_model(config, loaded, model, joined)
+
+
+def search_model(
+    config: ModelSearch, loaded: LoadedModel, model: ModelInfo, ranks: Ranks | None = None
+) -> Recorded | None:
+    """Search a model that is loaded and fingerprinted; None in ranks after the first."""
+    config = settled(config)
+    check_logits(loaded.model)
+    layers = searched_layers(loaded)
+    ranks = ranks or Ranks()
+
+    # Prompts. The first held-out set is made before any work, to refuse a text that is too short.
+    lengths = lengths_of(config, model)
+    prompts = {length: calibration_prompts(config, loaded, length) for length in lengths}
+    seen = Seen(chain.from_iterable(prompts.values()))
+    held_out = held_out_sets(config, loaded, lengths[-1], seen)
+    held_out = chain([next(held_out)], held_out)
+
+    backend = serving_backend(
+        config.backend, model, config.dtype, config.device, quiet=not ranks.is_first
+    )
+    if ranks.is_first:
+        check_storage(config.storage)
+    candidates = {length: candidate_grid(length) for length in lengths}
+    settings = _settings(config, model, prompts, backend, candidates)
+    with Ledger(config.out, "heads", settings=settings, fresh=config.fresh, ranks=ranks) as ledger:
+        run = SearchRun(
+            loaded=loaded,
+            model=model,
+            prompts=prompts,
+            candidates=candidates,
+            layers=layers,
+            tails=config.tails,
+            dtype=config.dtype,
+            device=config.device,
+            backend=backend,
+            seen=seen,
+            ranks=ranks,
+            ledger=ledger,
+        )
+
+        # Curves: each prompt is one dense pass forward and back, on which heads try candidates.
+        curves = {}
+        gradient_fault = None
+        for length in lengths:
+            calibration = run.reference(prompts[length])
+            curves[length], fault = score_prompts(run, length, calibration)
+            gradient_fault = gradient_fault or fault
+        if gradient_fault and ranks.is_first:
+            _report_fault(gradient_fault)
+        longest = curves[run.length]
+
+        # Costs: counted, or timed on the layers of a real prompt.
+        if config.cost == "flops":
+            costs = Costs.flops(model, length=run.length, dtype=run.dtype)
+        else:
+            costs = time_candidates(
+                run, calibration.sequences[0], longest, config.share, command=config.command
+            )
+
+        # Allocation: the budget, and what the heads can spend it on.
+        heads = Heads.of(longest, costs, run.patterns)
+        total, reason = spendable(heads, config.budget, length=run.length)
+
+        # Refinement: ways to spend the budget, on the calibration prompts.
+        trials = refine(
+            run,
+            heads,
+            total,
+            calibration,
+            trials=config.n_trials,
+            seed=config.seed,
+            storage=config.storage,
+            study_name=config.out.stem,
+        )
+
+        # Gate: losses on held-out prompts, and more budget where a task loses too much.
+        accepted = gate(run, heads, config.limits, total, trials[0], held_out)
+        if not ranks.is_first:
+            return None
+        outcome = Outcome(
+            run=run,
+            curves=curves,
+            costs=costs,
+            heads=heads,
+            total=total,
+            least=reason,
+            trials=len(trials),
+            accepted=accepted,
+            calibration=calibration.sequences,
+            gradient_fault=gradient_fault,
+        )
+
+        # Timing: attention alone, then whole prefills of the artifact by the runtime.
+        speed = None
+        if config.cost == "seconds":
+            speed = time_attention(run, accepted)
+        artifact, arrays = build(config, outcome, speed)
+        if speed is not None and config.max_memory is None:
+            first_token = time_first_token(run, accepted, artifact, speed)
+            speed = replace(speed, first_token=first_token)
+
+        # Record.
+        recorded = write(config, outcome, artifact, arrays, speed)
+        ledger.remove()
+    return recorded
+
+
+def _settings(
+    config: ModelSearch,
+    model: ModelInfo,
+    prompts: Mapping[int, list[Prompt]],
+    backend: str,
+    candidates: Mapping[int, tuple[Pattern, ...]],
+) -> dict[str, Any]:
+    """Settings that every unit of the resume file depends on.
+
+    Files are in it by name and contents, for paths differ between machines."""
+    grids = repr(sorted(candidates.items())).encode()
+    return {
+        "version": _VERSION,
+        "model": model.name,
+        "weights": model.weights_sha256,
+        "tasks": list(dict.fromkeys(parse_task(task).name for task in config.tasks)),
+        "lengths": list(prompts),
+        "prompts": digest(list(chain.from_iterable(prompts.values()))),
+        "dtype": config.dtype,
+        "device": config.device.partition(":")[0],
+        "backend": backend,
+        "dense tails": list(config.tails),
+        "candidates": hashlib.sha256(grids).hexdigest()[:16],
+    }
+
+
+def _report_fault(fault: str) -> None:
+    """Print why gradients are missing."""
+    print(
+        f"no gradients ({fault}): heads are weighed by their change of the residual stream",
+        file=sys.stderr,
+    )

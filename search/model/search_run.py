@@ -1,0 +1,128 @@
+"""One run of a search: model, prompts, candidates, ranks and resume file, and losses measured with
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from artifacts import ModelInfo
+from kernels.patterns import LayerPlan, Pattern
+from profiling.ledger import Ledger, Unit
+from profiling.models.loading import LoadedModel
+from profiling.progress import phase
+from profiling.prompts.held_out import Seen
+from profiling.prompts.prompt import Prompt
+from profiling.quality.sequences import Losses, Reference, sequences
+from profiling.ranks import Ranks
+from search.model.allocation import Allocation
+from search.model.task_losses import TaskLoss, by_task
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measured:
+    """An allocation and its losses by task, measured or predicted."""
+
+    allocation: Allocation
+    tasks: tuple[TaskLoss, ...]
+
+    @property
+    def loss(self) -> float:
+        """Mean over the tasks, nats a token."""
+        return float(np.mean([task.loss for task in self.tasks]))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SearchRun:
+    """A search as one rank runs it; settings are fixed from here on.
+
+    prompts: calibration prompts by length. candidates: by length. layers: those that get patterns.
+    tails: dense tails that are compared. seen: windows of calibration and held-out prompts."""
+
+    loaded: LoadedModel
+    model: ModelInfo
+    prompts: Mapping[int, list[Prompt]]
+    candidates: Mapping[int, tuple[Pattern, ...]]
+    layers: tuple[int, ...]
+    tails: tuple[int, ...]
+    dtype: str
+    device: str
+    backend: str
+    seen: Seen
+    ranks: Ranks
+    ledger: Ledger
+
+    @property
+    def length(self) -> int:
+        """The longest length, which patterns are for."""
+        return max(self.candidates)
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """The candidates of the longest length."""
+        return self.candidates[self.length]
+
+    def plans(self, allocation: Allocation) -> dict[int, LayerPlan]:
+        """The layer plans that serve an allocation."""
+        return allocation.plans(self.patterns, self.model.num_kv_heads)
+
+    def reference(self, prompts: Sequence[Prompt]) -> Reference:
+        """Dense attention's predictions on prompts, computed when they are needed."""
+        tokens = sequences(prompts, self.loaded.tokenizer)
+        return Reference(self.loaded.model, tokens, backend=self.backend)
+
+    def measure(
+        self,
+        reference: Reference,
+        allocations: Sequence[Allocation],
+        numbers: Sequence[int] | None = None,
+        *,
+        name: str = "",
+    ) -> list[Measured]:
+        """Measure allocations on the sequences of a reference; the ranks share the passes.
+
+        Args:
+            reference: what the losses are relative to.
+            allocations: to run.
+            numbers: of the sequences to run on; all if None.
+            name: of the phase to show; none is shown if empty, as inside of another phase.
+        """
+        if numbers is None:
+            numbers = range(len(reference.sequences))
+        units = []
+        jobs = {}
+        for allocation in allocations:
+            for number in numbers:
+                depends = {
+                    "allocation": allocation.digest,
+                    "sequence": reference.sequences[number].digest,
+                }
+                unit = self.ledger.unit("losses", depends)
+                units.append(unit)
+                jobs[unit.key] = (allocation, number)
+
+        def work(unit: Unit) -> dict[str, Any]:
+            allocation, number = jobs[unit.key]
+            return dict(vars(reference.losses(number, self.plans(allocation))))
+
+        measured = [reference.sequences[number] for number in numbers]
+        quiet = not name or not self.ranks.is_first
+        with phase(name, len(units), "passes", quiet=quiet) as shown:
+            # A dense pass takes about as long as one by patterns: a rank that has it goes first.
+            values = self.ledger.run(
+                units,
+                work,
+                costs=[float(len(each.ids)) for each in measured] * len(allocations),
+                needs=[str(number) for number in numbers] * len(allocations),
+                has=reference.known,
+                done=shown.reach,
+            )
+        losses = [Losses(**value) for value in values]
+        results = []
+        for at, allocation in enumerate(allocations):
+            own = losses[at * len(measured) : (at + 1) * len(measured)]
+            results.append(Measured(allocation=allocation, tasks=tuple(by_task(measured, own))))
+        return results

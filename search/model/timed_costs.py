@@ -1,0 +1,203 @@
+"""Costs of candidates on this machine, in seconds.
+
+Some candidates of each kind are timed on layers of a real prompt, and then allocations that mix
+kinds in a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kernels.index import num_tiles
+from kernels.patterns import LayerPlan, Pattern, make
+from profiling.environment import environment
+from profiling.inside.capture import LayerInputs
+from profiling.inside.head_fidelity import worked_tiles
+from profiling.progress import phase
+from profiling.quality.sequences import TokenSequence
+from profiling.speed.cost_table import Cost, CostTable
+from profiling.speed.layer_times import ANCHOR, Timed, Timings, all_threads, spread, time_layers
+from search.model.allocation import Allocation, Heads
+from search.model.costs import Costs
+from search.model.curves import Curves
+from search.model.search_run import SearchRun
+
+# Layers on which candidates and allocations are timed.
+_LAYERS = 5
+# Candidates of a kind that are timed, from the smallest to the largest: a line gives the others.
+_OF_A_KIND = 4
+# Budgets of the allocations that are timed, relative to the one that was asked for.
+_SHARES = (1.0, 0.5, 2.0)
+
+
+def time_candidates(
+    run: SearchRun,
+    sequence: TokenSequence,
+    curves: Mapping[int, Curves],
+    share: float,
+    *,
+    command: str,
+) -> Costs:
+    """Time candidates in the first rank while the others wait; all ranks get the costs.
+
+    Args:
+        run: the search.
+        sequence: a real prompt of about its length.
+        curves: by dense tail.
+        share: the budget that was asked for, as a fraction of all of attention.
+        command: of the search, for the cost table.
+    """
+    with all_threads():
+        machine = environment(run.device)
+    # The allocations that are timed follow from the curves and the budget.
+    depends = {"sequence": sequence.digest, "share": share, "machine": machine}
+    unit = run.ledger.unit("times", depends)
+    record = None
+    if run.ranks.is_first:
+        record = run.ledger.once(unit, lambda: _time(run, sequence, curves, share, command))
+    record = dict(run.ranks.broadcast(record))
+    scale, overhead = record.pop("fit")
+    costs = tuple(Cost(**cost) for cost in record.pop("costs"))
+    table = CostTable(**record, costs=costs)
+    return Costs.measured(
+        table, run.model, length=run.length, dtype=run.dtype, scale=scale, overhead=overhead
+    )
+
+
+def _time(
+    run: SearchRun,
+    sequence: TokenSequence,
+    curves: Mapping[int, Curves],
+    share: float,
+    command: str,
+) -> dict[str, Any]:
+    """Time kinds by their tiles, and fit what mixing them in a layer adds.
+
+    Returns:
+        The fields of a CostTable, and `fit`, the factor and constant of the model's layers.
+    """
+    model = run.model
+    ids = sequence.ids[: sequence.context]
+    flops = Costs.flops(model, length=run.length, dtype=run.dtype)
+    mixed = _mixed_allocations(Heads.of(curves, flops, run.patterns), share)
+    kinds = {repr(pattern): pattern for pattern in _some_of_each_kind(run.patterns)}
+    one_kind = {
+        key: dict.fromkeys(run.layers, LayerPlan([pattern] * model.num_heads, model.num_kv_heads))
+        for key, pattern in kinds.items()
+    }
+    tiles: dict[str, list[float]] = {key: [] for key in kinds}
+
+    def count(inputs: LayerInputs) -> None:
+        for key, plans in one_kind.items():
+            index = plans[inputs.layer].build(inputs.q, inputs.k, scale=inputs.scale)
+            tiles[key].append(float(worked_tiles(inputs, index, backend=run.backend).sum()))
+
+    plans = {str(at): run.plans(allocation) for at, allocation in enumerate(mixed)} | one_kind
+    timed = Timed(tokens=len(ids), plans=plans, layers=_LAYERS)
+    with phase("timing candidates", 1, "passes") as shown:
+        (timings,) = time_layers(
+            run.loaded, ids, [timed], run.layers, look=count, backend=run.backend
+        )
+        shown.update()
+    table = _table(run, len(ids), timings, kinds, tiles, command)
+    by_table = Costs.measured(table, model, length=run.length, dtype=run.dtype)
+    heads = Heads.of(curves, by_table, run.patterns)
+    # Of the layers that are timed: an allocation gives each layer another share.
+    each = len(run.layers) / len(timings.layers)
+    layers = list(timings.layers)
+    predicted = [each * float(one.pick(heads.costs[one.tail])[layers].sum()) for one in mixed]
+    seconds = [timings.seconds[str(at)] for at in range(len(mixed))]
+    scale, overhead = line_through(predicted, seconds)
+    fit = [scale, overhead / (len(run.layers) * model.num_heads)]
+    return {**vars(table), "costs": [vars(cost) for cost in table.costs], "fit": fit}
+
+
+def _mixed_allocations(heads: Heads, share: float) -> list[Allocation]:
+    """Allocations of some budgets, which mix kinds as a layer does; costs may be of any unit."""
+    tail = min(heads.curves)
+    least = heads.least(tail) * (1 + 1e-9)
+    totals = [max(heads.total(share * factor), least) for factor in _SHARES]
+    return [heads.by_model(total, tail) for total in totals]
+
+
+def _table(
+    run: SearchRun,
+    length: int,
+    timings: Timings,
+    kinds: Mapping[str, Pattern],
+    tiles: Mapping[str, Sequence[float]],
+    command: str,
+) -> CostTable:
+    """The cost table of kinds of patterns by the tiles that they compute."""
+    versions = environment(str(run.loaded.model.device))
+    device = versions.pop("device")
+    causal = num_tiles(length) * (num_tiles(length) + 1) / 2
+    layers = len(run.layers)
+    heads = run.model.num_heads
+    costs = [
+        Cost(
+            pattern=pattern.kind,
+            dtype=run.dtype,
+            length=length,
+            head_dim=run.model.head_dim,
+            heads=heads,
+            kv_heads=run.model.num_kv_heads,
+            # Layers differ in what the same sizes compute, and one's times jump about: their means
+            # are a point.
+            density=float(np.mean(tiles[key])) / heads / causal,
+            tiles=round(np.mean(tiles[key])),
+            # An index build is part of what serving takes, and is timed with it.
+            sparse_seconds=timings.seconds[key] / layers,
+            build_seconds=0.0,
+            dense_seconds=timings.seconds[ANCHOR] / layers,
+        )
+        for key, pattern in kinds.items()
+    ]
+    return CostTable(
+        device=device,
+        backend=run.backend,
+        versions=versions,
+        command=command or "headwise search",
+        costs=tuple(costs),
+    )
+
+
+def line_through(predicted: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
+    """Fit (factor, constant) by least squares of relative errors.
+
+    Neither is below 0, and the factor is at least half of what it would be without a constant:
+    where prompts are short and times jump about, sizes must not look as if they were free."""
+    x = np.asarray(predicted, dtype=np.float64)
+    y = np.asarray(measured, dtype=np.float64)
+    ratio = x / y
+
+    def best_factor(constant: float) -> float:
+        return float((ratio * (1 - constant / y)).sum() / (ratio**2).sum())
+
+    (_, constant), *_ = np.linalg.lstsq(
+        np.stack([ratio, 1 / y], axis=-1), np.ones_like(y), rcond=None
+    )
+    # The factor falls with the constant in a straight line: this much takes half of it away.
+    most = best_factor(0.0) / 2 / (ratio / y).sum() * (ratio**2).sum()
+    constant = min(max(float(constant), 0.0), float(most))
+    return best_factor(constant), constant
+
+
+def _some_of_each_kind(candidates: Sequence[Pattern]) -> list[Pattern]:
+    """Some candidates of each kind, small and large."""
+    kinds: dict[str, list[Pattern]] = {}
+    for pattern in candidates:
+        if getattr(pattern, "coverage", None) is None:
+            kinds.setdefault(pattern.kind, []).append(pattern)
+    kinds.setdefault("dense", [make("dense")])
+    chosen = []
+    for patterns in kinds.values():
+        chosen += spread(sorted(patterns, key=_size), _OF_A_KIND)
+    return chosen
+
+
+def _size(pattern: Pattern) -> float:
+    """The sum of a pattern's sizes."""
+    return sum(value for value in vars(pattern).values() if type(value) in (int, float))

@@ -1,0 +1,95 @@
+"""An artifact on another model: a fine-tune of the one that was searched, or that of an import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from artifacts import Artifact, Evidence, HeadwiseError, save
+from artifacts.analysis.merging import section_of
+from artifacts.store.front_rows import FRONT_ROWS
+from profiling.models.loading import LoadedModel
+from runtime.fingerprint import config_info, fingerprint
+from runtime.layers import attention_layers, sliding_layers, text_config
+
+if TYPE_CHECKING:
+    from artifacts.store.sidecar import Array
+
+# Fields of another shape, the first ones are those that a person recognises. Without the hash of
+# the configuration: a fine-tune may have more words.
+_SHAPE = ("architecture", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope")
+
+
+def check_shape(artifact: Artifact, loaded: LoadedModel) -> None:
+    """Raise HeadwiseError where heads, layers or positions are not those of the artifact."""
+    expected = artifact.model
+    actual = config_info(text_config(loaded.model), type(loaded.model).__name__, loaded.name)
+    for field in _SHAPE:
+        wanted = getattr(expected, field)
+        value = getattr(actual, field)
+        if None not in (wanted, value) and wanted != value:
+            raise HeadwiseError(
+                f"{loaded.name} is no fine-tune of {expected.name}: {field} is {wanted} in the "
+                f"artifact, {value} in it"
+            )
+    modules = attention_layers(loaded.model)
+    free = modules.keys() - sliding_layers(modules)
+    for layer, row in enumerate(artifact.prefill.layers):
+        if row is not None and layer not in free:
+            raise HeadwiseError(
+                f"layer {layer} has patterns in the artifact, but slides or has no attention in "
+                "the model"
+            )
+
+
+def write_for(
+    loaded: LoadedModel,
+    out: Path,
+    artifact: Artifact,
+    arrays: Mapping[str, Array],
+    evidence: Evidence,
+) -> tuple[str, ...]:
+    """Write the artifact for a model, with the evidence measured on it.
+
+    Open fields of an import's fingerprint are filled in. Of other weights the front, the sections
+    decode and kv_cache, and times are left out: they were measured on the former weights.
+
+    Returns:
+        The names of what is left out.
+    """
+    model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
+    if artifact.model.weights_sha256 in (None, model.weights_sha256):
+        known = {
+            "verdict": evidence.verdict,
+            "chosen_on": None,
+            "reported_on": evidence.reported_on,
+            "tasks": evidence.tasks,
+        }
+        evidence = artifact.evidence.model_copy(update=known)
+        save(artifact.model_copy(update={"model": model, "evidence": evidence}), out, dict(arrays))
+        return ()
+    prefill = artifact.prefill.model_copy(update={"front": None})
+    used = {name for row in prefill.layers for name in row or ()}
+    changes: dict[str, Any] = {
+        "model": model,
+        "evidence": evidence,
+        "prefill": prefill,
+        "patterns": {name: pattern for name, pattern in artifact.patterns.items() if name in used},
+        "decode": None,
+        "kv_cache": None,
+    }
+    kept = {
+        name: np.asarray(array)
+        for name, array in arrays.items()
+        if section_of(name) == "prefill" and name != FRONT_ROWS
+    }
+    save(artifact.model_copy(update=changes), out, kept)
+    sections = {
+        "front": artifact.prefill.front,
+        "decode": artifact.decode,
+        "kv_cache": artifact.kv_cache,
+    }
+    return tuple(name for name, section in sections.items() if section is not None)
