@@ -37,7 +37,7 @@ _SEED = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """What to show, and the folder that everything lands in."""
+    """Config of the demo, and the folder of its files."""
 
     out: Path = shared(
         arguments.add_out,
@@ -72,10 +72,10 @@ def run(config: ModelSearch, *, repeats: int) -> bool:
     """
     one_process("headwise demo")
     loaded = load_model(config.model, dtype=config.dtype)
-    found = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
+    model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     print(f"$ {config.command}", flush=True)
     with out_folder(config.out.parent):
-        recorded = search_model(config, loaded, found)
+        recorded = search_model(config, loaded, model)
         assert recorded is not None, "there is one process"
         print(report(config, recorded))
         if recorded.written:
@@ -84,20 +84,19 @@ def run(config: ModelSearch, *, repeats: int) -> bool:
 
 
 def _compared(loaded: LoadedModel, config: Path, length: int, repeats: int) -> None:
-    """Print prefills by both dense attentions and by the artifact, in turn, what it keeps, and a
-    pass key's answers."""
+    """Print times of prefills, the artifact's density and recall, and answers to a pass key."""
     model = loaded.model
     headwise = load(config)
     (prompt,) = make_prompts("passkey", loaded.tokenizer, length=length, samples=1, seed=_SEED)
     kept = fidelity(model, headwise.artifact, prompt, headwise.arrays)
     ids = torch.tensor([prompt.input_ids])
-    ways = {name: partial(dense, model, name) for name in (MODEL, KERNEL)} | {
+    methods = {name: partial(dense, model, name) for name in (MODEL, KERNEL)} | {
         HEADWISE: partial(headwise.apply, model)
     }
-    seconds = interleaved(ways, lambda: prefill(model, ids), repeats=repeats, device="cpu")
+    seconds = interleaved(methods, lambda: prefill(model, ids), repeats=repeats, device="cpu")
     print(
         f"\nseconds to the first token after {length:,} tokens, median of {repeats} interleaved "
-        f"runs\n"
+        "runs\n"
     )
     print("\n".join(rows(medians(seconds))))
     print(f"Headwise is {sentence(of_rounds(seconds, HEADWISE))}")
@@ -108,18 +107,20 @@ def _compared(loaded: LoadedModel, config: Path, length: int, repeats: int) -> N
     (key,) = make_prompts("passkey", loaded.tokenizer, length=asked, samples=1, seed=_SEED)
     print(f"\npasskey in {asked} tokens: {key.answer}")
     for name in (MODEL, HEADWISE):
-        with ways[name]():
+        with methods[name]():
             print(f"  {name:<9} answers {answer(model, loaded.tokenizer, key)}")
     print(f"\npattern of each layer and head: {config.with_suffix('.png')} (also .svg and .csv)")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
+    """Run the command."""
     demo = config_of(Demo, vars(parser().parse_args(argv)))
     out = demo.out / "cfg.yaml"
     command = f"headwise search --model {demo.model} --length {demo.length} --out {out}"
     config = ModelSearch(model=demo.model, out=out, lengths=(demo.length,), command=command)
-    return 0 if run(config, repeats=demo.repeats) else FOUND
+    if run(config, repeats=demo.repeats):
+        return 0
+    return FOUND
 
 
 def parser() -> ArgumentParser:

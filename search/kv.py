@@ -1,20 +1,22 @@
-"""headwise kv: choose how many tokens each KV head keeps, for a total, and write that into an
-artifact.
+"""headwise kv: choose how many tokens each KV head keeps, for a total, and write the artifact.
 
-headwise kv cfg.yaml --model smollm2 --out cfg.yaml --target-share 0.2
-headwise kv cfg.yaml --model smollm2 --out cfg.yaml --target-bytes 64MiB --context 8192
+    headwise kv cfg.yaml --model smollm2 --out cfg.yaml --target-share 0.2
+    headwise kv cfg.yaml --model smollm2 --out cfg.yaml --target-bytes 64MiB --context 8192
 
-Heads that find what they need in few tokens give their room to those that do not. Each head's curve
-of error against budget is measured (profiling.caches.budget_curves), the total is spent exactly,
-and the result is compared with the same total spent evenly, on held-out prompts; where it is not
-better beyond chance, even is written. Others report."""
+Heads that need few tokens leave more to the others. Each head's curve of error against budget is
+measured (profiling.caches.budget_curves), the total is spent exactly, and the result is compared
+with the same total spent evenly, on held-out prompts; where it is not better beyond chance, even is
+written. Other prompts report."""
 
 from __future__ import annotations
+
+from collections import Counter
+from typing import Any
 
 from artifacts.cli import arguments
 from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.options import add_arguments, config_of
-from search.decode.kv_search import KVSearch, record, report, run
+from search.decode.kv_search import KVResult, KVSearch, run
 
 
 def parser() -> ArgumentParser:
@@ -26,15 +28,58 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
+    """Run the command."""
     options = vars(parser().parse_args(argv))
     command = arguments.as_typed("kv", argv)
     config = config_of(KVSearch, options)
-    _, found = run(config)
+    _, result = run(config)
     then = f"headwise evaluate {config.out} --model {config.model} --out report/"
-    said = f"{report(found)}\nwrote {config.out} ({command})\nnext, beside other caches: {then}"
-    arguments.deliver(said, {"command": command, **record(found)}, options["json"])
+    text = f"{report(result)}\nwrote {config.out} ({command})\nnext, beside other caches: {then}"
+    arguments.deliver(text, {"command": command, **record(result)}, options["json"])
     return 0
+
+
+def record(result: KVResult) -> dict[str, Any]:
+    """The figures of the report as plain data."""
+    scores = {"searched": result.searched, "even": result.even}
+    return {
+        "share": result.share,
+        "budgets": _budgets(result),
+        "better": result.better,
+        "held_out": {
+            name: {"kl": score.mean_kl, "perplexity_ratio": score.perplexity_ratio}
+            for name, score in scores.items()
+        },
+    }
+
+
+def _budgets(result: KVResult) -> dict[str, int]:
+    """Number of heads by the name of their policy."""
+    heads = result.curves.error.shape[1]
+    rows = (
+        result.section.heads(layer, heads)
+        for layer, row in enumerate(result.section.layers)
+        if row is not None
+    )
+    counts = Counter(name for row in rows for name in row or ())
+    return {name: counts[name] for name in result.section.policies}
+
+
+def report(result: KVResult) -> str:
+    """The budgets chosen, and their losses next to the same total spent evenly."""
+    budgets = ", ".join(f"{name} x{count}" for name, count in _budgets(result).items())
+    lines = [
+        f"{result.share:.4f} of all tokens are kept: {budgets}",
+        "held-out prompts that decided nothing, against a full cache:",
+        f"  searched   KL {result.searched.mean_kl:.5f}  perplexity "
+        f"{100 * (result.searched.perplexity_ratio - 1):+.2f}%",
+        f"  even       KL {result.even.mean_kl:.5f}  perplexity "
+        f"{100 * (result.even.perplexity_ratio - 1):+.2f}%",
+    ]
+    if not result.better:
+        where = "on the held-out prompts that decide (--samples gives more)"
+        lines.append(f"even is what is written: {where} searched was not better beyond chance")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

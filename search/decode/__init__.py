@@ -1,1 +1,1 @@
-"""What is chosen for decode: the layers that filter, and the tokens that each KV head keeps."""
+"""Searches for decode: layers that filter, and tokens that each KV head keeps."""

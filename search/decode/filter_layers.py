@@ -1,7 +1,6 @@
-"""Which layers filter in decode and which stay dense: exact dynamic programming over a profile
-(OmniKV, section 4.1).
+"""Choice of filter layers and dense layers by exact dynamic programming (OmniKV, section 4.1).
 
-cost[i, j] is what it costs that layer j sees only the tokens that layer i ranks highest. A sparse
+cost[i, j] is the cost of layer j seeing only the tokens that layer i ranks highest. A sparse
 layer is served by the nearest filter layer before it, and costs add up. So of the layers between
 two filters those that stay dense are the costliest, and the best choice of m filters whose last is
 i depends only on the best of m - 1 filters before i."""
@@ -27,13 +26,13 @@ class Choice:
 
     @property
     def full(self) -> int:
-        """How many layers attend to everything."""
+        """Number of layers that attend to everything."""
         return len(self.filter_layers) + len(self.dense_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What a choice must hold to.
+    """Rules of a choice.
 
     sparse: at least this share of the full-attention layers is sparse.
     filters: at most so many filter layers.
@@ -54,7 +53,7 @@ class Rules:
         check_ranges(self)
 
     def full(self, layers: int) -> int:
-        """How many of so many full-attention layers may attend to everything."""
+        """Number of full-attention layers that may attend to everything, of `layers`."""
         return layers - ceil(self.sparse * layers - 1e-9)
 
 
@@ -65,7 +64,7 @@ def served(layers: Sequence[int], choice: Choice) -> dict[int, int]:
 
 
 def total(cost: np.ndarray, layers: Sequence[int], choice: Choice) -> float:
-    """What a choice costs in all: nothing in layers that attend to everything."""
+    """The cost of a choice: nothing in layers that attend to everything."""
     return float(
         sum(cost[filter_layer, layer] for layer, filter_layer in served(layers, choice).items())
     )
@@ -77,8 +76,7 @@ def kept(mass: np.ndarray, layers: Sequence[int], choice: Choice) -> float:
 
 
 def best_choice(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> Choice:
-    """The choice that costs least; of equal ones that with the fewest layers that attend to
-    everything.
+    """The choice of least cost; of equal ones that with the fewest full layers.
 
     Args:
         cost: (L, L); only rows and columns of `layers` are read, above the diagonal.
@@ -92,24 +90,21 @@ def best_choice(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> Choice
 
 
 def evenly_spaced(layers: Sequence[int], count: int, dense: Collection[int]) -> Choice:
-    """`count` filter layers at even distances among those that are not dense: the choice by eye to
-    compare with."""
-    room = [layer for layer in layers if layer not in dense]
-    return Choice(
-        tuple(room[round(i * len(room) / count)] for i in range(count)), tuple(sorted(dense))
-    )
+    """The baseline: `count` filter layers at even distances among those that are not dense."""
+    free = [layer for layer in layers if layer not in dense]
+    filters = tuple(free[round(i * len(free) / count)] for i in range(count))
+    return Choice(filters, tuple(sorted(dense)))
 
 
 def _by_full(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> list[Choice]:
-    """For each number of layers that attend to everything, the fewest first, the choice that costs
-    least."""
+    """The choice of least cost for each number of full layers, the fewest first."""
     n = len(layers)
     full = rules.full(len(layers))
     if full >= n or full < rules.dense_first + 1:
         raise HeadwiseError(
             f"{n} full-attention layers of which {full} may attend to everything do not leave "
-            f"{rules.dense_first} dense"
-            " first ones, a filter layer and a sparse one: change the share of sparse layers"
+            f"{rules.dense_first} dense first ones, a filter layer and a sparse one: change the "
+            "share of sparse layers"
         )
     pairs = np.ix_(layers, layers)
     if np.isnan(cost[pairs][np.triu_indices(n, 1)]).any():
@@ -142,8 +137,7 @@ def _by_full(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> list[Choi
 
 
 def _runs(cost: np.ndarray, full: int) -> np.ndarray:
-    """[d, a, b]: the cost of the layers from filter a up to the one before b, if the best d of them
-    are dense."""
+    """[d, a, b]: cost of the layers between filters a and b, if the best d of them are dense."""
     n = len(cost)
     runs = np.full((full, n, n + 1), np.inf)
     for a in range(n):
@@ -162,8 +156,7 @@ def _traced(
     first: int,
     behind: int,
 ) -> Choice:
-    """The choice whose first filter is number `first`, with so many layers behind it that attend to
-    everything."""
+    """The choice whose first filter is number `first`, with `behind` full layers after it."""
     a = first
     u = behind
     filters = [first]

@@ -1,99 +1,192 @@
-"""Which layers filter in decode: the similarity of layers is measured, the best choice found and
-compared."""
+"""Search for filter layers: similarity is measured, the best choice found and compared."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity
+from artifacts.cli import arguments
+from artifacts.cli.options import POSITIVE, at_least, check_ranges, option, shared
 from profiling.models.loading import LoadedModel, settled
 from profiling.prompts.prompt import Prompt, parse_task
 from profiling.similarities.config import SimilarityConfig
 from profiling.similarities.layer_similarity import measure, prompt_length, prompts_of, resolve
 from profiling.similarities.similarity_profile import Profile, load_profile
 from runtime.layers import attention_layers, sliding_layers
-from search.decode.filter_config import FilterSearch
-from search.decode.filter_layers import Choice, best_choice, evenly_spaced, kept, total
-from search.decode.found import Found, Score
+from search.decode.filter_layers import Choice, Rules, best_choice, evenly_spaced, kept, total
 from search.decode.section_search import SectionSearch
 
 
-def run(config: FilterSearch) -> tuple[Artifact, Found]:
-    """Measure, choose, compare, and write the artifact; a killed run goes on from what it finished.
+def _budget(text: str) -> int | float:
+    """Read a number of tokens or a fraction.
 
     Raises:
-        HeadwiseError: anything that the user has to put right; nothing is written then.
+        HeadwiseError: it is neither.
     """
-    former = None if config.profile is None else load_profile(config.profile)
-    config = replace(config, measured=settled(config.measured))
-    how = {"dtype": config.measured.dtype, "device": config.measured.device}
-    search = SectionSearch.begin("filters", config.config, config.out, config.model, **how)
-    artifact = search.artifact
-    loaded = search.loaded
-    if former is not None and former.about["weights_sha256"] != artifact.model.weights_sha256:
+    budget: int | float = 0
+    try:
+        budget = float(text)
+        if "." not in text:
+            budget = int(text)
+    except ValueError:
+        budget = 0
+    if budget <= 0 or (isinstance(budget, float) and budget >= 1):
         raise HeadwiseError(
-            f"profile {config.profile} is of another model: {former.about['model']}"
+            f"--budget must be a number of tokens or a share between 0 and 1, got {text!r}"
+        )
+    return budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterSearch:
+    """Config of a search for filter layers.
+
+    profile: measured if None. worst: weight of the worst steps, of 1 in all."""
+
+    measured: SimilarityConfig
+    rules: Rules
+    model: str = shared(arguments.add_model)
+    config: Path = shared(
+        arguments.add_artifact, "artifact to start from, as headwise search writes it"
+    )
+    out: Path = shared(arguments.add_out, "artifact to write; may be the same file")
+    profile: Path | None = option(
+        "folder of headwise similarity, instead of measuring", default=None, advanced=True
+    )
+    worst: float = option(
+        "weight of the worst steps",
+        default=0.25,
+        within=(lambda value: 0 <= value <= 1, "from 0 to 1"),
+        advanced=True,
+    )
+    budget: int | float = option(
+        "tokens of a sparse layer, or a share such as 0.125", default=2048, read=_budget
+    )
+    selector: str = option(
+        choices=("last", "uniform", "exponential"), default="last", advanced=True
+    )
+    window: int = option("queries of the selector", default=16, within=at_least(1), advanced=True)
+    prefill_ratio: float | None = option(
+        "in chunked prefill, tokens of the past for each of the chunk",
+        default=None,
+        within=POSITIVE,
+        advanced=True,
+    )
+    fresh: bool = shared(arguments.add_fresh, default=False)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A choice on some prompts: mean attention mass kept, and summed errors."""
+
+    choice: Choice
+    kept: float
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterResult:
+    """A choice on the prompts that it was made by, and on held-out ones beside an even choice.
+
+    even: as many filter layers at even distances, on the held-out prompts."""
+
+    made_by: Score
+    held_out: Score
+    even: Score
+    profile: Profile
+
+    @property
+    def choice(self) -> Choice:
+        """The filter layers and dense layers."""
+        return self.made_by.choice
+
+
+def run(config: FilterSearch) -> tuple[Artifact, FilterResult]:
+    """Measure, choose, compare, and write the artifact; a killed run goes on where it was.
+
+    Raises:
+        HeadwiseError: a user's mistake; nothing is written then.
+    """
+    profile = None
+    if config.profile is not None:
+        profile = load_profile(config.profile)
+    config = replace(config, measured=settled(config.measured))
+    search = SectionSearch.begin(
+        "filters",
+        config.config,
+        config.out,
+        config.model,
+        dtype=config.measured.dtype,
+        device=config.measured.device,
+    )
+    model = search.artifact.model
+    loaded = search.loaded
+    if profile is not None and profile.about["weights_sha256"] != model.weights_sha256:
+        raise HeadwiseError(
+            f"profile {config.profile} is of another model: {profile.about['model']}"
         )
     _check_rules(config, loaded)
-    measured = resolve(config.measured, loaded.name, artifact.model.max_positions)
-    mine = prompts_of(_like(measured, former), loaded.tokenizer)
-    search.seen.add(*chain.from_iterable(mine.values()))
-
-    def held_out() -> dict[str, list[Prompt]]:
-        tasks = {task: parse_task(task) for task in measured.tasks}
-        lengths = {name: prompt_length(measured, task) for name, task in tasks.items()}
-        found = search.held_out(lengths, 0, samples=measured.samples, seed=measured.seed)
-        return {tasks[name].name: prompts for name, prompts in found.items()}
-
-    # Before any work: a text that is too short to hold prompts out is the user's to know of now.
-    others = held_out()
+    measured = resolve(config.measured, loaded.name, model.max_positions)
+    own = prompts_of(_like(measured, profile), loaded.tokenizer)
+    search.seen.add(*chain.from_iterable(own.values()))
+    # Before any work, to refuse a text that is too short to hold prompts out.
+    held_out = _held_out(search, measured)
     with search.ledger(measured, fresh=config.fresh) as ledger:
-        if former is None:
-            former = measure(measured, loaded, ledger)
-        again = replace(measured, top_k=former.about["top_k"])
-        choice = best_choice(former.error(worst=config.worst).sum(-1), former.layers, config.rules)
-        found = compare(choice, former, measure(again, loaded, ledger, prompts=others))
-        section = Decode(omnikv=_section(config, found))
-        arrays = {"similarity.mass": former.mass(), "similarity.error": former.error().sum(-1)}
+        if profile is None:
+            profile = measure(measured, loaded, ledger)
+        error = profile.error(worst=config.worst).sum(-1)
+        choice = best_choice(error, profile.layers, config.rules)
+        again = replace(measured, top_k=profile.about["top_k"])
+        result = compare(choice, profile, measure(again, loaded, ledger, prompts=held_out))
+        section = Decode(omnikv=_section(config, result))
+        arrays = {"similarity.mass": profile.mass(), "similarity.error": profile.error().sum(-1)}
         written = search.write(lambda now: now.model_copy(update={"decode": section}), arrays)
         ledger.remove()
-    return written, found
+    return written, result
+
+
+def _held_out(search: SectionSearch, measured: SimilarityConfig) -> dict[str, list[Prompt]]:
+    """Held-out prompts by the name of their task."""
+    tasks = {task: parse_task(task) for task in measured.tasks}
+    lengths = {name: prompt_length(measured, task) for name, task in tasks.items()}
+    by_task = search.held_out(lengths, 0, samples=measured.samples, seed=measured.seed)
+    return {tasks[name].name: prompts for name, prompts in by_task.items()}
 
 
 def _check_rules(config: FilterSearch, loaded: LoadedModel) -> None:
-    """Raise HeadwiseError, before anything is measured, where the model's layers leave no
-    choice."""
+    """Raise HeadwiseError, before any measurement, where the model's layers leave no choice."""
     modules = attention_layers(loaded.model)
     layers = sorted(set(modules) - sliding_layers(modules))
     if layers:
         best_choice(np.zeros((max(layers) + 1,) * 2), layers, config.rules)
 
 
-def _like(measured: SimilarityConfig, former: Profile | None) -> SimilarityConfig:
-    """The configuration by which the choice's own prompts were made: a profile's, where one is
-    given."""
-    if former is None:
+def _like(measured: SimilarityConfig, profile: Profile | None) -> SimilarityConfig:
+    """The configuration of the choice's own prompts: a profile's, where one is given."""
+    if profile is None:
         return measured
-    return replace(
-        measured, **{name: former.about[name] for name in ("length", "samples", "steps", "seed")}
-    )
+    names = ("length", "samples", "steps", "seed")
+    return replace(measured, **{name: profile.about[name] for name in names})
 
 
 def score(choice: Choice, profile: Profile) -> Score:
-    """What a choice keeps and changes on the prompts of a profile."""
+    """Mass kept and error of a choice on the prompts of a profile."""
     layers = profile.layers
     error = total(profile.error().sum(-1), layers, choice)
     return Score(choice=choice, kept=kept(profile.mass(), layers, choice), error=error)
 
 
-def compare(choice: Choice, profile: Profile, held_out: Profile) -> Found:
-    """The choice on held-out prompts, and as many evenly spaced filter layers there, with as many
-    dense."""
+def compare(choice: Choice, profile: Profile, held_out: Profile) -> FilterResult:
+    """Score the choice, and as many evenly spaced filter layers with as many dense ones."""
     even = evenly_spaced(held_out.layers, len(choice.filter_layers), choice.dense_layers)
-    return Found(
+    return FilterResult(
         made_by=score(choice, profile),
         held_out=score(choice, held_out),
         even=score(even, held_out),
@@ -101,19 +194,19 @@ def compare(choice: Choice, profile: Profile, held_out: Profile) -> Found:
     )
 
 
-def _section(config: FilterSearch, found: Found) -> OmniKV:
+def _section(config: FilterSearch, result: FilterResult) -> OmniKV:
     return OmniKV(
-        filter_layers=found.choice.filter_layers,
-        dense_layers=found.choice.dense_layers,
+        filter_layers=result.choice.filter_layers,
+        dense_layers=result.choice.dense_layers,
         selector=config.selector,  # type: ignore[arg-type]
         window=config.window,
         budget=config.budget,
         prefill_ratio=config.prefill_ratio,
         similarity=Similarity(
-            kept=found.held_out.kept,
-            evenly_spaced=found.even.kept,
-            error=found.held_out.error,
-            top_k=found.profile.about["top_k"],
-            tasks=tuple(found.profile.tasks),
+            kept=result.held_out.kept,
+            evenly_spaced=result.even.kept,
+            error=result.held_out.error,
+            top_k=result.profile.about["top_k"],
+            tasks=tuple(result.profile.tasks),
         ),
     )

@@ -1,10 +1,8 @@
-"""How many tokens each KV head keeps: curves of error against budget are measured, and a total
-spent by them."""
+"""Search for KV budgets: curves of error against budget are measured, and one total spent."""
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -34,8 +32,9 @@ from search.model.hulls import spend
 
 @dataclass(frozen=True, kw_only=True)
 class KVSearch:
-    """What to choose by: `share` of all tokens, or `target_bytes` of a cache of `context`
-    tokens."""
+    """Config of a search for KV budgets.
+
+    The total is `share` of all tokens, or `target_bytes` of a cache of `context` tokens."""
 
     model: str = shared(arguments.add_model)
     config: Path = shared(
@@ -97,12 +96,11 @@ class KVSearch:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class KVFound:
-    """What was chosen, and how it and the same total spent evenly do on held-out prompts. `share`
-    is what it uses.
+class KVResult:
+    """A searched section and the same total spent evenly, on held-out prompts.
 
-    better: whether it was beyond chance on one set of them, by which was decided what is written.
-    searched, even: on another set."""
+    share: of all tokens that the section keeps. better: True if it was better beyond chance on one
+    set of prompts, which decides what is written. searched, even: on another set."""
 
     section: KVCache
     share: float
@@ -112,12 +110,11 @@ class KVFound:
     curves: BudgetCurves
 
 
-def run(config: KVSearch) -> tuple[Artifact, KVFound]:
-    """Measure, choose, compare, and write the artifact; a killed run goes on from the prompts that
-    it finished.
+def run(config: KVSearch) -> tuple[Artifact, KVResult]:
+    """Measure, choose, compare, and write the artifact; a killed run goes on where it was.
 
     Raises:
-        HeadwiseError: anything that the user has to put right; nothing is written then.
+        HeadwiseError: a user's mistake; nothing is written then.
     """
     config = settled(config)
     search = SectionSearch.begin(
@@ -128,37 +125,38 @@ def run(config: KVSearch) -> tuple[Artifact, KVFound]:
     everywhere = with_policy(loaded, H2O()).artifact.kv_cache
     assert everywhere is not None
     with_cache(search.artifact, everywhere)
-    share = (
-        config.share
-        if config.share is not None
-        else _share_of_bytes(config, search.artifact.model, loaded)
-    )
-    how: dict[str, Any] = {"length": config.length, "samples": config.samples, "seed": config.seed}
-    prompts = [
-        prompt for task in config.tasks for prompt in make_prompts(task, loaded.tokenizer, **how)
-    ]
+    share = config.share
+    if share is None:
+        share = _share_of_bytes(config, search.artifact.model, loaded)
+    prompts = []
+    for task in config.tasks:
+        prompts += make_prompts(
+            task,
+            loaded.tokenizer,
+            length=config.length,
+            samples=config.samples,
+            seed=config.seed,
+        )
     search.seen.add(*prompts)
-    # Before any work: a text that is too short to hold prompts out is the user's to know of now.
-    lengths = dict.fromkeys(config.tasks, config.length)
-    apart = [
-        search.held_out(lengths, number, samples=config.samples, seed=config.seed)
-        for number in range(2)
-    ]
-    deciding, reporting = ([*chain.from_iterable(prompts.values())] for prompts in apart)
+    # Before any work, to refuse a text that is too short to hold prompts out. Two sets: the one
+    # that decides does not report.
+    deciding = _held_out(search, config, 0)
+    reporting = _held_out(search, config, 1)
     with search.ledger(config, fresh=config.fresh) as ledger:
         curves = measure(loaded, prompts, ledger=ledger)
         even = even_section(curves, share, config.normalised)
         section, used = by_error(curves, share, config.normalised)
-        decided = [
+        decided, evenly_decided = (
             diverged(loaded, each, deciding, config.forced, ledger) for each in (section, even)
-        ]
-        better = beyond_chance(*([one.mean_kl for one in each] for each in decided))
-        # What decided does not report.
+        )
+        better = beyond_chance(
+            [each.mean_kl for each in decided], [each.mean_kl for each in evenly_decided]
+        )
         searched, evenly = (
             Divergence.joined(diverged(loaded, each, reporting, config.forced, ledger))
             for each in (section, even)
         )
-        found = KVFound(
+        result = KVResult(
             section=section,
             share=used,
             better=better,
@@ -171,13 +169,22 @@ def run(config: KVSearch) -> tuple[Artifact, KVFound]:
             "kv.error": curves.error,
             "kv.kept": curves.kept,
         }
-        written = search.write(lambda now: with_cache(now, section if better else even), arrays)
+        if not better:
+            section = even
+        written = search.write(lambda now: with_cache(now, section), arrays)
         ledger.remove()
-    return written, found
+    return written, result
+
+
+def _held_out(search: SectionSearch, config: KVSearch, number: int) -> list[Prompt]:
+    """A set of held-out prompts; sets of other numbers differ."""
+    lengths = dict.fromkeys(config.tasks, config.length)
+    by_task = search.held_out(lengths, number, samples=config.samples, seed=config.seed)
+    return list(chain.from_iterable(by_task.values()))
 
 
 def by_error(curves: BudgetCurves, share: float, normalised: bool = True) -> tuple[KVCache, float]:
-    """The section that leaves the least error at a share of all tokens, and the share that it uses.
+    """The section of least error at a fraction of all tokens, and the fraction that it uses.
 
     Raises:
         HeadwiseError: the share is below what the smallest budgets need.
@@ -201,10 +208,11 @@ def by_error(curves: BudgetCurves, share: float, normalised: bool = True) -> tup
     rows: list[Any] = [None] * len(curves.error)
     for i, layer in enumerate(layers):
         row = tuple(names[i * heads : (i + 1) * heads])
-        rows[layer] = row[0] if len(set(row)) == 1 else row
-    return KVCache(policies=policies, layers=tuple(rows)), sum(sizes[entry] for entry in at) / len(
-        at
-    )
+        rows[layer] = row
+        if len(set(row)) == 1:
+            rows[layer] = row[0]
+    used = sum(sizes[entry] for entry in at) / len(at)
+    return KVCache(policies=policies, layers=tuple(rows)), used
 
 
 def even_section(curves: BudgetCurves, share: float, normalised: bool = True) -> KVCache:
@@ -214,7 +222,9 @@ def even_section(curves: BudgetCurves, share: float, normalised: bool = True) ->
 
 
 def _policy(share: float, normalised: bool) -> Full | H2O:
-    return Full() if share >= 1 else H2O(heavy=share / 2, recent=share / 2, normalised=normalised)
+    if share >= 1:
+        return Full()
+    return H2O(heavy=share / 2, recent=share / 2, normalised=normalised)
 
 
 def _name(share: float) -> str:
@@ -224,7 +234,7 @@ def _name(share: float) -> str:
 def diverged(
     loaded: LoadedModel, section: KVCache, prompts: Sequence[Prompt], forced: int, ledger: Ledger
 ) -> list[Divergence]:
-    """How far decode under a section is from decode with a full cache, prompt by prompt."""
+    """Measure the divergence of decode under a section from a full cache, prompt by prompt."""
     full = partial(with_section(loaded, None).new_cache, loaded.model)
     headwise = with_section(loaded, section)
     # The full cache under the same attention, so that only what is dropped differs.
@@ -233,7 +243,7 @@ def diverged(
     def measured(prompt: Prompt) -> dict[str, Any]:
         return asdict(divergence(loaded.model, full, kept, prompt, forced))
 
-    found = []
+    divergences = []
     with (
         phase("held-out prompts", len(prompts), "prompts") as shown,
         headwise.apply(loaded.model, check_weights=False),
@@ -244,13 +254,10 @@ def diverged(
                 "prompt": digest([prompt]),
                 "forced": forced,
             }
-            found.append(
-                Divergence(
-                    **ledger.once(ledger.unit("divergence", depends), partial(measured, prompt))
-                )
-            )
+            unit = ledger.unit("divergence", depends)
+            divergences.append(Divergence(**ledger.once(unit, partial(measured, prompt))))
             shown.update()
-    return found
+    return divergences
 
 
 def with_cache(artifact: Artifact, section: KVCache) -> Artifact:
@@ -266,8 +273,7 @@ def with_cache(artifact: Artifact, section: KVCache) -> Artifact:
 
 
 def _share_of_bytes(config: KVSearch, model: ModelInfo, loaded: LoadedModel) -> float:
-    """The share of tokens that layers which see everything may keep, after what sliding layers hold
-    anyway."""
+    """The fraction of tokens for full-attention layers, after the windows of sliding layers."""
     assert config.target_bytes is not None and config.context is not None
     modules = attention_layers(loaded.model)
     sliding = sliding_layers(modules)
@@ -281,46 +287,3 @@ def _share_of_bytes(config: KVSearch, model: ModelInfo, loaded: LoadedModel) -> 
             f"{windows} bytes"
         )
     return min(share, 1.0)
-
-
-def record(found: KVFound) -> dict[str, Any]:
-    """The figures of the report as plain data."""
-    scores = {"searched": found.searched, "even": found.even}
-    return {
-        "share": found.share,
-        "budgets": _budgets(found),
-        "better": found.better,
-        "held_out": {
-            name: {"kl": score.mean_kl, "perplexity_ratio": score.perplexity_ratio}
-            for name, score in scores.items()
-        },
-    }
-
-
-def _budgets(found: KVFound) -> dict[str, int]:
-    """How many heads keep what, by the policies' names."""
-    heads = found.curves.error.shape[1]
-    rows = (
-        found.section.heads(layer, heads)
-        for layer, row in enumerate(found.section.layers)
-        if row is not None
-    )
-    counts = Counter(name for row in rows for name in row or ())
-    return {name: counts[name] for name in found.section.policies}
-
-
-def report(found: KVFound) -> str:
-    """What was chosen, and what it is worth beside the same total spent evenly."""
-    budgets = ", ".join(f"{name} x{count}" for name, count in _budgets(found).items())
-    lines = [
-        f"{found.share:.4f} of all tokens are kept: {budgets}",
-        "held-out prompts that decided nothing, against a full cache:",
-        f"  searched   KL {found.searched.mean_kl:.5f}  perplexity "
-        f"{100 * (found.searched.perplexity_ratio - 1):+.2f}%",
-        f"  even       KL {found.even.mean_kl:.5f}  perplexity "
-        f"{100 * (found.even.perplexity_ratio - 1):+.2f}%",
-    ]
-    if not found.better:
-        where = "on the held-out prompts that decide (--samples gives more)"
-        lines.append(f"even is what is written: {where} searched was not better beyond chance")
-    return "\n".join(lines)

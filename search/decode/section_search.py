@@ -1,5 +1,4 @@
-"""What searches of one section of an artifact share: model, held-out prompts, ledger, and when a
-choice is better."""
+"""A search for one section of an artifact: model, held-out prompts, resume file, and writing."""
 
 from __future__ import annotations
 
@@ -28,8 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SectionSearch:
-    """A search for a section of the artifact in `file`, which is written to `out`. seen: what was
-    looked at."""
+    """A search for a section of the artifact in `file`, which is written to `out`.
+
+    seen: windows of the prompts so far."""
 
     command: str
     file: Path
@@ -65,8 +65,9 @@ class SectionSearch:
     def held_out(
         self, lengths: Mapping[str, int], number: int, *, samples: int, seed: int
     ) -> dict[str, list[Prompt]]:
-        """Prompts of each task, of so many tokens, that nothing has seen; sets of other numbers
-        differ.
+        """Prompts of each task that no search has seen; sets of other numbers differ.
+
+        lengths: in tokens, by task.
 
         Raises:
             HeadwiseError: a text is too short for that.
@@ -78,16 +79,17 @@ class SectionSearch:
             "number": number,
         }
         tokenizer = self.loaded.tokenizer
-        found = {
+        prompts = {
             task: held_out([task], tokenizer, length=length, **own)
             for task, length in lengths.items()
         }
-        self.seen.add(*chain.from_iterable(found.values()))
-        return found
+        self.seen.add(*chain.from_iterable(prompts.values()))
+        return prompts
 
     def ledger(self, measured: Any, *, fresh: bool) -> Ledger:
-        """With what all that is measured depends on; how it is chosen by is not among that, so that
-        others reuse it."""
+        """Open the resume file, with the settings that measurements depend on.
+
+        The rules of the choice are not among these, so that a run with other rules reuses it."""
         about = {"model": self.artifact.model.name, "weights": self.artifact.model.weights_sha256}
         names = (
             name
@@ -100,16 +102,15 @@ class SectionSearch:
     def write(
         self, change: Callable[[Artifact], Artifact], arrays: Mapping[str, np.ndarray]
     ) -> Artifact:
-        """Change the section in the artifact as it is by now, add the arrays and what was looked
-        at, and write it.
+        """Change the section in the artifact as it is by now, add arrays and windows, and write it.
 
         Raises:
             HeadwiseError: it is by now of another model than the one that was measured.
         """
-        found = {name: array.astype(np.float32) for name, array in arrays.items()}
+        own = {name: array.astype(np.float32) for name, array in arrays.items()}
 
         def changed(
-            now: Artifact, others: Mapping[str, Array]
+            now: Artifact, former: Mapping[str, Array]
         ) -> tuple[Artifact, dict[str, Array]]:
             # Measuring took a while, and other commands write into the same file.
             if now.model != self.artifact.model:
@@ -117,13 +118,13 @@ class SectionSearch:
                     f"{self.file}: was replaced meanwhile by an artifact of another model: start "
                     f"again"
                 )
-            return with_seen(change(now), {**others, **found}, self.seen.digests)
+            return with_seen(change(now), {**former, **own}, self.seen.digests)
 
         return update(self.file, changed, out=self.out)
 
 
 def beyond_chance(ours: Sequence[float], theirs: Sequence[float]) -> bool:
-    """Whether errors of the same units are less by more than chance: of one unit nobody knows.
+    """True if errors of the same units are less beyond chance; never of one unit alone.
 
     Student's interval of the mean logarithm of their ratio, at 95%.
     """

@@ -1,7 +1,6 @@
-"""The candidates of a search with one budget for the model: settings of every kind, from tiny to
-dense.
+"""Candidate grid of a search with one budget for the model: every kind, from tiny to dense.
 
-Sizes are shares of the prompt's length, so that a rung means the same at every length.
+Sizes are fractions of the prompt's length, so that a candidate means the same at every length.
 """
 
 from __future__ import annotations

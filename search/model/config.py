@@ -1,4 +1,4 @@
-"""What a search with one budget for the model is asked to do."""
+"""Config of a search with one budget for the model."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def _share(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSearch:
-    """What a search with one budget for the model is asked to do; None takes the default that
-    depends on the model.
+    """Config of a search with one budget for the model; None takes a default of the model's.
 
-    budget: cost of all heads' attention, as a share of what computing everything by the same
-    kernels costs; None: a
-        quarter, or more where not even the cheapest candidates keep to that.
-    lengths: prompts are made at each; the patterns are for the longest, the others show how sizes
-    go with the length. samples: prompts of each task and length. dense_tail: None lets the search
-    choose among TAILS. trials: in all. storage: of Optuna's study, any URL that it takes; None
-    keeps it in memory. max_memory: bytes of weights that stay on the device, None all; the other
-    layers come in one at a time."""
+    budget: cost of all heads' attention, as a fraction of computing everything by the same kernels;
+        None: a quarter, or more where not even the cheapest candidates keep to that.
+    lengths: of prompts; the patterns are for the longest, the others show how sizes go with it.
+    samples: prompts of each task and length.
+    dense_tail: None lets the search choose among TAILS.
+    n_trials: runs of refinement, in all.
+    storage: of Optuna's study, any URL that it takes; None keeps it in memory.
+    max_memory: bytes of weights that stay on the device, None all; the other layers come in one at
+        a time."""
 
     model: str = shared(arguments.add_model)
     out: Path = shared(arguments.add_out, "artifact to write, such as cfg.yaml")
@@ -156,14 +156,10 @@ class ModelSearch:
 
     @property
     def held_out_tasks(self) -> tuple[str, ...]:
-        """The tasks of held-out prompts: those that are calibrated on, by default in fewer
-        prefills."""
-        return GATE_TASKS if self.tasks == CALIBRATED_TASKS else self.tasks
-
-    @property
-    def measures_costs(self) -> bool:
-        """Whether this machine is timed; with FLOPs nothing is, and all ranks find the same."""
-        return self.cost == "seconds"
+        """Tasks of held-out prompts: the calibrated ones, by default in fewer prefills."""
+        if self.tasks == CALIBRATED_TASKS:
+            return GATE_TASKS
+        return self.tasks
 
     @property
     def share(self) -> float:

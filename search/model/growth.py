@@ -1,4 +1,4 @@
-"""How sizes go with the length: rules fitted to curves of the same heads at several lengths.
+"""Growth of sizes with the length, fitted to curves of the same heads at several lengths.
 
 Shapes: L layers, H query heads, C candidates.
 """
@@ -20,8 +20,7 @@ GROWING = {
     "vertical_slash": ("vertical", "slash"),
     "block_sparse": ("blocks",),
 }
-# Below this relative change a rung is as good as dense, and a larger one cannot be distinguished
-# from it.
+# Below this relative change a candidate is as good as dense, and a larger one is no better.
 _FLOOR = 1e-9
 
 
@@ -31,18 +30,17 @@ def fit(
     chosen: np.ndarray,
     length: int,
 ) -> Growth | None:
-    """The power of each kind by which its sizes have to go for heads to lose as much at every
-    length.
+    """Fit the power by which each kind's sizes grow for heads to lose as much at every length.
 
-    Rungs are shares of the length: a head that needs the same rung at both lengths has the power 1,
-    one that needs half the share at twice the length has 0. What a head needs at another length is
-    read off its kind's rungs there, between two of them in the logarithm of size and change. The
-    median over heads and pairs of lengths, within 0 and 1.
+    Candidates are fractions of the length: a head that needs the same candidate at both lengths has
+    the power 1, one that needs half the fraction at twice the length has 0. The need at another
+    length is read off its kind's candidates there, between two of them in the logarithm of size and
+    change. The result is the median over heads and pairs of lengths, within 0 and 1.
 
     Args:
         curves: by length, of the same tasks and candidates.
-        candidates: by length; rung c is the same share at all.
-        chosen: (L, H) rung of each head at `length`, -1 in layers left alone.
+        candidates: by length; candidate c is the same fraction at all.
+        chosen: (L, H) candidate of each head at `length`, -1 in layers without patterns.
         length: that the artifact's sizes are for.
 
     Returns:
@@ -60,9 +58,9 @@ def fit(
                 if power is not None:
                     powers[pattern.kind].append(power)
     fitted = {
-        kind: round(float(np.clip(np.median(found), 0, 1)), 3)
-        for kind, found in powers.items()
-        if found
+        kind: round(float(np.clip(np.median(values), 0, 1)), 3)
+        for kind, values in powers.items()
+        if values
     }
     if not fitted:
         return None
@@ -78,24 +76,25 @@ def _power(
     short: int,
     long: int,
 ) -> float | None:
-    """One head's power between two lengths; None where its rungs do not reach far enough."""
+    """One head's power between two lengths; None where its candidates do not reach far enough."""
     wanted = float(changes[long][list(candidates[long]).index(pattern)])
-    rungs = _alike(pattern, candidates[long])
-    if len(rungs) < 2 or wanted < _FLOOR:
+    alike = _alike(pattern, candidates[long])
+    if len(alike) < 2 or wanted < _FLOOR:
         return None
-    size = np.array([_size(candidates[short][c]) for c in rungs], dtype=np.float64)
+    size = np.array([_size(candidates[short][c]) for c in alike], dtype=np.float64)
     # More never loses more; noise may say so.
-    change = np.minimum.accumulate(np.maximum(changes[short][rungs], _FLOOR))
+    change = np.minimum.accumulate(np.maximum(changes[short][alike], _FLOOR))
     needed = float(np.exp(np.interp(-np.log(wanted), -np.log(change), np.log(size))))
     power = float(np.log(_size(pattern) / needed) / np.log(long / short))
-    # Past the rungs the power is known to be less, or more, than that of the last one: it may say
-    # enough.
+    # Beyond the candidates the power is less, or more, than that of the last one, which may do.
     beyond = (wanted < change[-1] and power > 0) or (wanted > change[0] and power < 1)
-    return None if beyond else power
+    if beyond:
+        return None
+    return power
 
 
 def _alike(pattern: Pattern, candidates: Sequence[Pattern]) -> list[int]:
-    """The indices of the kind's rungs in the same proportions, the smallest first."""
+    """Indices of the kind's candidates in the same proportions, the smallest first."""
 
     def shape(other: Pattern) -> tuple[float, ...]:
         sizes = [getattr(other, name) for name in GROWING[pattern.kind]]

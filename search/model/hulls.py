@@ -19,22 +19,20 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """entries: for each part the one that it got. price: loss that a unit of cost has to save to be
-    spent.
+    """Entries that a total buys, one for each part, and their price.
 
-    It is the slope of the first step that did not fit: at this price each part's best entry is the
-    one it got, or, where a later and flatter step still fitted, one that costs less. 0 where every
-    part has its best entry."""
+    price: loss that a unit of cost has to save to be spent, the slope of the first step that did
+    not fit. At this price each part's best entry is the one it got, or, where a later and flatter
+    step still fitted, one that costs less. 0 where every part has its best entry."""
 
     entries: list[int]
     price: float
 
 
 def spend(losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float) -> Spent:
-    """For each part an entry, so that the costs sum to at most `total` and losses to least.
+    """Choose an entry for each part: costs sum to at most `total`, and losses to the least.
 
-    The result is the best there is for the total that it uses; what is left is less than one more
-    step.
+    The choice is the best for the total that it uses; the rest is less than one more step.
 
     Args:
         losses: (parts, entries), each part's loss with each entry; what is not finite is not taken.
@@ -97,8 +95,7 @@ def hull(costs: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarr
 
 
 def _above(costs: np.ndarray, losses: np.ndarray, cheaper: int, amid: int, dearer: int) -> bool:
-    """Whether an entry loses more than the straight line between two others at its cost, by more
-    than rounding."""
+    """True if an entry lies above the line between two others, by more than rounding."""
     edge = slope(costs, losses, cheaper, dearer)
     on_it = losses[cheaper] - edge * (costs[amid] - costs[cheaper])
     rounding = _ROUNDING * (abs(losses[cheaper]) + abs(losses[dearer]) + edge * abs(costs[dearer]))

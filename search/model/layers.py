@@ -1,4 +1,4 @@
-"""The layers that a search looks at, and the backend that scores them."""
+"""The layers of a model that are searched, and the backend that scores and serves them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.layers import attention_layers, sliding_layers
 
 
 def searched_layers(loaded: LoadedModel) -> tuple[int, ...]:
-    """Those that see the whole prompt, in order.
+    """The layers that see the whole prompt, in order.
 
     Raises:
         HeadwiseError: there is none.
@@ -33,33 +33,30 @@ def searched_layers(loaded: LoadedModel) -> tuple[int, ...]:
 def serving_backend(
     backend: str, model: ModelInfo, dtype: str, device: str, *, quiet: bool = False
 ) -> str:
-    """The name of the backend that scores candidates, and so of the one to serve; says where only
-    the reference can.
+    """The backend that scores candidates and will serve; says so where it is only the reference.
 
     Raises:
         HeadwiseError: the backend that was asked for cannot.
     """
     probe = torch.zeros(1, 1, TILE, model.head_dim, dtype=getattr(torch, dtype), device=device)
+    index = dense_index(1, 1, TILE, TILE, probe.device)
     while True:
         reasons = dispatch.why_not(probe, probe, probe)
-        found = (
-            next(name for name in reasons if reasons[name] is None)
-            if backend == "auto"
-            else backend
-        )
+        name = backend
+        if backend == "auto":
+            name = next(each for each, reason in reasons.items() if reason is None)
         try:
-            # That a kernel does not compile is known from its first call.
-            sparse_attention(
-                probe, probe, probe, dense_index(1, 1, TILE, TILE, probe.device), backend=found
-            )
+            # The first call shows whether a kernel compiles; one that does not has a reason then.
+            sparse_attention(probe, probe, probe, index, backend=name)
             break
         except ValueError as error:
             if backend != "auto":
                 raise HeadwiseError(f"--backend {backend}: {error}") from None
-    if found == "reference" != backend and not quiet:
-        why = reasons["cpu" if probe.device.type == "cpu" else "triton"]
+    if name == "reference" != backend and not quiet:
+        fastest = "cpu" if probe.device.type == "cpu" else "triton"
         print(
-            f"only the reference backend serves here, many times slower than the kernels: {why}",
+            "only the reference backend serves here, many times slower than the kernels: "
+            f"{reasons[fastest]}",
             file=sys.stderr,
         )
-    return found
+    return name

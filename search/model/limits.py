@@ -21,7 +21,7 @@ _GROUP = "limits on held-out prompts, task by task"
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What each task may lose at most; None: no limit.
+    """Limits on the losses of each task; None: no limit.
 
     kl: mean nats a token to dense attention. perplexity: rise over dense attention's, of text. nll:
     rise of -log p of the right answer, nats for each of its tokens. lost: share of the answers that
@@ -62,61 +62,58 @@ class Limits:
         check_ranges(self)
 
     def fault(self, tasks: Sequence[TaskLoss]) -> str | None:
-        """Why the tasks lose too much, the worst of them or all answers together; None where none
-        does."""
+        """The worst loss beyond a limit, in words; None where there is none."""
         # `not <=` so that NaN fails.
-        faults = [(times, said) for times, said in self._measured(tasks) if not times <= 1]
-        return max(faults)[1] if faults else None
+        faults = [(times, text) for times, text in self._measured(tasks) if not times <= 1]
+        if not faults:
+            return None
+        return max(faults)[1]
 
     def strain(self, tasks: Sequence[TaskLoss]) -> float:
-        """How many times a limit the worst task has, by what would be a finding above it; 0 without
-        limits."""
+        """The largest loss in multiples of its limit; 0 without limits."""
         return max([times for times, _ in self._measured(tasks)], default=0.0)
 
     def _measured(self, tasks: Sequence[TaskLoss]) -> list[tuple[float, str]]:
-        """(how many times the limit, in words) of all that is limited, and a finding where it is
-        above it."""
+        """(multiple of its limit, in words) of all losses that are beyond chance."""
         from search.model.task_losses import pooled
 
-        every = (*tasks, *pooled(tasks))
-        return [
-            (times, f"{task.task}: {said}")
-            for task in every
-            for times, sure, said in self._of(task)
-            if sure
-        ]
+        measured = []
+        for task in (*tasks, *pooled(tasks)):
+            for times, beyond_chance, text in self._of(task):
+                if beyond_chance:
+                    measured.append((times, f"{task.task}: {text}"))
+        return measured
 
     def _of(self, task: TaskLoss) -> list[tuple[float, bool, str]]:
-        """(how many times the limit, whether its interval is above 0, in words)."""
-        found = []
+        """(multiple of its limit, True if its interval is above 0, in words) of a task's losses."""
+        losses = []
         if self.kl is not None:
-            said = (
-                f"KL to dense attention is {task.kl:.4g} nats a token, the "
-                f"limit (--max-kl) is {self.kl:g}"
+            text = (
+                f"KL to dense attention is {task.kl:.4g} nats a token, the limit (--max-kl) is "
+                f"{self.kl:g}"
             )
-            found.append((task.kl / self.kl, True, said))
+            losses.append((task.kl / self.kl, True, text))
         if self.perplexity is not None and task.perplexity_ratio is not None:
             rise = task.perplexity_ratio - 1
-            said = (
-                f"perplexity rises by {rise:.2%}, the limit "
-                f"(--max-perplexity) is {self.perplexity:.2%}"
+            text = (
+                f"perplexity rises by {rise:.2%}, the limit (--max-perplexity) is "
+                f"{self.perplexity:.2%}"
             )
-            found.append((rise / self.perplexity, True, said))
+            losses.append((rise / self.perplexity, True, text))
         if self.nll is not None and task.nll_rise is not None and task.nll_rise_low is not None:
-            said = (
+            text = (
                 f"-log p of the right answer rises by {task.nll_rise:.3f} nats a token "
                 f"({task.nll_rise_low:.3f} to {task.nll_rise_high:.3f}), the limit (--max-nll) is "
                 f"{self.nll:g}"
             )
-            found.append((task.nll_rise / self.nll, not task.nll_rise_low <= 0, said))
+            losses.append((task.nll_rise / self.nll, not task.nll_rise_low <= 0, text))
         # Near a tie answers turn both ways: those that are won stand against those that are lost.
         if self.lost is not None and task.lost - task.won > 1 and task.fewer_low is not None:
-            said = (
+            text = (
                 f"accuracy falls from {task.dense_accuracy:.2f} to {task.accuracy:.2f} of "
-                f"{task.answers} questions, "
-                f"{task.fewer:.0%} fewer right answers ({task.fewer_low:.0%} to "
-                f"{task.fewer_high:.0%}), the limit "
-                f"(--max-lost) is {self.lost:.0%}"
+                f"{task.answers} questions, {task.fewer:.0%} fewer right answers "
+                f"({task.fewer_low:.0%} to {task.fewer_high:.0%}), the limit (--max-lost) is "
+                f"{self.lost:.0%}"
             )
-            found.append((task.fewer / self.lost, task.fewer_low > 0, said))
-        return found
+            losses.append((task.fewer / self.lost, task.fewer_low > 0, text))
+        return losses

@@ -22,13 +22,12 @@ from search.model.acceptance import ROUNDS
 from search.model.config import ModelSearch
 from search.model.task_losses import CONTEXTS
 
-# What a length at most is where none is asked for: beyond it a search takes long, and sizes go with
-# the length.
+# The longest default length: beyond it a search takes long, and sizes go with the length.
 _LONGEST = 8192
 
 
 def lengths_of(config: ModelSearch, model: ModelInfo) -> tuple[int, ...]:
-    """Ascending, each once.
+    """The lengths of prompts, ascending, each once.
 
     Raises:
         HeadwiseError: one is beyond the model's positions.
@@ -50,7 +49,7 @@ def check_positions(length: int, model: ModelInfo) -> None:
 
 
 def calibration_prompts(config: ModelSearch, loaded: LoadedModel, length: int) -> list[Prompt]:
-    """All of one length.
+    """The calibration prompts of one length.
 
     Raises:
         HeadwiseError: two tasks have one name; the length is too short for a task.
@@ -71,7 +70,7 @@ def calibration_prompts(config: ModelSearch, loaded: LoadedModel, length: int) -
 def whole_contexts(
     tasks: Iterable[str], loaded: LoadedModel, *, length: int, samples: int, seed: int
 ) -> list[Prompt]:
-    """So many contexts of each task, each task once, with all questions that share one."""
+    """`samples` contexts of each task, each task once, with all questions that share one."""
     return [
         prompt
         for task in dict.fromkeys(tasks)
@@ -91,11 +90,10 @@ def held_out_prompts(
     seen: Seen,
     number: int,
 ) -> list[Prompt]:
-    """Held-out prompts: contexts are the units of what is claimed, so there are more of them than
-    are calibrated on.
+    """Held-out prompts: four contexts of each task for each sample, two windows of a text.
 
-    Four times as many, of a text twice as many windows; where a file is too short for that, half of
-    it or no more.
+    Contexts are the units of the intervals, so there are more of them than are calibrated on. Of a
+    file that is too short there are half as many, or one. Sets of other numbers differ.
 
     Raises:
         HeadwiseError: the length is too short for a task, or a text for the length.
@@ -103,18 +101,17 @@ def held_out_prompts(
     asked = tuple(dict.fromkeys(tasks))
 
     def make(tokens: int) -> list[Prompt]:
-        how: dict[str, Any] = {"length": tokens, "seed": seed, "seen": seen, "number": number}
-        found = []
+        options: dict[str, Any] = {"length": tokens, "seed": seed, "seen": seen, "number": number}
+        prompts = []
         for task in asked:
-            times = 2 if parse_task(task).kind in ("text", "prose") else CONTEXTS
-            while (
-                times > 1
-                and of_texts(task)
-                and not _has(task, loaded, samples=times * samples, **how)
-            ):
-                times //= 2
-            found += held_out((task,), loaded.tokenizer, samples=samples * times, **how)
-        return found
+            times = CONTEXTS
+            if parse_task(task).kind in ("text", "prose"):
+                times = 2
+            if of_texts(task):
+                while times > 1 and not _has(task, loaded, samples=times * samples, **options):
+                    times //= 2
+            prompts += held_out((task,), loaded.tokenizer, samples=samples * times, **options)
+        return prompts
 
     return _made(make, length, "held-out", by_default=asked == GATE_TASKS)
 
@@ -122,10 +119,9 @@ def held_out_prompts(
 def _made(
     make: Callable[[int], list[Prompt]], length: int, which: str, *, by_default: bool
 ) -> list[Prompt]:
-    """Prompts of a length; where it is too short for default tasks, the error names a length and no
-    task.
+    """Make prompts of a length; for default tasks the error names a length that is enough.
 
-    The user did not ask for these tasks by name.
+    It names no task, for the user did not ask for these by name.
     """
     try:
         return make(length)
@@ -148,9 +144,10 @@ def _fits(make: Callable[[int], list[Prompt]], length: int) -> bool:
     return True
 
 
-def _has(task: str, loaded: LoadedModel, **how: Any) -> bool:
+def _has(task: str, loaded: LoadedModel, **options: Any) -> bool:
+    """True if the task's file is long enough for these held-out prompts."""
     try:
-        held_out((task,), loaded.tokenizer, **how)
+        held_out((task,), loaded.tokenizer, **options)
     except HeadwiseError:
         return False
     return True
@@ -159,32 +156,38 @@ def _has(task: str, loaded: LoadedModel, **how: Any) -> bool:
 def held_out_sets(
     config: ModelSearch, loaded: LoadedModel, length: int, seen: Seen
 ) -> Iterator[list[Prompt]]:
-    """Held-out sets of prompts, each unlike those before, as far as texts have any; what is taken
-    has been seen.
+    """Yield held-out sets of prompts, each unlike those before, as far as texts reach.
+
+    A set that is taken is added to `seen`.
 
     Raises:
-        HeadwiseError: a text has none at all, or an artifact cannot list all that is looked at.
+        HeadwiseError: a text has none at all, or an artifact cannot list all windows.
     """
-    how: dict[str, Any] = {
-        "length": length,
-        "samples": config.samples,
-        "seed": config.seed,
-        "seen": seen,
-    }
-    for number in (number for number in range(ROUNDS + 1) if number != GATE_SET):
+    for number in range(ROUNDS + 1):
+        if number == GATE_SET:
+            continue
         try:
-            made = held_out_prompts(config.held_out_tasks, loaded, **how, number=number)
+            prompts = held_out_prompts(
+                config.held_out_tasks,
+                loaded,
+                length=length,
+                samples=config.samples,
+                seed=config.seed,
+                seen=seen,
+                number=number,
+            )
         except HeadwiseError:
             if not number:
                 raise
             return
-        if (windows := seen.windows(made)) > MAX_WINDOWS:
+        windows = seen.windows(prompts)
+        if windows > MAX_WINDOWS:
             if number:
                 return
             raise HeadwiseError(
                 f"the prompts are {windows:,} windows of 64 tokens, and an artifact lists at most "
-                f"{MAX_WINDOWS:,} that "
-                "its search has seen: take fewer --samples or a shorter --length"
+                f"{MAX_WINDOWS:,} that its search has seen: take fewer --samples or a shorter "
+                "--length"
             )
-        seen.add(*made)
-        yield made
+        seen.add(*prompts)
+        yield prompts

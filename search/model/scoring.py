@@ -1,13 +1,12 @@
-"""Scores every candidate of a layer against dense attention on sampled query tiles, through the
-kernels that serve.
+"""Scores of a layer's candidates against dense attention, on sampled query tiles.
 
 Shapes: H query heads, G KV heads, S tokens, E value dim, C candidates, n sampled tiles of 64
 queries, T dense tails.
 
-What a candidate loses is a sum over query tiles. A few are enough to estimate it: one of each
-stretch of neighbouring tiles is drawn, those with large gradients more often, and weighted by how
-often it is drawn. Stretches end where a dense tail begins. For one query tile, all candidates of
-all heads but dense are heads of one launch."""
+A candidate's loss is a sum over query tiles. A few are enough to estimate it: one of each stretch
+of neighbouring tiles is drawn, those with large gradients more often, and weighted by how often it
+is drawn. Stretches end where a dense tail begins. The kernels that serve compute the scores: for
+one query tile, all candidates of all heads but dense are heads of one launch."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ _HEADS = 1024
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sample:
-    """Query tiles (n,) of a prompt and their weights (n,): sums over them estimate sums over all
-    tiles."""
+    """Query tiles (n,) of a prompt and weights (n,): weighted sums estimate those over all."""
 
     rows: Tensor
     weights: Tensor
@@ -54,9 +52,9 @@ class Sample:
 class Scores:
     """Sums over a prompt's tokens for one dense tail, (H, C) fp64 each.
 
-    change: squared change of what the head adds to the residual stream, relative to the stream's.
-    squared: squared change of its output; size: the output's own squared size. recall: attention
-    mass kept. drop: first-order change of the loss; fisher: half the sum over tiles of its square.
+    change: squared change of the head's part of the residual stream, relative to the stream's.
+    squared: squared change of its output. size: the output's own squared size. recall: attention
+    mass kept. drop: first-order change of the loss. fisher: half the sum over tiles of its square.
     tiles: 64 x 64 tiles computed, skipped ones by half."""
 
     change: np.ndarray
@@ -69,10 +67,10 @@ class Scores:
 
 
 def sampled(by_out: Tensor | None, length: int, tails: Sequence[int], seed: int) -> Sample:
-    """The query tiles of a prompt's first `length` tokens to score on.
+    """Draw the query tiles of a prompt's first `length` tokens to score on.
 
     Args:
-        by_out: (1, H, S, E) gradients, None where there are none: then tiles are drawn alike.
+        by_out: (1, H, S, E) gradients; without them (None) all tiles are alike.
         length: tokens of the prefill.
         tails: dense tails that are compared: each one's tiles are drawn from by themselves.
         seed: of the draw; the same seed and gradients give the same tiles.
@@ -82,10 +80,8 @@ def sampled(by_out: Tensor | None, length: int, tails: Sequence[int], seed: int)
     size = np.ones(n)
     if by_out is not None:
         norms = by_out[0, :, :length].float().square().sum((0, 2))
-        padded = (
-            torch.nn.functional.pad(norms, (0, -length % TILE)).unflatten(0, (-1, TILE)).sum(-1)
-        )
-        size = padded.sqrt().cpu().double().numpy()
+        padded = torch.nn.functional.pad(norms, (0, -length % TILE))
+        size = padded.unflatten(0, (-1, TILE)).sum(-1).sqrt().cpu().double().numpy()
     bounds = sorted({0, n, *(max(0, length - tail) // TILE for tail in tails if tail)})
     often = max(1 / _EVERY, _LEAST / n)
     edges = [0]
@@ -96,7 +92,9 @@ def sampled(by_out: Tensor | None, length: int, tails: Sequence[int], seed: int)
     weights = []
     for start, stop in pairwise(edges):
         own = size[start:stop]
-        share = own / own.sum() if own.sum() > 0 else np.full(stop - start, 1 / (stop - start))
+        share = np.full(stop - start, 1 / (stop - start))
+        if own.sum() > 0:
+            share = own / own.sum()
         chance = _BY_GRADIENT * share + (1 - _BY_GRADIENT) / (stop - start)
         drawn = int(generator.choice(stop - start, p=chance / chance.sum()))
         rows.append(start + drawn)
@@ -115,93 +113,81 @@ def score_layer(
     gradients: bool = True,
     backend: str = "auto",
 ) -> dict[int, Scores]:
-    """The scores of all heads and candidates of a layer, by dense tail.
+    """Score all heads and candidates of a layer, by dense tail.
 
     Args:
-        layer: what the pass hands out. stream: of the model that it runs. candidates: C of them.
-        length: tokens of the prefill; what comes after them, in a later turn, attends to everything
-        and is not scored. tails: dense tails, in tokens. seed: of the tiles that are drawn.
-        gradients: False leaves `drop` and `fisher` 0. backend: as for
-        kernels.attention.sparse_attention.
+        layer: inputs and gradients of the pass.
+        stream: of the model that it runs.
+        candidates: C of them.
+        length: tokens of the prefill. Later turns attend to everything and are not scored.
+        tails: dense tails, in tokens.
+        seed: of the tiles that are drawn.
+        gradients: False leaves `drop` and `fisher` 0.
+        backend: as for kernels.attention.sparse_attention.
     """
     whole = layer.inputs
     inputs = replace(
         whole, q=whole.q[:, :, :length], k=whole.k[:, :, :length], v=whole.v[:, :, :length]
     )
-    sample = sampled(layer.by_out if gradients else None, length, tails, seed)
+    by_out = layer.by_out if gradients else None
+    sample = sampled(by_out, length, tails, seed)
     indices = build_all(inputs, candidates)
     heads = inputs.q.shape[1]
     count = len(candidates)
     # A tail's first tile: rows from there on compute everything.
     firsts = {tail: (length - tail) // TILE if tail else num_tiles(length) for tail in tails}
-    sums = {
-        tail: {
-            name: np.zeros((heads, count))
-            for name in ("change", "squared", "recall", "drop", "fisher", "skipped")
-        }
-        for tail in tails
-    }
+    names = ("change", "squared", "recall", "drop", "fisher", "skipped")
+    sums = {tail: {name: np.zeros((heads, count)) for name in names} for tail in tails}
     sizes = np.zeros((heads, 1))
     seen = dict.fromkeys(tails, 0.0)
     drawn = list(zip(sample.rows.tolist(), sample.weights.tolist(), strict=True))
     for row, weight in drawn:
         for tail, first in firsts.items():
             seen[tail] += weight * (row + 1) * (row < first)
-        sizes += (
-            weight
-            * layer.out[0, :, _span(row, length)]
-            .float()
-            .square()
-            .sum((1, 2))
-            .cpu()
-            .double()
-            .numpy()[:, None]
-        )
+        squares = layer.out[0, :, _span(row, length)].float().square().sum((1, 2))
+        sizes += weight * squares.cpu().double().numpy()[:, None]
     dense = [c for c, pattern in enumerate(candidates) if pattern.kind == "dense"]
     sparse = [c for c in range(count) if c not in dense]
     step = max(1, _HEADS // heads)
     for at in range(0, len(sparse), step):
-        some = sparse[at : at + step]
-        joined = _Joined([indices[c] for c in some])
+        columns = sparse[at : at + step]
+        joined = _Joined([indices[c] for c in columns])
         for row, weight in drawn:
             span = _span(row, length)
-            found = None
+            scores = None
             # The longest rows, where every tail is dense whatever the candidate.
             if row < max(firsts.values()):
-                found = _row(
+                scores = _row(
                     inputs,
                     joined,
                     row,
                     layer.out[0, :, span].float(),
                     layer.lse[0, :, span],
-                    layer.by_out[0, :, span].float() if gradients else None,
+                    None if by_out is None else by_out[0, :, span].float(),
                     stream,
                     backend,
                 )
             for tail, first in firsts.items():
-                if found is not None and row < first:
-                    for name, values in found.items():
-                        sums[tail][name][:, some] += weight * values
+                if scores is not None and row < first:
+                    for name, values in scores.items():
+                        sums[tail][name][:, columns] += weight * values
                 else:
-                    sums[tail]["recall"][:, some] += weight * (span.stop - span.start)
-    for tail in tails:
-        sums[tail]["recall"][:, dense] = length
+                    sums[tail]["recall"][:, columns] += weight * (span.stop - span.start)
     tiles = torch.stack(
         [index.density(_COUNTED)[0].double() * index.causal_tiles for index in indices], dim=-1
     )
-    found_of = {}
+    by_tail = {}
     for tail, first in firsts.items():
-        # What is skipped goes with a row's length: its share of the drawn rows is that of all
+        sums[tail]["recall"][:, dense] = length
+        # Skipped tiles go with a row's length: their fraction of the drawn rows is that of all
         # before the tail.
-        share = sums[tail].pop("skipped") / max(seen[tail], 1.0)
-        found_of[tail] = Scores(
+        skipped = sums[tail].pop("skipped") / max(seen[tail], 1.0) * first * (first + 1) / 4
+        by_tail[tail] = Scores(
             **sums[tail],
             size=np.broadcast_to(sizes, (heads, count)),
-            tiles=tiles.cpu().numpy()
-            + _tail_tiles(indices, tail)
-            - share * first * (first + 1) / 4,
+            tiles=tiles.cpu().numpy() + _tail_tiles(indices, tail) - skipped,
         )
-    return found_of
+    return by_tail
 
 
 def build_all(inputs: LayerInputs, candidates: Sequence[Pattern]) -> list[SparseIndex]:
@@ -213,23 +199,22 @@ def build_all(inputs: LayerInputs, candidates: Sequence[Pattern]) -> list[Sparse
 def prepare_all(
     inputs: LayerInputs, candidates: Sequence[Pattern]
 ) -> dict[tuple[str, int], Builder]:
-    """By estimate the function from one pattern a head to their index, for sizes up to the
-    candidates' largest."""
+    """Builders of an index from one pattern a head, by estimate, up to the largest sizes."""
     heads = range(inputs.q.shape[1])
+    prompt = Inputs(heads, inputs.q, inputs.k, inputs.scale)
     alike: dict[tuple[str, int], list[Pattern]] = {}
     for pattern in candidates:
         alike.setdefault(estimate_of(pattern), []).append(pattern)
-    return {
-        key: KINDS[key[0]].prepare(
-            [largest(some)] * len(heads), Inputs(heads, inputs.q, inputs.k, inputs.scale)
-        )
-        for key, some in alike.items()
-    }
+    builders = {}
+    for estimate, patterns in alike.items():
+        widest = [largest(patterns)] * len(heads)
+        kind = KINDS[estimate[0]]
+        builders[estimate] = kind.prepare(widest, prompt)
+    return builders
 
 
 def estimate_of(pattern: Pattern) -> tuple[str, int]:
-    """The kind and last queries by which a pattern chooses: those alike in both share an
-    estimate."""
+    """The kind and last queries of a pattern: those alike in both share an estimate."""
     return pattern.kind, getattr(pattern, "last_q", 0)
 
 
@@ -241,15 +226,13 @@ class _Joined:
         # The same for all query tiles.
         self.diagonals = _join([index.diagonals for index in indices])
         self.columns = _join([index.columns for index in indices])
-        none = indices[0].diagonals.new_full(
-            indices[0].diagonals.shape[:2], -torch.inf, dtype=torch.float32
-        )
-        skips = [none if index.skip is None else index.skip for index in indices]
-        self.skip = (
-            _join([skip[..., None] for skip in skips])[..., 0]
-            if any(i.skip is not None for i in indices)
-            else None
-        )
+        self.skip = None
+        if any(index.skip is not None for index in indices):
+            none = indices[0].diagonals.new_full(
+                indices[0].diagonals.shape[:2], -torch.inf, dtype=torch.float32
+            )
+            skips = [none if index.skip is None else index.skip for index in indices]
+            self.skip = _join([skip[..., None] for skip in skips])[..., 0]
 
     def of_row(self, row: int, start: int, stop: int) -> SparseIndex:
         """Of one query tile."""
@@ -280,7 +263,7 @@ def _span(row: int, length: int) -> slice:
 
 def _row(
     inputs: LayerInputs,
-    some: _Joined,
+    joined: _Joined,
     row: int,
     dense: Tensor,
     dense_lse: Tensor,
@@ -288,11 +271,12 @@ def _row(
     stream: ResidualStream,
     backend: str,
 ) -> dict[str, np.ndarray]:
-    """(H, C) of each sum, over the queries of one tile. dense, by_out: (H, queries, E); dense_lse:
-    (H, queries)."""
+    """(H, C) of each sum, over the queries of one tile.
+
+    dense, by_out: (H, queries, E). dense_lse: (H, queries)."""
     heads = inputs.q.shape[1]
     groups = inputs.k.shape[1]
-    count = len(some.indices)
+    count = len(joined.indices)
     start = row * TILE
     stop = row * TILE + dense.shape[1]
     # Candidates of a head stand side by side.
@@ -303,32 +287,34 @@ def _row(
         .repeat_interleave(count, dim=2)
         .flatten(1, 2)
     )
+    sinks = None
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.repeat_interleave(count)
     out, lse = sparse_attention(
         many,
         inputs.k[:, :, :stop],
         inputs.v[:, :, :stop],
-        some.of_row(row, start, stop),
+        joined.of_row(row, start, stop),
         scale=inputs.scale,
         softcap=inputs.softcap,
-        sinks=None if inputs.sinks is None else inputs.sinks.repeat_interleave(count),
+        sinks=sinks,
         return_lse=True,
         skipped=skipped,
         backend=backend,
     )
     change = out[0].float().unflatten(0, (heads, count)).sub_(dense[:, None])
     kept = kept_mass(lse[0].unflatten(0, (heads, count)), dense_lse[:, None], inputs.sinks)
-    found = {
+    sums = {
         "squared": torch.linalg.vector_norm(change, dim=(2, 3)).double().square(),
         "recall": kept.sum(-1),
         "skipped": skipped.view(heads, count),
         "change": stream.by_head(inputs.layer, change, slice(start, stop)),
     }
     if by_out is not None:
-        found["drop"] = torch.bmm(change.flatten(2), by_out.flatten(1).unsqueeze(-1))[
-            ..., 0
-        ].double()
-        found["fisher"] = found["drop"].square() / 2
-    return {name: values.cpu().double().numpy() for name, values in found.items()}
+        drop = torch.bmm(change.flatten(2), by_out.flatten(1).unsqueeze(-1))
+        sums["drop"] = drop[..., 0].double()
+        sums["fisher"] = sums["drop"].square() / 2
+    return {name: values.cpu().double().numpy() for name, values in sums.items()}
 
 
 def _tail_tiles(indices: Sequence[SparseIndex], tail: int) -> np.ndarray:
@@ -339,13 +325,12 @@ def _tail_tiles(indices: Sequence[SparseIndex], tail: int) -> np.ndarray:
     for index in indices:
         first = max(0, (index.k_len - tail) // TILE)
         n = num_tiles(index.k_len)
+        causal = n * (n + 1) // 2 - first * (first + 1) // 2
         rows = replace(
             index,
             q_len=index.k_len - first * TILE,
             offsets=index.offsets[:, :, first:],
             dense_tail=(),
         )
-        more.append(
-            (n * (n + 1) // 2 - first * (first + 1) // 2) - rows.computed_tiles()[0].double()
-        )
+        more.append(causal - rows.computed_tiles()[0].double())
     return torch.stack(more, dim=-1).cpu().numpy()

@@ -1,5 +1,4 @@
-"""One run of a search: model, prompts, candidates, ranks and resume file, and losses measured with
-them."""
+"""One run of a search: model, prompts, candidates, ranks, resume file, and measured losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What patterns lose against dense attention, by task and over all answers."""
+"""Losses of patterns against dense attention, by task and over all answers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from profiling.quality.sequences import Losses, TokenSequence
 # With fewer answers that dense attention gets right, in four contexts, a loss of one in five is
 # often not seen.
 ENOUGH = 72
-# An interval of what answers lose takes so many contexts. Answers of one are alike, and say nothing
+# Contexts that an interval of lost answers takes. Answers of one context are alike, and say nothing
 # of other contexts.
 CONTEXTS = 4
-# All answers of all tasks together.
+# The name of all answers of all tasks together.
 POOL = "all answers"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextLoss:
-    """What one sequence loses.
+    """Losses of one sequence.
 
     digest: of the sequence. text: mean rise of -log p of its tokens; None where answers are asked
-    for. rise, tokens: of its answers' -log p in all, and how many tokens they have. answers,
-    dense_right, lost, won: as TaskLoss has them."""
+    for. rise, tokens: of its answers' -log p in all, and their number of tokens. answers,
+    dense_right, lost, won: as in TaskLoss."""
 
     digest: str
     kl: float
@@ -43,33 +43,35 @@ class ContextLoss:
     won: int = 0
 
     @classmethod
-    def of(cls, one: TokenSequence, found: Losses) -> ContextLoss:
+    def of(cls, sequence: TokenSequence, losses: Losses) -> ContextLoss:
         """Of a sequence, or of some of its answers."""
+        text = None
+        if not len(losses.right):
+            text = float((losses.nll - losses.dense_nll).mean())
         return cls(
-            digest=one.digest,
-            kl=float(found.kl.mean()),
-            text=None if len(found.right) else float((found.nll - found.dense_nll).mean()),
-            rise=float((found.answer_nll - found.answer_dense_nll).sum()),
-            tokens=float(found.answer_tokens.sum()),
-            answers=len(found.right),
-            dense_right=int(found.dense_right.sum()),
-            lost=int((found.dense_right & ~found.right).sum()),
-            won=int((~found.dense_right & found.right).sum()),
+            digest=sequence.digest,
+            kl=float(losses.kl.mean()),
+            text=text,
+            rise=float((losses.answer_nll - losses.answer_dense_nll).sum()),
+            tokens=float(losses.answer_tokens.sum()),
+            answers=len(losses.right),
+            dense_right=int(losses.dense_right.sum()),
+            lost=int((losses.dense_right & ~losses.right).sum()),
+            won=int((~losses.dense_right & losses.right).sum()),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskLoss:
-    """What one task's sequences lose against dense attention: the numbers of an artifact's
-    TaskFigures.
+    """Losses of one task's sequences against dense attention, as an artifact's TaskFigures.
 
     task: its name; where its answers are of several kinds, one of them after a slash. kl: mean over
-    the sequences. perplexity_ratio: over dense attention's, of text; None where answers are asked
+    the sequences. perplexity_ratio: to dense attention's, of text; None where answers are asked
     for. nll_rise: mean rise of -log p of the answers, nats a token, None without answers. answers:
-    how many. dense_right, lost, won: answers that dense attention gets right; of these those that
-    go wrong; those it gets wrong and the patterns get right. nll_rise_low, nll_rise_high,
+    how many. dense_right, lost, won: answers that dense attention gets right; those of them that
+    the patterns get wrong; those that only the patterns get right. nll_rise_low, nll_rise_high,
     fewer_low, fewer_high: the 95% intervals of `nll_rise` and `fewer` over contexts; None with
-    fewer than four. contexts: what each sequence loses."""
+    fewer than four. contexts: losses of each sequence."""
 
     task: str
     prompts: int
@@ -88,35 +90,47 @@ class TaskLoss:
 
     @classmethod
     def of(cls, task: str, contexts: Sequence[ContextLoss]) -> TaskLoss:
-        """Contexts are the unit of what is claimed of answers; of fewer than four nothing is."""
-        text = [one.text for one in contexts if one.text is not None]
-        asked = [one for one in contexts if one.answers]
-        rises = [one.rise for one in asked]
-        tokens = [one.tokens for one in asked]
-        fewer = [float(one.lost - one.won) for one in asked]
-        right = [float(one.dense_right) for one in asked]
-        enough = len(asked) >= CONTEXTS
-        risen, lost = (share_of(rises, tokens), share_of(fewer, right)) if enough else (None, None)
-        return cls(
+        """Of a task's contexts, the units of the intervals; there are none with fewer than four."""
+        loss = cls(
             task=task,
             prompts=len(contexts),
-            kl=float(np.mean([one.kl for one in contexts])),
-            perplexity_ratio=exp(float(np.mean(text))) if text else None,
-            nll_rise=sum(rises) / sum(tokens) if asked else None,
-            nll_rise_low=risen.low if risen else None,
-            nll_rise_high=risen.high if risen else None,
-            answers=sum(one.answers for one in contexts),
-            dense_right=sum(one.dense_right for one in contexts),
-            lost=sum(one.lost for one in contexts),
-            won=sum(one.won for one in contexts),
-            fewer_low=lost.low if lost else None,
-            fewer_high=lost.high if lost else None,
+            kl=float(np.mean([context.kl for context in contexts])),
+            perplexity_ratio=None,
+            nll_rise=None,
+            nll_rise_low=None,
+            nll_rise_high=None,
+            answers=sum(context.answers for context in contexts),
+            dense_right=sum(context.dense_right for context in contexts),
+            lost=sum(context.lost for context in contexts),
+            won=sum(context.won for context in contexts),
             contexts=tuple(contexts),
+        )
+        text = [context.text for context in contexts if context.text is not None]
+        if text:
+            loss = replace(loss, perplexity_ratio=exp(float(np.mean(text))))
+        asked = [context for context in contexts if context.answers]
+        rises = [context.rise for context in asked]
+        tokens = [context.tokens for context in asked]
+        if asked:
+            loss = replace(loss, nll_rise=sum(rises) / sum(tokens))
+        if len(asked) < CONTEXTS:
+            return loss
+        rise = share_of(rises, tokens)
+        fewer = share_of(
+            [float(context.lost - context.won) for context in asked],
+            [float(context.dense_right) for context in asked],
+        )
+        return replace(
+            loss,
+            nll_rise_low=rise.low,
+            nll_rise_high=rise.high,
+            fewer_low=fewer.low,
+            fewer_high=fewer.high,
         )
 
     @property
     def fewer(self) -> float:
-        """By which share of dense attention's right answers the patterns get fewer right."""
+        """Right answers lost, less those won, relative to dense attention's right ones."""
         return (self.lost - self.won) / max(1, self.dense_right)
 
     @property
@@ -135,14 +149,14 @@ class TaskLoss:
         return self.kl + max(0.0, self.nll_rise or 0.0)
 
     def times(self, factor: float) -> TaskLoss:
-        """With so many times the KL and the rises; which answers are lost cannot be foreseen, and
-        stays."""
-
-        def more(one: ContextLoss) -> ContextLoss:
-            text = None if one.text is None else factor * one.text
-            return replace(one, kl=factor * one.kl, text=text, rise=factor * one.rise)
-
-        return TaskLoss.of(self.task, [more(one) for one in self.contexts])
+        """Scale the KL and the rises; lost answers cannot be predicted, and stay as they are."""
+        contexts = []
+        for context in self.contexts:
+            scaled = replace(context, kl=factor * context.kl, rise=factor * context.rise)
+            if context.text is not None:
+                scaled = replace(scaled, text=factor * context.text)
+            contexts.append(scaled)
+        return TaskLoss.of(self.task, contexts)
 
     def figures(self, length: int) -> TaskFigures:
         """As an artifact has them. length: of the prompts, in tokens."""
@@ -152,64 +166,68 @@ class TaskLoss:
         return TaskFigures(**known, length=length)
 
 
-def by_task(found: Sequence[TokenSequence], losses: Sequence[Losses]) -> list[TaskLoss]:
-    """The losses of some sequences by task and kind of answer, in the order of each one's first."""
+def by_task(sequences: Sequence[TokenSequence], losses: Sequence[Losses]) -> list[TaskLoss]:
+    """The losses of sequences by task and kind of answer, in the order of each one's first."""
     tasks: dict[str, list[ContextLoss]] = {}
-    for one, loss in zip(found, losses, strict=True):
-        for label in dict.fromkeys(one.labels):
-            own = np.array([other == label for other in one.labels])
-            tasks.setdefault(f"{one.task}/{label}", []).append(ContextLoss.of(one, loss.of(own)))
-        if not one.labels:
-            tasks.setdefault(one.task, []).append(ContextLoss.of(one, loss))
-    return [TaskLoss.of(task, each) for task, each in tasks.items()]
+    for sequence, loss in zip(sequences, losses, strict=True):
+        for label in dict.fromkeys(sequence.labels):
+            own = np.array([each == label for each in sequence.labels])
+            context = ContextLoss.of(sequence, loss.of(own))
+            tasks.setdefault(f"{sequence.task}/{label}", []).append(context)
+        if not sequence.labels:
+            tasks.setdefault(sequence.task, []).append(ContextLoss.of(sequence, loss))
+    return [TaskLoss.of(task, contexts) for task, contexts in tasks.items()]
 
 
 def pooled(tasks: Sequence[TaskLoss]) -> list[TaskLoss]:
-    """All answers of tasks together, where several have some: one task's may be too few for a loss
-    to show.
+    """All answers of tasks together, if several tasks have some; else nothing.
 
-    Answers of one context, of whatever kinds, are one unit of the interval.
+    One task's answers may be too few for a loss to show. Answers of one context, of whatever kinds,
+    are one unit of the interval.
     """
-    asked = [task for task in tasks if any(one.answers for one in task.contexts)]
+    asked = [task for task in tasks if any(context.answers for context in task.contexts)]
     if len(asked) < 2:
         return []
-    every = sorted((one for task in asked for one in task.contexts), key=lambda one: one.digest)
-    contexts = []
-    for _, group in groupby(every, key=lambda one: one.digest):
+    contexts = sorted(
+        (context for task in asked for context in task.contexts), key=lambda each: each.digest
+    )
+    joined = []
+    for _, group in groupby(contexts, key=lambda each: each.digest):
         parts = list(group)
-        counted = ("rise", "tokens", "answers", "dense_right", "lost", "won")
-        contexts.append(
-            replace(
-                parts[0], **{name: sum(getattr(one, name) for one in parts) for name in counted}
-            )
-        )
-    return [TaskLoss.of(POOL, contexts)]
+        sums = {
+            name: sum(getattr(part, name) for part in parts)
+            for name in ("rise", "tokens", "answers", "dense_right", "lost", "won")
+        }
+        joined.append(replace(parts[0], **sums))
+    return [TaskLoss.of(POOL, joined)]
 
 
 def line(task: TaskLoss) -> str:
     """A task's losses, for people."""
-    said = f"{task.task:<26} KL {task.kl:.4f}"
+    text = f"{task.task:<26} KL {task.kl:.4f}"
     if task.perplexity_ratio is not None:
-        said += f"  perplexity {task.perplexity_ratio - 1:+.2%}"
+        text += f"  perplexity {task.perplexity_ratio - 1:+.2%}"
     if not task.answers:
-        return said
-    said += (
-        f"  accuracy dense {task.dense_accuracy:.2f}, artifact "
-        f"{task.accuracy:.2f} of {task.answers} questions"
+        return text
+    text += (
+        f"  accuracy dense {task.dense_accuracy:.2f}, artifact {task.accuracy:.2f} of "
+        f"{task.answers} questions"
     )
-    if (interval := _interval(task)) is not None:
-        said += f", {0 - task.fewer:+.0%} ({interval})"
+    interval = _interval(task)
+    if interval is not None:
+        text += f", {0 - task.fewer:+.0%} ({interval})"
     if task.nll_rise is not None:
-        said += f", -log p {task.nll_rise:+.3f}"
+        text += f", -log p {task.nll_rise:+.3f}"
     if task.nll_rise_low is None:
-        return f"{said}  (not tested: answers take {CONTEXTS} contexts, got {task.prompts})"
-    said += f" ({task.nll_rise_low:+.3f} to {task.nll_rise_high:+.3f})"
-    return f"{said}  (too few to see a loss of one in five)" if _too_few(task) else said
+        return f"{text}  (not tested: answers take {CONTEXTS} contexts, got {task.prompts})"
+    text += f" ({task.nll_rise_low:+.3f} to {task.nll_rise_high:+.3f})"
+    if _too_few(task):
+        text += "  (too few to see a loss of one in five)"
+    return text
 
 
 def verdict(tasks: Sequence[TaskLoss]) -> Verdict:
-    """Whether a loss of one in five answers would show, in one task's or in those of all
-    together."""
+    """Proven if a loss of one in five answers would show in a task, or in all answers together."""
     asked = _asked(tasks)
     if not asked:
         return Verdict(proven=True, why="text alone, no answers were asked for")
@@ -219,12 +237,12 @@ def verdict(tasks: Sequence[TaskLoss]) -> Verdict:
 
 
 def remedy(tasks: Sequence[TaskLoss], samples: int) -> str:
-    """How to have answers enough. samples: what --samples was."""
+    """Advice for more answers. samples: the value of --samples."""
     most = _most_right(_asked(tasks))
     if not most.dense_right:
         return (
-            "dense attention gets none right: take a --task that it can "
-            "answer, or a shorter --length"
+            "dense attention gets none right: take a --task that it can answer, or a shorter "
+            "--length"
         )
     if most.prompts < CONTEXTS:
         return f"a longer file would give the {CONTEXTS} contexts that answers take"
@@ -232,7 +250,7 @@ def remedy(tasks: Sequence[TaskLoss], samples: int) -> str:
 
 
 def summary(tasks: Sequence[TaskLoss]) -> str:
-    """What tasks that passed the gate have shown, in a few words."""
+    """The finding on tasks that passed the gate, in a few words."""
     asked = _asked(tasks)
     if not asked:
         worst = max(task.perplexity_ratio or 1.0 for task in tasks)
@@ -250,7 +268,7 @@ def _most_right(asked: Sequence[TaskLoss]) -> TaskLoss:
 
 
 def _too_few(task: TaskLoss) -> bool:
-    """Whether a loss of one in five would often not be seen."""
+    """True if a loss of one in five would often not be seen."""
     return task.nll_rise_low is None or task.dense_right < ENOUGH
 
 
@@ -263,9 +281,10 @@ def _interval(task: TaskLoss) -> str | None:
 
 
 def mean_kl(tasks: Sequence[TaskLoss]) -> float:
-    """Over the sets of prompts, nats a token: kinds of answers of the same prompts have one KL,
-    which counts once."""
-    sets = {tuple(one.digest for one in task.contexts): task.kl for task in tasks}
+    """Mean KL over the sets of prompts, nats a token.
+
+    Kinds of answers of the same prompts have one KL, which counts once."""
+    sets = {tuple(each.digest for each in task.contexts): task.kl for task in tasks}
     return float(np.mean(list(sets.values())))
 
 

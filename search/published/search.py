@@ -1,5 +1,4 @@
-"""The search with a budget for each head: MInference 1.0, Algorithm 1 (kernel-aware sparse pattern
-search).
+"""MInference 1.0, Algorithm 1: kernel-aware sparse pattern search, a budget for each head.
 
 Every candidate is brought to the same computed tiles on one prompt, run through the kernels that
 will serve, and the one nearest to dense attention's output wins.
@@ -64,8 +63,9 @@ from the candidate's start; within: whether it keeps to the budget."""
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSearch:
-    """What a search is asked to do; the defaults are the paper's. dense_below: None is half of the
-    length."""
+    """Config of the search; the defaults are the paper's.
+
+    dense_below: None is half of the length."""
 
     model: str
     out: Path
@@ -89,11 +89,10 @@ class HeadSearch:
 
 
 def run(config: HeadSearch) -> Artifact:
-    """Search and write `config.out` with its sidecar; a killed run goes on from the layers it
-    finished.
+    """Search, and write `config.out` with its sidecar; a killed run goes on where it was.
 
     Raises:
-        HeadwiseError: anything the user has to put right; no file is written then.
+        HeadwiseError: a user's mistake; no file is written then.
     """
     one_process("headwise search --preset paper")
     config = settled(config)
@@ -179,7 +178,7 @@ def score(inputs: LayerInputs, *, target: int, dense_tail: int, backend: str) ->
 
 
 def choose(scores: Scores, layer: int) -> np.ndarray:
-    """(H,) candidates: of those within the budget the one of least error, of these the cheapest.
+    """(H,) candidates within the budget: the one of least error, of equal ones the cheapest.
 
     Raises:
         HeadwiseError: a head has none within the budget.

@@ -1,5 +1,4 @@
-"""The search space of MInference 1.0, Algorithm 1: patterns that grow or shrink until they meet the
-budget.
+"""The search space of MInference 1.0, Algorithm 1: patterns that grow or shrink to a budget.
 
 Shapes: H query heads of a layer, S prompt length, D head dim.
 """
@@ -36,8 +35,7 @@ def sizes(pattern: Pattern) -> dict[str, int]:
 
 
 def moved(start: Pattern, steps: int) -> Pattern:
-    """The pattern so many steps from its start: the largest size moves, the others in proportion to
-    it."""
+    """The pattern `steps` from its start: the largest size moves, the others in proportion."""
     own = sizes(start)
     largest = max(own.values())
     target = largest + steps * _step(start)
@@ -47,8 +45,7 @@ def moved(start: Pattern, steps: int) -> Pattern:
 
 
 def bounds(start: Pattern, length: int) -> tuple[int, int]:
-    """The fewest steps whose sizes are positive, and the most that still change anything at
-    `length` tokens."""
+    """The fewest steps with positive sizes, and the most that still matter at `length` tokens."""
     largest = max(sizes(start).values())
     step = _step(start)
     most = num_tiles(length) if start.kind == "block_sparse" else length
@@ -63,8 +60,7 @@ def _step(start: Pattern) -> int:
 def change_space(
     start: Pattern, target: int, build: Builder, *, num_heads: int, length: int, dense_tail: int
 ) -> list[int]:
-    """ChangeSpace for all heads of a layer: the steps to each head's largest pattern of at most
-    `target` tiles.
+    """ChangeSpace: steps to each head's largest pattern of at most `target` tiles.
 
     Tiles are counted from the index on the layer's own q and k: a head whose diagonals lie
     scattered gets fewer of them than one whose diagonals share tiles. A head whose smallest pattern
@@ -120,10 +116,8 @@ def target_tiles(budget: str, length: int, dense_tail: int) -> int:
     if target < least:
         raise HeadwiseError(
             f"budget {budget} is impossible at {length} tokens: the smallest pattern (first and "
-            f"last tile of {TILE} "
-            f"keys, {dense_tail} queries dense) computes {least / dense:.3f} of dense attention; "
-            f"ask for more, or for "
-            "a longer --length"
+            f"last tile of {TILE} keys, {dense_tail} queries dense) computes {least / dense:.3f} "
+            "of dense attention; ask for more, or for a longer --length"
         )
     return target
 
