@@ -1,5 +1,4 @@
-"""headwise gate: what an artifact loses on prompts that its search did not see, before anyone
-serves with it.
+"""headwise gate: measure the losses of an artifact on prompts that its search did not see.
 
 The worst task decides, or all answers together: KL to dense attention, perplexity on text, and on
 answers how much less likely the right one becomes and how many that dense attention gets right are

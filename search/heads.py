@@ -1,5 +1,4 @@
-"""headwise search: find a sparse pattern for every attention head of a model and write the
-artifact.
+"""headwise search: find a sparse pattern for every attention head and write the artifact.
 
 One budget is spent over all heads, in seconds of this machine, and held-out prompts check the
 result, task by task. The last lines begin with the verdict; below 1.05 times the fastest dense
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.cli import arguments
@@ -22,9 +21,6 @@ from artifacts.cli.options import add_arguments, config_of, option
 from search.model.config import ModelSearch, without_password
 from search.model.limits import Limits
 from search.published import PAPER_BUDGET, PAPER_LENGTH
-
-if TYPE_CHECKING:
-    from search.published.search import HeadSearch
 
 # Options of the search with one budget for the model that --preset paper lacks, by field.
 _OF_MODEL = {
@@ -46,9 +42,9 @@ class Preset:
     """A published search in place of one budget for the model."""
 
     preset: str | None = option(
-        f"paper: MInference's own search, of one prompt of one --task and --length (default "
-        f"{PAPER_LENGTH}), with a "
-        f"--budget for each head, a share or a_shape:SINK,WINDOW (default {PAPER_BUDGET})",
+        "paper: MInference's own search, of one prompt of one --task and --length (default "
+        f"{PAPER_LENGTH}), with a --budget for each head, a share or a_shape:SINK,WINDOW (default "
+        f"{PAPER_BUDGET})",
         default=None,
         choices=("paper",),
         advanced=True,
@@ -65,9 +61,9 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line entry point: 0, and 3 where what was found is not worth serving and so was not
-    written."""
-    argv = sys.argv[1:] if argv is None else argv
+    """Run the command: 0, and 3 where the artifact is not worth serving and so is not written."""
+    if argv is None:
+        argv = sys.argv[1:]
     p = parser()
     options = vars(p.parse_args(argv))
     # It goes into the artifact.
@@ -77,37 +73,34 @@ def main(argv: list[str] | None = None) -> int:
             if options[name] != p.get_default(name):
                 refused = "goes with one budget for the model, not with --preset paper"
                 raise HeadwiseError(f"{flag} {refused}")
-        with while_importing():
-            from search.published.search import run as run_published
-        artifact = run_published(_published(options, command))
-        from search.model.report import report_published
-
-        print(report_published(artifact, options["out"], options["model"]))
+        _run_published(options, command)
         return 0
     config = config_of(ModelSearch, options, limits=config_of(Limits, options), command=command)
     with while_importing():
         from search.model.report import report
-        from search.model.search import run as run_model
-    recorded = run_model(config)
+        from search.model.search import run
+    recorded = run(config)
     if recorded is None:
         return 0
     print(report(config, recorded))
     return 0 if recorded.written else FOUND
 
 
-def _published(options: dict[str, Any], command: str) -> HeadSearch:
-    """The search of --preset paper, which is of one task and one length."""
-    from search.published.search import HeadSearch
-
-    one = {
+def _run_published(options: dict[str, Any], command: str) -> None:
+    """Run the search of --preset paper, which is of one task and one length, and report."""
+    with while_importing():
+        from search.model.report import report_published
+        from search.published.search import HeadSearch, run
+    single = {
         "length": _only(options["lengths"], "--length"),
         "calibration": _only(options["tasks"], "--task"),
     }
-    return config_of(HeadSearch, options | one, command=command)
+    artifact = run(config_of(HeadSearch, options | single, command=command))
+    print(report_published(artifact, options["out"], options["model"]))
 
 
 def _only(values: list[Any] | None, flag: str) -> Any:
-    """The one value of an option that --preset paper takes once; None if it was not given."""
+    """The value of an option that --preset paper takes once; None if it was not given."""
     if values is None:
         return None
     if len(values) > 1:
