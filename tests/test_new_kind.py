@@ -78,8 +78,8 @@ from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
 from profiling.pattern_map import draw_pattern_map, figure
 from runtime.layers import layer_plans
-from search.common.scores import as_artifact_pattern
-from search.model.candidates import ladder
+from search.model.rows import as_artifact_pattern
+from search.model.candidates import candidate_grid
 from tests.artifacts.conftest import build
 
 here = Path(__file__).parent
@@ -102,7 +102,7 @@ for backend in ("auto", "reference"):
     torch.testing.assert_close(sparse_attention(q, k, v, index, backend=backend), wanted)
 
 # A candidate of the search, and what an artifact writes of it.
-assert make("comb", step=4) in ladder(4096)
+assert make("comb", step=4) in candidate_grid(4096)
 record = as_artifact_pattern(comb)
 assert density(record, length) == float(index.computed_tiles()[0, 0]) / index.causal_tiles
 assert picture(record, length)
