@@ -1,5 +1,4 @@
-"""A tiny random model with a tokenizer, saved as a folder, so that the real command runs in
-seconds."""
+"""A tiny random model with a tokenizer in a folder: the real command runs in seconds."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def by_head(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a search with a budget for each head found for the tiny model; not to be written to."""
+    """The artifact of a published search of the tiny model; not to be written to."""
     out = tmp_path_factory.mktemp("by_head") / "cfg.yaml"
     options = {
         "length": 1000,

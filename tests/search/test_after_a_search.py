@@ -1,5 +1,4 @@
-"""What comes after a search with one budget for the model: its report, and what is shown of a
-head."""
+"""After a search with one budget for the model: its report, and a head as `show` has it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from tests.search.conftest import save_tokenizer
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_found_for_an_architecture_serves_it(family: str, tmp_path: Path) -> None:
-    model, out = tiny_model(family, vocab_size=260), tmp_path / "cfg.yaml"
+    model = tiny_model(family, vocab_size=260)
+    out = tmp_path / "cfg.yaml"
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     options = [

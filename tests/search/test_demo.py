@@ -33,7 +33,8 @@ def test_it_searches_by_default_applies_and_compares(
         command="the command",
     )
     assert run(config, repeats=1)
-    artifact, said = artifacts.load(out), capsys.readouterr().out
+    artifact = artifacts.load(out)
+    said = capsys.readouterr().out
     assert artifact.search is not None and artifact.search.allocation == "model"
     assert (
         artifact.evidence.reported_on is not None

@@ -179,7 +179,8 @@ def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
 ) -> None:
     from profiling.models.loading import load_model
 
-    profile, out = tmp_path / "profile", tmp_path / "cfg.yaml"
+    profile = tmp_path / "profile"
+    out = tmp_path / "cfg.yaml"
     similarity.main(
         ["--model", str(tiny_model), "--out", str(profile), *MEASURE, "--dtype", "float32"]
     )

@@ -24,7 +24,8 @@ from search.model.prompts import held_out_prompts
 from search.model.task_losses import by_task
 
 LENGTH = 700
-WIDE, NARROW = artifacts.Dense(), artifacts.AShape(sink=64, window=64)
+WIDE = artifacts.Dense()
+NARROW = artifacts.AShape(sink=64, window=64)
 
 
 def artifact_of(model: Path, out: Path, pattern: artifacts.Pattern, **changes: object) -> Path:
@@ -81,7 +82,8 @@ def test_too_few_right_answers_prove_nothing(
     exact: Path, fine_tune: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A random model gets none right: that nothing is lost says nothing."""
-    out, record = tmp_path / "new.yaml", tmp_path / "record.json"
+    out = tmp_path / "new.yaml"
+    record = tmp_path / "record.json"
     asked = [
         "--model",
         str(fine_tune),
@@ -176,7 +178,8 @@ def fine_tune(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_one_that_passes_is_written_for_a_fine_tune(
     exact: Path, fine_tune: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, source = tmp_path / "new.yaml", tmp_path / "old.yaml"
+    out = tmp_path / "new.yaml"
+    source = tmp_path / "old.yaml"
     former = artifacts.load(exact)
     section = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,)))
     told = artifacts.Measurement(
@@ -189,7 +192,8 @@ def test_one_that_passes_is_written_for_a_fine_tune(
     assert main([str(source), *options(fine_tune), "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert f"wrote {out}, for {fine_tune}" in said and "measured on other weights: decode" in said
-    new, loaded = artifacts.load(out), load_model(str(fine_tune), dtype="float32")
+    new = artifacts.load(out)
+    loaded = load_model(str(fine_tune), dtype="float32")
     assert new.model == fingerprint(loaded.model, name=loaded.name)
     assert new.prefill == former.prefill and new.decode is None and not new.evidence.measurements
     (task,) = new.evidence.tasks
@@ -213,7 +217,8 @@ def test_one_that_fails_is_not_written(
 def test_what_an_import_leaves_open_is_filled_in(
     exact: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    source, out = tmp_path / "imported.yaml", tmp_path / "new.yaml"
+    source = tmp_path / "imported.yaml"
+    out = tmp_path / "new.yaml"
     whole = artifacts.load(exact)
     section = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,)))
     model = whole.model.model_copy(update={"weights_sha256": None, "config_sha256": None})
@@ -241,8 +246,9 @@ def test_without_a_search_the_length_has_to_be_told(exact: Path, tiny_model: Pat
 def retrieving(
     loaded: LoadedModel, artifact: artifacts.Artifact, length: int, window: int
 ) -> list[tuple[int, int]]:
-    """Heads without which a fifth of dense attention's answers are lost, on four contexts of their
-    own; at most three.
+    """Heads without which a fifth of dense attention's answers are lost; at most three.
+
+    They are measured on four contexts of their own.
 
     They are of the two layers without whose heads together the answers of two of these contexts
     become least likely."""
@@ -250,11 +256,9 @@ def retrieving(
         "facts", loaded.tokenizer, length=length, samples=4 * per_context("facts"), seed=7
     )
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
-    narrow, dense, heads = (
-        make("a_shape", sink=TILE, window=window),
-        make("dense"),
-        range(artifact.model.num_heads),
-    )
+    narrow = make("a_shape", sink=TILE, window=window)
+    dense = make("dense")
+    heads = range(artifact.model.num_heads)
 
     def without(layer: int, some: Collection[int], contexts: int) -> list[Losses]:
         plan = LayerPlan(
@@ -299,8 +303,7 @@ def windowed(
 @pytest.mark.model
 @pytest.mark.parametrize(("model", "unseen"), [("smollm2", True), ("gemma3", False)])
 def test_lost_answers_fail_where_means_may_pass(model: str, unseen: bool, tmp_path: Path) -> None:
-    """What the search finds passes; with a window of a quarter for one head that retrieves it does
-    not.
+    """A searched artifact passes; with a window for one head that retrieves it fails.
 
     `unseen`: by the mean KL over tokens spread over all prompts and by perplexity it would pass.
     Gemma-3 has few heads with full attention, four in each of three layers: there one head's window
@@ -325,7 +328,8 @@ def test_lost_answers_fail_where_means_may_pass(model: str, unseen: bool, tmp_pa
     ]
     assert search([*asked, "--budget", "0.5", "--no-picture"]) == 0
     assert main([str(out), "--model", model]) == 0
-    (artifact, arrays), loaded = artifacts.load_pair(out), load_model(model)
+    artifact, arrays = artifacts.load_pair(out)
+    loaded = load_model(model)
     seen = Seen.by([arrays])
     prompts = held_out_prompts(
         GATE_TASKS, loaded, length=length, samples=1, seed=0, seen=seen, number=GATE_SET

@@ -51,7 +51,8 @@ def test_writes_budgets_that_the_runtime_keeps(
     assert sum(figures["budgets"].values()) == 3 * 2 and figures["held_out"]["even"]["kl"] > 0
     # What one prompt says may be chance.
     assert not figures["better"] and "searched was not better beyond chance" in said
-    before, after = artifacts.load(by_head), artifacts.load(out)
+    before = artifacts.load(by_head)
+    after = artifacts.load(out)
     assert after.kv_cache is not None and (after.prefill, after.patterns) == (
         before.prefill,
         before.patterns,
@@ -78,7 +79,8 @@ def test_a_killed_run_goes_on_and_another_total_reuses_the_curves(
     kv.main(_command(tiny_model, by_head, tmp_path / "whole.yaml", *two, "--target-share", "0.25"))
     walked: list[int] = []
     compared: list[int] = []
-    walk, divergence = budget_curves._of_prompt, kv_search.divergence
+    walk = budget_curves._of_prompt
+    divergence = kv_search.divergence
 
     def walks(*given: Any) -> Any:
         walked.append(1)

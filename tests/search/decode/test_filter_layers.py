@@ -38,7 +38,8 @@ def every_choice(layers: list[int], rules: Rules) -> list[Choice]:
 
 def cost_by_hand(cost: np.ndarray, layers: list[int], choice: Choice) -> float:
     """Every sparse layer costs what the nearest filter before it leaves out."""
-    summed, latest = 0.0, -1
+    summed = 0.0
+    latest = -1
     for layer in layers:
         if layer in choice.filter_layers:
             latest = layer

@@ -88,8 +88,7 @@ def heads_of(
 def linear_table(
     *, device: str = "Abacus 3000", tiles: tuple[int, ...] = (10, 40, 136), factor: float = 1.0
 ) -> CostTable:
-    """Of heads of dim 16 in fp32, a straight line for each kind: what it takes to begin with, and 1
-    us a tile."""
+    """A cost table of head dim 16 in fp32: for each kind a start, and 1 us a tile."""
     costs = [
         Cost(
             pattern=kind,

@@ -1,5 +1,4 @@
-"""The gate's rounds, with losses by a formula in place of a model: which set judges, which one
-reports, and the frontier's points."""
+"""The gate's rounds, with losses by a formula: sets that judge and report, and the frontier."""
 
 from __future__ import annotations
 
@@ -136,8 +135,7 @@ def test_all_sets_that_failed_are_named() -> None:
 
 
 def test_all_answers_together_fail_where_each_task_passes() -> None:
-    """Of ten answers in each of four contexts every other one loses three: by itself that may be
-    chance."""
+    """Every other context loses three of ten answers: of one task alone that may be chance."""
 
     def of(task: str) -> TaskLoss:
         contexts = [

@@ -1,4 +1,4 @@
-"""What heads get for a budget, against all combinations of a small problem."""
+"""Allocations of a budget, against all combinations of a small problem."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ SEARCHED = [0, 2]
 
 def combinations(heads: Heads, values: np.ndarray) -> list[tuple[float, float, np.ndarray]]:
     """Cost, value and choice (2, H) of every combination of the searched heads' candidates."""
-    own, worth = heads.costs[TAIL][heads.searched], values[heads.searched]
+    own = heads.costs[TAIL][heads.searched]
+    worth = values[heads.searched]
     found = []
     for choice in itertools.product(range(own.shape[2]), repeat=own.shape[0] * own.shape[1]):
         at = np.array(choice).reshape(own.shape[:2])[..., None]
@@ -31,11 +32,9 @@ def combinations(heads: Heads, values: np.ndarray) -> list[tuple[float, float, n
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("weights", [(1, 1, 1), (4, 1, 0.25)])
 def test_one_budget_is_spent_best(seed: int, weights: tuple[float, ...]) -> None:
-    heads, weight, kinds = (
-        heads_of(seed),
-        np.array(weights, dtype=float),
-        {"text": 1.0, "answer": 3.0},
-    )
+    heads = heads_of(seed)
+    weight = np.array(weights, dtype=float)
+    kinds = {"text": 1.0, "answer": 3.0}
     loss = heads.curves[TAIL].loss(kinds) * weight[:, None, None]
     every = combinations(heads, loss)
     price = float(np.random.default_rng(seed).exponential())

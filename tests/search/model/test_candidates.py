@@ -20,7 +20,8 @@ SIZES = {
 
 @pytest.mark.parametrize("length", [4096, 8192, 131_072])
 def test_a_rung_is_the_same_share_at_every_length(length: int) -> None:
-    short, long = candidate_grid(2048), candidate_grid(length)
+    short = candidate_grid(2048)
+    long = candidate_grid(length)
     assert len(short) == len(long)
     for a, b in zip(short, long, strict=True):
         assert (a.kind, getattr(a, "last_q", None)) == (b.kind, getattr(b, "last_q", None))

@@ -1,4 +1,4 @@
-"""What candidates cost, by tables written down here, brought to what a model's own layers take."""
+"""Costs of candidates by tables written down here, scaled to a model's own layers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_an_estimate_of_more_queries_costs_more(model: ModelInfo) -> None:
 
 def test_times_of_the_same_tiles_are_averaged(model: ModelInfo) -> None:
     """A table of several head counts says several times what a head's tiles take."""
-    one, two = linear_table(), linear_table(factor=3.0)
+    one = linear_table()
+    two = linear_table(factor=3.0)
     both = CostTable(**{**vars(one), "costs": one.costs + two.costs})
     found = Costs.measured(both, model, length=LENGTH, dtype="float32").of(
         CANDIDATES[:1] * 2, np.array([5.0, 50.0])

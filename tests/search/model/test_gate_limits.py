@@ -1,5 +1,4 @@
-"""The gate by task: the worst one counts, each limit fails alone, and one lost answer alone fails
-nothing."""
+"""Limits by task: the worst counts, each fails alone, and one lost answer fails nothing."""
 
 from __future__ import annotations
 
@@ -103,7 +102,8 @@ def test_each_limit_fails_alone(bad: TaskLoss, limit: str, says: str) -> None:
 
 
 def test_of_several_faults_the_worst_is_said() -> None:
-    twice, thrice = task("twice", kl=0.1), task("thrice", lost=9, fewer_low=0.1)
+    twice = task("twice", kl=0.1)
+    thrice = task("thrice", lost=9, fewer_low=0.1)
     assert (Limits().fault([twice, thrice]) or "").startswith(
         "thrice: accuracy falls from 0.75 to 0.53"
     )
@@ -152,7 +152,8 @@ def test_no_more_than_all_answers_can_be_lost() -> None:
 
 
 def sequence(name: str, sizes: tuple[int, ...]) -> TokenSequence:
-    spans, at = [], 50
+    spans = []
+    at = 50
     for size in sizes:
         spans.append((at, at + size))
         at += size + 3
@@ -226,13 +227,11 @@ def test_kinds_of_answers_are_apart_and_contexts_are_the_units() -> None:
 
 @pytest.mark.parametrize("contexts", [1, 2, 3])
 def test_answers_of_fewer_contexts_than_four_are_no_evidence(contexts: int) -> None:
-    """A prompt that loses both of its answers tells nothing of other prompts; four that do are a
-    finding."""
-    one, gone = (
-        sequence("chain", (2, 2)),
-        losses((2, 2), [3.0, 3.0], [False, False], [True, True], 0.01),
-    )
-    (few,), (four,) = by_task([one] * contexts, [gone] * contexts), by_task([one] * 4, [gone] * 4)
+    """One prompt that loses both answers says nothing of others; four that do are a finding."""
+    one = sequence("chain", (2, 2))
+    gone = losses((2, 2), [3.0, 3.0], [False, False], [True, True], 0.01)
+    (few,) = by_task([one] * contexts, [gone] * contexts)
+    (four,) = by_task([one] * 4, [gone] * 4)
     assert few.lost == 2 * contexts and few.nll_rise == four.nll_rise == 1.5
     assert Limits().fault([few]) is None and Limits().strain([few]) == pytest.approx(0.01 / 0.05)
     assert (
@@ -267,9 +266,9 @@ def test_lines_say_what_is_too_few() -> None:
 
 
 def facts(fewer: int, others: int, seed: int = 0) -> tuple[TokenSequence, Losses]:
-    """A context whose three kinds of answers lose so many of ten that dense attention gets right,
-    and of five each."""
-    sizes, labels = (1,) * 20, ("asked",) * 10 + ("chained",) * 5 + ("later",) * 5
+    """A context with three kinds of answers, of which dense attention gets ten, five and five."""
+    sizes = (1,) * 20
+    labels = ("asked",) * 10 + ("chained",) * 5 + ("later",) * 5
     one = replace(sequence("facts", sizes), labels=labels)
     right = [at >= fewer for at in range(10)] + [at >= others for at in range(5)] * 2
     found = losses(sizes, [0.0] * 20, right, [True] * 20, 0.01)
@@ -302,7 +301,8 @@ def test_a_loss_of_one_in_five_of_all_answers_is_seen_where_no_task_has_enough()
 
 def test_the_pool_counts_a_context_once_and_needs_several_kinds() -> None:
     """Twice the answers of the same four contexts leave their share as uncertain as it was."""
-    (one, found), (other, same) = facts(2, 1, seed=1), facts(0, 0, seed=2)
+    one, found = facts(2, 1, seed=1)
+    other, same = facts(0, 0, seed=2)
     tasks = by_task([one, other, one, other], [found, same, found, same])
     # Two contexts are two units, however many answers they have and however often they come.
     assert pooled(tasks)[0].prompts == 2 and pooled(tasks)[0].fewer_low is None
@@ -310,7 +310,8 @@ def test_the_pool_counts_a_context_once_and_needs_several_kinds() -> None:
 
 
 def test_a_set_of_prompts_counts_once_in_the_mean_kl() -> None:
-    (one, found), window = facts(0, 0), sequence("prose", ())
+    one, found = facts(0, 0)
+    window = sequence("prose", ())
     tasks = by_task([one, window], [found, losses((), [], [], [], 0.05)])
     assert len(tasks) == 4 and mean_kl(tasks) == pytest.approx((0.01 + 0.05) / 2)
 
@@ -331,7 +332,8 @@ def test_a_line_says_accuracy_with_its_interval() -> None:
     )
     asked, *_ = by_task(made, found)
     said = line(asked)
-    low, high = -(asked.fewer_high or 0), -(asked.fewer_low or 0)
+    low = -(asked.fewer_high or 0)
+    high = -(asked.fewer_low or 0)
     assert (
         f"accuracy dense 1.00, artifact 0.80 of 40 questions, -20% (95% interval {low:+.0%} to "
         f"{high:+.0%})" in said

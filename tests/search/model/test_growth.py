@@ -1,4 +1,4 @@
-"""How sizes go with the length, from curves whose power is known."""
+"""Growth of sizes with the length, from curves whose power is known."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from search.model.candidates import candidate_grid
 from search.model.curves import Curves
 from search.model.growth import GROWING, fit
 
-SHORT, LONG = 4096, 16_384
-LAYERS, HEADS = 2, 3
+SHORT = 4096
+LONG = 16_384
+LAYERS = 2
+HEADS = 3
 
 
 def curves_of(
     candidates: tuple[Pattern, ...], length: int, power: float, noise: float = 0.0
 ) -> Curves:
-    """What a head loses depends on its sizes over length ** power alone."""
+    """Curves of a head whose loss depends on its sizes over length ** power alone."""
     rng = np.random.default_rng(length)
 
     def change(pattern: Pattern) -> float:
@@ -84,8 +86,7 @@ def test_powers_are_clipped(power: float, told: float) -> None:
 
 
 def test_what_lies_between_beyond_the_rungs_is_not_guessed() -> None:
-    """At the short length the largest rung loses more than is wanted: the power is below 1, and
-    nobody knows which."""
+    """The largest candidate loses too much at the short length: the power is unknown."""
     candidates = {length: candidate_grid(length) for length in (SHORT, LONG)}
     curves = {length: curves_of(candidates[length], length, 0.5) for length in candidates}
     chosen = np.full((LAYERS, HEADS), rung(candidates[LONG], LONG, "a_shape", 3 / 8))

@@ -1,5 +1,4 @@
-"""Spending a budget over parts: the best there is for what it uses, and a price that says the
-same."""
+"""Spending a budget over parts: the best choice for its total, and a price that agrees."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ def cost_of(entries: list[int], costs: np.ndarray) -> float:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("convex", [True, False])
 def test_it_is_the_best_for_some_price(seed: int, convex: bool) -> None:
-    """Everett's condition: the least of loss + price * cost is the best for its own cost, which
-    must lead to it."""
+    """Everett's condition: the least of loss + price * cost is the best for its own cost."""
     losses = curves(4, seed, convex)
     choices = list(itertools.product(range(len(SIZES)), repeat=4))
     sizes = [sum(SIZES[entry] for entry in choice) for choice in choices]
@@ -59,8 +57,7 @@ def test_it_is_the_best_for_some_price(seed: int, convex: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed: int) -> None:
-    """Also where steep steps are too large and flatter ones fit later: their slope would be far too
-    low a price."""
+    """The same where steep steps do not fit and flatter ones do: their slope is no price."""
     rng = np.random.default_rng(seed)
     parts = int(rng.integers(2, 9))
     shape = parts, int(rng.integers(2, 7))
@@ -97,8 +94,7 @@ def test_with_all_that_there_is_the_price_is_none() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_entries_amid_an_edge_are_steps_of_their_own(seed: int) -> None:
-    """On a straight line up to rounding, which puts some of them above it: all belong to the hull,
-    and only they."""
+    """Entries on a straight line up to rounding all belong to the hull, and only they."""
     rng = np.random.default_rng(seed)
     costs = np.append(np.sort(rng.uniform(size=6)), 1.5) * 10 ** rng.uniform(-9, 9)
     losses = 0.3 - 0.1 * costs / costs[-1] * rng.uniform(0.1, 1)
@@ -138,8 +134,7 @@ def test_of_entries_that_are_alike_the_last_is_taken() -> None:
 
 
 def at_price(losses: list[float], costs: list[float], price: float) -> int:
-    """The entry with the least loss and price times cost; of entries that float32 cannot tell apart
-    the cheapest."""
+    """The entry of least loss + price * cost; of equal ones in float32 the cheapest."""
     totals = [loss + price * cost for loss, cost in zip(losses, costs, strict=True)]
     alike = [
         at for at, total in enumerate(totals) if total <= min(totals) + 1e-6 * abs(min(totals))
@@ -150,7 +145,8 @@ def at_price(losses: list[float], costs: list[float], price: float) -> int:
 @pytest.mark.parametrize("seed", range(20))
 def test_by_the_price_in_a_sidecar_heads_spend_no_more_than_the_budget(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    heads, candidates = 30, 9
+    heads = 30
+    candidates = 9
     costs = np.sort(rng.uniform(0.1, 1.0, (heads, candidates)), axis=-1)
     # Falling losses, some of them steep and some nearly flat, as heads have them.
     losses = np.sort(
@@ -160,7 +156,8 @@ def test_by_the_price_in_a_sidecar_heads_spend_no_more_than_the_budget(seed: int
     spent = spend(losses, costs, total)
     assert spent.price > 0
     # As a sidecar has them.
-    kept, cost = losses.astype(np.float32), costs.astype(np.float32)
+    kept = losses.astype(np.float32)
+    cost = costs.astype(np.float32)
     chosen = [
         at_price(kept[head].tolist(), cost[head].tolist(), spent.price) for head in range(heads)
     ]

@@ -54,7 +54,8 @@ def test_more_windows_than_an_artifact_lists_are_refused_before_any_work(
     loaded: Any = SimpleNamespace(tokenizer=byte_level())
     config = ModelSearch(model="m", out=Path("cfg.yaml"), tasks=("passkey",), lengths=(1024,))
     sets = list(held_out_sets(config, loaded, 1024, Seen()))
-    one, two = len(Seen(sets[0]).digests), len(Seen([*sets[0], *sets[1]]).digests)
+    one = len(Seen(sets[0]).digests)
+    two = len(Seen([*sets[0], *sets[1]]).digests)
     monkeypatch.setattr("search.model.prompts.MAX_WINDOWS", one - 1)
     with pytest.raises(
         HeadwiseError, match=rf"are {one} windows .* at most {one - 1} .* fewer --samples"

@@ -66,14 +66,15 @@ def direct(
     """(H, C) of each sum, a candidate at a time over the whole prefill."""
     whole = layer.inputs
     q, k, v = (x[:, :, :length] for x in (whole.q, whole.k, whole.v))
-    heads, groups, dim = q.shape[1], k.shape[1], v.shape[3]
-    dense, by_out = layer.out[0, :, :length].double(), layer.by_out[0, :, :length].double()
+    heads = q.shape[1]
+    groups = k.shape[1]
+    dim = v.shape[3]
+    dense = layer.out[0, :, :length].double()
+    by_out = layer.by_out[0, :, :length].double()
     weight = model.model.layers[whole.layer].self_attn.o_proj.weight.double()
     sizes = stream._sizes[whole.layer][:length].double()
-    names, candidates = (
-        ("change", "squared", "size", "recall", "drop", "fisher", "tiles"),
-        with_a_threshold(length),
-    )
+    names = ("change", "squared", "size", "recall", "drop", "fisher", "tiles")
+    candidates = with_a_threshold(length)
     found = {name: np.empty((heads, len(candidates))) for name in names}
     for c, pattern in enumerate(candidates):
         index = LayerPlan([pattern] * heads, groups, dense_tail=tail).build(q, k, scale=whole.scale)
@@ -117,9 +118,9 @@ def direct(
 def test_with_every_tile_scores_are_those_of_each_candidate_alone(
     family: str, every_tile: None, length: int, total: int
 ) -> None:
-    """Also where the length is no multiple of a tile, and where turns and answers follow the
-    context."""
-    model, layers = tiny_model(family), []
+    """Lengths are no multiples of a tile, and turns and answers follow the context."""
+    model = tiny_model(family)
+    layers = []
     look_at_themselves(model)
 
     def visit(layer: LayerGradients, stream: ResidualStream) -> None:
@@ -159,7 +160,8 @@ def test_without_gradients_only_what_needs_them_is_missing(model: Any, every_til
 def test_estimates_are_unbiased_and_the_same_for_a_seed(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    length, names = 700, ("change", "squared", "recall", "drop", "fisher")
+    length = 700
+    names = ("change", "squared", "recall", "drop", "fisher")
 
     def scored(layer: LayerGradients, stream: ResidualStream, seed: int) -> Scores:
         return score_layer(
@@ -193,7 +195,8 @@ def test_tiles_are_one_of_each_stretch_and_of_each_tail(
     length: int, tails: tuple[int, ...]
 ) -> None:
     by_out: Tensor = torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(0))
-    found, n = sampled(by_out, length, tails, 3), num_tiles(length)
+    found = sampled(by_out, length, tails, 3)
+    n = num_tiles(length)
     rows = found.rows.tolist()
     assert rows == sorted(set(rows)) and (found.weights >= 1 - 1e-9).all()
     assert min(n, 16) <= len(rows) <= 16 + len(tails)
@@ -208,7 +211,8 @@ def test_tiles_are_one_of_each_stretch_and_of_each_tail(
 
 
 def test_weights_stand_for_all_tiles_and_large_gradients_are_drawn_more_often() -> None:
-    length, n = 64 * 160, 160
+    length = 64 * 160
+    n = 160
     by_out = torch.full((1, 1, length, 4), 0.01)
     by_out[:, :, 64 * 40 : 64 * 41] = 1.0
     draws = [sampled(by_out, length, (0,), seed) for seed in range(300)]

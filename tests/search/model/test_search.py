@@ -110,7 +110,9 @@ def test_it_writes_a_valid_pair_and_nothing_else(found: Path) -> None:
 
 def test_lines_and_label_maps_calibrate_and_are_held_out(tmp_path: Path) -> None:
     """An answer behind the prompt and answers inside it: both are scored, and held out."""
-    tasks, length, out = ("line_retrieval", "label_map"), 2600, tmp_path / "cfg.yaml"
+    tasks = ("line_retrieval", "label_map")
+    length = 2600
+    out = tmp_path / "cfg.yaml"
     model = save_tiny(tmp_path / "tiny", max_position_embeddings=length)
     assert (
         main(options(model, out, calibration=" ".join(tasks), length=str(length), n_trials="1"))
@@ -147,10 +149,8 @@ def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found: Path) -
 
 
 def test_evidence_is_what_held_out_prompts_say(found: Path, tiny_model: Path) -> None:
-    (artifact, arrays), loaded = (
-        artifacts.load_pair(found),
-        load_model(str(tiny_model), dtype="float32"),
-    )
+    artifact, arrays = artifacts.load_pair(found)
+    loaded = load_model(str(tiny_model), dtype="float32")
     calibration = [
         p
         for t in TASKS
@@ -188,10 +188,8 @@ def test_evidence_is_what_held_out_prompts_say(found: Path, tiny_model: Path) ->
 
 
 def test_points_of_the_front_are_served(found: Path, tiny_model: Path) -> None:
-    loaded, front = (
-        load_model(str(tiny_model), dtype="float32"),
-        artifacts.load(found).prefill.front,
-    )
+    loaded = load_model(str(tiny_model), dtype="float32")
+    front = artifacts.load(found).prefill.front
     assert front is not None
     ids = torch.randint(0, 250, (1, LENGTH))
     far = []
@@ -213,7 +211,7 @@ def test_held_out_prompts_that_raise_the_budget_do_not_report(
     monkeypatch.setattr(Limits, "fault", lambda self, tasks: next(verdicts, None))
     out = tmp_path / "cfg.yaml"
     assert main(options(tiny_model, out)) == 0
-    (artifact, arrays) = artifacts.load_pair(out)
+    artifact, arrays = artifacts.load_pair(out)
     raised = artifact.evidence
     assert raised is not None and raised.chosen_on is not None
     # Where a task failed the others did not choose.
@@ -297,7 +295,8 @@ def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
     ].baseline == pytest.approx(3e-3)
     # Three budgets, and of all kinds some, on each layer; then what was found, and that on half the
     # prompt.
-    costs, chosen = clock.attention[:3], clock.attention[3:]
+    costs = clock.attention[:3]
+    chosen = clock.attention[3:]
     kinds = {name.partition("(")[0] for name in costs[0][1]}
     assert kinds == {
         "0",
@@ -460,7 +459,9 @@ def test_what_was_timed_is_not_timed_again_by_the_search_that_goes_on(
 def test_interrupted_anywhere_it_loses_nothing_and_finds_the_same(
     found: Path, tiny_model: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, real, kept = tmp_path / "cfg.yaml", Ledger.put, [0]
+    out = tmp_path / "cfg.yaml"
+    real = Ledger.put
+    kept = [0]
 
     def put(self: Ledger, unit: Any, value: Any) -> Any:
         if kept[0] == after:
@@ -530,18 +531,15 @@ def test_prompts_that_raise_the_budget_and_report_are_not_called_held_out(
 def test_times_are_those_of_this_machine_and_this_budget(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was timed for another budget, or with other threads, is timed again by the search that
-    goes on."""
+    """Times of another budget, or of other threads, are not used by the search that goes on."""
     taken: list[int] = []
     real = timed_costs._time
     monkeypatch.setattr(timed_costs, "_time", lambda *args: taken.append(1) or real(*args))
     monkeypatch.setattr(
         "profiling.speed.layer_times.in_turn", lambda runs, **_: {name: [1e-3] for name in runs}
     )
-    out, asked = (
-        tmp_path / "cfg.yaml",
-        {"cost": "seconds", "n_trials": "1", "budget": "0.7", "max_kl": "0.0000001"},
-    )
+    out = tmp_path / "cfg.yaml"
+    asked = {"cost": "seconds", "n_trials": "1", "budget": "0.7", "max_kl": "0.0000001"}
     more: dict[str, str]
     for count, more in ((1, {}), (1, {}), (2, {"budget": "0.6"})):
         with pytest.raises(HeadwiseError):

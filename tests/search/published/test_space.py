@@ -33,8 +33,7 @@ def test_the_space_is_the_papers() -> None:
 
 
 def test_the_papers_a_shape_needs_no_change() -> None:
-    """Algorithm 1 starts from the pattern that defines the target: it must come out as it went
-    in."""
+    """Algorithm 1 starts from the pattern that defines the target, and keeps it."""
     q = torch.empty(1).expand(1, 2, PAPER_LENGTH, 1)
     build = KINDS["a_shape"].prepare([SPACE[0]] * 2, Inputs(range(2), q, q, 1.0))
     target = target_tiles(PAPER_BUDGET, PAPER_LENGTH, 0)
@@ -68,7 +67,8 @@ def test_change_space_takes_the_largest_size_within_the_target(
     start: Pattern, dense_tail: int, fraction: float
 ) -> None:
     torch.manual_seed(0)
-    q, k = torch.randn(1, 4, 1000, 16) * 2, torch.randn(1, 2, 1000, 16)
+    q = torch.randn(1, 4, 1000, 16) * 2
+    k = torch.randn(1, 2, 1000, 16)
     target = target_tiles(str(fraction), 1000, dense_tail)
     least, most = bounds(start, 1000)
     widest = largest([moved(start, most), start])
