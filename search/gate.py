@@ -35,7 +35,7 @@ from profiling.prompts.held_out import GATE_SET, Seen
 from profiling.prompts.prompt import GATE_TASKS, Prompt, parse_task
 from profiling.quality.sequences import Reference, sequences
 from runtime.fingerprint import check
-from runtime.plans import layer_plans
+from runtime.layers import layer_plans
 from search.model.evidence import HELD_OUT, prompt_set
 from search.model.limits import Limits
 from search.model.prompts import held_out_prompts
