@@ -275,18 +275,22 @@ def test_sequences_do_not_overlap(fields: dict[str, Any], message: str) -> None:
 def interpreted() -> dict[str, bool]:
     """The same in Triton: huge logits and bad values."""
     found = {}
-    for window in (None, 70):
+    # Keys that every query tile sees, and that only the last does.
+    both = ((3, 139), (100,))
+    cases: dict[int | None, dict[str, tuple[tuple[int, ...], ...]]] = {
+        None: {"lists": both, "no lists": both[1:]},
+        70: {"lists": both[:1], "parts": both},
+    }
+    for window, variants in cases.items():
         q, k, v = inputs(q_len=70, k_len=140)
         index = PLAN.build(q, k, window=window)
         without = replace(index, **no_lists(1, 4, index.num_rows, device=q.device))
-        for name, each, splits in (
-            ("lists", index, 1),
-            ("no lists", without, 1),
-            ("parts", index, 3),
-        ):
+        for name, bad_keys in variants.items():
+            each = without if name == "no lists" else index
+            splits = 3 if name == "parts" else 1
             how: dict[str, Any] = {"scale": 32**-0.5, "softcap": None, "splits": splits}
             clean, _ = triton.sparse_attention(q, k, v, each, **how)
-            for keys in ((3, 139), (100,)):
+            for keys in bad_keys:
                 # One KV head has NaN, the other infinity, each key in a column of its own: what is
                 # added up apart.
                 dirty, mask, seen = (

@@ -29,7 +29,6 @@ ROOT = Path(__file__).parents[2]
 KEPT = (
     "length 63, layer",
     "bfloat16, length 200, layer",
-    "bfloat16, 3 parts, packed, pages, tails",
     "65 of 300, listless",
     "D 33, E 17",
     "tails 0, 10, 70, 300; 130 of 300, 1,2,0",
