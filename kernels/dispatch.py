@@ -7,7 +7,7 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 
 from kernels.breaker import CannotBuildError
 
-# Fastest first. Each is a module of kernels.attention and of kernels.decode, with supports(q, k, v)
-# -> str | None and the op itself. `op` says which of them is meant.
+# Fastest first. Each is a module of kernels.attention and of kernels.decode, as kernels.backend
+# declares them. `op` says which of them is meant.
 BACKENDS = ("triton", "cpu", "reference")
 # A backend made for another device is no loss that a user need hear of.
 _MADE_FOR = {"triton": "cuda", "cpu": "cpu"}
@@ -109,7 +109,7 @@ def choose(
 
 def serve(
     name: str,
-    call: Callable[[ModuleType], _Result],
+    call: Callable[[Any], _Result],
     q: Tensor,
     k: Tensor,
     v: Tensor,

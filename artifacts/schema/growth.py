@@ -50,7 +50,7 @@ class Growth(Record):
 def grown(pattern: AnyPattern, growth: Growth | None, length: int) -> AnyPattern:
     """Pattern with its sizes for `length` keys: max(1, round(s * (length / at) ** power)).
 
-    Both lengths count in whole tiles of 64; kernels.patterns.growth does the same to the kernels'
+    Both lengths count in whole tiles of 64; kernels.patterns.Growth does the same to the kernels'
     patterns."""
     powers = {} if growth is None else growth.powers.get(pattern.kind, {})
     if growth is None or not powers:

@@ -6,12 +6,12 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 import math
-from types import ModuleType
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import Tensor
 
 import kernels.dispatch as dispatch
+from kernels.backend import AttentionBackend
 from kernels.checks import check
 from kernels.index import SparseIndex
 
@@ -105,16 +105,22 @@ def sparse_attention(
             named backend that cannot serve the call.
     """
     check(q, k, v, index, block_table, out, sinks, skipped)
-    how: dict[str, Any] = {
-        "softcap": softcap,
-        "block_table": block_table,
-        "sinks": sinks,
-        "out": out,
-        "skipped": skipped,
-        "backend": backend,
-    }
-    attended, lse = launch(q, k, v, index, scale=scale, **how)
-    return (attended, lse) if return_lse else attended
+    attended, lse = launch(
+        q,
+        k,
+        v,
+        index,
+        scale=scale,
+        softcap=softcap,
+        block_table=block_table,
+        sinks=sinks,
+        out=out,
+        skipped=skipped,
+        backend=backend,
+    )
+    if return_lse:
+        return attended, lse
+    return attended
 
 
 def launch(
@@ -137,21 +143,23 @@ def launch(
         ValueError: a scale or soft-cap that is not positive and finite; a named backend that cannot
         serve the call.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    for name, value in (("scale", scale), ("softcap", softcap)):
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    for name, value in (("scale", factor), ("softcap", softcap)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive finite number, got {value}")
-    how: dict[str, Any] = {
-        "scale": scale,
-        "softcap": softcap,
-        "block_table": block_table,
-        "sinks": sinks,
-        "out": out,
-    }
-    how["skipped"] = skipped
 
-    def call(module: ModuleType) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = module.sparse_attention(q, k, v, index, **how)
-        return found
+    def call(module: AttentionBackend) -> tuple[Tensor, Tensor]:
+        return module.sparse_attention(
+            q,
+            k,
+            v,
+            index,
+            scale=factor,
+            softcap=softcap,
+            block_table=block_table,
+            sinks=sinks,
+            out=out,
+            skipped=skipped,
+        )
 
     return dispatch.serve(backend, call, q, k, v, sinks=sinks)

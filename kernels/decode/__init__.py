@@ -5,12 +5,12 @@ E value dim."""
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 import kernels.dispatch as dispatch
+from kernels.backend import DecodeBackend
 from kernels.checks import MAX_QUERIES, check_decode
 
 __all__ = ["MAX_QUERIES", "Decoded", "decode_attention"]
@@ -86,11 +86,11 @@ def decode_attention(
             starts, ends or pages that lie outside the cache.
     """
     check_decode(q, k, v, tokens, starts, ends, window, scale, softcap, scores, block_table, sinks)
-    how = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
 
-    def call(module: ModuleType) -> Decoded:
+    def call(module: DecodeBackend) -> Decoded:
         if q.shape[2] > MAX_QUERIES:
-            return Decoded(*module.with_sums(q, k, v, scale=how, softcap=softcap))
+            return Decoded(*module.with_sums(q, k, v, scale=factor, softcap=softcap))
         return Decoded(
             *module.decode_attention(
                 q,
@@ -100,7 +100,7 @@ def decode_attention(
                 starts=starts,
                 ends=ends,
                 window=window,
-                scale=how,
+                scale=factor,
                 softcap=softcap,
                 scores=scores,
                 block_table=block_table,

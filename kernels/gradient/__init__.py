@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from kernels.backend import GradientBackend
 from kernels.gradient import cpu, reference
 
 __all__ = ["attention_gradients"]
@@ -61,7 +62,9 @@ def attention_gradients(
     reason = None if backend == "reference" else cpu.supports(q)
     if backend == "cpu" and reason:
         raise ValueError(f"backend 'cpu' cannot serve this call: {reason}")
-    module = reference if backend == "reference" or reason else cpu
+    module: GradientBackend = cpu
+    if backend == "reference" or reason:
+        module = reference
     return module.attention_gradients(
         q,
         k,

@@ -15,11 +15,10 @@ from torch import Tensor
 from kernels.copies import on_device
 from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
 from kernels.joining import cat_heads, cat_sequences
-from kernels.patterns.base import Builder, Inputs, Pattern
+from kernels.patterns.base import Builder, Growth, Inputs, Pattern
 from kernels.patterns.block_sparse import BlockSparse
 from kernels.patterns.dense import Dense, dense_index
 from kernels.patterns.fixed import FIXED, AShape, Dilated, Strided, TriShape
-from kernels.patterns.growth import Growth
 from kernels.patterns.memory_units import MemoryUnits
 from kernels.patterns.paged import Keys, Paged, of_sequence
 from kernels.patterns.skip_softmax import SkipSoftmax

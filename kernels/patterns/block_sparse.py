@@ -18,9 +18,8 @@ from kernels.copies import on_device
 from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_tiles
 from kernels.patterns import cpu, triton
 from kernels.patterns.base import SHARE, Builder, Inputs, Pattern
-from kernels.patterns.choose import best_places
+from kernels.patterns.choose import best_places, offsets_of, put
 from kernels.patterns.paged import Keys, of_heads, part
-from kernels.patterns.rows import offsets_of, put
 
 # Bytes of fp32 numbers held at once: on a GPU little beside 1M tokens, on a CPU what stays near its
 # cores.

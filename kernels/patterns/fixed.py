@@ -12,9 +12,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from kernels.copies import Copy, on_device
+from kernels.copies import Copy, kept, on_device
 from kernels.index import PAD, TILE, SparseIndex, no_lists, num_rows, num_tiles
-from kernels.kept import kept
 from kernels.patterns.base import Builder, Inputs, Pattern
 
 

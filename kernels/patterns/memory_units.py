@@ -16,10 +16,9 @@ from kernels.copies import on_device
 from kernels.index import TILE, SparseIndex, num_tiles
 from kernels.patterns.base import Builder, Inputs, Pattern
 from kernels.patterns.block_sparse import mean_of_tiles
-from kernels.patterns.choose import best_places
+from kernels.patterns.choose import best_places, offsets_of, put
 from kernels.patterns.fixed import counted, reach
 from kernels.patterns.paged import Keys, of_heads, parts
-from kernels.patterns.rows import offsets_of, put
 
 # Bytes of fp32 scores held at once, and of running sums over queries.
 _SCRATCH_BYTES = 1 << 26

@@ -3,13 +3,14 @@ ones."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 from kernels import copies
-from kernels.copies import Copy
+from kernels.copies import Copy, Kept
 
 
 class Stream:
@@ -78,3 +79,39 @@ def test_what_a_graph_copies_stays_and_nobody_else_reads_the_graph_s_own(
     del copy
     # A replay reads it again.
     assert [kept.tolist() for kept in copies._captured] == [[0, 1, 2]]
+
+
+def test_what_was_not_asked_for_longest_goes_first() -> None:
+    made: list[str] = []
+
+    def make_one(name: str) -> str:
+        made.append(name)
+        return name
+
+    keep = Kept(make_one, len, room=6)
+    for name in ("a", "bb", "ccc", "a", "dd", "a", "ccc", "bb"):
+        assert keep(name) == name
+    # dd takes the place of bb, which is made again.
+    assert made == ["a", "bb", "ccc", "dd", "bb"]
+    # More than there is room for stays alone, until something else comes.
+    for name in ("eeeeeeee", "eeeeeeee", "a", "a"):
+        keep(name)
+    assert made[5:] == ["eeeeeeee", "a"]
+
+
+def test_threads_that_make_the_same_thing_count_it_once() -> None:
+    both = threading.Barrier(2)
+
+    def make_one(name: str) -> str:
+        if threading.current_thread() is not threading.main_thread():
+            both.wait()
+        return name
+
+    keep = Kept(make_one, len, room=4)
+    threads = [threading.Thread(target=keep, args=("aa",)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    keep("bb")
+    assert keep._held == 4 and len(keep._made) == 2
