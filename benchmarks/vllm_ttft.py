@@ -75,7 +75,7 @@ def run(config: Config) -> str:
 
     Raises:
         HeadwiseError: an engine does not start, the artifact served no prefill sparsely, or the
-        kernel none densely.
+            kernel none densely.
     """
     if find_spec("vllm") is None:
         raise HeadwiseError("vLLM is not installed: pip install 'headwise[vllm]', see docs/vllm.md")

@@ -41,8 +41,7 @@ def building(*kernel: object) -> Iterator[None]:
 
     Raises:
         CannotBuildError: the build failed. What a device reports while it runs (no memory left, an
-        illegal address) is
-            none of the build's and goes through.
+            illegal address) is none of the build's and goes through.
     """
     try:
         yield

@@ -39,9 +39,10 @@ def dense_attention(
     sparse_attention with an index that is made once for each shape.
 
     Args:
-        q, k, v, scale, softcap, block_table, sinks, out, backend: as for sparse_attention. window:
-        a query sees itself and the window - 1 keys before it; None is all of them. ragged: where
-        the sequences lie, if they are not all as long as the tensors; needed with a block table.
+        q, k, v, scale, softcap, block_table, sinks, out, backend: as for sparse_attention.
+        window: a query sees itself and the window - 1 keys before it; None is all of them.
+        ragged: where the sequences lie, if they are not all as long as the tensors; needed with a
+            block table.
 
     Returns:
         Output and log-sum-exp, as sparse_attention.

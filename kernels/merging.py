@@ -27,11 +27,12 @@ def with_few_keys(
 
     Args:
         out, lse: (B, H, Q, E) and fp32 (B, H, Q); a query that sees nothing there has -inf. A
-        learned logit counts in
-            there.
+            learned logit counts in there.
         q, k, v: (B, H, Q, D), (B, G, s, D) and (B, G, s, E): torch multiplies them in fp32, so s
-        should be small. seen: (Q, s) bool, which of these keys a query sees; None for all of them.
-        scale: of the logits. softcap: as kernels.attention.sparse_attention has it.
+            should be small.
+        seen: (Q, s) bool, which of these keys a query sees; None for all of them.
+        scale: of the logits.
+        softcap: as kernels.attention.sparse_attention has it.
     """
     k, v = (x.float()[:, :, None] for x in (k, v))
     logits = q.float().unflatten(1, (k.shape[1], -1)) @ k.transpose(3, 4) * scale

@@ -72,23 +72,25 @@ def sparse_attention(
     """Causal attention over the keys that the index names (MInference 1.0, Algorithm 5).
 
     Args:
-        q: (B, H, Q, D) queries, the last Q of the K positions; any strides with D contiguous. k:
-        (B, G, K, D) keys; query head i reads KV head i // (H // G). With a block table (pages, page
-        size, G, D).
-            Keys and values are of q's dtype, or both float8_e4m3fn or float8_e5m2: a scale of the
-            keys goes into `scale`, one of the values is the caller's to multiply the output by.
-        v: (B, G, K, E) values. With a block table (pages, page size, G, E). index: SparseIndex for
-        H heads and either B, Q and K or, if it is ragged, its own sequences. scale: factor on the
-        logits; D ** -0.5 if None. softcap: logits become softcap * tanh(logits / softcap).
+        q: (B, H, Q, D) queries, the last Q of the K positions; any strides with D contiguous.
+        k: (B, G, K, D) keys; query head i reads KV head i // (H // G). With a block table (pages,
+            page size, G, D). Keys and values are of q's dtype, or both float8_e4m3fn or
+            float8_e5m2: a scale of the keys goes into `scale`, one of the values is the caller's to
+            multiply the output by.
+        v: (B, G, K, E) values. With a block table (pages, page size, G, E).
+        index: SparseIndex for H heads and either B, Q and K or, if it is ragged, its own sequences.
+        scale: factor on the logits; D ** -0.5 if None.
+        softcap: logits become softcap * tanh(logits / softcap).
         return_lse: also return the natural log-sum-exp of each query's computed logits, its sink's
-        included. block_table: (sequences, at least ceil(K / page size)) int32: the page that holds
-        keys i * page size and on. A
-            serving engine's cache is read where it lies.
+            included.
+        block_table: (sequences, at least ceil(K / page size)) int32: the page that holds keys i *
+            page size and on. A serving engine's cache is read where it lies.
         sinks: (H,) a learned logit of each query head that takes its share of every softmax and has
-        no value (gpt-oss). out: (B, H, Q, E) of q's dtype to write to, E contiguous; allocated if
-        None. skipped: (B or S, H) int32 contiguous, to which is added how many tiles each head
-        skipped (SparseIndex.skip). backend: "auto" takes the fastest that serves the call; a name
-        takes that one or raises.
+            no value (gpt-oss).
+        out: (B, H, Q, E) of q's dtype to write to, E contiguous; allocated if None.
+        skipped: (B or S, H) int32 contiguous, to which is added how many tiles each head skipped
+            (SparseIndex.skip).
+        backend: "auto" takes the fastest that serves the call; a name takes that one or raises.
 
     Returns:
         (B, H, Q, E) in q's dtype, a transposed view of a contiguous (B, Q, H, E); with return_lse
@@ -100,9 +102,8 @@ def sparse_attention(
 
     Raises:
         ValueError: shapes, dtypes, layouts or devices that do not go together; an index whose
-        entries are not as
-            SparseIndex.validate wants them; a scale or soft-cap that is not positive and finite; a
-            named backend that cannot serve the call.
+            entries are not as SparseIndex.validate wants them; a scale or soft-cap that is not
+            positive and finite; a named backend that cannot serve the call.
     """
     check(q, k, v, index, block_table, out, sinks, skipped)
     attended, lse = launch(
@@ -141,7 +142,7 @@ def launch(
 
     Raises:
         ValueError: a scale or soft-cap that is not positive and finite; a named backend that cannot
-        serve the call.
+            serve the call.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     for name, value in (("scale", factor), ("softcap", softcap)):

@@ -53,37 +53,34 @@ def decode_attention(
 
     Args:
         q: (B, H, Q, D) queries, at most MAX_QUERIES; any number of all K keys where their scores
-        are summed and no
-            other keyword but scale, softcap and backend is given (H2O's scores of a prompt; H2O,
-            section 4).
+            are summed and no other keyword but scale, softcap and backend is given (H2O's scores of
+            a prompt; H2O, section 4).
         k: (B, G, K, D) keys; query head i reads KV head i // (H // G). With a block table (pages,
-        page size, G, D).
-            As in sparse_attention, keys and values may be float8.
+            page size, G, D). As in sparse_attention, keys and values may be float8.
         v: (B, G, K, E) values. With a block table (pages, page size, G, E). One that no query sees
-        is not read. tokens: int32 rows to attend to, (B, C) for all or (B, G, C) for each KV head:
-        ascending, at most once each,
-            filled up at the end with kernels.index.PAD. None attends to all rows.
+            is not read.
+        tokens: int32 rows to attend to, (B, C) for all or (B, G, C) for each KV head: ascending, at
+            most once each, filled up at the end with kernels.index.PAD. None attends to all rows.
         starts: (B,) int32, the first row of each sequence: left padding before it is not seen. 0 if
-        None. ends: (B,) int32, the row behind each sequence's last, for caches with room to grow. K
-        if None. window: a query sees itself and the window - 1 rows before it; None is all of them.
-        scale: factor on the logits; D ** -0.5 if None. softcap: logits become softcap * tanh(logits
-        / softcap). scores: "sum" gives each key its probabilities in all queries of a KV head's
-        query heads, added up (what H2O
-            accumulates); "max" the largest of them (what OmniKV chooses by); rows that nobody sees
-            get 0.
+            None.
+        ends: (B,) int32, the row behind each sequence's last, for caches with room to grow. K if
+            None.
+        window: a query sees itself and the window - 1 rows before it; None is all of them.
+        scale: factor on the logits; D ** -0.5 if None.
+        softcap: logits become softcap * tanh(logits / softcap).
+        scores: "sum" gives each key its probabilities in all queries of a KV head's query heads,
+            added up (what H2O accumulates); "max" the largest of them (what OmniKV chooses by);
+            rows that nobody sees get 0.
         block_table: (B, n) int32: the page that holds rows i * page size and on; K is then n * page
-        size. Entries from
-            a sequence's end on are not read.
+            size. Entries from a sequence's end on are not read.
         sinks: (H,) a learned logit of each query head that takes its share of every softmax and has
-        no value (gpt-oss).
-            The log-sum-exp counts it, and so do the scores' probabilities.
+            no value (gpt-oss). The log-sum-exp counts it, and so do the scores' probabilities.
         backend: "auto" takes the fastest that serves the call; a name takes that one or raises.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together; a size, scale or soft-cap out
-        of range; a named
-            backend that cannot serve the call. On the CPU also tokens that do not ascend, and
-            starts, ends or pages that lie outside the cache.
+            of range; a named backend that cannot serve the call. On the CPU also tokens that do not
+            ascend, and starts, ends or pages that lie outside the cache.
     """
     check_decode(q, k, v, tokens, starts, ends, window, scale, softcap, scores, block_table, sinks)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -32,17 +32,19 @@ def drop_lowest(
     The last of them takes its row; nothing else moves (H2O, Algorithm 1, where a token is evicted).
 
     Args:
-        keys: (B, G, R, D), contiguous, as are all. values: (B, G, R, E). scores: (B, G, R) fp32.
-        positions: (B, G, R) int32, in the text. rows: how many rows hold tokens; rows - 1 do
-        afterwards. latest: tokens from this position on are not dropped; there must be others.
+        keys: (B, G, R, D), contiguous, as are all.
+        values: (B, G, R, E).
+        scores: (B, G, R) fp32.
+        positions: (B, G, R) int32, in the text.
+        rows: how many rows hold tokens; rows - 1 do afterwards.
+        latest: tokens from this position on are not dropped; there must be others.
         queries: tokens are ranked by their score over (queries - position), how many queries saw
-        them; by the score if
-            None.
+            them; by the score if None.
         backend: "auto" and "cpu" take native code for tensors on the CPU, others torch.
 
     Raises:
         ValueError: tensors that do not go together or are not contiguous; fewer than two rows, or
-        more than there are.
+            more than there are.
     """
     _check(keys, values, scores, positions, rows)
     if backend in ("auto", "cpu") and serves(keys):

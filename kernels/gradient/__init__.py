@@ -36,23 +36,27 @@ def attention_gradients(
     and for any number of threads.
 
     Args:
-        q: (B, H, Q, D) queries, the last Q of the K positions. k: (B, G, K, D) keys; query head i
-        reads KV head i // (H // G). v: (B, G, K, E) values. out: (B, H, Q, E) what attention put
-        out. lse: (B, H, Q) natural log-sum-exp of each query's logits, as
-        kernels.attention.sparse_attention returns it. grad_out: (B, H, Q, E) gradient of the loss
-        by `out`. scale: factor on the logits; D ** -0.5 if None. softcap: logits become softcap *
-        tanh(logits / softcap). window: a query sees itself and the window - 1 keys before it; None
-        is all of them. skip_below: leave out tiles of 64 x 64 positions in which no probability
-        reaches this, as if they were 0. backend: "cpu" is native code, "reference" torch on any
-        device; "auto" takes the first that serves the call.
+        q: (B, H, Q, D) queries, the last Q of the K positions.
+        k: (B, G, K, D) keys; query head i reads KV head i // (H // G).
+        v: (B, G, K, E) values.
+        out: (B, H, Q, E) what attention put out.
+        lse: (B, H, Q) natural log-sum-exp of each query's logits, as
+            kernels.attention.sparse_attention returns it.
+        grad_out: (B, H, Q, E) gradient of the loss by `out`.
+        scale: factor on the logits; D ** -0.5 if None.
+        softcap: logits become softcap * tanh(logits / softcap).
+        window: a query sees itself and the window - 1 keys before it; None is all of them.
+        skip_below: leave out tiles of 64 x 64 positions in which no probability reaches this, as if
+            they were 0.
+        backend: "cpu" is native code, "reference" torch on any device; "auto" takes the first that
+            serves the call.
 
     Returns:
         dq, dk, dv with the shapes and dtypes of q, k and v.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together; a number out of its range; a
-        named backend that
-            cannot serve the call.
+            named backend that cannot serve the call.
     """
     _check(q, k, v, out, lse, grad_out)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -65,7 +65,7 @@ def make(kind: str, **sizes: Any) -> Pattern:
 
     Raises:
         ValueError: an unknown kind, an unknown size, a missing one, or one that is not as the
-        pattern wants it.
+            pattern wants it.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown pattern kind {kind!r}; known: {', '.join(KINDS)}")
@@ -108,9 +108,11 @@ class LayerPlan:
         """Plan one pattern a query head.
 
         Args:
-            patterns: in the order of the query heads. num_kv_heads: KV heads that they read.
-            dense_tail: the last so many queries of a call see every key in any case. growth: how
-            the patterns' sizes go with the number of keys; None leaves them as they are.
+            patterns: in the order of the query heads.
+            num_kv_heads: KV heads that they read.
+            dense_tail: the last so many queries of a call see every key in any case.
+            growth: how the patterns' sizes go with the number of keys; None leaves them as they
+                are.
 
         Raises:
             ValueError: heads that do not divide; growth of a field that is no size of its kind.
@@ -181,14 +183,13 @@ class LayerPlan:
 
         Args:
             q, k: queries and keys; with `ragged` each of its sequences has its queries last. With a
-            block table k is a
-                cache (pages, page size, G, D) of q's dtype, or of 8 bits, which are read in q's
-                dtype.
-            scale: factor on the logits; D ** -0.5 if None. window: a sliding layer's window: a
-            query sees itself and the window - 1 keys before it. ragged: where the sequences lie, if
-            they are not all as long as the tensors. block_table: (sequences, at least ceil(K / page
-            size)) int32: the page that holds keys i * page size and on.
-                Patterns that choose by keys read them where they lie.
+                block table k is a cache (pages, page size, G, D) of q's dtype, or of 8 bits, which
+                are read in q's dtype.
+            scale: factor on the logits; D ** -0.5 if None.
+            window: a sliding layer's window: a query sees itself and the window - 1 keys before it.
+            ragged: where the sequences lie, if they are not all as long as the tensors.
+            block_table: (sequences, at least ceil(K / page size)) int32: the page that holds keys i
+                * page size and on. Patterns that choose by keys read them where they lie.
             k_len: with a block table and without `ragged`, K.
 
         Sizes that grow are those for K keys, or for each sequence's own number of them: what a

@@ -35,16 +35,15 @@ def best_places(
 
     Args:
         scores: any numbers; -inf for what must not be taken. Where a head has a coverage, its mass:
-        none below 0, in
-            all at most 1,024.
+            none below 0, in all at most 1,024.
         sizes: how many of its entries head i takes at most; W is the largest of these, or n.
         coverage: None, or the share of all its mass that head i wants: it takes the fewest entries
-        that hold it, and
-            none without mass.
+            that hold it, and none without mass.
         forced: the first so many entries are taken before all others, whatever their scores (but
-        -inf). ends: (B,) int32, the entry behind the last of each row of a sequence: what stands
-        there is not read. n if None. counts: (B,) int32, how many entries any head of a sequence
-        takes at most, beside `sizes`.
+            -inf).
+        ends: (B,) int32, the entry behind the last of each row of a sequence: what stands there is
+            not read. n if None.
+        counts: (B,) int32, how many entries any head of a sequence takes at most, beside `sizes`.
 
     Returns:
         The places, padded with PAD. Nothing waits for the device. The smaller place of two with
