@@ -87,10 +87,9 @@ class Pattern:
 class Growth:
     """Sizes that hold at `length` keys and elsewhere go with powers of the number of keys.
 
-    powers: by kind and field, from 0 (the size stays) to 1 (its share of the keys stays). Fields
-    that are not named
-        keep their size. Lengths count in whole tiles, so that a cache that grows does not plan anew
-        for every token.
+    powers: by kind and field, from 0 (the size stays) to 1 (its fraction of the keys stays); other
+        fields keep their size. Lengths count in whole tiles, so that a cache that grows does not
+        plan anew for every token.
     """
 
     length: int
