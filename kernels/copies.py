@@ -113,3 +113,10 @@ def kept(
 ) -> Callable[[Callable[_Asked, _Made]], Kept[_Asked, _Made]]:
     """A decorator: see Kept."""
     return lambda make: Kept(make, nbytes, room)
+
+
+def with_rows(x: Tensor) -> Tensor:
+    """The tensor, copied unless its last axis is contiguous."""
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kernels.breaker import any_failed, building, check
 
@@ -42,6 +43,13 @@ class KernelCall:
     def function(self) -> Any:
         """The kernel itself; imports triton."""
         return getattr(importlib.import_module(self.module), self.kernel)
+
+
+def given(x: Tensor | None, stand_in: Tensor) -> Tensor:
+    """An optional tensor, contiguous; what is absent is never read, and `stand_in` stands there."""
+    if x is None:
+        return stand_in
+    return x.contiguous()
 
 
 def softmax_factors(scale: float, softcap: float | None) -> dict[str, float]:

@@ -11,6 +11,7 @@ import os
 import torch
 from torch import Tensor
 
+from kernels.copies import with_rows
 from kernels.dispatch import derivative_wanted
 from kernels.index import SparseIndex, no_lists, num_rows
 from kernels.native import build
@@ -99,7 +100,7 @@ def sparse_attention(
 
     float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by
     the engine "float". Keys and values of 8 bits become q's dtype."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(with_rows, (q, k, v))
     batch, num_heads, q_len, _ = q.shape
     lse = torch.empty(batch, num_heads, q_len, dtype=torch.float32)
     if out is None:

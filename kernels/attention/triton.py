@@ -27,11 +27,11 @@ from kernels.attention.triton_launch import (
     unread,
 )
 from kernels.breaker import failure
-from kernels.copies import on_device
+from kernels.copies import on_device, with_rows
 from kernels.dispatch import derivative_wanted
 from kernels.index import TILE, SparseIndex, num_tiles
 from kernels.ragged import Ragged
-from kernels.triton_calls import KernelCall, run_calls, softmax_factors
+from kernels.triton_calls import KernelCall, given, run_calls, softmax_factors
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_DIM = 512
@@ -64,7 +64,7 @@ def sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, **how: Any
 ) -> tuple[Tensor, Tensor]:
     """See kernels.attention.launch; keywords are those of `prepare`."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(with_rows, (q, k, v))
     calls = prepare(q, k, v, index, **how)
     run_calls(calls, q.device, *_build(q, v))
     return calls[-1].arguments["out"], calls[-1].arguments["lse"]
@@ -104,16 +104,17 @@ def prepare(
     ragged = index.ragged
     skip = index.skip
     # A window that holds all keys costs a comparison for each of them.
-    window = None if index.window is None or index.window >= index.k_len else index.window
+    window = index.window
+    if window is not None and window >= index.k_len:
+        window = None
     if skip is not None and skipped is None:
         skipped = torch.empty(skip.shape, dtype=torch.int32, device=q.device)
 
     target = target or architecture(q.device)
-    few = (
-        triton_launch.few(index.batch * num_heads * index.num_rows, q.device)
-        if splits is None
-        else splits > 1
-    )
+    if splits is None:
+        few = triton_launch.few(index.batch * num_heads * index.num_rows, q.device)
+    else:
+        few = splits > 1
 
     def build(has_tiles: bool, has_columns: bool) -> Launch:
         if launch is not None:
@@ -129,10 +130,12 @@ def prepare(
             or skip is not None
             or any(index.dense_tail)
         )
-        return replace(
-            found,
-            keys=min(found.keys, 32 if has_tiles and has_columns else TILE if crowded else 128),
-        )
+        most = 128
+        if has_tiles and has_columns:
+            most = 32
+        elif crowded:
+            most = TILE
+        return replace(found, keys=min(found.keys, most))
 
     # Heads with lists of tiles have a launch of their own, and the others are served two query
     # tiles a program.
@@ -151,7 +154,13 @@ def prepare(
     first = tables(index, rows, window, alone=alone[0] if alone else ())
     made = first.arguments["tables"]
     # Where both layouts keep (batch or page, head, row).
-    order = (0, 1, 2) if block_table is None else (0, 2, 1)
+    order = (0, 1, 2)
+    page = 0
+    pages_width = 0
+    if block_table is not None:
+        order = (0, 2, 1)
+        page = k.shape[1]
+        pages_width = block_table.shape[-1]
     num_kv_heads = k.shape[order[1]]
     group = num_heads // num_kv_heads
     if skip is not None:
@@ -166,17 +175,25 @@ def prepare(
     holes = ragged is not None and not ragged.covers(q.shape[0], q_len)
     if splits > 1:
         partial = scratch(q, num_kv_heads, v_dim, splits, holes=holes)
+    offsets = index.offsets
+    if index.tiles.numel():
+        offsets = offsets.contiguous()
+    dense_tail = made
+    if any(index.dense_tail):
+        dense_tail = on_device(index.dense_tail, q.device, torch.int32)
+    places = made
+    if ragged is not None:
+        places = ragged.table(q.device)
     arguments: dict[str, Any] = {
         "q": q, "k": k, "v": v, "out": out, "lse": lse, "tables": made,
         "tiles": index.tiles.contiguous(),
-        "offsets": index.offsets.contiguous() if index.tiles.numel() else index.offsets,
+        "offsets": offsets,
         "columns": columns.contiguous(),
-        "dense_tail": on_device(index.dense_tail, q.device,
-        torch.int32) if any(index.dense_tail) else made,
-        "pages": made if block_table is None else block_table.contiguous(),
-        "places": made if ragged is None else ragged.table(q.device),
+        "dense_tail": dense_tail,
+        "pages": given(block_table, made),
+        "places": places,
         "sinks": lse if sinks is None else sinks.float().contiguous(),
-        "skip": lse if skip is None else skip.contiguous(),
+        "skip": given(skip, lse),
         "skipped": made if skipped is None else skipped,
         **partial, **softmax_factors(scale, softcap),
     }  # fmt: skip
@@ -198,7 +215,7 @@ def prepare(
         "walk_width": first.arguments["walk_width"], "table_width": first.arguments["n"] + 1,
         "table_size": made.shape[-1],
         "columns_width": columns.shape[-1],
-        "pages_width": 0 if block_table is None else block_table.shape[-1],
+        "pages_width": pages_width,
         "search_steps": min(max(width for _, width, _ in widths),
         num_tiles(index.k_len)).bit_length(),
     }  # fmt: skip
@@ -213,7 +230,7 @@ def prepare(
         compiled = How(
             d=dim, d0=d0, d1=d1, e=v_dim, e0=e0, e1=e1,
             rows=each.rows, keys=each.keys, stages=each.stages, precision=each.precision,
-            page=0 if block_table is None else k.shape[1],
+            page=page,
             walk=diagonals > 1, tiles=listed > 0, columns=columned > 0, tail=any(index.dense_tail),
             window=window is not None, ragged=ragged is not None, softcap=softcap is not None,
             sinks=sinks is not None,

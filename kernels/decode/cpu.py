@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import cpu as attention
+from kernels.copies import with_rows
 from kernels.native import build
 
 
@@ -50,7 +51,7 @@ def decode_attention(
 
     float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by
     the engine "float"."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(with_rows, (q, k, v))
     lists = (x if x is None else x.contiguous() for x in (tokens, starts, ends, block_table))
     logits = None if sinks is None else sinks.float().contiguous()
     out, lse, mass = torch.ops.headwise.decode_attention(
@@ -81,9 +82,7 @@ def with_sums(
 
     Rows of attention exist for 64 queries of a head at a time, one such tile a thread. `engine`
     takes another than the fastest (kernels.attention.cpu.engines)."""
-    q, k, v = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (q, k.to(q.dtype), v.to(q.dtype))
-    )
+    q, k, v = map(with_rows, (q, k.to(q.dtype), v.to(q.dtype)))
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.headwise.attention_with_sums(
         q, k, v, scale, softcap or 0.0, engine or attention.engines(q.dtype)[0]
     )

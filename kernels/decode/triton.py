@@ -22,9 +22,10 @@ from kernels.attention.triton_launch import (
 )
 from kernels.breaker import failure
 from kernels.checks import MAX_QUERIES
+from kernels.copies import with_rows
 from kernels.dispatch import derivative_wanted
 from kernels.patterns.dense import dense_index
-from kernels.triton_calls import KernelCall, run_calls, softmax_factors
+from kernels.triton_calls import KernelCall, given, run_calls, softmax_factors
 
 _MODULE = f"{__package__}.triton_kernel"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -89,13 +90,14 @@ def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
     if target == "interpreter":
         return Build(rows=rows, keys=32, warps=warps, stages=1)
     if target == "hip":
-        small = dim * itemsize <= 256
-        return Build(rows=rows, keys=32 if small else 16, warps=warps, stages=2 if small else 1)
+        if dim * itemsize <= 256:
+            return Build(rows=rows, keys=32, warps=warps, stages=2)
+        return Build(rows=rows, keys=16, warps=warps, stages=1)
     if itemsize == 4:
-        return Build(
-            rows=rows, keys=16, warps=warps, stages=2, precision="tf32x3" if dim <= 128 else "ieee"
-        )
-    return Build(rows=rows, keys=64 if dim <= 64 else 32, warps=warps, stages=3)
+        precision = "tf32x3" if dim <= 128 else "ieee"
+        return Build(rows=rows, keys=16, warps=warps, stages=2, precision=precision)
+    keys = 64 if dim <= 64 else 32
+    return Build(rows=rows, keys=keys, warps=warps, stages=3)
 
 
 def resident(build: Build, *, dim: int, tokens: bool, paged: bool) -> int:
@@ -110,7 +112,7 @@ def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, **how: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """See kernels.decode.decode_attention; keywords are those of `prepare`."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(with_rows, (q, k, v))
     launches, out, lse, mass = prepare(q, k, v, **how)
     run_calls(launches, q.device, *_build(q, v))
     return out, lse, mass
@@ -141,17 +143,24 @@ def prepare(
     v_dim = v.shape[-1]
     paged = block_table is not None
     # Where both layouts keep (batch or page, head, row).
-    order = (0, 2, 1) if paged else (0, 1, 2)
+    order = (0, 1, 2)
+    page = 0
+    pages_width = 0
+    if block_table is not None:
+        order = (0, 2, 1)
+        page = k.shape[1]
+        pages_width = block_table.shape[1]
     num_kv_heads = k.shape[order[1]]
-    page = k.shape[1] if paged else 0
-    k_len = block_table.shape[1] * page if block_table is not None else k.shape[2]
+    k_len = pages_width * page if paged else k.shape[2]
     places = k_len if tokens is None else tokens.shape[-1]
     rows = num_heads // num_kv_heads * q_len
     block_d, block_e = (max(16, _power_of_two(x)) for x in (dim, v_dim))
     target = target or architecture(q.device)
     build = choose(target, dim=max(block_d, block_e), itemsize=q.element_size(), rows=rows)
     programs = batch * num_kv_heads * -(-rows // build.rows)
-    seen = places if window is None or tokens is not None else min(places, window + q_len - 1)
+    seen = places
+    if window is not None and tokens is None:
+        seen = min(places, window + q_len - 1)
     held = resident(build, dim=max(block_d, block_e), tokens=tokens is not None, paged=paged)
     at_once = held * multiprocessors(q.device)
     splits = splits or max(1, min(at_once // programs, seen // _FEWEST_KEYS, _MOST_SPLITS))
@@ -170,14 +179,16 @@ def prepare(
     mass = None if scores == "none" else empty(*heads, places)
     kept = totals if mass is None else empty(*heads, rows, places)
 
+    listed = lse
+    tokens_batch = 0
+    tokens_head = 0
     if tokens is not None:
-        tokens = tokens if tokens.dim() == 3 else tokens[:, None].expand(-1, num_kv_heads, -1)
-        tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
-    # What is absent is never read; some tensor has to stand there.
-    bounds = {
-        "starts": lse if starts is None else starts.contiguous(),
-        "ends": lse if ends is None else ends.contiguous(),
-    }
+        if tokens.dim() == 2:
+            tokens = tokens[:, None].expand(-1, num_kv_heads, -1)
+        listed = with_rows(tokens)
+        tokens_batch = listed.stride(0)
+        tokens_head = listed.stride(1)
+    bounds = {"starts": given(starts, lse), "ends": given(ends, lse)}
     sizes = {
         "num_kv_heads": num_kv_heads, "rows": rows, "q_len": q_len, "k_len": k_len,
         "places": places,
@@ -197,13 +208,13 @@ def prepare(
         kernel="split_kernel",
         grid=(programs, splits),
         arguments={
-            "q": q, "k": k, "v": v, "tokens": lse if tokens is None else tokens, **bounds,
-            "pages": lse if block_table is None else block_table.contiguous(),
+            "q": q, "k": k, "v": v, "tokens": listed, **bounds,
+            "pages": given(block_table, lse),
             "tops": tops, "totals": totals, "partial": partial, "kept": kept,
             **softmax_factors(scale, softcap), **strides, **sizes, "splits": splits,
-            "tokens_batch": 0 if tokens is None else tokens.stride(0),
-            "tokens_head": 0 if tokens is None else tokens.stride(1),
-            "pages_width": 0 if block_table is None else block_table.shape[1],
+            "tokens_batch": tokens_batch,
+            "tokens_head": tokens_head,
+            "pages_width": pages_width,
         },
         constants={
             "D": dim, "BLOCK_D": block_d, "E": v_dim, "BLOCK_E": block_e, "ROWS": build.rows,
@@ -235,7 +246,7 @@ def with_sums(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """decode_attention with summed scores for any number of queries: attention, then the sums."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(with_rows, (q, k, v))
     index = dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
     out, lse = attention.sparse_attention(q, k, v, index, scale=scale, softcap=softcap)
     call, scores = prepare_sums(q, k, lse, scale=scale, softcap=softcap)
@@ -298,23 +309,24 @@ def choose_sums(target: str, *, dim: int, itemsize: int) -> SumsBuild:
     if target == "interpreter":
         return SumsBuild(keys=32, queries=32, warps=4, stages=1)
     if itemsize == 4:
-        keys, queries = (64, 32) if dim <= 64 else (32, 16) if dim <= 128 else (16, 16)
+        stages = 1 if target == "hip" else 2
         precision = "tf32x3" if target != "hip" and dim <= 128 else "ieee"
-        return SumsBuild(
-            keys=keys,
-            queries=queries,
-            warps=4,
-            stages=1 if target == "hip" else 2,
-            precision=precision,
-        )
+        if dim <= 64:
+            return SumsBuild(keys=64, queries=32, warps=4, stages=stages, precision=precision)
+        if dim <= 128:
+            return SumsBuild(keys=32, queries=16, warps=4, stages=stages, precision=precision)
+        return SumsBuild(keys=16, queries=16, warps=4, stages=stages, precision=precision)
     if target == "hip":
-        keys, queries = (64, 64) if dim <= 128 else (64, 32) if dim <= 256 else (32, 16)
-        return SumsBuild(keys=keys, queries=queries, warps=4, stages=1)
+        if dim <= 128:
+            return SumsBuild(keys=64, queries=64, warps=4, stages=1)
+        if dim <= 256:
+            return SumsBuild(keys=64, queries=32, warps=4, stages=1)
+        return SumsBuild(keys=32, queries=16, warps=4, stages=1)
     if dim <= 128:
         return SumsBuild(keys=128, queries=64, warps=8, stages=3)
-    return SumsBuild(
-        keys=64, queries=32 if dim <= 256 else 16, warps=4, stages=3 if dim <= 256 else 2
-    )
+    if dim <= 256:
+        return SumsBuild(keys=64, queries=32, warps=4, stages=3)
+    return SumsBuild(keys=64, queries=16, warps=4, stages=2)
 
 
 def _sums_build(q: Tensor) -> tuple[object, ...]:

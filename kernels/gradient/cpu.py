@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import cpu as attention
+from kernels.copies import with_rows
 from kernels.native import build
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,9 +42,7 @@ def attention_gradients(
 
     float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by
     the engine "float"."""
-    q, k, v, out, grad_out = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, out, grad_out)
-    )
+    q, k, v, out, grad_out = map(with_rows, (q, k, v, out, grad_out))
     # Laid out as what they are the gradients of, as autograd likes it; each has a place of its own
     # in memory.
     dq, dk, dv = (_like(x) for x in (q, k, v))
