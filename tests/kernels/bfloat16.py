@@ -1,5 +1,4 @@
-"""bfloat16 in Triton's interpreter as a device has it: by itself it multiplies bits, and cuts off
-what it should round.
+"""bfloat16 in Triton's interpreter, rounded as on a device; by itself it cuts off.
 
 Triton 3.9 keeps bfloat16 as 16-bit integers. Here products are of the numbers and are added up in
 float32, other operations are done in float32 and rounded, and what is stored as bfloat16 is rounded

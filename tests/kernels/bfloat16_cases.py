@@ -1,5 +1,4 @@
-"""A small kernel in bfloat16, interpreted as on a device and as Triton does it; prints what is
-wrong of each as JSON.
+"""A small kernel in bfloat16, as on a device and as interpreted; prints faults as JSON.
 
 TRITON_INTERPRET=1 python -m tests.kernels.bfloat16_cases
 """
@@ -31,7 +30,7 @@ def some_kernel(a, b, products, sums, odd):
 
 
 def wrong() -> dict[str, int]:
-    """How many elements of each result are not what torch gives, to the bit."""
+    """Elements of each result that are not torch's, to the bit."""
     torch.manual_seed(0)
     # Few bits, so that sums of products are exact in whatever order they are added up.
     a, b = ((torch.randn(2, N.value, N.value) * 16).round() / 16).to(torch.bfloat16)

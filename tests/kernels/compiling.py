@@ -1,5 +1,4 @@
-"""Cross-compiles the launches that calls of every sort make, without a GPU, and reads what became
-of them."""
+"""Cross-compile the launches of calls of every sort without a GPU, and read the binaries."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ _TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """What the compiler made: bytes of shared memory, registers and bytes spilled a thread,
-    assembly, and warps."""
+    """A binary: bytes of shared memory, registers and bytes spilled a thread, assembly, warps."""
 
     shared: int
     registers: int
@@ -62,11 +60,11 @@ class Build:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is left but a trap, as where tensor memory did not suffice."""
+        """True if nothing is left but a trap, as where tensor memory did not suffice."""
         return "trap;" in self.assembly and "ld." not in self.assembly
 
     def fault(self, target: str, dtype: torch.dtype) -> str | None:
-        """What is wrong with it; None if nothing is. float32, for checking, may spill."""
+        """The fault of a build, None if it has none. float32, for checking, may spill."""
         limit = TARGETS[target][1]
         if self.empty:
             return "the compiler left only a trap"
@@ -84,8 +82,7 @@ class Build:
 
 
 def programs(build: Build, target: str) -> int:
-    """How many programs fit a multiprocessor of an NVIDIA device: 64 Ki registers, 64 warps, and
-    its shared memory."""
+    """Programs that fit an NVIDIA multiprocessor: 64 Ki registers, 64 warps, its shared memory."""
     registers = -(-build.registers // 8) * 8 * 32 * build.warps
     # What one program may have is all but the kilobyte that the system takes.
     shared = TARGETS[target][1] + 1024
@@ -99,8 +96,7 @@ def compile_kernel(
     options: dict[str, Any],
     target: str,
 ) -> Build:
-    """Compile a kernel for a target from the arguments of a launch, of which only types and
-    alignment count."""
+    """Compile a kernel for a target from a launch's arguments: only types and alignment count."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -153,7 +149,7 @@ def _source(function: Any, arguments: dict[str, Any], constants: dict[str, Any])
 
 
 def _resources(cubin: bytes) -> str:
-    """What the tool that comes with Triton says a binary takes."""
+    """Resources of a binary, as the tool that comes with Triton prints them."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -295,8 +291,7 @@ def _compile(call: KernelCall, target: str) -> Build:
 
 
 def compile_tables(target: str) -> Build:
-    """Compile the launch that makes the attention kernel's tables, of heads some of which have
-    lists, on the target."""
+    """Compile the launch that makes the attention kernel's tables; some heads have lists."""
     entries = torch.zeros(1, 4, 2, dtype=torch.int32)
     tiles = lists(torch.zeros(1, 4, 4, 1, dtype=torch.int32))
     index = SparseIndex(q_len=256, k_len=256, diagonals=entries, **tiles, columns=entries)
@@ -311,8 +306,7 @@ def compile_estimate(
     window: int | None = None,
     page: int | None = None,
 ) -> dict[str, Build]:
-    """Compile the launches that read queries and keys for a layer's index on the target, by
-    name."""
+    """Compile the launches that read queries and keys for a layer's index, by name."""
     q, k = (torch.empty(1, heads, 256, head_dim, dtype=dtype) for heads in (4, 2))
     where: Keys = k
     if page is not None:
@@ -339,8 +333,7 @@ def compile_estimate(
 
 
 def compile_choice(target: str, *, n: int, ragged: bool = False) -> Build:
-    """Compile the choice of the best out of n on the target; ragged: sequences with ends and counts
-    of their own."""
+    """Compile the choice of the best out of n; ragged: sequences with ends and counts."""
     each = torch.empty(1, dtype=torch.int32) if ragged else None
     _, one = builders.choice(torch.empty(1, 4, 3, n), [50] * 4, forced=1, ends=each, counts=each)
     return _compile(one, target)

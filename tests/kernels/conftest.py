@@ -13,8 +13,7 @@ from tests.kernels.kinds import LAYER
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN (or the largest integer), in C++ too: what a kernel forgets to write
-    shows."""
+    """Have torch.empty give NaN (or the largest integer): what a kernel does not write shows."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
@@ -24,8 +23,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Thousands of small torch calls wait for each other on a busy machine; what needs more threads
-    asks for them."""
+    """One thread: thousands of small torch calls wait for each other on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

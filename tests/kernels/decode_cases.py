@@ -1,5 +1,4 @@
-"""Cases of decode attention that every backend is put to; run as a script it interprets the Triton
-kernels.
+"""Cases of decode attention for every backend; as a script it interprets the Triton kernels.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
 E value dim.
@@ -29,8 +28,7 @@ from tests.kernels.triton_memory import memory_checked
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`tokens` is None, "shared", "heads" (others for each KV head) or "ragged" (also of different
-    number).
+    """A call; `tokens` is None, "shared", "heads" (for each KV head) or "ragged" (also in number).
 
     Keys and values are of dtype `cache`, or of the queries'.
     """
@@ -125,8 +123,7 @@ TOLERANCES = {
 def problem(
     case: Case, device: torch.device
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Tensor]:
-    """q, k and v, the other arguments, and which rows each query sees (B, G, Q, K) before pages are
-    made.
+    """q, k and v, the other arguments, and the rows that each query sees (B, G, Q, K), unpaged.
 
     Rows that no query of their KV head sees hold NaN: reading one shows.
     """
@@ -217,8 +214,7 @@ def _tokens(case: Case, generator: torch.Generator) -> Tensor | None:
 
 
 def paged(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(B, G, K, dim) as a cache (pages, size, G, dim) in a shuffled order, NaN wherever no key
-    lies, and its table."""
+    """(B, G, K, dim) as a shuffled cache (pages, size, G, dim), NaN elsewhere, and its table."""
     batch, heads, length, dim = x.shape
     each = -(-length // size)
     order = torch.randperm(batch * each + 3, generator=torch.Generator().manual_seed(length))[
@@ -238,8 +234,7 @@ def paged(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def errors(found: Decoded, expected: Decoded, rows: int) -> tuple[float, float, float]:
-    """Largest errors of out, log-sum-exp and scores, the last for each of `rows`; NaN and wrong
-    infinities count."""
+    """Largest errors of out, log-sum-exp and scores, the last for each of `rows`; NaN counts."""
     assert found.scores is not None and expected.scores is not None
     pairs = ((found.out, expected.out), (found.lse, expected.lse), (found.scores, expected.scores))
     out, lse, scores = (_error(actual, wanted) for actual, wanted in pairs)
@@ -264,7 +259,7 @@ def serve(backend: Any, case: Case, **how: Any) -> Callable[..., Decoded]:
 
 @functools.cache
 def oracle(case: Case, device: torch.device, scores: str) -> Decoded:
-    """What the reference makes of the rounded inputs, in fp32."""
+    """Results of the reference for the rounded inputs, in fp32."""
     qkv, rest, _ = problem(case, device)
     return serve(reference, case)(*(x.float() for x in qkv), **rest, scores=scores)
 
@@ -287,8 +282,7 @@ def poison_memory() -> None:
 
 
 def interpreted() -> dict[str, tuple[Case, int | None]]:
-    """What the interpreter is put to, with the number of splits: fp32, and 16 bits here and
-    there."""
+    """Cases of the interpreter, with the number of splits: fp32, and some in 16 bits."""
     split = (
         "sinks, tokens",
         "65 keys",

@@ -1,5 +1,4 @@
-"""Kinds of patterns as the suites of this folder use them: a new kind is an entry of KINDS_DRAWN,
-and of LAYER."""
+"""Kinds of patterns in this folder's suites: a new one is an entry of KINDS_DRAWN and LAYER."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Counts what a layer's prefill and a decode step launch, and what they allocate; as a script it
-prints them as JSON.
+"""Count what a prefill and a decode step launch and allocate; as a script it prints JSON.
 
 Our kernels are counted as they are launched, torch's operations as they are called, views left out:
 on a GPU each is a launch. Triton interprets ours, so lengths are small.
@@ -54,7 +53,7 @@ _FREE = (
 
 @dataclass(kw_only=True)
 class Counts:
-    """What one call did; largest: bytes of the largest tensor that it made."""
+    """Counts of one call; largest: bytes of the largest tensor that it made."""
 
     ours: list[str] = field(default_factory=list)
     torch: int = 0
@@ -83,8 +82,7 @@ class _Operations(TorchDispatchMode):
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Triton's interpreter does all that Triton does on a GPU, and native code for the CPU nothing
-    of it."""
+    """Have Triton's interpreter serve what Triton serves on a GPU, and no native code."""
     with (
         mock.patch("kernels.patterns.cpu.serves", return_value=False),
         mock.patch("kernels.dispatch._by_device", lambda kind: BACKENDS),
@@ -94,8 +92,7 @@ def as_on_gpu() -> Iterator[None]:
 
 @contextmanager
 def counting() -> Iterator[Counts]:
-    """Counts of all that is called meanwhile. Attention itself computes nothing: nobody reads what
-    it writes."""
+    """Counts of the calls meanwhile; attention is not computed, since nobody reads it."""
     from triton.runtime import interpreter
 
     counts = Counts()
@@ -186,8 +183,7 @@ def decode(chosen: bool, scores: bool, length: int) -> Counts:
 
 
 def scored(length: int) -> Counts:
-    """A prompt with the sum of each key's probabilities, as H2O takes it in: the second of its
-    length."""
+    """Launches of the second half of a prompt with summed probabilities, as H2O takes it in."""
     q = torch.randn(1, 4, length, 64, dtype=torch.float16)
     k, v = (torch.randn(1, 2, length, 64, dtype=torch.float16) for _ in range(2))
     with torch.no_grad():

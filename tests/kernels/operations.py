@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @contextmanager
 def operations() -> Iterator[list[str]]:
-    """The names of torch's operations that are called meanwhile, but views and memory that nobody
-    has written to."""
+    """Names of torch's operations that are called meanwhile, without views and empty memory."""
     seen: list[str] = []
 
     class Mode(TorchDispatchMode):

@@ -1,5 +1,4 @@
-"""Layers whose keys lie in pages, and how far what builders find there is from what they find in a
-tensor.
+"""Layers whose keys lie in pages, and how far their indices are from those of tensors.
 
 Shapes: B batch, G KV heads, K key length, D head dim.
 """
@@ -33,8 +32,7 @@ EVERY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """A build of a layer; `cache` is the dtype of the pages, `halves` their layout in vLLM on
-    CPUs."""
+    """A build of a layer; `cache` is the pages' dtype, `halves` their layout in vLLM on CPUs."""
 
     q_len: int
     k_len: int
@@ -98,8 +96,7 @@ def paged(k: Tensor, case: Build) -> Paged:
 
 
 def differences(case: Build, device: torch.device) -> dict[str, int]:
-    """How many numbers differ between what is found in pages and what is found in a tensor, by what
-    they are."""
+    """Numbers that differ between pages and a tensor, by their name."""
     torch.manual_seed(case.k_len + case.page)
     q, k = (
         torch.randn(case.batch, heads, length, case.head_dim, device=device)

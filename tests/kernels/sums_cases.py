@@ -1,5 +1,4 @@
-"""Cases of attention that adds up each key's probabilities; run as a script it interprets the
-Triton kernels.
+"""Cases of summed probabilities; as a script it interprets the Triton kernels.
 
 TRITON_INTERPRET=1 python -m tests.kernels.sums_cases [NAME ...]
 
@@ -95,7 +94,7 @@ def inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 def expected(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, softcap: float | None = None
 ) -> Decoded:
-    """What the reference makes of the rounded inputs, in fp32."""
+    """Results of the reference for the rounded inputs, in fp32."""
     how: dict[str, Any] = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table"))
     how |= {"scale": scale or q.shape[3] ** -0.5, "softcap": softcap, "scores": "sum"}
     return Decoded(*reference.decode_attention(q.float(), k.float(), v.float(), **how))

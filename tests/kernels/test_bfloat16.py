@@ -1,5 +1,4 @@
-"""Interpreted kernels round bfloat16 as a device does: what their cases are compared with would not
-show it."""
+"""Interpreted kernels round bfloat16 as a device does; their own cases would not show it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A kernel that cannot be built is tried once; the reason is remembered, said once, and the next
-backend serves."""
+"""A kernel that cannot be built is tried once and remembered, and the next backend serves."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_build_that_fails_is_tried_once(
     op: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On the CPU in place of a GPU: the backend that is fastest there fails as a Triton build
-    does."""
+    """A CPU in place of a GPU: its fastest backend fails as a Triton build does."""
     tried = []
     module = cpu if op == "attention" else decode
 

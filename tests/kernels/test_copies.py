@@ -1,5 +1,4 @@
-"""Who waits for a copy to a device: what streams and events are asked for; test_gpu.py has real
-ones."""
+"""Waits for copies to a device, by the streams and events asked for; and results kept in bytes."""
 
 from __future__ import annotations
 

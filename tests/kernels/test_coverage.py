@@ -1,5 +1,4 @@
-"""Coverage: the smallest sets that hold a share of the mass, against a greedy choice in fp64 and
-Python."""
+"""Coverage: the smallest sets that hold a share of the mass, against a greedy choice in fp64."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def kept(entries: Tensor) -> set[int]:
 
 
 def smallest(mass: Sequence[float], share: float | None, size: int, forced: int) -> set[int]:
-    """Greedily: the forced first, then the heaviest, until the share is held or the size is
-    reached.
+    """The forced ones, then the heaviest, until the share is held or the size is reached.
 
     All of the mass (1.0) is held only by all that have any, however little.
     """
@@ -110,8 +108,7 @@ def test_block_sparse_takes_the_fewest_that_hold_the_share(
 
 
 def peaked(length: int) -> tuple[Tensor, Tensor]:
-    """Most keys so far from every query that their weight is 0 in fp32; a few, in tiles 1, 2 and 4,
-    near."""
+    """Keys that weigh 0 in fp32 but for a few in tiles 1, 2 and 4."""
     q, k = torch.ones(1, 2, length, 16), torch.full((1, 1, length, 16), -100.0)
     k[:, :, [70, 71, 140, 300]] = 0.1
     return q, k
@@ -196,8 +193,7 @@ def test_a_larger_share_never_takes_a_key_away(
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_best_places(data: st.DataObject) -> None:
-    """Native code and torch alike: scores with many ties, with entries that must not be taken,
-    forced ones, shares."""
+    """Native code and torch alike: ties, entries not to be taken, forced ones, shares."""
     n, forced = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 4))
     # Sixteenths add up exactly, in whatever order.
     score = st.one_of(st.integers(0, 40).map(lambda n: n / 16), st.just(float("-inf")))

@@ -1,5 +1,4 @@
-"""Decode attention: one conformance suite, every backend and CPU engine, every case, against the
-fp32 reference.
+"""Decode attention: every backend and engine, every case, against the fp32 reference.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys.
 """
@@ -92,8 +91,7 @@ def test_reference_is_softmax_over_what_is_visible(name: str) -> None:
 
 
 def _listed(scores: Tensor, found: Decoded, rest: dict[str, Any]) -> Tensor:
-    """Scores of all keys (B, G, K) at the places of the chosen ones, or with zeros up to the last
-    page's end."""
+    """Scores of all keys (B, G, K) at the chosen ones, or with zeros up to the last page's end."""
     assert found.scores is not None
     if (tokens := rest["tokens"]) is None:
         return torch.nn.functional.pad(scores, (0, found.scores.shape[-1] - scores.shape[-1]))
@@ -188,8 +186,7 @@ INTERPRETED = (
 
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> dict[str, tuple[float, float, float]]:
-    """Errors of the cases of this run. In a process of its own: Triton interprets all kernels of a
-    process or none."""
+    """Errors of this run's cases, in a process of its own: Triton interprets all of it or none."""
     pytest.importorskip("triton", reason="triton is not installed")
     done = subprocess.run(
         [sys.executable, "-m", decode_cases.__name__, *names_in_this_run(request)],

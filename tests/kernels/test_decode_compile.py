@@ -1,5 +1,4 @@
-"""The Triton kernels of decode compile for every target without a GPU: no spills, shared memory
-that fits."""
+"""Decode's Triton kernels compile for every target: no spills, shared memory that fits."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ pytestmark = [
 
 
 def faults(built: dict[str, Build], target: str, dtype: torch.dtype) -> list[str]:
-    """What is wrong with the builds; four words spilled are the compiler's choice, float32, for
-    checking, may spill."""
+    """Faults of builds; four words spilled are the compiler's choice, float32 may spill."""
     found = []
     for name, build in built.items():
         if build.shared > TARGETS[target][1]:
@@ -97,7 +95,7 @@ def test_value_dim_may_differ() -> None:
 
 
 def test_a_growing_cache_compiles_nothing_new() -> None:
-    """What changes from step to step is neither compiled in nor looked at for divisibility."""
+    """Sizes that change from step to step are neither constants nor looked at for divisibility."""
     pytest.importorskip("triton", reason="triton is not installed")
 
     def launches(length: int, chosen: int) -> list[backend.Launch]:

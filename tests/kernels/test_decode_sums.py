@@ -1,5 +1,4 @@
-"""Attention with sums for any number of queries, and dropping the lowest token, against the
-reference and by hand."""
+"""Attention with sums for any number of queries, and dropping the lowest token, by hand."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def inputs(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ..
 
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Launches and errors of the cases of this run, in a process of its own as in
-    test_triton.py."""
+    """Launches and errors of this run's cases, in a process of its own."""
     pytest.importorskip("triton", reason="triton is not installed")
     done = subprocess.run(
         [sys.executable, "-m", sums_cases.__name__, *names_in_this_run(request)],
@@ -85,7 +83,7 @@ def test_other_backends_are_put_to_the_same(name, backend):
 
 
 def test_a_kernel_that_does_not_build_is_passed_over():
-    """What cannot be built is said, and asked for by name refused."""
+    """A kernel that cannot be built is logged, and refused where it is asked for by name."""
     x = torch.randn(1, 2, 30, 16)
     failed = mock.patch.dict(
         "kernels.breaker._failed", {triton._sums_build(x): "it does not build"}

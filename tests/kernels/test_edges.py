@@ -1,5 +1,4 @@
-"""Inputs at the edge of what is allowed: huge logits, values that are not finite, tangents, indices
-made by hand.
+"""Inputs at the edge: huge logits, values that are not finite, tangents, indices by hand.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
 """

@@ -1,5 +1,4 @@
-"""Keys and values of 8 bits in native code: each of their 256 codes, and that none is lost on the
-way.
+"""Keys and values of 8 bits in native code: each of their 256 codes arrives.
 
 What the conformance suites compare with the reference is drawn at random; here every code is met.
 """

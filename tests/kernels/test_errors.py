@@ -1,5 +1,4 @@
-"""What the op and the dispatcher refuse, in which words, and what they make of odd but honest
-input.
+"""Refusals of the op and the dispatcher, and odd but honest input.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
@@ -242,8 +241,7 @@ def test_an_index_of_the_wrong_shape_is_not_read(change: dict[str, Tensor], mess
 
 
 def test_a_broken_index_reads_and_writes_nothing_outside() -> None:
-    """Entries that the op refuses, handed past it: native code names a wild column and stops at
-    wild tiles."""
+    """Entries that the op refuses, handed past it: native code stops at wild columns and tiles."""
     q, k, v, index = inputs()
     how: dict[str, Any] = {"scale": 0.125, "softcap": None}
     wild = replace(index, columns=int32(-5, 3).expand(1, 2, 2))
@@ -366,8 +364,7 @@ def test_soft_cap_holds_at_both_ends(softcap: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_offsets_beyond_two_billion_elements(dtype: torch.dtype) -> None:
-    """Batch, head and row strides past 2^31, over address space of which next to nothing is
-    touched."""
+    """Strides past 2^31, over address space of which next to nothing is touched."""
     q, k, _, index = inputs(4, 2, dtype=dtype)
     far = 3 * 2**30
     row, head, batch = far // 300, far, far + 64

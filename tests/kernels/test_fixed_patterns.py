@@ -44,7 +44,7 @@ PATTERNS: list[tuple[str, dict[str, Any]]] = [
 
 
 def definition(kind: str, sizes: dict[str, Any], q_len: int, k_len: int) -> Tensor:
-    """What the pattern promises, (Q, K) bool."""
+    """The mask (Q, K) of a pattern by its definition."""
     key, query = torch.arange(k_len), torch.arange(k_len - q_len, k_len)[:, None]
     tiles_back = query // TILE - key // TILE
     if kind == "static":

@@ -1,5 +1,4 @@
-"""What only a GPU can show: the compiled kernel against the reference on the device, and that no
-call waits for it.
+"""On a GPU: the compiled kernel against the reference, and no call that waits for it.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
 """
@@ -260,8 +259,7 @@ def no_waiting() -> Iterator[None]:
 )
 @pytest.mark.parametrize("window", [None, 300])
 def test_no_call_waits_for_the_gpu(ragged: Ragged | None, window: int | None) -> None:
-    """Neither to build the index nor to attend, on the first call or later ones: what is cached by
-    then may differ."""
+    """Neither index nor attention, on the first call or later ones: caches may differ by then."""
     q = torch.randn(1, 5, 2000, 64, dtype=torch.bfloat16, device=DEVICE)
     k = q[:, :1]
     plan = LayerPlan(LAYER, 1, dense_tail=70)

@@ -1,5 +1,4 @@
-"""What only a GPU can show of decode: the compiled kernels against the reference, and that no call
-waits for it.
+"""On a GPU, decode: compiled kernels against the reference, and no call that waits for it.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
 """

@@ -1,5 +1,4 @@
-"""Gradients of dense attention: every backend and CPU engine against autograd through plain softmax
-in fp64.
+"""Gradients of dense attention: every backend and engine against autograd in fp64.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """

@@ -1,5 +1,4 @@
-"""Sizes that go with the number of keys: the plan for a length is that of patterns with the sizes
-written down."""
+"""Sizes that grow: the plan for a length is that of patterns with these sizes."""
 
 from __future__ import annotations
 

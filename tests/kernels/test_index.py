@@ -1,4 +1,4 @@
-"""What every index must hold to, whatever pattern, size and length it was built for."""
+"""Invariants of every index, whatever pattern, size and length it was built for."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def layers(draw: st.DrawFn) -> tuple[list[Pattern], int, Tensor, Tensor]:
 
 
 def executed(index: SparseIndex, b: int, head: int, row: int) -> tuple[set[int], list[list[int]]]:
-    """Key tiles and groups of key columns that a row computes, by the words of the module's
-    docstring."""
+    """Key tiles and groups of key columns that a row computes, by SparseIndex's definition."""
     at = index.first_row + row
     named = [at - d for d in index.diagonals[b, head].tolist()] + index.listed()[
         b, head, row

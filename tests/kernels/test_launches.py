@@ -1,5 +1,4 @@
-"""How often a layer's prefill and a decode step launch something: bars, counted under Triton's
-interpreter."""
+"""Bars for the launches of a prefill and a decode step, counted in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_more_heads_take_no_more_operations() -> None:
 
 
 def test_heads_in_turn_are_the_same_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where scratch has room for one head, sizes are mixed, and a group shares its keys."""
+    """Scratch for one head at a time, mixed sizes, and a group that shares its keys."""
     torch.manual_seed(2)
     q, k = torch.randn(2, 6, 500, 8), torch.randn(2, 2, 700, 8)
     sizes = [{"window": 130}, {"window": 70, "representatives": 1}, {"window": 130}]

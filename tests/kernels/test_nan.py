@@ -1,5 +1,4 @@
-"""NaN and infinity in queries and keys, for every pattern: valid indices, and other heads and
-sequences as ever.
+"""NaN and infinity in queries and keys: valid indices, other heads and sequences unharmed.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
 """
@@ -114,7 +113,7 @@ def test_sizes_hold_whatever_the_scores(kind: str, coverage: float | None) -> No
 
 
 def interpreted() -> dict[str, bool]:
-    """What Triton's attention and builders make of a bad query and a bad key."""
+    """Triton's attention and builders on a bad query and a bad key."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, n, 140, 16) for n in (2, 1, 1))
     plan = LayerPlan(

@@ -1,5 +1,4 @@
-"""Builders read keys where they lie: from pages they find, to the bit, what they find in a
-tensor."""
+"""Builders read keys where they lie: the same bits from pages as from a tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each pattern promises, against the plainest computation of it that there is."""
+"""Patterns against the plainest computation of their definition."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def test_a_shape_keeps_sinks_and_window(q_len: int, k_len: int, sink: int, windo
 def last_attention(
     q: Tensor, k: Tensor, last_q: int, window: int = 1 << 30
 ) -> tuple[Tensor, Tensor]:
-    """Mass on each column and at each distance from the last queries, (B, H, K) fp64, by the
-    definition."""
+    """Mass on each column and distance from the last queries, (B, H, K) fp64, by definition."""
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     last, k_len = min(last_q, q.shape[2]), k.shape[2]
     query = torch.arange(k_len - last, k_len)[:, None]
@@ -114,7 +113,7 @@ def test_block_sparse_keeps_the_nearest_means(q_len: int, k_len: int, blocks: in
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_and_strides_are_read_right(dtype: torch.dtype) -> None:
-    """Where keys stand out far beyond rounding, 16 bits and a transposed view choose the same."""
+    """Keys far beyond rounding: 16 bits and a transposed view choose the same."""
     torch.manual_seed(0)
     q = torch.randn(1, 2, 300, 16).abs()
     k = torch.randn(1, 1, 300, 16) * 0.01
@@ -141,8 +140,7 @@ def test_a_prepared_builder_gives_what_a_fresh_one_gives() -> None:
 
 @pytest.mark.usefixtures("builder")
 def test_of_equals_the_first_are_taken() -> None:
-    """Every row of tiles scores alike, and every column and diagonal weighs the same within the
-    last queries' reach."""
+    """Rows of tiles that score alike; columns and diagonals that weigh the same."""
     q, k = torch.zeros(1, 2, 500, 8), torch.ones(1, 1, 500, 8)
     plan = LayerPlan(
         [make("vertical_slash", vertical=100, slash=100, last_q=1), make("block_sparse", blocks=3)],

@@ -1,5 +1,4 @@
-"""The conformance suite leans on this: what torch hands out uninitialised is NaN, also to native
-code."""
+"""Memory that torch hands out uninitialised is NaN, also to native code."""
 
 from __future__ import annotations
 

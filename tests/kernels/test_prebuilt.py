@@ -1,5 +1,4 @@
-"""Which of a wheel's libraries a processor takes; `.ci/wheel` builds them and serves with
-one."""
+"""The library of a wheel that a processor takes; `.ci/wheel` builds and serves them."""
 
 from __future__ import annotations
 

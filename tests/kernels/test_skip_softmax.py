@@ -1,5 +1,4 @@
-"""Skip-softmax: which tiles are skipped follows the definition, in every backend alike, and what is
-lost is bounded.
+"""Skip-softmax: tiles skipped by the definition in every backend, and a bounded loss.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, R query tiles,
 N key tiles."""
@@ -79,8 +78,7 @@ def logits_of(case: Case, q: Tensor, k: Tensor) -> Tensor:
 
 
 def gaps(case: Case, index: SparseIndex, logits: Tensor) -> dict[tuple[int, int, int], float]:
-    """By head, row and key tile how far the best query of the row is from its anchor, of the tiles
-    that may be skipped.
+    """Distance of a row's best query from its anchor, by head, row and tile that may be skipped.
 
     By the words of kernels.index, without a look at what the kernels do.
     """
@@ -114,8 +112,7 @@ def gaps(case: Case, index: SparseIndex, logits: Tensor) -> dict[tuple[int, int,
 
 
 def bounds_between(found: dict[tuple[int, int, int], float], heads: int) -> list[float]:
-    """For each head a bound in the widest space between two gaps of the middle half, far from
-    rounding; -inf: none."""
+    """A bound for each head in the widest space between two gaps of the middle half; -inf: none."""
     bounds = []
     for head in range(heads):
         below = sorted(gap for (h, _, _), gap in found.items() if h == head and -30 < gap < 0)
@@ -128,8 +125,7 @@ def bounds_between(found: dict[tuple[int, int, int], float], heads: int) -> list
 def expected_of(
     case: Case, index: SparseIndex, logits: Tensor, v: Tensor, out_of: set[tuple[int, int, int]]
 ) -> tuple[Tensor, Tensor]:
-    """Softmax over the mask without the tiles `out_of`, (H, Q, D), and their share of the whole
-    mask's mass, (H, Q)."""
+    """Softmax over the mask without the tiles `out_of`, (H, Q, D), and their mass (H, Q)."""
     mask = index.to_mask()[0]
     without = mask.clone()
     for head, row, tile in out_of:
@@ -184,8 +180,7 @@ def test_skips_what_the_definition_says(name: str, server: str, dtype: torch.dty
 
 
 def test_a_bound_at_a_gap_costs_no_more_than_the_threshold() -> None:
-    """Where a tile is exactly at the threshold rounding decides: either way the result is within
-    what may be lost."""
+    """A tile exactly at the threshold: rounding decides, and the loss is within it."""
     case = CASES["square"]
     q, k, v = inputs(case)
     index, logits = plain(case, q, k), logits_of(case, q, k)
@@ -239,8 +234,7 @@ def test_heads_without_a_bound_and_short_prompts_skip_nothing() -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_what_is_not_finite_is_never_taken_for_low(backend: str) -> None:
-    """A query that is NaN knows of no tile that it does without: the tiles of its row are all
-    computed."""
+    """A query that is NaN can do without no tile: its row is computed whole."""
     case = CASES["square"]
     q, k, v = inputs(case)
     index = replace(plain(case, q, k), skip=torch.full((1, 3), -3.0))

@@ -1,5 +1,4 @@
-"""The engine on AMX's tiles: its instructions, all of attention on emulated ones, and when it does
-not serve.
+"""The engine on AMX's tiles: instructions, attention on emulated ones, and refusals.
 
 The emulation follows Intel's manual for the product of two tiles. No processor without AMX runs the
 real instructions: there they are only compiled and read."""

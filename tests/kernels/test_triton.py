@@ -1,5 +1,4 @@
-"""The Triton kernel interpreted on the CPU, what it is handed, and when it declines; GPUs are in
-test_gpu.py.
+"""The Triton kernel interpreted on the CPU, its launches and refusals; see test_gpu.py.
 
 Shapes: B batch, H query heads, N key tiles.
 """
@@ -47,8 +46,7 @@ KEPT = (
 
 @pytest.fixture(scope="module")
 def interpreted(request: pytest.FixtureRequest) -> dict[str, tuple[float, float]]:
-    """Errors of the cases of this run. In a process of its own: Triton interprets all kernels of a
-    process or none."""
+    """Errors of this run's cases, in a process of its own: Triton interprets all of it or none."""
     pytest.importorskip("triton", reason="triton is not installed")
     done = subprocess.run(
         [sys.executable, "-m", triton_cases.__name__, *names_in_this_run(request)],
@@ -224,8 +222,7 @@ def test_every_target_has_a_build(target: str, dim: int) -> None:
 
 
 def test_what_a_build_works_out_is_part_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's cache on disk knows builds by their names: those of another release must not be
-    taken for these."""
+    """Triton's cache on disk knows builds by name, those of other releases among them."""
     x = torch.ones(1, 1, 4, 8)
     how = triton.prepare(x, x, x, dense_index(1, 1, 4, 4, x.device), scale=1.0, softcap=None)[
         1

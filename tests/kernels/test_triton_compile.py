@@ -1,5 +1,4 @@
-"""The Triton kernel compiles for every target without a GPU: no spilled registers, shared memory
-that fits."""
+"""The Triton kernel compiles for every target: no spills, shared memory that fits."""
 
 from __future__ import annotations
 

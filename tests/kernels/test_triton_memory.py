@@ -1,5 +1,4 @@
-"""The check of what interpreted kernels do to memory finds what it is for; every interpreted case
-runs under it."""
+"""The check of interpreted kernels' memory finds its faults; every case runs under it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""cpu.cpp as other processors compile it, and under sanitizers: the conformance suite again, in a
-process of its own.
+"""The conformance suite on cpu.cpp as other processors compile it, and under sanitizers.
 
 A process can load one build only, so each variant patches the flags and runs part of the other
 files."""
@@ -87,8 +86,7 @@ def test_avx2_where_the_processor_has_more() -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_sanitizers() -> None:
-    """Addresses and undefined behaviour, with every heap block filled with NaN before it is handed
-    out."""
+    """Addresses and undefined behaviour, with heap blocks filled with NaN."""
     if reason := build.load():
         pytest.skip(reason)
     compiler = shutil.which("g++")

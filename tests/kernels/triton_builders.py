@@ -1,5 +1,4 @@
-"""Cases of what builders do in Triton, vertical-slash's estimate and the choice of the best, small
-enough to interpret.
+"""Cases of the builders in Triton, estimate and choice, small enough to interpret.
 
 Shapes: B batch, h heads of one kind, H query heads, G KV heads, Q query length, K key length, D
 head dim."""
@@ -126,8 +125,7 @@ CHOICES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 
 
 def choice_error(name: str, device: torch.device) -> tuple[float, float]:
-    """How many places differ from torch's stable choice on the CPU, among ties and -inf; and how
-    many hold NaN."""
+    """Places that differ from torch's stable choice, among ties and -inf; and those with NaN."""
     shape, sizes, forced = CHOICES[name]
     torch.manual_seed(0)
     # Adding 0 makes 0 of -0.
@@ -153,7 +151,7 @@ def choice_error(name: str, device: torch.device) -> tuple[float, float]:
 
 
 def _wild(taken: Tensor, poisoned: Tensor) -> int:
-    """How many of the places that were taken hold NaN or are none."""
+    """Places taken that hold NaN or are none."""
     wild = (taken != PAD) & poisoned.gather(
         -1, taken.clamp(max=poisoned.shape[-1] - 1).long()
     ).isnan()
@@ -175,8 +173,7 @@ PAGED = {
 
 
 def paged_error(name: str, device: torch.device) -> tuple[float, float]:
-    """How many numbers of masses and means, and how many entries of an index, are not what dense
-    keys give."""
+    """Numbers of masses and means, and entries of an index, that dense keys do not give."""
     with mock.patch("kernels.patterns.cpu.serves", return_value=False):
         found = paged_builds.differences(PAGED[name], device)
         # Torch would have served in its place, unnoticed.

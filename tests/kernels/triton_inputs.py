@@ -1,5 +1,4 @@
-"""Tensors, indices and pages for a case of the Triton kernel, and how far its result is from the
-reference.
+"""Tensors, indices and pages of a case of the Triton kernel, and its error.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim, S
 sequences."""
@@ -36,8 +35,7 @@ LISTLESS = tuple(pattern for pattern in LAYER if pattern.kind != "block_sparse")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`index` is "layer" (unlike heads), "listless" or "random:D,T,C" (so many of each sort in
-    every head).
+    """A call; `index` is "layer" (unlike heads), "listless" or "random:D,T,C" (each sort).
 
     Keys and values are of dtype `cache`, or of the queries'. `dense_tail` holds for all heads, or
     for head i if it is a tuple; `given` hands `out` to the call. `skip` is the bound of every head
@@ -73,8 +71,7 @@ def square(length: int, **more: Any) -> Case:
 
 
 def padded(*lengths: int, queries: int | None = None, **more: Any) -> Case:
-    """Sequences of these many keys, padded on the left to 5 more than the longest; the last
-    `queries` are asked."""
+    """Sequences of these many keys, left-padded; the last `queries` are asked."""
     k_len = max(lengths) + 5
     q_len = queries or k_len
     ragged = Ragged.left_padded(lengths, q_len, k_len)
@@ -90,8 +87,7 @@ def packed(*lengths: tuple[int, int], **more: Any) -> Case:
 
 
 def run(case: Case, device: torch.device) -> tuple[float, float]:
-    """Largest absolute errors of out and lse against the fp32 reference; infinite where something
-    is not written."""
+    """Largest errors of out and lse against the fp32 reference; infinite where not written."""
     torch.manual_seed(0)
     q = _values((case.batch, case.heads, case.q_len, case.head_dim), case, device)
     k = _values((case.batch, case.kv_heads, case.k_len, case.head_dim), case, device)
@@ -241,8 +237,7 @@ def _paged_call(
 
 
 def paged(sequences: Sequence[Tensor] | Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(G, K, dim) of each sequence in a cache (pages, size, G, dim), shuffled, NaN where no key
-    lies; and its table."""
+    """(G, K, dim) of each sequence in a shuffled cache, NaN elsewhere; and its table."""
     heads, _, dim = sequences[0].shape
     counts = [-(-x.shape[1] // size) for x in sequences]
     order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(size)).to(

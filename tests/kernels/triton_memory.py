@@ -1,5 +1,4 @@
-"""What interpreted Triton kernels do to memory: no access outside of the call's tensors, and no
-races of programs.
+"""Memory of interpreted Triton kernels: no access outside of tensors, no races.
 
 On a GPU neither shows as a wrong result each time; here every address of every program is known.
 """
@@ -22,8 +21,7 @@ class MemoryFault(AssertionError):
 
 @dataclass(eq=False)
 class _Launch:
-    """The memory that a launch was handed, and what its programs did: (program, addresses of
-    elements)."""
+    """Memory of a launch, and its programs' accesses: (program, addresses of elements)."""
 
     kernel: str
     starts: np.ndarray[Any, Any]
@@ -80,8 +78,7 @@ def _joined(
 
 
 def _memory(tensors: list[torch.Tensor]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Starts and ends of the memory that these tensors' elements lie in, without overlaps,
-    ascending."""
+    """Starts and ends of the memory of these tensors' elements, merged, ascending."""
     spans = []
     for x in tensors:
         if x.numel():

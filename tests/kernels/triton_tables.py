@@ -1,5 +1,4 @@
-"""The tables that the attention kernel reads, beside what they are to say, one query tile at a
-time."""
+"""Tables of the attention kernel against their definition, one query tile at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def _padded(rows: list[list[int]]) -> torch.Tensor:
 
 
 def tables_error(name: str, device: torch.device) -> tuple[float, float]:
-    """How many entries of the walk, and how many counts of columns, are wrong."""
+    """Entries of the walk, and counts of columns, that are wrong."""
     rows, window = TABLES[name]
     n = num_tiles(LENGTH)
     index = SparseIndex(

@@ -1,5 +1,4 @@
-"""Kernels that do to memory what none must, and one that does not. As a script it prints what each
-is told."""
+"""Kernels that misuse memory, and one that does not; as a script it prints the reports."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def reads_another_s(x, y, n, SIZE: tl.constexpr):
 
 
 def told(kernel: Any) -> str:
-    """What the check says of one launch; nothing where all is well."""
+    """Report of the check on one launch; empty where all is well."""
     # Elements of a larger tensor: memory beside them belongs to somebody else.
     x, y = torch.zeros(20)[4:14], torch.zeros(20)[4:14]
     try:
