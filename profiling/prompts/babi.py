@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from profiling.prompts import haystacks
-from profiling.prompts.kind import Kind, Prompt, Wanted
+from profiling.prompts.kind import Kind, Prompt, Request
 
 _PEOPLE = ("Mary", "John", "Sandra", "Daniel")
 _PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
@@ -39,11 +39,11 @@ class Story(NamedTuple):
     answer: str
 
 
-def babilong(wanted: Wanted) -> list[Prompt]:
+def babilong(request: Request) -> list[Prompt]:
     """Prompts of bAbI's task 1, 2 or 3, as the name ends."""
-    encode = wanted.encode
-    number = int(wanted.name[-1])
-    hay = haystacks.of(wanted)
+    encode = request.encode
+    number = int(request.name[-1])
+    hay = haystacks.of(request)
 
     def make_prompt(rng: random.Random) -> Prompt:
         examples = [make_story(rng, number, least=4 * number) for _ in range(_EXAMPLES)]
@@ -54,12 +54,12 @@ def babilong(wanted: Wanted) -> list[Prompt]:
         head = encode(_HEAD + shown)
         question = encode(story.question)
         hidden = encode.each([f" {fact}" for fact in story.facts])
-        room = wanted.room(head, *hidden, question)
+        room = request.room(head, *hidden, question)
         depths = sorted(rng.random() for _ in hidden)
         ids, _ = haystacks.hide(hidden, depths, hay(room, rng), 0)
-        return Prompt(wanted.ids(head, ids, question), story.answer, choices=_PLACES)
+        return Prompt(request.ids(head, ids, question), story.answer, choices=_PLACES)
 
-    return wanted.prompts(make_prompt)
+    return request.prompts(make_prompt)
 
 
 def make_story(rng: random.Random, number: int, *, least: int) -> Story:

@@ -14,7 +14,7 @@ from itertools import count, islice
 
 from artifacts import HeadwiseError
 from profiling.prompts.haystacks import laid_out
-from profiling.prompts.kind import RULER, SHARE, Kind, Parameter, Prompt, Wanted
+from profiling.prompts.kind import RULER, SHARE, Kind, Parameter, Prompt, Request
 from profiling.prompts.tokens import Encoder, Ids, flat
 from profiling.prompts.words import compounds
 
@@ -45,14 +45,14 @@ _CODE_NEW_TOKENS = 50
 
 
 def common_words(
-    wanted: Wanted, *, words: int = 10, common: int | None = None, uncommon: int | None = None
+    request: Request, *, words: int = 10, common: int | None = None, uncommon: int | None = None
 ) -> list[Prompt]:
     """List `words` words `common` times each among others, `uncommon` times each.
 
     By default 30 and 3 times, or 6 and 1 in short prompts.
     """
-    encode = wanted.encode
-    length = wanted.length
+    encode = request.encode
+    length = request.length
     short = length < _SHORT
     often, seldom = (6, 1) if short else (30, 3)
     often = common or often
@@ -73,29 +73,29 @@ def common_words(
         listed = _shuffled(numbers, example, words, example_often, example_seldom, rng)
         before = (*head, *listed, *asked, *answered, *head)
         after = asked
-        room = length - len(wanted.ids(before, after))
+        room = length - len(request.ids(before, after))
         chosen, left = _fitting(encode, source, numbers, words, often, seldom, room)
         if left < 0:
-            raise wanted.too_small(f"give at least {length - left}")
+            raise request.too_small(f"give at least {length - left}")
         body = _shuffled(numbers, chosen, words, often, seldom, rng)
         right = tuple(chosen)[:words]
         return Prompt(
-            laid_out(wanted, before, body, after),
+            laid_out(request, before, body, after),
             _numbered(right),
             references=right,
             new_tokens=_LIST_NEW_TOKENS,
         )
 
-    return wanted.prompts(make_prompt)
+    return request.prompts(make_prompt)
 
 
-def frequent_words(wanted: Wanted, *, alpha: float = 2.0) -> list[Prompt]:
+def frequent_words(request: Request, *, alpha: float = 2.0) -> list[Prompt]:
     """Repeat code words by Zeta: counts fall with rank to the power `alpha`; rank one is dots."""
-    encode = wanted.encode
-    length = wanted.length
+    encode = request.encode
+    length = request.length
     head = encode(_CODE_HEAD)
     asked = encode(_CODE_QUESTION)
-    room = length - len(wanted.ids(head, asked))
+    room = length - len(request.ids(head, asked))
 
     def make_prompt(rng: random.Random) -> Prompt:
         words = [_DOTS, *_coded(max(4, length // _TOKENS_A_WORD), rng)]
@@ -113,7 +113,7 @@ def frequent_words(wanted: Wanted, *, alpha: float = 2.0) -> list[Prompt]:
         # From here on the fifth rank comes up at all.
         least = next(most for most in count(math.ceil(5**alpha)) if told_apart(most))
         if taken(least) > room:
-            raise wanted.too_small(f"give at least {length - room + taken(least)}")
+            raise request.too_small(f"give at least {length - room + taken(least)}")
         low = least
         high = max(least, room) + 1
         while high - low > 1:
@@ -128,13 +128,13 @@ def frequent_words(wanted: Wanted, *, alpha: float = 2.0) -> list[Prompt]:
         rng.shuffle(text)
         right = tuple(words[1:4])
         return Prompt(
-            laid_out(wanted, head, *text, asked),
+            laid_out(request, head, *text, asked),
             ", ".join(right),
             references=right,
             new_tokens=_CODE_NEW_TOKENS,
         )
 
-    return wanted.prompts(make_prompt)
+    return request.prompts(make_prompt)
 
 
 class _Numbers:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from artifacts import HeadwiseError
-from profiling.prompts.kind import Wanted
+from profiling.prompts.kind import Request
 from profiling.prompts.texts import read_text
 from profiling.prompts.tokens import Encoder, Ids, flat
 from profiling.prompts.words import sentences
@@ -50,9 +50,9 @@ def filler(encode: Encoder) -> Haystack:
     return written(encode, lambda rng: (" " + sentence.strip() for sentence in sentences(rng)))
 
 
-def of_file(wanted: Wanted) -> Haystack:
+def of_file(request: Request) -> Haystack:
     """A stretch of the user's text, from a random sentence on."""
-    file = wanted.file
+    file = request.file
     text = read_text(file)
     if not text.strip():
         raise HeadwiseError(f"{file.name} is empty")
@@ -61,12 +61,12 @@ def of_file(wanted: Wanted) -> Haystack:
         for part in _SENTENCE_END.split(text)
         for at in range(0, len(part), _LONGEST)
     ]
-    pieces = wanted.encode.each(sentences_of_text)
+    pieces = request.encode.each(sentences_of_text)
     ends = list(itertools.accumulate(map(len, pieces)))
 
     def stretch(room: int, rng: random.Random) -> list[Ids]:
         if ends[-1] < room:
-            raise wanted.too_short(ends[-1], room)
+            raise request.too_short(ends[-1], room)
         # The last sentence from which on there is enough.
         last = bisect.bisect_right([0, *ends], ends[-1] - room) - 1
         start = rng.randint(0, last)
@@ -75,9 +75,9 @@ def of_file(wanted: Wanted) -> Haystack:
     return stretch
 
 
-def of(wanted: Wanted) -> Haystack:
+def of(request: Request) -> Haystack:
     """The user's text, or made-up sentences where there is none."""
-    return of_file(wanted) if wanted.text else filler(wanted.encode)
+    return of_file(request) if request.text else filler(request.encode)
 
 
 def fill(source: Iterable[Ids], room: int) -> list[Ids]:
@@ -140,19 +140,19 @@ def whole_items(encode: Encoder, items: Iterable[str], room: int) -> list[Ids]:
     return taken
 
 
-def laid_out(wanted: Wanted, *parts: Ids) -> Ids:
-    """Lay out exactly the wanted length: prefix, padding for the remainder, and the parts.
+def laid_out(request: Request, *parts: Ids) -> Ids:
+    """Lay out exactly the length asked for: prefix, padding for the remainder, and the parts.
 
     Raises:
         HeadwiseError: the parts alone take more.
     """
-    room = wanted.room(*parts)
-    padding = flat(filler(wanted.encode)(room, random.Random("padding")))
-    return wanted.ids(padding, *parts)
+    room = request.room(*parts)
+    padding = flat(filler(request.encode)(room, random.Random("padding")))
+    return request.ids(padding, *parts)
 
 
-def _nearest(bounds: Sequence[int], wanted: float) -> int:
-    at = bisect.bisect_left(bounds, wanted)
-    if at and (at == len(bounds) or wanted - bounds[at - 1] <= bounds[at] - wanted):
+def _nearest(bounds: Sequence[int], position: float) -> int:
+    at = bisect.bisect_left(bounds, position)
+    if at and (at == len(bounds) or position - bounds[at - 1] <= bounds[at] - position):
         return at - 1
     return at

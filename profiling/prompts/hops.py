@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from profiling.prompts.kind import Find, Kind, Prompt, Wanted
+from profiling.prompts.kind import Find, Kind, Prompt, Request
 from profiling.prompts.retrieval import Hay
 from profiling.prompts.words import names
 
@@ -22,17 +22,17 @@ _OTHERS = 2
 _HOPS = 2
 
 
-def multi_hop(wanted: Wanted) -> list[Prompt]:
+def multi_hop(request: Request) -> list[Prompt]:
     """Multi-hop questions in chain-of-thought form, OmniKV's section 3.
 
     The chain that is asked for, those of the worked examples and some others lie in the text fact
     by fact, at random depths. The answer has to name B and C.
     """
-    hay = Hay(wanted)
-    return wanted.prompts(lambda rng: _asked(wanted, hay, rng))
+    hay = Hay(request)
+    return request.prompts(lambda rng: _prompt(request, hay, rng))
 
 
-def _asked(wanted: Wanted, hay: Hay, rng: random.Random) -> Prompt:
+def _prompt(request: Request, hay: Hay, rng: random.Random) -> Prompt:
     chains = _chains(1 + _EXAMPLES + _OTHERS, hay.text, rng)
     facts = [_FACT.format(who, relation, whom) for chain in chains for who, relation, whom in chain]
     (a, relation, b), (_, other, c) = chains[0]
@@ -41,14 +41,14 @@ def _asked(wanted: Wanted, hay: Hay, rng: random.Random) -> Prompt:
         + "".join(map(_worked, chains[1 : 1 + _EXAMPLES]))
         + _QUESTION.format(a=a, one=relation, other=other)
     )
-    encode = wanted.encode
+    encode = request.encode
     head = encode(_HEAD)
     asked = encode(question)
     hidden = encode.each(facts)
-    room = wanted.room(head, asked, *hidden)
+    room = request.room(head, asked, *hidden)
     text = hay.tokens(room, rng)
     depths = sorted(rng.randint(0, room) for _ in hidden)
-    ids = list(wanted.ids(head))
+    ids = list(request.ids(head))
     spans = {}
     done = 0
     for depth, fact in zip(depths, rng.sample(range(len(hidden)), len(hidden)), strict=True):

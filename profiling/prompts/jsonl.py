@@ -8,7 +8,7 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from profiling.prompts.kind import Kind, Prompt, Wanted
+from profiling.prompts.kind import Kind, Prompt, Request
 from profiling.prompts.texts import read_text
 
 _FIELDS = ("prompt", "text", "input")
@@ -16,40 +16,40 @@ _FIELDS = ("prompt", "text", "input")
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def jsonl(wanted: Wanted) -> list[Prompt]:
+def jsonl(request: Request) -> list[Prompt]:
     """Prompts of a file with one JSON object a line, in random order.
 
     What is too long loses its start; what is too short is passed over. All lines are read before
     any is used: a damaged one is found whatever the seed."""
-    lines = _lines(wanted)
-    wanted.rng().shuffle(lines)
-    before = len(wanted.ids())
-    room = wanted.length - before
+    lines = _lines(request)
+    request.rng().shuffle(lines)
+    before = len(request.ids())
+    room = request.length - before
     made: list[Prompt] = []
     longest = 0
     for text, answer in lines:
-        ids = wanted.encode(text)
+        ids = request.encode(text)
         longest = max(longest, len(ids) + before)
         if len(ids) >= room > 0:
             references = () if answer is None else (answer,)
-            made.append(Prompt(wanted.ids(ids[len(ids) - room :]), answer, references=references))
-            if len(made) == wanted.samples:
+            made.append(Prompt(request.ids(ids[len(ids) - room :]), answer, references=references))
+            if len(made) == request.samples:
                 return made
     raise HeadwiseError(
-        f"{wanted.file.name} has {len(made)} prompts of at least {wanted.length} tokens, "
-        f"{wanted.samples} are needed; "
+        f"{request.file.name} has {len(made)} prompts of at least {request.length} tokens, "
+        f"{request.samples} are needed; "
         f"the longest of its {len(lines)} has {longest} tokens"
     )
 
 
-def _lines(wanted: Wanted) -> list[tuple[str, str | None]]:
+def _lines(request: Request) -> list[tuple[str, str | None]]:
     """The text and the answer of each line that is not blank."""
     lines = []
-    for number, line in enumerate(read_text(wanted.file).split("\n"), start=1):
+    for number, line in enumerate(read_text(request.file).split("\n"), start=1):
         if line.strip():
-            lines.append(_line(line, f"{wanted.file.name}, line {number}"))
+            lines.append(_line(line, f"{request.file.name}, line {number}"))
     if not lines:
-        raise HeadwiseError(f"{wanted.file.name} is empty")
+        raise HeadwiseError(f"{request.file.name} is empty")
     return lines
 
 

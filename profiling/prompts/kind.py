@@ -100,7 +100,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class Request:
     """A request to a task's generator: `samples` prompts of `length` tokens each.
 
     name: of the kind. text: the user's file, where one was given.

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from itertools import islice
 
-from profiling.prompts.kind import QUESTION_FIRST, Find, Kind, Prompt, Wanted
+from profiling.prompts.kind import QUESTION_FIRST, Find, Kind, Prompt, Request
 from profiling.prompts.tokens import Ids, flat
 from profiling.prompts.words import five_digits, words
 
@@ -25,7 +25,7 @@ _EXAMPLES = 3
 _BATCH = 256
 
 
-def line_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
+def line_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]:
     """Ask for the number of one word in a list of words with numbers (LongEval's lines).
 
     With `question_first` the word stands before the list only.
@@ -42,13 +42,13 @@ def line_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
         def more() -> list[str]:
             return [_line(_VALUE, next(word), five_digits(rng))]
 
-        ids, spans = _listed(wanted, needed, more, question, rng, head=head)
+        ids, spans = _listed(request, needed, more, question, rng, head=head)
         return Prompt.to_find(ids, Find(f" {number}", spans[0]))
 
-    return wanted.prompts(make_prompt)
+    return request.prompts(make_prompt)
 
 
-def two_stage_retrieval(wanted: Wanted) -> list[Prompt]:
+def two_stage_retrieval(request: Request) -> list[Prompt]:
     """Ask for the value of an owner's box, over owners with boxes and boxes with values.
 
     After OmniKV's 2StageRetr (appendix A): what the second stage looks for is not known before the
@@ -64,14 +64,18 @@ def two_stage_retrieval(wanted: Wanted) -> list[Prompt]:
         owner, box, value = chains[0]
         question = _BOTH + "".join(worked) + _asked(_BOX, owner)
         ids, spans = _listed(
-            wanted, needed, lambda: _stages(next(word), next(word), five_digits(rng)), question, rng
+            request,
+            needed,
+            lambda: _stages(next(word), next(word), five_digits(rng)),
+            question,
+            rng,
         )
         first = Find(f" {box}", spans[0])
         return Prompt.to_find(
             ids, first, Find(f" {value}", spans[1], lead=f". {_asked(_VALUE, box)}")
         )
 
-    return wanted.prompts(make_prompt)
+    return request.prompts(make_prompt)
 
 
 def _stages(owner: str, box: str, value: str) -> list[str]:
@@ -88,7 +92,7 @@ def _asked(form: str, name: str) -> str:
 
 
 def _listed(
-    wanted: Wanted,
+    request: Request,
     needed: list[str],
     more: Callable[[], list[str]],
     question: str,
@@ -100,11 +104,11 @@ def _listed(
 
     more: makes the lines of one more item.
     """
-    encode = wanted.encode
+    encode = request.encode
     before = encode(head)
     asked = encode(question)
     lines = encode.each(needed)
-    room = wanted.room(before, asked, *lines)
+    room = request.room(before, asked, *lines)
     last: list[Ids] = []
     while room > 0:
         items = [more() for _ in range(_BATCH)]
@@ -118,7 +122,7 @@ def _listed(
     # Only the item that went too far is cut into, so it stands first.
     order = rng.sample(range(len(lines)), len(lines))
     rng.shuffle(last)
-    ids = [*wanted.ids(before), *flat(last)[-room:]]
+    ids = [*request.ids(before), *flat(last)[-room:]]
     spans: dict[int, tuple[int, int]] = {}
     for at in order:
         spans[at] = (len(ids), len(ids) + len(lines[at]))

@@ -38,8 +38,8 @@ def _begins(prompt: Prompt, text: str, references: Sequence[str]) -> float:
     """Score 1 where the text begins with an answer, or names all finds in their order."""
     if len(prompt.finds) < 2:
         return float(any(text.startswith(reference.strip()) for reference in references))
-    wanted = ".*?".join(re.escape(find.expected.strip()) for find in prompt.finds)
-    return float(re.match(wanted, text, re.DOTALL) is not None)
+    pattern = ".*?".join(re.escape(find.expected.strip()) for find in prompt.finds)
+    return float(re.match(pattern, text, re.DOTALL) is not None)
 
 
 def _all(text: str, references: Sequence[str]) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from profiling.prompts import haystacks
-from profiling.prompts.kind import DEPTH, RULER, SHARE, Find, Kind, Prompt, Wanted
+from profiling.prompts.kind import DEPTH, RULER, SHARE, Find, Kind, Prompt, Request
 from profiling.prompts.words import words
 
 _HEAD = (
@@ -74,51 +74,53 @@ VARIANTS = {
 }
 
 
-def needles(wanted: Wanted, *, depth: float | None = None) -> list[Prompt]:
+def needles(request: Request, *, depth: float | None = None) -> list[Prompt]:
     """Prompts of one of the eight; `depth` is that of the needle where there is one."""
-    text = haystacks.of(wanted) if VARIANTS[wanted.name].haystack == "text" else None
-    return wanted.prompts(lambda rng: _one(wanted, text, rng, depth))
+    text = haystacks.of(request) if VARIANTS[request.name].haystack == "text" else None
+    return request.prompts(lambda rng: _prompt(request, text, rng, depth))
 
 
-def _one(
-    wanted: Wanted, text: haystacks.Haystack | None, rng: random.Random, depth: float | None
+def _prompt(
+    request: Request, text: haystacks.Haystack | None, rng: random.Random, depth: float | None
 ) -> Prompt:
-    encode = wanted.encode
-    made = VARIANTS[wanted.name]
-    keys = _things(made.key, rng)
-    values = _things(made.value, rng)
+    encode = request.encode
+    variant = VARIANTS[request.name]
+    keys = _things(variant.key, rng)
+    values = _things(variant.value, rng)
     pairs = [
-        (key, next(values)) for key in itertools.islice(keys, made.keys) for _ in range(made.values)
+        (key, next(values))
+        for key in itertools.islice(keys, variant.keys)
+        for _ in range(variant.values)
     ]
-    asked = rng.sample(list(dict.fromkeys(key for key, _ in pairs)), made.asked)
+    asked = rng.sample(list(dict.fromkeys(key for key, _ in pairs)), variant.asked)
     right = [at for key in asked for at, pair in enumerate(pairs) if pair[0] == key]
 
-    space = " " if made.haystack == "text" else "\n"
-    hidden = encode.each([space + _said(made, key, value) for key, value in pairs])
+    space = " " if variant.haystack == "text" else "\n"
+    hidden = encode.each([space + _needle(variant, key, value) for key, value in pairs])
     form = _ONE if len(right) == 1 else _MANY
-    head = encode(_HEAD.format(what=made.value))
-    question = encode(form.format(what=made.value, keys=_listed(asked)))
-    room = wanted.room(head, question, *hidden)
-    if made.haystack == "noise":
+    head = encode(_HEAD.format(what=variant.value))
+    question = encode(form.format(what=variant.value, keys=_listed(asked)))
+    room = request.room(head, question, *hidden)
+    if variant.haystack == "noise":
         text = haystacks.noise(encode)
-    elif made.haystack == "needles":
+    elif variant.haystack == "needles":
         text = haystacks.written(
-            encode, lambda _: ("\n" + _said(made, key, next(values)) for key in keys)
+            encode, lambda _: ("\n" + _needle(variant, key, next(values)) for key in keys)
         )
     assert text is not None
     depths = [rng.random() for _ in pairs] if depth is None else [depth] * len(pairs)
-    ids, spans = haystacks.hide(hidden, depths, text(room, rng), len(wanted.ids(head)))
+    ids, spans = haystacks.hide(hidden, depths, text(room, rng), len(request.ids(head)))
     finds = [
         Find(f" {pairs[at][1]}", spans[at], lead="," if which else "")
         for which, at in enumerate(right)
     ]
     answers = tuple(pairs[at][1] for at in right)
-    whole = wanted.ids(head, ids, question)
+    whole = request.ids(head, ids, question)
     return Prompt.to_find(whole, *finds, references=answers, new_tokens=_NEW_TOKENS)
 
 
-def _said(made: Variant, key: str, value: str) -> str:
-    return _NEEDLE.format(what=made.value, key=key, value=value)
+def _needle(variant: Variant, key: str, value: str) -> str:
+    return _NEEDLE.format(what=variant.value, key=key, value=value)
 
 
 def _things(kind: Thing, rng: random.Random) -> Iterator[str]:

@@ -30,7 +30,7 @@ from profiling.prompts import (
     turns,
     variables,
 )
-from profiling.prompts.kind import Find, Kind, Prompt, Wanted
+from profiling.prompts.kind import Find, Kind, Prompt, Request
 from profiling.prompts.tokens import Encoder
 
 __all__ = [
@@ -154,7 +154,7 @@ def make_prompts(
     for name, value in (("length", length), ("samples", samples)):
         if value < 1:
             raise HeadwiseError(f"{name} must be at least 1, got {value}")
-    wanted = Wanted(
+    request = Request(
         name=task.kind,
         encode=Encoder(tokenizer),
         text=task.file,
@@ -163,7 +163,7 @@ def make_prompts(
         seed=seed,
     )
     kind = KINDS[task.kind]
-    prompts = kind.make(wanted, **dict(task.parameters))
+    prompts = kind.make(request, **dict(task.parameters))
     assert len(prompts) == samples
     assert all(len(prompt.input_ids) == length for prompt in prompts)
     return [replace(prompt, task=task.name, metric=kind.metric) for prompt in prompts]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from operator import itemgetter
 
-from profiling.prompts.kind import BEGINS, QUESTIONS, Find, Kind, Prompt, Wanted
+from profiling.prompts.kind import BEGINS, QUESTIONS, Find, Kind, Prompt, Request
 from profiling.prompts.tokens import flat
 from profiling.prompts.words import compounds, words
 
@@ -131,19 +131,19 @@ FORMS = {
 }
 
 
-def recalls(wanted: Wanted, *, questions: int = 8) -> list[Prompt]:
+def recalls(request: Request, *, questions: int = 8) -> list[Prompt]:
     """Make prompts of one of FORMS; `questions` share a context where it asks in a later turn."""
-    questions = questions if FORMS[wanted.name].turn else 1
+    questions = questions if FORMS[request.name].turn else 1
     made: list[Prompt] = []
-    for number in range(-(-wanted.samples // questions)):
-        made += _context(wanted, min(questions, wanted.samples - len(made)), wanted.rng(number))
+    for number in range(-(-request.samples // questions)):
+        made += _context(request, min(questions, request.samples - len(made)), request.rng(number))
     return made
 
 
-def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
-    encode = wanted.encode
-    length = wanted.length
-    form = FORMS[wanted.name]
+def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
+    encode = request.encode
+    length = request.length
+    form = FORMS[request.name]
     head = encode.prefix + encode(form.head)
     named = rng.random()
     things = form.things(random.Random(named))
@@ -191,7 +191,7 @@ def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
     ranges = [span for span in ranges if span[1] <= length - size - _TAIL]
     asked = [thing for _, thing in known if len(encode(form.turn.format(name=thing.name))) == size]
     if room < 1 or not ranges or (size and len(asked) < count):
-        raise wanted.too_small(f"nothing can come back in it; try {2 * length}")
+        raise request.too_small(f"nothing can come back in it; try {2 * length}")
     context = (*head, *ids[cut:])
     spans = tuple((start, stop) for start, stop, _ in ranges)
     if not form.turn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import uuid
 
-from profiling.prompts.kind import DEPTH, QUESTION_FIRST, Find, Kind, Prompt, Wanted
+from profiling.prompts.kind import DEPTH, QUESTION_FIRST, Find, Kind, Prompt, Request
 from profiling.prompts.texts import read_ids, read_text
 from profiling.prompts.tokens import Encoder, Ids
 from profiling.prompts.words import sentences
@@ -28,42 +28,42 @@ _KV_BACK = '\n\nThe value that was asked for at the start: "'
 _BATCH = 256
 
 
-def kv_retrieval(wanted: Wanted, *, question_first: int = 0) -> list[Prompt]:
+def kv_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]:
     """Ask for the value of one key in a JSON object of UUIDs.
 
     With `question_first` the key stands before the object only.
     """
-    return wanted.prompts(lambda rng: _key_values(wanted, rng, bool(question_first)))
+    return request.prompts(lambda rng: _key_values(request, rng, bool(question_first)))
 
 
-def passkey(wanted: Wanted, *, depth: float | None = None) -> list[Prompt]:
+def passkey(request: Request, *, depth: float | None = None) -> list[Prompt]:
     """Hide a seven-digit key at some depth of a text, the user's or a generated one.
 
     The same seed hides the same key in the same text at every depth, so that depths can be
     compared.
     """
-    encode = wanted.encode
-    hay = Hay(wanted)
+    encode = request.encode
+    hay = Hay(request)
     head = encode(_KEY_HEAD)
     question = encode(_KEY_QUESTION)
 
     def make_prompt(rng: random.Random) -> Prompt:
         key = str(rng.randrange(10**6, 10**7))
         needle = encode(_KEY_NEEDLE.format(key=key))
-        room = wanted.room(head, needle, question)
+        room = request.room(head, needle, question)
         anywhere = rng.randint(0, room)
         text = hay.tokens(room, rng)
         at = anywhere if depth is None else round(depth * room)
-        before = wanted.ids(head, text[:at])
+        before = request.ids(head, text[:at])
         span = len(before), len(before) + len(needle)
         return Prompt.to_find((*before, *needle, *text[at:], *question), Find(f" {key}", span))
 
-    return wanted.prompts(make_prompt)
+    return request.prompts(make_prompt)
 
 
-def _key_values(wanted: Wanted, rng: random.Random, first: bool) -> Prompt:
-    encode = wanted.encode
-    length = wanted.length
+def _key_values(request: Request, rng: random.Random, first: bool) -> Prompt:
+    encode = request.encode
+    length = request.length
     plain = encode.prefix + encode(_KV_HEAD)
     tail = encode("}")
     pairs: list[tuple[str, str]] = []
@@ -89,7 +89,7 @@ def _key_values(wanted: Wanted, rng: random.Random, first: bool) -> Prompt:
             span = (len(head) + starts[chosen] - cut, len(head) + end - cut)
             return Prompt.to_find((*head, *haystack[cut:], *question), Find(value, span))
     needed = len(head) + len(question) + len(haystack) // len(pairs)
-    raise wanted.too_small(f"one pair and its question take {needed}")
+    raise request.too_small(f"one pair and its question take {needed}")
 
 
 def _uuid(rng: random.Random) -> str:
@@ -99,15 +99,15 @@ def _uuid(rng: random.Random) -> str:
 class Hay:
     """Tokens to hide something in: of the user's text from a random place, or generated."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, request: Request) -> None:
         """Read the text.
 
         Raises:
             HeadwiseError: it is empty, or no text.
         """
-        self._wanted = wanted
-        self.text = read_text(wanted.text) if wanted.text else ""
-        self._ids = read_ids(wanted.encode, wanted.text) if wanted.text else None
+        self._request = request
+        self.text = read_text(request.text) if request.text else ""
+        self._ids = read_ids(request.encode, request.text) if request.text else None
 
     def tokens(self, room: int, rng: random.Random) -> Ids:
         """Take `room` tokens.
@@ -116,9 +116,9 @@ class Hay:
             HeadwiseError: the text has fewer.
         """
         if self._ids is None:
-            return _generated(self._wanted.encode, room, rng)
+            return _generated(self._request.encode, room, rng)
         if len(self._ids) < room:
-            raise self._wanted.too_short(len(self._ids), room)
+            raise self._request.too_short(len(self._ids), room)
         start = rng.randint(0, len(self._ids) - room)
         return self._ids[start : start + room]
 

@@ -13,7 +13,7 @@ from itertools import product
 from typing import NamedTuple
 
 from profiling.prompts.haystacks import laid_out, whole_items
-from profiling.prompts.kind import Kind, Parameter, Prompt, Wanted
+from profiling.prompts.kind import Kind, Parameter, Prompt, Request
 from profiling.prompts.words import names, sentences
 
 _HERO = "Mirabel"
@@ -96,11 +96,11 @@ class StoryQuestion(NamedTuple):
     choices: tuple[str, ...] = ()
 
 
-def stories(wanted: Wanted, *, asked: int = 16) -> list[Prompt]:
+def stories(request: Request, *, asked: int = 16) -> list[Prompt]:
     """Prompts of one of FORMS; `asked` is how many numbered questions retrieval has."""
-    encode = wanted.encode
-    length = wanted.length
-    form = wanted.name.partition("_")[2]
+    encode = request.encode
+    length = request.length
+    form = request.name.partition("_")[2]
     head = encode(_HEAD)
     opened = encode(_OPEN)
     closed = encode(_CLOSE)
@@ -112,12 +112,12 @@ def stories(wanted: Wanted, *, asked: int = 16) -> list[Prompt]:
             for _ in range(max(4, length // 60))
         ]
         size = len(encode(_sized(form, possible, asked))) + _SLACK
-        room = wanted.room(head, opened, closed, encode(_ANSWER), least=2 * size) - 2 * size
+        room = request.room(head, opened, closed, encode(_ANSWER), least=2 * size) - 2 * size
         made: list[Chapter] = []
-        texts = whole_items(encode, _told(made, rng), room)
+        texts = whole_items(encode, _chapters(made, rng), room)
         made = made[: len(texts)]
         if len(made) < _EMPTY + 1 or (form == "retrieval" and 3 * len(made) < asked):
-            raise wanted.too_small(f"it has {len(made)} chapters; try {2 * length}")
+            raise request.too_small(f"it has {len(made)} chapters; try {2 * length}")
         empty = set(rng.sample(range(len(made)), _EMPTY)) if form == "filtering" else set[int]()
         never = {made[at].item for at in empty}
         for at, chapter in enumerate(made if never else ()):
@@ -130,7 +130,7 @@ def stories(wanted: Wanted, *, asked: int = 16) -> list[Prompt]:
                 texts[at] = encode(_titled(at, text))
         question = FORMS[form](made, empty, asked, rng)
         said = encode(f"{question.text}\n")
-        ids = laid_out(wanted, head, said, opened, *texts, closed, said, encode(_ANSWER))
+        ids = laid_out(request, head, said, opened, *texts, closed, said, encode(_ANSWER))
         return Prompt(
             ids,
             question.answer + _END,
@@ -138,10 +138,10 @@ def stories(wanted: Wanted, *, asked: int = 16) -> list[Prompt]:
             choices=question.choices,
         )
 
-    return wanted.prompts(make_prompt)
+    return request.prompts(make_prompt)
 
 
-def _told(made: list[Chapter], rng: random.Random) -> Iterator[str]:
+def _chapters(made: list[Chapter], rng: random.Random) -> Iterator[str]:
     """Chapters until there are no more items; what is given is put into `made`."""
     items = [
         f"{look} {kind} {thing}"

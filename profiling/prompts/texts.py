@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from artifacts import HeadwiseError
-from profiling.prompts.kind import Kind, Prompt, Wanted
+from profiling.prompts.kind import Kind, Prompt, Request
 from profiling.prompts.tokens import Encoder, Ids
 
 # Folders of the standard library whose docstrings are prose, and how many characters make one worth
@@ -37,15 +37,15 @@ _FAR = 4
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 
 
-def windows(wanted: Wanted) -> list[Prompt]:
+def windows(request: Request) -> list[Prompt]:
     """Cut windows at random places, disjoint where the text is long enough."""
-    return _stretches(wanted, read_ids(wanted.encode, wanted.file), wanted.file.name)
+    return _stretches(request, read_ids(request.encode, request.file), request.file.name)
 
 
-def _stretches(wanted: Wanted, ids: Ids, name: str) -> list[Prompt]:
-    length = wanted.length
-    samples = wanted.samples
-    room = length - len(wanted.ids())
+def _stretches(request: Request, ids: Ids, name: str) -> list[Prompt]:
+    length = request.length
+    samples = request.samples
+    room = length - len(request.ids())
     if room < 1:
         raise HeadwiseError(f"length {length} is too small: the tokenizer's own start fills it")
     starts = len(ids) - room + 1
@@ -54,21 +54,21 @@ def _stretches(wanted: Wanted, ids: Ids, name: str) -> list[Prompt]:
             f"{name} is too short: it has {len(ids)} tokens, {samples} x {length} tokens need "
             f"at least {room + samples - 1}"
         )
-    rng = random.Random(f"{wanted.seed} text")
+    rng = random.Random(f"{request.seed} text")
     # A random order of disjoint windows, all shifted by the same amount; of any windows where there
     # are too few.
     shift = rng.randint(0, len(ids) % room)
     apart = list(range(shift, starts, room))
     chosen = rng.sample(apart if len(apart) >= samples else range(starts), samples)
-    return [Prompt(wanted.ids(ids[start : start + room]), None) for start in chosen]
+    return [Prompt(request.ids(ids[start : start + room]), None) for start in chosen]
 
 
-def prose(wanted: Wanted) -> list[Prompt]:
+def prose(request: Request) -> list[Prompt]:
     """Stretches of the documentation that every Python carries: English of a technical kind.
 
     First the language reference of help(), then the docstrings of the standard library. Other
     Python versions have other words in places."""
-    return _stretches(wanted, wanted.encode.whole(pythons_own), "Python's own documentation")
+    return _stretches(request, request.encode.whole(pythons_own), "Python's own documentation")
 
 
 @functools.cache

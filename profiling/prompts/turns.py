@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from profiling.prompts.kind import QUESTIONS, Find, Kind, Prompt, Wanted
+from profiling.prompts.kind import QUESTIONS, Find, Kind, Prompt, Request
 from profiling.prompts.tokens import Ids
 from profiling.prompts.words import five_digits, words
 
@@ -32,11 +32,11 @@ class Item(NamedTuple):
     answer: str
 
 
-def line_turns(wanted: Wanted, *, questions: int = 8) -> list[Prompt]:
+def line_turns(request: Request, *, questions: int = 8) -> list[Prompt]:
     """Contexts with `questions` questions each, the last one with what is left of `samples`."""
     made: list[Prompt] = []
-    for number in range(-(-wanted.samples // questions)):
-        made += _context(wanted, min(questions, wanted.samples - len(made)), wanted.rng(number))
+    for number in range(-(-request.samples // questions)):
+        made += _context(request, min(questions, request.samples - len(made)), request.rng(number))
     return made
 
 
@@ -46,9 +46,9 @@ def _items(rng: random.Random) -> Iterator[Item]:
         yield Item(f"The value of {name} is {value}.\n", f"\nThe value of {name} is", f" {value}")
 
 
-def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
-    encode = wanted.encode
-    length = wanted.length
+def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
+    encode = request.encode
+    length = request.length
     head = encode.prefix + encode(_HEAD)
     tail = encode(_TAIL)
     source = _items(random.Random(rng.random()))
@@ -70,10 +70,10 @@ def _context(wanted: Wanted, count: int, rng: random.Random) -> list[Prompt]:
         taken += 1
     fit = [at for at in range(taken - 1) if len(asked[at]) == size]
     if len(fit) < count:
-        raise wanted.too_small(
+        raise request.too_small(
             f"it has {len(fit)} of the {count} questions that a context needs; give more tokens, "
             f"or fewer with "
-            f"{wanted.name}@questions=N"
+            f"{request.name}@questions=N"
         )
     chosen = rng.sample(fit, count)
     order = list(range(taken - 1))

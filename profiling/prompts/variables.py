@@ -10,7 +10,7 @@ import random
 import string
 
 from profiling.prompts import haystacks
-from profiling.prompts.kind import RULER, SHARE, Find, Kind, Parameter, Prompt, Wanted
+from profiling.prompts.kind import RULER, SHARE, Find, Kind, Parameter, Prompt, Request
 from profiling.prompts.tokens import Encoder, Ids
 
 _HEAD = (
@@ -27,9 +27,9 @@ _EXAMPLE_LINES = 5
 _NEW_TOKENS = 30
 
 
-def variable_tracking(wanted: Wanted, *, chains: int = 1, hops: int = 4) -> list[Prompt]:
+def variable_tracking(request: Request, *, chains: int = 1, hops: int = 4) -> list[Prompt]:
     """Assign `chains` chains of `hops` hops each; ask for all variables of one chain."""
-    encode = wanted.encode
+    encode = request.encode
     noise = haystacks.noise(encode)
 
     def make_prompt(rng: random.Random) -> Prompt:
@@ -43,17 +43,17 @@ def variable_tracking(wanted: Wanted, *, chains: int = 1, hops: int = 4) -> list
         ids_hidden = encode.each(hidden)
         head = example + encode(_HEAD)
         question = encode(_QUESTION.format(value=value, count=len(names)))
-        room = wanted.room(head, question, *ids_hidden)
-        ids, spans = haystacks.hide(ids_hidden, depths, noise(room, rng), len(wanted.ids(head)))
+        room = request.room(head, question, *ids_hidden)
+        ids, spans = haystacks.hide(ids_hidden, depths, noise(room, rng), len(request.ids(head)))
         places = [spans[hidden.index(line)] for line in _lines(value, names)]
         finds = [
             Find(f" {name}", span, lead="," if at else "")
             for at, (name, span) in enumerate(zip(names, places, strict=True))
         ]
-        whole = wanted.ids(head, ids, question)
+        whole = request.ids(head, ids, question)
         return Prompt.to_find(whole, *finds, references=tuple(names), new_tokens=_NEW_TOKENS)
 
-    return wanted.prompts(make_prompt)
+    return request.prompts(make_prompt)
 
 
 def _chains(count: int, hops: int, letters: int, rng: random.Random) -> list[tuple[str, list[str]]]:

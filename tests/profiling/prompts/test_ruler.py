@@ -12,7 +12,7 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.prompts import haystacks
-from profiling.prompts.kind import Wanted
+from profiling.prompts.kind import Request
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import make_prompts
 from profiling.prompts.tokens import Encoder
@@ -235,7 +235,7 @@ def test_a_haystack_of_a_file_is_a_stretch_of_it_of_any_size(tmp_path: Path) -> 
     tokenizer = byte_level()
     whole = len(tokenizer(text)["input_ids"])
     stretch = haystacks.of_file(
-        Wanted(name="x", encode=Encoder(tokenizer), text=file, length=1, samples=1, seed=0)
+        Request(name="x", encode=Encoder(tokenizer), text=file, length=1, samples=1, seed=0)
     )
     for room in (0, 1, 7, 300, whole // 2):
         pieces = stretch(room, random.Random(room))
