@@ -65,12 +65,12 @@ SIZES: dict[str, Sizes] = {
     "infllm": Sizes(
         "memory_units", lambda n, _: {"sink": 2 * TILE, "window": n * TILE, "units": n}
     ),
-    # The threshold, which Meter.fit makes a share of the length.
+    # The threshold, which PatternCosts.fit makes a share of the length.
     "skip_softmax": Sizes("skip_softmax", lambda n, _: {"scale_factor": math.exp(-n / _STEPS)}),
 }
 
 
-class Meter:
+class PatternCosts:
     """Costs of patterns of any sizes in every layer, from one dense pass over a prompt.
 
     Of each layer only the estimates and gaps that its patterns choose by are kept, no queries and

@@ -29,7 +29,7 @@ from artifacts.errors import shorten
 from artifacts.schema.kv_cache import Policy
 from profiling.caches.parsing import RANDOM
 from profiling.caches.policies import drawing
-from profiling.evaluation.matching import CALIBRATION_SEED, Meter
+from profiling.evaluation.matching import CALIBRATION_SEED, PatternCosts
 from profiling.evaluation.method_table import (
     CACHES,
     METHODS,
@@ -88,7 +88,7 @@ class Methods:
         self.artifact = artifact.model_copy(update={"prefill": prefill, "evidence": Evidence()})
         self._ledger = ledger
         self._found: dict[str, Any] = {}
-        self._meters: dict[int, Meter] = {}
+        self._costs: dict[int, PatternCosts] = {}
         entries = {
             name: hashlib.sha256(self.arrays[name].tobytes()).hexdigest()
             for pattern in artifact.patterns.values()
@@ -192,7 +192,7 @@ class Methods:
     def _own_density(self, length: int, tail: int) -> float:
         """Density of the artifact's own patterns with a dense tail, measured once."""
         density: float = self._remember(
-            f"density/{tail}", length, lambda: self._meter(length).own(dense_tail=tail)
+            f"density/{tail}", length, lambda: self._costs_at(length).own(dense_tail=tail)
         )
         return density
 
@@ -204,7 +204,9 @@ class Methods:
         assert sizes is not None
 
         def find() -> Any:
-            fields, density = self._meter(length).fit(sizes, dense_tail=tail, target=self._density)
+            fields, density = self._costs_at(length).fit(
+                sizes, dense_tail=tail, target=self._density
+            )
             return {"fields": fields, "density": density}
 
         aim = "" if self._density is None else f"/{self._density:g}"
@@ -308,11 +310,13 @@ class Methods:
         )
         return KVCache(policies={"all": policy}, layers=rows)
 
-    def _meter(self, length: int) -> Meter:
-        if length not in self._meters:
+    def _costs_at(self, length: int) -> PatternCosts:
+        if length not in self._costs:
             # One length at a time: estimates of a long prompt are not small.
-            self._meters = {length: Meter(self._loaded, self._patterns_of(), self.arrays, length)}
-        return self._meters[length]
+            self._costs = {
+                length: PatternCosts(self._loaded, self._patterns_of(), self.arrays, length)
+            }
+        return self._costs[length]
 
     def _remember(self, name: str, length: int, find: Callable[[], Any]) -> Any:
         key = self._key(name, length)

@@ -5,25 +5,25 @@ Shapes: L layers of the model, N of them measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from artifacts import HeadwiseError
 from profiling.environment import environment
-from profiling.inside.decode_capture import StepInputs, capture_decode
+from profiling.inside.decode_capture import capture_decode
 from profiling.inside.residual import ResidualStream
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.prompt import Find, Prompt, Task, digest, make_prompts, parse_task
 from profiling.prompts.tokens import Encoder
+from profiling.similarities.accumulator import FROZEN, Accumulator, worst_of
 from profiling.similarities.config import DEFAULT_LENGTH, DEFAULT_TOP_K, TAIL, SimilarityConfig
 from profiling.similarities.mass import ability, agreement
-from profiling.similarities.similarity_meter import FROZEN, Meter, worst_of
 from profiling.similarities.similarity_profile import FORMAT, Profile
 from runtime.fingerprint import fingerprint
 
@@ -51,9 +51,11 @@ def measure(
     total = sum(map(len, prompts.values())) * config.steps
     with phase("decoding", total, "steps") as shown:
         for task in tasks:
-            meters = [_kept(config, loaded, prompt, ledger, shown) for prompt in prompts[task.name]]
-            arrays |= _arrays(task.name, meters, model.num_layers, config.steps)
-    first = meters[0]
+            by_prompt = [
+                _kept(config, loaded, prompt, ledger, shown) for prompt in prompts[task.name]
+            ]
+            arrays |= _arrays(task.name, by_prompt, model.num_layers, config.steps)
+    first = by_prompt[0]
     arrays["agreement"] = agreement([arrays[f"mass.{task.name}.max"] for task in tasks])
     about = {
         "format": FORMAT,
@@ -145,63 +147,32 @@ def _kept(
     return ledger.put(unit, _figures(_decode(config, loaded, prompt, shown)))
 
 
-def _figures(meter: Meter) -> dict[str, Any]:
-    """Return the sums of a meter as plain data."""
+def _figures(sums: Accumulator) -> dict[str, Any]:
+    """Return the sums of an accumulator as plain data."""
     return {
-        "layers": meter.layers,
-        "sliding": meter.sliding,
-        "mass": {by: mass.cpu().numpy() for by, mass in meter.mass.items()},
-        "error": meter.error.cpu().numpy(),
-        "worst": meter.worst.cpu().numpy(),
-        "missed": torch.stack(meter.missed, dim=1).cpu().numpy(),
-        "hit": None if meter.hit is None else meter.hit.cpu().numpy(),
+        "layers": sums.layers,
+        "sliding": sums.sliding,
+        "mass": {by: mass.cpu().numpy() for by, mass in sums.mass.items()},
+        "error": sums.error.cpu().numpy(),
+        "worst": sums.worst.cpu().numpy(),
+        "missed": torch.stack(sums.missed, dim=1).cpu().numpy(),
+        "hit": None if sums.hit is None else sums.hit.cpu().numpy(),
     }
 
 
-class Watcher(Protocol):
-    """Hooks that are called while a prompt is decoded: see capture_decode."""
-
-    def visit(self, step: int, inputs: StepInputs) -> None: ...
-
-    def done(self, step: int) -> None: ...
-
-
-W = TypeVar("W", bound=Watcher)
-
-
-def _decode(config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, shown: Phase) -> Meter:
+def _decode(
+    config: SimilarityConfig, loaded: LoadedModel, prompt: Prompt, shown: Phase
+) -> Accumulator:
+    """Decode a prompt as the configuration says, and sum up its figures."""
     assert config.length is not None and config.top_k is not None
-    length = config.length
-    top_k = config.top_k
-
-    def made(stream: ResidualStream, finds: list[Find | None]) -> Meter:
-        return Meter(length=length, top_k=top_k, finds=finds, stream=stream)
-
-    meter = watched(config, loaded, prompt, shown, made)
-    if not meter.layers:
-        raise HeadwiseError(
-            f"every layer of {loaded.name} is a sliding-window layer: none sees the whole prompt"
-        )
-    return meter
-
-
-def watched(
-    config: SimilarityConfig,
-    loaded: LoadedModel,
-    prompt: Prompt,
-    shown: Phase,
-    make: Callable[[ResidualStream, list[Find | None]], W],
-) -> W:
-    """Decode a prompt, hooked by what `make` makes of the stream and each step's find."""
-    assert config.length is not None
     expected = list(_expected(Encoder(loaded.tokenizer), prompt))
     finds = [find for _, find in expected[: config.steps]]
     finds += [None] * (config.steps - len(finds))
     stream = ResidualStream(loaded.model)
-    meter = make(stream, finds)
+    sums = Accumulator(length=config.length, top_k=config.top_k, finds=finds, stream=stream)
 
     def done(step: int) -> None:
-        meter.done(step)
+        sums.done(step)
         shown.update(step >= 0)
 
     ids = torch.tensor([prompt.input_ids[: config.length]], device=loaded.model.device)
@@ -210,14 +181,18 @@ def watched(
         capture_decode(
             loaded.model,
             ids,
-            meter.visit,
+            sums.visit,
             done,
             steps=config.steps,
             tail=TAIL,
             continuation=known,
             avoid=_ends(loaded.model),
         )
-    return meter
+    if not sums.layers:
+        raise HeadwiseError(
+            f"every layer of {loaded.name} is a sliding-window layer: none sees the whole prompt"
+        )
+    return sums
 
 
 def _ends(model: Any) -> list[int]:
@@ -245,10 +220,10 @@ def _expected(encode: Encoder, prompt: Prompt) -> Iterator[tuple[int, Find | Non
 
 
 def _arrays(
-    task: str, meters: Sequence[Mapping[str, Any]], num_layers: int, steps: int
+    task: str, by_prompt: Sequence[Mapping[str, Any]], num_layers: int, steps: int
 ) -> dict[str, np.ndarray]:
     """One task's arrays over all layers, averaged over its prompts."""
-    layers = meters[0]["layers"]
+    layers = by_prompt[0]["layers"]
 
     def spread(values: np.ndarray, *shape: int) -> np.ndarray:
         whole = np.full(shape, np.nan, dtype=np.float32)
@@ -260,10 +235,10 @@ def _arrays(
 
     made = {}
     for by in ("max", "mean"):
-        mass = mean([meter["mass"][by] / steps for meter in meters])
+        mass = mean([figures["mass"][by] / steps for figures in by_prompt])
         made[f"mass.{task}.{by}"] = spread(mass, num_layers, num_layers)
-    error = mean([meter["error"] / steps for meter in meters])
-    worst = np.max([meter["worst"] / worst_of(steps) for meter in meters], axis=0)
+    error = mean([figures["error"] / steps for figures in by_prompt])
+    worst = np.max([figures["worst"] / worst_of(steps) for figures in by_prompt], axis=0)
     for name, by_head in (("error", error), ("worst", worst)):
         made[f"{name}.{task}"] = np.full(
             (num_layers, num_layers, by_head.shape[-1]), np.nan, dtype=np.float32
@@ -273,9 +248,9 @@ def _arrays(
         made[f"ability.{task}.next{reach}"] = ability(made[f"mass.{task}.max"], reach).astype(
             np.float32
         )
-    missed = mean([meter["missed"] for meter in meters])
+    missed = mean([figures["missed"] for figures in by_prompt])
     made[f"variability.{task}"] = spread(missed, num_layers, steps)
-    hits = [meter["hit"] for meter in meters if meter["hit"] is not None]
+    hits = [figures["hit"] for figures in by_prompt if figures["hit"] is not None]
     if hits:
         made[f"hit.{task}"] = spread(mean(hits), num_layers)
     return made

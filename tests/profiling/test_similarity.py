@@ -19,10 +19,10 @@ from profiling.inside.decode_capture import StepInputs
 from profiling.inside.residual import ResidualStream
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
+from profiling.similarities.accumulator import FROZEN, WORST, Accumulator
 from profiling.similarities.config import TAIL, SimilarityConfig
 from profiling.similarities.layer_similarity import measure
 from profiling.similarities.run import run
-from profiling.similarities.similarity_meter import FROZEN, WORST, Meter
 from profiling.similarities.similarity_profile import FILE, Profile, save_profile
 from profiling.similarities.similarity_profile import load_profile as load
 from profiling.similarity import main
@@ -371,13 +371,13 @@ def test_one_layers_scores_are_held_at_a_time(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[weakref.ref[torch.Tensor]] = []
-    visit = Meter.visit
+    visit = Accumulator.visit
 
-    def watched(self: Meter, step: int, inputs: StepInputs) -> None:
+    def watched(self: Accumulator, step: int, inputs: StepInputs) -> None:
         assert all(former() is None for former in held)
         held[:] = [weakref.ref(inputs.probabilities)]
         visit(self, step, inputs)
 
-    monkeypatch.setattr(Meter, "visit", watched)
+    monkeypatch.setattr(Accumulator, "visit", watched)
     measure(SimilarityConfig(model="tiny", tasks=("passkey",), samples=1, **SETTINGS), loaded)
     assert held

@@ -13,7 +13,7 @@ import artifacts
 from artifacts import Decode, HeadwiseError, OmniKV
 from kernels.index import TILE
 from kernels.patterns import Inputs, make
-from profiling.evaluation.matching import SIZES, Meter
+from profiling.evaluation.matching import SIZES, PatternCosts
 from profiling.evaluation.method_table import METHODS, method_names, says
 from profiling.evaluation.methods import Methods
 from profiling.ledger import Ledger
@@ -137,17 +137,17 @@ def test_the_density_of_a_method_is_what_its_index_computes(
     searched: tuple[LoadedModel, artifacts.Artifact],
 ) -> None:
     loaded, artifact = searched
-    meter, tail = Meter(loaded, artifact, None, LENGTH), artifact.prefill.dense_tail
+    costs, tail = PatternCosts(loaded, artifact, None, LENGTH), artifact.prefill.dense_tail
     q = torch.empty(1).expand(1, 1, LENGTH, 1)
     for name in ("a_shape", "dilated", "strided", "tri_shape"):
-        fields, density = meter.fit(name, dense_tail=tail)
+        fields, density = costs.fit(name, dense_tail=tail)
         pattern = make(**fields)
         mask = type(pattern).prepare([pattern], Inputs([0], q, q, 1.0))([pattern])
-        assert density >= float(mask.density()) and density <= meter.target
+        assert density >= float(mask.density()) and density <= costs.target
         larger = make(
-            **{"kind": fields["kind"], **SIZES[name].at(fields["sink"] + TILE, meter.target)}
+            **{"kind": fields["kind"], **SIZES[name].at(fields["sink"] + TILE, costs.target)}
         )
-        assert meter.density(larger, dense_tail=tail) > meter.target, f"{name} could be larger"
+        assert costs.density(larger, dense_tail=tail) > costs.target, f"{name} could be larger"
 
 
 def test_one_threshold_keeps_as_many_tiles_as_are_asked_for(
@@ -156,11 +156,11 @@ def test_one_threshold_keeps_as_many_tiles_as_are_asked_for(
     loaded, artifact = searched
     model = copy.deepcopy(loaded.model)
     look_at_themselves(model)
-    meter = Meter(replace(loaded, model=model), artifact, None, LENGTH)
-    fields, density = meter.fit("skip_softmax", dense_tail=64, target=0.95)
+    costs = PatternCosts(replace(loaded, model=model), artifact, None, LENGTH)
+    fields, density = costs.fit("skip_softmax", dense_tail=64, target=0.95)
     assert fields["kind"] == "skip_softmax" and 0.9 < density <= 0.95
     lower = make("skip_softmax", scale_factor=fields["scale_factor"] * 0.97)
-    assert meter.density(lower, dense_tail=64) > 0.95, "the threshold could be lower"
+    assert costs.density(lower, dense_tail=64) > 0.95, "the threshold could be lower"
 
 
 def test_what_was_found_is_remembered(
@@ -176,7 +176,7 @@ def test_what_was_found_is_remembered(
     def refuse(*_: object) -> None:
         raise AssertionError("a second pass over the prompt")
 
-    monkeypatch.setattr("profiling.evaluation.methods.Meter", refuse)
+    monkeypatch.setattr("profiling.evaluation.methods.PatternCosts", refuse)
     again = [Methods(loaded, artifact, ledger=ledger).make(name, LENGTH) for name in names]
     assert [(m.identity, m.density, m.sizes) for m in first] == [
         (m.identity, m.density, m.sizes) for m in again

@@ -1,4 +1,4 @@
-"""Watches a prompt being decoded and adds up what the similarity profile is made of.
+"""Accumulator of one prompt's figures while it is decoded, for the similarity profile.
 
 Shapes: L layers, N of them measured (those that see every key), H query heads, G KV heads, n query
 heads of each, K keys, S prompt length, k chosen keys.
@@ -32,7 +32,7 @@ def worst_of(steps: int) -> int:
     return math.ceil(WORST * steps)
 
 
-class Meter:
+class Accumulator:
     """The figures of one prompt, as sums over its steps; pass `visit` and `done` to capture_decode.
 
     length: of the prompt; top_k: how many keys a layer chooses; finds: what each step takes from
