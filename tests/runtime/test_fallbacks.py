@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
+from runtime.attention.function import headwise_attention
+from runtime.attention.mask import headwise_mask
 
 
 def holes(prompt):
@@ -158,3 +160,19 @@ def test_strict_leaves_decode_short_prompts_and_sliding_layers_alone(build, appl
     with apply(model, strict=True):
         model.generate(ids(100), max_new_tokens=3, do_sample=False)
         model.generate(ids(200), max_new_tokens=3, do_sample=False)
+
+
+def test_heads_other_than_planned_are_dense(build, apply, warnings):
+    model = build()
+    query = torch.randn(1, 2, 200, 64)
+    key = torch.randn(1, 1, 200, 64)
+    with apply(model) as handle:
+        mask = headwise_mask(1, 200, 200, config=model.config)
+        attention = model.model.layers[0].self_attn
+        found, _ = headwise_attention(attention, query, key, key, mask)
+        assert handle.stats()["sparse"] == 0
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, key, is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+    assert len(warnings()) == 1 and "(2, 1)" in warnings()[0] and "(4, 2)" in warnings()[0]
