@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from runtime.caches.growing import BankedLayer
 
-# Every policy, by the kind of its record in artifacts/kv_cache.py.
+# Every policy, by the kind of its record in artifacts/schema/kv_cache.py.
 POLICIES: dict[str, type[Policy]] = {
     "full": Full,
     "streaming": Window,

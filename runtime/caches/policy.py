@@ -108,8 +108,8 @@ class Policy(ABC):
     - `size`, if it can say better how much memory it needs,
     - `why_not_in_vllm`, if vLLM serves it (runtime.vllm.keep lists how).
     Batches of unlike lengths, beams, drafts and KV heads of unlike policies are PolicyLayer's.
-    A new policy also stands in POLICIES (runtime.caches.make) and, to be proven, in the list of
-    tests/conformance/test_cache_policies.py.
+    A new policy also stands in POLICIES (runtime.caches.make) and in the list of the conformance
+    suite (tests/conformance/test_cache_policies.py).
 
     Every tensor is an attribute (B, G, slots, ...) that exists from the first token on: rows are
     selected, bytes counted and tokens dropped by this. No step may copy all of them.

@@ -1,5 +1,4 @@
-"""Rotates keys and queries on from where a model's rotary embedding put them, with the model's own
-code.
+"""Rotates keys and queries on to other positions, with the model's own rotary embedding.
 
 Rotations add up: what was rotated to position p and then by d stands at p + d (RoFormer, section
 3.2.2).
@@ -21,19 +20,17 @@ _CLOSE = 1e-3
 
 
 class Rotation:
-    """The rotary embedding of one kind of layer.
+    """Rotary embedding of one kind of layer.
 
     Raises:
-        HeadwiseError: the model has none that can be turned on, because it is not rotary or changes
-        with the length.
+        HeadwiseError: the model has none that rotates by the position alone.
     """
 
     def __init__(self, model: nn.Module, module: nn.Module) -> None:
-        """The rotation that `module`, an attention layer of `model`, uses."""
+        """Take the rotation of `module`, an attention layer of `model`."""
         self._name = type(model).__name__
-        self._apply: Any = inspect.unwrap(type(module).forward).__globals__.get(
-            "apply_rotary_pos_emb"
-        )
+        code = inspect.unwrap(type(module).forward)
+        self._apply: Any = code.__globals__.get("apply_rotary_pos_emb")
         self._rotary = _rotary(model, module)
         if self._apply is None or self._rotary is None:
             raise self._refused("it has no rotary embedding")
@@ -47,17 +44,15 @@ class Rotation:
         self._check(getattr(module, "head_dim", None) or 64)
 
     def shift(self, x: Tensor, by: Tensor) -> Tensor:
-        """Tokens (B, H, n, D) rotated on by `by` (n) or (1) positions, which may be negative, in
-        x's dtype."""
+        """Rotate tokens (B, H, n, D) on by `by` (n) or (1) positions, which may be negative."""
         cos, sin = self._angles(by, x.device)
         # Some models' code casts to the dtype of what it rotates: fp32 throughout.
-        turned, _ = self._apply(x.float(), x.float(), cos, sin)
-        result: Tensor = turned.to(x.dtype)
+        rotated, _ = self._apply(x.float(), x.float(), cos, sin)
+        result: Tensor = rotated.to(x.dtype)
         return result
 
     def _angles(self, by: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and sin (1, n, D), without the factor that some embeddings put on attention: it is in
-        x already."""
+        """Cosines and sines (1, n, D), without an embedding's factor on attention: x has it."""
         key = tuple(by.tolist()) if by.numel() == 1 else None
         if key is not None and key in self._known and self._known[key][0].device == device:
             return self._known[key]
@@ -73,15 +68,14 @@ class Rotation:
         return cos, sin
 
     def _check(self, head_dim: int) -> None:
-        """Rotations must add up, whatever the model's code does."""
+        """Check that rotations add up, whatever the model's code does."""
         assert self._rotary is not None
         device = next((buffer.device for buffer in self._rotary.buffers()), torch.device("cpu"))
         x = torch.randn(1, 1, 1, head_dim, generator=torch.Generator().manual_seed(0)).to(device)
         there = self.shift(x, torch.tensor([7]))
         further = torch.tensor([-3])
-        if not torch.allclose(
-            self.shift(there, further), self.shift(x, torch.tensor([4])), atol=_CLOSE
-        ):
+        direct = self.shift(x, torch.tensor([4]))
+        if not torch.allclose(self.shift(there, further), direct, atol=_CLOSE):
             raise self._refused("its rotary embedding is not a rotation by the position")
 
     def _refused(self, why: str) -> HeadwiseError:
@@ -92,15 +86,14 @@ class Rotation:
 
 
 def _rotary(model: nn.Module, module: nn.Module) -> nn.Module | None:
-    """The rotary embedding of an attention layer: its own, or that of the innermost model around
-    it."""
+    """Rotary embedding of an attention layer: its own, or that of the innermost model around it."""
     name = next((name for name, part in model.named_modules() if part is module), "")
     while True:
         part = model.get_submodule(name)
         for child in ("rotary_emb", "rotary_embedding"):
-            found = getattr(part, child, None)
-            if isinstance(found, nn.Module):
-                return found
+            rotary = getattr(part, child, None)
+            if isinstance(rotary, nn.Module):
+                return rotary
         if not name:
             return None
         name = name.rpartition(".")[0]

@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def stats(worker: Any = None) -> dict[str, Any]:
-    """What this process has served so far, see counters.Counters.report; {} without an artifact.
+    """Counts of this process so far, see counters.Counters.report; {} without an artifact.
 
     It takes a worker so that `llm.collective_rpc(stats)` can call it in all of them.
     """
@@ -39,5 +39,5 @@ class Stats:
     """Worker extension: `--worker-extension-cls runtime.vllm.Stats` has it in every worker."""
 
     def headwise_stats(self) -> dict[str, Any]:
-        """What the worker has served, for `llm.collective_rpc("headwise_stats")`."""
+        """Counts of the worker, for `llm.collective_rpc("headwise_stats")`."""
         return stats()

@@ -1,6 +1,6 @@
-"""The backends that vLLM gets by name: OnCPU over its CPU backend, OnGPU over its choice on a GPU.
+"""Backends that vLLM gets by name: OnCPU over its CPU backend, OnGPU over its choice on a GPU.
 
-A class is made when vLLM asks for it: which one is the parent depends on the engine.
+A class is made when vLLM asks for it, since its parent depends on the engine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from runtime.vllm.forward import SparseImpl
 from runtime.vllm.options import options_of
 from runtime.vllm.step import PAGE
 
-# The backends for GPUs whose cache our kernels read.
+# Backends for GPUs whose cache our kernels read.
 _READ = ("FLASH_ATTN", "TRITON_ATTN")
 
 
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def sparse_backend(parent: Any, name: str, known_as: str) -> Any:
-    """A backend with sparse prefill; for an engine without an artifact the parent's classes.
+    """Make a backend with sparse prefill; without an artifact it has the parent's classes.
 
     Args:
         parent: an AttentionBackend of vLLM.
@@ -58,12 +58,12 @@ def sparse_backend(parent: Any, name: str, known_as: str) -> Any:
 
         @staticmethod
         def get_builder_cls() -> Any:
-            # Asked for where no configuration is known: Builder itself gives way to the parent's.
+            # No configuration is known here: Builder.__new__ makes the parent's builder.
             return Builder
 
         @classmethod
         def get_preferred_block_size(cls, default_block_size: int) -> int:
-            """What the parent prefers; with an artifact no less than a tile of our kernels."""
+            """Block size of the parent; with an artifact no less than a tile of our kernels."""
             preferred = int(super().get_preferred_block_size(default_block_size))
             if _serves() and preferred < PAGE and cls.supports_block_size(PAGE):
                 return PAGE
@@ -73,7 +73,7 @@ def sparse_backend(parent: Any, name: str, known_as: str) -> Any:
 
 
 def _serves() -> bool:
-    """True where an engine with an artifact is being built, and not what makes drafts for it."""
+    """True while an engine with an artifact is built, and not its draft model."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
@@ -83,7 +83,7 @@ def _serves() -> bool:
 
 
 def _chosen() -> Any:
-    """What vLLM would have chosen on this GPU; FlashAttention where our kernels cannot read it."""
+    """Backend that vLLM would choose on this GPU; FlashAttention if our kernels cannot read it."""
     from vllm.config import get_current_vllm_config
     from vllm.platforms import current_platform
     from vllm.utils.import_utils import resolve_obj_by_qualname

@@ -1,4 +1,4 @@
-"""A step's batch as vLLM makes it: its requests, and which of them are served together.
+"""Batch of a step: its requests as vLLM has them, and groups that are served together.
 
 Shapes: R requests of the step, T tokens of all of them, one after another; n requests of a group,
 N pages of each.
@@ -17,15 +17,15 @@ from torch import Tensor
 from kernels.decode import MAX_QUERIES
 from runtime.attention.state import MIN_QUERIES
 
-# The attribute of a parent's metadata that holds the Batch of the layers that are served here.
+# Attribute of vLLM's metadata that holds the Batch of the layers served here.
 KEY = "headwise"
 
 
 class Chunk(NamedTuple):
-    """A request's `q_len` new tokens from row `q_start` on, the last of its `k_len`.
+    """`q_len` new tokens of a request from row `q_start` on, the last of its `k_len`.
 
-    prompt: tokens of the request's prompt, 0 where no layer asks for that. Where it is known, a
-    chunk is all prompt or all behind it.
+    prompt: tokens of the request's prompt, 0 where no layer asks for it. Where it is known, a chunk
+    is all prompt or all generated.
     """
 
     request: int
@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
 
     @property
     def generated(self) -> bool:
-        """True where its tokens are known to come after the prompt."""
+        """True if its tokens are known to come after the prompt."""
         return 0 < self.prompt < self.k_len
 
     @property
@@ -44,7 +44,7 @@ class Chunk(NamedTuple):
         return slice(self.q_start, self.q_start + self.q_len)
 
     def cut(self, most: int) -> Iterator[Chunk]:
-        """The same tokens, at most so many at a time."""
+        """Split into chunks of at most `most` tokens."""
         past = self.k_len - self.q_len
         for begin in range(0, self.q_len, most):
             end = min(begin + most, self.q_len)
@@ -55,9 +55,9 @@ class Chunk(NamedTuple):
 class Group(NamedTuple):
     """Requests with equally many new tokens, which are served in one launch.
 
-    rows: theirs of the T. table (n, N) and ends (n,) int32: their pages and numbers of keys.
-    k_len: an upper bound of the latter; None in a step that is captured to be replayed for others.
-    kept: the tokens that layers which drop some still have, by policy.
+    rows: their rows of the T. table (n, N) and ends (n,) int32: their pages and numbers of keys.
+    k_len: upper bound of `ends`; None in a step that is captured to be replayed for others. kept:
+    tokens left in layers that drop some, by policy.
     """
 
     chunks: tuple[Chunk, ...]
@@ -69,11 +69,13 @@ class Group(NamedTuple):
     kept: dict[Any, Tensor]
 
     def pages(self, size: int) -> Tensor:
-        """The part of the block table that is in use, with pages of `size` tokens."""
-        return self.table if self.k_len is None else self.table[:, : -(-self.k_len // size)]
+        """Block table up to the longest request, with pages of `size` tokens."""
+        if self.k_len is None:
+            return self.table
+        return self.table[:, : -(-self.k_len // size)]
 
     def parts(self, most: int) -> Iterator[tuple[slice, Group]]:
-        """At most so many of the n requests at a time, and which ones they are."""
+        """Split into groups of at most `most` of the n requests, with their range."""
         for begin in range(0, len(self.ends), most):
             end = min(begin + most, len(self.ends))
             first = begin * self.q_len
@@ -94,12 +96,12 @@ Rest = tuple[tuple[Group, ...], list[Chunk]]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch:
-    """A step of the layers that are served here.
+    """Step of the layers served here.
 
-    requests: all of them. sparse: chunks of prompts that are served by patterns. chosen: decode by
-    chosen tokens. generated: what comes behind prompts of which a part is kept. lengths: (R,) int32
-    keys of each request, on the device; None where the chunks' own are exact. captured: the step
-    is to be replayed for other requests.
+    requests: all of them. sparse: chunks of prompts that patterns serve. chosen: decode by chosen
+    tokens. generated: tokens after prompts of which a part is kept. lengths: (R,) int32 keys of
+    each request, on the device; None where the chunks' own are exact. captured: the step is to be
+    replayed for other requests.
     """
 
     block_table: Tensor
@@ -112,7 +114,7 @@ class Batch:
     _rests: dict[Any, Rest] = field(default_factory=dict)
 
     def rest(self, served: Sequence[Chunk] = (), most: int = MAX_QUERIES) -> Rest:
-        """Requests that are neither served nor generated, worked out once for layers alike.
+        """Requests neither served nor generated, made once for all layers alike.
 
         Those of up to `most` new tokens are grouped.
         """
@@ -126,17 +128,17 @@ class Batch:
         return self._rests[key]
 
     def pages(self, chunk: Chunk, size: int) -> Tensor:
-        """The pages (N,) of a request, of `size` tokens each."""
+        """Pages (N,) of a request, of `size` tokens each."""
         return self.block_table[chunk.request, : -(-chunk.k_len // size)]
 
 
 def groups_of(
     chunks: Sequence[Chunk], table: Tensor, lengths: Tensor | None = None, *, captured: bool = False
 ) -> tuple[Group, ...]:
-    """One group for each number of new tokens.
+    """Group chunks by their number of new tokens.
 
-    table, lengths: of all requests of the step, on the device. Where requests lie together, parts
-    of both are taken as they are, so that a step can be replayed.
+    table, lengths: of all requests of the step, on the device. Of adjacent requests views of both
+    are taken, so that a step can be replayed.
     """
     by_length: dict[int, list[Chunk]] = {}
     for chunk in chunks:
@@ -157,10 +159,10 @@ def groups_of(
 
 
 def requests_of(common: Any, *, exact: bool = False, drafts: bool = False) -> tuple[Chunk, ...]:
-    """The requests of a step, by vLLM's CommonAttentionMetadata; none unless it is plainly causal.
+    """Requests of a step from vLLM's CommonAttentionMetadata; none unless it is plainly causal.
 
     Lengths come from the host, which may have upper bounds alone, and from the device where they
-    have to be exact: always, or with `drafts` where a request has a few new tokens.
+    have to be exact: always with `exact`, with `drafts` where a request has a few new tokens.
     """
     if special(common):
         return ()
@@ -177,7 +179,7 @@ def requests_of(common: Any, *, exact: bool = False, drafts: bool = False) -> tu
 
 
 def split_at_prompts(requests: Sequence[Chunk], prompts: Sequence[int]) -> tuple[Chunk, ...]:
-    """Requests with the lengths of their prompts (R,); one that goes beyond it is two chunks."""
+    """Split requests at the ends of their prompts, whose lengths are `prompts` (R,)."""
     chunks = []
     for chunk in requests:
         prompt = prompts[chunk.request]
@@ -191,7 +193,7 @@ def split_at_prompts(requests: Sequence[Chunk], prompts: Sequence[int]) -> tuple
 
 
 def prefills_of(common: Any, requests: Sequence[Chunk]) -> list[Chunk]:
-    """The prefills of a step: several tokens, unless they are few and drafts to verify."""
+    """Prefills of a step: several tokens, unless they are few and drafts to verify."""
     prefilling = common.is_prefilling
     drafts: set[int] = set()
     if prefilling is not None and prefilling.device.type == "cpu":
@@ -207,12 +209,12 @@ def special(common: Any) -> bool:
 
 
 def rows_of(chunks: Sequence[Chunk]) -> slice | Tensor:
-    """The rows of chunks among the T."""
+    """Rows of chunks among the T, a slice where they are adjacent."""
     if all(chunk.rows.stop == after.q_start for chunk, after in pairwise(chunks)):
         return slice(chunks[0].q_start, chunks[-1].rows.stop)
     return torch.cat([torch.arange(chunk.rows.start, chunk.rows.stop) for chunk in chunks])
 
 
 def _moved(x: Any, to: Tensor) -> Any:
-    """A tensor where another is, or a slice."""
+    """Move a tensor to another's device; a slice stays."""
     return x if isinstance(x, slice) else x.to(to.device, non_blocking=True)

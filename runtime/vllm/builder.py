@@ -1,4 +1,4 @@
-"""Prepares a step: a parent's metadata builder that sorts the batch for the layers served here."""
+"""Prepares a step: vLLM's metadata builder, which also sorts the batch for layers served here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from runtime.vllm.batch import (
 )
 from runtime.vllm.counters import SPARSE
 from runtime.vllm.engine import Engine, engine_of
-from runtime.vllm.snapkv import Snap
 
 # Whatever the parent is.
 _Parent: Any = object
@@ -29,10 +28,10 @@ _Parent: Any = object
 class SparseBuilder(_Parent):
     """AttentionMetadataBuilder over a parent's."""
 
-    # Metadata of one group of layers is not another's with other pages: the batch has pages, too.
+    # The batch holds pages, too: it cannot be updated to another group's block table.
     supports_update_block_table: bool = False
     parents: type
-    # True while a step is built to be captured in a graph and replayed for others.
+    # True while a step is built that is captured in a graph and replayed for others.
     _captured: bool = False
 
     def __new__(
@@ -56,16 +55,16 @@ class SparseBuilder(_Parent):
         super().__init__(kv_cache_spec, layer_names, vllm_config, *args, **kwargs)
         engine = engine_of(vllm_config)
         assert engine is not None
-        modules = get_layers_from_vllm_config(vllm_config, Attention)
-        engine.log(modules.values())
-        layers = [engine.of(modules[name]) for name in layer_names if name in modules]
-        # Of the group's layers: some drop tokens, some of these a part of each prompt; and the
-        # parent can read what all of them cache.
-        self._drops = any(layer.keeps is not None for layer in layers)
-        self._snaps = any(isinstance(layer.keeps, Snap) for layer in layers)
+        engine.log(get_layers_from_vllm_config(vllm_config, Attention).values())
+        modules = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        layers = [engine.of(module) for module in modules.values()]
+        keeps = [layer.keeps for layer in layers if layer.keeps is not None]
+        self._drops = bool(keeps)
+        self._splits_at_prompts = any(each.asks_prompts for each in keeps)
+        # True if the parent can read the pages of all layers of the group.
         self._readable = not self._drops and not any(layer.ours for layer in layers)
-        self._told_prompts = engine.asks_prompts
-        if self._told_prompts:
+        self._gets_prompts = engine.asks_prompts
+        if self._gets_prompts:
             # The only way to the lengths of prompts: vLLM hands them to builders for models with a
             # window over what they generate (R-SWA). It reads this when a layer or a builder is
             # made and when a step begins: no layer's attention changes.
@@ -77,10 +76,10 @@ class SparseBuilder(_Parent):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """The parent's, without graphs of what depends on the host.
+        """Support of the parent, without graphs of steps that depend on the host.
 
-        That is what was chosen for one prompt, and how many keys. Decode over every key can be
-        replayed, and decode by chosen tokens where each request has one new token.
+        Decode over every key can be replayed, and decode by chosen tokens where each request has
+        one new token.
         """
         from vllm.v1.attention.backend import AttentionCGSupport as Support
 
@@ -98,7 +97,7 @@ class SparseBuilder(_Parent):
         return min(parents, ours, key=lambda support: support.value)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        """The parent's; a decode section is captured for contexts of any length."""
+        """Metadata of the parent; a decode section is captured for contexts of any length."""
         self._captured = True
         try:
             return super().build_for_cudagraph_capture(common_attn_metadata)
@@ -108,18 +107,20 @@ class SparseBuilder(_Parent):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
-        """The parent's metadata of the whole step, with the Batch of the layers served here."""
+        """Metadata of the parent for the whole step, with the Batch of the layers served here."""
         common = common_attn_metadata
         prompts = common.rswa_prefix_lens
-        if self._told_prompts:
+        if self._gets_prompts:
             common = replace(common, rswa_prefix_lens=None)
         metadata = super().build(common_prefix_len, common, fast_build)
-        if self._engine is not None and (batch := self._batch(common, prompts)) is not None:
-            setattr(metadata, KEY, batch)
+        if self._engine is not None:
+            batch = self._batch(common, prompts)
+            if batch is not None:
+                setattr(metadata, KEY, batch)
         return metadata
 
     def _batch(self, common: Any, prompts: Any) -> Batch | None:
-        """The Batch of a step, None where the parent serves all of it."""
+        """Batch of a step, None where the parent serves all of it."""
         engine = self._engine
         assert engine is not None
         if special(common):
@@ -129,7 +130,7 @@ class SparseBuilder(_Parent):
         requests = requests_of(common, exact=self._drops, drafts=engine.chooser is not None)
         if not requests:
             return None
-        if self._snaps:
+        if self._splits_at_prompts:
             requests = split_at_prompts(requests, prompts.tolist())
         prefills = prefills_of(common, requests)
         sparse = tuple(filter(engine.is_sparse, prefills))
@@ -143,13 +144,13 @@ class SparseBuilder(_Parent):
             counts += [(engine.dense or "short", chunk.q_len) for chunk in dense]
             engine.counters.step(counts, len(gaining))
         table = common.block_table_tensor
-        behind = [part for each in requests if each.generated for part in each.cut(MAX_QUERIES)]
+        generated = [part for each in requests if each.generated for part in each.cut(MAX_QUERIES)]
         return Batch(
             block_table=table,
             requests=requests,
             sparse=sparse,
             chosen=chosen,
-            generated=groups_of(behind, table),
+            generated=groups_of(generated, table),
             lengths=None if self._drops else common.seq_lens,
             captured=self._captured,
         )

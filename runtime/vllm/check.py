@@ -1,4 +1,4 @@
-"""headwise check: would this artifact serve that model inside vLLM, and if not, why not?"""
+"""Check whether vLLM can serve a model by an artifact, and print how or every reason why not."""
 
 from __future__ import annotations
 
@@ -17,15 +17,13 @@ from artifacts.cli.command import FOUND, ArgumentParser, run_command
 from artifacts.cli.options import add_arguments, at_least, check_ranges, config_of, option, shared
 from artifacts.commands import Outcome
 from artifacts.errors import one_line, ranges, shorten
-from artifacts.schema.kv_cache import Policy, SnapKV, Streaming
 from kernels import dispatch
 from runtime.caches.make import POLICIES
 from runtime.fingerprint import compare, config_info
 from runtime.omnikv.select import Role, roles_of
 from runtime.vllm.counters import SPARSE
+from runtime.vllm.keep import KEEPS, Keeps, keeps_of, policies_of
 from runtime.vllm.options import KEY, TARGETS, Options
-from runtime.vllm.snapkv import Snap
-from runtime.vllm.streaming import Stream
 
 # docs/vllm.md has the same versions.
 TRIED = ("0.32.0", "0.33.0")
@@ -40,7 +38,7 @@ examples:
 
 
 def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[str]:
-    """Reasons why the artifact cannot serve a model over `size` processes, most telling first.
+    """Reasons why the artifact cannot serve a model over `size` processes, most specific first.
 
     config, text: the configuration of the model and that of its language part.
     """
@@ -55,8 +53,8 @@ def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[s
     for name, policy in ({} if artifact.kv_cache is None else artifact.kv_cache.policies).items():
         if (reason := POLICIES[policy.kind].why_not_in_vllm(policy)) is not None:
             yield f"kv_cache.policies.{name} is {policy.kind}: {reason}: {_WITHOUT}"
-    for layer, policies in _policies(artifact):
-        if len(set(policies)) > 1 and not all(isinstance(p, SnapKV) for p in policies):
+    for layer, policies in policies_of(artifact).items():
+        if len(set(policies)) > 1 and not all(_by_head(policy.kind) for policy in policies):
             reason = "vLLM's pages hold all heads of a layer; several snapkv policies are served"
             yield f"kv_cache.layers[{layer}] differs by head, and {reason}: {_WITHOUT}"
     if artifact.decode is not None:
@@ -76,7 +74,7 @@ def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[s
 
 
 def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
-    """Reasons why the artifact cannot serve an engine with this VllmConfig, most telling first."""
+    """Reasons why the artifact cannot serve an engine with this VllmConfig."""
     import torch
 
     model = config.model_config
@@ -93,7 +91,8 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
         if getattr(parallel, "use_ubatching", False):
             yield "batches in parts (--enable-dbo) are not served with a decode section"
     keeps = keeps_of(artifact)
-    if any(isinstance(kept, Snap) for kept in keeps.values()) and model.rswa_window is not None:
+    asks = any(kept.asks_prompts for kept in keeps.values())
+    if asks and model.rswa_window is not None:
         yield "kv_cache with snapkv is not served for a model that has a window over its replies"
     if keeps and drafts == "draft_model":
         # vLLM wants a draft model's layers in one group of its cache, and may spread them there.
@@ -108,31 +107,12 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
         yield f"no prefill can be sparse here: {missing}"
 
 
-def keeps_of(
-    artifact: Artifact, heads: slice = slice(None), prompts: int = 0
-) -> dict[int, Stream | Snap]:
-    """What is kept in layers that drop tokens, of an artifact that fits; heads, prompts: see
-    Snap."""
-    keeps: dict[int, Stream | Snap] = {}
-    for layer, policies in _policies(artifact):
-        snaps = tuple(policy for policy in policies if isinstance(policy, SnapKV))
-        if snaps:
-            keeps[layer] = Snap(snaps, heads, prompts)
-        elif policies and isinstance(policies[0], Streaming):
-            keeps[layer] = Stream(policies[0])
-    return keeps
+def _by_head(kind: str) -> bool:
+    """True if vLLM serves KV heads with unlike policies of this kind in one layer."""
+    return kind in KEEPS and KEEPS[kind].by_head
 
 
-def _policies(artifact: Artifact) -> Iterator[tuple[int, tuple[Policy, ...]]]:
-    """The layers of a kv_cache section, and the policy of each of their KV heads."""
-    section = artifact.kv_cache
-    if section is not None:
-        for layer in range(len(section.layers)):
-            names = section.heads(layer, artifact.model.num_kv_heads) or ()
-            yield layer, tuple(section.policies[name] for name in names)
-
-
-def why_dense(artifact: Artifact, layer: int, keeps: Stream | Snap | None) -> str | None:
+def why_dense(artifact: Artifact, layer: int, keeps: Keeps | None) -> str | None:
     """Reason why by the artifact no prefill of a layer is sparse, None where it is."""
     if keeps is not None and keeps.why_dense is not None:
         return keeps.why_dense
@@ -147,7 +127,7 @@ def why_dense(artifact: Artifact, layer: int, keeps: Stream | Snap | None) -> st
 def summary(
     served: Iterable[tuple[int, str]], keeps: Iterable[tuple[int, str]], roles: Mapping[int, Role]
 ) -> list[str]:
-    """Lines on layers: "sparse" or why one is dense, what some keep, and their roles in decode."""
+    """Lines on layers: sparse, dense with a reason, dropping tokens; and their roles in decode."""
     dense = grouped(served)
     lines = [f"layers {dense.pop(SPARSE, 'none')} sparse"]
     lines += [f"layers {layers} dense: {reason}" for reason, layers in dense.items()]
@@ -168,7 +148,7 @@ def full_layers(config: Any, count: int) -> list[int]:
 
 
 def grouped(layers: Iterable[tuple[int, str]]) -> dict[str, str]:
-    """Layers by what there is to say of them."""
+    """Numbers of layers by their text."""
     groups: dict[str, list[int]] = {}
     for layer, text in layers:
         groups.setdefault(text, []).append(layer)
@@ -177,7 +157,7 @@ def grouped(layers: Iterable[tuple[int, str]]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The artifact, the model, and the processes that its heads are sharded over."""
+    """Artifact, model, and processes over which its heads are sharded."""
 
     file: Path = shared(arguments.add_artifact, dest="file")
     model: str = shared(arguments.add_model, "the model as vLLM is given it: a folder or a name")
@@ -193,7 +173,7 @@ class Config:
 
 
 def run(config: Config) -> Outcome:
-    """What would be served and how to start it, or every reason why not, with status 3.
+    """Check, and return the layers served and the command that starts vLLM, or status 3.
 
     Raises:
         HeadwiseError: the artifact or the model's configuration cannot be read.
@@ -218,7 +198,7 @@ def run(config: Config) -> Outcome:
 
 
 def _layers(artifact: Artifact, full: list[int]) -> list[str]:
-    """What would be served of a model in which these layers see every token."""
+    """Lines on the layers of a model in which these layers see every token."""
     keeps = keeps_of(artifact)
     served = []
     for layer in range(artifact.model.num_layers):
@@ -230,7 +210,7 @@ def _layers(artifact: Artifact, full: list[int]) -> list[str]:
 
 
 def command(model: str, options: Mapping[str, Any], size: int) -> str:
-    """The command line that starts vLLM's server on this machine, over `size` processes."""
+    """Command line that starts vLLM's server on this machine, over `size` processes."""
     import torch
 
     words = ["vllm", "serve", model]
@@ -271,14 +251,14 @@ def _model_config(model: str) -> Any:
 
 
 def parser() -> ArgumentParser:
-    """The command line of headwise check."""
+    """Make the command line of headwise check."""
     made = ArgumentParser(prog="headwise check", description=__doc__, epilog=_EPILOG)
     add_arguments(made, Config)
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check and print what would be served; returns the exit status."""
+    """Check and print; returns the exit status."""
     outcome = run(config_of(Config, vars(parser().parse_args(argv))))
     sys.stdout.write(outcome.text)
     return outcome.status

@@ -1,4 +1,4 @@
-"""What a process has served, in vLLM's metrics and for stats()."""
+"""Counters of a process for stats() and for vLLM's metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.index import SparseIndex
 
-# Counting what an index computes takes longer than building it: one of so many is counted.
+# Counting the tiles of an index takes longer than building it: one of so many is counted.
 _COUNTED = 16
 SPARSE = "sparse"
 # Below vLLM's own logger, whose level and format it has.
@@ -39,13 +39,13 @@ class Counters:
     """Counts that only grow. One thread serves."""
 
     def __init__(self, metrics: dict[str, Any] | None = None) -> None:
-        # By section of the report and by what is counted there; and the same in metrics().
+        # By section of the report and by what is counted there; metrics has the same.
         self._counts: Counter[tuple[str, str]] = Counter()
         self._metrics = metrics or {}
-        # Tokens that a request reads in a step of decode: asked for last, as it waits for a GPU.
+        # Tokens that a request reads in a step of decode; waits for a GPU.
         self.read: Callable[[], float | None] = lambda: None
         self._indices: Counter[int] = Counter()
-        # Tiles by device, which stay there until they are asked for.
+        # Computed tiles by device, where they stay until report().
         self._computed: dict[torch.device, Tensor] = {}
         self._causal = 0
         self._warned: set[str] = set()
@@ -75,7 +75,7 @@ class Counters:
             log.warning("a layer's step is served densely: %s", line)
 
     def report(self) -> dict[str, Any]:
-        """Counts by section (_METRICS) and by how something was served: {"sparse": n, reason: n}.
+        """Counts by section (_METRICS) and way of serving: {"sparse": n, reason: n}.
 
         density: fraction of the causal area that sparse layers computed, None before any. With a
         decode section, tokens_read: tokens that a KV head of a layer that does not choose reads.

@@ -1,4 +1,4 @@
-"""An artifact at work in one process of an engine: checked, planned for the heads here."""
+"""Artifact at work in one process of an engine: checked, and planned for the heads here."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from kernels.patterns import LayerPlan
 from runtime.allocator import keep_freed_memory
 from runtime.attention.state import enough_queries
 from runtime.layers import layer_plans, part_of
-from runtime.omnikv.decode import OmniKV
-from runtime.omnikv.select import Role
+from runtime.omnikv.select import Role, Selector
 from runtime.vllm.batch import Chunk
-from runtime.vllm.check import engine_misfits, full_layers, grouped, keeps_of, summary, why_dense
+from runtime.vllm.check import engine_misfits, full_layers, grouped, summary, why_dense
 from runtime.vllm.counters import SPARSE, Counters, log, metrics
 from runtime.vllm.filters import Chooser
+from runtime.vllm.keep import Keeps, keeps_of
 from runtime.vllm.options import HASH_KEY, Options, options_of
-from runtime.vllm.snapkv import Snap
-from runtime.vllm.streaming import Stream
 
-# By vLLM's names; scales for each token or head are other caches.
+# Caches of 8 bits with one scale, by vLLM's names.
 _EIGHT_BITS = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -36,34 +34,34 @@ _EIGHT_BITS = {
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ServedLayer:
-    """What is served of one attention layer of vLLM in this process.
+    """Attention layer of vLLM in this process, and how it is served.
 
-    number: None where its name has none or several. why_dense: why no prefill of it is sparse.
-    plan: of its heads here, None where no patterns serve. role: in decode, None where that is to
-    attend to everything. keeps: what it keeps by kv_cache, None for all. owned: all its requests
-    are served here; those of any other layer are vLLM's. ours: its pages are laid out for our
-    kernels. eight_bits: the dtype of a cache of 8 bits, which vLLM hands out as bytes.
+    number: None where its name has none or several. why_dense: reason why no prefill is sparse.
+    plan: of its heads here, None where no patterns serve. role: in decode, None if it attends to
+    everything. keeps: its policy, None if it keeps every token. owned: all its requests are served
+    here; those of any other layer are vLLM's. ours: its pages are laid out for our kernels.
+    eight_bits: dtype of a cache of 8 bits, which vLLM hands out as bytes.
     """
 
     number: int | None
     why_dense: str | None = None
     plan: LayerPlan | None = None
     role: Role | None = None
-    keeps: Stream | Snap | None = None
+    keeps: Keeps | None = None
     owned: bool = False
     ours: bool = False
     eight_bits: torch.dtype | None = None
 
 
 class Engine:
-    """What an engine's additional configuration asked for, in one process."""
+    """Artifact of an engine's additional configuration at work in one process."""
 
     def __init__(self, options: Options, config: Any) -> None:
         """Load and check for an engine's VllmConfig; HeadwiseError where it cannot be served."""
         headwise = options.load()
         self.artifact: Artifact = headwise.artifact
         self.path = options.artifact
-        # Why no prefill goes by patterns, where an option says so.
+        # Reason why no prefill goes by patterns, where an option says so.
         self.dense = "dense by kernel" if options.dense else None
         if options.dense:
             self.artifact = self.artifact.model_copy(update={"decode": None, "kv_cache": None})
@@ -74,57 +72,63 @@ class Engine:
         content = self.artifact.content_sha256
         # Not into the dict itself: that may be the caller's.
         config.additional_config = {**config.additional_config, HASH_KEY: content}
-        # Tokens of the longest sequence that the engine takes.
+        # Most tokens of a sequence.
         self.longest = int(config.model_config.max_model_len)
         self.size = int(config.parallel_config.tensor_parallel_size)
         self.counters = Counters(metrics())
         self.chooser = self._chooser(config)
-        # What is served of layers, by vLLM's names, and layers by why they are dense.
+        # By vLLM's names.
         self.layers: dict[str, ServedLayer] = {}
+        # Numbers of layers, by how they are served.
         self._reasons: dict[str, str] = {}
         self._plans = layer_plans(self.artifact, headwise.arrays)
         self._config = weakref.ref(config)
-        # One of the builders counts the prefills that they all see.
+        # The builder that counts the prefills, which all builders see.
         self.counting: Any = None
 
     def prepare(self) -> None:
-        """Work out what is served of each layer, once, when weights are loaded.
+        """Plan every layer, once, when weights are loaded.
 
-        Layers that drop tokens tell vLLM so, before it asks what each caches; HeadwiseError for
-        one that cannot be served.
+        Layers that drop tokens get their own cache specification, before vLLM asks for it.
+
+        Raises:
+            HeadwiseError: such a layer cannot be served.
         """
         config = self._config()
         if self.layers or config is None:
             return
-        modules = config.compilation_config.static_forward_context
-        impls = {name: getattr(module, "impl", None) for name, module in modules.items()}
-        shares = {getattr(impl, "kv_sharing_target_layer_name", None) for impl in impls.values()}
+        modules = {}
+        shared = set()
+        for name, module in config.compilation_config.static_forward_context.items():
+            impl = getattr(module, "impl", None)
+            target = getattr(impl, "kv_sharing_target_layer_name", None)
+            if target is not None:
+                shared |= {name, target}
+            if getattr(impl, "ours", None) is not None:
+                modules[name] = module
         model = self.artifact.model
         first = _rank() * model.num_kv_heads // self.size
         heads = slice(first, first + max(model.num_kv_heads // self.size, 1))
         keeps = keeps_of(self.artifact, heads, int(config.scheduler_config.max_num_seqs))
         both_ways = bool(getattr(config.model_config, "is_mm_prefix_lm", False))
-        for name, impl in impls.items():
-            if impl is None or getattr(impl, "ours", None) is None:
-                continue
+        for name, module in modules.items():
             number = number_of(name)
-            shared = impl.kv_sharing_target_layer_name is not None or name in shares
-            why = why_unserved(modules[name])
+            why = why_unserved(module)
             if number is None or number >= model.num_layers:
                 why = "no layer of the artifact's model"
-            elif impl.ours and both_ways:
+            elif module.impl.ours and both_ways:
                 why = "some of its tokens see each other both ways"
-            elif impl.ours and shared:
+            elif module.impl.ours and name in shared:
                 why = "it shares its cache with another layer"
             layer = ServedLayer(number=number, why_dense=why)
             if number is not None and why is None:
-                layer = self._served(number, modules[name], keeps.get(number))
+                layer = self._served(number, module, keeps.get(number))
             self.layers[name] = layer
             if number in keeps:
-                self._tell_cache(modules[name], layer, keeps[number])
+                self._set_spec(module, layer, keeps[number])
 
     def of(self, module: Any) -> ServedLayer:
-        """What is served of an attention layer of vLLM."""
+        """Plan of an attention layer of vLLM."""
         name = module.layer_name
         if name not in self.layers:
             why = "a draft model's, or another backend's"
@@ -133,24 +137,26 @@ class Engine:
 
     @property
     def asks_prompts(self) -> bool:
-        """True where a layer has to know how long prompts are."""
-        return any(isinstance(layer.keeps, Snap) for layer in self.layers.values())
+        """True if a layer needs the lengths of prompts."""
+        return any(
+            layer.keeps is not None and layer.keeps.asks_prompts for layer in self.layers.values()
+        )
 
     def is_sparse(self, chunk: Chunk) -> bool:
-        """True for a prefill that patterns may serve: by its keys so far, and beyond the tail."""
+        """True for a prefill that patterns may serve: long enough, and beyond the dense tail."""
         prefill = self.artifact.prefill
         long = chunk.k_len >= prefill.dense_below and self.dense is None
         return long and enough_queries(chunk.q_len, chunk.k_len, prefill.dense_tail)
 
     def log(self, modules: Iterable[Any]) -> None:
-        """Log one line, once: which of these layers are sparse, and why others are not."""
+        """Log one line, once: the sparse ones of these layers, and reasons for the others."""
         if self._reasons:
             return
         here = [(layer.number, layer) for layer in map(self.of, modules)]
         layers = [(number, layer) for number, layer in here if number is not None]
         served = [(number, layer.why_dense or SPARSE) for number, layer in layers]
         keeps = [(number, str(layer.keeps)) for number, layer in layers if layer.keeps is not None]
-        roles = {} if self.chooser is None else self.chooser.omni.roles
+        roles = {} if self.chooser is None else self.chooser.selector.roles
         self._reasons = grouped(served)
         log.info(
             "Headwise serves prefill from %d tokens on by %s (content %s%s): %s",
@@ -162,7 +168,7 @@ class Engine:
         )
 
     def report(self) -> dict[str, Any]:
-        """Which artifact, layers and counts; see Counters.report."""
+        """Artifact, layers and counts; see Counters.report."""
         content = self.artifact.content_sha256
         about = {"artifact": self.path, "content_sha256": content, "rank": _rank()}
         return about | {"layers": self._reasons} | self.counters.report()
@@ -176,13 +182,13 @@ class Engine:
 
             group = get_tp_group().device_group
         full = full_layers(config.model_config.hf_text_config, self.artifact.model.num_layers)
-        omni = OmniKV(self.artifact.decode.omnikv, full, backend="auto", group=group)
-        self.counters.read = lambda: omni.tokens_read
+        selector = Selector(self.artifact.decode.omnikv, full, group=group)
+        self.counters.read = lambda: selector.tokens_read
         requests = int(config.scheduler_config.max_num_seqs)
-        return Chooser(omni, requests=requests, longest=self.longest)
+        return Chooser(selector, requests=requests, longest=self.longest)
 
-    def _served(self, number: int, module: Any, keeps: Stream | Snap | None) -> ServedLayer:
-        """What is served of a layer that can be."""
+    def _served(self, number: int, module: Any, keeps: Keeps | None) -> ServedLayer:
+        """Plan a layer that can be served."""
         impl = module.impl
         why = self.dense or why_dense(self.artifact, number, keeps)
         plan = None
@@ -203,19 +209,19 @@ class Engine:
             eight_bits=_EIGHT_BITS.get(str(module.kv_cache_dtype)),
         )
 
-    def _tell_cache(self, module: Any, layer: ServedLayer, keeps: Stream | Snap) -> None:
+    def _set_spec(self, module: Any, layer: ServedLayer, keeps: Keeps) -> None:
+        """Give a layer that drops tokens its own cache specification."""
         where = f"kv_cache.layers[{layer.number}]"
         if layer.keeps is None:
             raise HeadwiseError(f"{where} drops tokens, but the layer is dense: {layer.why_dense}")
-        if isinstance(keeps, Snap) and getattr(module.impl, "sinks", None) is not None:
+        if not keeps.takes_sinks and getattr(module.impl, "sinks", None) is not None:
             raise HeadwiseError(f"{where} cannot be served: the layer uses attention sinks")
-        from runtime.vllm import specs
-
-        module.get_kv_cache_spec = lambda config: specs.spec_of(module, config, keeps)
+        full_spec = module.get_kv_cache_spec
+        module.get_kv_cache_spec = lambda config: keeps.spec(full_spec(config))
 
 
 def number_of(layer_name: str) -> int | None:
-    """The number of a layer by vLLM's name for it, None where the name has none or several."""
+    """Number of a layer in vLLM's name for it, None where the name has none or several."""
     numbers = [int(part) for part in layer_name.split(".") if part.isdecimal()]
     return numbers[0] if len(numbers) == 1 else None
 
@@ -247,7 +253,7 @@ _latest: tuple[weakref.ref[Any], Engine | None] | None = None
 
 
 def engine_of(config: Any) -> Engine | None:
-    """The Engine of a VllmConfig, made at the first question; None for a draft model's config."""
+    """Engine of a VllmConfig, made at the first call; None without an artifact or for drafts."""
     global _latest
     if makes_drafts(config):
         return None
@@ -265,7 +271,7 @@ def makes_drafts(config: Any) -> bool:
 
 
 def latest() -> Engine | None:
-    """The latest engine of this process."""
+    """Latest engine of this process."""
     return None if _latest is None else _latest[1]
 
 

@@ -1,12 +1,12 @@
 """Decode by an artifact's decode section: filter layers choose tokens, others read these alone.
 
-Requests with equally many new tokens are served together. What is chosen for one token each lies in
-slots that are there as long as the engine, and neither they nor any launch depends on how long a
-context is: vLLM may capture a step in a CUDA graph and replay it for other requests. Several new
+Requests with equally many new tokens are served together. Tokens chosen for one new token each lie
+in slots that live as long as the engine, and neither they nor any launch depends on the length of a
+context: vLLM may capture a step in a CUDA graph and replay it for other requests. Several new
 tokens (drafts) are in no graph.
 
 Shapes: H query heads and G KV heads of this process, n requests of a group, N pages of a request,
-C tokens that are chosen.
+C chosen tokens.
 """
 
 from __future__ import annotations
@@ -21,42 +21,41 @@ from torch import Tensor
 from artifacts import HeadwiseError
 from kernels.decode import MAX_QUERIES
 from kernels.index import PAD
-from runtime.omnikv.decode import OmniKV
-from runtime.omnikv.select import Role
+from runtime.omnikv.select import Role, Selector
 from runtime.vllm.batch import Chunk, Group, groups_of
 from runtime.vllm.step import LayerStep
 
-# Bytes of scores that a filter layer may have at a time: of more requests they are made in parts.
+# Most bytes of a filter layer's scores at a time: more requests are served in parts.
 _SCORES = 1 << 28
 
 
 class Chooser:
-    """The decode section at work in one process. What is chosen holds for one step."""
+    """Decode section at work in one process. A choice holds for one step."""
 
-    def __init__(self, omni: OmniKV, *, requests: int, longest: int) -> None:
-        """requests: the most in a step. longest: tokens of the longest sequence."""
-        self.omni = omni
+    def __init__(self, selector: Selector, *, requests: int, longest: int) -> None:
+        """`requests`: the most in a step. `longest`: tokens of the longest sequence."""
+        self.selector = selector
         self._requests = requests
         self._longest = longest
-        self._most = min(omni.count(longest), longest)
+        self._most = min(selector.count(longest), longest)
         # (requests, C) int32 of each filter layer.
         self._slots: dict[int, Tensor] = {}
-        # By filter layer and number of new tokens: what is chosen in the step, (n, C) int32.
+        # Tokens chosen in the step, (n, C) int32, by filter layer and number of new tokens.
         self._chosen: dict[tuple[int, int], Tensor] = {}
 
     @property
     def captures(self) -> bool:
-        """True where a step of single tokens can be replayed for others."""
-        return self.omni.group is None
+        """True if a step of single tokens can be replayed for others."""
+        return self.selector.group is None
 
     def gains(self, k_len: int) -> bool:
         """True for a context with more keys than are chosen."""
-        return k_len > self.omni.count(k_len)
+        return k_len > self.selector.count(k_len)
 
     def groups(
         self, requests: Sequence[Chunk], common: Any, *, captured: bool
     ) -> tuple[tuple[Group, ...], list[Chunk]]:
-        """The requests of a new step that are served, and those with more keys than are chosen.
+        """Requests of a new step that are served here, and those with more keys than are chosen.
 
         common: vLLM's metadata of the step. captured: it is to be replayed for others.
         """
@@ -72,15 +71,18 @@ class Chooser:
         return chosen, drafts + gaining
 
     def role(self, layer: int) -> Role | None:
-        """What a layer does, None where that is to attend to everything and no more."""
-        role = self.omni.roles.get(layer)
-        return role if role is not None and (role.filters or role.filter is not None) else None
+        """Role of a layer, None if it attends to everything and does not choose."""
+        role = self.selector.roles.get(layer)
+        if role is None or role == Role():
+            return None
+        return role
 
     def attend(self, layer: int, role: Role, group: Group, step: LayerStep) -> None:
         """Write attention of a group in a layer that has this role.
 
-        A filter layer attends to everything and chooses; others attend to what was chosen for them,
-        of contexts within the budget to everything. Of single tokens nothing is read on the host.
+        A filter layer attends to everything and chooses; others attend to the tokens chosen for
+        them, of contexts within the budget to everything. For single tokens nothing is read on the
+        host.
 
         Raises:
             HeadwiseError: the filter layer chose nothing in this step.
@@ -92,21 +94,21 @@ class Chooser:
             return
         most = max(self._most, group.q_len)
         keys = group.pages(step.size).shape[1] * step.size
-        chosen = self._room(layer, group, min(most, keys))
+        chosen = self._slots_of(layer, group, min(most, keys))
         # The kernel has a score for each query head and sums for each KV head, and a choice has
         # copies of those.
         heads = step.query.shape[1] * group.q_len + 4 * step.k.shape[2]
         for rows, part in group.parts(max(1, _SCORES // (4 * keys * heads))):
             scores = step.decode(part, scores="max")
             assert scores is not None
-            tokens = self.omni.choose_each(layer, scores, part.ends, most, q_len=group.q_len)
+            tokens = self.selector.choose_each(layer, scores, part.ends, most, q_len=group.q_len)
             chosen[rows] = tokens
         self._chosen[layer, group.q_len] = chosen
 
     def rehearse(self, layer: int, role: Role, step: LayerStep) -> None:
-        """Take the memory of a filter layer in a step of the most requests and longest contexts.
+        """Use the memory of a filter layer in a step of the most requests and longest contexts.
 
-        step: of any tokens, with one page, which stands for all.
+        step: any tokens, with one page that stands for all.
         """
         n = self._requests
         device = step.query.device
@@ -118,8 +120,8 @@ class Chooser:
         self.attend(layer, role, group, replace(step, query=query, output=query.clone()))
         self._chosen.clear()
 
-    def _room(self, layer: int, group: Group, width: int) -> Tensor:
-        """Where what is chosen for a group is put, (n, width): in slots for one new token."""
+    def _slots_of(self, layer: int, group: Group, width: int) -> Tensor:
+        """Memory (n, width) for the tokens chosen for a group: lasting slots for one new token."""
         n = len(group.ends)
         if group.q_len > 1:
             return group.ends.new_empty(n, width)

@@ -1,4 +1,4 @@
-"""Serves a layer's step: a parent's implementation that attends for the layers served here.
+"""Attention of a layer's step: vLLM's implementation, but for the layers served here.
 
 On a CPU their pages are laid out as our kernels read them best; on a GPU they are the parent's.
 
@@ -20,9 +20,7 @@ from kernels.patterns import LayerPlan
 from runtime.attention.state import message, name_of
 from runtime.vllm.batch import KEY, Batch, Chunk
 from runtime.vllm.engine import Engine, ServedLayer, engine_of
-from runtime.vllm.snapkv import Snap
 from runtime.vllm.step import PAGE, LayerStep, halves, quantised, store
-from runtime.vllm.streaming import Stream
 
 # Whatever the parent is.
 _Parent: Any = object
@@ -31,7 +29,7 @@ _Parent: Any = object
 class SparseImpl(_Parent):
     """AttentionImpl over a parent's, which serves layers that are not served here."""
 
-    # Whether a layer that is served here has pages for our kernels, which the parent cannot read.
+    # True if layers served here have pages for our kernels, which the parent cannot read.
     ours: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -102,18 +100,17 @@ class SparseImpl(_Parent):
             options=self._options(k_scale),
             own=None if key is None or value is None else (key, value),
         )
-        if isinstance(served.keeps, Stream):
-            served.keeps.attend(step)
-            return output
-        step.attend(self._sparsely(served, step))
-        if isinstance(served.keeps, Snap):
-            served.keeps.keep(step)
+        done = self._sparsely(served, step)
+        if served.keeps is None:
+            step.attend(done)
+        else:
+            served.keeps.attend(step, done)
         return output
 
     def _sparsely(self, served: ServedLayer, step: LayerStep) -> list[Chunk]:
-        """Write what patterns and chosen tokens serve of a step.
+        """Write attention of the requests that patterns and chosen tokens serve.
 
-        Returns the requests that are served so: none where a kernel fails.
+        Returns these requests: none where a kernel fails.
         """
         assert served.number is not None
         chooser = self._engine.chooser
@@ -133,7 +130,8 @@ class SparseImpl(_Parent):
             ours = isinstance(error, HeadwiseError)
             why = str(error) if ours else name_of(error)
             # A process that gives up where processes choose together would leave others waiting.
-            if why is None or (chosen and chooser is not None and chooser.omni.group is not None):
+            together = bool(chosen) and chooser is not None and not chooser.captures
+            if why is None or together:
                 raise
             self._engine.counters.fell_back(why, "" if ours else message(error))
             return []
@@ -142,12 +140,12 @@ class SparseImpl(_Parent):
         return done
 
     def _by_patterns(self, plan: LayerPlan, step: LayerStep, chunk: Chunk) -> SparseIndex:
-        """Write the sparse attention of a chunk and give its index."""
+        """Write the sparse attention of a chunk; returns its index."""
         query, out, pages = step.of(chunk)
         table: Tensor | None = pages
         whole = chunk.q_len == chunk.k_len and self.kv_sharing_target_layer_name is None
         if whole and step.own is not None:
-            # All keys are of this step and there as they were before they were stored.
+            # All keys are of this step, which has them as they were before they were stored.
             k, v = (x[chunk.rows].transpose(0, 1)[None] for x in step.own)
             step = replace(step, k=k, v=v, v_scale=1.0, options=self._options())
             table = None
@@ -159,11 +157,11 @@ class SparseImpl(_Parent):
         return index
 
     def _rehearse(self, served: ServedLayer, query: Tensor) -> None:
-        """In vLLM's profiling run, take the memory of a step of this layer beside its output.
+        """Use the memory of this layer's largest step, in vLLM's profiling run.
 
-        vLLM leaves room for it: the index of the last chunk of the longest prompt, scores and slots
-        of decode by chosen tokens at the longest context, copies of the longest prompt of which a
-        part is kept. query: (T, H, D) with the most tokens that a step has.
+        vLLM then leaves as much free: for the index of the last chunk of the longest prompt, scores
+        and slots of decode by chosen tokens at the longest context, and what a policy copies.
+        query: (T, H, D) with the most tokens that a step has.
         """
         k_len = self._engine.longest
         query = query[-k_len:]
@@ -187,10 +185,8 @@ class SparseImpl(_Parent):
         if served.role is not None and served.role.filters:
             assert served.number is not None and self._engine.chooser is not None
             self._engine.chooser.rehearse(served.number, served.role, step)
-        if isinstance(served.keeps, Snap):
-            window = min(served.keeps.window, k_len)
-            voting = query.new_zeros(1, query.shape[1], window, query.shape[2])
-            served.keeps.move(step, voting, chunk)
+        if served.keeps is not None:
+            served.keeps.rehearse(step, chunk)
 
     def _options(self, k_scale: float = 1.0) -> dict[str, Any]:
         softcap = self.logits_soft_cap or None

@@ -1,4 +1,4 @@
-"""What vLLM's --additional-config says to Headwise: the path of an artifact, or fields."""
+"""Options in vLLM's --additional-config: the path of an artifact, or fields."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Options(Record):
 
     @property
     def point(self) -> dict[str, float]:
-        """The targets that are given."""
+        """Targets that are given."""
         return self.model_dump(include=set(TARGETS), exclude_none=True)
 
     def load(self) -> Headwise:
@@ -53,7 +53,7 @@ class Options(Record):
 
 
 def options_of(additional_config: Any) -> Options | None:
-    """The options in an engine's additional configuration, if any; HeadwiseError for bad ones."""
+    """Options of an engine's additional configuration, if any; HeadwiseError for bad ones."""
     value = additional_config.get(KEY) if isinstance(additional_config, dict) else None
     if value is None:
         return None

@@ -1,7 +1,7 @@
-"""Layers that drop tokens, as vLLM's cache knows them: pages of what is gone go back to its pool.
+"""Specifications of layers that drop tokens for vLLM's scheduler, which takes their pages back.
 
-Importing this module imports vLLM and makes these kinds of cache known to it: in the process of the
-scheduler, too, which reads it when the specification of a layer arrives there.
+Importing this module imports vLLM and registers these kinds of cache: in the process of the
+scheduler, too, which imports it when the specification of a layer arrives there.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 import artifacts
 from artifacts import HeadwiseError
 from runtime.caches.snapkv import left_of
-from runtime.vllm.snapkv import Snap
-from runtime.vllm.streaming import Stream
 
 
 class _OneManager:
-    """Layers whose caches are alike are held by one manager."""
+    """Specification whose equals share one manager."""
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
         return all(spec == self for spec in kv_cache_specs.values())
@@ -29,42 +27,42 @@ class _OneManager:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingSpec(_OneManager, SlidingWindowSpec):
-    """A window that slides, behind the first `sinks` tokens, which stay."""
+    """First `sinks` tokens, which stay, and a sliding window."""
 
     sinks: int
 
     @property
     def first_pages(self) -> int:
-        """How many pages hold the first tokens."""
+        """Pages that hold the first tokens."""
         return -(-self.sinks // self.block_size)
 
     def max_admission_blocks_per_request(
         self, max_in_flight_tokens: int, max_model_len: int
     ) -> int:
-        """The window's pages and those of the first tokens."""
+        """Pages of the window and of the first tokens."""
         window = super().max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
         return int(window) + self.first_pages
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSpec(_OneManager, AttentionSpec):
-    """Everything until a prompt is computed; then what `policies` keep of it, and what follows."""
+    """Every token until a prompt is computed; then its elected part and all that is generated."""
 
     policies: tuple[artifacts.SnapKV, ...]
 
     def pages_of(self, prompt: int) -> int:
-        """How many pages hold what the head with the largest budget keeps of a prompt."""
+        """Pages that hold the part of a prompt that the head with the largest budget keeps."""
         kept = max(left_of(policy, prompt, prompt) for policy in self.policies)
         return -(-kept // self.block_size)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
-        """A prompt as long as the longest sequence is kept whole until it is computed."""
+        """Bytes of the longest sequence: a prompt is kept whole until it is computed."""
         pages = -(-vllm_config.model_config.max_model_len // self.block_size)
         return int(pages * self.page_size_bytes)
 
 
 class _NoPrefixes:
-    """A manager that finds no cached prefix: parts of it are gone."""
+    """Manager that finds no cached prefix, since parts of it are gone."""
 
     @classmethod
     def find_longest_cache_hit(
@@ -74,7 +72,7 @@ class _NoPrefixes:
 
 
 class StreamingManager(_NoPrefixes, SlidingWindowManager):
-    """Frees the pages between the first tokens and the window."""
+    """Manager that frees the pages between the first tokens and the window."""
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -84,7 +82,7 @@ class StreamingManager(_NoPrefixes, SlidingWindowManager):
 
 
 class PromptManager(_NoPrefixes, SingleTypeKVCacheManager):
-    """Frees the pages between what is kept of a prompt and its end."""
+    """Manager that frees the pages between the kept part of a prompt and its end."""
 
     def __init__(self, kv_cache_spec: PromptSpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
@@ -94,7 +92,7 @@ class PromptManager(_NoPrefixes, SingleTypeKVCacheManager):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """As vLLM's managers do.
+        """Free pages that are read no more, see vLLM's managers.
 
         Raises:
             HeadwiseError: a prompt grew after parts of it were dropped (a session that is fed with
@@ -116,21 +114,16 @@ class PromptManager(_NoPrefixes, SingleTypeKVCacheManager):
         return list(super().pop_blocks_for_free(request_id))
 
     def cache_blocks(self, *_: Any, **__: Any) -> None:
-        """Nothing: pages are written anew when a prompt is computed."""
+        """Cache nothing: pages are overwritten when a prompt is computed."""
 
 
-def spec_of(module: Any, config: Any, keeps: Stream | Snap) -> StreamingSpec | PromptSpec:
-    """The cache of an attention layer of vLLM that keeps this, in the KV heads of all processes."""
-    full = type(module).get_kv_cache_spec(module, config)
+def shape_of(full: AttentionSpec) -> dict[str, Any]:
+    """Fields that a specification shares with that of a layer which keeps every token."""
     names = ("block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "kv_quant_mode")
-    same = {name: getattr(full, name) for name in names}
-    if isinstance(keeps, Stream):
-        policy = keeps.policy
-        return StreamingSpec(sliding_window=policy.window, sinks=policy.sinks, **same)
-    return PromptSpec(policies=tuple(sorted(set(keeps.every), key=repr)), **same)
+    return {name: getattr(full, name) for name in names}
 
 
-# Those of vLLM first: it adds its own only to a registry that is empty.
+# First those of vLLM, which adds its own only to a registry that is empty.
 KVCacheSpecRegistry.check_kv_cache_spec_registry({})
 KVCacheSpecRegistry.register(StreamingSpec, StreamingManager, StreamingSpec)
 KVCacheSpecRegistry.register(PromptSpec, PromptManager, PromptSpec)

@@ -1,4 +1,4 @@
-"""A step of one layer: its pages, and dense attention of requests from them by our kernels.
+"""Step of one layer: its pages, and dense attention of requests from them by our kernels.
 
 Shapes: P pages of the cache, S tokens of a page, N pages of a request; T tokens of a step, H query
 heads, G KV heads, Q new tokens of a request, K key length, D head dim; n requests of a group, of
@@ -41,7 +41,7 @@ def halves(cache: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantised(x: Tensor, scale: float, eight_bits: torch.dtype) -> Tensor:
-    """x / scale in 8 bits, as bytes; what is too large becomes the largest number."""
+    """Quantise x / scale to 8 bits, as bytes; too large numbers become the largest one."""
     most = torch.finfo(eight_bits).max
     return (x.float() / scale).clamp(-most, most).to(eight_bits).view(torch.uint8)
 
@@ -67,12 +67,12 @@ def store(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerStep:
-    """What a layer is asked in a step, and where its attention is written.
+    """Inputs and output of a layer in a step.
 
-    query, output: (T, H, D). k, v: (P, S, G, D), pages with the step's own keys and values; v_scale
-    is that of the values, that of the keys counts in `options`: scale, softcap and sinks, as
-    kernels.attention.sparse_attention has them. own: the step's keys and values (T, G, D) as they
-    were before they were stored, where vLLM hands them on.
+    query, output: (T, H, D). k, v: (P, S, G, D), pages that hold the step's own keys and values,
+    too. v_scale: of the values; that of the keys is part of `options`: scale, softcap and sinks, as
+    kernels.attention.sparse_attention has them. own: the step's keys and values (T, G, D) before
+    they were stored, where vLLM hands them on.
     """
 
     batch: Batch
@@ -89,8 +89,13 @@ class LayerStep:
         """Tokens of a page."""
         return self.k.shape[1]
 
+    @property
+    def scoring(self) -> dict[str, Any]:
+        """Options of kernels that add no learned logits: scale and softcap."""
+        return {name: self.options[name] for name in ("scale", "softcap")}
+
     def of(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-        """A request's queries and their output (1, H, Q, D), and its pages (1, N)."""
+        """Queries and output (1, H, Q, D) of a request, and its pages (1, N)."""
         query = self.query[chunk.rows].transpose(0, 1)[None]
         output = self.output[chunk.rows].transpose(0, 1)[None]
         return query, output, self.batch.pages(chunk, self.size)[None]
@@ -117,7 +122,7 @@ class LayerStep:
         return done.scores
 
     def dense(self, chunk: Chunk, **more: Any) -> tuple[Tensor, Tensor]:
-        """kernels.dense.dense_attention of a chunk from its pages."""
+        """Dense attention of a chunk from its pages, see kernels.dense.dense_attention."""
         query, _, table = self.of(chunk)
         more |= {"ragged": Ragged.of([(0, 0, chunk.q_len, 0, chunk.k_len)]), "block_table": table}
         return dense_attention(query, self.k, self.v, **more, **self.options)

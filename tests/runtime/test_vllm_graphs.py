@@ -214,7 +214,7 @@ def test_a_captured_step_is_replayed_for_any_requests(
         read += buffers.check(section, lengths)
         rows += sum(engine.at_work.chooser.gains(length) for length in lengths)
     # What was read is counted on the device: of two layers with G heads.
-    assert engine.at_work.chooser.omni.tokens_read == pytest.approx(read / (rows * 2 * G))
+    assert engine.at_work.chooser.selector.tokens_read == pytest.approx(read / (rows * 2 * G))
 
 
 def test_a_captured_step_over_every_key_is_replayed_for_any_requests(engine: Any) -> None:
@@ -299,7 +299,7 @@ def test_the_profiling_run_takes_what_a_step_will_take(
     held = slots.data_ptr()
     assert slots.shape == (REQUESTS, section.budget if isinstance(section.budget, int) else 103)
     # Nothing is chosen by that.
-    assert chooser.omni.tokens_read is None and not chooser._chosen
+    assert chooser.selector.tokens_read is None and not chooser._chosen
     monkeypatch.setattr(Parent, "forward", rest)
     buffers.fill(STEPS[0])
     buffers.forward(engine.builder.build_for_cudagraph_capture(buffers.common()))

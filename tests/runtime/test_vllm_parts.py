@@ -28,9 +28,9 @@ from runtime.vllm.check import _layers, full_layers, main, ranges
 from runtime.vllm.counters import Counters
 from runtime.vllm.engine import Engine, ServedLayer, number_of
 from runtime.vllm.forward import SparseImpl
+from runtime.vllm.keep import Stream
 from runtime.vllm.options import Options, options_of
 from runtime.vllm.step import halves, quantised, store
-from runtime.vllm.streaming import Stream
 from tests.runtime.omnikv import DECODE
 from tests.runtime.test_front import saved as front
 
@@ -306,7 +306,11 @@ def engine(ours: bool, stored: torch.dtype | None) -> Any:
     impl.__dict__.update(_engine=at_work, stored=stored)
     builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
     builder.__dict__.update(
-        _engine=at_work, _drops=False, _snaps=False, _readable=not ours, _told_prompts=False
+        _engine=at_work,
+        _drops=False,
+        _splits_at_prompts=False,
+        _readable=not ours,
+        _gets_prompts=False,
     )
     at_work.counting = builder
     return SimpleNamespace(
@@ -440,7 +444,7 @@ def test_what_is_too_large_for_eight_bits_is_the_largest(stored: torch.dtype) ->
 def test_layers_that_keep_their_first_and_last_tokens(
     engine: Any, stream: artifacts.Streaming
 ) -> None:
-    engine.layer.update(keeps=Stream(stream), plan=None)
+    engine.layer.update(keeps=Stream((stream,)), plan=None)
     engine.builder._drops = True
     engine.impl.sinks = torch.tensor([0.5, 9.0, -30.0, 2.0])
     requests = [(1, 40), (100, 300), (1, 10), (200, 200), (3, 90), (1, 300)]

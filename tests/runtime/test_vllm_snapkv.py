@@ -11,7 +11,7 @@ from torch import Tensor
 import artifacts
 from runtime.caches.snapkv import left_of
 from runtime.vllm.batch import Chunk, split_at_prompts
-from runtime.vllm.snapkv import Snap
+from runtime.vllm.keep import Snap
 from tests.runtime.test_vllm_parts import (
     EIGHT,
     LAYER,
@@ -133,7 +133,7 @@ def test_what_is_kept_and_what_is_generated(
 ) -> None:
     snap = Snap(policies, prompts=8)
     engine.layer.update(keeps=snap, plan=None)
-    engine.builder.__dict__.update(_drops=True, _snaps=True, _told_prompts=True)
+    engine.builder.__dict__.update(_drops=True, _splits_at_prompts=True, _gets_prompts=True)
     prompts = [200] if len(cuts) == 1 else [200, 3, 45, 64, 64]
     width = -(-300 // PAGE)
     pages = torch.randperm(width * len(cuts)).to(torch.int32).view(len(cuts), width)
@@ -182,12 +182,12 @@ def test_windows_of_requests_that_were_given_up_go() -> None:
 def test_the_profiling_run_moves_the_longest_prompt(
     engine: Any, policies: tuple[artifacts.SnapKV, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import runtime.vllm.snapkv as snapkv
+    import runtime.vllm.keep as keep
 
     copied: list[torch.Size] = []
-    gathered = snapkv.gathered
+    gathered = keep.gathered
     monkeypatch.setattr(
-        snapkv,
+        keep,
         "gathered",
         lambda *args: (copied.append((found := gathered(*args)).shape), found)[1],
     )

@@ -1,0 +1,292 @@
+"""Layers that drop tokens in vLLM: their attention, and the pages that they give back.
+
+KEEPS lists the policies that are served here, a class each. Pages of dropped tokens go back to
+vLLM's pool, as runtime.vllm.specs tells its scheduler.
+
+Shapes: P pages of the cache, S tokens of a page, N pages of a request; H query heads and G KV heads
+of this process, Q new tokens of a request, D head dim; n requests of a group, L tokens of a prompt,
+s first tokens, W window.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import artifacts
+from kernels.index import PAD
+from kernels.merging import with_few_keys
+from runtime.caches.snapkv import elect, left_of, votes_of
+from runtime.vllm.batch import Chunk, Group
+from runtime.vllm.step import LayerStep
+
+
+class Keeps(ABC):
+    """Policy of one layer, which drops tokens, at work in vLLM.
+
+    A subclass gives `attend`, `spec` and a text for the log (`__str__`).
+
+    every: the policy of each KV head of the model. policies: those of this process.
+    """
+
+    # Reason why no prefill goes by patterns, None where they may serve.
+    why_dense: ClassVar[str | None] = None
+    # True if KV heads may have unlike policies, although vLLM's pages hold them all.
+    by_head: ClassVar[bool] = False
+    # True if `attend` needs the lengths of prompts.
+    asks_prompts: ClassVar[bool] = False
+    # True if learned logits (attention sinks) are served.
+    takes_sinks: ClassVar[bool] = True
+
+    def __init__(
+        self, policies: tuple[Any, ...], heads: slice = slice(None), prompts: int = 0
+    ) -> None:
+        """`heads`: the KV heads of this process. `prompts`: the most requests at a time."""
+        self.every = policies
+        self.policies = policies[heads]
+        self._prompts = prompts
+
+    @abstractmethod
+    def attend(self, step: LayerStep, served: Sequence[Chunk] = ()) -> None:
+        """Write attention of all requests but those already served, and drop tokens."""
+
+    @abstractmethod
+    def spec(self, full: Any) -> Any:
+        """KVCacheSpec of the layer, given that of a layer which keeps every token."""
+
+    def rehearse(self, step: LayerStep, chunk: Chunk) -> None:  # noqa: B027
+        """Use the memory, beyond the output, that the last chunk of the longest prompt takes."""
+
+
+class Stream(Keeps):
+    """First tokens and a window of the last (StreamingLLM, section 3.2), by text positions."""
+
+    why_dense = "it keeps its first and last tokens, by kv_cache"
+
+    def __init__(
+        self,
+        policies: tuple[artifacts.Streaming, ...],
+        heads: slice = slice(None),
+        prompts: int = 0,
+    ) -> None:
+        super().__init__(policies, heads, prompts)
+        self.policy = policies[0]
+
+    def __str__(self) -> str:
+        return f"{self.policy.sinks} first and {self.policy.window} last tokens"
+
+    def attend(self, step: LayerStep, served: Sequence[Chunk] = ()) -> None:
+        """See Keeps.attend."""
+        # Drafts of one request see different tokens.
+        groups, chunks = step.batch.rest(served, most=1)
+        for group in groups:
+            if self.policy not in group.kept:
+                group.kept[self.policy] = self._tokens(group)
+            step.decode(group, group.kept[self.policy])
+        for chunk in chunks:
+            _, output, _ = step.of(chunk)
+            output.copy_(self._chunk(step, chunk))
+            if step.v_scale != 1:
+                output *= step.v_scale
+
+    def spec(self, full: Any) -> Any:
+        """See Keeps.spec."""
+        from runtime.vllm.specs import StreamingSpec, shape_of
+
+        policy = self.policy
+        return StreamingSpec(sliding_window=policy.window, sinks=policy.sinks, **shape_of(full))
+
+    def _chunk(self, step: LayerStep, chunk: Chunk) -> Tensor:
+        """Attention (1, H, Q, D) over the window, merged with that over the first tokens.
+
+        A learned logit is counted in the window's already.
+        """
+        sinks = self.policy.sinks
+        window = self.policy.window
+        out, lse = step.dense(chunk, window=window)
+        if chunk.k_len <= window or not sinks:
+            return out
+        query, _, table = step.of(chunk)
+        positions = torch.arange(chunk.k_len - chunk.q_len, chunk.k_len, device=query.device)
+        first = torch.arange(sinks, device=query.device)
+        slots = table[0].long()[first // step.size], first % step.size
+        k = step.k[slots].transpose(0, 1)[None]
+        v = step.v[slots].transpose(0, 1)[None]
+        seen = first <= positions[:, None] - window
+        return with_few_keys(out, lse, query, k, v, seen=seen, **step.scoring)
+
+    def _tokens(self, group: Group) -> Tensor:
+        """Tokens (n, s + W) that the last query of each request sees."""
+        sinks = self.policy.sinks
+        window = self.policy.window
+        ends = group.ends[:, None]
+        begin = (ends - window).clamp_min(0)
+        first = torch.arange(sinks, dtype=torch.int32, device=ends.device)
+        last = begin + torch.arange(window, dtype=torch.int32, device=ends.device)
+        first = torch.where(first < begin, first, PAD)
+        last = torch.where(last < ends, last, PAD)
+        tokens = torch.cat([first, last], dim=1)
+        # Padding goes to the end: few requests are as short as that.
+        return tokens.sort(dim=1).values if sinks else tokens
+
+
+class Snap(Keeps):
+    """The part of each prompt that its last queries elect, and all that is generated (SnapKV).
+
+    A page has slots for every KV head, so the first rows of a request may hold other tokens in
+    each. The elected tokens move there when the last chunk of the prompt is computed. Generated
+    tokens stay in the rows that vLLM gives them, from the prompt's end on. Rows between are read no
+    more.
+    """
+
+    by_head = True
+    asks_prompts = True
+    takes_sinks = False
+
+    def __init__(
+        self,
+        policies: tuple[artifacts.SnapKV, ...],
+        heads: slice = slice(None),
+        prompts: int = 0,
+    ) -> None:
+        super().__init__(policies, heads, prompts)
+        # The most queries that vote.
+        self.window = max(policy.window for policy in self.policies)
+        # Votes so far of prompts that are computed in part, the latest last, by the request's first
+        # page, which no other request has.
+        self._begun: dict[int, Tensor] = {}
+
+    def __str__(self) -> str:
+        budgets = sorted({policy.budget for policy in self.every})
+        text = " or ".join(f"{b:.0%}" if isinstance(b, float) else f"{b} tokens" for b in budgets)
+        return f"{text} of each prompt, as its last queries choose"
+
+    def attend(self, step: LayerStep, served: Sequence[Chunk] = ()) -> None:
+        """See Keeps.attend; a generated token sees the kept prompt and all generated since."""
+        step.attend(served)
+        for chunk in step.batch.requests:
+            if chunk.generated:
+                continue
+            query, _, table = step.of(chunk)
+            voting = self.voting(int(table[0, 0]), chunk, query)
+            if voting is not None:
+                self.move(step, voting, chunk)
+        for group in step.batch.generated:
+            if self.policies not in group.kept:
+                group.kept[self.policies] = self._rows(group)
+            step.decode(group, group.kept[self.policies])
+
+    def spec(self, full: Any) -> Any:
+        """See Keeps.spec."""
+        from runtime.vllm.specs import PromptSpec, shape_of
+
+        return PromptSpec(policies=tuple(sorted(set(self.every), key=repr)), **shape_of(full))
+
+    def rehearse(self, step: LayerStep, chunk: Chunk) -> None:
+        """See Keeps.rehearse: copies of the longest prompt."""
+        window = min(self.window, chunk.prompt)
+        _, heads, dim = step.query.shape
+        self.move(step, step.query.new_zeros(1, heads, window, dim), chunk)
+
+    def voting(self, page: int, chunk: Chunk, query: Tensor) -> Tensor | None:
+        """Last queries (1, H, at most `window`, D) of a prompt, None before its last chunk.
+
+        page: the first one of the request. query: (1, H, Q, D) of the chunk.
+        """
+        first = max(chunk.prompt - self.window, 0)
+        begin = chunk.k_len - chunk.q_len
+        if chunk.k_len <= first:
+            return None
+        earlier = self._begun.pop(page, None)
+        voting = query[:, :, max(first - begin, 0) :]
+        if begin > first and earlier is not None:
+            voting = torch.cat([earlier, voting], dim=2)
+        if chunk.k_len == chunk.prompt:
+            return voting
+        self._begun[page] = voting.clone()
+        if len(self._begun) > self._prompts:
+            # The oldest is of a request that was given up.
+            del self._begun[next(iter(self._begun))]
+        return None
+
+    def move(self, step: LayerStep, query: Tensor, chunk: Chunk) -> None:
+        """Move the tokens that a prompt's last queries (1, H, W, D) elect to its first rows."""
+        prompt = chunk.prompt
+        heads_of: dict[artifacts.SnapKV, list[int]] = {}
+        for head, policy in enumerate(self.policies):
+            if left_of(policy, prompt, prompt) < prompt:
+                heads_of.setdefault(policy, []).append(head)
+        if not heads_of:
+            return
+        size = step.size
+        pages = step.batch.pages(chunk, size).long()
+        k = gathered(step.k, pages, prompt)
+        v = gathered(step.v, pages, prompt)
+        queries = query.unflatten(1, (len(self.policies), -1))
+        for policy, numbers in heads_of.items():
+            count = left_of(policy, prompt, prompt)
+            heads = torch.tensor(numbers, device=query.device)
+            voting = queries[:, heads].flatten(1, 2)[:, :, -policy.window :]
+            keys = k[:, heads].to(query.dtype)
+            values = v[:, heads].to(query.dtype)
+            votes = votes_of(policy, voting, keys, values, **step.scoring)
+            rows = elect(votes, count, policy.window)[0]
+            to = torch.arange(count, device=query.device)
+            slots = pages[to // size], to % size, heads[:, None]
+            step.k[slots] = k[0, heads[:, None], rows]
+            step.v[slots] = v[0, heads[:, None], rows]
+
+    def _rows(self, group: Group) -> Tensor:
+        """Rows that are read, those kept of the prompt first: (n, C), or (n, G, C) by head."""
+        policies = self.policies
+        if len(set(policies)) == 1:
+            policies = policies[:1]
+        lengths = torch.tensor([(chunk.prompt, chunk.k_len) for chunk in group.chunks])
+        prompts, ends = lengths[:, :, None, None].unbind(1)
+        kept = [[left_of(each, c.prompt, c.prompt) for each in policies] for c in group.chunks]
+        left = torch.tensor(kept)[..., None]
+        rows = torch.arange(int((left + ends - prompts).max()))
+        rows = torch.where(rows < left, rows, prompts - left + rows)
+        rows = torch.where(rows < ends, rows, PAD).to(torch.int32)
+        if len(policies) == 1:
+            rows = rows[:, 0].contiguous()
+        return rows.to(group.table.device, non_blocking=True)
+
+
+def gathered(cache: Tensor, pages: Tensor, k_len: int) -> Tensor:
+    """Copy of keys or values (1, G, L, D) of a prompt out of (P, S, G, D), by its pages (N,)."""
+    copy = cache.transpose(1, 2).index_select(0, pages).transpose(0, 1)
+    return copy.reshape(1, cache.shape[2], -1, cache.shape[3])[:, :, :k_len]
+
+
+# By the kind of the policy's record.
+KEEPS: dict[str, type[Keeps]] = {"streaming": Stream, "snapkv": Snap}
+
+
+def keeps_of(
+    artifact: artifacts.Artifact, heads: slice = slice(None), prompts: int = 0
+) -> dict[int, Keeps]:
+    """Layers of an artifact that drop tokens, if it fits vLLM; see Keeps.__init__."""
+    keeps = {}
+    for layer, policies in policies_of(artifact).items():
+        kind = next((policy.kind for policy in policies if policy.kind in KEEPS), None)
+        if kind is not None:
+            served = tuple(policy for policy in policies if policy.kind == kind)
+            keeps[layer] = KEEPS[kind](served, heads, prompts)
+    return keeps
+
+
+def policies_of(artifact: artifacts.Artifact) -> dict[int, tuple[Any, ...]]:
+    """Policy of each KV head, by the layers of a kv_cache section; () for those that slide."""
+    section = artifact.kv_cache
+    if section is None:
+        return {}
+    policies = {}
+    for layer in range(len(section.layers)):
+        names = section.heads(layer, artifact.model.num_kv_heads) or ()
+        policies[layer] = tuple(section.policies[name] for name in names)
+    return policies
