@@ -1,5 +1,4 @@
-"""A small artifact with a layer that slides, one with every kind of pattern, and a way to damage a
-file."""
+"""Artifacts to test with: small, with every kind of pattern, and a way to damage a file."""
 
 from __future__ import annotations
 
@@ -101,8 +100,7 @@ def build(**changes: Any) -> artifacts.Artifact:
 
 
 def as_yaml(fields: Any, **how: Any) -> str:
-    """JSON data as YAML on one line: JSON, but for floats that not every reader of YAML takes for
-    one."""
+    """JSON data as YAML on one line, with floats that every reader of YAML takes for floats."""
     return re.sub(r"(?<![\w.\"])(-?[0-9]+)(e[-+][0-9]+)", r"\1.0\2", json.dumps(fields, **how))
 
 

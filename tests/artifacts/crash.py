@@ -1,5 +1,4 @@
-"""python -m tests.artifacts.crash [KILLS]: kills writers of an artifact and looks at what they
-leave.
+"""python -m tests.artifacts.crash [KILLS]: kills writers and checks what they leave.
 
 First a writer dies at each call of the system on its way, one process for each, once more with half
 of what it was to write; then KILLS writers die at random instants, the last tenth of them among
@@ -28,24 +27,8 @@ import numpy as np
 import artifacts
 from tests.artifacts.conftest import build
 
-CALLS = (
-    *(
-        (os, name)
-        for name in (
-            "open",
-            "write",
-            "pwrite",
-            "pread",
-            "fsync",
-            "close",
-            "replace",
-            "unlink",
-            "chmod",
-        )
-    ),
-    *((os, name) for name in ("fstat", "stat", "scandir", "listdir")),
-    (fcntl, "flock"),
-)
+NAMES = "open write pwrite pread fsync close replace unlink chmod fstat stat scandir listdir"
+CALLS = (*((os, name) for name in NAMES.split()), (fcntl, "flock"))
 
 
 def content(number: int) -> tuple[artifacts.Artifact, dict[str, Any]]:
@@ -65,8 +48,7 @@ def found(path: Path) -> int:
 
 
 def die_at(call: int, *, torn: bool) -> None:
-    """From now on, die at the call-th call: before it, or, if it writes and `torn`, with half of it
-    done."""
+    """Die at the call-th call from now on: before it, or if `torn` with half of it written."""
     count = 0
 
     def counted(real: Any, writes: bool) -> Any:
@@ -86,7 +68,7 @@ def die_at(call: int, *, torn: bool) -> None:
 
 
 def at_each_call(folder: Path, *, torn: bool) -> Counter[int]:
-    """How often the old (0) and the new artifact (1) were found, over all calls of one write."""
+    """Counts of finding the old (0) and the new artifact (1), over all calls of one write."""
     seen: Counter[int] = Counter()
     path = folder / "cfg.yaml"
     for call in range(1, 1000):
@@ -118,8 +100,7 @@ def next_writer_clears(path: Path) -> None:
 
 
 def at_random(folder: Path, kills: int) -> Counter[str]:
-    """How often a killed writer left leftovers or none; each writes one artifact after the other
-    until it dies."""
+    """Counts of killed writers with leftovers and without; each writes until it dies."""
     path = folder / "cfg.yaml"
     chance = random.Random(0)
     seen: Counter[str] = Counter()
@@ -147,8 +128,7 @@ def at_random(folder: Path, kills: int) -> Counter[str]:
 
 
 def among_others(folder: Path, kills: int) -> int:
-    """Three writers at a time add entries to one artifact, and are killed; how many entries they
-    had been told of."""
+    """Kill three writers that add entries to one artifact; returns the entries acknowledged."""
     path = folder / "cfg.yaml"
     artifacts.save(content(0)[0], path, content(0)[1])
     reading, writing = os.pipe()

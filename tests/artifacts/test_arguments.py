@@ -30,21 +30,8 @@ def parser() -> ArgumentParser:
 
 
 def test_the_spelling(parser, capsys):
-    words = [
-        "cfg.yaml",
-        "--model",
-        "M",
-        "--length",
-        "1",
-        "2",
-        "--task",
-        "a",
-        "--task",
-        "b",
-        "--dtype",
-        "bf16",
-    ]
-    options = parser.parse_args(words)
+    words = "cfg.yaml --model M --length 1 2 --task a --task b --dtype bf16"
+    options = parser.parse_args(words.split())
     assert vars(options) == {
         **{"config": Path("cfg.yaml"), "model": "M", "length": [1, 2], "tasks": ["a", "b"]},
         **{"dtype": "bfloat16", "seed": 7, "json": None},

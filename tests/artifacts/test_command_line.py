@@ -259,7 +259,7 @@ def test_output_that_cannot_be_written_is_one_line(saved, monkeypatch, capfd, st
 
 
 def test_nothing_is_said_when_the_interpreter_flushes_what_could_not_be_written():
-    """What is left in the stream's buffer is written again at exit, after all handlers."""
+    """The stream's buffer is written again at exit, after all handlers."""
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "artifacts", "schema"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -301,8 +301,7 @@ def test_a_terminal_without_the_letters(tmp_path, make):
 
 
 def test_exit_statuses_of_verbs(saved, tmp_path, make):
-    """0 good, 2 bad input, 3 findings or differences: one line on stderr, nothing on stdout, no
-    file."""
+    """Status 0, 2 (bad input: one line on stderr, no file) and 3 (findings or differences)."""
     save(make(evidence=Evidence()), tmp_path / "other.yaml")
     heads = tmp_path / "heads.json"
     heads.write_text('[{"0": ["stream_llm", 64, 512, 0.5]}]')

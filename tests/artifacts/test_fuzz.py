@@ -68,8 +68,7 @@ ENTRIES = (
 
 
 def bases(folder: Path) -> list[tuple[str, bytes]]:
-    """The fields as JSON and the sidecar's bytes of a small artifact, one of every kind, and one
-    without arrays."""
+    """Fields as JSON and sidecar bytes: a small artifact, every kind, and one without arrays."""
     found = []
     path = folder / "cfg.yaml"
     for artifact, arrays in ((build(), build_arrays()), build_every_kind(), (build(), None)):
@@ -80,8 +79,7 @@ def bases(folder: Path) -> list[tuple[str, bytes]]:
 
 
 def mutant(chance: random.Random, known: list[tuple[str, bytes]]) -> tuple[bytes, bytes | None]:
-    """The bytes of a YAML file named cfg.yaml, and those of the sidecar that it names; None: there
-    is none."""
+    """Bytes of cfg.yaml, and of the sidecar that it names; None: there is none."""
     text, data = chance.choice(known)
     fields = json.loads(text)
     kinds = chance.choices(("field", "field", "field", "sidecar", "text"), k=chance.randint(1, 4))
@@ -188,7 +186,7 @@ def change_text(chance: random.Random, text: bytes) -> bytes:
 
 
 def judge(folder: Path, text: bytes, data: bytes | None) -> str:
-    """What became of a mutant, in a word; raises where that is wrong."""
+    """Outcome of a mutant in a word; raises where it is wrong."""
     path = folder / "cfg.yaml"
     path.write_bytes(text)
     for file in folder.glob("*.safetensors"):

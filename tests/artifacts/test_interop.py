@@ -1,5 +1,4 @@
-"""Other tools' files into artifacts and back: what is the same, what is said of what is not, what
-is refused."""
+"""Lists of heads and tables of KV heads, in and out, and the files of all formats refused."""
 
 from __future__ import annotations
 
@@ -150,12 +149,8 @@ def test_angelslims_pattern_file_holds_minferences_entries(tmp_path):
         ("a_128_1024", "bs_100"),
     )
     model = artifact.model
-    assert (model.num_layers, model.num_heads, model.num_kv_heads, model.max_positions) == (
-        3,
-        2,
-        1,
-        32768,
-    )
+    sizes = (model.num_layers, model.num_heads, model.num_kv_heads, model.max_positions)
+    assert sizes == (3, 2, 1, 32768)
     # The 1 in place of a score says nothing.
     assert artifact.prefill.imported.scores is None
     assert {(note["effect"], note["heads"]) for note in said["notes"]} == {
@@ -485,12 +480,8 @@ def test_flags_alone_say_the_shape(tmp_path):
         model="my/model",
     )
     model = artifact.model
-    assert (model.name, model.num_kv_heads, model.head_dim, model.max_positions) == (
-        "my/model",
-        1,
-        8,
-        99,
-    )
+    assert model.name == "my/model"
+    assert (model.num_kv_heads, model.head_dim, model.max_positions) == (1, 8, 99)
     assert artifact.prefill.dense_below == 1024
 
 

@@ -1,5 +1,4 @@
-"""What is said of the fields is said of all of them, and the page and the JSON Schema say the
-same."""
+"""Every field is described, in the page as in the JSON Schema."""
 
 from __future__ import annotations
 

@@ -88,8 +88,7 @@ def import_duo(values: list[float], **options: float):
 
 
 def kept_by_duo_attention(values: list[float], sparsity: float, seed: int) -> list[bool]:
-    """DuoAttention's rule: noise of up to 1e-6 on every value, then NumPy's quantile; the ends are
-    all or nothing."""
+    """DuoAttention's rule: noise of up to 1e-6 on each value, then NumPy's quantile."""
     noisy = np.array(values) + np.random.default_rng(seed).uniform(0, 1e-6, len(values))
     if sparsity >= 1:
         return [False] * len(values)

@@ -1,5 +1,4 @@
-"""Formats that name layers, KV heads or one threshold: what comes in, what goes out, and what is
-said of the rest.
+"""Formats that name layers, KV heads or one threshold, in and out, with their reports.
 
 The files are made here, in the exact shape of each tool's own.
 """
@@ -221,8 +220,7 @@ def test_modelopt_of_patterns_that_were_searched(tmp_path):
 
 
 def test_an_export_is_measured_by_what_the_tool_makes_of_it(tmp_path, monkeypatch):
-    """The command that the report ends with reads the file into the model that it was written
-    from."""
+    """The report's command reads the file back into the model that it was written from."""
     monkeypatch.chdir(tmp_path)
     artifacts.save(build(), tmp_path / "cfg.yaml")
     for target in ("minference", "sparse_attention_config", "modelopt"):
@@ -230,12 +228,8 @@ def test_an_export_is_measured_by_what_the_tool_makes_of_it(tmp_path, monkeypatc
         words = command.partition("headwise ")[2].partition(" && ")[0].split()
         assert main(words) == 0
         back = load_pair(tmp_path / "back.yaml")[0].model
-        assert (back.num_layers, back.num_heads, back.num_kv_heads, back.max_positions) == (
-            3,
-            4,
-            2,
-            8192,
-        ), target
+        sizes = (back.num_layers, back.num_heads, back.num_kv_heads, back.max_positions)
+        assert sizes == (3, 4, 2, 8192), target
 
 
 @pytest.mark.parametrize(

@@ -182,8 +182,7 @@ def test_powers_that_nobody_fitted(growth, lengths, odd):
 
 
 def test_a_pattern_is_looked_at_as_large_as_it_gets():
-    """Half of 4,096 tokens is more than all of the 8,192 that the model takes, if it grows tenfold
-    on the way."""
+    """A window of 512 tokens at a length of 64 has grown beyond the model at its longest."""
     powers = artifacts.Growth(length=64, powers={"a_shape": {"window": 1.0}})
     assert "beyond-model" in codes(good(**prefilled(growth=powers)))
     assert "near-dense" in codes(good(**prefilled(growth=powers)))

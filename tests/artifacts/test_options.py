@@ -52,24 +52,10 @@ def parsed(*words: str) -> Config:
 def test_what_is_typed_has_the_fields_types_and_the_rest_its_defaults() -> None:
     found = parsed("a.yaml", "--target-share", "0.5")
     assert found == Config(file=Path("a.yaml"), share=0.5, command="typed")
-    found = parsed(
-        "a.yaml",
-        "--by-hand",
-        "1,2",
-        "--at-most",
-        "4",
-        "--task",
-        "passkey",
-        "--task",
-        "chain",
-        "--no-picture",
-    )
-    assert (found.layers, found.at_most, found.tasks, found.picture) == (
-        (1, 2),
-        4,
-        ("passkey", "chain"),
-        False,
-    )
+    words = "a.yaml --by-hand 1,2 --at-most 4 --task passkey --task chain --no-picture"
+    found = parsed(*words.split())
+    assert (found.layers, found.at_most) == ((1, 2), 4)
+    assert (found.tasks, found.picture) == (("passkey", "chain"), False)
 
 
 def test_the_help_says_a_numbers_default() -> None:

@@ -407,8 +407,7 @@ SIDECARS = {
 
 
 def costs_little(read):
-    """What read() says in a process of its own, which 150 MiB more or 10 s of the processor would
-    end."""
+    """Report of read() in a process of its own, limited to 150 MiB more and 10 s of processor."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         used = resource.getrusage(resource.RUSAGE_SELF)

@@ -1,4 +1,4 @@
-"""What the models refuse when an artifact is made in Python, and what they leave alone."""
+"""Names, sizes at a length, fronts and windows of artifacts made in Python."""
 
 from __future__ import annotations
 

@@ -21,20 +21,8 @@ def changed(saved, *changes, out=None):
 def test_what_was_set_over_what(saved, capsys):
     before = load(saved)
     out = saved.with_name("new.yaml")
-    assert (
-        main(
-            [
-                "set",
-                str(saved),
-                "prefill.dense_below=2048",
-                "model.revision=null",
-                "--out",
-                str(out),
-                "--json",
-            ]
-        )
-        == 0
-    )
+    changes = ["prefill.dense_below=2048", "model.revision=null"]
+    assert main(["set", str(saved), *changes, "--out", str(out), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     after, arrays = load_pair(out)
     assert after.prefill.dense_below == 2048 and after.model.revision is None
@@ -43,11 +31,8 @@ def test_what_was_set_over_what(saved, capsys):
         ("model.revision", '"12e45"', "null", before.content_sha256),
     ]
     assert after.content_sha256 == said["content_sha256"] != before.content_sha256
-    assert (
-        after.search == before.search
-        and after.evidence == before.evidence
-        and "chosen.recall" in arrays
-    )
+    assert (after.search, after.evidence) == (before.search, before.evidence)
+    assert "chosen.recall" in arrays
     assert load(saved) == before
     again = changed(out, "prefill.dense_below=1024", out=out)
     assert [edit.over for edit in again.edits] == [before.content_sha256] * 2 + [
@@ -82,7 +67,6 @@ def test_paths(saved, change, read):
 
 
 def test_names_with_dots(tmp_path, every_kind):
-
     save(every_kind[0], tmp_path / "cfg.yaml", every_kind[1])
     found = changed(tmp_path / "cfg.yaml", "patterns.bs_40_c99.5.blocks=41")
     assert found.patterns["bs_40_c99.5"].blocks == 41

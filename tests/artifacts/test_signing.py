@@ -215,8 +215,7 @@ def test_the_verbs(saved, tmp_path, capsys):
 
 
 def test_what_is_signed_is_what_was_checked(saved, key, public, monkeypatch):
-    """Whoever replaces the file while it is looked at gets no signature of what was not looked
-    at."""
+    """A file that is replaced during the check gets no signature."""
     checked, read = saved.read_bytes(), store.check_arrays
 
     def replaced(*given):
@@ -297,8 +296,7 @@ def test_openssl_checks_the_same_signature(saved, key, public):
 
 
 def test_signatures_are_an_extra(saved):
-    """Without the package artifacts load as ever, and asking for a signature says what to
-    install."""
+    """Without the package artifacts load; a signature names what to install."""
     code = (
         f"import sys; sys.modules['cryptography'] = None\nfrom artifacts "
         f"import load\nload({str(saved)!r})\n"

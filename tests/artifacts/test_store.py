@@ -1,5 +1,4 @@
-"""A pair of files that comes back as it went in, and that no crash and no reader ever sees half
-of."""
+"""The pair of files: round trips, failures and readers during a write."""
 
 from __future__ import annotations
 
@@ -193,8 +192,7 @@ def test_a_reader_finds_a_pair_while_it_is_replaced(saved, make, arrays):
 
 
 def test_a_reader_between_yaml_and_sidecar_takes_the_new_pair(saved, make, arrays, monkeypatch):
-    """The one moment that loses the old sidecar under a reader's hands: it has read the old YAML
-    already."""
+    """A reader has the old YAML already when the old sidecar goes."""
     import artifacts.store.read as store
 
     real, switched = store.read_yaml, False

@@ -1,5 +1,4 @@
-"""Writers that come at once, die at any point, or find what a dead one left: nothing is lost and no
-pair is torn."""
+"""Writers at once, killed writers, and their leftovers: nothing is lost, no pair is torn."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ def test_update_needs_a_whole_artifact_and_a_change_that_works(saved, tmp_path):
 
 
 def test_sections_written_at_once_are_all_there(saved):
-    """As headwise filters and others do it: each changes its own section and adds its own
-    arrays."""
+    """Each writer changes its own section and adds its own arrays, as headwise filters does."""
 
     def section(name):
         def change(artifact, arrays):
