@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from artifacts.cli.command import FOUND
-from artifacts.cli.options import arg
+from artifacts.cli.options import arg, option
 from artifacts.commands import Outcome, answer, json_flag, out_arg
 from artifacts.errors import ArtifactError, naming, one_line
 from artifacts.files import atomic_write, check_writable
@@ -83,73 +83,24 @@ class Config:
     revision: str | None = arg(
         "--revision", metavar="REV", default=None, group=_MODEL, help="its revision on the hub"
     )
-    layers: int | None = arg(
-        "--layers", metavar="N", type=int, default=None, group=_MODEL, help="layers"
+    layers: int | None = option("layers", default=None, group=_MODEL)
+    heads: int | None = option("query heads a layer", default=None, group=_MODEL)
+    kv_heads: int | None = option("KV heads a layer", default=None, group=_MODEL)
+    head_dim: int | None = option("channels a head", default=None, group=_MODEL)
+    max_positions: int | None = option("the longest prompt, in tokens", default=None, group=_MODEL)
+    dense_below: int | None = option("serve shorter prompts densely", default=None, group=_HOW)
+    dense_tail: int | None = option("last queries that see every key (0)", default=None, group=_HOW)
+    sinks: int | None = option(
+        "first tokens a streaming head keeps (128)", default=None, group=_HOW
     )
-    heads: int | None = arg(
-        "--heads", metavar="N", type=int, default=None, group=_MODEL, help="query heads a layer"
+    window: int | None = option(
+        "last tokens a streaming head sees, itself one (257, KVzip 256)", default=None, group=_HOW
     )
-    kv_heads: int | None = arg(
-        "--kv-heads", metavar="N", type=int, default=None, group=_MODEL, help="KV heads a layer"
+    threshold: float | None = option(
+        "KV heads from here on keep all (0.5)", default=None, group=_HOW
     )
-    head_dim: int | None = arg(
-        "--head-dim", metavar="N", type=int, default=None, group=_MODEL, help="channels a head"
-    )
-    max_positions: int | None = arg(
-        "--max-positions",
-        metavar="N",
-        type=int,
-        default=None,
-        group=_MODEL,
-        help="the longest prompt, in tokens",
-    )
-    dense_below: int | None = arg(
-        "--dense-below",
-        metavar="N",
-        type=int,
-        default=None,
-        group=_HOW,
-        help="serve shorter prompts densely",
-    )
-    dense_tail: int | None = arg(
-        "--dense-tail",
-        metavar="N",
-        type=int,
-        default=None,
-        group=_HOW,
-        help="last queries that see every key (0)",
-    )
-    sinks: int | None = arg(
-        "--sinks",
-        metavar="N",
-        type=int,
-        default=None,
-        group=_HOW,
-        help="first tokens a streaming head keeps (128)",
-    )
-    window: int | None = arg(
-        "--window",
-        metavar="N",
-        type=int,
-        default=None,
-        group=_HOW,
-        help="last tokens a streaming head sees, itself one (257, KVzip 256)",
-    )
-    threshold: float | None = arg(
-        "--threshold",
-        metavar="X",
-        type=float,
-        default=None,
-        group=_HOW,
-        help="KV heads from here on keep all (0.5)",
-    )
-    sparsity: float | None = arg(
-        "--sparsity",
-        metavar="X",
-        type=float,
-        default=None,
-        group=_HOW,
-        help="instead, the fraction of them that stream",
+    sparsity: float | None = option(
+        "instead, the fraction of them that stream", default=None, group=_HOW
     )
     strict: bool = arg(
         "--strict",
@@ -217,15 +168,10 @@ def _import(config: Config) -> tuple[Report, list[str]]:
 def _export(config: Config, form: Format) -> tuple[Report, list[str]]:
     pair = read_pair(config.file)
     made = form.write(pair.artifact, pair.arrays, config.out)
-    shown = {
-        "layers": "num_layers",
-        "heads": "num_heads",
-        "kv-heads": "num_kv_heads",
-        "head-dim": "head_dim",
-    }
-    shown |= {"max-positions": "max_positions"}
-    flags = " ".join(
-        f"--{flag} {getattr(pair.artifact.model, name)}" for flag, name in shown.items()
+    model = pair.artifact.model
+    flags = (
+        f"--layers {model.num_layers} --heads {model.num_heads} --kv-heads {model.num_kv_heads} "
+        f"--head-dim {model.head_dim} --max-positions {model.max_positions}"
     )
     report = replace(made.report, measure=_measure(config, form, config.file, flags))
     if config.strict and report.lossy:

@@ -31,10 +31,10 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def together(record: BaseModel, one: str, other: str) -> None:
+def together(record: BaseModel, first: str, second: str) -> None:
     """Raise ValueError where one of two fields is given without the other."""
-    if (getattr(record, one) is None) != (getattr(record, other) is None):
-        raise ValueError(f"{one} and {other} go together: give both or neither")
+    if (getattr(record, first) is None) != (getattr(record, second) is None):
+        raise ValueError(f"{first} and {second} go together: give both or neither")
 
 
 def matching(pattern: str, wanted: str) -> AfterValidator:
