@@ -45,10 +45,10 @@ def in_turn(
 ) -> dict[str, list[float]]:
     """Time each alternative, `repeats` interleaved rounds after one untimed round, if any.
 
-    quiet: without a progress bar.
+    With 0 repeats there is one round, and it is timed. quiet: without a progress bar.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    rounds = range(-1 if warm_up else 0, repeats)
+    rounds = range(-1 if warm_up and repeats else 0, max(repeats, 1))
     for number in rounds if quiet else bar(rounds, desc="timing"):
         for name, run in runs.items():
             taken = _seconds(run, device)
