@@ -1,0 +1,194 @@
+"""Cache policies by their papers' definitions, in plain torch: one KV head, one token at a time.
+
+Shapes: n tokens, m query heads of a KV head, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+import artifacts
+
+
+@dataclass(frozen=True)
+class Head:
+    """One KV head of one sequence: q (m, n, D), k (n, D), v (n, E), rotated by text positions.
+
+    turned(x, by): x (..., n, D) rotated on by `by` (n,) positions.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    turned: Callable[[Tensor, Tensor], Tensor]
+
+    def attend(self, token: int, kept: list[int]) -> tuple[Tensor, Tensor]:
+        """Output (m, E) and probabilities (m, len(kept)) of a token that sees these tokens."""
+        weights = (self.q[:, token] @ self.k[kept].T * self.scale).softmax(-1)
+        return weights @ self.v[kept], weights
+
+
+# Definition(head, chunks [begin, end)) -> output (m, n, E) and the tokens kept in the end.
+Definition = Callable[[Head, list[tuple[int, int]]], tuple[Tensor, list[int]]]
+
+
+def budget(size: int | float, seen: int) -> int:
+    """Tokens that a count or a fraction of the tokens seen allows, in exact arithmetic."""
+    return math.ceil(Fraction(str(size)) * seen) if isinstance(size, float) else size
+
+
+def full() -> Definition:
+    """Every token is kept."""
+
+    def run(head: Head, chunks: list[tuple[int, int]]) -> tuple[Tensor, list[int]]:
+        n = chunks[-1][1]
+        outs = [head.attend(token, list(range(token + 1)))[0] for token in range(n)]
+        return torch.stack(outs, dim=1), list(range(n))
+
+    return run
+
+
+def streaming(record: artifacts.Streaming) -> Definition:
+    """StreamingLLM, section 3.2: first and last tokens, with positions in the cache or the text."""
+
+    def seen_by(token: int) -> list[int]:
+        last = range(max(0, token - record.window + 1), token + 1)
+        return sorted({*range(min(record.sinks, token + 1)), *last})
+
+    def run(head: Head, chunks: list[tuple[int, int]]) -> tuple[Tensor, list[int]]:
+        n = chunks[-1][1]
+        outs = []
+        for token in range(n):
+            kept = seen_by(token)
+            positions = torch.tensor(kept)
+            if record.positions == "cache":
+                positions = torch.arange(len(kept))
+            k = head.turned(head.k[kept], positions - torch.tensor(kept))
+            q = head.turned(head.q[:, [token]], positions[-1:] - token)
+            weights = (q @ k.T * head.scale).softmax(-1)
+            outs.append((weights @ head.v[kept])[:, 0])
+        return torch.stack(outs, dim=1), seen_by(n - 1)
+
+    return run
+
+
+def h2o(record: artifacts.H2O) -> Definition:
+    """H2O, section 4: after each call the tokens with the lowest sums of probabilities go.
+
+    "greedy" is the same with calls of one token each (Algorithm 1).
+    """
+
+    def run(head: Head, chunks: list[tuple[int, int]]) -> tuple[Tensor, list[int]]:
+        n = chunks[-1][1]
+        if record.eviction == "greedy":
+            chunks = [(token, token + 1) for token in range(n)]
+        outs = []
+        kept: list[int] = []
+        score = torch.zeros(n)
+        for begin, end in chunks:
+            for token in range(begin, end):
+                kept.append(token)
+                out, weights = head.attend(token, kept)
+                outs.append(out)
+                score[kept] += weights.sum(0)
+            recent = budget(record.recent, end)
+            while len(kept) > budget(record.heavy, end) + recent:
+                old = [token for token in kept if token < end - recent]
+                age = {token: end - token if record.normalised else 1 for token in old}
+                kept.remove(min(old, key=lambda token: score[token].item() / age[token]))
+        return torch.stack(outs, dim=1), kept
+
+    return run
+
+
+def snapkv(record: artifacts.SnapKV) -> Definition:
+    """SnapKV, section 4: a prompt keeps its window, and the best by the window's pooled votes."""
+
+    def run(head: Head, chunks: list[tuple[int, int]]) -> tuple[Tensor, list[int]]:
+        outs = []
+        kept: list[int] = []
+        for begin, end in chunks:
+            votes = torch.zeros(end)
+            for token in range(begin, end):
+                kept.append(token)
+                out, weights = head.attend(token, kept)
+                outs.append(out)
+                if token >= end - record.window:
+                    votes[kept] += weights.sum(0)
+            if end - begin >= max(2, record.window):
+                kept = elected(votes, kept, budget(record.budget, end))
+        return torch.stack(outs, dim=1), kept
+
+    def elected(votes: Tensor, kept: list[int], most: int) -> list[int]:
+        earlier = kept[: -record.window]
+        half = record.pool // 2
+        pooled = {}
+        for i, token in enumerate(earlier):
+            neighbours = earlier[max(0, i - half) : i + half + 1]
+            pooled[token] = sum(votes[other].item() for other in neighbours)
+        ranked = sorted(earlier, key=lambda token: -pooled[token])
+        return sorted(ranked[: max(0, most - record.window)]) + kept[-record.window :]
+
+    return run
+
+
+def chunks_of(n: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Chunks [begin, end) of n tokens by their sizes, the last size repeated."""
+    chunks = []
+    left = list(sizes)
+    begin = 0
+    while begin < n:
+        size = left.pop(0) if len(left) > 1 else left[0]
+        chunks.append((begin, min(begin + size, n)))
+        begin += size
+    return chunks
+
+
+@contextmanager
+def defined(model: Any, definition: Definition, sizes: Sequence[int]) -> Iterator[list[Any]]:
+    """All attention of the model by a definition, for whole sequences without a cache.
+
+    Yields a list that gets, layer by layer, the values kept in the end: [batch][KV head] (n, E).
+    """
+    kept: list[Any] = []
+    rotary = model.model.rotary_emb
+
+    def attention(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
+    ) -> Any:
+        apply = inspect.unwrap(type(module).forward).__globals__["apply_rotary_pos_emb"]
+
+        def turned(x: Tensor, by: Tensor) -> Tensor:
+            cos, sin = rotary(x, by[None])
+            flat = x.reshape(1, -1, *x.shape[-2:])
+            return apply(flat, flat, cos, sin)[0].reshape(x.shape)
+
+        grouped = q.float().unflatten(1, (k.shape[1], -1))
+        out = torch.empty(*grouped.shape[:4], v.shape[3])
+        kept.append([])
+        for b in range(q.shape[0]):
+            kept[-1].append([])
+            for g in range(k.shape[1]):
+                head = Head(grouped[b, g], k[b, g].float(), v[b, g].float(), scaling, turned)
+                out[b, g], tokens = definition(head, chunks_of(q.shape[2], sizes))
+                kept[-1][-1].append(v[b, g, tokens])
+        return out.flatten(1, 2).transpose(1, 2).to(q.dtype).contiguous(), None
+
+    AttentionInterface.register("defined", attention)
+    former = model.config._attn_implementation
+    model.config._attn_implementation = "defined"
+    try:
+        yield kept
+    finally:
+        model.config._attn_implementation = former

@@ -1,0 +1,461 @@
+"""Conformance of cache policies: all of runtime.caches.make go through every test here."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from artifacts import H2O, Full, HeadwiseError, SnapKV, Streaming
+from runtime import memory_report
+from runtime.caches.make import POLICIES
+from runtime.caches.policy import Step
+from tests.conformance import policy_definitions as by_definition
+from tests.conformance.policy_definitions import Definition, chunks_of, defined
+from tests.runtime.caches.conftest import keeping
+from tests.runtime.caches.feeding import fed
+from tests.runtime.conftest import _torch, artifact_for, build, ids, short_turns
+
+__all__ = ["_torch", "artifact_for", "build", "ids", "keeping", "short_turns"]
+
+CLOSE: dict[str, Any] = {"atol": 3e-4, "rtol": 1e-3}
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+N = 70
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy with its sizes, and its definition.
+
+    crops: 12 tokens that come one by one can be taken back. sliding: the model's own window; the
+    record is then that of its other layers.
+    """
+
+    record: Any
+    definition: Definition
+    crops: bool = True
+    sliding: int | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if self.sliding:
+            return f"rolling-{self.sliding}"
+        sizes = self.record.model_dump(exclude={"kind"})
+        return "-".join([self.record.kind, *map(str, sizes.values())])
+
+    def build(self, build: Callable[..., Any], **changes: Any) -> Any:
+        """A tiny random model whose cache the policy can hold."""
+        if self.sliding:
+            changes = {"head_dim": 64, "sliding_window": self.sliding, **changes}
+            return build("Mistral", **changes)
+        return build(**changes)
+
+
+def _streaming(sinks: int, window: int, positions: Any = "cache", **more: Any) -> Case:
+    record = Streaming(sinks=sinks, window=window, positions=positions)
+    return Case(record, by_definition.streaming(record), **more)
+
+
+def _rolling(window: int) -> Case:
+    definition = by_definition.streaming(Streaming(sinks=0, window=window, positions="original"))
+    return Case(Full(), definition, sliding=window)
+
+
+def _h2o(heavy: int | float, recent: int | float, **more: Any) -> Case:
+    record = H2O(heavy=heavy, recent=recent, **more)
+    return Case(record, by_definition.h2o(record), crops=False)
+
+
+def _snapkv(budget: int | float, window: int, pool: int) -> Case:
+    record = SnapKV(budget=budget, window=window, pool=pool)
+    return Case(record, by_definition.snapkv(record))
+
+
+# One of each sort, which goes through every test; a budget that is a count is 16 tokens.
+CASES = [
+    Case(Full(), by_definition.full()),
+    _streaming(4, 12),
+    _streaming(4, 12, "original"),
+    _rolling(16),
+    _h2o(6, 10),
+    _h2o(0.2, 0.1),
+    _h2o(6, 10, eviction="greedy"),
+    _snapkv(16, 8, 5),
+]
+# Sizes at the edges, which are compared with the definition.
+EDGES = [
+    _streaming(1, 1),
+    _streaming(0, 9),
+    _streaming(3, 40),
+    _h2o(0.15, 7, normalised=True),
+    _h2o(9, 0),
+    _h2o(0, 0.25),
+    _h2o(0.2, 0.1, eviction="greedy", normalised=True),
+    _snapkv(0.4, 8, 7),
+    _snapkv(20, 19, 1),
+    _snapkv(0.05, 16, 3),
+    _snapkv(12, 1, 3),
+    _snapkv(500, 8, 5),
+]
+DROPPING = CASES[1:]
+every_policy = pytest.mark.parametrize("case", CASES, ids=str)
+policies_that_drop = pytest.mark.parametrize("case", DROPPING, ids=str)
+
+
+def test_every_policy_is_here() -> None:
+    assert {case.record.kind for case in CASES} == set(POLICIES)
+
+
+def layers_under(case: Case, cache: Any) -> list[Any]:
+    """Layers of a cache that are under the case's policy."""
+    return [layer for layer in cache.layers if layer.is_sliding == bool(case.sliding)]
+
+
+def assert_holds(cache: Any, kept: list[Any]) -> None:
+    """Assert that a cache holds these values, [layer][batch][KV head] (n, E), in any order."""
+    for layer, sequences in zip(cache.layers, kept, strict=True):
+        (policy,) = layer.policies
+        for row, heads in enumerate(sequences):
+            for head, expected in enumerate(heads):
+                held = policy.values[row, head, : policy.kept]
+                assert len(held) == len(expected)
+                held = held[held[:, 0].argsort()]
+                torch.testing.assert_close(held, expected[expected[:, 0].argsort()], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1,), (8,), (33, 1), (17, 20, 1, 1, 3), (25, 5, 25, 1), (N,)], ids=str
+)
+@pytest.mark.parametrize("case", CASES + EDGES, ids=str)
+def test_attention_and_memory_are_those_of_the_definition(case, sizes, build, keeping, ids):
+    model = case.build(build)
+    tokens = ids(N, batch=2)
+    with defined(model, case.definition, sizes) as kept:
+        expected = model(tokens, use_cache=False).logits
+    with keeping(model, case.record).apply(model) as handle:
+        cache = handle.new_cache()
+        torch.testing.assert_close(fed(model, tokens, sizes, cache), expected, **CLOSE)
+        assert_holds(cache, kept)
+        assert [layer.seen for layer in memory_report(cache).layers] == [N, N]
+        # A cache that was reset begins anew.
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        again = fed(model, tokens[:, :20], sizes, cache)
+    if not isinstance(case.record, H2O | SnapKV) or chunks_of(20, sizes) == chunks_of(N, sizes)[:1]:
+        torch.testing.assert_close(again, expected[:, :20], **CLOSE)
+
+
+@pytest.mark.parametrize("heads", [(4, 1), (4, 4), (8, 2)], ids=str)
+@every_policy
+def test_query_heads_of_a_kv_head_share_its_tokens(case, heads, build, keeping, ids):
+    model = case.build(build, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    tokens = ids(50)
+    with defined(model, case.definition, (40, 1)):
+        expected = model(tokens, use_cache=False).logits
+    with keeping(model, case.record).apply(model) as handle:
+        found = fed(model, tokens, (40, 1), handle.new_cache())
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@every_policy
+def test_sequences_of_unlike_lengths_are_served_as_each_alone(case, build, keeping, ids):
+    model = case.build(build)
+    prompts = [ids(n, seed=seed)[0] for seed, n in enumerate((40, 40, 17, 5, 1))]
+    tokens = torch.zeros(len(prompts), 40, dtype=torch.long)
+    real = torch.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, -len(prompt) :] = prompt
+        real[row, -len(prompt) :] = 1
+    options = {"max_new_tokens": 24, **GREEDY}
+    with keeping(model, case.record).apply(model) as handle:
+        alone = []
+        for prompt in prompts:
+            out = model.generate(prompt[None], past_key_values=handle.new_cache(), **options)
+            alone.append(out[0, len(prompt) :])
+        cache = handle.new_cache()
+        batch = model.generate(tokens, attention_mask=real, past_key_values=cache, **options)
+        # Sequences alike stay together.
+        assert all(len(layer.policies) == 4 for layer in layers_under(case, cache))
+    assert torch.equal(batch[:, 40:], torch.stack(alone))
+
+
+@every_policy
+def test_beams_score_as_one_sequence_by_itself(case, build, keeping, ids):
+    model = case.build(build)
+    prompt = ids(30)
+    with keeping(model, case.record).apply(model) as handle:
+        out = model.generate(
+            prompt,
+            past_key_values=handle.new_cache(),
+            max_new_tokens=16,
+            num_beams=3,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **GREEDY,
+        )
+        again = fed(model, out.sequences, (30, 1), handle.new_cache())
+    logs = again.log_softmax(-1)[0, 29:-1].gather(1, out.sequences[0, 30:, None]).sum()
+    torch.testing.assert_close(out.sequences_scores[0] * 16, logs, atol=1e-3, rtol=1e-3)
+
+
+@every_policy
+def test_tokens_are_taken_back_or_the_crop_is_refused(case, build, keeping, ids):
+    model = case.build(build)
+    tokens = ids(12)
+    other = ids(30, seed=1)
+    after = torch.cat([tokens[:, :7], other], dim=1)
+    with keeping(model, case.record).apply(model) as handle:
+        expected = fed(model, after, (1,), handle.new_cache())
+        cache = handle.new_cache()
+        fed(model, tokens, (1,), cache)
+        assert all(layer.is_croppable == case.crops for layer in layers_under(case, cache))
+        if case.crops:
+            cache.crop(-5)
+            assert cache.get_seq_length() == 7
+            found = fed(model, other, (1,), cache)
+            torch.testing.assert_close(found, expected[:, 7:], **CLOSE)
+        else:
+            with pytest.raises(HeadwiseError, match="cannot take 5 tokens back"):
+                cache.crop(-5)
+        cache.crop(-cache.get_seq_length())
+        torch.testing.assert_close(fed(model, after, (1,), cache), expected, **CLOSE)
+
+
+@policies_that_drop
+def test_no_token_is_taken_back_once_others_were_dropped_for_it(case, build, keeping, ids):
+    model = case.build(build)
+    tokens = ids(17)
+    with keeping(model, case.record).apply(model) as handle:
+        expected = fed(
+            model, torch.cat([tokens, tokens[:, :3]], dim=1), (17, 1), handle.new_cache()
+        )
+        cache = handle.new_cache()
+        fed(model, tokens, (17,), cache)
+        assert not any(layer.is_croppable for layer in layers_under(case, cache))
+        with pytest.raises(
+            HeadwiseError, match=r"cannot take 1 tokens back: .* dropped others since"
+        ):
+            layers_under(case, cache)[0].crop(-1)
+        # Drafts are refused as well, and nothing has changed.
+        asked = "^Assisted decoding requires a cache that can be cropped"
+        with pytest.raises(ValueError, match=rf"^cannot take \d+ tokens back|{asked}"):
+            model.generate(
+                ids(10).repeat(1, 4),
+                past_key_values=handle.new_cache(),
+                max_new_tokens=30,
+                prompt_lookup_num_tokens=4,
+                **GREEDY,
+            )
+        found = fed(model, tokens[:, :3], (1,), cache)
+        torch.testing.assert_close(found, expected[:, 17:], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "record", [Full(), Streaming(sinks=4, window=300), SnapKV(budget=300, window=8)], ids=str
+)
+def test_drafts_change_nothing_while_every_token_is_kept(record, build, keeping, ids):
+    model = build()
+    prompt = ids(10).repeat(1, 4)
+    options = {"max_new_tokens": 30, **GREEDY}
+    with keeping(model, record).apply(model) as handle:
+        expected = model.generate(prompt, past_key_values=handle.new_cache(), **options)
+        cache = handle.new_cache()
+        found = model.generate(prompt, past_key_values=cache, prompt_lookup_num_tokens=4, **options)
+        assert all(layer.is_croppable for layer in cache.layers)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
+    ids=["copy", "pickle"],
+)
+@every_policy
+def test_a_copy_goes_on_alone(case, again, build, keeping, ids):
+    model = case.build(build)
+    with keeping(model, case.record).apply(model) as handle:
+        cache = handle.new_cache()
+        fed(model, ids(40), (40,), cache)
+        made = again(cache)
+        expected = fed(model, ids(9), (1,), cache)
+        torch.testing.assert_close(fed(model, ids(9), (1,), made), expected, **CLOSE)
+
+
+@every_policy
+def test_a_cache_of_inference_mode_goes_on_without(case, build, keeping, ids):
+    model = case.build(build)
+    tokens = ids(50)
+    with keeping(model, case.record).apply(model) as handle:
+        expected = fed(model, tokens, (30, 1), handle.new_cache())
+        cache = handle.new_cache()
+        with torch.inference_mode():
+            fed(model, tokens[:, :40], (30, 1), cache)
+        found = fed(model, tokens[:, 40:], (1,), cache)
+    torch.testing.assert_close(found, expected[:, 40:], **CLOSE)
+
+
+@pytest.mark.parametrize("mine", [0, 1])
+@pytest.mark.parametrize("case", [case for case in CASES if not case.sliding], ids=str)
+def test_a_kv_head_is_served_as_in_a_layer_of_its_own(case, mine, build, keeping, ids):
+    model = build(num_hidden_layers=1)
+    tokens = ids(60, batch=2)
+    other = Streaming(sinks=2, window=9, positions="original")
+    names = ["other", "other"]
+    names[mine] = "case"
+    alone, _ = heads_of(model, keeping(model, case.record), tokens)
+    found, cache = heads_of(
+        model, keeping(model, {"other": other, "case": case.record}, rows=[tuple(names)]), tokens
+    )
+    # Two query heads share each KV head.
+    served = slice(2 * mine, 2 * mine + 2)
+    torch.testing.assert_close(found[:, :, served], alone[:, :, served], **CLOSE)
+    kept = [policy.kept for policy in cache.layers[0].policies]
+    assert memory_report(cache).layers[0].mean_kept == sum(kept) / 2
+
+
+def heads_of(model: Any, headwise: Any, tokens: Tensor) -> tuple[Tensor, Any]:
+    """Outputs (B, n, H, D) of the heads of the only layer, in chunks and one by one; the cache."""
+    outs: list[Tensor] = []
+    module = model.model.layers[0].self_attn.o_proj
+    hook = module.register_forward_pre_hook(
+        lambda _, given: outs.append(given[0].unflatten(-1, (4, -1)))
+    )
+    with headwise.apply(model) as handle:
+        cache = handle.new_cache()
+        fed(model, tokens, (20, 11, 1), cache)
+    hook.remove()
+    return torch.cat(outs, dim=1), cache
+
+
+@pytest.mark.parametrize("sizes", [(600,), (200,), (550, 1)], ids=str)
+@every_policy
+def test_memory_is_that_of_the_tokens_kept(case, sizes, build, keeping, ids):
+    model = case.build(build)
+    # Keys and values of 64 fp32 numbers in 2 KV heads.
+    token = 2 * 2 * 64 * 4
+    with keeping(model, case.record).apply(model) as handle:
+        cache = handle.new_cache()
+        fed(model, ids(600), sizes, cache)
+    for layer, report in zip(cache.layers, memory_report(cache).layers, strict=True):
+        (policy,) = layer.policies
+        headroom = policy.size(policy.kept) - policy.kept
+        assert headroom <= max(256, policy.kept // 8)
+        # Scores and positions, and sinks as they came, are a few bytes more.
+        assert report.device <= 1.02 * token * (policy.kept + headroom) + 4 * token
+        assert report.kept == policy.kept and report.seen == 600
+        if case in DROPPING:
+            assert policy.kept < 250
+
+
+def policy_of(case: Case, build: Callable[..., Any]) -> Any:
+    """A policy's state for one layer."""
+    model = case.build(build)
+    module = model.model.layers[0].self_attn
+    record = case.record
+    if case.sliding:
+        record = Streaming(sinks=0, window=case.sliding, positions="original")
+    return POLICIES[record.kind].maker(record, model, module)()
+
+
+def attend(policy: Any, n: int) -> None:
+    """Give a policy n random tokens of 4 query heads and 2 KV heads."""
+    q = torch.randn(1, 4, n, 64)
+    k = torch.randn(1, 2, n, 64)
+    v = torch.randn(1, 2, n, 64)
+    prefill = lambda q, k, v: v.repeat_interleave(2, dim=1)[:, :, -q.shape[2] :]  # noqa: E731
+    policy.attend(Step(q=q, k=k, v=v, scale=0.1, softcap=None, backend="auto", prefill=prefill))
+
+
+@every_policy
+def test_two_thousand_steps_leave_nothing_behind(case, build):
+    policy = policy_of(case, build)
+    attend(policy, 100)
+    moved = 0
+    place = None
+    tracemalloc.start()
+    for step in range(2000):
+        if step == 100:
+            before = tracemalloc.get_traced_memory()[0]
+        attend(policy, 1)
+        moved += policy.keys.data_ptr() != place
+        place = policy.keys.data_ptr()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    # Python's smallest object has 16 bytes; other threads of the process allocate some thousand.
+    assert grown < 16 * 1900
+    assert policy.seen == 2100
+    # New memory is rare: it has headroom in proportion to what is kept.
+    assert moved <= 100
+
+
+@every_policy
+def test_a_step_writes_its_own_rows_only(case, build):
+    """No step copies all tokens: beside its own row and sinks at most the dropped one's change."""
+    policy = policy_of(case, build)
+    attend(policy, 300)
+    for _ in range(20):
+        attend(policy, 1)
+        before = {name: tensor.clone() for name, tensor in policy.tensors().items()}
+        places = {name: tensor.data_ptr() for name, tensor in policy.tensors().items()}
+        kept = policy.kept
+        attend(policy, 1)
+        for name in ("keys", "values"):
+            tensor = policy.tensors()[name]
+            if tensor.data_ptr() != places[name]:
+                continue
+            sinks = getattr(policy, "sinks", 0) if name == "keys" else 0
+            changed = tensor[:, :, sinks:kept] != before[name][:, :, sinks:kept]
+            assert (changed.any(-1).sum(-1) <= 1).all()
+
+
+@every_policy
+def test_backends_and_dtypes_agree(case, build, keeping, ids):
+    model = case.build(build)
+    tokens = ids(60)
+    found = []
+    for backend in ("reference", "auto"):
+        with keeping(model, case.record).apply(model, backend=backend) as handle:
+            found.append(fed(model, tokens, (40, 1), handle.new_cache()))
+    torch.testing.assert_close(*found, **CLOSE)
+    narrow = model.to(torch.bfloat16)
+    with keeping(narrow, case.record).apply(narrow) as handle:
+        cache = handle.new_cache()
+        logits = fed(narrow, tokens[:, :16], (10, 1), cache).float()
+    for name, tensor in cache.layers[0].policies[0].tensors().items():
+        small = torch.float32 if name == "scores" else torch.bfloat16
+        assert tensor.dtype == (torch.int32 if name == "positions" else small)
+    # Nothing is dropped of 16 tokens but by fractions.
+    expected = found[0][:, :16]
+    assert isinstance(case.record, H2O) or (logits - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Full(),
+        Streaming(sinks=2, window=200),
+        H2O(heavy=100, recent=100),
+        SnapKV(budget=200, window=8),
+    ],
+    ids=lambda record: record.kind,
+)
+def test_a_softcap_goes_into_output_and_scores(record, build, keeping, ids):
+    model = build("Gemma2", layer_types=["full_attention"] * 2)
+    tokens = ids(60)
+    with keeping(model, record).apply(model) as handle:
+        found = fed(model, tokens, (30, 20, 1), handle.new_cache())
+    torch.testing.assert_close(found, model(tokens, use_cache=False).logits, **CLOSE)
+    small = {"heavy": 9, "recent": 5, "budget": 14}
+    fewer = record.model_copy(update={k: v for k, v in small.items() if hasattr(record, k)})
+    both = []
+    for backend in ("reference", "auto"):
+        with keeping(model, fewer).apply(model, backend=backend) as handle:
+            both.append(fed(model, tokens, (40, 1), handle.new_cache()))
+    torch.testing.assert_close(*both, **CLOSE)
