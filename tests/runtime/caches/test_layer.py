@@ -4,7 +4,6 @@ refuses."""
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -19,40 +18,6 @@ from tests.runtime.caches.feeding import fed
 CLOSE = {"atol": 3e-4, "rtol": 1e-3}
 STREAM = Streaming(sinks=2, window=14)
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-def test_sequences_of_unlike_lengths_are_served_as_each_alone(build, keeping, ids):
-    model, lengths = build(), (40, 40, 17, 5, 1)
-    prompts = [ids(n, seed=seed)[0] for seed, n in enumerate(lengths)]
-    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
-    real = torch.zeros_like(tokens)
-    for row, prompt in enumerate(prompts):
-        tokens[row, -len(prompt) :], real[row, -len(prompt) :] = prompt, 1
-    with keeping(model, STREAM).apply(model) as handle:
-        alone = [
-            model.generate(
-                p[None], past_key_values=handle.new_cache(), max_new_tokens=30, **GREEDY
-            )[0, len(p) :]
-            for p in prompts
-        ]
-        cache = handle.new_cache()
-        found = model.generate(
-            tokens, attention_mask=real, past_key_values=cache, max_new_tokens=30, **GREEDY
-        )
-        # Those alike stay together.
-        assert len(cache.layers[0].policies) == 4
-    assert torch.equal(found[:, tokens.shape[1] :], torch.stack(alone))
-
-
-def test_turns_go_on_where_the_cache_is(build, keeping, ids):
-    model, first, second = build(), ids(30), ids(25, seed=1)
-    with keeping(model, STREAM).apply(model) as handle:
-        expected = fed(model, torch.cat([first, second], dim=1), (1,), handle.new_cache())
-        cache = handle.new_cache()
-        fed(model, first, (30,), cache)
-        torch.testing.assert_close(fed(model, second, (25,), cache), expected[:, 30:], **CLOSE)
-        cache.reset()
-        torch.testing.assert_close(fed(model, first, (30,), cache), expected[:, :30], **CLOSE)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -124,105 +89,6 @@ def test_chunks_are_sparse_where_everything_is_kept(build, keeping, apply, ids):
         found = fed(model, tokens, (100, 130, 69, 1), handle.new_cache())
         assert handle.stats() == {"sparse": 2, "kept": 4, "dense": {}}
     torch.testing.assert_close(found, expected, **CLOSE)
-
-
-def test_beams_reorder_what_is_kept(build, keeping, ids):
-    model, prompt = build(), ids(12)
-    options: dict[str, Any] = {**GREEDY, "num_beams": 3, "max_new_tokens": 20}
-    expected = model.generate(prompt, **options)
-    with keeping(model, Streaming(sinks=2, window=200)).apply(model) as handle:
-        assert torch.equal(
-            model.generate(prompt, past_key_values=handle.new_cache(), **options), expected
-        )
-    with keeping(model, STREAM).apply(model) as handle:
-        found = model.generate(prompt, past_key_values=handle.new_cache(), **options)
-        again = fed(model, found, (1,), handle.new_cache())
-        # The score that beam search gave is that of the sequence by itself.
-        out = model.generate(
-            prompt,
-            past_key_values=handle.new_cache(),
-            output_scores=True,
-            return_dict_in_generate=True,
-            **options,
-        )
-        logs = again.log_softmax(-1)[0, 11:-1].gather(1, found[0, 12:, None]).sum()
-        torch.testing.assert_close(out.sequences_scores[0] * 20, logs, atol=1e-3, rtol=1e-3)
-
-
-def test_tokens_are_taken_back_while_nothing_was_dropped(build, keeping, ids):
-    model, tokens, other = build(), ids(16), ids(20, seed=1)
-    with keeping(model, STREAM).apply(model) as handle:
-        expected = fed(model, torch.cat([tokens[:, :1], other], dim=1), (1,), handle.new_cache())
-        cache = handle.new_cache()
-        fed(model, tokens, (1,), cache)
-        cache.crop(-15)
-        assert cache.get_seq_length() == 1
-        torch.testing.assert_close(fed(model, other, (1,), cache), expected[:, 1:], **CLOSE)
-        with pytest.raises(
-            HeadwiseError, match="cannot take 1 tokens back: the cache has dropped others since"
-        ):
-            cache.crop(-1)
-        assert cache.get_seq_length() == 21
-
-
-@pytest.mark.parametrize(
-    "again",
-    [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
-    ids=["copy", "pickle"],
-)
-@pytest.mark.parametrize(
-    "policy",
-    [STREAM, Full(), artifacts.H2O(heavy=8, recent=8), artifacts.SnapKV(budget=16, window=4)],
-)
-def test_a_copy_goes_on_alone(policy, again, build, keeping, ids):
-    model, tokens, then = build(), ids(200), ids(9, seed=2)
-    with keeping(model, policy).apply(model) as handle:
-        cache = handle.new_cache()
-        fed(model, tokens, (200,), cache)
-        made = again(cache)
-        expected = fed(model, then, (9,), cache)
-        torch.testing.assert_close(fed(model, then, (9,), made), expected, **CLOSE)
-
-
-@pytest.mark.parametrize("repeats", [4, 12])
-@pytest.mark.parametrize("policy", [Full(), Streaming(sinks=4, window=300)])
-def test_drafts_of_assisted_decoding_change_nothing(policy, repeats, build, keeping, ids):
-    model, prompt = build(), ids(10).repeat(1, repeats)
-    options: dict[str, Any] = {"max_new_tokens": 40, **GREEDY}
-    with keeping(model, policy).apply(model) as handle:
-        expected = model.generate(prompt, past_key_values=handle.new_cache(), **options)
-        cache = handle.new_cache()
-        found = model.generate(prompt, past_key_values=cache, prompt_lookup_num_tokens=4, **options)
-        assert all(layer.is_croppable for layer in cache.layers)
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize(
-    "policy", [STREAM, artifacts.H2O(heavy=8, recent=8), artifacts.SnapKV(budget=16, window=4)]
-)
-def test_drafts_are_refused_in_a_line_where_others_were_dropped_for_them(
-    policy, build, keeping, ids
-):
-    model, prompt = build(), ids(10).repeat(1, 4)
-    with keeping(model, policy).apply(model) as handle:
-        cache = handle.new_cache()
-        # Newer ones of transformers ask the cache before they draft.
-        asked = "^Assisted decoding requires a cache that can be cropped"
-        with pytest.raises(
-            ValueError, match=rf"^cannot take \d+ tokens back: .* dropped others since|{asked}"
-        ):
-            model.generate(
-                prompt,
-                past_key_values=cache,
-                max_new_tokens=40,
-                prompt_lookup_num_tokens=4,
-                **GREEDY,
-            )
-        assert not any(layer.is_croppable for layer in cache.layers)
-        with pytest.raises(
-            HeadwiseError, match=r"^cannot take 1 tokens back: the cache has dropped others since"
-        ):
-            cache.crop(-1)
 
 
 def test_the_cache_is_read_by_headwise_only(build, keeping, ids):

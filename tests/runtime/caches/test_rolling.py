@@ -1,5 +1,4 @@
-"""The rolling buffer of layers that slide: what masked full attention gives, in any chunks and
-ragged batches."""
+"""Rolling buffers of sliding-window layers next to full ones: any chunks, right padding."""
 
 from __future__ import annotations
 
@@ -62,27 +61,6 @@ def test_prompts_that_end_in_an_earlier_chunk_go_on_by_themselves(chunk, build, 
         expected = model(prompt[None], use_cache=False).logits[0, n:]
         torch.testing.assert_close(found[row], expected, **CLOSE)
         assert torch.equal(found[row].argmax(-1), expected.argmax(-1))
-
-
-def test_left_padding_is_no_token(build, keeping, ids):
-    model, lengths = _model(build, "Gemma3"), (4 * W, W + 5, 3)
-    prompts = [ids(n, seed=n)[0] for n in lengths]
-    tokens = torch.zeros(3, max(lengths), dtype=torch.long)
-    real = torch.zeros_like(tokens)
-    for row, prompt in enumerate(prompts):
-        tokens[row, -len(prompt) :], real[row, -len(prompt) :] = prompt, 1
-    options: dict[str, Any] = {
-        "max_new_tokens": 2 * W,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    alone = [model.generate(prompt[None], **options)[0, len(prompt) :] for prompt in prompts]
-    with keeping(model, {"full": Full()}).apply(model) as handle:
-        found = model.generate(
-            tokens, attention_mask=real, past_key_values=handle.new_cache(), **options
-        )
-    assert torch.equal(found[:, tokens.shape[1] :], torch.stack(alone))
 
 
 def test_it_serves_sliding_layers_whatever_the_full_ones_keep(build, keeping, ids):
