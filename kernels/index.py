@@ -122,8 +122,14 @@ class SparseIndex:
         if not self.tiles.numel():
             return empty_entries(*begin.shape[:-1], 0, device=self.tiles.device)
         # Where the longest is not known it is read, which waits for a GPU.
-        known = None if self._widths is None else max(width for _, width, _ in self._widths)
-        width = int((end - begin).max()) if known is None else known
+        if self._widths is None:
+            known = None
+        else:
+            known = max(width for _, width, _ in self._widths)
+        if known is None:
+            width = int((end - begin).max())
+        else:
+            width = known
         at = begin + torch.arange(width, device=begin.device)
         return torch.where(at < end, self.tiles[at.clamp_max_(len(self.tiles) - 1)], PAD)
 
@@ -162,7 +168,9 @@ class SparseIndex:
     def reach(self) -> int:
         """Tiles before its own that a row can see at most."""
         n = num_tiles(self.k_len)
-        return n if self.window is None else min(n, num_tiles(self.window - 1))
+        if self.window is None:
+            return n
+        return min(n, num_tiles(self.window - 1))
 
     def sequence(self, s: int) -> SparseIndex:
         """The index of sequence s alone, as a batch of one."""

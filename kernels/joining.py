@@ -96,7 +96,10 @@ def _changed(
     parts: Sequence[SparseIndex], widths: tuple[tuple[int, ...], ...], **fields: Any
 ) -> SparseIndex:
     """The first part with other fields; known to be right only if all parts are."""
-    first = parts[0] if all(part._valid for part in parts) else replace(parts[0])
+    if all(part._valid for part in parts):
+        first = parts[0]
+    else:
+        first = replace(parts[0])
     index = first.changed(**fields)
     object.__setattr__(index, "_widths", widths)
     return index

@@ -21,7 +21,10 @@ def lines_of(name: str, report: Mapping[str, Any]) -> list[str]:
     """The lines of a part for people; `found` has this part and those before it."""
     part = report[name]
     if name == "processor":
-        memory = f", {part['memory'] / 2**30:.0f} GiB" if part["memory"] else ""
+        if part["memory"]:
+            memory = f", {part['memory'] / 2**30:.0f} GiB"
+        else:
+            memory = ""
         instructions = " ".join(part["instructions"]) or "no instructions that the kernels know"
         return [
             f"processor  {part['name']}, {part['cores']} cores, {part['threads']} threads{memory}",

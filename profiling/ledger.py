@@ -118,7 +118,9 @@ class Ledger:
             stored = from_bytes(data[32:])
         except (OSError, SafetensorError, ValueError, KeyError):
             return None
-        return stored["value"] if stored["key"] == unit.key else None
+        if stored["key"] == unit.key:
+            return stored["value"]
+        return None
 
     def put(self, unit: Unit, value: Any) -> Any:
         """Keep a job's value durably, and return it as get() does."""
@@ -131,7 +133,9 @@ class Ledger:
     def once(self, unit: Unit, find: Callable[[], Any]) -> Any:
         """The unit's value: what is kept, or else what `find` returns, which is kept."""
         value = self.get(unit)
-        return self.put(unit, find()) if value is None else value
+        if value is None:
+            return self.put(unit, find())
+        return value
 
     def run(
         self,
@@ -162,9 +166,10 @@ class Ledger:
         left = [
             at for at, unit in enumerate(units) if not any(unit.key in keys for keys in by_rank)
         ]
-        held_by = (
-            [] if needs is None else [set(theirs) for theirs in self._ranks.gather_all(list(has))]
-        )
+        if needs is None:
+            held_by = []
+        else:
+            held_by = [set(theirs) for theirs in self._ranks.gather_all(list(has))]
         mine = self._ranks.deal(
             left,
             None if costs is None else [costs[at] for at in left],

@@ -165,7 +165,9 @@ def _origin(artifact: Artifact) -> str:
 
 def _label(kind: str) -> str:
     record = RECORDS[kind]
-    return f"{record.letter}: {kind}" if record.lettered else kind
+    if record.lettered:
+        return f"{record.letter}: {kind}"
+    return kind
 
 
 def _numbers(artifact: Artifact, scores: dict[str, np.ndarray]) -> bytes:

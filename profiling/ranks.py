@@ -80,12 +80,16 @@ class Ranks:
             for each what a rank makes for it first, as costly as itself, and then has; nothing if
             None. has: what each rank has of that.
         """
-        costs = [1.0] * len(units) if costs is None else costs
+        if costs is None:
+            costs = [1.0] * len(units)
         load = [0.0] * self.count
         known = [set(theirs) for theirs in has] or [set() for _ in load]
         mine = []
         for place in sorted(range(len(units)), key=lambda place: -costs[place]):
-            need = None if needs is None else needs[place]
+            if needs is None:
+                need = None
+            else:
+                need = needs[place]
             makes = [need is not None and need not in theirs for theirs in known]
             ends = [
                 (load[rank] + costs[place] * (1 + makes[rank]), makes[rank], rank)
@@ -178,7 +182,10 @@ class Ranks:
     def _fails(self, error: BaseException) -> None:
         """Tell the other ranks this one's exit code; an earlier failure wins."""
         if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if isinstance(error.code, int):
+                code = error.code
+            else:
+                code = int(error.code is not None)
         elif isinstance(error, HeadwiseError):
             code = error.status
         else:

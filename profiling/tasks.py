@@ -64,7 +64,10 @@ def listing() -> str:
 def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
     """Show a prompt as text with its answer and finds; of a long one only both ends."""
     ids = prompt.input_ids
-    end = len(ids) if whole else min(200, len(ids) // 2)
+    if whole:
+        end = len(ids)
+    else:
+        end = min(200, len(ids) // 2)
     text = tokenizer.decode(ids[:end])
     if end < len(ids):
         text += _MARK.format(len(ids) - 2 * end) + tokenizer.decode(ids[-end:])

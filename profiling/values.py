@@ -56,7 +56,9 @@ def from_bytes(data: bytes) -> Any:
 
     def read(entry: dict[str, Any]) -> Any:
         # Those that safetensors returns cannot be written to.
-        return arrays[entry[_ARRAY]].copy() if _ARRAY in entry else entry
+        if _ARRAY in entry:
+            return arrays[entry[_ARRAY]].copy()
+        return entry
 
     return json.loads(arrays[_JSON].tobytes(), object_hook=read)
 
@@ -73,4 +75,6 @@ def csv_text(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def _cell(value: object) -> object:
     if not isinstance(value, float):
         return value
-    return "" if math.isnan(value) else f"{value:.6g}"
+    if math.isnan(value):
+        return ""
+    return f"{value:.6g}"

@@ -90,7 +90,10 @@ def attach(
     if artifact is not None and implementation == "eager" and model._supports_sdpa:
         settings.dense_by = "model"
     settings.spread = len({parameter.device for parameter in model.parameters()}) > 1
-    plans = {} if artifact is None else layer_plans(artifact, arrays)
+    if artifact is None:
+        plans = {}
+    else:
+        plans = layer_plans(artifact, arrays)
     if missing := plans.keys() - modules.keys():
         raise HeadwiseError(
             f"the artifact has patterns for layer {min(missing)}, which has no attention here"

@@ -98,7 +98,10 @@ def why_not_hashed(model: PreTrainedModel) -> str | None:
     """Reason why a model's weights are not hashed; None for plain floating-point tensors."""
     config = getattr(model.config, "quantization_config", None)
     if config is not None:
-        method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+        if isinstance(config, dict):
+            method = config.get("quant_method")
+        else:
+            method = config.quant_method
         return f"they are quantised ({getattr(method, 'value', method)})"
     for name, weight in model.named_parameters():
         if not _INSIDE.isdisjoint(name.split(".")):

@@ -113,7 +113,10 @@ def main(argv: list[str] | None = None) -> int:
     verb = words.pop(at)
     if verb not in VERBS:
         near = get_close_matches(verb, VERBS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else "headwise --help lists them"
+        if near:
+            hint = f"did you mean {near[0]!r}?"
+        else:
+            hint = "headwise --help lists them"
         raise HeadwiseError(f"there is no command {verb!r}: {hint}")
     module = VERBS[verb]
     return int(_module(module).main([verb, *words] if module in SHARED else words) or 0)

@@ -78,13 +78,20 @@ def _shown(action: argparse.Action) -> bool:
 def _row(parser: ArgumentParser, action: argparse.Action) -> str:
     takes = parser._get_formatter()
     names = ", ".join(action.option_strings)
-    metavar = (
-        takes._get_default_metavar_for_optional(action) if action.option_strings else action.dest
-    )
-    value = takes._format_args(action, metavar) if action.nargs != 0 else ""
+    if action.option_strings:
+        metavar = takes._get_default_metavar_for_optional(action)
+    else:
+        metavar = action.dest
+    if action.nargs != 0:
+        value = takes._format_args(action, metavar)
+    else:
+        value = ""
     name = f"{names} {value}".strip().replace("|", "\\|")
     required = " (required)" if action.required and action.option_strings else ""
-    says = takes._expand_help(action) if action.help else ""
+    if action.help:
+        says = takes._expand_help(action)
+    else:
+        says = ""
     # Angle brackets and bars would be the page's own.
     says = re.sub(r"(?<!`)<(\w+)>", r"`<\1>`", says).replace("|", "\\|").replace("*", "\\*")
     return f"| `{name}` | {says}{required} |"
@@ -93,7 +100,8 @@ def _row(parser: ArgumentParser, action: argparse.Action) -> str:
 def _text(text: str) -> Iterator[str]:
     """A description or an epilog: paragraphs as they are, what is set off as code."""
     text = re.sub(r"^headwise [\w-]+: ", "", text.strip("\n"))
-    text = text[:1].upper() + text[1:] if text[:9] != "headwise " else text
+    if text[:9] != "headwise ":
+        text = text[:1].upper() + text[1:]
     for part in re.split(r"\n\s*\n", text):
         rows = part.strip("\n").split("\n")
         if not part.strip():

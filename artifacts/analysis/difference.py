@@ -140,7 +140,10 @@ def _length(before: Artifact, after: Artifact) -> int:
 def _at(fields: Mapping[str, Any], path: str) -> Any:
     value: Any = fields
     for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        else:
+            value = None
     return value
 
 
@@ -204,7 +207,10 @@ def _fields(
 def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Fields by path; lists, patterns, policies and the rotary embedding are values."""
     for key, entry in value.items():
-        name = f"{path}.{key}" if path else key
+        if path:
+            name = f"{path}.{key}"
+        else:
+            name = key
         if isinstance(entry, Mapping) and path not in _NAMED and name != "model.rope":
             yield from _flat(entry, name)
         elif name in ("evidence.measurements", "costs"):

@@ -79,5 +79,8 @@ def note(code: str, where: str, message: str) -> Finding:
 def layer_list(numbers: list[int], limit: int = 5) -> str:
     """layer 3, layers 1, 2, 3, or layers 1, 2, 3, 4, 5 and 7 more."""
     shown = ", ".join(map(str, numbers[:limit]))
-    more = f" and {len(numbers) - limit} more" if len(numbers) > limit else ""
+    if len(numbers) > limit:
+        more = f" and {len(numbers) - limit} more"
+    else:
+        more = ""
     return f"layer{'s' * (len(numbers) > 1)} {shown}{more}"

@@ -77,7 +77,10 @@ def history(case: Case) -> Findings:
     edits = case.artifact.edits
     if edits:
         last = edits[-1]
-        more = f" and {len(edits) - 1} more" if len(edits) > 1 else ""
+        if len(edits) > 1:
+            more = f" and {len(edits) - 1} more"
+        else:
+            more = ""
         yield note(
             "edited",
             "edits",

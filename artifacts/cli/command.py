@@ -93,7 +93,10 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse; `--json cfg.yaml` is no request to write over an artifact."""
         words = list(sys.argv[1:] if args is None else args)
-        last = words.index("--") if "--" in words else len(words)
+        if "--" in words:
+            last = words.index("--")
+        else:
+            last = len(words)
         if "--json" in self._option_string_actions and "--json" in words[:last]:
             at = words.index("--json")
             names_json = at + 1 < last and words[at + 1].endswith(".json")

@@ -59,7 +59,8 @@ def arg(
         within: what it may be; `check_ranges` refuses the rest.
         read: makes the value of the text, and raises HeadwiseError of its own where it cannot.
     """
-    group = ADVANCED if advanced else group
+    if advanced:
+        group = ADVANCED
     own = {
         "flags": flags,
         "group": group,

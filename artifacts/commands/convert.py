@@ -161,7 +161,10 @@ def _import(config: Config) -> tuple[Report, list[str]]:
     if config.strict and report.lossy:
         return report, []
     saved = save(made.artifact, config.out, made.arrays)
-    beside = [str(config.out.with_name(saved.sidecar.file))] if saved.sidecar else []
+    if saved.sidecar:
+        beside = [str(config.out.with_name(saved.sidecar.file))]
+    else:
+        beside = []
     return report, [str(config.out), *beside]
 
 
@@ -185,7 +188,10 @@ def _measure(config: Config, form: Format, artifact: Path, flags: str | None) ->
     """Shell line that measures recall of an import, or of an export read back."""
     if not form.patterns:
         return ""
-    model = shlex.quote(config.model) if config.model else "MODEL"
+    if config.model:
+        model = shlex.quote(config.model)
+    else:
+        model = "MODEL"
     run = f"headwise evaluate {shlex.quote(str(artifact))}"
     options = f"--model {model} --fidelity --no-speed --out report/"
     if flags is None:

@@ -63,7 +63,10 @@ def run(config: Config) -> Outcome:
     difference = compare(
         before.artifact, after.artifact, before.arrays, after.arrays, length=config.length
     )
-    lines = list(_lines(difference, config.heads)) if difference else ["no difference"]
+    if difference:
+        lines = list(_lines(difference, config.heads))
+    else:
+        lines = ["no difference"]
     faults = [f"sidecar    {pair.fault}" for pair in (before, after) if pair.fault]
     facts = {"differs": bool(difference), **asdict(difference)}
     return answer(config.as_json, facts, [*faults, *lines], status=FOUND if difference else 0)
@@ -93,16 +96,25 @@ def _lines(difference: Difference, every: bool) -> Iterator[str]:
         yield f"field      {change.field}: {_shown(change.before)} -> {_shown(change.after)}"
     for change_kind, names in difference.arrays.items():
         if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            if len(names) > _SHOWN:
+                more = f" and {len(names) - _SHOWN} more"
+            else:
+                more = ""
             yield f"arrays     {change_kind}: {', '.join(names[:_SHOWN])}{more}"
 
 
 def _changes(changes: tuple[HeadChange, ...], every: bool) -> Iterator[str]:
     for change in changes if every else changes[:_SHOWN]:
         layers = [f"{layer} ({ranges(heads)})" for layer, heads in change.where.items()]
-        shown = layers if every else layers[:4]
+        if every:
+            shown = layers
+        else:
+            shown = layers[:4]
         left = len(layers) - len(shown)
-        more = f" and in {left} more layer{'s' * (left > 1)}" if left else ""
+        if left:
+            more = f" and in {left} more layer{'s' * (left > 1)}"
+        else:
+            more = ""
         yield (
             f"  {change.before or 'none'} -> {change.after or 'none'}: "
             f"{change.heads:,}: {', '.join(shown)}{more}"

@@ -122,7 +122,10 @@ def _chosen(
 ) -> tuple[Part, Part, Part | None, Part | None]:
     """The part that gives what is not named, and those of prefill, decode and kv_cache."""
     base = parts[config.file.resolve()]
-    prefill = base if config.prefill is None else parts[config.prefill.resolve()]
+    if config.prefill is None:
+        prefill = base
+    else:
+        prefill = parts[config.prefill.resolve()]
 
     def section(name: str) -> Part | None:
         given = getattr(config, name)

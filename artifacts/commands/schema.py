@@ -50,10 +50,16 @@ def run(config: Config) -> Outcome:
     Raises:
         HeadwiseError: the file cannot be written.
     """
-    text = tables() if config.markdown else json.dumps(schema(), indent=2) + "\n"
+    if config.markdown:
+        text = tables()
+    else:
+        text = json.dumps(schema(), indent=2) + "\n"
     if config.out is None:
         return as_asked(config.as_json, json.dumps(schema()), text)
-    out = config.out / SCHEMA_FILE if config.out.is_dir() else config.out
+    if config.out.is_dir():
+        out = config.out / SCHEMA_FILE
+    else:
+        out = config.out
     check_writable(out)
     atomic_write(out, text.encode())
     return Outcome(text=one_line(f"wrote {out}") + "\n")
@@ -73,7 +79,10 @@ def tables() -> str:
         places.setdefault(model, []).append(place)
     parts = []
     for model, where in places.items():
-        part = made if model is Artifact else made["$defs"][model.__name__]
+        if model is Artifact:
+            part = made
+        else:
+            part = made["$defs"][model.__name__]
         lines = [f"### {', '.join(where)}", "", "| field | type | meaning |", "|---|---|---|"]
         for name, field in part["properties"].items():
             lines.append(f"| `{name}` | {_type(field, made['$defs'])} | {field['description']} |")
@@ -85,7 +94,10 @@ def _parts(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel],
     """The models that a file is made of, each with where it lies."""
     yield model, path or "the file"
     for name, field in model.model_fields.items():
-        below = f"{path}.{name}" if path else name
+        if path:
+            below = f"{path}.{name}"
+        else:
+            below = name
         for inner in list(_models(field.annotation)):
             if "kind" in inner.model_fields:
                 yield from _parts(inner, f"{below}, kind {inner.model_fields['kind'].default}")

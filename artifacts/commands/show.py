@@ -50,7 +50,10 @@ def run(config: Config) -> Outcome:
     entries = pair.entries
     shape = (artifact.model.num_layers, artifact.model.num_heads)
     fitting = [name for name in ARRAYS if name in entries and entries[name].shape[-2:] == shape]
-    state = f"{artifact.sidecar.file} (arrays: {len(entries)})" if artifact.sidecar else "none"
+    if artifact.sidecar:
+        state = f"{artifact.sidecar.file} (arrays: {len(entries)})"
+    else:
+        state = "none"
     if pair.fault:
         # The page needs only the YAML, which may well travel without its arrays.
         state = f"PROBLEM: {pair.fault}"

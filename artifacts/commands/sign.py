@@ -56,7 +56,10 @@ def run(config: Config) -> Outcome:
         raise HeadwiseError("--encrypt is for a key that --new-key makes")
     lines = []
     if config.new_key:
-        passphrase = getpass("passphrase: ").encode() if config.encrypt else None
+        if config.encrypt:
+            passphrase = getpass("passphrase: ").encode()
+        else:
+            passphrase = None
         if passphrase == b"" or (passphrase and getpass("again: ").encode() != passphrase):
             raise HeadwiseError(
                 "the passphrase is empty, or not the same twice: nothing was written"

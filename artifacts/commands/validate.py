@@ -80,7 +80,10 @@ def run(config: Config) -> Outcome:
         "findings": [asdict(finding) for finding in findings],
         "counts": {severity: counts[severity] for severity in SEVERITIES},
     }
-    beside = f"sidecar {file}, arrays: {len(entries)}" if file else "no sidecar"
+    if file:
+        beside = f"sidecar {file}, arrays: {len(entries)}"
+    else:
+        beside = "no sidecar"
     if unknown := artifact.model.unknown:
         fits = f"; fits any model of its shape: {', '.join(unknown)} open"
     else:

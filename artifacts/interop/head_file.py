@@ -88,7 +88,10 @@ def parse(document: Any, format: HeadFormat) -> list[dict[int, Entry]]:
         ArtifactError: it is no such list; the line has the layer, the head, the value and what
             would be right.
     """
-    layers = _listed(document) if format == "minference" and is_angelslim(document) else document
+    if format == "minference" and is_angelslim(document):
+        layers = _listed(document)
+    else:
+        layers = document
     if not isinstance(layers, list) or not layers:
         raise ArtifactError(f"must be a list with a mapping for each layer, got {shorten(layers)}")
     if len(layers) > MOST:
@@ -115,7 +118,10 @@ def fingerprint(document: Any) -> Mapping[str, Any]:
     Raises:
         ArtifactError: they are no mapping.
     """
-    fields = document.get("model_fingerprint", {}) if is_angelslim(document) else {}
+    if is_angelslim(document):
+        fields = document.get("model_fingerprint", {})
+    else:
+        fields = {}
     if not isinstance(fields, dict):
         raise ArtifactError(f"model_fingerprint must be a mapping, got {shorten(fields)}")
     return fields

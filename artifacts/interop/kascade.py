@@ -92,7 +92,10 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
         "chooses otherwise", "one KV head chooses for it there, here all of them together", served
     )
     budget = omnikv.budget
-    share = budget if isinstance(budget, float) else budget / artifact.model.max_positions
+    if isinstance(budget, float):
+        share = budget
+    else:
+        share = budget / artifact.model.max_positions
     notes.file(
         "same",
         f"serve it with --recompute_layers {' '.join(map(str, anchors))} --topk {100 * share:.3g}",

@@ -228,7 +228,10 @@ def _tokens(artifact: Artifact, full: Sequence[bool], notes: Notes) -> int:
 def _indexers(config: Mapping[str, Any]) -> list[bool]:
     for key, kinds in (("indexer_types", ("full", "shared")), ("index_topk_pattern", ("F", "S"))):
         if (given := config.get(key)) is not None:
-            listed = list(given) if isinstance(given, list | str) else []
+            if isinstance(given, list | str):
+                listed = list(given)
+            else:
+                listed = []
             if not listed or len(listed) > MOST or any(each not in kinds for each in listed):
                 raise ArtifactError(
                     f"must have {kinds[0]} or {kinds[1]} for each layer, got {shorten(given)}"

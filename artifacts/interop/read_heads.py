@@ -215,7 +215,10 @@ def _dense_below(
 def _chunked(config: Mapping[str, Any], name: str, most: int) -> int | None:
     """A number that the model's config.json has for vLLM and SGLang; None where it has none."""
     section = config.get("dual_chunk_attention_config")
-    value = section.get(name) if isinstance(section, dict) else None
+    if isinstance(section, dict):
+        value = section.get(name)
+    else:
+        value = None
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
         return value
     return None

@@ -55,7 +55,10 @@ class Report:
         """The report for people."""
         yield f"{self.unit}s: {self.exact:,} of {self.heads:,} exactly"
         for note in self.notes:
-            where = plural(note.heads, self.unit) if note.heads else "the file"
+            if note.heads:
+                where = plural(note.heads, self.unit)
+            else:
+                where = "the file"
             yield f"  {note.effect}: {where}: {note.what}"
         if self.measure:
             yield f"recall: needs the model; {self.measure}"

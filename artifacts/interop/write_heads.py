@@ -54,8 +54,14 @@ def write(
     for layer, row in enumerate(artifact.prefill.layers):
         listed.append({})
         for head in range(shape[1]):
-            pattern = None if row is None else artifact.patterns[row[head]]
-            read = originals[layer][head] if originals else None
+            if row is None:
+                pattern = None
+            else:
+                pattern = artifact.patterns[row[head]]
+            if originals:
+                read = originals[layer][head]
+            else:
+                read = None
             if read is not None and _still(read, pattern, format):
                 exact += 1
                 listed[-1][str(head)] = read.as_json
@@ -160,8 +166,14 @@ def _for_minference(
             return entry("block_sparse", blocks, 1), changes
         case Static():
             columns, diagonals = (header(arrays).get(name) for name in pattern.arrays)
-            a = FEW_COLUMNS + 1 if columns is None else max(columns.size, 1)
-            b = most if diagonals is None else max(TILE * diagonals.size, 1)
+            if columns is None:
+                a = FEW_COLUMNS + 1
+            else:
+                a = max(columns.size, 1)
+            if diagonals is None:
+                b = most
+            else:
+                b = max(TILE * diagonals.size, 1)
             what = "static columns and diagonals are written by their number: each prompt chooses"
             return entry("vertical_and_slash", a, b), [("chooses otherwise", what)]
         case None:

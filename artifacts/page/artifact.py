@@ -52,7 +52,10 @@ def render(
 
 def _head(artifact: Artifact, file: str, sidecar: str, width: int) -> list[str]:
     model = artifact.model
-    revision = f" at {model.revision}" if model.revision else ""
+    if model.revision:
+        revision = f" at {model.revision}"
+    else:
+        revision = ""
     shape = (
         f"{model.num_layers} layers of {model.num_heads} query and {model.num_kv_heads} KV heads"
     )
@@ -136,7 +139,10 @@ def _winners(artifact: Artifact) -> list[str]:
     rows = [["kind", "heads", "share", "patterns"]]
     for kind, counts in sorted(by_kind.items(), key=lambda pair: (-pair[1].total(), pair[0])):
         common = ", ".join(f"{name} x{count}" for name, count in counts.most_common(2))
-        more = f", {len(counts) - 2} more" if len(counts) > 2 else ""
+        if len(counts) > 2:
+            more = f", {len(counts) - 2} more"
+        else:
+            more = ""
         rows.append([kind, str(counts.total()), f"{counts.total() / total:.1%}", common + more])
     return [
         "winners by kind" if artifact.search else "heads by kind",
@@ -201,7 +207,10 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
     for task in evidence.tasks:
         low = task.nll_rise_low
         high = task.nll_rise_high
-        interval = "-" if low is None or high is None else f"{low:+.4f} to {high:+.4f}"
+        if low is None or high is None:
+            interval = "-"
+        else:
+            interval = f"{low:+.4f} to {high:+.4f}"
         figures = [
             cell(task.length, ","),
             str(task.prompts),

@@ -47,7 +47,10 @@ def render_head(artifact: Artifact, arrays: Mapping[str, Array], layer: int, hea
     row = artifact.prefill.layers[layer]
     if row is None:
         raise ArtifactError(f"layer {layer} is left as it is: no head of it has a pattern")
-    length = max(artifact.search.calibration.lengths) if artifact.search else model.max_positions
+    if artifact.search:
+        length = max(artifact.search.calibration.lengths)
+    else:
+        length = model.max_positions
     pattern = grown(artifact.patterns[row[head]], artifact.prefill.growth, length)
     return "\n".join(
         [
@@ -65,7 +68,10 @@ def _curve(arrays: Mapping[str, Array], layer: int, head: int) -> Iterator[str]:
     if not tried:
         yield "no candidates were tried for it: headwise search tries some"
         return
-    chosen = int(arrays["chosen.candidate"][layer, head]) if "chosen.candidate" in arrays else -1
+    if "chosen.candidate" in arrays:
+        chosen = int(arrays["chosen.candidate"][layer, head])
+    else:
+        chosen = -1
     unit = next(
         name
         for name in ("seconds", "flops", "density")

@@ -60,7 +60,10 @@ def _how(search: SearchInfo) -> str:
     budget = f"budget {search.budget} {_BUDGET[search.allocation]}"
     parts = [f"headwise {search.tool_version}", f"preset {search.preset}", budget]
     if search.cost is not None:
-        device = f" of {search.cost.device}" if search.cost.unit == "seconds" else ""
+        if search.cost.unit == "seconds":
+            device = f" of {search.cost.device}"
+        else:
+            device = ""
         parts.append(f"by {search.cost.unit}{device}")
     if search.n_trials is not None:
         parts.append(plural(search.n_trials, "trial"))
@@ -111,7 +114,10 @@ def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
             f"{point.recall:.4f}",
             f"{point.density:.4f}",
         ]
-        lost = "-" if point.lost is None else f"{point.lost:,} of {section.dense_right:,}"
+        if point.lost is None:
+            lost = "-"
+        else:
+            lost = f"{point.lost:,} of {section.dense_right:,}"
         rows.append(["*" if i == served else "", f"{number(point.cost)}{unit}", *figures, lost])
     return [
         f"front at {section.length:,} tokens (*: what is served where no target is given)",

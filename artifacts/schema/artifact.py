@@ -238,5 +238,8 @@ def _both(omnikv: OmniKV, kv_cache: KVCache) -> str | None:
 
 def _unknown(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known[:5]) or 'none'}"
+    if near:
+        hint = f"did you mean {near[0]}?"
+    else:
+        hint = f"known: {', '.join(known[:5]) or 'none'}"
     return f"no pattern is called {shorten(name)}, {hint}"

@@ -52,7 +52,10 @@ def grown(pattern: AnyPattern, growth: Growth | None, length: int) -> AnyPattern
 
     Both lengths count in whole tiles of 64; kernels.patterns.Growth does the same to the kernels'
     patterns."""
-    powers = {} if growth is None else growth.powers.get(pattern.kind, {})
+    if growth is None:
+        powers = {}
+    else:
+        powers = growth.powers.get(pattern.kind, {})
     if growth is None or not powers:
         return pattern
     ratio = -(-length // TILE) / -(-growth.length // TILE)

@@ -125,7 +125,10 @@ def _path(loc: Sequence[int | str]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         else:
-            path += f".{_quoted(part)}" if path else _quoted(part)
+            if path:
+                path += f".{_quoted(part)}"
+            else:
+                path += _quoted(part)
     return path
 
 

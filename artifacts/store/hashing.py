@@ -92,7 +92,10 @@ def _number(value: int | float) -> str:
         return f"{sign}{padded[:point]}.{padded[point:]}"
     if -6 < point <= 0:
         return f"{sign}0.{'0' * -point}{digits}"
-    rest = f".{digits[1:]}" if digits[1:] else ""
+    if digits[1:]:
+        rest = f".{digits[1:]}"
+    else:
+        rest = ""
     return f"{sign}{digits[0]}{rest}e{point - 1:+d}"
 
 

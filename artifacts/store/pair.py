@@ -44,7 +44,10 @@ def locked(target: Path, timeout: float = TIMEOUT) -> Iterator[None]:
     try:
         lock.acquire(poll_interval=_PAUSE)
     except Timeout:
-        since = f"has been writing it for {timeout:g} s" if timeout else "is writing it"
+        if timeout:
+            since = f"has been writing it for {timeout:g} s"
+        else:
+            since = "is writing it"
         raise HeadwiseError(
             f"cannot write {shown}: another process {since}; wait for it or end it"
         ) from None

@@ -157,7 +157,10 @@ def _with_sidecar(path: Path, pair: Pair, verify: Key | None) -> Pair:
 
 
 def _parse(path: Path, data: bytes, verify: Key | None) -> Pair:
-    signed_by = None if verify is None else check_signature(path, data, verify)
+    if verify is None:
+        signed_by = None
+    else:
+        signed_by = check_signature(path, data, verify)
     with naming(path):
         try:
             data.decode()

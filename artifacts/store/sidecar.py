@@ -238,7 +238,10 @@ def _entries(stream: BufferedReader) -> dict[str, Entry]:
             raise _Fault(
                 f"{shorten(name)} has not dtype, shape and data_offsets of an array"
             ) from None
-        nbytes = prod(shape) * _size(dtype) if whole and len(shape) <= MAX_DIMENSIONS else -1
+        if whole and len(shape) <= MAX_DIMENSIONS:
+            nbytes = prod(shape) * _size(dtype)
+        else:
+            nbytes = -1
         # No holes, no overlaps: as safetensors wants it.
         if (
             not whole

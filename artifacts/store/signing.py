@@ -213,7 +213,10 @@ def _key_bytes(key: Key, *, secret: bool = False) -> tuple[bytes, str]:
             mode = os.fstat(stream.fileno()).st_mode & 0o777
             data = stream.read(_LONGEST_KEY)
     except (OSError, ValueError) as error:
-        why = reason(error) if isinstance(error, OSError) else str(error)
+        if isinstance(error, OSError):
+            why = reason(error)
+        else:
+            why = str(error)
         raise HeadwiseError(f"{shown}: the key cannot be read, {why}") from None
     if secret and os.name == "posix" and mode & 0o077 and b"PRIVATE KEY" in data:
         raise HeadwiseError(

@@ -45,7 +45,10 @@ def parse(text: str | bytes) -> Any:
     Raises:
         ArtifactError: no YAML, or YAML that is refused; the message has the line.
     """
-    data = text.encode() if isinstance(text, str) else text
+    if isinstance(text, str):
+        data = text.encode()
+    else:
+        data = text
     # The C library takes a time square in their number, before its first event.
     if data.count(b"%TAG") > 99:
         raise ArtifactError("directives (%TAG) are not allowed: remove them")
@@ -54,7 +57,10 @@ def parse(text: str | bytes) -> Any:
         root = yaml.compose(data, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark else ""
+        if mark:
+            where = f"line {mark.line + 1}: "
+        else:
+            where = ""
         why = getattr(error, "problem", None) or getattr(error, "reason", None)
         raise ArtifactError(f"{where}not valid YAML, {why} (is the file cut short?)") from None
     if root is None:

@@ -84,7 +84,10 @@ def update(
         HeadwiseError: another process goes on writing, or the files cannot be written.
     """
     path = Path(path)
-    target = path if out is None else Path(out)
+    if out is None:
+        target = path
+    else:
+        target = Path(out)
     check_writable(target)
     with locked(target, timeout):
         artifact, arrays = change(*load_pair(path))
@@ -118,7 +121,10 @@ def _prepared(
             "content_sha256": "",
         }
         check_arrays(to_artifact(fields), arrays)
-        data = to_bytes(arrays) if arrays else None
+        if arrays:
+            data = to_bytes(arrays)
+        else:
+            data = None
         if data is not None:
             digest = hashlib.sha256(data).hexdigest()
             fields["sidecar"] = {"file": sidecar_name(path, digest), "sha256": digest}

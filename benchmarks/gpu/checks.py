@@ -72,7 +72,10 @@ def attention(
         q, k, v = inputs.tensors(n - missing)
         options = dict(how)
         places = [0, 63, n // 2, n]
-        ragged = Ragged.packed(places, places) if cuts else None
+        if cuts:
+            ragged = Ragged.packed(places, places)
+        else:
+            ragged = None
         plan = LayerPlan(patterns, KV_HEADS, dense_tail=options.pop("dense_tail", 0))
         index = plan.build(q, k, window=options.pop("window", None), ragged=ragged)
         expected = sparse_attention(

@@ -109,7 +109,10 @@ def apart(step: str, options: argparse.Namespace) -> dict[str, Any]:
     (options.out / f"{step}.log").write_text(done.stdout + done.stderr)
     lines = done.stdout.strip().splitlines()
     if step == "tests":
-        last = lines[-1] if lines else "pytest said nothing"
+        if lines:
+            last = lines[-1]
+        else:
+            last = "pytest said nothing"
         return {"result": last} if done.returncode == 0 else {"failed": last}
     if done.returncode:
         errors = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
@@ -127,7 +130,8 @@ def measured(step: str, device: str, small: bool) -> dict[str, Any]:
     import torch
 
     dtype = "float16" if small else "bfloat16"
-    device = "cpu" if small else device
+    if small:
+        device = "cpu"
     if not small and not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU; --rehearse runs the same on the CPU")
     with ExitStack() as stack:

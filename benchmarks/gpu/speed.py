@@ -69,7 +69,10 @@ def attention(device: str, dtype: str, small: bool) -> list[dict[str, Any]]:
     found = []
     for length in (130,) if small else LENGTHS:
         size = size_of(length, device, dtype, small)
-        patterns = patterns_for(length, 0.3)[:3] if small else paper_patterns()
+        if small:
+            patterns = patterns_for(length, 0.3)[:3]
+        else:
+            patterns = paper_patterns()
         for speed in measure(size, patterns, repeats=0 if small else 3):
             took = speed.sparse_seconds + speed.build_seconds
             found.append(
@@ -113,7 +116,10 @@ def model(device: str, dtype: str, small: bool) -> list[dict[str, Any]]:
     found = []
     for length in (70,) if small else LENGTHS:
         ids = torch.randint(3, 90, (1, length), device=device)
-        repeats = 0 if small else 1 if length > 65_536 else 3
+        if small:
+            repeats = 0
+        else:
+            repeats = 1 if length > 65_536 else 3
         seconds = interleaved(
             contexts, lambda ids=ids: prefill(made, ids), repeats=repeats, device=device
         )

@@ -144,7 +144,10 @@ def launch(
         ValueError: a scale or soft-cap that is not positive and finite; a named backend that cannot
             serve the call.
     """
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if scale is None:
+        factor = q.shape[-1] ** -0.5
+    else:
+        factor = float(scale)
     for name, value in (("scale", factor), ("softcap", softcap)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a positive finite number, got {value}")

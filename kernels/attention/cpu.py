@@ -112,7 +112,10 @@ def sparse_attention(
         out.zero_()
         lse.fill_(float("-inf"))
     entries = (x.contiguous() for x in (index.diagonals, index.tiles, index.offsets, index.columns))
-    pages = None if block_table is None else block_table.contiguous()
+    if block_table is None:
+        pages = None
+    else:
+        pages = block_table.contiguous()
     torch.ops.headwise.sparse_attention(
         *(q, k, v, *entries, ragged.flat, index.dense_tail, index.window or 0, pages),
         *(

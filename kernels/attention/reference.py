@@ -83,7 +83,10 @@ def _one_head(
     tiles = index.listed()[0, head]
     columns = index.columns[0, head]
     positions = torch.arange(k_len, device=q.device)
-    bound = float("-inf") if index.skip is None else float(index.skip[0, head])
+    if index.skip is None:
+        bound = float("-inf")
+    else:
+        bound = float(index.skip[0, head])
     outs = []
     lses = []
     skipped = 0

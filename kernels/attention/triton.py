@@ -268,11 +268,10 @@ def _splits(
 ) -> int:
     """Parts into which a launch cuts the keys of a program, by the most that it may have."""
     diagonals, listed, columned = sizes
-    keys = (
-        index.k_len
-        if any(index.dense_tail)
-        else min(index.k_len, (diagonals + listed) * TILE + columned)
-    )
+    if any(index.dense_tail):
+        keys = index.k_len
+    else:
+        keys = min(index.k_len, (diagonals + listed) * TILE + columned)
     programs = index.batch * len(heads) * -(-index.num_rows // launch.rows)
     query, *key = (sum(split(x.shape[-1])) * x.element_size() for x in (q, *kv))
     return triton_launch.count(

@@ -83,7 +83,10 @@ def decode_attention(
             ascend, and starts, ends or pages that lie outside the cache.
     """
     check_decode(q, k, v, tokens, starts, ends, window, scale, softcap, scores, block_table, sinks)
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if scale is None:
+        factor = q.shape[-1] ** -0.5
+    else:
+        factor = float(scale)
 
     def call(module: DecodeBackend) -> Decoded:
         if q.shape[2] > MAX_QUERIES:

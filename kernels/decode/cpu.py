@@ -53,7 +53,10 @@ def decode_attention(
     the engine "float"."""
     q, k, v = map(with_rows, (q, k, v))
     lists = (x if x is None else x.contiguous() for x in (tokens, starts, ends, block_table))
-    logits = None if sinks is None else sinks.float().contiguous()
+    if sinks is None:
+        logits = None
+    else:
+        logits = sinks.float().contiguous()
     out, lse, mass = torch.ops.headwise.decode_attention(
         q,
         k,

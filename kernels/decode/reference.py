@@ -41,10 +41,19 @@ def decode_attention(
     (batch, num_heads, q_len, _) = q.shape
     num_kv_heads = k.shape[1]
     k_len = k.shape[2]
-    rows = torch.arange(k_len, device=q.device) if tokens is None else tokens.long()
+    if tokens is None:
+        rows = torch.arange(k_len, device=q.device)
+    else:
+        rows = tokens.long()
     rows = rows.view(batch if tokens is not None else 1, -1, 1, rows.shape[-1])
-    first = torch.zeros(batch, device=q.device) if starts is None else starts
-    last = torch.full((batch,), k_len, device=q.device) if ends is None else ends
+    if starts is None:
+        first = torch.zeros(batch, device=q.device)
+    else:
+        first = starts
+    if ends is None:
+        last = torch.full((batch,), k_len, device=q.device)
+    else:
+        last = ends
     at = last.view(-1, 1, 1, 1) - q_len + torch.arange(q_len, device=q.device).view(-1, 1)
     seen = (rows >= first.view(-1, 1, 1, 1)) & (rows <= at) & (rows < k_len)
     if window is not None:

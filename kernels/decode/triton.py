@@ -105,7 +105,9 @@ def resident(build: Build, *, dim: int, tokens: bool, paged: bool) -> int:
 
     What is looked up for each key takes registers. Two have enough under way to ask for all of the
     memory's bandwidth."""
-    return 2 if build.warps > 4 or dim > 128 else 4 - tokens - paged
+    if build.warps > 4 or dim > 128:
+        return 2
+    return 4 - tokens - paged
 
 
 def decode_attention(
@@ -151,8 +153,14 @@ def prepare(
         page = k.shape[1]
         pages_width = block_table.shape[1]
     num_kv_heads = k.shape[order[1]]
-    k_len = pages_width * page if paged else k.shape[2]
-    places = k_len if tokens is None else tokens.shape[-1]
+    if paged:
+        k_len = pages_width * page
+    else:
+        k_len = k.shape[2]
+    if tokens is None:
+        places = k_len
+    else:
+        places = tokens.shape[-1]
     rows = num_heads // num_kv_heads * q_len
     block_d, block_e = (max(16, _power_of_two(x)) for x in (dim, v_dim))
     target = target or architecture(q.device)
@@ -176,8 +184,14 @@ def prepare(
     tops = empty(*heads, splits, rows)
     totals = empty(*heads, splits, rows)
     partial = empty(*heads, splits, rows, v_dim)
-    mass = None if scores == "none" else empty(*heads, places)
-    kept = totals if mass is None else empty(*heads, rows, places)
+    if scores == "none":
+        mass = None
+    else:
+        mass = empty(*heads, places)
+    if mass is None:
+        kept = totals
+    else:
+        kept = empty(*heads, rows, places)
 
     listed = lse
     tokens_batch = 0

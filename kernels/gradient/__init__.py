@@ -59,11 +59,17 @@ def attention_gradients(
             named backend that cannot serve the call.
     """
     _check(q, k, v, out, lse, grad_out)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    else:
+        scale = float(scale)
     check_numbers(scale, softcap, window, skip_below)
     if backend not in ("auto", "cpu", "reference"):
         raise ValueError(f"unknown backend {backend!r}; known: auto, cpu, reference")
-    reason = None if backend == "reference" else cpu.supports(q)
+    if backend == "reference":
+        reason = None
+    else:
+        reason = cpu.supports(q)
     if backend == "cpu" and reason:
         raise ValueError(f"backend 'cpu' cannot serve this call: {reason}")
     module: GradientBackend = cpu

@@ -71,6 +71,6 @@ def attention_gradients(
 
 def _like(x: Tensor) -> Tensor:
     made = torch.empty_like(x)
-    return (
-        made if made.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
-    )
+    if made.stride(-1) == 1:
+        return made
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

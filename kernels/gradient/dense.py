@@ -73,7 +73,10 @@ def dense_attention(
         RuntimeError: in its backward pass, where that is to be differentiated again. ValueError: as
         kernels.attention.sparse_attention and kernels.gradient.attention_gradients do.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    else:
+        scale = float(scale)
     check_numbers(scale, softcap, window, skip_below)
     out: Tensor = DenseAttention.apply(q, k, v, scale, softcap, window, skip_below)
     return out

@@ -97,7 +97,10 @@ def _blocks(
     while end < k_len:
         start = end
         end = min((end // rows + 1) * rows, k_len)
-        first = 0 if window is None else max(0, start - window + 1) // TILE * TILE
+        if window is None:
+            first = 0
+        else:
+            first = max(0, start - window + 1) // TILE * TILE
         logits = (
             q[..., start - offset : end - offset, :]
             @ k[:, :, None, first:end].transpose(-1, -2)

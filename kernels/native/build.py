@@ -81,7 +81,10 @@ def load() -> str | None:
 
 
 def _load() -> str | None:
-    brought = None if os.environ.get("CXX") else prebuilt.find()
+    if os.environ.get("CXX"):
+        brought = None
+    else:
+        brought = prebuilt.find()
     if brought is not None:
         if (reason := _why_not_loaded(brought)) is None:
             return None
@@ -203,11 +206,9 @@ def find_compiler() -> list[str] | str:
     """The compiler's command (CXX, c++ or g++), or why there is none."""
     if chosen := os.environ.get("CXX"):
         command = shlex.split(chosen)
-        return (
-            command
-            if command and shutil.which(command[0])
-            else f"no C++ compiler found: CXX is {chosen!r}"
-        )
+        if command and shutil.which(command[0]):
+            return command
+        return f"no C++ compiler found: CXX is {chosen!r}"
     found = shutil.which("c++") or shutil.which("g++")
     return [found] if found else "no C++ compiler found (install g++, or set CXX)"
 

@@ -204,7 +204,10 @@ class LayerPlan:
             )
         keys: Keys = k
         if block_table is not None:
-            lengths = (k_len,) * q.shape[0] if ragged is None else ragged.k_lens
+            if ragged is None:
+                lengths = (k_len,) * q.shape[0]
+            else:
+                lengths = ragged.k_lens
             keys = Paged.of(k, block_table, lengths, q.dtype)
         if q.shape[3] != keys.shape[3] or (ragged is None and q.shape[0] != keys.shape[0]):
             raise ValueError(
@@ -216,7 +219,8 @@ class LayerPlan:
                 f"planned for {len(self.patterns)} query and {self.num_kv_heads} KV heads, "
                 f"got {q.shape[1]} and {keys.shape[1]}"
             )
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
         if ragged is None:
             index = self.at(keys.shape[2])._build(q, keys, scale, window)
         else:

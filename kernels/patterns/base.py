@@ -39,14 +39,18 @@ Builder = Callable[[Sequence[Any]], SparseIndex]
 def _no_size(value: object) -> str | None:
     """The reason why the value is no size, None if it is one."""
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    return None if fits else f"must be a positive integer, got {value!r}"
+    if fits:
+        return None
+    return f"must be a positive integer, got {value!r}"
 
 
 def _no_share(value: object) -> str | None:
     fits = value is None or (
         isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
     )
-    return None if fits else f"must be above 0 and at most 1, got {value!r}"
+    if fits:
+        return None
+    return f"must be above 0 and at most 1, got {value!r}"
 
 
 # `metadata` of a field that is no size: the rule its value is checked by.

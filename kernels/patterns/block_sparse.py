@@ -72,7 +72,10 @@ def select(
     n = keys.shape[2]
     device = queries.device
     first = (k_len - q_len) // TILE
-    reach = n - 1 if window is None else min(num_tiles(window - 1), n - 1)
+    if window is None:
+        reach = n - 1
+    else:
+        reach = min(num_tiles(window - 1), n - 1)
     # The own tile is not listed.
     most = tuple(min(max(p.blocks, 2) - 1, reach) for p in patterns)
     offsets, total = offsets_of(most, batch, rows, first, device)
@@ -181,7 +184,9 @@ def _pool_all(x: Keys, *, lead: int) -> Tensor:
         piece.unflatten(2, (-1, min(TILE, piece.shape[2]))).mean(3, dtype=torch.float32)
         for piece in pieces
     ]
-    return means[0] if len(means) == 1 else torch.cat(means, dim=2)
+    if len(means) == 1:
+        return means[0]
+    return torch.cat(means, dim=2)
 
 
 def chunks(count: int, nbytes: int, device: torch.device) -> Iterator[slice]:

@@ -77,7 +77,10 @@ def estimate(
     for run in runs:
         members = on_device(run.members, q.device)
         chosen = on_device(tuple(heads[at] for at in run.members), q.device)
-        seen = k_len if window is None else min(k_len, run.last + window - 1)
+        if window is None:
+            seen = k_len
+        else:
+            seen = min(k_len, run.last + window - 1)
         for b in range(batch):
             # Scaled before the product: a product of fp16 could be too large.
             queries = q[b, :, -run.last :].index_select(0, chosen).mul_(scale)
@@ -139,7 +142,10 @@ def _runs(heads: Sequence[int], group: int, last_q: Sequence[int], most_queries:
         most = max(1, most_queries // last)
         for start in range(0, len(members), most):
             some = tuple(members[start : start + most])
-            former = runs[-1] if runs else None
+            if runs:
+                former = runs[-1]
+            else:
+                former = None
             if (
                 former
                 and (former.last, former.kv.stop, len(former.members))

@@ -112,7 +112,10 @@ def select(
     offsets, total = offsets_of(most, batch, rows, first, device, held=held)
     tiles = torch.empty(total + 1, dtype=torch.int32, device=device)
     near, after = (on_device(tuple(each), device)[:, None, None] for each in (back, sinks))
-    seen = n if window is None else reach(window, k_len)
+    if window is None:
+        seen = n
+    else:
+        seen = reach(window, k_len)
     unit = torch.arange(n, device=device)
     step = max(1, _SCRATCH_BYTES // (4 * batch * heads * n))
     for start in range(0, rows, step):

@@ -84,7 +84,9 @@ Keys = Tensor | Paged
 
 def of_heads(k: Keys, heads: slice) -> Keys:
     """The keys of some KV heads."""
-    return k[:, heads] if isinstance(k, Tensor) else replace(k, cache=k.cache[:, :, heads])
+    if isinstance(k, Tensor):
+        return k[:, heads]
+    return replace(k, cache=k.cache[:, :, heads])
 
 
 def of_sequence(k: Keys, s: int, row: int, start: int, length: int) -> Keys:

@@ -17,7 +17,9 @@ from kernels.patterns.dense import dense_index
 
 def _no_factor(value: object) -> str | None:
     fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-    return None if fits else f"must be a positive number, got {value!r}"
+    if fits:
+        return None
+    return f"must be a positive number, got {value!r}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,9 @@ class SkipSoftmax(Pattern):
 
     def bound(self, k_len: int) -> float:
         """The log of the threshold on `k_len` keys; -inf where nothing is skipped."""
-        return math.log(self.scale_factor / k_len) if self.scale_factor < k_len else -math.inf
+        if self.scale_factor < k_len:
+            return math.log(self.scale_factor / k_len)
+        return -math.inf
 
     @classmethod
     def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:

@@ -167,7 +167,10 @@ def means(x: Keys, heads: Sequence[int], *, lead: int) -> tuple[Tensor, KernelCa
 def _rows_of(x: Keys, name: str) -> dict[str, Any]:
     """Arguments that say where keys lie."""
     if isinstance(x, Tensor):
-        held = x if x.stride(-1) == 1 else x.contiguous()
+        if x.stride(-1) == 1:
+            held = x
+        else:
+            held = x.contiguous()
         # Pages that are absent are never read; some tensor has to stand there.
         pages = held
         width = 0
@@ -186,7 +189,8 @@ def _rows_of(x: Keys, name: str) -> dict[str, Any]:
 
 def _where(q: Tensor, k: Keys) -> dict[str, Any]:
     """Arguments that say where queries and keys lie."""
-    q = q if q.stride(-1) == 1 else q.contiguous()
+    if q.stride(-1) != 1:
+        q = q.contiguous()
     strides = {f"q_{axis}": q.stride(i) for i, axis in enumerate(("batch", "head", "row"))}
     return {"q": q, "q_len": q.shape[2], "k_len": k.shape[2], **strides, **_rows_of(k, "k")}
 
@@ -253,7 +257,10 @@ def plan(
     members = _members(
         heads, last, group_size, 2 if dim <= _MOST_FOR_TWO and max(last) <= TILE else 1
     )
-    seen = k_len if window is None else min(k_len, max(last) + window - 1)
+    if window is None:
+        seen = k_len
+    else:
+        seen = min(k_len, max(last) + window - 1)
     tiles = num_tiles(seen)
     blocks = num_tiles(max(last))
     groups = len(members)

@@ -219,7 +219,10 @@ def _record(
     losses: Mapping[str, Tensor],
 ) -> dict[str, Any]:
     """Make the JSON record: figures and settings. hashes: content hashes by artifact."""
-    by_method = by_position(losses, losses[MODEL]) if losses else {}
+    if losses:
+        by_method = by_position(losses, losses[MODEL])
+    else:
+        by_method = {}
     positions = {name: [asdict(part) for part in parts] for name, parts in by_method.items()}
     file = config.config
     return {

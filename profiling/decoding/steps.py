@@ -85,7 +85,10 @@ def step_seconds(
             extra = cache.get_seq_length() - context
             if extra and not method.evicts:
                 cache.crop(-extra)
-            batch = 1 if batches is None else batches[method.name]
+            if batches is None:
+                batch = 1
+            else:
+                batch = batches[method.name]
             current[:] = [cache, torch.zeros(batch, 1, dtype=torch.long, device=model.device)]
             return method.apply(model)
 

@@ -46,7 +46,10 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
     """Align the rows as text. seconds: of each method's rounds."""
     rates = {row.method: [1 / row.batch_rate] for row in rows if row.batch_rate}
     to_first = any(row.apart for row in rows)
-    accuracy = f"accuracy of {trials}" if trials else "accuracy"
+    if trials:
+        accuracy = f"accuracy of {trials}"
+    else:
+        accuracy = "accuracy"
     header = ["", "ms/token", "tokens/s", *COLUMNS, "cache MiB", "bank MiB", "tokens read"]
     header += ["perplexity", accuracy]
     if to_first:
@@ -55,7 +58,10 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
         header += ["batch", "tokens/s", *COLUMNS]
     lines = [header]
     for row in rows:
-        speedup = of_rounds(seconds, row.method) if seconds else None
+        if seconds:
+            speedup = of_rounds(seconds, row.method)
+        else:
+            speedup = None
         line = [row.method, *_token_cells(row.token_seconds), *cells(speedup)]
         line += [_mib(row.device_bytes), _mib(row.bank_bytes)]
         line += [f"{row.tokens:.0f}" if row.tokens else "-", _perplexity(row)]
@@ -76,14 +82,19 @@ def _token_cells(seconds: float | None) -> list[str]:
 
 
 def _mib(size: int | None) -> str:
-    return "-" if size is None else f"{size / _MIB:.1f}"
+    if size is None:
+        return "-"
+    return f"{size / _MIB:.1f}"
 
 
 def _perplexity(row: Row) -> str:
     """Perplexity, and its change against dense attention."""
     if not row.perplexity:
         return "-"
-    change = f" {changed(row.change)}" if row.change else ""
+    if row.change:
+        change = f" {changed(row.change)}"
+    else:
+        change = ""
     return f"{row.perplexity:.3f}{change}"
 
 

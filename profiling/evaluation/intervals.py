@@ -49,8 +49,14 @@ def wilson(right: int, count: int, *, confidence: float = CONFIDENCE) -> Interva
     middle = (share + spread / 2) / (1 + spread)
     half = z * math.sqrt(share * (1 - share) / count + spread / (4 * count)) / (1 + spread)
     # Rounding must not put the bound of none or all right beside 0 or 1.
-    low = 0.0 if right == 0 else middle - half
-    high = 1.0 if right == count else middle + half
+    if right == 0:
+        low = 0.0
+    else:
+        low = middle - half
+    if right == count:
+        high = 1.0
+    else:
+        high = middle + half
     return Interval(share, low, high, count)
 
 
@@ -119,7 +125,10 @@ def sign_flip(differences: Sequence[float], *, resamples: int = RESAMPLES, seed:
         return 1.0
     exact = count < 63 and 1 << count <= resamples
     rng = np.random.default_rng(seed)
-    total = 1 << count if exact else resamples
+    if exact:
+        total = 1 << count
+    else:
+        total = resamples
     far = 0
     # Sums in another order must not be farther than they are.
     least = abs(found.sum()) * (1 - 1e-9)
@@ -130,7 +139,9 @@ def sign_flip(differences: Sequence[float], *, resamples: int = RESAMPLES, seed:
         else:
             signs = 1 - 2 * rng.integers(0, 2, size=(len(numbers), count), dtype=np.int8)
         far += int((np.abs(signs @ found) >= least).sum())
-    return far / total if exact else (far + 1) / (total + 1)
+    if exact:
+        return far / total
+    return (far + 1) / (total + 1)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -157,7 +168,10 @@ def prompts_needed(differences: Sequence[float], loss: float = 0.05, *, power: f
     ((z(0.975) + z(power)) * spread / loss)^2, and at least the 6 below which chance alone favours
     one side in all.
     """
-    spread = float(_checked(differences).std(ddof=1)) if len(differences) > 1 else math.nan
+    if len(differences) > 1:
+        spread = float(_checked(differences).std(ddof=1))
+    else:
+        spread = math.nan
     if not math.isfinite(spread):
         raise HeadwiseError("a spread needs at least 2 prompts")
     wanted = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(power)
@@ -172,7 +186,10 @@ def _newcombe(a: np.ndarray, b: np.ndarray, confidence: float) -> Interval:
     cross = float(both * none - only_a * only_b)
     if cross > 0:
         cross = max(cross - count / 2, 0.0)
-    phi = cross / math.sqrt(margins) if margins else 0.0
+    if margins:
+        phi = cross / math.sqrt(margins)
+    else:
+        phi = 0.0
 
     def reach(down: float, up: float) -> float:
         return math.sqrt(max(0.0, down * down - 2 * phi * down * up + up * up))

@@ -169,7 +169,8 @@ class PatternCosts:
         cost more. Returns the pattern's fields with its kind, and its density.
         """
         line = SIZES[name]
-        target = self.target if target is None else target
+        if target is None:
+            target = self.target
 
         def fields(n: int) -> dict[str, Any]:
             sizes = dict(line.at(n, target))
@@ -179,8 +180,12 @@ class PatternCosts:
 
         cost = partial(self.density, dense_tail=dense_tail)
         low = 1
-        high = num_tiles(self.length) if name in _BY_TILES else self.length
-        high = 10 * _STEPS if name == "skip_softmax" else high
+        if name in _BY_TILES:
+            high = num_tiles(self.length)
+        else:
+            high = self.length
+        if name == "skip_softmax":
+            high = 10 * _STEPS
         while low < high:
             middle = (low + high + 1) // 2
             if cost(make(**fields(middle))) <= target:

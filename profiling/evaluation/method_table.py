@@ -173,5 +173,8 @@ def says(name: str) -> tuple[str, str]:
         OMNIKV: "decode by filter layers (OmniKV, Hao et al. 2025)",
         OWN: "the artifact's kv_cache section",
     }
-    cache_says = kept[cache] if cache in kept else f"cache: {CACHES[cache][1]}"
+    if cache in kept:
+        cache_says = kept[cache]
+    else:
+        cache_says = f"cache: {CACHES[cache][1]}"
     return f"{METHODS[prefill].says}; {cache_says}", ""

@@ -134,7 +134,9 @@ class Methods:
     def _other(self, name: str) -> tuple[Methods, str] | None:
         """The methods of the artifact beside that a name is of, and what it is called there."""
         base = name.removesuffix(NO_TAIL)
-        return (self._beside[base], HEADWISE + name[len(base) :]) if base in self._beside else None
+        if base in self._beside:
+            return (self._beside[base], HEADWISE + name[len(base) :])
+        return None
 
     def make(self, name: str, length: int) -> Method:
         """The method of that name for prompts of `length` tokens.
@@ -157,7 +159,9 @@ class Methods:
             )
         prefill, _, cache = name.partition("+")
         base = self._plain(prefill, length)
-        return self._with_cache(base, name, cache, length) if cache else base
+        if cache:
+            return self._with_cache(base, name, cache, length)
+        return base
 
     def _plain(self, name: str, length: int) -> Method:
         """Make a method whose cache keeps everything."""
@@ -168,7 +172,10 @@ class Methods:
         kind = name.removesuffix(NO_TAIL)
         tailed = not name.endswith(NO_TAIL)
         own_tail = self.artifact.prefill.dense_tail if tailed else 0
-        tail = (own_tail or TAIL) if tailed else 0
+        if tailed:
+            tail = own_tail or TAIL
+        else:
+            tail = 0
         if kind != HEADWISE and METHODS[kind].chosen:
             return self._chosen(name, kind, length, tail)
         if kind == HEADWISE:
@@ -209,7 +216,10 @@ class Methods:
             )
             return {"fields": fields, "density": density}
 
-        aim = "" if self._density is None else f"/{self._density:g}"
+        if self._density is None:
+            aim = ""
+        else:
+            aim = f"/{self._density:g}"
         fitted = self._remember(f"sizes/{name}/{tail}{aim}", length, find)
         pattern = TypeAdapter(Pattern).validate_python(fitted["fields"])
         former = self.artifact.prefill.layers
@@ -256,7 +266,10 @@ class Methods:
         return made
 
     def _with_cache(self, base: Method, name: str, cache: str, length: int) -> Method:
-        artifact = self._without_patterns() if base.name == "dense" else self._patterns_of()
+        if base.name == "dense":
+            artifact = self._without_patterns()
+        else:
+            artifact = self._patterns_of()
         density = base.density
         sizes = ""
         changed = None

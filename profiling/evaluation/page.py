@@ -163,7 +163,10 @@ def _chart(record: dict[str, Any], length: int) -> str:
         return f'<span class={kind} style="left:{left:.1f}%;width:{width:.1f}%"></span>'
 
     dense = next((each for each in bars if each["method"] == BASELINE), None)
-    band = span("band", dense) if dense else ""
+    if dense:
+        band = span("band", dense)
+    else:
+        band = ""
     rows = [
         f"<div class=row><span class=name>{escape(each['method'])}</span><span "
         f"class=track>{band}{span('bar', each)}"

@@ -142,7 +142,10 @@ def timed_record(times: Times | None) -> dict[str, Any]:
         {"method": name, "length": length, "bytes": held}
         for (name, length), held in times.memory.items()
     ]
-    crossover = None if times.crossover is None else asdict(times.crossover)
+    if times.crossover is None:
+        crossover = None
+    else:
+        crossover = asdict(times.crossover)
     return {
         "prefill": prefill,
         "attention": attention,
@@ -185,7 +188,9 @@ def number(value: float | None) -> str:
     """A figure with the digits that matter; a dash where there is none."""
     if value is None:
         return "-"
-    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.1f}"
+    if abs(value) < 100:
+        return f"{value:.3f}"
+    return f"{value:,.1f}"
 
 
 def figure(
@@ -227,7 +232,9 @@ def methods_at(record: dict[str, Any], length: int) -> list[dict[str, Any]]:
 
 def named(task: str, measure: str) -> str:
     """The name of a column of a summary."""
-    return task if measure == SCORE and task == ALL else f"{task} {measure}"
+    if measure == SCORE and task == ALL:
+        return task
+    return f"{task} {measure}"
 
 
 def entry(entries: Sequence[dict[str, Any]], name: str, length: int) -> dict[str, Any] | None:
@@ -241,9 +248,13 @@ def attention_of(record: dict[str, Any], name: str, length: int) -> float | None
     """Seconds of attention alone by a method; of dense attention those of the same rounds."""
     if name not in (MODEL, KERNEL):
         own = entry(record["attention"], name, length)
-        return own["seconds"] if own else None
+        if own:
+            return own["seconds"]
+        return None
     beside = entry(record["attention"], HEADWISE, length)
-    return beside["dense"].get(name) if beside else None
+    if beside:
+        return beside["dense"].get(name)
+    return None
 
 
 def speedup_of(timed: dict[str, Any]) -> Speedup:

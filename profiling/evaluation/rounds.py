@@ -116,7 +116,10 @@ class Rounds:
         for samples in (times * first for times in ROUNDS):
             for step in steps:
                 if self.prompts and time.monotonic() + self._expected(step, samples) > self._end:
-                    under = f" under {', '.join(further)}" if step.further else ""
+                    if step.further:
+                        under = f" under {', '.join(further)}"
+                    else:
+                        under = ""
                     left.append(
                         f"{step.task} at {step.length} tokens, {samples * seeds} prompts{under}"
                     )

@@ -146,7 +146,10 @@ def _marked(all_figures: Sequence[Figure]) -> list[Figure]:
         # Sums in another order are another number, and always on the same side.
         apart = p < 1 - CONFIDENCE and abs(difference) >= _SHOWN
         better = (difference > 0) == MEASURES[all_figures[at].measure]
-        verdict = ("better" if better else "worse") if apart else ""
+        if apart:
+            verdict = "better" if better else "worse"
+        else:
+            verdict = ""
         # The least p that so many units can have, where it would stand among the comparisons.
         least = 2.0 ** (1 - all_figures[at].count)
         few = (len(ordered) - bisect_left(ordered, least)) * least >= 1 - CONFIDENCE
@@ -163,10 +166,16 @@ def _of_task(task: str, length: int, methods: dict[str, list[dict[str, Any]]]) -
             if not own:
                 continue
             paired = method != BASELINE and own.keys() <= base.keys()
-            other = [base[unit] for unit in own] if paired else None
+            if paired:
+                other = [base[unit] for unit in own]
+            else:
+                other = None
             made = _figure(task, length, method, measure, list(own.values()), other)
             seeds = {record[UNIT]: record[SEED] for record in methods[method]}
-            apart = _by_seed(own, base, seeds, measure) if paired else ()
+            if paired:
+                apart = _by_seed(own, base, seeds, measure)
+            else:
+                apart = ()
             questions = sum(record[QUESTIONS] for record in methods[method])
             all_figures.append(replace(made, by_seed=apart, questions=questions))
     return all_figures
@@ -207,11 +216,17 @@ def _figure(
     base: Sequence[float] | None,
 ) -> Figure:
     perplexity = measure in _PERPLEXITIES
-    interval = mean_interval(own) if measure in _SCORES else student(own)
+    if measure in _SCORES:
+        interval = mean_interval(own)
+    else:
+        interval = student(own)
     if measure == KL:
         # No divergence is below 0.
         interval = replace(interval, low=max(interval.low, 0.0))
-    estimate = _through(interval, math.exp) if perplexity else interval
+    if perplexity:
+        estimate = _through(interval, math.exp)
+    else:
+        estimate = interval
     made = Figure(
         task=task,
         length=length,

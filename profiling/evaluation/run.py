@@ -172,7 +172,10 @@ def _asked(config: Config, artifact: Artifact) -> tuple[list[str], list[int]]:
     """
     least = artifact.prefill.dense_below
     longest = artifact.model.max_positions
-    usual = min(max(_QUICK_LENGTH, least), longest) if config.quick else longest
+    if config.quick:
+        usual = min(max(_QUICK_LENGTH, least), longest)
+    else:
+        usual = longest
     lengths = list(config.length or [usual])
     rows = [each for each in settings(artifact.model.name) if each.asked]
     if config.tasks:
@@ -222,7 +225,10 @@ def _timed(
 
 def _write_into(config: Config, record: dict[str, Any]) -> None:
     """Write the evidence, and dense_below where a crossover was found, into the first artifact."""
-    entries = tuple(Measurement(**entry) for entry in attached(record)) if config.attach else ()
+    if config.attach:
+        entries = tuple(Measurement(**entry) for entry in attached(record))
+    else:
+        entries = ()
     crossover = record["crossover"] and record["crossover"]["length"]
     if config.set_dense_below and crossover is None:
         print(

@@ -197,4 +197,6 @@ def nearness(record: dict[str, Any], length: int) -> list[list[str]]:
 
 def _bounded(figure: dict[str, Any]) -> str:
     value, low, high = (f"{figure[name]:.4f}" for name in ("value", "low", "high"))
-    return f"{value} ({low} to {high})" if figure["count"] > 1 else value
+    if figure["count"] > 1:
+        return f"{value} ({low} to {high})"
+    return value

@@ -184,7 +184,9 @@ class _Clock:
 
     def _kept(self, measurement: str, length: int, identity: str, find: Callable[[], Any]) -> Any:
         unit = self._unit(measurement, length, identity)
-        return self._ledger.put(unit, find()) if self._again else self._ledger.once(unit, find)
+        if self._again:
+            return self._ledger.put(unit, find())
+        return self._ledger.once(unit, find)
 
     def _unit(self, measurement: str, length: int, identity: str) -> Unit:
         return self._ledger.unit(
@@ -194,6 +196,8 @@ class _Clock:
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:
     def read(value: Any) -> Any:
-        return tuple(read(each) for each in value) if isinstance(value, Iterable) else value
+        if isinstance(value, Iterable):
+            return tuple(read(each) for each in value)
+        return value
 
     return {name: read(value) for name, value in record.items()}

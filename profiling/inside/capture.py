@@ -223,7 +223,10 @@ def inputs_of(
     Arguments are transformers'.
     """
     layer = getattr(module, "layer_idx", None)
-    layer = run.visits if layer is None else int(layer)
+    if layer is None:
+        layer = run.visits
+    else:
+        layer = int(layer)
     mask = _known(run, layer, attention_mask)
     _refuse(module, layer, query, key, kwargs)
     window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)

@@ -111,7 +111,9 @@ def share_beside(density: float, length: int, tail: int) -> float:
     causal = num_tiles(length) * (num_tiles(length) + 1) / 2
     first = max(0, length - tail) // TILE
     sparse = first * (first + 1) / 2
-    return min(1.0, max(0.01, (density * causal - (causal - sparse)) / sparse)) if sparse else 1.0
+    if sparse:
+        return min(1.0, max(0.01, (density * causal - (causal - sparse)) / sparse))
+    return 1.0
 
 
 def attend_to(

@@ -106,7 +106,10 @@ def capture_decode(
             with attending_with(model, CAPTURE_NAME, _attention, _mask):
                 for step in range(-tail, steps):
                     run.step = step
-                    fed = made[step - 1] if step > 0 else given[length - 1 + step]
+                    if step > 0:
+                        fed = made[step - 1]
+                    else:
+                        fed = given[length - 1 + step]
                     ids = torch.tensor([[fed]], device=input_ids.device)
                     output = model(input_ids=ids, past_key_values=cache, use_cache=True)
                     cache = output.past_key_values

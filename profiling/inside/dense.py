@@ -68,13 +68,19 @@ def blockwise_attention(
     heads = q.shape[1]
     length = q.shape[2]
     plain = softcap is None and sinks is None
-    block = BLOCK if plain else max(1, min(BLOCK, _SCORES // (heads * length)))
+    if plain:
+        block = BLOCK
+    else:
+        block = max(1, min(BLOCK, _SCORES // (heads * length)))
     reach = length if mask is None else mask.local_size
     out = q.new_empty(1, heads, length, v.shape[-1])
     for start in range(0, length, block):
         queries = range(start, min(start + block, length))
         keys = range(max(0, start - reach), queries.stop)
-        visible = _causal(queries, keys, q.device) if mask is None else mask.piece(queries, keys)
+        if mask is None:
+            visible = _causal(queries, keys, q.device)
+        else:
+            visible = mask.piece(queries, keys)
         part = (
             q[:, :, start : queries.stop],
             k[:, :, keys.start : keys.stop],

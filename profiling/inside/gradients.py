@@ -106,7 +106,8 @@ def gradient_pass(
         ends the pass. keep: (P,) positions whose predictions of the next token are returned.
         backend: the attention backend, as for kernels.attention.sparse_attention.
     """
-    keep = torch.zeros(0, dtype=torch.long, device=input_ids.device) if keep is None else keep
+    if keep is None:
+        keep = torch.zeros(0, dtype=torch.long, device=input_ids.device)
     run = Run(lambda inputs: None)
     kept: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -284,7 +285,9 @@ def _head_of(model: PreTrainedModel, input_ids: Tensor) -> Callable[[Tensor], Te
         logits: Tensor = head(states)
         if factor != 1:
             logits = logits * factor
-        return softcap * torch.tanh(logits / softcap) if softcap else logits
+        if softcap:
+            return softcap * torch.tanh(logits / softcap)
+        return logits
 
     states = _states(model, input_ids)
     if head is None or states is None:

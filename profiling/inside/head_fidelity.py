@@ -103,7 +103,9 @@ def recall(
             if (plan := layers.get(inputs.layer)) is not None:
                 dense = dense or dense_attention(inputs)
                 kept.setdefault(name, []).append(layer_fidelity(inputs, plan, dense=dense).recall)
-        return None if dense is None else dense[0]
+        if dense is None:
+            return None
+        return dense[0]
 
     if any(plans.values()):
         capture(model, torch.tensor([prompt.context], device=model.device), visit)

@@ -72,7 +72,10 @@ def _attention(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if scaling is None:
+        scale = query.shape[-1] ** -0.5
+    else:
+        scale = scaling
     prefill = query.shape[0] == 1 and query.shape[2] == key.shape[2] > 1
     window = kwargs.get("sliding_window")
     if prefill and attend and attention_mask is None:

@@ -92,7 +92,10 @@ class ResidualStream:
 
     def _enters(self, layer: int) -> Any:
         def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            stream = args[0] if args else kwargs["hidden_states"]
+            if args:
+                stream = args[0]
+            else:
+                stream = kwargs["hidden_states"]
             self._sizes[layer] = stream[0].detach().float().square().sum(-1).clamp_min(1e-30)
 
         return hook
@@ -101,7 +104,10 @@ class ResidualStream:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             # Not the tensor itself: the outputs of all layers together are larger than anything
             # else that is held.
-            written = output[0] if isinstance(output, tuple) else output
+            if isinstance(output, tuple):
+                written = output[0]
+            else:
+                written = output
             self._written[layer] = ref(written)
             self._gains[layer] = torch.ones_like(self._sizes[layer][-1])
 
@@ -110,7 +116,10 @@ class ResidualStream:
     def _scales(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             # Other norms of a block take sums, which are tensors of their own.
-            written = self._written[layer]() if layer in self._written else None
+            if layer in self._written:
+                written = self._written[layer]()
+            else:
+                written = None
             if args and written is not None and args[0] is written and isinstance(output, Tensor):
                 self._gains[layer] = _size(output) / _size(written).clamp_min(1e-30)
 

@@ -134,7 +134,8 @@ def read_shape(text: str, dtype: str) -> Shape:
     path = Path(text).expanduser()
     try:
         if not text.lstrip().startswith("{"):
-            path = path / "config.json" if path.is_dir() else path
+            if path.is_dir():
+                path = path / "config.json"
             text = path.read_text(encoding="utf-8")
         fields = json.loads(text)
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -162,7 +163,10 @@ def table(shape: Shape, lengths: Sequence[int], memory: int | None, banked: int)
             predicted.device,
             predicted.bank,
         )
-        fits = [] if memory is None else ["yes" if predicted.device <= memory else "no"]
+        if memory is None:
+            fits = []
+        else:
+            fits = ["yes" if predicted.device <= memory else "no"]
         lines.append([str(length), *(f"{part / 2**30:.1f}" for part in parts), *fits])
     return "\n".join(
         [

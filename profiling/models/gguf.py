@@ -42,7 +42,10 @@ def _convert(parts: Sequence[Path], folder: Path, *, name: str, dtype: str) -> N
 
     folder.mkdir()
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        whole = parts[0] if len(parts) == 1 else _joined(parts, Path(scratch) / "model.gguf")
+        if len(parts) == 1:
+            whole = parts[0]
+        else:
+            whole = _joined(parts, Path(scratch) / "model.gguf")
         place = {"pretrained_model_name_or_path": str(whole.parent), "gguf_file": whole.name}
         with _readable(name), _quiet():
             model = AutoModelForCausalLM.from_pretrained(
@@ -75,7 +78,10 @@ def _readable(name: str) -> Iterator[None]:
     # A damaged header can send the readers anywhere: wrong offsets, sizes, keys, encodings.
     except Exception as error:
         lines = str(error).strip().splitlines()
-        reason = one_line(lines[0])[:200] if lines else type(error).__name__
+        if lines:
+            reason = one_line(lines[0])[:200]
+        else:
+            reason = type(error).__name__
         raise HeadwiseError(f"cannot read the GGUF file {name}: {reason}") from error
 
 

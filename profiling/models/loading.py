@@ -96,7 +96,10 @@ def load_model(
         not causal or has
             no attention that goes through transformers' AttentionInterface.
     """
-    dtype = default_dtype(device) if dtype == "auto" else DTYPES.get(dtype, dtype)
+    if dtype == "auto":
+        dtype = default_dtype(device)
+    else:
+        dtype = DTYPES.get(dtype, dtype)
     if dtype not in DTYPES.values():
         raise HeadwiseError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES.values())}")
     check_device(device)
@@ -271,7 +274,9 @@ def _hub_reachable() -> bool:
 
 def _commit(model: Any) -> str | None:
     commit = getattr(model.config, "_commit_hash", None)
-    return str(commit) if commit else None
+    if commit:
+        return str(commit)
+    return None
 
 
 def check_device(device: str) -> None:

@@ -79,7 +79,10 @@ def survey(
     queries = (
         torch.linspace(0, length - 1, min(length, QUERIES), device=model.device).round().long()
     )
-    plans = {} if artifact is None else layer_plans(artifact, arrays)
+    if artifact is None:
+        plans = {}
+    else:
+        plans = layer_plans(artifact, arrays)
     sparsity = dict[int, np.ndarray]()
     maps = dict[tuple[int, int], HeadMap]()
     layers = attention_layers(model)
@@ -100,7 +103,10 @@ def survey(
         if artifact is not None and wanted:
             row = artifact.prefill.layers[inputs.layer]
             plan = plans.get(inputs.layer)
-            built = None if plan is None else _built(inputs, plan)
+            if plan is None:
+                built = None
+            else:
+                built = _built(inputs, plan)
         for head in wanted:
             attention = pooled_map(inputs, head, cell).cpu().numpy()
             drawn: dict[str, Any] = {}

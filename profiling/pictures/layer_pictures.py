@@ -67,7 +67,10 @@ def similarity_figure(
     n = len(mass)
     later = np.triu(np.ones((n, n), dtype=bool))
     seen = mass[later & np.isfinite(mass)]
-    low = np.floor(10 * np.quantile(seen, 0.02)) / 10 if len(seen) else 0.0
+    if len(seen):
+        low = np.floor(10 * np.quantile(seen, 0.02)) / 10
+    else:
+        low = 0.0
     image, scale = shade(mass, min(low, 0.9), 1.0)
     image[~later] = 1.0
     side = float(np.clip(0.16 * n, 3.2, 9.0))

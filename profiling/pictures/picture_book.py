@@ -43,7 +43,10 @@ class PictureBook:
 
     def __init__(self, config: Heatmaps) -> None:
         self._config = config
-        self._profile = None if config.profile is None else load_profile(config.profile)
+        if config.profile is None:
+            self._profile = None
+        else:
+            self._profile = load_profile(config.profile)
         self._artifact: Artifact | None = None
         self._arrays: dict[str, np.ndarray] = {}
         if config.config is not None:

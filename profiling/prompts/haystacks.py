@@ -77,7 +77,9 @@ def of_file(request: Request) -> Haystack:
 
 def of(request: Request) -> Haystack:
     """The user's text, or made-up sentences where there is none."""
-    return of_file(request) if request.text else filler(request.encode)
+    if request.text:
+        return of_file(request)
+    return filler(request.encode)
 
 
 def fill(source: Iterable[Ids], room: int) -> list[Ids]:
@@ -92,7 +94,8 @@ def fill(source: Iterable[Ids], room: int) -> list[Ids]:
     while count > room:
         extra = min(count - room, len(pieces[0]))
         pieces[0] = pieces[0][extra:]
-        pieces = pieces if pieces[0] else pieces[1:]
+        if not pieces[0]:
+            pieces = pieces[1:]
         count -= extra
     return pieces
 

@@ -60,7 +60,10 @@ def _line(line: str, place: str) -> tuple[str, str | None]:
         raise HeadwiseError(
             f"{place}: give one of {', '.join(_FIELDS)}, found {', '.join(named) or 'none'}"
         )
-    answer = None if record.get("answer") is None else _text(record, "answer", place)
+    if record.get("answer") is None:
+        answer = None
+    else:
+        answer = _text(record, "answer", place)
     return _text(record, named[0], place), answer
 
 

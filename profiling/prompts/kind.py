@@ -83,7 +83,9 @@ class Prompt:
         """The answer as text that goes on from the prompt's end, its leading space included."""
         if self.finds:
             return "".join(find.lead + find.expected for find in self.finds)
-        return None if self.answer is None else f" {self.answer}"
+        if self.answer is None:
+            return None
+        return f" {self.answer}"
 
     @classmethod
     def to_find(cls, input_ids: Ids, *finds: Find, **scoring: Any) -> Prompt:

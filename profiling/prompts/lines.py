@@ -36,8 +36,14 @@ def line_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]
         name = next(word)
         number = five_digits(rng)
         needed = [_line(_VALUE, name, number)]
-        head = f"{_ASKED_FIRST.format(name)}{_HEAD}" if question_first else _HEAD
-        question = _ASKED_BACK if question_first else "\n" + _asked(_VALUE, name)
+        if question_first:
+            head = f"{_ASKED_FIRST.format(name)}{_HEAD}"
+        else:
+            head = _HEAD
+        if question_first:
+            question = _ASKED_BACK
+        else:
+            question = "\n" + _asked(_VALUE, name)
 
         def more() -> list[str]:
             return [_line(_VALUE, next(word), five_digits(rng))]

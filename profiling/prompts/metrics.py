@@ -51,7 +51,9 @@ def _chapters(text: str, references: Sequence[str]) -> float:
     """Intersection over union of the numbers before the closing tag. Both empty is 1."""
     given = set(re.findall(r"\d+", _answered(text)))
     right = set(references)
-    return len(given & right) / len(given | right) if given | right else 1.0
+    if given | right:
+        return len(given & right) / len(given | right)
+    return 1.0
 
 
 def _numbered(text: str, references: Sequence[str]) -> float:
@@ -60,7 +62,9 @@ def _numbered(text: str, references: Sequence[str]) -> float:
     for number, value in re.findall(r"(?m)^\s*(\d+)\.\s*(.*)$", _answered(text)):
         given.setdefault(number, _plain(value))
     right = [given.get(str(at)) == _plain(each) for at, each in enumerate(references, start=1)]
-    return sum(right) / len(right) if right else 1.0
+    if right:
+        return sum(right) / len(right)
+    return 1.0
 
 
 def _item(text: str, references: Sequence[str]) -> float:

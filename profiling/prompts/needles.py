@@ -76,7 +76,10 @@ VARIANTS = {
 
 def needles(request: Request, *, depth: float | None = None) -> list[Prompt]:
     """Prompts of one of the eight; `depth` is that of the needle where there is one."""
-    text = haystacks.of(request) if VARIANTS[request.name].haystack == "text" else None
+    if VARIANTS[request.name].haystack == "text":
+        text = haystacks.of(request)
+    else:
+        text = None
     return request.prompts(lambda rng: _prompt(request, text, rng, depth))
 
 
@@ -108,7 +111,10 @@ def _prompt(
             encode, lambda _: ("\n" + _needle(variant, key, next(values)) for key in keys)
         )
     assert text is not None
-    depths = [rng.random() for _ in pairs] if depth is None else [depth] * len(pairs)
+    if depth is None:
+        depths = [rng.random() for _ in pairs]
+    else:
+        depths = [depth] * len(pairs)
     ids, spans = haystacks.hide(hidden, depths, text(room, rng), len(request.ids(head)))
     finds = [
         Find(f" {pairs[at][1]}", spans[at], lead="," if which else "")
@@ -130,9 +136,10 @@ def _things(kind: Thing, rng: random.Random) -> Iterator[str]:
     seen = set()
     while True:
         number = rng.randrange(10**6, 10**7)
-        thing = (
-            str(number) if kind == "number" else str(uuid.UUID(int=rng.getrandbits(128), version=4))
-        )
+        if kind == "number":
+            thing = str(number)
+        else:
+            thing = str(uuid.UUID(int=rng.getrandbits(128), version=4))
         if thing not in seen:
             seen.add(thing)
             yield thing

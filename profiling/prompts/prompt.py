@@ -86,7 +86,9 @@ class Task:
     def name(self) -> str:
         parameters = ",".join(f"{name}={value}" for name, value in self.parameters)
         name = self.kind + (f"@{parameters}" if parameters else "")
-        return name if self.file is None else f"{name}:{self.file.name}"
+        if self.file is None:
+            return name
+        return f"{name}:{self.file.name}"
 
 
 def parse_task(text: str) -> Task:
@@ -101,7 +103,10 @@ def parse_task(text: str) -> Task:
     kind = KINDS.get(name)
     if kind is None or (colon and kind.takes_file == "no"):
         raise HeadwiseError(f"unknown task {shorten(text)}; known: {TASKS}")
-    parameters = _parameters(kind, given) if at else ()
+    if at:
+        parameters = _parameters(kind, given)
+    else:
+        parameters = ()
     if not file and (colon or kind.takes_file == "must"):
         raise HeadwiseError(f"the task {name!r} needs a file: {name}:FILE")
     if not file:
@@ -150,7 +155,8 @@ def make_prompts(
         that the
             question alone fills.
     """
-    task = parse_task(task) if isinstance(task, str) else task
+    if isinstance(task, str):
+        task = parse_task(task)
     for name, value in (("length", length), ("samples", samples)):
         if value < 1:
             raise HeadwiseError(f"{name} must be at least 1, got {value}")
@@ -171,9 +177,12 @@ def make_prompts(
 
 def per_context(task: str | Task) -> int:
     """Number of prompts of a task that share a context and its prefill."""
-    task = parse_task(task) if isinstance(task, str) else task
+    if isinstance(task, str):
+        task = parse_task(task)
     known = {parameter.name for parameter in KINDS[task.kind].parameters}
-    return int(dict(task.parameters).get("questions", 8)) if "questions" in known else 1
+    if "questions" in known:
+        return int(dict(task.parameters).get("questions", 8))
+    return 1
 
 
 def digest(prompts: Sequence[Prompt]) -> str:

@@ -133,7 +133,8 @@ FORMS = {
 
 def recalls(request: Request, *, questions: int = 8) -> list[Prompt]:
     """Make prompts of one of FORMS; `questions` share a context where it asks in a later turn."""
-    questions = questions if FORMS[request.name].turn else 1
+    if not FORMS[request.name].turn:
+        questions = 1
     made: list[Prompt] = []
     for number in range(-(-request.samples // questions)):
         made += _context(request, min(questions, request.samples - len(made)), request.rng(number))
@@ -171,7 +172,10 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
             before, after = (
                 text.format(name=thing.name, new=new.name) for text in (again.before, again.after)
             )
-            said = Thing(new.name, thing.value) if again.gives else thing
+            if again.gives:
+                said = Thing(new.name, thing.value)
+            else:
+                said = thing
         else:
             said = next(things)
             before, after = (text.format(name=said.name) for text in form.new)

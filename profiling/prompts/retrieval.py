@@ -53,7 +53,10 @@ def passkey(request: Request, *, depth: float | None = None) -> list[Prompt]:
         room = request.room(head, needle, question)
         anywhere = rng.randint(0, room)
         text = hay.tokens(room, rng)
-        at = anywhere if depth is None else round(depth * room)
+        if depth is None:
+            at = anywhere
+        else:
+            at = round(depth * room)
         before = request.ids(head, text[:at])
         span = len(before), len(before) + len(needle)
         return Prompt.to_find((*before, *needle, *text[at:], *question), Find(f" {key}", span))
@@ -85,7 +88,10 @@ def _key_values(request: Request, rng: random.Random, first: bool) -> Prompt:
             question = tail + encode(_KV_BACK)
         cut = len(haystack) + len(head) + len(question) - length
         if starts[chosen] >= cut:
-            end = starts[chosen + 1] if chosen + 1 < len(starts) else len(haystack)
+            if chosen + 1 < len(starts):
+                end = starts[chosen + 1]
+            else:
+                end = len(haystack)
             span = (len(head) + starts[chosen] - cut, len(head) + end - cut)
             return Prompt.to_find((*head, *haystack[cut:], *question), Find(value, span))
     needed = len(head) + len(question) + len(haystack) // len(pairs)
@@ -106,7 +112,10 @@ class Hay:
             HeadwiseError: it is empty, or no text.
         """
         self._request = request
-        self.text = read_text(request.text) if request.text else ""
+        if request.text:
+            self.text = read_text(request.text)
+        else:
+            self.text = ""
         self._ids = read_ids(request.encode, request.text) if request.text else None
 
     def tokens(self, room: int, rng: random.Random) -> Ids:

@@ -118,7 +118,10 @@ def stories(request: Request, *, asked: int = 16) -> list[Prompt]:
         made = made[: len(texts)]
         if len(made) < _EMPTY + 1 or (form == "retrieval" and 3 * len(made) < asked):
             raise request.too_small(f"it has {len(made)} chapters; try {2 * length}")
-        empty = set(rng.sample(range(len(made)), _EMPTY)) if form == "filtering" else set[int]()
+        if form == "filtering":
+            empty = set(rng.sample(range(len(made)), _EMPTY))
+        else:
+            empty = set[int]()
         never = {made[at].item for at in empty}
         for at, chapter in enumerate(made if never else ()):
             if at in empty or chapter.sold in never:

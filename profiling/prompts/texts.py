@@ -120,7 +120,10 @@ def far_copies(ids: Ids, *, context: int = _CONTEXT, far: int | None = None) -> 
 
     far: how many tokens the latest occurrence must at least be back; a quarter of the text if None.
     """
-    least = len(ids) // _FAR if far is None else far
+    if far is None:
+        least = len(ids) // _FAR
+    else:
+        least = far
     latest: dict[Ids, int] = {}
     copies = []
     for at in range(context, len(ids)):

@@ -75,7 +75,10 @@ def prefilled(
         logits, held = _prefill(model, context, kept, cache() if cache else None, chunk)
         rows = logits.split([*map(len, positions), 1])
         for number, scored in zip(numbers, rows, strict=False):
-            own = held if number == numbers[-1] else copy.deepcopy(held)
+            if number == numbers[-1]:
+                own = held
+            else:
+                own = copy.deepcopy(held)
             last = rows[-1][0]
             if turn := prompts[number].input_ids[len(context) :]:
                 last = fed(model, turn, own)[-1]

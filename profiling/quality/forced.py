@@ -77,7 +77,10 @@ def forced(logits: Tensor, right: Ids) -> ForcedAnswer:
 def scored_answers(prompt: Prompt, start: Prefilled) -> tuple[ForcedAnswer, ...]:
     """Score the answer spans inside a prompt by its prefill."""
     sizes = [stop - first for first, stop in prompt.scored]
-    rows = start.scored.split(sizes) if sizes else ()
+    if sizes:
+        rows = start.scored.split(sizes)
+    else:
+        rows = ()
     spans = zip(prompt.scored, rows, strict=True)
     return tuple(forced(logits, prompt.context[first:stop]) for (first, stop), logits in spans)
 

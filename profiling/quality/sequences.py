@@ -275,7 +275,9 @@ class Reference:
 
 def _split(values: Tensor, sizes: list[int]) -> Sequence[Tensor]:
     """Values of each answer; empty without answers."""
-    return values.split(sizes) if sizes else ()
+    if sizes:
+        return values.split(sizes)
+    return ()
 
 
 def _divergence(dense: _Predicted, other: _Predicted) -> Tensor:

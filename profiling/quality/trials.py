@@ -72,8 +72,14 @@ def _answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> d
             "token_accuracy": fmean(answer.token_accuracy for answer in inside),
             "nll": fmean(answer.mean for answer in inside),
         }
-    right = answer_ids(tokenizer, prompt) if asks(prompt) else ()
-    wrong = _wrong_losses(model, tokenizer, prompt, start) if right else []
+    if asks(prompt):
+        right = answer_ids(tokenizer, prompt)
+    else:
+        right = ()
+    if right:
+        wrong = _wrong_losses(model, tokenizer, prompt, start)
+    else:
+        wrong = []
     limit = new_tokens(tokenizer, prompt)
     given, logits = decoded(model, start, limit, ends(model, tokenizer), right)
     text = text_of(tokenizer, given)
@@ -81,7 +87,10 @@ def _answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> d
     if logits is None:
         return record | {"token_accuracy": None, "nll": None, "choice": None}
     fit = forced(logits, right)
-    choice = float(fit.mean < min(wrong)) if wrong else None
+    if wrong:
+        choice = float(fit.mean < min(wrong))
+    else:
+        choice = None
     return record | {"token_accuracy": fit.token_accuracy, "nll": fit.mean, "choice": choice}
 
 

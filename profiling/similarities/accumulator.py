@@ -69,7 +69,9 @@ class Accumulator:
 
     @property
     def hit(self) -> Tensor | None:
-        return torch.stack(self._hits).mean(0) if self._hits else None
+        if self._hits:
+            return torch.stack(self._hits).mean(0)
+        return None
 
     @property
     def error(self) -> Tensor:

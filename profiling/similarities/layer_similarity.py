@@ -46,7 +46,8 @@ def measure(
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     config = resolve(config, loaded.name, model.max_positions)
     tasks = [parse_task(task) for task in config.tasks]
-    prompts = prompts_of(config, loaded.tokenizer) if prompts is None else prompts
+    if prompts is None:
+        prompts = prompts_of(config, loaded.tokenizer)
     arrays: dict[str, np.ndarray] = {}
     total = sum(map(len, prompts.values())) * config.steps
     with phase("decoding", total, "steps") as shown:

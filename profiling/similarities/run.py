@@ -58,7 +58,10 @@ def report(profile: Profile) -> str:
     ]
     for task in profile.tasks:
         later = profile.mass(task)[np.triu_indices(profile.num_layers, 1)]
-        kept = f"{np.nanmean(later):.3f}" if np.isfinite(later).any() else "-"
+        if np.isfinite(later).any():
+            kept = f"{np.nanmean(later):.3f}"
+        else:
+            kept = "-"
         reach = profile.ability(task)
         hit = profile.hit(task)
         best = [
@@ -67,7 +70,10 @@ def report(profile: Profile) -> str:
             if np.isfinite(reach[at])
         ]
         shown = ", ".join(f"{reach[at]:.3f} ({at})" for at in best)
-        best_hit = "-" if hit is None else f"{np.nanmax(hit):.2f} ({int(np.nanargmax(hit))})"
+        if hit is None:
+            best_hit = "-"
+        else:
+            best_hit = f"{np.nanmax(hit):.2f} ({int(np.nanargmax(hit))})"
         missed = f"{np.nanmean(profile.variability(task)):.3f}"
         lines.append(f"{task:<{size}}  {kept:>6}  {shown:<32}{best_hit:>14}  {missed:>18}")
     apart = profile.agreement[np.triu_indices(len(profile.tasks), 1)]

@@ -148,7 +148,8 @@ def load_profile(path: str | Path) -> Profile:
     from safetensors import SafetensorError, safe_open
 
     file = Path(path)
-    file = file / FILE if file.is_dir() else file
+    if file.is_dir():
+        file = file / FILE
     shown = shorten(str(file), 200)
     if not file.is_file():
         raise HeadwiseError(
@@ -184,7 +185,10 @@ def _check(profile: Profile, shown: str) -> None:
     for name, shape in shapes.items():
         array = profile.arrays.get(name)
         if array is None or array.shape != shape:
-            fault = "is missing" if array is None else f"has the shape {array.shape}"
+            if array is None:
+                fault = "is missing"
+            else:
+                fault = f"has the shape {array.shape}"
             raise HeadwiseError(
                 f"{shown}: {name} {fault}, it must have the shape {shape}: measure again"
             )

@@ -152,7 +152,10 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
 
     # Behind a past the causal mask ends at the last key.
     past = k.shape[2] > q.shape[2]
-    mask = causal_lower_right(q.shape[2], k.shape[2]) if past else None
+    if past:
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+    else:
+        mask = None
 
     def sdpa() -> Tensor:
         attention = torch.nn.functional.scaled_dot_product_attention

@@ -151,7 +151,10 @@ def _times(speedup: Speedup, name: str, baseline: str) -> str:
     bounds = speedup.bounds.get(name)
     alike = bounds is not None and bounds[0] <= 1 <= bounds[1]
     if ratio < 1 and not alike:
-        around = f" ({1 / bounds[1]:.2f} to {1 / bounds[0]:.2f})" if bounds else ""
+        if bounds:
+            around = f" ({1 / bounds[1]:.2f} to {1 / bounds[0]:.2f})"
+        else:
+            around = ""
         return f"{1 / ratio:.2f} times SLOWER{around} than {baseline}"
     around = ""
     if bounds:

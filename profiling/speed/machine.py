@@ -125,7 +125,10 @@ def _kernels(reason: str | None) -> dict[str, Any]:
     """Describe origin and engines of the kernels. reason: of their absence."""
     if reason is not None:
         return {"cpu": "reference", "reason": reason, "engines": {}, "why_no_tiles": reason}
-    brought = None if os.environ.get("CXX") else prebuilt.find()
+    if os.environ.get("CXX"):
+        brought = None
+    else:
+        brought = prebuilt.find()
     engines = {dtype: cpu.engines(getattr(torch, dtype)) for dtype in ("bfloat16", "float32")}
     return {
         "cpu": "prebuilt" if brought else "compiled",

@@ -74,7 +74,9 @@ class Series:
             stretch for end, stretch in zip(self.ends, self.stretches, strict=True) if end > start
         ]
         count = sum(stretch.tokens for stretch in after)
-        return sum(stretch.nll for stretch in after) / count if count else math.nan
+        if count:
+            return sum(stretch.nll for stretch in after) / count
+        return math.nan
 
 
 def rows(series: Sequence[Series], stream: TokenStream, whole: int, task: str) -> list[Row]:
@@ -128,7 +130,9 @@ def _ratio_to(
 
 
 def _exp(nll: float) -> float:
-    return math.exp(nll) if nll < 700 else math.inf
+    if nll < 700:
+        return math.exp(nll)
+    return math.inf
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -137,7 +141,10 @@ def table(rows: Sequence[Row]) -> str:
     lines = [[*header, "cache MiB", "process MiB"]]
     for row in rows:
         quality = [f"{row.perplexity:.2f}", f"{row.last_quarter:.2f}", _ratio(row)]
-        accuracy = "-" if row.accuracy is None else f"{row.accuracy:.3f}"
+        if row.accuracy is None:
+            accuracy = "-"
+        else:
+            accuracy = f"{row.accuracy:.3f}"
         sizes = [_mib(row.cache_bytes), _mib(row.process_bytes)]
         lines.append([row.method, *quality, accuracy, f"{1e3 * row.token_seconds:.2f}", *sizes])
     return "\n".join(aligned(lines))
@@ -152,7 +159,9 @@ def _ratio(row: Row) -> str:
 
 
 def _mib(size: int | None) -> str:
-    return "-" if size is None else f"{size / _MIB:.1f}"
+    if size is None:
+        return "-"
+    return f"{size / _MIB:.1f}"
 
 
 def report(config: Streamed, rows: Sequence[Row], record: dict[str, Any]) -> str:
@@ -277,5 +286,8 @@ def _fewer(
     measured = np.isfinite(y)
     x = x[measured]
     y = y[measured]
-    parts = np.array_split(np.arange(len(x)), min(len(x), _POINTS)) if len(x) else []
+    if len(x):
+        parts = np.array_split(np.arange(len(x)), min(len(x), _POINTS))
+    else:
+        parts = []
     return np.array([x[p[-1]] for p in parts]), np.array([y[p].mean() for p in parts])

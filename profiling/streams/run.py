@@ -56,9 +56,10 @@ def _written(
 ) -> tuple[list[Row], dict[str, Any]]:
     """Make rows and record of a finished stream, time it where asked for, and write files."""
     whole = config.sinks + config.window
-    seconds = (
-        speeds(loaded, config.all_methods, stream, whole, config.timed) if config.timed else {}
-    )
+    if config.timed:
+        seconds = speeds(loaded, config.all_methods, stream, whole, config.timed)
+    else:
+        seconds = {}
     figures = rows(series, stream, whole, config.task)
     record = {
         "command": config.command,
@@ -149,9 +150,15 @@ def _measure(
 
 
 def _caption(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> str:
-    again = f", begun again {stream.repeats} times" if stream.repeats else ""
+    if stream.repeats:
+        again = f", begun again {stream.repeats} times"
+    else:
+        again = ""
     versions = ", ".join(f"{name} {value}" for name, value in environment(config.device).items())
-    every = "at the answers" if config.task == "stream_eval" else f"at one token in {config.stride}"
+    if config.task == "stream_eval":
+        every = "at the answers"
+    else:
+        every = f"at one token in {config.stride}"
     return (
         f"{loaded.name}, {config.dtype} on {config.device}; {stream.name}, {stream.tokens} "
         f"tokens{again}; "

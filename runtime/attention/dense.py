@@ -115,12 +115,21 @@ def default_attention(call: Call) -> tuple[Tensor, Tensor | None]:
         or call.sinks is not None
         or call.wants_weights
     )
-    eager = eager_attention(module) if needs_eager else None
+    if needs_eager:
+        eager = eager_attention(module)
+    else:
+        eager = None
     if eager is None:
-        plain = mask.for_dense() if isinstance(mask, PrefillMask) else mask
+        if isinstance(mask, PrefillMask):
+            plain = mask.for_dense()
+        else:
+            plain = mask
         result = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, plain, **given)
         return result
-    plain = mask.read() if isinstance(mask, PrefillMask) else mask
+    if isinstance(mask, PrefillMask):
+        plain = mask.read()
+    else:
+        plain = mask
     if plain is None and q.shape[2] > 1 and call.causal:
         # sdpa's meaning of no mask: queries start at the first key.
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)

@@ -30,7 +30,10 @@ def attend_evicting(call: Call, cache: Any) -> Tensor:
     if why is not None:
         raise HeadwiseError(f"a cache that drops tokens cannot serve this call: {why}")
     layer.count("kept")
-    scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    if call.scale is None:
+        scale = call.query.shape[-1] ** -0.5
+    else:
+        scale = call.scale
     options: dict[str, Any] = {"scale": scale, "softcap": call.softcap}
 
     def prefill(q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, ...] | None = None) -> Tensor:
@@ -39,10 +42,16 @@ def attend_evicting(call: Call, cache: Any) -> Tensor:
             kernel, reason = kernel_for(settings.backend, q, k, v)
 
             def by_patterns(_: Call) -> Tensor:
-                some = plan if heads is None else plan.of(heads)
+                if heads is None:
+                    some = plan
+                else:
+                    some = plan.of(heads)
                 return launch(q, k, v, some.build(q, k, scale=scale), **options, backend=kernel)[0]
 
-            out = attempt(call, by_patterns) if reason is None else None
+            if reason is None:
+                out = attempt(call, by_patterns)
+            else:
+                out = None
             if isinstance(out, Tensor):
                 layer.count("sparse")
                 return out

@@ -60,7 +60,9 @@ class PrefillMask(StandIn):
         if may_skip not in self._made:
             self._made[may_skip] = self._make(may_skip)
         mask = self._made[may_skip]
-        return None if mask is None else mask.to(self.device)
+        if mask is None:
+            return None
+        return mask.to(self.device)
 
     def _moved(self, device: torch.device) -> PrefillMask:
         moved = PrefillMask(self.context, self._make, dtype=self.dtype, device=device)
@@ -118,7 +120,10 @@ def headwise_mask(batch_size: int, q_length: int, kv_length: int, **more: Any) -
     if given.get("mask_function") is None:
         given["mask_function"] = causal_mask_function
     # Traced code reads no table of applications: any change of it would have the graph made again.
-    settings = None if torch.compiler.is_compiling() else settings_of(more.get("config"))
+    if torch.compiler.is_compiling():
+        settings = None
+    else:
+        settings = settings_of(more.get("config"))
     if settings is None:
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given)
     window = more.get("local_size")
@@ -190,7 +195,10 @@ class _MaskRequest:
 
     def mask(self) -> Tensor | None:
         """A PrefillMask, or the mask of dense attention."""
-        context = self._evicting() if self.settings.evicts else self._prefill()
+        if self.settings.evicts:
+            context = self._evicting()
+        else:
+            context = self._prefill()
         if context is not None:
             return self._lazy(context)
         mask = self.dense(**self.given)

@@ -107,7 +107,10 @@ class Settings:
 
     def refuse(self, reason: str, detail: str = "") -> None:
         """Raise if strict, as a call cannot be sparse; otherwise warn once for each reason."""
-        line = f"{reason}: {detail}" if detail else reason
+        if detail:
+            line = f"{reason}: {detail}"
+        else:
+            line = reason
         if self.strict:
             raise HeadwiseError(f"cannot serve this call sparsely: {line}")
         self.warn_once(reason, f"serving densely: {line}")

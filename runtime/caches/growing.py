@@ -64,7 +64,9 @@ class GrowingLayer(DynamicLayer):
     @property
     def batch(self) -> int:
         """Sequences, 0 before the first token."""
-        return self.keys.shape[0] if self.get_seq_length() else 0
+        if self.get_seq_length():
+            return self.keys.shape[0]
+        return 0
 
     def reset(self) -> None:
         # transformers before 5.17 keeps the length and zeroes the tokens.
@@ -146,7 +148,10 @@ class FilterLayer(GrowingLayer):
             left = self.get_seq_length()
             kept = sum(written <= left for written in self._written)
             self._written = self._written[:kept]
-            self.history = self.history[:, :kept, :left] if kept else None
+            if kept:
+                self.history = self.history[:, :kept, :left]
+            else:
+                self.history = None
 
     def reset(self) -> None:
         self.history = None
@@ -174,11 +179,15 @@ class BankedLayer(GrowingLayer):
         self._banked: int | None = None
 
     def get_seq_length(self) -> int:
-        return super().get_seq_length() if self._banked is None else self._banked
+        if self._banked is None:
+            return super().get_seq_length()
+        return self._banked
 
     @property
     def batch(self) -> int:
-        return super().batch if self._banked is None else self.bank.batch
+        if self._banked is None:
+            return super().batch
+        return self.bank.batch
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

@@ -54,7 +54,9 @@ class H2O(Policy):
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend."""
         outs = [self._attend(part) for part in self._parts(call)]
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+        if len(outs) == 1:
+            return outs[0]
+        return torch.cat(outs, dim=2)
 
     def size(self, needed: int) -> int:
         """See Policy.size; with budgets that are counts it never grows beyond their sum."""

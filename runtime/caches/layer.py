@@ -80,7 +80,9 @@ class PolicyLayer(CacheLayerMixin):
                     heads *= len(group.heads)
                 kept += heads * policy.kept
                 count += heads
-        return kept / count if count else 0.0
+        if count:
+            return kept / count
+        return 0.0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype = key_states.dtype

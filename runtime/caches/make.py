@@ -147,7 +147,10 @@ def check_rows(section: KVCache, modules: dict[int, nn.Module]) -> None:
     """
     sliding = sliding_layers(modules)
     for number in modules:
-        row = section.layers[number] if number < len(section.layers) else None
+        if number < len(section.layers):
+            row = section.layers[number]
+        else:
+            row = None
         if number in sliding and row is not None:
             raise HeadwiseError(
                 f"kv_cache.layers[{number}] must be null: the layer slides over a window already"

@@ -37,7 +37,10 @@ class Rotation:
         self._layer_type = getattr(module, "layer_type", None)
         self._takes_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
         kinds = getattr(self._rotary, "rope_type", "default")
-        kind = kinds.get(self._layer_type, "default") if isinstance(kinds, dict) else kinds
+        if isinstance(kinds, dict):
+            kind = kinds.get(self._layer_type, "default")
+        else:
+            kind = kinds
         if kind in ("dynamic", "longrope"):
             raise self._refused(f"its rotary embedding of type {kind!r} changes with the length")
         self._known: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
@@ -53,7 +56,10 @@ class Rotation:
 
     def _angles(self, by: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines (1, n, D), without an embedding's factor on attention: x has it."""
-        key = tuple(by.tolist()) if by.numel() == 1 else None
+        if by.numel() == 1:
+            key = tuple(by.tolist())
+        else:
+            key = None
         if key is not None and key in self._known and self._known[key][0].device == device:
             return self._known[key]
         assert self._rotary is not None

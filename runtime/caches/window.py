@@ -81,7 +81,9 @@ class Window(Policy):
         self.kept = min(total, slots)
         if total > slots:
             self.settled = total
-        return self._one(call) if out is None else out
+        if out is None:
+            return self._one(call)
+        return out
 
     def size(self, needed: int) -> int:
         """See Policy.size."""

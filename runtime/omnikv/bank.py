@@ -151,7 +151,10 @@ class Bank:
         width = tokens.shape[-1]
         if self.slots is None or self.slots.shape[1] < width or self.slots.shape[2] != self.batch:
             # A budget that is a fraction of the context grows with it.
-            size = width if self.slots is None else width + width // 8
+            if self.slots is None:
+                size = width
+            else:
+                size = width + width // 8
             shape = (self.layers, size, self.batch, self.row.width)
             with torch.inference_mode(False):
                 self.slots = torch.empty(shape, dtype=self.row.dtype, device=self.lane.device)
@@ -283,7 +286,10 @@ class Bank:
         tokens = tokens[by_token]
         places = places[by_token]
         # Rows of one layer alone have slots of their own.
-        to = layers if slots.shape[0] > 1 else torch.zeros_like(layers)
+        if slots.shape[0] > 1:
+            to = layers
+        else:
+            to = torch.zeros_like(layers)
         targets = (to[:, None] * slots.shape[1] + places) * self.batch + sequences
         bounds = [0, *accumulate(page.shape[1] for page in self.pages)]
         cuts = torch.searchsorted(tokens, torch.tensor(bounds)).tolist()

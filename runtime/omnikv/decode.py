@@ -152,7 +152,10 @@ class OmniKV(Selector):
             queries = q[:, :, -min(self.section.window, MAX_QUERIES, q_len) :]
             scores = self._scores(queries, fetched(k), starts=starts, **options)[:, :, :past]
             pasts[layer] = Past.of(self.of_all_heads(scores), most, q_len, firsts, starts)
-        chosen = None if role.filter is None else pasts.get(role.filter)
+        if role.filter is None:
+            chosen = None
+        else:
+            chosen = pasts.get(role.filter)
         if chosen is None or (chosen.q_len, chosen.before) != (q_len, past):
             return None
         return chosen.attend(q, k, v, backend=backend, **options)

@@ -73,7 +73,9 @@ class Reads:
             sums = {layer: both.tolist() for layer, both in self._sums.items()}
         means = {layer: count / steps for layer, (count, steps) in sums.items() if steps}
         read = [means[role.filter] for role in roles.values() if role.filter in means]
-        return sum(read) / len(read) if read else None
+        if read:
+            return sum(read) / len(read)
+        return None
 
 
 class Selector:
@@ -181,4 +183,6 @@ def _best(
 def filter_cache(keys: Tensor) -> Any | None:
     """Cache of the filter layer (FilterLayer) whose update() returned these keys, None if other."""
     reference = getattr(keys, "headwise_cache", None)
-    return None if reference is None else reference()
+    if reference is None:
+        return None
+    return reference()

@@ -32,7 +32,9 @@ def stats(worker: Any = None) -> dict[str, Any]:
     from runtime.vllm.engine import latest
 
     engine = latest()
-    return {} if engine is None else engine.report()
+    if engine is None:
+        return {}
+    return engine.report()
 
 
 class Stats:

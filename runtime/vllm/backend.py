@@ -54,7 +54,9 @@ def sparse_backend(parent: Any, name: str, known_as: str) -> Any:
 
         @staticmethod
         def get_impl_cls() -> Any:
-            return Impl if _serves() else parent.get_impl_cls()
+            if _serves():
+                return Impl
+            return parent.get_impl_cls()
 
         @staticmethod
         def get_builder_cls() -> Any:

@@ -151,9 +151,15 @@ def groups_of(
             requests = _moved(torch.tensor(numbers), table)
         k_lens = [chunk.k_len for chunk in alike]
         own = torch.tensor(k_lens, dtype=torch.int32)
-        ends = _moved(own, table) if lengths is None else lengths[requests]
+        if lengths is None:
+            ends = _moved(own, table)
+        else:
+            ends = lengths[requests]
         rows = _moved(rows_of(alike), table)
-        k_len = None if captured else max(k_lens)
+        if captured:
+            k_len = None
+        else:
+            k_len = max(k_lens)
         groups.append(Group(tuple(alike), q_len, rows, table[requests], ends, k_len, {}))
     return tuple(groups)
 
@@ -217,4 +223,6 @@ def rows_of(chunks: Sequence[Chunk]) -> slice | Tensor:
 
 def _moved(x: Any, to: Tensor) -> Any:
     """Move a tensor to another's device; a slice stays."""
-    return x if isinstance(x, slice) else x.to(to.device, non_blocking=True)
+    if isinstance(x, slice):
+        return x
+    return x.to(to.device, non_blocking=True)

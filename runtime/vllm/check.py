@@ -144,7 +144,9 @@ def full_layers(config: Any, count: int) -> list[int]:
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return [layer for layer in range(count) if "sliding" not in kinds[layer]]
-    return list(range(count)) if getattr(config, "sliding_window", None) is None else []
+    if getattr(config, "sliding_window", None) is None:
+        return list(range(count))
+    return []
 
 
 def grouped(layers: Iterable[tuple[int, str]]) -> dict[str, str]:
@@ -202,9 +204,15 @@ def _layers(artifact: Artifact, full: list[int]) -> list[str]:
     keeps = keeps_of(artifact)
     served = []
     for layer in range(artifact.model.num_layers):
-        why = why_dense(artifact, layer, keeps.get(layer)) if layer in full else "it slides"
+        if layer in full:
+            why = why_dense(artifact, layer, keeps.get(layer))
+        else:
+            why = "it slides"
         served.append((layer, why or SPARSE))
-    roles = {} if artifact.decode is None else roles_of(artifact.decode.omnikv, full)
+    if artifact.decode is None:
+        roles = {}
+    else:
+        roles = roles_of(artifact.decode.omnikv, full)
     kept = [(layer, str(each)) for layer, each in keeps.items()]
     return summary(served, kept, roles)
 

@@ -69,7 +69,10 @@ class Counters:
     def fell_back(self, reason: str, detail: str = "") -> None:
         """Count a step that a layer left to dense attention. Each reason is logged once."""
         self._add("fallbacks", reason)
-        line = f"{reason}: {detail}" if detail else reason
+        if detail:
+            line = f"{reason}: {detail}"
+        else:
+            line = reason
         if line not in self._warned:
             self._warned.add(line)
             log.warning("a layer's step is served densely: %s", line)

@@ -196,7 +196,10 @@ class Engine:
             first = _rank() * impl.num_heads
             heads = slice(first, first + impl.num_heads)
             plan = part_of(self._plans.get(number), heads, impl.num_kv_heads)
-        role = None if self.chooser is None else self.chooser.role(number)
+        if self.chooser is None:
+            role = None
+        else:
+            role = self.chooser.role(number)
         owned = any(x is not None for x in (self.dense, plan, role, keeps))
         return ServedLayer(
             number=number,
@@ -223,7 +226,9 @@ class Engine:
 def number_of(layer_name: str) -> int | None:
     """Number of a layer in vLLM's name for it, None where the name has none or several."""
     numbers = [int(part) for part in layer_name.split(".") if part.isdecimal()]
-    return numbers[0] if len(numbers) == 1 else None
+    if len(numbers) == 1:
+        return numbers[0]
+    return None
 
 
 def why_unserved(module: Any) -> str | None:
@@ -272,7 +277,9 @@ def makes_drafts(config: Any) -> bool:
 
 def latest() -> Engine | None:
     """Latest engine of this process."""
-    return None if _latest is None else _latest[1]
+    if _latest is None:
+        return None
+    return _latest[1]
 
 
 def _rank() -> int:

@@ -131,7 +131,9 @@ class Stream(Keeps):
         last = torch.where(last < ends, last, PAD)
         tokens = torch.cat([first, last], dim=1)
         # Padding goes to the end: few requests are as short as that.
-        return tokens.sort(dim=1).values if sinks else tokens
+        if sinks:
+            return tokens.sort(dim=1).values
+        return tokens
 
 
 class Snap(Keeps):

@@ -54,7 +54,10 @@ class Options(Record):
 
 def options_of(additional_config: Any) -> Options | None:
     """Options of an engine's additional configuration, if any; HeadwiseError for bad ones."""
-    value = additional_config.get(KEY) if isinstance(additional_config, dict) else None
+    if isinstance(additional_config, dict):
+        value = additional_config.get(KEY)
+    else:
+        value = None
     if value is None:
         return None
     given = {"artifact": value} if isinstance(value, str) else value

@@ -117,7 +117,10 @@ class LayerStep:
             scores=scores,
             **self.options,
         )
-        out = done.out if self.v_scale == 1 else done.out * self.v_scale
+        if self.v_scale == 1:
+            out = done.out
+        else:
+            out = done.out * self.v_scale
         self.output[group.rows] = out.transpose(1, 2).flatten(0, 1)
         return done.scores
 

@@ -228,7 +228,9 @@ def _policy(share: float, normalised: bool) -> Full | H2O:
 
 
 def _name(share: float) -> str:
-    return "full" if share >= 1 else f"h2o_{share:.4g}"
+    if share >= 1:
+        return "full"
+    return f"h2o_{share:.4g}"
 
 
 def diverged(

@@ -148,7 +148,10 @@ def _patterns(artifact: Artifact) -> list[str]:
         )
     for kind, count in scores.winners.items():
         lines.append(f"  {kind:<16}{count:>5}  {count / heads:6.1%}")
-    tail = f"the last {prefill.dense_tail} queries, and " if prefill.dense_tail else ""
+    if prefill.dense_tail:
+        tail = f"the last {prefill.dense_tail} queries, and "
+    else:
+        tail = ""
     return [
         *lines,
         f"recall   {scores.recall:.4f}",
@@ -201,4 +204,6 @@ def _next(out: Path, model: str) -> str:
 
 def _of(seconds: float) -> str:
     """Seconds in two digits or three."""
-    return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.3f}"
+    if seconds >= 1:
+        return f"{seconds:.1f}"
+    return f"{seconds:.3f}"

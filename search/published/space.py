@@ -48,7 +48,10 @@ def bounds(start: Pattern, length: int) -> tuple[int, int]:
     """The fewest steps with positive sizes, and the most that still matter at `length` tokens."""
     largest = max(sizes(start).values())
     step = _step(start)
-    most = num_tiles(length) if start.kind == "block_sparse" else length
+    if start.kind == "block_sparse":
+        most = num_tiles(length)
+    else:
+        most = length
     return -((largest - 1) // step), max(0, -(-(most - largest) // step))
 
 
