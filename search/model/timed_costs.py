@@ -107,7 +107,8 @@ def _time(
     # Of the layers that are timed: an allocation gives each layer another share.
     each = len(run.layers) / len(timings.layers)
     layers = list(timings.layers)
-    predicted = [each * float(one.pick(heads.costs[one.tail])[layers].sum()) for one in mixed]
+    costs = [mix.pick(heads.costs[mix.tail])[layers].sum() for mix in mixed]
+    predicted = [each * float(cost) for cost in costs]
     seconds = [timings.seconds[str(at)] for at in range(len(mixed))]
     scale, overhead = line_through(predicted, seconds)
     fit = [scale, overhead / (len(run.layers) * model.num_heads)]
