@@ -19,6 +19,12 @@ def test_canonical_form():
     assert canonical_json((1, 2)) == canonical_json([1, 2])
 
 
+def test_keys_are_sorted_by_utf_16():
+    # U+10000 is written as two units from D800 on, which come before E000.
+    value = {"\ue000": 1, "\U00010000": 2}
+    assert canonical_json(value) == rfc8785.dumps(value) == '{"\U00010000":2,"\ue000":1}'.encode()
+
+
 WHOLE = st.integers(-(2**53) + 1, 2**53 - 1)
 # Every float there is, not only those that are likely.
 FLOATS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import threading
@@ -22,7 +23,7 @@ from artifacts import (
 )
 from artifacts.schema.kv_cache import POLICY_KINDS
 from artifacts.schema.patterns import KINDS
-from artifacts.store.sidecar import Sidecar
+from artifacts.store.sidecar import Sidecar, to_bytes
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -208,6 +209,18 @@ def test_a_reader_between_yaml_and_sidecar_takes_the_new_pair(saved, make, array
 
     monkeypatch.setattr(store, "read_yaml", read)
     assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
+
+
+def test_a_sidecar_that_changes_under_a_reader_is_refused(tmp_path):
+    # More than a buffer of the reader holds.
+    data = bytearray(to_bytes({"x": np.arange(100_000)}))
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(data)
+    sidecar = Sidecar(file, hashlib.sha256(data).hexdigest())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(HeadwiseError, match="changed while it was read"):
+        sidecar["x"]
 
 
 def test_sidecar_names_carry_their_digest(saved):

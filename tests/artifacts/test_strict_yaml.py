@@ -135,6 +135,7 @@ def test_refused(text, why):
 def test_what_is_just_within_the_bounds_is_read():
     assert len(parse("[" + "1, " * (MAX_VALUES - 2) + "1]")) == MAX_VALUES - 1
     parse("[" * MAX_DEPTH + "]" * MAX_DEPTH)
+    parse("[" + "[], " * MAX_DEPTH + "[]]")
 
 
 def test_percent_signs_within_lines_are_text():

@@ -111,6 +111,7 @@ def test_facts_lead_to_the_answer(number: int) -> None:
         ("numbered", ["red hat", "Nafop"], "1. The red hat.\n2. nafop\n</answer>", 1),
         ("numbered", ["red hat", "Nafop"], "2. Nafop\n1. a blue hat", 1 / 2),
         ("numbered", ["red hat", "Nafop"], "1. Nafop\n2. red hat", 0),
+        ("numbered", ["red hat"], "1. red hat\n1. blue hat", 1),
         ("item", ["red hat"], "<explanation>...</explanation><answer>The Red Hat</answer>", 1),
         ("item", ["red hat"], "red hat and shoes", 0),
     ],

@@ -1,0 +1,436 @@
+"""Modules broken by hand, a line each: the tests named beside the line must fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("artifacts", "headwise", "kernels", "profiling", "runtime", "search", "tests")
+# Of each package: module, its text, the broken text, and the tests that must notice.
+MUTATIONS = {
+    "artifacts": [
+        (
+            "store/hashing.py",
+            '"created_at")',
+            ")",
+            "artifacts/test_hashing.py artifacts/test_store.py",
+        ),
+        (
+            "store/hashing.py",
+            "if 0 < point <= 21:",
+            "if 0 < point < 21:",
+            "artifacts/test_hashing.py",
+        ),
+        (
+            "store/hashing.py",
+            "if -6 < point <= 0:",
+            "if -5 < point <= 0:",
+            "artifacts/test_hashing.py",
+        ),
+        ("store/hashing.py", '"utf-16-be"', '"utf-8"', "artifacts/test_hashing.py"),
+        (
+            "store/pair.py",
+            "if old is not None and old != new:",
+            "if old is not None:",
+            "artifacts/test_store.py",
+        ),
+        ("store/pair.py", "    _clear_unfinished(path)\n", "", "artifacts/test_writers.py"),
+        (
+            "store/sidecar.py",
+            "if read != entry.nbytes or not self._unchanged():",
+            "if read != entry.nbytes:",
+            "artifacts/test_store.py",
+        ),
+        (
+            "store/strict_yaml.py",
+            "if key.value in result:",
+            "if False:",
+            "artifacts/test_strict_yaml.py",
+        ),
+        (
+            "store/strict_yaml.py",
+            "            depth -= 1\n",
+            "            depth -= 0\n",
+            "artifacts/test_strict_yaml.py",
+        ),
+        (
+            "store/strict_yaml.py",
+            "abs(int(text)) <= 2**53",
+            "abs(int(text)) <= 2**54",
+            "artifacts/test_strict_yaml.py",
+        ),
+        (
+            "schema/growth.py",
+            "ratio = -(-length // TILE)",
+            "ratio = (length // TILE)",
+            "test_kinds.py",
+        ),
+        ("schema/growth.py", "max(1, min(round(", "max(0, min(round(", "test_kinds.py"),
+        (
+            "analysis/density.py",
+            "return (whole + computed) / causal",
+            "return computed / causal",
+            "test_density.py",
+        ),
+        (
+            "analysis/density.py",
+            "bisect_left(own, behind)",
+            "bisect_left(own, behind + 1)",
+            "test_density.py",
+        ),
+        (
+            "analysis/merging.py",
+            "        model = _one_model(model, part, prefill)\n",
+            "",
+            "artifacts/test_merging.py",
+        ),
+        (
+            "analysis/merging.py",
+            'if section_of(name) == "prefill"',
+            "if True",
+            "artifacts/test_merging.py",
+        ),
+        (
+            "interop/duo_attention.py",
+            "math.ceil(sparsity * (len(values) - 1))",
+            "round(sparsity * len(values))",
+            "artifacts/test_kv_heads.py",
+        ),
+        (
+            "interop/duo_attention.py",
+            '["recent_size"] + 1)',
+            '["recent_size"])',
+            "artifacts/test_kv_heads.py",
+        ),
+    ],
+    "runtime": [
+        (
+            "attention/function.py",
+            "alone.mask = causal_mask(alone.query, alone.key)",
+            "pass",
+            "runtime/test_batches.py",
+        ),
+        (
+            "attention/function.py",
+            '"softcap": call.softcap, "sinks": call.sinks}\n    out: Tensor = launch',
+            '"softcap": None, "sinks": call.sinks}\n    out: Tensor = launch',
+            "runtime/test_architectures.py",
+        ),
+        (
+            "attention/function.py",
+            "index = plan.build(q, k, scale=call.scale, ragged=ragged)",
+            "index = plan.build(q, k, ragged=ragged)",
+            "runtime/test_architectures.py",
+        ),
+        (
+            "attention/function.py",
+            "if heads != layer.planned_heads:",
+            "if False:",
+            "runtime/test_faults.py",
+        ),
+        (
+            "attention/layout.py",
+            "if not alike or parts[0].q_len != self.q_len:",
+            "if False:",
+            "runtime/test_batches.py",
+        ),
+        (
+            "attention/layout.py",
+            "part.k_len >= dense_below and",
+            "part.k_len > 0 and",
+            "runtime/test_batches.py",
+        ),
+        (
+            "attention/mask.py",
+            "    return _same(mask_function, sliding_window_causal_mask_function(window))",
+            "    return True",
+            "runtime/test_masks.py",
+        ),
+        (
+            "attention/mask.py",
+            "        return mask_function is causal_mask_function",
+            "        return True",
+            "runtime/test_masks.py",
+        ),
+        ("attention/state.py", "if self.dropout:", "if False:", "runtime/test_fallbacks.py"),
+        (
+            "caches/window.py",
+            "token - (self.sinks + self.window - 1)",
+            "token - (self.sinks + self.window)",
+            "conformance/test_cache_policies.py",
+        ),
+        (
+            "caches/window.py",
+            "(begin - self.sinks) % self.window",
+            "begin % self.window",
+            "conformance/test_cache_policies.py",
+        ),
+        (
+            "caches/h2o.py",
+            "latest = self.seen - tokens",
+            "latest = self.seen + 1 - tokens",
+            "conformance/test_cache_policies.py",
+        ),
+        (
+            "caches/h2o.py",
+            "scores += result.scores",
+            "scores[:] = result.scores",
+            "conformance/test_cache_policies.py",
+        ),
+        (
+            "caches/h2o.py",
+            "self.seen if self.record.normalised else None",
+            "None",
+            "conformance/test_cache_policies.py",
+        ),
+        (
+            "caches/h2o.py",
+            'if self.record.eviction == "greedy"',
+            "if False",
+            "conformance/test_cache_policies.py",
+        ),
+        ("caches/h2o.py", "self.settled = self.seen", "pass", "conformance/test_cache_policies.py"),
+        (
+            "caches/snapkv.py",
+            "earlier, earlier + window",
+            "earlier - 1, earlier + window - 1",
+            "conformance/test_cache_policies.py",
+        ),
+        (
+            "caches/policy.py",
+            "        self.kept -= self.seen - length\n",
+            "",
+            "conformance/test_cache_policies.py",
+        ),
+        (
+            "caches/policy.py",
+            "tensor.index_select(0, rows.to(tensor.device))",
+            "tensor",
+            "conformance/test_cache_policies.py",
+        ),
+    ],
+    "search": [
+        (
+            "model/hulls.py",
+            "        elif not price:",
+            "        else:",
+            "search/model/test_hulls.py",
+        ),
+        (
+            "model/hulls.py",
+            "    return bool(losses[amid] > on_it + rounding)",
+            "    return bool(losses[amid] > on_it)",
+            "search/model/test_hulls.py",
+        ),
+        (
+            "model/hulls.py",
+            "if step <= left + _ROUNDING * total:",
+            "if step <= left * 1.2:",
+            "search/model/test_hulls.py",
+        ),
+        (
+            "model/hulls.py",
+            "price = -steepness",
+            "price = -steepness * 1.01",
+            "search/model/test_hulls.py",
+        ),
+        (
+            "model/limits.py",
+            "faults = [(times, text) for times, text in self._measured(tasks) if not times <= 1]",
+            "faults = [(times, text) for times, text in self._measured(tasks) if times > 1]",
+            "search/model/test_gate_limits.py",
+        ),
+        (
+            "model/limits.py",
+            "task.lost - task.won > 1",
+            "task.lost - task.won > 2",
+            "search/model/test_gate_limits.py",
+        ),
+        (
+            "model/acceptance.py",
+            "if number == ROUNDS or",
+            "if number == 1 or",
+            "search/model/test_acceptance.py",
+        ),
+        (
+            "model/acceptance.py",
+            "if counts[sequence.task] <= _CONTEXTS:",
+            "if counts[sequence.task] <= 2:",
+            "search/model/test_acceptance.py",
+        ),
+        (
+            "model/acceptance.py",
+            "low = min(spent * _STEP",
+            "low = min(spent * 2",
+            "search/model/test_acceptance.py",
+        ),
+        (
+            "model/refine.py",
+            "done.measure(balanced)",
+            "done.measure(first.allocation)",
+            "search/model/test_refine.py",
+        ),
+        (
+            "model/refine.py",
+            "                storage = None\n",
+            "                pass\n",
+            "search/model/test_refine.py",
+        ),
+        (
+            "model/task_losses.py",
+            "if len(asked) < CONTEXTS:",
+            "if len(asked) < 3:",
+            "search/model/test_gate_limits.py",
+        ),
+    ],
+    "kernels": [
+        (
+            "index.py",
+            "    return -(-length // TILE)",
+            "    return length // TILE",
+            "kernels/test_index.py",
+        ),
+        (
+            "index.py",
+            "        return min(n, num_tiles(self.window - 1))",
+            "        return min(n, num_tiles(self.window))",
+            "kernels/test_index.py kernels/test_coverage.py",
+        ),
+        (
+            "index.py",
+            "return [max(k_len - n, 0) // TILE if n else num_tiles(k_len) for n in dense_tail]",
+            "return [max(k_len - n, 0) // TILE + 1 if n else num_tiles(k_len) for n in dense_tail]",
+            "kernels/test_index.py",
+        ),
+        (
+            "index.py",
+            "return mask & (distance >= 0) & (distance < (self.window or self.k_len))",
+            "return mask & (distance > 0) & (distance < (self.window or self.k_len))",
+            "kernels/test_index.py",
+        ),
+        (
+            "index.py",
+            "return (tile < at) & (tile >= at - self.reach)",
+            "return (tile <= at) & (tile >= at - self.reach)",
+            "kernels/test_index.py",
+        ),
+        (
+            "patterns/fixed.py",
+            "counted([reach(p.window, k_len) + 1 for p in patterns]",
+            "counted([reach(p.window, k_len) for p in patterns]",
+            "kernels/test_fixed_patterns.py",
+        ),
+        (
+            "patterns/fixed.py",
+            "reach(p.window, k_len) // p.dilation + 1",
+            "reach(p.window, k_len) // p.dilation",
+            "kernels/test_fixed_patterns.py",
+        ),
+        (
+            "patterns/fixed.py",
+            "return tuple(p.last for p in patterns)",
+            "return ()",
+            "kernels/test_fixed_patterns.py",
+        ),
+    ],
+    "profiling": [
+        (
+            "evaluation/intervals.py",
+            "spread / (4 * count)",
+            "spread / (2 * count)",
+            "profiling/evaluation/test_intervals.py",
+        ),
+        (
+            "evaluation/intervals.py",
+            "float(numbers.std(ddof=1)) / math.sqrt(count)",
+            "float(numbers.std(ddof=0)) / math.sqrt(count)",
+            "profiling/evaluation/test_intervals.py",
+        ),
+        (
+            "evaluation/intervals.py",
+            "(far + 1) / (total + 1)",
+            "far / total",
+            "profiling/evaluation/test_intervals.py",
+        ),
+        (
+            "evaluation/intervals.py",
+            "(len(p_values) - rank) * p_values[at]",
+            "len(p_values) * p_values[at]",
+            "profiling/evaluation/test_intervals.py",
+        ),
+        (
+            "evaluation/intervals.py",
+            "cross = max(cross - count / 2, 0.0)",
+            "pass",
+            "profiling/evaluation/test_intervals.py",
+        ),
+        (
+            "evaluation/intervals.py",
+            "return 2 + math.floor(",
+            "return 1 + math.floor(",
+            "profiling/evaluation/test_intervals.py",
+        ),
+        (
+            "prompts/metrics.py",
+            "len(given & right) / len(given | right)",
+            "len(given & right) / len(right)",
+            "profiling/prompts/test_long_tasks.py",
+        ),
+        (
+            "prompts/metrics.py",
+            "        given.setdefault(number, _plain(value))",
+            "        given[number] = _plain(value)",
+            "profiling/prompts/test_long_tasks.py",
+        ),
+        (
+            "similarities/mass.py",
+            "(chosen >= span[0]) & (chosen < span[1])",
+            "(chosen >= span[0]) & (chosen <= span[1])",
+            "profiling/similarities/test_mass.py",
+        ),
+        (
+            "similarities/mass.py",
+            "mass[layer, layer + 1 : layer + 1 + reach]",
+            "mass[layer, layer : layer + reach]",
+            "profiling/similarities/test_mass.py",
+        ),
+    ],
+}
+CASES = [(f"{package}/{row[0]}", *row[1:]) for package, rows in MUTATIONS.items() for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("file", "text", "broken", "tests"),
+    CASES,
+    ids=[f"{number} {file}" for number, (file, *_) in enumerate(CASES)],
+)
+def test_a_broken_module_is_noticed(
+    tmp_path: Path, file: str, text: str, broken: str, tests: str
+) -> None:
+    for package in PACKAGES:
+        skipped = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=skipped)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    module = tmp_path / file
+    whole = module.read_text()
+    assert text in whole, f"{file} no longer has {text!r}: break another line"
+    module.write_text(whole.replace(text, broken, 1))
+    named = [str(tmp_path / "tests" / name) for name in tests.split()]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not exhaustive"]
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", *options, *named],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    # 1: tests ran, and some failed.
+    assert ran.returncode == 1, ran.stdout[-3000:] + ran.stderr[-1000:]
