@@ -80,5 +80,5 @@ def test_layers_that_slide_are_left_out() -> None:
     assert found.layers == [1]
     assert np.isnan(found.error[[0, 2]]).all() and np.isfinite(found.error[1]).all()
     assert (np.diff(found.kept[1], axis=-1) > 0).all()
-    with pytest.raises(HeadwiseError, match="every layer of mistral slides"):
+    with pytest.raises(HeadwiseError, match="every layer of mistral is a sliding-window layer"):
         measure(_loaded("mistral"), [_prompt(100)], SHARES)

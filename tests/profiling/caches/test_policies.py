@@ -44,7 +44,7 @@ def test_layers_that_slide_keep_their_own_window() -> None:
 
 
 def test_a_model_that_slides_throughout_is_refused() -> None:
-    with pytest.raises(HeadwiseError, match="every layer of mistral slides"):
+    with pytest.raises(HeadwiseError, match="every layer of mistral is a sliding-window layer"):
         with_policy(loaded("mistral"), Streaming())
 
 
