@@ -317,7 +317,7 @@ MUTATIONS = {
         (
             "index.py",
             "return (tile < at) & (tile >= at - self.reach)",
-            "return (tile <= at) & (tile >= at - self.reach)",
+            "return (tile < at) & (tile >= at)",
             "kernels/test_index.py",
         ),
         (

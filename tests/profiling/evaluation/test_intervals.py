@@ -10,6 +10,7 @@ import pytest
 from artifacts import HeadwiseError
 from profiling.evaluation.intervals import (
     holm,
+    least_units,
     mean_interval,
     paired_difference,
     prompts_needed,
@@ -170,3 +171,9 @@ def test_how_many_prompts_tell_a_loss() -> None:
     assert prompts_needed([0.1, 0.1, 0.1]) == 6
     with pytest.raises(HeadwiseError, match="at least 2 prompts"):
         prompts_needed([0.1])
+
+
+@pytest.mark.parametrize("looks", [1, 2, 3, 10, 100])
+def test_the_fewest_units_that_can_be_significant(looks: int) -> None:
+    units = least_units(looks)
+    assert looks * 2 ** (1 - units) < 0.05 <= looks * 2 ** (2 - units)
