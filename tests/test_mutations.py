@@ -132,7 +132,7 @@ MUTATIONS = {
             "attention/function.py",
             "if heads != layer.planned_heads:",
             "if False:",
-            "runtime/test_faults.py",
+            "runtime/test_fallbacks.py",
         ),
         (
             "attention/layout.py",
