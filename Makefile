@@ -33,7 +33,7 @@ lint: $(VENV)/.installed
 # Whether the kernels are right on this machine's GPU, and how fast, in build/gpu. It installs nothing: PYTHON has a
 # torch for it.
 gpu:
-	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu/run.py --out build/gpu $(REPORT)
+	$(PYTHON) benchmarks/gpu/run.py --out build/gpu $(REPORT)
 
 # The site in build/site; no page fetches anything from elsewhere. It is built from a copy, in which pages and notebooks
 # stand together. In an environment of its own, of which `make test` needs nothing.

@@ -12,6 +12,8 @@ import pytest
 # share two cores, and everything here is small. Tests of threads ask for them with
 # torch.set_num_threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The tests of kernels ask torch for deterministic algorithms; cuBLAS wants this for them.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # Beside the native kernels, so that one folder is all that a machine of CI has to keep between
 # runs.

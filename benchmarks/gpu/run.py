@@ -4,9 +4,9 @@
 
 Each step runs in a process of its own, so that a crash costs that step alone: the device and its
 rates; every kernel once against the reference; the tests marked `core`; attention at 8K to 128K
-with the published sizes against the fastest of torch's dense kernels; decode; prefills of an 8B
-shape. FOLDER/report.json has the figures, with device and versions. --rehearse runs the same on the
-CPU in Triton's interpreter, at tiny sizes: its times mean nothing."""
+with the published sizes against the fastest of torch's dense kernels; decode; prefills of a 1B and
+an 8B shape. FOLDER/report.json has the figures, with device and versions. --rehearse runs the same
+on the CPU in Triton's interpreter, at tiny sizes: its times mean nothing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = ("device", "kernels", "tests", "attention", "decode", "model")
 TESTS = ("tests/kernels/test_gpu.py", "tests/kernels/test_gpu_decode.py")
 PACKAGES = ("headwise", "torch", "triton", "transformers")
+LENGTHS = (8192, 32_768, 131_072)
 # What a rehearsal's processes run with.
 INTERPRETED = {
     "TRITON_INTERPRET": "1",
@@ -44,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--steps", nargs="+", choices=STEPS, default=STEPS, metavar="STEP", help=", ".join(STEPS)
     )
+    p.add_argument(
+        "--lengths", nargs="+", type=int, default=LENGTHS, metavar="N", help="tokens that are timed"
+    )
     p.add_argument("--minutes", type=float, default=5, help="of a step, at most (default 5)")
     p.add_argument("--device", default="cuda")
     p.add_argument("--rehearse", action="store_true", help="on the CPU, interpreted, at tiny sizes")
@@ -56,7 +61,7 @@ def main() -> int:
     options = parser().parse_args()
     if options.in_process:
         (step,) = options.steps
-        print(json.dumps(measured(step, options.device, options.rehearse)))
+        print(json.dumps(measured(step, options.device, options.rehearse, options.lengths)))
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"command": sys.argv, "rehearsal": options.rehearse, "steps": {}}
@@ -75,11 +80,12 @@ def main() -> int:
 
 def apart(step: str, options: argparse.Namespace) -> dict[str, Any]:
     """Result of a step that runs in a process of its own, or the reason why it failed."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        **(INTERPRETED if options.rehearse else {}),
-    }
+    path = [str(ROOT)]
+    if "PYTHONPATH" in os.environ:
+        path.append(os.environ["PYTHONPATH"])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    if options.rehearse:
+        environment |= INTERPRETED
     if step == "tests":
         which = ["-k", "growth"] if options.rehearse else ["-m", "gpu and core"]
         files = ["tests/kernels/test_growth.py"] if options.rehearse else TESTS
@@ -95,6 +101,7 @@ def apart(step: str, options: argparse.Namespace) -> dict[str, Any]:
             "--in-process",
         ]
         command += ["--device", options.device, *(["--rehearse"] if options.rehearse else [])]
+        command += ["--lengths", *map(str, options.lengths)]
     try:
         done = subprocess.run(
             command,
@@ -121,7 +128,9 @@ def apart(step: str, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def measured(step: str, device: str, small: bool) -> dict[str, Any]:
+def measured(
+    step: str, device: str, small: bool, lengths: Sequence[int] = LENGTHS
+) -> dict[str, Any]:
     """The figures of a step, in this process."""
     # The checkout that this script lies in is what is measured.
     sys.path.insert(0, str(ROOT))
@@ -147,7 +156,7 @@ def measured(step: str, device: str, small: bool) -> dict[str, Any]:
             wrong = [name for name, row in found["rows"].items() if "failed" in row]
             return found | ({"failed": ", ".join(wrong)} if wrong else {})
         run = {"attention": speed.attention, "decode": speed.decode, "model": speed.model}[step]
-        return {"rows": run(device, dtype, small)}
+        return {"rows": run(device, dtype, small, lengths)}
 
 
 def as_on_gpu() -> ExitStack:

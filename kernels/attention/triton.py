@@ -23,6 +23,7 @@ from kernels.attention.triton_launch import (
     scratch,
     serves,
     split,
+    split_values,
     unavailable,
     unread,
 )
@@ -123,9 +124,11 @@ def prepare(
         # tiles are listed; and of few queries half a program would often be empty.
         alone = has_tiles or skip is not None or few
         found = choose(target, dim=max(dim, v_dim), itemsize=q.element_size(), has_tiles=alone)
-        # What is looked up for each key takes the registers of half a step, and so does a tail.
+        # What is looked up for each key takes the registers of half a step, and so do a tail and
+        # values wider than they are.
         crowded = (
-            window is not None
+            sum(split_values(v_dim)) > v_dim
+            or window is not None
             or block_table is not None
             or skip is not None
             or any(index.dense_tail)
@@ -226,7 +229,8 @@ def prepare(
         subset = len(part) < num_heads
         chunks = -(-len(part) // group)
         per_chunk = group * -(-index.num_rows // each.rows) * splits
-        (d0, d1), (e0, e1) = split(dim, widest), split(v_dim, widest)
+        d0, d1 = split(dim, widest)
+        e0, e1 = split_values(v_dim, widest)
         compiled = How(
             d=dim, d0=d0, d1=d1, e=v_dim, e0=e0, e1=e1,
             rows=each.rows, keys=each.keys, stages=each.stages, precision=each.precision,
@@ -273,10 +277,12 @@ def _splits(
     else:
         keys = min(index.k_len, (diagonals + listed) * TILE + columned)
     programs = index.batch * len(heads) * -(-index.num_rows // launch.rows)
-    query, *key = (sum(split(x.shape[-1])) * x.element_size() for x in (q, *kv))
-    return triton_launch.count(
-        programs, keys // 128, triton_launch.at_once(launch, sum(key), query, q.device)
-    )
+    k, v = kv
+    query_bytes = sum(split(q.shape[-1])) * q.element_size()
+    key_bytes = sum(split(k.shape[-1])) * k.element_size()
+    key_bytes += sum(split_values(v.shape[-1])) * v.element_size()
+    at_once = triton_launch.at_once(launch, key_bytes, query_bytes, q.device)
+    return triton_launch.count(programs, keys // 128, at_once)
 
 
 def _results(

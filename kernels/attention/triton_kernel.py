@@ -9,8 +9,8 @@ are too few programs for a GPU: each does a part of its keys (H.split), and comb
 parts together (Flash-Decoding; Dao et al., 2023).
 
 A head dim is two powers of two side by side, d0 + d1 >= d (80 = 64 + 16, 96 = 64 + 32), so that
-little is padded; the value dim likewise. What a call does not need
-(kernels.attention.triton_launch.How) is not compiled in.
+little is padded; the value dim likewise, the second part at least 64 wide. What a call does not
+need (kernels.attention.triton_launch.How) is not compiled in.
 
 No program takes the tiles of another after its own. As a device hands programs out, 32 heads of 8K
 tokens or more are done within 2% of the time of evenly shared work; persistent ones, longest first,
@@ -268,7 +268,7 @@ def _program(
     if H.safe:
         # A few keys and a few columns at a time, so as to take no more registers than the fast way
         # does.
-        for e_first in range(0, H.e, 16):
+        for e_first in range(0, H.e, H.e0):
             state, _ = every_step(
                 (q0, q1, scale, softcap, e_first), kv, place, named, columned, bound, H
             )
@@ -282,7 +282,7 @@ def _program(
             if not H.split:
                 _, left = _sums(top, total, exists, scale, sinks, head, H)
                 acc = acc * left[:, None]
-            e = e_first + tl.arange(0, 16)
+            e = e_first + tl.arange(0, H.e0)
             there = exists[:, None] & (e < H.e)[None, :]
             tl.store(to + rows[:, None] + e[None, :], acc.to(to.dtype.element_ty), mask=there)
     else:

@@ -2,12 +2,13 @@
 
 Shapes: B batch, H query heads, G KV heads, Q query length, E value dim, P parts.
 
-No entry has been timed: they were chosen by what the compiler reports (registers that suffice,
-shared memory that fits) and by counting. A multiprocessor of Hopper wants two warp groups at work,
-one in softmax, one multiplying. It reads a tile of keys and values from the L2 cache for every
-`rows` * 64 queries: at rows = 1 that is 64 operations for each byte, for which the cache delivers a
-little over half of the matrix rate. Of 128 keys a step the output is scaled half as often as of 64,
-where registers and shared memory suffice."""
+They were chosen by what the compiler reports (registers that suffice, shared memory that fits) and
+by counting; on an H100, at head dim 128, none of twelve others is faster by more than 2%
+(docs/gpu.md). A multiprocessor of Hopper wants two warp groups at work, one in softmax, one
+multiplying. It reads a tile of keys and values from the L2 cache for every `rows` * 64 queries: at
+rows = 1 that is 64 operations for each byte, for which the cache delivers a little over half of the
+matrix rate. Of 128 keys a step the output is scaled half as often as of 64, where registers and
+shared memory suffice."""
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ OVERHEAD = 4
 _MOST = 64
 # Parts that combine_kernel reads at a time.
 _COMBINED = 16
+_NARROWEST_VALUES = 64
 # Bytes that the system takes of a multiprocessor's shared memory for each program.
 _SHARED_OF_A_PROGRAM = 1024
 
@@ -60,10 +62,10 @@ class Launch:
 class How:
     """Constants that are compiled into the attention kernel, no more than a call needs.
 
-    d0 + d1 and e0 + e1 cover the head dim d and the value dim e (split). walk, tiles, columns:
-    which sorts of entries some head of the launch has beside diagonal 0. page: tokens of a page, 0
-    for none. split: a program takes a part of its keys. safe: see `careful`. The others are a
-    Launch's, or say that a call has that argument."""
+    d0 + d1 and e0 + e1 cover the head dim d and the value dim e (split, split_values). walk, tiles,
+    columns: which sorts of entries some head of the launch has beside diagonal 0. page: tokens of a
+    page, 0 for none. split: a program takes a part of its keys. safe: see `careful`. The others are
+    a Launch's, or say that a call has that argument."""
 
     d: int
     d0: int
@@ -125,7 +127,9 @@ class How:
         A part of a row is so many tiles, or pairs of them: done again, it must have the keys that
         it had."""
         keys = self.keys if self.split and self.keys > 64 else 16
-        return replace(self, e0=16, e1=0, keys=keys, stages=1, safe=True)
+        return replace(
+            self, e0=min(self.e0, _NARROWEST_VALUES), e1=0, keys=keys, stages=1, safe=True
+        )
 
 
 # Largest padded head dim -> the build with one query tile a program and, where it is expected to be
@@ -153,14 +157,8 @@ _HOPPER_16: _Builds = {
 # Every other one, 99 KiB in the smaller ones. The queries stay in registers: 32 keys a step leave
 # room.
 _OTHERS_16: _Builds = {128: (_one(32, 4, 3),), 256: (_one(32, 8, 2),), 512: (_one(16, 8, 2),)}
-# float32 is for checking, not for speed, and may spill registers. Three tf32 products are as exact
-# as one of fp32, which Triton does without the matrix units; beyond 128 they do not fit in shared
-# memory.
-_CUDA_32: _Builds = {
-    64: (_one(32, 8, 2, "tf32x3"),),
-    128: (_one(16, 4, 2, "tf32x3"),),
-    256: (_one(16, 8, 1),),
-}
+# float32 is for checking, not for speed, and may spill registers.
+_CUDA_32: _Builds = {64: (_one(32, 8, 2),), 128: (_one(16, 4, 2),), 256: (_one(16, 8, 1),)}
 # 64 KiB of shared memory.
 _CDNA_16: _Builds = {128: (_one(32, 4, 2),), 256: (_one(16, 4, 2),), 512: (_one(16, 8, 1),)}
 _CDNA_32: _Builds = {128: (_one(16, 4, 2),), 256: (_one(16, 4, 1),)}
@@ -220,7 +218,21 @@ def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool) -> Launch:
     else:
         builds = _HOPPER_16 if target.startswith("sm_9") else _OTHERS_16
     one, *two = next(found for widest, found in builds.items() if dim <= widest)
-    return one if has_tiles or not two else two[0]
+    found = one if has_tiles or not two else two[0]
+    if itemsize == 4:
+        found = replace(found, precision=precision_of_float32(target, dim))
+    return found
+
+
+def precision_of_float32(target: str, dim: int) -> str:
+    """Precision of products of float32, as `tl.dot` names it.
+
+    Three tf32 products are as exact as one of fp32, which Triton does without the matrix units;
+    beyond a head dim of 128 they do not fit in shared memory. On an H100 Triton 3.6 multiplies tf32
+    wrongly in some shapes, and reads beyond shared memory.
+    """
+    exact = target in ("hip", "interpreter") or target.startswith("sm_9") or dim > 128
+    return "ieee" if exact else "tf32x3"
 
 
 def serves(target: str, *, dim: int, itemsize: int) -> bool:
@@ -235,14 +247,25 @@ def serves(target: str, *, dim: int, itemsize: int) -> bool:
     return dim <= 256 and not target.startswith(("sm_86", "sm_89", "sm_12"))
 
 
-def split(dim: int, widest: int = 256) -> tuple[int, int]:
-    """Two powers of two, the second 0 or at least 16, that cover `dim` closest (80 = 64 + 16)."""
+def split(dim: int, widest: int = 256, least: int = 16) -> tuple[int, int]:
+    """Two powers of two, the second 0 or at least `least`, that cover `dim` closest.
+
+    80 = 64 + 16.
+    """
     whole = max(16, 1 << (dim - 1).bit_length())
     if dim <= 16:
         return whole, 0
     first = whole // 2
-    second = max(16, 1 << (dim - first - 1).bit_length())
+    second = max(least, 1 << (dim - first - 1).bit_length())
     return (first, second) if whole > widest or first + second < whole else (whole, 0)
+
+
+def split_values(dim: int, widest: int = 256) -> tuple[int, int]:
+    """The same for a value dim, whose second part is at least 64 wide (80 -> 128, 192 = 128 + 64).
+
+    With one of 16 or 32 an H100 by Triton 3.6 gives wrong values there, or reads what is not its.
+    """
+    return split(dim, widest, _NARROWEST_VALUES)
 
 
 def build_options(launch: Launch) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from kernels.attention.triton_launch import (
     architecture,
     combine,
     multiprocessors,
+    precision_of_float32,
     split,
     unavailable,
     unread,
@@ -94,7 +95,7 @@ def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
             return Build(rows=rows, keys=32, warps=warps, stages=2)
         return Build(rows=rows, keys=16, warps=warps, stages=1)
     if itemsize == 4:
-        precision = "tf32x3" if dim <= 128 else "ieee"
+        precision = precision_of_float32(target, dim)
         return Build(rows=rows, keys=16, warps=warps, stages=2, precision=precision)
     keys = 64 if dim <= 64 else 32
     return Build(rows=rows, keys=keys, warps=warps, stages=3)
@@ -324,7 +325,7 @@ def choose_sums(target: str, *, dim: int, itemsize: int) -> SumsBuild:
         return SumsBuild(keys=32, queries=32, warps=4, stages=1)
     if itemsize == 4:
         stages = 1 if target == "hip" else 2
-        precision = "tf32x3" if target != "hip" and dim <= 128 else "ieee"
+        precision = precision_of_float32(target, dim)
         if dim <= 64:
             return SumsBuild(keys=64, queries=32, warps=4, stages=stages, precision=precision)
         if dim <= 128:

@@ -285,6 +285,8 @@ def test_numbers_copied_on_one_stream_are_right_on_another() -> None:
             copies.on_device(values, DEVICE)
         with torch.cuda.stream(second):
             read = copies.on_device(values, DEVICE) + 0
+    # The stream that reads it here does not wait for the second one by itself.
+    second.synchronize()
     assert read.tolist() == list(values)
 
 

@@ -102,6 +102,8 @@ def test_no_call_waits_for_the_gpu(name: str) -> None:
 @pytest.mark.parametrize("name", core(sums_cases.CASES, "200 of 201", "D 256"))
 def test_scores_of_a_prompt_agree_with_the_reference(name: str) -> None:
     case = sums_cases.CASES[name]
+    if case.dtype == torch.float32 and max(case.sizes[-2:]) > 256:
+        pytest.skip("heads as wide as these do not fit the memory of this GPU")
     found = sums_cases.run(case, DEVICE)
     assert close(found, case.dtype), found
 

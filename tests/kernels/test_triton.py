@@ -16,7 +16,13 @@ import torch
 
 from kernels import dispatch
 from kernels.attention import sparse_attention, triton, triton_launch
-from kernels.attention.triton_launch import choose, serves, split
+from kernels.attention.triton_launch import (
+    choose,
+    precision_of_float32,
+    serves,
+    split,
+    split_values,
+)
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
 from tests.kernels import triton_builders, triton_cases, triton_tables
@@ -207,6 +213,18 @@ def test_head_dims_split_into_two_powers_of_two(dim: int) -> None:
         assert first + second >= dim and first <= widest and (second == 0 or first < dim)
         assert all(part == 0 or (part >= 16 and part & (part - 1) == 0) for part in (first, second))
     assert split(80) == (64, 16) and split(96) == (64, 32) and split(256, 128) == (128, 128)
+
+
+def test_no_second_part_of_values_is_narrow() -> None:
+    """On an H100 second parts of 16 and 32 columns came out wrong (Triton 3.6)."""
+    assert split_values(80) == (128, 0) and split_values(48) == (64, 0)
+    assert split_values(192) == (128, 64) and split_values(300) == (256, 64)
+
+
+def test_float32_does_not_go_to_hopper_s_matrix_units() -> None:
+    """On an H100 tf32 came out wrong in some shapes and read beyond shared memory (Triton 3.6)."""
+    assert precision_of_float32("sm_90", 64) == "ieee"
+    assert precision_of_float32("sm_80", 64) == "tf32x3"
 
 
 @pytest.mark.parametrize("target", [*TARGETS, "sm_120", "hip", "interpreter"])
