@@ -33,9 +33,16 @@ def main(argv: list[str] | None = None) -> int:
     config = config_of(Memory, vars(options))
     with while_importing():
         from profiling.environment import environment
+        from profiling.memory_use.plan import table as plan_table
         from profiling.memory_use.run import predicted, run, table
     if config.plan is not None:
-        print(predicted(config))
+        plans = predicted(config)
+        lengths = [
+            {"tokens": length, "device": plan.device, **asdict(plan)}
+            for length, plan in plans.items()
+        ]
+        plan_record = {"command": arguments.as_typed("memory", argv), "rows": lengths}
+        arguments.deliver(plan_table(plans, config.memory), plan_record, options.json)
         return 0
     rows = run(config)
     record = {

@@ -8,7 +8,7 @@ predicted here.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,13 +149,12 @@ def read_shape(text: str, dtype: str) -> Shape:
     return shape_of(config, dtype)
 
 
-def table(shape: Shape, lengths: Sequence[int], memory: int | None, banked: int) -> str:
+def table(plans: Mapping[int, Plan], memory: int | None) -> str:
     """For each length what is needed, in GiB, and with `memory` in bytes whether that fits."""
     lines = [
         ["tokens", "weights", "cache", "passing", "device", "bank", *(["fits"] if memory else [])]
     ]
-    for length in lengths:
-        predicted = plan(shape, length, banked=banked)
+    for length, predicted in plans.items():
         parts = (
             predicted.weights,
             predicted.cache,

@@ -9,8 +9,7 @@ from artifacts import HeadwiseError, load
 from artifacts.page.layout import aligned
 from profiling.memory_use.config import Memory
 from profiling.memory_use.peak_memory import peak_apart
-from profiling.memory_use.plan import plan, read_shape, shape_of
-from profiling.memory_use.plan import table as plan_table
+from profiling.memory_use.plan import Plan, plan, read_shape, shape_of
 from profiling.models.loading import load_config, settled
 from profiling.progress import bar
 
@@ -31,7 +30,7 @@ class Row:
     predicted: int | None
 
 
-def predicted(config: Memory) -> str:
+def predicted(config: Memory) -> dict[int, Plan]:
     """The plan of each length.
 
     Raises:
@@ -46,7 +45,7 @@ def predicted(config: Memory) -> str:
         raise HeadwiseError(
             f"--banked must be 0 to {full}, the layers that see all: got {config.banked}"
         )
-    return plan_table(shape, config.length, config.memory, config.banked)
+    return {length: plan(shape, length, banked=config.banked) for length in config.length}
 
 
 def run(config: Memory) -> list[Row]:
