@@ -133,7 +133,7 @@ def _path(loc: Sequence[int | str]) -> str:
 
 
 def _quoted(key: str) -> str:
-    plain = key.isidentifier() or (key and all(c.isalnum() or c in "_.-" for c in key))
-    if plain and len(key) < 65:
+    plain = all(c.isalnum() or c in "_.-" for c in key)
+    if plain and 0 < len(key) < 65:
         return key
     return shorten(key, 40)
