@@ -1,66 +1,125 @@
-"""The arguments that commands share: one spelling, --json, -q, -v and --version."""
+"""The arguments that commands share, and a Config's fields, which are the command's options."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import logging
-import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from artifacts import Finding
+from artifacts import HeadwiseError
 from artifacts.cli import arguments, command
-from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.command import ArgumentParser
+from artifacts.cli.options import (
+    BETWEEN_0_AND_1,
+    add_arguments,
+    arg,
+    at_least,
+    check_ranges,
+    config_of,
+    option,
+    shared,
+)
 
 
-@pytest.fixture
-def parser() -> ArgumentParser:
-    p = ArgumentParser(prog="headwise gate", description="what an artifact loses")
-    arguments.add_artifact(p)
-    arguments.add_model(p)
-    arguments.add_length(p, several=True)
-    arguments.add_task(p, "what is asked")
-    arguments.add_dtype(p)
-    arguments.add_seed(p, 7)
-    arguments.add_json(p)
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    file: Path = shared(arguments.add_artifact, dest="file")
+    share: float | None = arg(
+        "--target-share", default=None, either="total", within=BETWEEN_0_AND_1
+    )
+    layers: tuple[int, ...] | None = arg(
+        "--by-hand",
+        default=None,
+        either="total",
+        read=lambda text: tuple(map(int, text.split(","))),
+    )
+    at_most: int = option("so many", default=3, within=at_least(1))
+    tasks: tuple[str, ...] = shared(arguments.add_task, "what is asked", default=("prose",))
+    dtype: str = shared(arguments.add_dtype, default="auto")
+    picture: bool = shared(arguments.add_picture, default=True)
+    json: Path | None = shared(arguments.add_json, default=None)
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+def parser(*names: str) -> ArgumentParser:
+    p = ArgumentParser()
+    add_arguments(p, Config, names or None)
     return p
 
 
-def test_the_spelling(parser, capsys):
-    words = "cfg.yaml --model M --length 1 2 --task a --task b --dtype bf16"
-    options = parser.parse_args(words.split())
-    assert vars(options) == {
-        **{"config": Path("cfg.yaml"), "model": "M", "length": [1, 2], "tasks": ["a", "b"]},
-        **{"dtype": "bfloat16", "seed": 7, "json": None},
-    }
-    assert capsys.readouterr().err == ""
+def parsed(words: str) -> Config:
+    return config_of(Config, vars(parser().parse_args(words.split())), command="typed")
 
 
-def test_json_takes_no_artifact_for_its_file(parser, tmp_path, monkeypatch):
+def test_what_is_typed_has_the_fields_types_and_the_rest_its_defaults() -> None:
+    config = parsed("a.yaml --target-share 0.5")
+    assert config == Config(file=Path("a.yaml"), share=0.5, command="typed")
+    config = parsed("a.yaml --by-hand 1,2 --at-most 4 --task a --task b --no-picture --dtype bf16")
+    assert (config.layers, config.at_most, config.dtype) == ((1, 2), 4, "bfloat16")
+    assert (config.tasks, config.picture) == (("a", "b"), False)
+    assert "so many (default 3)" in parser().format_help()
+
+
+def test_a_parser_can_have_some_of_the_fields_only() -> None:
+    p = parser("at_most", "tasks")
+    assert vars(p.parse_args(["--at-most", "4"])) == {"at_most": 4, "tasks": None}
+    with pytest.raises(SystemExit):
+        p.parse_args(["--no-picture"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--target-share 1", "--target-share must be between 0 and 1, got 1.0"),
+        ("--target-share nan", "--target-share must be between 0 and 1, got nan"),
+        ("--target-share 0.5 --at-most 0", "--at-most must be at least 1, got 0"),
+    ],
+)
+def test_a_value_out_of_its_range_is_named_as_it_was_typed(words: str, says: str) -> None:
+    with pytest.raises(HeadwiseError, match=says):
+        parsed(f"a.yaml {words}")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("", "one of the arguments --target-share --by-hand is required"),
+        ("--target-share 0.5 --by-hand 1", "not allowed with argument"),
+        ("--target-share much", "invalid float value: 'much'"),
+        ("--target-share 0.5 --at", "--at"),
+        ("--target-share 0.5 --json none/out.json", "argument --json: cannot write 'none/out.json"),
+        ("--target-share 0.5 --json=", "argument --json: cannot write ''"),
+    ],
+)
+def test_what_argparse_refuses_is_one_line(
+    words: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed(f"a.yaml {words}")
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1
+    assert says in err and "--help)" in err
+
+
+def test_json_takes_no_artifact_for_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert parser.parse_args(["--json", "cfg.yaml", "--model", "M"]).json == arguments.STDOUT
-    for words in (["--json", "out.json"], ["--json=out.json"]):
-        assert parser.parse_args(["cfg.yaml", "--model", "M", *words]).json == Path("out.json")
-    assert parser.parse_args(["cfg.yaml", "--model", "M", "--json=out.txt"]).json == Path("out.txt")
-    assert parser.parse_args(["--model", "M", "--", "--json"]).config == Path("--json")
+    rest = "--target-share 0.5"
+    assert parsed(f"{rest} --json cfg.yaml").json == arguments.STDOUT
+    for typed in ("--json out.json", "--json=out.json"):
+        assert parsed(f"cfg.yaml {rest} {typed}").json == Path("out.json")
+    assert parsed(f"{rest} -- --json").file == Path("--json")
 
 
-def test_json_where_it_cannot_be_written_ends_before_anything_is_done(
-    parser, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    for words in (["--json", "none/out.json"], ["--json="]):
-        with pytest.raises(SystemExit) as ended:
-            parser.parse_args(["cfg.yaml", "--model", "M", *words])
-        said = capsys.readouterr().err
-        assert ended.value.code == 2 and said.startswith("error: argument --json: cannot write '")
-        assert said.count("\n") == 1
-
-
-def test_deliver(tmp_path, capsys):
+def test_deliver(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments.deliver("text", {"a": 1}, None)
     assert capsys.readouterr().out == "text\n"
     arguments.deliver("text", {"a": 1}, arguments.STDOUT)
@@ -70,39 +129,20 @@ def test_deliver(tmp_path, capsys):
     assert json.loads((tmp_path / "out.json").read_text()) == {"a": str(tmp_path)}
 
 
-def test_verbosity_lasts_for_one_command_line(parser):
-    words = ["cfg.yaml", "--model", "M"]
+def test_verbosity_lasts_for_one_command_line() -> None:
+    words = ["cfg.yaml", "--target-share", "0.5"]
     log = logging.getLogger("headwise")
     try:
         for flag, level, logged in (("-q", -1, logging.ERROR), ("--verbose", 1, logging.INFO)):
-            assert "quiet" not in vars(parser.parse_args([*words, flag]))
+            assert "quiet" not in vars(parser().parse_args([*words, flag]))
             assert (command.verbosity, log.level) == (level, logged)
     finally:
-        parser.parse_args(words)
+        parser().parse_args(words)
     assert (command.verbosity, log.level) == (0, logging.NOTSET)
 
 
-def test_version(parser, capsys):
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        parser.parse_args(["--version"])
+        parser().parse_args(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"headwise {importlib.metadata.version('headwise')}\n"
-
-
-def test_a_finding_has_its_own_status(capsys):
-    def fails(argv):
-        raise Finding("nothing passes")
-
-    with pytest.raises(SystemExit) as ended:
-        run_command(fails, [])
-    assert ended.value.code == 3 and capsys.readouterr().err == "error: nothing passes\n"
-
-
-def test_an_error_tells_more_where_that_is_asked_for(tmp_path):
-    command = [sys.executable, "-m", "artifacts", "show", str(tmp_path / "none.yaml")]
-    usual, verbose = (
-        subprocess.run([*command, *more], capture_output=True, text=True) for more in ([], ["-v"])
-    )
-    assert usual.returncode == verbose.returncode == 2
-    assert usual.stderr.count("\n") == 1 and "Traceback" in verbose.stderr
-    assert verbose.stderr.endswith(usual.stderr)

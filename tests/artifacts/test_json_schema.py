@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-import pytest
 from pydantic import BaseModel
 
 from artifacts.__main__ import main
@@ -62,16 +61,3 @@ def test_a_file_names_the_schema_that_lies_beside_it(saved, capsys):
     assert main(["schema", "--out", str(saved.parent)]) == 0
     assert capsys.readouterr().out == f"wrote {saved.with_name(SCHEMA_FILE)}\n"
     assert json.loads(saved.with_name(SCHEMA_FILE).read_text()) == schema()
-
-
-def test_markdown(capsys):
-    assert main(["schema", "--markdown"]) == 0
-    assert capsys.readouterr().out == tables()
-
-
-@pytest.mark.parametrize("verb", ["validate", "diff", "merge", "convert", "schema"])
-def test_help_teaches_by_examples(verb, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main([verb, "--help"])
-    text = capsys.readouterr().out
-    assert caught.value.code == 0 and f"examples:\n  headwise {verb} " in text and "--json" in text

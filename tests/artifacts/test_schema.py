@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from pydantic import ValidationError
 
 import artifacts
 from artifacts import (
     ArtifactError,
-    AShape,
     BlockSparse,
     Dense,
     Dilated,
+    Full,
     Growth,
-    Prefill,
+    KVCache,
     Static,
+    Streaming,
     Strided,
     Summary,
     TriShape,
@@ -33,16 +31,11 @@ from artifacts.schema.validation import to_artifact
     ("pattern", "name"),
     [
         (Dense(), "dense"),
-        (AShape(sink=1024, window=4096), "a_1024_4096"),
         (VerticalSlash(vertical=1000, slash=6096), "vs_1000_6096"),
-        (VerticalSlash(vertical=1000, slash=6096, last_q=32), "vs_1000_6096_q32"),
-        (VerticalSlash(vertical=1000, slash=6096, coverage=0.95), "vs_1000_6096_c95"),
         (
             VerticalSlash(vertical=1000, slash=6096, last_q=32, coverage=0.57),
             "vs_1000_6096_q32_c57",
         ),
-        (BlockSparse(blocks=100), "bs_100"),
-        (BlockSparse(blocks=100, coverage=0.9), "bs_100_c90"),
         (BlockSparse(blocks=100, coverage=0.995), "bs_100_c99.5"),
         (BlockSparse(blocks=100, coverage=1.0), "bs_100_c100"),
         (BlockSparse(blocks=100, coverage=1e-5), "bs_100_c0.001"),
@@ -71,20 +64,12 @@ def test_a_mean_a_rounding_error_above_one_is_one(make):
         Summary(**summary | {"recall": 1.01})
 
 
-def test_all_layers_may_be_left_alone(make):
-    assert (
-        make(patterns={}, prefill=Prefill(dense_below=0, layers=(None,) * 3)).prefill.layers
-        == (None,) * 3
-    )
-
-
-def test_importing_loads_nothing_heavy():
-    code = "import sys, artifacts, artifacts.cli.command; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert "artifacts.store.read" in loaded
-    assert not {"torch", "numpy", "safetensors", "transformers", "kernels", "runtime"} & set(loaded)
+def test_a_row_is_one_policy_for_all_kv_heads_or_one_for_each():
+    policies = {"full": Full(), "stream": Streaming()}
+    section = KVCache(policies=policies, layers=("stream", None, ("full", "stream")))
+    assert section.heads(0, 2) == ("stream", "stream")
+    assert section.heads(1, 2) is None
+    assert section.heads(2, 2) == ("full", "stream")
 
 
 def refused(fields, message):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import artifacts
-from artifacts import HeadwiseError
 from artifacts.commands.show import Config as ShowConfig
 from artifacts.commands.show import run as show
 from search.heads import main as heads
@@ -92,16 +91,3 @@ def test_a_head_shows_its_curve_its_neighbours_and_its_picture(searched: Path) -
             len([line for line in said if line.startswith("  ") and line.strip(" ·░▒▓█") == ""])
             == 24
         )
-
-
-@pytest.mark.parametrize(
-    ("head", "says"),
-    [
-        ("3", "must be a layer and a head"),
-        ("9.0", "no head 9.0: 3 layers have 6 heads each"),
-        ("0.6", "no head 0.6"),
-    ],
-)
-def test_a_head_that_is_not_there(head: str, says: str, searched: Path) -> None:
-    with pytest.raises(HeadwiseError, match=says):
-        show(ShowConfig(file=searched, head=head))

@@ -192,33 +192,3 @@ def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
             ids, past_key_values=handle.new_cache(), max_new_tokens=4, do_sample=False
         )
         assert handle.stats()["decode"] == 3 * 3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--budget", "0"],
-            "--budget must be a number of tokens or a share between 0 and 1, got '0'",
-        ),
-        (
-            ["--budget", "1.5"],
-            "--budget must be a number of tokens or a share between 0 and 1, got '1.5'",
-        ),
-        (["--sparse", "1"], "--sparse must be between 0 and 1, got 1.0"),
-        (["--window", "0"], "--window must be at least 1, got 0"),
-        (["--prefill-ratio", "0"], "--prefill-ratio must be a positive number, got 0.0"),
-        (
-            ["--dense-first", "3"],
-            "3 full-attention layers of which 1 may attend to everything do not leave 3 dense",
-        ),
-        (["--profile", "nowhere"], "there is no similarity profile"),
-        (["--task", "riddle"], "unknown task"),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(
-    options: list[str], message: str, command: list[str], tmp_path: Path
-) -> None:
-    with pytest.raises(HeadwiseError, match=message):
-        filters.main([*command, "--out", str(tmp_path / "new.yaml"), *options])
-    assert not list(tmp_path.iterdir())

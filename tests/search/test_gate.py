@@ -145,23 +145,6 @@ def test_what_grows_is_judged_at_the_length_of_the_prompts(
     assert main([str(grown), *options(tiny_model)]) == 0
 
 
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        (["--length", "100"], r"--length 100 is below the artifact's dense_below of 128"),
-        (["--samples", "0"], "samples must be at least 1"),
-        (["--model", "no/such-model-anywhere"], "unknown model"),
-    ],
-)
-def test_mistakes_are_one_line(
-    exact: Path, tiny_model: Path, changes: list[str], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(HeadwiseError, match=says) as error:
-        main([str(exact), *options(tiny_model), *changes])
-    assert "\n" not in str(error.value)
-
-
 @pytest.fixture(scope="module")
 def fine_tune(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Other weights of the same shape."""
@@ -236,11 +219,6 @@ def test_another_shape_is_no_fine_tune(exact: Path, tmp_path: Path) -> None:
         HeadwiseError, match=r"is no fine-tune of .*: num_layers is 3 in the artifact, 2 in it"
     ):
         main([str(exact), *options(other), "--out", str(tmp_path / "new.yaml")])
-
-
-def test_without_a_search_the_length_has_to_be_told(exact: Path, tiny_model: Path) -> None:
-    with pytest.raises(HeadwiseError, match="give --length"):
-        main([str(exact), "--model", str(tiny_model), "--dtype", "float32"])
 
 
 def retrieving(

@@ -12,7 +12,6 @@ import artifacts
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
-from search.heads import main
 from search.published.search import HeadSearch, run
 from tests import processes
 from tests.processes import Process
@@ -116,47 +115,3 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(
     assert code == 0 and f"{finished} units are finished" in said
     assert artifacts.load(out).content_sha256 == artifacts.load(found).content_sha256
     assert not resume.exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"--model": "no/such-model-anywhere"}, "unknown model"),
-        ({"--length": "4000"}, "--beyond-positions"),
-        ({"--budget": "0.001"}, "impossible"),
-        ({"--budget": "2"}, "at most 1"),
-        ({"--out": "missing/cfg.yaml"}, "missing"),
-        ({"--task": "guessing"}, "kv_retrieval"),
-        ({"--backend": "abacus"}, "abacus"),
-        ({"--length": "0"}, "at least 1"),
-        ({"--samples": "2"}, "one budget for the model"),
-        ({"--dense-tail": "-1"}, "at least 0"),
-    ],
-    ids=lambda value: (
-        " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else None
-    ),
-)
-def test_bad_input_is_one_line_and_leaves_no_file(
-    tiny_model: Path,
-    tmp_path: Path,
-    changes: dict[str, str],
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from artifacts import HeadwiseError
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    options = {
-        "--preset": "paper",
-        "--model": str(tiny_model),
-        "--out": "cfg.yaml",
-        "--length": "1000",
-        "--budget": "0.6",
-        "--dtype": "float32",
-        **changes,
-    }
-    with pytest.raises(HeadwiseError, match=says) as caught:
-        main([word for option in options.items() for word in option])
-    assert "\n" not in str(caught.value)
-    assert list(tmp_path.iterdir()) == []

@@ -173,29 +173,6 @@ def test_a_total_is_spent_unevenly_where_prompt_after_prompt_speaks_for_it(
     assert written.kv_cache is not None and ("even" in written.kv_cache.policies) == (not better)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--target-share", "0"], "--target-share must be above 0 and at most 1, got 0.0"),
-        (["--target-bytes", "64MiB"], "--target-bytes and --context go together"),
-        (
-            ["--target-bytes", "much", "--context", "9"],
-            "--target-bytes must be a number of bytes .* got 'much'",
-        ),
-        (
-            ["--target-share", "0.2", "--forced", "400"],
-            r"--forced must be below --length \(400\), got 400",
-        ),
-    ],
-)
-def test_values_that_cannot_be(
-    options: list[str], said: str, tiny_model: Path, by_head: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(HeadwiseError, match=said):
-        kv.main(_command(tiny_model, by_head, tmp_path / "no.yaml", *options))
-    assert not list(tmp_path.iterdir())
-
-
 def test_bytes_are_those_of_the_cache(tiny_model: Path, by_head: Path) -> None:
     loaded = load_model(str(tiny_model), dtype="float32")
     options = {"model": "m", "config": Path("c"), "out": Path("o"), "share": None}

@@ -13,7 +13,6 @@ from artifacts import HeadwiseError
 from profiling.quality.sequences import Losses, TokenSequence
 from search.model.limits import Limits
 from search.model.task_losses import (
-    ENOUGH,
     POOL,
     ContextLoss,
     TaskLoss,
@@ -145,12 +144,6 @@ def test_limits_are_above_0(name: str, value: float) -> None:
         Limits(**{name: value})
 
 
-def test_no_more_than_all_answers_can_be_lost() -> None:
-    assert Limits(lost=1).lost == 1
-    with pytest.raises(HeadwiseError, match="--max-lost must be above 0 and at most 1, got 2"):
-        Limits(lost=2)
-
-
 def sequence(name: str, sizes: tuple[int, ...]) -> TokenSequence:
     spans = []
     at = 50
@@ -258,13 +251,6 @@ def test_what_is_foreseen_from_one_context_has_no_interval_either() -> None:
     )
 
 
-def test_lines_say_what_is_too_few() -> None:
-    assert "too few" in line(task(dense_right=ENOUGH - 1)) and "too few" not in line(
-        task(dense_right=ENOUGH)
-    )
-    assert "perplexity +1.00%" in line(text())
-
-
 def facts(fewer: int, others: int, seed: int = 0) -> tuple[TokenSequence, Losses]:
     """A context with three kinds of answers, of which dense attention gets ten, five and five."""
     sizes = (1,) * 20
@@ -314,16 +300,6 @@ def test_a_set_of_prompts_counts_once_in_the_mean_kl() -> None:
     window = sequence("prose", ())
     tasks = by_task([one, window], [found, losses((), [], [], [], 0.05)])
     assert len(tasks) == 4 and mean_kl(tasks) == pytest.approx((0.01 + 0.05) / 2)
-
-
-def test_figures_of_an_artifact_count_prompts_and_answers() -> None:
-    made, found = zip(*(facts(2, 1, seed=at) for at in range(4)), strict=True)
-    asked, *_ = by_task(made, found)
-    figures = asked.figures(50)
-    assert (figures.prompts, figures.answers, figures.dense_right, figures.lost) == (4, 40, 40, 8)
-    assert figures.fewer_low == asked.fewer_low
-    (prose,) = by_task([sequence("prose", ())], [losses((), [], [], [], 0.3)])
-    assert prose.figures(50).answers is None
 
 
 def test_a_line_says_accuracy_with_its_interval() -> None:

@@ -68,7 +68,7 @@ def fitted(
 
 
 @pytest.mark.parametrize("kind", list(GROWING))
-@pytest.mark.parametrize("power", [0.25, 0.5, 0.8])
+@pytest.mark.parametrize("power", [0.25, 0.8])
 def test_a_known_power_is_found(kind: str, power: float) -> None:
     powers = fitted(power, kind).powers
     assert set(powers) == {kind}
@@ -80,7 +80,7 @@ def test_through_noise_and_over_three_lengths() -> None:
     assert powers["a_shape"]["window"] == pytest.approx(0.5, abs=0.15)
 
 
-@pytest.mark.parametrize("power, told", [(-0.1, 0.0), (-1.5, 0.0), (1.2, 1.0), (3.0, 1.0)])
+@pytest.mark.parametrize("power, told", [(-0.1, 0.0), (1.2, 1.0)])
 def test_powers_are_clipped(power: float, told: float) -> None:
     assert fitted(power).powers == {"a_shape": {"window": told}}
 

@@ -40,7 +40,7 @@ def cost_of(entries: list[int], costs: np.ndarray) -> float:
     return float(sum(row[entry] for row, entry in zip(costs, entries, strict=True)))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("convex", [True, False])
 def test_it_is_the_best_for_some_price(seed: int, convex: bool) -> None:
     """Everett's condition: the least of loss + price * cost is the best for its own cost."""
@@ -55,7 +55,7 @@ def test_it_is_the_best_for_some_price(seed: int, convex: bool) -> None:
     assert tuple(spend(losses, SIZES, sizes[best]).entries) == choices[best]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed: int) -> None:
     """The same where steep steps do not fit and flatter ones do: their slope is no price."""
     rng = np.random.default_rng(seed)
@@ -92,7 +92,7 @@ def test_with_all_that_there_is_the_price_is_none() -> None:
     assert spend(losses, (1, 2, 3), 4.0).price == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_entries_amid_an_edge_are_steps_of_their_own(seed: int) -> None:
     """Entries on a straight line up to rounding all belong to the hull, and only they."""
     rng = np.random.default_rng(seed)
@@ -131,42 +131,3 @@ def test_what_loses_infinitely_much_is_not_taken() -> None:
 def test_of_entries_that_are_alike_the_last_is_taken() -> None:
     assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 2), 2.0).entries == [2]
     assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 3), 3.0).entries == [1]
-
-
-def at_price(losses: list[float], costs: list[float], price: float) -> int:
-    """The entry of least loss + price * cost; of equal ones in float32 the cheapest."""
-    totals = [loss + price * cost for loss, cost in zip(losses, costs, strict=True)]
-    alike = [
-        at for at, total in enumerate(totals) if total <= min(totals) + 1e-6 * abs(min(totals))
-    ]
-    return min(alike, key=lambda at: (costs[at], totals[at]))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_by_the_price_in_a_sidecar_heads_spend_no_more_than_the_budget(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    heads = 30
-    candidates = 9
-    costs = np.sort(rng.uniform(0.1, 1.0, (heads, candidates)), axis=-1)
-    # Falling losses, some of them steep and some nearly flat, as heads have them.
-    losses = np.sort(
-        rng.uniform(0, 1, (heads, candidates)) ** rng.uniform(1, 6, (heads, 1)), axis=-1
-    )[:, ::-1]
-    total = float(rng.uniform(1.05, 3.0)) * float(costs[:, 0].sum())
-    spent = spend(losses, costs, total)
-    assert spent.price > 0
-    # As a sidecar has them.
-    kept = losses.astype(np.float32)
-    cost = costs.astype(np.float32)
-    chosen = [
-        at_price(kept[head].tolist(), cost[head].tolist(), spent.price) for head in range(heads)
-    ]
-    paid = float(costs[np.arange(heads), chosen].sum())
-    assert paid <= total
-    # And no more than a step less: half of the price would spend beyond it or take every step there
-    # is.
-    assert (
-        paid >= 0.5 * total
-        or paid >= float(costs[np.arange(heads), spent.entries].sum()) - costs.max()
-    )
-    assert all(a <= b for a, b in zip(chosen, spent.entries, strict=True))

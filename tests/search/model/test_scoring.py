@@ -109,9 +109,7 @@ def direct(
     "family, length, total",
     [
         ("Llama", 320, 320),
-        ("Llama", 333, 333),
         ("Llama", 200, 333),
-        ("Llama", 150, 150),
         ("GptOss", 333, 340),
     ],
 )
@@ -175,7 +173,7 @@ def test_estimates_are_unbiased_and_the_same_for_a_seed(
             patch.setattr(scoring, "_LEAST", 10_000)
             expected = scored(layer, stream, 0)
         monkeypatch.setattr(scoring, "_LEAST", 3)
-        found = [scored(layer, stream, seed) for seed in range(60)]
+        found = [scored(layer, stream, seed) for seed in range(40)]
         again = scored(layer, stream, 0)
         for name in names:
             values = np.stack([getattr(one, name) for one in found])
@@ -225,8 +223,7 @@ def test_weights_stand_for_all_tiles_and_large_gradients_are_drawn_more_often() 
     )
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("prompts", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(("prompts", "count"), [(1, 1), (1, 3), (3, 2), (4, 5), (7, 3)])
 def test_ranks_deal_prompts_and_the_layers_of_those_that_are_left(prompts: int, count: int) -> None:
     units = [(number, layer) for number in range(prompts) for layer in range(6)]
     shares = [_deal(units, Ranks(rank, count)) for rank in range(count)]
@@ -234,7 +231,7 @@ def test_ranks_deal_prompts_and_the_layers_of_those_that_are_left(prompts: int, 
     # No rank makes the dense pass of more prompts than it must.
     passes = [len({number for number, _ in share}) for share in shares]
     assert max(passes) == -(-prompts // count)
-    if prompts == 3 and count == 2:
+    if (prompts, count) == (3, 2):
         assert [len(share) for share in shares] == [9, 9]
 
 

@@ -1,0 +1,96 @@
+"""headwise show: the page of an artifact, within its columns, and what it says of the files."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from artifacts import Evidence, load, save
+from artifacts.__main__ import main
+
+
+@pytest.fixture
+def page(capsys, monkeypatch):
+    """page(path) -> the text for a terminal of so many columns."""
+
+    def page(path, columns=80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        main(["show", str(path)])
+        return capsys.readouterr().out
+
+    return page
+
+
+def map_rows(text):
+    """Rows of the layer map: layer, letters of its heads, recall."""
+    lines = [line for line in text.splitlines() if line.startswith("      ")]
+    return [line.split() for line in lines if line.strip()[:2] in "0 1 2 3 4 "]
+
+
+def test_the_page(saved, page):
+    text = page(saved)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    prose = " ".join(text.split())
+    for figure in ("3 layers of 4 query and 2 KV heads", "1 prompt of 4,096 tokens", "0.2400"):
+        assert figure in prose
+    assert "vertical_slash      4  50.0%  vs_100_1800 x3, vs_30_2048_q32 x1\n" in text
+    assert "prefill   2.5 s    3.75 s  dense sdpa   8,192        5\n" in text
+    recall = np.linspace(0.5, 1.0, 12).reshape(3, 4).mean(1)
+    assert map_rows(text) == [
+        ["0", "VVAB", f"{recall[0]:.4f}"],
+        ["1", "....", "-"],
+        ["2", "VVAD", f"{recall[2]:.4f}"],
+    ]
+
+
+def test_every_kind_its_front_and_its_policies(tmp_path, every_kind, page):
+    artifact, arrays = every_kind
+    save(artifact, tmp_path / "cfg.yaml", arrays)
+    text = page(tmp_path / "cfg.yaml", columns=100)
+    letters = [row[1] for row in map_rows(text)]
+    assert letters == ["VVAB", "....", "DTLS", "FVBD", "DDKM"]
+    front = text[text.index("front at 4,096 tokens") :].splitlines()[2:4]
+    assert [line.split()[:6] for line in front] == [
+        ["0.5", "s", "4.00x", "0.25", "0.9000", "0.2000"],
+        ["*", "1", "s", "2.00x", "0.01", "0.9000"],
+    ]
+    assert "h2o: h2o of heavy 0.1, recent 512, normalised True, eviction greedy; 1 KV head" in text
+    assert "full: full; 4 KV heads" in text
+    narrow = page(tmp_path / "cfg.yaml")
+    lines = narrow[: narrow.index("winners by kind")].splitlines()
+    assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"changed")]
+)
+def test_a_damaged_sidecar_is_a_finding(saved, damage, capsys):
+    assert main(["show", str(saved), "--json"]) == 0
+    assert type(load(saved)).model_validate_json(capsys.readouterr().out) == load(saved)
+    (sidecar,) = saved.parent.glob("*.safetensors")
+    damage(sidecar)
+    assert main(["show", str(saved)]) == 3 and "PROBLEM" in capsys.readouterr().out
+    assert main(["show", str(saved), "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["model"]["name"] == "tiny"
+
+
+def test_many_heads_are_wrapped(tmp_path, make, page):
+    artifact = make()
+    model = artifact.model.model_copy(update={"num_heads": 128, "num_layers": 1})
+    rows = (("bs_9",) * 127 + ("dense",),)
+    patterns = {name: artifact.patterns[name] for name in ("bs_9", "dense")}
+    prefill = artifact.prefill.model_copy(update={"layers": rows})
+    changes = {"model": model, "patterns": patterns, "prefill": prefill}
+    save(artifact.model_copy(update=changes), tmp_path / "a.yaml")
+    wrapped = [f"{'B' * 32}\n"] * 3 + [f"{'B' * 31}D\n"]
+    assert "         ".join(wrapped) in page(tmp_path / "a.yaml")
+
+
+def test_a_name_moves_no_cursor(tmp_path, make, page):
+    artifact = make()
+    model = artifact.model.model_copy(update={"name": "evil\x1b[2J"})
+    save(artifact.model_copy(update={"model": model, "evidence": Evidence()}), tmp_path / "a.yaml")
+    text = page(tmp_path / "a.yaml")
+    assert "\x1b" not in text and "evil\\x1b[2J" in text and "none measured yet" in text

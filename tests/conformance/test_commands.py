@@ -1,0 +1,341 @@
+"""Conformance of commands: every verb of headwise goes through every test here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import artifacts
+from artifacts import ArtifactError, Finding, HeadwiseError
+from artifacts.cli.command import ADVANCED, FOUND, run_command
+from artifacts.store.signing import make_key
+from artifacts.store.write import sign
+from search.__main__ import GROUPS, VERBS, main
+from search.reference import _parser, page
+from tests.search.conftest import by_head, tiny_model
+
+__all__ = ["by_head", "tiny_model"]
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = "--model model --dtype float32 --samples 1"
+WIDE = "--max-kl 99 --max-perplexity 99 --max-nll 99 --max-lost 1"
+# A small run of each verb in a folder with a model, its artifact cfg.yaml, a key and a text.
+RUNS = {
+    "doctor": "",
+    "search": f"{SMALL} --out new.yaml --length 512 --budget 0.8 --cost flops --no-picture "
+    f"--task prose {WIDE}",
+    "gate": f"cfg.yaml {SMALL} --task prose {WIDE}",
+    "evaluate": f"cfg.yaml {SMALL} --out report --length 512 --task passkey --no-speed "
+    "--methods dense headwise",
+    "show": "cfg.yaml",
+    "check": "cfg.yaml --model model",
+    "filters": f"cfg.yaml {SMALL} --out new.yaml --length 256 --steps 2 --task prose --filters 1 "
+    "--sparse 0.3",
+    "kv": f"cfg.yaml {SMALL} --out new.yaml --length 256 --task passkey --forced 4 "
+    "--target-share 0.5",
+    "decode": "--model model --dtype float32 --policy full --policy streaming:window=28 "
+    "--context 256 --trials 1 --task-length 256 --steps 1 --repeats 1",
+    "similarity": f"{SMALL} --out profile --length 256 --steps 2 --task prose",
+    "heatmaps": "--model model --dtype float32 --out pictures --length 256 --picture sparsity",
+    "map": "cfg.yaml --out picture",
+    "stream": "--model model --dtype float32 --out stream --text text.txt --tokens 64 --window 28 "
+    "--methods streaming",
+    "memory": "--plan model --length 1024",
+    "tasks": "--model model --task passkey --length 256",
+    "bench": "--length 128 --head-dims 64 --heads 2/1 --repeats 1",
+    "validate": "cfg.yaml --level error",
+    "diff": "cfg.yaml cfg.yaml",
+    "set": "cfg.yaml prefill.dense_below=64 --out new.yaml",
+    "merge": "cfg.yaml --decode none --out new.yaml",
+    "convert": "cfg.yaml --to minference --out heads.json",
+    "schema": "",
+    "sign": "cfg.yaml --key new.key --new-key",
+    "verify": "cfg.yaml --key me.key.pub",
+}
+# tests/search/test_demo.py runs the one, which makes a search of several thousand tokens, and
+# .ci/lm-eval the other, which is the command line of another program.
+ELSEWHERE = {"demo": "--model model --out out", "lm-eval": ""}
+TYPED = {**RUNS, **ELSEWHERE}
+PARSERS = {verb: _parser(verb, module) for verb, module in VERBS.items()}
+OURS = [verb for verb in VERBS if verb != "lm-eval"]
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def files(tiny_model: Path, by_head: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "model").symlink_to(tiny_model)
+    artifact, arrays = artifacts.load_pair(by_head)
+    artifacts.save(artifact, folder / "cfg.yaml", arrays)
+    make_key(folder / "me.key")
+    sign(folder / "cfg.yaml", folder / "me.key")
+    (folder / "text.txt").write_text("The clerk counted seven boats. " * 20)
+    return folder
+
+
+@pytest.fixture
+def headwise(
+    files: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Iterator[Command]:
+    """headwise(words) in a copy of the files -> exit status, stdout and stderr."""
+    shutil.copytree(files, tmp_path, symlinks=True, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            run_command(main, [part for word in words for part in word.split()])
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    yield run
+
+
+def assert_refused(outcome: tuple[int, str, str], says: str, *, left: set[str]) -> None:
+    """Assert status 2, one line on stderr that has `says`, nothing on stdout, and no new file."""
+    code, out, err = outcome
+    assert (code, out) == (2, "")
+    line = err.splitlines()[-1]
+    assert line.startswith("error: ") and line.isprintable() and says in line
+    assert "Traceback" not in err and err.count("error: ") == 1
+    assert set(os.listdir()) == left
+
+
+def test_every_verb_is_here() -> None:
+    assert set(TYPED) == set(VERBS)
+    assert len(VERBS) == sum(map(len, GROUPS.values()))
+
+
+@pytest.mark.parametrize("verb", RUNS)
+def test_it_runs_and_its_json_is_json(verb: str, headwise: Command) -> None:
+    has_json = "--json" in PARSERS[verb]._option_string_actions
+    code, out, err = headwise(verb, RUNS[verb], "--json" if has_json else "")
+    assert code in (0, FOUND), err
+    assert "Traceback" not in err and out
+    if has_json:
+        assert isinstance(json.loads(out), dict)
+
+
+@pytest.mark.parametrize("verb", OURS)
+def test_an_unknown_option_is_named_with_where_help_is(verb: str, headwise: Command) -> None:
+    outcome = headwise(verb, TYPED[verb], "--no-such-option")
+    assert_refused(outcome, "--no-such-option", left=set(os.listdir()))
+    assert f"headwise {verb} --help" in outcome[2]
+
+
+# A word of a run, what stands in its place, and what the line says.
+MISSING = [
+    ("cfg.yaml", "none.yaml", "none.yaml"),
+    ("model", "no/such-model", "no/such-model"),
+    ("text.txt", "none.txt", "none.txt"),
+    ("me.key.pub", "none.pub", "none.pub"),
+    ("new.yaml", "missing/new.yaml", "missing"),
+]
+
+
+@pytest.mark.parametrize(
+    ("verb", "word", "other", "says"),
+    [(v, *row) for v, words in TYPED.items() for row in MISSING if row[0] in words.split()],
+)
+def test_a_file_that_is_not_there_is_named(
+    verb: str, word: str, other: str, says: str, headwise: Command
+) -> None:
+    words = [other if given == word else given for given in TYPED[verb].split()]
+    assert_refused(headwise(verb, *words), says, left=set(os.listdir()))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("search --budget 2", "--budget must be above 0 and at most 1"),
+        ("search --length 100", "--length must be at least 128, got 100"),
+        ("search --length 4000", "--beyond-positions"),
+        ("search --task guessing", "unknown task 'guessing'"),
+        ("search --backend abacus", "abacus"),
+        ("search --n-trials 3 --storage study", "cannot use the storage 'study'"),
+        ("search --storage sqlite:///study.db --n-trials 2", "begin at --n-trials 3; got 2"),
+        ("search --task text:a/text.txt --task text:text.txt", "two tasks text:text.txt"),
+        ("search --preset paper --n-trials 5", "--n-trials goes with one budget for the model"),
+        ("search --budget a_shape:64,64", "goes with --preset paper"),
+        ("search --preset paper --budget 0.001 --no-picture", "impossible"),
+        ("gate --length 100", "--length 100 is below the artifact's dense_below of 500"),
+        ("gate --max-lost 2", "--max-lost must be above 0 and at most 1"),
+        ("filters --budget 1.5", "--budget must be a number of tokens or a share between 0 and 1"),
+        ("filters --dense-first 3", "do not leave 3 dense"),
+        ("filters --profile nowhere", "there is no similarity profile"),
+        ("kv --forced 256", "--forced must be below --length (256), got 256"),
+        ("kv --target-bytes 64MiB", "not allowed with argument"),
+        ("demo --repeats 0", "--repeats must be at least 1, got 0"),
+        ("show --head 9.0", "no head 9.0: 3 layers have 6 heads each"),
+        ("convert --sinks four", "four"),
+        ("schema --json none/out.json", "cannot write 'none/out.json'"),
+        ("sign --key me.key --new-key", "is there already, and a key is never replaced"),
+        ("verify --key me.key", "is a private key"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(words: str, says: str, headwise: Command) -> None:
+    verb, _, more = words.partition(" ")
+    if verb == "search" and "--preset" in words:
+        typed = f"{SMALL} --out new.yaml --length 512".replace(" --samples 1", "")
+    else:
+        typed = TYPED[verb]
+    Path("a").mkdir()
+    shutil.copy("text.txt", "a")
+    assert_refused(headwise(verb, typed, more), says, left=set(os.listdir()))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("serch", "did you mean 'search'?"),
+        ("xyzzy", "headwise --help lists them"),
+        ("merge cfg.yaml other.yaml --out new.yaml", "unrecognized arguments: other.yaml; usage: "),
+        ("show", "see headwise show --help"),
+    ],
+)
+def test_what_is_no_command(words: str, says: str, headwise: Command) -> None:
+    assert_refused(headwise(words), says, left=set(os.listdir()))
+
+
+def test_help_and_the_judgement_of_options_need_no_torch(tmp_path: Path) -> None:
+    """A word that was mistyped, or a value out of its range, is told in a moment."""
+    lines = [
+        ["--help"],
+        ["show", "--help"],
+        *(f"search --model m --out {tmp_path}/o.yaml {more}".split() for more in ("--budget 2",)),
+    ]
+    code = (
+        "import sys\nfrom artifacts import HeadwiseError\nfrom search.__main__ import main\n"
+        f"for words in {lines!r}:\n    try:\n        main(words)\n"
+        "    except (SystemExit, HeadwiseError):\n        pass\n"
+        "print(sorted(sys.modules.keys() & {'torch', 'transformers', 'optuna'}))"
+    )
+    out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
+    listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
+    assert set(VERBS) <= set(listed) and out.endswith("[]\n")
+
+
+@pytest.mark.parametrize("flag", ["--length", "--task", "--json", "--device", "--seed", "--dtype"])
+def test_the_same_thing_has_the_same_name_everywhere(flag: str) -> None:
+    options = [p._option_string_actions for p in PARSERS.values()]
+    actions = [known[flag] for known in options if flag in known]
+    assert len(actions) > 3 and len({action.metavar for action in actions}) == 1
+
+
+def test_the_help_of_a_search_fits_two_screens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = PARSERS["search"].format_help().splitlines()
+    assert len(lines) <= 48 and max(map(len, lines)) <= 100 and f"{ADVANCED}:" in lines
+
+
+def test_the_page_of_commands_is_current() -> None:
+    assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == page(), (
+        "python -m search.reference --out docs/commands.md"
+    )
+
+
+@pytest.mark.parametrize("verb", ["filters", "kv", "demo"])
+def test_a_command_for_one_process_says_so_to_a_launch_of_several(
+    verb: str, headwise: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    says = "is for one process, got 2 of a launch"
+    assert_refused(headwise(verb, TYPED[verb]), says, left=set(os.listdir()))
+
+
+def raising(error: BaseException) -> Any:
+    def command(argv: Any) -> Any:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (HeadwiseError("no such model"), 2, "error: no such model\n"),
+        (ArtifactError("two\nlines\x1b[2J"), 2, "error: two\\nlines\\x1b[2J\n"),
+        (Finding("nothing passes"), 3, "error: nothing passes\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (
+            ModuleNotFoundError("", name="matplotlib.figure"),
+            2,
+            "error: matplotlib is not installed: pip install 'headwise[search]'\n",
+        ),
+    ],
+)
+def test_exit_statuses(
+    error: BaseException, status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_command(raising(error), [])
+    assert (ended.value.code, *capsys.readouterr()) == (status, "", says)
+
+
+@pytest.mark.parametrize(
+    "bug", [ZeroDivisionError(), ModuleNotFoundError("", name="numpy")], ids=repr
+)
+def test_a_bug_keeps_its_traceback(bug: Exception) -> None:
+    with pytest.raises(type(bug)):
+        run_command(raising(bug), [])
+
+
+def test_an_error_tells_more_where_that_is_asked_for(headwise: Command) -> None:
+    usual = headwise("show none.yaml")
+    verbose = headwise("show none.yaml -v")
+    assert usual[2].count("\n") == 1
+    assert "Traceback" in verbose[2] and verbose[2].endswith(usual[2])
+
+
+def test_output_that_nobody_reads_or_that_cannot_be_written() -> None:
+    """The stream's buffer is written again at exit, after all handlers."""
+    command = [sys.executable, "-m", "artifacts", "schema"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    says = "error: cannot write the output: no space left on device\n"
+    assert (done.returncode, done.stderr) == (2, says)
+
+
+def test_a_terminal_without_the_letters(headwise: Command) -> None:
+    model = artifacts.load("cfg.yaml").model.model_copy(update={"name": "modèle"})
+    artifacts.update(
+        "cfg.yaml", lambda now, arrays: (now.model_copy(update={"model": model}), arrays)
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "artifacts", "show", "cfg.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "mod\\xe8le" in done.stdout
+
+
+def test_ctrl_c_is_one_line_from_the_first_moment(tmp_path: Path) -> None:
+    """During the imports, and of the console script, which imports before it runs."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
+    )
+    script = tmp_path / "headwise"
+    script.write_text("from search.__main__ import start\nstart()\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    words = f"search --model m --out {tmp_path}/cfg.yaml".split()
+    for command in (
+        [sys.executable, str(script), *words],
+        [sys.executable, "-m", "search.heads", *words[1:]],
+        [sys.executable, "-m", "profiling.doctor"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
