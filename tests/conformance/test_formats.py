@@ -1,0 +1,710 @@
+"""Conformance of other tools' formats: every format goes through import, export and round trip.
+
+Files and published values are those that each tool's own code writes and reads.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import artifacts
+from artifacts import (
+    Artifact,
+    ArtifactError,
+    HeadwiseError,
+    SkipSoftmax,
+    Streaming,
+    load,
+    load_pair,
+)
+from artifacts.__main__ import main
+from artifacts.analysis.density import mean_density
+from artifacts.cli.arguments import STDOUT
+from artifacts.commands import validate
+from artifacts.commands.convert import Config, run
+from artifacts.interop.formats import FORMATS
+from tests.artifacts.conftest import build, build_every_kind
+
+FILES = Path(__file__).parents[1] / "artifacts" / "interop"
+MODEL = FILES / "model.json"
+# Of a config.json that ModelOpt wrote into.
+KEY = "sparse_attention_config"
+SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "max_positions": 8192}
+
+
+def layers(artifact: Artifact) -> Any:
+    """Layers that filter, those that stay dense, and tokens chosen."""
+    omnikv = artifact.decode.omnikv
+    return omnikv.filter_layers, omnikv.dense_layers, omnikv.budget
+
+
+def rows(artifact: Artifact) -> Any:
+    """The pattern of each head."""
+    return artifact.prefill.layers
+
+
+def kv_rows(artifact: Artifact) -> Any:
+    """The policy of each KV head."""
+    return artifact.kv_cache.layers
+
+
+@dataclass(frozen=True)
+class Case:
+    """A file of a tool, what is read from it, and what is lost on both ways (outcome).
+
+    comes_back: an export of what was imported is the file as it was.
+    """
+
+    format: str
+    name: str
+    data: bytes
+    options: dict[str, Any]
+    read: Callable[[Artifact], Any]
+    expected: Any
+    there: str
+    back: str
+    comes_back: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.format}-{self.name}-{len(self.data)}"
+
+
+def of_file(format: str, name: str, *args: Any, **more: Any) -> Case:
+    file = FILES / name
+    return Case(format, file.name, file.read_bytes(), *args, **more)
+
+
+def index_pattern(config: dict[str, Any], expected: Any, there: str, back: str) -> Case:
+    """A config.json, which names layers in one of several ways and comes back in all of them."""
+    data = json.dumps({"index_topk": 1024, **config}).encode()
+    args = ("config.json", data, SHAPE, layers, expected, there, back, False)
+    return Case("index_topk_pattern", *args)
+
+
+def kvzip(dtype: torch.dtype) -> Case:
+    """As KVzip cuts: 3 of 6 kept, less the one at the cut."""
+    stream = io.BytesIO()
+    torch.save(torch.tensor([[0.03, 1.0], [0.4, 0.11], [0.9, 0.2]], dtype=dtype), stream)
+    name = f"{str(dtype).removeprefix('torch.')}-scbench-0.pt"
+    kept = (("stream_128_256", "full"), ("stream_128_256",) * 2, ("full", "stream_128_256"))
+    there = "2 of 6 KV heads: 0 chooses otherwise, 0 same, 4 chooses otherwise"
+    back = "2 of 6 KV heads: 0 same, 4 keeps less"
+    options = {**SHAPE, "sparsity": 0.5}
+    return Case("kvzip", name, stream.getvalue(), options, kv_rows, kept, there, back)
+
+
+def npy(table: Any) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.array(table, dtype="<i4"))
+    return stream.getvalue()
+
+
+WITH_MODEL = {"config": MODEL}
+CASES = [
+    of_file(
+        "minference",
+        "head_patterns.json",
+        WITH_MODEL,
+        rows,
+        (
+            ("vs_1000_6096", "a_128_1024", "bs_100", "vs_30_800"),
+            ("vs_1000_6096", "vs_3500_100", "a_128_1024", "vs_4096_4096_c90"),
+        ),
+        "7 of 8 heads: 0 same, 1 computes more",
+        "8 of 8 heads: ",
+    ),
+    of_file(
+        "minference",
+        "error_counts.json",
+        WITH_MODEL,
+        rows,
+        (("vs_30_800", "vs_100_800", "vs_170_800", "vs_240_800"),) * 2,
+        "6 of 8 heads: 0 same, 2 computes more",
+        "8 of 8 heads: ",
+    ),
+    # What is left out is filled in as MInference does.
+    of_file(
+        "minference",
+        "short.json",
+        WITH_MODEL,
+        rows,
+        (("a_64_512", "vs_1000_6096", "vs_1000_6096", "a_64_512"), ("vs_1000_6096",) * 4),
+        "2 of 8 heads: 0 same, 6 filled in",
+        "8 of 8 heads: ",
+        comes_back=False,
+    ),
+    # AngelSlim's pattern file, whose 1 in place of a score says nothing.
+    of_file(
+        "minference",
+        "pattern.json",
+        {"head_dim": 64},
+        rows,
+        (("vs_64_64", "vs_500_700"), ("vs_1000_6096",) * 2, ("a_128_1024", "bs_100")),
+        "3 of 6 heads: 0 same, 1 chooses otherwise, 2 filled in",
+        "6 of 6 heads: ",
+        comes_back=False,
+    ),
+    # vLLM and SGLang read the same list in their own way: 30 columns as 130.
+    of_file(
+        "sparse_attention_config",
+        "sparse_attention_config.json",
+        WITH_MODEL,
+        rows,
+        (("vs_1000_6096_q32", "vs_130_800_q32", "vs_3048_8144_q32", "vs_100_800_q32"),) * 2,
+        "8 of 8 heads: 2 same",
+        "8 of 8 heads: 0 same",
+    ),
+    # 5.5 exp(7 / 2) = 182.135.
+    of_file(
+        "modelopt",
+        "modelopt/config.json",
+        SHAPE,
+        rows,
+        (("dense",) * 4, ("skip_182.135",) * 4, ("skip_182.135",) * 4),
+        "4 of 12 heads: 8 chooses otherwise, 8 not carried over",
+        "12 of 12 heads: ",
+    ),
+    # In decode a token sees recent_size tokens and itself.
+    of_file(
+        "duo_attention",
+        "full_attention_heads.tsv",
+        WITH_MODEL,
+        kv_rows,
+        (("full", "stream_64_193"), ("stream_64_193", "full")),
+        "2 of 4 KV heads: 0 same, 2 keeps less",
+        "2 of 4 KV heads: 0 same, 2 computes more",
+    ),
+    *map(kvzip, (torch.float16, torch.bfloat16, torch.float32)),
+    index_pattern(
+        {"num_hidden_layers": 6, "index_topk_pattern": "FFSSFS"},
+        ((1, 4), (), 1024),
+        "0 of 6 layers: 3 chooses otherwise, 3 computes more",
+        "0 of 6 layers: 3 chooses otherwise, 3 keeps less",
+    ),
+    index_pattern(
+        {
+            "num_hidden_layers": 6,
+            "indexer_types": ["full", "full", "shared", "shared", "full", "shared"],
+            "index_topk_pattern": "FSSSSS",
+        },
+        ((1, 4), (), 1024),
+        "0 of 6 layers: 3 chooses otherwise, 3 computes more",
+        "0 of 6 layers: 3 chooses otherwise, 3 keeps less",
+    ),
+    # FFSSSFSSSF and FFFSSSFSSS, as the tools read frequencies.
+    index_pattern(
+        {"num_hidden_layers": 10, "index_topk_freq": 4},
+        ((1, 5), (9,), 1024),
+        "0 of 10 layers: 4 computes more, 6 chooses otherwise",
+        "0 of 10 layers: 4 keeps less, 6 chooses otherwise",
+    ),
+    index_pattern(
+        {"num_hidden_layers": 10, "index_topk_freq": 4, "index_skip_topk_offset": 3},
+        ((2, 6), (), 1024),
+        "0 of 10 layers: 4 computes more, 6 chooses otherwise",
+        "0 of 10 layers: 4 keeps less, 6 chooses otherwise",
+    ),
+    of_file(
+        "sparse_vllm",
+        "omnikv.json",
+        {**SHAPE, "layers": 6},
+        layers,
+        ((0, 3), (2,), 2048),
+        "3 of 6 layers: 0 not carried over, 3 keeps less",
+        "6 of 6 layers: ",
+    ),
+    # A file of the tool's own search.
+    of_file(
+        "sparse_vllm",
+        "selected_full_layers.json",
+        SHAPE,
+        layers,
+        ((0, 3), (), 512),
+        "5 of 5 layers: ",
+        "5 of 5 layers: ",
+    ),
+    # Layer 0 alone does the same on both sides.
+    Case(
+        "kascade",
+        "Toy-1B_layers_0_2.npy",
+        npy([[0, 1]] * 4),
+        SHAPE,
+        layers,
+        ((0, 2), (), 0.1),
+        "2 of 8 heads: 0 keeps less, 2 computes more, 4 chooses otherwise",
+        "2 of 8 heads: 0 same, 2 keeps less, 4 chooses otherwise",
+    ),
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def convert(file: Path, out: Path, **options: Any) -> dict[str, Any]:
+    """The report of a conversion."""
+    return json.loads(run(Config(file=file, out=out, as_json=STDOUT, **options)).text)["report"]
+
+
+def outcome(report: dict[str, Any]) -> str:
+    """Heads or layers that are the same on both sides, and effects on the others."""
+    effects = {f"{note['heads']} {note['effect']}" for note in report["notes"]}
+    counts = f"{report['exact']} of {report['heads']} {report['unit']}s"
+    return f"{counts}: {', '.join(sorted(effects))}"
+
+
+def notes(report: dict[str, Any]) -> list[str]:
+    return [note["what"] for note in report["notes"]]
+
+
+def imported(folder: Path, case: Case, **options: Any) -> dict[str, Any]:
+    """Import a case's file, with the others of its folder beside it, into cfg.yaml."""
+    (folder / case.name).write_bytes(case.data)
+    if case.format == "duo_attention":
+        (folder / "config.json").write_bytes((FILES / "config.json").read_bytes())
+    given = {"source": case.format, **case.options, **options}
+    return convert(folder / case.name, folder / "cfg.yaml", **given)
+
+
+def case_of(path: str) -> Case:
+    data = (FILES / path).read_bytes()
+    return next(case for case in CASES if case.data == data)
+
+
+def test_every_format_is_here() -> None:
+    assert {case.format for case in CASES} == set(FORMATS)
+
+
+@every_case
+def test_import(case: Case, tmp_path: Path) -> None:
+    report = imported(tmp_path, case)
+    artifact = load(tmp_path / "cfg.yaml")
+    assert case.read(artifact) == case.expected
+    assert outcome(report) == case.there
+    assert artifact.search is None and artifact.model.weights_sha256 is None
+    valid = validate.run(validate.Config(file=tmp_path / "cfg.yaml", level="error"))
+    assert valid.status == 0
+
+
+@every_case
+def test_round_trip(case: Case, tmp_path: Path) -> None:
+    imported(tmp_path, case)
+    back = tmp_path / "back" / case.name
+    back.parent.mkdir()
+    report = convert(tmp_path / "cfg.yaml", back, target=case.format)
+    assert outcome(report) == case.back
+    if case.comes_back:
+        same = back.read_bytes() == case.data
+        assert same or json.loads(back.read_bytes()) == json.loads(case.data)
+    model = load(tmp_path / "cfg.yaml").model
+    shape = {
+        "layers": model.num_layers,
+        "heads": model.num_heads,
+        "kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "max_positions": model.max_positions,
+    }
+    convert(back, tmp_path / "again.yaml", source=case.format, **shape | case.options)
+    assert case.read(load(tmp_path / "again.yaml")) == case.expected
+
+
+@pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if format.patterns])
+def test_an_export_is_measured_by_what_the_tool_makes_of_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report's command reads the file back into the model that it was written from."""
+    monkeypatch.chdir(tmp_path)
+    artifacts.save(build(), tmp_path / "cfg.yaml")
+    command = convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target=name)["measure"]
+    assert main(command.partition("headwise ")[2].partition(" && ")[0].split()) == 0
+    back = load(tmp_path / "back.yaml").model
+    sizes = (back.num_layers, back.num_heads, back.num_kv_heads, back.max_positions)
+    assert sizes == (3, 4, 2, 8192)
+
+
+def test_scores_are_kept(tmp_path: Path) -> None:
+    """Recalls, and scores that are none, which is said."""
+    imported(tmp_path, case_of("head_patterns.json"))
+    artifact, arrays = load_pair(tmp_path / "cfg.yaml")
+    assert artifact.prefill.imported.scores == "recall"
+    assert arrays["imported.score"][1, 1] == 1.00004
+    report = imported(tmp_path, case_of("error_counts.json"))
+    artifact, arrays = load_pair(tmp_path / "cfg.yaml")
+    assert artifact.prefill.imported.scores == "other"
+    assert arrays["imported.score"].max() == 14994473
+    assert any("no recalls" in what for what in notes(report))
+    imported(tmp_path, case_of("pattern.json"))
+    assert load(tmp_path / "cfg.yaml").prefill.imported.scores is None
+
+
+def test_changed_heads_are_written_anew_with_their_recall(tmp_path: Path) -> None:
+    imported(tmp_path, case_of("head_patterns.json"))
+    artifact, arrays = load_pair(tmp_path / "cfg.yaml")
+    row = ("a_128_1024", *artifact.prefill.layers[0][1:])
+    prefill = artifact.prefill.model_copy(update={"layers": (row, artifact.prefill.layers[1])})
+    arrays = arrays | {"chosen.recall": np.full((2, 4), 0.25, dtype=np.float32)}
+    artifacts.save(artifact.model_copy(update={"prefill": prefill}), tmp_path / "new.yaml", arrays)
+    report = convert(tmp_path / "new.yaml", tmp_path / "back.json", target="minference")
+    first, _ = json.loads((tmp_path / "back.json").read_text())
+    assert first["0"] == ["stream_llm", 128, 1024, 0.25]
+    assert first["2"] == ["block_sparse", 8, 1, 0.75]
+    assert report["exact"] == 8
+
+
+VS = "vertical_and_slash"
+
+
+@pytest.mark.parametrize(
+    ("target", "first", "says"),
+    [
+        (
+            "minference",
+            [[VS, 100, 1800], [VS, 30, 2048], ["stream_llm", 64, 512], ["block_sparse", 9, 1]],
+            "always 100 blocks, here 9",
+        ),
+        # As MInference itself substitutes what vLLM lacks.
+        (
+            "sparse_attention_config",
+            [[VS, 100, 1800], [VS, 30, 2048], [VS, 64, 512], [VS, 1000, 6096]],
+            "an A-shape is written as vertical_and_slash of the same sizes",
+        ),
+    ],
+)
+def test_what_was_searched_is_written_as_the_nearest_there_is(
+    target: str, first: list[list[Any]], says: str, tmp_path: Path
+) -> None:
+    artifact, arrays = build_every_kind()
+    artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
+    report = convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target=target)
+    listed = json.loads((tmp_path / "out.json").read_text())
+    assert [listed[0][str(head)][:3] for head in range(4)] == first
+    assert listed[0]["0"][3] == pytest.approx(0.5)
+    # Dense, and a layer that slides over a window of its own: more diagonals than there are tokens.
+    assert [listed[1][str(head)][:3] for head in range(4)] == [[VS, 31, 8192]] * 4
+    assert (report["heads"], report["exact"]) == (20, 2 if target == "minference" else 1)
+    assert says in notes(report)
+    assert "the kv_cache section has no place in this format" in notes(report)
+    assert "written is prefill.layers, of a front of 2 points" in notes(report)
+
+
+def test_policies_that_a_table_of_kv_heads_lacks_keep_everything(tmp_path: Path) -> None:
+    artifact, arrays = build_every_kind()
+    artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
+    report = convert(tmp_path / "cfg.yaml", tmp_path / "t.tsv", target="duo_attention")
+    assert {"h2o is written as full", "snapkv is written as full"} <= set(notes(report))
+
+
+def test_an_export_for_modelopt_asks_for_the_sparsity_that_was_searched(tmp_path: Path) -> None:
+    artifacts.save(build(), tmp_path / "cfg.yaml")
+    report = convert(tmp_path / "cfg.yaml", tmp_path / "x.json", target="modelopt")
+    group = json.loads((tmp_path / "x.json").read_text())[KEY]["config_groups"]["group_0"]
+    expected = 1 - mean_density(build(), 4096)
+    assert group["target_sparsity"]["prefill"] == pytest.approx(expected, abs=1e-4)
+    assert group["ignore"] == ["model.layers.1.self_attn"]
+    assert (report["heads"], report["exact"]) == (12, 4)
+
+
+def test_a_threshold_that_was_searched_is_written_for_every_target(tmp_path: Path) -> None:
+    pattern = SkipSoftmax(scale_factor=3.5)
+    prefill = artifacts.Prefill(dense_below=0, layers=(("skip_3.5",) * 4, None, ("skip_3.5",) * 4))
+    artifacts.save(build(patterns={"skip_3.5": pattern}, prefill=prefill), tmp_path / "cfg.yaml")
+    report = convert(tmp_path / "cfg.yaml", tmp_path / "x.json", target="modelopt")
+    group = json.loads((tmp_path / "x.json").read_text())[KEY]["config_groups"]["group_0"]
+    assert group["threshold_scale_factor"]["prefill"] == {"a": 3.5, "b": 0.0}
+    assert group["ignore"] == ["model.layers.1.self_attn"]
+    assert outcome(report) == "4 of 12 heads: 8 chooses otherwise"
+
+
+def test_strict_writes_nothing_that_is_lossy(tmp_path: Path) -> None:
+    strict = {"out": tmp_path / "out.json", "target": "minference", "strict": True}
+    artifacts.save(build(), tmp_path / "cfg.yaml")
+    assert run(Config(file=tmp_path / "cfg.yaml", **strict)).status == 3
+    assert not (tmp_path / "out.json").exists()
+    imported(tmp_path, case_of("head_patterns.json"))
+    assert run(Config(file=tmp_path / "cfg.yaml", **strict)).status == 0
+    assert (tmp_path / "out.json").exists()
+
+
+def test_layers_that_slide_are_left_alone(tmp_path: Path) -> None:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    config = json.loads(MODEL.read_text()) | kinds
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
+    report = imported(tmp_path, case_of("head_patterns.json"), config=tmp_path)
+    artifact = load(tmp_path / "cfg.yaml")
+    assert artifact.prefill.layers[0] is None and len(artifact.prefill.layers[1]) == 4
+    assert report["exact"] == 4 and "bs_100" not in artifact.patterns
+
+
+def test_flags_say_the_shape_and_what_is_served_densely(tmp_path: Path) -> None:
+    flags = {"config": None, "kv_heads": 1, "head_dim": 8, "max_positions": 99, "dense_tail": 64}
+    imported(tmp_path, case_of("head_patterns.json"), **flags)
+    artifact = load(tmp_path / "cfg.yaml")
+    assert (artifact.model.num_kv_heads, artifact.model.head_dim) == (1, 8)
+    assert (artifact.prefill.dense_below, artifact.prefill.dense_tail) == (1024, 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "full"),
+    [
+        ({"sparsity": 0.75}, [(1, 1)]),
+        ({"sparsity": 0.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        ({"sparsity": 1.0}, []),
+        ({"threshold": 0.2}, [(0, 0), (1, 0), (1, 1)]),
+    ],
+)
+def test_some_kv_heads_stream(options: dict[str, Any], full: Any, tmp_path: Path) -> None:
+    imported(tmp_path, case_of("full_attention_heads.tsv"), sinks=0, window=7, **options)
+    cache = load(tmp_path / "cfg.yaml").kv_cache
+    kept = [
+        (layer, head)
+        for layer, row in enumerate(cache.layers)
+        for head, name in enumerate(row)
+        if name == "full"
+    ]
+    assert kept == full
+    used = {cache.policies[name] for row in cache.layers for name in row}
+    stream = Streaming(sinks=0, window=7, positions="original")
+    assert used <= {artifacts.Full(), stream} and (stream in used) == (len(full) < 4)
+
+
+def test_a_models_config_beside_is_not_written_over(tmp_path: Path) -> None:
+    """DuoAttention's sizes stand in a config.json beside its table."""
+    imported(tmp_path, case_of("full_attention_heads.tsv"))
+    out = tmp_path / "out" / "full_attention_heads.tsv"
+    out.parent.mkdir()
+    convert(tmp_path / "cfg.yaml", out, target="duo_attention")
+    beside = json.loads((out.parent / "config.json").read_text())
+    assert (beside["sink_size"], beside["recent_size"]) == (64, 192)
+    assert 0.24902343 < beside["threshold"] <= 0.6054687
+    (out.parent / "config.json").write_text(MODEL.read_text())
+    with pytest.raises(ArtifactError, match=r"config.json: is there and not DuoAttention's"):
+        convert(tmp_path / "cfg.yaml", out, target="duo_attention")
+    assert (out.parent / "config.json").read_text() == MODEL.read_text()
+
+
+FIT = {"a": 5.5, "b": 7.0}
+FORMULA = "a * exp(b * target_sparsity)"
+
+
+@pytest.mark.parametrize(
+    ("threshold", "target", "prefill", "decode"),
+    [
+        (
+            {"formula": FORMULA, "coefficients": FIT},
+            {"prefill": 0.5, "decode": 0.3},
+            182.135,
+            "0.3 of its tiles",
+        ),
+        ({"formula": FORMULA.replace(" ", ""), **FIT}, 0.5, 182.135, "0.5 of its tiles"),
+        ({"prefill": 40, "coefficients": FIT}, {"prefill": 0.9}, 40, "0.5 of its tiles"),
+        ({"prefill": FIT, "decode": {"a": 0.2, "b": 9}}, None, 182.135, "0.5 of its tiles"),
+        ({"prefill": 40, "decode": 7}, None, 40, "tiles by a scale factor of 7"),
+        (40, {"prefill": 0.9}, 40, "tiles by a scale factor of 40"),
+        ({"formula": FORMULA, "prefill": FIT}, {"prefill": 0.0}, 5.5, None),
+    ],
+)
+def test_every_form_of_a_scale_factor_is_read_and_decode_is_said(
+    threshold: Any, target: Any, prefill: float, decode: str | None, tmp_path: Path
+) -> None:
+    """By a exp(b target): 5.5 exp(7 / 2) = 182.135. A target that is missing is 0.5."""
+    given = {"threshold_scale_factor": threshold}
+    if target is not None:
+        given["target_sparsity"] = target
+    (tmp_path / "x.json").write_text(json.dumps(given))
+    options = {"source": "modelopt", "layers": 3, **SHAPE}
+    report = convert(tmp_path / "x.json", tmp_path / "cfg.yaml", **options)
+    (pattern,) = load(tmp_path / "cfg.yaml").patterns.values()
+    assert pattern == SkipSoftmax(scale_factor=prefill)
+    dropped = [note["what"] for note in report["notes"] if note["effect"] == "not carried over"]
+    assert dropped == ([] if decode is None else [f"decode skips {decode}"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"algorithm": "skip_softmax", "target_sparsity": 0.5},
+        {"config_groups": {"a": {"sparse_algo": "softmax_skip"}}},
+    ],
+)
+def test_modelopt_without_thresholds_or_as_it_once_was(given: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({KEY: given}))
+    options = {"source": "modelopt", "layers": 3, **SHAPE}
+    convert(tmp_path / "config.json", tmp_path / "cfg.yaml", **options)
+    assert mean_density(load(tmp_path / "cfg.yaml"), 8192) == pytest.approx(0.5, abs=0.02)
+
+
+def test_sections_of_two_tools_are_merged_and_both_files_come_back(tmp_path: Path) -> None:
+    one, two = case_of("modelopt/config.json"), case_of("selected_full_layers.json")
+    layers = json.dumps(json.loads(two.data) | {"num_hidden_layers": 3, "topk": 64}).encode()
+    layers = layers.replace(b"[0, 3]", b"[0, 2]").replace(b"0,3", b"0,2")
+    (tmp_path / two.name).write_bytes(layers)
+    convert(tmp_path / two.name, tmp_path / "two.yaml", source="sparse_vllm", **SHAPE)
+    imported(tmp_path, one)
+    both = tmp_path / "both.yaml"
+    words = ["merge", tmp_path / "cfg.yaml", "--decode", tmp_path / "two.yaml", "--out", both]
+    assert main([str(word) for word in words]) == 0
+    for target, data, other in (
+        ("modelopt", one.data, "decode"),
+        ("sparse_vllm", layers, "prefill"),
+    ):
+        report = convert(both, tmp_path / "back.json", target=target)
+        assert notes(report) == [f"the {other} section has no place in this format"]
+        assert json.loads((tmp_path / "back.json").read_bytes()) == json.loads(data)
+    # A section that was changed since is written anew.
+    main(["set", str(both), "decode.omnikv.budget=0.25", "--out", str(tmp_path / "set.yaml")])
+    report = convert(tmp_path / "set.yaml", tmp_path / "new.json", target="sparse_vllm")
+    made = json.loads((tmp_path / "new.json").read_text())
+    assert made["full_attention_layers"] == "0,2" and made["decode_keep_tokens"] == 2048
+    assert report["exact"] < report["heads"]
+
+
+OPTIONS = {
+    "minference": {"config": MODEL},
+    "duo_attention": {"config": MODEL},
+    "index_topk_pattern": SHAPE,
+    "sparse_vllm": SHAPE | {"layers": 6},
+    "modelopt": SHAPE | {"layers": 3},
+}
+REFUSED = [
+    [cell.strip() for cell in row.split("|", 2)]
+    for row in (FILES.parent / "refused_files.txt").read_text().splitlines()
+    if not row.startswith("#")
+]
+LARGE = [
+    ("minference", "[" * 100_000, "nested too deep"),
+    ("minference", "[" + "{}," * 5000 + "{}]", "has 5001 layers, the most that make sense are"),
+    ("minference", "[" + " " * 5 * 2**20 + "]", "has more than 4194304 bytes"),
+    ("minference", '[{"0": ["stream_llm", 1, 1, ' + "9" * 10_000 + "]}]", "too many digits"),
+    ("duo_attention", "0\t" * 5000 + "0\n", "line 1: more than 4096 layers or heads"),
+    ("duo_attention", "0\n" * 5000, "line 4097: more than 4096 layers or heads"),
+]
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "says"),
+    [*REFUSED, *LARGE],
+    ids=[f"{format}-{says[-40:]}" for format, _, says in (*REFUSED, *LARGE)],
+)
+def test_files_that_are_refused(format: str, text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / ("bad.tsv" if format == "duo_attention" else "bad.json")
+    file.write_text(text.replace("\\t", "\t").replace("\\n", "\n"))
+    with pytest.raises(ArtifactError) as caught:
+        convert(file, tmp_path / "cfg.yaml", source=format, **OPTIONS[format])
+    assert str(caught.value).startswith(f"{file}: ") and says in str(caught.value)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+class Evil:
+    """A pickle that would call a function."""
+
+    def __reduce__(self) -> Any:
+        return print, ("called",)
+
+
+def tensor_file(value: Any) -> bytes:
+    """A .pt file of a value, of bytes the archive of a file that holds them."""
+    stream = io.BytesIO()
+    if isinstance(value, bytes):
+        with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("archive/data.pkl", value)
+    else:
+        torch.save(value, stream)
+    return stream.getvalue()
+
+
+NO_TENSOR = "is no .pt file of one tensor"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("map.npy", npy([[0, 1]]), "the name must say the anchors"),
+        ("M_layers_1.npy", npy([[0, 1], [0, 1]]), "0 among them, got 1"),
+        ("M_layers_0_5.npy", npy([[0, 1], [0, 1]]), "layers from 0 to 1"),
+        ("M_layers_0.npy", npy([[0, 2], [0, 1]]), "must hold KV heads from 0 to 1, got 0 to 2"),
+        ("M_layers_0.npy", npy([0, 1]), "must be int32 of shape"),
+        ("M_layers_0.npy", npy([[0, 1]])[:-1], "bytes for 2 heads of 4 each"),
+        ("M_layers_0.npy", b"nonsense", "is no .npy file"),
+        ("x.pt", b"nonsense", NO_TENSOR),
+        ("x.pt", tensor_file(torch.zeros(3)), "must be of shape"),
+        ("x.pt", tensor_file(torch.full((2, 2), 2.0)), "must hold scores from 0 to 1, got 2 to 2"),
+        ("x.pt", tensor_file(torch.full((2, 2), torch.nan)), "must hold scores from 0 to 1"),
+        ("x.pt", tensor_file(torch.zeros(2, 2, dtype=torch.int64)), "of floating-point numbers"),
+        ("x.pt", tensor_file({"a": torch.zeros(2)}), NO_TENSOR),
+        ("x.pt", tensor_file(torch.zeros(1).expand(2**30, 2**30)), "must be of shape"),
+        ("x.pt", tensor_file(torch.zeros(2, 2).to_sparse()), NO_TENSOR),
+        ("x.pt", tensor_file(pickle.dumps(Evil())), NO_TENSOR),
+        ("x.pt", tensor_file(bytes(2**23)), "unpacks to 8388608 bytes"),
+    ],
+    ids=range(17),
+)
+def test_maps_and_tensors_that_are_refused(
+    name: str, data: bytes, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ArtifactError) as caught:
+        convert(tmp_path / name, tmp_path / "cfg.yaml", **SHAPE)
+    assert says in str(caught.value) and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "give --config config.json or --kv-heads --head-dim --max-positions"),
+        ({"config": MODEL, "heads": 8}, "--heads says 8 query heads, "),
+        ({"config": FILES / "error_counts.json"}, "must be a model's config.json"),
+        ({**SHAPE, "kv_heads": 3}, "the KV heads must divide the 4 query heads, got 3"),
+        ({**SHAPE, "kv_heads": 0}, "--kv-heads: must be from 1 to 4096, got 0"),
+        ({"config": MODEL, "sinks": 4}, "--sinks means nothing for minference"),
+        ({"config": MODEL, "dense_below": -1}, "--dense-below must be at least 0, got -1"),
+        ({"source": "minference", "target": "minference"}, "give --from for an import or --to"),
+        ({"source": "duo_attention", "config": MODEL, "sparsity": 1.5}, "from 0 to 1, got 1.5"),
+        ({"source": "sparse_attention_config", "config": MODEL}, "must be one of vertical_and_sl"),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError) as caught:
+        convert(FILES / "head_patterns.json", tmp_path / "cfg.yaml", **options)
+    assert says in str(caught.value) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        (None, "say with --to what to write from it"),
+        ("duo_attention", "has no kv_cache section"),
+        ("kascade", "has no decode section"),
+    ],
+)
+def test_exports_that_are_refused(target: str | None, says: str, tmp_path: Path) -> None:
+    artifacts.save(build(), tmp_path / "cfg.yaml")
+    with pytest.raises(ArtifactError, match=says):
+        convert(tmp_path / "cfg.yaml", tmp_path / "out", target=target)
+
+
+def test_a_models_configuration_that_cannot_be(tmp_path: Path) -> None:
+    """The model's config.json comes from somewhere, too."""
+    for name, value in (("num_hidden_layers", 10**9), ("head_dim", -1)):
+        config = json.loads(MODEL.read_text()) | {name: value}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ArtifactError, match=f"{name}: must be from 1 to"):
+            convert(FILES / "head_patterns.json", tmp_path / "cfg.yaml", config=tmp_path)
+
+
+def test_a_fingerprint_of_another_model_is_refused(tmp_path: Path) -> None:
+    case = case_of("pattern.json")
+    config = {**json.loads(case.data)["model_fingerprint"], "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    imported(tmp_path, case, head_dim=None, config=tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 10000}))
+    says = r"model_fingerprint.rope_theta is 1000000.0, the model has 10000"
+    with pytest.raises(ArtifactError, match=says):
+        imported(tmp_path, case, head_dim=None, config=tmp_path)
