@@ -1,8 +1,7 @@
-"""Our `kernels` and Hugging Face's get on: from a checkout, installed, editable; with theirs and
-without.
+"""Wheel and source archive, and our `kernels` beside Hugging Face's package of that name.
 
-Each case is a folder of links to what is installed here, with or without their package, in a
-process that sees nothing else."""
+They get on from a checkout, installed and editable, with their package and without it: each case is
+a folder of links to what is installed here, in a process that sees nothing else."""
 
 from __future__ import annotations
 
@@ -21,6 +20,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SITE = Path(sysconfig.get_paths()["purelib"])
 PACKAGES = ("artifacts", "headwise", "kernels", "profiling", "runtime", "search")
+FOLDERS = (*PACKAGES, "benchmarks", "docs", "notebooks", "tests")
+FILES = (
+    *("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "constraints.txt", "mkdocs.yml"),
+    *("requirements-vllm.txt", "requirements-docs.txt", "CITATION.cff", "SECURITY.md"),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE"),
+)
+LEFTOVERS = ("__pycache__", ".ipynb_checkpoints", ".hypothesis", "prebuilt")
 
 needs_theirs = pytest.mark.skipif(
     not any(d.name == "kernels" for d in importlib.metadata.distributions(path=[str(SITE)])),
@@ -33,9 +39,7 @@ from transformers.utils.import_utils import is_kernels_available
 from transformers import LlamaForCausalLM
 kernels.index.SparseIndex
 """
-WITH_THEIRS = (
-    OURS
-    + """
+WITH_THEIRS = f"""{OURS}
 from kernels import get_kernel
 import kernels.layer, importlib.metadata, importlib.util
 assert kernels.__version__ == importlib.metadata.version("kernels")
@@ -44,28 +48,21 @@ assert is_kernels_available("0.0.1", "99") and set(kernels.__all__) <= set(dir(k
 assert importlib.util.find_spec("kernels.hf_hub")
 print("both")
 """
-)
-WITHOUT_THEIRS = (
-    OURS
-    + """
+WITHOUT_THEIRS = f"""{OURS}
 assert not hasattr(kernels, "__version__") and not hasattr(kernels, "get_kernel")
 assert not is_kernels_available()
 print("ours")
 """
-)
 
 
 def farm(folder: Path, *, theirs: bool) -> Path:
-    """Links to all that is installed, but for Headwise itself and, unless asked for, their
-    package."""
+    """Links to all that is installed but Headwise itself and, unless asked for, their package."""
     folder.mkdir()
     for entry in SITE.iterdir():
         name = entry.name.lower()
         mine = "headwise" in name or name in PACKAGES or name.endswith((".pth", ".egg-link"))
         if name.partition("-")[0] == "kernels" and theirs:
-            shutil.copytree(
-                entry, folder / entry.name, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(entry, folder / entry.name, ignore=shutil.ignore_patterns(*LEFTOVERS))
         elif not mine and name.partition("-")[0] != "kernels":
             (folder / entry.name).symlink_to(entry)
     return folder
@@ -85,17 +82,6 @@ def run(code: str, *path: Path, cwd: Path) -> str:
     return done.stdout.strip()
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy to build in: setuptools leaves folders beside what it builds."""
-    copy = tmp_path_factory.mktemp("sources")
-    for name in PACKAGES:
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
-        shutil.copy(ROOT / name, copy / name)
-    return copy
-
-
 def build(sources: Path, hook: str, target: Path) -> Path:
     """The archive that a build hook of setuptools makes."""
     code = f"import sys; from setuptools import build_meta; build_meta.{hook}(sys.argv[1])"
@@ -107,18 +93,36 @@ def build(sources: Path, hook: str, target: Path) -> Path:
     return archive
 
 
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy to build in: setuptools leaves folders beside what it builds."""
+    copy = tmp_path_factory.mktemp("sources")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns(*LEFTOVERS))
+    for name in FILES:
+        shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(sources, "build_wheel", tmp_path_factory.mktemp("wheel") / "dist")
+
+
+@pytest.fixture(scope="module")
+def unpacked(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source archive's content."""
+    folder = tmp_path_factory.mktemp("sdist")
+    shutil.unpack_archive(build(sources, "build_sdist", folder / "dist"), folder, filter="data")
+    (content,) = folder.glob("headwise-*/")
+    return content
+
+
 @needs_theirs
 @pytest.mark.slow
 def test_checkout_with_theirs(tmp_path: Path) -> None:
     site = farm(tmp_path / "site", theirs=True)
     assert run(WITH_THEIRS, ROOT, site, cwd=tmp_path) == "both"
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_checkout_without_theirs(tmp_path: Path) -> None:
-    site = farm(tmp_path / "site", theirs=False)
-    assert run(WITHOUT_THEIRS, ROOT, site, cwd=tmp_path) == "ours"
 
 
 @needs_theirs
@@ -128,24 +132,19 @@ def test_two_checkouts_on_the_path(tmp_path: Path, sources: Path) -> None:
     assert run(code, ROOT, sources, ROOT, site, cwd=tmp_path) == "2 get_kernel"
 
 
-@pytest.fixture(scope="module")
-def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(sources, "build_wheel", tmp_path_factory.mktemp("wheel") / "dist")
-
-
 @pytest.mark.slow
 def test_the_wheel_has_all_but_the_overlay(wheel: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = ("*.py", *project["tool"]["setuptools"]["package-data"]["*"])
     expected = {
         path.relative_to(ROOT).as_posix()
         for name in PACKAGES
-        for pattern in ("*.py", *project["tool"]["setuptools"]["package-data"]["*"])
+        for pattern in patterns
         for path in (ROOT / name).rglob(pattern)
     }
-    assert {name for name in packed if ".dist-info/" not in name} == expected - {
-        "kernels/__init__.py"
-    }
+    code = {name for name in packed if ".dist-info/" not in name}
+    assert code == expected - {"kernels/__init__.py"}
     assert any(name.endswith("licenses/LICENSE") for name in packed)
 
 
@@ -175,16 +174,33 @@ def test_editable_with_theirs(sources: Path, tmp_path: Path) -> None:
     code = (
         f"import sys, site; sys.path.remove({str(site)!r}); "
         f"site.addsitedir({str(site)!r})\n{WITH_THEIRS}"
+        f"assert kernels.index.__file__.startswith({str(sources)!r})"
     )
-    code += f"assert kernels.index.__file__.startswith({str(sources)!r})"
     assert run(code, site, cwd=tmp_path) == "both"
 
 
 @pytest.mark.slow
-def test_a_source_archive_builds_the_same_wheel(sources: Path, wheel: Path, tmp_path: Path) -> None:
-    archive = build(sources, "build_sdist", tmp_path / "dist")
-    shutil.unpack_archive(archive, tmp_path, filter="data")
-    (unpacked,) = tmp_path.glob("headwise-*")
-    assert (unpacked / "kernels" / "__init__.py").is_file()
+def test_the_source_archive_is_a_checkout_and_builds_the_same_wheel(
+    unpacked: Path, wheel: Path, tmp_path: Path
+) -> None:
+    """Tests, docs and notebooks are in it: all but the history."""
+    expected = {Path(name) for name in FILES} | {
+        path.relative_to(ROOT)
+        for name in FOLDERS
+        for path in (ROOT / name).rglob("*")
+        if path.is_file() and not set(path.relative_to(ROOT).parts) & set(LEFTOVERS)
+    }
+    assert {path for path in expected if not (unpacked / path).is_file()} == set()
     again = build(unpacked, "build_wheel", tmp_path / "again")
     assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_tests_of_the_source_archive_pass(unpacked: Path) -> None:
+    names = ("test_kinds.py", "artifacts/test_store.py", "kernels/test_index.py")
+    named = [f"tests/{name}" for name in names]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *named]
+    done = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
