@@ -48,15 +48,16 @@ def found(path: Path) -> int:
 
 
 def die_at(call: int, *, torn: bool) -> None:
-    """Die at the call-th call from now on: before it, or if `torn` with half of it written."""
+    """Die at the call-th call from now on, before it; if `torn`, at the call-th write, with half of
+    it written."""
     count = 0
 
     def counted(real: Any, writes: bool) -> Any:
         def step(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
-            count += 1
+            count += writes or not torn
             if count == call:
-                if writes and torn:
+                if torn:
                     real(args[0], args[1][: len(args[1]) // 2], *args[2:])
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*args, **kwargs)
@@ -68,7 +69,7 @@ def die_at(call: int, *, torn: bool) -> None:
 
 
 def at_each_call(folder: Path, *, torn: bool) -> Counter[int]:
-    """Counts of finding the old (0) and the new artifact (1), over all calls of one write."""
+    """Counts of finding the old (0) and the new artifact (1), over the calls of one save."""
     seen: Counter[int] = Counter()
     path = folder / "cfg.yaml"
     for call in range(1, 1000):

@@ -88,15 +88,6 @@ def test_cost_tables_go_with_the_search(tmp_path):
     assert {"cost.0.pattern", "cost.0.sparse_seconds"} <= arrays.keys()
 
 
-def test_in_place(files):
-    run(Config(file=files["a"], kv_cache=str(files["c"]), out=files["a"]))
-    assert load_pair(files["a"])[0].kv_cache is not None
-    assert sorted(path.suffix for path in files["a"].parent.glob("a.*")) == [
-        ".safetensors",
-        ".yaml",
-    ]
-
-
 def test_in_place_what_another_wrote_meanwhile_is_kept(files, monkeypatch):
     """After the file was read, and before the merge writes, another command adds a section."""
     cache = artifacts.KVCache(policies={"f": artifacts.Full()}, layers=("f",) * 3)

@@ -64,10 +64,8 @@ EDITS = [
     ("    recall: 0.93", "    recall: .nan", "readers disagree about '.nan'"),
     ("evidence:", "evidenc:", "evidenc: unknown field, did you mean evidence?"),
     ("  name: tiny", "  name: tiny\n  name: other", "line 7: the key 'name' is given twice"),
-    ("  name: tiny", "  name: *a", "line 6: anchors, aliases and tags are not allowed"),
     ("bs_9: {", "bs_8: {kind: dense}\n  bs_9: {", "patterns.bs_8 is used by no head: remove it"),
     ("schema_version: 1", "schema_version: 9", "schema_version: this headwise reads 1, got 9: "),
-    ("schema_version: 1", "schema_version: '1'", "this headwise reads 1, got '1': "),
     ("schema_version: 1", "schema_version: true", "this headwise reads 1, got True: "),
     ("schema_version: 1", "version: 2", "this headwise reads 1, got None: "),
     ("sidecar: {file: cfg", "sidecar: {file: other", "sidecar.file: 'other."),
@@ -82,43 +80,32 @@ def test_edited_by_hand(edit, old, new, says):
 
 
 def test_a_change_that_the_hash_leaves_out_is_no_damage(edit):
-    assert load(edit("--model tiny", "--model ./tiny")).search.command.endswith(
-        "--model ./tiny --out cfg.yaml"
-    )
-
-
-@pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.999])
-def test_cut_short(saved, share):
-    data = saved.read_bytes()
-    saved.write_bytes(data[: int(len(data) * share)])
-    line(saved)
+    assert "./tiny" in load(edit("--model tiny", "--model ./tiny")).search.command
 
 
 @pytest.mark.parametrize(
-    ("data", "expected"),
+    ("data", "says"),
     [
         (b"", "the file is empty"),
         (b"\xff\xfe\x00", "not UTF-8 text"),
         (b"just text", "must be a mapping"),
-        (b"- 1", "must be a mapping"),
         (b"a: [1", "line "),
         (b"schema_version: 1", "created_at: missing"),
         (b"#" * (16 * 2**20 + 1), "has more than 16777216 bytes"),
     ],
 )
-def test_no_artifact_at_all(saved, data, expected):
+def test_no_artifact_at_all(saved, data, says):
     saved.write_bytes(data)
-    assert expected in line(saved)
+    assert says in line(saved)
 
 
 def test_missing_file_directory_and_device(tmp_path):
-    assert line(tmp_path / "none.yaml").endswith("none.yaml: no such file")
     assert "is a directory" in line(tmp_path)
     assert "no regular file" in line(os.devnull)
     assert "a\\nb: no such file" in line(tmp_path / "a\nb")
 
 
-def test_sidecar_missing_changed_or_a_directory(saved):
+def test_sidecar_missing_or_changed(saved):
     (sidecar,) = saved.parent.glob("*.safetensors")
     data = sidecar.read_bytes()
     sidecar.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -127,13 +114,9 @@ def test_sidecar_missing_changed_or_a_directory(saved):
             read(saved)
     sidecar.unlink()
     for read in (load, load_arrays):
-        with pytest.raises(
-            ArtifactError, match=r"sidecar\.file: .* is missing from .*belong together"
-        ):
+        with pytest.raises(ArtifactError, match=r"sidecar\.file: .* is missing .*belong together"):
             read(saved)
     assert load(saved, check_sidecar=False).model.name == "tiny"
-    sidecar.mkdir()
-    assert "is no regular file" in line(saved)
 
 
 def with_sidecar(path, file, data):
@@ -142,18 +125,17 @@ def with_sidecar(path, file, data):
     fields["sidecar"] = {"file": file, "sha256": sha256(data).hexdigest()}
     fields["content_sha256"] = content_sha256(fields)
     path.write_text(strict_yaml.dump(fields))
-    if "/" not in file and file.startswith("x"):
+    if file == "x.safetensors":
         path.with_name(file).write_bytes(data)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["../cfg.safetensors", "/etc/passwd", "..\\cfg.safetensors", "a/../../b.safetensors", "..",
-    ".safetensors",
-     "c:x.safetensors", "x.safetensors/", "x.safetensors\0", "passwd"],
+    ["../cfg.safetensors", "/etc/passwd", "..\\cfg.safetensors", "..", "c:y.safetensors",
+     "y.safetensors/", "y.safetensors\0", "passwd"],
 )  # fmt: skip
 def test_a_sidecar_elsewhere_is_refused_whatever_its_hash(saved, name):
-    with_sidecar(saved, name.replace("x.", "y."), b"")
+    with_sidecar(saved, name, b"")
     assert "sidecar.file: must be the bare name" in line(saved)
 
 
@@ -165,27 +147,20 @@ def at(table, *places):
     return changed
 
 
-UNSORTED = np.array([0, 3, 1], np.int32)
-ALONE = "must leave alone (-1) the layers that prefill.layers leaves alone"
 # An array of the sidecar, what stands in its place (None: nothing does), and what is said.
 ARRAYS = [
     ("static.mean.columns", lambda a: None, "patterns.static_mean: the sidecar has no array"),
-    ("static.mean.columns", lambda a: np.array([1, 2]), "one row of int32, got int64 of shape (2,"),
     ("static.mean.columns", lambda a: a[None], "must be one row of int32, got int32 of shape (1,"),
     ("static.mean.columns", lambda a: at(a, 0, -1), "must hold positions from 0 on, got -1"),
     ("static.mean.diagonals", lambda a: a[[0, 3, 3]], "must be ascending, got 9 after 9"),
-    ("static.mean.diagonals", lambda a: UNSORTED, "must be ascending, got 1 after 3"),
     ("front.rows", lambda a: None, "prefill.front: the sidecar has no array front.rows"),
     ("front.rows", lambda a: a[:, 1:], "of shape (2, 5, 4), got int16 of shape (2, 4, 4)"),
-    ("front.rows", lambda a: a[..., :3], "of shape (2, 5, 4), got int16 of shape (2, 5, 3)"),
-    ("front.rows", lambda a: a[:1], "of shape (2, 5, 4), got int16 of shape (1, 5, 4)"),
     ("front.rows", lambda a: a.astype("int64"), "must be int16 of shape (2, 5, 4), got int64"),
-    ("front.rows", lambda a: at(a, 0, 1, 0), ALONE),
-    ("front.rows", lambda a: at(a, 1, 2, 0, -1), ALONE),
+    ("front.rows", lambda a: at(a, 0, 1, 0), "the layers that prefill.layers leaves alone"),
+    ("front.rows", lambda a: at(a, 1, 2, 0, -1), "the layers that prefill.layers leaves alone"),
     ("front.rows", lambda a: at(a, 0, 2, 3, 13), "front.rows names pattern 13, there are 13"),
     ("cost.0.pattern", lambda a: a[:1], "must be columns of one length, got [(1,), (2,)]"),
     ("calibration.seen_windows", lambda a: None, "says 2, and the sidecar has no array"),
-    ("calibration.seen_windows", lambda a: a[:1], "(2, 32), got uint8 of shape (1, 32)"),
 ]
 
 
@@ -203,16 +178,6 @@ def test_arrays_that_cannot_be(tmp_path, every_kind, monkeypatch, name, change, 
         unchecked.setattr("artifacts.store.write.check_arrays", lambda artifact, arrays: None)
         save(artifact, path, arrays)
     assert says in line(path)
-    assert load(path, check_sidecar=False).patterns["static_mean"].indices == "mean"
-
-
-def test_what_needs_a_sidecar(tmp_path, every_kind):
-    artifact, arrays = every_kind
-    with pytest.raises(ArtifactError, match=r"static\.mean\.columns must be in the sidecar, and"):
-        save(artifact, tmp_path / "cfg.yaml")
-    without = {name: array for name, array in arrays.items() if not name.startswith("cost.")}
-    with pytest.raises(ArtifactError, match=r"costs\[0\]: the sidecar has no arrays"):
-        save(artifact, tmp_path / "cfg.yaml", without)
 
 
 def test_a_wrong_copy_is_refused_before_anything_is_written(tmp_path, make):
@@ -230,14 +195,11 @@ def test_a_pipe_or_a_device_in_place_of_a_file_is_never_waited_for(saved, tmp_pa
     sidecar.unlink()
     sidecar.symlink_to("/dev/zero")
     assert "is no regular file" in line(saved)
-    sidecar.unlink()
-    sidecar.symlink_to(sidecar)
-    assert "cannot be read" in line(saved)
     os.mkfifo(tmp_path / "pipe.yaml")
     assert "pipe.yaml: cannot be read, is no regular file" in line(tmp_path / "pipe.yaml")
 
 
-def test_a_link_is_read_and_its_bytes_are_hashed_like_any(saved, tmp_path):
+def test_links_are_read_like_any_file_and_never_written_through(saved, make, arrays, tmp_path):
     """Caches of downloaded files are made of links."""
     (sidecar,) = saved.parent.glob("*.safetensors")
     blob = sidecar.rename(tmp_path / "blob")
@@ -246,15 +208,10 @@ def test_a_link_is_read_and_its_bytes_are_hashed_like_any(saved, tmp_path):
     blob.write_text("not for you")
     refused = line(saved)
     assert "sidecar.sha256: says" in refused and "not for you" not in refused
-
-
-def test_a_link_is_replaced_and_not_written_through(saved, make, arrays, tmp_path):
-    target = tmp_path / "precious.yaml"
-    target.write_text("kept")
     link = tmp_path / "link.yaml"
-    link.symlink_to(target)
+    link.symlink_to(blob)
     save(make(), link, arrays)
-    assert target.read_text() == "kept" and not link.is_symlink()
+    assert blob.read_text() == "not for you" and not link.is_symlink()
     assert load_pair(link)[0].model.name == "tiny"
 
 
@@ -266,12 +223,10 @@ def test_a_file_that_says_nothing_of_its_size_is_not_read_to_its_end(saved, monk
     monkeypatch.setattr("artifacts.store.sidecar.MAX_SIDECAR", 2**20)
     monkeypatch.setattr("artifacts.store.read.MAX_BYTES", 2**20)
     (sidecar,) = saved.parent.glob("*.safetensors")
-    sidecar.unlink()
-    sidecar.symlink_to("/proc/self/pagemap")
-    assert "has more than 1048576 bytes" in line(saved)
-    saved.unlink()
-    saved.symlink_to("/proc/self/pagemap")
-    assert "has more than 1048576 bytes, too large for an artifact's YAML file" in line(saved)
+    for file in (sidecar, saved):
+        file.unlink()
+        file.symlink_to("/proc/self/pagemap")
+        assert "has more than 1048576 bytes" in line(saved)
 
 
 SIZE = 10 * 2**20
@@ -279,24 +234,14 @@ LAUGHS = b"".join(b"a%d: &a%d [%s]\n" % (i, i, b"*a%d," % (i - 1) * 9) for i in 
 # In place of the YAML, each a unit that is repeated to 10 MiB.
 TEXTS = {
     "flow depth": b"[",
-    "flow mappings": b"{a: ",
     "block depth": b"- ",
-    "question marks": b"? ",
     "blank": b" \n",
-    "comments": b"#\n",
     "documents": b"---\n",
-    "document ends": b"...\n",
     "zeros": b"\0",
-    "not UTF-8": b"x\xff",
-    "percent signs": b"% ",
     "directives": b"%TAG !a! x\n",
     "directives behind other line breaks": b"\xc2\x85%TAG !a! x",
     "list": b"[1" + b",1" * 8000,
-    "anchors": b"- &a x\n",
-    "tags": b"- !!python/object/apply:os.system [x]\n",
     "laughs": LAUGHS,
-    "one key": b"k",
-    "one number": b"9",
     "one text": "\U0001f4a5".encode(),
     "pairs": b"- {a: 1}\n",
 }
@@ -304,24 +249,15 @@ LETTERS = str.maketrans("0123456789", "abcdefghij")
 POLICY = {"kind": "h2o", "heavy": "x", "recent": "x", "normalised": 5}
 
 
-def counted(heads, **more):
+def counted(heads):
     """Changes that make the model one of so many heads."""
-    nothing = {
-        "dense_below": 0,
-        "dense_tail": 0,
-        "growth": None,
-        "layers": [None] * 17,
-        "front": None,
-        "imported": None,
-    }
+    prefill = {"dense_below": 0, "dense_tail": 0, "layers": [None] * 17}
     cache = {"policies": {"full": {"kind": "full"}}, "layers": ["full"] * 17, "imported": None}
 
     def change(fields):
         fields["model"].update(num_heads=heads, num_kv_heads=heads, num_layers=17)
-        fields.update(
-            patterns={}, search=None, prefill=nothing, costs=[], decode=None, kv_cache=cache
-        )
-        fields.update(more)
+        fields.update(patterns={}, search=None, prefill=fields["prefill"] | prefill)
+        fields.update(costs=[], decode=None, kv_cache=cache)
 
     return change
 
@@ -330,15 +266,7 @@ def counted(heads, **more):
 FIELDS = {
     "wrong names": lambda f: f["prefill"].update(layers=[[5] * 4000] * 24),
     "unknown names": lambda f: f["prefill"].update(layers=[["y" * 64] * 4000] * 24),
-    "wrong points": lambda f: f["prefill"]["front"].update(points=[{"cost": "x"}] * 4096),
-    "points with rows": lambda f: f["prefill"]["front"]["points"][0].update(
-        layers=[["y" * 64] * 4000] * 20
-    ),
-    "wrong rows": lambda f: f["prefill"].update(layers=[5] * 4096),
     "unknown fields": lambda f: f.update({f"field{i}": 1 for i in range(16_000)}),
-    "unknown fields of a pattern": lambda f: f["patterns"]["bs_9"].update(
-        {f"x{i}": 1 for i in range(16_000)}
-    ),
     "long names": lambda f: f["patterns"].update(
         {f"p{i:04}" * 180: {"kind": "dense"} for i in range(4_000)}
     ),
@@ -348,34 +276,26 @@ FIELDS = {
     "near misses": lambda f: f.update(
         patterns={f"{i:05}".translate(LETTERS) * 12: {"kind": "dense"} for i in range(16_000)}
     ),
-    "empty evidence": lambda f: f["evidence"].update(measurements=[{}] * 4096, tasks=[{}] * 4096),
-    "wrong cache rows": lambda f: f["kv_cache"].update(layers=[[5] * 4000] * 24),
     "wrong policies": lambda f: f["kv_cache"].update(
         policies={f"p{i}": POLICY for i in range(10_000)}
     ),
     "deep rope": lambda f: f["model"].update(
         rope={f"k{i}": [[[[[1e300] * 9] * 5]]] for i in range(1_500)}
     ),
-    "long texts": lambda f: f["search"].update(
-        {f"t{i}": "\U0001f4a5" * 16_000 for i in range(160)}
-    ),
     "counts without end": counted(10**8),
     "counts beyond floats": counted(10**20),
-    "more heads than any": counted(4096),
-    "null rows of many": counted(10**8, kv_cache=None),
-    "positions beyond floats": lambda f: f["model"].update(max_positions=1e30),
-    "huge numbers": lambda f: f["model"].update(num_layers=10**39, num_heads=10**39),
-    "fields of no version": lambda f: f.update(patterns=[], evidence=7),
 }
 
 
 def header(entries, data=b""):
-    text = (
-        entries
-        if isinstance(entries, bytes)
-        else json.dumps(entries, separators=(",", ":")).encode()
-    )
+    text = entries
+    if not isinstance(entries, bytes):
+        text = json.dumps(entries, separators=(",", ":")).encode()
     return struct.pack("<Q", len(text)) + text + data
+
+
+def array_of(shape, end):
+    return header({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, end]}}, b"x")
 
 
 EMPTY = {"dtype": "I8", "shape": [0], "data_offsets": [0, 0]}
@@ -387,21 +307,10 @@ SIDECARS = {
     "many arrays, spelled otherwise": header(
         b"{" + b",".join(SPELLED % i for i in range(90_000)) + b"}"
     ),
-    "deep header": header(b"[" * SIZE),
     "long header": header({"x" * (SIZE - 100): EMPTY}),
-    "long metadata": header({"__metadata__": {f"k{i}": "v" for i in range(375_000)}}),
-    "header of zeros": bytes(SIZE),
     "header that lies": struct.pack("<Q", 2**63) + bytes(SIZE),
-    "header of ten bytes more": struct.pack("<Q", SIZE + 10) + bytes(SIZE),
-    "array larger than the file": header(
-        {"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
-    ),
-    "huge empty shape": header(
-        {"a": {"dtype": "F32", "shape": [0, 2**60, 2**60], "data_offsets": [0, 0]}}
-    ),
-    "many dimensions": header(
-        {"a": {"dtype": "I8", "shape": [1] * 100_000, "data_offsets": [0, 1]}}, b"x"
-    ),
+    "array larger than the file": array_of([2**40], 2**42),
+    "many dimensions": array_of([1] * 100_000, 4),
     "larger than any": bytes(2**28 + 1),
 }
 
@@ -435,90 +344,53 @@ def costs_little(read):
 @pytest.mark.parametrize("name", [*TEXTS, *FIELDS, *SIDECARS])
 def test_what_was_made_to_break_a_reader_is_refused_and_costs_little(saved, name):
     if name in TEXTS:
-        unit = TEXTS[name]
-        saved.write_bytes(
-            (b"a: '" if name in ("one text", "percent signs") else b"") + unit * (SIZE // len(unit))
-        )
+        begin = b"a: '" if name == "one text" else b""
+        saved.write_bytes(begin + TEXTS[name] * (SIZE // len(TEXTS[name])))
     elif name in FIELDS:
         fields = load(HERE / "golden" / "v1.yaml").model_dump(mode="json") | {"sidecar": None}
         FIELDS[name](fields)
-        if name not in ("huge numbers", "counts beyond floats"):
+        if name != "counts beyond floats":
             fields["content_sha256"] = content_sha256(fields)
         saved.write_bytes(as_yaml(fields, ensure_ascii=False).encode())
     else:
         with_sidecar(saved, "x.safetensors", SIDECARS[name])
     said = costs_little(lambda: load_pair(saved))
     assert said.startswith(f"refused: {saved}: ") and said.isprintable() and len(said) < 1000, said
-    if name in ("wrong names", "wrong cache rows", "patterns without sizes"):
+    if name in ("wrong names", "patterns without sizes"):
         assert "fields are not as the schema has them" in said
 
 
 def large():
     """Artifacts that are as large, or as odd, as they may be, and the arrays of one."""
     small, _ = build_every_kind()
-    no_more = {"costs": (), "decode": None, "kv_cache": None, "search": None, "patterns": {}}
-    tall = small.model.model_copy(
-        update={"num_layers": 64, "num_heads": 1024, "num_kv_heads": 1024}
-    )
-    empty = artifacts.Prefill(dense_below=0, layers=(None,) * 64)
-    nothing = small.model_copy(update=no_more | {"prefill": empty, "model": tall})
-    cache = artifacts.KVCache(policies={"full": artifacts.Full()}, layers=("full",) * 64)
     wide = {"num_layers": 16, "num_heads": 1024, "num_kv_heads": 8, "max_positions": 2**31 - 1}
-    patterns = {
-        f"p{i}": artifacts.Strided(sink=64, window=64 + i, stride=2 + i) for i in range(500)
-    }
-    rows = tuple(
-        tuple(f"p{(layer * 1024 + head) % 500}" for head in range(1024)) for layer in range(16)
+    strides = [artifacts.Strided(sink=64, window=64 + i, stride=2 + i) for i in range(500)]
+    rows = tuple(tuple(f"p{(1024 * i + head) % 500}" for head in range(1024)) for i in range(16))
+    far = small.model_copy(
+        update={
+            "patterns": {f"p{i}": pattern for i, pattern in enumerate(strides)},
+            "prefill": artifacts.Prefill(dense_below=2**23, layers=rows),
+            "search": build().search,
+            "model": small.model.model_copy(update=wide),
+            **{"costs": (), "decode": None, "kv_cache": None},
+        }
     )
-    far = {
-        "patterns": patterns,
-        "prefill": artifacts.Prefill(dense_below=2**23, layers=rows),
-        "search": build().search,
-        "model": small.model.model_copy(update=wide),
-    }
     entry = small.evidence.measurements[0].model_copy(update={"name": "\U0001f4a5\x85" * 300})
-    many = tuple(entry.model_copy(update={"value": float(i)}) for i in range(1500))
+    many = tuple(entry.model_copy(update={"value": float(i)}) for i in range(600))
     zeros = np.zeros((1, SIZE * 11), dtype=np.int8)
     return {
-        "rows of nothing": (nothing, {}),
-        "a policy for all": (nothing.model_copy(update={"kv_cache": cache}), {}),
-        "strided far away": (small.model_copy(update=no_more | far), {}),
+        "strided far away": (far, {}),
         "much evidence": (build(evidence=artifacts.Evidence(measurements=many)), {}),
         "a sidecar of 220 MiB": (build(), {"chosen.recall": zeros, "imported.prefill": zeros}),
     }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["show", "validate", "diff"])
-@pytest.mark.parametrize("name", ["rows of nothing", "a policy for all", "strided far away",
-"much evidence",
-                                  "a sidecar of 220 MiB"])  # fmt: skip
-def test_what_is_as_large_as_may_be_ends_every_verb_well(tmp_path, name, verb):
-    path = tmp_path / "cfg.yaml"
-    save(large()[name][0], path, large()[name][1])
-    words = [verb, str(path), *([str(path)] if verb == "diff" else [])]
-    assert costs_little(lambda: main(words)) in ("read: 0", f"read: {FOUND}")
-
-
-@pytest.mark.parametrize("where", ["lengths", "patterns"])
-def test_sizes_that_no_model_has_break_no_verb(tmp_path, every_kind, where, capsys):
-    artifact, arrays = every_kind
-    fields = artifact.model_dump(mode="json")
-    if where == "lengths":
-        fields["model"]["max_positions"] = 2**31 - 1
-        fields["search"]["calibration"]["lengths"] = [2**31 - 1]
-    else:
-        for pattern in fields["patterns"].values():
-            pattern.update(
-                {
-                    name: 2**31 - 1
-                    for name in ("sink", "window", "vertical", "slash", "blocks")
-                    if name in pattern
-                }
-            )
-    for name in ("odd", "same"):
-        save(to_artifact(fields), tmp_path / f"{name}.yaml", arrays)
-    odd, same = str(tmp_path / "odd.yaml"), str(tmp_path / "same.yaml")
-    for words in (["show", odd], ["validate", odd], ["diff", odd, same]):
-        assert main(words) in (0, FOUND), words
-        assert capsys.readouterr().out
+@pytest.mark.parametrize("name", ["strided far away", "much evidence", "a sidecar of 220 MiB"])
+def test_what_is_as_large_as_may_be_ends_every_verb_well(tmp_path, name):
+    artifact, arrays = large()[name]
+    save(artifact, tmp_path / "cfg.yaml", arrays)
+    for verb, files in (("show", 1), ("validate", 1), ("diff", 2)):
+        words = [verb, *[str(tmp_path / "cfg.yaml")] * files]
+        said = costs_little(lambda words=words: main(words))
+        assert said in ("read: 0", f"read: {FOUND}"), verb

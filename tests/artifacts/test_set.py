@@ -76,7 +76,6 @@ def test_names_with_dots(tmp_path, every_kind):
     ("change", "message"),
     [
         ("prefill.dense_below", "a change is FIELD=VALUE"),
-        ("=5", "a change is FIELD=VALUE"),
         ("prefill.dense_belw=5", r"prefill has no 'dense_belw', it has: dense_below, dense_tail"),
         ("prefill.layers[9]=null", r"prefill\.layers has no '\[9\]', it has: 5 entries"),
         ("prefill.dense_below.x=1", r"prefill\.dense_below has no 'x', it has: no fields"),
@@ -87,11 +86,8 @@ def test_names_with_dots(tmp_path, every_kind):
             r"decode\.omnikv\.budget: must be a whole number of tokens, or a share .*'many'$",
         ),
         ("kv_cache.layers[0]=[5, full]", r"kv_cache\.layers\[0\]\[0\]: must be text, got 5$"),
-        ("kv_cache.layers[0]=5", r"kv_cache\.layers\[0\]: must be a list, got 5$"),
-        ("prefill.dense_below=1e3", r"prefill\.dense_below.*readers disagree about '1e3'"),
         ("prefill.dense_below=[1", r"prefill\.dense_below.*not valid YAML"),
         ("content_sha256=abc", "is written by headwise, not set"),
-        ("edits[0].field=x", "is written by headwise, not set"),
         ("model.num_heads=8", r"prefill\.layers\[0\] has 4 names, the model has 8 query heads"),
     ],
 )

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from artifacts import (
-    AShape,
     HeadwiseError,
-    Prefill,
     load,
     load_arrays,
     load_pair,
-    pattern_name,
     save,
 )
 from artifacts.schema.kv_cache import POLICY_KINDS
@@ -52,21 +47,6 @@ def test_golden_v1(tmp_path, every_kind):
     assert names(tmp_path) == names(GOLDEN)
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (GOLDEN / path.name).read_bytes()
-
-
-def test_without_arrays_there_is_one_file(tmp_path, make):
-    result = save(make(), tmp_path / "cfg.yaml")
-    assert result.sidecar is None and names(tmp_path) == ["cfg.yaml"]
-    assert load_arrays(tmp_path / "cfg.yaml") == {}
-
-
-def test_rows_and_patterns_take_one_line_each(saved):
-    text = saved.read_text()
-    assert (
-        "  vs_100_1800: {kind: vertical_slash, vertical: 100, slash: 1800, last_q: 64, coverage: "
-        "null}\n" in text
-    )
-    assert "  - [vs_100_1800, vs_30_2048_q32, a_64_512, bs_9]\n  - null\n" in text
 
 
 def test_same_content_same_bytes(tmp_path, make, arrays):
@@ -115,17 +95,6 @@ def test_saving_again_leaves_one_pair_and_no_other_file_is_touched(tmp_path, mak
     assert names(tmp_path) == sorted(["cfg.yaml", foreign.name])
 
 
-def test_5120_heads_come_back(tmp_path, make):
-    artifact = make()
-    patterns = {pattern_name(p): p for p in (AShape(sink=i, window=64 * i) for i in range(1, 41))}
-    rows = tuple(
-        tuple(list(patterns)[(7 * layer + head) % 40] for head in range(64)) for layer in range(80)
-    )
-    model = artifact.model.model_copy(update={"num_layers": 80, "num_heads": 64})
-    big = make(model=model, patterns=patterns, prefill=Prefill(dense_below=1, layers=rows))
-    assert save(big, tmp_path / "big.yaml") == load(tmp_path / "big.yaml")
-
-
 @pytest.mark.parametrize("step", ["replace", "fsync", "open"])
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_a_failure_leaves_the_old_pair_and_nothing_else(saved, make, arrays, monkeypatch, step, at):
@@ -170,28 +139,6 @@ def test_interrupted_right_after_the_switch_the_new_pair_is_whole(saved, make, a
     assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
 
 
-def test_a_reader_finds_a_pair_while_it_is_replaced(saved, make, arrays):
-    done = threading.Event()
-    failures = []
-
-    def read():
-        while not done.is_set():
-            try:
-                load(saved)
-                load_arrays(saved)
-            except Exception as error:
-                failures.append(error)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for i in range(40):
-        arrays["chosen.recall"][0, 0] = i / 40
-        save(make(), saved, arrays)
-    done.set()
-    reader.join()
-    assert failures == []
-
-
 def test_a_reader_between_yaml_and_sidecar_takes_the_new_pair(saved, make, arrays, monkeypatch):
     """A reader has the old YAML already when the old sidecar goes."""
     import artifacts.store.read as store
@@ -221,12 +168,6 @@ def test_a_sidecar_that_changes_under_a_reader_is_refused(tmp_path):
     file.write_bytes(data)
     with pytest.raises(HeadwiseError, match="changed while it was read"):
         sidecar["x"]
-
-
-def test_sidecar_names_carry_their_digest(saved):
-    sidecar = load(saved).sidecar
-    assert re.fullmatch(r"cfg\.[0-9a-f]{8}\.safetensors", sidecar.file)
-    assert sidecar.file == f"cfg.{sidecar.sha256[:8]}.safetensors"
 
 
 def test_what_serves_reads_the_arrays_that_serve(tmp_path, every_kind, monkeypatch):

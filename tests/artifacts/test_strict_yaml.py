@@ -93,11 +93,6 @@ def test_numbers_that_readers_round_are_refused(text):
     assert parse(str(2**53)) == 2**53
 
 
-def test_shared_parts_are_written_out():
-    row = [1, 2]
-    assert "&" not in dump({"a": row, "b": row})
-
-
 MANY = "more than 100000 values, or nested more than 32 deep"
 
 
