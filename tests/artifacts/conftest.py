@@ -104,6 +104,17 @@ def as_yaml(fields: Any, **how: Any) -> str:
     return re.sub(r"(?<![\w.\"])(-?[0-9]+)(e[-+][0-9]+)", r"\1.0\2", json.dumps(fields, **how))
 
 
+def replace_field(fields: Any, path: str, *value: Any) -> None:
+    """Replace the field at a path such as prefill/layers/0; without a value it is left out."""
+    *folders, last = [int(key) if key.isdigit() else key for key in path.split("/")]
+    for key in folders:
+        fields = fields[key]
+    if value:
+        (fields[last],) = value
+    else:
+        del fields[last]
+
+
 def hash_by_other_tools(fields: dict[str, Any]) -> str:
     """The content's hash as docs/artifact.md defines it, by rfc8785; takes the fields apart."""
     for name in ("content_sha256", "created_at"):

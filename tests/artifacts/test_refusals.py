@@ -22,7 +22,7 @@ from artifacts.cli.command import FOUND
 from artifacts.schema.validation import to_artifact
 from artifacts.store import strict_yaml
 from artifacts.store.hashing import content_sha256
-from tests.artifacts.conftest import as_yaml, build, build_every_kind
+from tests.artifacts.conftest import as_yaml, build, build_every_kind, replace_field
 
 HERE = Path(__file__).parent
 ROWS = [
@@ -35,14 +35,7 @@ ROWS = [
 @pytest.mark.parametrize(("path", "value", "says"), ROWS, ids=["=".join(row[:2]) for row in ROWS])
 def test_fields_that_cannot_be(every_kind, path, value, says):
     fields = every_kind[0].model_dump(mode="json")
-    node = fields
-    *folders, last = [int(key) if key.isdigit() else key for key in path.split("/")]
-    for key in folders:
-        node = node[key]
-    if value:
-        node[last] = json.loads(value)
-    else:
-        del node[last]
+    replace_field(fields, path, *([json.loads(value)] if value else []))
     with pytest.raises(ArtifactError) as caught:
         to_artifact(fields)
     assert says in str(caught.value)

@@ -13,42 +13,19 @@ from artifacts.commands.show import Config as ShowConfig
 from artifacts.commands.show import run as show
 from search.heads import main as heads
 
-TASKS = ["passkey", "line_turns@questions=2"]
-
 
 @pytest.fixture(scope="module")
 def done(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The artifact of a search, and its report."""
     out = tmp_path_factory.mktemp("searched") / "cfg.yaml"
-    options = [
-        "--length",
-        "1000",
-        "--dtype",
-        "float32",
-        "--cost",
-        "flops",
-        "--budget",
-        "0.7",
-        "--n-trials",
-        "2",
-    ]
-    limits = ["--max-kl", "100", "--max-perplexity", "100", "--max-nll", "100", "--max-lost", "1"]
-    tasks = [word for task in TASKS for word in ("--task", task)]
+    options = (
+        "--length 1000 --dtype float32 --cost flops --budget 0.7 --n-trials 2 --no-picture "
+        "--task passkey --task line_turns@questions=2 "
+        "--max-kl 100 --max-perplexity 100 --max-nll 100 --max-lost 1"
+    )
     said = io.StringIO()
     with redirect_stdout(said):
-        code = heads(
-            [
-                "--model",
-                str(tiny_model),
-                "--out",
-                str(out),
-                *options,
-                *limits,
-                *tasks,
-                "--no-picture",
-            ]
-        )
-    assert code == 0
+        assert heads(["--model", str(tiny_model), "--out", str(out), *options.split()]) == 0
     return out, said.getvalue()
 
 

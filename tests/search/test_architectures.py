@@ -22,19 +22,8 @@ def test_what_is_found_for_an_architecture_serves_it(family: str, tmp_path: Path
     out = tmp_path / "cfg.yaml"
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
-    options = [
-        "--preset",
-        "paper",
-        "--length",
-        "512",
-        "--budget",
-        "0.6",
-        "--dtype",
-        "float32",
-        "--no-picture",
-    ]
-    arguments = ["--model", str(tmp_path / "model"), "--out", str(out), *options]
-    assert main(arguments) == 0
+    options = "--preset paper --length 512 --budget 0.6 --dtype float32 --no-picture"
+    assert main(["--model", str(tmp_path / "model"), "--out", str(out), *options.split()]) == 0
     modules = attention_layers(model)
     rows = artifacts.load(out).prefill.layers
     found = {layer for layer, row in enumerate(rows) if row is not None}

@@ -19,18 +19,7 @@ from search.decode import filter_search
 from search.published import search as heads
 
 LENGTH = 600
-MEASURE = [
-    "--task",
-    "passkey",
-    "--task",
-    "kv_retrieval",
-    "--length",
-    str(LENGTH),
-    "--steps",
-    "3",
-    "--samples",
-    "1",
-]
+MEASURE = f"--task passkey --task kv_retrieval --length {LENGTH} --steps 3 --samples 1".split()
 RULES = ["--dense-first", "0", "--filters", "1", "--dtype", "float32"]
 
 
@@ -115,19 +104,8 @@ def test_the_file_it_starts_from_may_be_the_one_it_writes(
     out = tmp_path / "cfg.yaml"
     artifacts.save(*artifacts.load_pair(by_head)[:1], out, artifacts.load_arrays(by_head))
     at = command.index(str(by_head))
-    filters.main(
-        [
-            *command[:at],
-            str(out),
-            *command[at + 1 :],
-            "--out",
-            str(out),
-            "--dense-first",
-            "1",
-            "--sparse",
-            "0.3",
-        ]
-    )
+    more = ["--out", str(out), "--dense-first", "1", "--sparse", "0.3"]
+    filters.main([*command[:at], str(out), *command[at + 1 :], *more])
     after = artifacts.load(out)
     assert after.decode is not None and after.decode.omnikv.filter_layers == (1,)
     assert after.decode.omnikv.dense_layers == (0,)

