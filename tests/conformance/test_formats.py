@@ -33,7 +33,7 @@ from artifacts.analysis.density import mean_density
 from artifacts.cli.arguments import STDOUT
 from artifacts.commands import validate
 from artifacts.commands.convert import Config, run
-from artifacts.interop.formats import FORMATS
+from artifacts.interop.formats import FORMATS, guess
 from tests.artifacts.conftest import build, build_every_kind
 
 FILES = Path(__file__).parents[1] / "artifacts" / "interop"
@@ -279,8 +279,12 @@ def case_of(path: str) -> Case:
     return next(case for case in CASES if case.data == data)
 
 
-def test_every_format_is_here() -> None:
+def test_every_format_is_here_and_files_are_known_by_their_names() -> None:
     assert {case.format for case in CASES} == set(FORMATS)
+    # By these names they are also other tools' configurations.
+    said = {"config.json": "index_topk_pattern", "omnikv.json": "minference"}
+    for case in CASES:
+        assert guess(Path(case.name)) == said.get(case.name, case.format)
 
 
 @every_case
@@ -449,6 +453,9 @@ def test_flags_say_the_shape_and_what_is_served_densely(tmp_path: Path) -> None:
     artifact = load(tmp_path / "cfg.yaml")
     assert (artifact.model.num_kv_heads, artifact.model.head_dim) == (1, 8)
     assert (artifact.prefill.dense_below, artifact.prefill.dense_tail) == (1024, 64)
+    # vLLM's threshold is in the model's own configuration.
+    imported(tmp_path, case_of("sparse_attention_config.json"))
+    assert load(tmp_path / "cfg.yaml").prefill.dense_below == 16384 + 1
 
 
 @pytest.mark.parametrize(
