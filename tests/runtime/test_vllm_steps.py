@@ -1,0 +1,282 @@
+"""Steps of the vLLM plugin that its agreement tests do not show: pages of the parent as on a GPU,
+caches of 8 bits, learned sinks, failures, and what the profiling run takes."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import artifacts
+from kernels.patterns import LayerPlan, make
+from runtime.omnikv.select import Selector
+from runtime.vllm.batch import prefills_of, requests_of
+from runtime.vllm.engine import Engine
+from runtime.vllm.filters import Chooser
+from runtime.vllm.keep import Stream
+from runtime.vllm.step import halves, quantised, store
+from tests.runtime.vllm_engine import (
+    CLOSE,
+    EIGHT,
+    LAYER,
+    PAGE,
+    SECTION,
+    D,
+    G,
+    H,
+    Parent,
+    by_choice,
+    by_plan,
+    chosen_by,
+    engine,
+    ours,
+    poisoned,
+    put,
+    serve,
+    slots_of,
+    step,
+    stored,
+)
+
+__all__ = ["engine", "ours", "stored"]
+DENSE = [make("dense")] * H
+SINKS = torch.tensor([0.5, 9.0, -30.0, 2.0])
+stored_as = pytest.mark.parametrize("stored", [None, EIGHT], ids=["as they are", "8 bits"])
+
+
+def test_which_chunks_are_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", 128)
+    at_work: Any = object.__new__(Engine)
+    prefill = SimpleNamespace(dense_below=128, dense_tail=0)
+    at_work.__dict__.update(artifact=SimpleNamespace(prefill=prefill), dense=None)
+    # Decode, two chunks behind a past, short and long prompts; drafts, which are no prefills.
+    common = step((1, 300), (127, 300), (128, 300), (127, 127), (130, 130), (200, 200), (4, 300))
+    common.is_prefilling = torch.tensor([False, *[True] * 5, False])
+    prefills = prefills_of(common, requests_of(common))
+    assert [chunk.request for chunk in prefills] == [1, 2, 3, 4, 5]
+    assert [chunk.request for chunk in prefills if at_work.is_sparse(chunk)] == [2, 4, 5]
+    # Shorter ones would be all tail.
+    prefill.dense_tail = 150
+    assert [chunk.request for chunk in prefills if at_work.is_sparse(chunk)] == [5]
+
+
+@stored_as
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [(1, 40), (100, 300), (10, 10), (200, 200), (64, 100), (1, 500)],
+        [(1, 40), (63, 300), (1, 300)],
+    ],
+    ids=["sparse and dense", "dense"],
+)
+def test_each_request_of_a_step_gets_its_own_attention(
+    engine: Any, requests: list[tuple[int, int]]
+) -> None:
+    outputs, inputs, _ = serve(engine, step(*requests))
+    long = [q_len >= 64 and k_len >= 128 for q_len, k_len in requests]
+    for sparse, out, given in zip(long, outputs, inputs, strict=True):
+        expected = by_plan(engine.patterns if sparse else DENSE, given)
+        torch.testing.assert_close(out, expected, **CLOSE)
+    report = engine.at_work.counters.report()
+    assert report["prefills"].get("sparse", 0) == sum(long)
+    assert report["prefills"]["short"] == sum(q_len > 1 for q_len, _ in requests) - sum(long)
+    assert (report["density"] is None) == (not any(long))
+
+
+@pytest.mark.parametrize("stored", [EIGHT])
+def test_queries_of_eight_bits(engine: Any, stored: torch.dtype) -> None:
+    """As vLLM's layers hand them to some of its backends for GPUs, with such a cache."""
+    common = step((100, 300))
+    cache = poisoned(engine, int(common.block_table_tensor.max()) + 1)
+    query = torch.randn(100, H, D).to(stored)
+    slots = slots_of(common.block_table_tensor[0], torch.arange(300))
+    k, v = put(engine, cache, *torch.randn(2, 300, G, D), slots)
+    output = torch.empty(100, H, D)
+    metadata = engine.builder.build(0, common)
+    engine.impl.forward(LAYER, query, k[200:], v[200:], cache, metadata, output)
+    expected = by_plan(engine.patterns, (query.float() * 0.125, k, v))
+    torch.testing.assert_close(output, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_is_too_large_for_eight_bits_is_the_largest(dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    found = quantised(torch.tensor([1e9, -1e9, 0.5 * most, 0.3, 0.0]).bfloat16(), 0.5, dtype)
+    assert found.dtype == torch.uint8
+    wide = found.view(dtype).float()
+    assert wide[:3].tolist() == [most, -most, most] and wide[4] == 0
+    assert float((wide[3] - 0.6).abs()) <= 0.6 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("length", [1, 53])
+@pytest.mark.parametrize("padded_pages", [False, True])
+def test_our_pages_hold_what_was_stored(length: int, padded_pages: bool) -> None:
+    whole = torch.full((7, G + padded_pages, PAGE, 2 * D), float("nan"))
+    cache = whole[:, :G]
+    pages = torch.randperm(6)[: -(-length // PAGE)].to(torch.int32) + 1
+    key, value = torch.randn(2, length + 3, G, D)
+    at = torch.arange(length)
+    # Padding at the end of a step has no slot.
+    store(cache, key, value, torch.cat([slots_of(pages, at), torch.full((2,), -1)]))
+    for held, given in zip(halves(cache, ours=True), (key, value), strict=True):
+        assert torch.equal(held[pages[at // PAGE].long(), at % PAGE], given[:length])
+    assert cache[[page for page in range(1, 7) if page not in pages]].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("stored", "sinks", "window"),
+    [(None, 4, 50), (EIGHT, 20, 64), (None, 0, 30), (None, 3, 1000)],
+)
+def test_layers_that_keep_their_first_and_last_tokens(engine: Any, sinks: int, window: int) -> None:
+    stream = artifacts.Streaming(sinks=sinks, window=window, positions="original")
+    engine.layer.update(keeps=Stream((stream,)), plan=None)
+    engine.builder._drops = True
+    engine.impl.sinks = SINKS
+    requests = [(1, 40), (100, 300), (1, 10), (200, 200), (3, 90), (1, 300)]
+    outputs, inputs, _ = serve(engine, step(*requests), gone=stream)
+    for out, (q, k, v) in zip(outputs, inputs, strict=True):
+        at = torch.arange(len(k))
+        expected = []
+        for i in range(len(q)):
+            last = len(k) - len(q) + i
+            seen = ((at < stream.sinks) | (at > last - stream.window)) & (at <= last)
+            # A learned logit is a key of no value.
+            logits = torch.einsum("hd,khd->hk", q[i], k[seen].repeat_interleave(H // G, 1))
+            both = torch.cat([logits * Parent.scale, SINKS[:, None]], dim=1)
+            weights = both.softmax(1)[:, :-1]
+            expected.append(torch.einsum("hk,khd->hd", weights, v[seen].repeat_interleave(2, 1)))
+        torch.testing.assert_close(out, torch.stack(expected), **CLOSE)
+
+
+@stored_as
+def test_layers_read_what_filter_layers_chose(engine: Any) -> None:
+    section = artifacts.OmniKV(**SECTION, budget=40, window=1)
+    selector = Selector(section, range(4))
+    engine.at_work.chooser = Chooser(selector, requests=4, longest=512)
+    # Decode, short and long; a prefill; drafts to verify, of two lengths.
+    common = step((1, 300), (1, 30), (130, 130), (1, 97), (3, 200), (2, 333), (3, 150))
+    metadata = engine.builder.build(0, common)
+    chose: dict[int, Tensor] = {}
+    for number in (1, 2, 3):
+        outputs, inputs, _ = serve(engine, common, number=number, metadata=metadata)
+        for request in (0, 3, 4, 5, 6):
+            q, k, _ = inputs[request]
+            if number == 1:
+                chose[request] = chosen_by(q, k, section)
+                assert not chose[request].all()
+            seen = None if number == 1 else chose[request].expand(G, -1)
+            torch.testing.assert_close(outputs[request], by_choice(inputs[request], seen), **CLOSE)
+    assert engine.at_work.counters.report()["decode"] == {"chosen": 5}
+
+
+def test_a_filter_layer_that_failed_leaves_the_others_to_dense_attention(engine: Any) -> None:
+    selector = Selector(artifacts.OmniKV(**SECTION, budget=40, window=1), (1, 2))
+    engine.at_work.chooser = Chooser(selector, requests=1, longest=512)
+    (out,), (given,), _ = serve(engine, step((1, 300)), number=2)
+    torch.testing.assert_close(out, by_choice(given), **CLOSE)
+    assert engine.at_work.counters.report()["fallbacks"] == {"filter layer 1 has chosen nothing": 1}
+
+
+def test_attention_sinks(engine: Any) -> None:
+    engine.impl.sinks = SINKS
+    (out,), (given,), _ = serve(engine, step((100, 200)))
+    torch.testing.assert_close(out, by_plan(engine.patterns, given, SINKS), **CLOSE)
+
+
+def test_a_kernel_that_fails_leaves_the_step_to_dense_attention(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("runtime.vllm.forward.sparse_attention", fails)
+    with caplog.at_level(logging.WARNING, logger="vllm.headwise"):
+        for _ in range(2):
+            (out,), (given,), _metadata = serve(engine, step((200, 200)))
+            torch.testing.assert_close(out, by_plan(DENSE, given), **CLOSE)
+    assert len(caplog.records) == 1 and "out of memory: no room" in caplog.text
+    found = engine.at_work.counters.report()
+    assert found["fallbacks"] == {"out of memory": 2} and found["density"] is None
+
+
+def test_layers_of_vllm_are_the_parents_as_a_whole(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.layer.update(owned=False, plan=None)
+    asked: list[Any] = []
+
+    def forward(self: Any, *given: Any) -> Tensor:
+        asked.append(given)
+        return given[-1].fill_(1)
+
+    monkeypatch.setattr(Parent, "forward", forward)
+    metadata = engine.builder.build(0, step((1, 40), (130, 300)))
+    query, output = torch.randn(131, H, D), torch.zeros(131, H, D)
+    engine.impl.forward(LAYER, query, None, None, torch.empty(0), metadata, output)
+    ((layer, given, *_),) = asked
+    assert layer is LAYER and given is query and output.min() == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"causal": False}, {"mm_req_doc_ranges": {}}, {"rswa_prefix_lens": torch.ones(1)}]
+)
+def test_a_step_that_is_not_plainly_causal_is_the_parents_or_refused(
+    engine: Any, change: dict[str, Any]
+) -> None:
+    common = step((200, 200))
+    for name, value in change.items():
+        setattr(common, name, value)
+    if engine.ours:
+        with pytest.raises(artifacts.HeadwiseError, match="a step is not plainly causal"):
+            engine.builder.build(0, common)
+    else:
+        assert not hasattr(engine.builder.build(0, common), "headwise")
+
+
+def test_an_index_of_a_chunk_is_built_from_the_pages(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patterns = [
+        make("vertical_slash", vertical=70, slash=70),
+        make("block_sparse", blocks=2),
+        make("memory_units", sink=1, window=1, units=1),
+        make("a_shape", sink=64, window=64),
+    ]
+    engine.layer["plan"] = LayerPlan(patterns, G)
+    seen: list[tuple[Tensor, Any]] = []
+    build = LayerPlan.build
+
+    def noted(self: LayerPlan, q: Tensor, k: Tensor, **given: Any) -> Any:
+        seen.append((k, given))
+        return build(self, q, k, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerPlan, "build", noted)
+        (out,), (given,), _ = serve(engine, step((100, 300)))
+    torch.testing.assert_close(out, by_plan(patterns, given), **CLOSE)
+    ((held, options),) = seen
+    assert held.shape[1:] == (PAGE, G, D) and not held.is_contiguous()
+    assert options["k_len"] == 300 and options["block_table"].shape == (1, -(-300 // PAGE))
+
+
+@pytest.mark.parametrize(("longest", "wanted"), [(512, [(200, 512)]), (100, [])])
+def test_the_profiling_run_takes_what_the_longest_prompt_will_take(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, longest: int, wanted: list[tuple[int, int]]
+) -> None:
+    engine.at_work.longest = longest
+    built: list[tuple[int, int]] = []
+    build = LayerPlan.build
+
+    def noted(self: LayerPlan, q: Tensor, k: Tensor, **given: Any) -> Any:
+        built.append((q.shape[2], given["k_len"]))
+        return build(self, q, k, **given)
+
+    monkeypatch.setattr(LayerPlan, "build", noted)
+    monkeypatch.setattr(Parent, "forward", lambda *args: args[-1].fill_(0))
+    query, output = torch.randn(200, H, D).to(EIGHT), torch.ones(200, H, D)
+    engine.impl.forward(LAYER, query, None, None, torch.empty(0), None, output)
+    assert built == wanted and not output.any()

@@ -1,0 +1,294 @@
+"""vLLM's side of the plugin without vLLM: a parent backend, steps with their pages, references.
+
+Shapes: T tokens of a step, Q new tokens of a request, K its keys, H query heads, G KV heads, D head
+dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import artifacts
+from kernels.attention.reference import sparse_attention as reference
+from kernels.patterns import LayerPlan, make
+from kernels.patterns.dense import dense_index
+from runtime.vllm.builder import SparseBuilder
+from runtime.vllm.counters import Counters
+from runtime.vllm.engine import Engine, ServedLayer, number_of
+from runtime.vllm.forward import SparseImpl
+from runtime.vllm.step import halves
+
+H, G, D, PAGE = 4, 2, 32, 16
+CLOSE: dict[str, Any] = {"atol": 2e-5, "rtol": 1e-5}
+EIGHT = torch.float8_e4m3fn
+SCALES = {"_k_scale_float": 0.5, "_v_scale_float": 0.25, "_q_scale_float": 0.125}
+LAYER = SimpleNamespace(layer_name="model.layers.0.self_attn.attn", **SCALES)
+# Layer 0 is dense, layer 1 chooses, layers behind it read what it chose.
+SECTION: dict[str, Any] = {"filter_layers": (1,), "dense_layers": (0,), "selector": "last"}
+
+
+@dataclass
+class Common:
+    """What the plugin reads of vLLM's CommonAttentionMetadata."""
+
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    seq_lens_cpu_upper_bound: Tensor | None = None
+    causal: Any = True
+    positions: Tensor | None = None
+    is_prefilling: Tensor | None = None
+    req_idx: Any = None
+    logits_indices_padded: Any = None
+    mm_req_doc_ranges: Any = None
+    rswa_prefix_lens: Any = None
+
+
+def common_of(q_lens: list[int], k_lens: list[int], table: Tensor, **more: Any) -> Common:
+    """Metadata of a step by the new tokens and the keys of each request, and its pages."""
+    starts = torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32)
+    return Common(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.clone(),
+        seq_lens=torch.tensor(k_lens, dtype=torch.int32),
+        num_reqs=len(q_lens),
+        num_actual_tokens=sum(q_lens),
+        max_query_len=max(q_lens),
+        max_seq_len=max(k_lens),
+        block_table_tensor=table,
+        slot_mapping=torch.zeros(sum(q_lens)),
+        **more,
+    )
+
+
+def step(*requests: tuple[int, int]) -> Common:
+    """A step with requests of (queries, keys), each with pages of its own, none of them in
+    order; behind them two rows of padding."""
+    q_lens, k_lens = (list(part) for part in zip(*requests, strict=True))
+    pages = [-(-k_len // PAGE) for k_len in k_lens]
+    table = torch.zeros(len(requests) + 2, max(pages), dtype=torch.int32)
+    for row, own in zip(table, torch.randperm(sum(pages)).split(pages), strict=False):
+        row[: len(own)] = own
+    return common_of([*q_lens, 0, 0], [*k_lens, 0, 0], table)
+
+
+def slots_of(row: Tensor, positions: Tensor) -> Tensor:
+    """Slots of a request's tokens by its pages."""
+    return row[positions // PAGE].long() * PAGE + positions % PAGE
+
+
+def interleaved(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Write as vLLM's backends for GPUs do."""
+    cache[slots // PAGE, :, slots % PAGE] = torch.cat([key, value], dim=-1)
+
+
+class Parent:
+    """A backend's implementation that attends densely, from a cache of plain pages."""
+
+    scale = 0.2
+    num_heads = H
+    num_kv_heads = G
+    logits_soft_cap = 0.0
+    kv_sharing_target_layer_name = None
+    stored: torch.dtype | None = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        cache: Tensor,
+        metadata: Any,
+        output: Tensor,
+    ) -> Tensor:
+        common = metadata.common
+        if self.stored is not None:
+            cache = cache.view(self.stored).float() * torch.tensor([0.5] * D + [0.25] * D)
+        k, v = halves(cache, ours=False)
+        spans = pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1])
+        for i, (start, end) in enumerate(spans):
+            if end > start:
+                k_len = int(common.seq_lens[i])
+                table = common.block_table_tensor[i, None, : -(-k_len // PAGE)]
+                q = query[start:end].transpose(0, 1)[None]
+                index = dense_index(1, H, end - start, k_len, q.device)
+                options: dict[str, Any] = {"softcap": None, "block_table": table}
+                out, _ = reference(q, k, v, index, scale=self.scale, **options)
+                output[start:end] = out[0].transpose(0, 1)
+        return output
+
+
+class ParentsBuilder:
+    def build(self, _: int, common: Any, fast_build: bool = False) -> Any:
+        return SimpleNamespace(common=common, fast=fast_build)
+
+    def build_for_cudagraph_capture(self, common: Any) -> Any:
+        return self.build(0, common)
+
+
+@pytest.fixture(params=[False, True], ids=["pages of the parent", "pages of ours"])
+def ours(request: pytest.FixtureRequest) -> bool:
+    """True for pages laid out for our kernels, as on a CPU."""
+    return bool(request.param)
+
+
+@pytest.fixture
+def stored() -> None:
+    """What a cache of 8 bits holds; tests that serve from one say so."""
+
+
+@pytest.fixture
+def engine(ours: bool, stored: torch.dtype | None) -> Any:
+    """An implementation and a builder over Parent, with a plan of its own."""
+    patterns = [make("vertical_slash", vertical=70, slash=70), make("a_shape", sink=64, window=64)]
+    at_work: Any = object.__new__(Engine)
+    at_work.__dict__.update(
+        artifact=SimpleNamespace(prefill=SimpleNamespace(dense_below=128, dense_tail=0)),
+        longest=512,
+        chooser=None,
+        counters=Counters(),
+        dense=None,
+        size=1,
+    )
+    # What is served of every layer, as tests change it; the chooser says what it does in decode.
+    layer: dict[str, Any] = {
+        "plan": LayerPlan(patterns * 2, G),
+        "owned": True,
+        "eight_bits": stored,
+        "ours": ours,
+    }
+
+    def of(asked: Any) -> ServedLayer:
+        number = number_of(asked.layer_name)
+        assert number is not None
+        role = None if at_work.chooser is None else at_work.chooser.role(number)
+        return ServedLayer(**{"number": number, "role": role, **layer})
+
+    at_work.of = of
+    impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {}))
+    impl.__dict__.update(_engine=at_work, stored=stored)
+    builder: Any = object.__new__(type("Builder", (SparseBuilder, ParentsBuilder), {}))
+    builder.__dict__.update(
+        _engine=at_work,
+        _drops=False,
+        _splits_at_prompts=False,
+        _readable=not ours,
+        _gets_prompts=False,
+    )
+    at_work.counting = builder
+    return SimpleNamespace(
+        impl=impl, builder=builder, at_work=at_work, patterns=patterns * 2, layer=layer, ours=ours
+    )
+
+
+def poisoned(engine: Any, pages: int) -> Tensor:
+    """A cache of so many pages, as vLLM hands it out, in which nothing is written yet."""
+    cache = torch.full((pages, G, PAGE, 2 * D), float("nan"))
+    return cache if engine.impl.stored is None else cache.to(engine.impl.stored).view(torch.uint8)
+
+
+def put(
+    engine: Any, cache: Tensor, key: Tensor, value: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write keys and values (T, G, D) to their slots; what there is to be read from these."""
+    stored = engine.impl.stored
+    eight = [(x / scale).to(stored or x.dtype) for x, scale in ((key, 0.5), (value, 0.25))]
+    if engine.ours:
+        engine.impl.do_kv_cache_update(LAYER, key, value, cache, slots)
+    elif stored is None:
+        interleaved(cache, key, value, slots)
+    else:
+        interleaved(cache, *(x.view(torch.uint8) for x in eight), slots)
+    return (key, value) if stored is None else (eight[0].float() * 0.5, eight[1].float() * 0.25)
+
+
+# Of a request: q (Q, H, D), k and v (K, G, D).
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def serve(
+    engine: Any,
+    common: Common,
+    *,
+    number: int = 0,
+    metadata: Any = None,
+    gone: artifacts.Streaming | None = None,
+) -> tuple[list[Tensor], list[Inputs], Any]:
+    """Outputs (Q, H, D) of a layer for each request of a step, what went in, and the metadata.
+
+    gone: a layer that drops tokens, whose pages between the first and the last ones are another's.
+    """
+    cache = poisoned(engine, int(common.block_table_tensor.max()) + 1)
+    query = torch.randn(common.num_actual_tokens, H, D)
+    key, value = torch.full((2, common.num_actual_tokens, G, D), float("nan"))
+    inputs = []
+    spans = list(pairwise(common.query_start_loc_cpu.tolist()))
+    spans = [(start, end) for start, end in spans if end > start]
+    for i, (start, end) in enumerate(spans):
+        k_len = int(common.seq_lens[i])
+        slots = slots_of(common.block_table_tensor[i], torch.arange(k_len))
+        k, v = put(engine, cache, *torch.randn(2, k_len, G, D), slots)
+        if gone is not None:
+            first = -(-gone.sinks // PAGE)
+            last = (k_len - (end - start) - gone.window + 1) // PAGE
+            between = common.block_table_tensor[i, first : max(first, last)].long()
+            cache[between] = poisoned(engine, len(between))
+        key[start:end] = k[k_len - (end - start) :]
+        value[start:end] = v[k_len - (end - start) :]
+        inputs.append((query[start:end], k, v))
+    if metadata is None:
+        metadata = engine.builder.build(0, common)
+    output = torch.full_like(query, float("nan"))
+    layer = SimpleNamespace(layer_name=f"model.layers.{number}.self_attn.attn", **SCALES)
+    assert engine.impl.forward(layer, query, key, value, cache, metadata, output) is output
+    return [output[start:end] for start, end in spans], inputs, metadata
+
+
+def by_plan(patterns: list[Any], inputs: Inputs, sinks: Tensor | None = None) -> Tensor:
+    """Attention (Q, H, D) of a chunk by patterns, with learned logits of each query head."""
+    q, k, v = (x.transpose(0, 1)[None] for x in inputs)
+    index = LayerPlan(patterns, G).build(q, k, scale=Parent.scale)
+    out, lse = reference(q, k, v, index, scale=Parent.scale, softcap=None)
+    if sinks is not None:
+        out = out * (1 - 1 / (1 + torch.exp(lse - sinks[:, None])))[..., None]
+    return out[0].transpose(0, 1)
+
+
+def by_choice(inputs: Inputs, seen: Tensor | None = None) -> Tensor:
+    """Attention in plain torch (Q, H, D) of the last queries over the keys that each KV head sees,
+    (G, K)."""
+    weights = weights_of(inputs[0], inputs[1], seen)
+    return torch.einsum("hqk,khd->qhd", weights, inputs[2].repeat_interleave(H // G, 1))
+
+
+def weights_of(q: Tensor, k: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Probabilities (H, Q, K) of the last queries."""
+    logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(H // G, 1)) * Parent.scale
+    q_len, k_len = logits.shape[1:]
+    mask = torch.ones(q_len, k_len).tril(k_len - q_len).bool()
+    if seen is not None:
+        mask = mask & seen.repeat_interleave(H // G, 0)[:, None]
+    return logits.masked_fill(~mask, float("-inf")).softmax(-1)
+
+
+def chosen_by(q: Tensor, k: Tensor, section: artifacts.OmniKV) -> Tensor:
+    """The tokens (K,) that a filter layer chooses, in plain torch."""
+    scores = weights_of(q, k).amax((0, 1))
+    scores[-len(q) :] = float("inf")
+    seen = torch.zeros(len(k), dtype=torch.bool)
+    seen[scores.topk(max(section.budget, len(q))).indices] = True
+    return seen
