@@ -13,7 +13,7 @@ from artifacts import HeadwiseError
 from kernels.attention import launch
 from kernels.dense import dense_attention
 from runtime.attention.layout import kernel_for
-from runtime.attention.state import MIN_QUERIES, Call, attempt
+from runtime.attention.state import Call, attempt, enough_queries
 
 
 def attend_evicting(call: Call, cache: Any) -> Tensor:
@@ -38,7 +38,7 @@ def attend_evicting(call: Call, cache: Any) -> Tensor:
 
     def prefill(q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, ...] | None = None) -> Tensor:
         """Whole prompts (B, H, Q, E) in these KV heads; long ones by the layer's patterns."""
-        if plan is not None and k.shape[2] >= settings.dense_below and q.shape[2] >= MIN_QUERIES:
+        if plan is not None and _is_long(q, k, settings.dense_below, plan.dense_tail):
             kernel, reason = kernel_for(settings.backend, q, k, v)
 
             def by_patterns(_: Call) -> Tensor:
@@ -62,6 +62,12 @@ def attend_evicting(call: Call, cache: Any) -> Tensor:
         call.query, fresh, **options, backend=settings.backend, prefill=prefill
     )
     return out.transpose(1, 2)
+
+
+def _is_long(q: Tensor, k: Tensor, dense_below: int, dense_tail: int) -> bool:
+    """True for a chunk whose queries are worth an index, as in a layer without a policy."""
+    k_len = k.shape[2]
+    return k_len >= dense_below and enough_queries(q.shape[2], k_len, dense_tail)
 
 
 def _why_not(call: Call, cache: Any) -> str | None:
