@@ -19,6 +19,7 @@ SCRIPT_NAMES = (
     "gpu/run.py",
     "kvpress.py",
     "openvino.py",
+    "vllm_server.py",
     "vllm_ttft.py",
 )
 SCRIPTS = [ROOT / "benchmarks" / name for name in SCRIPT_NAMES]

@@ -16,7 +16,6 @@ from typing import Any
 
 from artifacts.cli.command import ArgumentParser, run_command
 from profiling.models.loading import load_model
-from profiling.prompts.kind import Prompt
 from profiling.prompts.prompt import make_prompts
 from runtime.layers import heads_of
 from tests.vllm.engines import Engine, Transformers, engine
@@ -129,19 +128,15 @@ def _same(done: Any, wanted: list[int]) -> bool:
     return found == wanted
 
 
-def asked(tokenizer: Any, count: int, shortest: int, longest: int) -> list[Prompt]:
-    """Retrieval prompts of lengths spread evenly between two, those included, none a multiple of a
-    tile by design."""
+def prompts_of(tokenizer: Any, count: int, shortest: int, longest: int) -> list[list[int]]:
+    """Tokens of retrieval prompts of lengths spread evenly between two, those included, none a
+    multiple of a tile by design."""
     made = []
     for i in range(count):
         length = shortest + (longest - shortest) * i // max(count - 1, 1)
-        made += make_prompts(TASKS[i % len(TASKS)], tokenizer, length=length, samples=1, seed=i)
-    return made
-
-
-def prompts_of(tokenizer: Any, count: int, shortest: int, longest: int) -> list[list[int]]:
-    """The tokens of the prompts that are asked."""
-    return [list(prompt.input_ids) for prompt in asked(tokenizer, count, shortest, longest)]
+        task = TASKS[i % len(TASKS)]
+        made += make_prompts(task, tokenizer, length=length, samples=1, seed=i)
+    return [list(prompt.input_ids) for prompt in made]
 
 
 def main(argv: list[str] | None = None) -> int:

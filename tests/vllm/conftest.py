@@ -26,6 +26,18 @@ PATTERNS: dict[str, Any] = {
     "bs": artifacts.BlockSparse(blocks=3),
     "dense": artifacts.Dense(),
 }
+# Of layers 0 to 2: the first is dense, the second chooses, the third reads what it chose.
+DECODE = artifacts.Decode(
+    omnikv=artifacts.OmniKV(
+        filter_layers=(1,), dense_layers=(0,), selector="last", window=1, budget=48
+    )
+)
+POLICIES: dict[str, Any] = {
+    "full": artifacts.Full(),
+    "stream": artifacts.Streaming(sinks=4, window=100, positions="original"),
+    "snap": artifacts.SnapKV(budget=0.2, window=32, pool=7),
+    "wide": artifacts.SnapKV(budget=150, window=40, pool=1),
+}
 ROWS = (("vs", "a", "bs", "vs_8"), None, ("bs", "vs", "a", "dense"))
 
 
@@ -92,3 +104,12 @@ def artifact(transformers: Transformers, tmp_path: Path) -> Callable[..., str]:
 def prompt(length: int, seed: int = 0) -> list[int]:
     """Random tokens."""
     return torch.randint(2, 500, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def kept(*layers: Any, **policies: Any) -> artifacts.KVCache:
+    """A section of these layers: a policy's name, or one for each KV head."""
+    names = [name for row in layers for name in ((row,) if isinstance(row, str) else row)]
+    known = POLICIES | policies
+    return artifacts.KVCache(
+        policies={name: known[name] for name in dict.fromkeys(names)}, layers=layers
+    )

@@ -23,18 +23,23 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class Engine:
-    """A vLLM engine that remembers how the scheduler cut each prompt, and what was drafted for each
-    step."""
+    """A vLLM engine that remembers how the scheduler cut each prompt, what was drafted for each
+    step, the pages in use and the requests that run."""
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self.cuts: dict[str, list[int]] = {}
         self.drafts: dict[str, list[list[int]]] = {}
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        schedule = scheduler.schedule
+        self.used: list[int] = []
+        self.running: list[int] = []
+        self.scheduler = scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        schedule, pool = scheduler.schedule, scheduler.kv_cache_manager.block_pool
+        whole = pool.get_num_free_blocks()
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             planned = schedule(*args, **kwargs)
+            self.used.append(whole - pool.get_num_free_blocks())
+            self.running.append(len(scheduler.running))
             for new in planned.scheduled_new_reqs:
                 self.cuts[new.req_id] = [new.num_computed_tokens]
             for request, tokens in planned.num_scheduled_tokens.items():

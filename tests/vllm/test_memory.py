@@ -1,0 +1,61 @@
+"""Memory of requests: pages of dropped tokens go back, and who is preempted is computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.vllm.conftest import DECODE, kept, prompt
+from tests.vllm.engines import Transformers, engine
+
+NONE = (None,) * 3
+
+
+@pytest.mark.parametrize(
+    ("sections", "pages"),
+    [({"decode": DECODE}, 40), ({"kv_cache": kept("snap", "snap", "full")}, 75)],
+    ids=["decode", "snapkv"],
+)
+def test_what_was_preempted_chooses_again(
+    model: str, artifact: Any, transformers: Transformers, sections: Any, pages: int
+) -> None:
+    path, prompts = artifact(NONE, **sections), [prompt(330, 20 + i) for i in range(3)]
+    # A request grows from 11 pages of a layer to 15: not all three can end together.
+    small = {
+        "block_size": 32,
+        "num_gpu_blocks_override": pages,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 512,
+    }
+    with engine(model, path, **small) as served:
+        made = served.tokens(prompts, 150)
+        again = [cut for cut in served.cuts.values() if sum(cut) > 330 + 150]
+    assert made == [transformers.tokens(ids, artifact=path, tokens=150) for ids in prompts]
+    assert again
+
+
+# 951 tokens are 30 pages of a layer, 188 of 940 are 6; the last page is that of what is generated.
+# A window of 100 tokens lies in 4 or 5 pages, the 4 tokens before it in one.
+@pytest.mark.parametrize(("name", "pages"), [("full", {30}), ("snap", {6 + 1}), ("stream", {5, 6})])
+def test_pages_go_back(model: str, artifact: Any, name: str, pages: set[int]) -> None:
+    path = artifact(NONE, kv_cache=kept(name, name, "full"))
+    # Memory for four whole requests.
+    blocks = 129 if name == "full" else 3 * 128 + 1
+    small = {
+        "block_size": 32,
+        "num_gpu_blocks_override": blocks,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 256,
+    }
+    with engine(model, path, **small) as served:
+        manager = served.scheduler.kv_cache_manager
+        layers = max(len(group.layer_names) for group in manager.kv_cache_config.kv_cache_groups)
+        assert (blocks - 1) * layers == 3 * 128
+        served.tokens([prompt(940)], 12)
+        held = served.used[-1] * layers
+        served.tokens([prompt(940, i) for i in range(8)], 60)
+        assert manager.block_pool.get_num_free_blocks() == blocks - 1
+    assert held in {30 + 2 * each for each in pages}
+    most = max(served.running)
+    assert most == 4 if name == "full" else most >= 6
