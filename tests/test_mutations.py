@@ -150,7 +150,7 @@ MUTATIONS = {
             "attention/function.py",
             "alone.mask = causal_mask(alone.query, alone.key)",
             "pass",
-            "runtime/test_batches.py",
+            "runtime/test_architectures.py",
         ),
         (
             "attention/function.py",
@@ -174,13 +174,13 @@ MUTATIONS = {
             "attention/layout.py",
             "if not alike or parts[0].q_len != self.q_len:",
             "if False:",
-            "runtime/test_batches.py",
+            "runtime/test_architectures.py",
         ),
         (
             "attention/layout.py",
             "part.k_len >= dense_below and",
             "part.k_len > 0 and",
-            "runtime/test_batches.py",
+            "runtime/test_architectures.py",
         ),
         (
             "attention/mask.py",

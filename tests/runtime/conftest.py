@@ -239,6 +239,19 @@ def ids() -> Callable[..., torch.Tensor]:
 
 
 @pytest.fixture
+def graphs() -> Callable[..., Any]:
+    """A backend of torch.compile that runs graphs as they are; graphs.made has them."""
+    torch._dynamo.reset()
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        backend.made.append(graph)
+        return graph.forward
+
+    backend.made = []
+    return backend
+
+
+@pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """warnings() -> what the runtime has said so far."""
     caplog.set_level(logging.WARNING, logger="headwise")

@@ -5,12 +5,13 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -18,6 +19,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import sdpa_mask
 
 from artifacts import OmniKV
+from runtime.omnikv.lane import Lane
 
 CLOSE = {"atol": 3e-4, "rtol": 1e-3}
 LAYERS = {"num_hidden_layers": 6}
@@ -124,6 +126,53 @@ def oracle(model: Any, decode: OmniKV) -> Iterator[Oracle]:
         yield attention
     finally:
         model.config._attn_implementation = former
+
+
+class LateLane(Lane):
+    """In place of a GPU's: copies and fetches happen when somebody waits for them, not before, so
+    that what does not wait where it must reads NaN."""
+
+    fetched: list[int]
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._sent: list[tuple[Tensor, Tensor]] = []
+        self.fetched = []
+
+    def memory(self, nbytes: int) -> Tensor:
+        return super().memory(nbytes).fill_(255)
+
+    def send(self, target: Tensor, rows: Tensor) -> None:
+        self._sent.append((target, rows))
+
+    def arrived(self) -> None:
+        sent, self._sent = self._sent, []
+        for target, rows in sent:
+            target.copy_(rows)
+
+    def follow(self) -> None:
+        self.arrived()
+
+    def start(self, tokens: Tensor, gather: Callable[[Tensor], Any]) -> Callable[[], Any]:
+        listed, done = tokens.clone(), list[Any]()
+
+        def wait() -> Any:
+            if not done:
+                done.append(gather(listed))
+            return done[0]
+
+        return wait
+
+    def staging(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        self.fetched.append(rows)
+        return super().staging(rows, width, dtype).fill_(float("nan"))
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Banks with a LateLane, and pages so small that a prompt needs several."""
+    monkeypatch.setattr("runtime.omnikv.bank.Lane", LateLane)
+    monkeypatch.setattr("runtime.omnikv.bank._LEAST", 16)
 
 
 def steps(model: Any, prompt: Tensor, forced: Tensor, cache: Any, **given: Any) -> Tensor:

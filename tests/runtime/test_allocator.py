@@ -11,58 +11,53 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.allocator import in_huge_pages
+from runtime.allocator import in_huge_pages, keep_freed_memory
 
 _ROOT = Path(__file__).parents[2]
 _FAULTS = """
-import resource, sys, torch
+import resource, torch
 from runtime.allocator import keep_freed_memory
 torch.set_num_threads(1)
-kept = keep_freed_memory() if sys.argv[1] == "keep" else None
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):
         torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+many = faults()
+kept = keep_freed_memory()
 faults()
-print(kept, faults())
+print(kept, many, faults())
 """
-
-
-def run(how: str, **environment: str) -> tuple[str, int]:
-    given = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run(
-        [sys.executable, "-c", _FAULTS, how],
-        cwd=_ROOT,
-        env=given | {"PYTHONPATH": str(_ROOT)} | environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    kept, faults = done.stdout.split()
-    return kept, int(faults)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_what_is_freed_is_used_again() -> None:
-    kept, few = run("keep")
+    given = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", _FAULTS],
+        cwd=_ROOT,
+        env=given | {"PYTHONPATH": str(_ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kept, many, few = done.stdout.split()
     if kept == "False":
         pytest.skip("another C library")
-    _, many = run("leave")
     # Ten times 64 MiB in pages of 4 KiB are 163,840.
-    assert many > 100_000
-    assert few < many / 20
+    assert int(many) > 100_000
+    assert int(few) < int(many) / 20
 
 
 @pytest.mark.parametrize(
-    "environment",
-    [
-        {"MALLOC_TRIM_THRESHOLD_": "131072"},
-        {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=100"},
-    ],
+    ("name", "value"),
+    [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_max=100")],
 )
-def test_settings_of_the_user_s_own_stay(environment: dict[str, str]) -> None:
-    assert run("keep", **environment)[0] == "False"
+def test_settings_of_the_user_s_own_stay(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert not keep_freed_memory.__wrapped__()
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20, (9 << 20) + 5])

@@ -1,4 +1,5 @@
-"""Each architecture: prefill and decode by patterns, on every cache; refusals by their cause."""
+"""Each architecture: prefill and decode of batches by patterns, on every cache, compiled or not;
+refusals by their cause."""
 
 from __future__ import annotations
 
@@ -8,46 +9,145 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache
 
 import artifacts
 from artifacts import HeadwiseError
-from kernels import dispatch
 from runtime import Headwise
 from runtime.layers import attention_layers, sliding_layers
-from tests.runtime.omnikv import DECODE, oracle, steps
-from tests.runtime.tiny import FAMILIES, REFUSED, SINCE_5_24, SIZES, refused_model, tiny_model
+from tests.runtime.batches import LAYOUTS, given, real_of
+from tests.runtime.caches.feeding import fed
+from tests.runtime.omnikv import CLOSE, steps
+from tests.runtime.tiny import (
+    FAMILIES,
+    HYBRID,
+    REFUSED,
+    SINCE_5_24,
+    WITH_IMAGES,
+    pictured_model,
+    refused_model,
+    tiny_model,
+)
 
-CLOSE = {"atol": 3e-4, "rtol": 1e-3}
 LATENT, SINKS = ("DeepseekV2", "DeepseekV3", "Glm4MoeLite"), ("GptOss",)
-WHOLE = [family for family in FAMILIES if family not in (*LATENT, *SINKS)]
-FULL = [family for family in WHOLE if "layer_types" not in FAMILIES[family]]
+PRUNABLE = [family for family in FAMILIES if family not in (*LATENT, *SINKS)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sparse_prefill_and_decode_on_one_cache(family, build, apply, masked, ids):
-    model, prompt, forced = build(family), ids(200, batch=2), ids(5, batch=2, seed=1)
-    dense = model(prompt).logits
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *((family, "left") for family in FAMILIES),
+        *(("Llama", layout) for layout in LAYOUTS if layout != "left"),
+        *((family, layout) for family in ("Gemma3", "GptOss") for layout in ("129", "right")),
+    ],
+)
+def test_a_batch_is_its_sequences_each_by_the_index_as_a_mask(
+    family, layout, build, apply, masked, ids
+):
+    # Windows of layers that slide hold the padding on the right, too: nothing follows it.
+    more = 0 if layout == "right" else 3
+    model, real = build(family), real_of(layout, more)
+    width = real.shape[1] - more
+    tokens = ids(width + more, batch=len(real))
+    expected = {}
     with masked(model):
-        whole = model(prompt).logits
-        expected = steps(model, prompt, forced, DynamicCache(config=model.config))
-    assert (whole - dense).abs().max() > 1e-2
+        for row, mask in enumerate(real):
+            if n := int(mask[:width].sum()):
+                cache = DynamicCache(config=model.config)
+                expected[row] = fed(model, tokens[row, mask > 0][None], (n, 1), cache)[0]
     with apply(model, strict=True) as handle:
-        torch.testing.assert_close(model(prompt).logits, whole, **CLOSE)
-        found = steps(model, prompt, forced, DynamicCache(config=model.config))
-        assert handle.stats()["sparse"] > 0 and handle.stats()["dense"]["decode"] > 0
-    torch.testing.assert_close(found, expected, **CLOSE)
+        cache = DynamicCache(config=model.config)
+        found = fed(model, tokens, (width, 1), cache, attention_mask=real)
+        stats = handle.stats()
+    assert stats["sparse"] > 0 and found.isfinite().all()
+    assert (stats["dense"].get("decode", 0) > 0) == (more > 0)
+    for row, theirs in expected.items():
+        # Angles of LongRoPE are those of the longest sequence in a batch.
+        if row == 0 or family != "Phi3LongRoPE":
+            torch.testing.assert_close(found[row, real[row] > 0], theirs, **CLOSE)
+    if layout == "left":
+        dense = model(tokens[:1]).logits[0]
+        assert (dense - expected[0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layouts"),
+    [
+        ("Llama", {"num_hidden_layers": 1}, ("right", "left")),
+        ("Gemma3", {"num_hidden_layers": 2, **HYBRID}, ("left",)),
+        pytest.param("GptOss", {}, ("alike and empty", "right"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_compiled_batch_is_served_as_it_is_uncompiled(
+    family, changes, layouts, graphs, build, apply, ids
+):
+    model = build(family, **changes)
+    forward = torch.compile(model.forward, backend=graphs)
+    for layout in layouts:
+        real = real_of(layout)
+        tokens = ids(real.shape[1], batch=len(real))
+        with apply(model, strict=True) as handle:
+            expected = model(tokens, **given(real)).logits
+            usual = handle.stats()
+        with apply(model, strict=True) as handle:
+            found = forward(tokens, **given(real)).logits
+            assert handle.stats() == usual and usual["sparse"] > 0
+        torch.testing.assert_close(found[real > 0], expected[real > 0], **CLOSE)
+
+
+def whole(model: Any, layer: int) -> dict[str, Any]:
+    """Sections, by name, under which a model computes what it does without them."""
+    modules = attention_layers(model)
+    sliding = sliding_layers(modules)
+    layers = range(model.config.num_hidden_layers)
+    rows = tuple("full" if layer in modules and layer not in sliding else None for layer in layers)
+    every = artifacts.OmniKV(filter_layers=(layer,), dense_layers=(), budget=200)
+    return {
+        "kv_cache": artifacts.KVCache(policies={"full": artifacts.Full()}, layers=rows),
+        "decode": artifacts.Decode(omnikv=every),
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_dense_artifact_changes_nothing(family, build, apply, ids):
+def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_for, ids):
+    model, prompt, forced = build(family), ids(150, batch=2), ids(5, batch=2, seed=1)
+    expected = steps(model, prompt, forced, DynamicCache(config=model.config))
+    first = min(set(attention_layers(model)) - sliding_layers(attention_layers(model)))
+    sections = whole(model, first)
+    served = [{}]
+    served += [{"kv_cache": sections["kv_cache"]}] * (family in PRUNABLE)
+    served += [{"decode": sections["decode"]}] * (family not in SINKS)
+    for section in served:
+        artifact = artifact_for(model, dense=True).model_copy(update=section)
+        for offload in ("never", "packed") if "decode" in section else ("never",):
+            with Headwise(artifact).apply(model, strict=True, backend="reference") as handle:
+                found = steps(model, prompt, forced, handle.new_cache(offload=offload))
+                stats = handle.stats()
+            torch.testing.assert_close(found, expected, **CLOSE)
+            if "kv_cache" in section:
+                assert stats["kept"] == 6 * len(attention_layers(model))
+            else:
+                assert stats["sparse"] > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "section", "cause"),
+    [
+        ("DeepseekV3", "kv_cache", r"layer 0 \(\w+\) caches what it makes keys and values of"),
+        ("GptOss", "kv_cache", r"layer 0 \(\w+\) has attention sinks of its own"),
+        ("GptOss", "decode", r"has attention sinks of its own: the decode section"),
+    ],
+)
+def test_a_section_that_a_layer_cannot_serve_is_refused(
+    family, section, cause, build, artifact_for
+):
     model = build(family)
-    prompt = ids(200, batch=2)
-    expected = model(prompt).logits
-    with apply(model, dense=True) as handle:
-        torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
-        assert handle.stats()["sparse"] > 0
+    sections = whole(model, 1)
+    headwise = Headwise(artifact_for(model).model_copy(update={section: sections[section]}))
+    for ask in (headwise.apply, headwise.new_cache):
+        with pytest.raises(HeadwiseError, match=cause):
+            ask(model)
+    assert model.config._attn_implementation in ("sdpa", "eager")
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "GptOss"])
@@ -61,151 +161,12 @@ def test_a_dense_artifact_rounds_as_the_model_does(family, build, apply, ids):
     assert (found - exact).norm() < 1.5 * (rounded - exact).norm() + 1e-3
 
 
-@pytest.mark.parametrize("length", [129, 256])
-@pytest.mark.parametrize("family", ["Llama", "Gemma3", "GptOss"])
-def test_any_length_is_sdpa_with_the_index_as_mask(family, length, build, apply, masked, ids):
-    model = build(family)
-    prompt = ids(length, batch=2)
-    with masked(model):
-        expected = model(prompt).logits
-    with apply(model, strict=True):
-        torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
-
-
 def test_the_index_is_built_with_the_scale_of_the_model(build, apply, masked, ids):
     model, prompt = build("Gemma3", query_pre_attn_scalar=100_000), ids(600)
     with masked(model):
         expected = model(prompt).logits
     with apply(model, strict=True):
         torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
-
-
-def test_the_fastest_kernel_computes_what_the_reference_does(build, apply, ids):
-    model, prompt = build(), ids(300, batch=2)
-    probe = torch.randn(1, 4, 300, 64)
-    reasons = dispatch.why_not(probe, probe, probe)
-    if None not in [reason for name, reason in reasons.items() if name != "reference"]:
-        pytest.skip(str(reasons))
-    with apply(model, strict=True):
-        expected = model(prompt).logits
-    with apply(model, strict=True, backend="auto"):
-        torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
-
-
-def test_short_prompts_are_bitwise_what_sdpa_gives(build, apply, ids):
-    model, prompt = build(), ids(127)
-    expected = model(prompt).logits
-    with apply(model) as handle:
-        assert torch.equal(model(prompt).logits, expected)
-        assert handle.stats() == {"sparse": 0, "dense": {"short": 2}}
-
-
-def test_a_layer_that_slides_is_left_alone(build, apply, ids):
-    model = build("Gemma3")
-    with apply(model) as handle:
-        model(ids(200))
-        assert handle.stats() == {"sparse": 2, "dense": {"layer left alone": 1}}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_padded_batch_with_a_short_sequence(family, build, apply, ids):
-    """Sequences of one batch are served sparsely and densely side by side."""
-    model, tokens = build(family), ids(260, batch=2)
-    real = torch.ones_like(tokens)
-    real[1, :150] = 0
-    given = {"attention_mask": real, "position_ids": (real.cumsum(1) - 1).clamp(min=0)}
-    with apply(model, strict=True) as handle:
-        together = model(tokens, **given).logits
-        assert handle.stats()["sparse"] > 0
-        long, short = model(tokens[:1]).logits[0], model(tokens[1:, 150:]).logits[0]
-    torch.testing.assert_close(together[0], long, **CLOSE)
-    if "longrope" not in str(FAMILIES[family].get("rope_parameters")):
-        # Its angles are those of the longest sequence in a batch.
-        torch.testing.assert_close(together[1, 150:], short, **CLOSE)
-
-
-def kept(model: Any) -> artifacts.KVCache:
-    modules = attention_layers(model)
-    sliding = sliding_layers(modules)
-    layers = range(model.config.num_hidden_layers)
-    rows = tuple("full" if layer in modules and layer not in sliding else None for layer in layers)
-    return artifacts.KVCache(policies={"full": artifacts.Full()}, layers=rows)
-
-
-@pytest.mark.parametrize("family", WHOLE)
-def test_a_cache_that_keeps_everything_is_transformers_own(family, build, artifact_for, ids):
-    model, prompt, forced = build(family), ids(150, batch=2), ids(5, batch=2, seed=1)
-    expected = steps(model, prompt, forced, DynamicCache(config=model.config))
-    artifact = artifact_for(model, dense=True).model_copy(update={"kv_cache": kept(model)})
-    with Headwise(artifact).apply(model, strict=True, backend="reference") as handle:
-        found = steps(model, prompt, forced, handle.new_cache())
-        assert handle.stats()["kept"] == 6 * len(attention_layers(model))
-    torch.testing.assert_close(found, expected, **CLOSE)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_decode_that_chooses_every_token_is_dense(family, build, artifact_for, ids):
-    model, prompt, forced = build(family), ids(150, batch=2), ids(5, batch=2, seed=1)
-    first = min(set(attention_layers(model)) - sliding_layers(attention_layers(model)))
-    section = artifacts.Decode(
-        omnikv=artifacts.OmniKV(filter_layers=(first,), dense_layers=(), budget=200)
-    )
-    headwise = Headwise(artifact_for(model, dense=True).model_copy(update={"decode": section}))
-    if family in SINKS:
-        with pytest.raises(
-            HeadwiseError,
-            match="has attention sinks of its own: the decode section cannot serve it",
-        ):
-            headwise.apply(model)
-        return
-    expected = steps(model, prompt, forced, DynamicCache(config=model.config))
-    for offload in ("never", "packed"):
-        with headwise.apply(model, strict=True, backend="reference") as handle:
-            found = steps(model, prompt, forced, handle.new_cache(offload=offload))
-        torch.testing.assert_close(found, expected, **CLOSE)
-
-
-@pytest.mark.parametrize("family", FULL)
-def test_decode_by_chosen_tokens_is_the_papers(family, build, artifact_for, ids):
-    model, prompt, forced = build(family), ids(150, batch=2), ids(5, batch=2, seed=1)
-    section = DECODE.model_copy(update={"filter_layers": (0,), "dense_layers": ()})
-    headwise = Headwise(
-        artifact_for(model, dense=True).model_copy(
-            update={"decode": artifacts.Decode(omnikv=section)}
-        )
-    )
-    with oracle(model, section):
-        expected = steps(model, prompt, forced, DynamicCache(config=model.config))
-    for offload in ("never", "packed"):
-        with headwise.apply(model, strict=True, backend="reference") as handle:
-            found = steps(model, prompt, forced, handle.new_cache(offload=offload))
-            assert handle.stats()["decode"] == 10
-        torch.testing.assert_close(found, expected, **CLOSE)
-
-
-@pytest.mark.parametrize(
-    ("family", "says"),
-    [
-        *(
-            (family, r"layer 0 \(\w+Attention\) caches what it makes keys and values of")
-            for family in LATENT
-        ),
-        (
-            "GptOss",
-            r"layer 0 \(GptOssAttention\) has attention sinks of its own: the kv_cache section",
-        ),
-    ],
-)
-def test_caches_that_cannot_drop_tokens_are_refused_when_applying(
-    family, says, build, artifact_for
-):
-    model = build(family)
-    headwise = Headwise(artifact_for(model).model_copy(update={"kv_cache": kept(model)}))
-    for ask in (headwise.apply, headwise.new_cache):
-        with pytest.raises(HeadwiseError, match=says) as error:
-            ask(model)
-        assert "\n" not in str(error.value)
-    assert model.config._attn_implementation in ("sdpa", "eager")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -227,49 +188,9 @@ def test_a_model_that_slides_everywhere_is_served_as_before(family, build, apply
     assert len(warnings()) == 1 and "slides" in warnings()[0]
 
 
-TEXT = {name: size for name, size in SIZES.items() if not name.endswith("token_id")} | {
-    "head_dim": 64
-}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-WITH_IMAGES = {
-    "Gemma3": {
-        "vision_config": VISION | {"image_size": 8, "patch_size": 4},
-        "mm_tokens_per_image": 4,
-    },
-    "Llava": {
-        "vision_config": VISION
-        | {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4}
-    },
-    "Qwen2_5_VL": {
-        "vision_config": {"hidden_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 256}
-    },
-}
-
-
 @pytest.mark.parametrize("family", WITH_IMAGES)
 def test_the_text_part_of_a_model_with_images(family, apply, masked, ids):
-    text = TEXT | ({"model_type": "llama"} if family == "Llava" else {})
-    if family == "Qwen2_5_VL":
-        text |= {
-            "hidden_size": 256,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]},
-        }
-    text |= FAMILIES["Gemma3"] if family == "Gemma3" else {}
-    text.pop("config", None)
-    config = getattr(transformers, f"{family}Config")(text_config=text, **WITH_IMAGES[family])
-    torch.manual_seed(0)
-    model, prompt = (
-        getattr(transformers, f"{family}ForConditionalGeneration")(config).eval(),
-        ids(200),
-    )
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(std=parameter.shape[-1] ** -0.5 * 2)
+    model, prompt = pictured_model(family), ids(200)
     with masked(model):
         expected = model(input_ids=prompt).logits
     with apply(model, strict=True) as handle:

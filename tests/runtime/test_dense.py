@@ -1,4 +1,4 @@
-"""Dense attention by sdpa or our kernel: right by either, and chosen by the rule of the device."""
+"""Whatever is not sparse: by Headwise's kernels where they are faster, as the model has it."""
 
 from __future__ import annotations
 
@@ -7,29 +7,216 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
+from transformers.masking_utils import create_sliding_window_causal_mask
 
 from artifacts import HeadwiseError
 from kernels import dispatch
 from runtime import Headwise, apply_dense
 from runtime.attention import dense
+from runtime.attention.function import SLIDES
+from runtime.attention.mask import PrefillMask
+from tests.runtime.batches import real_of
+from tests.runtime.caches.feeding import fed
 from tests.runtime.omnikv import CLOSE
 
-BY_KERNEL = "dense by kernel"
+DENSE, WINDOW, DECODE = "dense by kernel", "window by kernel", "decode by kernel"
+# With them sinks, soft-caps, wide heads, layers without positions.
+SLIDING = ("Gemma2", "Gemma3", "Gemma3Wide", "Cohere2", "GptOss")
 
 
-def made(
-    q_len: int, k_len: int, dtype: torch.dtype = torch.float32, heads: int = 4
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.randn(1, heads, q_len, 64, dtype=dtype),
-        torch.randn(1, 2, k_len, 64, dtype=dtype),
-        torch.randn(1, 2, k_len, 32, dtype=dtype),
-    )
+@pytest.fixture(autouse=True)
+def _at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 decode by our kernel waits for 256 keys; here there are fewer."""
+    monkeypatch.setattr("runtime.attention.function._MIN_KEYS_FLOAT32", 1)
+
+
+def sliding(model: Any) -> int:
+    return list(getattr(model.config, "layer_types", ())).count("sliding_attention")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *((family, "left") for family in ("Llama", "Qwen3", "GPTNeoX", "Phi3", *SLIDING)),
+        *((family, "right") for family in ("Llama", "Gemma3", "GptOss")),
+        ("Gemma3", "129"),
+    ],
+)
+def test_batches_are_what_the_model_makes_of_them(
+    family: str, layout: str, build: Any, ids: Any
+) -> None:
+    model, real = build(family), real_of(layout, more=3)
+    tokens, sizes = ids(real.shape[1], batch=len(real)), (real.shape[1] - 3, 1)
+    options = {"attention_mask": real}
+    expected = fed(model, tokens, sizes, DynamicCache(config=model.config), **options)
+    with apply_dense(model) as handle:
+        found = fed(model, tokens, sizes, DynamicCache(config=model.config), **options)
+        counts = handle.stats()["dense"]
+    torch.testing.assert_close(found[real > 0], expected[real > 0], **CLOSE)
+    layers = model.config.num_hidden_layers
+    assert counts[DENSE] == layers - sliding(model)
+    assert counts.get(WINDOW, 0) == sliding(model)
+    # Tokens after padding on the right leave holes in their sequences; sinks are no keys.
+    if layout != "right" or family == "Llama":
+        by_kernel = 0 if layout == "right" or family == "GptOss" else 3 * layers
+        assert counts.get(DECODE, 0) == by_kernel
+
+
+@pytest.mark.parametrize(
+    ("cache", "sizes"),
+    [
+        ("dynamic", (130, 64, 20, 90, 1)),
+        ("static", (200, 64, 1)),
+        ("own", (20, 64, 200, 1)),
+    ],
+)
+def test_chunks_and_decode_beyond_a_window(
+    cache: str, sizes: tuple[int, ...], build: Any, ids: Any
+) -> None:
+    """The window moves past the padding while tokens are decoded."""
+    model, real = build("Gemma3"), torch.ones(3, sum(sizes) + 40, dtype=torch.long)
+    real[0, :35] = 0
+    real[2, :3] = 0
+    tokens = ids(real.shape[1], batch=3)
+    options = {"attention_mask": real}
+    expected = fed(model, tokens, sizes, DynamicCache(config=model.config), **options)
+    with apply_dense(model) as handle:
+        made = {
+            "dynamic": lambda: DynamicCache(config=model.config),
+            "static": lambda: StaticCache(config=model.config, max_cache_len=500),
+            "own": handle.new_cache,
+        }
+        found = fed(model, tokens, sizes, made[cache](), **options)
+        counts = handle.stats()["dense"]
+    torch.testing.assert_close(found[real > 0], expected[real > 0], **CLOSE)
+    assert counts[WINDOW] == sum(size >= 64 for size in sizes)
+
+
+@pytest.mark.parametrize("drafts", [16, 17])
+def test_drafts(drafts: int, build: Any, ids: Any) -> None:
+    model, tokens = build(), ids(100 + drafts)
+    expected = fed(model, tokens, (100, drafts), DynamicCache(config=model.config))
+    with apply_dense(model) as handle:
+        found = fed(model, tokens, (100, drafts), DynamicCache(config=model.config))
+        assert handle.stats()["dense"].get(DECODE, 0) == (2 if drafts <= 16 else 0)
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("length", [9, 127])
+def test_short_prompts_are_bitwise_what_sdpa_gives(
+    length: int, build: Any, artifact_for: Any, ids: Any
+) -> None:
+    model, prompt = build(), ids(length)
+    expected = model(prompt).logits
+    with Headwise(artifact_for(model)).apply(model) as handle:
+        assert torch.equal(model(prompt).logits, expected)
+        assert handle.stats() == {"sparse": 0, "dense": {"short": 2}}
+
+
+def test_short_contexts_in_float32_are_sdpa_s_and_half_precision_is_ours(
+    build: Any, artifact_for: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.attention.function._MIN_KEYS_FLOAT32", 256)
+    model = build()
+    for dtype, length, reason in (
+        (torch.float32, 100, "decode"),
+        (torch.float32, 260, DECODE),
+        (torch.bfloat16, 100, DECODE),
+    ):
+        model.to(dtype)
+        with Headwise(artifact_for(model, dense=True)).apply(model) as handle:
+            fed(model, ids(length + 3), (length, 1), handle.new_cache())
+            assert handle.stats()["dense"][reason] == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {"dense_kernels": False}),
+        ({}, {"backend": "reference"}),
+        ({"attn_implementation": "eager"}, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_switched_off(
+    family: str,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    build: Any,
+    artifact_for: Any,
+    ids: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("runtime.attention.function.faster", lambda *_: "kernel")
+    model, tokens = build(family, **changes), ids(303)
+    rows = [None] * model.config.num_hidden_layers
+    expected = fed(model, tokens, (300, 1), DynamicCache(config=model.config))
+    with Headwise(artifact_for(model, rows=rows)).apply(model, **options) as handle:
+        found = fed(model, tokens, (300, 1), DynamicCache(config=model.config))
+        assert not {DENSE, WINDOW, DECODE} & set(handle.stats()["dense"])
+    assert torch.equal(found, expected)
+
+
+def test_a_layer_that_lost_tokens_fails_as_with_sdpa(build: Any, ids: Any) -> None:
+    model, prompt = build(), ids(100, batch=2)
+    real = torch.ones(2, 101, dtype=torch.long)
+    real[0, :40] = 0
+    cache = DynamicCache(config=model.config)
+    model(prompt, attention_mask=real[:, :100], past_key_values=cache)
+    lost = cache.layers[1]
+    lost.keys, lost.values = lost.keys[:, :, 5:], lost.values[:, :, 5:]
+    with apply_dense(model), pytest.raises(RuntimeError, match="size"):
+        model(prompt[:, :1], attention_mask=real, past_key_values=cache)
+
+
+def test_more_than_a_window_is_left_to_the_model(build: Any, artifact_for: Any) -> None:
+    """An overlay far behind the first windows, as that of a picture in the prompt."""
+    model = build("Gemma3")
+    blocks = torch.full((1, 300), -1)
+    blocks[:, 200:220] = 0
+    given = {
+        "config": model.config,
+        "inputs_embeds": torch.zeros(1, 300, 1),
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": torch.arange(300)[None],
+    }
+
+    def both(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (blocks[b, q] == 0) & (blocks[b, k] == 0)
+
+    with Headwise(artifact_for(model, dense=True)).apply(model):
+        plain = create_sliding_window_causal_mask(**given)
+        joined = create_sliding_window_causal_mask(**given, or_mask_function=both)
+    assert isinstance(plain, PrefillMask) and plain.context.window == model.config.sliding_window
+    assert not isinstance(joined, PrefillMask) and bool(joined[0, 0, 200, 219])
+    assert not bool(plain[0, 0, 200, 219])
+
+
+def test_patterns_for_a_layer_that_slides_are_refused_though_its_call_does_not_say_so(
+    build: Any, artifact_for: Any, ids: Any
+) -> None:
+    """Qwen2-MoE has a window in the mask alone."""
+    window = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}
+    small = {"hidden_size": 256, "num_experts": 4, "moe_intermediate_size": 32}
+    model, prompt = build("Qwen2Moe", **window, **small), ids(300)
+    expected = model(prompt).logits
+    headwise = Headwise(artifact_for(model, rows=[["dense"] * 4] * 2))
+    with headwise.apply(model) as handle:
+        torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
+        assert handle.stats()["dense"][SLIDES] == sliding(model) > 0
+    with headwise.apply(model, strict=True), pytest.raises(HeadwiseError, match="the layer slides"):
+        model(prompt)
+
+
+def made(q_len: int, k_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(1, 4, q_len, 64), torch.randn(1, 2, k_len, 64), torch.randn(1, 2, k_len, 32)
 
 
 @pytest.mark.parametrize("by", ["kernel", "sdpa", "auto"])
-@pytest.mark.parametrize(("q_len", "k_len"), [(1, 200), (1000, 1000), (64, 1100), (300, 1500)])
+@pytest.mark.parametrize(("q_len", "k_len"), [(1, 200), (1000, 1000), (300, 1100)])
 @pytest.mark.parametrize("window", [None, 100])
 def test_either_is_the_reference(window: int | None, q_len: int, k_len: int, by: str) -> None:
     q, k, v = made(q_len, k_len)
@@ -41,106 +228,33 @@ def test_either_is_the_reference(window: int | None, q_len: int, k_len: int, by:
 def test_a_soft_cap_is_the_kernel_s() -> None:
     q, k, v = made(100, 100)
     expected = dense.every_key(q, k, v, softcap=2.0, backend="reference")[0]
-    torch.testing.assert_close(
-        dense.dense_attention(q, k, v, softcap=2.0), expected, atol=1e-5, rtol=1e-4
-    )
+    found = dense.dense_attention(q, k, v, softcap=2.0)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="soft-cap"):
         dense.dense_attention(q, k, v, softcap=2.0, by="sdpa")
     with pytest.raises(ValueError, match="got 'fast'"):
         dense.dense_attention(q, k, v, by="fast")
 
 
-@pytest.mark.parametrize(("k_len", "by"), [(1023, "sdpa"), (1024, "kernel")])
-def test_the_rule_on_a_cpu(k_len: int, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert dense.faster(*made(100, k_len)) == by
-    monkeypatch.setattr(dispatch, "why_slow", lambda *_: "no compiler")
-    assert dense.faster(*made(100, k_len)) == "sdpa"
-
-
-def test_elsewhere_sdpa_serves() -> None:
-    """A device without anything in it stands for a GPU."""
+def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dense.faster(*made(100, 1023)) == "sdpa" and dense.faster(*made(100, 1024)) == "kernel"
+    # A device without anything in it stands for a GPU.
     assert dense.faster(*(x.to("meta") for x in made(4096, 4096))) == "sdpa"
+    monkeypatch.setattr(dispatch, "why_slow", lambda *_: "no compiler")
+    assert dense.faster(*made(100, 1024)) == "sdpa"
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3", "GPTNeoX"])
-def test_prefills_go_by_the_rule(
-    family: str, build: Any, artifact_for: Any, ids: Any, monkeypatch: Any
-) -> None:
-    model, prompt = build(family), ids(1024)
-    rows = [None] * model.config.num_hidden_layers
-    expected = model(prompt).logits
-    full = sum(
-        kind == "full_attention"
-        for kind in getattr(model.config, "layer_types", ["full_attention"] * 2)
-    )
-    for by, count in (("kernel", full), ("sdpa", 0)):
-        monkeypatch.setattr("runtime.attention.function.faster", lambda *_, by=by: by)
-        with Headwise(artifact_for(model, rows=rows)).apply(model) as handle:
-            torch.testing.assert_close(model(prompt).logits, expected, **CLOSE)
-            assert handle.stats()["dense"].get(BY_KERNEL, 0) == count
-
-
-@pytest.mark.parametrize("left", [True, False])
-def test_padded_batches_and_chunks(left: bool, build: Any, ids: Any) -> None:
-    model, prompt = build(), ids(300, batch=3)
-    real = torch.ones_like(prompt)
-    real[0, slice(0, 250) if left else slice(50, None)] = 0
-    real[2, slice(0, 7) if left else slice(293, None)] = 0
-    given = {"attention_mask": real, "position_ids": (real.cumsum(1) - 1).clamp(min=0)}
-
-    def run() -> Tensor:
-        cache = DynamicCache(config=model.config)
-        parts = [
-            model(
-                prompt[:, a:b],
-                attention_mask=real[:, :b],
-                position_ids=given["position_ids"][:, a:b],
-                past_key_values=cache,
-            ).logits
-            for a, b in ((0, 170), (170, 230), (230, 300))
-        ]
-        return torch.cat(parts, dim=1)
-
-    expected, whole = run(), model(prompt, **given).logits
-    with apply_dense(model) as applied:
-        torch.testing.assert_close(run()[real.bool()], expected[real.bool()], **CLOSE)
-        torch.testing.assert_close(
-            model(prompt, **given).logits[real.bool()], whole[real.bool()], **CLOSE
-        )
-        assert applied.settings.calls.total()[BY_KERNEL] == 8
-    assert torch.equal(run(), expected)
-
-
-def test_a_whole_model_densely_by_our_kernel_needs_no_artifact(build: Any, ids: Any) -> None:
+@pytest.mark.parametrize("by", ["kernel", "model"])
+def test_a_whole_model_without_an_artifact(by: str, build: Any, ids: Any) -> None:
     model, prompt = build(), ids(100)
-    expected = model.generate(prompt, max_new_tokens=5, do_sample=False)
-    former = model.config._attn_implementation
-    with apply_dense(model) as applied:
-        assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), expected)
-        assert applied.stats()["dense"][BY_KERNEL] == 2 and set(applied.stats()) == {"dense"}
+    options = {"max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(prompt, **options)
+    with apply_dense(model, by=by) as applied:
+        cache = applied.new_cache()
+        assert torch.equal(model.generate(prompt, past_key_values=cache, **options), expected)
+        assert applied.stats()["dense"].get(DENSE, 0) == (2 if by == "kernel" else 0)
         with pytest.raises(HeadwiseError, match="applied already"):
             apply_dense(model)
-        cache = applied.new_cache()
-        assert torch.equal(
-            model.generate(prompt, past_key_values=cache, max_new_tokens=5, do_sample=False),
-            expected,
-        )
-        assert {type(layer).__name__ for layer in cache.layers} == {"GrowingLayer"}
-    assert model.config._attn_implementation == former
-    with apply_dense(model, by="model") as applied:
-        assert torch.equal(model.generate(prompt, max_new_tokens=5, do_sample=False), expected)
-        assert BY_KERNEL not in applied.settings.calls.total()
+    assert model.config._attn_implementation == "sdpa"
     with pytest.raises(HeadwiseError, match="by must be one of"):
         apply_dense(model, by="magic")
-
-
-def test_dense_kernels_false_leaves_all_to_the_model(
-    build: Any, artifact_for: Any, ids: Any
-) -> None:
-    model, prompt = build(), ids(1024)
-    expected = model(prompt).logits
-    with Headwise(artifact_for(model, rows=[None, None])).apply(
-        model, dense_kernels=False
-    ) as handle:
-        assert torch.equal(model(prompt).logits, expected)
-        assert handle.stats()["dense"] == {"layer left alone": 2}

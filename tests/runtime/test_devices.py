@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
 
-from runtime.attention.layout import Context
 from runtime.attention.mask import PrefillMask, starts_of
 
 BEHIND = 3
@@ -39,8 +38,7 @@ def spread() -> Any:
     return spread
 
 
-@pytest.mark.parametrize("own_cache", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("padded", "own_cache"), [(True, False), (False, True)])
 def test_decode_with_chosen_tokens(
     padded: bool, own_cache: bool, spread: Any, build: Any, decoding: Any, ids: Any
 ) -> None:
@@ -82,18 +80,3 @@ def test_the_mask_of_a_step_says_on_any_device_where_sequences_start(
     here, there = starts_of(seen[0]), starts_of(seen[-1])
     assert isinstance(here, Tensor) and here.tolist() == [0, 9]
     assert isinstance(there, Tensor) and there.device.type == "meta"
-
-
-def test_first_keys_are_put_on_a_device_once() -> None:
-    """All layers of a padded call get one tensor."""
-    ranges = ((3, 100), (0, 100))
-    mask = PrefillMask(
-        Context(99, 1, 100, ranges), lambda _: None, dtype=torch.bool, device=torch.device("cpu")
-    )
-    starts = starts_of(mask)
-    assert (
-        isinstance(starts, torch.Tensor)
-        and starts.tolist() == [3, 0]
-        and starts.dtype == torch.int32
-    )
-    assert starts_of(mask) is starts

@@ -1,86 +1,154 @@
 """What cannot be served sparsely is served as before and said once; strict raises instead."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from transformers import DataCollatorWithFlattening
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from artifacts import HeadwiseError
+from runtime import Headwise, apply_dense
 from runtime.attention.function import headwise_attention
+from runtime.attention.layout import NOT_CAUSAL
 from runtime.attention.mask import headwise_mask
+from tests.runtime.omnikv import CLOSE
+from tests.runtime.tiny import pictured_model
 
 
-def holes(prompt):
-    real = torch.ones_like(prompt)
+def holes(tokens: Tensor) -> dict[str, Any]:
+    real = torch.ones_like(tokens)
     real[:, 60:70] = 0
     return {"attention_mask": real}
 
 
-def hand_made(prompt):
-    return {
-        "attention_mask": torch.ones(prompt.shape[1], prompt.shape[1], dtype=torch.bool).tril()[
-            None, None
-        ]
-    }
+def mask_by_hand(tokens: Tensor) -> dict[str, Any]:
+    length = tokens.shape[1]
+    return {"attention_mask": torch.ones(1, 1, length, length, dtype=torch.bool).tril()}
 
 
-MASKS = {"holes": holes, "hand_made": hand_made}
+def packed(tokens: Tensor) -> dict[str, Any]:
+    """The first is longer than several windows, so that only its bounds tell it from the second."""
+    positions = [torch.arange(length) for length in (210, 20, tokens.shape[1] - 230)]
+    return {"position_ids": torch.cat(positions)[None], "use_cache": False}
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_an_unknown_mask_is_served_as_sdpa_would_and_said_once(mask, build, apply, ids, warnings):
-    model, prompt = build(), ids(200)
-    given = MASKS[mask](prompt)
-    expected = model(prompt, **given).logits
-    with apply(model) as handle:
-        assert torch.equal(model(prompt, **given).logits, expected)
-        model(prompt, **given)
-        assert handle.stats()["sparse"] == 0
-        assert len(warnings()) == 1 and "mask" in warnings()[0]
-        model(prompt)
+def packed_for_flash(tokens: Tensor) -> dict[str, Any]:
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    rows = [{"input_ids": part.tolist()} for part in tokens[0].split((130, 170))]
+    batch = collator(rows)
+    return {name: batch[name] for name in batch if name not in ("labels", "input_ids")}
+
+
+def both_ways(tokens: Tensor) -> dict[str, Any]:
+    return {"is_causal": False}
+
+
+def position_bias(tokens: Tensor) -> dict[str, Any]:
+    return {"position_bias": torch.zeros(1, 4, tokens.shape[1], tokens.shape[1])}
+
+
+def images(tokens: Tensor) -> dict[str, Any]:
+    types = torch.zeros_like(tokens)
+    types[:, 20:50] = 1
+    types[:, 130:190] = 1
+    return {"token_type_ids": types}
+
+
+CALLS = [
+    ("Llama", holes, NOT_CAUSAL),
+    ("Llama", mask_by_hand, NOT_CAUSAL),
+    ("Llama", packed, NOT_CAUSAL),
+    ("Gemma3", packed, NOT_CAUSAL),
+    ("Llama", packed_for_flash, "cu_seq_lens alone"),
+    ("Llama", both_ways, "not causal"),
+    ("Llama", position_bias, "position bias"),
+    ("pictured", images, NOT_CAUSAL),
+]
+
+
+@pytest.mark.parametrize(("family", "call", "reason"), CALLS)
+def test_a_call_is_dense_and_said_once_or_raised(
+    family: str,
+    call: Callable[[Tensor], dict[str, Any]],
+    reason: str,
+    build: Any,
+    artifact_for: Any,
+    ids: Any,
+    warnings: Any,
+) -> None:
+    model = pictured_model("Gemma3") if family == "pictured" else build(family)
+    tokens = ids(300)
+    given = {"input_ids": tokens} | call(tokens)
+    expected = model(**given).logits
+    if call not in (mask_by_hand, position_bias):
+        causal = model(input_ids=tokens).logits
+        assert (causal - expected).abs().max() > 0.01
+    headwise = Headwise(artifact_for(model))
+    with headwise.apply(model, backend="reference") as handle:
+        for _ in range(2):
+            torch.testing.assert_close(model(**given).logits, expected, **CLOSE)
+        stats = handle.stats()
+        assert stats["sparse"] == 0 and any(reason in name for name in stats["dense"])
+        assert len(warnings()) == 1 and reason in warnings()[0]
+        model(input_ids=tokens)
         assert handle.stats()["sparse"] == 2
-    with apply(model, strict=True), pytest.raises(HeadwiseError, match="mask"):
-        model(prompt, **given)
+    with headwise.apply(model, strict=True), pytest.raises(HeadwiseError, match=reason[:12]):
+        model(**given)
+    with apply_dense(model):
+        torch.testing.assert_close(model(**given).logits, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma3", "GPTNeoX"])
-@pytest.mark.parametrize("before", ["sdpa", "eager"])
-def test_attention_weights_are_those_of_eager(before, family, build, apply, ids, warnings):
+def test_tokens_after_a_padded_prompt_with_images(artifact_for: Any, ids: Any) -> None:
+    model, prompt, skipped = pictured_model("Gemma3"), ids(300), 40
+    short = torch.nn.functional.pad(prompt[:, :-skipped], (skipped, 0))
+    types = images(prompt)["token_type_ids"]
+    later = torch.nn.functional.pad(types[:, :-skipped], (skipped, 0))
+    real = torch.ones(2, 300, dtype=torch.long)
+    real[1, :skipped] = 0
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
+    options |= {"token_type_ids": torch.cat([types, later]), "attention_mask": real}
+    tokens = torch.cat([prompt, short])
+    expected = model.generate(tokens, **options)
+    with Headwise(artifact_for(model)).apply(model, backend="auto") as handle:
+        found = model.generate(tokens, past_key_values=handle.new_cache(), **options)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "before"), [("Llama", "sdpa"), ("Gemma3", "eager"), ("GPTNeoX", "sdpa")]
+)
+def test_attention_weights_are_those_of_eager(
+    family: str, before: str, build: Any, apply: Any, ids: Any, warnings: Any
+) -> None:
     model, prompt = build(family), ids(160, batch=2)
     real = torch.ones_like(prompt)
     real[0, :20] = 0
+    options = {"attention_mask": real, "output_attentions": True}
     model.set_attn_implementation("eager")
-    expected = model(prompt, attention_mask=real, output_attentions=True)
+    expected = model(prompt, **options)
     model.set_attn_implementation(before)
     with apply(model) as handle:
-        found = model(prompt, attention_mask=real, output_attentions=True)
+        found = model(prompt, **options)
         assert handle.stats()["sparse"] == 0
-        model(prompt, attention_mask=real, output_attentions=True)
-    assert len(found.attentions) == len(expected.attentions) == model.config.num_hidden_layers
+        model(prompt, **options)
+    assert len(found.attentions) == model.config.num_hidden_layers
     for mine, theirs in zip(found.attentions, expected.attentions, strict=True):
         assert torch.equal(mine, theirs)
     torch.testing.assert_close(found.logits[1], expected.logits[1])
-    assert [w for w in warnings() if "weights" in w] and len(warnings()) == 1
+    assert len(warnings()) == 1 and "weights" in warnings()[0]
     with apply(model, strict=True), pytest.raises(HeadwiseError, match="attention weights"):
         model(prompt, output_attentions=True)
 
 
-def test_attention_weights_for_a_configured_model(build, apply, ids):
+def test_attention_weights_while_generating(build: Any, apply: Any, ids: Any) -> None:
     model, prompt = build(attn_implementation="eager"), ids(150)
-    model.config.output_attentions = True
-    expected = model(prompt).attentions
-    with apply(model) as handle:
-        found = model(prompt).attentions
-        assert handle.stats()["sparse"] == 0
-    assert len(found) == 2 and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_attention_weights_while_generating(build, apply, ids):
-    model, prompt = build(attn_implementation="eager"), ids(150)
-    options = {
-        "max_new_tokens": 3,
-        "do_sample": False,
-        "return_dict_in_generate": True,
-        "output_attentions": True,
-    }
+    options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"output_attentions": True}
     expected = model.generate(prompt, **options)
     with apply(model):
         found = model.generate(prompt, **options)
@@ -89,80 +157,100 @@ def test_attention_weights_while_generating(build, apply, ids):
         assert len(mine) == 2 and all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_training_is_dense_with_the_same_gradients(checkpointing, build, apply, ids, warnings):
+@pytest.mark.parametrize("way", ["plain", "checkpointed", "compiled"])
+def test_training_is_dense_with_the_same_gradients(
+    way: str, build: Any, apply: Any, ids: Any, warnings: Any, graphs: Any
+) -> None:
     model, prompt = build().train(), ids(200)
-    if checkpointing:
+    if way == "checkpointed":
         model.gradient_checkpointing_enable()
 
-    def gradients():
+    def gradients(forward: Any) -> list[Tensor]:
         model.zero_grad()
         with torch.enable_grad():
-            model(prompt, labels=prompt).loss.backward()
+            forward(prompt, labels=prompt).loss.backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    expected = gradients()
+    expected = gradients(model)
+    forward = torch.compile(model.forward, backend=graphs) if way == "compiled" else model
     with apply(model):
-        found = gradients()
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs)
+        found = gradients(forward)
+    torch.testing.assert_close(found, expected)
     assert len(warnings()) == 1 and "gradients" in warnings()[0]
 
 
-def test_gradient_checkpointing_without_gradients_is_sparse(build, apply, ids):
+def test_training_mode_without_gradients_is_sparse_unless_it_drops_out(
+    build: Any, apply: Any, ids: Any, warnings: Any
+) -> None:
     model, prompt = build().train(), ids(200)
     with apply(model, strict=True):
         expected = model(prompt).logits
         model.gradient_checkpointing_enable()
         assert torch.equal(model(prompt).logits, expected)
-
-
-def test_dropout_is_dense(build, apply, ids, warnings):
     model = build(attention_dropout=0.5).train()
     with apply(model) as handle:
-        model(ids(200))
+        model(prompt)
         assert handle.stats()["sparse"] == 0
     assert len(warnings()) == 1 and "dropout" in warnings()[0]
 
 
-def test_bidirectional_attention_is_dense(build, apply, ids, warnings):
-    model, prompt = build(), ids(200)
-    expected = model(prompt, is_causal=False).logits
-    with apply(model):
-        assert torch.equal(model(prompt, is_causal=False).logits, expected)
-    assert len(warnings()) == 1 and "not causal" in warnings()[0]
-
-
-def test_a_position_bias_is_dense(build, apply, ids, warnings):
-    model, prompt = build(), ids(200)
-    bias = torch.zeros(1, 4, 200, 200)
-    expected = model(prompt, position_bias=bias).logits
-    with apply(model) as handle:
-        assert torch.equal(model(prompt, position_bias=bias).logits, expected)
-        assert handle.stats()["sparse"] == 0
-    assert len(warnings()) == 1 and "position bias" in warnings()[0]
-
-
-def test_no_fast_kernel_is_dense_and_named(build, apply, ids, warnings, monkeypatch):
+def test_no_fast_kernel_is_dense_and_named(
+    build: Any, apply: Any, ids: Any, warnings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, prompt = build(), ids(200)
     expected = model(prompt).logits
-    monkeypatch.setattr(
-        "kernels.dispatch.why_slow", lambda *qkv: "no fast kernel: cpu: no compiler"
-    )
+    monkeypatch.setattr("kernels.dispatch.why_slow", lambda *_: "no fast kernel: no compiler")
     with apply(model, backend="auto") as handle:
         assert torch.equal(model(prompt).logits, expected)
         assert handle.stats()["sparse"] == 0
-    assert warnings() == ["serving densely: no fast kernel: cpu: no compiler"]
+    assert len(warnings()) == 1 and "no fast kernel: no compiler" in warnings()[0]
 
 
-def test_strict_leaves_decode_short_prompts_and_sliding_layers_alone(build, apply, ids):
+def test_strict_leaves_decode_short_prompts_and_sliding_layers_alone(
+    build: Any, apply: Any, ids: Any
+) -> None:
     model = build("Gemma3")
+    with apply(model, strict=True) as handle:
+        for length in (100, 200):
+            model.generate(ids(length), max_new_tokens=3, do_sample=False)
+        assert handle.stats()["sparse"] == 2
+
+
+def test_padding_longer_than_the_threshold_makes_no_prompt_long(
+    build: Any, apply: Any, ids: Any
+) -> None:
+    model, tokens = build(), ids(200, batch=2)
+    real = torch.zeros_like(tokens)
+    real[:, 100:] = 1
+    expected = model(tokens, attention_mask=real).logits
+    with apply(model) as handle:
+        found = model(tokens, attention_mask=real).logits
+        assert handle.stats() == {"sparse": 0, "dense": {"short": 2}}
+    assert torch.equal(found, expected)
+
+
+def test_a_sparse_prefill_makes_no_mask_and_a_dense_one_makes_it_once(
+    build: Any, apply: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def counted(**given: Any) -> Any:
+        made.append(given["q_length"])
+        return sdpa_mask(**given)
+
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", counted)
+    model, tokens = build(), ids(200, batch=2)
+    real = torch.ones_like(tokens)
+    real[0, :50] = 0
     with apply(model, strict=True):
-        model.generate(ids(100), max_new_tokens=3, do_sample=False)
-        model.generate(ids(200), max_new_tokens=3, do_sample=False)
+        model(tokens, attention_mask=real)
+        assert made == []
+    with apply(model), torch.enable_grad():
+        model(tokens, attention_mask=real)
+        assert made == [200]
 
 
-def test_heads_other_than_planned_are_dense(build, apply, warnings):
+def test_heads_other_than_planned_are_dense(build: Any, apply: Any, warnings: Any) -> None:
     model = build()
     query = torch.randn(1, 2, 200, 64)
     key = torch.randn(1, 1, 200, 64)

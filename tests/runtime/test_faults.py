@@ -16,7 +16,6 @@ from artifacts import HeadwiseError
 from kernels.native import build as native
 from kernels.patterns import LayerPlan
 from runtime import Headwise
-from runtime.attention.state import message, name_of
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
 ALLOCATOR = (
@@ -51,8 +50,9 @@ class Failing:
         return self.function(*args, **kwargs)
 
 
-@pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.parametrize("where", ["attention", "build"])
+@pytest.mark.parametrize(
+    ("where", "name"), [*(("attention", name) for name in FAULTS), ("build", "compiler")]
+)
 def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
     where: str, name: str, build, apply, ids, warnings, monkeypatch
 ) -> None:
@@ -75,6 +75,9 @@ def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
         model(prompt)
         assert torch.equal(model(prompt).logits, sparse)
         stats = handle.stats()
+    with apply(model, strict=True), pytest.raises(HeadwiseError, match="cannot serve this call"):
+        failing.count = 0
+        model(prompt)
     assert len(warnings()) == 1 and warnings()[0].startswith("serving densely: ")
     (reason,) = stats["dense"]
     assert reason in warnings()[0] and stats["dense"][reason] == 3 and stats["sparse"] == 7
@@ -85,25 +88,7 @@ def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
     )
 
 
-def test_strict_says_what_failed_and_goes_on(build, apply, ids, monkeypatch) -> None:
-    from runtime.attention import function as served
-
-    model, prompt = build(), ids(200)
-    with apply(model, strict=True) as handle:
-        expected = model(prompt).logits
-        failing = Failing(served.launch, {2}, FAULTS["launch"])
-        monkeypatch.setattr("runtime.attention.function.launch", failing)
-        with pytest.raises(HeadwiseError) as error:
-            model(prompt)
-        assert torch.equal(model(prompt).logits, expected)
-        assert handle.stats()["dense"] == {}
-    said = "a kernel failed with RuntimeError: CUDA error: invalid configuration argument"
-    assert str(error.value) == f"cannot serve this call sparsely: {said}"
-
-
-@pytest.mark.parametrize(
-    "error", [ValueError("q must be"), TypeError("no"), AssertionError("bug"), KeyError("x")]
-)
+@pytest.mark.parametrize("error", [ValueError("q must be"), AssertionError("bug")])
 def test_mistakes_of_ours_are_not_hidden(error: Exception, build, apply, ids, monkeypatch) -> None:
     from runtime.attention import function as served
 
@@ -114,19 +99,6 @@ def test_mistakes_of_ours_are_not_hidden(error: Exception, build, apply, ids, mo
         )
         with pytest.raises(type(error)):
             model(ids(200))
-
-
-def test_words_are_few_and_messages_one_line() -> None:
-    class OutOfResources(Exception):
-        pass
-
-    OutOfResources.__module__ = "triton.runtime.errors"
-    assert name_of(OutOfResources("shared memory")) == "a kernel failed with OutOfResources"
-    assert name_of(HeadwiseError("a mistake")) is None and name_of(ValueError("a mistake")) is None
-    assert message(RuntimeError("one\ntwo")) == "one" and message(RuntimeError()) == "no message"
-    assert len(message(RuntimeError("x" * 1000))) <= 200 and "\x1b" not in message(
-        RuntimeError("\x1b[31m")
-    )
 
 
 @pytest.mark.parametrize(
@@ -168,24 +140,14 @@ class Cancelled(StoppingCriteria):
         return torch.zeros(1, dtype=torch.bool)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("how", ["criterion", "streamer", "layer"])
+@pytest.mark.parametrize(
+    ("how", "error"), [("criterion", KeyboardInterrupt), ("layer", RuntimeError)]
+)
 def test_after_a_cancelled_generation_the_next_is_right(
     how: str, error: type[BaseException], build, decoding, ids
 ) -> None:
     model, prompt, other = build(**LAYERS), ids(150), ids(150, seed=3)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-
-    class Streamer:
-        left = 4
-
-        def put(self, value: Any) -> None:
-            self.left -= 1
-            if not self.left:
-                raise error("cancelled")
-
-        def end(self) -> None:
-            pass
 
     def interrupt(*args: Any) -> None:
         nonlocal calls
@@ -199,8 +161,6 @@ def test_after_a_cancelled_generation_the_next_is_right(
         more: dict[str, Any] = {}
         if how == "criterion":
             more = {"stopping_criteria": [Cancelled(error, 3)]}
-        elif how == "streamer":
-            more = {"streamer": Streamer()}
         else:
             # Between a filter layer and those that it serves.
             hook = model.model.layers[3].self_attn.register_forward_pre_hook(interrupt)
@@ -298,8 +258,7 @@ def nan_hook() -> Iterator[Callable[[Any, int, int], None]]:
         hook.remove()
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("backend", "padded"), [("reference", False), ("cpu", True)])
 def test_nan_in_one_sequence_stays_in_it(
     padded: bool, backend: str, build, artifact_for, ids, nan_hook
 ) -> None:

@@ -37,7 +37,7 @@ def test_two_models_with_two_artifacts_in_two_threads(
     build: Any, artifact_for: Any, decoding: Any, ids: Any
 ) -> None:
     plain, choosing = build(), build(seed=1, **LAYERS)
-    prompts = [ids(length, seed=length) for length in (200, 90, 150, 300)] * 3
+    prompts = [ids(length, seed=length) for length in (200, 90, 150)] * 2
     handles = {
         id(plain): Headwise(artifact_for(plain)).apply(plain),
         id(choosing): decoding(choosing).apply(choosing),
@@ -81,10 +81,10 @@ def test_one_model_is_applied_and_undone_while_another_serves(
                 headwise.apply(other).undo()
 
         with ThreadPoolExecutor(3) as pool:
-            served, changed = pool.map(serve, range(20)), pool.map(change, range(20))
+            served, changed = pool.map(serve, range(10)), pool.map(change, range(10))
             assert all(torch.equal(logits, expected) for logits in served)
             list(changed)
-        assert handle.stats() == {"sparse": 42, "dense": {}}
+        assert handle.stats() == {"sparse": 22, "dense": {}}
 
 
 def test_a_fault_is_said_once_by_all_threads(

@@ -23,11 +23,9 @@ from transformers import (
 
 from runtime import Headwise
 from runtime.attention.state import layer_of
+from tests.runtime.omnikv import CLOSE
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-CLOSE = {"atol": 2e-4, "rtol": 1e-3}
-
-
 SPECIAL = ("<pad>", "<s>", "</s>")
 
 
@@ -54,7 +52,7 @@ def words(tokens: torch.Tensor) -> str:
     [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
     ids=["deepcopy", "pickle"],
 )
-def test_copies_are_dense_until_given_an_artifact(copied, build, apply, artifact_for, ids) -> None:
+def test_copies_are_dense_until_given_an_artifact(copied, build, artifact_for, ids) -> None:
     model, prompt = build(), ids(200)
     dense = model(prompt).logits
     artifact = artifact_for(model)
@@ -64,22 +62,28 @@ def test_copies_are_dense_until_given_an_artifact(copied, build, apply, artifact
         assert all(layer_of(module) is None for module in twin.modules())
         assert twin.config._attn_implementation == "sdpa"
         assert torch.equal(twin(prompt).logits, dense)
-        with Headwise(artifact).apply(twin, backend="reference", strict=True):
+        with Headwise(artifact).apply(twin, backend="reference", strict=True) as other:
             assert torch.equal(twin(prompt).logits, sparse)
+            assert other.stats() == {"sparse": 2, "dense": {}}
         assert torch.equal(twin(prompt).logits, dense)
         assert torch.equal(model(prompt).logits, sparse)
         assert handle.stats()["sparse"] == 4
-    assert torch.equal(twin(prompt).logits, dense)
 
 
-@pytest.mark.parametrize("before", ["sdpa", "eager"])
-def test_a_model_pickled_while_applied_loads_where_headwise_is_not(
-    before, build, apply, ids, tmp_path: Path
+def test_a_model_stored_while_applied_remembers_no_artifact(
+    build, apply, ids, tmp_path: Path
 ) -> None:
-    model, prompt = build(attn_implementation=before), ids(200)
-    expected = model(prompt).logits
+    """By save_pretrained, and by torch.save, which loads where Headwise is not."""
+    model, prompt = build(), ids(200)
+    dense = model(prompt).logits
     with apply(model):
+        model.save_pretrained(tmp_path)
         torch.save(model, tmp_path / "model.pt")
+        assert "headwise" not in (tmp_path / "config.json").read_text()
+        assert "headwise" not in json.dumps(model.config.to_dict()) + model.config.to_json_string()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config._attn_implementation == "sdpa"
+    assert torch.equal(loaded(prompt).logits, dense)
     code = (
         "import sys, torch; torch.set_num_threads(1); model = torch.load(sys.argv[1], "
         "weights_only=False)\n"
@@ -88,26 +92,13 @@ def test_a_model_pickled_while_applied_loads_where_headwise_is_not(
     )
     torch.save(prompt, tmp_path / "prompt.pt")
     paths = [str(tmp_path / name) for name in ("model.pt", "prompt.pt", "logits.pt")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *paths], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == [before, "False"]
-    assert torch.equal(torch.load(paths[2]), expected)
+    command = [sys.executable, "-c", code, *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["sdpa", "False"]
+    assert torch.equal(torch.load(paths[2]), dense)
 
 
-def test_a_saved_model_remembers_no_artifact(build, apply, ids, tmp_path: Path) -> None:
-    model, prompt = build(), ids(200)
-    dense = model(prompt).logits
-    with apply(model):
-        model.save_pretrained(tmp_path)
-        assert "headwise" not in (tmp_path / "config.json").read_text()
-        assert "headwise" not in json.dumps(model.config.to_dict()) + model.config.to_json_string()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.config._attn_implementation == "sdpa"
-    assert torch.equal(loaded(prompt).logits, dense)
-
-
-def test_moved_to_another_type(build, apply, masked, ids) -> None:
+def test_moved_to_another_type_and_device(build, apply, masked, ids) -> None:
     model, prompt = build(), ids(200)
     with apply(model, strict=True) as handle:
         single = model(prompt).logits
@@ -118,57 +109,38 @@ def test_moved_to_another_type(build, apply, masked, ids) -> None:
         assert found.dtype == torch.float64
         torch.testing.assert_close(found.float(), expected.float(), **CLOSE)
         assert torch.equal(model.float()(prompt).logits, single)
-        assert model.bfloat16()(prompt).logits.dtype == torch.bfloat16
-        assert handle.stats() == {"sparse": 8, "dense": {}}
-
-
-def test_moved_to_another_device(build, apply, ids) -> None:
-    model, prompt = build(), ids(200)
-    with apply(model, strict=True) as handle:
-        expected = model(prompt).logits
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         model.to("meta").to_empty(device="cpu").load_state_dict(state)
         model.model.rotary_emb = copy.deepcopy(build().model.rotary_emb)
-        assert torch.equal(model(prompt).logits, expected)
-        assert handle.stats()["sparse"] == 4
+        assert torch.equal(model(prompt).logits, single)
+        assert model.bfloat16()(prompt).logits.dtype == torch.bfloat16
+        assert handle.stats() == {"sparse": 10, "dense": {}}
 
 
-def test_one_checkpoint_loaded_twice(build, artifact_for, masked, ids, tmp_path: Path) -> None:
-    build().save_pretrained(tmp_path)
-    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path) for _ in range(2))
-    prompt = ids(200)
-    dense = second(prompt).logits
-    headwise = Headwise(artifact_for(first))
-    with headwise.apply(first, strict=True, backend="reference") as one:
-        sparse = first(prompt).logits
-        assert torch.equal(second(prompt).logits, dense)
-        with headwise.apply(second, strict=True, backend="reference") as two:
-            assert torch.equal(second(prompt).logits, sparse)
-            assert one.stats() == two.stats() == {"sparse": 2, "dense": {}}
-        assert torch.equal(second(prompt).logits, dense)
-        assert torch.equal(first(prompt).logits, sparse)
+def test_accelerate_hooks_pass_the_mask_on(build, apply, ids) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, tokens = build(), ids(200, batch=2)
+    real = torch.ones_like(tokens)
+    real[0, :50] = 0
+    with apply(model, strict=True) as handle:
+        expected = model(tokens, attention_mask=real).logits
+        for layer in model.model.layers:
+            hooks.add_hook_to_module(layer, hooks.AlignDevicesHook("cpu", io_same_device=True))
+        assert torch.equal(model(tokens, attention_mask=real).logits, expected)
+        assert handle.stats() == {"sparse": 4, "dense": {}}
 
 
-def test_a_pipeline(build, apply, masked, ids, tokenizer) -> None:
-    model, prompt = build(), ids(200)
+def test_a_pipeline_over_a_batch_of_unlike_prompts(build, apply, masked, ids, tokenizer) -> None:
+    model, prompts = build(), [ids(n, seed=n) for n in (200, 150, 60)]
     with masked(model):
-        expected = tokenizer.decode(
-            model.generate(prompt, **OPTIONS)[0, 200:], skip_special_tokens=True
-        )
+        tokens = [model.generate(prompt, **OPTIONS)[0, prompt.shape[1] :] for prompt in prompts]
+        expected = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
     with apply(model, strict=True) as handle:
         generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
-        found = generator(words(prompt), return_full_text=False, **OPTIONS)[0]["generated_text"]
-        assert found.strip() == expected
+        texts = [words(prompt) for prompt in prompts]
+        found = generator(texts, batch_size=3, return_full_text=False, **OPTIONS)
         assert handle.stats()["sparse"] == 2
-
-
-def test_a_pipeline_over_a_batch_of_unlike_prompts(build, apply, ids, tokenizer) -> None:
-    model, prompts = build(), [words(ids(n, seed=n)) for n in (200, 150, 60)]
-    with apply(model, strict=True) as handle:
-        generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
-        alone = [generator(prompt, **OPTIONS)[0] for prompt in prompts]
-        assert [found[0] for found in generator(prompts, batch_size=3, **OPTIONS)] == alone
-        assert handle.stats()["sparse"] == 3 * 2
+    assert [row[0]["generated_text"].strip() for row in found] == expected
 
 
 def test_text_is_streamed_from_a_thread(build, apply, masked, ids, tokenizer) -> None:
@@ -177,12 +149,8 @@ def test_text_is_streamed_from_a_thread(build, apply, masked, ids, tokenizer) ->
         expected = tokenizer.decode(model.generate(prompt, **OPTIONS)[0, 200:])
     with apply(model, strict=True) as handle:
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-        given = {
-            "input_ids": prompt,
-            "streamer": streamer,
-            "past_key_values": handle.new_cache(),
-            **OPTIONS,
-        }
+        cache = handle.new_cache()
+        given = {"input_ids": prompt, "streamer": streamer, "past_key_values": cache, **OPTIONS}
         thread = threading.Thread(target=model.generate, kwargs=given)
         thread.start()
         parts = list(streamer)

@@ -7,12 +7,6 @@ import torch
 import transformers
 
 DENSE_BELOW = 128
-# Models and applications that leave to torch what stays dense.
-WITHOUT_DENSE_KERNELS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {"dense_kernels": False}),
-    ({}, {"backend": "reference"}),
-    ({"attn_implementation": "eager"}, {}),
-]
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 128,
@@ -185,6 +179,31 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+# Sizes of the parts of models with images.
+WITH_IMAGES: dict[str, dict[str, Any]] = {
+    "Gemma3": {"vision": VISION, "mm_tokens_per_image": 4},
+    "Llava": {
+        "vision": VISION | {"model_type": "clip_vision_model"},
+        "text": {"model_type": "llama", "head_dim": 64},
+    },
+    "Qwen2_5_VL": {
+        "vision": {"hidden_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 256},
+        "text": {
+            "hidden_size": 256,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+        },
+    },
+}
+
+
 def look_at_themselves(model: Any) -> None:
     """Give every KV head the projection of its first query head: tokens attend to themselves most,
     and tiles differ."""
@@ -217,7 +236,23 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
     name = sizes.pop("model", family)
     config = getattr(transformers, sizes.pop("config", f"{name}Config"))(**sizes)
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    return _sharpened(getattr(transformers, f"{name}ForCausalLM")(config).eval())
+
+
+def pictured_model(family: str) -> Any:
+    """A random model with images, of a family of WITH_IMAGES."""
+    sizes = dict(WITH_IMAGES[family])
+    text = {name: size for name, size in SIZES.items() if not name.endswith("token_id")}
+    text |= sizes.pop("text", None) or FAMILIES[family]
+    text.pop("config", None)
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text, vision_config=sizes.pop("vision"), **sizes
+    )
+    torch.manual_seed(0)
+    return _sharpened(getattr(transformers, f"{family}ForConditionalGeneration")(config).eval())
+
+
+def _sharpened(model: Any) -> Any:
     # The usual initialisation makes attention nearly uniform: every pattern would give the same
     # output.
     for name, parameter in model.named_parameters():

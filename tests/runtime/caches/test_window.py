@@ -19,12 +19,12 @@ from tests.runtime.caches.feeding import fed
 CLOSE = {"atol": 3e-4, "rtol": 1e-3}
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Phi3", "GPTNeoX", "Glm4"])
+@pytest.mark.parametrize("family", ["Phi3", "GPTNeoX", "Glm4"])
 def test_positions_are_counted_in_the_cache_with_the_model_s_own_rotation(
     family, build, keeping, ids
 ):
     more = {"head_dim": 64} if family == "Glm4" else {}
-    model, tokens = build(family, **more), ids(90)
+    model, tokens = build(family, **more), ids(60)
     if family == "GPTNeoX":
         model.model = model.gpt_neox
     policy = Streaming(sinks=4, window=20)
@@ -35,35 +35,15 @@ def test_positions_are_counted_in_the_cache_with_the_model_s_own_rotation(
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def test_the_example_of_the_paper() -> None:
-    """StreamingLLM, Figure 4: of tokens 0..9 the cache holds [0, 1, 2, 3, 6, 7, 8] and 9, at
-    positions 0..7."""
-    policy, shifts = Window(4, 4), []
-    k = torch.arange(10.0)[None, None, :, None].expand(1, 1, 10, 8).contiguous()
-    for t in range(10):
-        _attend(policy, k[:, :, t : t + 1])
-        shifts.append(policy._shift(t))
-    assert policy.keys is not None
-    assert sorted(policy.keys[0, 0, : policy.kept, 0].tolist()) == [0, 1, 2, 3, 6, 7, 8, 9]
-    # The query is token 9 of the text and stands at position 7.
-    assert 9 - shifts[9] == 7
-
-
 @pytest.mark.parametrize(
     ("window", "chunks", "slots"),
     [(3, [5], [3, 4, 2]), (3, [5, 5], [9, 7, 8]), (4, [10], [8, 9, 6, 7])],
 )
 def test_slot_is_i_mod_w(window, chunks, slots) -> None:
     """Mistral 7B, section 2: the examples of its rolling buffer."""
-    policy, at = Window(0, window), 0
-    for size in chunks:
-        _attend(
-            policy,
-            torch.arange(float(at), at + size)[None, None, :, None]
-            .expand(1, 1, size, 8)
-            .contiguous(),
-        )
-        at += size
+    policy = Window(0, window)
+    for k in torch.arange(float(sum(chunks))).split(chunks):
+        _attend(policy, k[None, None, :, None].expand(1, 1, len(k), 8).contiguous())
     assert policy.keys is not None
     assert policy.keys[0, 0, :, 0].tolist() == slots
 
