@@ -29,7 +29,7 @@ def test_all_three_ways_are_told(model: str, artifact: Any) -> None:
     how = ["--model", model, "--length", "400", "--tokens", "5", "--repeats", "1"]
     *rows, ratio, record = run(path, *how).stdout.splitlines()[-5:]
     assert [row.partition("  ")[0] for row in rows] == WAYS and "s a later token" in rows[-1]
-    assert ratio.startswith("400 tokens: ") and "density of the sparse layers 0." in ratio
+    assert ratio.startswith("400 tokens: ")
     found = json.loads(record)
     assert {way: [len(each) for each in seconds] for way, seconds in found["seconds"].items()} == {
         "dense": [2],
