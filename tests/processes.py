@@ -6,15 +6,20 @@ They are forks of one server, which has imported it and computed nothing. A comm
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 120.0
@@ -59,6 +64,20 @@ class Process:
 def run(module: str, *words: str, ranks: int = 0, cwd: Path = ROOT) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command."""
     return Process(module, *words, ranks=ranks, cwd=cwd).finish()
+
+
+def interpret(module: str, *words: str) -> Any:
+    """JSON that a module prints in a process in which Triton interprets all of its kernels."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def _run(module: str, words: tuple[str, ...], ranks: int, cwd: Path, folder: str) -> None:

@@ -36,15 +36,3 @@ def _all(cases: Iterable[Any], kept: tuple[Any, ...]) -> list[Any]:
 
 def _marked(case: Any, *marks: pytest.MarkDecorator) -> Any:
     return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
-
-
-def names_in_this_run(request: pytest.FixtureRequest) -> list[str]:
-    """The parameter `name` of every test of this run that uses the fixture, for what serves them
-    all at once."""
-    return [
-        item.callspec.params["name"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function)
-        and item.module is request.module
-        and request.fixturename in item.fixturenames
-    ]

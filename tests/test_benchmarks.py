@@ -47,15 +47,27 @@ for script in sys.argv[1:]:
 
 
 @pytest.mark.slow
-def test_what_measures_a_gpu_is_rehearsed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ("decode",),
+        # Kernels are interpreted in tests/conformance as well.
+        pytest.param(("device", "kernels", "attention", "model"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_what_measures_a_gpu_is_rehearsed(tmp_path: Path, steps: tuple[str, ...]) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    steps = ("device", "kernels", "attention", "decode", "model")
     script = ROOT / "benchmarks/gpu/run.py"
     command = [sys.executable, str(script), "--out", str(tmp_path), "--rehearse", "--steps", *steps]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "report.json").read_text())["steps"]
-    assert tuple(found) == steps and found["device"]["torch"]
-    rows = found["kernels"]["rows"]
-    assert rows and all(row["error"] <= row["allowed"] for row in rows.values())
-    assert all(found[step]["rows"] for step in steps[2:])
+    assert tuple(found) == steps
+    for step, result in found.items():
+        if step == "device":
+            assert result["torch"]
+        elif step == "kernels":
+            rows = result["rows"].values()
+            assert rows and all(row["error"] <= row["allowed"] for row in rows)
+        else:
+            assert result["rows"]

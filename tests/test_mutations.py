@@ -336,7 +336,7 @@ MUTATIONS = {
             "index.py",
             "        return min(n, num_tiles(self.window - 1))",
             "        return min(n, num_tiles(self.window))",
-            "kernels/test_index.py kernels/test_coverage.py",
+            "kernels/test_index.py kernels/test_patterns.py",
         ),
         (
             "index.py",

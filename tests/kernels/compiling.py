@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kernels.attention import triton as backend
-from kernels.attention.triton_launch import Launch, choose
 from kernels.decode import triton as decode
 from kernels.index import SparseIndex, lists, num_tiles
 from kernels.patterns import triton as builders
@@ -50,13 +49,12 @@ _TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """A binary: bytes of shared memory, registers and bytes spilled a thread, assembly, warps."""
+    """A binary: bytes of shared memory, registers and bytes spilled a thread, assembly."""
 
     shared: int
     registers: int
     spilled: int
     assembly: str
-    warps: int
 
     @property
     def empty(self) -> bool:
@@ -79,14 +77,6 @@ class Build:
         if target.startswith("sm") and "cp.async" not in self.assembly:
             return "keys are not copied asynchronously"
         return None
-
-
-def programs(build: Build, target: str) -> int:
-    """Programs that fit an NVIDIA multiprocessor: 64 Ki registers, 64 warps, its shared memory."""
-    registers = -(-build.registers // 8) * 8 * 32 * build.warps
-    # What one program may have is all but the kilobyte that the system takes.
-    shared = TARGETS[target][1] + 1024
-    return min(65_536 // registers, 64 // build.warps, shared // (build.shared + 1024))
 
 
 def compile_kernel(
@@ -121,7 +111,6 @@ def compile_kernel(
         registers=registers,
         spilled=spilled,
         assembly=assembly,
-        warps=kernel.metadata.num_warps,
     )
 
 
@@ -169,6 +158,7 @@ def _number(label: str, text: str) -> int:
 
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
+_SERVING: dict[str, Any] = {"columns": True, "tail": True, "ragged": True, "page": 16}
 # What an index has beside its own tiles, and how K and V lie. "lists" are served one query tile a
 # program.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -176,39 +166,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "diagonals, columns": {"columns": True},
     "lists": {"diagonals": False, "tiles": True},
     "diagonals, lists, columns": {"tiles": True, "columns": True},
-    "diagonals, columns, soft-cap": {"columns": True, "softcap": 30.0},
-    "diagonals, columns, pages of 16": {"columns": True, "page": 16},
     "diagonals, columns, pages of 64": {"columns": True, "page": 64},
-    "diagonals, columns, tail": {"columns": True, "tail": True},
     "lists, tail": {"diagonals": False, "tiles": True, "tail": True},
     "diagonals, columns, window": {"columns": True, "window": 100},
     "diagonals, columns, ragged": {"columns": True, "ragged": True},
-    "diagonals, columns, parts": {"columns": True, "splits": 4},
     "skipping": {"skip": True},
-    "skipping, a serving engine": {
-        "columns": True,
-        "tail": True,
-        "ragged": True,
-        "page": 16,
-        "skip": True,
-    },
-    "a serving engine": {"columns": True, "tail": True, "ragged": True, "page": 16},
-    "a serving engine, fp8": {
-        "columns": True,
-        "tail": True,
-        "ragged": True,
-        "page": 16,
-        "cache": torch.float8_e4m3fn,
-    },
-    "everything": {
-        "tiles": True,
-        "columns": True,
-        "tail": True,
-        "window": 100,
-        "ragged": True,
-        "page": 16,
-        "softcap": 30.0,
-    },
+    "parts of the keys": {"columns": True, "splits": 4},
+    "a serving engine": _SERVING,
+    "a serving engine, skipping": {**_SERVING, "skip": True},
+    "a serving engine, fp8": {**_SERVING, "cache": torch.float8_e4m3fn},
+    "everything": {**_SERVING, "tiles": True, "window": 100, "softcap": 30.0},
 }
 DECODE_VARIANTS: dict[str, dict[str, Any]] = {
     "all keys": {},
@@ -249,15 +216,13 @@ def compile_for(
     skip: bool = False,
     splits: int = 1,
     cache: torch.dtype | None = None,
-) -> tuple[Launch, Build]:
+) -> Build:
     """Compile the launch that a call of this sort would make on the target.
 
     cache: the number format of keys and values, that of the queries where there is none.
     """
     architecture = "hip" if target.startswith("gfx") else target
     v_dim = v_dim or head_dim
-    sizes: dict[str, Any] = {"dim": max(head_dim, v_dim), "itemsize": dtype.itemsize}
-    launch = choose(architecture, **sizes, has_tiles=tiles or skip or splits > 1)
     heads, kv_heads, length = 4, 2, 256
     entries = torch.arange(2, dtype=torch.int32)
     index = SparseIndex(
@@ -282,8 +247,7 @@ def compile_for(
     how: dict[str, Any] = {"scale": 1.0, "softcap": softcap, "block_table": table}
     how["splits"] = splits
     call = backend.prepare(q, k, v, index, **how, target=architecture)[1]
-    launch = replace(launch, keys=call.constants["H"].keys)
-    return launch, _compile(call, target)
+    return _compile(call, target)
 
 
 def _compile(call: KernelCall, target: str) -> Build:

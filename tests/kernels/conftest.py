@@ -17,6 +17,7 @@ def poisoned_memory() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    assert torch.empty(3, dtype=torch.bfloat16).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
 

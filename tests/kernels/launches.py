@@ -3,7 +3,7 @@
 Our kernels are counted as they are launched, torch's operations as they are called, views left out:
 on a GPU each is a launch. Triton interprets ours, so lengths are small.
 
-TRITON_INTERPRET=1 python -m tests.kernels.launches > docs/results/gpu_launches.json
+TRITON_INTERPRET=1 python -m tests.kernels.launches
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,6 @@ from kernels.attention import sparse_attention
 from kernels.decode import decode_attention
 from kernels.dispatch import BACKENDS
 from kernels.patterns import LayerPlan, make
-from kernels.ragged import Ragged
 
 # Kernels that write what nobody reads here.
 _UNREAD = (
@@ -111,63 +109,27 @@ def counting() -> Iterator[Counts]:
         yield counts
 
 
-# What heads of a layer hold -> its patterns, in turn.
-LAYERS = {
-    "vertical-slash": [make("vertical_slash", vertical=80, slash=90)],
-    "A-shape": [make("a_shape", sink=64, window=64)],
-    "A-shape and dense": [make("a_shape", sink=64, window=64), make("dense")],
-    "block-sparse": [make("block_sparse", blocks=2)],
-    "one by mass": [
-        make("vertical_slash", vertical=80, slash=90, coverage=0.9),
-        make("vertical_slash", vertical=80, slash=90),
-        make("block_sparse", blocks=2),
-        make("dense"),
-    ],
-    "all three": [
-        make("vertical_slash", vertical=80, slash=90),
-        make("a_shape", sink=64, window=64),
-        make("block_sparse", blocks=2),
-        make("dense"),
-    ],
-}
+LAYER = [
+    make("vertical_slash", vertical=80, slash=90),
+    make("a_shape", sink=64, window=64),
+    make("block_sparse", blocks=2),
+    make("dense"),
+]
 LENGTHS = (128, 320)
 
 
-def prefill(name: str, length: int, *, pages: bool = False, first: bool = False) -> Counts:
-    """A call of a plan, the second of its length, where what is made once is there, or the first.
-
-    pages: keys and values lie in pages of 64.
-    """
+def calls(length: int) -> tuple[Counts, Counts]:
+    """The first two calls of a plan: by the second what is made once for a length is there."""
     q = torch.randn(1, 4, length, 64, dtype=torch.float16)
     k, v = (torch.randn(1, 2, length, 64, dtype=torch.float16) for _ in range(2))
-    where: dict[str, Any] = {}
-    if pages:
-        k, v = (x[0].transpose(0, 1).unflatten(0, (-1, 64)) for x in (k, v))
-        where = {"block_table": torch.arange(length // 64, dtype=torch.int32).flip(0)[None]}
-    more = {"k_len": length} if pages else {}
-    patterns = LAYERS[name]
-    plan = LayerPlan([patterns[head % len(patterns)] for head in range(4)], 2)
-    with torch.no_grad(), as_on_gpu():
-        if not first:
-            with counting():
-                plan.build(q, k, **where, **more)
-        with counting() as counts:
-            sparse_attention(q, k, v, plan.build(q, k, **where, **more), **where, backend="triton")
-    return counts
-
-
-def ragged(name: str, length: int) -> Counts:
-    """The second call with two sequences end to end, the first of them of 128 tokens."""
-    q = torch.randn(1, 4, 128 + length, 64, dtype=torch.float16)
-    k, v = (torch.randn(1, 2, 128 + length, 64, dtype=torch.float16) for _ in range(2))
-    where = {"ragged": Ragged.packed((0, 128, 128 + length), (0, 128, 128 + length))}
-    patterns = LAYERS[name]
-    plan = LayerPlan([patterns[head % len(patterns)] for head in range(4)], 2)
+    plan = LayerPlan(LAYER, 2)
+    found = []
     with torch.no_grad(), as_on_gpu():
         for _ in range(2):
             with counting() as counts:
-                sparse_attention(q, k, v, plan.build(q, k, **where), backend="triton")
-    return counts
+                sparse_attention(q, k, v, plan.build(q, k), backend="triton")
+            found.append(counts)
+    return found[0], found[1]
 
 
 def decode(chosen: bool, scores: bool, length: int) -> Counts:
@@ -198,23 +160,11 @@ def main() -> None:
     """Everything at both lengths."""
     found = {}
     for length in LENGTHS:
-        for name in LAYERS:
-            found[f"prefill, {name}, {length}"] = asdict(prefill(name, length, pages=False))
-        found[f"prefill, all three, pages, {length}"] = asdict(
-            prefill("all three", length, pages=True)
-        )
-        for name in ("A-shape and dense", "all three"):
-            found[f"ragged, {name}, {length}"] = asdict(ragged(name, length))
-            # Of lengths that nothing else has asked for.
-            found[f"first, {name}, {length}"] = asdict(prefill(name, length + 64, first=True))
-        for what, chosen, scores in (
-            ("all keys", False, False), ("chosen keys", True, False), ("all keys, scores", False,
-            True),
-        ):  # fmt: skip
-            found[f"decode, {what}, {length}"] = asdict(decode(chosen, scores, length))
-        found[f"prompt, scores, {length}"] = asdict(scored(length))
-    environment = {"torch": torch.__version__, "triton": version("triton"), "device": None}
-    print(json.dumps({"environment": environment, "counts": found}, indent=1))
+        found[f"first, {length}"], found[f"prefill, {length}"] = calls(length)
+        found[f"decode, chosen keys, {length}"] = decode(True, False, length)
+        found[f"decode, all keys, scores, {length}"] = decode(False, True, length)
+        found[f"prompt, scores, {length}"] = scored(length)
+    print(json.dumps({name: asdict(counts) for name, counts in found.items()}))
 
 
 if __name__ == "__main__":

@@ -69,12 +69,7 @@ def test_a_build_that_fails_is_tried_once(
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("no memory"),
-        RuntimeError("Triton Error [CUDA]: an illegal memory access"),
-        MemoryError(),
-    ],
+    "error", [torch.OutOfMemoryError(), RuntimeError("Triton Error [CUDA]: illegal memory access")]
 )
 def test_what_a_device_reports_is_no_build_that_failed(error: Exception) -> None:
     with pytest.raises(type(error)) as raised, building("here"):

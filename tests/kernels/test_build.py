@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
 from kernels.native import build
 
@@ -95,17 +94,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Could not determine home directory" in str(load())
 
 
-def test_the_folder_becomes_its_users_alone(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", "exit 1")))
-    cache.mkdir(parents=True)
-    cache.chmod(0o755)
-    assert "c++ failed" in str(load())
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-
-
-def test_the_folders_made_are_nobody_elses_to_write(
+def test_the_folders_are_nobody_elses_to_write(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", str(script(tmp_path / "c++", "exit 1")))
@@ -115,12 +104,9 @@ def test_the_folders_made_are_nobody_elses_to_write(
     finally:
         os.umask(before)
     assert [stat.S_IMODE(path.stat().st_mode) for path in (cache.parent, cache)] == [0o755, 0o700]
-
-
-def test_a_damaged_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = script(tmp_path / "c++", 'while [ "$1" != "-o" ]; do shift; done; echo junk > "$2"')
-    monkeypatch.setenv("CXX", str(compiler))
-    assert "the compiled library cannot be loaded" in str(load())
+    cache.chmod(0o755)
+    assert "c++ failed" in str(load())
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
 def test_a_library_that_was_cut_off_is_compiled_again(
@@ -188,32 +174,7 @@ def test_what_the_library_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_two_processes_build_at_once(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both compile, slowly, into one empty cache; both work, and one library is left."""
-    with monkeypatch.context() as there:
-        there.delenv("HEADWISE_CACHE")
-        library = built()
-    slow = 'while [ "$1" != "-o" ]; do shift; done; head -c 1000 {0} > "$2"; sleep 1; cp {0} "$2"'
-    monkeypatch.setenv("CXX", str(script(tmp_path / "c++", slow.format(library))))
-    program = (
-        "import torch\n"
-        "from kernels.attention import cpu\n"
-        "print(cpu.engines(torch.float32), *open('/proc/self/maps').read().count('cpu-') * "
-        "['mapped'][:1])\n"
-    )
-    command = [sys.executable, "-c", program]
-    both = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-    assert [process.communicate(timeout=120)[0].split()[0] for process in both] == ["['float']"] * 2
-    assert [process.returncode for process in both] == [0, 0]
-    assert [path.suffix for path in cache.iterdir()] == [".so"]
-
-
-@pytest.mark.slow
-def test_eight_processes_build_once(
+def test_two_processes_build_once(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as there:
@@ -223,11 +184,11 @@ def test_eight_processes_build_once(
     monkeypatch.setenv("CXX", str(script(tmp_path / "c++", body.format(library, tmp_path))))
     command = [sys.executable, "-c", "from kernels.native import build; print(build.load())"]
     all_of_them = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(8)
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
     assert [process.communicate(timeout=240)[0].split() for process in all_of_them] == [
         ["None"]
-    ] * 8
+    ] * 2
     # Each source once, and the library.
     assert len((tmp_path / "runs").read_text().split()) == len(build.SOURCES) + 1
 
@@ -258,11 +219,6 @@ def test_without_a_compiler_the_reference_serves(cache: Path, tmp_path: Path) ->
     assert (
         "backend 'cpu' not used: no C++ compiler found (install g++, or set CXX)" in result.stderr
     )
-
-
-def test_the_op_is_there_once_built() -> None:
-    built()
-    assert torch.ops.headwise.engines(torch.float32) == ["float"]
 
 
 @pytest.mark.parametrize(

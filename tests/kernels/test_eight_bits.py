@@ -13,7 +13,7 @@ from kernels.attention import cpu as attention
 from kernels.checks import EIGHT_BITS
 from kernels.decode import cpu as decode
 from kernels.patterns.dense import dense_index
-from tests.kernels.test_attention import SERVERS
+from tests.conformance.test_kernel_backends import SERVERS, skip_without
 
 NOTHING = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table")) | {"scores": "none"}
 
@@ -34,9 +34,7 @@ def served(op: str, q: Tensor, k: Tensor, v: Tensor, engine: str) -> tuple[Tenso
 def test_every_code_is_what_torch_reads(
     op: str, dtype: torch.dtype, server: str, stored: torch.dtype
 ) -> None:
-    engine = server.partition(" ")[2]
-    if engine not in {"attention": attention, "decode": decode}[op].engines(dtype):
-        pytest.skip(f"this processor or build has no engine {engine!r}")
+    engine = skip_without(server, {"attention": attention, "decode": decode}[op].engines(dtype))
     codes = torch.arange(256, dtype=torch.uint8).view(stored)[None, None, None]
     wide = codes.float()
     finite = codes.where(wide.isfinite(), torch.zeros((), dtype=stored))

@@ -11,31 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.index import PAD, TILE
-from kernels.patterns import LayerPlan, Static, freeze, make
+from kernels.patterns import LayerPlan, freeze, make
 
-LENGTHS = [
-    (1, 1),
-    (63, 63),
-    (64, 64),
-    (65, 65),
-    (1000, 1000),
-    (1, 65),
-    (63, 257),
-    (200, 450),
-    (64, 640),
-]
+LENGTHS = [(1, 1), (63, 63), (1000, 1000), (63, 257), (200, 450)]
 PATTERNS: list[tuple[str, dict[str, Any]]] = [
     ("a_shape", {"sink": 70, "window": 130}),
     ("a_shape", {"sink": 1, "window": 1}),
     ("tri_shape", {"sink": 70, "window": 130, "last": 65}),
-    ("tri_shape", {"sink": 1, "window": 1, "last": 1}),
     ("tri_shape", {"sink": 1, "window": 1, "last": 9999}),
     ("dilated", {"sink": 70, "window": 400, "dilation": 3}),
     ("dilated", {"sink": 1, "window": 9999, "dilation": 1}),
-    ("dilated", {"sink": 9999, "window": 1, "dilation": 7}),
     ("strided", {"sink": 70, "window": 130, "stride": 4}),
-    ("strided", {"sink": 1, "window": 1, "stride": 1}),
-    ("strided", {"sink": 1, "window": 700, "stride": 5}),
     ("strided", {"sink": 1, "window": 9999, "stride": 2}),
     ("static", {"columns": (70, 71, 200, 9999), "diagonals": (0, 2, 5, 99)}),
     ("static", {"columns": (), "diagonals": ()}),
@@ -138,7 +124,7 @@ def test_frozen_on_the_same_prompt_it_is_the_same() -> None:
             assert torch.equal(ours[ours < PAD], theirs[theirs < PAD])
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 500, 1500])
+@pytest.mark.parametrize("length", [1, 63, 500, 1500])
 def test_frozen_it_is_cut_for_shorter_prompts_and_goes_on_for_longer(length: int) -> None:
     index = LayerPlan(FROZEN[:2] * 2, 2).build(*prompt(700))
     frozen = freeze(index)
@@ -158,13 +144,7 @@ def test_what_lists_tiles_row_by_row_cannot_be_frozen() -> None:
         freeze(index)
 
 
-def test_alike_patterns_are_equal() -> None:
-    one, other = (Static(columns=(1, 2), diagonals=(0,)) for _ in range(2))
-    assert one == other and hash(one) == hash(other)
-    assert one != Static(columns=(1, 3), diagonals=(0,))
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(1, 500),
     st.integers(1, 500),

@@ -22,10 +22,17 @@ from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.patterns.last_queries import estimate
 from kernels.ragged import Ragged
-from tests.kernels import triton_builders, triton_cases, triton_tables
-from tests.kernels.test_triton import KEPT
-from tests.kernels.triton_builders import Estimate
-from tests.kernels.triton_inputs import LAYER, Case, packed, padded, run, square
+from tests.conformance import attention_cases, builder_cases, interpreted
+from tests.conformance.attention_cases import (
+    LAYER,
+    TOLERANCES,
+    Case,
+    packed,
+    padded,
+    run,
+    square,
+)
+from tests.conformance.builder_cases import Estimate
 from tests.sampling import core
 
 pytestmark = pytest.mark.gpu
@@ -79,13 +86,13 @@ LARGE = {
         for name, case in (("padded", PADDED), ("packed", PACKED))
     },
 }  # fmt: skip
-CASES = {**{f"small: {name}": case for name, case in triton_cases.SMALL.items()}, **LARGE}
-RUNS = list(itertools.product(CASES, triton_cases.OUT_ERROR))
+CASES = {**{f"small: {name}": case for name, case in attention_cases.SMALL.items()}, **LARGE}
+RUNS = list(itertools.product(CASES, (torch.float32, torch.float16, torch.bfloat16)))
 # One of each sort that the kernel tells apart, and the head dims that are timed: a build for each.
 CORE = [
     (name, torch.bfloat16)
     for name in (
-        *(f"small: {name}" for name in KEPT if not name.startswith("bfloat16")),
+        *(f"small: {name.split(': ')[-1]}" for name in interpreted.KEPT["attention"]),
         *(f"D {dim}, {kind}" for dim in (128, 256) for kind in ("layer", "listless")),
         *(
             f"{name}, {kind}, pages of 64"
@@ -127,8 +134,8 @@ def test_kernel_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None
         )
         case = replace(case, launch=replace(case.launch, precision=precision, keys=keys))
     out, lse = run(case, DEVICE)
-    assert out <= triton_cases.OUT_ERROR[dtype], f"out is off by {out}"
-    assert lse <= triton_cases.LSE_ERROR[dtype], f"lse is off by {lse}"
+    assert out <= TOLERANCES["out", dtype][0], f"out is off by {out}"
+    assert lse <= TOLERANCES["lse", dtype][0], f"lse is off by {lse}"
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -138,8 +145,7 @@ def test_every_form_of_the_kernel_gives_the_same(rows: int, keys: int) -> None:
     case = square(1500, heads=4, kv_heads=2, index="listless", dtype=torch.bfloat16, launch=launch)
     out, lse = run(case, DEVICE)
     assert (
-        out <= triton_cases.OUT_ERROR[torch.bfloat16]
-        and lse <= triton_cases.LSE_ERROR[torch.bfloat16]
+        out <= TOLERANCES["out", torch.bfloat16][0] and lse <= TOLERANCES["lse", torch.bfloat16][0]
     )
 
 
@@ -159,8 +165,8 @@ def test_auto_takes_triton_and_repeats_to_the_bit() -> None:
     expected, expected_lse = reference.sparse_attention(
         q.float(), k.float(), v.float(), index, scale=128**-0.5, softcap=None
     )
-    assert float((first.float() - expected).abs().max()) <= triton_cases.OUT_ERROR[torch.bfloat16]
-    assert float((lse - expected_lse).abs().max()) <= triton_cases.LSE_ERROR[torch.bfloat16]
+    assert float((first.float() - expected).abs().max()) <= TOLERANCES["out", torch.bfloat16][0]
+    assert float((lse - expected_lse).abs().max()) <= TOLERANCES["lse", torch.bfloat16][0]
 
 
 ESTIMATES = {
@@ -187,7 +193,7 @@ ESTIMATES = {
     core(
         [
             (name, dtype)
-            for name in (triton_builders.ESTIMATES | ESTIMATES)
+            for name in (builder_cases.ESTIMATES | ESTIMATES)
             for dtype in (torch.float16, torch.bfloat16)
         ],
         ("estimate of a layer", torch.bfloat16),
@@ -196,29 +202,29 @@ ESTIMATES = {
     ids=str,
 )
 def test_estimate_agrees_with_torch(name: str, dtype: torch.dtype) -> None:
-    case = (triton_builders.ESTIMATES | ESTIMATES)[name]
-    errors = triton_builders.estimate_error(replace(case, dtype=dtype), DEVICE)
-    assert max(errors) <= 10 * triton_builders.ERROR, f"vertical, slash are off by {errors}"
+    case = (builder_cases.ESTIMATES | ESTIMATES)[name]
+    errors = builder_cases.estimate_error(replace(case, dtype=dtype), DEVICE)
+    assert max(errors) <= 10 * builder_cases.ERROR, f"vertical, slash are off by {errors}"
 
 
-@pytest.mark.parametrize("name", core(triton_builders.CHOICES, "choice of 130", "choice of 70000"))
+@pytest.mark.parametrize("name", core(builder_cases.CHOICES, "choice of 130", "choice of 70000"))
 def test_choice_is_torch_s(name: str) -> None:
-    assert triton_builders.choice_error(name, DEVICE) == (0, 0)
+    assert builder_cases.choice_error(name, DEVICE) == (0, 0)
 
 
-@pytest.mark.parametrize("name", core(triton_builders.MEANS, "means, 5 missing, D 80, batch 2"))
+@pytest.mark.parametrize("name", core(builder_cases.MEANS, "means, 5 missing, D 80, batch 2"))
 def test_means_are_torch_s(name: str) -> None:
-    assert max(triton_builders.means_error(name, DEVICE)) <= triton_builders.ERROR
+    assert max(builder_cases.means_error(name, DEVICE)) <= builder_cases.ERROR
 
 
-@pytest.mark.parametrize("name", core(triton_builders.PAGED, "pages: 64 of 450, pages of 128"))
+@pytest.mark.parametrize("name", core(builder_cases.PAGED, "pages: 64 of 450, pages of 128"))
 def test_a_layer_finds_in_pages_what_it_finds_in_a_tensor(name: str) -> None:
-    assert triton_builders.paged_error(name, DEVICE) == (0, 0)
+    assert builder_cases.paged_error(name, DEVICE) == (0, 0)
 
 
-@pytest.mark.parametrize("name", core(triton_tables.TABLES, "tables, 2 query tiles, window 300"))
+@pytest.mark.parametrize("name", core(builder_cases.TABLES, "tables, 2 query tiles, window 300"))
 def test_tables_name_what_each_query_tile_wants(name: str) -> None:
-    assert tuple(triton_tables.tables_error(name, DEVICE)) == (0, 0)
+    assert tuple(builder_cases.tables_error(name, DEVICE)) == (0, 0)
 
 
 def test_estimate_repeats_to_the_bit_and_keeps_no_attention() -> None:
@@ -346,5 +352,5 @@ def test_offsets_beyond_two_billion_elements() -> None:
         (lse[:, last] - logits.logsumexp(-1)).abs(),
         (out[:, last].float() - logits.softmax(-1) @ values).abs(),
     )
-    assert float(errors[0].max()) <= triton_cases.LSE_ERROR[torch.bfloat16]
-    assert float(errors[1].max()) <= triton_cases.OUT_ERROR[torch.bfloat16]
+    assert float(errors[0].max()) <= TOLERANCES["lse", torch.bfloat16][0]
+    assert float(errors[1].max()) <= TOLERANCES["out", torch.bfloat16][0]

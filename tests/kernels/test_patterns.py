@@ -1,113 +1,283 @@
-"""Patterns against the plainest computation of their definition."""
+"""Patterns that choose by queries and keys, against the plainest form of their definition."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.index import PAD, TILE
-from kernels.patterns import KINDS, Inputs, LayerPlan, Pattern, make
+from kernels.patterns import KINDS, Inputs, LayerPlan, Pattern, block_sparse, last_queries, make
+from kernels.patterns.choose import best_places
+from kernels.patterns.last_queries import estimate
 from tests.kernels.kinds import KINDS_DRAWN
 
-LENGTHS = [(1, 1), (64, 64), (65, 65), (300, 300), (1, 300), (63, 257), (200, 450), (64, 640)]
+LENGTHS = [(1, 1), (63, 63), (1000, 1000), (1, 300), (200, 450)]
 
 
-def problem(q_len: int, k_len: int, *, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Tensor]:
+def problem(q_len: int, k_len: int, *, heads: int = 4) -> tuple[Tensor, Tensor]:
     torch.manual_seed(q_len * 1000 + k_len)
-    return torch.randn(2, heads, q_len, 16) * 2, torch.randn(2, kv_heads, k_len, 16)
+    return torch.randn(2, heads, q_len, 16) * 2, torch.randn(2, 2, k_len, 16)
 
 
-def kept(index_row: Tensor) -> set[int]:
-    return {int(i) for i in index_row if i != PAD}
+def kept(entries: Tensor) -> set[int]:
+    return {int(i) for i in entries if i != PAD}
 
 
-@pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
-@pytest.mark.parametrize(
-    ("sink", "window"), [(1, 1), (64, 64), (65, 65), (100, 2), (3, 130), (9999, 1), (1, 9999)]
-)
-def test_a_shape_keeps_sinks_and_window(q_len: int, k_len: int, sink: int, window: int) -> None:
-    q, k = problem(q_len, k_len)
-    mask = LayerPlan([make("a_shape", sink=sink, window=window)] * 4, 2).build(q, k).to_mask()
-    key, query = torch.arange(k_len), torch.arange(k_len - q_len, k_len)[:, None]
-    causal, distance = key <= query, query - key
-    assert mask[..., causal & ((key < sink) | (distance < window))].all()
-    # Whole tiles: up to the edge of the one in which the first query's window ends, seen from the
-    # last query.
-    beyond = (key >= max(sink, TILE)) & (distance >= window + 2 * (TILE - 1))
-    assert not mask[..., causal & beyond].any()
+def smallest(mass: Sequence[float], share: float | None, size: int, forced: int) -> set[int]:
+    """The forced ones, then the heaviest, until the share is held or the size is reached.
+
+    All of the mass (1.0) is held only by all that have any, however little.
+    """
+    rest = sorted(range(min(forced, len(mass)), len(mass)), key=lambda i: (-mass[i], i))
+    order = [*range(min(forced, len(mass))), *rest]
+    chosen: list[int] = []
+    for place in order[:size]:
+        enough = (
+            share is not None and share < 1 and sum(mass[i] for i in chosen) >= share * sum(mass)
+        )
+        if place >= forced and (enough or (share is not None and mass[place] == 0)):
+            break
+        chosen.append(place)
+    return set(chosen)
 
 
-def last_attention(
-    q: Tensor, k: Tensor, last_q: int, window: int = 1 << 30
-) -> tuple[Tensor, Tensor]:
-    """Mass on each column and distance from the last queries, (B, H, K) fp64, by definition."""
-    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    last, k_len = min(last_q, q.shape[2]), k.shape[2]
-    query = torch.arange(k_len - last, k_len)[:, None]
-    distance = query - torch.arange(k_len)
-    logits = q[:, :, -last:].double() @ keys.transpose(2, 3) * 16**-0.5
-    weights = logits.masked_fill((distance < 0) | (distance >= window), float("-inf")).softmax(-1)
+def masses(q: Tensor, k: Tensor, last: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Mass by column and by distance from the last queries, (B, H, K) fp64."""
+    keys, k_len = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1), k.shape[2]
+    last = min(last, q.shape[2])
+    distance = torch.arange(k_len - last, k_len)[:, None] - torch.arange(k_len)
+    logits = q[:, :, -last:].double() @ keys.transpose(2, 3) * q.shape[-1] ** -0.5
+    unseen = (distance < 0) | (distance >= (window or k_len))
+    weights = logits.masked_fill(unseen, float("-inf")).softmax(-1)
     slash = torch.zeros(*weights.shape[:2], k_len, dtype=torch.float64)
-    for row in range(last):
-        seen = distance[row] >= 0
-        slash[..., distance[row][seen]] += weights[:, :, row, seen]
+    slash.scatter_add_(
+        2, distance.clamp_min(0).flatten().expand(*weights.shape[:2], -1), weights.flatten(2)
+    )
     return weights.sum(2), slash
 
 
+def offsets_of(distances: set[int], k_len: int) -> set[int]:
+    """Tile diagonals in which these distances lie, two for each that is no whole number of them."""
+    offsets = {offset for s in distances for offset in (s // TILE, -(-s // TILE))}
+    return {offset for offset in offsets if offset < -(-k_len // TILE)}
+
+
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
+@pytest.mark.parametrize("share", [None, 0.5, 1.0])
 @pytest.mark.parametrize(
-    ("vertical", "slash", "last_q"), [(1, 1, 64), (80, 75, 64), (100, 70, 20), (70, 9999, 64)]
+    ("vertical", "slash", "last_q"), [(1, 1, 64), (100, 90, 20), (9999, 9999, 20)]
 )
-def test_vertical_slash_keeps_the_best(
-    q_len: int, k_len: int, vertical: int, slash: int, last_q: int
+def test_vertical_slash_takes_the_fewest_that_hold_the_share(
+    q_len: int, k_len: int, share: float | None, vertical: int, slash: int, last_q: int
 ) -> None:
     q, k = problem(q_len, k_len)
-    head = make("vertical_slash", vertical=vertical, slash=slash, last_q=last_q)
+    head = make("vertical_slash", vertical=vertical, slash=slash, last_q=last_q, coverage=share)
     index = LayerPlan([head] * 4, 2).build(q, k)
-    mask = index.to_mask()
-    query = torch.arange(k_len - q_len, k_len)
-    columns, distances = last_attention(q, k, last_q)
-    columns[..., :TILE], distances[..., :TILE] = float("inf"), float("inf")
+    index.validate()
+    by_column, by_distance = masses(q, k, last_q)
     for b in range(2):
         for h in range(4):
-            best = columns[b, h].topk(min(max(vertical, TILE), k_len)).indices
-            assert kept(index.columns[b, h]) == set(best.tolist())
-            assert (mask[b, h][:, best] == (best <= query[:, None])).all()
-            best = distances[b, h].topk(min(max(slash, TILE), k_len)).indices
-            offsets = {
-                o
-                for s in best.tolist()
-                for o in (s // TILE, -(-s // TILE))
-                if o < -(-k_len // TILE)
-            }
-            assert kept(index.diagonals[b, h]) == offsets
-            key = query - best[:, None]
-            rows = torch.arange(q_len).expand_as(key)
-            assert mask[b, h][rows[key >= 0], key[key >= 0]].all(), "a diagonal has holes"
+            columns = smallest(by_column[b, h].tolist(), share, max(vertical, TILE), TILE)
+            assert kept(index.columns[b, h]) == columns
+            distances = smallest(by_distance[b, h].tolist(), share, max(slash, TILE), TILE)
+            assert kept(index.diagonals[b, h]) == offsets_of(distances, k_len)
 
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
-@pytest.mark.parametrize("blocks", [1, 2, 3, 99])
-def test_block_sparse_keeps_the_nearest_means(q_len: int, k_len: int, blocks: int) -> None:
+@pytest.mark.parametrize("share", [None, 0.5, 1.0])
+@pytest.mark.parametrize("blocks", [1, 4, 99])
+def test_block_sparse_takes_the_fewest_that_hold_the_share(
+    q_len: int, k_len: int, share: float | None, blocks: int
+) -> None:
     q, k = problem(q_len, k_len)
-    index = LayerPlan([make("block_sparse", blocks=blocks)] * 4, 2).build(q, k)
+    index = LayerPlan([make("block_sparse", blocks=blocks, coverage=share)] * 4, 2).build(q, k)
+    index.validate()
     offset = k_len - q_len
     for b in range(2):
         for h in range(4):
-            keys = [part.double().mean(0) for part in k[b, h // 2].split(TILE)]
+            keys = torch.stack([part.double().mean(0) for part in k[b, h // 2].split(TILE)])
             for row in range(index.num_rows):
-                at = offset // TILE + row
-                queries = slice(max(at * TILE - offset, 0), (at + 1) * TILE - offset)
-                mean = q[b, h, queries].double().mean(0)
-                ranked = sorted(range(1, at), key=lambda t: -float(mean @ keys[t]))
-                expected = {0, *ranked[: max(blocks, 2) - 2]} if at else set()
-                assert kept(index.listed()[b, h, row]) == expected
-            assert kept(index.diagonals[b, h]) == {0}
+                at = index.first_row + row
+                mean = (
+                    q[b, h, max(at * TILE - offset, 0) : (at + 1) * TILE - offset].double().mean(0)
+                )
+                mass = (keys[: at + 1] @ mean * 16**-0.5).softmax(0).tolist()
+                # The own tile stands first, then the first of all: both are always in.
+                order = [at, *range(at)]
+                chosen = smallest([mass[t] for t in order], share, max(blocks, 2), 2)
+                assert kept(index.listed()[b, h, row]) == {order[i] for i in chosen} - {at}
+
+
+def peaked(length: int) -> tuple[Tensor, Tensor]:
+    """Keys that weigh 0 in fp32 but for a few in tiles 1, 2 and 4."""
+    q, k = torch.ones(1, 2, length, 16), torch.full((1, 1, length, 16), -100.0)
+    k[:, :, [70, 71, 140, 300]] = 0.1
+    return q, k
+
+
+@pytest.mark.usefixtures("builder")
+def test_all_of_the_mass_is_all_that_has_any() -> None:
+    q, k = peaked(500)
+    patterns = [
+        make("vertical_slash", vertical=500, slash=500, last_q=1, coverage=1.0),
+        make("vertical_slash", vertical=500, slash=500, last_q=1),
+    ]
+    index = LayerPlan(patterns, 1).build(q, k)
+    assert kept(index.columns[0, 0]) == {*range(TILE), 70, 71, 140, 300}
+    distances = [499 - column for column in (70, 71, 140, 300)]
+    assert kept(index.diagonals[0, 0]) == {
+        0,
+        1,
+        *(o for s in distances for o in (s // TILE, -(-s // TILE))),
+    }
+    assert kept(index.columns[0, 1]) == set(range(500))
+
+
+@pytest.mark.usefixtures("builder")
+def test_all_of_the_mass_of_tiles() -> None:
+    q, k = torch.ones(1, 1, 500, 16), torch.full((1, 1, 500, 16), -100.0)
+    k[:, :, 2 * TILE : 3 * TILE] = 0.1
+    index = LayerPlan([make("block_sparse", blocks=99, coverage=1.0)], 1).build(q, k)
+    seen = [kept(row) for row in index.listed()[0, 0]]
+    # Before tile 2 all keys are equally far: their shares are equal, and none is 0.
+    assert seen == [set(), {0}, {0}, *[{0, 2}] * 5]
+
+
+@pytest.mark.usefixtures("builder")
+def test_heads_with_and_without_a_coverage_do_not_disturb_each_other() -> None:
+    q, k = problem(450, 450)
+    patterns = [
+        make("block_sparse", blocks=4),
+        make("block_sparse", blocks=6, coverage=0.7),
+        make("block_sparse", blocks=2),
+        make("block_sparse", blocks=6, coverage=0.3),
+    ]
+    together = LayerPlan(patterns, 2).build(q, k)
+    for head, pattern in enumerate(patterns):
+        alone = LayerPlan([pattern], 1).build(
+            q[:, head : head + 1], k[:, head // 2 : head // 2 + 1]
+        )
+        assert torch.equal(alone.to_mask()[:, 0], together.to_mask()[:, head])
+
+
+@pytest.mark.usefixtures("builder")
+@pytest.mark.parametrize(("a", "b"), [(0.01, 0.3), (0.6, 0.61), (0.9, 1.0)])
+@pytest.mark.parametrize("k_len", [2, 65, 400])
+def test_a_larger_share_never_takes_a_key_away(k_len: int, a: float, b: float) -> None:
+    torch.manual_seed(k_len)
+    q, k = torch.randn(1, 1, k_len, 8).expand(-1, 2, -1, -1) * 3, torch.randn(1, 1, k_len, 8)
+    patterns = [
+        make("vertical_slash", vertical=150, slash=150, last_q=16, coverage=share)
+        for share in (a, b)
+    ]
+    mask = LayerPlan(patterns, 1).build(q, k).to_mask()
+    assert not (mask[:, 0] & ~mask[:, 1]).any()
+
+
+@pytest.mark.usefixtures("builder")
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_best_places(data: st.DataObject) -> None:
+    """Native code and torch alike: ties, entries not to be taken, forced ones, shares."""
+    n, forced = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 4))
+    # Sixteenths add up exactly, in whatever order.
+    score = st.one_of(st.integers(0, 40).map(lambda n: n / 16), st.just(float("-inf")))
+    rows = data.draw(st.lists(st.lists(score, min_size=n, max_size=n), min_size=6, max_size=6))
+    sizes = data.draw(st.lists(st.integers(1, 50), min_size=3, max_size=3))
+    coverage = data.draw(
+        st.lists(st.one_of(st.none(), st.sampled_from([0.25, 0.5, 1.0])), min_size=3, max_size=3)
+    )
+    # Two sequences, of which each may have an end and a count of its own.
+    ends, counts = (
+        data.draw(st.one_of(st.none(), st.lists(st.integers(0, 45), min_size=2, max_size=2)))
+        for _ in range(2)
+    )
+    each = {
+        name: torch.tensor(x, dtype=torch.int32)
+        for name, x in (("ends", ends), ("counts", counts))
+        if x
+    }
+    scores = torch.tensor(rows, dtype=torch.float32).view(2, 3, 1, n)
+    before = scores.clone()
+    found = best_places(scores, sizes, coverage, forced=forced, **each)
+    assert (
+        torch.equal(scores, before)
+        and found.dtype == torch.int32
+        and found.shape[-1] == min(n, max(sizes))
+    )
+    for sequence in range(2):
+        for head in range(3):
+            mass = scores[sequence, head, 0].tolist()
+            there = [
+                i
+                for i in range(n if ends is None else min(n, ends[sequence]))
+                if mass[i] != float("-inf")
+            ]
+            size = sizes[head] if counts is None else min(sizes[head], counts[sequence])
+            expected = smallest(
+                [mass[i] for i in there], coverage[head], size, sum(i < forced for i in there)
+            )
+            assert found[sequence, head, 0].tolist()[: len(expected)] == sorted(
+                there[i] for i in expected
+            )
+            assert set(found[sequence, head, 0].tolist()[len(expected) :]) <= {PAD}
+
+
+@pytest.mark.usefixtures("builder")
+def test_negative_scores_and_not_a_number() -> None:
+    scores = torch.tensor([[[-1.0, -5.0, -0.5, 3.0, -0.0, 0.0]]])
+    assert best_places(scores, [4], [None], forced=0).tolist() == [[[2, 3, 4, 5]]]
+    scores = torch.tensor([[[float("nan"), 1.0, 2.0, 3.0]]])
+    places = best_places(scores, [2], [None], forced=1)
+    assert places[0, 0, 0] == 0, "a forced entry is taken, whatever it is"
+
+
+@pytest.mark.usefixtures("builder")
+@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (100, 300)])
+def test_estimate_of_any_heads(q_len: int, k_len: int, window: int | None) -> None:
+    """Heads in any order, of unlike last_q, on some of the KV heads; keys of every layout."""
+    torch.manual_seed(k_len)
+    q = torch.randn(2, q_len, 6, 24).transpose(1, 2)
+    k = torch.randn(2, k_len, 3, 24).transpose(1, 2)
+    heads, last_q = [5, 0, 4, 1], [10, 64, 10, 3]
+    vertical, slash = estimate(q, k, heads, last_q, scale=0.2, window=window)
+    for at, (head, asked) in enumerate(zip(heads, last_q, strict=True)):
+        last = min(asked, q_len)
+        distance = torch.arange(k_len - last, k_len)[:, None] - torch.arange(k_len)
+        logits = q[:, head, -last:].double() @ k[:, head // 2].double().transpose(1, 2) * 0.2
+        unseen = (distance < 0) | (distance >= (window or k_len))
+        weights = logits.masked_fill(unseen, float("-inf")).softmax(-1)
+        torch.testing.assert_close(vertical[:, at].double(), weights.sum(1), atol=1e-5, rtol=1e-5)
+        by_distance = torch.zeros(2, k_len, dtype=torch.float64)
+        by_distance.scatter_add_(
+            1, distance.clamp_min(0).flatten().expand(2, -1), weights.flatten(1)
+        )
+        torch.testing.assert_close(slash[:, at].double(), by_distance, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("builder")
+@pytest.mark.parametrize("bytes_of_scratch", [1, 1 << 12])
+def test_little_memory_changes_nothing(
+    bytes_of_scratch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k = problem(450, 450)
+    patterns = [
+        make("vertical_slash", vertical=90, slash=100),
+        make("block_sparse", blocks=4, coverage=0.8),
+    ] * 2
+    expected = LayerPlan(patterns, 2).build(q, k)
+    for module in (last_queries, block_sparse):
+        monkeypatch.setitem(module._SCRATCH_BYTES, "cpu", bytes_of_scratch)
+    assert torch.equal(LayerPlan(patterns, 2).build(q, k).to_mask(), expected.to_mask())
 
 
 @pytest.mark.usefixtures("builder")
@@ -153,10 +323,8 @@ def test_of_equals_the_first_are_taken() -> None:
 
 
 @pytest.mark.usefixtures("builder")
-@pytest.mark.parametrize(
-    ("q_len", "k_len"), [(65, 65), (300, 300), (63, 257), (200, 450), (64, 640)]
-)
-@pytest.mark.parametrize("window", [1, 2, 65, 130, 10_000])
+@pytest.mark.parametrize(("q_len", "k_len"), [(65, 65), (63, 257), (200, 450)])
+@pytest.mark.parametrize("window", [1, 65, 130, 10_000])
 def test_what_lies_beyond_the_window_is_not_chosen(q_len: int, k_len: int, window: int) -> None:
     q, k = problem(q_len, k_len)
     patterns = [
@@ -165,7 +333,7 @@ def test_what_lies_beyond_the_window_is_not_chosen(q_len: int, k_len: int, windo
     ] * 2
     index = LayerPlan(patterns, 2).build(q, k, window=window)
     index.validate()
-    columns, distances = last_attention(q, k, 10, window)
+    columns, distances = masses(q, k, 10, window)
     columns[..., :TILE], distances[..., :TILE] = float("inf"), float("inf")
     best_columns, best_distances = (
         x.sort(descending=True, stable=True).indices for x in (columns, distances)
@@ -173,10 +341,8 @@ def test_what_lies_beyond_the_window_is_not_chosen(q_len: int, k_len: int, windo
     reach = -(-(window - 1) // TILE)
     for b in range(2):
         assert kept(index.columns[b, 0]) == set(best_columns[b, 0, :90].tolist())
-        offsets = {
-            o for s in best_distances[b, 0, :100].tolist() for o in (s // TILE, -(-s // TILE))
-        }
-        assert kept(index.diagonals[b, 0]) == {o for o in offsets if o < -(-k_len // TILE)}
+        taken = set(best_distances[b, 0, :100].tolist())
+        assert kept(index.diagonals[b, 0]) == offsets_of(taken, k_len)
         keys = [part.double().mean(0) for part in k[b, 1].split(TILE)]
         for row in range(index.num_rows):
             at, offset = index.first_row + row, k_len - q_len
@@ -204,10 +370,8 @@ def test_a_build_reads_no_data_back(
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        ("vertical_slash", {"vertical": 1000, "slash": 6096}),
         ("vertical_slash", {"vertical": 1000, "slash": 6096, "coverage": 0.95}),
         ("block_sparse", {"blocks": 100}),
-        ("a_shape", {"sink": 1024, "window": 4096}),
         ("strided", {"sink": 1024, "window": 4096, "stride": 8}),
     ],
 )
@@ -222,74 +386,20 @@ def test_an_index_of_a_million_tokens_is_small(kind: str, sizes: dict[str, Any])
 @pytest.mark.parametrize(
     ("kind", "sizes", "message"),
     [
-        (
-            "slash_only",
-            {},
-            "unknown pattern kind 'slash_only'; known: dense, a_shape, tri_shape, dilated, "
-            "strided, static, ",
-        ),
-        (
-            "a_shape",
-            {"sink": 1, "window": 1, "blocks": 2},
-            "a_shape has no size 'blocks'; it has: sink, window",
-        ),
+        ("slash_only", {}, "unknown pattern kind 'slash_only'; known: dense, a_shape, "),
+        ("a_shape", {"sink": 1, "window": 1, "blocks": 2}, "'blocks'; it has: sink, window"),
         ("dense", {"blocks": 2}, "dense has no size 'blocks'; it has: none"),
-        ("a_shape", {"sink": 0, "window": 1}, "a_shape: sink must be a positive integer, got 0"),
-        (
-            "a_shape",
-            {"sink": 1, "window": -5},
-            "a_shape: window must be a positive integer, got -5",
-        ),
-        (
-            "vertical_slash",
-            {"vertical": 1.5, "slash": 1},
-            "vertical must be a positive integer, got 1.5",
-        ),
-        (
-            "vertical_slash",
-            {"vertical": 1, "slash": 1, "last_q": 0},
-            "last_q must be a positive integer, got 0",
-        ),
+        ("a_shape", {"sink": 0, "window": 1}, "sink must be a positive integer, got 0"),
+        ("a_shape", {"sink": 1, "window": 1.5}, "window must be a positive integer, got 1.5"),
         ("block_sparse", {"blocks": True}, "blocks must be a positive integer, got True"),
-        ("block_sparse", {}, "block_sparse needs a size 'blocks'"),
         ("strided", {"sink": 1, "window": 1}, "strided needs a size 'stride'"),
-        (
-            "block_sparse",
-            {"blocks": 1, "coverage": 0.0},
-            "coverage must be above 0 and at most 1, got 0.0",
-        ),
-        (
-            "block_sparse",
-            {"blocks": 1, "coverage": 1.01},
-            "coverage must be above 0 and at most 1, got 1.01",
-        ),
-        (
-            "block_sparse",
-            {"blocks": 1, "coverage": float("nan")},
-            "coverage must be above 0 and at most 1, got nan",
-        ),
-        ("vertical_slash", {"vertical": 1, "slash": 1, "coverage": "0.9"}, "at most 1, got '0.9'"),
+        ("block_sparse", {"blocks": 1, "coverage": 0.0}, "at most 1, got 0.0"),
+        ("block_sparse", {"blocks": 1, "coverage": 1.01}, "at most 1, got 1.01"),
+        ("block_sparse", {"blocks": 1, "coverage": float("nan")}, "at most 1, got nan"),
         ("vertical_slash", {"vertical": 1, "slash": 1, "coverage": True}, "at most 1, got True"),
-        (
-            "static",
-            {"columns": [1], "diagonals": ()},
-            "static: columns must be a tuple of integers, got list",
-        ),
-        (
-            "static",
-            {"columns": (), "diagonals": (0, 2, 1)},
-            "static: diagonals must be ascending, got 1 after 2",
-        ),
-        (
-            "static",
-            {"columns": (5, 5), "diagonals": ()},
-            "static: columns must be ascending, got 5 after 5",
-        ),
-        (
-            "static",
-            {"columns": (-1,), "diagonals": ()},
-            "columns must hold integers from 0 to 2147483646, got -1",
-        ),
+        ("static", {"columns": [1], "diagonals": ()}, "a tuple of integers, got list"),
+        ("static", {"columns": (), "diagonals": (0, 2, 1)}, "ascending, got 1 after 2"),
+        ("static", {"columns": (-1,), "diagonals": ()}, "from 0 to 2147483646, got -1"),
         ("static", {"columns": (2**31 - 1,), "diagonals": ()}, "2147483646, got 2147483647"),
         ("static", {"columns": (1.0,), "diagonals": ()}, "2147483646, got 1.0"),
     ],
@@ -304,7 +414,6 @@ def test_make_names_what_is_wrong(kind: str, sizes: dict[str, Any], message: str
     [
         (0, 1, "0 query heads do not divide into 1 KV heads"),
         (3, 2, "3 query heads do not divide into 2 KV heads"),
-        (3, 0, "3 query heads do not divide into 0 KV heads"),
         (3, -1, "3 query heads do not divide into -1 KV heads"),
     ],
 )
@@ -317,12 +426,10 @@ def test_plan_refuses_heads_that_do_not_divide(heads: int, kv_heads: int, messag
     ("q_shape", "k_shape", "message"),
     [
         ((1, 3, 5, 8), (1, 2, 5, 8), "planned for 4 query and 2 KV heads, got 3 and 2"),
-        ((1, 4, 5, 8), (1, 1, 5, 8), "planned for 4 query and 2 KV heads, got 4 and 1"),
         ((1, 4, 6, 8), (1, 2, 5, 8), "query length must be between 1 and key length 5, got 6"),
         ((1, 4, 0, 8), (1, 2, 5, 8), "query length must be between 1 and key length 5, got 0"),
         ((4, 5, 8), (1, 2, 5, 8), "q and k must be 4-D"),
         ((2, 4, 5, 8), (1, 2, 5, 8), "q and k must share batch and head dim"),
-        ((1, 4, 5, 4), (1, 2, 5, 8), "q and k must share batch and head dim"),
     ],
 )
 def test_plan_names_what_does_not_fit(

@@ -50,9 +50,6 @@ def test_what_the_wheel_lacks_is_the_next_one_s(
     monkeypatch.setattr(prebuilt, "processor_flags", lambda: AVX512)
     (brought / "avx512.so").unlink()
     assert prebuilt.find() == brought / "avx2.so"
-
-
-def test_another_architecture_takes_nothing(brought: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     assert prebuilt.find() is None
 

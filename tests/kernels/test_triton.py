@@ -1,11 +1,10 @@
-"""The Triton kernel interpreted on the CPU, its launches and refusals; see test_gpu.py.
+"""What Triton serves and declines, and its launches; see test_gpu.py and the conformance suite.
 
 Shapes: B batch, H query heads, N key tiles.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import dispatch
-from kernels.attention import sparse_attention, triton, triton_launch
+from kernels.attention import triton, triton_launch
 from kernels.attention.triton_launch import (
     choose,
     precision_of_float32,
@@ -23,115 +21,12 @@ from kernels.attention.triton_launch import (
     split,
     split_values,
 )
+from kernels.decode import triton as decode
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
-from tests.kernels import triton_builders, triton_cases, triton_tables
 from tests.kernels.compiling import HEAD_DIMS, TARGETS
-from tests.sampling import names_in_this_run, sampled
 
 ROOT = Path(__file__).parents[2]
-# One of each sort that the kernel tells apart.
-KEPT = (
-    "length 63, layer",
-    "bfloat16, length 200, layer",
-    "65 of 300, listless",
-    "D 33, E 17",
-    "tails 0, 10, 70, 300; 130 of 300, 1,2,0",
-    "window 65, 2,2,120",
-    "padded, q of k",
-    "float8_e4m3fn, pages",
-    "skip",
-    "skip, lists, columns, 100 of 450, tail",
-    "packed, pages of 16, layer",
-    "3 parts, 37 of 500, layer",
-    "3 parts, packed, pages, tails",
-    "3 parts, D 80, 64 keys a step, 32 columns",
-    "packed, window, tails, soft-cap, 2,2,60, pages",
-)
-
-
-@pytest.fixture(scope="module")
-def interpreted(request: pytest.FixtureRequest) -> dict[str, tuple[float, float]]:
-    """Errors of this run's cases, in a process of its own: Triton interprets all of it or none."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    done = subprocess.run(
-        [sys.executable, "-m", triton_cases.__name__, *names_in_this_run(request)],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    errors: dict[str, tuple[float, float]] = json.loads(done.stdout)
-    return errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(triton_cases.SMALL, *KEPT))
-def test_interpreted_kernel_agrees_with_the_reference(
-    name: str, interpreted: dict[str, tuple[float, float]]
-) -> None:
-    dtype = triton_cases.SMALL[name].dtype
-    out, lse = interpreted[name]
-    assert out <= triton_cases.OUT_ERROR[dtype], f"out is off by {out}"
-    assert lse <= triton_cases.LSE_ERROR[dtype], f"lse is off by {lse}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    sampled(
-        triton_builders.ESTIMATES,
-        "estimate of a layer",
-        "estimate in a window of 65",
-        "estimate of 256 queries, chunks of two tiles",
-    ),
-)
-def test_interpreted_estimate_agrees_with_torch(
-    name: str, interpreted: dict[str, tuple[float, float]]
-) -> None:
-    assert max(interpreted[name]) <= triton_builders.ERROR, (
-        f"vertical, slash are off by {interpreted[name]}"
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(triton_builders.MEANS, "means, 5 missing, D 80, batch 2"))
-def test_interpreted_means_are_torch_s(
-    name: str, interpreted: dict[str, tuple[float, float]]
-) -> None:
-    assert max(interpreted[name]) <= triton_builders.ERROR
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", sampled(triton_builders.CHOICES, "choice of 130", "choice of 70000")
-)
-def test_interpreted_choice_is_torch_s(
-    name: str, interpreted: dict[str, tuple[float, float]]
-) -> None:
-    assert tuple(interpreted[name]) == (0, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    sampled(
-        triton_builders.PAGED, "pages: 100 of 300, pages of 37", "pages: 64 of 450, pages of 128"
-    ),
-)
-def test_an_interpreted_layer_finds_in_pages_what_it_finds_in_a_tensor(
-    name: str, interpreted: dict[str, tuple[float, float]]
-) -> None:
-    assert tuple(interpreted[name]) == (0, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(triton_tables.TABLES, "tables, 2 query tiles, window 300"))
-def test_tables_name_what_each_query_tile_wants(
-    name: str, interpreted: dict[str, tuple[float, float]]
-) -> None:
-    assert interpreted[name] == [0, 0]
 
 
 def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton() -> None:
@@ -151,16 +46,6 @@ def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton() -> None:
     assert "triton" not in done.stderr
 
 
-def test_backend_asked_for_by_name_says_why_it_cannot() -> None:
-    x = torch.ones(1, 1, 4, 8)
-    index = dense_index(1, 1, 4, 4, x.device)
-    with pytest.raises(
-        ValueError, match="backend 'triton' cannot serve this call: it serves tensors on a GPU"
-    ):
-        sparse_attention(x, x, x, index, backend="triton")
-    assert dispatch.why_not(x, x, x)["triton"] == "it serves tensors on a GPU, not on cpu"
-
-
 @pytest.mark.parametrize(
     ("dtype", "dim", "reason"),
     [
@@ -174,6 +59,7 @@ def test_reasons_to_decline_a_gpu_tensor(
     monkeypatch.setattr(triton_launch, "_INTERPRETED", True)
     x = torch.ones(1, 1, 4, dim, dtype=dtype)
     assert triton.supports(x, x[..., :64], x) == reason
+    assert decode.supports(x, x[..., :64], x) == reason
 
 
 @pytest.mark.parametrize(
@@ -206,7 +92,7 @@ def test_old_gpus_and_a_missing_triton_are_declined(monkeypatch: pytest.MonkeyPa
     assert missing(torch.device("cpu")) == "triton is not installed"
 
 
-@pytest.mark.parametrize("dim", [1, 16, 17, 33, 64, 65, 80, 96, 112, 128, 130, 160, 192, 224, 256])
+@pytest.mark.parametrize("dim", [1, 17, 64, 65, 80, 130, 192, 256])
 def test_head_dims_split_into_two_powers_of_two(dim: int) -> None:
     for widest in (128, 256):
         first, second = split(dim, widest)
@@ -254,29 +140,6 @@ def test_scale_must_be_positive() -> None:
     x = torch.ones(1, 1, 4, 8)
     with pytest.raises(ValueError, match=r"scale must be positive, got -1\.0"):
         triton.prepare(x, x, x, dense_index(1, 1, 4, 4, x.device), scale=-1.0, softcap=None)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q": torch.ones(1, 3, 40, 16)}, "3 query heads do not divide into 2 KV heads"),
-        ({"q": torch.ones(1, 4, 39, 16)}, r"index is for \(B, Q, K\) = \(1, 40, 40\)"),
-        ({"block_table": torch.zeros(1, 2, dtype=torch.int32)}, r"must be int32 \(1, at least 3\)"),
-        ({"block_table": torch.zeros(1, 3)}, "must be int32"),
-        ({"k": torch.ones(5, 16, 2, 32)[..., ::2]}, "must be contiguous"),
-        ({"out": torch.ones(1, 4, 40, 8)}, "out must be"),
-    ],
-)
-def test_paged_calls_are_checked(change: dict[str, torch.Tensor], message: str) -> None:
-    arguments = {
-        "q": torch.ones(1, 4, 40, 16),
-        "k": torch.ones(5, 16, 2, 16),
-        "v": torch.ones(5, 16, 2, 16),
-        "block_table": torch.zeros(1, 3, dtype=torch.int32),
-        "index": dense_index(1, 4, 40, 40, torch.device("cpu")),
-    }
-    with pytest.raises(ValueError, match=message):
-        sparse_attention(**{**arguments, **change}, backend="triton")
 
 
 def test_only_rows_of_nobody_are_cleared_beforehand() -> None:

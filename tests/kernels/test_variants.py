@@ -28,12 +28,18 @@ if reason:
 arguments = ["-q", "-p", "no:cacheprovider", "-k", sys.argv[2], *sys.argv[3:]]
 sys.exit(pytest.main(arguments))
 """
-FILES = ("test_attention.py", "test_decode.py", "test_eight_bits.py", "test_errors.py")
-SUITE = [str(Path(__file__).with_name(name)) for name in FILES]
+SUITE = [
+    str(Path(__file__).parents[1] / name)
+    for name in (
+        "conformance/test_kernel_backends.py",
+        "kernels/test_eight_bits.py",
+        "kernels/test_calls.py",
+    )
+]
 # All engines at every odd size, and what bad indices and bad numbers do.
 WHICH = (
-    "(cpu or native or broken or padding or infinite or soft_cap) and "
-    "not 4097 and not 1000 and not heads"
+    "(cpu or broken or padding or infinite or soft_cap) and "
+    "not 4097 and not 4100 and not 1000 and not heads"
 )
 # Of these one of each sort, for `make test`.
 FEW = f"({WHICH}) and (length or strided or packed or rising or broken or infinite or 33)"
@@ -51,7 +57,7 @@ def conform(flags: str, which: str = WHICH, **environment: str) -> None:
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     passed = re.search(r"(\d+) passed", result.stdout)
-    assert passed and int(passed[1]) > 70, result.stdout
+    assert passed and int(passed[1]) > 40, result.stdout
 
 
 def skip_without(instructions: str) -> None:

@@ -1,10 +1,11 @@
-"""Gradients of dense attention: every backend and engine against autograd in fp64.
+"""Conformance of gradients of dense attention: every backend and engine against autograd in fp64.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +17,10 @@ from kernels.attention import sparse_attention
 from kernels.gradient import attention_gradients, cpu, reference
 from kernels.gradient.dense import DenseAttention, dense_attention
 from kernels.patterns.dense import dense_index
-from tests.kernels.test_attention import threads
+from tests.conformance.test_kernel_backends import ENGINES, skip_without, threads
+from tests.kernels.conftest import one_thread, poisoned_memory
 
-needs_native = pytest.mark.skipif(
-    cpu.supports(torch.empty(1)) is not None, reason="no native code on this machine"
-)
+__all__ = ["one_thread", "poisoned_memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,36 +47,29 @@ def square(length: int, **more: Any) -> Case:
 
 
 CASES = {
-    **{f"length {n}": square(n) for n in (1, 63, 64, 65, 200, 1000)},
-    "length 2100": square(2100, heads=2),
-    **{f"{h} heads on {g}": square(257, heads=h, kv_heads=g) for h, g in ((7, 7), (9, 3), (5, 1))},
+    **{f"length {n}": square(n) for n in (1, 63, 65, 1000)},
+    **{f"{h} heads on {g}": square(257, heads=h, kv_heads=g) for h, g in ((7, 7), (9, 3))},
     "batch 2": square(200, batch=2, heads=6, kv_heads=2),
-    **{
-        f"{q} of {k}": Case(q_len=q, k_len=k)
-        for q, k in ((1, 65), (1, 1000), (37, 1000), (64, 192), (129, 301))
-    },
+    **{f"{q} of {k}": Case(q_len=q, k_len=k) for q, k in ((1, 65), (37, 1000), (129, 301))},
     "520 of 1300": Case(q_len=520, k_len=1300, heads=2),
-    **{f"D {d}": square(200, head_dim=d, v_dim=d) for d in (32, 64, 80, 128, 256)},
+    **{f"D {d}": square(200, head_dim=d, v_dim=d) for d in (80, 128, 256)},
     **{
         f"D {d}, E {e}": square(200, head_dim=d, v_dim=e)
         for d, e in ((192, 128), (64, 256), (33, 17), (1, 1))
     },
     "soft-cap 2": square(300, softcap=2.0),
-    "soft-cap 50, q of k": Case(q_len=100, k_len=500, softcap=50.0),
-    **{f"window {n}": square(700, window=n) for n in (1, 40, 64, 65, 200, 513, 2000)},
+    **{f"window {n}": square(700, window=n) for n in (1, 64, 65, 513, 2000)},
     "window 100, soft-cap, 130 of 700": Case(q_len=130, k_len=700, window=100, softcap=20.0),
     "transposed": square(300, batch=2, heads=6, kv_heads=2, layout="transposed"),
     "strided": square(300, batch=2, heads=6, kv_heads=2, layout="strided"),
     "expanded": square(300, batch=2, heads=6, kv_heads=2, layout="expanded"),
 }
-ENGINES = {
-    torch.float32: ["float"],
-    torch.float16: ["float"],
-    torch.bfloat16: ["amx", "brgemm", "dot", "float"],
-}
 SERVERS = [
-    (dtype, engine) for dtype, engines in ENGINES.items() for engine in [*engines, "reference"]
+    (dtype, server)
+    for dtype, engines in ENGINES.items()
+    for server in [*(f"cpu {engine}" for engine in engines), "reference"]
 ]
+SERVER_IDS = [f"{str(dtype)[6:]} {server}" for dtype, server in SERVERS]
 # Largest absolute error, in units of the largest gradient, and relative L2 error.
 TOLERANCES = {
     torch.float32: (1e-5, 5e-6),
@@ -112,6 +105,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     return logits.softmax(-1) @ v, logits.logsumexp(-1)
 
 
+@functools.cache
 def problem(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     """The tensors of a call, and its gradients in fp64."""
     torch.manual_seed(case.q_len + case.k_len + case.head_dim)
@@ -137,56 +131,52 @@ def check(found: tuple[Tensor, ...], right: tuple[Tensor, ...], most: tuple[floa
         )
 
 
-def gradients(
-    tensors: list[Tensor], case: Case, server: str, skip_below: float = 0.0
-) -> tuple[Tensor, ...]:
-    if server == "reference":
-        return attention_gradients(*tensors, **case.how, skip_below=skip_below, backend="reference")
-    if cpu.supports(tensors[0]) is not None or server not in cpu.attention.engines(
-        tensors[0].dtype
-    ):
-        pytest.skip(f"this processor or build has no engine {server!r}")
+def gradients(case: Case, dtype: torch.dtype, server: str, **more: float) -> tuple[Tensor, ...]:
+    """Gradients of a backend's engine, "cpu dot", or of the reference."""
+    engine = skip_without(server, cpu.attention.engines(dtype))
+    tensors, _ = problem(case, dtype)
+    how = {**case.how, "skip_below": 0.0, **more}
+    if not engine:
+        return attention_gradients(*tensors, **how, backend=server)
     with threads(2):
-        return cpu.attention_gradients(*tensors, **case.how, skip_below=skip_below, engine=server)
+        return cpu.attention_gradients(*tensors, **how, engine=engine)
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(
-    ("dtype", "server"), SERVERS, ids=[f"{str(d)[6:]} {s}" for d, s in SERVERS]
-)
+@pytest.mark.parametrize(("dtype", "server"), SERVERS, ids=SERVER_IDS)
 def test_gradients_are_those_of_plain_softmax(dtype: torch.dtype, server: str, name: str) -> None:
+    found = gradients(CASES[name], dtype, server)
     tensors, right = problem(CASES[name], dtype)
-    found = gradients(tensors, CASES[name], server)
     for one, of in zip(found, tensors, strict=False):
         assert one.dtype == of.dtype and one.shape == of.shape
     check(found, right, TOLERANCES[dtype])
 
 
 def test_the_forward_that_the_reference_has_is_attention() -> None:
-    for case in CASES.values():
+    for name in ("batch 2", "D 192, E 128", "window 100, soft-cap, 130 of 700", "strided"):
+        case = CASES[name]
         (q, k, v, out, lse, _), _ = problem(case, torch.float32)
         found, found_lse = reference.dense_attention(q, k, v, **case.how)
         torch.testing.assert_close(found, out, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found_lse, lse, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["520 of 1300", "window 200", "batch 2"])
+@pytest.mark.parametrize("name", ["520 of 1300", "batch 2"])
 def test_blocks_of_the_reference_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors, right = problem(CASES[name], torch.float32)
+    _, right = problem(CASES[name], torch.float32)
     for scores in (1, 1 << 19):
         monkeypatch.setattr(reference, "_SCORES", scores)
-        check(gradients(tensors, CASES[name], "reference"), right, TOLERANCES[torch.float32])
+        found = gradients(CASES[name], torch.float32, "reference")
+        check(found, right, TOLERANCES[torch.float32])
 
 
-@needs_native
-@pytest.mark.parametrize(("dtype", "engine"), [pair for pair in SERVERS if pair[1] != "reference"])
-def test_same_bits_again_and_for_any_number_of_threads(dtype: torch.dtype, engine: str) -> None:
-    if engine not in cpu.attention.engines(dtype):
-        pytest.skip(f"this processor or build has no engine {engine!r}")
-    case = square(1500, batch=2, heads=6, kv_heads=2)
+@pytest.mark.parametrize(("dtype", "server"), [pair for pair in SERVERS if pair[1] != "reference"])
+def test_same_bits_again_and_for_any_number_of_threads(dtype: torch.dtype, server: str) -> None:
+    engine = skip_without(server, cpu.attention.engines(dtype))
+    case = square(700, batch=2, heads=6, kv_heads=2)
     tensors, _ = problem(case, dtype)
     results = []
-    for number in (1, 2, 2, 3, 7):
+    for number in (1, 2, 3):
         with threads(number):
             results.append(
                 cpu.attention_gradients(*tensors, **case.how, skip_below=0.0, engine=engine)
@@ -197,14 +187,13 @@ def test_same_bits_again_and_for_any_number_of_threads(dtype: torch.dtype, engin
         )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "server"), SERVERS, ids=[f"{str(d)[6:]} {s}" for d, s in SERVERS]
-)
-@pytest.mark.parametrize("name", ["length 1000", "520 of 1300", "window 513", "soft-cap 2"])
+@pytest.mark.parametrize(("dtype", "server"), SERVERS, ids=SERVER_IDS)
+@pytest.mark.parametrize("name", ["soft-cap 2", "window 100, soft-cap, 130 of 700"])
 def test_tiles_without_a_large_probability_are_left_out(
     dtype: torch.dtype, server: str, name: str
 ) -> None:
     case = CASES[name]
+    skip_without(server, cpu.attention.engines(dtype))
     tensors, whole = problem(case, dtype)
     q, k, v, out, lse, grad_out = (x.double() for x in tensors)
     p = _probabilities(q, k, lse, case)
@@ -219,7 +208,7 @@ def test_tiles_without_a_large_probability_are_left_out(
     assert all(
         (one - other).norm() > 0.1 * other.norm() for one, other in zip(right, whole, strict=True)
     )
-    check(gradients(tensors, case, server, least), right, TOLERANCES[dtype])
+    check(gradients(case, dtype, server, skip_below=least), right, TOLERANCES[dtype])
 
 
 def _probabilities(q: Tensor, k: Tensor, lse: Tensor, case: Case) -> Tensor:
@@ -262,25 +251,20 @@ def _by_hand(
     return ds @ keys, dk, dv
 
 
-@pytest.mark.parametrize(
-    "case", [CASES["9 heads on 3"], CASES["window 100, soft-cap, 130 of 700"]], ids=str
-)
+@pytest.mark.parametrize("name", ["9 heads on 3", "window 100, soft-cap, 130 of 700"])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_what_attention_returns_goes_in(case: Case, dtype: torch.dtype) -> None:
+def test_what_attention_returns_goes_in(name: str, dtype: torch.dtype) -> None:
     """The log-sum-exp and the layout of the forward kernel."""
+    case = CASES[name]
     (q, k, v, _, _, grad_out), right = problem(case, dtype)
-    index = replace(
-        dense_index(case.batch, case.heads, case.q_len, case.k_len, q.device), window=case.window
-    )
-    out, lse = sparse_attention(
-        q, k, v, index, scale=case.scale, softcap=case.softcap, return_lse=True
-    )
+    index = dense_index(case.batch, case.heads, case.q_len, case.k_len, q.device)
+    index = replace(index, window=case.window)
+    how = {"scale": case.scale, "softcap": case.softcap}
+    out, lse = sparse_attention(q, k, v, index, **how, return_lse=True)
     check(attention_gradients(q, k, v, out, lse, grad_out, **case.how), right, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize(
-    "name", ["length 65", "9 heads on 3", "520 of 1300", "soft-cap 2", "window 200", "transposed"]
-)
+@pytest.mark.parametrize("name", ["window 100, soft-cap, 130 of 700", "transposed"])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_dense_attention_is_differentiable(dtype: torch.dtype, name: str) -> None:
     (q, k, v, right_out, _, grad_out), right = problem(CASES[name], dtype)
@@ -291,22 +275,13 @@ def test_dense_attention_is_differentiable(dtype: torch.dtype, name: str) -> Non
     check(torch.autograd.grad(out, leaves, grad_out), right, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (5, 3.0)])
 def test_gradcheck(window: int | None, softcap: float | None) -> None:
     torch.manual_seed(0)
     shapes = ((2, 4, 9, 3), (2, 2, 70, 3), (2, 2, 70, 2))
     leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
     assert torch.autograd.gradcheck(
         lambda *x: dense_attention(*x, window=window, softcap=softcap), leaves
-    )
-    leaves = [x.detach().float().requires_grad_() for x in leaves]
-    assert torch.autograd.gradcheck(
-        lambda *x: dense_attention(*x, window=window, softcap=softcap),
-        leaves,
-        eps=1e-2,
-        atol=2e-3,
-        rtol=2e-3,
     )
 
 
@@ -343,35 +318,22 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q": torch.zeros(4, 10, 8)}, "must be 4-D .*got q 3-D, k 4-D"),
-        ({"k": torch.zeros(1, 2, 20, 7)}, r"do not go together: .*k \(1, 2, 20, 7\)"),
-        ({"out": torch.zeros(1, 4, 10, 8)}, r"do not go together: .*out \(1, 4, 10, 8\)"),
-        ({"grad_out": torch.zeros(1, 4, 9, 6)}, r"do not go together: .*grad_out \(1, 4, 9, 6\)"),
-        ({"lse": torch.zeros(1, 4, 20)}, r"do not go together: .*lse \(1, 4, 20\)"),
-        (
-            {"k": torch.zeros(1, 3, 20, 8), "v": torch.zeros(1, 3, 20, 6)},
-            "4 query heads do not divide into 3 KV heads",
-        ),
-        ({"k": torch.zeros(1, 2, 9, 8), "v": torch.zeros(1, 2, 9, 6)}, "got 10 queries and 9 keys"),
-        (
-            {"k": torch.zeros(1, 0, 20, 8), "v": torch.zeros(1, 0, 20, 6)},
-            "every size must be positive",
-        ),
-        (
-            {"grad_out": torch.zeros(1, 4, 10, 6).half()},
-            "must share a floating dtype, got torch.float16, torch.float32",
-        ),
-        (
-            {name: GOOD[name].int() for name in ("q", "k", "v", "out", "grad_out")},
-            "floating dtype, got torch.int32",
-        ),
+        ({"q": torch.zeros(4, 10, 8)}, "got q 3-D, k 4-D"),
+        ({"k": torch.zeros(1, 2, 20, 7)}, r"k \(1, 2, 20, 7\)"),
+        ({"out": torch.zeros(1, 4, 10, 8)}, r"out \(1, 4, 10, 8\)"),
+        ({"grad_out": torch.zeros(1, 4, 9, 6)}, r"grad_out \(1, 4, 9, 6\)"),
+        ({"lse": torch.zeros(1, 4, 20)}, r"lse \(1, 4, 20\)"),
+        ({"k": torch.zeros(1, 3, 20, 8), "v": torch.zeros(1, 3, 20, 6)}, "4 query .* 3 KV heads"),
+        ({"k": torch.zeros(1, 2, 9, 8), "v": torch.zeros(1, 2, 9, 6)}, "10 queries and 9 keys"),
+        ({"k": torch.zeros(1, 0, 20, 8), "v": torch.zeros(1, 0, 20, 6)}, "must be positive"),
+        ({"grad_out": torch.zeros(1, 4, 10, 6).half()}, "floating dtype, got torch.float16"),
         ({"lse": torch.zeros(1, 4, 10).half()}, "lse must be torch.float32, got torch.float16"),
         ({"lse": torch.zeros(1, 4, 10, device="meta")}, "must share a device, got cpu, meta"),
-        ({"scale": 0.0}, "scale must be a positive finite number, got 0.0"),
-        ({"softcap": float("inf")}, "softcap must be a positive finite number, got inf"),
+        ({"scale": 0.0}, "got 0.0"),
+        ({"softcap": float("inf")}, "got inf"),
         ({"window": 0}, "window must be at least 1, got 0"),
         ({"skip_below": 1.0}, "skip_below must be at least 0 and below 1, got 1.0"),
-        ({"skip_below": float("nan")}, "skip_below must be at least 0 and below 1, got nan"),
+        ({"skip_below": float("nan")}, "skip_below .* got nan"),
         ({"backend": "fast"}, "unknown backend 'fast'; known: auto, cpu, reference"),
     ],
 )
@@ -382,9 +344,6 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: 
 
 def test_a_named_backend_that_cannot_serve_says_why() -> None:
     tensors = {name: x.double() for name, x in GOOD.items()}
-    with pytest.raises(
-        ValueError,
-        match=r"backend 'cpu' cannot serve this call: it serves float32, .* not torch.float64",
-    ):
+    with pytest.raises(ValueError, match=r"backend 'cpu' cannot serve .* not torch.float64"):
         attention_gradients(**tensors, backend="cpu")
     assert attention_gradients(**tensors)[0].dtype == torch.float64

@@ -1,18 +1,11 @@
-"""Cases of decode attention for every backend; as a script it interprets the Triton kernels.
+"""Cases of decode attention and of a prompt's scores, for every backend, and their oracle.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, K key length, C chosen keys, D head dim,
-E value dim.
-
-    TRITON_INTERPRET=1 python tests/kernels/decode_cases.py [NAME ...]
-
-prints one JSON object: case -> largest errors.
-"""
+E value dim."""
 
 from __future__ import annotations
 
 import functools
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.checks import MAX_QUERIES
 from kernels.decode import Decoded, decode_attention, reference, triton
 from kernels.index import PAD
-from tests.kernels import bfloat16
-from tests.kernels.triton_memory import memory_checked
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A call; `tokens` is None, "shared", "heads" (for each KV head) or "ragged" (also in number).
 
-    Keys and values are of dtype `cache`, or of the queries'.
+    Keys and values are of dtype `cache`, or of the queries'. `splits` is Triton's alone.
     """
 
     q_len: int = 1
@@ -52,29 +44,36 @@ class Case:
     page: int | None = None
     dtype: torch.dtype = torch.float32
     cache: torch.dtype | None = None
+    splits: int | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Scores that the op can give: of more queries than a step's, sums alone."""
+        return ("sum", "max") if self.q_len <= MAX_QUERIES else ("sum",)
 
 
 # Starts and ends of three sequences: full, in the middle, and (for a few queries) shorter than the
 # queries.
 SPANS: dict[str, Any] = {"batch": 3, "starts": (0, 37, 5), "ends": (300, 211, 8)}
-SMALL = {
+_BASE = {
     **{f"{k} keys": Case(k_len=k) for k in (1, 63, 64, 65)},
-    **{f"{q} queries": Case(q_len=q) for q in (2, 5, 16)},
+    **{f"{q} queries": Case(q_len=q) for q in (5, 16)},
     "16 queries of 3 keys": Case(q_len=16, k_len=3),
-    **{f"{h} heads on {g}": Case(heads=h, kv_heads=g, q_len=2) for h, g in ((3, 3), (9, 3), (16,
-    2), (5, 1))},
+    **{
+        f"{h} heads on {g}": Case(heads=h, kv_heads=g, q_len=2)
+        for h, g in ((3, 3), (16, 2), (5, 1))
+    },
     "128 rows of a KV head": Case(heads=8, kv_heads=1, q_len=16),
     **{f"D {d}": Case(head_dim=d, v_dim=d) for d in (80, 96, 128, 256, 512)},
-    **{f"D {d}, E {e}": Case(head_dim=d, v_dim=e) for d, e in ((192, 128), (64, 256), (33, 17), (1,
-    1))},
+    **{
+        f"D {d}, E {e}": Case(head_dim=d, v_dim=e)
+        for d, e in ((192, 128), (64, 256), (33, 17), (1, 1))
+    },
     "own scale": Case(scale=0.5),
     "sinks": Case(sinks=True, q_len=2),
-    "sinks, window, starts, ends, soft-cap": Case(q_len=5, sinks=True, window=30, softcap=20.0,
-    **SPANS),
     "sinks, tokens": Case(q_len=2, sinks=True, tokens="ragged", batch=2),
     "soft-cap 2": Case(scale=0.5, softcap=2.0, q_len=2),
-    **{f"{kind} tokens": Case(batch=2, tokens=kind, q_len=2) for kind in ("shared", "heads",
-    "ragged")},
+    **{f"{kind} tokens": Case(batch=2, tokens=kind, q_len=2) for kind in ("shared", "ragged")},
     "one token": Case(tokens="heads", chosen=1),
     "starts and ends": Case(q_len=5, **SPANS),
     "starts, ends and tokens": Case(q_len=5, tokens="ragged", **SPANS),
@@ -83,14 +82,33 @@ SMALL = {
     "window, starts, ends, soft-cap": Case(q_len=5, window=30, softcap=20.0, **SPANS),
     "window and tokens": Case(q_len=5, window=150, tokens="ragged", batch=2),
     "an empty sequence": Case(batch=2, starts=(0, 40), ends=(300, 40)),
-    **{f"{name} layout": Case(batch=2, layout=name, q_len=2, tokens=kind) for name, kind in
-       (("transposed", None), ("strided", "heads"), ("expanded", "shared"))},
+    "transposed layout": Case(batch=2, layout="transposed", q_len=2),
+    "strided layout": Case(batch=2, layout="strided", q_len=2, tokens="heads"),
+    "expanded layout": Case(batch=2, layout="expanded", q_len=2, tokens="shared"),
     "pages of 16": Case(q_len=2, page=16, **SPANS),
     "pages of 64, window": Case(q_len=2, page=64, window=100, **SPANS),
     "pages of 10 and tokens": Case(q_len=2, page=10, tokens="ragged", **SPANS),
-}  # fmt: skip
+    # Parts of the keys are Triton's.
+    "3 splits, window, sinks, soft-cap": Case(
+        q_len=5, sinks=True, window=30, softcap=20.0, splits=3, **SPANS
+    ),
+    "3 splits, pages, tokens": Case(q_len=2, page=16, tokens="ragged", splits=3, **SPANS),
+    "20 splits": Case(splits=20),
+}
+# What Triton's interpreter can do as well.
+SMALL = _BASE | {
+    f"float8 {kind}, {name}": replace(_BASE[name], cache=cache)
+    for kind, cache, name in (
+        ("e4m3", torch.float8_e4m3fn, "D 33, E 17"),
+        ("e4m3", torch.float8_e4m3fn, "pages of 16"),
+        ("e5m2", torch.float8_e5m2, "sinks, tokens"),
+        ("e5m2", torch.float8_e5m2, "strided layout"),
+        ("e5m2", torch.float8_e5m2, "pages of 10 and tokens"),
+    )
+}
 LARGE = {
-    **{f"{k} keys, {q} queries": Case(k_len=k, q_len=q) for k in (1000, 4097) for q in (1, 5)},
+    "1000 keys": Case(k_len=1000),
+    "4097 keys, 5 queries": Case(k_len=4097, q_len=5),
     "4097 keys, 32 heads on 8": Case(k_len=4097, heads=32, kv_heads=8, head_dim=128, v_dim=128),
     "2048 of 4097 keys": Case(k_len=4097, tokens="ragged", chosen=2048, batch=2, q_len=2),
     "ends far apart": Case(
@@ -101,14 +119,32 @@ LARGE = {
         k_len=4097, page=64, batch=2, starts=(0, 70), ends=(4000, 1234), q_len=2
     ),
 }
-EIGHT = {
-    f"float8 {kind}, {name}": replace(SMALL[name], cache=cache)
-    for kind, cache in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2))
-    for name in (
-        *("D 33, E 17", "sinks, tokens", "window, starts, ends, soft-cap"),
-        *("strided layout", "pages of 16", "pages of 10 and tokens"),
-    )
+# A prompt with the sums of its probabilities: three query heads a KV head, two tiles of queries,
+# as small as tells the cases apart.
+_GROUPED = Case(q_len=70, k_len=200)
+PROMPTS = {
+    "70 of 200": _GROUPED,
+    **{
+        f"{q} of {k}": Case(q_len=q, k_len=k, heads=2, kv_heads=1, head_dim=32, v_dim=32)
+        for q, k in ((17, 300), (33, 33), (200, 201))
+    },
+    "1 on 1, 17 of 65, D 24, E 40": Case(
+        q_len=17, k_len=65, heads=4, kv_heads=4, head_dim=24, v_dim=40
+    ),
+    "129 of 640, D 128": Case(q_len=129, k_len=640, heads=2, kv_heads=1, head_dim=128),
+    **{
+        f"prompt, D {d}": Case(q_len=70, k_len=100, heads=2, kv_heads=1, head_dim=d)
+        for d in (96, 256, 300)
+    },
+    "prompt, batch 2, strided, soft-cap": replace(
+        _GROUPED, batch=2, layout="strided", softcap=3.0, scale=0.5
+    ),
+    "prompt, float8": replace(_GROUPED, cache=torch.float8_e4m3fn),
 }
+LONG_PROMPTS = {
+    "600 of 1201": Case(q_len=600, k_len=1201, heads=2, kv_heads=2, batch=2, head_dim=80, v_dim=80)
+}
+CASES = SMALL | LARGE | PROMPTS | LONG_PROMPTS
 
 # Largest absolute error of standard normal inputs: out, log-sum-exp, and scores for each query row
 # of a KV head.
@@ -117,6 +153,11 @@ TOLERANCES = {
     torch.float16: (2e-3, 1e-5, 2e-6),
     torch.bfloat16: (2e-2, 2e-4, 1e-4),
 }
+
+
+def close(errors: tuple[float, float, float], dtype: torch.dtype) -> bool:
+    """True if no error is larger than allowed."""
+    return all(error <= most for error, most in zip(errors, TOLERANCES[dtype], strict=True))
 
 
 @functools.cache
@@ -247,14 +288,30 @@ def _error(actual: Tensor, expected: Tensor) -> float:
     return float(difference.nan_to_num(nan=float("inf")).max())
 
 
-def serve(backend: Any, case: Case, **how: Any) -> Callable[..., Decoded]:
+def serve(backend: Any, case: Case, **form: Any) -> Callable[..., Decoded]:
     """A backend's module as the op, with arguments of its own."""
+    if case.q_len > MAX_QUERIES and backend is not reference:
+
+        def sums(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Decoded:
+            scale = rest["scale"] or case.head_dim**-0.5
+            return Decoded(
+                *backend.with_sums(q, k, v, scale=scale, softcap=rest["softcap"], **form)
+            )
+
+        return sums
 
     def op(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Decoded:
         rest["scale"] = rest["scale"] or case.head_dim**-0.5
-        return Decoded(*backend.decode_attention(q, k, v, **{"block_table": None, **rest}, **how))
+        return Decoded(*backend.decode_attention(q, k, v, **{"block_table": None, **rest}, **form))
 
     return op
+
+
+def by_triton(case: Case) -> Callable[..., Decoded]:
+    """The op by its name, or with as many parts of the keys as the case asks for."""
+    if case.splits is None:
+        return functools.partial(decode_attention, backend="triton")
+    return serve(triton, case, splits=case.splits)
 
 
 @functools.cache
@@ -273,59 +330,3 @@ def run(
     assert found.out.dtype == case.dtype and found.lse.dtype == torch.float32
     assert found.out.transpose(1, 2).is_contiguous()
     return errors(found, oracle(case, device, scores), case.q_len * case.heads // case.kv_heads)
-
-
-def poison_memory() -> None:
-    """torch.empty gives NaN from here on."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-
-
-def interpreted() -> dict[str, tuple[Case, int | None]]:
-    """Cases of the interpreter, with the number of splits: fp32, and some in 16 bits."""
-    split = (
-        "sinks, tokens",
-        "65 keys",
-        "5 queries",
-        "128 rows of a KV head",
-        "starts, ends and tokens",
-        "window",
-        "pages of 16",
-    )
-    halves = ("sinks", "64 keys", "D 80", "ragged tokens", "window, starts, ends, soft-cap")
-    return {
-        **{name: (case, None) for name, case in SMALL.items()},
-        **{f"3 splits, {name}": (SMALL[name], 3) for name in split},
-        "20 splits, 300 keys": (Case(), 20),
-        **{
-            name: (replace(case, dtype=torch.float16), 2)
-            for name, case in EIGHT.items()
-            if name.endswith(("pages of 16", "sinks, tokens"))
-        },
-        **{
-            f"{kind}, {name}": (replace(SMALL[name], dtype=getattr(torch, kind)), 2)
-            for kind in ("float16", "bfloat16")
-            for name in halves
-        },
-    }
-
-
-def main(names: list[str]) -> None:
-    torch.set_num_threads(1)
-    poison_memory()
-    found = {}
-    for at, (name, (case, splits)) in enumerate(interpreted().items()):
-        if names and name not in names:
-            continue
-        op = (
-            functools.partial(decode_attention, backend="triton")
-            if splits is None
-            else serve(triton, case, splits=splits)
-        )
-        with memory_checked(), bfloat16.as_on_a_device():
-            found[name] = run(case, torch.device("cpu"), op, ("sum", "max")[at % 2])
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

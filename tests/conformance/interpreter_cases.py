@@ -1,4 +1,7 @@
-"""Kernels that misuse memory, and one that does not; as a script it prints the reports."""
+"""Kernels that misuse memory, and one that does not; as a script it prints the reports as JSON.
+
+TRITON_INTERPRET=1 python -m tests.conformance.interpreter_cases
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.kernels.triton_memory import memory_checked
+from tests.conformance.triton_memory import memory_checked
 
 
 @triton.jit
@@ -42,7 +45,10 @@ def reads_another_s(x, y, n, SIZE: tl.constexpr):
     tl.store(y + at, tl.load(y + n - 1 - at, mask=at < n, other=0.0), mask=at < n)
 
 
-def told(kernel: Any) -> str:
+KERNELS = (right, reads_beyond, writes_before, writes_twice, reads_another_s)
+
+
+def memory_fault(kernel: Any) -> str:
     """Report of the check on one launch; empty where all is well."""
     # Elements of a larger tensor: memory beside them belongs to somebody else.
     x, y = torch.zeros(20)[4:14], torch.zeros(20)[4:14]
@@ -54,7 +60,5 @@ def told(kernel: Any) -> str:
     return ""
 
 
-KERNELS = (right, reads_beyond, writes_before, writes_twice, reads_another_s)
-
 if __name__ == "__main__":
-    print(json.dumps({kernel.fn.__name__: told(kernel) for kernel in KERNELS}))
+    print(json.dumps({kernel.fn.__name__: memory_fault(kernel) for kernel in KERNELS}))

@@ -1,0 +1,371 @@
+"""Cases of what builds an index, on every backend: estimates, means, choices, pages, tables.
+
+Shapes: B batch, h heads of one kind, H query heads, G KV heads, Q query length, K key length, D
+head dim."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from kernels.attention import triton as attention
+from kernels.index import PAD, SparseIndex, no_lists, num_tiles
+from kernels.patterns import LayerPlan, make, triton
+from kernels.patterns.block_sparse import mean_of_tiles
+from kernels.patterns.choose import best_places
+from kernels.patterns.last_queries import estimate
+from kernels.patterns.paged import Paged
+from kernels.triton_calls import run_calls
+
+# Of masses of up to 1: the sums have another order.
+ERROR = 1e-5
+
+
+@contextmanager
+def no_native_code() -> Iterator[None]:
+    """Triton for half precision and torch for the rest."""
+    with mock.patch("kernels.patterns.cpu.serves", return_value=False):
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """`heads` are those asked for, each by its number in `last_q`."""
+
+    q_len: int
+    k_len: int
+    heads: tuple[int, ...]
+    last_q: tuple[int, ...]
+    batch: int = 1
+    num_heads: int = 4
+    kv_heads: int = 1
+    head_dim: int = 64
+    window: int | None = None
+    dtype: torch.dtype = torch.float16
+    transposed: bool = False
+
+
+ESTIMATES = {
+    "estimate of a layer": Estimate(
+        q_len=200, k_len=200, heads=(0, 1, 2, 3), last_q=(64,) * 4, kv_heads=2
+    ),
+    "estimate of some heads, batch 2, D 80": Estimate(
+        q_len=70,
+        k_len=301,
+        heads=(0, 2, 3, 4, 5),
+        last_q=(64, 64, 16, 64, 64),
+        batch=2,
+        num_heads=6,
+        kv_heads=2,
+        head_dim=80,
+        transposed=True,
+    ),
+    "estimate of heads of unlike numbers": Estimate(
+        q_len=300, k_len=300, heads=(1, 3, 0), last_q=(200, 130, 1), kv_heads=4
+    ),
+    "estimate of 256 queries, chunks of two tiles": Estimate(
+        q_len=256, k_len=4200, heads=(0, 1), last_q=(256, 64), num_heads=2, head_dim=16
+    ),
+    "estimate of more queries than there are": Estimate(
+        q_len=5, k_len=70, heads=(1,), last_q=(64,)
+    ),
+    "estimate of wide heads": Estimate(
+        q_len=64, k_len=130, heads=(0, 3), last_q=(64, 64), head_dim=160
+    ),
+    **{
+        f"estimate in a window of {window}": Estimate(
+            q_len=200, k_len=400, heads=(0, 1, 3), last_q=(64, 130, 64), window=window, head_dim=32
+        )
+        for window in (1, 65, 1000)
+    },
+}
+
+
+def estimate_error(case: Estimate, device: torch.device) -> tuple[float, float]:
+    """Largest absolute errors of both masses against torch's of the same inputs in fp32."""
+    torch.manual_seed(0)
+    q, k = (
+        torch.randn(case.batch, heads, length, case.head_dim, device=device).to(case.dtype)
+        for heads, length in ((case.num_heads, case.q_len), (case.kv_heads, case.k_len))
+    )
+    if case.transposed:
+        q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+    how = {"scale": 2 * case.head_dim**-0.5, "window": case.window}
+    with no_native_code():
+        found = estimate(q, k, case.heads, case.last_q, **how)
+        expected = estimate(q.float(), k.float(), case.heads, case.last_q, **how)
+    errors = [
+        float((a - b).abs().nan_to_num(nan=float("inf")).max())
+        for a, b in zip(found, expected, strict=True)
+    ]
+    return errors[0], errors[1]
+
+
+# Shape of what is pooled (B, H, length, D), the heads asked for, and positions that the first tile
+# lacks.
+MEANS: dict[str, tuple[tuple[int, int, int, int], tuple[int, ...], int]] = {
+    "means of a token": ((1, 1, 1, 64), (0,), 0),
+    "means, 5 missing, D 80, batch 2": ((2, 4, 300, 80), (0, 2, 3), 5),
+    "means, all but one missing, D 160": ((1, 3, 130, 160), (1, 2), 63),
+    "means of heads asked for twice": ((2, 3, 70, 32), (0, 0, 2, 2, 2), 0),
+    "means of less than is missing": ((1, 1, 3, 16), (0,), 10),
+}
+
+
+def means_error(name: str, device: torch.device) -> tuple[float, float]:
+    """The largest absolute error of means against torch's of the same inputs in fp32."""
+    shape, heads, lead = MEANS[name]
+    torch.manual_seed(0)
+    x = torch.randn(shape, device=device).half()
+    with no_native_code():
+        found, expected = (mean_of_tiles(each, heads, lead=lead) for each in (x, x.float()))
+    assert triton.serves(x) and found.shape == expected.shape
+    return float((found - expected).abs().max().nan_to_num(nan=float("inf"))), 0.0
+
+
+# Shape of the scores (B, h, ..., n), how many each head takes, how many are forced. Several
+# sequences also ragged.
+CHOICES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
+    "choice of 1": ((1, 2, 3, 1), (1, 4), 1),
+    "choice of 65": ((2, 3, 1, 65), (1, 20, 70), 1),
+    "choice of 130": ((1, 2, 4, 130), (128, 3), 2),
+    "choice of 4200, ragged": ((5, 2, 4200), (700, 64), 0),
+    "choice of 5000": ((1, 2, 2, 5000), (100, 4990), 1),
+    "choice of 70000": ((1, 1, 70_000), (1000,), 64),
+}
+
+
+def choice_error(name: str, device: torch.device) -> tuple[float, float]:
+    """Places that differ from torch's stable choice, among ties and -inf; and those with NaN."""
+    shape, sizes, forced = CHOICES[name]
+    torch.manual_seed(0)
+    # Adding 0 makes 0 of -0.
+    scores = (torch.randn(shape) * 4).round() / 4 + 0
+    scores[torch.rand(shape) < 0.3] = float("-inf")
+    how = {"coverage": [None] * len(sizes), "forced": forced}
+    differing, wild = 0, 0
+    for ragged in (False, True) if shape[0] > 1 else (False,):
+        ends, counts = torch.tensor(
+            [[shape[-1], 3, 0, shape[-1] - 1, 5000], [5000, 2, 9, 0, 65]], dtype=torch.int32
+        )
+        each = {"ends": ends[: shape[0]], "counts": counts[: shape[0]]} if ragged else {}
+        there = {name: x.to(device) for name, x in each.items()}
+        with no_native_code():
+            found = best_places(scores.to(device), sizes, **how, **there).cpu()
+            poisoned = scores.masked_fill(torch.rand(shape) < 0.2, float("nan"))
+            taken = best_places(poisoned.to(device), sizes, **how, **there).cpu()
+            with mock.patch("kernels.patterns.triton.chooses", return_value=False):
+                expected = best_places(scores, sizes, **how, **each)
+        differing += int((found != expected).sum())
+        wild += _wild(taken, poisoned)
+    return float(differing), float(wild)
+
+
+def _wild(taken: Tensor, poisoned: Tensor) -> int:
+    """Places taken that hold NaN or are none."""
+    wild = (taken != PAD) & poisoned.gather(
+        -1, taken.clamp(max=poisoned.shape[-1] - 1).long()
+    ).isnan()
+    return int((wild | (taken < 0)).sum())
+
+
+# By number alone, which a GPU chooses in one launch, and all that reads keys.
+BY_NUMBER = (
+    make("vertical_slash", vertical=80, slash=90),
+    make("block_sparse", blocks=3),
+    make("a_shape", sink=70, window=100),
+    make("vertical_slash", vertical=200, slash=64, last_q=100),
+    make("dense"),
+    make("block_sparse", blocks=1),
+)
+EVERY = (
+    *BY_NUMBER[:2],
+    make("memory_units", sink=1, window=70, units=2, representatives=3),
+    make("vertical_slash", vertical=150, slash=300, last_q=30, coverage=0.8),
+    make("block_sparse", blocks=9, coverage=0.7),
+    make("memory_units", sink=70, window=200, units=3),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """A build of a layer; `cache` is the pages' dtype, `halves` their layout in vLLM on CPUs."""
+
+    q_len: int
+    k_len: int
+    page: int
+    batch: int = 1
+    kv_heads: int = 2
+    head_dim: int = 32
+    dtype: torch.dtype = torch.float16
+    cache: torch.dtype | None = None
+    window: int | None = None
+    halves: bool = False
+
+
+PAGED = {
+    **{
+        f"pages: {q} of {k}, pages of {page}": Build(q_len=q, k_len=k, page=page)
+        for q, k, page in (
+            (70, 140, 37),
+            (100, 300, 16),
+            (100, 300, 37),
+            (257, 257, 64),
+            (257, 257, 100),
+            (64, 450, 128),
+        )
+    },
+    "pages: a token": Build(q_len=1, k_len=1, page=16),
+    "pages: batch 2, one KV head, D 80": Build(
+        q_len=70, k_len=301, page=64, batch=2, kv_heads=1, head_dim=80
+    ),
+    "pages: batch 2, pages of 1,000": Build(q_len=70, k_len=190, page=1000, batch=2),
+    "pages: window of 65, pages of 192": Build(q_len=130, k_len=400, page=192, window=65),
+    "pages: keys and values of a page in turn": Build(q_len=150, k_len=310, page=64, halves=True),
+    "pages: bfloat16": Build(q_len=150, k_len=310, page=80, dtype=torch.bfloat16),
+    "pages: D 160": Build(q_len=64, k_len=130, page=64, head_dim=160),
+    "pages: float8_e4m3fn read in bfloat16": Build(
+        q_len=100, k_len=300, page=64, dtype=torch.bfloat16, cache=torch.float8_e4m3fn
+    ),
+    "pages: float8_e5m2 read in float16": Build(
+        q_len=100, k_len=300, page=128, cache=torch.float8_e5m2
+    ),
+}
+
+
+def paged(k: Tensor, case: Build) -> Paged:
+    """Keys (B, G, K, D) in pages of a cache, in any order, with NaN all around them."""
+    batch, kv_heads, k_len, dim = k.shape
+    each = -(-k_len // case.page)
+    pages = (torch.randperm(batch * each + 3)[: batch * each]).view(batch, each)
+    held = torch.full((batch * each + 3, case.page, kv_heads, dim), float("nan"))
+    if case.halves:
+        held = torch.full((len(held), kv_heads, 2, case.page, dim), float("nan"))[
+            :, :, 0
+        ].transpose(1, 2)
+    held = held.to(k.device, case.cache or case.dtype)
+    at = torch.arange(k_len)
+    rows = k.transpose(1, 2).to(held.dtype)
+    for b in range(batch):
+        held[pages[b, at // case.page], at % case.page] = rows[b]
+    # An engine's table goes on behind a sequence, with anything.
+    table = torch.cat([pages, torch.full((batch, 2), 1 << 30)], dim=1).to(k.device, torch.int32)
+    return Paged.of(held, table, [k_len] * batch, case.dtype)
+
+
+def differences(case: Build, device: torch.device) -> dict[str, int]:
+    """Numbers that differ between pages and a tensor, by their name."""
+    torch.manual_seed(case.k_len + case.page)
+    q, k = (
+        torch.randn(case.batch, heads, length, case.head_dim, device=device)
+        for heads, length in ((6, case.q_len), (case.kv_heads, case.k_len))
+    )
+    q, k = q.to(case.dtype), k.to(case.cache or case.dtype).to(case.dtype)
+    where = paged(k, case)
+    found: dict[str, int] = {}
+
+    def compare(name: str, one: Tensor, other: Tensor) -> None:
+        same = one.shape == other.shape and one.dtype == other.dtype
+        found[name] = int((one != other).sum()) if same else -1
+
+    how = {"scale": 0.3, "window": case.window}
+    masses = [estimate(q, keys, [0, 2, 3, 5], [64, 100, 1, 64], **how) for keys in (where, k)]
+    compare("vertical", masses[0][0], masses[1][0])
+    compare("slash", masses[0][1], masses[1][1])
+    compare(
+        "means", *(mean_of_tiles(keys, list(range(case.kv_heads)), lead=0) for keys in (where, k))
+    )
+    for name, patterns in (("by number", BY_NUMBER), ("every", EVERY)):
+        plan = LayerPlan(patterns, case.kv_heads, dense_tail=10)
+        index = plan.build(q, where.cache, **how, block_table=where.table, k_len=case.k_len)
+        expected = plan.build(q, k, **how)
+        for part in ("diagonals", "tiles", "offsets", "columns"):
+            compare(f"{part}, {name}", getattr(index, part), getattr(expected, part))
+    return found
+
+
+def paged_error(name: str, device: torch.device) -> tuple[float, float]:
+    """Numbers of masses and means, and entries of an index, that dense keys do not give."""
+    with no_native_code():
+        found = differences(PAGED[name], device)
+        # Torch would have served in its place, unnoticed.
+        assert triton.serves(torch.empty(1, dtype=torch.float16, device=device))
+    read = sum(abs(found.pop(part)) for part in ("vertical", "slash", "means"))
+    return float(read), float(sum(map(abs, found.values())))
+
+
+# Tables of the attention kernel, one query tile at a time.
+LENGTH = 500
+DIAGONALS = [[0], [0, 1, 2], [0, 2, 3, 5], [0, 1, 7], list(range(8))]
+COLUMNS = [[0, 1, 70, 300], [5], [0, 63, 64, 127, 128, 200, 449], [], [3, 500]]
+TABLES = {
+    f"tables, {rows} query tiles, window {window}": (rows, window)
+    for rows, window in itertools.product((1, 2), (None, 1, 66, 300))
+}
+
+
+def _padded(rows: list[list[int]]) -> torch.Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[row + [PAD] * (width - len(row)) for row in rows]], dtype=torch.int32)
+
+
+def tables_error(name: str, device: torch.device) -> tuple[float, float]:
+    """Entries of the walk, and counts of columns, that are wrong."""
+    rows, window = TABLES[name]
+    n = num_tiles(LENGTH)
+    index = SparseIndex(
+        q_len=LENGTH,
+        k_len=LENGTH,
+        diagonals=_padded(DIAGONALS).to(device),
+        **no_lists(1, len(DIAGONALS), n, device=device),
+        columns=_padded(COLUMNS).to(device),
+        window=window,
+    )
+    call = attention.tables(index, rows, window)
+    run_calls([call], device, "tables")
+    width, reach = call.arguments["walk_width"], index.reach
+    made = call.arguments["tables"].cpu()[0].split([4 * width, 6 * (n + 1), n + 1], dim=-1)
+    wrong, miscounted = 0, 0
+    for walk, counts, held, diagonals, columns in zip(*made, DIAGONALS, COLUMNS, strict=True):
+        seen = [d for d in diagonals if d <= reach]
+        wrong += held.nonzero().flatten().tolist() != seen
+        counted = counts.view(6, n + 1).tolist()
+        unbroken = next(i for i, d in enumerate([*seen, PAD]) if i != d)
+        for at in range(n):
+            found: dict[int, list[tuple[int, bool]]] = {}
+            for sort, wants in ((0, (0, 1)), (1, (0,)), (2, (1,)), (3, (0, 1)))[
+                :: 3 if rows == 1 else 1
+            ]:
+                for e in walk.view(4, width)[sort, : counted[sort][at]].tolist():
+                    for half in wants[:rows]:
+                        found.setdefault(half, []).append((e, sort == 0))
+            for half in range(rows):
+                # Up to the last key that a window leaves to the program's last query no mask is
+                # needed.
+                whole = n if window is None else (window - 64 * rows) // 64
+                entries = [(d - half, d - half <= whole) for d in seen if half < d <= at + half]
+                both = {d for d in seen if rows == 1 or d + 1 - 2 * half in seen}
+                expected = [(e, uncut and e + half in both) for e, uncut in entries]
+                wrong += sorted(found.get(half, [])) != expected
+            miscounted += counted[4][at] != sum(c // 64 <= at - unbroken for c in columns)
+            miscounted += counted[5][at] != sum(c // 64 < at - reach for c in columns)
+    return float(wrong), float(miscounted)
+
+
+def error(name: str, device: torch.device) -> tuple[float, float]:
+    """Both errors of Triton's kernels in a case of any sort."""
+    if name in ESTIMATES:
+        return estimate_error(ESTIMATES[name], device)
+    if name in MEANS:
+        return means_error(name, device)
+    if name in CHOICES:
+        return choice_error(name, device)
+    if name in PAGED:
+        return paged_error(name, device)
+    return tables_error(name, device)

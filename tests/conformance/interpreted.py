@@ -1,0 +1,133 @@
+"""Triton's kernels, interpreted on the CPU under the check of their memory; prints JSON.
+
+In float32 and float16: of bfloat16 the interpreter cuts off bits, and the code is the same.
+
+    TRITON_INTERPRET=1 python -m tests.conformance.interpreted OP NAME ...
+
+gives for each case the largest of its errors in units of what is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests.conformance import attention_cases, builder_cases, decode_cases
+from tests.conformance.triton_memory import memory_checked
+
+HOST = torch.device("cpu")
+# Cases for number formats that are read otherwise and computed alike.
+HALF = (
+    "length 65, listless",
+    "D 33, E 17",
+    "strided",
+    "pages of 16, listless",
+    "packed, pages, window, tails, soft-cap",
+    "float8_e5m2, D 33, E 17",
+    "65 keys",
+    "sinks, tokens",
+    "strided layout",
+    "pages of 10 and tokens",
+    "prompt, batch 2, strided, soft-cap",
+)
+# One of each sort that Triton's kernels tell apart, for `make test`.
+KEPT = {
+    "attention": (
+        "float16: length 63",
+        "65 of 300, listless",
+        "D 33, E 17",
+        "tails 0, 10, 70, 300; 130 of 300, 1,2,0",
+        "padded, q of k",
+        "float16: float8_e4m3fn, pages, q of k, batch 2",
+        "skip, lists, columns, 130 of 320, tail",
+        "pairs of tiles, window",
+        "3 parts, packed, pages, tails",
+    ),
+    "decode": (
+        "65 keys",
+        "5 queries",
+        "starts, ends and tokens",
+        "3 splits, window, sinks, soft-cap",
+        "float16: float8 e4m3, pages of 16",
+        "float16: 70 of 200",
+    ),
+    "builders": (
+        "estimate of some heads, batch 2, D 80",
+        "estimate in a window of 65",
+        "means, 5 missing, D 80, batch 2",
+        "choice of 130",
+        "choice of 70000",
+        "pages: 70 of 140, pages of 37",
+        "tables, 2 query tiles, window 300",
+    ),
+}
+ALL = {
+    "attention": (
+        *attention_cases.SMALL,
+        *(f"float16: {name}" for name in HALF[:6]),
+    ),
+    "decode": (
+        *decode_cases.SMALL,
+        *decode_cases.PROMPTS,
+        *(f"float16: {name}" for name in HALF[6:]),
+    ),
+    "builders": (
+        *builder_cases.ESTIMATES,
+        *builder_cases.MEANS,
+        *builder_cases.CHOICES,
+        *(name for name, case in builder_cases.PAGED.items() if case.dtype == torch.float16),
+        *builder_cases.TABLES,
+    ),
+}
+
+
+def in_its_dtype(cases: Mapping[str, Any], name: str) -> Any:
+    """The case of that name, in float16 where it begins so."""
+    if name in cases:
+        return cases[name]
+    return replace(cases[name.removeprefix("float16: ")], dtype=torch.float16)
+
+
+def attention(name: str) -> float:
+    """The larger error of out and log-sum-exp."""
+    case = in_its_dtype(attention_cases.SMALL, name)
+    errors = attention_cases.run(case, HOST)
+    most = (attention_cases.TOLERANCES[op, case.dtype][0] for op in ("out", "lse"))
+    return max(error / allowed for error, allowed in zip(errors, most, strict=True))
+
+
+def decode(name: str) -> float:
+    """The largest error of out, log-sum-exp and scores."""
+    case = in_its_dtype(decode_cases.SMALL | decode_cases.PROMPTS, name)
+    # The largest probabilities of chosen keys, as OmniKV asks for them; else the sums, as H2O does.
+    kind = "sum" if case.tokens is None else "max"
+    errors = decode_cases.run(case, HOST, decode_cases.by_triton(case), kind)
+    most = decode_cases.TOLERANCES[case.dtype]
+    return max(error / allowed for error, allowed in zip(errors, most, strict=True))
+
+
+def builders(name: str) -> float:
+    """The larger of both errors; what is counted must be 0."""
+    allowed = 0.5
+    if name in builder_cases.ESTIMATES or name in builder_cases.MEANS:
+        allowed = builder_cases.ERROR
+    return max(builder_cases.error(name, HOST)) / allowed
+
+
+def main(op: str, *names: str) -> None:
+    torch.set_num_threads(1)
+    # torch.empty gives NaN from here on.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    with memory_checked():
+        error = {"attention": attention, "decode": decode, "builders": builders}[op]
+        print(json.dumps({name: error(name) for name in names}))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

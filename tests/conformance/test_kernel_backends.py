@@ -1,0 +1,297 @@
+"""Conformance of kernel backends: every backend and CPU engine, every case, against the reference.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention import cpu, launch
+from kernels.decode import Decoded, decode_attention
+from kernels.decode import cpu as decode_cpu
+from kernels.decode import reference as decode_reference
+from tests.conformance import attention_cases, builder_cases, decode_cases, extremes, interpreted
+from tests.conformance.attention_cases import check, served
+from tests.kernels.conftest import builder, one_thread, poisoned_memory
+from tests.processes import interpret
+
+__all__ = ["builder", "one_thread", "poisoned_memory"]
+
+HOST = torch.device("cpu")
+# What is served, by the number format of the queries.
+ENGINES = {
+    torch.float32: ["float"],
+    torch.float16: ["float"],
+    torch.bfloat16: ["amx", "brgemm", "dot", "float"],
+}
+DECODE_ENGINES = {**ENGINES, torch.bfloat16: ["dot", "float"]}
+
+
+def runs(
+    cases: dict[str, Any], engines: dict[torch.dtype, list[str]]
+) -> list[tuple[torch.dtype, str, str]]:
+    """Number format, server and case: every case in float32 and bfloat16, some in float16."""
+    found = []
+    for dtype, names in engines.items():
+        for name in cases:
+            some = name in interpreted.HALF
+            for engine in names:
+                if dtype is torch.float32 or engine != "float" or some:
+                    found.append((dtype, f"cpu {engine}", name))
+            if some:
+                found.append((dtype, "reference", name))
+    return found
+
+
+def skip_without(server: str, engines: list[str]) -> str:
+    """The engine of a server's name; the test is skipped where it is not built."""
+    engine = server.partition(" ")[2]
+    if engine and engine not in engines:
+        pytest.skip(f"this processor or build has no engine {engine!r}")
+    return engine
+
+
+# The longest of all go first.
+@pytest.mark.slow
+@pytest.mark.parametrize("op", interpreted.KEPT)
+def test_triton_interpreted(op: str) -> None:
+    errors = interpret(interpreted.__name__, op, *interpreted.KEPT[op])
+    assert {name: error for name, error in errors.items() if not error <= 1} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("op", interpreted.KEPT)
+def test_triton_interpreted_in_every_case(op: str) -> None:
+    others = [name for name in interpreted.ALL[op] if name not in interpreted.KEPT[op]]
+    errors = interpret(interpreted.__name__, op, *others)
+    assert {name: error for name, error in errors.items() if not error <= 1} == {}
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
+def attention_op(server: str, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Attention of a backend's engine, "cpu dot", or of a backend."""
+    engine = skip_without(server, cpu.engines(dtype))
+    if engine:
+        return functools.partial(cpu.sparse_attention, engine=engine)
+    return functools.partial(launch, backend=server)
+
+
+problem = functools.cache(attention_cases.problem)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "server", "name"),
+    runs(attention_cases.CASES, ENGINES),
+    ids=lambda part: str(part).removeprefix("torch."),
+)
+def test_attention(dtype: torch.dtype, server: str, name: str) -> None:
+    op = attention_op(server, dtype)
+    case = replace(attention_cases.CASES[name], dtype=dtype)
+    given = problem(case, HOST)
+    with threads(2):
+        out, lse = served(case, given, op)
+    check(out, given.out, "out", dtype)
+    check(lse, given.lse, "lse", dtype)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n for n, case in attention_cases.SMALL.items() if case.skip is None and case.page is None],
+)
+def test_the_reference_of_attention_is_softmax_over_the_mask(name: str) -> None:
+    case = attention_cases.CASES[name]
+    given = problem(case, HOST)
+    if given.index.skip is not None:
+        given = given._replace(index=replace(given.index, skip=None))
+    group = case.heads // case.kv_heads
+    out = torch.zeros(given.out.shape, dtype=torch.float64)
+    lse = torch.full(given.lse.shape, float("-inf"), dtype=torch.float64)
+    places = [(b, 0, case.q_len, 0, case.k_len) for b in range(case.batch)]
+    if case.ragged is not None:
+        places = list(case.ragged.sequences)
+    for s, (b, q_start, q_len, k_start, k_len) in enumerate(places):
+        asked = slice(q_start, q_start + q_len)
+        rows = slice(k_start, k_start + k_len)
+        keys, values = (
+            x[b, :, rows].double().repeat_interleave(group, dim=0) for x in (given.k, given.v)
+        )
+        logits = given.q[b, :, asked].double() @ keys.transpose(1, 2) * given.rest["scale"]
+        if case.softcap is not None:
+            logits = case.softcap * (logits / case.softcap).tanh()
+        distance = torch.arange(k_len - q_len, k_len)[:, None] - torch.arange(k_len)
+        mask = given.index.sequence(s).to_mask()[0]
+        assert not mask[:, (distance < 0) | (distance >= (case.window or k_len))].any()
+        logits = logits.masked_fill(~mask, float("-inf"))
+        if case.sinks:
+            sinks = given.rest["sinks"].double()[:, None, None].expand(-1, q_len, 1)
+            logits = torch.cat([sinks, logits], dim=-1)
+        out[b, :, asked] = logits.softmax(-1)[..., -k_len:] @ values
+        lse[b, :, asked] = logits.logsumexp(-1)
+    check(given.out, out, "out", torch.float32)
+    check(given.lse, lse, "lse", torch.float32)
+
+
+def decode_op(server: str, case: decode_cases.Case) -> Callable[..., Decoded]:
+    """Decode of a backend's engine, "cpu dot", or of a backend."""
+    of_prompts = case.q_len > decode_cases.MAX_QUERIES
+    engines = (cpu if of_prompts else decode_cpu).engines(case.dtype)
+    engine = skip_without(server, engines)
+    if engine:
+        return decode_cases.serve(decode_cpu, case, engine=engine)
+    return functools.partial(decode_attention, backend=server)
+
+
+STEPS = decode_cases.SMALL | decode_cases.LARGE
+PROMPTS = decode_cases.PROMPTS | decode_cases.LONG_PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("dtype", "server", "name"),
+    [*runs(STEPS, DECODE_ENGINES), *runs(PROMPTS, ENGINES)],
+    ids=lambda part: str(part).removeprefix("torch."),
+)
+def test_decode(dtype: torch.dtype, server: str, name: str) -> None:
+    case = replace(decode_cases.CASES[name], dtype=dtype)
+    op = decode_op(server, case)
+    for kind in case.kinds:
+        with threads(2):
+            errors = decode_cases.run(case, HOST, op, kind)
+        assert decode_cases.close(errors, dtype), (kind, errors)
+
+
+@pytest.mark.parametrize("name", decode_cases.SMALL | decode_cases.PROMPTS)
+def test_the_reference_of_decode_is_softmax_over_what_is_visible(name: str) -> None:
+    """The definition once more, in float64, over a mask, with neither lists nor pages."""
+    case = decode_cases.CASES[name]
+    (q, k, v), rest, seen = decode_cases.problem(replace(case, page=None), HOST)
+    (qp, kp, vp), paged, _ = decode_cases.problem(case, HOST)
+    groups = case.heads // case.kv_heads
+    kept = seen.any(2).repeat_interleave(groups, 1)[..., None]
+    keys, values = (x.double().repeat_interleave(groups, 1).where(kept, 0) for x in (k, v))
+    logits = q.double() @ keys.transpose(2, 3) * (case.scale or case.head_dim**-0.5)
+    if case.softcap is not None:
+        logits = case.softcap * (logits / case.softcap).tanh()
+    mask = seen.repeat_interleave(groups, 1)
+    logits = logits.masked_fill(~mask, float("-inf"))
+    lse = logits.logsumexp(-1)
+    if rest["sinks"] is not None:
+        lse = torch.logaddexp(lse, rest["sinks"].double()[:, None])
+    shares = (logits - lse[..., None]).exp().nan_to_num()
+    mass = shares.view(case.batch, case.kv_heads, -1, case.k_len)
+    for scores, wanted in (("sum", mass.sum(2)), ("max", mass.amax(2))):
+        found = decode_cases.serve(decode_reference, case)(qp, kp, vp, **paged, scores=scores)
+        expected = Decoded(shares @ values, lse, _listed(wanted, found, rest))
+        assert max(decode_cases.errors(found, expected, groups * case.q_len)) <= 1e-5
+
+
+def _listed(scores: Tensor, found: Decoded, rest: dict[str, Any]) -> Tensor:
+    """Scores of all keys (B, G, K) at the chosen ones, or with zeros up to the last page's end."""
+    assert found.scores is not None
+    if (tokens := rest["tokens"]) is None:
+        return torch.nn.functional.pad(scores, (0, found.scores.shape[-1] - scores.shape[-1]))
+    lists = (tokens if tokens.dim() == 3 else tokens[:, None]).expand(-1, scores.shape[1], -1)
+    return torch.nn.functional.pad(scores, (0, 1)).gather(
+        2, lists.clamp(max=scores.shape[-1]).long()
+    )
+
+
+SERVERS = [(dtype, f"cpu {engine}") for dtype, engines in ENGINES.items() for engine in engines]
+
+
+@pytest.mark.parametrize(("dtype", "server"), SERVERS)
+@pytest.mark.parametrize("name", ["length 1000", "tail, 65 of 4100"])
+def test_attention_repeats_to_the_bit_for_any_number_of_threads(
+    dtype: torch.dtype, server: str, name: str
+) -> None:
+    op = attention_op(server, dtype)
+    case = replace(attention_cases.CASES[name], dtype=dtype)
+    given = problem(case, HOST)
+    results = []
+    for number in (1, 2, 2, 3):
+        with threads(number):
+            results.append(served(case, given, op))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+@pytest.mark.parametrize("dtype", DECODE_ENGINES, ids=str)
+@pytest.mark.parametrize("name", ["2048 of 4097 keys", "ends far apart", "600 of 1201"])
+def test_decode_repeats_to_the_bit_for_any_threads_with_scores_and_without(
+    dtype: torch.dtype, name: str
+) -> None:
+    case = replace(decode_cases.CASES[name], dtype=dtype)
+    qkv, rest, _ = decode_cases.problem(case, HOST)
+    results = []
+    for number, scores in ((1, "sum"), (2, "sum"), (3, "sum"), (2, "none")):
+        kind: Any = scores if len(case.kinds) == 2 else "sum"
+        with threads(number):
+            results.append(decode_attention(*qkv, **rest, scores=kind, backend="cpu"))
+    for result in results[1:]:
+        assert torch.equal(result.out, results[0].out) and torch.equal(result.lse, results[0].lse)
+        assert result.scores is None or torch.equal(result.scores, results[0].scores)
+
+
+STORED = [
+    (torch.float32, None),
+    (torch.float16, None),
+    (torch.bfloat16, None),
+    (torch.bfloat16, torch.float8_e5m2),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "window"),
+    [("attention", None), ("attention", 70), ("decode", None), ("decode", 70), ("scores", None)],
+)
+@pytest.mark.parametrize(("dtype", "stored"), STORED)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_bad_numbers_reach_those_who_see_them(
+    op: str, dtype: torch.dtype, stored: torch.dtype | None, window: int | None, backend: str
+) -> None:
+    q_len = 150
+    keys = (200, 250, 329)
+    if op == "decode":
+        q_len = 6
+        keys = (325, 327, 329)
+    given = extremes.call(
+        op, backend, q_len=q_len, k_len=330, dtype=dtype, stored=stored, window=window
+    )
+    places = [
+        *(("value", key, bad) for key in keys for bad in (extremes.NAN, -extremes.INF)),
+        *(("key", key, extremes.NAN) for key in keys),
+        ("query", q_len // 2, extremes.NAN),
+    ]
+    assert list(extremes.reached(given, *places)) == []
+
+
+@pytest.mark.parametrize("factor", [1e5, 3e9, 1e18])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", extremes.OPS)
+def test_logits_of_any_size_give_what_the_reference_gives(
+    op: str, dtype: torch.dtype, factor: float
+) -> None:
+    assert extremes.wrong_where_huge(op, "cpu", 200, factor, dtype) == ""
+
+
+@pytest.mark.usefixtures("builder")
+@pytest.mark.parametrize("name", builder_cases.PAGED)
+def test_pages_give_what_a_tensor_gives(name: str) -> None:
+    assert not any(builder_cases.differences(builder_cases.PAGED[name], HOST).values())

@@ -1,0 +1,262 @@
+"""Calls of attention and decode that are odd and right: what serves them, and what comes out.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import kernels.dispatch as dispatch
+from kernels.attention import cpu, sparse_attention
+from kernels.decode import cpu as decode_cpu
+from kernels.decode import decode_attention
+from kernels.index import PAD, SparseIndex, lists
+from kernels.patterns import LayerPlan, make
+from kernels.ragged import Ragged
+from tests.kernels.test_refusals import int32
+
+NO_COMPILER = "no C++ compiler found (install g++, or set CXX)"
+
+
+def inputs(
+    heads: int = 2, kv_heads: int = 1, length: int = 200, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, SparseIndex]:
+    torch.manual_seed(0)
+    q = torch.randn(1, heads, length, 64, **options)
+    k, v = (torch.randn(1, kv_heads, length, 64, **options) for _ in range(2))
+    patterns = [make("vertical_slash", vertical=70, slash=64), make("dense")] * (heads // 2)
+    return q, k, v, LayerPlan(patterns, kv_heads).build(q, k)
+
+
+@pytest.fixture
+def fresh_notes() -> Iterator[None]:
+    """Forget what has been said once."""
+    dispatch.say_once.cache_clear()
+    yield
+    dispatch.say_once.cache_clear()
+
+
+def test_defaults_are_causal_softmax_attention() -> None:
+    q, k, v, _ = inputs()
+    index = LayerPlan([make("dense")] * 2, 1).build(q, k)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(sparse_attention(q, k, v, index), expected, rtol=1e-5, atol=1e-5)
+    out, lse, scores = decode_attention(q[:, :, -1:], k, v)
+    torch.testing.assert_close(out, expected[:, :, -1:], rtol=1e-5, atol=1e-5)
+    assert lse.shape == (1, 2, 1) and scores is None
+
+
+def test_a_broken_index_reads_and_writes_nothing_outside() -> None:
+    """Entries that the op refuses, handed past it: native code stops at wild columns and tiles."""
+    q, k, v, index = inputs()
+    rest: dict[str, Any] = {"scale": 0.125, "softcap": None}
+    for columns, wild in ((int32(-5, 3), -5), (int32(3, 80, -7, 90), -7)):
+        broken = replace(index, columns=columns.expand(1, 2, -1))
+        with pytest.raises(ValueError, match=f"column {wild} is none of the 200 keys"):
+            cpu.sparse_attention(q, k, v, broken, **rest)
+    wild_entries = replace(
+        index,
+        diagonals=int32(0, -(2**31), PAD).expand(1, 2, 3),
+        **lists(int32(-1, -(10**9), PAD).expand(1, 2, 4, 3)),
+        columns=int32(3, PAD).expand(1, 2, 2),
+    )
+    offsets = torch.tensor([-5, 10**12, 3, -(10**12), 1]).expand(1, 2, 5)
+    beyond = replace(wild_entries, offsets=offsets)
+    for broken in (wild_entries, beyond):
+        out, _ = cpu.sparse_attention(q, k, v, broken, **rest)
+        assert out.isfinite().all()
+    with pytest.raises(ValueError, match="offsets must be ascending from 0 to at most 24"):
+        sparse_attention(q, k, v, beyond)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_padding_says_nothing_and_entries_may_be_views(backend: str) -> None:
+    q, k, v, index = inputs()
+    pad = torch.nn.functional.pad
+    padded = replace(
+        index,
+        diagonals=pad(index.diagonals, (0, 3), value=PAD),
+        **lists(pad(index.listed(), (0, 2), value=PAD)),
+        columns=pad(index.columns, (0, 70), value=PAD),
+    )
+    padded.validate()
+    viewed = replace(index, columns=torch.stack([index.columns, index.columns + 1], dim=-1)[..., 0])
+    expected = sparse_attention(q, k, v, index, backend=backend)
+    for other in (padded, viewed):
+        assert torch.equal(sparse_attention(q, k, v, other, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_no_batch_gives_no_output(backend: str) -> None:
+    q, k, v, _ = inputs()
+    index = LayerPlan([make("dense")] * 2, 1).build(q[:0], k[:0])
+    out, lse = sparse_attention(q[:0], k[:0], v[:0], index, return_lse=True, backend=backend)
+    assert out.shape == (0, 2, 200, 64) and lse.shape == (0, 2, 200)
+
+
+def test_an_infinite_score_is_nan_as_in_softmax() -> None:
+    q, k, v, index = inputs()
+    q[0, 0, :, 5], k[0, 0, 3, 5] = 1.0, float("inf")
+    out = sparse_attention(q, k, v, index, backend="cpu")
+    assert out[0, 0, 3:].isnan().all() and out[0, 0, :3].isfinite().all()
+
+
+@pytest.mark.parametrize("softcap", [1e-3, 30.0])
+def test_soft_cap_holds_at_both_ends(softcap: float) -> None:
+    q, k, v, index = inputs()
+    for factor in (1e-4, 1e3):
+        (out, lse), (expected, expected_lse) = (
+            sparse_attention(
+                q * factor,
+                k * factor,
+                v,
+                index,
+                softcap=softcap,
+                return_lse=True,
+                backend=backend,
+            )
+            for backend in ("cpu", "reference")
+        )
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offsets_beyond_two_billion_elements(dtype: torch.dtype) -> None:
+    """Strides past 2^31, over address space of which next to nothing is touched."""
+    q, k, _, index = inputs(4, 2, dtype=dtype)
+    far = 3 * 2**30
+    row, head, batch = far // 300, far, far + 64
+    size = (batch + head + far) * dtype.itemsize
+    no_reserve = 0x4000
+    space = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    storage = torch.frombuffer(space, dtype=dtype)
+    wide_k = storage.as_strided((2, 2, 200, 64), (batch, head, row, 1))
+    wide_k.copy_(k.expand(2, -1, -1, -1))
+    plan = LayerPlan([make("vertical_slash", vertical=70, slash=64), make("dense")] * 2, 2)
+    two = plan.build(q.expand(2, -1, -1, -1), k.expand(2, -1, -1, -1))
+    out = sparse_attention(q.expand(2, -1, -1, -1), wide_k, wide_k, two, backend="cpu")
+    expected = sparse_attention(q, k, k, index, backend="cpu")
+    assert torch.equal(out, expected.expand(2, -1, -1, -1))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_decode_queries_that_see_nothing(backend: str) -> None:
+    """Chosen rows behind the query, or none at all: zeros, -inf, and no part in the scores."""
+    q, k, v, _ = inputs(6, 2, length=64)
+    tokens = int32(62, 63)[None]
+    found = decode_attention(q[:, :, -4:], k, v, tokens=tokens, scores="sum", backend=backend)
+    assert (found.out[:, :, :2] == 0).all() and (found.out[:, :, 2:] != 0).all()
+    assert (found.lse[:, :, :2] == float("-inf")).all() and found.lse[:, :, 2:].isfinite().all()
+    assert found.scores is not None and found.scores.sum().item() == pytest.approx(6 * 2)
+    tokens = torch.full((1, 3), PAD, dtype=torch.int32)
+    found = decode_attention(q[:, :, -4:], k, v, tokens=tokens, scores="max", backend=backend)
+    assert (found.out == 0).all() and found.scores is not None and (found.scores == 0).all()
+
+
+def test_gradients_are_refused_not_lost(
+    fresh_notes: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    q, k, v, index = inputs()
+    q.requires_grad_()
+    with caplog.at_level(logging.WARNING, "headwise"):
+        out = sparse_attention(q, k, v, index)
+        sparse_attention(q, k, v, index)
+    reason = "it has no backward pass (use torch.no_grad or torch.inference_mode)"
+    assert [r.message for r in caplog.records if "'cpu'" in r.message] == [
+        f"backend 'cpu' not used: {reason}"
+    ]
+    (out.sum() + decode_attention(q[:, :, -3:], k, v).out.sum()).backward()
+    assert q.grad is not None and q.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert cpu.supports(q, k, v) is None
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode"])
+def test_tangents_are_carried_not_lost(op: str) -> None:
+    q, k, v, index = inputs(length=16)
+
+    def attend(values: Tensor) -> Tensor:
+        if op == "prefill":
+            return sparse_attention(q, k, values, index)
+        return decode_attention(q, k, values).out
+
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(attend(forward_ad.make_dual(v, torch.ones_like(v))))
+        # Weights add up to 1.
+        torch.testing.assert_close(out.tangent, torch.ones_like(out.primal))
+    _, tangent = torch.func.jvp(attend, (v,), (torch.ones_like(v),))
+    torch.testing.assert_close(tangent, torch.ones_like(tangent))
+    with forward_ad.dual_level(), pytest.raises(ValueError, match="no forward-mode derivative"):
+        sparse_attention(q, k, forward_ad.make_dual(v, torch.ones_like(v)), index, backend="cpu")
+
+
+@pytest.mark.parametrize("op", ["attention", "decode"])
+def test_auto_falls_back_and_says_so_once(
+    op: str, fresh_notes: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    q, k, v, index = inputs()
+
+    def attend(backend: str) -> Tensor:
+        if op == "attention":
+            return sparse_attention(q, k, v, index, backend=backend)
+        return decode_attention(q[:, :, -3:], k, v, backend=backend).out
+
+    expected = attend("reference")
+    monkeypatch.setattr("kernels.native.build.load", lambda: NO_COMPILER)
+    with caplog.at_level(logging.WARNING, "headwise"):
+        for _ in range(3):
+            assert torch.equal(attend("auto"), expected)
+    assert [r.message for r in caplog.records if "'cpu'" in r.message] == [
+        f"backend 'cpu' not used: {NO_COMPILER}"
+    ]
+    reasons = dispatch.why_not(q, k, v, op)
+    assert reasons == {
+        "triton": "it serves tensors on a GPU, not on cpu",
+        "cpu": NO_COMPILER,
+        "reference": None,
+    }
+    with pytest.raises(ValueError, match=r"backend 'cpu' cannot serve this call: no C\+\+ comp"):
+        attend("cpu")
+    with pytest.raises(ValueError, match="no C"):
+        cpu.engines(torch.float32)
+
+
+def test_an_engine_that_does_not_serve_is_named() -> None:
+    q, k, v, index = inputs()
+    rest: dict[str, Any] = {"scale": 1.0, "softcap": None, "engine": "dot"}
+    reason = "engine 'dot' does not serve Float on this processor"
+    with pytest.raises(ValueError, match=reason):
+        cpu.sparse_attention(q, k, v, index, **rest)
+    nothing: dict[str, Any] = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table"))
+    with pytest.raises(ValueError, match=reason):
+        decode_cpu.decode_attention(q[:, :, -1:], k, v, **nothing, scores="none", **rest)
+
+
+def test_an_index_is_looked_at_once_and_a_built_one_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, _ = inputs()
+    plan = LayerPlan([make("vertical_slash", vertical=70, slash=64), make("dense")], 1)
+    built = plan.build(q, k, ragged=Ragged.left_padded([150], 200, 200))
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "kernels.index.SparseIndex.check_shapes",
+        lambda self: asked.append("shapes" if self._valid else "entries"),
+    )
+    sparse_attention(q, k, v, built)
+    assert "entries" not in asked
+    hand = replace(plan.build(q, k), window=90)
+    assert not hand._valid
+    sparse_attention(q, k, v, hand)
+    assert hand._valid

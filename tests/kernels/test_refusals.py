@@ -1,0 +1,253 @@
+"""Refusals of attention, decode, and batches of sequences: each names the value that is wrong.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim, E value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention import sparse_attention
+from kernels.decode import MAX_QUERIES, decode_attention
+from kernels.decode.dropping import drop_lowest
+from kernels.dense import dense_attention
+from kernels.index import SparseIndex
+from kernels.patterns import LayerPlan, make
+from kernels.patterns.dense import dense_index
+from kernels.ragged import Ragged
+
+
+def inputs(length: int = 200) -> tuple[Tensor, Tensor, Tensor, SparseIndex]:
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, length, 64)
+    k, v = (torch.randn(1, 1, length, 64) for _ in range(2))
+    patterns = [make("vertical_slash", vertical=70, slash=64), make("dense")]
+    return q, k, v, LayerPlan(patterns, 1).build(q, k)
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+ATTENTION: list[tuple[dict[str, Any], str]] = [
+    ({"q": torch.zeros(2, 200, 64)}, "got 3, 4, 4-D"),
+    ({"q": torch.zeros(2, 2, 200, 64)}, r"q \(2, 2, 200, 64\), k \(1, 1, 200, 64\)"),
+    ({"q": torch.zeros(1, 2, 200, 80)}, "shapes do not go together"),
+    ({"v": torch.zeros(1, 1, 199, 64)}, "shapes do not go together"),
+    (
+        {"k": torch.zeros(1, 3, 200, 64), "v": torch.zeros(1, 3, 200, 64)},
+        "2 query heads do not divide into 3 KV heads",
+    ),
+    (
+        {"k": torch.zeros(1, 0, 200, 64), "v": torch.zeros(1, 0, 200, 64)},
+        "2 query heads do not divide into 0 KV heads",
+    ),
+    ({"v": torch.zeros(1, 1, 200, 0)}, "head dims must be positive, got 64 and 0"),
+    ({"q": torch.zeros(1, 2, 201, 64)}, "between 1 and key length 200, got 201"),
+    ({"q": torch.zeros(1, 2, 0, 64)}, "between 1 and key length 200, got 0"),
+    ({"k": torch.zeros(1, 1, 200, 64).half()}, "got torch.float32, torch.float16"),
+    ({"v": torch.zeros(1, 1, 200, 64, device="meta")}, "must share a device, got cpu, meta"),
+    ({"q": torch.zeros(1, 2, 100, 64)}, r"= \(1, 200, 200\), the call has \(1, 100, 200\)"),
+    ({"q": torch.zeros(1, 3, 200, 64)}, "index is for 2 heads, q has 3"),
+    ({"out": torch.zeros(1, 2, 200, 32)}, r"out must be .* got .* \(1, 2, 200, 32\)"),
+    ({"out": torch.zeros(1, 1, 200, 64).expand(1, 2, 200, 64)}, "a place of its own"),
+    ({"out": torch.zeros(20_000).as_strided((1, 2, 200, 64), (0, 64, 16, 1))}, "of its own"),
+    ({"skipped": torch.zeros(1, 2, dtype=torch.int64)}, r"contiguous int32 \(1, 2\), got .*int64"),
+    ({"scale": float("nan")}, "scale must be a positive finite number, got nan"),
+    ({"softcap": 0.0}, "softcap must be a positive finite number, got 0.0"),
+    ({"backend": "cuda"}, "unknown backend 'cuda'; known: auto, .*cpu.*, reference"),
+    ({"index": None}, "index must be a SparseIndex, got NoneType"),
+    (
+        {n: torch.zeros(1, 2 if n == "q" else 1, 200, 64).double() for n in "qkv"}
+        | {"backend": "cpu"},
+        "backend 'cpu' cannot serve this call: it serves .*, not torch.float64",
+    ),
+    (
+        {"q": torch.zeros(1, 2, 200, 64, requires_grad=True), "backend": "cpu"},
+        "backend 'cpu' cannot serve this call: it has no backward pass",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), ATTENTION)
+def test_attention_names_what_is_wrong(change: dict[str, Any], message: str) -> None:
+    q, k, v, index = inputs()
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(**({"q": q, "k": k, "v": v, "index": index} | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"dense_tail": (1.5, 2)}, r"must be \(\) or 2 counts, got \(1.5, 2\)"),
+        ({"columns": int32(9, 3).expand(1, 2, 2)}, "columns must be strictly ascending"),
+        ({"skip": torch.full((1, 2), 0.5)}, "skip must be at most 0, got 0.5"),
+        ({"skip": torch.zeros(1, 3)}, r"skip must be float32 \(1, 2\) .* \(1, 3\)"),
+        (
+            {"ragged": Ragged.left_padded([200, 100], 200, 200)},
+            r"for 1 sequences of up to \(200, 200\) .*, its ragged batch has 2",
+        ),
+        ({"ragged": Ragged.left_padded([100], 200, 200)}, r"has 1 of up to \(100, 100\)"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
+def test_an_index_made_by_hand_is_looked_at_by_every_backend(
+    change: dict[str, Any], message: str, backend: str
+) -> None:
+    q, k, v, index = inputs()
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(q, k, v, replace(index, **change), backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("ragged", "message"),
+    [
+        (Ragged.packed([0, 150, 201], [0, 150, 201]), "queries in rows 150 to 201 of batch"),
+        (Ragged.packed([0, 100, 200], [0, 100, 201]), "sequence 1 has its keys in rows 100 to 201"),
+        (Ragged.left_padded([100, 200], 200, 200), "in rows 0 to 200 of batch element 1"),
+    ],
+)
+def test_sequences_must_lie_in_the_tensors(ragged: Ragged, message: str) -> None:
+    q, k, v, _ = inputs()
+    with pytest.raises(ValueError, match=message):
+        LayerPlan([make("dense")] * 2, 1).build(q, k, ragged=ragged)
+    q_len, k_len = max(ragged.q_lens), max(ragged.k_lens)
+    index = replace(dense_index(2, 2, q_len, k_len, q.device), ragged=ragged)
+    with pytest.raises(ValueError, match=message):
+        sparse_attention(q, k, v, index)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"q_lens": (5,), "k_lens": (4,)}, "q_len must be between 1 and k_len=4, got 5"),
+        ({"q_lens": (0,), "k_lens": (4,)}, "q_len must be between 1 and k_len=4, got 0"),
+        ({"q_lens": (1, 1), "k_lens": (4,)}, "must have one entry for each sequence"),
+        ({"q_lens": (1,), "k_lens": (4,), "k_starts": (-1,)}, r"negative, got \(0, 0, -1\)"),
+        ({"q_lens": (1,), "k_lens": (4,), "q_starts": (0.5,)}, "must be integers, got 0.5"),
+        (
+            {
+                "rows": (1, 0, 1),
+                "q_starts": (4, 0, 0),
+                "q_lens": (2, 9, 5),
+                "k_starts": (0,) * 3,
+                "k_lens": (9,) * 3,
+            },
+            "sequences 2 and 0 overlap: row 4 of batch element 1 is a query of both",
+        ),
+    ],
+)
+def test_a_ragged_batch_names_what_is_wrong(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Ragged(**{"rows": (0,), "q_starts": (0,), "k_starts": (0,)} | fields)
+
+
+def test_a_page_that_is_not_there_is_refused() -> None:
+    q, k, v, index = inputs(length=100)
+    caches = [x.transpose(1, 2).reshape(2, 50, 1, 64) for x in (k, v)]
+    for page in (2, -1):
+        with pytest.raises(ValueError, match=f"page {page} is none of the 2 pages"):
+            sparse_attention(q, *caches, index, block_table=int32(0, page)[None], backend="cpu")
+    for table in (int32(0)[None], int32(0, 1), torch.zeros(1, 2)):
+        with pytest.raises(ValueError, match=r"must be int32 \(1, at least 2\), got torch"):
+            sparse_attention(q, *caches, index, block_table=table)
+
+
+def decode_inputs(**change: Any) -> dict[str, Any]:
+    shapes = {"q": (2, 4, 3, 16), "k": (2, 2, 40, 16), "v": (2, 2, 40, 8)}
+    return {name: torch.ones(shape) for name, shape in shapes.items()} | change
+
+
+ONES = torch.ones(2, dtype=torch.int32)
+PAGES = {"k": torch.ones(2, 8, 2, 16), "v": torch.ones(2, 8, 2, 8)}
+DECODE: list[tuple[dict[str, Any], str]] = [
+    ({"q": torch.ones(4, 3, 16)}, "got 3, 4, 4-D"),
+    ({"q": torch.ones(2, 4, 3, 8)}, r"q \(2, 4, 3, 8\), k \(2, 2, 40, 16\), v \(2, 2, 40, 8\)"),
+    ({"q": torch.ones(2, 3, 3, 16)}, "3 query heads do not divide into 2 KV heads"),
+    ({"q": torch.ones(2, 4, 0, 16)}, "decode takes 1 to 16 queries, got 0"),
+    ({"q": torch.ones(2, 4, 17, 16)}, "decode takes 1 to 16 queries, got 17"),
+    ({"q": torch.ones(2, 4, 17, 16), "scores": "max"}, "1 to 16 queries, got 17"),
+    ({"q": torch.ones(2, 4, 17, 16), "scores": "sum", "window": 5}, "1 to 16 queries, got 17"),
+    ({"q": torch.ones(2, 4, 41, 16), "scores": "sum"}, "got 41 queries and 40 keys"),
+    ({"q": torch.ones(2, 4, 3, 16).half()}, "floating dtype, got torch.float16"),
+    ({"k": torch.ones(2, 2, 0, 16), "v": torch.ones(2, 2, 0, 8)}, r"empty: k \(2, 2, 0, 16\)"),
+    ({"v": torch.ones(2, 2, 40, 0)}, "head dims must be positive, got 16 and 0"),
+    ({"k": torch.ones(2, 2, 40, 16, device="meta")}, "must share a device, got cpu, meta"),
+    ({"tokens": ONES[:, None].long()}, r"int32 \(2, C\) .*, got torch.int64 \(2, 1\)"),
+    ({"tokens": torch.ones(2, 0, dtype=torch.int32)}, r"with C > 0, got torch.int32 \(2, 0\)"),
+    ({"starts": torch.zeros(3, dtype=torch.int32)}, r"starts must be int32 \(2,\), got .* \(3,\)"),
+    ({"ends": torch.zeros(2)}, "ends must be .*, got torch.float32"),
+    ({"window": 3.5}, "window must be an integer, got 3.5"),
+    ({"scale": 0.0}, "scale must be a positive finite number, got 0.0"),
+    ({"scores": "mean"}, "scores must be 'none', 'sum' or 'max', got 'mean'"),
+    ({"backend": "cuda"}, "unknown backend 'cuda'; known: auto, triton, cpu, reference"),
+    ({"backend": "triton"}, "'triton' cannot serve this call: it serves tensors on a GPU, not on"),
+    ({"block_table": ONES, **PAGES}, r"int32 \(2, n\), got torch.int32 \(2,\)"),
+    (
+        {"block_table": ONES[:, None], **PAGES, "k": torch.ones(2, 8, 2, 32)[..., ::2]},
+        "the last dimension of a paged cache must be contiguous",
+    ),
+    # Only the processor looks at values: a GPU would make the host wait.
+    ({"starts": ONES * -1}, "starts must not be negative, got -1 for sequence 0"),
+    ({"ends": ONES * 41}, "ends must be at most the key length 40, got 41 for sequence 0"),
+    ({"tokens": int32(30, 7).expand(2, 2)}, "tokens must ascend below 40, got 7 after 30"),
+    ({"block_table": ONES[:, None] * 2, **PAGES}, "page 2 is none of the 2 pages"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), DECODE)
+def test_decode_names_what_is_wrong(change: dict[str, Any], message: str) -> None:
+    assert MAX_QUERIES == 16
+    with pytest.raises(ValueError, match=message):
+        decode_attention(**decode_inputs(**change))
+
+
+@pytest.mark.parametrize("op", [sparse_attention, decode_attention, dense_attention])
+def test_inputs_that_are_no_dense_tensors(op: Callable[..., Any]) -> None:
+    q, k, v, index = inputs(length=10)
+    rest = {"index": index} if op is sparse_attention else {}
+    with pytest.raises(ValueError, match="k must be a tensor, got NoneType"):
+        op(q, None, v, **rest)
+    with pytest.raises(ValueError, match=r"v must be a dense tensor, got layout torch.sparse_coo"):
+        op(q, k, v.to_sparse(), **rest)
+    for sinks in (torch.zeros(3), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1)):
+        with pytest.raises(ValueError, match=r"sinks must be floating \(2,\), got"):
+            op(q, k, v, sinks=sinks, **rest)
+
+
+def test_dense_attention_names_what_is_wrong() -> None:
+    q, k, v, _ = inputs(length=40)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"a block table needs the lengths .*: give a Ragged"):
+        dense_attention(q, k, v, block_table=table)
+    with pytest.raises(ValueError, match="between 1 and key length 30, got 40"):
+        dense_attention(q, k[:, :, :30], v[:, :, :30])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": torch.zeros(1, 2, 9).double()}, "got torch.float64"),
+        ({"positions": torch.zeros(1, 2, 8, dtype=torch.int32)}, r"\(1, 2, 8\)"),
+        ({"keys": torch.zeros(1, 9, 2, 8).transpose(1, 2)}, "must be contiguous"),
+        ({"rows": 10}, "rows must be 2 to 9, got 10"),
+        ({"rows": 1}, "rows must be 2 to 9, got 1"),
+    ],
+)
+def test_dropping_names_what_is_wrong(change: dict[str, Any], message: str) -> None:
+    held: dict[str, Any] = {
+        "keys": torch.zeros(1, 2, 9, 8),
+        "values": torch.zeros(1, 2, 9, 4),
+        "scores": torch.zeros(1, 2, 9),
+        "positions": torch.zeros(1, 2, 9, dtype=torch.int32),
+        "rows": 5,
+    }
+    with pytest.raises(ValueError, match=message):
+        drop_lowest(**{**held, "latest": 1, **change})
