@@ -12,10 +12,15 @@ from runtime import load
 from runtime.layers import attention_layers, sliding_layers
 from search.heads import main
 from tests.runtime.tiny import FAMILIES, tiny_model
+from tests.sampling import sampled
 from tests.search.conftest import save_tokenizer
 
+# One without a trait of its own, and one for each of a fused projection, a softcap, layers that
+# slide, sinks, another layout of modules, and experts. The runtime's matrix has all.
+TRAITS = ("Llama", "Phi3", "Gemma2", "Gemma3", "GptOss", "GPTNeoX", "Qwen3Moe")
 
-@pytest.mark.parametrize("family", FAMILIES)
+
+@pytest.mark.parametrize("family", sampled(FAMILIES, *TRAITS))
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_found_for_an_architecture_serves_it(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, vocab_size=260)
