@@ -19,7 +19,7 @@ from profiling.inside.head_fidelity import fidelity
 from profiling.ledger import Ledger
 from profiling.models.loading import load_model
 from profiling.prompts.held_out import Seen
-from profiling.prompts.prompt import make_prompts
+from profiling.prompts.prompt import digest, make_prompts
 from profiling.quality.sequences import Reference, sequences
 from profiling.speed.baselines import HEADWISE, KERNEL
 from profiling.speed.layer_times import ANCHOR, SDPA
@@ -137,7 +137,9 @@ def test_evidence_is_what_held_out_prompts_say(found: Path, tiny_model: Path) ->
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     plans = plans_of(artifact, arrays, LENGTH)
     losses = [reference.losses(number, plans) for number in range(len(reference.sequences))]
-    assert artifact.evidence is not None and artifact.evidence.chosen_on is None
+    assert artifact.search is not None and artifact.evidence is not None
+    assert artifact.search.calibration.sha256 == digest(calibration)
+    assert artifact.evidence.chosen_on is None
     for figures, task in zip(
         artifact.evidence.tasks, by_task(reference.sequences, losses), strict=True
     ):
