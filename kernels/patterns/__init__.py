@@ -78,7 +78,7 @@ def make(kind: str, **sizes: Any) -> Pattern:
 
 
 def largest(patterns: Sequence[Pattern]) -> Pattern:
-    """A pattern that none of these, all of one kind and last_q, is larger than."""
+    """A pattern that none of these, all of one kind, last_q and pool, is larger than."""
     first = patterns[0]
     names = [
         name

@@ -77,7 +77,7 @@ class Pattern:
 
         Args:
             largest: h patterns of this kind, one a head; no later pattern may be larger or differ
-                in `last_q`.
+                in `last_q` or `pool`.
             inputs: the h heads, and the tensors they read.
 
         Returns:

@@ -101,7 +101,7 @@ def _alike(pattern: Pattern, candidates: Sequence[Pattern]) -> list[int]:
         return tuple(round(float(np.log2(size / sizes[0])), 1) for size in sizes)
 
     def same(other: Pattern) -> bool:
-        fields = ("last_q", "coverage")
+        fields = ("last_q", "coverage", "pool")
         return (
             other.kind == pattern.kind
             and all(getattr(other, name, None) == getattr(pattern, name, None) for name in fields)

@@ -214,8 +214,8 @@ def prepare_all(
 
 
 def estimate_of(pattern: Pattern) -> tuple[str, int]:
-    """The kind and last queries of a pattern: those alike in both share an estimate."""
-    return pattern.kind, getattr(pattern, "last_q", 0)
+    """The kind of a pattern, and its last queries or pool: those alike share an estimate."""
+    return pattern.kind, getattr(pattern, "last_q", getattr(pattern, "pool", 0))
 
 
 class _Joined:

@@ -29,9 +29,8 @@ _STEP = 50
 
 def sizes(pattern: Pattern) -> dict[str, int]:
     """The sizes that ChangeSpace moves, by name."""
-    return {
-        name: size for name, size in vars(pattern).items() if name not in ("last_q", "coverage")
-    }
+    others = ("last_q", "coverage", "pool")
+    return {name: size for name, size in vars(pattern).items() if name not in others}
 
 
 def moved(start: Pattern, steps: int) -> Pattern:

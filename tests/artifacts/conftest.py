@@ -147,7 +147,7 @@ def build_every_kind() -> tuple[artifacts.Artifact, dict[str, np.ndarray]]:
         artifacts.Strided(sink=64, window=256, stride=8),
         artifacts.Static(indices="mean"),
         artifacts.VerticalSlash(vertical=100, slash=1800, coverage=0.95),
-        artifacts.BlockSparse(blocks=40, coverage=0.995),
+        artifacts.BlockSparse(blocks=40, coverage=0.995, pool=16),
         artifacts.Dense(),
         artifacts.MemoryUnits(sink=128, window=1024, units=16, representatives=8),
         artifacts.SkipSoftmax(scale_factor=40.5),

@@ -68,8 +68,8 @@ def test_paths(saved, change, read):
 
 def test_names_with_dots(tmp_path, every_kind):
     save(every_kind[0], tmp_path / "cfg.yaml", every_kind[1])
-    found = changed(tmp_path / "cfg.yaml", "patterns.bs_40_c99.5.blocks=41")
-    assert found.patterns["bs_40_c99.5"].blocks == 41
+    found = changed(tmp_path / "cfg.yaml", "patterns.bs_40_c99.5_p16.blocks=41")
+    assert found.patterns["bs_40_c99.5_p16"].blocks == 41
 
 
 @pytest.mark.parametrize(

@@ -296,6 +296,24 @@ def compile_estimate(
     return {name: _compile(one, target) for name, one in launches.items()}
 
 
+def compile_pools(target: str, *, head_dim: int) -> dict[str, Build]:
+    """Compile what chooses tiles by means of 16 positions on the target, by name."""
+    x = torch.empty(1, 4, 256, head_dim, dtype=torch.bfloat16)
+    means, call = builders.means(x, range(4), lead=0, pool=16)
+    _, masses = builders.weighing(
+        means,
+        means,
+        slice(0, 4),
+        slice(0, 4),
+        parts=4,
+        present=range(16),
+        first=0,
+        reach=4,
+        scale=1.0,
+    )
+    return {"means": _compile(call, target), "masses": _compile(masses, target)}
+
+
 def compile_choice(target: str, *, n: int, ragged: bool = False) -> Build:
     """Compile the choice of the best out of n; ragged: sequences with ends and counts."""
     each = torch.empty(1, dtype=torch.int32) if ragged else None
