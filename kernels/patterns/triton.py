@@ -163,7 +163,7 @@ def means(
         grid=(x.shape[0] * len(places) * tiles,),
         arguments=arguments,
         constants={**_sizes(x), "PARTS": parts},
-        options={"num_warps": 4, "enable_fp_fusion": True},
+        options={"num_warps": 4 if parts == 1 else 8, "enable_fp_fusion": True},
     )
 
 
