@@ -65,6 +65,7 @@ class BlockSparse(Pattern):
         heads, q, k, scale, window = inputs
         q_len = q.shape[2]
         k_len = k.shape[2]
+        device = q.device
         group = q.shape[1] // k.shape[1]
         places: dict[int, list[int]] = {}
         for place, pattern in enumerate(largest):
@@ -92,7 +93,9 @@ class BlockSparse(Pattern):
                 )
                 for pool, some in places.items()
             ]
-            return cat_heads(parts, on_device(tuple(back), q.device), back)
+            if len(parts) == 1:
+                return parts[0]
+            return cat_heads(parts, on_device(tuple(back), device), back)
 
         return build
 
