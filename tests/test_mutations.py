@@ -416,13 +416,13 @@ MUTATIONS = {
             "prompts/metrics.py",
             "len(given & right) / len(given | right)",
             "len(given & right) / len(right)",
-            "profiling/prompts/test_long_tasks.py",
+            "profiling/prompts/test_metrics.py",
         ),
         (
             "prompts/metrics.py",
             "        given.setdefault(number, _plain(value))",
             "        given[number] = _plain(value)",
-            "profiling/prompts/test_long_tasks.py",
+            "profiling/prompts/test_metrics.py",
         ),
         (
             "similarities/mass.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,23 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
+Rows = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def rows(folder: Path, tmp_path: Path) -> Rows:
+    """rows(words): the rows of the record that headwise decode writes."""
+
+    def call(words: str) -> list[dict[str, Any]]:
+        out = tmp_path / "figures.json"
+        out.unlink(missing_ok=True)
+        decode.main(f"--model {folder} --dtype float32 --json {out} {words}".split())
+        found: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+        return found
+
+    return call
+
+
 def config(loaded: LoadedModel, place: Path, budget: float) -> Path:
     artifact = Artifact(
         model=fingerprint(loaded.model, name="tiny"),
@@ -72,196 +90,80 @@ def test_losses_of_forced_tokens_are_those_of_one_prefill(loaded: LoadedModel, t
 
 
 def test_the_change_is_that_of_the_same_tokens(
-    loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path, capsys: Any
+    loaded: LoadedModel, text: Path, tmp_path: Path, rows: Rows
 ) -> None:
-    out = tmp_path / "figures.json"
-    options = [
-        "--model",
-        str(folder),
-        "--dtype",
-        "float32",
-        "--repeats",
-        "0",
-        "--text",
-        str(text),
-        "--texts",
-        "2",
-    ]
-    options += [
-        "--text-length",
-        "200",
-        "--forced",
-        "20",
-        "--trials",
-        "2",
-        "--task",
-        "passkey",
-        "--task-length",
-        "400",
-    ]
-    options += ["--prefill-chunk", "150", "--json", str(out)]
+    asked = (
+        f"--repeats 0 --text {text} --texts 2 --text-length 200 --forced 20 --trials 2 "
+        "--task passkey --task-length 400 --prefill-chunk 150"
+    )
     for budget in (0.999, 0.05):
-        decode.main([*options, str(config(loaded, tmp_path / f"{budget}.yaml", budget))])
-        dense, headwise = json.loads(out.read_text())["rows"]
+        dense, headwise = rows(f"{asked} {config(loaded, tmp_path / f'{budget}.yaml', budget)}")
         assert dense["change"] is None and len(dense["answers"]) == len(headwise["answers"]) == 2
-        change = math.log(headwise["perplexity"] / dense["perplexity"])
-        found = headwise["change"]
-        assert found["value"] == pytest.approx(change, abs=1e-5) and found["count"] == 2
+        expected = math.log(headwise["perplexity"] / dense["perplexity"])
+        change = headwise["change"]
+        assert change["value"] == pytest.approx(expected, abs=1e-5) and change["count"] == 2
         cuts = budget < 0.5
-        assert (abs(change) > 0.01) == (found["high"] - found["low"] > 0.01) == cuts
-        assert f"({100 * math.expm1(found['low']):+.2f} to " in capsys.readouterr().out
+        assert (abs(expected) > 0.01) == (change["high"] - change["low"] > 0.01) == cuts
 
 
 def test_several_artifacts_are_compared_on_the_same_prompts(
-    loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path, capsys: Any
+    loaded: LoadedModel, text: Path, tmp_path: Path, rows: Rows
 ) -> None:
-    out = tmp_path / "figures.json"
-    first, second = (
-        config(loaded, tmp_path / f"{name}.yaml", budget)
-        for name, budget in (("a", 0.05), ("b", 0.1))
-    )
-    options = [
-        "--model",
-        str(folder),
-        "--dtype",
-        "float32",
-        "--repeats",
-        "0",
-        "--text",
-        str(text),
-        "--trials",
-        "0",
-    ]
-    options += [
-        "--text-length",
-        "200",
-        "--forced",
-        "20",
-        str(first),
-        "--beside",
-        str(second),
-        "--json",
-        str(out),
-    ]
-    decode.main(options)
-    record = json.loads(out.read_text())
-    assert [row["method"] for row in record["rows"]] == ["dense", "headwise", "b"]
-    assert record["rows"][0]["tokens"] is None
+    first = config(loaded, tmp_path / "a.yaml", 0.05)
+    second = config(loaded, tmp_path / "b.yaml", 0.1)
+    asked = f"--repeats 0 --text {text} --trials 0 --text-length 200 --forced 20 {first}"
+    own = rows(f"{asked} --beside {second}")
+    assert [row["method"] for row in own] == ["dense", "headwise", "b"]
+    assert own[0]["tokens"] is None
     # Steps of 181 to 199 tokens, a share of each.
     read = [sum(math.ceil(share * n) for n in range(181, 200)) / 19 for share in (0.05, 0.1)]
-    assert [row["tokens"] for row in record["rows"][1:]] == pytest.approx(read)
+    assert [row["tokens"] for row in own[1:]] == pytest.approx(read)
     # Their prefills are dense: one for both gives the same, and no interval comes of one text.
-    decode.main([*options, "--dense-prefill"])
-    shared = json.loads(out.read_text())["rows"]
-    for row, other in zip(record["rows"], shared, strict=True):
-        assert (
-            other["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5)
-            and other["tokens"] == row["tokens"]
-        )
-    assert (
-        shared[1]["change"]["low"] == shared[1]["change"]["high"]
-        and "% (" not in capsys.readouterr().out
-    )
+    shared = rows(f"{asked} --beside {second} --dense-prefill")
+    for row, other in zip(own, shared, strict=True):
+        assert other["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5)
+        assert other["tokens"] == row["tokens"]
+    assert shared[1]["change"]["low"] == shared[1]["change"]["high"]
     with pytest.raises(HeadwiseError, match="artifacts of one name cannot be told apart: b"):
-        decode.main([*options, "--beside", str(second), "--beside", str(second)])
+        rows(f"{asked} --beside {second} --beside {second}")
 
 
 def test_a_kernel_that_fails_is_no_row_of_dense_attention(
-    loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, text: Path, tmp_path: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any) -> Any:
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr("runtime.omnikv.decode.OmniKV.choose", failing)
-    out, cfg = tmp_path / "figures.json", config(loaded, tmp_path / "cfg.yaml", 0.1)
-    options = [
-        "--model",
-        str(folder),
-        "--dtype",
-        "float32",
-        "--repeats",
-        "0",
-        "--text",
-        str(text),
-        "--trials",
-        "0",
-    ]
-    with pytest.raises(
-        HeadwiseError, match="a kernel failed with RuntimeError: no such instruction"
-    ):
-        decode.main(
-            [*options, "--text-length", "200", "--forced", "20", str(cfg), "--json", str(out)]
-        )
-    assert not out.exists()
+    made = config(loaded, tmp_path / "cfg.yaml", 0.1)
+    with pytest.raises(HeadwiseError, match="RuntimeError: no such instruction"):
+        rows(f"{made} --repeats 0 --text {text} --trials 0 --text-length 200 --forced 20")
+    assert not (tmp_path / "figures.json").exists()
 
 
 def test_one_prefill_serves_what_chooses_by_the_last_query_alone(
-    loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path
+    loaded: LoadedModel, text: Path, tmp_path: Path, rows: Rows
 ) -> None:
     made = load(config(loaded, tmp_path / "cfg.yaml", 0.1))
     assert made.decode is not None
     section = made.decode.omnikv.model_copy(update={"selector": "uniform"})
     save(made.model_copy(update={"decode": Decode(omnikv=section)}), tmp_path / "uniform.yaml", {})
-    options = [
-        "--model",
-        str(folder),
-        "--dtype",
-        "float32",
-        "--repeats",
-        "0",
-        "--text",
-        str(text),
-        "--trials",
-        "0",
-    ]
-    options += [
-        "--text-length",
-        "200",
-        "--forced",
-        "20",
-        "--dense-prefill",
-        str(tmp_path / "uniform.yaml"),
-    ]
-    with pytest.raises(
-        HeadwiseError,
-        match="--dense-prefill shares one cache: artifacts with a kv_cache section, or",
-    ):
-        decode.main(options)
-    with pytest.raises(
-        HeadwiseError, match="--dense-prefill shares one cache: leave --offload away"
-    ):
-        decode.main([*options, "--offload", "packed"])
+    asked = f"--dense-prefill --text {text} --text-length 200 --forced 20 {tmp_path}/uniform.yaml"
+    with pytest.raises(HeadwiseError, match="--dense-prefill shares one cache: artifacts"):
+        rows(asked)
+    with pytest.raises(HeadwiseError, match="leave --offload away"):
+        rows(f"{asked} --offload packed")
 
 
 def test_caches_stand_beside_the_artifact(
-    loaded: LoadedModel, folder: Path, text: Path, tmp_path: Path, capsys: Any
+    loaded: LoadedModel, text: Path, tmp_path: Path, rows: Rows
 ) -> None:
-    out, kinds = (
-        tmp_path / "figures.json",
-        ["full", "random:budget=0.3,window=8", "snapkv:budget=0.3,window=8"],
+    kinds = ["full", "random:budget=0.3,window=8", "snapkv:budget=0.3,window=8"]
+    made = config(loaded, tmp_path / "cfg.yaml", 0.999)
+    dense, headwise, full, drawn, voted = rows(
+        f"{made} --text {text} --texts 2 --text-length 200 --forced 70 --trials 0 --repeats 0 "
+        + " ".join(f"--policy {kind}" for kind in kinds)
     )
-    options = [
-        str(config(loaded, tmp_path / "cfg.yaml", 0.999)),
-        "--model",
-        str(folder),
-        "--dtype",
-        "float32",
-    ]
-    options += [
-        "--text",
-        str(text),
-        "--texts",
-        "2",
-        "--text-length",
-        "200",
-        "--forced",
-        "70",
-        "--trials",
-        "0",
-    ]
-    options += [word for kind in kinds for word in ("--policy", kind)]
-    decode.main([*options, "--repeats", "0", "--json", str(out)])
-    dense, headwise, full, drawn, voted = json.loads(out.read_text())["rows"]
     assert [row["method"] for row in (full, drawn, voted)] == kinds
     assert dense["apart"] is headwise["apart"] is None and abs(headwise["change"]["value"]) < 0.01
     assert full["change"]["value"] == pytest.approx(0, abs=1e-4)
@@ -273,45 +175,22 @@ def test_caches_stand_beside_the_artifact(
         means = [(64 * first + 6 * second) / 70 for first, second in row["losses"]]
         assert math.exp(sum(means) / 2) == pytest.approx(row["perplexity"], rel=1e-4)
     assert drawn["change"]["value"] != pytest.approx(voted["change"]["value"], abs=1e-3)
-    assert "perplexity to the first's" in capsys.readouterr().out
-    with pytest.raises(HeadwiseError, match="unknown policy 'none'"):
-        decode.main([*options, "--repeats", "0", "--policy", "none"])
 
 
-def test_caches_are_timed_without_an_artifact(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    out, policy = tmp_path / "speed.json", "streaming:sinks=4,window=60"
-    options = [
-        "--model",
-        str(folder),
-        "--dtype",
-        "float32",
-        "--policy",
-        policy,
-        "--context",
-        "512",
-        "--trials",
-        "0",
-    ]
-    options += ["--repeats", "1", "--steps", "2"]
-    decode.main([*options, "--memory", "1MiB", "--json", str(out)])
-    sdpa, full, stream = json.loads(out.read_text())["rows"]
+def test_caches_are_timed_without_an_artifact(rows: Rows) -> None:
+    policy = "streaming:sinks=4,window=60"
+    asked = f"--policy {policy} --context 512 --trials 0 --repeats 1 --steps 2"
+    sdpa, full, stream = rows(f"{asked} --memory 1MiB")
     assert [row["method"] for row in (sdpa, full, stream)] == ["dense", "dense_kernel", policy]
     # Keys and values of 3 layers, 2 KV heads of 16 numbers each, in fp32.
     token = 3 * 2 * 2 * 16 * 4
     assert 512 * token <= full["device_bytes"] <= 1.6 * 512 * token
     assert 64 * token <= stream["device_bytes"] <= 1.1 * 64 * token
     for row in (sdpa, full, stream):
-        assert (
-            row["batch"] == 2**20 // row["device_bytes"]
-            and row["token_seconds"] > 0
-            and row["batch_rate"] > 0
-        )
-    head, *_, line = capsys.readouterr().out.splitlines()
-    assert "batch" in head.split() and str(stream["batch"]) in line.split()
-    with pytest.raises(
-        HeadwiseError, match="--memory 1000 is too small for one sequence of 512 tokens under dense"
-    ):
-        decode.main([*options, "--memory", "1000"])
+        assert row["batch"] == 2**20 // row["device_bytes"]
+        assert row["token_seconds"] > 0 and row["batch_rate"] > 0
+    with pytest.raises(HeadwiseError, match="too small for one sequence of 512 tokens"):
+        rows(f"{asked} --memory 1000")
 
 
 def test_perplexity_by_position() -> None:
@@ -340,45 +219,17 @@ def test_perplexity_by_position() -> None:
 
 
 def test_an_interrupted_comparison_goes_on(
-    loaded: LoadedModel,
-    folder: Path,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
+    loaded: LoadedModel, text: Path, tmp_path: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "figures.json"
-    first, second = (
-        config(loaded, tmp_path / f"{name}.yaml", budget)
-        for name, budget in (("a", 0.05), ("b", 0.1))
+    first = config(loaded, tmp_path / "a.yaml", 0.05)
+    second = config(loaded, tmp_path / "b.yaml", 0.1)
+    asked = (
+        f"--repeats 0 --text {text} --texts 2 --text-length 200 --dense-prefill --trials 1 "
+        f"--task-length 300 {first} --beside {second} --forced"
     )
-    options = [
-        "--model",
-        str(folder),
-        "--dtype",
-        "float32",
-        "--repeats",
-        "0",
-        "--text",
-        str(text),
-        "--texts",
-        "2",
-    ]
-    options += [
-        "--text-length",
-        "200",
-        "--forced",
-        "20",
-        "--dense-prefill",
-        "--trials",
-        "1",
-        "--task-length",
-        "300",
-    ]
-    options += [str(first), "--beside", str(second), "--json", str(out)]
-    decode.main(options)
-    whole = json.loads(out.read_text())
-    measure, done = decoding._quality, list[str]()
+    whole = rows(f"{asked} 20")
+    measure = decoding._quality
+    done: list[str] = []
 
     def killed(config: Any, loaded: Any, method: Any, *rest: Any) -> Any:
         if method.name == "b" and "killed" not in done:
@@ -388,35 +239,27 @@ def test_an_interrupted_comparison_goes_on(
         return measure(config, loaded, method, *rest)
 
     monkeypatch.setattr(decoding, "_quality", killed)
-    out.unlink()
     with pytest.raises(KeyboardInterrupt):
-        decode.main(options)
-    assert not out.exists() and done == ["dense", "headwise", "killed"]
-    capsys.readouterr()
-    decode.main(options)
-    assert done[3:] == ["b"] and "2 units are finished" in capsys.readouterr().err
-    assert json.loads(out.read_text()) == whole
+        rows(f"{asked} 20")
+    assert done == ["dense", "headwise", "killed"]
+    assert rows(f"{asked} 20") == whole and done[3:] == ["b"]
     assert not list(tmp_path.glob("*.ledger"))
     # Nothing of another text's, and nothing that is to be forgotten.
-    del done[:]
-    done.append("killed")
-    decode.main([*options, "--forced", "10", "--fresh"])
+    done[:] = ["killed"]
+    rows(f"{asked} 10 --fresh")
     assert done[1:] == ["dense", "headwise", "b"]
 
 
 def test_time_stands_beside_both_dense_attentions(
-    loaded: LoadedModel, folder: Path, tmp_path: Path, capsys: Any
+    loaded: LoadedModel, tmp_path: Path, rows: Rows, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, place = tmp_path / "figures.json", config(loaded, tmp_path / "cfg.yaml", 0.05)
-    options = ["--model", str(folder), str(place), "--dtype", "float32", "--context", "300"]
-    decode.main([*options, "--repeats", "1", "--steps", "2", "--trials", "0", "--json", str(out)])
-    record = json.loads(out.read_text())
-    assert [row["method"] for row in record["rows"]] == ["dense", "dense_kernel", "headwise"]
+    made = config(loaded, tmp_path / "cfg.yaml", 0.05)
+    timed = rows(f"{made} --context 300 --repeats 1 --steps 2 --trials 0")
+    assert [row["method"] for row in timed] == ["dense", "dense_kernel", "headwise"]
+    record = json.loads((tmp_path / "figures.json").read_text())
     seconds = {name: rounds[0] for name, rounds in record["all_seconds"].items()}
     over = {name: seconds[name] / seconds["headwise"] for name in ("dense", "dense_kernel")}
     assert record["speedups"]["headwise"] == pytest.approx(over)
     line = capsys.readouterr().out.splitlines()[-1].split()
-    assert line[0] == "headwise" and line[3:5] == [
-        f"{min(over.values()):.2f}x",
-        f"{over['dense']:.2f}x",
-    ]
+    shown = [f"{min(over.values()):.2f}x", f"{over['dense']:.2f}x"]
+    assert line[0] == "headwise" and line[3:5] == shown

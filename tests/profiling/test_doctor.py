@@ -35,43 +35,26 @@ def test_it_prints_as_it_goes_and_ends_with_the_gain(
 ) -> None:
     printed = []
 
-    def measured() -> dict[str, float]:
+    def measured() -> dict[str, Any]:
         printed.append(capsys.readouterr().out)
-        return {
-            **dict.fromkeys(("kernel_s", "sdpa_s"), 0.1),
-            **{
-                "head_s": 0.05,
-                "flops_a_second": 1e12,
-                "dtype": "bfloat16",
-                "sparse_s": 0.03,
-                "sparse_density": 0.25,
-                "sparse_cost": 1.2,
-            },
-        }
+        seconds = {"kernel_s": 0.1, "sdpa_s": 0.1, "head_s": 0.05, "sparse_s": 0.03}
+        rates = {"flops_a_second": 1e12, "sparse_density": 0.25, "sparse_cost": 1.2}
+        return {**seconds, **rates, "dtype": "bfloat16"}
 
     monkeypatch.setattr(machine, "_dense", measured)
     assert doctor.main([]) == 0
-    before, after = printed[0], capsys.readouterr().out
-    assert before.startswith("processor ") and before.endswith("all is well\n")
-    assert "what to expect at 4,096 tokens" in after
-    last = after[after.index("seconds to the first token") :]
-    assert all(f"{length:,}" in last for length in (4096, 8192, 32768)) and "Reckoned from" in last
+    assert printed[0].startswith("processor ") and printed[0].endswith("all is well\n")
+    assert "what to expect at 4,096 tokens" in capsys.readouterr().out
 
 
 def test_the_gain_is_what_the_density_leaves_of_attention() -> None:
-    dense = {
-        "head_s": 0.1,
-        "flops_a_second": 1e12,
-        "sparse_cost": 1.0,
-        "dtype": "bfloat16",
-    }
+    dense = {"head_s": 0.1, "flops_a_second": 1e12, "sparse_cost": 1.0, "dtype": "bfloat16"}
     small = [gain for gain in machine.gains(dense) if gain.model.startswith("135M")]
     for gain in small:
         attention = 30 * 9 * 0.1 * (gain.length / 4096) ** 2
         assert gain.dense_s - gain.sparse_s == pytest.approx(attention * (1 - gain.density))
-    assert [gain.dense_s / gain.sparse_s for gain in small] == sorted(
-        gain.dense_s / gain.sparse_s for gain in small
-    )
+    ratios = [gain.dense_s / gain.sparse_s for gain in small]
+    assert ratios == sorted(ratios)
     # Patterns that cost more than all keys are not served.
     slow = machine.gains({**dense, "sparse_cost": 100.0})
     assert all(gain.sparse_s == gain.dense_s for gain in slow)
@@ -111,11 +94,3 @@ def test_a_kernel_that_is_wrong_or_fails_is_said(monkeypatch: pytest.MonkeyPatch
     assert machine.check()["cpu"] == "the kernel fails with RuntimeError"
     found = {"kernels": {"reason": None}, "cache": {"state": "safe"}, "check": machine.check()}
     assert list(machine._wrong(found)) == ["attention on cpu: the kernel fails with RuntimeError"]
-
-
-def test_it_sees_a_cache_that_others_can_write_to(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    assert machine._state(tmp_path) == "unsafe: others can write to it (mode 777)"
-    tmp_path.chmod(0o700)
-    assert machine._state(tmp_path) == "safe, yours alone"
-    assert machine._state(tmp_path / "none") == "made at first use"

@@ -41,21 +41,18 @@ def only(out: Path) -> Path:
 
 
 def test_values_come_back_as_they_were_bit_for_bit() -> None:
-    for dtype in ("float32", "float16", "int64", "bool", ">f8", "uint8"):
+    for dtype in ("float32", "float16", "int64", "bool", ">f8"):
         for shape in ((), (0, 3), (2, 5)):
             array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
             back = from_bytes(to_bytes([array.T]))[0]
             assert back.dtype == array.dtype.newbyteorder("=") and back.shape == array.T.shape
             np.testing.assert_array_equal(back, array.T)
     array = np.array([np.nan, -0.0, np.inf, 1e-45], dtype=np.float32)
-    found = from_bytes(to_bytes({"a": array, "b": (array[3], math.nan), "c": VALUE}))
-    assert (
-        found["a"].tobytes() == array.tobytes()
-        and found["b"][0] == float(array[3])
-        and math.isnan(found["b"][1])
-    )
-    assert found["c"]["error"] == VALUE["error"] and found["c"]["heads"] == VALUE["heads"]
-    found["a"][0] = 1  # writable
+    back = from_bytes(to_bytes({"a": array, "b": (array[3], math.nan), "c": VALUE}))
+    assert back["a"].tobytes() == array.tobytes() and back["b"][0] == float(array[3])
+    assert math.isnan(back["b"][1])
+    assert back["c"]["error"] == VALUE["error"] and back["c"]["heads"] == VALUE["heads"]
+    back["a"][0] = 1  # writable
     for wrong in ({1: 2}, {"__array__": 1}, object(), b"x", {"a": {3}}):
         with pytest.raises(TypeError):
             to_bytes(wrong)
@@ -63,26 +60,20 @@ def test_values_come_back_as_they_were_bit_for_bit() -> None:
 
 def test_what_is_put_is_there_after_the_process(out: Path) -> None:
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
-        assert len(ledger) == 3
-        assert [ledger.get(ledger.unit(f"layer {n}", {"seed": 0})) for n in (2, 3)] == [
-            {"error": 0.1 + 2 / 3},
-            None,
-        ]
-        assert ledger.unit("layer 2", {"seed": 0}) in ledger
+        assert len(ledger) == 3 and ledger.unit("layer 2", {"seed": 0}) in ledger
+        assert ledger.get(ledger.unit("layer 2", {"seed": 0})) == {"error": 0.1 + 2 / 3}
         put = ledger.put(ledger.unit("array"), VALUE)
         got = ledger.once(ledger.unit("array"), lambda: pytest.fail("it is there"))
-        assert (
-            put["heads"] == got["heads"]
-            and put["curves"][0].tobytes() == got["curves"][0].tobytes()
-        )
-        assert (
-            ledger.once(ledger.unit("new"), lambda: (1, 2))
-            == ledger.get(ledger.unit("new"))
-            == [1, 2]
-        )
+        assert put["heads"] == got["heads"]
+        assert put["curves"][0].tobytes() == got["curves"][0].tobytes()
+        new = ledger.once(ledger.unit("new"), lambda: (1, 2))
+        assert new == ledger.get(ledger.unit("new")) == [1, 2]
         with pytest.raises(ValueError, match="None is no value"):
             ledger.put(ledger.unit("none"), None)
         ledger.remove()
+    with pytest.raises(KeyboardInterrupt), Ledger(out, "heads"):
+        raise KeyboardInterrupt
+    # A run that finished nothing leaves nothing.
     assert list(out.parent.iterdir()) == []
 
 
@@ -92,12 +83,8 @@ def test_a_unit_is_known_by_all_that_it_depends_on(
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
         same = ledger.unit("layer 0", {"seed": 0})
         assert ledger.get(same) is not None
-        for other in (
-            ledger.unit("layer 0", {"seed": 1}),
-            ledger.unit("layer 0"),
-            ledger.unit("layer 9", {"seed": 0}),
-        ):
-            assert ledger.get(other) is None
+        for name, inputs in (("layer 0", {"seed": 1}), ("layer 0", None), ("layer 9", {"seed": 0})):
+            assert ledger.get(ledger.unit(name, inputs)) is None
     with Ledger(out, "filters", settings=SETTINGS) as other_command:
         assert not len(other_command)
     monkeypatch.setattr("profiling.ledger.version", lambda name: "99")
@@ -105,30 +92,14 @@ def test_a_unit_is_known_by_all_that_it_depends_on(
         assert ledger.get(ledger.unit("layer 0", {"seed": 0})) is None
 
 
-def test_other_settings_are_refused_by_name_and_nothing_is_touched(out: Path) -> None:
+def test_other_settings_are_refused_by_name_and_fresh_discards(out: Path) -> None:
     before = {path: path.read_bytes() for path in only(out).iterdir()}
-    with pytest.raises(HeadwiseError, match=r"its length is 4096, not 8192; .*--fresh") as error:
-        Ledger(out, "heads", settings={**SETTINGS, "length": 8192})
-    assert "\n" not in str(error.value)
-    with pytest.raises(HeadwiseError, match="its seed is None, not 3"):
-        Ledger(out, "heads", settings={**SETTINGS, "seed": 3})
+    for change, said in (({"length": 8192}, "its length is 4096, not 8192"), ({"seed": 3}, "seed")):
+        with pytest.raises(HeadwiseError, match=f"{said}.*--fresh"):
+            Ledger(out, "heads", settings={**SETTINGS, **change})
     assert {path: path.read_bytes() for path in only(out).iterdir()} == before
-    with Ledger(out, "heads", settings=SETTINGS) as ledger:
-        assert len(ledger) == 3
-
-
-def test_fresh_discards(out: Path) -> None:
     with Ledger(out, "heads", settings={"length": 1}, fresh=True) as ledger:
         assert not len(ledger)
-        ledger.put(ledger.unit("a"), 1)
-    with Ledger(out, "heads", settings={"length": 1}) as ledger:
-        assert len(ledger) == 1
-
-
-def test_a_run_that_finished_nothing_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), Ledger(tmp_path / "cfg.yaml", "heads"):
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_cut_and_every_damaged_byte_is_found(out: Path) -> None:
@@ -147,20 +118,12 @@ def test_every_cut_and_every_damaged_byte_is_found(out: Path) -> None:
         assert ledger.get(ledger.unit("layer 7")) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null"])
+@pytest.mark.parametrize("content", [b"", b"[]"])
 def test_damaged_settings_are_written_again(out: Path, content: bytes) -> None:
     (only(out) / "settings.json").write_bytes(content)
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
         assert ledger.get(ledger.unit("layer 0", {"seed": 0})) is not None
     assert json.loads((only(out) / "settings.json").read_text())["tasks"] == ["text", "vt"]
-
-
-def test_no_folder_can_be_made(tmp_path: Path) -> None:
-    (tmp_path / "cfg.yaml.heads.ledger").write_text("a file")
-    with pytest.raises(HeadwiseError, match=r"cannot make the folder .*cfg\.yaml\.heads\.ledger"):
-        Ledger(tmp_path / "cfg.yaml", "heads")
-    with pytest.raises(HeadwiseError, match=r"cannot write .*: no such file"):
-        Ledger(tmp_path / "none" / "cfg.yaml", "heads")
 
 
 _HOLDER = """
@@ -202,7 +165,7 @@ def test_one_process_at_a_time_and_the_lock_dies_with_its_holder(tmp_path: Path)
 
 def test_a_kill_at_any_moment_loses_the_unit_in_hand_alone(tmp_path: Path) -> None:
     out = tmp_path / "cfg.yaml"
-    for kill_after in (1, 7, 20):
+    for kill_after in (1, 20):
         told = -1
         with holder(out, 400) as other:
             assert other.stdout is not None

@@ -44,22 +44,17 @@ def test_time_left_is_by_the_pace_of_this_run() -> None:
         assert shown.line() == "p: 910 of 1000 units, 07:30 left"
 
 
-def test_a_command_with_q_says_nothing(
+def test_quiet_says_nothing_and_an_error_passes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    with pytest.raises(KeyError), phase("p", 3):
+        raise KeyError
+    assert capsys.readouterr().err == "p: 3 units\n"
+    # headwise -q
     monkeypatch.setattr(command, "verbosity", -1)
     with phase("p", 2) as shown:
         shown.update()
     assert bar([1]).disable and capsys.readouterr().err == ""
-
-
-def test_quiet_says_nothing_and_an_error_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    with phase("p", 3, quiet=True) as shown:
-        shown.update(3)
-    assert capsys.readouterr().err == ""
-    with pytest.raises(KeyError), phase("p", 3):
-        raise KeyError
-    assert capsys.readouterr().err == "p: 3 units\n"
 
 
 def test_a_terminal_shows_a_bar() -> None:

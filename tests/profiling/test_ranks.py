@@ -78,7 +78,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return made.out.read_bytes()
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 3])
 def test_any_number_of_ranks_writes_the_same(launch: Launch, alone: bytes, count: int) -> None:
     code, said, complained = launch.finish(count)
     assert code == 0 and said == f"wrote {launch.out}\n", complained
@@ -87,40 +87,31 @@ def test_any_number_of_ranks_writes_the_same(launch: Launch, alone: bytes, count
     assert len(units) == len(set(units)) == UNITS and set(by) == {
         str(rank) for rank in range(count)
     }
-    assert sorted(path.suffix for path in launch.out.parent.iterdir()) == [
-        ".first",
-        ".json",
-        ".log",
-    ]
+    left = sorted(path.suffix for path in launch.out.parent.iterdir())
+    assert left == [".first", ".json", ".log"]
 
 
-@pytest.mark.parametrize(("count", "after"), [(2, 3), (3, 0)])
-def test_a_killed_rank_ends_the_launch_and_another_goes_on(
-    launch: Launch, alone: bytes, count: int, after: int
-) -> None:
-    """kill -9 of the rank of the costliest job, and of all ranks."""
-    process = launch.start(count, "--hang", "unit 4")
+def test_a_killed_rank_ends_the_launch_and_another_goes_on(launch: Launch, alone: bytes) -> None:
+    process = launch.start(2, "--hang", "unit 4")
     killed = launch.process_at("unit 4")
     finished = {unit for unit, _, pid in launch.begun() if pid == killed and unit != "unit 4"}
     os.kill(killed, signal.SIGKILL)
     assert process.finish()[0] != 0
     assert not launch.out.exists()
     launch.out.with_suffix(".log").unlink()
-    code, _, complained = launch.finish(after)
+    code, _, complained = launch.finish(3)
     assert code == 0 and launch.out.read_bytes() == alone, complained
     again = {unit for unit, _, _ in launch.begun()}
     assert "unit 4" in again and not again & finished
 
 
-def test_a_unit_that_cannot_be_ends_all_ranks_with_one_line(launch: Launch, alone: bytes) -> None:
+def test_a_unit_that_cannot_be_ends_all_ranks_with_one_line(launch: Launch) -> None:
     code, said, complained = launch.finish(3, "--fail", "unit 5")
     assert code != 0 and said == "" and complained.count("error: unit 5 cannot be") == 1
     assert "[rank" not in complained, "a traceback of a rank"
     # torchrun's own report, of the rank that failed.
     assert re.search(r"exitcode +: 2", complained)
     assert not launch.out.exists()
-    code, _, complained = launch.finish(2)
-    assert code == 0 and launch.out.read_bytes() == alone, complained
 
 
 def test_what_every_rank_finds_wrong_is_told_once(launch: Launch) -> None:
@@ -147,7 +138,7 @@ def test_other_settings_and_a_second_launch_are_refused(launch: Launch) -> None:
 
 def test_a_rank_that_never_comes_is_not_waited_for_for_ever(launch: Launch) -> None:
     began = time.monotonic()
-    code, _, complained = launch.finish(2, "--hang", "unit 3", "--timeout", "5")
+    code, _, complained = launch.finish(2, "--hang", "unit 3", "--timeout", "2")
     assert code != 0 and time.monotonic() - began < 60
     assert complained.count("lost another rank, which was killed or has not come for long") == 1
 
@@ -186,12 +177,7 @@ def test_one_process_needs_no_torch_distributed(monkeypatch: pytest.MonkeyPatch)
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     monkeypatch.setenv("WORLD_SIZE", "many")
-    with (
-        pytest.raises(
-            HeadwiseError, match="WORLD_SIZE must be a number, as torchrun sets it, got 'many'"
-        ),
-        ranks(),
-    ):
+    with pytest.raises(HeadwiseError, match="WORLD_SIZE must be a number"), ranks():
         pass
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,11 @@ from profiling.evaluation.intervals import share_of
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.prompts.tokens import Encoder
-from profiling.stream import main
 from profiling.streams import report as stream_report
 from profiling.streams import run as stream_run
 from profiling.streams.config import Streamed, method_of
 from profiling.streams.methods import Stretch
-from profiling.streams.report import draw, report
+from profiling.streams.report import draw
 from profiling.streams.run import run
 from profiling.streams.tokens import TokenStream, stream_eval, text_stream
 from tests.profiling.conftest import tiny
@@ -57,15 +57,8 @@ def config(tmp_path: Path) -> Callable[..., Streamed]:
     text.write_text(" ".join(f"The clerk counted {7 * n % 101} boats." for n in range(60)))
 
     def config(out: str = "out", **changes: Any) -> Streamed:
-        given = {
-            "tokens": 130,
-            "sinks": 2,
-            "window": 22,
-            "methods": ALL,
-            "chunk": 32,
-            "block": 32,
-            "stride": 3,
-        }
+        given: dict[str, Any] = {"tokens": 130, "sinks": 2, "window": 22, "methods": ALL}
+        given |= {"chunk": 32, "block": 32, "stride": 3}
         if changes.get("task") != "stream_eval":
             given["text"] = text
         return Streamed(model="tiny", out=tmp_path / out, dtype="float32", **{**given, **changes})
@@ -76,16 +69,9 @@ def config(tmp_path: Path) -> Callable[..., Streamed]:
 def test_chunks_of_any_size_give_what_one_by_one_gives(
     loaded: LoadedModel, config: Callable[..., Streamed]
 ) -> None:
+    methods = ("streaming", "window-only", "original")
     records = [
-        run(
-            config(
-                f"out{chunk}",
-                chunk=chunk,
-                block=40,
-                methods=("streaming", "window-only", "original"),
-            ),
-            loaded,
-        )
+        run(config(f"out{chunk}", chunk=chunk, block=40, methods=methods), loaded)
         for chunk in (1, 8, 20)
     ]
     for rows, record in records[1:]:
@@ -151,50 +137,47 @@ def test_a_window_is_one_sample_of_the_ratio() -> None:
     assert row.low is not None and row.low < np.exp(0.25 - 2 * by_token)
     alone = stream_report.rows(both, stream, whole=10, task="text")[0]
     assert alone.ratio is alone.low is None
-    assert (
-        " (" in stream_report.table([row])
-        and stream_report.rows(both, stream, whole=100, task="text")[1].ratio is None
-    )
+    assert stream_report.rows(both, stream, whole=100, task="text")[1].ratio is None
 
 
 def test_memory_is_bounded_but_for_dense(
     loaded: LoadedModel, config: Callable[..., Streamed]
 ) -> None:
-    _, record = run(config(tokens=640), loaded)
+    methods = ("streaming", "window-only", "dense")
+    _, record = run(config(tokens=640, methods=methods), loaded)
     for method, blocks in record["blocks"].items():
         held = blocks["cache_bytes"]
         if method == "dense":
             assert held[-1] > 2 * held[0]
-        elif method != "recomputed":
+        else:
             assert held[1:] == held[1:2] * (len(held) - 1) and held[-1] <= held[0] * 2
 
 
-@pytest.mark.parametrize("after", [0, 6])
 def test_a_killed_run_ends_as_if_it_had_not_been(
     loaded: LoadedModel,
     config: Callable[..., Streamed],
-    after: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Killed after a block was kept, in any method."""
+    """Killed after a block was kept, in two methods."""
     _, whole = run(config("whole"), loaded)
     put = Ledger.put
 
     class Killed(Exception):
         pass
 
-    def once(ledger: Ledger, unit: Unit, value: Any) -> None:
-        put(ledger, unit, value)
-        if len(ledger) > after:
-            raise Killed
+    for after in (6, 14):
 
-    for turn in range(2):
+        def once(ledger: Ledger, unit: Unit, value: Any, after: int = after) -> None:
+            put(ledger, unit, value)
+            if len(ledger) > after:
+                raise Killed
+
         monkeypatch.setattr(Ledger, "put", once)
         with pytest.raises(Killed):
             run(config(), loaded)
-        monkeypatch.setattr(Ledger, "put", put)
-        after = 14 if turn == 0 else after
-        assert len(list((config().out / "stream.json.stream.ledger").glob("*.unit"))) > turn
+        units = list((config().out / "stream.json.stream.ledger").glob("*.unit"))
+        assert len(units) == after + 1
+    monkeypatch.setattr(Ledger, "put", put)
     _, record = run(config(), loaded)
     assert {method: blocks["nll"] for method, blocks in record["blocks"].items()} == {
         method: blocks["nll"] for method, blocks in whole["blocks"].items()
@@ -214,18 +197,13 @@ def test_another_stream_does_not_go_on(
     run(config(fresh=True, methods=("window-only",)), loaded)
 
 
-def test_a_short_text_is_begun_again(
-    loaded: LoadedModel, config: Callable[..., Streamed], tmp_path: Path
-) -> None:
+def test_a_short_text_is_begun_again(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("The river and the old clerk.")
     encode = Encoder(byte_level(bos=True))
-    n = len(encode(text.read_text()))
-    made = text_stream(encode, text, 3 * n, 1)
-    assert made.ids == (*encode.prefix, *(encode(text.read_text()) * 3)) and made.repeats == 2
-    given = config(text=text, methods=("window-only",))
-    rows, record = run(given, loaded)
-    assert f"begun again {record['settings']['repeats']} times" in report(given, rows, record)
+    ids = encode(text.read_text())
+    made = text_stream(encode, text, 3 * len(ids), 1)
+    assert made.ids == (*encode.prefix, *(ids * 3)) and made.repeats == 2
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -253,23 +231,14 @@ def test_stream_eval_asks_for_what_was_said_twenty_lines_before(name: str) -> No
 def test_stream_eval_counts_answers_of_which_every_token_is_the_likeliest(
     loaded: LoadedModel, config: Callable[..., Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = config(task="stream_eval", tokens=2500, block=64, methods=("streaming", "recomputed"))
+    tokens = 1500
+    given = config(task="stream_eval", tokens=tokens, block=64, methods=("streaming",))
     rows, record = run(given, loaded)
-    assert [row.accuracy for row in rows] == [0.0, 0.0]
-    assert "accuracy" in record["rows"][0]
-
-    class Knows:
-        """Predicts what comes next."""
-
-        def __init__(self, model: Any, ids: tuple[int, ...]) -> None:
-            self.model, self.ids, self.at = model, torch.tensor(ids), 0
-
-    ids = stream_eval(Encoder(loaded.tokenizer), 2500, 0)
+    assert rows[0].accuracy == record["rows"][0]["accuracy"] == 0.0
+    ids = stream_eval(Encoder(loaded.tokenizer), tokens, 0)
     forward = loaded.model.forward
-    at = 0
 
     def knowing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal at
         out = forward(*args, **kwargs)
         if kwargs.get("past_key_values") is not None:
             end = kwargs["past_key_values"].get_seq_length()
@@ -282,20 +251,17 @@ def test_stream_eval_counts_answers_of_which_every_token_is_the_likeliest(
         return out
 
     monkeypatch.setattr(loaded.model, "forward", knowing)
-    rows, _ = run(
-        config("knowing", task="stream_eval", tokens=2500, block=64, methods=("streaming",)), loaded
-    )
+    rows, _ = run(replace(given, out=given.out.with_name("knowing")), loaded)
+    assert len(ids.probes) > 1
     assert rows[0].accuracy == pytest.approx(1 - 1 / len(ids.probes))
 
 
 def test_times_are_taken_of_every_bounded_method(
     loaded: LoadedModel, config: Callable[..., Streamed]
 ) -> None:
-    given = config(methods=("streaming", "recomputed", "dense"), timed=2)
-    rows, record = run(given, loaded)
+    _, record = run(config(methods=("streaming", "recomputed", "dense"), timed=2), loaded)
     assert list(record["timed"]) == ["streaming", "recomputed"]
     assert all(len(seconds) == 5 and min(seconds) > 0 for seconds in record["timed"].values())
-    assert "x as fast as recomputed" in report(given, rows, record)
 
 
 def test_files_say_what_made_them(
@@ -305,22 +271,10 @@ def test_files_say_what_made_them(
     given = config(command="headwise stream --out x")
     run(given, loaded)
     record = json.loads((given.out / "stream.json").read_text())
-    assert (
-        record["command"] == given.command and record["environment"]["torch"] == torch.__version__
-    )
-    lines = (given.out / "stream.csv").read_text().splitlines()
-    assert (
-        lines[0] == "method,end,nll,token_seconds,cache_bytes,process_bytes"
-        and len(lines) == 1 + 6 * 5
-    )
-    assert (given.out / "stream.png").stat().st_size > 10_000 and (
-        given.out / "stream.svg"
-    ).is_file()
-
-
-def test_a_stream_without_a_question_is_refused() -> None:
-    with pytest.raises(HeadwiseError, match="--tokens 50 is too small for stream_eval"):
-        stream_eval(Encoder(byte_level()), 50, 0)
+    assert record["command"] == given.command
+    assert record["environment"]["torch"] == torch.__version__
+    assert len((given.out / "stream.csv").read_text().splitlines()) == 1 + 6 * 5
+    assert (given.out / "stream.png").is_file() and (given.out / "stream.svg").is_file()
 
 
 def test_one_sink_in_as_many_tokens() -> None:
@@ -328,31 +282,3 @@ def test_one_sink_in_as_many_tokens() -> None:
     assert method.policy is not None and (method.policy.sinks, method.policy.window) == (1, 1023)
     only = method_of("window-only", sinks=4, window=1020).policy
     assert only is not None and (only.sinks, only.window) == (0, 1024)
-
-
-def test_the_command_line(
-    loaded: LoadedModel,
-    config: Callable[..., Streamed],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-) -> None:
-    given = config()
-    monkeypatch.setattr(stream_run, "load_model", lambda *args, **options: loaded)
-    options = [
-        "--tokens",
-        "60",
-        "--sinks",
-        "1",
-        "--window",
-        "15",
-        "--chunk",
-        "16",
-        "--methods",
-        "streaming",
-        "dense",
-    ]
-    assert (
-        main(["--model", "tiny", "--text", str(given.text), "--out", str(given.out), *options]) == 0
-    )
-    shown = capsys.readouterr().out
-    assert "streaming" in shown and "last quarter" in shown and "stream.json" in shown

@@ -29,12 +29,8 @@ def test_the_list_has_every_task_with_its_parameters(capsys: pytest.CaptureFixtu
     assert main([]) == 0
     listed = capsys.readouterr().out.split("\n\n")
     assert [entry.partition("\n")[0] for entry in listed] == [kind.usage for kind in KINDS.values()]
-    assert all(
-        f"    {p.name}: " in entry
-        for entry, kind in zip(listed, KINDS.values(), strict=True)
-        for p in kind.parameters
-    )
-    assert "passkey[@depth=D][:FILE]" in listed[1]
+    for entry, kind in zip(listed, KINDS.values(), strict=True):
+        assert all(f"    {parameter.name}: " in entry for parameter in kind.parameters)
 
 
 def test_the_page_has_every_task_and_its_parameters() -> None:
@@ -61,10 +57,8 @@ def test_a_prompt_is_shown_with_its_answer_and_where_it_lies(
         "niah_multivalue", byte_level(bos=True), length=1500, samples=1, seed=0
     )
     assert byte_level().decode(prompt.input_ids) in whole
-    assert (
-        f"tokens: 1500\nanswer: {prompt.answer}\nmetric: all\nreferences: "
-        f"{' | '.join(prompt.references)}\n" in whole
-    )
+    for line in (f"answer: {prompt.answer}", f"references: {' | '.join(prompt.references)}"):
+        assert f"\n{line}\n" in whole
     start, stop = prompt.finds[0].span
     assert re.search(
         rf"found at: {start} to {stop}, depth 0\.\d\d: One of .* is {prompt.references[0]}\.", whole
@@ -83,12 +77,3 @@ def test_a_later_turn_and_answers_inside_are_shown(
         shown = capsys.readouterr().out
         assert (f"later turn: the last {prompt.turn} tokens\n" in shown) == bool(prompt.turn)
         assert shown.count("answer inside: ") == len(prompt.scored)
-
-
-def test_a_text_has_no_answer(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "long.txt"
-    file.write_text("word " * 500, encoding="utf-8")
-    main(["--task", f"text:{file}", "--model", folder, "--length", "100"])
-    assert "answer: unknown" in capsys.readouterr().out

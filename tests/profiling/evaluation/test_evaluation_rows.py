@@ -34,15 +34,10 @@ def test_a_difference_is_called_only_where_chance_is_ruled_out() -> None:
     found = figures([outcome("dense", right), outcome("near", few), outcome("far", none)])
     near, far = of(found, "near", SCORE), of(found, "far", SCORE)
     assert near.value == pytest.approx(11 / 12) and near.verdict == "" and near.difference_high >= 0
-    assert (
-        far.value == 0
-        and far.verdict == "worse"
-        and far.difference == -1
-        and far.difference_high < 0
-    )
-    assert of(found, "far", NLL).verdict == "worse" and of(
-        found, "far", NLL
-    ).difference == pytest.approx(1)
+    assert far.value == 0 and far.verdict == "worse"
+    assert far.difference == -1 and far.difference_high < 0
+    loss = of(found, "far", NLL)
+    assert loss.verdict == "worse" and loss.difference == pytest.approx(1)
     same = figures(
         [outcome("dense", right), text("dense", [1.0] * 9), text("sum", [1.0 + 1e-6] * 9)]
     )
@@ -53,20 +48,14 @@ def test_a_difference_is_called_only_where_chance_is_ruled_out() -> None:
 
 
 def test_tasks_are_pooled_and_depths_are_one_task() -> None:
-    found = figures(
-        [
-            outcome("dense", [1, 0], "needle", 0.0),
-            outcome("dense", [1, 1], "needle", 1.0),
-            outcome("dense", [0, 0], "passkey"),
-            text("dense", [1.0, 1.0]),
-        ]
-    )
+    needles = [outcome("dense", [1, 0], "needle", 0.0), outcome("dense", [1, 1], "needle", 1.0)]
+    passkey = outcome("dense", [0, 0], "passkey")
+    found = figures([*needles, passkey, text("dense", [1.0, 1.0])])
     needle = of(found, "dense", SCORE, "needle")
     assert (needle.count, needle.value) == (2, 0.75), "the same needle at two depths is one"
     pooled = of(found, "dense", SCORE, ALL)
     assert (pooled.count, pooled.value) == (4, pytest.approx(1.5 / 4))
-    cells = grid([outcome("dense", [1, 0], "needle", 0.0), outcome("dense", [1, 1], "needle", 1.0)])
-    assert [(cell.depth, cell.score) for cell in cells] == [(0.0, 0.5), (1.0, 1.0)]
+    assert [(cell.depth, cell.score) for cell in grid(needles)] == [(0.0, 0.5), (1.0, 1.0)]
 
 
 def test_perplexity_is_that_of_windows_and_its_difference_a_ratio() -> None:
@@ -85,9 +74,8 @@ def test_questions_of_one_context_are_one_look_at_it() -> None:
     prompts = tuple(
         Prompt((context, question), "a", turn=1) for context in (1, 2) for question in (3, 4)
     )
-    (found,) = figures(
-        [Outcome(task="t", length=2, depth=None, method="dense", records=records, prompts=prompts)]
-    )
+    one = replace(outcome("dense", scores), records=records, prompts=prompts)
+    (found,) = figures([one])
     assert (found.count, found.value) == (2, 0.75)
 
 
@@ -106,17 +94,12 @@ def test_many_looks_at_a_table_are_corrected_together() -> None:
     right, wrong = [1.0] * 8, [0.0] * 8
     outcomes = [outcome("dense", right), outcome("m", wrong)]
     alone = of(figures(outcomes), "m", SCORE)
-    assert (alone.p, alone.corrected, alone.verdict, alone.few) == (
-        2 / 256,
-        3 * 2 / 256,
-        "worse",
-        False,
-    )
+    assert (alone.p, alone.corrected) == (2 / 256, 3 * 2 / 256)
+    assert (alone.verdict, alone.few) == ("worse", False)
     alike = [outcome(name, right) for name in ("n", "o")]
     many = of(figures([*outcomes, *alike]), "m", SCORE)
-    assert (many.corrected, many.verdict, many.few) == (9 / 128, "", True), (
-        "all that a page compares is one family"
-    )
+    # All that a page compares is one family.
+    assert (many.corrected, many.verdict, many.few) == (9 / 128, "", True)
     # With three comparisons of more prompts called, three are left to correct the least p of 8 for.
     longer = [outcome("dense", right * 3, "other"), outcome("m", wrong * 3, "other")]
     assert not of(figures([*outcomes, *longer]), "m", SCORE).few
@@ -135,18 +118,13 @@ def test_too_few_prompts_are_not_the_same_as_no_difference() -> None:
 def test_a_method_that_ran_on_fewer_prompts_is_paired_with_dense_on_these() -> None:
     prompts = tuple(Prompt((number, 7), "a") for number in range(3))
 
-    def some(
-        method: str, numbers: tuple[int, ...], scores: tuple[float, ...], task: str = "t"
-    ) -> Outcome:
+    def some(method: str, numbers: tuple[int, ...], scores: list[float], task: str) -> Outcome:
         records = tuple({"score": score} for score in scores)
         own = tuple(prompts[number] for number in numbers)
-        return Outcome(task=task, length=2, depth=None, method=method, records=records, prompts=own)
+        return replace(outcome(method, scores, task), records=records, prompts=own)
 
-    both = [
-        some("dense", (0, 1, 2), (1.0, 0.0, 1.0), "u"),
-        some("dense", (0, 1, 2), (1.0, 0.0, 1.0)),
-    ]
-    found = figures([*both, some("m", (2, 0), (0.0, 1.0))])
+    both = [some("dense", (0, 1, 2), [1.0, 0.0, 1.0], task) for task in ("u", "t")]
+    found = figures([*both, some("m", (2, 0), [0.0, 1.0], "t")])
     assert of(found, "m", SCORE, "t").difference == -0.5 and of(found, "m", SCORE, "t").count == 2
     assert of(found, "dense", SCORE, "t").count == 3
     pooled = [each.method for each in found if each.task == ALL]
@@ -158,11 +136,6 @@ def test_differences_of_each_seed_stand_beside() -> None:
     found = figures([replace(dense, seeds=2), replace(own, seeds=2)])
     assert of(found, "m", SCORE).by_seed == (-1.0, 0.0) and of(found, "dense", SCORE).by_seed == ()
     assert of(figures([dense, own]), "m", SCORE).by_seed == ()
-
-
-def test_a_method_without_dense_beside_it_has_no_difference() -> None:
-    found = figures([outcome("sparse", [1.0, 0.0])])
-    assert all(f.difference is None and f.verdict == "" for f in found)
 
 
 def test_a_divergence_is_a_figure_without_a_test_and_never_below_0() -> None:

@@ -49,7 +49,7 @@ def test_wilson_of_all_and_none_leaves_room_for_doubt() -> None:
     assert wilson(5, 10, confidence=0.5).high < wilson(5, 10).high
 
 
-@pytest.mark.parametrize("count", [2, 4, 7, 12, 40])
+@pytest.mark.parametrize("count", [2, 7, 40])
 def test_means_of_few_units_hold_the_truth_as_often_as_they_say(count: int) -> None:
     """Resampling them, as percentiles do, holds it in 50%, 81%, 88%, 91% and 94%."""
     samples = np.random.default_rng(count).normal(size=(2000, count))
@@ -58,7 +58,7 @@ def test_means_of_few_units_hold_the_truth_as_often_as_they_say(count: int) -> N
     )
 
 
-@pytest.mark.parametrize("count, least", [(4, 0.85), (7, 0.86), (12, 0.88), (40, 0.92)])
+@pytest.mark.parametrize("count, least", [(4, 0.85), (40, 0.92)])
 def test_skewed_losses_hold_it_nearly_as_often(count: int, least: float) -> None:
     samples = np.random.default_rng(count).exponential(size=(2000, count))
     assert least < np.mean([student(row).holds(1) for row in samples.tolist()]) < 0.96
@@ -120,13 +120,10 @@ def test_the_paired_interval_holds_the_truth_as_often_as_it_says() -> None:
     assert held / 600 > 0.93
 
 
-@pytest.mark.parametrize("scores", [[], [float("nan")], [1, float("inf")]])
-def test_what_is_no_score(scores: list[float]) -> None:
-    with pytest.raises(HeadwiseError, match="at least one score, each a finite number"):
-        mean_interval(scores)
-
-
 def test_bad_use() -> None:
+    for scores in ([], [float("nan")], [1, float("inf")]):
+        with pytest.raises(HeadwiseError, match="at least one score, each a finite number"):
+            mean_interval(scores)
     with pytest.raises(HeadwiseError, match="3 right of 2"):
         wilson(3, 2)
     with pytest.raises(HeadwiseError, match="2 and 3 prompts cannot be paired"):
@@ -173,7 +170,7 @@ def test_how_many_prompts_tell_a_loss() -> None:
         prompts_needed([0.1])
 
 
-@pytest.mark.parametrize("looks", [1, 2, 3, 10, 100])
+@pytest.mark.parametrize("looks", [1, 3, 100])
 def test_the_fewest_units_that_can_be_significant(looks: int) -> None:
     units = least_units(looks)
     assert looks * 2 ** (1 - units) < 0.05 <= looks * 2 ** (2 - units)

@@ -12,7 +12,7 @@ from torch import Tensor
 import profiling.inside.attention_rows as attention_rows
 from kernels.index import PAD, TILE, SparseIndex
 from kernels.patterns import LayerPlan, make
-from profiling.inside.attention_rows import NEGLIGIBLE, cover, logits, pooled_map, rows, sparsity_of
+from profiling.inside.attention_rows import NEGLIGIBLE, cover, pooled_map, rows, sparsity_of
 from profiling.inside.capture import LayerInputs
 
 LENGTH, HEADS, GROUPS = 300, 4, 2
@@ -23,17 +23,8 @@ def inputs(**changes: Any) -> LayerInputs:
     q, k, v = (
         torch.randn(1, n, LENGTH, 16, generator=generator) * 2 for n in (HEADS, GROUPS, GROUPS)
     )
-    fields = {
-        "layer": 0,
-        "q": q,
-        "k": k,
-        "v": v,
-        "scale": 0.3,
-        "sliding_window": None,
-        "softcap": None,
-        "sinks": None,
-    }
-    return LayerInputs(**fields | changes)
+    fields: dict[str, Any] = {"sliding_window": None, "softcap": None, "sinks": None} | changes
+    return LayerInputs(layer=0, q=q, k=k, v=v, scale=0.3, **fields)
 
 
 def full(x: LayerInputs) -> Tensor:
@@ -47,18 +38,16 @@ def full(x: LayerInputs) -> Tensor:
     return scores.softmax(-1)[..., :LENGTH]
 
 
-@pytest.fixture(params=["one piece", "many pieces"])
-def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "many pieces":
-        monkeypatch.setattr(attention_rows, "_SCORES", 7 * LENGTH)
-
-
-@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize(
     "changes", [{}, {"softcap": 6.0}, {"sinks": torch.tensor([0.0, 1.0, 4.0, -1.0])}]
 )
-def test_rows_and_what_is_made_of_them(changes: dict[str, Any]) -> None:
+def test_rows_and_what_is_made_of_them(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = inputs(**changes)
+    whole = torch.cat([piece for _, piece in rows(x, 0, torch.arange(LENGTH))])
+    monkeypatch.setattr(attention_rows, "_SCORES", 7 * LENGTH)
+    torch.testing.assert_close(whole, full(x)[0], atol=1e-6, rtol=1e-5)
     attention, queries = full(x), torch.tensor([0, 5, 120, 121, 299])
     for head in range(HEADS):
         found = torch.cat([piece for _, piece in rows(x, head, queries)])
@@ -76,14 +65,6 @@ def test_rows_and_what_is_made_of_them(changes: dict[str, Any]) -> None:
         small = sum(int((row < NEGLIGIBLE * row.max()).sum()) for row in seen)
         assert sparsity[head].item() == pytest.approx(small / sum(map(len, seen)))
     assert sparsity.min() > 0.02 and sparsity.max() < 0.98
-
-
-def test_logits_are_what_the_softmax_is_taken_over() -> None:
-    x = inputs()
-    ((_, found),) = logits(x, 3, torch.tensor([2, 7]))
-    expected = x.q[0, 3, [2, 7]] @ x.k[0, 1].T * 0.3
-    assert torch.isinf(found[0, 3:]).all() and torch.isinf(found[1, 8:]).all()
-    torch.testing.assert_close(found[1, :8], expected[1, :8])
 
 
 @pytest.mark.parametrize("cell", [TILE, 2 * TILE])

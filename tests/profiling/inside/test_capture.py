@@ -35,11 +35,8 @@ def tokens(length: int = LENGTH) -> Tensor:
 def plain_attention(x: LayerInputs) -> Tensor:
     """(1, H, S, E) by the definition, in fp64."""
     group = x.q.shape[1] // x.k.shape[1]
-    q, k, v = (
-        x.q.double(),
-        x.k.double().repeat_interleave(group, 1),
-        x.v.double().repeat_interleave(group, 1),
-    )
+    q = x.q.double()
+    k, v = (each.double().repeat_interleave(group, 1) for each in (x.k, x.v))
     scores = q @ k.transpose(-1, -2) * x.scale
     if x.softcap is not None:
         scores = torch.tanh(scores / x.softcap) * x.softcap
@@ -94,29 +91,21 @@ def test_captured_tensors_reproduce_each_layers_output(family: str) -> None:
     assert all((x.sinks is not None) == (family == "gpt_oss") for x in found)
 
 
-@pytest.mark.parametrize("length", [1, 63, 300, 1000])
+@pytest.mark.parametrize("length", [1, 300])
 def test_sliding_layers_of_any_length(length: int) -> None:
     model = tiny("gemma3")
     expected = attention_outputs(model, tokens(length))
     got: list[Tensor] = []
     capture(model, tokens(length), lambda x: got.append(plain_attention(x)))
     for out, right in zip(got, expected, strict=True):
-        torch.testing.assert_close(
-            out.transpose(1, 2).flatten(2).float(), right, atol=2e-5, rtol=1e-4
-        )
-
-
-def test_the_model_is_left_as_it_was() -> None:
-    model = tiny("llama").train()
-    model.model.layers[1].eval()
-    modes = [module.training for module in model.modules()]
-    capture(model, tokens(), lambda x: None)
-    assert model.config._attn_implementation == "sdpa"
-    assert [module.training for module in model.modules()] == modes
+        flat = out.transpose(1, 2).flatten(2).float()
+        torch.testing.assert_close(flat, right, atol=2e-5, rtol=1e-4)
 
 
 def test_the_model_is_left_as_it_was_when_a_visit_fails() -> None:
-    model = tiny("gemma3")
+    model = tiny("gemma3").train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
     model.set_attn_implementation("eager")
 
     def visit(x: LayerInputs) -> None:
@@ -127,34 +116,18 @@ def test_the_model_is_left_as_it_was_when_a_visit_fails() -> None:
     with pytest.raises(KeyError, match="stop"):
         capture(model, tokens(), visit)
     assert model.config._attn_implementation == "eager"
+    assert [module.training for module in model.modules()] == modes
     got: list[int] = []
     capture(model, tokens(), lambda x: got.append(x.layer))
     assert got == [0, 1, 2]
-
-
-def test_a_capture_within_a_visit() -> None:
-    outer, inner = tiny("llama"), tiny("qwen3")
-    order: list[str] = []
-
-    def visit(x: LayerInputs) -> None:
-        order.append(f"outer {x.layer}")
-        if x.layer == 0:
-            capture(inner, tokens(), lambda y: order.append(f"inner {y.layer}"))
-
-    capture(outer, tokens(), visit)
-    assert order == ["outer 0", "inner 0", "inner 1", "inner 2", "outer 1", "outer 2"]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["mamba", "bert", "mpt"])
 def test_a_model_without_attention_that_can_be_reached(family: str) -> None:
     """None at all, one that is not causal, one that does not go through the interface."""
-    model = tiny(family)
-    with pytest.raises(
-        HeadwiseError, match="model without attention that Headwise can serve"
-    ) as caught:
-        capture(model, tokens(), lambda x: None)
-    assert type(model).__name__ in str(caught.value)
+    with pytest.raises(HeadwiseError, match="model without attention that Headwise can serve"):
+        capture(tiny(family), tokens(), lambda x: None)
 
 
 def test_a_hybrid_models_other_layers_are_passed_by() -> None:
@@ -176,14 +149,8 @@ def test_a_chunked_layer_is_local() -> None:
     torch.testing.assert_close(got[0], expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(2, 8), (8,), (1, 0)])
-def test_only_one_unpadded_prompt(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"\(1, S\)"):
-        capture(tiny("llama"), torch.zeros(shape, dtype=torch.long), lambda x: None)
-
-
 def test_memory_grows_linearly_with_the_prompt() -> None:
-    """A bool mask of 24,000 x 24,000 would be 550 MiB, for sliding-window layers too.
+    """A bool mask of 12,000 x 12,000 would be 137 MiB, for sliding-window layers too.
 
     In a process of its own: where others have used more before, no peak would show.
     """
@@ -197,7 +164,7 @@ def test_memory_grows_linearly_with_the_prompt() -> None:
         "model = tiny('gemma3')\n"
         "capture(model, tokens(64), lambda x: None)\n"
         "before = peak()\n"
-        "capture(model, tokens(24_000), lambda x: None)\n"
+        "capture(model, tokens(12_000), lambda x: None)\n"
         "print(peak() - before)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

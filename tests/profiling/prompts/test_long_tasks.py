@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 
 from profiling.prompts import babi
-from profiling.prompts.metrics import METRICS, score
 from profiling.prompts.prompt import Prompt, make_prompts
 from tests.profiling.tokenizers import byte_level
 
@@ -22,41 +21,46 @@ def made(
     return [(prompt, tokenizer.decode(prompt.input_ids)) for prompt in prompts]
 
 
-@pytest.mark.parametrize("form", ["retrieval@asked=6", "multihop", "filtering"])
-def test_stories_can_be_looked_up(form: str) -> None:
-    for prompt, text in made(f"story_{form}"):
+def story(task: str) -> list[tuple[Prompt, list[str], list[str | None], str]]:
+    """Prompts of a story: its chapters, the thing bought in each, and the question."""
+    found = []
+    for prompt, text in made(task):
         told = text.partition("<context>")[2].partition("</context>")[0]
-        parts = re.split(r"Chapter \d+:\n", told)[1:]
-        bought = [(re.findall(r"bought the ([\w ]+)\.", part) or [None])[0] for part in parts]
+        chapters = re.split(r"Chapter \d+:\n", told)[1:]
+        bought = [(re.findall(r"bought the ([\w ]+)\.", each) or [None])[0] for each in chapters]
         question = text.rpartition("</context>")[2]
-        assert text.count(question.partition("\n<answer>")[0].strip()) == 2, (
-            "asked before and after"
-        )
-        if "retrieval" in form:
-            for line, right in zip(
-                re.findall(r"\d+\. (.*\?)", question), prompt.references, strict=True
-            ):
-                part = parts[int(re.findall(r"Chapter (\d+)", line)[0]) - 1]
-                form_of = {
-                    "place": "came to the {} for",
-                    "meet": "met {}.",
-                    "buy": "bought the {}.",
-                }
-                assert next(f for word, f in form_of.items() if word in line).format(right) in part
-        elif form == "multihop":
-            item = re.findall(r"bought the ([\w ]+)\?", question)[0]
-            assert bought[bought.index(item) - 1] == prompt.answer.partition("\n")[0]  # type: ignore[union-attr]
+        asked = question.partition("\n<answer>")[0].strip()
+        assert text.count(asked) == 2, "asked before and after"
+        things = [thing for thing in bought if thing]
+        assert len(set(things)) == len(things)
+        found.append((prompt, chapters, bought, question))
+    return found
+
+
+def test_things_of_a_chapter_can_be_looked_up() -> None:
+    said = {"place": "came to the {} for", "meet": "met {}.", "buy": "bought the {}."}
+    for prompt, chapters, _, question in story("story_retrieval@asked=6"):
+        lines = re.findall(r"\d+\. (.*\?)", question)
+        for line, right in zip(lines, prompt.references, strict=True):
+            chapter = chapters[int(re.findall(r"Chapter (\d+)", line)[0]) - 1]
             assert (
-                len(set(prompt.choices)) == len(prompt.choices) > 2
-                and prompt.answer in prompt.choices
+                next(form for word, form in said.items() if word in line).format(right) in chapter
             )
-        else:
-            assert [str(at) for at, item in enumerate(bought, start=1) if item is None] == list(
-                prompt.references
-            )
-            assert set(re.findall(r"sold the ([\w ]+)\.", told)) <= set(bought)
-        some = [item for item in bought if item]
-        assert len(set(some)) == len(some)
+
+
+def test_what_was_bought_before_can_be_looked_up() -> None:
+    for prompt, _, bought, question in story("story_multihop"):
+        thing = re.findall(r"bought the ([\w ]+)\?", question)[0]
+        assert bought[bought.index(thing) - 1] == str(prompt.answer).partition("\n")[0]
+        assert len(set(prompt.choices)) == len(prompt.choices) > 2
+        assert prompt.answer in prompt.choices
+
+
+def test_chapters_in_which_nothing_was_bought_can_be_found() -> None:
+    for prompt, chapters, bought, _ in story("story_filtering"):
+        empty = [str(at) for at, thing in enumerate(bought, start=1) if thing is None]
+        assert empty == list(prompt.references)
+        assert set(re.findall(r"sold the ([\w ]+)\.", "".join(chapters))) <= set(bought)
 
 
 def replay(facts: list[str]) -> dict[str, list[str]]:
@@ -101,27 +105,3 @@ def test_facts_lead_to_the_answer(number: int) -> None:
             assert now == asked[2]
             right = before
         assert prompt.answer == right and right in prompt.choices
-
-
-@pytest.mark.parametrize(
-    ("metric", "references", "text", "expected"),
-    [
-        ("chapters", ["3", "7", "9"], "3, 7 and 8</answer> 9", 2 / 4),
-        ("chapters", ["3"], "<answer>3</answer>", 1),
-        ("numbered", ["red hat", "Nafop"], "1. The red hat.\n2. nafop\n</answer>", 1),
-        ("numbered", ["red hat", "Nafop"], "2. Nafop\n1. a blue hat", 1 / 2),
-        ("numbered", ["red hat", "Nafop"], "1. Nafop\n2. red hat", 0),
-        ("numbered", ["red hat"], "1. red hat\n1. blue hat", 1),
-        ("item", ["red hat"], "<explanation>...</explanation><answer>The Red Hat</answer>", 1),
-        ("item", ["red hat"], "red hat and shoes", 0),
-    ],
-)
-def test_metrics_by_hand(metric: str, references: list[str], text: str, expected: float) -> None:
-    asked = Prompt((1,), references[0], metric=metric, references=tuple(references))
-    assert score(asked, text) == pytest.approx(expected)
-
-
-def test_nothing_asked_and_nothing_answered_is_right() -> None:
-    for metric, empty in (("chapters", "none"), ("numbered", "")):
-        assert METRICS[metric](empty, ()) == 1
-    assert METRICS["chapters"]("4", ()) == 0

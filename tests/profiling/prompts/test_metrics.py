@@ -23,6 +23,14 @@ def prompt(metric: str, *references: str) -> Prompt:
         ("begins", ["123"], "It is 123", 0),
         ("begins", ["no", "yes"], "yes.", 1),
         ("all", ["One", "two", "3", "4"], "ONE, then 3 and 33", 2 / 4),
+        ("chapters", ["3", "7", "9"], "3, 7 and 8</answer> 9", 2 / 4),
+        ("chapters", ["3"], "<answer>3</answer>", 1),
+        ("numbered", ["red hat", "Nafop"], "1. The red hat.\n2. nafop\n</answer>", 1),
+        ("numbered", ["red hat", "Nafop"], "2. Nafop\n1. a blue hat", 1 / 2),
+        ("numbered", ["red hat", "Nafop"], "1. Nafop\n2. red hat", 0),
+        ("numbered", ["red hat"], "1. red hat\n1. blue hat", 1),
+        ("item", ["red hat"], "<explanation>...</explanation><answer>The Red Hat</answer>", 1),
+        ("item", ["red hat"], "red hat and shoes", 0),
     ],
 )
 def test_metrics(metric: str, references: list[str], text: str, expected: float) -> None:
@@ -55,3 +63,8 @@ def test_every_metric_lies_within_0_and_1() -> None:
                 "".join(rng.choices("AB12 .,\n", k=rng.randint(0, 12))) for _ in range(3)
             )
             assert 0 <= score(prompt(name, *references), text) <= 1
+
+
+def test_nothing_asked_and_nothing_answered_is_right() -> None:
+    assert METRICS["chapters"]("none", ()) == METRICS["numbered"]("", ()) == 1
+    assert METRICS["chapters"]("4", ()) == 0

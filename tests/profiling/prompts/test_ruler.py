@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from artifacts import HeadwiseError
 from profiling.prompts import haystacks
 from profiling.prompts.kind import Request
 from profiling.prompts.metrics import score
@@ -38,39 +37,33 @@ def solve(text: str) -> list[str]:
     if "secret" in text:
         asked = re.findall(r"The secret \w+s? of ([^.]+?) (?:is|are)$", text)[0]
         said = re.findall(r"One of the secret \w+s of (\S+) is ([\w-]+)\.", text)
-        return [
-            value for key in re.split(r", | and ", asked) for name, value in said if name == key
-        ]
+        keys = re.split(r", | and ", asked)
+        return [value for key in keys for name, value in said if name == key]
     if "VAR" in text:
         shown, _, text = text.rpartition("Variables are assigned")
-        assert sorted(traced(shown)) == sorted(
-            re.findall(r"variables have it: ([A-Z, ]+[A-Z])", shown)[0].split(", ")
-        )
+        example = re.findall(r"variables have it: ([A-Z, ]+[A-Z])", shown)[0].split(", ")
+        assert sorted(traced(shown)) == sorted(example)
         return traced(text)
     if "numbered list" in text:
         *_, shown, text = text.split("Below is a numbered list of words.")
-        for part, answer in (
-            (shown, re.findall(r"\d+\. (\w+)", shown.split("often are:")[1])),
-            (text, None),
-        ):
-            listed, _, question = part.partition("Which")
-            numbers, words = zip(*re.findall(r"(\d+)\. (\w+)", listed), strict=True)
-            assert [int(number) for number in numbers] == list(range(1, len(words) + 1))
-            wanted = int(re.findall(r"(\d+) words", question)[0])
-            counted = Counter(words).most_common()
-            assert counted[wanted - 1][1] > counted[wanted][1]
-            found = [word for word, _ in counted[:wanted]]
-            assert answer is None or sorted(answer) == sorted(found)
-        return found
-    code = (
-        text.partition("stand for nothing.")[2]
-        .partition("Which three")[0]
-        .replace("...", " ")
-        .split()
-    )
-    counted = Counter(code).most_common(4)
+        example = re.findall(r"\d+\. (\w+)", shown.split("often are:")[1])
+        assert sorted(commonest(shown)) == sorted(example)
+        return commonest(text)
+    code = text.partition("stand for nothing.")[2].partition("Which three")[0]
+    counted = Counter(code.replace("...", " ").split()).most_common(4)
     assert counted[2][1] > counted[3][1]
     return [word for word, _ in counted[:3]]
+
+
+def commonest(text: str) -> list[str]:
+    """The commonest words of a numbered list, as many as its question asks for."""
+    listed, _, question = text.partition("Which")
+    numbers, words = zip(*re.findall(r"(\d+)\. (\w+)", listed), strict=True)
+    assert [int(number) for number in numbers] == list(range(1, len(words) + 1))
+    wanted = int(re.findall(r"(\d+) words", question)[0])
+    counted = Counter(words).most_common()
+    assert counted[wanted - 1][1] > counted[wanted][1]
+    return [word for word, _ in counted[:wanted]]
 
 
 def traced(text: str) -> list[str]:
@@ -109,40 +102,12 @@ def test_needles_stand_where_the_prompt_says(
     assert max(starts) - min(starts) > 600, "needles are to be anywhere"
 
 
-def test_what_the_variants_are_made_of() -> None:
-    tokenizer = byte_level()
-
-    def said(task: str) -> list[tuple[str, str]]:
-        text = tokenizer.decode(
-            make_prompts(task, tokenizer, length=3000, samples=1, seed=0)[0].input_ids
-        )
-        return re.findall(
-            r"\nOne of the secret \w+s of (\S+) is (\S+)\.| One of the secret \w+s of (\S+) is",
-            text,
-        )
-
-    assert [len(said(task)) for task in NEEDLES if "key_2" not in task and "key_3" not in task] == [
-        1,
-        1,
-        1,
-        4,
-        4,
-        4,
-    ]
-    for task in ("niah_multikey_2", "niah_multikey_3"):
-        # All alike, and no key twice: nothing but the key tells the one that is asked for.
-        keys = [key for key, _, other in said(task) if not other]
-        assert len(keys) == len(set(keys)) == len(said(task)) > 10
-
-
-def test_needles_lie_at_the_depth_asked_for() -> None:
-    tokenizer = byte_level(bos=True)
-    for depth in (0, 0.3, 1):
-        for task in ("niah_single_1", "niah_single_2", "niah_single_3"):
-            prompt = make_prompts(
-                f"{task}@depth={depth}", tokenizer, length=3000, samples=1, seed=0
-            )[0]
-            assert prompt.finds[0].span[0] / 3000 == pytest.approx(depth, abs=0.1)
+@pytest.mark.parametrize("task", ["niah_multikey_2", "niah_multikey_3"])
+def test_nothing_but_the_key_tells_the_needle_that_is_asked_for(task: str) -> None:
+    prompt = make_prompts(task, byte_level(), length=3000, samples=1, seed=0)[0]
+    text = byte_level().decode(prompt.input_ids)
+    keys = re.findall(r"\nOne of the secret \w+s of (\S+) is \S+\.", text)
+    assert len(keys) == len(set(keys)) > 10
 
 
 def test_needles_never_split_the_users_sentences(story: Path) -> None:
@@ -154,12 +119,6 @@ def test_needles_never_split_the_users_sentences(story: Path) -> None:
         hay = re.sub(r" One of the secret numbers of \S+ is \d+\.", "", text)
         hay = hay.partition("about them after it.\n")[2].partition("\n\nWhat are")[0]
         assert len(hay) > 400 and hay in story.read_text(encoding="utf-8")
-
-
-def test_chains_come_in_order_and_apart() -> None:
-    prompt = make_prompts("vt@hops=5", byte_level(), length=2600, samples=1, seed=0)[0]
-    assert len(prompt.finds) == 6
-    assert [find.span for find in prompt.finds] == sorted(find.span for find in prompt.finds)
 
 
 @pytest.mark.parametrize(
@@ -190,44 +149,6 @@ def test_code_words_fall_with_their_rank() -> None:
     assert Counter(text.split())["..."] == counts[0]
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_every_length_from_the_smallest_on(task: str) -> None:
-    tokenizer = byte_level(bos=True)
-    with pytest.raises(
-        HeadwiseError, match=rf"length 1 is too small for {task.split('@')[0]}: give.*?(\d+)$"
-    ) as caught:
-        make_prompts(task, tokenizer, length=1, samples=1, seed=0)
-    smallest = int(re.findall(r"\d+", str(caught.value))[-1]) + 90
-    for length in range(smallest, smallest + 15):
-        prompt = make_prompts(task, tokenizer, length=length, samples=1, seed=length)[0]
-        assert sorted(solve(tokenizer.decode(prompt.input_ids))) == sorted(prompt.references)
-
-
-@pytest.mark.parametrize(
-    ("task", "line"),
-    [
-        ("vt@hops=0", "hops of the task 'vt' must be a whole number from 1 to 1000, got '0'"),
-        ("vt@hops=2.5", "hops of the task 'vt' must be a whole number from 1 to 1000, got '2.5'"),
-        ("cwe@common=1", "common of the task 'cwe' must be a whole number of at least 2, got '1'"),
-        ("cwe@common=3,uncommon=3", "cwe needs common above uncommon, got common=3 and uncommon=3"),
-        ("fwe@alpha=1", "alpha of the task 'fwe' must be a number from 1.01 to 4, got '1'"),
-    ],
-)
-def test_bad_parameters(task: str, line: str) -> None:
-    with pytest.raises(HeadwiseError, match=re.escape(line)):
-        make_prompts(task, byte_level(), length=2600, samples=1, seed=0)
-
-
-def test_a_file_that_is_too_short(tmp_path: Path) -> None:
-    file = tmp_path / "short.txt"
-    file.write_text("A few words. And a few more.", encoding="utf-8")
-    with pytest.raises(
-        HeadwiseError,
-        match=r"short.txt is too short for niah_single_2 at length 900: it has \d+ tokens",
-    ):
-        make_prompts(f"niah_single_2:{file}", byte_level(), length=900, samples=1, seed=0)
-
-
 def test_a_haystack_of_a_file_is_a_stretch_of_it_of_any_size(tmp_path: Path) -> None:
     text = "One. Two words!\nThree\u3002\u56db\u3002 " + "no stop " * 200 + "End."
     file = tmp_path / "odd.txt"
@@ -242,17 +163,3 @@ def test_a_haystack_of_a_file_is_a_stretch_of_it_of_any_size(tmp_path: Path) -> 
         assert sum(map(len, pieces)) == room and all(pieces)
         found = tokenizer.decode([token for piece in pieces for token in piece])
         assert found.strip("\ufffd") in text
-
-
-def test_fill_cuts_the_start_only() -> None:
-    assert haystacks.fill([(1, 2), (3,), (4, 5, 6)], 4) == [(3,), (4, 5, 6)]
-    assert haystacks.fill([(1, 2), (3,), (4, 5, 6)], 5) == [(2,), (3,), (4, 5, 6)]
-    assert haystacks.fill([(1, 2), (3,)], 0) == []
-
-
-def test_hide_goes_to_the_nearest_bound() -> None:
-    pieces = [(1, 1), (2, 2, 2, 2), (3, 3)]
-    ids, spans = haystacks.hide([(7,), (8, 8), (9,)], [1, 0.3, 0], pieces, 10)
-    assert ids == (1, 1, 8, 8, 9, 2, 2, 2, 2, 3, 3, 7)
-    assert spans == [(21, 22), (12, 14), (14, 15)]
-    assert haystacks.hide([(7,)], [0.5], [], 10) == ((7,), [(10, 11)])

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts import HeadwiseError
 from profiling.prompts.prompt import Find, Prompt, make_prompts
 from profiling.quality.answers import answer, answers
 from profiling.quality.contexts import PIECE
@@ -52,22 +51,13 @@ class Copier(torch.nn.Module):
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize(
-    "task", ["kv_retrieval", "passkey", "line_retrieval", "two_stage_retrieval"]
-)
+@pytest.mark.parametrize("task", ["kv_retrieval", "two_stage_retrieval"])
 def test_the_answers_ids_read_as_the_text_that_goes_on(make: Any, task: str) -> None:
     tokenizer = make()
     prompt = make_prompts(task, tokenizer, length=1500, samples=1, seed=0)[0]
     ids = answer_ids(tokenizer, prompt)
     asked = tokenizer.decode(prompt.input_ids)
     assert tokenizer.decode((*prompt.input_ids, *ids)) == asked + str(prompt.continuation)
-
-
-def test_no_space_comes_twice() -> None:
-    tokenizer = byte_level()
-    ids = tuple(tokenizer("The key is ", add_special_tokens=False)["input_ids"])
-    assert tokenizer.decode(answer_ids(tokenizer, Prompt(ids, "12"))) == "12"
-    assert tokenizer.decode(answer_ids(tokenizer, Prompt(ids[:-1], "12"))) == " 12"
 
 
 def test_accuracy_and_nll_of_a_known_model() -> None:
@@ -83,9 +73,8 @@ def test_accuracy_and_nll_of_a_known_model() -> None:
     assert model.calls == [[*prompt.input_ids], [*expected[:-1]]]
     assert len(found.nll) == len(expected) and not found.right
     assert found.token_accuracy == pytest.approx(2 / len(expected))
-    assert found.mean == pytest.approx(
-        (100 + (len(expected) - 3) * math.log(1000)) / len(expected), rel=1e-3
-    )
+    whole = 100 + (len(expected) - 3) * math.log(1000)
+    assert found.mean == pytest.approx(whole / len(expected), rel=1e-3)
     assert found.nll[:2] == pytest.approx((0, 0), abs=1e-3)
     sure = Copier(1000, {start + at: token for at, token in enumerate(expected)})
     assert forced_answers(sure, tokenizer, [prompt])[0][0].right
@@ -122,42 +111,23 @@ def test_each_question_is_answered_as_if_it_were_alone(family: str) -> None:
         expected = answer_ids(tokenizer, prompt)
         whole = negative_log_likelihood(model, Prompt(prompt.input_ids + expected, None))
         assert found.nll == pytest.approx(whole[-len(expected) :].tolist(), rel=1e-4, abs=1e-5)
-    assert answers(model, tokenizer, prompts, label="") == [
-        generated(model, tokenizer, asking(prompt.input_ids)) for prompt in prompts
-    ]
-    assert answers(model, tokenizer, prompts, label="", chunk=7) == answers(
-        model, tokenizer, prompts, label=""
-    )
+    own = [generated(model, tokenizer, asking(prompt.input_ids)) for prompt in prompts]
+    assert answers(model, tokenizer, prompts, label="") == own
+    assert answers(model, tokenizer, prompts, label="", chunk=7) == own
 
 
 def test_ranges_of_the_prompt_itself_are_answers_too() -> None:
     model, tokenizer = tiny("llama"), byte_level()
-    ids = (
-        *random.Random(1).choices(range(3, 90), k=57),
-        *tokenizer("#%+", add_special_tokens=False)["input_ids"],
-    )
+    end = tokenizer("#%+", add_special_tokens=False)["input_ids"]
+    ids = (*random.Random(1).choices(range(3, 90), k=57), *end)
     prompt = asking(ids, scored=((20, 23), (1, 2), (50, 60)))
     found = forced_answers(model, tokenizer, [prompt])[0]
     losses = negative_log_likelihood(model, Prompt(ids, None)).tolist()
     assert [len(one.nll) for one in found[:3]] == [3, 1, 10]
-    assert [x for one in found[:3] for x in one.nll] == pytest.approx(
-        losses[19:22] + losses[:1] + losses[49:], rel=1e-4
-    )
+    expected = losses[19:22] + losses[:1] + losses[49:]
+    assert [x for one in found[:3] for x in one.nll] == pytest.approx(expected, rel=1e-4)
     assert found[3:] == forced_answers(model, tokenizer, [asking(ids)])[0]
     assert len(forced_answers(model, tokenizer, [replace(prompt, answer=None, finds=())])[0]) == 3
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"turn": 3}, {"turn": -1}, {"scored": ((0, 1),)}, {"scored": ((1, 4),)}]
-)
-def test_a_turn_or_a_range_beyond_the_prompt(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"turn must be|scored ranges"):
-        Prompt((1, 2, 3), None, **wrong)
-
-
-def test_a_prompt_without_an_answer() -> None:
-    with pytest.raises(HeadwiseError, match="without an answer has none to compare with"):
-        forced_answers(tiny("llama"), byte_level(), [Prompt((1, 2), None)])
 
 
 def test_a_task_may_allow_longer_answers() -> None:
