@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from profiling.models.loading import LoadedModel, load_model
+from search.published.search import HeadSearch, run
+from tests.search.conftest import save_tiny
 
 SHARED: dict[str, Any] = {
     "vocab_size": 97,
@@ -77,3 +83,26 @@ def tiny(family: str) -> Any:
 def _one_thread() -> None:
     """Everything here is tiny: on a busy machine threads only wait for each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model and its tokenizer; not to be written to."""
+    return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def loaded(folder: Path) -> LoadedModel:
+    return load_model(str(folder), dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def searched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model `tiny`, an artifact `cfg.yaml` of it and a text; not to be written to."""
+    place = tmp_path_factory.mktemp("searched")
+    (place / "tiny").symlink_to(folder)
+    (place / "text.txt").write_text("It was a long way to the sea, and nobody saw it. " * 400)
+    model = str(place / "tiny")
+    search = HeadSearch(model=model, out=place / "cfg.yaml", length=900, budget="0.8")
+    run(replace(search, dtype="float32", picture=False, command="x"))
+    return place

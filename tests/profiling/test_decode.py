@@ -16,26 +16,10 @@ from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, load, sa
 from profiling import decode
 from profiling.decoding import run as decoding
 from profiling.decoding.losses import by_position, position_lines
-from profiling.models.loading import LoadedModel, load_model
+from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.forced_decode import begin, dense_losses, forced_losses
 from runtime.fingerprint import fingerprint
-from tests.search.conftest import save_tiny
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("decode") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def loaded(folder: Path) -> LoadedModel:
-    return load_model(str(folder), dtype="float32")
 
 
 @pytest.fixture

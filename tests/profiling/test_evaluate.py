@@ -28,30 +28,9 @@ from profiling.prompts.settings import Setting
 from profiling.prompts.texts import read_ids
 from profiling.prompts.tokens import Encoder
 from search.published.search import HeadSearch, run
-from tests.search.conftest import save_tiny
 
 LENGTH = 900
 METHODS = ("headwise", "headwise+snapkv")
-
-
-@pytest.fixture(scope="module")
-def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("evaluate")
-    model = save_tiny(folder / "tiny")
-    (folder / "text.txt").write_text(
-        "It was a long way to the sea, and nobody had been there. " * 400
-    )
-    run(
-        HeadSearch(
-            model=str(model),
-            out=folder / "cfg.yaml",
-            length=LENGTH,
-            budget="0.8",
-            dtype="float32",
-            command="x",
-        )
-    )
-    return folder
 
 
 Command = Callable[..., dict[str, Any]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,9 @@ from profiling.pictures.layer_pictures import similarity_figure
 from profiling.prompts.prompt import make_prompts
 from profiling.similarities.mass import ability
 from profiling.similarities.similarity_profile import Profile, save_profile
-from search.published.search import HeadSearch, run
 from tests.search.conftest import save_tiny
 
-LENGTH = 700
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("heatmaps")
-    model = save_tiny(folder / "tiny")
-    config = folder / "cfg.yaml"
-    search = HeadSearch(model=str(model), out=config, length=LENGTH, budget="0.6")
-    run(replace(search, dtype="float32", picture=False, command="x"))
-    return model, config
+LENGTH = 900
 
 
 def profile(layers: int, *, sliding: bool = False) -> Profile:
@@ -105,10 +88,8 @@ def test_a_profile_becomes_pictures_with_their_numbers(tmp_path: Path, capsys: A
     np.testing.assert_allclose(read(out / "variability.csv")[1][:, 2], missed, rtol=1e-4)
 
 
-def test_a_model_becomes_pictures_with_their_numbers(
-    searched: tuple[Path, Path], tmp_path: Path
-) -> None:
-    model, config = searched
+def test_a_model_becomes_pictures_with_their_numbers(searched: Path, tmp_path: Path) -> None:
+    model, config = searched / "tiny", searched / "cfg.yaml"
     main(
         f"--model {model} {config} --length {LENGTH} --dtype float32 --out {tmp_path} "
         "--heads 2.5,0.1 --picture maps --picture sparsity".split()
@@ -182,9 +163,7 @@ def test_heads_of_a_layer_that_slides(tmp_path: Path) -> None:
     assert {name.partition(".")[0] for name in load_file(out / "maps.safetensors")} == {"1"}
 
 
-def test_an_artifact_of_another_model_is_refused(
-    searched: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_an_artifact_of_another_model_is_refused(searched: Path, tmp_path: Path) -> None:
     save_profile(profile(3), tmp_path)
     with pytest.raises(HeadwiseError, match="the profile is of some-model, the artifact of tiny"):
-        main(f"--profile {tmp_path} {searched[1]} --out {tmp_path}/out".split())
+        main(f"--profile {tmp_path} {searched}/cfg.yaml --out {tmp_path}/out".split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ import pytest
 from artifacts import HeadwiseError
 from profiling import memory
 from profiling.memory_use.plan import plan, read_shape
-from search.published.search import HeadSearch, run
-from tests.search.conftest import save_tiny
 
 GIB = 2**30
 LLAMA = {
@@ -77,11 +74,10 @@ def test_what_is_no_shape_of_a_model(plan: str, said: str) -> None:
 
 
 @pytest.mark.slow
-def test_memory_by_length_is_measured_beside_what_was_predicted(tmp_path: Path) -> None:
-    model = save_tiny(tmp_path / "tiny")
-    search = HeadSearch(model=str(model), out=tmp_path / "cfg.yaml", length=512, budget="0.8")
-    run(replace(search, dtype="float32", picture=False, command="x"))
-    command = ["--model", str(model), str(tmp_path / "cfg.yaml"), "--dtype", "float32", "--dense"]
+def test_memory_by_length_is_measured_beside_what_was_predicted(
+    searched: Path, tmp_path: Path
+) -> None:
+    command = f"--model {searched}/tiny {searched}/cfg.yaml --dtype float32 --dense".split()
     memory.main([*command, "--length", "4096", "--json", str(tmp_path / "out.json")])
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["length"], row["method"]) for row in rows] == [(4096, "dense"), (4096, "headwise")]

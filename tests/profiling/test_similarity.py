@@ -31,21 +31,6 @@ LENGTH, STEPS, TOP = 980, 20, 100
 SETTINGS: dict[str, Any] = {"length": LENGTH, "steps": STEPS, "top_k": TOP, "dtype": "float32"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("similarity") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def loaded(folder: Path) -> LoadedModel:
-    return load_model(str(folder), dtype="float32")
-
-
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     """Five layers, the second and the last of which see every key."""

@@ -33,8 +33,7 @@ ALL = ("streaming", "streaming:1", "window-only", "recomputed", "dense", "origin
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use one thread and draw no picture: all is tiny, and one test looks at the picture."""
-    torch.set_num_threads(1)
+    """Draw no picture: one test looks at it."""
     monkeypatch.setattr(stream_run, "draw", lambda *given: [])
 
 

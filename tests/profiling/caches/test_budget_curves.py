@@ -15,6 +15,7 @@ from profiling.inside.capture import capture
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Prompt
 from tests.profiling.conftest import tiny
+from tests.profiling.inside.plain import weights
 
 SHARES = (0.1, 0.25, 0.6)
 
@@ -45,26 +46,21 @@ def test_kept_and_error_are_those_of_full_attention_weights(
         )
 
     def visit(inputs) -> None:
-        logits = (
-            inputs.q[0].unflatten(0, (2, 2)) @ inputs.k[0][:, None].transpose(2, 3) * inputs.scale
-        )
-        weights = logits.masked_fill(
-            torch.ones(length, length).triu(1).bool(), float("-inf")
-        ).softmax(-1)
+        by_group = weights(inputs).float().unflatten(0, (2, 2))
         project = layers[inputs.layer].self_attn.o_proj.weight.unflatten(1, (2, -1)).transpose(0, 1)
         for i, share in enumerate(SHARES):
             kept, error = torch.zeros(2), torch.zeros(2)
             for begin, end in places:
-                scores = weights[:, :, :begin, :begin].sum((1, 2))
+                scores = by_group[:, :, :begin, :begin].sum((1, 2))
                 recent = heavy = math.ceil(share / 2 * end)
                 old = min(begin, end - recent)
                 for head in range(2):
                     held = torch.zeros(length, dtype=torch.bool)
                     held[scores[head, :old].topk(min(heavy, old)).indices] = True
                     held[old:end] = True
-                    part = weights[head, :, begin:end].masked_fill(~held, 0)
+                    part = by_group[head, :, begin:end].masked_fill(~held, 0)
                     mass = part.sum(-1, keepdim=True)
-                    missed = (part / mass - weights[head, :, begin:end]) @ inputs.v[0, head]
+                    missed = (part / mass - by_group[head, :, begin:end]) @ inputs.v[0, head]
                     out = missed.transpose(0, 1).flatten(1) @ project[head].T
                     square = states[inputs.layer][begin:end].square().sum(-1)
                     kept[head] += mass.mean() / 2

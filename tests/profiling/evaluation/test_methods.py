@@ -17,30 +17,27 @@ from profiling.evaluation.matching import SIZES, PatternCosts
 from profiling.evaluation.method_table import METHODS, method_names, says
 from profiling.evaluation.methods import Methods
 from profiling.ledger import Ledger
-from profiling.models.loading import LoadedModel, load_model
+from profiling.models.loading import LoadedModel
 from search.published.search import HeadSearch, run
 from tests.runtime.tiny import look_at_themselves
-from tests.search.conftest import save_tiny
 
 LENGTH = 900
-Searched = tuple[LoadedModel, artifacts.Artifact]
+Made = tuple[LoadedModel, artifacts.Artifact]
 
 
 @pytest.fixture(scope="module")
-def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
-    folder = tmp_path_factory.mktemp("methods")
-    model, config = save_tiny(folder / "tiny"), folder / "cfg.yaml"
-    search = HeadSearch(model=str(model), out=config, length=LENGTH, budget="0.8", dense_tail=64)
+def made(folder: Path, loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    out = tmp_path_factory.mktemp("methods") / "cfg.yaml"
+    search = HeadSearch(model=str(folder), out=out, length=LENGTH, budget="0.8", dense_tail=64)
     run(replace(search, dtype="float32", picture=False, command="x"))
-    artifact = artifacts.load(config)
     decode = Decode(omnikv=OmniKV(filter_layers=(0,), budget=100))
-    return load_model(str(model), dtype="float32"), artifact.model_copy(update={"decode": decode})
+    return loaded, artifacts.load(out).model_copy(update={"decode": decode})
 
 
 def test_every_method_runs_at_what_it_says_it_costs(
-    searched: Searched,
+    made: Made,
 ) -> None:
-    loaded, artifact = searched
+    loaded, artifact = made
     methods, ids = Methods(loaded, artifact), torch.randint(0, 256, (1, LENGTH))
     target = methods.make("headwise", LENGTH).density
     assert target is not None and 0.5 < target < 0.9
@@ -71,9 +68,9 @@ def test_every_method_runs_at_what_it_says_it_costs(
 
 
 def test_every_sparse_method_has_the_same_dense_tail_or_none(
-    searched: Searched,
+    made: Made,
 ) -> None:
-    loaded, artifact = searched
+    loaded, artifact = made
     methods = Methods(loaded, artifact)
     assert artifact.prefill.dense_tail == 64
     ids = torch.randint(0, 256, (1, LENGTH))
@@ -101,18 +98,18 @@ def test_every_sparse_method_has_the_same_dense_tail_or_none(
 
 
 def test_sizes_may_be_fitted_to_another_density(
-    searched: Searched,
+    made: Made,
 ) -> None:
-    loaded, artifact = searched
+    loaded, artifact = made
     own = Methods(loaded, artifact).make("a_shape", LENGTH).density
     less = Methods(loaded, artifact, density=0.6).make("a_shape", LENGTH).density
     assert own is not None and less is not None and 0.3 < less <= 0.6 < own
 
 
 def test_the_density_of_a_method_is_what_its_index_computes(
-    searched: Searched,
+    made: Made,
 ) -> None:
-    loaded, artifact = searched
+    loaded, artifact = made
     costs, tail = PatternCosts(loaded, artifact, None, LENGTH), artifact.prefill.dense_tail
     q = torch.empty(1).expand(1, 1, LENGTH, 1)
     for name in ("a_shape", "dilated", "strided", "tri_shape"):
@@ -126,9 +123,9 @@ def test_the_density_of_a_method_is_what_its_index_computes(
 
 
 def test_one_threshold_keeps_as_many_tiles_as_are_asked_for(
-    searched: Searched,
+    made: Made,
 ) -> None:
-    loaded, artifact = searched
+    loaded, artifact = made
     model = copy.deepcopy(loaded.model)
     look_at_themselves(model)
     costs = PatternCosts(replace(loaded, model=model), artifact, None, LENGTH)
@@ -139,11 +136,11 @@ def test_one_threshold_keeps_as_many_tiles_as_are_asked_for(
 
 
 def test_what_was_found_is_remembered(
-    searched: Searched,
+    made: Made,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loaded, artifact = searched
+    loaded, artifact = made
     ledger = Ledger(tmp_path / "evaluation.json", "evaluate")
     names = ("headwise", "vertical", "strided")
     first = [Methods(loaded, artifact, ledger=ledger).make(name, LENGTH) for name in names]

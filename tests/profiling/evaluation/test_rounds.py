@@ -14,19 +14,8 @@ from profiling.evaluate import main
 from profiling.evaluation import rounds
 from profiling.evaluation.measure import evaluate
 from profiling.prompts.settings import Setting
-from search.published.search import HeadSearch, run
-from tests.search.conftest import save_tiny
 
 LENGTH = 900
-
-
-@pytest.fixture(scope="module")
-def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rounds")
-    model = save_tiny(folder / "tiny")
-    search = HeadSearch(model=str(model), out=folder / "cfg.yaml", length=LENGTH, budget="0.8")
-    run(replace(search, dtype="float32", picture=False, command="x"))
-    return folder
 
 
 def evaluated(searched: Path, out: Path, minutes: float) -> dict[str, Any]:

@@ -18,27 +18,21 @@ from profiling.tasks import main
 from tests.profiling.quality.forcing import trial
 from tests.profiling.quality.test_trials import DENSE
 from tests.profiling.tokenizers import MAKERS
-from tests.search.conftest import save_tiny
 
 NAME = "headwise_niah_single_3_depth_0_5_500"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("model"))
-
-
-def test_a_task_is_two_files(model: Path, tmp_path: Path) -> None:
+def test_a_task_is_two_files(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     out = tmp_path / "new" / "tasks"
     how = ["--length", "500", "--samples", "3", "--seed", "7", "--lm-eval", str(out)]
-    assert main(["--task", "niah_single_3@depth=0.5", "--model", str(model), *how]) == 0
+    assert main(["--task", "niah_single_3@depth=0.5", "--model", str(folder), *how]) == 0
     assert {path.name for path in out.iterdir()} == {f"{NAME}.yaml", f"{NAME}.jsonl"}
     text = (out / f"{NAME}.yaml").read_text()
     assert f"test: {out / NAME}.jsonl" in text and "max_gen_toks: 128" in text
     assert text.endswith("!function profiling.harness.task_files.process_results\n")
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = make_prompts("niah_single_3@depth=0.5", tokenizer, length=500, samples=3, seed=7)
     lines = [json.loads(line) for line in (out / f"{NAME}.jsonl").read_text().splitlines()]
     ids = [tuple(tokenizer(line["prompt"])["input_ids"]) for line in lines]
@@ -73,25 +67,25 @@ def test_prompts_that_do_not_survive_as_text_are_counted(make: Any, tmp_path: Pa
     ],
 )
 def test_tasks_without_an_answer_after_the_prompt_are_refused(
-    model: Path, tmp_path: Path, task: str, why: str
+    folder: Path, tmp_path: Path, task: str, why: str
 ) -> None:
     (tmp_path / "README.md").write_text("word " * 600)
     out = tmp_path / "tasks"
     task = task.replace("README.md", f"{tmp_path}/README.md")
     with pytest.raises(HeadwiseError, match=f"cannot be written for lm-evaluation-harness: {why}"):
-        main(f"--task {task} --model {model} --length 2600 --lm-eval {out}".split())
+        main(f"--task {task} --model {folder} --length 2600 --lm-eval {out}".split())
     assert not out.exists()
 
 
 def test_a_later_turn_is_one_prompt(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoTokenizer
 
     how = ["--length", "500", "--samples", "4", "--seed", "7", "--lm-eval", str(tmp_path)]
-    assert main(["--task", "line_turns@questions=2", "--model", str(model), *how]) == 0
+    assert main(["--task", "line_turns@questions=2", "--model", str(folder), *how]) == 0
     assert "note: 4 of 4 prompts ask in a later turn" in capsys.readouterr().err
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = make_prompts("line_turns@questions=2", tokenizer, length=500, samples=4, seed=7)
     (file,) = tmp_path.glob("*.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -101,9 +95,9 @@ def test_a_later_turn_is_one_prompt(
 
 
 @pytest.mark.parametrize("task", ["story_multihop", "babilong_qa1"])
-def test_a_forced_choice_is_a_task_of_its_own(model: Path, tmp_path: Path, task: str) -> None:
+def test_a_forced_choice_is_a_task_of_its_own(folder: Path, tmp_path: Path, task: str) -> None:
     """The harness puts each choice behind the prompt; its likelihoods give our choice."""
-    loaded = load_model(str(model), dtype="float32")
+    loaded = load_model(str(folder), dtype="float32")
     how: dict[str, Any] = {"length": 2600, "samples": 1, "seed": 3}
     names = write_task(tmp_path, parse_task(task), loaded.tokenizer, **how).names
     assert names[1:] == (f"{names[0]}_choice",)

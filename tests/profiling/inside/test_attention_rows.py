@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import profiling.inside.attention_rows as attention_rows
 from kernels.index import PAD, TILE, SparseIndex
 from kernels.patterns import LayerPlan, make
 from profiling.inside.attention_rows import NEGLIGIBLE, cover, pooled_map, rows, sparsity_of
 from profiling.inside.capture import LayerInputs
+from tests.profiling.inside.plain import weights
 
 LENGTH, HEADS, GROUPS = 300, 4, 2
 
@@ -27,28 +27,17 @@ def inputs(**changes: Any) -> LayerInputs:
     return LayerInputs(layer=0, q=q, k=k, v=v, scale=0.3, **fields)
 
 
-def full(x: LayerInputs) -> Tensor:
-    """(H, S, S) attention by the definition."""
-    scores = x.q[0] @ x.k[0].repeat_interleave(HEADS // GROUPS, 0).transpose(1, 2) * x.scale
-    if x.softcap is not None:
-        scores = torch.tanh(scores / x.softcap) * x.softcap
-    scores = scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
-    if x.sinks is not None:
-        scores = torch.cat([scores, x.sinks.view(-1, 1, 1).expand(-1, LENGTH, 1)], -1)
-    return scores.softmax(-1)[..., :LENGTH]
-
-
 @pytest.mark.parametrize(
     "changes", [{}, {"softcap": 6.0}, {"sinks": torch.tensor([0.0, 1.0, 4.0, -1.0])}]
 )
 def test_rows_and_what_is_made_of_them(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = inputs(**changes)
+    x, queries = inputs(**changes), torch.tensor([0, 5, 120, 121, 299])
+    attention = weights(x).float()
     whole = torch.cat([piece for _, piece in rows(x, 0, torch.arange(LENGTH))])
     monkeypatch.setattr(attention_rows, "_SCORES", 7 * LENGTH)
-    torch.testing.assert_close(whole, full(x)[0], atol=1e-6, rtol=1e-5)
-    attention, queries = full(x), torch.tensor([0, 5, 120, 121, 299])
+    torch.testing.assert_close(whole, attention[0], atol=1e-6, rtol=1e-5)
     for head in range(HEADS):
         found = torch.cat([piece for _, piece in rows(x, head, queries)])
         torch.testing.assert_close(found, attention[head, queries], atol=1e-6, rtol=1e-5)

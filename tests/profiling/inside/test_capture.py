@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from artifacts import HeadwiseError
 from profiling.inside.capture import CAPTURE_NAME, LayerInputs, capture
 from tests.profiling.conftest import tiny
+from tests.profiling.inside.plain import output
 
 ROOT = Path(__file__).parents[3]
 FAMILIES = ["llama", "qwen2", "qwen3", "gpt_neox", "mistral", "gemma3", "gemma2", "gpt_oss"]
@@ -30,24 +30,6 @@ LENGTH = 75
 
 def tokens(length: int = LENGTH) -> Tensor:
     return torch.randint(0, 97, (1, length), generator=torch.Generator().manual_seed(1))
-
-
-def plain_attention(x: LayerInputs) -> Tensor:
-    """(1, H, S, E) by the definition, in fp64."""
-    group = x.q.shape[1] // x.k.shape[1]
-    q = x.q.double()
-    k, v = (each.double().repeat_interleave(group, 1) for each in (x.k, x.v))
-    scores = q @ k.transpose(-1, -2) * x.scale
-    if x.softcap is not None:
-        scores = torch.tanh(scores / x.softcap) * x.softcap
-    behind = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])[None, :]
-    hidden = (behind < 0) | (behind >= (x.sliding_window or math.inf))
-    scores = scores.masked_fill(hidden, -math.inf)
-    if x.sinks is not None:
-        scores = torch.cat(
-            [scores, x.sinks.double().view(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)], -1
-        )
-    return scores.softmax(-1)[..., : q.shape[2]] @ v
 
 
 def attention_outputs(model: Any, ids: Tensor) -> list[Tensor]:
@@ -68,6 +50,11 @@ def attention_outputs(model: Any, ids: Tensor) -> list[Tensor]:
     return seen
 
 
+def flat(x: LayerInputs) -> Tensor:
+    """(1, S, H*D) in fp32, as an output projection takes it."""
+    return output(x).transpose(0, 1).flatten(1)[None].float()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_tensors_reproduce_each_layers_output(family: str) -> None:
     model = tiny(family)
@@ -77,18 +64,16 @@ def test_captured_tensors_reproduce_each_layers_output(family: str) -> None:
 
     def visit(x: LayerInputs) -> None:
         found.append(x)
-        got.append(plain_attention(x))
+        got.append(flat(x))
 
     capture(model, tokens(), visit)
     assert [x.layer for x in found] == [0, 1, 2]
     assert [x.sliding_window for x in found] == WINDOWS.get(family, [None] * 3)
-    for x, out, right in zip(found, got, expected, strict=True):
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+    for x in found:
         assert x.k.shape[1] == (4 if family == "gpt_neox" else 2), "keys must come unrepeated"
-        torch.testing.assert_close(
-            out.transpose(1, 2).flatten(2).float(), right, atol=2e-5, rtol=1e-4
-        )
-    assert all((x.softcap is not None) == (family == "gemma2") for x in found)
-    assert all((x.sinks is not None) == (family == "gpt_oss") for x in found)
+        assert (x.softcap is not None) == (family == "gemma2")
+        assert (x.sinks is not None) == (family == "gpt_oss")
 
 
 @pytest.mark.parametrize("length", [1, 300])
@@ -96,10 +81,8 @@ def test_sliding_layers_of_any_length(length: int) -> None:
     model = tiny("gemma3")
     expected = attention_outputs(model, tokens(length))
     got: list[Tensor] = []
-    capture(model, tokens(length), lambda x: got.append(plain_attention(x)))
-    for out, right in zip(got, expected, strict=True):
-        flat = out.transpose(1, 2).flatten(2).float()
-        torch.testing.assert_close(flat, right, atol=2e-5, rtol=1e-4)
+    capture(model, tokens(length), lambda x: got.append(flat(x)))
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_the_model_is_left_as_it_was_when_a_visit_fails() -> None:

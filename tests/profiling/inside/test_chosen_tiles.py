@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.index import TILE
+from profiling.inside.capture import LayerInputs
 from profiling.inside.chosen_tiles import (
     attend_to,
     mass_scores,
@@ -17,6 +18,7 @@ from profiling.inside.chosen_tiles import (
     top_k_index,
     top_p_index,
 )
+from tests.profiling.inside.plain import output, weights
 
 SCALE = 0.3
 
@@ -28,20 +30,16 @@ def made(length: int, heads: int = 4, groups: int = 2) -> tuple[Tensor, Tensor, 
     return q, k, v
 
 
-def weights(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    """(H, S, S) attention by the definition."""
-    keys = k[0].repeat_interleave(q.shape[1] // k.shape[1], 0)
-    scores = q[0] @ keys.transpose(1, 2) * SCALE
-    causal = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
-    return scores.masked_fill(~(causal if mask is None else causal & mask), float("-inf")).softmax(
-        -1
+def layer(q: Tensor, k: Tensor, v: Tensor) -> LayerInputs:
+    return LayerInputs(
+        layer=0, q=q, k=k, v=v, scale=SCALE, sliding_window=None, softcap=None, sinks=None
     )
 
 
 @pytest.mark.parametrize("length", [1, 63, 1000])
 def test_masses_are_those_of_the_softmax(length: int) -> None:
-    q, k, _ = made(length)
-    found, whole = mass_scores(q, k, SCALE, 0), weights(q, k)
+    q, k, v = made(length)
+    found, whole = mass_scores(q, k, SCALE, 0), weights(layer(q, k, v)).float()
     for row in range(found.shape[1]):
         rows = whole[:, row * TILE : (row + 1) * TILE].mean(1)
         for tile in range(row + 1):
@@ -59,9 +57,9 @@ def test_attention_is_that_of_the_chosen_tiles(by_mass: bool, share: float, tail
     build = top_p_index if by_mass else top_k_index
     index = build(mass_scores(q, k, SCALE, 3), 1000, share, tail=tail)
     index.validate()
-    expected = weights(q, k, index.to_mask()[0]) @ v[0].repeat_interleave(2, 0)
+    expected = output(layer(q, k, v), index.to_mask()[0]).float()
     torch.testing.assert_close(out[0], expected, atol=2e-4, rtol=2e-4)
-    assert not torch.allclose(expected, weights(q, k) @ v[0].repeat_interleave(2, 0), atol=1e-2)
+    assert not torch.allclose(expected, output(layer(q, k, v)).float(), atol=1e-2)
 
 
 @pytest.mark.parametrize(("build", "share"), [(top_k_index, 0.5), (top_p_index, 0.7)])

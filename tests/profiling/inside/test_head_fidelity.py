@@ -22,6 +22,7 @@ from profiling.inside.head_fidelity import (
 from profiling.prompts.prompt import Prompt
 from runtime.fingerprint import fingerprint
 from runtime.layers import layer_plans
+from tests.profiling.inside.plain import output, weights
 from tests.runtime.tiny import tiny_model
 
 LENGTH = 300
@@ -39,37 +40,22 @@ def inputs(sinks: Tensor | None = None, softcap: float | None = None) -> LayerIn
     )
 
 
-def weights(given: LayerInputs, mask: Tensor) -> Tensor:
-    """Attention weights of every head on a mask's keys, (H, S, S), next to a sink."""
-    scores = given.q[0] @ given.k[0].repeat_interleave(3, 0).transpose(1, 2) * given.scale
-    if given.softcap is not None:
-        scores = given.softcap * torch.tanh(scores / given.softcap)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    if given.sinks is None:
-        return scores.softmax(-1)
-    column = given.sinks.view(-1, 1, 1).expand(6, LENGTH, 1)
-    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
-
-
 @pytest.mark.parametrize(
     "given", [inputs(), inputs(sinks=torch.linspace(-1, 3, 6)), inputs(softcap=2.0)]
 )
 def test_it_is_what_plain_softmax_says(given: LayerInputs) -> None:
     index = PLAN.build(given.q, given.k, scale=given.scale)
-    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     mask = index.to_mask()[0]
-    dense, sparse = weights(given, causal), weights(given, mask)
-    values = given.v[0].repeat_interleave(3, 0)
-    exact, found = dense @ values, sparse @ values
+    dense, exact, found = weights(given), output(given), output(given, mask)
     measured = layer_fidelity(given, PLAN)
     error = (found - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))
     # Of the mass on keys alone: a sink is no key.
     kept = ((dense * mask).sum(-1) / dense.sum(-1)).mean(-1)
-    torch.testing.assert_close(torch.from_numpy(measured.error), error, atol=1e-4, rtol=1e-3)
-    torch.testing.assert_close(torch.from_numpy(measured.recall), kept, atol=1e-4, rtol=1e-3)
+    np.testing.assert_allclose(measured.error, error, atol=1e-4, rtol=1e-3)
+    np.testing.assert_allclose(measured.recall, kept, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(torch.from_numpy(measured.density), index.density()[0])
     assert measured.recall[1] == pytest.approx(1) and measured.recall[0] < 0.95
-    torch.testing.assert_close(dense_attention(given)[0][0], exact, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(dense_attention(given)[0][0], exact.float(), atol=1e-4, rtol=1e-3)
 
 
 def test_a_tile_that_is_skipped_counts_half() -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
-import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,7 @@ from artifacts import HeadwiseError
 from profiling.models import packages
 from profiling.models.gguf import converted
 from profiling.models.loading import default_dtype, load_model, local_folder
+from tests.processes import Process
 from tests.profiling.conftest import tiny
 from tests.profiling.gguf_file import write_gguf
 from tests.profiling.tokenizers import byte_level
@@ -203,37 +200,26 @@ def test_a_gguf_file_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
 
 
-def _convert(file: str, cache: str) -> str:
-    os.environ["HEADWISE_CACHE"] = cache
-    return str(converted([Path(file)], name="x", dtype="bfloat16"))
-
-
 def test_two_processes_convert_at_once(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", seed=2)
-    stale = tmp_path / "new cache" / "models"
-    stale.mkdir(parents=True)
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        first, second = pool.starmap(_convert, [(str(file), str(tmp_path / "new cache"))] * 2)
-    assert first == second
-    assert (Path(first) / "model.safetensors").is_file()
+    words = (str(file), str(tmp_path / "new cache"))
+    both = [Process("tests.profiling.models.convert", *words) for _ in range(2)]
+    (first, said, _), second = (process.finish() for process in both)
+    assert first == 0 and second[:2] == (0, said)
+    assert Path(said.strip(), "model.safetensors").is_file()
 
 
 def test_what_a_killed_conversion_left_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path))
     file = write_gguf(tmp_path / "tiny.gguf")
-    code = (
-        "import os, sys, profiling.models.gguf as g; from pathlib import Path;"
-        "os.rename = lambda *_: os._exit(9);"
-        "g.converted([Path(sys.argv[1])], name='x', dtype='float32')"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    assert subprocess.run([sys.executable, "-c", code, str(file)], env=environment).returncode == 9
-    assert list((tmp_path / "own" / "models").glob("*.part"))
+    words = (str(file), str(tmp_path), "die")
+    assert Process("tests.profiling.models.convert", *words).finish()[0] == 9
+    assert list((tmp_path / "models").glob("*.part"))
     folder = converted([file], name="x", dtype="float32")
     assert (folder / "config.json").is_file()
-    assert not list((tmp_path / "own" / "models").glob("*.part"))
+    assert not list((tmp_path / "models").glob("*.part"))
 
 
 @pytest.mark.parametrize("broken", ["text", "cut", "short", "version", "zeros", "of_tomorrow"])

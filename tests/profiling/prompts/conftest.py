@@ -12,7 +12,7 @@ from profiling.prompts.words import sentences
 from tests.profiling.tokenizers import MAKERS
 
 
-@pytest.fixture(scope="session", params=list(MAKERS))
+@pytest.fixture(scope="session", params=["bytes", "metaspace"])
 def tokenizer(request: pytest.FixtureRequest) -> Any:
     return MAKERS[request.param]()
 

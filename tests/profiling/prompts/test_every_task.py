@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,14 @@ OF_STORY = [
 ]
 
 
-@pytest.mark.parametrize("task", [*GENERATED, *MORE, *OF_STORY])
+@pytest.mark.parametrize(
+    ("tokenizer", "task"),
+    [
+        *product(("bytes", "metaspace"), (*GENERATED, *MORE, *OF_STORY)),
+        *product(("bytes with bos", "bytes with bos and eos"), ("passkey", "line_turns", "vt")),
+    ],
+    indirect=["tokenizer"],
+)
 def test_prompts_are_what_was_asked_for(tokenizer: Any, story: Path, task: str) -> None:
     task = task.replace("STORY", str(story))
     whole, bare = (tokenizer("a", add_special_tokens=own)["input_ids"] for own in (True, False))
@@ -61,6 +69,9 @@ def test_prompts_are_what_was_asked_for(tokenizer: Any, story: Path, task: str) 
         special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         assert [i for i in prompt.input_ids if i in special] == begins
         assert list(prompt.input_ids[: len(begins)]) == begins
+        for find in prompt.finds:
+            block = tokenizer.decode(prompt.input_ids[slice(*find.span)])
+            assert find.expected.strip() in block
         if prompt.answer is not None:
             assert score(prompt, "no") == 0
             # What a model goes on with after a right answer, as examples and chats in the prompt

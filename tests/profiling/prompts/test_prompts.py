@@ -14,9 +14,10 @@ import pytest
 from artifacts import HeadwiseError
 from profiling.prompts.prompt import make_prompts, parse_task
 from profiling.prompts.tokens import Encoder
-from tests.profiling.tokenizers import byte_level
+from tests.profiling.tokenizers import MAKERS, byte_level
 
 
+@pytest.mark.parametrize("tokenizer", MAKERS, indirect=True)
 def test_ids_are_those_that_the_tokenizer_itself_gives(tokenizer: Any) -> None:
     texts = [" a river", "", "<s> naïve\n\n  x", "The pass key is 1234567. " * 40]
     plain = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]

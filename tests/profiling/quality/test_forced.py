@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,40 +13,10 @@ import torch
 from profiling.prompts.prompt import Find, Prompt, make_prompts
 from profiling.quality.answers import answer, answers
 from profiling.quality.contexts import PIECE
-from profiling.quality.forced import answer_ids, compared, negative_log_likelihood
+from profiling.quality.forced import answer_ids, compared, forced, negative_log_likelihood
 from tests.profiling.conftest import tiny
 from tests.profiling.quality.forcing import forced_answers, generated
 from tests.profiling.tokenizers import MAKERS, byte_level
-
-
-class Copier(torch.nn.Module):
-    """Model that gives each successor in `right` a logit of its own; its cache is its input."""
-
-    def __init__(self, vocabulary: int, right: dict[int, float]) -> None:
-        super().__init__()
-        self.device = torch.device("cpu")
-        self.vocabulary, self.right = vocabulary, right
-        self.calls: list[list[int]] = []
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        past_key_values: Any,
-        use_cache: bool,
-        logits_to_keep: Any = None,
-    ) -> Any:
-        before = past_key_values or []
-        self.calls.append(input_ids[0].tolist())
-        logits = torch.zeros(1, input_ids.shape[1], self.vocabulary)
-        for at, token in self.right.items():
-            if 0 <= at - len(before) < input_ids.shape[1]:
-                logits[0, at - len(before), int(token)] = 100.0
-        before = past_key_values if past_key_values is not None else []
-        before += self.calls[-1]
-        return SimpleNamespace(
-            logits=logits if logits_to_keep is None else logits[:, logits_to_keep],
-            past_key_values=before,
-        )
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -60,24 +29,16 @@ def test_the_answers_ids_read_as_the_text_that_goes_on(make: Any, task: str) -> 
     assert tokenizer.decode((*prompt.input_ids, *ids)) == asked + str(prompt.continuation)
 
 
-def test_accuracy_and_nll_of_a_known_model() -> None:
-    tokenizer = byte_level()
-    prompt = Prompt(tuple(tokenizer("The key is", add_special_tokens=False)["input_ids"]), "wxyz")
-    expected = answer_ids(tokenizer, prompt)
-    start = len(prompt.input_ids) - 1
-    assert len(expected) > 3
-    # Sure of the first two tokens, and of a wrong one for the third; the others are as likely as
-    # any.
-    model = Copier(1000, {start: expected[0], start + 1: expected[1], start + 2: 0})
-    ((found,),) = forced_answers(model, tokenizer, [prompt])
-    assert model.calls == [[*prompt.input_ids], [*expected[:-1]]]
-    assert len(found.nll) == len(expected) and not found.right
-    assert found.token_accuracy == pytest.approx(2 / len(expected))
-    whole = 100 + (len(expected) - 3) * math.log(1000)
-    assert found.mean == pytest.approx(whole / len(expected), rel=1e-3)
-    assert found.nll[:2] == pytest.approx((0, 0), abs=1e-3)
-    sure = Copier(1000, {start + at: token for at, token in enumerate(expected)})
-    assert forced_answers(sure, tokenizer, [prompt])[0][0].right
+def test_accuracy_and_nll_of_known_logits() -> None:
+    right = (3, 1, 4, 1)
+    logits = torch.zeros(4, 10)
+    # Sure of the first two tokens, and of a wrong one for the third; the last is as likely as any.
+    logits[[0, 1, 2], [3, 1, 0]] = 100.0
+    fit = forced(logits, right)
+    assert len(fit.nll) == 4 and not fit.right and fit.token_accuracy == 2 / 4
+    assert fit.mean == pytest.approx((100 + math.log(10)) / 4, rel=1e-3)
+    assert fit.nll[:2] == pytest.approx((0, 0), abs=1e-3)
+    assert forced(logits[:2], right[:2]).right
 
 
 def asking(ids: tuple[int, ...], **more: Any) -> Prompt:
@@ -96,11 +57,16 @@ def prompts_of_one_context() -> list[Prompt]:
 
 
 def test_a_context_is_prefilled_once_for_all_its_questions() -> None:
-    model, tokenizer, prompts = Copier(1000, {}), byte_level(), prompts_of_one_context()
-    found = forced_answers(model, tokenizer, prompts)
-    assert [len(call) for call in model.calls].count(40) == 2
-    assert len(found) == 5 and all(len(one) == 1 for one in found)
-    assert max(len(call) for call in model.calls if len(call) != 40) == PIECE
+    model = tiny("llama")
+    fed: list[int] = []
+
+    def count(module: Any, args: Any, keywords: dict[str, Any]) -> None:
+        fed.append((args[0] if args else keywords["input_ids"]).shape[1])
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    found = forced_answers(model, byte_level(), prompts_of_one_context())
+    assert fed.count(40) == 2 and max(length for length in fed if length != 40) == PIECE
+    assert [len(each) for each in found] == [1] * 5
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

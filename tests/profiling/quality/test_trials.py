@@ -10,20 +10,13 @@ import torch
 
 import artifacts
 from profiling.evaluation.methods import Methods
-from profiling.models.loading import LoadedModel, load_model
+from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.quality.forced import negative_log_likelihood
 from profiling.quality.method import Method
 from profiling.quality.trials import BLOCK
 from runtime.fingerprint import fingerprint
 from tests.profiling.quality.forcing import forced_answers, generated, trial
-from tests.search.conftest import save_tiny
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_model(str(save_tiny(tmp_path_factory.mktemp("trials") / "tiny")), dtype="float32")
-
 
 DENSE = Method(
     name="dense", make=lambda: None, density=1.0, kept=1.0, identity="dense", evicts=False, sizes=""
