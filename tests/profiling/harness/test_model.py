@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import artifacts
+from artifacts import HeadwiseError
 from profiling.evaluation.config import Evaluation
 from profiling.evaluation.measure import evaluate, open_ledger
 from profiling.evaluation.methods import Methods
@@ -214,6 +215,13 @@ def test_padding_would_change_what_patterns_choose(folder: Path) -> None:
     assert (
         own[1][0] == pytest.approx(theirs[1][0], abs=1e-3) and abs(own[0][0] - theirs[0][0]) > 0.01
     )
+
+
+def test_an_artifact_that_is_not_there_is_refused(harness: Harness, tmp_path: Path) -> None:
+    with pytest.raises(HeadwiseError, match="needs config=ARTIFACT in --model_args"):
+        harness("", "choose")
+    with pytest.raises(HeadwiseError, match="no such file"):
+        harness(str(tmp_path / "none.yaml"), "choose")
 
 
 def _starts(responses: list[Any]) -> list[str]:
