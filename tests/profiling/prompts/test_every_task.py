@@ -24,6 +24,8 @@ FEWER = {
     "cwe": "cwe@words=3,common=4,uncommon=2",
     "story_retrieval": "story_retrieval@asked=3",
 }
+# Of lines and chapters as they come: too short a prompt says what to try.
+WHOLE = ("line_turns", "line_asked", "chain", "facts", "label_map", "story", "babilong")
 # Prose takes a tokenizer some seconds at first.
 GENERATED = [
     FEWER.get(name, name)
@@ -85,13 +87,10 @@ def test_every_length_from_the_smallest_on(task: str) -> None:
     tokenizer = byte_level(bos=True)
     with pytest.raises(HeadwiseError, match=r"^length 1 is too small") as caught:
         make_prompts(task, tokenizer, length=1, samples=1, seed=0)
-    least = re.search(r"give at least (\d+)$", str(caught.value))
-    if least is None:
-        # Texts of whole lines and chapters say what to try, not which length is the smallest.
-        assert "try" in str(caught.value) or "give more tokens" in str(caught.value)
+    if task.startswith(WHOLE):
         return
     # Another seed has other words or keys, of other lengths.
-    smallest = int(least[1]) + 250
+    smallest = int(re.findall(r"\d+", str(caught.value))[-1]) + 90
     for length in range(smallest, smallest + 12):
         (prompt,) = make_prompts(task, tokenizer, length=length, samples=1, seed=length)
         assert len(prompt.input_ids) == length
