@@ -6,10 +6,6 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,11 +14,11 @@ from torch import Tensor
 
 from kernels.index import PAD, TILE
 from kernels.patterns import LayerPlan, Pattern, make
+from tests.conformance.builder_cases import Build, paged
 from tests.kernels.compiling import TARGETS, compile_pools
-from tests.kernels.paged_builds import Build, paged
+from tests.processes import interpret
 from tests.sampling import sampled
 
-ROOT = Path(__file__).parents[2]
 # Of unlike pools; a coverage counts the own tile's mass.
 LAYER = (
     make("block_sparse", blocks=5, pool=16),
@@ -157,7 +153,7 @@ def differences(patterns: tuple[Pattern, ...], device: torch.device, dim: int) -
 
 def interpreted() -> dict[str, int]:
     """Faults of Triton's builders on the CPU, by name."""
-    from tests.kernels.triton_memory import memory_checked
+    from tests.conformance.triton_memory import memory_checked
 
     device = torch.device("cpu")
     found = {}
@@ -174,16 +170,7 @@ def interpreted() -> dict[str, int]:
 @pytest.mark.slow
 def test_interpreted_kernels_choose_as_torch_does() -> None:
     """Scores of random means are not that close: none may differ."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_pool"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout).values()) == {0}, done.stdout
+    assert set(interpret("tests.kernels.test_pool").values()) == {0}
 
 
 @pytest.mark.parametrize(
