@@ -66,7 +66,7 @@ def test_batches_are_what_the_model_makes_of_them(
 @pytest.mark.parametrize(
     ("cache", "sizes"),
     [
-        ("dynamic", (130, 64, 20, 90, 1)),
+        ("dynamic", (130, 64, 5, 90, 1)),
         ("static", (200, 64, 1)),
         ("own", (20, 64, 200, 1)),
     ],

@@ -4,7 +4,6 @@ the same index."""
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -183,25 +182,6 @@ def test_hooks_of_the_user_and_hidden_states_are_what_they_were(build, apply, ma
         assert handle.stats() == {"sparse": 2, "dense": {}}
     torch.testing.assert_close(found, expected, **CLOSE)
     torch.testing.assert_close(seen[1], seen[0], **CLOSE)
-
-
-def test_threads_generate_at_once_from_one_model(build, apply, masked, ids) -> None:
-    model, prompts = build(), [ids(n, seed=n) for n in (200, 150, 100, 230)]
-    with masked(model):
-        expected = [model.generate(p, **OPTIONS).tolist() for p in prompts]
-    found: dict[int, Any] = {}
-    with apply(model, strict=True) as handle:
-
-        def serve(i: int) -> None:
-            cache = handle.new_cache()
-            found[i] = model.generate(prompts[i], past_key_values=cache, **OPTIONS).tolist()
-
-        threads = [threading.Thread(target=serve, args=(i,)) for i in range(len(prompts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert [found[i] for i in range(len(prompts))] == expected
 
 
 @pytest.mark.parametrize(("section", "offload"), [("prefill", "never"), ("decode", "packed")])

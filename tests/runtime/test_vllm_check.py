@@ -101,8 +101,9 @@ def test_a_misfit_is_named(
 ) -> None:
     status, text = check(size, **sections)
     assert status == 3
-    for line, reason in zip(text.splitlines(), reasons, strict=False):
-        assert line.startswith("no: ") and reason in line
+    lines = [line for line in text.splitlines() if line.startswith("no: ")]
+    for reason in reasons:
+        assert any(reason in line for line in lines)
 
 
 @pytest.mark.parametrize(
