@@ -19,7 +19,6 @@ from artifacts.cli import arguments
 from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.options import add_arguments, config_of
 from profiling.similarities.config import SimilarityConfig
-from search.decode.filter_layers import Rules
 from search.decode.filter_search import FilterResult, FilterSearch, run
 
 # Options of the similarity that is measured; the model is the search's own.
@@ -30,7 +29,6 @@ def parser() -> ArgumentParser:
     """The command line of headwise filters."""
     p = ArgumentParser(prog="headwise filters", description=__doc__)
     add_arguments(p, FilterSearch)
-    add_arguments(p, Rules)
     add_arguments(p, SimilarityConfig, _MEASURED)
     arguments.add_json(p)
     return p
@@ -43,7 +41,7 @@ def config_from(options: dict[str, Any], command: str) -> FilterSearch:
         HeadwiseError: a value that cannot be.
     """
     measured = config_of(SimilarityConfig, options, command=command)
-    config = config_of(FilterSearch, options, rules=config_of(Rules, options), measured=measured)
+    config = config_of(FilterSearch, options, measured=measured)
     if isinstance(config.budget, float) and measured.length:
         measured = replace(measured, top_k=ceil(config.budget * measured.length))
     return replace(config, measured=measured)

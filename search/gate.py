@@ -25,7 +25,7 @@ import numpy as np
 from artifacts import Artifact, Evidence, HeadwiseError, Verdict, load_pair
 from artifacts.cli import arguments
 from artifacts.cli.command import FOUND, ArgumentParser, run_command
-from artifacts.cli.options import add_arguments, config_of, option, shared
+from artifacts.cli.options import add_arguments, config_of, nested, option, shared
 from artifacts.files import check_writable
 from kernels.patterns import LayerPlan
 from profiling.inside.head_fidelity import fidelity
@@ -66,7 +66,7 @@ class GateConfig:
 
     config: Path = shared(arguments.add_artifact)
     model: str = shared(arguments.add_model)
-    limits: Limits
+    limits: Limits = nested(Limits)
     out: Path | None = option(
         "write the artifact for this model, with its fingerprint and evidence",
         default=None,
@@ -220,7 +220,6 @@ def parser() -> ArgumentParser:
     """The command line of headwise gate."""
     p = ArgumentParser(prog="headwise gate", description=__doc__)
     add_arguments(p, GateConfig)
-    add_arguments(p, Limits)
     arguments.add_json(p)
     return p
 
@@ -228,7 +227,7 @@ def parser() -> ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command: 0 where the artifact passes, 3 where it fails or too few were asked."""
     options = vars(parser().parse_args(argv))
-    config = config_of(GateConfig, options, limits=config_of(Limits, options))
+    config = config_of(GateConfig, options)
     result = run(config)
     arguments.deliver(report(config, result), record(result), options["json"])
     return 0 if result.passes else FOUND

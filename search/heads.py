@@ -10,53 +10,36 @@ attention no file is written and the exit status is 3, unless --keep.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.cli import arguments
 from artifacts.cli.command import FOUND, ArgumentParser, run_command
 from artifacts.cli.interrupt import while_importing
-from artifacts.cli.options import add_arguments, config_of, option
+from artifacts.cli.options import add_arguments, config_of
 from search.model.config import ModelSearch, without_password
-from search.model.limits import Limits
-from search.published import PAPER_BUDGET, PAPER_LENGTH
+from search.published.config import HeadSearch
 
-# Options of the search with one budget for the model that --preset paper lacks, by field.
-_OF_MODEL = {
-    "samples": "--samples",
-    "cost": "--cost",
-    "n_trials": "--n-trials",
-    "storage": "--storage",
-    "max_memory": "--max-memory",
-    "keep": "--keep",
-    "kl": "--max-kl",
-    "perplexity": "--max-perplexity",
-    "nll": "--max-nll",
-    "lost": "--max-lost",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preset:
-    """A published search in place of one budget for the model."""
-
-    preset: str | None = option(
-        "paper: MInference's own search, of one prompt of one --task and --length (default "
-        f"{PAPER_LENGTH}), with a --budget for each head, a share or a_shape:SINK,WINDOW (default "
-        f"{PAPER_BUDGET})",
-        default=None,
-        choices=("paper",),
-        advanced=True,
-    )
+# Options of the search with one budget for the model that --preset paper lacks.
+_OF_MODEL = (
+    "samples",
+    "cost",
+    "n_trials",
+    "storage",
+    "max_memory",
+    "keep",
+    "max_kl",
+    "max_perplexity",
+    "max_nll",
+    "max_lost",
+)
 
 
 def parser() -> ArgumentParser:
     """The command line of headwise search."""
     p = ArgumentParser(prog="headwise search", description=__doc__)
     add_arguments(p, ModelSearch)
-    add_arguments(p, Limits)
-    add_arguments(p, Preset)
+    add_arguments(p, HeadSearch, ("preset",))
     return p
 
 
@@ -68,14 +51,16 @@ def main(argv: list[str] | None = None) -> int:
     options = vars(p.parse_args(argv))
     # It goes into the artifact.
     command = arguments.as_typed("search", [without_password(word) for word in argv])
-    if config_of(Preset, options).preset == "paper":
-        for name, flag in _OF_MODEL.items():
+    if options["preset"] == "paper":
+        for name in _OF_MODEL:
             if options[name] != p.get_default(name):
-                refused = "goes with one budget for the model, not with --preset paper"
-                raise HeadwiseError(f"{flag} {refused}")
+                raise HeadwiseError(
+                    f"--{name.replace('_', '-')} goes with one budget for the model, not with "
+                    "--preset paper"
+                )
         _run_published(options, command)
         return 0
-    config = config_of(ModelSearch, options, limits=config_of(Limits, options), command=command)
+    config = config_of(ModelSearch, options, command=command)
     with while_importing():
         from search.model.report import report
         from search.model.search import run
@@ -90,7 +75,7 @@ def _run_published(options: dict[str, Any], command: str) -> None:
     """Run the search of --preset paper, which is of one task and one length, and report."""
     with while_importing():
         from search.model.report import report_published
-        from search.published.search import HeadSearch, run
+        from search.published.search import run
     single = {
         "length": _only(options["lengths"], "--length"),
         "calibration": _only(options["tasks"], "--task"),

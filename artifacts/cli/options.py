@@ -92,6 +92,11 @@ def shared(
     )
 
 
+def nested(config: type[Any]) -> Any:
+    """A field that is a Config of its own, whose fields are options of the same command."""
+    return field(default_factory=config, metadata={"config": config})
+
+
 def add_arguments(
     parser: ArgumentParser,
     config: type[Any],
@@ -109,6 +114,8 @@ def add_arguments(
         given = None
         if each.default is not MISSING and not isinstance(each.default, tuple):
             given = each.default
+        if "config" in each.metadata:
+            add_arguments(parser, each.metadata["config"])
         group = each.metadata.get("group")
         to = parser if group is None else parser.heading(group)
         if "add" in each.metadata:
@@ -157,7 +164,9 @@ def config_of(config: type[C], options: Mapping[str, Any], **more: Any) -> C:
     wins."""
     typed: dict[str, Any] = {}
     for each in fields(config):  # type: ignore[arg-type]
-        if (value := options.get(each.name)) is not None:
+        if "config" in each.metadata:
+            typed[each.name] = config_of(each.metadata["config"], options)
+        elif (value := options.get(each.name)) is not None:
             read = each.metadata.get("read")
             if read is not None and isinstance(value, str):
                 value = read(value)

@@ -10,7 +10,7 @@ import numpy as np
 
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity
 from artifacts.cli import arguments
-from artifacts.cli.options import POSITIVE, at_least, check_ranges, option, shared
+from artifacts.cli.options import POSITIVE, at_least, check_ranges, nested, option, shared
 from profiling.models.loading import LoadedModel, settled
 from profiling.prompts.prompt import Prompt, parse_task
 from profiling.similarities.config import SimilarityConfig
@@ -48,7 +48,6 @@ class FilterSearch:
     profile: measured if None. worst: weight of the worst steps, of 1 in all."""
 
     measured: SimilarityConfig
-    rules: Rules
     model: str = shared(arguments.add_model)
     config: Path = shared(
         arguments.add_artifact, "artifact to start from, as headwise search writes it"
@@ -76,6 +75,7 @@ class FilterSearch:
         within=POSITIVE,
         advanced=True,
     )
+    rules: Rules = nested(Rules)
     fresh: bool = shared(arguments.add_fresh, default=False)
 
     def __post_init__(self) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from artifacts import HeadwiseError
 from artifacts.cli import arguments
-from artifacts.cli.options import at_least, check_ranges, option, shared
+from artifacts.cli.options import at_least, check_ranges, nested, option, shared
 from profiling.memory_use.config import bytes_of
 from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, parse_task
 from search.model.limits import Limits
@@ -98,7 +98,7 @@ class ModelSearch:
         metavar="URL",
         advanced=True,
     )
-    limits: Limits = field(default_factory=Limits)
+    limits: Limits = nested(Limits)
     seed: int = shared(arguments.add_seed, default=0, within=at_least(0))
     dtype: str = shared(arguments.add_dtype, default="auto")
     device: str = shared(arguments.add_device, default="cpu")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from artifacts.cli.options import SHARE, Range, arg, check_ranges
+from artifacts.cli.options import SHARE, Range, check_ranges, option
 
 if TYPE_CHECKING:
     from search.model.task_losses import TaskLoss
@@ -23,39 +23,29 @@ _GROUP = "limits on held-out prompts, task by task"
 class Limits:
     """Limits on the losses of each task; None: no limit.
 
-    kl: mean nats a token to dense attention. perplexity: rise over dense attention's, of text. nll:
-    rise of -log p of the right answer, nats for each of its tokens. lost: share of the answers that
-    dense attention gets right by which the patterns get fewer right, those that they win counted;
-    one answer alone fails nothing. A rise or a share that has no interval, or that its interval
-    does not separate from none, fails nothing either."""
+    max_kl: mean nats a token to dense attention. max_perplexity: rise over dense attention's, of
+    text. max_nll: rise of -log p of the right answer, nats for each of its tokens. max_lost: share
+    of the answers that dense attention gets right by which the patterns get fewer right, those that
+    they win counted; one answer alone fails nothing. A rise or a share that has no interval, or
+    that its interval does not separate from none, fails nothing either."""
 
-    kl: float | None = arg(
-        "--max-kl",
-        default=MAX_KL,
-        within=_ABOVE_0,
-        group=_GROUP,
-        help="nats a token to dense attention",
+    max_kl: float | None = option(
+        "nats a token to dense attention", default=MAX_KL, within=_ABOVE_0, group=_GROUP
     )
-    perplexity: float | None = arg(
-        "--max-perplexity",
-        default=MAX_PERPLEXITY,
-        within=_ABOVE_0,
-        group=_GROUP,
-        help="rise on text",
+    max_perplexity: float | None = option(
+        "rise on text", default=MAX_PERPLEXITY, within=_ABOVE_0, group=_GROUP
     )
-    nll: float | None = arg(
-        "--max-nll",
+    max_nll: float | None = option(
+        "rise of -log p of right answers, nats a token",
         default=MAX_NLL,
         within=_ABOVE_0,
         group=_GROUP,
-        help="rise of -log p of right answers, nats a token",
     )
-    lost: float | None = arg(
-        "--max-lost",
+    max_lost: float | None = option(
+        "share of right answers fewer than dense attention",
         default=MAX_LOST,
         within=SHARE,
         group=_GROUP,
-        help="share of right answers fewer than dense attention",
     )
 
     def __post_init__(self) -> None:
@@ -87,33 +77,33 @@ class Limits:
     def _of(self, task: TaskLoss) -> list[tuple[float, bool, str]]:
         """(multiple of its limit, True if its interval is above 0, in words) of a task's losses."""
         losses = []
-        if self.kl is not None:
+        if self.max_kl is not None:
             text = (
                 f"KL to dense attention is {task.kl:.4g} nats a token, the limit (--max-kl) is "
-                f"{self.kl:g}"
+                f"{self.max_kl:g}"
             )
-            losses.append((task.kl / self.kl, True, text))
-        if self.perplexity is not None and task.perplexity_ratio is not None:
+            losses.append((task.kl / self.max_kl, True, text))
+        if self.max_perplexity is not None and task.perplexity_ratio is not None:
             rise = task.perplexity_ratio - 1
             text = (
                 f"perplexity rises by {rise:.2%}, the limit (--max-perplexity) is "
-                f"{self.perplexity:.2%}"
+                f"{self.max_perplexity:.2%}"
             )
-            losses.append((rise / self.perplexity, True, text))
-        if self.nll is not None and task.nll_rise is not None and task.nll_rise_low is not None:
+            losses.append((rise / self.max_perplexity, True, text))
+        if self.max_nll is not None and task.nll_rise is not None and task.nll_rise_low is not None:
             text = (
                 f"-log p of the right answer rises by {task.nll_rise:.3f} nats a token "
                 f"({task.nll_rise_low:.3f} to {task.nll_rise_high:.3f}), the limit (--max-nll) is "
-                f"{self.nll:g}"
+                f"{self.max_nll:g}"
             )
-            losses.append((task.nll_rise / self.nll, not task.nll_rise_low <= 0, text))
+            losses.append((task.nll_rise / self.max_nll, not task.nll_rise_low <= 0, text))
         # Near a tie answers turn both ways: those that are won stand against those that are lost.
-        if self.lost is not None and task.lost - task.won > 1 and task.fewer_low is not None:
+        if self.max_lost is not None and task.lost - task.won > 1 and task.fewer_low is not None:
             text = (
                 f"accuracy falls from {task.dense_accuracy:.2f} to {task.accuracy:.2f} of "
                 f"{task.answers} questions, {task.fewer:.0%} fewer right answers "
                 f"({task.fewer_low:.0%} to {task.fewer_high:.0%}), the limit (--max-lost) is "
-                f"{self.lost:.0%}"
+                f"{self.max_lost:.0%}"
             )
-            losses.append((task.fewer / self.lost, task.fewer_low > 0, text))
+            losses.append((task.fewer / self.max_lost, task.fewer_low > 0, text))
         return losses

@@ -9,9 +9,8 @@ Shapes: L layers, H query heads, G KV heads, S prompt length, D head dim, C cand
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ from artifacts import (
     window_arrays,
 )
 from artifacts.analysis.sections import save_searched
-from artifacts.cli.options import at_least, check_ranges, option
 from artifacts.files import check_writable
 from kernels.index import with_dense_tail
 from kernels.patterns import Pattern
@@ -45,7 +43,7 @@ from search.model.layers import searched_layers, serving_backend
 from search.model.prompts import check_positions
 from search.model.rows import as_artifact_pattern, rows_of, score_arrays, winners
 from search.model.scoring import estimate_of, prepare_all
-from search.published import PAPER_BUDGET, PAPER_LENGTH
+from search.published.config import HeadSearch
 from search.published.space import (
     SPACE,
     change_space,
@@ -59,33 +57,6 @@ _MEASURES = ("error", "recall", "density")
 Scores = Mapping[str, np.ndarray]
 """(H, C) each of a layer: error, recall and density as in profiling.inside.head_fidelity; steps:
 from the candidate's start; within: whether it keeps to the budget."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadSearch:
-    """Config of the search; the defaults are the paper's.
-
-    dense_below: None is half of the length."""
-
-    model: str
-    out: Path
-    calibration: str = "kv_retrieval"
-    length: int = option(default=PAPER_LENGTH, within=at_least(1))
-    budget: str = PAPER_BUDGET
-    seed: int = 0
-    dtype: str = "auto"
-    device: str = "cpu"
-    backend: str = "auto"
-    revision: str | None = None
-    dense_below: int | None = option(default=None, within=at_least(1))
-    dense_tail: int = option(default=0, within=at_least(0))
-    beyond_positions: bool = False
-    fresh: bool = False
-    picture: bool = True
-    command: str = ""
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
 
 def run(config: HeadSearch) -> Artifact:

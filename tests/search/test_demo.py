@@ -19,7 +19,7 @@ def test_it_searches_by_default_applies_and_compares(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A random model has no head that can do without much.
-    limits = Limits(kl=100, perplexity=100, nll=100, lost=1)
+    limits = Limits(max_kl=100, max_perplexity=100, max_nll=100, max_lost=1)
     out = tmp_path / "demo" / "cfg.yaml"
     config = ModelSearch(
         model=str(tiny_model),

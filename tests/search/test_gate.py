@@ -299,5 +299,5 @@ def test_lost_answers_fail_where_means_may_pass(model: str, unseen: bool, tmp_pa
         assert not unseen or (kl <= MAX_KL and rise <= MAX_PERPLEXITY), "it would not have passed"
         fault = Limits().fault(tasks)
         assert fault is not None and (not unseen or "fewer right answers" in fault)
-        alone = Limits(kl=None, perplexity=None, nll=None).fault(tasks)
+        alone = Limits(max_kl=None, max_perplexity=None, max_nll=None).fault(tasks)
         assert "fewer right answers" in (alone or "")

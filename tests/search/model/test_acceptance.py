@@ -65,7 +65,7 @@ def passed(factors: Mapping[str, float], limit: float) -> Passed:
     accepted = gate(
         cast(Any, run),
         heads,
-        Limits(kl=limit),
+        Limits(max_kl=limit),
         heads.total(0.15),
         calibrated,
         cast(Any, held_out),

@@ -65,23 +65,23 @@ def test_what_loses_little_passes() -> None:
     [
         (
             task(kl=0.06),
-            "kl",
+            "max_kl",
             r"kv: KL to dense attention is 0.06 nats a token, the limit (--max-kl) is 0.05",
         ),
         (
             text(perplexity_ratio=1.08),
-            "perplexity",
+            "max_perplexity",
             "prose: perplexity rises by 8.00%, the limit (--max-perplexity) is 3.00%",
         ),
         (
             task(nll_rise=0.3, nll_rise_low=0.1, nll_rise_high=0.5),
-            "nll",
+            "max_nll",
             "kv: -log p of the right answer rises by 0.300 nats a token (0.100 to 0.500), the "
             "limit (--max-nll) is 0.1",
         ),
         (
             task(lost=6, won=1, fewer_low=0.04, fewer_high=0.31),
-            "lost",
+            "max_lost",
             "kv: accuracy falls from 0.75 to 0.62 of 40 questions, "
             "17% fewer right answers (4% to 31%), the limit (--max-lost) is 10%",
         ),
@@ -96,7 +96,8 @@ def test_each_limit_fails_alone(bad: TaskLoss, limit: str, says: str) -> None:
     # it.
     assert Limits().fault([bad, *good]) == fault
     assert Limits(**{limit: None}).fault([*good, bad]) is None
-    only = dict.fromkeys(("kl", "perplexity", "nll", "lost")) | {limit: getattr(Limits(), limit)}
+    only = dict.fromkeys(("max_kl", "max_perplexity", "max_nll", "max_lost"))
+    only[limit] = getattr(Limits(), limit)
     assert Limits(**only).fault([*good, bad]) == fault
 
 
@@ -137,9 +138,11 @@ def test_what_is_not_a_number_fails(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "value"), [("kl", 0.0), ("perplexity", -1.0), ("nll", nan)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_kl", 0.0), ("max_perplexity", -1.0), ("max_nll", nan)]
+)
 def test_limits_are_above_0(name: str, value: float) -> None:
-    with pytest.raises(HeadwiseError, match=f"--max-{name} must be above 0"):
+    with pytest.raises(HeadwiseError, match=f"--{name.replace('_', '-')} must be above 0"):
         Limits(**{name: value})
 
 
@@ -232,7 +235,7 @@ def test_answers_of_fewer_contexts_than_four_are_no_evidence(contexts: int) -> N
         and Limits().strain([four]) > 9
     )
     # A KL is judged on any number of prompts.
-    assert Limits(kl=0.005).fault([few]) is not None
+    assert Limits(max_kl=0.005).fault([few]) is not None
     said = line(few)
     assert f"accuracy dense 1.00, artifact 0.00 of {2 * contexts} questions" in said
     assert "nan" not in said and "None" not in said and "interval" not in said
@@ -271,7 +274,7 @@ def test_a_loss_of_one_in_five_of_all_answers_is_seen_where_no_task_has_enough()
     )
     assert Limits().strain(tasks) == pytest.approx(13 / 80 / 0.1)
     assert Limits().fault(by_task(made[:3], found[:3])) is None
-    assert Limits(lost=None).fault(tasks) is None
+    assert Limits(max_lost=None).fault(tasks) is None
 
 
 def test_the_pool_counts_a_context_once_and_needs_several_kinds() -> None:
