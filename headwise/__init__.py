@@ -1,16 +1,19 @@
-"""Headwise in Python: loads an artifact, applies it to a model, and gives the model back as it was.
+"""Headwise in Python: finds an artifact for a loaded model, loads it, and applies it to the model.
 
     import headwise
 
+    headwise.search(model, tokenizer, out="cfg.yaml")
     with headwise.load("cfg.yaml").apply(model) as handle:
         model.generate(**inputs)
 
-Importing it and loading an artifact import neither torch nor transformers.
+Importing it and loading an artifact import neither torch nor transformers; search, gate and
+evaluate import what their commands do when they are called.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from artifacts import HeadwiseError
+from headwise.loaded_models import evaluate, gate, search
 from runtime import load
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["HeadwiseError", "__version__", "apply_dense", "load"]
+__all__ = ["HeadwiseError", "__version__", "apply_dense", "evaluate", "gate", "load", "search"]
 
 
 def __getattr__(name: str) -> Any:

@@ -113,8 +113,12 @@ class GateResult:
         return self.fault is None and self.verdict.proven
 
 
-def run(config: GateConfig) -> GateResult:
+def run(config: GateConfig, loaded: LoadedModel | None = None) -> GateResult:
     """Check an artifact against its limits; one that passes is written to `out`, if given.
+
+    Args:
+        config: of the check.
+        loaded: the model; None loads the one that the config names.
 
     Raises:
         HeadwiseError: the model is another one, without `out` of other weights, with it of another
@@ -126,7 +130,8 @@ def run(config: GateConfig) -> GateResult:
     for task in config.tasks or ():
         parse_task(task)
     length = _length(config, artifact)
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    if loaded is None:
+        loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     if config.out is None:
         check(artifact.model, loaded.model)
     else:

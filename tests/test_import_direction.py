@@ -1,5 +1,6 @@
-"""Imports run one way: search > profiling > runtime > kernels | artifacts, and headwise >
-runtime."""
+"""Imports run one way: headwise > search > profiling > runtime > kernels | artifacts.
+
+On import headwise takes runtime and artifacts alone."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ BELOW: dict[str, set[str]] = {
     "kernels": set(),
     "artifacts": set(),
     "runtime": {"kernels", "artifacts"},
-    "headwise": {"runtime", "artifacts"},
+    "headwise": {"search", "profiling", "runtime", "artifacts"},
     "profiling": {"runtime", "kernels", "artifacts"},
     "search": {"profiling", "runtime", "kernels", "artifacts"},
 }
@@ -26,6 +27,8 @@ BELOW: dict[str, set[str]] = {
 HEAVY = {"optuna", "matplotlib", "transformers", "triton", "vllm"}
 # What knows of vLLM: the plugin.
 ENGINE_ROOM = "runtime/vllm/"
+# Packages that headwise imports where a call needs them.
+ON_CALL = {"search", "profiling"}
 LIGHT_PACKAGES = {"headwise", "runtime", "kernels", "artifacts"}
 # A room of its own for each heavy library: the module is imported lazily, and holds nothing but its
 # code.
@@ -87,6 +90,8 @@ def wrong(package: str, path: str, source: str) -> list[str]:
                 f"{path}:{line}: {module} may be Hugging Face's: name a module of ours, like "
                 f"kernels.index"
             )
+        if package == "headwise" and top in ON_CALL and now:
+            found.append(f"{path}:{line}: import {module} in the function that needs it")
         if top == "vllm" and not path.startswith(ENGINE_ROOM):
             found.append(f"{path}:{line}: only {ENGINE_ROOM} may import {module}")
         if top in HEAVY - HEAVY_ROOMS.get(path, set()) and now and package in LIGHT_PACKAGES:
@@ -121,7 +126,9 @@ def test_imports_run_downwards(package: str) -> None:
     ("package", "source"),
     [
         ("runtime", "import profiling.models.loading"),
-        ("headwise", "def f():\n    from search.heads import run"),
+        ("runtime", "def f():\n    from search.heads import run"),
+        ("headwise", "from search.heads import run"),
+        ("headwise", "def f():\n    import kernels.index"),
         ("kernels", "if TYPE_CHECKING:\n    import artifacts.schema.artifact"),
         ("artifacts", "try:\n    import kernels.index\nexcept ImportError: pass"),
         ("search", "import kernels"),
@@ -146,6 +153,7 @@ def test_the_check_sees(package: str, source: str) -> None:
         ("runtime", "def f():\n    import transformers"),
         ("kernels", "if TYPE_CHECKING:\n    import triton"),
         ("search", "import optuna\nfrom profiling.inside.capture import capture"),
+        ("headwise", "def f():\n    from search.gate import run"),
     ],
 )
 def test_the_check_allows(package: str, source: str) -> None:

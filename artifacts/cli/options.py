@@ -8,14 +8,15 @@
         def __post_init__(self) -> None:
             check_ranges(self)
 
-`add_arguments(parser, Config)` adds them, and `config_of(Config, options)` makes one of what was
-typed."""
+`add_arguments(parser, Config)` adds them, `config_of(Config, options)` makes one of what was typed,
+and `config_by_name(Config, options)` one of what Python gives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, field, fields
 from math import inf
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,14 @@ from artifacts.errors import HeadwiseError
 
 C = TypeVar("C")
 _TYPES = {"int": int, "float": float, "Path": Path}
+# Values that Python may give for a field, by its type.
+_GIVEN: dict[str, tuple[type, str]] = {
+    "bool": (bool, "True or False"),
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "str": (str, "a text"),
+    "Path": (Path, "a path"),
+}
 Range = tuple[Callable[[Any], bool], str]
 """Test of a value, and the values that pass it in words."""
 POSITIVE: Range = (lambda value: 0 < value < inf, "a positive number")
@@ -166,7 +175,11 @@ def config_of(config: type[C], options: Mapping[str, Any], **more: Any) -> C:
     for each in fields(config):  # type: ignore[arg-type]
         if "config" in each.metadata:
             typed[each.name] = config_of(each.metadata["config"], options)
-        elif (value := options.get(each.name)) is not None:
+        elif each.name in options:
+            value = options[each.name]
+            # None stands for the default, unless the option may be None itself.
+            if value is None and not str(each.type).endswith("None"):
+                continue
             read = each.metadata.get("read")
             if read is not None and isinstance(value, str):
                 value = read(value)
@@ -174,6 +187,70 @@ def config_of(config: type[C], options: Mapping[str, Any], **more: Any) -> C:
                 value = tuple(value)
             typed[each.name] = value
     return config(**typed | more)
+
+
+def config_by_name(config: type[C], options: Mapping[str, Any], /, **fixed: Any) -> C:
+    """The Config of options that Python gives by their fields' names.
+
+    Args:
+        config: the Config.
+        options: values as the fields have them; a path may be text, and of a field that takes
+            several values one is enough.
+        fixed: fields that are no options.
+
+    Raises:
+        HeadwiseError: an option is unknown, or its value of another type.
+    """
+    known = {name: each for name, each in _options(config).items() if name not in fixed}
+    given = {}
+    for name, value in options.items():
+        if name not in known:
+            raise HeadwiseError(f"unknown option {name!r}; known: {', '.join(known)}")
+        given[name] = _as_typed(known[name], value)
+    return config_of(config, given, **fixed)
+
+
+def _options(config: type[Any]) -> dict[str, Field[Any]]:
+    """The fields that are options, by name, those of nested Configs too."""
+    known: dict[str, Field[Any]] = {}
+    for each in fields(config):
+        if "config" in each.metadata:
+            known |= _options(each.metadata["config"])
+        elif each.metadata:
+            known[each.name] = each
+    return known
+
+
+def _as_typed(each: Field[Any], value: Any) -> Any:
+    """A value from Python as a field has it.
+
+    Raises:
+        HeadwiseError: it is of another type.
+    """
+    if value is None:
+        return None
+    if str(each.type).startswith("tuple["):
+        kind = str(each.type).removeprefix("tuple[").partition(",")[0]
+        if not isinstance(value, list | tuple):
+            value = (value,)
+        return tuple(_single(each, kind, part) for part in value)
+    if each.metadata.get("read") is not None and isinstance(value, str):
+        return value
+    return _single(each, str(each.type).partition(" |")[0], value)
+
+
+def _single(each: Field[Any], kind: str, value: Any) -> Any:
+    """One value of a field, of the type of this name; of types that are not listed any."""
+    if kind == "Path" and isinstance(value, str):
+        value = Path(value)
+    if kind in _GIVEN:
+        wanted, words = _GIVEN[kind]
+        if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "bool"):
+            raise HeadwiseError(f"{each.name} must be {words}, got {value!r}")
+    choices = each.metadata.get("keywords", {}).get("choices")
+    if choices is not None and value not in choices:
+        raise HeadwiseError(f"{each.name} must be one of {', '.join(choices)}, got {value!r}")
+    return value
 
 
 def check_ranges(config: Any) -> None:

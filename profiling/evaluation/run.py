@@ -45,8 +45,12 @@ _QUICK_SETTINGS = 3
 _SPEED_METHODS = ("dense", "headwise")
 
 
-def run(config: Config) -> dict[str, Any]:
+def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
     """Evaluate; write evaluation.json and index.html into the folder, and what else was asked for.
+
+    Args:
+        config: of the evaluation.
+        loaded: the model; None loads the one that the config names.
 
     Returns:
         The content of evaluation.json.
@@ -60,9 +64,10 @@ def run(config: Config) -> dict[str, Any]:
     beside = beside_of(further, artifact)
     quality = quality_of(config, artifact, tuple(beside))
     _check(config, artifact, quality, method_names(artifact, beside))
-    loaded = load_model(
-        config.model, dtype=config.dtype, device=config.device, revision=config.revision
-    )
+    if loaded is None:
+        loaded = load_model(
+            config.model, dtype=config.dtype, device=config.device, revision=config.revision
+        )
     for each in (artifact, *(other.artifact for other in beside.values())):
         check(each.model, loaded.model)
     places: list[tuple[str, int]] = []

@@ -29,6 +29,7 @@ class ResidualStream:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._modules = attention_layers(model)
+        self._dtype = model.dtype
         names = {id(module): name for name, module in model.named_modules()}
         self._blocks = {
             layer: model.get_submodule(names[id(module)].rpartition(".")[0])
@@ -46,7 +47,7 @@ class ResidualStream:
         at: the token, or tokens in the last dimension but one, that the changes are of; the newest
         if not given. What a change comes to once added is this times `gain` after the block.
         """
-        written = _project(self._modules[layer], change)
+        written = _project(self._modules[layer], change, self._dtype)
         return written.square().sum(-1) / self._sizes[layer][at]
 
     def by_head(self, layer: int, change: Tensor, at: slice = slice(None)) -> Tensor:
@@ -57,7 +58,9 @@ class ResidualStream:
         heads, _, _, width = change.shape
         if layer not in self._grams:
             basis = torch.eye(heads * width, device=change.device)
-            written = _project(self._modules[layer], basis).unflatten(0, (heads, width))
+            written = _project(self._modules[layer], basis, self._dtype).unflatten(
+                0, (heads, width)
+            )
             # Of the size of E x E a head, whatever the hidden size: x W W^T x.
             self._grams[layer] = written @ written.transpose(1, 2)
         moved = (
@@ -131,15 +134,29 @@ def _size(states: Tensor) -> Tensor:
     return states[0, -1].detach().float().square().sum()
 
 
-def _project(module: nn.Module, change: Tensor) -> Tensor:
-    """Apply an attention module's output projection to a change of its heads' outputs."""
+def _project(module: nn.Module, change: Tensor, dtype: torch.dtype) -> Tensor:
+    """Apply an attention module's output projection to a change of its heads' outputs.
+
+    dtype: of the model's activations, for a projection that is not a plain linear map."""
     for child in reversed(list(module.children())):
+        if not any(_width(part) == change.shape[-1] for part in child.modules()):
+            continue
         with brought_in(child):
-            weight = getattr(child, "weight", None)
-            if weight is None or weight.dim() != 2:
-                continue
-            if isinstance(child, nn.Linear) and weight.shape[1] == change.shape[-1]:
+            weight: Any = getattr(child, "weight", None)
+            if type(child).forward is nn.Linear.forward:
                 return linear(change.to(weight.dtype), weight).float()
-            if type(child).__name__ == "Conv1D" and weight.shape[0] == change.shape[-1]:
+            if type(child).__name__ == "Conv1D":
                 return (change.to(weight.dtype) @ weight).float()
+        # Quantised, or wrapped around a projection: what it makes of nothing is its bias.
+        change = change.to(dtype)
+        return (child(change) - child(torch.zeros_like(change))).float()
     return change
+
+
+def _width(part: Any) -> int | None:
+    """The width of a linear map's input; None of other modules."""
+    if isinstance(part, nn.Linear):
+        return part.in_features
+    if type(part).__name__ == "Conv1D":
+        return int(part.weight.shape[0])
+    return None

@@ -112,14 +112,19 @@ def load_model(
         raise HeadwiseError(
             f"--max-memory of {given} is too little for {source.name}: its embeddings take {least}"
         )
-    # Two tokens show what a long prompt would only show after minutes.
+    check_attention(model, source.name)
+    return LoadedModel(model, tokenizer, source.name, source.revision or commit_of(model))
+
+
+def check_attention(model: Any, name: str) -> None:
+    """Raise HeadwiseError for a model whose attention cannot be reached, or is not causal.
+
+    Two tokens show what a long prompt would only show after minutes."""
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     try:
-        capture(
-            model, torch.zeros(1, 2, dtype=torch.long, device=model.device), lambda inputs: None
-        )
+        capture(model, tokens, lambda inputs: None)
     except HeadwiseError as error:
-        raise HeadwiseError(f"cannot use {source.name}: {error}") from None
-    return LoadedModel(model, tokenizer, source.name, source.revision or _commit(model))
+        raise HeadwiseError(f"cannot use {name}: {error}") from None
 
 
 def load_tokenizer(spec: str, *, revision: str | None = None) -> Any:
@@ -274,7 +279,8 @@ def _hub_reachable() -> bool:
     return True
 
 
-def _commit(model: Any) -> str | None:
+def commit_of(model: Any) -> str | None:
+    """The commit on the hub that a model was loaded from."""
     commit = getattr(model.config, "_commit_hash", None)
     if commit:
         return str(commit)

@@ -42,8 +42,12 @@ from search.model.timed_costs import time_candidates
 _VERSION = 4
 
 
-def run(config: ModelSearch) -> Recorded | None:
-    """Load the model, search, and write `config.out`; None in ranks after the first.
+def run(config: ModelSearch, loaded: LoadedModel | None = None) -> Recorded | None:
+    """Search, and write `config.out`; None in ranks after the first.
+
+    Args:
+        config: of the search.
+        loaded: the model; None loads the one that the config names.
 
     Raises:
         HeadwiseError: a user's mistake, or a gate that nothing passes; no file is written.
@@ -57,15 +61,15 @@ def run(config: ModelSearch) -> Recorded | None:
     for task in config.tasks:
         parse_task(task)
     with ranks() as joined:
-        device = joined.device(config.device)
-        with joined.main_process_first():
-            loaded = load_model(
-                config.model,
-                dtype=config.dtype,
-                device=device,
-                revision=config.revision,
-                max_memory=config.max_memory,
-            )
+        if loaded is None:
+            with joined.main_process_first():
+                loaded = load_model(
+                    config.model,
+                    dtype=config.dtype,
+                    device=joined.device(config.device),
+                    revision=config.revision,
+                    max_memory=config.max_memory,
+                )
         model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
         return search_model(config, loaded, model, joined)
 

@@ -1,0 +1,165 @@
+"""Search, gate and evaluation of a model that is loaded: the commands' work without a name.
+
+What the commands import is imported by the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from search.gate import GateResult
+    from search.model.record import Recorded
+
+
+def search(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    out: str | Path,
+    name: str | None = None,
+    revision: str | None = None,
+    **options: Any,
+) -> Recorded | None:
+    """Find a pattern for every head of a loaded model, as `headwise search` does.
+
+    Args:
+        model: a causal language model of transformers, where it is to run. It is left as it was,
+            also after an error.
+        tokenizer: its tokenizer.
+        out: the artifact to write; an interrupted search goes on from the resume file beside it.
+        name: of the model, in the artifact; None for its own.
+        revision: of the model on the hub; None for the one that it was loaded from.
+        options: fields of search.model.config.ModelSearch and of its limits, such as
+            lengths=4096, budget=0.3, cost="flops", max_kl=0.1.
+
+    Returns:
+        The artifact, its losses and its speed; `written` is False where it is not worth serving.
+        None in ranks of torchrun after the first.
+
+    Raises:
+        HeadwiseError: an option is unknown, or anything that the command refuses.
+    """
+    from artifacts.cli.options import config_by_name
+    from profiling.models.given import device_of, dtype_of, given_model
+    from search.model.config import ModelSearch
+    from search.model.search import run
+
+    with given_model(model, tokenizer, name=name, revision=revision) as loaded:
+        config = config_by_name(
+            ModelSearch,
+            options,
+            model=loaded.name,
+            revision=loaded.revision,
+            out=Path(out),
+            dtype=dtype_of(model),
+            device=device_of(model),
+            max_memory=None,
+            command=_call("search", {"out": str(out), **options}),
+        )
+        return run(config, loaded)
+
+
+def gate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    artifact: str | Path,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    **options: Any,
+) -> GateResult:
+    """Measure an artifact's losses on held-out prompts, as `headwise gate` does.
+
+    Args:
+        model: as for `search`.
+        tokenizer: its tokenizer.
+        artifact: the YAML file.
+        name: of the model, in an artifact that is written for it; None for its own.
+        revision: of the model on the hub; None for the one that it was loaded from.
+        options: fields of search.gate.GateConfig and of its limits, such as length=4096,
+            max_kl=0.1; out="new.yaml" writes an artifact that passes for this model.
+
+    Returns:
+        The losses of each task; `passes` is True within the limits.
+
+    Raises:
+        HeadwiseError: an option is unknown, the model is another one than the artifact's, or
+            anything that the command refuses.
+    """
+    from artifacts.cli.options import config_by_name
+    from profiling.models.given import device_of, dtype_of, given_model
+    from search.gate import GateConfig, run
+
+    with given_model(model, tokenizer, name=name, revision=revision) as loaded:
+        config = config_by_name(
+            GateConfig,
+            options,
+            config=Path(artifact),
+            model=loaded.name,
+            dtype=dtype_of(model),
+            device=device_of(model),
+        )
+        return run(config, loaded)
+
+
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    artifact: str | Path | Sequence[str | Path],
+    *,
+    out: str | Path,
+    name: str | None = None,
+    revision: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Measure accuracy and speed of artifacts and other methods, as `headwise evaluate` does.
+
+    Peak memory is left out: it is measured in processes that load the model by its name.
+
+    Args:
+        model: as for `search`.
+        tokenizer: its tokenizer.
+        artifact: the YAML file, or several.
+        out: the folder of the report; an interrupted evaluation goes on from its resume file.
+        name: of the model, in the report; None for its own.
+        revision: of the model on the hub; None for the one that it was loaded from.
+        options: fields of profiling.evaluation.config.Config, such as length=4096, quick=True,
+            tasks=("passkey", "prose"), speed=False.
+
+    Returns:
+        The content of evaluation.json.
+
+    Raises:
+        HeadwiseError: an option is unknown, the model is another one than an artifact's, or
+            anything that the command refuses.
+    """
+    from artifacts.cli.options import config_by_name
+    from profiling.evaluation.config import Config
+    from profiling.evaluation.run import run
+    from profiling.models.given import device_of, dtype_of, given_model
+
+    artifacts = [artifact] if isinstance(artifact, str | Path) else artifact
+    with given_model(model, tokenizer, name=name, revision=revision) as loaded:
+        config = config_by_name(
+            Config,
+            options,
+            configs=tuple(map(Path, artifacts)),
+            model=loaded.name,
+            revision=loaded.revision,
+            out=Path(out),
+            dtype=dtype_of(model),
+            device=device_of(model),
+            memory=False,
+            command=_call("evaluate", {"out": str(out), **options}),
+        )
+        return run(config, loaded)
+
+
+def _call(function: str, options: dict[str, Any]) -> str:
+    """A call as it stands in records, in place of a command line."""
+    given = "".join(f", {name}={value!r}" for name, value in options.items())
+    return f"headwise.{function}(model, tokenizer{given})"

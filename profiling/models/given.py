@@ -1,0 +1,75 @@
+"""Models that their users have loaded: quantised, fine-tuned or patched ones, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from artifacts import HeadwiseError
+from profiling.models.loading import LoadedModel, check_attention, commit_of
+from runtime.attention.state import layer_of
+from runtime.layers import attention_layers
+
+
+@contextmanager
+def given_model(
+    model: Any, tokenizer: Any, *, name: str | None = None, revision: str | None = None
+) -> Iterator[LoadedModel]:
+    """Yield a model in evaluation mode; its training flags come back, also after an error.
+
+    Args:
+        model: a causal language model of transformers, where it is to run.
+        tokenizer: its tokenizer.
+        name: for artifacts and reports; None for the model's own.
+        revision: on the hub; None for the one that it was loaded from.
+
+    Raises:
+        HeadwiseError: it is no such model, its attention cannot be reached, or an artifact is
+            applied to it.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise HeadwiseError(
+            f"model must be a causal language model of transformers, got {type(model).__name__}"
+        )
+    if not callable(tokenizer):
+        raise HeadwiseError(f"tokenizer must be the model's, got {type(tokenizer).__name__}")
+    if name is None:
+        name = _own_name(model)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        check_attention(model, name)
+        if any(layer_of(module) is not None for module in attention_layers(model).values()):
+            raise HeadwiseError(f"{name} has an artifact applied: undo that first")
+        yield LoadedModel(model, tokenizer, name, revision or commit_of(model))
+    finally:
+        for module in training:
+            module.training = True
+
+
+def dtype_of(model: PreTrainedModel) -> str:
+    """The dtype that a model computes in, as --dtype names it."""
+    return str(model.dtype).removeprefix("torch.")
+
+
+def device_of(model: PreTrainedModel) -> str:
+    """The device of a model as --device names it: the current GPU is cuda."""
+    device = model.device
+    if device == torch.empty(0, device=device.type).device:
+        return device.type
+    return str(device)
+
+
+def _own_name(model: PreTrainedModel) -> str:
+    """The name that a model was loaded by, without folders; else its class."""
+    name = model.name_or_path
+    if not name:
+        return type(model).__name__
+    if Path(name).exists():
+        return Path(name).resolve().name
+    return name

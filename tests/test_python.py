@@ -1,0 +1,245 @@
+"""headwise.search, gate and evaluate on a loaded model do what the commands do on its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import artifacts
+import headwise
+from artifacts import HeadwiseError
+from profiling.inside.capture import capture
+from profiling.inside.residual import ResidualStream
+from search import heads
+from tests.search.conftest import save_tiny
+
+LENGTH = 256
+LIMITS = {"max_kl": 9, "max_perplexity": 9, "max_nll": 9, "max_lost": 1}
+OPTIONS: dict[str, Any] = {
+    "lengths": LENGTH,
+    "tasks": "prose",
+    "budget": 0.8,
+    "cost": "flops",
+    "picture": False,
+    "keep": True,
+    **LIMITS,
+}
+PAGE = (Path(__file__).parents[1] / "docs" / "python.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+class Patched(nn.Module):
+    """A linear map with a correction of low rank, as adapters are put around one."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down = nn.Linear(inner.in_features, 2, bias=False)
+        self.up = nn.Linear(2, inner.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.up(self.down(x))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def loaded(folder: Path, *, patched: bool = False) -> tuple[Any, Any]:
+    """The model, in training mode as a fine-tuning leaves it, and its tokenizer."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if patched:
+        torch.manual_seed(1)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj = Patched(layer.self_attn.o_proj)
+    return model.train(), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def state(model: Any) -> dict[str, Any]:
+    """All of a model that a search might leave behind."""
+    return {
+        "attention": model.config._attn_implementation,
+        "config": model.config.to_dict(),
+        "devices": {name: weight.device for name, weight in model.named_parameters()},
+        "requires grad": {name: weight.requires_grad for name, weight in model.named_parameters()},
+        "training": [module.training for module in model.modules()],
+        "hooks": [len(module._forward_hooks) for module in model.modules()],
+        "pre hooks": [len(module._forward_pre_hooks) for module in model.modules()],
+        "own": [sorted(vars(module)) for module in model.modules()],
+        "grads": [name for name, weight in model.named_parameters() if weight.grad is not None],
+    }
+
+
+def test_a_search_finds_what_the_command_finds(folder: Path, tmp_path: Path) -> None:
+    words = ["--model", str(folder), "--out", str(tmp_path / "command.yaml"), "--no-picture"]
+    words += f"--length {LENGTH} --task prose --budget 0.8 --cost flops --keep".split()
+    words += ["--dtype", "float32"]
+    for name, limit in LIMITS.items():
+        words += [f"--{name.replace('_', '-')}", str(limit)]
+    assert heads.main(words) == 0
+    model, tokenizer = loaded(folder)
+    before = state(model)
+    found = headwise.search(model, tokenizer, out=tmp_path / "python.yaml", **OPTIONS)
+    assert found is not None and found.written
+    assert state(model) == before
+    command = artifacts.load(tmp_path / "command.yaml")
+    python = artifacts.load(tmp_path / "python.yaml")
+    assert python.content_sha256 == command.content_sha256 == found.artifact.content_sha256
+    assert python.search is not None and "lengths=256" in python.search.command
+
+
+class Killed(Exception):
+    """An end in mid search."""
+
+
+def test_an_interrupted_search_goes_on_and_leaves_the_model_alone(
+    folder: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = loaded(folder)
+    whole = headwise.search(model, tokenizer, out=tmp_path / "whole.yaml", **OPTIONS)
+    assert whole is not None
+    before = state(model)
+    out = tmp_path / "cfg.yaml"
+    resume = tmp_path / "cfg.yaml.heads.ledger"
+
+    def kill(*_: Any) -> None:
+        if list(resume.glob("*.unit")):
+            raise Killed
+
+    handle = model.get_input_embeddings().register_forward_pre_hook(kill)
+    with pytest.raises(Killed):
+        headwise.search(model, tokenizer, out=out, **OPTIONS)
+    handle.remove()
+    assert state(model) == before
+    assert not out.exists() and list(resume.glob("*.unit"))
+    again = headwise.search(model, tokenizer, out=out, **OPTIONS)
+    assert again is not None
+    assert again.artifact.content_sha256 == whole.artifact.content_sha256
+    assert not resume.exists()
+
+
+def test_a_patched_model_is_searched_gated_evaluated_and_served(
+    folder: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = loaded(folder, patched=True)
+    before = state(model)
+    out = tmp_path / "cfg.yaml"
+    found = headwise.search(model, tokenizer, out=out, name="patched", **OPTIONS)
+    assert found is not None and found.artifact.model.name == "patched"
+    result = headwise.gate(model, tokenizer, out, length=LENGTH, tasks=["prose"], **LIMITS)
+    assert result.passes and [task.task for task in result.tasks] == ["prose"]
+    report = tmp_path / "report"
+    record = headwise.evaluate(
+        model,
+        tokenizer,
+        out,
+        out=report,
+        tasks="passkey",
+        length=LENGTH,
+        samples=1,
+        methods=["headwise"],
+        speed=False,
+    )
+    assert record["model"]["name"] == "patched" and (report / "evaluation.json").is_file()
+    assert state(model) == before
+    plain, _ = loaded(folder)
+    with pytest.raises(HeadwiseError, match="weights_sha256"):
+        headwise.gate(plain, tokenizer, out, length=LENGTH, tasks=["prose"])
+    assert state(plain)["training"] == before["training"][: len(state(plain)["training"])]
+    ids = torch.randint(3, 250, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    with headwise.load(out).apply(model) as handle:
+        model(ids)
+        assert handle.stats()["sparse"] == 3
+        with pytest.raises(HeadwiseError, match="applied"):
+            headwise.search(model, tokenizer, out=out, **OPTIONS)
+
+
+def test_a_wrapped_projection_weighs_as_the_map_that_it_is(folder: Path) -> None:
+    """It was passed over, and the projection of the values stood in for it."""
+    model, _ = loaded(folder, patched=True)
+    model.eval()
+    ids = torch.randint(3, 250, (1, 64), generator=torch.Generator().manual_seed(0))
+    change = torch.randn(1, 96, generator=torch.Generator().manual_seed(1))
+    with ResidualStream(model) as stream:
+        capture(model, ids, lambda inputs: None)
+        wrapped = stream.relative(0, change)
+        projection = model.model.layers[0].self_attn.o_proj
+        merged = projection.inner.weight + projection.up.weight @ projection.down.weight
+        written = (change @ merged.T).square().sum(-1)
+        torch.testing.assert_close(wrapped, written / stream._sizes[0][-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"budgets": 0.3}, "unknown option 'budgets'; known: "),
+        ({"dtype": "float32"}, "unknown option 'dtype'"),
+        ({"lengths": "long"}, "lengths must be a whole number, got 'long'"),
+        ({"samples": 0}, "--samples must be at least 1, got 0"),
+        ({"cost": "euros"}, "cost must be one of seconds, flops, got 'euros'"),
+        ({"max_kl": "low"}, "max_kl must be a number, got 'low'"),
+    ],
+)
+def test_a_wrong_option_is_one_line_that_names_it(
+    folder: Path, tmp_path: Path, options: dict[str, Any], says: str
+) -> None:
+    model, tokenizer = loaded(folder)
+    before = state(model)
+    with pytest.raises(HeadwiseError, match=re.escape(says)):
+        headwise.search(model, tokenizer, out=tmp_path / "cfg.yaml", **options)
+    assert state(model) == before and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("function", [headwise.gate, headwise.evaluate])
+def test_the_others_refuse_an_unknown_option_too(
+    function: Any, folder: Path, tmp_path: Path
+) -> None:
+    model, tokenizer = loaded(folder)
+    out = {"out": tmp_path / "report"} if function is headwise.evaluate else {}
+    with pytest.raises(HeadwiseError, match="unknown option 'memory'"):
+        function(model, tokenizer, "cfg.yaml", memory=True, **out)
+
+
+def test_what_is_no_model_is_named(folder: Path, tmp_path: Path) -> None:
+    model, tokenizer = loaded(folder)
+    for wrong in (tokenizer, torch.compile(model)):
+        with pytest.raises(HeadwiseError, match=f"model of transformers.*{type(wrong).__name__}"):
+            headwise.search(wrong, tokenizer, out=tmp_path / "cfg.yaml")
+
+
+@pytest.mark.slow
+def test_the_pages_blocks_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a small model: its prompts are short, and its patterns lose what they like."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    small = {
+        '"MODEL"': repr(str(folder)),
+        "4096": "512",
+        "bfloat16": "float32",
+        "budget=0.25": 'budget=0.8, cost="flops", tasks="prose", keep=True, max_kl=9, max_lost=1',
+        "max_kl=0.05": 'max_kl=9, tasks="prose"',
+        "quick=True": 'tasks="passkey", samples=1, speed=False',
+    }
+    for block in BLOCKS:
+        for text, smaller in small.items():
+            block = block.replace(text, smaller)
+        exec(compile(block, "python.md", "exec"), names)
+    assert len(BLOCKS) == 5 and (tmp_path / "report" / "index.html").is_file()
