@@ -79,7 +79,10 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise HeadwiseError(f"cannot write {shown}: it is no regular file")
     folder = target.parent
     if not folder.is_dir():
-        wrong = "is no directory" if folder.exists() else "does not exist"
+        if folder.exists():
+            wrong = "is no directory"
+        else:
+            wrong = "does not exist"
         raise HeadwiseError(f"cannot write {shown}: the directory {_quoted(folder)} {wrong}")
     # Trying is the only test that also knows of read-only mounts, quotas and access lists.
     try:

@@ -140,7 +140,9 @@ def main(argv: list[str] | None = None) -> int:
         if options.json != arguments.STDOUT:
             print("\n".join(lines_of(name, report)), flush=True)
     arguments.deliver_json(report, options.json)
-    return FOUND if report["wrong"] else 0
+    if report["wrong"]:
+        return FOUND
+    return 0
 
 
 if __name__ == "__main__":

@@ -52,7 +52,10 @@ def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
             "--out: give the stem of the .png, .svg and .csv, such as maps/cfg, got nothing"
         )
     # --out maps/cfg.png means the stem maps/cfg; a dot elsewhere belongs to the name.
-    name = stem.stem if stem.suffix in _SUFFIXES else stem.name
+    if stem.suffix in _SUFFIXES:
+        name = stem.stem
+    else:
+        name = stem.name
     paths = [stem.with_name(name + suffix) for suffix in _SUFFIXES]
     for path in paths:
         check_writable(path)
@@ -61,7 +64,10 @@ def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
     for path in paths[:2]:
         stream = io.BytesIO()
         # Without these two, the same map would be another file each time.
-        metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+        if path.suffix == ".svg":
+            metadata = {"Date": None}
+        else:
+            metadata = {"Software": None}
         drawn.savefig(stream, format=path.suffix[1:], metadata=metadata)
         made.append(stream.getvalue())
     for path, data in zip(paths, (*made, _numbers(artifact, scores)), strict=True):
@@ -110,7 +116,10 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
     axes = drawn.subplots()
     axes.imshow(image, aspect="equal", interpolation="nearest", origin="lower")
     for layer, head, letter in marks:
-        ink = "black" if image[head, layer].mean() > 0.5 else "white"
+        if image[head, layer].mean() > 0.5:
+            ink = "black"
+        else:
+            ink = "white"
         axes.text(layer, head, letter, color=ink, fontsize=50 * cell / 2, ha="center", va="center")
     axes.set_xlabel("layer")
     axes.set_ylabel("query head")
@@ -121,7 +130,10 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
         axes.set_yticks(np.arange(-0.5, heads), minor=True)
         axes.grid(which="minor", color="white", linewidth=0.6)
         axes.tick_params(which="minor", length=0)
-    shades = "" if recall is None else ", shade by recall"
+    if recall is None:
+        shades = ""
+    else:
+        shades = ", shade by recall"
     caption = f"{one_line(artifact.model.name)}: pattern of each head{shades}\n{_origin(artifact)}"
     # A name is no formula, and moves no cursor where the SVG is printed.
     lines = [one_line(line).replace("$", r"\$") for line in caption.split("\n")]

@@ -189,7 +189,10 @@ class Ranks:
         elif isinstance(error, HeadwiseError):
             code = error.status
         else:
-            code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+            if isinstance(error, KeyboardInterrupt):
+                code = INTERRUPTED
+            else:
+                code = 1
         try:
             first = self._store.add(_FAILED, 1) == 1
             if first:

@@ -235,7 +235,9 @@ def main(argv: list[str] | None = None) -> int:
     config = config_of(GateConfig, options)
     result = run(config)
     arguments.deliver(report(config, result), record(result), options["json"])
-    return 0 if result.passes else FOUND
+    if result.passes:
+        return 0
+    return FOUND
 
 
 def report(config: GateConfig, result: GateResult) -> str:

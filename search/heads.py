@@ -68,7 +68,9 @@ def main(argv: list[str] | None = None) -> int:
     if recorded is None:
         return 0
     print(report(config, recorded))
-    return 0 if recorded.written else FOUND
+    if recorded.written:
+        return 0
+    return FOUND
 
 
 def _run_published(options: dict[str, Any], command: str) -> None:

@@ -87,7 +87,10 @@ def _row(parser: ArgumentParser, action: argparse.Action) -> str:
     else:
         value = ""
     name = f"{names} {value}".strip().replace("|", "\\|")
-    required = " (required)" if action.required and action.option_strings else ""
+    if action.required and action.option_strings:
+        required = " (required)"
+    else:
+        required = ""
     if action.help:
         says = takes._expand_help(action)
     else:

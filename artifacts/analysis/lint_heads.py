@@ -171,7 +171,10 @@ def shapes(case: Case) -> Findings:
     """Arrays with another number of layers or heads than the model's."""
     model = case.artifact.model
     for name, array in sorted(case.entries.items()):
-        heads = model.num_kv_heads if name in _PER_KV_HEAD else model.num_heads
+        if name in _PER_KV_HEAD:
+            heads = model.num_kv_heads
+        else:
+            heads = model.num_heads
         if name.startswith((*_PER_HEAD, *_PER_KV_HEAD)) and array.shape[:2] != (
             model.num_layers,
             heads,
@@ -232,7 +235,10 @@ def low_recall(case: Case) -> Findings:
     artifact = case.artifact
     imported = case.artifact.prefill.imported
     there = "chosen.recall" in case.arrays or imported is None or imported.scores != "recall"
-    name = "chosen.recall" if there else "imported.score"
+    if there:
+        name = "chosen.recall"
+    else:
+        name = "imported.score"
     table = case.tables.get(name)
     if table is None:
         return

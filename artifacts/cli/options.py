@@ -94,7 +94,10 @@ def shared(
     **keywords: Any,
 ) -> Any:
     """A field whose argument is one of cli.arguments: add(parser, *given, **keywords) adds it."""
-    group = ADVANCED if add in arguments.ADVANCED else None
+    if add in arguments.ADVANCED:
+        group = ADVANCED
+    else:
+        group = None
     return field(
         default=default,
         metadata={"add": lambda p: add(p, *given, **keywords), "group": group, "within": within},

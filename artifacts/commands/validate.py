@@ -66,7 +66,10 @@ def run(config: Config) -> Outcome:
         if finding.code not in config.ignore
     ]
     counts = Counter(finding.severity for finding in findings)
-    file = artifact.sidecar.file if artifact.sidecar else None
+    if artifact.sidecar:
+        file = artifact.sidecar.file
+    else:
+        file = None
     whole = {
         "valid": True,
         "file": str(config.file),
@@ -97,7 +100,10 @@ def run(config: Config) -> Outcome:
     )
     lines = [f"{f.severity:<8} {f.code}  {f.where}: {f.message}" for f in findings]
     failing = SEVERITIES[: SEVERITIES.index(config.level) + 1]
-    status = FOUND if any(finding.severity in failing for finding in findings) else 0
+    if any(finding.severity in failing for finding in findings):
+        status = FOUND
+    else:
+        status = 0
     return answer(
         config.as_json, whole, [*lines, f"ok: {config.file} ({facts}): {odd}"], status=status
     )

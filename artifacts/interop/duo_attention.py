@@ -63,7 +63,10 @@ def read(source: Source, given: Given) -> Import:
     values = list(chain.from_iterable(table))
     notes = Notes()
     if given.sparsity is None:
-        threshold = THRESHOLD if given.threshold is None else given.threshold
+        if given.threshold is None:
+            threshold = THRESHOLD
+        else:
+            threshold = given.threshold
         streams = [value < threshold for value in values]
         by_chance = [threshold - _NOISE < value < threshold for value in values]
         notes.file("same", f"KV heads of {threshold:.6g} and above keep everything")

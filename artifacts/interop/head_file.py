@@ -179,7 +179,9 @@ def _entry(value: Any, format: HeadFormat) -> Entry:
     if not isinstance(value, list) or len(value) != 4:
         raise ArtifactError(f"must be [name, a, b, score], got {shorten(value)}")
     name, a, b, score = value
-    names = NAMES if format == "minference" else NAMES[:1]
+    names: tuple[str, ...] = NAMES[:1]
+    if format == "minference":
+        names = NAMES
     if name not in names:
         if format == "minference":
             hint = ""

@@ -87,7 +87,10 @@ def read_sparse_vllm(source: Source, given: Given) -> Import:
     named = config.get("full_attention_layers", config.get("selected_full_layers"))
     numbers = named.split(",") if isinstance(named, str) else named
     try:
-        layers = {int(number) for number in numbers} if isinstance(numbers, list) else set()
+        if isinstance(numbers, list):
+            layers = {int(number) for number in numbers}
+        else:
+            layers = set()
     except (TypeError, ValueError):
         layers = set()
     if not layers or min(layers) < 0 or max(layers) >= MOST:

@@ -236,7 +236,10 @@ def _groups(root: Any) -> list[dict[str, Any]]:
 def _targets(group: Mapping[str, Any]) -> dict[str, float]:
     """The shares of tiles to skip, by phase, of those phases that the file names."""
     given = group.get("target_sparsity", {})
-    targets = given if isinstance(given, dict) else {"prefill": given, "decode": given}
+    if isinstance(given, dict):
+        targets = given
+    else:
+        targets = {"prefill": given, "decode": given}
     for phase, value in targets.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise ArtifactError(

@@ -162,7 +162,10 @@ def _for_minference(
                 limit = f"here {blocks}"
                 if coverage is not None:
                     limit += f" at most, by coverage {coverage}"
-                effect: Effect = "computes more" if blocks <= BLOCKS else "keeps less"
+                if blocks <= BLOCKS:
+                    effect: Effect = "computes more"
+                else:
+                    effect = "keeps less"
                 changes = [(effect, f"always {BLOCKS} blocks, {limit}")]
             if pool != DEFAULT_POOL:
                 changes.append(

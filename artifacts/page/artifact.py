@@ -60,7 +60,10 @@ def _head(artifact: Artifact, file: str, sidecar: str, width: int) -> list[str]:
         f"{model.num_layers} layers of {model.num_heads} query and {model.num_kv_heads} KV heads"
     )
     facts = f"head dim {model.head_dim}, {model.max_positions:,} positions"
-    unknown = "" if model.weights_sha256 else "; not compared with any weights"
+    if model.weights_sha256:
+        unknown = ""
+    else:
+        unknown = "; not compared with any weights"
     rows = [
         ("artifact", f"{file} (schema {artifact.schema_version}, written {artifact.created_at})"),
         ("content", artifact.content_sha256),
@@ -155,7 +158,10 @@ def _map(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
     legend = ", ".join(f"{cls.letter} {kind}" for kind, cls in RECORDS.items() if kind in used)
     heads = artifact.model.num_heads
     label = "query heads"
-    per_line = heads if heads <= _MAP_HEADS else _MAP_WRAP
+    if heads <= _MAP_HEADS:
+        per_line = heads
+    else:
+        per_line = _MAP_WRAP
     column = max(per_line, len(label))
     means = {
         name: array
@@ -195,7 +201,10 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
         return ["evidence: none measured yet"]
     lines = ["evidence"]
     if evidence.verdict is not None:
-        proven = "proven" if evidence.verdict.proven else "not proven"
+        if evidence.verdict.proven:
+            proven = "proven"
+        else:
+            proven = "not proven"
         lines += labelled("  verdict", f"{proven}: {evidence.verdict.why}", width, indent=15)
     for label, prompts in (
         ("chosen on", evidence.chosen_on),
@@ -246,7 +255,10 @@ def _accuracy(task: TaskFigures) -> str:
     """Of dense attention and of the artifact, and of how many questions."""
     if task.dense_right is None or task.lost is None or task.won is None:
         return "-"
-    asked = task.prompts if task.answers is None else task.answers
+    if task.answers is None:
+        asked = task.prompts
+    else:
+        asked = task.answers
     kept = task.dense_right - task.lost + task.won
     return f"dense {task.dense_right / asked:.2f}, artifact {kept / asked:.2f} of {asked:,}"
 

@@ -96,7 +96,10 @@ def _curve(arrays: Mapping[str, Array], layer: int, head: int) -> Iterator[str]:
             f"{scores['error']:.4f}",
             f"{scores['recall']:.4f}",
         ]
-        on_it = "frontier" if at in frontier else ""
+        if at in frontier:
+            on_it = "frontier"
+        else:
+            on_it = ""
         rows.append(["*" if at == chosen else "", tried[at].label, *figures, on_it])
     yield from aligned(rows, left=(0, 1, 6))
     yield "*: chosen; frontier: nothing that costs as little loses less"

@@ -46,7 +46,10 @@ def origin(artifact: Artifact) -> Iterator[Row]:
         f"{_how(search)}; {search.device}, {search.dtype}, {search.kernel_backend} kernels",
     )
     yield "", f"$ {search.command}"
-    each = " each" if len(calibration.tasks) + len(calibration.lengths) > 2 else ""
+    if len(calibration.tasks) + len(calibration.lengths) > 2:
+        each = " each"
+    else:
+        each = ""
     lengths = ", ".join(f"{length:,}" for length in calibration.lengths)
     prompts = f"{plural(calibration.samples, 'prompt')}{each} of {lengths} tokens"
     yield "calibration", f"{', '.join(calibration.tasks)}, {prompts}"
@@ -94,7 +97,10 @@ def lengths(artifact: Artifact) -> Iterator[Row]:
 def costs(artifact: Artifact) -> Iterator[Row]:
     """The devices whose cost tables the artifact carries."""
     for i, entry in enumerate(artifact.costs):
-        made = "; the search counted by it" if entry.optimised else ""
+        if entry.optimised:
+            made = "; the search counted by it"
+        else:
+            made = ""
         kinds = f"{', '.join(entry.patterns)} in {', '.join(entry.dtypes)}"
         yield "costs" * (i == 0), f"{entry.device}, {entry.backend} kernels: {kinds}{made}"
 

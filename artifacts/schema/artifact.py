@@ -204,10 +204,16 @@ def _unpriced(
     cost: SearchCost | None, tables: tuple[DeviceCosts, ...], front: Front | None
 ) -> str | None:
     """Reason why tables and front do not fit the cost that the search counted; None if they do."""
-    unit = None if cost is None else cost.unit
+    if cost is None:
+        unit = None
+    else:
+        unit = cost.unit
     counted = [i for i, table in enumerate(tables) if table.optimised]
     if len(counted) != (unit == "seconds"):
-        wanted = "exactly one table is" if unit == "seconds" else "no table can be"
+        if unit == "seconds":
+            wanted = "exactly one table is"
+        else:
+            wanted = "no table can be"
         return (
             f"costs: {wanted} optimised for where search.cost has "
             f"{unit or 'no unit'}, but {len(counted)} say so"

@@ -72,7 +72,10 @@ class TaskFigures(Record):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         check_lost(self.lost, self.dense_right)
-        answers = self.prompts if self.answers is None else self.answers
+        if self.answers is None:
+            answers = self.prompts
+        else:
+            answers = self.answers
         if self.dense_right is not None and self.dense_right > answers:
             raise ValueError(f"dense_right is {self.dense_right}, there are {answers} answers")
         if self.won is not None and self.won > answers - (self.dense_right or 0):

@@ -159,7 +159,10 @@ def _front_fault(
 
 
 def _windows_fault(artifact: Artifact, arrays: Mapping[str, Any]) -> str | None:
-    count = 0 if artifact.search is None else artifact.search.calibration.seen_windows
+    if artifact.search is None:
+        count = 0
+    else:
+        count = artifact.search.calibration.seen_windows
     table = arrays.get(SEEN_WINDOWS)
     if table is None:
         if count:

@@ -84,7 +84,10 @@ def _number(value: int | float) -> str:
     # The number is 0.DIGITS times ten to this power.
     point = int(exponent or 0) + (len(whole) if whole != "0" else len(digits) - len(fraction))
     digits = digits.rstrip("0")
-    sign = "-" if value < 0 else ""
+    if value < 0:
+        sign = "-"
+    else:
+        sign = ""
     if 0 < point <= 21:
         padded = digits.ljust(point, "0")
         if len(padded) == point:

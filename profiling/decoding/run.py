@@ -96,7 +96,10 @@ def _artifacts(config: Comparison) -> dict[str, Headwise]:
         return {}
     artifacts: dict[str, Headwise] = {}
     for file in (config.config, *config.beside):
-        name = file.stem if artifacts else HEADWISE
+        if artifacts:
+            name = file.stem
+        else:
+            name = HEADWISE
         artifact = load(file)
         if artifact.decode is None:
             raise HeadwiseError(f"{file} has no decode section: headwise filters writes one")
@@ -193,7 +196,10 @@ def _quality(
 
 def _check_shared(artifact: Artifact) -> None:
     """Raise HeadwiseError where an artifact cannot go on from a cache of another prefill."""
-    selector = artifact.decode.omnikv.selector if artifact.decode else "last"
+    if artifact.decode:
+        selector = artifact.decode.omnikv.selector
+    else:
+        selector = "last"
     if artifact.kv_cache or selector != "last":
         raise HeadwiseError(
             "--dense-prefill shares one cache: artifacts with a kv_cache section, or a selector "

@@ -338,7 +338,10 @@ def groups(
         each = len(outcome.records) // outcome.seeds
         own = methods.setdefault(outcome.method, [])
         for at, (record, unit) in enumerate(zip(outcome.records, _units(outcome), strict=True)):
-            scored = outcome.prompts[at].scored if outcome.prompts else ()
+            if outcome.prompts:
+                scored = outcome.prompts[at].scored
+            else:
+                scored = ()
             own.append({**record, UNIT: unit, SEED: at // each, QUESTIONS: len(scored) or 1})
     for (task, length), methods in by_place.items():
         yield task, length, methods

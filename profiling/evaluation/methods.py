@@ -171,7 +171,10 @@ class Methods:
             )
         kind = name.removesuffix(NO_TAIL)
         tailed = not name.endswith(NO_TAIL)
-        own_tail = self.artifact.prefill.dense_tail if tailed else 0
+        if tailed:
+            own_tail = self.artifact.prefill.dense_tail
+        else:
+            own_tail = 0
         if tailed:
             tail = own_tail or TAIL
         else:

@@ -175,7 +175,10 @@ def _chart(record: dict[str, Any], length: int) -> str:
         f"{number(each['value'])}{_mark(each)}</span></div>"
         for each in bars
     ]
-    band_says = "; the band is dense attention's" if dense else ""
+    if dense:
+        band_says = "; the band is dense attention's"
+    else:
+        band_says = ""
     says = (
         f"{escape(named(task, measure))} with 95% intervals, "
         f"{number(low)} to {number(high)}{band_says}."
@@ -245,7 +248,10 @@ def _cell(figure: dict[str, Any] | None) -> str:
 
 
 def _mark(figure: dict[str, Any]) -> str:
-    few = " ?" if figure["few"] else ""
+    if figure["few"]:
+        few = " ?"
+    else:
+        few = ""
     return {"better": " ▲", "worse": " ▼", "": few}[figure["verdict"]]
 
 
@@ -267,7 +273,10 @@ def _names(record: dict[str, Any]) -> str:
             description, source = (
                 (made["says"], made["source"]) if "says" in made else says(made["name"])
             )
-            terms[made["name"]] = f"{description} ({source})" if source else description
+            if source:
+                terms[made["name"]] = f"{description} ({source})"
+            else:
+                terms[made["name"]] = description
     for task in dict.fromkeys(each["task"] for each in record["figures"]):
         kind = KINDS.get(parse_name(task))
         if task == ALL:

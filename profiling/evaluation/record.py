@@ -82,7 +82,10 @@ def _measures(model: str, all_figures: Sequence[Figure]) -> list[dict[str, Any]]
         by_score = shows
         if (task, length) in known:
             by_score = known[task, length] == "score"
-        measure = SCORE if by_score else CHOICE
+        if by_score:
+            measure = SCORE
+        else:
+            measure = CHOICE
         measures.append({"task": task, "length": length, "measure": measure})
     return measures
 

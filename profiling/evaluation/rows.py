@@ -147,7 +147,10 @@ def _marked(all_figures: Sequence[Figure]) -> list[Figure]:
         apart = p < 1 - CONFIDENCE and abs(difference) >= _SHOWN
         better = (difference > 0) == MEASURES[all_figures[at].measure]
         if apart:
-            verdict = "better" if better else "worse"
+            if better:
+                verdict = "better"
+            else:
+                verdict = "worse"
         else:
             verdict = ""
         # The least p that so many units can have, where it would stand among the comparisons.

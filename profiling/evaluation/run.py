@@ -142,7 +142,10 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
     tasks: Sequence[str] = config.tasks or ()
     lengths: Sequence[int] = config.length or ()
     samples = config.samples or (_QUICK_SAMPLES if quick else Evaluation.samples)
-    usual: Sequence[str] = _QUICK_METHODS if quick else DEFAULT_METHODS
+    if quick:
+        usual: Sequence[str] = _QUICK_METHODS
+    else:
+        usual = DEFAULT_METHODS
     if config.speed_only:
         usual = _SPEED_METHODS
         lengths = lengths or [artifact.model.max_positions]

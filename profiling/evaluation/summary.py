@@ -60,7 +60,10 @@ def accuracy_sentences(record: dict[str, Any], length: int) -> list[str]:
 
 def _difference(own: dict[str, Any], dense: dict[str, Any]) -> str:
     perplexity = own["measure"] == PERPLEXITY
-    form = "+.1%" if perplexity else "+.3f"
+    if perplexity:
+        form = "+.1%"
+    else:
+        form = "+.3f"
     fields = ("difference", "difference_low", "difference_high")
     value, low, high = (format(own[name], form) for name in fields)
     verdicts = {
@@ -113,7 +116,10 @@ def crossover_sentences(record: dict[str, Any]) -> list[str]:
             f"up to {max(lengths):,} tokens."
         ]
     shortest = crossover["length"] == min(lengths)
-    already = ", the shortest that was timed" if shortest else ""
+    if shortest:
+        already = ", the shortest that was timed"
+    else:
+        already = ""
     return [
         f"Prefill is faster than the fastest dense baseline from {crossover['length']:,} tokens "
         f"on{already}."
@@ -129,7 +135,10 @@ def shown(figure: dict[str, Any] | None) -> str:
     """Show a figure: value, + or - where better or worse than dense, ? for too few prompts."""
     if figure is None:
         return "-"
-    none = "?" if figure.get("few") else " "
+    if figure.get("few"):
+        none = "?"
+    else:
+        none = " "
     return number(figure["value"]) + {"better": "+", "worse": "-", "": none}[figure["verdict"]]
 
 
@@ -155,7 +164,10 @@ def _rows(record: dict[str, Any], length: int) -> list[list[str]]:
     """A head and a row for each method: its times where any were taken, its sizes, its figures."""
     columns = summary_tasks(record, length)
     timed = any(each["length"] == length for each in record["prefill"])
-    times = ["first token s", *COLUMNS, "attention s"] if timed else []
+    if timed:
+        times = ["first token s", *COLUMNS, "attention s"]
+    else:
+        times = []
     tasks = [task if measure == SCORE else f"{task} {measure}" for task, measure in columns]
     rows = [["", *times, "density", "kept", *tasks]]
     for method in methods_at(record, length):

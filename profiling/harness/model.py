@@ -89,7 +89,10 @@ class HeadwiseLM(HFLM):
             if not numbers:
                 continue
             group = [requests[number] for number in numbers]
-            self.batch_size_per_gpu = 1 if long else usual
+            if long:
+                self.batch_size_per_gpu = 1
+            else:
+                self.batch_size_per_gpu = usual
             try:
                 done = super()._loglikelihood_tokens(
                     group, disable_tqdm, 1 if long else override_bs

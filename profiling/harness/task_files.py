@@ -109,7 +109,9 @@ def process_choices(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) 
 def _unfit(prompts: Sequence[Prompt]) -> str | None:
     if any(prompt.scored for prompt in prompts):
         return "its answers stand inside the prompt"
-    return "it asks for no answer" if any(prompt.answer is None for prompt in prompts) else None
+    if any(prompt.answer is None for prompt in prompts):
+        return "it asks for no answer"
+    return None
 
 
 def _text(tokenizer: Any, prompt: Prompt) -> str:

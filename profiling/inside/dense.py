@@ -72,7 +72,10 @@ def blockwise_attention(
         block = BLOCK
     else:
         block = max(1, min(BLOCK, _SCORES // (heads * length)))
-    reach = length if mask is None else mask.local_size
+    if mask is None:
+        reach = length
+    else:
+        reach = mask.local_size
     out = q.new_empty(1, heads, length, v.shape[-1])
     for start in range(0, length, block):
         queries = range(start, min(start + block, length))

@@ -116,7 +116,10 @@ def gradient_pass(
         run.visits += 1
         if mask is not None:
             return attend_densely(run, module, *args, **kwargs)
-        watch = visit if wanted(inputs) else None
+        if wanted(inputs):
+            watch = visit
+        else:
+            watch = None
         out: Tensor = _Dense.apply(inputs.q, inputs.k, inputs.v, inputs, kept, watch, backend)
         return out.transpose(1, 2).contiguous(), None
 

@@ -86,7 +86,10 @@ def _attention(
         query.shape[2] == 1 and (window or attention_mask is None)
     )
     if ours and kwargs.get("s_aux") is None and (prefill or kwargs.get("softcap") is None):
-        by = "auto" if prefill else "kernel"
+        if prefill:
+            by = "auto"
+        else:
+            by = "kernel"
         softcap = kwargs.get("softcap")
         out = dense_attention(query, key, value, scale=scale, softcap=softcap, window=window, by=by)
         return out.transpose(1, 2), None

@@ -204,7 +204,10 @@ def _mark(device: torch.device, *, reset: bool) -> int:
     if not _STATUS.exists():
         import resource
 
-        unit = 1 if sys.platform == "darwin" else 1024
+        if sys.platform == "darwin":
+            unit = 1
+        else:
+            unit = 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     if reset:
         try:

@@ -38,7 +38,10 @@ def predicted(config: Memory) -> dict[int, Plan]:
     """
     assert config.plan is not None
     # A plan is of no machine.
-    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    if config.dtype == "auto":
+        dtype = "bfloat16"
+    else:
+        dtype = config.dtype
     shape = read_shape(config.plan, dtype)
     full = shape.layers - shape.sliding
     if config.banked > full:
@@ -62,7 +65,10 @@ def run(config: Memory) -> list[Row]:
     except HeadwiseError as error:
         print(f"no prediction: {error}", file=sys.stderr)
         shape = None
-    wanted = ["dense", "headwise"] if config.dense else ["headwise"]
+    if config.dense:
+        wanted = ["dense", "headwise"]
+    else:
+        wanted = ["headwise"]
     rows = []
     for length, method in bar([(n, m) for n in config.length for m in wanted], leave=True):
         grown = peak_apart(

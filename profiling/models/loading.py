@@ -58,7 +58,9 @@ def default_dtype(device: str) -> str:
     """
     if device.partition(":")[0] != "cpu" or not torch.backends.mkldnn.is_available():
         return "bfloat16"
-    return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "bfloat16"
+    return "float32"
 
 
 def settled(config: Config) -> Config:

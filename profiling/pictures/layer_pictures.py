@@ -50,7 +50,10 @@ def draw_layers(
         table = (
             [at, *row] for at, row in enumerate(np.stack(list(lines.values()), axis=1).tolist())
         )
-        x = "step" if name == "variability" else "layer"
+        if name == "variability":
+            x = "step"
+        else:
+            x = "layer"
         paths += [*save(figure, folder / name), save_table(folder / name, [x, *lines], table)]
     return paths
 
@@ -113,7 +116,10 @@ def curve_figure(name: str, lines: Mapping[str, np.ndarray], profile: Profile, c
         style = line_style(at)
         if name == "ability":
             style = line_style(at // 2) | {"linestyle": ("-", "--")[at % 2]}
-        dots = {"marker": "o", "markersize": 3} if len(values) <= 48 else {}
+        if len(values) <= 48:
+            dots = {"marker": "o", "markersize": 3}
+        else:
+            dots = {}
         seen = np.flatnonzero(np.isfinite(values))
         axes.plot(seen, values[seen], label=label, linewidth=1.3, **dots, **style)
         if name == "variability":

@@ -79,8 +79,14 @@ class PictureBook:
                 SimilarityConfig(model=config.model, tasks=(config.task,), **settings), self._loaded
             )
             written = save_profile(self._profile, config.out)[:1]
-        decode = self._artifact.decode if self._artifact is not None else None
-        section = None if decode is None else decode.omnikv
+        if self._artifact is not None:
+            decode = self._artifact.decode
+        else:
+            decode = None
+        if decode is None:
+            section = None
+        else:
+            section = decode.omnikv
         return written + draw_layers(self._profile, config.out, config.command, section)
 
     def maps(self) -> list[Path]:

@@ -173,7 +173,10 @@ class Parameter:
         except ValueError:
             value = None
         if value is None or not self.low <= float(value) <= self.high:
-            number = "a whole number" if self.type is int else "a number"
+            if self.type is int:
+                number = "a whole number"
+            else:
+                number = "a number"
             bounds = f"of at least {self.low:g}"
             if self.high < float("inf"):
                 bounds = f"from {self.low:g} to {self.high:g}"

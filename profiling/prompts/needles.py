@@ -98,9 +98,15 @@ def _prompt(
     asked = rng.sample(list(dict.fromkeys(key for key, _ in pairs)), variant.asked)
     right = [at for key in asked for at, pair in enumerate(pairs) if pair[0] == key]
 
-    space = " " if variant.haystack == "text" else "\n"
+    if variant.haystack == "text":
+        space = " "
+    else:
+        space = "\n"
     hidden = encode.each([space + _needle(variant, key, value) for key, value in pairs])
-    form = _ONE if len(right) == 1 else _MANY
+    if len(right) == 1:
+        form = _ONE
+    else:
+        form = _MANY
     head = encode(_HEAD.format(what=variant.value))
     question = encode(form.format(what=variant.value, keys=_listed(asked)))
     room = request.room(head, question, *hidden)

@@ -113,7 +113,10 @@ def parse_task(text: str) -> Task:
         return Task(name, None, parameters)
     path = Path(file).expanduser()
     if not path.is_file():
-        wrong = "is not a file" if path.exists() else "does not exist"
+        if path.exists():
+            wrong = "is not a file"
+        else:
+            wrong = "does not exist"
         raise HeadwiseError(f"the file {shorten(file)} of the task {name!r} {wrong}")
     return Task(name, path, parameters)
 

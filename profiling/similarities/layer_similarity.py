@@ -198,10 +198,15 @@ def _decode(
 
 def _ends(model: Any) -> list[int]:
     """Tokens that end a text, by the model's generation config."""
-    ends = model.generation_config.eos_token_id if model.generation_config else None
+    if model.generation_config:
+        ends = model.generation_config.eos_token_id
+    else:
+        ends = None
     if ends is None:
         return []
-    return ends if isinstance(ends, list) else [ends]
+    if isinstance(ends, list):
+        return ends
+    return [ends]
 
 
 def continuation(config: SimilarityConfig, tokenizer: Any, prompt: Prompt) -> list[int]:

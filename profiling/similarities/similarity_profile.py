@@ -77,7 +77,10 @@ class Profile:
 
         worst: how much the worst steps count, of 1 in all.
         """
-        names = self.tasks if task is None else [task]
+        if task is None:
+            names = self.tasks
+        else:
+            names = [task]
         mean, tail = (
             self._mean([f"{kind}.{name}" for name in names]) for kind in ("error", "worst")
         )

@@ -158,6 +158,9 @@ def _times(speedup: Speedup, name: str, baseline: str) -> str:
         return f"{1 / ratio:.2f} times SLOWER{around} than {baseline}"
     around = ""
     if bounds:
-        noise = ", no difference beyond noise" if alike else ""
+        if alike:
+            noise = ", no difference beyond noise"
+        else:
+            noise = ""
         around = f" ({bounds[0]:.2f} to {bounds[1]:.2f}{noise})"
     return f"{ratio:.2f} times as fast{around} as {baseline}"

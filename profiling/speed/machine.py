@@ -239,9 +239,10 @@ def check() -> dict[str, str | None]:
             continue
         try:
             agrees = all(_agrees(q, k, v, window) for window in (None, 70))
-            faults[str(device)] = (
-                None if agrees else "the kernel does not agree with the fp32 reference"
-            )
+            if agrees:
+                faults[str(device)] = None
+            else:
+                faults[str(device)] = "the kernel does not agree with the fp32 reference"
         except Exception as error:
             faults[str(device)] = f"the kernel fails with {type(error).__name__}"
     return faults
@@ -338,4 +339,6 @@ def _state(folder: Path) -> str:
 
 
 def _text(compiler: list[str] | str) -> str | None:
-    return compiler if isinstance(compiler, str) else None
+    if isinstance(compiler, str):
+        return compiler
+    return None

@@ -78,7 +78,10 @@ def run_decode(
 def tables(config: Bench, command: str, *, show: bool) -> dict[str, Any]:
     """Measure every size and return the record; `show` prints a line as soon as it is measured."""
     where = environment(config.device)
-    header = DECODE_HEADER if config.what == "decode" else HEADER
+    if config.what == "decode":
+        header = DECODE_HEADER
+    else:
+        header = HEADER
     widths = [max(len(name), 7) for name in header]
     if config.what == "attention":
         widths[header.index("pattern")] = 14

@@ -159,7 +159,10 @@ def spendable(heads: Heads, budget: float | None, *, length: int) -> tuple[float
     Raises:
         HeadwiseError: a budget that was asked for is less than the cheapest candidates.
     """
-    share = DEFAULT_BUDGET if budget is None else budget
+    if budget is None:
+        share = DEFAULT_BUDGET
+    else:
+        share = budget
     total = heads.total(share)
     least = min(heads.least(tail) for tail in heads.curves)
     if total > least * 1.01:

@@ -164,7 +164,9 @@ class ModelSearch:
     @property
     def share(self) -> float:
         """The budget that was asked for, or the default."""
-        return DEFAULT_BUDGET if self.budget is None else self.budget
+        if self.budget is None:
+            return DEFAULT_BUDGET
+        return self.budget
 
     @property
     def tails(self) -> tuple[int, ...]:

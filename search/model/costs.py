@@ -69,7 +69,9 @@ class Costs:
     @property
     def device(self) -> str | None:
         """The table's device; None where FLOPs are counted."""
-        return self.table.device if self.table else None
+        if self.table:
+            return self.table.device
+        return None
 
     def of(self, candidates: Sequence[Pattern], tiles: np.ndarray) -> np.ndarray:
         """Costs of heads with each candidate, index build included.

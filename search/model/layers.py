@@ -53,7 +53,10 @@ def serving_backend(
             if backend != "auto":
                 raise HeadwiseError(f"--backend {backend}: {error}") from None
     if name == "reference" != backend and not quiet:
-        fastest = "cpu" if probe.device.type == "cpu" else "triton"
+        if probe.device.type == "cpu":
+            fastest = "cpu"
+        else:
+            fastest = "triton"
         print(
             "only the reference backend serves here, many times slower than the kernels: "
             f"{reasons[fastest]}",

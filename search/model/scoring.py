@@ -129,7 +129,10 @@ def score_layer(
     inputs = replace(
         whole, q=whole.q[:, :, :length], k=whole.k[:, :, :length], v=whole.v[:, :, :length]
     )
-    by_out = layer.by_out if gradients else None
+    if gradients:
+        by_out = layer.by_out
+    else:
+        by_out = None
     sample = sampled(by_out, length, tails, seed)
     indices = build_all(inputs, candidates)
     heads = inputs.q.shape[1]

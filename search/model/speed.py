@@ -136,7 +136,10 @@ def time_first_token(
         return None
     model = run.loaded.model
     seconds = speed.longest.seconds
-    baseline = KERNEL if seconds[ANCHOR] <= seconds.get(SDPA, seconds[ANCHOR]) else MODEL
+    if seconds[ANCHOR] <= seconds.get(SDPA, seconds[ANCHOR]):
+        baseline = KERNEL
+    else:
+        baseline = MODEL
     methods: dict[str, Callable[[], AbstractContextManager[object]]] = {
         baseline: partial(dense, model, baseline),
         HEADWISE: partial(Headwise(artifact).apply, model, check_weights=False),

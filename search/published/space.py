@@ -56,7 +56,9 @@ def bounds(start: Pattern, length: int) -> tuple[int, int]:
 
 def _step(start: Pattern) -> int:
     # 50 tokens are less than a block, and a block is the least that block-sparse can change by.
-    return 1 if start.kind == "block_sparse" else _STEP
+    if start.kind == "block_sparse":
+        return 1
+    return _STEP
 
 
 def change_space(
