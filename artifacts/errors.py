@@ -48,7 +48,11 @@ def reason(error: OSError) -> str:
 
 def plural(count: int, noun: str) -> str:
     """1 head, 2 heads, 1,024 heads."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+    if count == 1:
+        plural = ""
+    else:
+        plural = "s"
+    return f"{count:,} {noun}" + plural
 
 
 def number(value: float) -> str:

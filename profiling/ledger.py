@@ -170,10 +170,18 @@ class Ledger:
             held_by = []
         else:
             held_by = [set(theirs) for theirs in self._ranks.gather_all(list(has))]
+        if costs is None:
+            left_costs = None
+        else:
+            left_costs = [costs[at] for at in left]
+        if needs is None:
+            left_needs = None
+        else:
+            left_needs = [needs[at] for at in left]
         mine = self._ranks.deal(
             left,
-            None if costs is None else [costs[at] for at in left],
-            needs=None if needs is None else [needs[at] for at in left],
+            left_costs,
+            needs=left_needs,
             has=held_by,
         )
 

@@ -148,10 +148,14 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
         grey = 1 - 0.6 * (0.2 + 0.8 * (value - PALEST) / (1 - PALEST))
         handles.append(Patch(color=str(grey), label=f"recall {value:.2f}"))
     # The names with letters are longer: six of them are wider than a small map.
+    if marks:
+        columns = 5
+    else:
+        columns = 6
     drawn.legend(
         handles=handles,
         loc="outside lower left",
-        ncols=5 if marks else 6,
+        ncols=columns,
         fontsize=7,
         frameon=False,
     )

@@ -49,7 +49,11 @@ class Phase:
 
     def reach(self, done: int) -> None:
         """Set the number done; the first call tells what an earlier run has done."""
-        (self.update if self._reached else self.skip)(done - self.done)
+        if self._reached:
+            move = self.update
+        else:
+            move = self.skip
+        move(done - self.done)
         self._reached = True
 
     def note(self, text: str) -> None:
@@ -119,7 +123,11 @@ def phase(
 
 def bar(*of: Any, leave: bool = False, **options: Any) -> tqdm[Any]:
     """tqdm of what is short or inside of a phase: on a terminal only, and not with -q."""
-    return tqdm(*of, leave=leave, disable=True if command.verbosity < 0 else None, **options)
+    if command.verbosity < 0:
+        disable = True
+    else:
+        disable = None
+    return tqdm(*of, leave=leave, disable=disable, **options)
 
 
 def _print(line: str) -> None:

@@ -228,8 +228,12 @@ def ranks(*, timeout: float = TIMEOUT) -> Iterator[Ranks]:
     if torch.cuda.is_available() and local < torch.cuda.device_count():
         torch.cuda.set_device(local)
     store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    if torch.cuda.is_available():
+        backends = "cpu:gloo,cuda:nccl"
+    else:
+        backends = "gloo"
     distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        backends,
         store=PrefixStore("headwise", store),
         rank=rank,
         world_size=count,

@@ -71,11 +71,15 @@ def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
     text = tokenizer.decode(ids[:end])
     if end < len(ids):
         text += _MARK.format(len(ids) - 2 * end) + tokenizer.decode(ids[-end:])
+    if prompt.answer is None:
+        answer = "unknown"
+    else:
+        answer = prompt.answer
     lines = [
         text,
         "",
         f"tokens: {len(ids)}",
-        f"answer: {'unknown' if prompt.answer is None else prompt.answer}",
+        f"answer: {answer}",
     ]
     if prompt.answer is not None:
         lines.append(f"metric: {prompt.metric}")

@@ -155,11 +155,15 @@ def run(config: GateConfig, loaded: LoadedModel | None = None) -> GateResult:
             shown.update()
     tasks = by_task(reference.sequences, losses)
     fault = config.limits.fault(tasks)
+    if fault:
+        heads = _worst(loaded, artifact, arrays, prompts)
+    else:
+        heads = ()
     result = GateResult(
         tasks=tuple(tasks),
         fault=fault,
         verdict=verdict(tasks),
-        heads=_worst(loaded, artifact, arrays, prompts) if fault else (),
+        heads=heads,
     )
     if config.out is None or not result.passes:
         return result

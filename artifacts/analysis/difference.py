@@ -115,9 +115,15 @@ def compare(
     )
     old, new = (artifact.model_dump(mode="json") for artifact in (before, after))
     there = [{name for name in SECTIONS if _at(fields, name)} for fields in (old, new)]
+    if same:
+        patterns = _heads(_patterns(before), _patterns(after))
+        policies = _heads(_policies(before), _policies(after))
+    else:
+        patterns = None
+        policies = None
     return Difference(
-        heads=_heads(_patterns(before), _patterns(after)) if same else None,
-        kv_heads=_heads(_policies(before), _policies(after)) if same else None,
+        heads=patterns,
+        kv_heads=policies,
         total=before.model.num_layers * before.model.num_heads,
         length=length,
         density=(

@@ -100,7 +100,11 @@ class ArgumentParser(argparse.ArgumentParser):
         if "--json" in self._option_string_actions and "--json" in words[:last]:
             at = words.index("--json")
             names_json = at + 1 < last and words[at + 1].endswith(".json")
-            words[at : at + 1 + names_json] = [f"--json={words[at + 1] if names_json else '-'}"]
+            if names_json:
+                target = words[at + 1]
+            else:
+                target = "-"
+            words[at : at + 1 + names_json] = [f"--json={target}"]
         return super().parse_known_args(words, namespace)
 
     def heading(self, title: str) -> argparse._ArgumentGroup:
@@ -239,7 +243,11 @@ def run_command(
     if leave_at_once:
         for stream in (sys.stdout, sys.stderr):
             _discard(stream)
-        os._exit(code if isinstance(code, int) else int(code is not None))
+        if isinstance(code, int):
+            status = code
+        else:
+            status = int(code is not None)
+        os._exit(status)
     sys.exit(code or 0)
 
 
@@ -268,5 +276,9 @@ def _discard(stream: TextIO | None) -> None:
             stream.flush()
     except (OSError, HeadwiseError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno() if stream is not None else 1)
+        if stream is not None:
+            number = stream.fileno()
+        else:
+            number = 1
+        os.dup2(nowhere, number)
         os.close(nowhere)

@@ -129,7 +129,11 @@ def run(config: Config) -> Outcome:
     else:
         first = f"wrote {', '.join(wrote)}"
     facts = {"wrote": wrote, "report": report.as_json()}
-    return answer(config.as_json, facts, [first, *report.lines()], status=FOUND if lost else 0)
+    if lost:
+        status = FOUND
+    else:
+        status = 0
+    return answer(config.as_json, facts, [first, *report.lines()], status=status)
 
 
 def _check(config: Config) -> None:

@@ -69,7 +69,11 @@ def run(config: Config) -> Outcome:
         lines = ["no difference"]
     faults = [f"sidecar    {pair.fault}" for pair in (before, after) if pair.fault]
     facts = {"differs": bool(difference), **asdict(difference)}
-    return answer(config.as_json, facts, [*faults, *lines], status=FOUND if difference else 0)
+    if difference:
+        status = FOUND
+    else:
+        status = 0
+    return answer(config.as_json, facts, [*faults, *lines], status=status)
 
 
 def _lines(difference: Difference, every: bool) -> Iterator[str]:
@@ -104,7 +108,11 @@ def _lines(difference: Difference, every: bool) -> Iterator[str]:
 
 
 def _changes(changes: tuple[HeadChange, ...], every: bool) -> Iterator[str]:
-    for change in changes if every else changes[:_SHOWN]:
+    if every:
+        listed = changes
+    else:
+        listed = changes[:_SHOWN]
+    for change in listed:
         layers = [f"{layer} ({ranges(heads)})" for layer, heads in change.where.items()]
         if every:
             shown = layers

@@ -103,7 +103,11 @@ def _parsed(change: str) -> tuple[str, Any]:
             f"{shorten(path)}: is written by headwise, not set: change what it is made of"
         )
     try:
-        return path, strict_yaml.parse(value) if value else ""
+        if value:
+            parsed = strict_yaml.parse(value)
+        else:
+            parsed = ""
+        return path, parsed
     except ArtifactError as error:
         raise ArtifactError(f"{shorten(path)}: {str(error).removeprefix('line 1: ')}") from None
 

@@ -60,9 +60,11 @@ def run(config: Config) -> Outcome:
     width = min(max(shutil.get_terminal_size((96, 24)).columns, 80), 100)
     arrays = {name: pair.arrays[name] for name in fitting}
     text = render(artifact, file=config.file.name, arrays=arrays, sidecar=state, width=width)
-    return as_asked(
-        config.as_json, artifact.model_dump_json(), text, status=FOUND if pair.fault else 0
-    )
+    if pair.fault:
+        status = FOUND
+    else:
+        status = 0
+    return as_asked(config.as_json, artifact.model_dump_json(), text, status=status)
 
 
 def _at(text: str) -> tuple[int, int]:

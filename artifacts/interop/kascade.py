@@ -10,7 +10,7 @@ import io
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from artifacts.errors import ArtifactError, one_line, shorten
 from artifacts.interop.layers import full_layers, section, section_of
@@ -128,9 +128,10 @@ def _table(data: bytes) -> Array:
     size = len(data) - stream.tell()
     if count > MOST_HEADS or size != 4 * count:
         raise ArtifactError(f"has {size} bytes for {count} heads of 4 each")
-    table = np.frombuffer(data, dtype="<i4", offset=stream.tell()).reshape(
-        shape, order="F" if fortran else "C"
-    )
+    order: Literal["F", "C"] = "C"
+    if fortran:
+        order = "F"
+    table = np.frombuffer(data, dtype="<i4", offset=stream.tell()).reshape(shape, order=order)
     if table.min() < 0 or table.max() >= shape[1]:
         raise ArtifactError(
             f"must hold KV heads from 0 to {shape[1] - 1}, got {table.min()} to {table.max()}"

@@ -35,9 +35,13 @@ SLIDES = "a layer that slides over its own window is full"
 
 def streaming(given: Given, *, sinks: int, window: int) -> Streaming:
     """Policy of streaming heads, with the user's sizes where they are given."""
+    if given.sinks is not None:
+        sinks = given.sinks
+    if given.window is not None:
+        window = given.window
     return Streaming(
-        sinks=sinks if given.sinks is None else given.sinks,
-        window=window if given.window is None else given.window,
+        sinks=sinks,
+        window=window,
         positions="original",
     )
 

@@ -178,7 +178,11 @@ def _common_factor(artifact: Artifact, dense: Collection[int]) -> float | None:
             continue
         for name in row or ():
             pattern = artifact.patterns[name]
-            factors.add(pattern.scale_factor if isinstance(pattern, SkipSoftmax) else None)
+            if isinstance(pattern, SkipSoftmax):
+                factor = pattern.scale_factor
+            else:
+                factor = None
+            factors.add(factor)
     if len(factors) == 1:
         return factors.pop()
     return None

@@ -124,10 +124,11 @@ def _kv_cache(artifact: Artifact) -> Iterator[str]:
     counts = Counter(name for names in heads for name in names or ())
     for name, policy in artifact.kv_cache.policies.items():
         sizes = ", ".join(f"{field} {value}" for field, value in policy if field != "kind")
-        yield (
-            f"{name}: {policy.kind}{' of ' if sizes else ''}{sizes}; "
-            f"{plural(counts[name], 'KV head')}"
-        )
+        if sizes:
+            of = " of "
+        else:
+            of = ""
+        yield f"{name}: {policy.kind}{of}{sizes}; {plural(counts[name], 'KV head')}"
     if imported := artifact.kv_cache.imported:
         yield f"imported from {imported.file}, {imported.format}, {imported.sha256[:12]}"
 
@@ -147,8 +148,12 @@ def _winners(artifact: Artifact) -> list[str]:
         else:
             more = ""
         rows.append([kind, str(counts.total()), f"{counts.total() / total:.1%}", common + more])
+    if artifact.search:
+        title = "winners by kind"
+    else:
+        title = "heads by kind"
     return [
-        "winners by kind" if artifact.search else "heads by kind",
+        title,
         *aligned(rows, left=(0, 3), indent=2),
     ]
 

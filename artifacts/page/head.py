@@ -100,7 +100,11 @@ def _curve(arrays: Mapping[str, Array], layer: int, head: int) -> Iterator[str]:
             on_it = "frontier"
         else:
             on_it = ""
-        rows.append(["*" if at == chosen else "", tried[at].label, *figures, on_it])
+        if at == chosen:
+            mark = "*"
+        else:
+            mark = ""
+        rows.append([mark, tried[at].label, *figures, on_it])
     yield from aligned(rows, left=(0, 1, 6))
     yield "*: chosen; frontier: nothing that costs as little loses less"
     if chosen not in tried:

@@ -14,7 +14,11 @@ def labelled(label: str, text: str, width: int, indent: int = _LABEL) -> Iterato
     """The text beside its label, wrapped under itself, without the power to move the cursor."""
     lines = textwrap.wrap(one_line(text), width - indent, break_on_hyphens=False) or [""]
     for i, line in enumerate(lines):
-        yield f"{label if i == 0 else '':{indent}}{line}"
+        if i == 0:
+            first = label
+        else:
+            first = ""
+        yield f"{first:{indent}}{line}"
 
 
 def cell(value: float | None, form: str = "", unit: str = "") -> str:

@@ -124,7 +124,11 @@ def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:
             lost = "-"
         else:
             lost = f"{point.lost:,} of {section.dense_right:,}"
-        rows.append(["*" if i == served else "", f"{number(point.cost)}{unit}", *figures, lost])
+        if i == served:
+            mark = "*"
+        else:
+            mark = ""
+        rows.append([mark, f"{number(point.cost)}{unit}", *figures, lost])
     return [
         f"front at {section.length:,} tokens (*: what is served where no target is given)",
         *aligned(rows, indent=2),

@@ -164,7 +164,11 @@ class Artifact(Record):
             raise ValueError(
                 f"patterns.{unused} is used by no head: remove it or use it in prefill.layers"
             )
-        if fault := _unpriced(None if self.search is None else self.search.cost, self.costs, front):
+        if self.search is None:
+            cost = None
+        else:
+            cost = self.search.cost
+        if fault := _unpriced(cost, self.costs, front):
             raise ValueError(fault)
         if self.decode is not None and (fault := self.decode.omnikv.fault(self.model.num_layers)):
             raise ValueError(f"decode.omnikv.{fault}")

@@ -88,7 +88,11 @@ def _describe(detail: ErrorDetails, errors: Sequence[ErrorDetails]) -> str:
         ]
         fields = [*map(str, beside), *(Artifact.model_fields if len(detail["loc"]) == 1 else ())]
         near = difflib.get_close_matches(str(detail["loc"][-1])[:64], fields[:256], n=1)
-        return f"{where}: unknown field" + (f", did you mean {near[0]}?" if near else "")
+        if near:
+            hint = f", did you mean {near[0]}?"
+        else:
+            hint = ""
+        return f"{where}: unknown field" + hint
     if kind == "union_tag_not_found":
         return f"{where}.kind: missing, must be one of {', '.join(_KINDS[str(detail['loc'][-2])])}"
     if kind == "union_tag_invalid":

@@ -134,7 +134,11 @@ def _prepared(
     saved = checked.model_copy(update={"content_sha256": fields["content_sha256"]})
 
     def write() -> Artifact:
-        replace_pair(path, text, None if saved.sidecar is None else saved.sidecar.file, data)
+        if saved.sidecar is None:
+            file = None
+        else:
+            file = saved.sidecar.file
+        replace_pair(path, text, file, data)
         # It was of the file that is gone.
         with contextlib.suppress(OSError):
             signature_path(path).unlink()

@@ -28,7 +28,10 @@ class CacheKind:
 def parse_cache(text: str) -> CacheKind:
     """Read a policy as `parse_policy` does, or `random` with the fields of snapkv."""
     kind, colon, fields = text.partition(":")
-    policy = parse_policy(f"snapkv{colon}{fields}" if kind == RANDOM else text)
+    spelled = text
+    if kind == RANDOM:
+        spelled = f"snapkv{colon}{fields}"
+    policy = parse_policy(spelled)
     return CacheKind(policy=policy, random=kind == RANDOM)
 
 

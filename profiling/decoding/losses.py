@@ -37,7 +37,11 @@ def changed(interval: Interval) -> str:
     value, low, high = (
         100 * math.expm1(each) for each in (interval.value, interval.low, interval.high)
     )
-    return f"{value:+.2f}%" + (f" ({low:+.2f} to {high:+.2f})" if interval.count > 1 else "")
+    if interval.count > 1:
+        between = f" ({low:+.2f} to {high:+.2f})"
+    else:
+        between = ""
+    return f"{value:+.2f}%" + between
 
 
 @dataclass(frozen=True, kw_only=True)

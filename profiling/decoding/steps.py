@@ -36,8 +36,12 @@ def methods(artifacts: Mapping[str, Headwise], offloads: Sequence[str]) -> list[
 
 
 def _of_artifact(name: str, headwise: Headwise, offload: str) -> Method:
+    if offload == "auto":
+        label = name
+    else:
+        label = f"{name}, {offload}"
     return Method(
-        name=name if offload == "auto" else f"{name}, {offload}",
+        name=label,
         make=lambda: headwise,
         identity=headwise.artifact.content_sha256 or "",
         offload=offload,

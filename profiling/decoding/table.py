@@ -64,10 +64,18 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
             speedup = None
         line = [row.method, *_token_cells(row.token_seconds), *cells(speedup)]
         line += [_mib(row.device_bytes), _mib(row.bank_bytes)]
-        line += [f"{row.tokens:.0f}" if row.tokens else "-", _perplexity(row)]
+        if row.tokens:
+            tokens = f"{row.tokens:.0f}"
+        else:
+            tokens = "-"
+        line += [tokens, _perplexity(row)]
         line.append(_accuracy(row.right, trials))
         if to_first:
-            line.append(changed(row.apart) if row.apart else "-")
+            if row.apart:
+                apart = changed(row.apart)
+            else:
+                apart = "-"
+            line.append(apart)
         if rates:
             line += _batch_cells(row, rates)
         lines.append(line)

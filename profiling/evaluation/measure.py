@@ -106,7 +106,10 @@ def prompt_sets(config: Evaluation, tokenizer: Any, length: int, seen: Seen) -> 
         gridded = task.kind == GRID and not any(
             parameter == "depth" for parameter, _ in task.parameters
         )
-        for depth in config.depths if gridded else (None,):
+        depths: tuple[float | None, ...] = (None,)
+        if gridded:
+            depths = config.depths
+        for depth in depths:
             placed = task
             if depth is not None:
                 placed = replace(task, parameters=(*task.parameters, ("depth", depth)))

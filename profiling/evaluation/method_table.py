@@ -168,7 +168,11 @@ def says(name: str) -> tuple[str, str]:
     prefill, _, cache = name.partition("+")
     if not cache:
         kind = METHODS[name.removesuffix(NO_TAIL)]
-        return kind.says + (", without a dense tail" if name.endswith(NO_TAIL) else ""), kind.source
+        if name.endswith(NO_TAIL):
+            tail = ", without a dense tail"
+        else:
+            tail = ""
+        return kind.says + tail, kind.source
     kept = {
         OMNIKV: "decode by filter layers (OmniKV, Hao et al. 2025)",
         OWN: "the artifact's kv_cache section",

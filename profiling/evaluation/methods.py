@@ -245,10 +245,14 @@ class Methods:
             applied = partial(oracle, density=fraction, tail=tail)
         else:
             by_mass = choice == "top_p"
+            if by_mass:
+                amount = TOP_P
+            else:
+                amount = fraction
             attend = partial(
                 attend_to,
                 scores=random_scores if choice == "random" else mass_scores,
-                share=TOP_P if by_mass else fraction,
+                share=amount,
                 by_mass=by_mass,
                 tail=tail,
             )
@@ -281,7 +285,11 @@ class Methods:
             assert self.artifact.decode is not None
             artifact = artifact.model_copy(update={"decode": self.artifact.decode})
             budget = self.artifact.decode.omnikv.budget
-            kept = min(1.0, budget if isinstance(budget, float) else budget / length)
+            if isinstance(budget, float):
+                fraction = budget
+            else:
+                fraction = budget / length
+            kept = min(1.0, fraction)
             sizes = f"budget {budget}"
         elif cache == OWN:
             artifact = artifact.model_copy(update={"kv_cache": self.artifact.kv_cache})
@@ -302,12 +310,16 @@ class Methods:
                 assert isinstance(policy, SnapKV)
                 changed = partial(drawing, record=policy)
         identity = _identity(artifact)
+        if changed:
+            identified = digest(identity, RANDOM)
+        else:
+            identified = identity
         return Method(
             name=name,
             make=partial(Headwise, artifact, self.arrays),
             density=density,
             kept=kept,
-            identity=digest(identity, RANDOM) if changed else identity,
+            identity=identified,
             evicts=True,
             sizes=sizes,
             changed=changed,

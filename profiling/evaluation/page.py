@@ -210,10 +210,14 @@ def _summary(record: dict[str, Any], length: int) -> str:
         if decoded:
             tokens = f"<td>{decoded['tokens_per_second']:.1f}"
             decode = [tokens, f"<td>{_size(decoded['cache_bytes'])}"]
+        if peak:
+            peak_cell = f"<td>{_size(peak['bytes'])}"
+        else:
+            peak_cell = ""
         measured = [
             *(_cell(figure(record, task, length, name, measure)) for task, measure in columns),
             *decode,
-            f"<td>{_size(peak['bytes'])}" if peak else "",
+            peak_cell,
         ]
         if any((*times, *measured)):
             sizes = [f"<td>{number(made[key])}" for key in ("density", "kept")]

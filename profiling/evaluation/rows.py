@@ -246,12 +246,16 @@ def _figure(
     apart = [a - b for a, b in zip(own, base, strict=True)]
     if perplexity:
         difference = _through(difference, math.expm1)
+    if measure in (SCORE, CHOICE) and len(apart) > 1:
+        needed = prompts_needed(apart)
+    else:
+        needed = None
     return replace(
         made,
         difference=difference.value,
         difference_low=difference.low,
         difference_high=difference.high,
-        needed=prompts_needed(apart) if measure in (SCORE, CHOICE) and len(apart) > 1 else None,
+        needed=needed,
         p=sign_flip(apart),
     )
 

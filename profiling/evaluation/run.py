@@ -141,7 +141,11 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
     known = method_names(artifact, beside)
     tasks: Sequence[str] = config.tasks or ()
     lengths: Sequence[int] = config.length or ()
-    samples = config.samples or (_QUICK_SAMPLES if quick else Evaluation.samples)
+    if quick:
+        usual_samples = _QUICK_SAMPLES
+    else:
+        usual_samples = Evaluation.samples
+    samples = config.samples or usual_samples
     if quick:
         usual: Sequence[str] = _QUICK_METHODS
     else:
@@ -159,16 +163,23 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
     methods = config.methods or tuple(name for name in usual if name in known)
     if "all" in methods:
         methods = known
+    if limited:
+        usual_seeds = LIMITED_SEEDS
+    else:
+        usual_seeds = Evaluation.seeds
+    usual_depths: tuple[float, ...] = DEPTHS
+    if quick:
+        usual_depths = _QUICK_DEPTHS
     return Evaluation(
         tasks=tasks_of(tasks),
         lengths=tuple(sorted(set(lengths))),
         methods=tuple(dict.fromkeys(("dense", *methods, *beside))),
         samples=samples,
-        depths=config.depths or (_QUICK_DEPTHS if quick else DEPTHS),
+        depths=config.depths or usual_depths,
         share=config.share,
         density=config.density,
         seed=config.seed,
-        seeds=config.seeds or (LIMITED_SEEDS if limited else Evaluation.seeds),
+        seeds=config.seeds or usual_seeds,
         fidelity=config.fidelity,
     )
 
@@ -189,7 +200,11 @@ def _asked(config: Config, artifact: Artifact) -> tuple[list[str], list[int]]:
     if config.tasks:
         return list(config.tasks), lengths
     if not rows:
-        return list(_QUICK_TASKS if config.quick else DEFAULT_TASKS), lengths
+        if config.quick:
+            tasks = _QUICK_TASKS
+        else:
+            tasks = DEFAULT_TASKS
+        return list(tasks), lengths
     if not config.length and (known := usual_length(rows)) >= least:
         rows = [each for each in rows if each.length == known]
         lengths = [known]

@@ -66,14 +66,22 @@ def _difference(own: dict[str, Any], dense: dict[str, Any]) -> str:
         form = "+.3f"
     fields = ("difference", "difference_low", "difference_high")
     value, low, high = (format(own[name], form) for name in fields)
+    if own["few"]:
+        alike = "too few to tell it from dense"
+    else:
+        alike = "no significant difference"
     verdicts = {
         "better": "better than dense",
         "worse": "worse than dense",
-        "": "too few to tell it from dense" if own["few"] else "no significant difference",
+        "": alike,
     }
+    if perplexity:
+        units = "windows"
+    else:
+        units = "questions"
     return (
         f"dense {number(dense['value'])}, Headwise {number(own['value'])} "
-        f"of {own['questions']} {'windows' if perplexity else 'questions'}, "
+        f"of {own['questions']} {units}, "
         f"difference {value}, 95% interval {low} to {high}: {verdicts[own['verdict']]}"
     )
 
@@ -175,8 +183,10 @@ def _rows(record: dict[str, Any], length: int) -> list[list[str]]:
         row = [name]
         if timed:
             own = entry(record["prefill"], name, length)
-            row.append(f"{own['seconds']:.3f}" if own else "-")
-            row += cells(speedup_of(own) if own else None)
+            if own:
+                row += [f"{own['seconds']:.3f}", *cells(speedup_of(own))]
+            else:
+                row += ["-", *cells(None)]
             row.append(number(attention_of(record, name, length)))
         row += [number(method["density"]), number(method["kept"])]
         row += [shown(figure(record, task, length, name, measure)) for task, measure in columns]

@@ -94,9 +94,10 @@ class HeadwiseLM(HFLM):
             else:
                 self.batch_size_per_gpu = usual
             try:
-                done = super()._loglikelihood_tokens(
-                    group, disable_tqdm, 1 if long else override_bs
-                )
+                size = override_bs
+                if long:
+                    size = 1
+                done = super()._loglikelihood_tokens(group, disable_tqdm, size)
             finally:
                 self.batch_size_per_gpu = usual
             scores.update(zip(numbers, done, strict=True))

@@ -122,6 +122,10 @@ def _text(tokenizer: Any, prompt: Prompt) -> str:
 
 def _document(tokenizer: Any, prompt: Prompt, text: str) -> dict[str, Any]:
     choices = compared(prompt)
+    if prompt.answer in choices:
+        right = choices.index(prompt.answer)
+    else:
+        right = None
     return {
         "prompt": text,
         "answer": prompt.answer,
@@ -130,7 +134,7 @@ def _document(tokenizer: Any, prompt: Prompt, text: str) -> dict[str, Any]:
         "finds": [find.expected for find in prompt.finds],
         # As the harness puts them behind the prompt, and how many tokens each has there.
         "compared": [f" {choice}" for choice in choices],
-        "gold": choices.index(prompt.answer) if prompt.answer in choices else None,
+        "gold": right,
         "tokens": [
             len(answer_ids(tokenizer, replace(prompt, answer=choice, finds=())))
             for choice in choices

@@ -232,12 +232,16 @@ def inputs_of(
     window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
     if mask is not None:
         window = mask.local_size
+    if scaling is not None:
+        scale = float(scaling)
+    else:
+        scale = query.shape[-1] ** -0.5
     inputs = LayerInputs(
         layer=layer,
         q=query,
         k=key,
         v=value,
-        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        scale=scale,
         sliding_window=None if window is None else int(window),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),

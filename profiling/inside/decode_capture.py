@@ -167,16 +167,24 @@ def _attention(
     """Serve a layer: (1, H, 1, D), (1, G, K, D), (1, G, K, E) -> (1, 1, H, E)."""
     run = _run.get()
     layer = int(module.layer_idx)
+    if scaling is not None:
+        scale = float(scaling)
+    else:
+        scale = query.shape[-1] ** -0.5
+    if attention_mask is None:
+        visible = None
+    else:
+        visible = attention_mask[0, 0, 0, : key.shape[2]]
     inputs = StepInputs(
         layer=layer,
         q=query,
         k=key,
         v=value,
-        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        scale=scale,
         sliding_window=run.windows[layer],
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
-        visible=None if attention_mask is None else attention_mask[0, 0, 0, : key.shape[2]],
+        visible=visible,
     )
     run.visit(run.step, inputs)
     return inputs.output(), None

@@ -173,7 +173,11 @@ def measure(config: OnePrefill) -> Grown:
     )
     model = loaded.model
     if config.config is None:
-        with dense(model, KERNEL if config.own_dense else MODEL):
+        if config.own_dense:
+            baseline = KERNEL
+        else:
+            baseline = MODEL
+        with dense(model, baseline):
             return _grown(model, config.length, lambda: DynamicCache(config=text_config(model)))
     with load(config.config).apply(model, check_weights=False, strict=True) as handle:
         return _grown(model, config.length, lambda: handle.new_cache(offload=config.offload))

@@ -102,7 +102,11 @@ def plan(shape: Shape, length: int, *, banked: int = 0, growing: bool = True) ->
     e = shape.itemsize
     full = shape.layers - shape.sliding
     token = 2 * shape.kv_heads * shape.head_dim * e
-    room = length + (max(256, length // _ROOM) if growing else 0)
+    if growing:
+        headroom = max(256, length // _ROOM)
+    else:
+        headroom = 0
+    room = length + headroom
     kept = token * ((full - banked) * room + shape.sliding * min(length, shape.window))
     # Cosines and sines, identifiers and positions.
     passing = _whole(shape, length, token) + length * (2 * shape.head_dim * e + 16)
@@ -165,7 +169,11 @@ def table(plans: Mapping[int, Plan], memory: int | None) -> str:
         if memory is None:
             fits = []
         else:
-            fits = ["yes" if predicted.device <= memory else "no"]
+            if predicted.device <= memory:
+                answer = "yes"
+            else:
+                answer = "no"
+            fits = [answer]
         lines.append([str(length), *(f"{part / 2**30:.1f}" for part in parts), *fits])
     return "\n".join(
         [

@@ -71,16 +71,24 @@ def run(config: Memory) -> list[Row]:
         wanted = ["headwise"]
     rows = []
     for length, method in bar([(n, m) for n in config.length for m in wanted], leave=True):
+        if method == "dense":
+            artifact = None
+        else:
+            artifact = config.config
         grown = peak_apart(
             f"{method} at {length} tokens",
             config.model,
             length,
-            config=None if method == "dense" else config.config,
+            config=artifact,
             offload=config.offload,
             dtype=config.dtype,
             device=config.device,
             revision=config.revision,
         )
+        if shape is None:
+            predicted = None
+        else:
+            predicted = plan(shape, length).passing
         rows.append(
             Row(
                 method=method,
@@ -88,7 +96,7 @@ def run(config: Memory) -> list[Row]:
                 peak=grown.peak,
                 cache=grown.cache,
                 passing=max(0, grown.peak - grown.cache),
-                predicted=None if shape is None else plan(shape, length).passing,
+                predicted=predicted,
             )
         )
     return rows

@@ -154,7 +154,11 @@ def load_config(spec: str, *, revision: str | None = None) -> Any:
 def local_folder(package: str, *, dtype: str) -> str:
     """The folder with a model of PACKAGES as transformers reads it; converted at first use."""
     if dtype == "auto":
-        dtype = default_dtype("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            device = "cuda"
+        else:
+            device = "cpu"
+        dtype = default_dtype(device)
     return _find(package, DTYPES.get(dtype, dtype), None).place
 
 

@@ -39,7 +39,11 @@ def draw_layers(
         mass = profile.mass(task)
         title = f"{profile.about['model']}, {task or 'mean over the tasks'}"
         figure = similarity_figure(mass, title, _caption(profile, task, command), filters)
-        stem = folder / ("similarity" if task is None else f"similarity.{file_name(task)}")
+        if task is None:
+            file_stem = "similarity"
+        else:
+            file_stem = f"similarity.{file_name(task)}"
+        stem = folder / file_stem
         header = ["layer", *(f"layer {at}" for at in range(len(mass)))]
         paths += [
             *save(figure, stem),
@@ -130,9 +134,17 @@ def curve_figure(name: str, lines: Mapping[str, np.ndarray], profile: Profile, c
         axes.axhline(
             chance, color="#404040", linewidth=0.8, linestyle=":", label="chosen at random"
         )
-    axes.set_xlabel("decode step" if name == "variability" else "layer that chooses")
+    if name == "variability":
+        x_label = "decode step"
+    else:
+        x_label = "layer that chooses"
+    axes.set_xlabel(x_label)
     axes.set_ylabel(labels[name])
-    axes.set_ylim(bottom=0, top=None if name == "variability" else 1.02)
+    if name == "variability":
+        top = None
+    else:
+        top = 1.02
+    axes.set_ylim(bottom=0, top=top)
     axes.set_xticks(ticks(max(map(len, lines.values()))))
     axes.grid(color="#E0E0E0", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

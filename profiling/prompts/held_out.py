@@ -189,4 +189,8 @@ def seeded_prompts(
         if of_texts(task) and len(seeds) > 1:
             known.add(*by_seed[-1].prompts)
     prompts = [prompt for made in by_seed for prompt in made.prompts]
-    return Unseen(prompts, sum(map(seen.overlaps, prompts)) if of_texts(task) else 0)
+    if of_texts(task):
+        overlaps = sum(map(seen.overlaps, prompts))
+    else:
+        overlaps = 0
+    return Unseen(prompts, overlaps)

@@ -222,4 +222,8 @@ class Kind:
             f"{parameter.name}={parameter.name[0].upper()}" for parameter in self.parameters
         )
         file = {"no": "", "may": "[:FILE]", "must": ":FILE"}[self.takes_file]
-        return self.name + (f"[@{parameters}]" if parameters else "") + file
+        if parameters:
+            suffix = f"[@{parameters}]"
+        else:
+            suffix = ""
+        return self.name + suffix + file

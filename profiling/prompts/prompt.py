@@ -85,7 +85,11 @@ class Task:
     @property
     def name(self) -> str:
         parameters = ",".join(f"{name}={value}" for name, value in self.parameters)
-        name = self.kind + (f"@{parameters}" if parameters else "")
+        if parameters:
+            suffix = f"@{parameters}"
+        else:
+            suffix = ""
+        name = self.kind + suffix
         if self.file is None:
             return name
         return f"{name}:{self.file.name}"

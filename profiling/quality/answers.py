@@ -79,7 +79,11 @@ def decoded(
             tokens.append([right[len(forced) - 1]])
         ids = torch.tensor(tokens, device=model.device)
         logits = model(ids, past_key_values=cache, use_cache=True).logits[:, -1]
-    return given, torch.stack(forced) if right else None
+    if right:
+        stacked = torch.stack(forced)
+    else:
+        stacked = None
+    return given, stacked
 
 
 def _ended(given: Sequence[int], limit: int, stops: set[int]) -> bool:

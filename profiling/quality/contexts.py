@@ -72,7 +72,11 @@ def prefilled(
         context = prompts[numbers[0]].context
         positions = [_before_scored(prompts[number]) for number in numbers]
         kept = [*chain.from_iterable(positions), len(context) - 1]
-        logits, held = _prefill(model, context, kept, cache() if cache else None, chunk)
+        if cache:
+            past = cache()
+        else:
+            past = None
+        logits, held = _prefill(model, context, kept, past, chunk)
         rows = logits.split([*map(len, positions), 1])
         for number, scored in zip(numbers, rows, strict=False):
             if number == numbers[-1]:

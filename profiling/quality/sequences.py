@@ -237,10 +237,14 @@ class Reference:
         positions = len(dense.log_probs)
         sizes = [stop - start for start, stop in self.sequences[number].answers]
         answers = [bool(each.all()) for each in _split(same[positions:], sizes)]
+        if answers:
+            agreed = sum(answers) / len(answers)
+        else:
+            agreed = None
         return Agreement(
             kl=float(_divergence(dense, other).mean()),
             same=float(same[:positions].float().mean()),
-            as_dense=sum(answers) / len(answers) if answers else None,
+            as_dense=agreed,
         )
 
     def _dense_predicted(self, number: int) -> _Predicted:

@@ -125,10 +125,14 @@ def _text_losses(model: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
     losses = negative_log_likelihood(model, prompt)
     # losses[i] is of token i + 1.
     copied = [position - 1 for position in far_copies(prompt.input_ids)]
+    if len(copied) >= _COPIES:
+        copies = float(losses[copied].mean())
+    else:
+        copies = None
     return {
         "blocks": _block_means(losses),
         "forced": float(losses[-last:].mean()),
-        "copies": float(losses[copied].mean()) if len(copied) >= _COPIES else None,
+        "copies": copies,
     }
 
 

@@ -106,7 +106,11 @@ def resolve(config: SimilarityConfig, name: str, max_positions: int) -> Similari
 def prompt_length(config: SimilarityConfig, task: Task) -> int:
     """Tokens of a prompt after `resolve`; a text's are followed by its next tokens."""
     assert config.length is not None
-    return config.length + (config.steps if task.kind == "text" else 0)
+    if task.kind == "text":
+        steps = config.steps
+    else:
+        steps = 0
+    return config.length + steps
 
 
 def prompts_of(config: SimilarityConfig, tokenizer: Any) -> dict[str, list[Prompt]]:
@@ -150,6 +154,10 @@ def _kept(
 
 def _figures(sums: Accumulator) -> dict[str, Any]:
     """Return the sums of an accumulator as plain data."""
+    if sums.hit is None:
+        hit = None
+    else:
+        hit = sums.hit.cpu().numpy()
     return {
         "layers": sums.layers,
         "sliding": sums.sliding,
@@ -157,7 +165,7 @@ def _figures(sums: Accumulator) -> dict[str, Any]:
         "error": sums.error.cpu().numpy(),
         "worst": sums.worst.cpu().numpy(),
         "missed": torch.stack(sums.missed, dim=1).cpu().numpy(),
-        "hit": None if sums.hit is None else sums.hit.cpu().numpy(),
+        "hit": hit,
     }
 
 
@@ -233,7 +241,11 @@ def _arrays(
 
     def spread(values: np.ndarray, *shape: int) -> np.ndarray:
         whole = np.full(shape, np.nan, dtype=np.float32)
-        whole[np.ix_(layers, layers) if shape == (num_layers, num_layers) else layers] = values
+        if shape == (num_layers, num_layers):
+            where = np.ix_(layers, layers)
+        else:
+            where = layers
+        whole[where] = values
         return whole
 
     def mean(values: Sequence[np.ndarray]) -> np.ndarray:

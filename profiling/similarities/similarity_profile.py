@@ -138,7 +138,11 @@ def _csv(profile: Profile, name: str, array: np.ndarray) -> str:
     }.get(kind, [name])
     labels = profile.tasks if kind == "agreement" else range(profile.num_layers)
     rows = zip(labels, array.reshape(len(array), -1).astype(float).tolist(), strict=True)
-    header = ["task" if kind == "agreement" else "layer", *columns]
+    if kind == "agreement":
+        first = "task"
+    else:
+        first = "layer"
+    header = [first, *columns]
     return csv_text(header, ([label, *row] for label, row in rows))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,9 +163,10 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
         return attention(q, k, v, attn_mask=mask, is_causal=not past, enable_gqa=True)
 
     runs: dict[str, Callable[[], object]] = {}
-    for backend in (
-        (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if q.device.type == "cuda" else ()
-    ):
+    backends: tuple[Any, ...] = ()
+    if q.device.type == "cuda":
+        backends = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+    for backend in backends:
 
         def run(backend: SDPBackend = backend) -> Tensor:
             with sdpa_kernel(backend):
@@ -191,9 +193,11 @@ def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, name
         columns=index.columns[:, :1],
         offsets=index.offsets[:, :1],
     )
-    first_head = replace(
-        first_head, skip=None if index.skip is None else index.skip[:, :1].contiguous()
-    )
+    if index.skip is None:
+        skip = None
+    else:
+        skip = index.skip[:, :1].contiguous()
+    first_head = replace(first_head, skip=skip)
     rows = num_rows(count, index.k_len)
     # Length, index and the place in q of the queries compared.
     ends = [

@@ -124,7 +124,11 @@ def cells(speedup: Speedup | None) -> tuple[str, str]:
     """A speed-up under COLUMNS."""
     if speedup is None:
         return "-", "-"
-    return f"{speedup.value:.2f}x", f"{speedup.over[MODEL]:.2f}x" if MODEL in speedup.over else "-"
+    if MODEL in speedup.over:
+        over_model = f"{speedup.over[MODEL]:.2f}x"
+    else:
+        over_model = "-"
+    return f"{speedup.value:.2f}x", over_model
 
 
 def sentence(speedup: Speedup) -> str:

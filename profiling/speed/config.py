@@ -208,7 +208,11 @@ class Bench:
 
     def grid(self) -> Grid:
         """The table's sizes."""
-        lengths = DEFAULT_LENGTHS["cuda" if self.device.startswith("cuda") else "cpu"]
+        if self.device.startswith("cuda"):
+            device = "cuda"
+        else:
+            device = "cpu"
+        lengths = DEFAULT_LENGTHS[device]
         return Grid(
             device=self.device,
             lengths=self.length or lengths,

@@ -81,7 +81,11 @@ class CostTable:
         """
         x, y = self.line(pattern, length=length, head_dim=head_dim, dtype=dtype)
         at = tiles / heads
-        return heads * float(y[-1] * at / x[-1] if at > x[-1] else np.interp(at, x, y))
+        if at > x[-1]:
+            seconds = y[-1] * at / x[-1]
+        else:
+            seconds = np.interp(at, x, y)
+        return heads * float(seconds)
 
     def line(
         self, pattern: str, *, length: int, head_dim: int, dtype: str

@@ -153,9 +153,13 @@ def _check(
 ) -> None:
     """Compare the first KV head with the fp32 reference: no speed of a wrong result."""
     group = q.shape[1] // k.shape[1]
+    if tokens is None:
+        chosen = None
+    else:
+        chosen = tokens[:, :1]
     expected, _, mass = decode_attention(
         *(x.float() for x in (q[:, :group], k[:, :1], v[:, :1])),
-        tokens=None if tokens is None else tokens[:, :1],
+        tokens=chosen,
         scores="sum",
         backend="reference",
     )

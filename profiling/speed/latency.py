@@ -48,8 +48,16 @@ def in_turn(
     With 0 repeats there is one round, and it is timed. quiet: without a progress bar.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    rounds = range(-1 if warm_up and repeats else 0, max(repeats, 1))
-    for number in rounds if quiet else bar(rounds, desc="timing"):
+    if warm_up and repeats:
+        first = -1
+    else:
+        first = 0
+    rounds = range(first, max(repeats, 1))
+    if quiet:
+        shown = rounds
+    else:
+        shown = bar(rounds, desc="timing")
+    for number in shown:
         for name, run in runs.items():
             taken = _seconds(run, device)
             if number >= 0:

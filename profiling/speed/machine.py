@@ -96,9 +96,13 @@ def parts() -> Iterator[tuple[str, Any]]:
         },
     )
     compiler = build.find_compiler()
+    if isinstance(compiler, str):
+        command = None
+    else:
+        command = compiler
     yield (
         "compiler",
-        {"command": None if isinstance(compiler, str) else compiler, "reason": _text(compiler)},
+        {"command": command, "reason": _text(compiler)},
     )
     reason = build.load()
     kernels = _kernels(reason)
@@ -130,8 +134,12 @@ def _kernels(reason: str | None) -> dict[str, Any]:
     else:
         brought = prebuilt.find()
     engines = {dtype: cpu.engines(getattr(torch, dtype)) for dtype in ("bfloat16", "float32")}
+    if brought:
+        library = "prebuilt"
+    else:
+        library = "compiled"
     return {
-        "cpu": "prebuilt" if brought else "compiled",
+        "cpu": library,
         "reason": None,
         "engines": engines,
         "why_no_tiles": cpu.why_no_tiles(),

@@ -262,7 +262,11 @@ def _figure(
         grid["time"].plot(*_fewer(x, mean["token_seconds"], 1e3), **style)
         if any(value is not None for value in mean["cache_bytes"]):
             grid["memory"].plot(*_fewer(x, mean["cache_bytes"], 1 / _MIB), **style)
-    grid["quality"].set_ylabel("answers right" if task == "stream_eval" else "log perplexity")
+    if task == "stream_eval":
+        y_label = "answers right"
+    else:
+        y_label = "log perplexity"
+    grid["quality"].set_ylabel(y_label)
     grid["quality"].legend(
         fontsize=7, frameon=False, ncols=len(series), loc="lower left", bbox_to_anchor=(0, 1)
     )

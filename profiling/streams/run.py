@@ -159,10 +159,14 @@ def _caption(config: Streamed, loaded: LoadedModel, stream: TokenStream) -> str:
         every = "at the answers"
     else:
         every = f"at one token in {config.stride}"
+    if "recomputed" in config.methods:
+        recomputed = f"; recomputed {every}"
+    else:
+        recomputed = ""
     return (
         f"{loaded.name}, {config.dtype} on {config.device}; {stream.name}, {stream.tokens} "
         f"tokens{again}; "
         f"{config.sinks} sinks and a window of {config.window}, {config.chunk} tokens at a time"
-        f"{f'; recomputed {every}' if 'recomputed' in config.methods else ''}\n{versions}\ndrawn: "
+        f"{recomputed}\n{versions}\ndrawn: "
         f"{config.command}"
     )

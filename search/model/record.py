@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from typing import Literal
 
 import numpy as np
 
@@ -141,12 +142,15 @@ def build(
         chosen.chosen,
         run.length,
     )
+    measured_on: Literal["held_out", "calibration"] = "calibration"
+    if outcome.accepted.held_out:
+        measured_on = "held_out"
     front = Front(
         length=run.length,
         unit=outcome.costs.unit,
         dense_cost=_dense_cost(outcome, speed),
         dense_right=lost_answers(outcome.accepted.points[0].tasks)["dense_right"] or None,
-        measured_on="held_out" if outcome.accepted.held_out else "calibration",
+        measured_on=measured_on,
         points=tuple(point for point, _ in points),
     )
     prefill = Prefill(

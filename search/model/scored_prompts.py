@@ -207,6 +207,10 @@ def _curves(
             drop = sums["drop"] / tokens
         if is_asked:
             answer = fisher / max(1, sequence.answer_tokens)
+        if is_text:
+            answered = tokens
+        else:
+            answered = 0
         curves[tail] = Curves(
             change=sums["change"] / tokens,
             error=np.sqrt(sums["squared"] / np.maximum(sums["size"], 1e-30)),
@@ -215,7 +219,7 @@ def _curves(
             text=text,
             drop=drop,
             answer=answer,
-            tokens=tokens if is_text else 0,
+            tokens=answered,
             texts=int(is_text),
             asked=int(is_asked),
         )
