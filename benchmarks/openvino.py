@@ -5,11 +5,7 @@
 
 OpenVINO GenAI serves the model densely and with XAttention, its sparse prefill. All are
 interleaved; a prompt is served once by each, for the time to its first token and for its answer.
-The model is exported once, into Headwise's cache folder, as a stateful graph in fp16, whose
-attention OpenVINO's pipelines replace by theirs: decoders whose layers all attend to everything.
-optimum-intel exports more, but not with the transformers that Headwise runs with.
-
-Shapes: B batch, S new tokens, P past tokens, G KV heads, D head dim.
+openvino_export.py makes the graph that it serves.
 """
 
 from __future__ import annotations
@@ -28,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from openvino_export import exported
 from tqdm import tqdm
 
 from artifacts import HeadwiseError, load_pair
 from artifacts.cli.command import run_command
 from artifacts.page.layout import aligned
 from profiling.environment import environment
-from profiling.models.cache import made_once
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.quality.answers import ends, is_right, new_tokens
@@ -52,18 +47,13 @@ from profiling.speed.baselines import (
 )
 from runtime import load as load_headwise
 from runtime.fingerprint import check
-from runtime.layers import attention_layers, sliding_layers, text_config
+from runtime.layers import text_config
 
 OPENVINO = "openvino"
 XATTENTION = "xattention"
 _LABELS = {**LABELS, OPENVINO: "OpenVINO GenAI, dense", XATTENTION: "OpenVINO GenAI, XAttention"}
 # What a speed-up is against the best of.
 _DENSE = (MODEL, KERNEL, OPENVINO)
-_INPUTS = ("input_ids", "attention_mask", "position_ids")
-_FILE = "openvino_model.xml"
-# The new and the past tokens of the example that is traced: both sizes stay free.
-_NEW = 3
-_PAST = 5
 
 
 def parser() -> argparse.ArgumentParser:
@@ -117,7 +107,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Method:
     """Serving of a prompt by one method, and the context it is served in."""
 
     serve: Callable[[Prompt], Served]
@@ -143,8 +133,13 @@ def run(config: argparse.Namespace) -> dict[str, Any]:
         torch.set_num_threads(config.threads)
     loaded = load_model(config.model, dtype=config.dtype)
     check(artifact.model, loaded.model)
-    how = {"length": config.length, "samples": config.repeats + 1, "seed": config.seed}
-    prompts = make_prompts(config.task, loaded.tokenizer, **how)
+    prompts = make_prompts(
+        config.task,
+        loaded.tokenizer,
+        length=config.length,
+        samples=config.repeats + 1,
+        seed=config.seed,
+    )
     if any(prompt.answer is None or prompt.turn for prompt in prompts):
         raise HeadwiseError(
             f"--task {config.task} has no answer at the end of its prompts: take one that retrieves"
@@ -154,30 +149,31 @@ def run(config: argparse.Namespace) -> dict[str, Any]:
         raise HeadwiseError(
             f"{config.config} does not say which weights it is for: search it again"
         )
-    found = _in_turn(_ways(config, loaded, exported(config.model, weights=weights)), prompts)
-    seconds = {name: [one.seconds for one in served[1:]] for name, served in found.items()}
-    return {
-        "command": sys.argv,
-        "artifact": {
-            "content_sha256": artifact.content_sha256,
-            "command": artifact.search.command if artifact.search else None,
-        },
-        "environment": environment()
-        | {"openvino": version("openvino"), "openvino_genai": openvino_genai.__version__},
-        "rows": [
+    methods = _methods(config, loaded, exported(config.model, weights=weights))
+    served = _interleaved(methods, prompts)
+    seconds = {name: [each.seconds for each in rounds[1:]] for name, rounds in served.items()}
+    rows = []
+    for name, rounds in served.items():
+        answers = [each.answer for each in rounds]
+        rows.append(
             {
                 "method": name,
                 "seconds": statistics.median(seconds[name]),
                 "rounds": seconds[name],
                 "speedups": dict(_against_dense(seconds, name).over),
-                "right": sum(
-                    is_right(prompt, one.answer)
-                    for prompt, one in zip(prompts, served, strict=True)
-                ),
-                "answers": [one.answer for one in served],
+                "right": sum(map(is_right, prompts, answers)),
+                "answers": answers,
             }
-            for name, served in found.items()
-        ],
+        )
+    command = None
+    if artifact.search is not None:
+        command = artifact.search.command
+    engine = {"openvino": version("openvino"), "openvino_genai": openvino_genai.__version__}
+    return {
+        "command": sys.argv,
+        "artifact": {"content_sha256": artifact.content_sha256, "command": command},
+        "environment": environment() | engine,
+        "rows": rows,
         "over_xattention": speedup(seconds[HEADWISE], {XATTENTION: seconds[XATTENTION]}).value,
         "expected": [prompt.answer for prompt in prompts],
     }
@@ -187,32 +183,32 @@ def _against_dense(seconds: dict[str, list[float]], name: str) -> Speedup:
     return speedup(seconds[name], {each: seconds[each] for each in _DENSE if each in seconds})
 
 
-def _ways(config: argparse.Namespace, loaded: LoadedModel, folder: Path) -> dict[str, _Way]:
+def _methods(config: argparse.Namespace, loaded: LoadedModel, folder: Path) -> dict[str, _Method]:
     headwise = load_headwise(config.config)
 
     def serve(prompt: Prompt) -> Served:
         return _by_model(loaded, prompt)
 
-    ways: dict[str, Callable[[], _Way]] = {
-        MODEL: lambda: _Way(serve, lambda: dense(loaded.model, MODEL)),
-        KERNEL: lambda: _Way(serve, lambda: dense(loaded.model, KERNEL)),
-        HEADWISE: lambda: _Way(
+    methods: dict[str, Callable[[], _Method]] = {
+        MODEL: lambda: _Method(serve, lambda: dense(loaded.model, MODEL)),
+        KERNEL: lambda: _Method(serve, lambda: dense(loaded.model, KERNEL)),
+        HEADWISE: lambda: _Method(
             serve, lambda: headwise.apply(loaded.model, check_weights=False, strict=True)
         ),
-        OPENVINO: lambda: _Way(_pipeline(config, loaded, folder, sparse=False)),
-        XATTENTION: lambda: _Way(_pipeline(config, loaded, folder, sparse=True)),
+        OPENVINO: lambda: _Method(_pipeline(config, loaded, folder, sparse=False)),
+        XATTENTION: lambda: _Method(_pipeline(config, loaded, folder, sparse=True)),
     }
-    return {name: way() for name, way in ways.items() if name not in config.without}
+    return {name: make() for name, make in methods.items() if name not in config.without}
 
 
-def _in_turn(ways: dict[str, _Way], prompts: Sequence[Prompt]) -> dict[str, list[Served]]:
+def _interleaved(methods: dict[str, _Method], prompts: Sequence[Prompt]) -> dict[str, list[Served]]:
     """Every prompt by every method, prompt by prompt."""
-    found: dict[str, list[Served]] = {name: [] for name in ways}
+    served: dict[str, list[Served]] = {name: [] for name in methods}
     for prompt in tqdm(prompts, desc="rounds", disable=None, leave=False):
-        for name, way in ways.items():
-            with way.enter():
-                found[name].append(way.serve(prompt))
-    return found
+        for name, method in methods.items():
+            with method.enter():
+                served[name].append(method.serve(prompt))
+    return served
 
 
 @torch.no_grad()
@@ -293,174 +289,18 @@ def table(record: dict[str, Any]) -> str:
     total = len(record["expected"])
     lines = [["", "prefill s", *COLUMNS, "answers right"]]
     for row in record["rows"]:
-        found = cells(Speedup(over=row["speedups"]) if row["speedups"] else None)
-        lines.append(
-            [_LABELS[row["method"]], f"{row['seconds']:.3f}", *found, f"{row['right']} of {total}"]
-        )
+        compared = None
+        if row["speedups"]:
+            compared = Speedup(over=row["speedups"])
+        label = _LABELS[row["method"]]
+        right = f"{row['right']} of {total}"
+        lines.append([label, f"{row['seconds']:.3f}", *cells(compared), right])
     return "\n".join(
         [
             *aligned(lines),
             f"Headwise is {record['over_xattention']:.2f} times as fast as XAttention",
         ]
     )
-
-
-def exported(spec: str, *, weights: str, revision: str | None = None) -> Path:
-    """The folder of a model's export, made once and kept in the cache folder.
-
-    Args:
-        spec, revision: as load_model has them.
-        weights: the hash of its weights: other ones are exported anew.
-
-    Raises:
-        HeadwiseError: a model whose layers slide; the cache folder cannot be written.
-    """
-    key = f"{weights[:24]}-{version('openvino')}-{version('transformers')}"
-
-    def make(folder: Path) -> None:
-        folder.mkdir()
-        export(load_model(spec, dtype="float32", revision=revision), folder)
-
-    return made_once("openvino", key, make, name=spec)
-
-
-def export(loaded: LoadedModel, folder: Path) -> None:
-    """Write a model's graph in fp32 and its config into an existing folder; weights become fp16.
-
-    Raises:
-        HeadwiseError: a model that this is not for.
-    """
-    import openvino
-
-    model = loaded.model
-    config = text_config(loaded.model)
-    modules = attention_layers(model)
-    if sliding_layers(modules) or len(modules) != config.num_hidden_layers:
-        raise HeadwiseError(
-            f"cannot export {loaded.name}: not all of its layers attend to every token"
-        )
-    heads = config.num_key_value_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    layers = config.num_hidden_layers
-    past = [torch.zeros(1, heads, _PAST, dim) for _ in range(2 * layers)]
-    ids = torch.ones(1, _NEW, dtype=torch.long)
-    seen = torch.ones(1, _PAST + _NEW, dtype=torch.long)
-    example = (ids, seen, torch.arange(_PAST, _PAST + _NEW)[None], *past)
-    with torch.no_grad():
-        graph = openvino.convert_model(_Step(model).eval(), example_input=example)
-    _name(graph, layers, (heads, dim))
-    _make_stateful(graph, layers, (heads, dim))
-    openvino.save_model(graph, folder / _FILE, compress_to_fp16=True)
-    config.save_pretrained(folder)
-
-
-class _Held:
-    """Keys and values of all layers (B, G, P, D) as transformers' cache; `new` are a step's."""
-
-    is_compileable = False
-
-    def __init__(self, past: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._past = past
-        self.new: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def update(
-        self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        before = self._past[layer]
-        self.new[layer] = torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
-        return self.new[layer]
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        return self._past[layer][0].shape[2]
-
-
-class _Step(nn.Module):
-    """A model's forward with its cache as tensors: what a graph can be traced from."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *past: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Logits (B, S, V), then keys and values of each layer."""
-        new = input_ids.shape[1]
-        seen = attention_mask.shape[1]
-        at = torch.arange(seen)
-        behind = at[None, :] <= at[seen - new :, None]
-        mask = torch.where(behind, 0.0, torch.finfo(torch.float32).min)[None, None]
-        held = _Held(list(zip(past[::2], past[1::2], strict=True)))
-        logits = self.model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=position_ids,
-            past_key_values=held,
-            use_cache=True,
-        ).logits
-        return logits, *(tensor for layer in sorted(held.new) for tensor in held.new[layer])
-
-
-def _states(layers: int) -> list[tuple[str, str]]:
-    """Names of a graph's inputs and outputs of keys and values, as OpenVINO GenAI wants them."""
-    return [
-        (f"past_key_values.{layer}.{what}", f"present.{layer}.{what}")
-        for layer in range(layers)
-        for what in ("key", "value")
-    ]
-
-
-def _name(graph: Any, layers: int, of_head: tuple[int, int]) -> None:
-    """Name inputs and outputs, and leave batch and lengths free."""
-    import openvino
-
-    heads, dim = of_head
-    states = _states(layers)
-    for port, name in zip(graph.inputs, [*_INPUTS, *(past for past, _ in states)], strict=True):
-        port.get_tensor().set_names({name})
-        port.get_node().set_friendly_name(name)
-        shape = [-1, -1] if name in _INPUTS else [-1, heads, -1, dim]
-        port.get_node().set_partial_shape(openvino.PartialShape(shape))
-    for port, name in zip(
-        graph.outputs, ["logits", *(present for _, present in states)], strict=True
-    ):
-        port.get_tensor().set_names({name})
-    graph.validate_nodes_and_infer_types()
-
-
-def _make_stateful(graph: Any, layers: int, of_head: tuple[int, int]) -> None:
-    """Turn keys and values into states that begin empty, whose rows the input beam_idx picks."""
-    import numpy as np
-    import openvino
-    from openvino import opset13 as ops
-    from openvino._offline_transformations import apply_make_stateful_transformation
-
-    heads, dim = of_head
-    states = _states(layers)
-    beams = ops.parameter(
-        name="beam_idx", dtype=openvino.Type.i32, shape=openvino.PartialShape([-1])
-    )
-    beams.output(0).get_tensor().add_names({"beam_idx"})
-    graph.add_parameters([beams])
-    for past, _ in states:
-        port = graph.input(past)
-        users = port.get_target_inputs()
-        picked = ops.gather(port, beams, ops.constant(0))
-        for user in users:
-            user.replace_source_output(picked.output(0))
-    graph.validate_nodes_and_infer_types()
-    apply_make_stateful_transformation(graph, dict(states))
-    batch = ops.gather(
-        ops.shape_of(graph.input("input_ids"), output_type="i64"),
-        ops.constant([0]),
-        ops.constant(0),
-    )
-    rest = ops.constant(np.array([heads, 0, dim], dtype=np.int64))
-    for node in graph.get_ops():
-        if node.get_type_name() == "ReadValue":
-            zero = ops.constant(0.0, dtype=node.get_output_element_type(0))
-            node.set_arguments([ops.broadcast(zero, ops.concat([batch, rest], axis=0))])
-    graph.validate_nodes_and_infer_types()
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # kvpress_worker.py is started by kvpress.py, in an environment of its own.
+# openvino_export.py is a part of openvino.py.
 SCRIPT_NAMES = (
     "chart.py",
     "cpu_engines.py",

@@ -20,7 +20,7 @@ from profiling.inside.residual import ResidualStream
 from search import heads
 from tests.search.conftest import save_tiny
 
-LENGTH = 256
+LENGTH = 512
 LIMITS = {"max_kl": 9, "max_perplexity": 9, "max_nll": 9, "max_lost": 1}
 OPTIONS: dict[str, Any] = {
     "lengths": LENGTH,
@@ -101,7 +101,7 @@ def test_a_search_finds_what_the_command_finds(folder: Path, tmp_path: Path) -> 
     command = artifacts.load(tmp_path / "command.yaml")
     python = artifacts.load(tmp_path / "python.yaml")
     assert python.content_sha256 == command.content_sha256 == found.artifact.content_sha256
-    assert python.search is not None and "lengths=256" in python.search.command
+    assert python.search is not None and f"lengths={LENGTH}" in python.search.command
 
 
 class Killed(Exception):
