@@ -3,16 +3,14 @@
 Shapes: H query heads, G KV heads, S tokens, E value dim, C candidates, n sampled tiles of 64
 queries, T dense tails.
 
-A candidate's loss is a sum over query tiles. A few are enough to estimate it: one of each stretch
-of neighbouring tiles is drawn, those with large gradients more often, and weighted by how often it
-is drawn. Stretches end where a dense tail begins. The kernels that serve compute the scores: for
-one query tile, all candidates of all heads but dense are heads of one launch."""
+A candidate's loss is a sum over query tiles, estimated by a few of them (sampled_tiles.py). The
+kernels that serve compute the scores: for one query tile, all candidates of all heads but dense are
+heads of one launch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -25,27 +23,14 @@ from profiling.inside.capture import LayerInputs
 from profiling.inside.gradients import LayerGradients
 from profiling.inside.head_fidelity import kept_mass
 from profiling.inside.residual import ResidualStream
+from search.model.sampled_tiles import sampled
 
 Builder = Callable[[Sequence[Pattern]], SparseIndex]
 
-# One query tile in so many is scored, but never fewer tiles of a prompt than this.
-_EVERY = 8
-_LEAST = 16
-# Half of the chance that a tile is drawn goes by its gradient, half to all tiles alike: no weight
-# exceeds twice _EVERY.
-_BY_GRADIENT = 0.5
 # Rows whose tiles are counted for density and cost, evenly spread.
 _COUNTED = 32
 # Query heads of one launch: outputs of all candidates are held at once.
 _HEADS = 1024
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Sample:
-    """Query tiles (n,) of a prompt and weights (n,): weighted sums estimate those over all."""
-
-    rows: Tensor
-    weights: Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -64,42 +49,6 @@ class Scores:
     drop: np.ndarray
     fisher: np.ndarray
     tiles: np.ndarray
-
-
-def sampled(by_out: Tensor | None, length: int, tails: Sequence[int], seed: int) -> Sample:
-    """Draw the query tiles of a prompt's first `length` tokens to score on.
-
-    Args:
-        by_out: (1, H, S, E) gradients; without them (None) all tiles are alike.
-        length: tokens of the prefill.
-        tails: dense tails that are compared: each one's tiles are drawn from by themselves.
-        seed: of the draw; the same seed and gradients give the same tiles.
-    """
-    n = num_tiles(length)
-    generator = np.random.default_rng(seed)
-    size = np.ones(n)
-    if by_out is not None:
-        norms = by_out[0, :, :length].float().square().sum((0, 2))
-        padded = torch.nn.functional.pad(norms, (0, -length % TILE))
-        size = padded.unflatten(0, (-1, TILE)).sum(-1).sqrt().cpu().double().numpy()
-    bounds = sorted({0, n, *(max(0, length - tail) // TILE for tail in tails if tail)})
-    often = max(1 / _EVERY, _LEAST / n)
-    edges = [0]
-    for first, last in pairwise(bounds):
-        count = min(last - first, max(1, round(often * (last - first))))
-        edges += np.linspace(first, last, count + 1).round().astype(int).tolist()[1:]
-    rows = []
-    weights = []
-    for start, stop in pairwise(edges):
-        own = size[start:stop]
-        share = np.full(stop - start, 1 / (stop - start))
-        if own.sum() > 0:
-            share = own / own.sum()
-        chance = _BY_GRADIENT * share + (1 - _BY_GRADIENT) / (stop - start)
-        drawn = int(generator.choice(stop - start, p=chance / chance.sum()))
-        rows.append(start + drawn)
-        weights.append(1 / chance[drawn])
-    return Sample(rows=torch.tensor(rows), weights=torch.tensor(weights, dtype=torch.float64))
 
 
 def score_layer(

@@ -18,9 +18,10 @@ from kernels.patterns.dense import dense_index
 from profiling.inside.gradients import LayerGradients, gradient_pass
 from profiling.inside.residual import ResidualStream
 from profiling.ranks import Ranks
-from search.model import scoring
+from search.model import sampled_tiles, scoring
 from search.model.scored_prompts import _deal
-from search.model.scoring import Scores, sampled, score_layer
+from search.model.sampled_tiles import sampled
+from search.model.scoring import Scores, score_layer
 from tests.runtime.tiny import look_at_themselves, tiny_model
 
 TAILS = (0, 64, 100)
@@ -47,8 +48,8 @@ def model() -> Any:
 
 @pytest.fixture
 def every_tile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(scoring, "_EVERY", 1)
-    monkeypatch.setattr(scoring, "_LEAST", 10_000)
+    monkeypatch.setattr(sampled_tiles, "_EVERY", 1)
+    monkeypatch.setattr(sampled_tiles, "_LEAST", 10_000)
     monkeypatch.setattr(scoring, "_COUNTED", 10_000)
     yield
 
@@ -170,9 +171,9 @@ def test_estimates_are_unbiased_and_the_same_for_a_seed(
         if layer.inputs.layer:
             return
         with monkeypatch.context() as patch:
-            patch.setattr(scoring, "_LEAST", 10_000)
+            patch.setattr(sampled_tiles, "_LEAST", 10_000)
             expected = scored(layer, stream, 0)
-        monkeypatch.setattr(scoring, "_LEAST", 3)
+        monkeypatch.setattr(sampled_tiles, "_LEAST", 3)
         found = [scored(layer, stream, seed) for seed in range(40)]
         again = scored(layer, stream, 0)
         for name in names:
