@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from artifacts import HeadwiseError
 from profiling.models.loading import LoadedModel, check_attention, commit_of
 from runtime.attention.state import layer_of
 from runtime.layers import attention_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @contextmanager
@@ -32,20 +34,17 @@ def given_model(
         HeadwiseError: it is no such model, its attention cannot be reached, or an artifact is
             applied to it.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise HeadwiseError(
-            f"model must be a causal language model of transformers, got {type(model).__name__}"
-        )
+    layers = attention_layers(model)
     if not callable(tokenizer):
         raise HeadwiseError(f"tokenizer must be the model's, got {type(tokenizer).__name__}")
     if name is None:
         name = _own_name(model)
+    if any(layer_of(module) is not None for module in layers.values()):
+        raise HeadwiseError(f"{name} has an artifact applied: undo that first")
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         check_attention(model, name)
-        if any(layer_of(module) is not None for module in attention_layers(model).values()):
-            raise HeadwiseError(f"{name} has an artifact applied: undo that first")
         yield LoadedModel(model, tokenizer, name, revision or commit_of(model))
     finally:
         for module in training:
