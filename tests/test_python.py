@@ -161,9 +161,9 @@ def test_a_patched_model_is_searched_gated_evaluated_and_served(
     plain, _ = loaded(folder)
     with pytest.raises(HeadwiseError, match="weights_sha256"):
         headwise.gate(plain, tokenizer, out, length=LENGTH, tasks=["prose"])
-    assert state(plain)["training"] == before["training"][: len(state(plain)["training"])]
+    assert all(module.training for module in plain.modules())
     ids = torch.randint(3, 250, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-    with headwise.load(out).apply(model) as handle:
+    with headwise.load(out).apply(model) as handle, torch.no_grad():
         model(ids)
         assert handle.stats()["sparse"] == 3
         with pytest.raises(HeadwiseError, match="applied"):
@@ -176,7 +176,7 @@ def test_a_wrapped_projection_weighs_as_the_map_that_it_is(folder: Path) -> None
     model.eval()
     ids = torch.randint(3, 250, (1, 64), generator=torch.Generator().manual_seed(0))
     change = torch.randn(1, 96, generator=torch.Generator().manual_seed(1))
-    with ResidualStream(model) as stream:
+    with ResidualStream(model) as stream, torch.no_grad():
         capture(model, ids, lambda inputs: None)
         wrapped = stream.relative(0, change)
         projection = model.model.layers[0].self_attn.o_proj
@@ -218,7 +218,7 @@ def test_the_others_refuse_an_unknown_option_too(
 
 def test_what_is_no_model_is_named(folder: Path, tmp_path: Path) -> None:
     model, tokenizer = loaded(folder)
-    for wrong in (tokenizer, torch.compile(model)):
+    for wrong in (tokenizer, model.model.layers[0]):
         with pytest.raises(HeadwiseError, match=f"{type(wrong).__name__} is not a transformers"):
             headwise.search(wrong, tokenizer, out=tmp_path / "cfg.yaml")
 

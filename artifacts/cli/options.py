@@ -171,7 +171,7 @@ def _typed(each: Field[Any]) -> dict[str, Any]:
     return keywords
 
 
-def config_of(config: type[C], options: Mapping[str, Any], **more: Any) -> C:
+def config_of(config: type[C], options: Mapping[str, Any], /, **more: Any) -> C:
     """The Config of a command line's options, among which others may be for other Configs; `more`
     wins."""
     typed: dict[str, Any] = {}
