@@ -19,8 +19,8 @@ from profiling.inside.gradients import LayerGradients, gradient_pass
 from profiling.inside.residual import ResidualStream
 from profiling.ranks import Ranks
 from search.model import sampled_tiles, scoring
-from search.model.scored_prompts import _deal
 from search.model.sampled_tiles import sampled
+from search.model.scored_prompts import _deal
 from search.model.scoring import Scores, score_layer
 from tests.runtime.tiny import look_at_themselves, tiny_model
 
