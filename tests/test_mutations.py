@@ -376,6 +376,13 @@ MUTATIONS = {
         ),
     ],
     "profiling": [
+        ("models/given.py", "module.training = True", "pass", "test_python.py"),
+        (
+            "inside/residual.py",
+            "any(_width(part) == change.shape[-1] for part in child.modules())",
+            "_width(child) == change.shape[-1]",
+            "test_python.py",
+        ),
         (
             "evaluation/intervals.py",
             "spread / (4 * count)",
