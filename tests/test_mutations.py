@@ -572,9 +572,21 @@ MUTATIONS = {
             "profiling/test_heatmaps.py",
         ),
         (
+            "prompts/haystacks.py",
+            "position - bounds[at - 1] <= bounds[at] - position",
+            "position - bounds[at - 1] > bounds[at] - position",
+            "profiling/prompts/test_ruler.py",
+        ),
+        (
             "prompts/held_out.py",
             "        if taken.overlaps(prompt):",
             "        if False:",
+            "profiling/prompts/test_held_out.py",
+        ),
+        (
+            "prompts/held_out.py",
+            "if made.overlapping or not made.apart:",
+            "if made.overlapping:",
             "profiling/prompts/test_held_out.py",
         ),
         (

@@ -92,6 +92,17 @@ def test_a_text_that_was_seen_whole_has_nothing_to_hold_out(tokenizer: Any, tmp_
     assert unseen.overlapping == 3 and unseen.prompts == prompts_of(task, tokenizer, 3)
 
 
+def test_prompts_that_are_held_out_are_apart_from_one_another(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """A text of three windows, one of them seen: two others could only overlap."""
+    task = story(tmp_path / "a.txt", 4 * LENGTH)
+    seen = Seen(prompts_of(task, tokenizer))
+    assert len(held_out(task, tokenizer, 1, 0, seen)) == 1
+    with pytest.raises(HeadwiseError, match="too short to hold prompts out: 2 x 1000 tokens"):
+        held_out(task, tokenizer, 2, 0, seen)
+
+
 def test_records_of_a_file_are_others(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "asked.jsonl"
     source = sentences(random.Random(1))

@@ -163,3 +163,11 @@ def test_a_haystack_of_a_file_is_a_stretch_of_it_of_any_size(tmp_path: Path) -> 
         assert sum(map(len, pieces)) == room and all(pieces)
         found = tokenizer.decode([token for piece in pieces for token in piece])
         assert found.strip("\ufffd") in text
+
+
+def test_hide_goes_to_the_nearest_bound() -> None:
+    pieces = [(1, 1), (2, 2, 2, 2), (3, 3)]
+    ids, spans = haystacks.hide([(7,), (8, 8), (9,)], [1, 0.3, 0], pieces, 10)
+    assert ids == (1, 1, 8, 8, 9, 2, 2, 2, 2, 3, 3, 7)
+    assert spans == [(21, 22), (12, 14), (14, 15)]
+    assert haystacks.hide([(7,)], [0.5], [], 10) == ((7,), [(10, 11)])
