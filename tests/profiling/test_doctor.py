@@ -94,3 +94,11 @@ def test_a_kernel_that_is_wrong_or_fails_is_said(monkeypatch: pytest.MonkeyPatch
     assert machine.check()["cpu"] == "the kernel fails with RuntimeError"
     found = {"kernels": {"reason": None}, "cache": {"state": "safe"}, "check": machine.check()}
     assert list(machine._wrong(found)) == ["attention on cpu: the kernel fails with RuntimeError"]
+
+
+def test_it_sees_a_cache_that_others_can_write_to(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    assert machine._state(tmp_path) == "unsafe: others can write to it (mode 777)"
+    tmp_path.chmod(0o700)
+    assert machine._state(tmp_path) == "safe, yours alone"
+    assert machine._state(tmp_path / "none") == "made at first use"

@@ -178,3 +178,11 @@ def test_a_kill_at_any_moment_loses_the_unit_in_hand_alone(tmp_path: Path) -> No
             assert all(value is not None for value in found[: told + 1])
             assert sum(value is not None for value in found) <= max(told, 20) + 2
             assert not list(ledger.folder.glob("*.tmp")) and not list(ledger.folder.glob(".*"))
+
+
+def test_no_folder_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "cfg.yaml.heads.ledger").write_text("a file")
+    with pytest.raises(HeadwiseError, match=r"cannot make the folder .*cfg\.yaml\.heads\.ledger"):
+        Ledger(tmp_path / "cfg.yaml", "heads")
+    with pytest.raises(HeadwiseError, match=r"cannot write .*: no such file"):
+        Ledger(tmp_path / "none" / "cfg.yaml", "heads")

@@ -153,3 +153,9 @@ def test_memory_grows_linearly_with_the_prompt() -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert 0 < float(done.stdout) < 400, f"{done.stdout.strip()} MiB"
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (8,), (1, 0)])
+def test_only_one_unpadded_prompt(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"\(1, S\)"):
+        capture(tiny("llama"), torch.zeros(shape, dtype=torch.long), lambda x: None)

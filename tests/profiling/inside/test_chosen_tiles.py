@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from artifacts import HeadwiseError
 from kernels.index import TILE
 from profiling.inside.capture import LayerInputs
 from profiling.inside.chosen_tiles import (
@@ -104,3 +105,8 @@ def test_the_dense_tail_is_counted(density: float) -> None:
     index = top_k_index(torch.rand(2, 64, 64), 4096, share, tail=64)
     assert float(index.density().mean()) == pytest.approx(density, abs=0.01)
     assert share < density and share_beside(density, 4096, 0) == pytest.approx(density)
+
+
+def test_a_share_that_is_none_is_an_error() -> None:
+    with pytest.raises(HeadwiseError, match="a share must be above 0 and at most 1, got 0"):
+        attend_to(*made(64), SCALE, 0, scores=random_scores, share=0, by_mass=False, tail=0)

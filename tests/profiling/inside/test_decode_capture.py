@@ -103,3 +103,9 @@ def test_the_model_is_left_as_it_was_when_a_visit_fails() -> None:
     with pytest.raises(KeyError, match="stop"):
         capture_decode(model, tokens(LENGTH), visit, lambda step: None, steps=2)
     assert model.config._attn_implementation == "sdpa" and model.training
+
+
+@pytest.mark.parametrize(("length", "steps", "tail"), [(3, 1, 2), (1, 1, 0), (9, 0, 0), (9, 1, -1)])
+def test_sizes_that_do_not_fit(length: int, steps: int, tail: int) -> None:
+    with pytest.raises(ValueError, match=f"do not fit {length} tokens, got {steps} and {tail}"):
+        decoded(tiny("llama"), tokens(length), steps=steps, tail=tail)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from artifacts import HeadwiseError
 from profiling.inside.oracle import choosing, oracle, top_k_attention
 from tests.profiling.conftest import tiny
 
@@ -82,3 +83,11 @@ def test_without_a_choice_a_model_answers_as_it_is(family: str) -> None:
                 for part in ids[:, -9:].split([6, 1, 1, 1], 1)
             ]
     torch.testing.assert_close(torch.cat(rows, dim=1), dense[:, -9:], atol=1e-4, rtol=1e-3)
+
+
+def test_a_density_that_is_none() -> None:
+    with (
+        pytest.raises(HeadwiseError, match="density must be above 0 and at most 1, got 0"),
+        oracle(tiny("llama"), 0),
+    ):
+        pass

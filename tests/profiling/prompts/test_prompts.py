@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from artifacts import HeadwiseError
-from profiling.prompts.prompt import make_prompts, parse_task
+from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
 from profiling.prompts.tokens import Encoder
 from tests.profiling.tokenizers import MAKERS, byte_level
 
@@ -187,3 +187,15 @@ def test_prose_needs_no_file_and_its_stretches_are_apart(tokenizer: Any) -> None
     assert made != make_prompts("prose", tokenizer, length=length, samples=samples, seed=4)
     pieces = [{prompt.input_ids[at : at + 300] for at in range(1, length - 300)} for prompt in made]
     assert all(a.isdisjoint(b) for a, b in itertools.combinations(pieces, 2))
+
+
+def test_digest_knows_ids_and_answers() -> None:
+    one = digest([Prompt((1, 2), "a")])
+    others = [
+        [Prompt((1, 2), None)],
+        [Prompt((2, 1), "a")],
+        [Prompt((12,), "a")],
+        [Prompt((1,), "a"), Prompt((2,), "a")],
+    ]
+    assert re.fullmatch(r"[0-9a-f]{64}", one)
+    assert len({one, *map(digest, others)}) == 5

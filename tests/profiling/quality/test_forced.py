@@ -118,3 +118,18 @@ def test_a_task_may_allow_longer_answers() -> None:
 def test_a_forced_choice_compares_eight_at_most() -> None:
     many = Prompt((1,), "last", choices=(*"abcdefghij", "last"))
     assert compared(many) == (*"abcdefg", "last")
+
+
+def test_no_space_comes_twice() -> None:
+    tokenizer = byte_level()
+    ids = tuple(tokenizer("The key is ", add_special_tokens=False)["input_ids"])
+    assert tokenizer.decode(answer_ids(tokenizer, Prompt(ids, "12"))) == "12"
+    assert tokenizer.decode(answer_ids(tokenizer, Prompt(ids[:-1], "12"))) == " 12"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"turn": 3}, {"turn": -1}, {"scored": ((0, 1),)}, {"scored": ((1, 4),)}]
+)
+def test_a_turn_or_a_range_beyond_the_prompt(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"turn must be|scored ranges"):
+        Prompt((1, 2, 3), None, **wrong)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import kl_div
 
+from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
@@ -179,3 +180,12 @@ def test_what_a_pass_made_anyway_is_taken(model: Any, one: TokenSequence) -> Non
     known.know(0, dense[known.positions(0)], nll, likeliest)
     for name, value in vars(alone.losses(0, plans())).items():
         np.testing.assert_allclose(getattr(known.losses(0, plans()), name), value, atol=5e-3)
+
+
+def test_a_model_without_logits_to_keep_is_refused(one: TokenSequence) -> None:
+    class Whole(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> None:
+            raise AssertionError
+
+    with pytest.raises(HeadwiseError, match="Whole has no logits_to_keep"):
+        Reference(Whole(), [one])

@@ -41,3 +41,10 @@ def test_agreement_is_the_correlation_above_the_diagonal() -> None:
     for mass in (one, other):
         mass[2] = mass[:, 2] = np.nan
     assert np.isfinite(agreement([one, other])).all()
+
+
+def test_too_few_layers_to_agree() -> None:
+    mass = np.full((3, 3), np.nan)
+    mass[0, 2] = 0.5
+    assert np.isnan(agreement([mass, mass])).all()
+    assert agreement([mass]).shape == (1, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from artifacts import HeadwiseError
 from profiling.speed.baselines import (
     KERNEL,
     MODEL,
@@ -96,3 +97,8 @@ def test_bounds_hold_the_median_as_often_as_they_say(count: int, low: int, high:
     """By the table of the sign test: of 8 the second and the seventh would hold it in 93% alone."""
     found = ratio_of_pairs([float(n) for n in range(1, count + 1)], [1.0] * count)
     assert (found.low, found.high) == (low, high)
+
+
+def test_times_that_make_no_pairs() -> None:
+    with pytest.raises(HeadwiseError, match="2 and 1 times cannot be paired"):
+        ratio_of_pairs([1.0, 2.0], [1.0])
