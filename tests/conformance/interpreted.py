@@ -4,20 +4,21 @@ In float32 and float16: of bfloat16 the interpreter cuts off bits, and the code 
 
     TRITON_INTERPRET=1 python -m tests.conformance.interpreted OP NAME ...
 
-gives for each case the largest of its errors in units of what is allowed.
+gives for each case the largest of its errors in units of what is allowed; of "extremes" the faults.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from tests.conformance import attention_cases, builder_cases, decode_cases
+from tests.conformance import attention_cases, builder_cases, decode_cases, extremes
+from tests.conformance.extremes import INF, NAN
 from tests.conformance.triton_memory import memory_checked
 
 HOST = torch.device("cpu")
@@ -119,12 +120,31 @@ def builders(name: str) -> float:
     return max(builder_cases.error(name, HOST)) / allowed
 
 
+def faults_of_extremes() -> Iterator[str]:
+    """Faults of bad numbers and huge logits in every op."""
+    sizes: dict[str, Any] = {"q_len": 70, "k_len": 140, "batch": 1}
+    # A key that every query tile may see, and one that only the last does.
+    plain = extremes.call("attention", "triton", form="no lists", **sizes)
+    yield from extremes.reached(plain, ("value", 100, NAN), ("query", 35, NAN))
+    cut = extremes.call("attention", "triton", form="parts", window=70, **sizes)
+    yield from extremes.reached(cut, ("value", 139, -INF), ("key", 100, NAN))
+    step = extremes.call("decode", "triton", q_len=6, k_len=140, batch=1)
+    yield from extremes.reached(step, ("value", 137, NAN), ("key", 137, NAN))
+    prompt = extremes.call("scores", "triton", **sizes)
+    yield from extremes.reached(prompt, ("value", 100, NAN))
+    for op in extremes.OPS:
+        yield extremes.wrong_where_huge(op, "triton", 70, 3e9, torch.float32)
+
+
 def main(op: str, *names: str) -> None:
     torch.set_num_threads(1)
     # torch.empty gives NaN from here on.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     with memory_checked():
+        if op == "extremes":
+            print(json.dumps([fault for fault in faults_of_extremes() if fault]))
+            return
         error = {"attention": attention, "decode": decode, "builders": builders}[op]
         print(json.dumps({name: error(name) for name in names}))
 

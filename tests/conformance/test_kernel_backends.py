@@ -77,6 +77,11 @@ def test_triton_interpreted_in_every_case(op: str) -> None:
     assert {name: error for name, error in errors.items() if not error <= 1} == {}
 
 
+@pytest.mark.slow
+def test_extremes_in_triton() -> None:
+    assert interpret(interpreted.__name__, "extremes") == []
+
+
 @contextmanager
 def threads(number: int) -> Iterator[None]:
     torch.set_num_threads(number)
