@@ -159,6 +159,7 @@ def test_wheel_with_theirs(wheel: Path, tmp_path: Path) -> None:
     assert run(WITH_THEIRS, site, cwd=tmp_path) == "both"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_wheel_without_theirs(wheel: Path, tmp_path: Path) -> None:
     site = farm(tmp_path / "site", theirs=False)
@@ -167,6 +168,7 @@ def test_wheel_without_theirs(wheel: Path, tmp_path: Path) -> None:
 
 
 @needs_theirs
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_editable_with_theirs(sources: Path, tmp_path: Path) -> None:
     site = farm(tmp_path / "site", theirs=True)

@@ -73,7 +73,9 @@ def test_a_batch_is_its_sequences_each_by_the_index_as_a_mask(
 @pytest.mark.parametrize(
     ("family", "changes", "layouts"),
     [
-        ("Llama", {"num_hidden_layers": 1}, ("right", "left")),
+        pytest.param(
+            "Llama", {"num_hidden_layers": 1}, ("right", "left"), marks=pytest.mark.exhaustive
+        ),
         ("Gemma3", {"num_hidden_layers": 2, **HYBRID}, ("left",)),
         pytest.param("GptOss", {}, ("alike and empty", "right"), marks=pytest.mark.exhaustive),
     ],

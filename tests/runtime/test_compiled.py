@@ -50,6 +50,7 @@ def test_decode_in_static_slots_is_the_graphs_it_was(
     assert tokens == expected
 
 
+@pytest.mark.exhaustive
 def test_lengths_may_change_and_packed_prompts_are_dense(
     graphs: Any, build: Any, apply: Any, ids: Any, warnings: Any
 ) -> None:
@@ -94,7 +95,7 @@ exhaustive = pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "section",
     [
-        "packed",
+        pytest.param("packed", marks=exhaustive),
         "kv_cache",
         pytest.param(None, marks=exhaustive),
         pytest.param("decode", marks=exhaustive),

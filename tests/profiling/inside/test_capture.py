@@ -132,6 +132,7 @@ def test_a_chunked_layer_is_local() -> None:
     torch.testing.assert_close(got[0], expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_memory_grows_linearly_with_the_prompt() -> None:
     """A bool mask of 12,000 x 12,000 would be 137 MiB, for sliding-window layers too.
 

@@ -105,6 +105,7 @@ def test_calibration_refuses_a_length_as_the_gate_does() -> None:
         calibration_prompts(replace(config, tasks=("chain",)), loaded, 256)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_default_tasks_are_made_at_128k_tokens() -> None:
