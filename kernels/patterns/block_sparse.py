@@ -150,9 +150,10 @@ def select(
             # No row of the chunk sees a tile outside these.
             seen = slice(max(first + some.start - reach, 0), first + some.stop)
             own = torch.arange(some.start, some.stop, device=device)[:, None] + (first - seen.start)
+            tile = torch.arange(seen.stop - seen.start, device=device)
             if parts == 1:
                 scores = _products(
-                    queries[:, :, some], keys[:, :, seen], own, reach, patterns, scale
+                    queries[:, :, some], keys[:, :, seen], tile, own, reach, patterns, scale
                 )
             else:
                 scores = _masses(
@@ -166,7 +167,7 @@ def select(
                     reach=reach,
                     scale=scale,
                 )
-            best = _best_tiles(scores, own, reach, seen.start == 0, patterns)
+            best = _best_tiles(scores, tile, own, reach, seen.start == 0, patterns)
             # Place 0 is the own tile, then come those that are seen.
             put(
                 tiles,
@@ -193,6 +194,7 @@ def _present(parts: int, lead: int, q_len: int) -> range:
 def _products(
     queries: Tensor,
     keys: Tensor,
+    tile: Tensor,
     own: Tensor,
     reach: int,
     patterns: Sequence[BlockSparse],
@@ -200,8 +202,8 @@ def _products(
 ) -> Tensor:
     """Scores (B, h, rows, 1 + tiles) of single means: products, or masses for a coverage.
 
-    own: (rows, 1), the row's own among the tiles. Column 0 is left for it."""
-    tile = torch.arange(keys.shape[2], device=own.device)
+    tile: (tiles), their numbers from 0. own: (rows, 1), the row's own among them. Column 0 is left
+    for it."""
     scores = torch.empty(
         *queries.shape[:3], keys.shape[2] + 1, dtype=torch.float32, device=own.device
     )
@@ -263,6 +265,7 @@ def _masses(
 
 def _best_tiles(
     scores: Tensor,
+    tile: Tensor,
     own: Tensor,
     reach: int,
     from_first: bool,
@@ -270,10 +273,9 @@ def _best_tiles(
 ) -> Tensor:
     """The best tiles for some rows, without their own: (B, h, rows, any width).
 
-    They are counted from 1. scores: (B, h, rows, 1 + tiles), of which column 0 is overwritten. own:
-    (rows, 1), the row's own among the tiles. from_first: whether these begin with the first tile of
-    all."""
-    tile = torch.arange(scores.shape[3] - 1, device=own.device)
+    They are counted from 1. scores: (B, h, rows, 1 + tiles), of which column 0 is overwritten.
+    tile: (tiles), their numbers from 0. own: (rows, 1), the row's own among them. from_first: True
+    if these begin with the first tile of all."""
     # The own tile takes part in front of all others: it is always among the best, and its mass
     # counts.
     scores[..., :1] = scores[..., 1:].gather(-1, own.expand(*scores.shape[:3], 1))

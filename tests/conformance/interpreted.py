@@ -132,7 +132,7 @@ def faults_of_extremes() -> Iterator[str]:
     yield from extremes.reached(step, ("value", 137, NAN), ("key", 137, NAN))
     prompt = extremes.call("scores", "triton", **sizes)
     yield from extremes.reached(prompt, ("value", 100, NAN))
-    for op in ("decode", "scores"):
+    for op in extremes.OPS:
         yield extremes.wrong_where_huge(op, "triton", 70, 3e9, torch.float32)
 
 

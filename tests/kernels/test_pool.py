@@ -158,8 +158,9 @@ def interpreted() -> dict[str, int]:
     device = torch.device("cpu")
     found = {}
     with memory_checked() as launched:
-        total, found["D 80"] = differences(LAYER, device, 80)
-        assert total > 500
+        for dim in (16, 80):
+            total, found[f"D {dim}"] = differences(LAYER, device, dim)
+            assert total > 500
         with mock.patch("kernels.patterns.cpu.serves", return_value=False):
             found["pages"] = differing_in_pages(Build(q_len=100, k_len=300, page=37))
     assert {"means_kernel", "tile_masses_kernel"} <= set(launched)
