@@ -25,7 +25,8 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ("device", "kernels", "tests", "attention", "decode", "model")
-TESTS = ("tests/kernels/test_gpu.py", "tests/kernels/test_gpu_decode.py")
+TESTS = ("-m", "gpu and core", "tests/kernels/test_gpu.py", "tests/kernels/test_gpu_decode.py")
+REHEARSED_TESTS = ("-k", "growth", "tests/kernels/test_growth.py")
 PACKAGES = ("headwise", "torch", "triton", "transformers")
 LENGTHS = (8192, 32_768, 131_072)
 # What a rehearsal's processes run with.
@@ -71,11 +72,11 @@ def main() -> int:
         print(json.dumps(report["steps"][step], indent=1)[:4000], flush=True)
         (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     failed = [step for step, found in report["steps"].items() if "failed" in found]
-    print(
-        f"wrote {options.out / 'report.json'}"
-        + (f"; failed: {', '.join(failed)}" if failed else "")
-    )
-    return 3 if failed else 0
+    print(f"wrote {options.out / 'report.json'}")
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+        return 3
+    return 0
 
 
 def apart(step: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -87,21 +88,16 @@ def apart(step: str, options: argparse.Namespace) -> dict[str, Any]:
     if options.rehearse:
         environment |= INTERPRETED
     if step == "tests":
-        which = ["-k", "growth"] if options.rehearse else ["-m", "gpu and core"]
-        files = ["tests/kernels/test_growth.py"] if options.rehearse else TESTS
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which, *files]
+        tests = TESTS
+        if options.rehearse:
+            tests = REHEARSED_TESTS
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     else:
-        command = [
-            sys.executable,
-            __file__,
-            "--out",
-            str(options.out),
-            "--steps",
-            step,
-            "--in-process",
-        ]
-        command += ["--device", options.device, *(["--rehearse"] if options.rehearse else [])]
+        command = [sys.executable, __file__, "--out", str(options.out), "--in-process"]
+        command += ["--steps", step, "--device", options.device]
         command += ["--lengths", *map(str, options.lengths)]
+        if options.rehearse:
+            command.append("--rehearse")
     try:
         done = subprocess.run(
             command,
@@ -116,11 +112,12 @@ def apart(step: str, options: argparse.Namespace) -> dict[str, Any]:
     (options.out / f"{step}.log").write_text(done.stdout + done.stderr)
     lines = done.stdout.strip().splitlines()
     if step == "tests":
+        last = "pytest said nothing"
         if lines:
             last = lines[-1]
-        else:
-            last = "pytest said nothing"
-        return {"result": last} if done.returncode == 0 else {"failed": last}
+        if done.returncode:
+            return {"failed": last}
+        return {"result": last}
     if done.returncode:
         errors = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
         return {"failed": errors[-1]}
@@ -138,25 +135,30 @@ def measured(
     import speed
     import torch
 
-    dtype = "float16" if small else "bfloat16"
     if small:
         device = "cpu"
-    if not small and not torch.cuda.is_available():
-        raise SystemExit("torch finds no GPU; --rehearse runs the same on the CPU")
+        sizes = speed.rehearsed_sizes()
+        inputs = checks.Inputs(device=device, dtype=torch.float16, length=130, head_dim=64)
+        names = checks.REHEARSED
+    else:
+        if not torch.cuda.is_available():
+            raise SystemExit("torch finds no GPU; --rehearse runs the same on the CPU")
+        sizes = speed.measured_sizes(lengths)
+        inputs = checks.Inputs(device=device)
+        names = tuple(checks.CHECKS)
     with ExitStack() as stack:
         if small:
             stack.enter_context(as_on_gpu())
         if step == "device":
-            return {**facts(device), **speed.rates(device, dtype, small)}
+            return {**facts(device), **speed.rates(device, sizes)}
         if step == "kernels":
-            inputs = checks.Inputs(device=device)
-            if small:
-                inputs = checks.Inputs(device=device, dtype=torch.float16, length=130, head_dim=64)
-            found = checks.run(inputs, checks.REHEARSED if small else tuple(checks.CHECKS))
-            wrong = [name for name, row in found["rows"].items() if "failed" in row]
-            return found | ({"failed": ", ".join(wrong)} if wrong else {})
+            result = checks.run(inputs, names)
+            wrong = [name for name, row in result["rows"].items() if "failed" in row]
+            if wrong:
+                result["failed"] = ", ".join(wrong)
+            return result
         run = {"attention": speed.attention, "decode": speed.decode, "model": speed.model}[step]
-        return {"rows": run(device, dtype, small, lengths)}
+        return {"rows": run(device, sizes)}
 
 
 def as_on_gpu() -> ExitStack:

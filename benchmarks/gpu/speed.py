@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import transformers
 
 from artifacts import Artifact, AShape, BlockSparse, Imported, Prefill, VerticalSlash
 from artifacts.schema.patterns import PatternRecord
-from kernels.patterns import LayerPlan, make
+from kernels.patterns import LayerPlan, Pattern, make
 from profiling.speed.attention_speed import measure, paper_patterns, patterns_for
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds
 from profiling.speed.config import Size
@@ -45,7 +45,7 @@ SHAPES = {
         "head_dim": 128,
     },
 }
-TINY = {
+_TINY = {
     "hidden_size": 128,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -57,20 +57,90 @@ TINY = {
 }
 
 
-def size_of(length: int, device: str, dtype: str, small: bool) -> Size:
-    """The attention of an 8B model's layer at that length; a tiny one in a rehearsal."""
-    heads, kv_heads, head_dim = (2, 1, 64) if small else (32, 8, 128)
-    return Size(
-        length=length, head_dim=head_dim, heads=heads, kv_heads=kv_heads, dtype=dtype, device=device
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is measured, and how often.
+
+    matrix: rows and columns of the products. copied: bytes of a copy. heads, kv_heads, head_dim: of
+    a layer's attention. chosen: keys that a token reads in sparse decode. lengths: in tokens, of
+    attention, decode and prefills. models: shapes by name."""
+
+    dtype: str
+    matrix: int
+    copied: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    patterns: Sequence[Pattern]
+    chosen: int
+    attention_lengths: Sequence[int]
+    decode_lengths: Sequence[int]
+    prefill_lengths: Sequence[int]
+    models: Mapping[str, Mapping[str, Any]]
+    attention_repeats: int
+    decode_repeats: int
+    prefill_repeats: int
+
+    def layer(self, length: int, device: str) -> Size:
+        """A layer's attention at this length."""
+        return Size(
+            length=length,
+            head_dim=self.head_dim,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            dtype=self.dtype,
+            device=device,
+        )
+
+
+def measured_sizes(lengths: Sequence[int]) -> Sizes:
+    """Sizes of an 8B model's layer, and both models."""
+    return Sizes(
+        dtype="bfloat16",
+        matrix=8192,
+        # Larger than any cache of the second level.
+        copied=2**31,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        patterns=paper_patterns(),
+        chosen=2048,
+        attention_lengths=lengths,
+        decode_lengths=lengths,
+        prefill_lengths=lengths,
+        models=SHAPES,
+        attention_repeats=3,
+        decode_repeats=20,
+        prefill_repeats=3,
     )
 
 
-def rates(device: str, dtype: str, small: bool) -> dict[str, Any]:
+def rehearsed_sizes() -> Sizes:
+    """Tiny sizes, for Triton's interpreter."""
+    return Sizes(
+        dtype="float16",
+        matrix=256,
+        copied=2**20,
+        heads=2,
+        kv_heads=1,
+        head_dim=64,
+        patterns=patterns_for(130, 0.3)[:3],
+        chosen=64,
+        attention_lengths=(130,),
+        decode_lengths=(200,),
+        prefill_lengths=(70,),
+        models={"tiny": _TINY},
+        attention_repeats=0,
+        decode_repeats=1,
+        prefill_repeats=0,
+    )
+
+
+def rates(device: str, sizes: Sizes) -> dict[str, Any]:
     """Bytes a second of a copy, read and written, and operations a second of matrix products."""
-    n = 256 if small else 8192
-    a = torch.randn(n, n, device=device).to(getattr(torch, dtype))
-    # Larger than any cache of the second level.
-    source = torch.empty((1 if small else 2048) * 2**20, dtype=torch.uint8, device=device)
+    n = sizes.matrix
+    a = torch.randn(n, n, device=device).to(getattr(torch, sizes.dtype))
+    source = torch.empty(sizes.copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     runs = {"copy": lambda: target.copy_(source), "product": lambda: a @ a}
     seconds = medians(in_turn(runs, repeats=5, device=device))
@@ -80,18 +150,14 @@ def rates(device: str, dtype: str, small: bool) -> dict[str, Any]:
     }
 
 
-def attention(device: str, dtype: str, small: bool, lengths: Sequence[int]) -> list[dict[str, Any]]:
+def attention(device: str, sizes: Sizes) -> list[dict[str, Any]]:
     """Time a layer's attention by published patterns, each compared with the reference first."""
-    found = []
-    for length in (130,) if small else lengths:
-        size = size_of(length, device, dtype, small)
-        if small:
-            patterns = patterns_for(length, 0.3)[:3]
-        else:
-            patterns = paper_patterns()
-        for speed in measure(size, patterns, repeats=0 if small else 3):
+    rows = []
+    for length in sizes.attention_lengths:
+        size = sizes.layer(length, device)
+        for speed in measure(size, sizes.patterns, repeats=sizes.attention_repeats):
             took = speed.sparse_seconds + speed.build_seconds
-            found.append(
+            rows.append(
                 {
                     "length": length,
                     **asdict(speed),
@@ -99,45 +165,43 @@ def attention(device: str, dtype: str, small: bool, lengths: Sequence[int]) -> l
                     "operations a second": speed.flops / speed.sparse_seconds,
                 }
             )
-    return found
+    return rows
 
 
-def decode(device: str, dtype: str, small: bool, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Time a token over all and over 2,048 chosen keys, compared with the reference first."""
-    found = []
-    for length in (200,) if small else lengths:
-        size = size_of(length, device, dtype, small)
-        speed = measure_decode(size, chosen=64 if small else 2048, repeats=1 if small else 20)
-        found.append({"length": length, **asdict(speed)})
-    return found
+def decode(device: str, sizes: Sizes) -> list[dict[str, Any]]:
+    """Time a token over all and over chosen keys, compared with the reference first."""
+    rows = []
+    for length in sizes.decode_lengths:
+        size = sizes.layer(length, device)
+        speed = measure_decode(size, chosen=sizes.chosen, repeats=sizes.decode_repeats)
+        rows.append({"length": length, **asdict(speed)})
+    return rows
 
 
-def model(device: str, dtype: str, small: bool, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Prefills of two shapes with random weights, densely and with patterns, interleaved.
+def model(device: str, sizes: Sizes) -> list[dict[str, Any]]:
+    """Prefills of shapes with random weights, densely and with patterns, interleaved.
 
     Half of the heads are vertical-slash, a quarter each A-shape and block-sparse, each at a density
     of about a quarter, a search's default budget. Seconds do not depend on the weights, but for the
     density of vertical-slash, whose best diagonals lie scattered here."""
-    shapes = {"tiny": TINY} if small else SHAPES
-    return [
-        row
-        for name, shape in shapes.items()
-        for row in _prefills(name, shape, device, dtype, (70,) if small else lengths)
-    ]
+    rows = []
+    for name, shape in sizes.models.items():
+        rows += _prefills(name, shape, device, sizes)
+    return rows
 
 
 @torch.no_grad()
 def _prefills(
-    name: str, shape: dict[str, Any], device: str, dtype: str, lengths: Sequence[int]
+    name: str, shape: Mapping[str, Any], device: str, sizes: Sizes
 ) -> list[dict[str, Any]]:
     """Seconds of a shape's prefills at each length; the longest are timed once."""
     config = transformers.LlamaConfig(**shape)
     with torch.device(device):
         made = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype)
+            config, dtype=getattr(torch, sizes.dtype)
         ).eval()
-    found = []
-    for length in lengths:
+    rows = []
+    for length in sizes.prefill_lengths:
         headwise = Headwise(_artifact(made, length))
         contexts = {
             MODEL: lambda: dense(made, MODEL),
@@ -147,23 +211,23 @@ def _prefills(
             ),
         }
         ids = torch.randint(3, 90, (1, length), device=device)
-        repeats = 1 if length > 65_536 else 3
-        if name == "tiny":
-            repeats = 0
+        repeats = sizes.prefill_repeats
+        if length > 65_536:
+            repeats = 1
         seconds = interleaved(
             contexts, lambda ids=ids: prefill(made, ids), repeats=repeats, device=device
         )
         speedup = of_rounds(seconds, HEADWISE)
-        found.append(
+        rows.append(
             {
                 "shape": name,
                 "length": length,
-                "density": _density(config, length, device, dtype),
+                "density": _density(config, length, device, sizes.dtype),
                 "seconds": seconds,
                 "times the fastest dense": speedup.value,
             }
         )
-    return found
+    return rows
 
 
 def _patterns(length: int) -> dict[str, PatternRecord]:
