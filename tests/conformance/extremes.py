@@ -16,7 +16,8 @@ from kernels.attention import launch, triton
 from kernels.decode import decode_attention
 from kernels.index import no_lists
 from kernels.patterns import LayerPlan, make
-from tests.conformance.attention_cases import TOLERANCES, difference
+from tests.conformance.attention_cases import TOLERANCES
+from tests.conformance.tensors import difference
 
 NAN = float("nan")
 INF = float("inf")

@@ -2,9 +2,11 @@
 
 In float32 and float16: of bfloat16 the interpreter cuts off bits, and the code is the same.
 
-    TRITON_INTERPRET=1 python -m tests.conformance.interpreted OP NAME ...
+    TRITON_INTERPRET=1 python -m tests.conformance.interpreted kept
 
-gives for each case the largest of its errors in units of what is allowed; of "extremes" the faults.
+runs what `make test` does, by the sort of what is checked: for each case the largest of its errors
+in units of what is allowed, faults of extremes, and reports of the check of memory. With
+OP NAME ... it runs these cases.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from typing import Any
 
 import torch
 
-from tests.conformance import attention_cases, builder_cases, decode_cases, extremes
+from tests.conformance import (
+    attention_cases,
+    builder_cases,
+    decode_cases,
+    extremes,
+    interpreter_cases,
+)
 from tests.conformance.extremes import INF, NAN
 from tests.conformance.triton_memory import memory_checked
 
@@ -63,8 +71,9 @@ KEPT = {
         "means, 5 missing, D 80, batch 2",
         "choice of 130",
         "choice of 70000",
-        "pages: 70 of 140, pages of 37",
-        "tables, 2 query tiles, window 300",
+        "pages: 10 of 140, pages of 37",
+        "pools: 20 of 1301, window None, D 16",
+        "pools: 130 of 405, window 130, D 80",
     ),
 }
 ALL = {
@@ -82,7 +91,7 @@ ALL = {
         *builder_cases.MEANS,
         *builder_cases.CHOICES,
         *(name for name, case in builder_cases.PAGED.items() if case.dtype == torch.float16),
-        *builder_cases.TABLES,
+        *builder_cases.POOLS,
     ),
 }
 
@@ -126,7 +135,9 @@ def faults_of_extremes() -> Iterator[str]:
     # A key that every query tile may see, and one that only the last does.
     plain = extremes.call("attention", "triton", form="no lists", **sizes)
     yield from extremes.reached(plain, ("value", 100, NAN), ("query", 35, NAN))
-    cut = extremes.call("attention", "triton", form="parts", window=70, **sizes)
+    cut = extremes.call(
+        "attention", "triton", form="parts", window=70, q_len=10, k_len=140, batch=1
+    )
     yield from extremes.reached(cut, ("value", 139, -INF), ("key", 100, NAN))
     step = extremes.call("decode", "triton", q_len=6, k_len=140, batch=1)
     yield from extremes.reached(step, ("value", 137, NAN), ("key", 137, NAN))
@@ -136,18 +147,26 @@ def faults_of_extremes() -> Iterator[str]:
         yield extremes.wrong_where_huge(op, "triton", 70, 3e9, torch.float32)
 
 
+ERRORS = {"attention": attention, "decode": decode, "builders": builders}
+
+
 def main(op: str, *names: str) -> None:
     torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    if op == "kept":
+        found["memory"] = interpreter_cases.reports()
     # torch.empty gives NaN from here on.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     with memory_checked():
-        if op == "extremes":
-            print(json.dumps([fault for fault in faults_of_extremes() if fault]))
-            return
-        error = {"attention": attention, "decode": decode, "builders": builders}[op]
-        print(json.dumps({name: error(name) for name in names}))
+        if op == "kept":
+            found["extremes"] = [fault for fault in faults_of_extremes() if fault]
+            for kept, error in ERRORS.items():
+                found[kept] = {name: error(name) for name in KEPT[kept]}
+        else:
+            found[op] = {name: ERRORS[op](name) for name in names}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Memory that is never handed out clean, and layers whose heads differ."""
+"""Memory that is never handed out clean, and builders with native code and without."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
-from kernels.patterns import Pattern
-from tests.kernels.kinds import LAYER
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +33,3 @@ def builder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Builders with their native code, where this machine has it, and in plain torch."""
     if request.param == "torch":
         monkeypatch.setattr("kernels.patterns.cpu.serves", lambda x: False)
-
-
-@pytest.fixture(scope="session")
-def layer_of_unlike_heads() -> tuple[Pattern, ...]:
-    """Every kind, small and large; take as many as there are heads, round and round."""
-    return LAYER

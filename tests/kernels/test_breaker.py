@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels import breaker, dispatch, triton_calls
-from kernels.attention import cpu, sparse_attention, triton, triton_launch
+from kernels.attention import sparse_attention, triton
 from kernels.attention.triton_launch import How
 from kernels.breaker import CannotBuildError, building, failure
 from kernels.decode import cpu as decode
@@ -18,6 +18,7 @@ from kernels.decode import decode_attention
 from kernels.decode import triton as decode_triton
 from kernels.patterns.dense import dense_index
 from kernels.triton_calls import KernelCall
+from tests.kernels.recording import recorded
 
 
 @pytest.fixture(autouse=True)
@@ -28,43 +29,34 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dispatch.say_once.cache_clear()
 
 
-@pytest.mark.parametrize("op", ["attention", "decode"])
 def test_a_build_that_fails_is_tried_once(
-    op: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A CPU in place of a GPU: its fastest backend fails as a Triton build does."""
     tried = []
-    module = cpu if op == "attention" else decode
 
     def fails(*args: object, **how: object) -> None:
         tried.append(1)
-        with building(op, "here"):
+        with building("decode", "here"):
             raise RuntimeError("PassManager::run failed\nat line 3")
 
-    monkeypatch.setattr(module, f"{'sparse' if op == 'attention' else 'decode'}_attention", fails)
-    monkeypatch.setattr(module, "supports", lambda q, k, v: failure(op, "here"))
+    monkeypatch.setattr(decode, "decode_attention", fails)
+    monkeypatch.setattr(decode, "supports", lambda q, k, v: failure("decode", "here"))
     x = torch.randn(1, 2, 5, 16)
-
-    def call(backend: str = "auto") -> torch.Tensor:
-        if op == "attention":
-            return sparse_attention(x, x, x, dense_index(1, 2, 5, 5, x.device), backend=backend)
-        return decode_attention(x, x, x, backend=backend).out
-
-    expected = call("reference")
+    expected = decode_attention(x, x, x, backend="reference")
     reason = "its kernel failed to build: RuntimeError: PassManager::run failed"
     with caplog.at_level(logging.WARNING, "headwise"):
         for _ in range(3):
-            assert torch.equal(call(), expected)
+            assert torch.equal(decode_attention(x, x, x).out, expected.out)
     assert len(tried) == 1
     assert caplog.messages == [f"backend 'cpu' not used: {reason}"]
-    assert dispatch.why_not(x, x, x, op)["cpu"] == reason and breaker.failures() == {
-        f"{op}, here": reason
-    }
-    with pytest.raises(ValueError, match=f"backend 'cpu' cannot serve this call: {reason}"):
-        call("cpu")
-    breaker._failed.clear()
-    with pytest.raises(ValueError, match=f"backend 'cpu' cannot serve this call: {reason}"):
-        call("cpu")
+    assert dispatch.why_not(x, x, x, "decode")["cpu"] == reason
+    assert breaker.failures() == {"decode, here": reason}
+    for known in (True, False):
+        if not known:
+            breaker._failed.clear()
+        with pytest.raises(ValueError, match=f"backend 'cpu' cannot serve this call: {reason}"):
+            decode_attention(x, x, x, backend="cpu")
     assert len(tried) == 2
 
 
@@ -80,29 +72,28 @@ def test_what_a_device_reports_is_no_build_that_failed(error: Exception) -> None
 class Builds:
     """Launches that do nothing, but fail to build where `fails` says so of what is compiled in."""
 
-    def __init__(self, fails: Callable[[How], bool]) -> None:
+    def __init__(self, fails: Callable[[dict[str, Any]], bool]) -> None:
         self.fails = fails
         self.tried: list[How] = []
 
     def __call__(self, call: KernelCall) -> None:
         if how := call.constants.get("H"):
             self.tried.append(how)
-            if self.fails(how):
-                raise RuntimeError("out of resource: shared memory")
+        if self.fails(call.constants):
+            raise RuntimeError("out of resource: shared memory")
 
 
 @pytest.fixture
-def builds(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[How], bool]], Builds]:
+def builds() -> Iterator[Callable[..., Builds]]:
     """builds(fails): attention is Triton's on the CPU, its builds fail so."""
-    monkeypatch.setattr(triton_launch, "_INTERPRETED", True)
-    monkeypatch.setattr(dispatch, "_by_device", lambda kind: dispatch.BACKENDS)
+    with recorded(), pytest.MonkeyPatch.context() as patch:
 
-    def builds(fails: Callable[[How], bool]) -> Builds:
-        made = Builds(fails)
-        monkeypatch.setattr(triton_calls, "_run", made)
-        return made
+        def builds(fails: Callable[[dict[str, Any]], bool]) -> Builds:
+            made = Builds(fails)
+            patch.setattr(triton_calls, "_run", made)
+            return made
 
-    return builds
+        yield builds
 
 
 def attend(**how: Any) -> torch.Tensor:
@@ -113,9 +104,9 @@ def attend(**how: Any) -> torch.Tensor:
 
 
 def test_a_variant_that_fails_takes_no_other_with_it(
-    builds: Callable[[Callable[[How], bool]], Builds],
+    builds: Callable[..., Builds],
 ) -> None:
-    made = builds(lambda how: how.window)
+    made = builds(lambda constants: "H" in constants and constants["H"].window)
     for _ in range(2):
         # Another backend serves these, each time; and Triton the others, which nobody computes
         # here.
@@ -130,16 +121,8 @@ def test_a_variant_that_fails_takes_no_other_with_it(
         attend(window=5, backend="triton")
 
 
-def test_decode_that_fails_with_scores_serves_without(
-    builds: Callable[[Callable[[How], bool]], Builds], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    builds(lambda how: False)
-
-    def fails(call: KernelCall) -> None:
-        if call.constants.get("KEEP"):
-            raise RuntimeError("out of resource: registers")
-
-    monkeypatch.setattr(triton_calls, "_run", fails)
+def test_decode_that_fails_with_scores_serves_without(builds: Callable[..., Builds]) -> None:
+    builds(lambda constants: bool(constants.get("KEEP")))
     x = torch.randn(1, 2, 70, 16)
     found, expected = (
         decode_attention(x[:, :, -1:], x, x, scores="sum", backend=name) for name in ("auto", "cpu")
@@ -148,10 +131,24 @@ def test_decode_that_fails_with_scores_serves_without(
     assert decode_triton.supports(x, x, x) is None
 
 
-def test_where_the_least_fails_nothing_is_tried_again(
-    builds: Callable[[Callable[[How], bool]], Builds],
+def test_sums_of_a_prompt_that_do_not_build_are_another_backend_s(
+    builds: Callable[..., Builds],
 ) -> None:
-    made = builds(lambda how: True)
+    builds(lambda constants: "QUERIES" in constants)
+    x = torch.randn(1, 2, 30, 16)
+    for _ in range(2):
+        found = decode_attention(x, x, x, scores="sum")
+        expected = decode_attention(x, x, x, scores="sum", backend="cpu")
+        torch.testing.assert_close(found.scores, expected.scores)
+    assert "failed to build" in str(decode_triton.supports(x, x, x))
+    with pytest.raises(ValueError, match="'triton' cannot serve this call: its kernel failed"):
+        decode_attention(x, x, x, scores="sum", backend="triton")
+
+
+def test_where_the_least_fails_nothing_is_tried_again(
+    builds: Callable[..., Builds],
+) -> None:
+    made = builds(lambda constants: "H" in constants)
     for window in (None, 5):
         torch.testing.assert_close(
             attend(window=window), attend(window=window, backend="reference")

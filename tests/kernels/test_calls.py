@@ -152,36 +152,40 @@ def test_offsets_beyond_two_billion_elements(dtype: torch.dtype) -> None:
     assert torch.equal(out, expected.expand(2, -1, -1, -1))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_decode_queries_that_see_nothing(backend: str) -> None:
-    """Chosen rows behind the query, or none at all: zeros, -inf, and no part in the scores."""
-    q, k, v, _ = inputs(6, 2, length=64)
-    tokens = int32(62, 63)[None]
-    found = decode_attention(q[:, :, -4:], k, v, tokens=tokens, scores="sum", backend=backend)
-    assert (found.out[:, :, :2] == 0).all() and (found.out[:, :, 2:] != 0).all()
-    assert (found.lse[:, :, :2] == float("-inf")).all() and found.lse[:, :, 2:].isfinite().all()
-    assert found.scores is not None and found.scores.sum().item() == pytest.approx(6 * 2)
-    tokens = torch.full((1, 3), PAD, dtype=torch.int32)
-    found = decode_attention(q[:, :, -4:], k, v, tokens=tokens, scores="max", backend=backend)
-    assert (found.out == 0).all() and found.scores is not None and (found.scores == 0).all()
-
-
-def test_gradients_are_refused_not_lost(
-    fresh_notes: None, caplog: pytest.LogCaptureFixture
+def test_auto_falls_back_and_says_so_once(
+    fresh_notes: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     q, k, v, index = inputs()
-    q.requires_grad_()
+    expected = sparse_attention(q, k, v, index, backend="reference")
+    monkeypatch.setattr("kernels.native.build.load", lambda: NO_COMPILER)
     with caplog.at_level(logging.WARNING, "headwise"):
-        out = sparse_attention(q, k, v, index)
-        sparse_attention(q, k, v, index)
-    reason = "it has no backward pass (use torch.no_grad or torch.inference_mode)"
+        for _ in range(3):
+            assert torch.equal(sparse_attention(q, k, v, index), expected)
     assert [r.message for r in caplog.records if "'cpu'" in r.message] == [
-        f"backend 'cpu' not used: {reason}"
+        f"backend 'cpu' not used: {NO_COMPILER}"
     ]
+    for op in ("attention", "decode"):
+        assert dispatch.why_not(q, k, v, op) == {
+            "triton": "it serves tensors on a GPU, not on cpu",
+            "cpu": NO_COMPILER,
+            "reference": None,
+        }
+    with pytest.raises(ValueError, match=r"backend 'cpu' cannot serve this call: no C\+\+ comp"):
+        decode_attention(q[:, :, -3:], k, v, backend="cpu")
+    with pytest.raises(ValueError, match="no C"):
+        cpu.engines(torch.float32)
+
+
+def test_gradients_are_refused_not_lost() -> None:
+    q, k, v, index = inputs()
+    q.requires_grad_()
+    out = sparse_attention(q, k, v, index)
     (out.sum() + decode_attention(q[:, :, -3:], k, v).out.sum()).backward()
     assert q.grad is not None and q.grad.abs().sum() > 0
-    with torch.no_grad():
-        assert cpu.supports(q, k, v) is None
+    for op in (cpu, decode_cpu):
+        assert "it has no backward pass" in str(op.supports(q, k, v))
+        with torch.no_grad():
+            assert op.supports(q, k, v) is None
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode"])
@@ -201,37 +205,6 @@ def test_tangents_are_carried_not_lost(op: str) -> None:
     torch.testing.assert_close(tangent, torch.ones_like(tangent))
     with forward_ad.dual_level(), pytest.raises(ValueError, match="no forward-mode derivative"):
         sparse_attention(q, k, forward_ad.make_dual(v, torch.ones_like(v)), index, backend="cpu")
-
-
-@pytest.mark.parametrize("op", ["attention", "decode"])
-def test_auto_falls_back_and_says_so_once(
-    op: str, fresh_notes: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    q, k, v, index = inputs()
-
-    def attend(backend: str) -> Tensor:
-        if op == "attention":
-            return sparse_attention(q, k, v, index, backend=backend)
-        return decode_attention(q[:, :, -3:], k, v, backend=backend).out
-
-    expected = attend("reference")
-    monkeypatch.setattr("kernels.native.build.load", lambda: NO_COMPILER)
-    with caplog.at_level(logging.WARNING, "headwise"):
-        for _ in range(3):
-            assert torch.equal(attend("auto"), expected)
-    assert [r.message for r in caplog.records if "'cpu'" in r.message] == [
-        f"backend 'cpu' not used: {NO_COMPILER}"
-    ]
-    reasons = dispatch.why_not(q, k, v, op)
-    assert reasons == {
-        "triton": "it serves tensors on a GPU, not on cpu",
-        "cpu": NO_COMPILER,
-        "reference": None,
-    }
-    with pytest.raises(ValueError, match=r"backend 'cpu' cannot serve this call: no C\+\+ comp"):
-        attend("cpu")
-    with pytest.raises(ValueError, match="no C"):
-        cpu.engines(torch.float32)
 
 
 def test_an_engine_that_does_not_serve_is_named() -> None:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from kernels.attention import triton as backend
 from kernels.attention.triton_launch import serves
 from kernels.decode import triton as decode
-from tests.kernels.compiling import (
-    DECODE_VARIANTS,
-    TARGETS,
-    VARIANTS,
-    Build,
-    compile_choice,
-    compile_decode,
-    compile_estimate,
-    compile_for,
-    compile_scores,
-    compile_tables,
-)
+from kernels.patterns import LayerPlan, make
+from kernels.ragged import Ragged
+from kernels.triton_calls import KernelCall
+from tests.conformance import attention_cases, decode_cases
+from tests.conformance.attention_cases import square
+from tests.conformance.tensors import paged
+from tests.kernels.compiling import TARGETS, compiled
+from tests.kernels.recording import recorded
 from tests.sampling import sampled
 
 pytestmark = [
@@ -30,7 +28,48 @@ pytestmark = [
         os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted in this process"
     ),
 ]
+HOST = torch.device("cpu")
 HALF = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def triton() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+
+
+def architecture(target: str) -> str:
+    """The target as launches know it."""
+    return "hip" if target.startswith("gfx") else target
+
+
+def attention(**more: Any) -> attention_cases.Case:
+    return square(256, **{"heads": 4, "kv_heads": 2, "index": "random:2,0,90"} | more)
+
+
+_SERVING: dict[str, Any] = {
+    "dense_tail": 64,
+    "ragged": Ragged.left_padded([256], 256, 256),
+    "page": 16,
+}
+_SKIPPING: dict[str, Any] = {"index": "random:4,0,0", "skip": -0.1}
+# What an index has beside its own tiles, and how K and V lie. Lists are served one query tile a
+# program.
+VARIANTS = {
+    "diagonals": attention(index="random:2,0,0"),
+    "diagonals, columns": attention(),
+    "lists": attention(index="random:1,2,0"),
+    "diagonals, lists, columns": attention(index="random:2,2,90"),
+    "diagonals, columns, pages of 64": attention(page=64),
+    "lists, tail": attention(index="random:1,2,0", dense_tail=64),
+    "diagonals, columns, window": attention(window=100),
+    "diagonals, columns, ragged": attention(ragged=_SERVING["ragged"]),
+    "skipping": attention(**_SKIPPING),
+    "parts of the keys": attention(splits=4),
+    "a serving engine": attention(**_SERVING),
+    "a serving engine, skipping": attention(**_SERVING, **_SKIPPING),
+    "a serving engine, fp8": attention(**_SERVING, cache=torch.float8_e4m3fn),
+    "everything": attention(**_SERVING, index="random:2,2,90", window=100, softcap=30.0),
+}
 PAIRED = "diagonals, columns"
 SERVING = "a serving engine"
 BUILDS = [
@@ -45,92 +84,105 @@ BUILDS = [
 KEPT = [("sm_90", 64, PAIRED, HALF), ("gfx942", 128, SERVING, HALF)]
 
 
-@pytest.fixture(autouse=True)
-def triton() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
+def launched(target: str, case: attention_cases.Case) -> list[KernelCall]:
+    """The launches of a call: tables, attention, and the merge of parts."""
+    given = attention_cases.problem(case, HOST)
+    with recorded(architecture(target)) as calls:
+        backend.sparse_attention(
+            given.q, given.k, given.v, given.index, **given.rest, splits=case.splits
+        )
+    return calls
 
 
-@pytest.mark.parametrize(("target", "head_dim", "variant", "dtype"), sampled(BUILDS, *KEPT))
-def test_attention(target: str, head_dim: int, variant: str, dtype: torch.dtype) -> None:
-    built = compile_for(target, head_dim=head_dim, dtype=dtype, **VARIANTS[variant])
-    assert built.fault(target, dtype) is None
+@pytest.mark.parametrize(("target", "dim", "variant", "dtype"), sampled(BUILDS, *KEPT))
+def test_attention(target: str, dim: int, variant: str, dtype: torch.dtype) -> None:
+    case = replace(VARIANTS[variant], head_dim=dim, v_dim=dim, dtype=dtype)
+    assert compiled(launched(target, case)[1], target).fault(target, dtype) is None
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
-    ("head_dim", "dtype"), [(512, HALF), (128, torch.float32), (256, torch.float32)]
+    ("dim", "dtype"), [(512, HALF), (128, torch.float32), (256, torch.float32)]
 )
-def test_whatever_is_served_fits_the_device(target: str, head_dim: int, dtype: torch.dtype) -> None:
+def test_whatever_is_served_fits_the_device(target: str, dim: int, dtype: torch.dtype) -> None:
     """Beyond 256, and in float32, registers may spill."""
-    built = compile_for(target, head_dim=head_dim, dtype=dtype, **VARIANTS[PAIRED])
+    case = replace(VARIANTS[PAIRED], head_dim=dim, v_dim=dim, dtype=dtype)
+    built = compiled(launched(target, case)[1], target)
     fits = built.shared <= TARGETS[target][1] and not built.empty
-    assert fits == serves(target.replace("gfx942", "hip"), dim=head_dim, itemsize=dtype.itemsize)
+    assert fits == serves(architecture(target), dim=dim, itemsize=dtype.itemsize)
+
+
+BUILDERS = [
+    *((target, 128, None, page) for target in TARGETS for page in (None, 64, 16)),
+    *(("sm_90", 256, None, page) for page in (None, 16)),
+    *(("sm_90", 80, 9, page) for page in (None, 128)),
+    *((target, dim, None, None) for target in TARGETS for dim in (64, 80, 256)),
+]
 
 
 @pytest.mark.parametrize(
-    ("target", "head_dim", "window", "page"),
-    sampled(
-        [
-            *((target, 128, None, page) for target in TARGETS for page in (None, 64, 16)),
-            *(("sm_90", 256, None, page) for page in (None, 16)),
-            *(("sm_90", 80, 9, page) for page in (None, 128)),
-        ],
-        ("sm_90", 80, 9, 128),
-    ),
+    ("target", "dim", "window", "page"),
+    sampled(BUILDERS, ("sm_90", 80, 9, 128), ("gfx942", 256, None, None)),
 )
-def test_estimate(target: str, head_dim: int, window: int | None, page: int | None) -> None:
-    built = compile_estimate(target, head_dim=head_dim, dtype=HALF, window=window, page=page)
-    # Means are no products.
-    assert built.pop("means").spilled == 0
-    for name, one in built.items():
-        assert one.fault(target, HALF) is None, name
+def test_builders(target: str, dim: int, window: int | None, page: int | None) -> None:
+    q = torch.zeros(1, 8, 256, dim, dtype=HALF)
+    k = torch.zeros(1, 2, 16_640, dim, dtype=HALF)
+    how: dict[str, Any] = {"window": window}
+    if page is not None:
+        k, how["block_table"] = paged(k, page)
+        how["k_len"] = 16_640
+    built = {}
+    for last_q in (64, 128):
+        patterns = [
+            *[make("vertical_slash", vertical=50, slash=50, last_q=last_q)] * 2,
+            make("block_sparse", blocks=9),
+            make("block_sparse", blocks=9, pool=16),
+        ]
+        with recorded(architecture(target)) as calls:
+            LayerPlan(patterns * 2, 2).build(q, k, **how)
+        built |= {(call.kernel, *call.constants.values()): call for call in calls}
+    assert {name for name, *_ in built} == {
+        "means_kernel",
+        "tile_masses_kernel",
+        "normalisers_kernel",
+        "masses_kernel",
+        "best_places_kernel",
+    }
+    for (name, *_), call in built.items():
+        build = compiled(call, target)
+        if name in ("normalisers_kernel", "masses_kernel"):
+            assert build.fault(target, HALF) is None, name
+        else:
+            assert build.excess(target, HALF) is None, name
 
 
-@pytest.mark.parametrize(
-    ("target", "head_dim", "softcap"),
-    sampled(
-        [
-            *((target, dim, None) for target in TARGETS for dim in (64, 80, 128, 256, 512)),
-            ("sm_90", 128, 30.0),
-        ],
-        ("sm_90", 128, 30.0),
+def step(**more: Any) -> decode_cases.Case:
+    return decode_cases.Case(**{"k_len": 2048, "heads": 8, "kv_heads": 2, "chosen": 512} | more)
+
+
+BOUNDS: dict[str, Any] = {"starts": (1,), "ends": (1,)}
+# A call, and the scores that it asks for.
+STEPS = {
+    "all keys": (step(), "none"),
+    "tokens, scores": (step(tokens="shared"), "sum"),
+    "tokens, pages of 16, bounds, window, soft-cap, scores": (
+        step(tokens="shared", page=16, window=100, softcap=30.0, **BOUNDS),
+        "max",
     ),
-)
-def test_scores_of_a_prompt(target: str, head_dim: int, softcap: float | None) -> None:
-    built = compile_scores(target, head_dim=head_dim, dtype=HALF, softcap=softcap)
-    assert built.fault(target, HALF) is None
-
-
-@pytest.mark.parametrize("target", sampled(list(TARGETS), "sm_90"))
-def test_choice_and_tables(target: str) -> None:
-    for n, ragged in ((16_385, False), (16_385, True), (129, False)):
-        assert compile_choice(target, n=n, ragged=ragged).spilled == 0
-    assert compile_tables(target).spilled == 0
-
-
-def decode_faults(built: dict[str, Build], target: str, dtype: torch.dtype) -> list[str]:
-    """Faults of builds; four words spilled are the compiler's choice, float32 may spill."""
-    found = []
-    for name, build in built.items():
-        if build.shared > TARGETS[target][1]:
-            found.append(f"{name}: {build.shared} of {TARGETS[target][1]} bytes of shared memory")
-        if build.spilled > 16 and dtype != torch.float32:
-            found.append(f"{name}: {build.spilled} bytes spilled at {build.registers} registers")
-    split = built["split_kernel"].assembly
-    units = ("mma.sync", "wgmma", "tcgen05.mma", "v_mfma")
-    if dtype != torch.float32 and not any(unit in split for unit in units):
-        found.append("no matrix unit")
-    if target.startswith("sm") and "cp.async" not in split:
-        found.append("keys are not copied asynchronously")
-    return found
-
-
-SCORED, WIDEST = list(DECODE_VARIANTS)[2], list(DECODE_VARIANTS)[-1]
+    "pages of 64, bounds": (step(page=64, **BOUNDS), "none"),
+    "64 rows": (step(q_len=16), "none"),
+    "64 rows, tokens, pages of 16, scores": (step(q_len=16, tokens="shared", page=16), "sum"),
+    "a prompt": (step(q_len=256, k_len=256), "sum"),
+    "a prompt, soft-cap": (step(q_len=256, k_len=256, softcap=30.0), "sum"),
+}
+SCORED = "tokens, pages of 16, bounds, window, soft-cap, scores"
+WIDEST = "64 rows, tokens, pages of 16, scores"
 DECODE_BUILDS = [
-    *[("sm_90", 128, name, HALF) for name in DECODE_VARIANTS],
+    *[("sm_90", 128, name, HALF) for name in STEPS],
     *[(target, 128, SCORED, torch.float16) for target in ("sm_80", "sm_100", "gfx942")],
     *[(target, 256, WIDEST, HALF) for target in TARGETS],
+    *[(target, dim, "a prompt", HALF) for target in TARGETS for dim in (64, 80, 128, 256, 512)],
     ("sm_80", 64, WIDEST, HALF),
     ("sm_90", 80, SCORED, HALF),
     ("sm_90", 64, "all keys", torch.float32),
@@ -138,26 +190,40 @@ DECODE_BUILDS = [
 
 
 @pytest.mark.parametrize(
-    ("target", "head_dim", "variant", "dtype"),
-    sampled(DECODE_BUILDS, ("sm_90", 128, SCORED, HALF)),
+    ("target", "dim", "name", "dtype"),
+    sampled(
+        DECODE_BUILDS, ("sm_90", 128, SCORED, HALF), ("sm_90", 128, "a prompt, soft-cap", HALF)
+    ),
 )
-def test_decode(target: str, head_dim: int, variant: str, dtype: torch.dtype) -> None:
-    built = compile_decode(target, head_dim=head_dim, dtype=dtype, **DECODE_VARIANTS[variant])
-    assert decode_faults(built, target, dtype) == []
+def test_decode(target: str, dim: int, name: str, dtype: torch.dtype) -> None:
+    """The builds of a step fit; four words spilled are the compiler's choice."""
+    case, scores = STEPS[name]
+    case = replace(case, head_dim=dim, v_dim=dim, dtype=dtype)
+    qkv, rest, _ = decode_cases.problem(case, HOST)
+    with recorded(architecture(target)) as calls:
+        decode_cases.serve(decode, case)(*qkv, **rest, scores=scores)
+    if name.startswith("a prompt"):
+        assert compiled(calls[-1], target).fault(target, dtype) is None
+        return
+    builds = {call.kernel: compiled(call, target) for call in calls}
+    for kernel, build in builds.items():
+        assert build.excess(target, dtype, spilled=16) is None, kernel
+    split = builds["split_kernel"]
+    units = ("mma.sync", "wgmma", "tcgen05.mma", "v_mfma")
+    assert dtype == torch.float32 or any(unit in split.assembly for unit in units)
+    assert split.waits(target) is None
 
 
 @pytest.mark.exhaustive
 def test_value_dim_may_differ() -> None:
-    sizes: dict[str, Any] = {"head_dim": 192, "v_dim": 128, "dtype": HALF}
-    built = compile_for("sm_90", **sizes, columns=True)
-    assert built.fault("sm_90", HALF) is None
-    assert decode_faults(compile_decode("sm_90", **sizes), "sm_90", HALF) == []
+    case = replace(VARIANTS[PAIRED], head_dim=192, v_dim=128, dtype=HALF)
+    assert compiled(launched("sm_90", case)[1], "sm_90").fault("sm_90", HALF) is None
 
 
 def test_a_growing_cache_compiles_nothing_new() -> None:
     """Sizes that change from step to step are neither constants nor looked at for divisibility."""
 
-    def launches(length: int, chosen: int) -> list[decode.Launch]:
+    def launches(length: int, chosen: int) -> list[KernelCall]:
         q = torch.empty(2, 6, 1, 64)
         k = torch.empty(2, 2, length, 64)
         tokens = torch.zeros(2, chosen, dtype=torch.int32)

@@ -16,7 +16,7 @@ from kernels.dense import dense_attention
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
-from tests.conformance.attention_cases import paged
+from tests.conformance.tensors import paged
 
 
 def inputs(q_len: int, k_len: int, batch: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 
-from kernels.attention import triton_launch
-from kernels.decode import decode_attention, triton
 from kernels.decode.dropping import drop_lowest, ranks, serves
 
 needs_native = pytest.mark.skipif(
     not serves(torch.empty(1)), reason="no native code on this machine"
 )
-
-
-def test_a_kernel_that_does_not_build_is_passed_over():
-    """A kernel that cannot be built is logged, and refused where it is asked for by name."""
-    x = torch.randn(1, 2, 30, 16)
-    failed = mock.patch.dict(
-        "kernels.breaker._failed", {triton._sums_build(x): "it does not build"}
-    )
-    with failed, mock.patch.object(triton_launch, "_INTERPRETED", True):
-        assert triton.supports(x, x, x) == "it does not build"
-        with pytest.raises(ValueError, match="'triton' cannot serve this call: it does not build"):
-            decode_attention(x, x, x, scores="sum", backend="triton")
-    assert triton.supports(x, x, x) == "it serves tensors on a GPU, not on cpu"
-
-
-def test_each_query_of_a_kv_head_adds_up_to_one():
-    q, k, v = torch.randn(1, 9, 100, 64), torch.randn(1, 3, 333, 64), torch.randn(1, 3, 333, 64)
-    sums = decode_attention(q, k, v, scores="sum").scores
-    assert sums is not None
-    torch.testing.assert_close(sums.sum(2), torch.full((1, 3), 300.0))
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

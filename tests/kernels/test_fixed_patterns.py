@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.index import PAD, TILE
+from kernels.index import PAD, TILE, num_tiles
 from kernels.patterns import LayerPlan, freeze, make
 
 LENGTHS = [(1, 1), (63, 63), (1000, 1000), (63, 257), (200, 450)]
@@ -25,7 +23,7 @@ PATTERNS: list[tuple[str, dict[str, Any]]] = [
     ("strided", {"sink": 1, "window": 9999, "stride": 2}),
     ("static", {"columns": (70, 71, 200, 9999), "diagonals": (0, 2, 5, 99)}),
     ("static", {"columns": (), "diagonals": ()}),
-    ("static", {"columns": (0, 500), "diagonals": (1,)}),
+    ("static", {"columns": (0, 257, 450), "diagonals": (1, 5, 8)}),
 ]
 
 
@@ -60,34 +58,9 @@ def test_the_index_is_the_definition(
     index.validate()
     expected = definition(kind, sizes, q_len, k_len)
     assert torch.equal(index.to_mask(), expected.expand(2, 4, -1, -1))
-
-
-def test_heads_of_one_kind_with_unlike_sizes() -> None:
-    q, k = torch.empty(1, len(PATTERNS), 450, 8), torch.empty(1, 1, 700, 8)
-    mask = LayerPlan([make(kind, **sizes) for kind, sizes in PATTERNS], 1).build(q, k).to_mask()
-    for head, (kind, sizes) in enumerate(PATTERNS):
-        assert torch.equal(mask[0, head], definition(kind, sizes, 450, 700)), kind
-
-
-def test_a_layer_of_several_kinds_has_each_head_as_alone() -> None:
-    patterns = [
-        make("a_shape", sink=70, window=130),
-        make("dense"),
-        make("skip_softmax", scale_factor=3.0),
-    ]
-    plan = LayerPlan(patterns, 1)
-    for length in (450, 700):
-        q, k = torch.randn(2, 3, 450, 8), torch.randn(2, 1, length, 8)
-        index = plan.build(q, k)
-        index.validate()
-        assert index.skip is not None
-        for head, pattern in enumerate(patterns):
-            alone = LayerPlan([pattern], 1).build(q[:, [head]], k)
-            assert torch.equal(index.to_mask()[:, head], alone.to_mask()[:, 0])
-            none = torch.full((2,), float("-inf"))
-            assert torch.equal(
-                index.skip[:, head], none if alone.skip is None else alone.skip[:, 0]
-            )
+    # Nothing is named that is not there: native code reads by these numbers.
+    for entries, most in ((index.columns, k_len), (index.diagonals, num_tiles(k_len))):
+        assert bool(((entries < most) | (entries == PAD)).all())
 
 
 def test_a_dense_tail_goes_with_that_of_the_pattern() -> None:
@@ -117,49 +90,23 @@ def test_frozen_on_the_same_prompt_it_is_the_same() -> None:
     frozen.validate()
     mask = index.to_mask()[:1].expand(2, -1, -1, -1)
     assert torch.equal(frozen.to_mask(), mask), "of the first prompt of the batch, for all of them"
-    # The vertical-slash heads list the very same entries.
-    for name in ("columns", "diagonals"):
-        for head in (0, 1):
-            ours, theirs = (getattr(i, name)[0, head] for i in (frozen, index))
-            assert torch.equal(ours[ours < PAD], theirs[theirs < PAD])
 
 
 @pytest.mark.parametrize("length", [1, 63, 500, 1500])
 def test_frozen_it_is_cut_for_shorter_prompts_and_goes_on_for_longer(length: int) -> None:
     index = LayerPlan(FROZEN[:2] * 2, 2).build(*prompt(700))
     frozen = freeze(index)
-    other = LayerPlan(frozen, 2).build(*prompt(length, seed=1))
-    other.validate()
+    # The very same entries, not only the same keys.
+    for head, pattern in enumerate(frozen):
+        assert set(pattern.columns) == set(index.columns[0, head].tolist()) - {PAD}
+        assert set(pattern.diagonals) == set(index.diagonals[0, head].tolist()) - {PAD}
+    mask = LayerPlan(frozen, 2).build(*prompt(length, seed=1)).to_mask()
     for head, pattern in enumerate(frozen):
         sizes = {"columns": pattern.columns, "diagonals": pattern.diagonals}
-        assert torch.equal(other.to_mask()[0, head], definition("static", sizes, length, length))
-        assert set(other.columns[0, head].tolist()) - {PAD} == {
-            c for c in pattern.columns if c < length
-        }
+        assert torch.equal(mask[0, head], definition("static", sizes, length, length))
 
 
 def test_what_lists_tiles_row_by_row_cannot_be_frozen() -> None:
     index = LayerPlan([*FROZEN[:3], make("block_sparse", blocks=3)], 2).build(*prompt(300))
     with pytest.raises(ValueError, match="head 3 lists tiles row by row"):
         freeze(index)
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    st.integers(1, 500),
-    st.integers(1, 500),
-    st.sets(st.integers(0, 700)),
-    st.sets(st.integers(0, 12)),
-)
-def test_any_columns_and_diagonals(
-    k_len: int, q_len: int, columns: set[int], diagonals: set[int]
-) -> None:
-    q_len = min(q_len, k_len)
-    sizes = {"columns": tuple(sorted(columns)), "diagonals": tuple(sorted(diagonals))}
-    index = LayerPlan([make("static", **sizes)], 1).build(
-        torch.empty(1, 1, q_len, 4), torch.empty(1, 1, k_len, 4)
-    )
-    index.validate()
-    assert torch.equal(index.to_mask()[0, 0], definition("static", sizes, q_len, k_len))
-    (again,) = freeze(index)
-    assert set(again.columns) == {c for c in columns if c < k_len} | set(range(min(TILE, k_len)))

@@ -6,7 +6,6 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,11 +28,16 @@ from tests.conformance.decode_cases import (
     run,
     serve,
 )
+from tests.kernels.test_gpu import DEVICE, exact_reference, no_waiting, vast_cache
 from tests.sampling import core
 
+__all__ = ["exact_reference", "vast_cache"]
 pytestmark = pytest.mark.gpu
-DEVICE = torch.device("cuda", 0)
-CASES = {name: case for name, case in (SMALL | LARGE).items() if case.cache is None}
+LONG = {
+    f"20000 keys, D {dim}": Case(k_len=20_000, heads=8, kv_heads=2, head_dim=dim, v_dim=dim)
+    for dim in (64, 80, 96, 128, 256)
+}
+CASES = {name: case for name, case in (SMALL | LARGE | LONG).items() if case.cache is None}
 # One of each sort that the kernels tell apart.
 CORE = (
     *(name for name in interpreted.KEPT["decode"] if name in CASES),
@@ -41,15 +45,6 @@ CORE = (
     "sinks",
     "4097 keys, 32 heads on 8", "4097 keys in pages",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def exact_reference() -> Iterator[None]:
-    """The oracle must not round to tf32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize(
@@ -88,12 +83,8 @@ def test_auto_takes_triton_and_repeats_to_the_bit_with_scores_and_without() -> N
 def test_no_call_waits_for_the_gpu(name: str) -> None:
     qkv, rest, _ = problem(SMALL[name], DEVICE)
     decode_attention(*qkv, **rest, scores="max", backend="triton")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         decode_attention(*qkv, **rest, scores="max", backend="triton")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", core(PROMPTS, "200 of 201", "prompt, D 256"))
@@ -121,34 +112,14 @@ def test_scores_of_a_long_prompt_repeat_to_the_bit() -> None:
     assert close(found, torch.bfloat16), found
 
 
-def test_offsets_beyond_two_billion_elements() -> None:
-    """K and V of 2^32 elements: the last rows lie where a 32-bit offset has wrapped."""
-    length, heads, dim = 2**20, 32, 128
-    if torch.cuda.mem_get_info(DEVICE)[0] < 20 * 2**30:
-        pytest.skip("less than 20 GiB of free GPU memory")
-    torch.manual_seed(0)
-    cache = (
-        torch.empty(1, length, heads, dim, dtype=torch.bfloat16, device=DEVICE)
-        .normal_()
-        .transpose(1, 2)
-    )
+def test_offsets_beyond_two_billion_elements(vast_cache: torch.Tensor) -> None:
+    heads, length, dim = vast_cache.shape[1:]
     q = torch.randn(1, heads, 1, dim, dtype=torch.bfloat16, device=DEVICE)
     tokens = torch.arange(length - 300, length, dtype=torch.int32, device=DEVICE)[None]
     some: dict[str, Any] = {"tokens": tokens, "scores": "sum", "backend": "triton"}
-    found = decode_attention(q, cache, cache, **some)
-    near = cache[:, :, -300:].contiguous()
-    expected = decode_attention(
-        q.float(), near.float(), near.float(), scores="sum", backend="reference"
-    )
+    found = decode_attention(q, vast_cache, vast_cache, **some)
+    near = vast_cache[:, :, -300:].float()
+    expected = decode_attention(q.float(), near, near, scores="sum", backend="reference")
     assert close(errors(found, expected, 1), torch.bfloat16)
-    windowed = decode_attention(q, cache, cache, window=300, backend="triton")
+    windowed = decode_attention(q, vast_cache, vast_cache, window=300, backend="triton")
     assert float((windowed.out.float() - expected.out).abs().max()) <= TOLERANCES[torch.bfloat16][0]
-
-
-def test_long_caches_at_every_head_dim() -> None:
-    for dim in (64, 80, 96, 128, 256):
-        case = Case(
-            k_len=20_000, heads=8, kv_heads=2, head_dim=dim, v_dim=dim, dtype=torch.bfloat16
-        )
-        found = run(case, DEVICE, partial(decode_attention, backend="triton"), "sum")
-        assert close(found, torch.bfloat16), (dim, found)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention import sparse_attention
-from kernels.patterns import Growth, LayerPlan, Pattern, make
+from kernels.patterns import Growth, LayerPlan, make
 from kernels.ragged import Ragged
+from tests.kernels.kinds import LAYER
 
 GROWTH = Growth(
     length=256,
@@ -27,15 +26,12 @@ GROWTH = Growth(
 )
 
 
-def problem(q_len: int, k_len: int, heads: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(1, heads, q_len, 8, generator=generator), torch.randn(
-        1, 2, k_len, 8, generator=generator
-    )
+def problem(q_len: int, k_len: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(1, 16, q_len, 8), torch.randn(1, 2, k_len, 8)
 
 
-def round_about(layer: tuple[Pattern, ...], heads: int = 16) -> list[Pattern]:
-    return [layer[i % len(layer)] for i in range(heads)]
+PATTERNS = [*LAYER, *LAYER[:2]]
 
 
 @pytest.mark.parametrize(
@@ -62,43 +58,24 @@ def test_sizes_at_a_length(k_len: int, vertical: int, slash: int, blocks: int, w
     assert GROWTH.grown(static, k_len) is static
 
 
-@pytest.mark.parametrize(("q_len", "k_len"), [(700, 700), (64, 700)])
-def test_a_layer_is_built_with_the_sizes_of_its_keys(
-    layer_of_unlike_heads: tuple[Pattern, ...], q_len: int, k_len: int
-) -> None:
-    q, k = problem(q_len, k_len)
-    patterns = round_about(layer_of_unlike_heads)
-    index = LayerPlan(patterns, 2, dense_tail=70, growth=GROWTH).build(q, k)
-    written = LayerPlan(
-        [GROWTH.grown(pattern, k_len) for pattern in patterns], 2, dense_tail=70
-    ).build(q, k)
-    assert torch.equal(index.to_mask(), written.to_mask())
-    if q_len == 700:
-        assert not torch.equal(
-            index.to_mask(), LayerPlan(patterns, 2, dense_tail=70).build(q, k).to_mask()
-        )
+def test_a_layer_is_built_with_the_sizes_of_its_keys() -> None:
+    for q_len in (700, 64):
+        q, k = problem(q_len, 700)
+        index = LayerPlan(PATTERNS, 2, dense_tail=70, growth=GROWTH).build(q, k)
+        grown = [GROWTH.grown(pattern, 700) for pattern in PATTERNS]
+        written = LayerPlan(grown, 2, dense_tail=70).build(q, k)
+        assert torch.equal(index.to_mask(), written.to_mask())
 
 
-def test_a_sequence_does_not_depend_on_the_others_of_its_batch(
-    layer_of_unlike_heads: tuple[Pattern, ...],
-) -> None:
+def test_a_sequence_does_not_depend_on_the_others_of_its_batch() -> None:
     lengths = [130, 700, 300]
-    plan = LayerPlan(round_about(layer_of_unlike_heads), 2, growth=GROWTH)
+    plan = LayerPlan(PATTERNS, 2, growth=GROWTH)
     alone = [problem(n, n, seed=n) for n in lengths]
-    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     q, k = (torch.cat(parts, dim=2) for parts in zip(*alone, strict=True))
+    starts = [0, 130, 830, 1130]
     index = plan.build(q, k, ragged=Ragged.packed(starts, starts))
-    out = sparse_attention(q, k, k, index, backend="reference")
-    for s, (own_q, own_k) in enumerate(alone):
-        own = sparse_attention(own_q, own_k, own_k, plan.build(own_q, own_k), backend="reference")
-        torch.testing.assert_close(out[:, :, starts[s] : starts[s + 1]], own)
-
-
-def test_some_kv_heads_grow_as_all_do(layer_of_unlike_heads: tuple[Pattern, ...]) -> None:
-    q, k = problem(300, 600)
-    plan = LayerPlan(round_about(layer_of_unlike_heads), 2, growth=GROWTH)
-    some = plan.of((1,)).build(q[:, 8:], k[:, 1:])
-    assert torch.equal(some.to_mask(), plan.build(q, k).to_mask()[:, 8:])
+    for s, own in enumerate(alone):
+        assert torch.equal(index.sequence(s).to_mask(), plan.build(*own).to_mask())
 
 
 def test_lengths_of_the_same_tiles_share_a_plan_and_few_are_remembered(
@@ -119,37 +96,31 @@ def test_lengths_of_the_same_tiles_share_a_plan_and_few_are_remembered(
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "field", "message"),
+    ("length", "sizes", "message"),
     [
-        ("a_shape", {"sink": 1, "window": 1}, "blocks", "no size 'blocks'; it has: sink, window"),
-        ("block_sparse", {"blocks": 1}, "coverage", "has no size 'coverage'"),
-        ("static", {"columns": (1,), "diagonals": (0,)}, "columns", "'columns'; it has: none"),
+        (64, {"blocks": 1.0}, "no size 'blocks'; it has: sink, window"),
+        (0, {"sink": 1.0}, "length must be at least 1, got 0"),
+        (64, {"sink": 1.5}, "a_shape's sink must be from 0 to 1, got 1.5"),
+        (64, {"sink": float("nan")}, "from 0 to 1, got nan"),
     ],
 )
-def test_only_sizes_grow(kind: str, sizes: dict[str, Any], field: str, message: str) -> None:
-    growth = Growth(length=64, powers={kind: {field: 1.0}})
+def test_growth_that_cannot_be(length: int, sizes: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LayerPlan([make(kind, **sizes)], 1, growth=growth)
+        growth = Growth(length=length, powers={"a_shape": sizes})
+        LayerPlan([make("a_shape", sink=1, window=1)], 1, growth=growth)
 
 
-@pytest.mark.parametrize(
-    ("length", "power", "message"),
-    [
-        (0, 1.0, "length must be at least 1, got 0"),
-        (64, 1.5, "a_shape's sink must be from 0 to 1, got 1.5"),
-        (64, float("nan"), "from 0 to 1, got nan"),
-    ],
-)
-def test_growth_that_cannot_be(length: int, power: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Growth(length=length, powers={"a_shape": {"sink": power}})
+@pytest.mark.parametrize("field", ["columns", "coverage"])
+def test_only_sizes_grow(field: str) -> None:
+    pattern = make("static", columns=(1,), diagonals=(0,))
+    if field == "coverage":
+        pattern = make("block_sparse", blocks=1)
+    growth = Growth(length=64, powers={pattern.kind: {field: 1.0}})
+    with pytest.raises(ValueError, match=f"no size '{field}'; it has: "):
+        LayerPlan([pattern], 1, growth=growth)
 
 
-def test_every_kind_of_the_layer_grows_where_it_can(
-    layer_of_unlike_heads: tuple[Pattern, ...],
-) -> None:
+def test_every_kind_of_the_layer_grows_where_it_can() -> None:
     """The cases above would say little if a kind were missing."""
-    can = {
-        p.kind for p in layer_of_unlike_heads if any("fault" not in f.metadata for f in fields(p))
-    }
+    can = {p.kind for p in LAYER if any("fault" not in f.metadata for f in fields(p))}
     assert can == GROWTH.powers.keys()

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.index import PAD, TILE, SparseIndex, lists, no_lists, num_rows, num_tiles
+from kernels.index import PAD, TILE, SparseIndex, lists, num_tiles
 from kernels.patterns import KINDS, LayerPlan, Pattern, make
+from kernels.ragged import Ragged
 from tests.kernels.kinds import KINDS_DRAWN, LAYER
 
 sizes = st.one_of(st.integers(1, 8), st.integers(1, 700))
@@ -61,9 +62,14 @@ def executed(index: SparseIndex, b: int, head: int, row: int) -> tuple[set[int],
 
 
 @settings(max_examples=60, deadline=None)
-@given(layers(), st.one_of(st.none(), st.integers(1, 200)), st.sampled_from([0, 1, 70]))
+@given(
+    layers(),
+    st.one_of(st.none(), st.integers(1, 200)),
+    st.sampled_from([0, 1, 70, 1000]),
+    st.integers(1, 9),
+)
 def test_invariants(
-    layer: tuple[list[Pattern], int, Tensor, Tensor], window: int | None, tail: int
+    layer: tuple[list[Pattern], int, Tensor, Tensor], window: int | None, tail: int, most: int
 ) -> None:
     patterns, kv_heads, q, k = layer
     index = LayerPlan(patterns, kv_heads, dense_tail=tail).build(q, k, window=window)
@@ -85,16 +91,23 @@ def test_invariants(
         assert (mask[..., :TILE] == causal[:, :TILE]).all(), (
             "a query that does not see the whole first tile"
         )
+        last = min(tail, q_len)
+        assert (mask[:, :, q_len - last :] == causal[q_len - last :]).all(), "a tail that is not"
+    without = LayerPlan(patterns, kv_heads).build(q, k, window=window).to_mask()
+    first = max(k_len - tail, 0) // TILE * TILE - offset if tail else q_len
+    first = max(first, 0)
+    assert torch.equal(mask[:, :, :first], without[:, :, :first]), "a tail that changes other rows"
 
+    dense = LayerPlan([make("dense")] * len(patterns), kv_heads).build(q, k, window=window)
+    every = -(-index.num_rows // most)
+    some = range(every // 2, index.num_rows, every)
     for b in range(index.batch):
         for head in range(index.num_heads):
-            count, by_hand = (
-                0,
-                torch.zeros(index.num_rows * TILE, num_tiles(k_len) * TILE, dtype=torch.int64),
-            )
+            counts = []
+            by_hand = torch.zeros(index.num_rows * TILE, num_tiles(k_len) * TILE, dtype=torch.int64)
             for row in range(index.num_rows):
                 tiles, groups = executed(index, b, head, row)
-                count += len(tiles) + len(groups)
+                counts.append(len(tiles) + len(groups))
                 for tile in tiles:
                     by_hand[row * TILE : (row + 1) * TILE, tile * TILE : (tile + 1) * TILE] += 1
                 for group in groups:
@@ -103,29 +116,13 @@ def test_invariants(
             skip = offset % TILE
             by_hand = by_hand[skip : skip + q_len, :k_len].bool() & causal
             assert torch.equal(mask[b, head], by_hand)
-            assert computed[b, head] == count
+            assert computed[b, head] == sum(counts)
+            all_tiles = sum(len(executed(dense, b, head, row)[0]) for row in some)
+            density = sum(counts[row] for row in some) / all_tiles
+            assert index.density(most)[b, head] == pytest.approx(density)
+    assert torch.equal(index.density(index.num_rows), index.density())
     assert torch.equal(index.flops(16, 48), computed * 2 * TILE * TILE * (16 + 48))
     assert torch.equal(index.flops(16), index.flops(16, 16))
-
-
-@settings(max_examples=30, deadline=None)
-@given(layers(), st.one_of(st.none(), st.integers(1, 200)), st.integers(1, 9))
-def test_density_of_some_rows(
-    layer: tuple[list[Pattern], int, Tensor, Tensor], window: int | None, most: int
-) -> None:
-    patterns, kv_heads, q, k = layer
-    index = LayerPlan(patterns, kv_heads, dense_tail=30).build(q, k, window=window)
-    every = -(-index.num_rows // most)
-    rows = range(every // 2, index.num_rows, every)
-    assert 1 <= len(rows) <= most
-    dense = LayerPlan([make("dense")] * len(patterns), kv_heads).build(q, k, window=window)
-    for b in range(index.batch):
-        for head in range(index.num_heads):
-            found = [executed(index, b, head, row) for row in rows]
-            count = sum(len(tiles) + len(groups) for tiles, groups in found)
-            all_tiles = sum(len(executed(dense, b, head, row)[0]) for row in rows)
-            assert index.density(most)[b, head] == pytest.approx(count / all_tiles)
-    assert torch.equal(index.density(index.num_rows), index.density())
 
 
 @settings(max_examples=30, deadline=None)
@@ -164,60 +161,18 @@ def test_more_budget_never_takes_a_key_away(
     assert not (less.to_mask() & ~more.to_mask()).any()
 
 
-@settings(max_examples=25, deadline=None)
-@given(layers())
-def test_static_patterns_do_not_know_about_chunks(
-    layer: tuple[list[Pattern], int, Tensor, Tensor],
-) -> None:
-    _, kv_heads, q, k = layer
-    fixed = [
-        make("a_shape", sink=100, window=70),
-        make("tri_shape", sink=1, window=1, last=70),
-        make("dilated", sink=1, window=300, dilation=2),
-        make("strided", sink=1, window=70, stride=3),
-        make("static", columns=(70, 200), diagonals=(0, 3)),
-        make("dense"),
-    ]
-    patterns = [fixed[i % len(fixed)] for i in range(q.shape[1])]
-    plan = LayerPlan(patterns, kv_heads)
-    whole = plan.build(torch.zeros(*q.shape[:2], k.shape[2], 8), k).to_mask()
-    assert torch.equal(plan.build(q, k).to_mask(), whole[:, :, k.shape[2] - q.shape[2] :])
-
-
 def test_counting_in_chunks_is_counting_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     q, k = torch.randn(2, 3, 700, 8), torch.randn(2, 1, 900, 8)
-    index = LayerPlan([make(kind, **size) for kind, size in SOME], 1).build(q, k)
+    patterns = [
+        make("vertical_slash", vertical=200, slash=130),
+        make("block_sparse", blocks=4),
+        make("a_shape", sink=100, window=90),
+    ]
+    index = LayerPlan(patterns, 1).build(q, k)
     mask, computed = index.to_mask(), index.computed_tiles()
     monkeypatch.setattr("kernels.index._SCRATCH", 1)
     assert torch.equal(index.to_mask(), mask) and torch.equal(index.computed_tiles(), computed)
-
-
-SOME: list[tuple[str, dict[str, int]]] = [
-    ("vertical_slash", {"vertical": 200, "slash": 130}),
-    ("block_sparse", {"blocks": 4}),
-    ("a_shape", {"sink": 100, "window": 90}),
-]
-
-
-def test_a_long_prompt_costs_kilobytes_a_head() -> None:
-    """1,000 verticals and slashes in 95 tiles: nothing that is stored grows with the rows."""
-    length = 1 << 18
-    index = SparseIndex(
-        q_len=length,
-        k_len=length,
-        diagonals=torch.arange(95, dtype=torch.int32)[None, None],
-        **no_lists(1, 1, num_rows(length, length), device=torch.device("cpu")),
-        columns=torch.arange(0, 1000 * 251, 251, dtype=torch.int32)[None, None],
-    )
-    index.validate()
-    assert index.nbytes == 4 * 1095
-    # Every row computes its slashes; a group of columns costs a tile once its first column lies
-    # before them.
-    rows = index.num_rows
-    slashes = sum(min(row + 1, 95) for row in range(rows))
-    groups = sum(max(0, rows - (251 * g + 95)) for g in range(16))
-    assert abs(int(index.computed_tiles()) - slashes - groups) <= 16
 
 
 def test_a_head_takes_what_its_own_rows_list() -> None:
@@ -255,6 +210,15 @@ def test_a_head_takes_what_its_own_rows_list() -> None:
         ({"offsets": torch.zeros(1, 2, 4).int()}, "offsets must be int64"),
         ({"offsets": torch.ones(1, 2, 4).long()}, "ascending from 0 to at most 0"),
         (lists(torch.tensor([3, 3]).int().expand(1, 2, 3, 2)), "tiles must be strictly ascending"),
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"dense_tail": (1.5, 2)}, r"must be \(\) or 2 counts, got \(1.5, 2\)"),
+        ({"skip": torch.full((1, 2), 0.5)}, "skip must be at most 0, got 0.5"),
+        ({"skip": torch.zeros(1, 3)}, r"skip must be float32 \(1, 2\) .* \(1, 3\)"),
+        (
+            {"ragged": Ragged.left_padded([130, 100], 130, 130)},
+            r"for 1 sequences of up to \(130, 130\) .*, its ragged batch has 2",
+        ),
+        ({"ragged": Ragged.left_padded([100], 130, 130)}, r"has 1 of up to \(100, 100\)"),
     ],
 )
 def test_validate_names_what_is_wrong(change: dict[str, object], message: str) -> None:
@@ -267,21 +231,3 @@ def test_validate_names_what_is_wrong(change: dict[str, object], message: str) -
 
 def test_every_kind_is_in_the_tables() -> None:
     assert set(KINDS_DRAWN) == {pattern.kind for pattern in LAYER} == set(KINDS)
-
-
-@pytest.mark.parametrize(("q_len", "k_len"), [(300, 300), (257, 700), (10, 130)])
-@pytest.mark.parametrize("queries", [1, 65, 1000])
-def test_a_dense_tail_sees_every_key_and_changes_no_other_row(
-    q_len: int, k_len: int, queries: int
-) -> None:
-    q, k = torch.randn(1, 3, q_len, 16), torch.randn(1, 1, k_len, 16)
-    patterns = [make(kind, **size) for kind, size in SOME]
-    without = LayerPlan(patterns, 1).build(q, k)
-    index = LayerPlan(patterns, 1, dense_tail=queries).build(q, k)
-    index.validate()
-    causal = torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)
-    first = max(0, ((k_len - min(queries, q_len)) // 64) * 64 - (k_len - q_len))
-    expected = without.to_mask().clone()
-    expected[:, :, first:] = causal[first:]
-    assert torch.equal(index.to_mask(), expected)
-    assert (index.computed_tiles() >= without.computed_tiles()).all()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.index import PAD, SparseIndex, num_tiles
-from kernels.patterns import LayerPlan, Pattern, make
+from kernels.patterns import LayerPlan, make
+from tests.kernels.kinds import LAYER
 
 NAN, INF = float("nan"), float("inf")
 # Which rows of queries and of keys are bad, and how.
@@ -45,14 +46,14 @@ def same(one: SparseIndex, other: SparseIndex) -> Tensor:
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 150)])
 @pytest.mark.usefixtures("builder")
 def test_bad_numbers_stay_where_they_are(
-    place: str, dtype: torch.dtype, window: int | None, layer_of_unlike_heads: tuple[Pattern, ...]
+    place: str, dtype: torch.dtype, window: int | None
 ) -> None:
     queries, keys, bad = PLACES[place]
     torch.manual_seed(0)
-    heads = len(layer_of_unlike_heads)
+    heads = len(LAYER)
     q = torch.randn(2, heads, 330, 32).to(dtype)
     k = torch.randn(2, heads // 2, 401, 32).to(dtype)
-    plan = LayerPlan(layer_of_unlike_heads, heads // 2, dense_tail=30)
+    plan = LayerPlan(LAYER, heads // 2, dense_tail=30)
     clean = plan.build(q, k, window=window)
     # In the first sequence all heads, in the second those of one KV head.
     touched = torch.zeros(2, heads, dtype=torch.bool)

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.patterns import LayerPlan, Pattern, make
 from kernels.ragged import Ragged
@@ -19,6 +17,8 @@ from tests.conformance.builder_cases import (
     differences,
     paged,
 )
+from tests.kernels.kinds import LAYER
+from tests.kernels.operations import Operations
 
 HOST = torch.device("cpu")
 
@@ -36,9 +36,7 @@ def test_keys_are_cut_up_alike_wherever_they_lie(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("builder")
-def test_sequences_of_unlike_lengths_have_pages_of_their_own(
-    layer_of_unlike_heads: tuple[Pattern, ...],
-) -> None:
+def test_sequences_of_unlike_lengths_have_pages_of_their_own() -> None:
     torch.manual_seed(0)
     lengths = ((70, 200), (1, 65), (130, 130))
     parts = [torch.randn(1, 2, k_len, 16, dtype=torch.float16) for _, k_len in lengths]
@@ -55,30 +53,11 @@ def test_sequences_of_unlike_lengths_have_pages_of_their_own(
     packed = Ragged.of(
         (0, s, each[0], e, each[1]) for s, e, each in zip(starts, ends, lengths, strict=True)
     )
-    plan = LayerPlan(layer_of_unlike_heads, 2, dense_tail=5)
+    plan = LayerPlan(LAYER, 2, dense_tail=5)
     index = plan.build(q, where.cache, ragged=apart, block_table=where.table)
     expected = plan.build(q, torch.cat(parts, dim=2), ragged=packed)
     for name in ("diagonals", "tiles", "offsets", "columns"):
         assert torch.equal(getattr(index, name), getattr(expected, name))
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that is made meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            made = [
-                x
-                for x in (found if isinstance(found, tuple | list) else (found,))
-                if isinstance(x, Tensor)
-            ]
-            self.bytes = max([self.bytes, *(x.numel() * x.element_size() for x in made)])
-        return found
 
 
 def past(k_len: int, patterns: tuple[Pattern, ...]) -> tuple[int, int]:
@@ -86,9 +65,9 @@ def past(k_len: int, patterns: tuple[Pattern, ...]) -> tuple[int, int]:
     case = Build(q_len=8, k_len=k_len, page=64, kv_heads=2, head_dim=128)
     q, k = torch.randn(1, 6, case.q_len, 128).half(), torch.randn(1, 2, k_len, 128).half()
     where = paged(k, case)
-    with Largest() as largest:
+    with Operations() as operations:
         LayerPlan(patterns, 2).build(q, where.cache, block_table=where.table, k_len=k_len)
-    return largest.bytes, k.nbytes
+    return operations.counts.largest, k.nbytes
 
 
 @pytest.mark.usefixtures("builder")

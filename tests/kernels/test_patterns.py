@@ -12,10 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.index import PAD, TILE
-from kernels.patterns import KINDS, Inputs, LayerPlan, Pattern, block_sparse, last_queries, make
+from kernels.patterns import (
+    KINDS,
+    Inputs,
+    LayerPlan,
+    block_sparse,
+    last_queries,
+    make,
+    memory_units,
+)
 from kernels.patterns.choose import best_places
 from kernels.patterns.last_queries import estimate
-from tests.kernels.kinds import KINDS_DRAWN
+from tests.kernels.kinds import KINDS_DRAWN, LAYER
 
 LENGTHS = [(1, 1), (63, 63), (1000, 1000), (1, 300), (200, 450)]
 
@@ -47,12 +55,14 @@ def smallest(mass: Sequence[float], share: float | None, size: int, forced: int)
     return set(chosen)
 
 
-def masses(q: Tensor, k: Tensor, last: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+def masses(
+    q: Tensor, k: Tensor, last: int, window: int | None, scale: float = 0.25
+) -> tuple[Tensor, Tensor]:
     """Mass by column and by distance from the last queries, (B, H, K) fp64."""
     keys, k_len = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1), k.shape[2]
     last = min(last, q.shape[2])
     distance = torch.arange(k_len - last, k_len)[:, None] - torch.arange(k_len)
-    logits = q[:, :, -last:].double() @ keys.transpose(2, 3) * q.shape[-1] ** -0.5
+    logits = q[:, :, -last:].double() @ keys.transpose(2, 3) * scale
     unseen = (distance < 0) | (distance >= (window or k_len))
     weights = logits.masked_fill(unseen, float("-inf")).softmax(-1)
     slash = torch.zeros(*weights.shape[:2], k_len, dtype=torch.float64)
@@ -69,19 +79,35 @@ def offsets_of(distances: set[int], k_len: int) -> set[int]:
 
 
 @pytest.mark.usefixtures("builder")
-@pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
+@pytest.mark.parametrize(
+    ("q_len", "k_len", "window"),
+    [
+        *((*lengths, None) for lengths in LENGTHS),
+        (65, 65, 1),
+        (63, 257, 65),
+        (200, 450, 130),
+        (200, 450, 10_000),
+    ],
+)
 @pytest.mark.parametrize("share", [None, 0.5, 1.0])
 @pytest.mark.parametrize(
     ("vertical", "slash", "last_q"), [(1, 1, 64), (100, 90, 20), (9999, 9999, 20)]
 )
 def test_vertical_slash_takes_the_fewest_that_hold_the_share(
-    q_len: int, k_len: int, share: float | None, vertical: int, slash: int, last_q: int
+    q_len: int,
+    k_len: int,
+    window: int | None,
+    share: float | None,
+    vertical: int,
+    slash: int,
+    last_q: int,
 ) -> None:
+    """What lies beyond the window has no mass; where there is none beside it, the first go."""
     q, k = problem(q_len, k_len)
     head = make("vertical_slash", vertical=vertical, slash=slash, last_q=last_q, coverage=share)
-    index = LayerPlan([head] * 4, 2).build(q, k)
+    index = LayerPlan([head] * 4, 2).build(q, k, window=window)
     index.validate()
-    by_column, by_distance = masses(q, k, last_q)
+    by_column, by_distance = masses(q, k, last_q, window)
     for b in range(2):
         for h in range(4):
             columns = smallest(by_column[b, h].tolist(), share, max(vertical, TILE), TILE)
@@ -90,96 +116,78 @@ def test_vertical_slash_takes_the_fewest_that_hold_the_share(
             assert kept(index.diagonals[b, h]) == offsets_of(distances, k_len)
 
 
+def tile_masses(q: Tensor, k: Tensor, pool: int, reach: int) -> dict[int, dict[int, float]]:
+    """Of one head, by query tile, the mass of each key tile; q (Q, D), k (K, D).
+
+    A mean of `pool` queries attends to the mean keys up to its own, in tiles within reach."""
+    offset = len(k) - len(q)
+    keys = torch.stack([part.double().mean(0) for part in k.split(pool)])
+    found: dict[int, dict[int, float]] = {}
+    for block in range(offset // pool, len(keys)):
+        mine = slice(max(block * pool - offset, 0), (block + 1) * pool - offset)
+        at = block * pool // TILE
+        first = max(at - reach, 0) * TILE // pool
+        weights = (keys[first : block + 1] @ q[mine].double().mean(0) * 0.25).softmax(0)
+        tiles = found.setdefault(at, {})
+        for place, weight in enumerate(weights.tolist(), start=first):
+            tile = place * pool // TILE
+            tiles[tile] = tiles.get(tile, 0.0) + weight
+    return found
+
+
 @pytest.mark.usefixtures("builder")
-@pytest.mark.parametrize(("q_len", "k_len"), LENGTHS)
+@pytest.mark.parametrize(
+    ("q_len", "k_len", "window"),
+    [
+        *((*lengths, None) for lengths in LENGTHS),
+        (9, 125, None),
+        (257, 700, None),
+        (65, 65, 1),
+        (63, 257, 65),
+        (500, 900, 200),
+    ],
+)
 @pytest.mark.parametrize("share", [None, 0.5, 1.0])
-@pytest.mark.parametrize("blocks", [1, 4, 99])
+@pytest.mark.parametrize("pool", [64, 16])
 def test_block_sparse_takes_the_fewest_that_hold_the_share(
-    q_len: int, k_len: int, share: float | None, blocks: int
+    q_len: int, k_len: int, window: int | None, share: float | None, pool: int
 ) -> None:
     q, k = problem(q_len, k_len)
-    index = LayerPlan([make("block_sparse", blocks=blocks, coverage=share)] * 4, 2).build(q, k)
+    sizes = (1, 4, 5, 99)
+    patterns = [make("block_sparse", blocks=n, coverage=share, pool=pool) for n in sizes]
+    index = LayerPlan(patterns, 2).build(q, k, window=window)
     index.validate()
-    offset = k_len - q_len
+    reach = k_len if window is None else -(-(window - 1) // TILE)
     for b in range(2):
-        for h in range(4):
-            keys = torch.stack([part.double().mean(0) for part in k[b, h // 2].split(TILE)])
-            for row in range(index.num_rows):
-                at = index.first_row + row
-                mean = (
-                    q[b, h, max(at * TILE - offset, 0) : (at + 1) * TILE - offset].double().mean(0)
-                )
-                mass = (keys[: at + 1] @ mean * 16**-0.5).softmax(0).tolist()
+        for h, blocks in enumerate(sizes):
+            listed = index.listed()[b, h]
+            for at, tiles in tile_masses(q[b, h], k[b, h // 2], pool, reach).items():
                 # The own tile stands first, then the first of all: both are always in.
-                order = [at, *range(at)]
-                chosen = smallest([mass[t] for t in order], share, max(blocks, 2), 2)
-                assert kept(index.listed()[b, h, row]) == {order[i] for i in chosen} - {at}
-
-
-def peaked(length: int) -> tuple[Tensor, Tensor]:
-    """Keys that weigh 0 in fp32 but for a few in tiles 1, 2 and 4."""
-    q, k = torch.ones(1, 2, length, 16), torch.full((1, 1, length, 16), -100.0)
-    k[:, :, [70, 71, 140, 300]] = 0.1
-    return q, k
+                order = [at, *(tile for tile in sorted(tiles) if tile != at)]
+                forced = 1 + (0 in tiles)
+                mass = [tiles[tile] for tile in order]
+                chosen = smallest(mass, share, max(blocks, 2), forced)
+                assert kept(listed[at - index.first_row]) == {order[i] for i in chosen} - {at}
 
 
 @pytest.mark.usefixtures("builder")
 def test_all_of_the_mass_is_all_that_has_any() -> None:
-    q, k = peaked(500)
-    patterns = [
-        make("vertical_slash", vertical=500, slash=500, last_q=1, coverage=1.0),
-        make("vertical_slash", vertical=500, slash=500, last_q=1),
-    ]
+    """Keys that weigh 0 in fp32 but for a few in tiles 1, 2 and 4; and but for tile 2."""
+    q, k = torch.ones(1, 2, 500, 16), torch.full((1, 1, 500, 16), -100.0)
+    k[:, :, [70, 71, 140, 300]] = 0.1
+    sizes = {"vertical": 500, "slash": 500, "last_q": 1}
+    patterns = [make("vertical_slash", **sizes, coverage=share) for share in (1.0, None)]
     index = LayerPlan(patterns, 1).build(q, k)
     assert kept(index.columns[0, 0]) == {*range(TILE), 70, 71, 140, 300}
-    distances = [499 - column for column in (70, 71, 140, 300)]
-    assert kept(index.diagonals[0, 0]) == {
-        0,
-        1,
-        *(o for s in distances for o in (s // TILE, -(-s // TILE))),
-    }
+    distances = {0, 1, *(499 - column for column in (70, 71, 140, 300))}
+    assert kept(index.diagonals[0, 0]) == offsets_of(distances, 500)
     assert kept(index.columns[0, 1]) == set(range(500))
-
-
-@pytest.mark.usefixtures("builder")
-def test_all_of_the_mass_of_tiles() -> None:
-    q, k = torch.ones(1, 1, 500, 16), torch.full((1, 1, 500, 16), -100.0)
+    k[:] = -100.0
     k[:, :, 2 * TILE : 3 * TILE] = 0.1
-    index = LayerPlan([make("block_sparse", blocks=99, coverage=1.0)], 1).build(q, k)
-    seen = [kept(row) for row in index.listed()[0, 0]]
+    tiles = LayerPlan([make("block_sparse", blocks=99, coverage=1.0)] * 2, 1).build(q, k)
     # Before tile 2 all keys are equally far: their shares are equal, and none is 0.
+    seen = [kept(row) for row in tiles.listed()[0, 0]]
     assert seen == [set(), {0}, {0}, *[{0, 2}] * 5]
-
-
-@pytest.mark.usefixtures("builder")
-def test_heads_with_and_without_a_coverage_do_not_disturb_each_other() -> None:
-    q, k = problem(450, 450)
-    patterns = [
-        make("block_sparse", blocks=4),
-        make("block_sparse", blocks=6, coverage=0.7),
-        make("block_sparse", blocks=2),
-        make("block_sparse", blocks=6, coverage=0.3),
-    ]
-    together = LayerPlan(patterns, 2).build(q, k)
-    for head, pattern in enumerate(patterns):
-        alone = LayerPlan([pattern], 1).build(
-            q[:, head : head + 1], k[:, head // 2 : head // 2 + 1]
-        )
-        assert torch.equal(alone.to_mask()[:, 0], together.to_mask()[:, head])
-
-
-@pytest.mark.usefixtures("builder")
-@pytest.mark.parametrize(("a", "b"), [(0.01, 0.3), (0.6, 0.61), (0.9, 1.0)])
-@pytest.mark.parametrize("k_len", [2, 65, 400])
-def test_a_larger_share_never_takes_a_key_away(k_len: int, a: float, b: float) -> None:
-    torch.manual_seed(k_len)
-    q, k = torch.randn(1, 1, k_len, 8).expand(-1, 2, -1, -1) * 3, torch.randn(1, 1, k_len, 8)
-    patterns = [
-        make("vertical_slash", vertical=150, slash=150, last_q=16, coverage=share)
-        for share in (a, b)
-    ]
-    mask = LayerPlan(patterns, 1).build(q, k).to_mask()
-    assert not (mask[:, 0] & ~mask[:, 1]).any()
 
 
 @pytest.mark.usefixtures("builder")
@@ -251,33 +259,38 @@ def test_estimate_of_any_heads(q_len: int, k_len: int, window: int | None) -> No
     heads, last_q = [5, 0, 4, 1], [10, 64, 10, 3]
     vertical, slash = estimate(q, k, heads, last_q, scale=0.2, window=window)
     for at, (head, asked) in enumerate(zip(heads, last_q, strict=True)):
-        last = min(asked, q_len)
-        distance = torch.arange(k_len - last, k_len)[:, None] - torch.arange(k_len)
-        logits = q[:, head, -last:].double() @ k[:, head // 2].double().transpose(1, 2) * 0.2
-        unseen = (distance < 0) | (distance >= (window or k_len))
-        weights = logits.masked_fill(unseen, float("-inf")).softmax(-1)
-        torch.testing.assert_close(vertical[:, at].double(), weights.sum(1), atol=1e-5, rtol=1e-5)
-        by_distance = torch.zeros(2, k_len, dtype=torch.float64)
-        by_distance.scatter_add_(
-            1, distance.clamp_min(0).flatten().expand(2, -1), weights.flatten(1)
-        )
-        torch.testing.assert_close(slash[:, at].double(), by_distance, atol=1e-5, rtol=1e-5)
+        one = slice(head // 2, head // 2 + 1)
+        expected = masses(q[:, head : head + 1], k[:, one], asked, window, scale=0.2)
+        for found, right in zip((vertical, slash), expected, strict=True):
+            torch.testing.assert_close(found[:, at].double(), right[:, 0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("bytes_of_scratch", [1, 1 << 12])
-def test_little_memory_changes_nothing(
+def test_neither_company_nor_little_memory_changes_a_head(
     bytes_of_scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    q, k = problem(450, 450)
+    """Heads of one size are built together, some at a time, and put back in their places."""
     patterns = [
         make("vertical_slash", vertical=90, slash=100),
         make("block_sparse", blocks=4, coverage=0.8),
-    ] * 2
-    expected = LayerPlan(patterns, 2).build(q, k)
+        make("block_sparse", blocks=3, pool=16),
+        make("block_sparse", blocks=4),
+        make("memory_units", sink=70, window=130, units=2),
+        make("memory_units", sink=70, window=70, units=2, representatives=1),
+        make("memory_units", sink=1, window=130, units=1),
+        make("dense"),
+    ]
+    q, k = problem(450, 450, heads=8)
+    alone = [
+        LayerPlan([pattern], 1).build(q[:, [head]], k[:, [head // 4]]).to_mask()
+        for head, pattern in enumerate(patterns)
+    ]
     for module in (last_queries, block_sparse):
         monkeypatch.setitem(module._SCRATCH_BYTES, "cpu", bytes_of_scratch)
-    assert torch.equal(LayerPlan(patterns, 2).build(q, k).to_mask(), expected.to_mask())
+    monkeypatch.setattr(memory_units, "_SCRATCH_BYTES", bytes_of_scratch)
+    together = LayerPlan(patterns, 2).build(q, k).to_mask()
+    assert torch.equal(together, torch.cat(alone, dim=1))
 
 
 @pytest.mark.usefixtures("builder")
@@ -322,46 +335,11 @@ def test_of_equals_the_first_are_taken() -> None:
     assert [kept(row) for row in index.listed()[0, 1]] == [set(), {0}, *[{0, 1}] * 6]
 
 
-@pytest.mark.usefixtures("builder")
-@pytest.mark.parametrize(("q_len", "k_len"), [(65, 65), (63, 257), (200, 450)])
-@pytest.mark.parametrize("window", [1, 65, 130, 10_000])
-def test_what_lies_beyond_the_window_is_not_chosen(q_len: int, k_len: int, window: int) -> None:
-    q, k = problem(q_len, k_len)
-    patterns = [
-        make("vertical_slash", vertical=90, slash=100, last_q=10),
-        make("block_sparse", blocks=3),
-    ] * 2
-    index = LayerPlan(patterns, 2).build(q, k, window=window)
-    index.validate()
-    columns, distances = masses(q, k, 10, window)
-    columns[..., :TILE], distances[..., :TILE] = float("inf"), float("inf")
-    best_columns, best_distances = (
-        x.sort(descending=True, stable=True).indices for x in (columns, distances)
-    )
-    reach = -(-(window - 1) // TILE)
-    for b in range(2):
-        assert kept(index.columns[b, 0]) == set(best_columns[b, 0, :90].tolist())
-        taken = set(best_distances[b, 0, :100].tolist())
-        assert kept(index.diagonals[b, 0]) == offsets_of(taken, k_len)
-        keys = [part.double().mean(0) for part in k[b, 1].split(TILE)]
-        for row in range(index.num_rows):
-            at, offset = index.first_row + row, k_len - q_len
-            mean = q[b, 3, max(at * TILE - offset, 0) : (at + 1) * TILE - offset].double().mean(0)
-            seen = range(max(at - reach, 0), at)
-            ranked = sorted(seen, key=lambda t: float("-inf") if t == 0 else -float(mean @ keys[t]))
-            assert kept(index.listed()[b, 3, row]) == set(ranked[:2])
-
-
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (65, 65), (1000, 1000), (100, 450)])
-def test_a_build_reads_no_data_back(
-    q_len: int, k_len: int, layer_of_unlike_heads: tuple[Pattern, ...]
-) -> None:
+def test_a_build_reads_no_data_back(q_len: int, k_len: int) -> None:
     """Tensors without data, which nobody can wait for, give an index of the same shapes."""
-    patterns = [*layer_of_unlike_heads, *layer_of_unlike_heads][
-        : 2 * (len(layer_of_unlike_heads) // 2)
-    ]
-    plan = LayerPlan(patterns, 2)
-    q, k = problem(q_len, k_len, heads=len(patterns))
+    plan = LayerPlan(LAYER, 2)
+    q, k = problem(q_len, k_len, heads=len(LAYER))
     index, unread = plan.build(q, k), plan.build(q.to("meta"), k.to("meta"))
     for name in ("diagonals", "tiles", "columns"):
         assert getattr(unread, name).shape == getattr(index, name).shape
@@ -393,6 +371,8 @@ def test_an_index_of_a_million_tokens_is_small(kind: str, sizes: dict[str, Any])
         ("a_shape", {"sink": 1, "window": 1.5}, "window must be a positive integer, got 1.5"),
         ("block_sparse", {"blocks": True}, "blocks must be a positive integer, got True"),
         ("strided", {"sink": 1, "window": 1}, "strided needs a size 'stride'"),
+        ("block_sparse", {"blocks": 1, "pool": 8}, "pool must be one of 64, 16, got 8"),
+        ("block_sparse", {"blocks": 1, "pool": True}, "pool must be one of 64, 16, got True"),
         ("block_sparse", {"blocks": 1, "coverage": 0.0}, "at most 1, got 0.0"),
         ("block_sparse", {"blocks": 1, "coverage": 1.01}, "at most 1, got 1.01"),
         ("block_sparse", {"blocks": 1, "coverage": float("nan")}, "at most 1, got nan"),
@@ -410,30 +390,20 @@ def test_make_names_what_is_wrong(kind: str, sizes: dict[str, Any], message: str
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "message"),
+    ("change", "message"),
     [
-        (0, 1, "0 query heads do not divide into 1 KV heads"),
-        (3, 2, "3 query heads do not divide into 2 KV heads"),
-        (3, -1, "3 query heads do not divide into -1 KV heads"),
+        ({"heads": 0}, "0 query heads do not divide into 2 KV heads"),
+        ({"heads": 3}, "3 query heads do not divide into 2 KV heads"),
+        ({"kv_heads": -1}, "4 query heads do not divide into -1 KV heads"),
+        ({"q": (1, 3, 5, 8)}, "planned for 4 query and 2 KV heads, got 3 and 2"),
+        ({"q": (1, 4, 6, 8)}, "query length must be between 1 and key length 5, got 6"),
+        ({"q": (1, 4, 0, 8)}, "query length must be between 1 and key length 5, got 0"),
+        ({"q": (4, 5, 8)}, "q and k must be 4-D"),
+        ({"q": (2, 4, 5, 8)}, "q and k must share batch and head dim"),
     ],
 )
-def test_plan_refuses_heads_that_do_not_divide(heads: int, kv_heads: int, message: str) -> None:
+def test_plan_names_what_does_not_fit(change: dict[str, Any], message: str) -> None:
+    given = {"heads": 4, "kv_heads": 2, "q": (1, 4, 5, 8)} | change
     with pytest.raises(ValueError, match=message):
-        LayerPlan([make("dense")] * heads, kv_heads)
-
-
-@pytest.mark.parametrize(
-    ("q_shape", "k_shape", "message"),
-    [
-        ((1, 3, 5, 8), (1, 2, 5, 8), "planned for 4 query and 2 KV heads, got 3 and 2"),
-        ((1, 4, 6, 8), (1, 2, 5, 8), "query length must be between 1 and key length 5, got 6"),
-        ((1, 4, 0, 8), (1, 2, 5, 8), "query length must be between 1 and key length 5, got 0"),
-        ((4, 5, 8), (1, 2, 5, 8), "q and k must be 4-D"),
-        ((2, 4, 5, 8), (1, 2, 5, 8), "q and k must share batch and head dim"),
-    ],
-)
-def test_plan_names_what_does_not_fit(
-    q_shape: tuple[int, ...], k_shape: tuple[int, ...], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        LayerPlan([make("dense")] * 4, 2).build(torch.zeros(q_shape), torch.zeros(k_shape))
+        plan = LayerPlan([make("dense")] * given["heads"], given["kv_heads"])
+        plan.build(torch.zeros(given["q"]), torch.zeros(1, 2, 5, 8))

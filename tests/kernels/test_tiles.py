@@ -1,16 +1,14 @@
-"""The engine on AMX's tiles: instructions, attention on emulated ones, and refusals.
+"""The engine on AMX's tiles: instructions, emulated products, and refusals; see test_variants.py.
 
 The emulation follows Intel's manual for the product of two tiles. No processor without AMX runs the
 real instructions: there they are only compiled and read."""
 
 from __future__ import annotations
 
-import os
+import ctypes
 import re
 import shutil
 import subprocess
-import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,13 +17,6 @@ import torch
 from kernels.attention import cpu
 from kernels.native import build
 
-ROOT = Path(build.__file__).parents[2]
-SUITES = (
-    "conformance/test_kernel_backends.py",
-    "conformance/test_gradient_backends.py",
-    "kernels/test_eight_bits.py",
-    "kernels/test_patterns.py",
-)
 # C += A B of one tile each.
 PRODUCT = """
 #include "{header}"
@@ -42,45 +33,26 @@ extern "C" HEADWISE_USES_TILES void product(const void* a, const void* b, float*
 """
 
 
-def compiler() -> list[str]:
-    found = build.find_compiler()
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
-
-
 @pytest.fixture(scope="module")
 def has_bf16() -> None:
     if "dot" not in cpu.engines(torch.bfloat16):
         pytest.skip("this processor has no AVX-512 bf16")
 
 
-def compiled(folder: Path, source: str, *flags: str) -> Path:
-    (folder / "product.cpp").write_text(
-        source.format(header=ROOT / "kernels" / "native" / "tiles.h")
-    )
-    torch_headers = Path(torch.__file__).parent / "include"
-    target = (
-        "-O3",
-        "-std=c++20",
-        "-fPIC",
-        "-w",
-        "-march=x86-64-v4",
-        "-mavx512bf16",
-        f"-I{torch_headers}",
-    )
-    command = [
-        *compiler(),
-        *target,
-        "-shared",
-        str(folder / "product.cpp"),
-        *flags,
-        "-o",
-        str(folder / "product.so"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+def compiled(folder: Path, *flags: str) -> Path:
+    compiler = build.find_compiler()
+    if isinstance(compiler, str):
+        pytest.skip(compiler)
+    source = folder / "product.cpp"
+    library = folder / "product.so"
+    source.write_text(PRODUCT.format(header=Path(build.__file__).parent / "tiles.h"))
+    home = Path(torch.__file__).parent
+    machine = ["-march=x86-64-v4", "-mavx512bf16"]
+    how = ["-O3", "-std=c++20", "-fPIC", "-w", *machine, f"-I{home / 'include'}", "-shared"]
+    command = [*compiler, *how, str(source), *flags, f"-L{home / 'lib'}", "-lc10", "-o"]
+    done = subprocess.run([*command, str(library)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return folder / "product.so"
+    return library
 
 
 @pytest.mark.slow
@@ -89,18 +61,9 @@ def test_the_instructions_are_those_of_a_product(tmp_path: Path) -> None:
     """The order of operands, and that flags for AVX-512 alone are enough."""
     if shutil.which("objdump") is None:
         pytest.skip("objdump is not installed")
-    listing = subprocess.run(
-        [
-            "objdump",
-            "-d",
-            "--no-show-raw-insn",
-            "--disassemble=product",
-            str(compiled(tmp_path, PRODUCT)),
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    command = ["objdump", "-d", "--no-show-raw-insn", "--disassemble=product"]
+    command.append(str(compiled(tmp_path)))
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.findall(r"\t(ldtilecfg|tile\w+|tdp\w+)\s*(\S*)", listing)
     assert [(name, re.findall(r"%tmm\d", operands)) for name, operands in found] == [
         ("ldtilecfg", []),
@@ -116,11 +79,8 @@ def test_the_instructions_are_those_of_a_product(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("has_bf16")
 def test_emulated_products_are_those_of_the_manual(tmp_path: Path) -> None:
-    import ctypes
-
     torch.manual_seed(0)
-    flags = ("-DHEADWISE_EMULATE_TILES", f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10")
-    library = ctypes.CDLL(str(compiled(tmp_path, PRODUCT, *flags)))
+    library = ctypes.CDLL(str(compiled(tmp_path, "-DHEADWISE_EMULATE_TILES")))
     a, b = torch.randn(16, 32).bfloat16(), torch.randn(32, 16).bfloat16()
     # A number that is subnormal counts as zero.
     a[3] = 1e-39
@@ -130,41 +90,6 @@ def test_emulated_products_are_those_of_the_manual(tmp_path: Path) -> None:
     library.product(*(ctypes.c_void_p(x.data_ptr()) for x in (a, pairs, c)))
     torch.testing.assert_close(c.double(), expected, rtol=1e-6, atol=1e-5)
     assert torch.equal(c[3].double(), expected[3])
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("has_bf16")
-def test_every_suite_passes_on_emulated_tiles() -> None:
-    """In a process of its own, with a library that is compiled for it and kept."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not slow and not exhaustive",
-        ]
-        + [f"tests/{name}" for name in SUITES]
-        + ["-k", "amx or not (float or dot or brgemm)"],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "CXX": f"{' '.join(compiler())} -DHEADWISE_EMULATE_TILES",
-            "HEADWISE_AMX": "1",
-            "PYTHONPATH": str(ROOT),
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    skipped = Counter(re.findall(r"no engine '(\w+)'", done.stdout))
-    # Decoding a few queries has an engine of its own.
-    assert skipped["amx"] <= 1
 
 
 @pytest.mark.usefixtures("has_bf16")

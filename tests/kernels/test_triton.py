@@ -5,10 +5,9 @@ Shapes: B batch, H query heads, N key tiles.
 
 from __future__ import annotations
 
-import os
-import subprocess
+import importlib.util
+import itertools
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,43 +22,40 @@ from kernels.attention.triton_launch import (
 )
 from kernels.decode import triton as decode
 from kernels.patterns.dense import dense_index
-from kernels.ragged import Ragged
-from tests.kernels.compiling import HEAD_DIMS, TARGETS
-
-ROOT = Path(__file__).parents[2]
 
 
-def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton() -> None:
-    program = (
-        "import sys, torch; from kernels.attention import triton; from kernels import dispatch\n"
-        "x = torch.ones(1, 1, 4, 8)\n"
-        "print(triton.supports(x, x, x)); dispatch.choose('auto', x, x, x); print('triton' in "
-        "sys.modules)"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "PYTHONPATH": str(ROOT)
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split("\n")[:2] == ["it serves tensors on a GPU, not on cpu", "False"]
-    assert "triton" not in done.stderr
+def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    x = torch.ones(1, 1, 4, 8)
+    for name in ("attention.triton_launch", "attention.triton", "decode.triton"):
+        # As at the first import: what it imports of triton raises.
+        spec = importlib.util.find_spec(f"kernels.{name}")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if name != "attention.triton_launch":
+            assert module.supports(x, x, x) == "it serves tensors on a GPU, not on cpu"
+
+
+X = torch.ones(1, 1, 4, 64)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dim", "reason"),
+    ("q", "reason"),
     [
-        (torch.float64, 64, "it serves float32, float16 and bfloat16, not torch.float64"),
-        (torch.float16, 513, "it serves head dims up to 512, not 513"),
+        (X.double(), "it serves float32, float16 and bfloat16, not torch.float64"),
+        (torch.ones(1, 1, 4, 513).half(), "it serves head dims up to 512, not 513"),
+        (X.clone().requires_grad_(), "it has no backward pass"),
     ],
 )
 def test_reasons_to_decline_a_gpu_tensor(
-    dtype: torch.dtype, dim: int, reason: str, monkeypatch: pytest.MonkeyPatch
+    q: torch.Tensor, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_launch, "_INTERPRETED", True)
-    x = torch.ones(1, 1, 4, dim, dtype=dtype)
-    assert triton.supports(x, x[..., :64], x) == reason
-    assert decode.supports(x, x[..., :64], x) == reason
+    for backend in (triton, decode):
+        assert str(backend.supports(q, q[..., :64], q)).startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -73,14 +69,6 @@ def test_gpus_that_cannot_read_eight_bits_are_declined(
     reason = None if reads else f"float8_e4m3fn needs compute capability 8.9, this GPU is {target}"
     assert triton_launch.unread(x.to(torch.float8_e4m3fn)) == reason
     assert triton_launch.unread(x.to(torch.float8_e5m2)) is None and triton_launch.unread(x) is None
-
-
-def test_no_gradient_is_silently_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_launch, "_INTERPRETED", True)
-    x = torch.ones(1, 1, 4, 8)
-    assert triton.supports(x, x.clone().requires_grad_(), x) == (
-        "it has no backward pass (use torch.no_grad or torch.inference_mode)"
-    )
 
 
 def test_old_gpus_and_a_missing_triton_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +101,9 @@ def test_float32_does_not_go_to_hopper_s_matrix_units() -> None:
     assert precision_of_float32("sm_80", 64) == "tf32x3"
 
 
-@pytest.mark.parametrize("target", [*TARGETS, "sm_120", "hip", "interpreter"])
-@pytest.mark.parametrize("dim", [*HEAD_DIMS, 8, 192])
-def test_every_target_has_a_build(target: str, dim: int) -> None:
-    target = target.replace("gfx942", "hip")
-    for itemsize in (2, 4):
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "hip"])
+def test_every_target_has_a_build(target: str) -> None:
+    for dim, itemsize in itertools.product((8, 64, 80, 96, 128, 192, 256), (2, 4)):
         assert choose(target, dim=dim, itemsize=itemsize, has_tiles=True).rows == 1
         assert 128 % choose(target, dim=dim, itemsize=itemsize, has_tiles=False).keys == 0
         assert serves(target, dim=dim, itemsize=itemsize) or (itemsize == 4 and dim > 128)
@@ -134,20 +120,3 @@ def test_what_a_build_works_out_is_part_of_its_name(monkeypatch: pytest.MonkeyPa
     name = repr(how)
     monkeypatch.setattr(triton_launch.How, "few", 8)
     assert repr(how) != name
-
-
-def test_scale_must_be_positive() -> None:
-    x = torch.ones(1, 1, 4, 8)
-    with pytest.raises(ValueError, match=r"scale must be positive, got -1\.0"):
-        triton.prepare(x, x, x, dense_index(1, 1, 4, 4, x.device), scale=-1.0, softcap=None)
-
-
-def test_only_rows_of_nobody_are_cleared_beforehand() -> None:
-    ragged = Ragged(rows=(1, 1), q_starts=(2, 6), q_lens=(3, 2), k_starts=(0, 3), k_lens=(3, 2))
-    q, out = torch.ones(2, 1, 9, 4), torch.ones(2, 1, 9, 4)
-    filled, lse = triton._results(q, 4, ragged, out)
-    assert filled is out
-    nobody = [[True] * 9, [True, True, False, False, False, True, False, False, True]]
-    assert (out[:, 0] == 0).all(-1).tolist() == nobody
-    assert (out[:, 0] == 1).all(-1).logical_not().tolist() == nobody
-    assert (lse == float("-inf")).all()

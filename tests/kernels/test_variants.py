@@ -1,4 +1,4 @@
-"""The conformance suite on cpu.cpp as other processors compile it, and under sanitizers.
+"""The conformance suite on cpu.cpp as other processors compile it, emulated, and sanitized.
 
 A process can load one build only, so each variant patches the flags and runs part of the other
 files."""
@@ -25,17 +25,10 @@ build._FLAGS = (*build._FLAGS, *sys.argv[1].split())
 reason = build.load()
 if reason:
     sys.exit(reason)
-arguments = ["-q", "-p", "no:cacheprovider", "-k", sys.argv[2], *sys.argv[3:]]
+arguments = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "-k", sys.argv[2], *sys.argv[3:]]
 sys.exit(pytest.main(arguments))
 """
-SUITE = [
-    str(Path(__file__).parents[1] / name)
-    for name in (
-        "conformance/test_kernel_backends.py",
-        "kernels/test_eight_bits.py",
-        "kernels/test_calls.py",
-    )
-]
+SUITE = ("conformance/test_kernel_backends.py", "kernels/test_eight_bits.py")
 # All engines at every odd size, and what bad indices and bad numbers do.
 WHICH = (
     "(cpu or broken or padding or infinite or soft_cap) and "
@@ -48,10 +41,16 @@ FEW = (
 )
 
 
-def conform(flags: str, which: str = WHICH, **environment: str) -> None:
-    command = [sys.executable, "-c", PROGRAM, flags, which, *SUITE]
+def conform(
+    flags: str,
+    which: str = WHICH,
+    suite: tuple[str, ...] = (*SUITE, "kernels/test_calls.py"),
+    **environment: str,
+) -> str:
+    """What pytest prints of these files with a library that is compiled for it, and kept."""
+    files = [str(ROOT / "tests" / name) for name in suite]
     result = subprocess.run(
-        command,
+        [sys.executable, "-c", PROGRAM, flags, which, *files],
         cwd=ROOT,
         env={**os.environ, **environment},
         capture_output=True,
@@ -61,6 +60,7 @@ def conform(flags: str, which: str = WHICH, **environment: str) -> None:
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     passed = re.search(r"(\d+) passed", result.stdout)
     assert passed and int(passed[1]) > 70, result.stdout
+    return result.stdout
 
 
 def skip_without(instructions: str) -> None:
@@ -116,3 +116,19 @@ def test_sanitizers() -> None:
         ASAN_OPTIONS="detect_leaks=0:max_malloc_fill_size=1073741824:malloc_fill_byte=255",
         UBSAN_OPTIONS="print_stacktrace=1",
     )
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_emulated_tiles() -> None:
+    """AMX's engine where there is no AMX; test_tiles.py has what is emulated."""
+    skip_without("avx512_bf16")
+    others = ("conformance/test_gradient_backends.py", "kernels/test_patterns.py")
+    printed = conform(
+        "-DHEADWISE_EMULATE_TILES",
+        "amx or not (float or dot or brgemm)",
+        (*SUITE, *others),
+        HEADWISE_AMX="1",
+    )
+    # Decoding a few queries has an engine of its own.
+    assert len(re.findall("no engine 'amx'", printed)) <= 1

@@ -11,12 +11,12 @@ from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
 from profiling.evaluation.matching import tile_gaps
 from profiling.inside.capture import LayerInputs
-from tests.kernels.test_skip_softmax import Case, inputs
+from tests.kernels.test_skip_softmax import inputs
 
 
 @pytest.mark.parametrize(("length", "softcap"), [(40, None), (450, None), (700, 15.0)])
 def test_a_threshold_skips_what_is_below_it(length: int, softcap: float | None) -> None:
-    q, k, v = inputs(Case(q_len=length, k_len=length, heads=4, kv_heads=2))
+    q, k, v = inputs(length, heads=4, kv_heads=2)
     layer = LayerInputs(
         layer=0, q=q, k=k, v=v, scale=0.2, softcap=softcap, sliding_window=None, sinks=None
     )
