@@ -49,11 +49,9 @@ def building(*kernel: object) -> Iterator[None]:
         raise
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        lines = lines or ["no message"]
         # What the driver says of a kernel that runs.
-        if lines and lines[0].startswith("Triton Error ["):
+        if lines[0].startswith("Triton Error ["):
             raise
-        _failed[kernel] = (
-            f"its kernel failed to build: {type(error).__name__}: "
-            f"{lines[0] if lines else 'no message'}"
-        )
+        _failed[kernel] = f"its kernel failed to build: {type(error).__name__}: {lines[0]}"
         raise CannotBuildError(_failed[kernel]) from error

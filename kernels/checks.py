@@ -63,7 +63,7 @@ def check(
             f"all tensors of a call must share a device, got {', '.join(sorted(map(str, devices)))}"
         )
     num_heads = q_shape[1]
-    num_kv_heads = k_shape[1 if block_table is None else 2]
+    num_kv_heads = _num_kv_heads(k_shape, paged=block_table is not None)
     if not num_kv_heads or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads do not divide into {num_kv_heads} KV heads")
     if index.num_heads != num_heads:
@@ -92,6 +92,13 @@ def check(
             f"out must have a place of its own for each element, got strides {out.stride()} for "
             f"{shape}"
         )
+
+
+def _num_kv_heads(k: Sequence[int], *, paged: bool) -> int:
+    """KV heads of keys: (B, G, K, D), or in pages (pages, page size, G, D)."""
+    if paged:
+        return k[2]
+    return k[1]
 
 
 def check_dense(**given: object) -> None:
@@ -156,7 +163,9 @@ def _check_lengths(q: Sequence[int], k: Sequence[int], index: SparseIndex, *, pa
 
 
 def _check_pages(k: Tensor, v: Tensor, index: SparseIndex, table: Tensor) -> None:
-    needed = -(-index.k_len // k.shape[1]) if k.shape[1] else 0
+    needed = 0
+    if k.shape[1]:
+        needed = -(-index.k_len // k.shape[1])
     if (
         table.dim() != 2
         or table.dtype != torch.int32
@@ -204,7 +213,7 @@ def check_decode(
         )
     check_sinks(sinks, q.shape[1])
     batch = q.shape[0]
-    num_kv_heads = k.shape[1 if block_table is None else 2]
+    num_kv_heads = _num_kv_heads(k.shape, paged=block_table is not None)
     if tokens is not None and (
         tokens.dtype != torch.int32
         or tokens.shape[:-1] not in ((batch,), (batch, num_kv_heads))
@@ -253,7 +262,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, *, paged: bool) -> None:
         raise ValueError(f"decode takes 1 to {MAX_QUERIES} queries, got 0")
     if not all(k.shape[:3]):
         raise ValueError(f"the cache is empty: k {tuple(k.shape)}")
-    if q.shape[1] % (num_kv_heads := k.shape[2 if paged else 1]) or not q.shape[1]:
+    num_kv_heads = _num_kv_heads(k.shape, paged=paged)
+    if q.shape[1] % num_kv_heads or not q.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads do not divide into {num_kv_heads} KV heads")
     check_dtypes(q, k, v)
 

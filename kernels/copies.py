@@ -115,6 +115,13 @@ def kept(
     return lambda make: Kept(make, nbytes, room)
 
 
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """The tensor, copied unless its elements lie in order; None stays None."""
+    if x is None:
+        return None
+    return x.contiguous()
+
+
 def with_rows(x: Tensor) -> Tensor:
     """The tensor, copied unless its last axis is contiguous."""
     if x.stride(-1) == 1:

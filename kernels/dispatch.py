@@ -87,22 +87,21 @@ def choose(
 
     failed: backends that have tried this call in vain, and why.
     """
-    if sinks is None:
-        unwanted = None
-    else:
-        unwanted = derivative_wanted(sinks)
+
+    def reason_of(name: str, module: ModuleType) -> str | None:
+        reason: str | None = module.supports(q, k, v)
+        if reason is None and sinks is not None and name != "reference":
+            reason = derivative_wanted(sinks)
+        return reason
+
     if name != "auto":
         module = backend(name, op)
-        if reason := module.supports(q, k, v) or (unwanted if name != "reference" else None):
+        if reason := reason_of(name, module):
             raise ValueError(f"backend {name!r} cannot serve this call: {reason}")
         return module
     for candidate in _by_device(q.device.type):
         module = backend(candidate, op)
-        reason = (
-            failed.get(candidate)
-            or module.supports(q, k, v)
-            or (unwanted if candidate != "reference" else None)
-        )
+        reason = failed.get(candidate) or reason_of(candidate, module)
         if reason is None:
             return module
         if _MADE_FOR[candidate] == q.device.type:

@@ -149,8 +149,9 @@ class SparseIndex:
     @property
     def num_rows(self) -> int:
         """Query tiles of the sequence with the most."""
-        lengths = ((self.q_len, self.k_len),) if self.ragged is None else self.ragged.lengths
-        return max(num_rows(*each) for each in lengths)
+        if self.ragged is None:
+            return num_rows(self.q_len, self.k_len)
+        return max(num_rows(*each) for each in self.ragged.lengths)
 
     @property
     def causal_tiles(self) -> int:
@@ -174,7 +175,10 @@ class SparseIndex:
 
     def sequence(self, s: int) -> SparseIndex:
         """The index of sequence s alone, as a batch of one."""
-        q_len, k_len = (self.q_len, self.k_len) if self.ragged is None else self.ragged.lengths[s]
+        q_len = self.q_len
+        k_len = self.k_len
+        if self.ragged is not None:
+            q_len, k_len = self.ragged.lengths[s]
         one = slice(s, s + 1)
         found = self.changed(
             q_len=q_len,
@@ -239,7 +243,9 @@ class SparseIndex:
         """Fraction of the causal tiles that is computed, (B, H) fp32, of at most so many rows."""
         if self.ragged is not None:
             return torch.cat([self.sequence(s).density(most_rows) for s in range(self.batch)])
-        every = 1 if most_rows is None else -(-self.num_rows // most_rows)
+        every = 1
+        if most_rows is not None:
+            every = -(-self.num_rows // most_rows)
         if every == 1:
             return self.computed_tiles().float() / self.causal_tiles
         own = range(self.first_row + every // 2, self.first_row + self.num_rows, every)

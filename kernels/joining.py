@@ -55,21 +55,25 @@ def _joined(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
     for name in ("diagonals", "columns"):
         entries: list[Tensor] = [getattr(part, name) for part in parts]
         width = max(e.shape[-1] for e in entries)
-        # To pad by nothing is to copy.
-        padded = [
-            e if e.shape[-1] == width else pad(e, (0, width - e.shape[-1]), value=PAD)
-            for e in entries
-        ]
-        made[name] = torch.cat(padded, dim)
+        made[name] = torch.cat([_widened(e, width) for e in entries], dim)
     if any(part.skip is not None for part in parts):
-        skips = [
-            part.diagonals.new_full(part.diagonals.shape[:2], -torch.inf, dtype=torch.float32)
-            if part.skip is None
-            else part.skip
-            for part in parts
-        ]
-        made["skip"] = torch.cat(skips, dim)
+        made["skip"] = torch.cat([_bounds(part) for part in parts], dim)
     return made
+
+
+def _widened(entries: Tensor, width: int) -> Tensor:
+    """The entries padded to a width; to pad by nothing would be to copy."""
+    if entries.shape[-1] == width:
+        return entries
+    return pad(entries, (0, width - entries.shape[-1]), value=PAD)
+
+
+def _bounds(part: SparseIndex) -> Tensor:
+    """The bound of each head, -inf where it skips nothing."""
+    if part.skip is not None:
+        return part.skip
+    heads = part.diagonals.shape[:2]
+    return part.diagonals.new_full(heads, -torch.inf, dtype=torch.float32)
 
 
 def _lists(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
@@ -82,14 +86,14 @@ def _lists(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
         if missing := rows - at.shape[-1]:
             at = torch.cat([at, at[..., -1:].expand(-1, -1, missing)], -1)
         if len(part.tiles):
-            offsets.append(at + sum(map(len, tiles)) if tiles else at)
+            if tiles:
+                at = at + sum(map(len, tiles))
             tiles.append(part.tiles)
-        else:
-            offsets.append(at)
-    return {
-        "tiles": torch.cat(tiles) if len(tiles) > 1 else (*tiles, parts[0].tiles)[0],
-        "offsets": torch.cat(offsets, dim),
-    }
+        offsets.append(at)
+    if len(tiles) > 1:
+        tiles = [torch.cat(tiles)]
+    made, *_ = (*tiles, parts[0].tiles)
+    return {"tiles": made, "offsets": torch.cat(offsets, dim)}
 
 
 def _changed(

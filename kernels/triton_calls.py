@@ -33,11 +33,9 @@ class KernelCall:
 
     def build(self, op: tuple[object, ...]) -> tuple[object, ...]:
         """Key of a failed build: its op, and the constants where others do without."""
-        return (
-            op
-            if self.plain
-            else (*op, self.kernel, *self.constants.values(), *self.options.values())
-        )
+        if self.plain:
+            return op
+        return (*op, self.kernel, *self.constants.values(), *self.options.values())
 
     @property
     def function(self) -> Any:
@@ -68,8 +66,9 @@ def run_calls(calls: Sequence[KernelCall], device: torch.device, *op: object) ->
     if any_failed():
         for call in calls:
             check(*call.build(op))
-    on_its_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with on_its_device:
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
         for call in calls:
             with building(*call.build(op)):
                 _run(call)

@@ -35,10 +35,12 @@ LIGHT_PACKAGES = {"headwise", "runtime", "kernels", "artifacts"}
 HEAVY_ROOMS = {
     "kernels/attention/triton_kernel.py": {"triton"},
     "kernels/attention/triton_loops.py": {"triton"},
+    "kernels/attention/triton_small_kernels.py": {"triton"},
     "kernels/attention/triton_step.py": {"triton"},
     "kernels/decode/triton_kernel.py": {"triton"},
     "kernels/patterns/triton_choice_kernel.py": {"triton"},
     "kernels/patterns/triton_kernels.py": {"triton"},
+    "kernels/patterns/triton_means_kernels.py": {"triton"},
     "runtime/caches/growing.py": {"transformers"},
     "runtime/caches/layer.py": {"transformers"},
     "runtime/vllm/specs.py": {"vllm"},

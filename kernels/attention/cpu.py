@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from kernels.copies import with_rows
+from kernels.copies import contiguous, with_rows
 from kernels.dispatch import derivative_wanted
 from kernels.index import SparseIndex, no_lists, num_rows
 from kernels.native import build
@@ -79,7 +79,9 @@ def why_no_tiles() -> str | None:
         torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02)
         for a, b in zip(ours, theirs, strict=True)
     )
-    return None if agrees else "its results are not those of the engine without tiles"
+    if not agrees:
+        return "its results are not those of the engine without tiles"
+    return None
 
 
 def sparse_attention(
@@ -112,16 +114,11 @@ def sparse_attention(
         out.zero_()
         lse.fill_(float("-inf"))
     entries = (x.contiguous() for x in (index.diagonals, index.tiles, index.offsets, index.columns))
-    if block_table is None:
-        pages = None
-    else:
-        pages = block_table.contiguous()
+    if sinks is not None:
+        sinks = sinks.float()
     torch.ops.headwise.sparse_attention(
-        *(q, k, v, *entries, ragged.flat, index.dense_tail, index.window or 0, pages),
-        *(
-            None if index.skip is None else index.skip.contiguous(),
-            None if sinks is None else sinks.float().contiguous(),
-        ),
+        *(q, k, v, *entries, ragged.flat, index.dense_tail, index.window or 0),
+        *map(contiguous, (block_table, index.skip, sinks)),
         *(scale, softcap or 0.0, engine or engines(q.dtype)[0], out, lse, skipped),
     )
     return out, lse

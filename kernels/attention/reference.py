@@ -50,6 +50,9 @@ def sparse_attention(
             keys, values = (x[pages].flatten(0, 1)[: one.k_len].transpose(0, 1) for x in (k, v))
         queries = slice(first_query, first_query + one.q_len)
         for head in range(num_heads):
+            sink = None
+            if sinks is not None:
+                sink = sinks[head].float()
             group = num_heads // keys.shape[0]
             out[row, head, queries], lse[row, head, queries], left_out = _one_head(
                 q[row, head, queries].float(),
@@ -59,7 +62,7 @@ def sparse_attention(
                 head,
                 scale,
                 softcap,
-                None if sinks is None else sinks[head].float(),
+                sink,
             )
             if skipped is not None:
                 skipped[s, head] += left_out

@@ -108,6 +108,8 @@ def prepare(
     window = index.window
     if window is not None and window >= index.k_len:
         window = None
+    if sinks is not None:
+        sinks = sinks.float()
     if skip is not None and skipped is None:
         skipped = torch.empty(skip.shape, dtype=torch.int32, device=q.device)
 
@@ -153,8 +155,8 @@ def prepare(
     launches = [build(has_tiles > 0, has_columns > 0) for _, has_tiles, has_columns in has]
     out, lse = _results(q, v_dim, ragged, out)
     rows = max(each.rows for each in launches)
-    alone = [part for part, each in zip(parts, launches, strict=True) if each.rows < rows]
-    first = tables(index, rows, window, alone=alone[0] if alone else ())
+    alone = (part for part, each in zip(parts, launches, strict=True) if each.rows < rows)
+    first = tables(index, rows, window, alone=next(alone, []))
     made = first.arguments["tables"]
     # Where both layouts keep (batch or page, head, row).
     order = (0, 1, 2)
@@ -195,9 +197,9 @@ def prepare(
         "dense_tail": dense_tail,
         "pages": given(block_table, made),
         "places": places,
-        "sinks": lse if sinks is None else sinks.float().contiguous(),
+        "sinks": given(sinks, lse),
         "skip": given(skip, lse),
-        "skipped": made if skipped is None else skipped,
+        "skipped": given(skipped, made),
         **partial, **softmax_factors(scale, softcap),
     }  # fmt: skip
     for name, tensor, axes in (
@@ -225,8 +227,13 @@ def prepare(
     calls = [first]
     for part, (diagonals, listed, columned), each in zip(parts, has, launches, strict=True):
         # A product of fp32 without the matrix units holds whole operands in registers.
-        widest = 128 if q.dtype == torch.float32 and each.precision == "ieee" else 256
+        widest = 256
+        if q.dtype == torch.float32 and each.precision == "ieee":
+            widest = 128
         subset = len(part) < num_heads
+        chosen = made
+        if subset:
+            chosen = on_device(tuple(part), q.device, torch.int32)
         chunks = -(-len(part) // group)
         per_chunk = group * -(-index.num_rows // each.rows) * splits
         d0, d1 = split(dim, widest)
@@ -241,7 +248,7 @@ def prepare(
             skip=skip is not None, subset=subset, split=splits > 1,
         )  # fmt: skip
         more = {
-            "heads": on_device(tuple(part), q.device, torch.int32) if subset else made,
+            "heads": chosen,
             "head_count": len(part), "chunks": chunks, "per_chunk": per_chunk,
         }  # fmt: skip
         programs = index.batch * chunks * per_chunk
@@ -332,20 +339,34 @@ def tables(
     made = torch.empty(
         batch, num_heads, 4 * walk_width + 7 * (n + 1), dtype=torch.int32, device=device
     )
-    flags = tuple(int(head in alone) for head in range(num_heads))
+    flags = made
+    if alone:
+        each = tuple(int(head in alone) for head in range(num_heads))
+        flags = on_device(each, device, torch.int32)
+    reach = n
+    whole = n + 2
+    if window is not None:
+        reach = index.reach
+        whole = window // TILE
     arguments = {
         "diagonals": index.diagonals.contiguous(), "columns": index.columns.contiguous(),
         "tables": made,
-        "alone": on_device(flags, device, torch.int32) if alone else made, "heads": num_heads,
+        "alone": flags, "heads": num_heads,
         "width": width, "columns_width": columns_width, "walk_width": walk_width, "n": n,
-        "reach": n if window is None else index.reach,
-        "window": n + 2 if window is None else window // TILE,
+        "reach": reach, "window": whole,
         "steps": width.bit_length(), "column_steps": columns_width.bit_length(),
     }  # fmt: skip
     chunk = min(1024, max(128, 1 << n.bit_length()))
     constants = {"ROWS": rows, "ALONE": bool(alone), "CHUNK": chunk}
     options = {"num_warps": chunk // 128}
-    return _call("triton_kernel", "tables_kernel", batch * num_heads, arguments, constants, options)
+    return _call(
+        "triton_small_kernels",
+        "tables_kernel",
+        batch * num_heads,
+        arguments,
+        constants,
+        options,
+    )
 
 
 def _call(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.index import TILE
-from kernels.triton_calls import KernelCall
+from kernels.triton_calls import KernelCall, given
 
 # Triton reads the variable once, when a kernel is defined.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -117,8 +117,10 @@ class How:
 
         Columns are looked up ahead, in shared memory, too: in steps of 64 what parts of 64 keys
         take of it would be too much for a second program on a multiprocessor of Hopper."""
-        crowded = self.split and self.columns and self.d0 > 64
-        return min(32 if crowded else 64, self.keys)
+        most = 64
+        if self.split and self.columns and self.d0 > 64:
+            most = 32
+        return min(most, self.keys)
 
     @property
     def careful(self) -> How:
@@ -126,7 +128,9 @@ class How:
 
         A part of a row is so many tiles, or pairs of them: done again, it must have the keys that
         it had."""
-        keys = self.keys if self.split and self.keys > 64 else 16
+        keys = 16
+        if self.split and self.keys > 64:
+            keys = self.keys
         return replace(
             self, e0=min(self.e0, _NARROWEST_VALUES), e1=0, keys=keys, stages=1, safe=True
         )
@@ -211,14 +215,19 @@ def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool) -> Launch:
     """Build for an architecture and the larger head dim; with lists one query tile a program."""
     if target == "interpreter":
         builds = _INTERPRETER
+    elif target == "hip" and itemsize == 4:
+        builds = _CDNA_32
     elif target == "hip":
-        builds = _CDNA_16 if itemsize == 2 else _CDNA_32
+        builds = _CDNA_16
     elif itemsize == 4:
         builds = _CUDA_32
+    elif target.startswith("sm_9"):
+        builds = _HOPPER_16
     else:
-        builds = _HOPPER_16 if target.startswith("sm_9") else _OTHERS_16
-    one, *two = next(found for widest, found in builds.items() if dim <= widest)
-    found = one if has_tiles or not two else two[0]
+        builds = _OTHERS_16
+    found, *two = next(builds for widest, builds in builds.items() if dim <= widest)
+    if two and not has_tiles:
+        found = two[0]
     if itemsize == 4:
         found = replace(found, precision=precision_of_float32(target, dim))
     return found
@@ -231,8 +240,9 @@ def precision_of_float32(target: str, dim: int) -> str:
     beyond a head dim of 128 they do not fit in shared memory. On an H100 Triton 3.6 multiplies tf32
     wrongly in some shapes, and reads beyond shared memory.
     """
-    exact = target in ("hip", "interpreter") or target.startswith("sm_9") or dim > 128
-    return "ieee" if exact else "tf32x3"
+    if target in ("hip", "interpreter") or target.startswith("sm_9") or dim > 128:
+        return "ieee"
+    return "tf32x3"
 
 
 def serves(target: str, *, dim: int, itemsize: int) -> bool:
@@ -257,7 +267,9 @@ def split(dim: int, widest: int = 256, least: int = 16) -> tuple[int, int]:
         return whole, 0
     first = whole // 2
     second = max(least, 1 << (dim - first - 1).bit_length())
-    return (first, second) if whole > widest or first + second < whole else (whole, 0)
+    if whole > widest or first + second < whole:
+        return first, second
+    return whole, 0
 
 
 def split_values(dim: int, widest: int = 256) -> tuple[int, int]:
@@ -270,13 +282,14 @@ def split_values(dim: int, widest: int = 256) -> tuple[int, int]:
 
 def build_options(launch: Launch) -> dict[str, Any]:
     """Triton's own options; fused multiply-adds are named, since their default will change."""
-    limit = {} if launch.registers is None else {"maxnreg": launch.registers}
-    return {
+    options: dict[str, Any] = {
         "num_warps": launch.warps,
         "num_stages": launch.stages,
         "enable_fp_fusion": True,
-        **limit,
     }
+    if launch.registers is not None:
+        options["maxnreg"] = launch.registers
+    return options
 
 
 @functools.lru_cache(maxsize=1024)
@@ -322,11 +335,9 @@ def resident(build: Launch, key_bytes: int, query_bytes: int, shared: int | None
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a device; an interpreter has one."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 1
-    )
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
@@ -345,7 +356,9 @@ def scratch(
     shape = (batch, num_kv_heads, parts, num_heads // num_kv_heads * q_len)
     tops, totals = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     partial = torch.empty(*shape, v_dim, dtype=torch.float32, device=q.device)
-    return {"tops": tops, "totals": totals.zero_() if holes else totals, "partial": partial}
+    if holes:
+        totals.zero_()
+    return {"tops": tops, "totals": totals, "partial": partial}
 
 
 def combine(
@@ -362,15 +375,17 @@ def combine(
 
     holes: some rows belong to nobody, and have been written.
     """
+    if sinks is not None:
+        sinks = sinks.float()
     names = ("tops", "totals", "partial", "num_kv_heads", "q_len")
     dim = out.shape[-1]
     return KernelCall(
-        module=f"{__package__}.triton_kernel",
+        module=f"{__package__}.triton_small_kernels",
         kernel="combine_kernel",
         grid=(lse.numel(),),
         arguments={
             **{name: arguments[name] for name in names}, "out": out, "lse": lse,
-            "sinks": lse if sinks is None else sinks.float().contiguous(),
+            "sinks": given(sinks, lse),
             "out_batch": out.stride(0), "out_head": out.stride(1), "out_row": out.stride(2),
             "rows": rows, "splits": splits,
         },

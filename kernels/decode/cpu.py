@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import cpu as attention
-from kernels.copies import with_rows
+from kernels.copies import contiguous, with_rows
 from kernels.native import build
 
 
@@ -52,24 +52,23 @@ def decode_attention(
     float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by
     the engine "float"."""
     q, k, v = map(with_rows, (q, k, v))
-    lists = (x if x is None else x.contiguous() for x in (tokens, starts, ends, block_table))
-    if sinks is None:
-        logits = None
-    else:
-        logits = sinks.float().contiguous()
+    if sinks is not None:
+        sinks = sinks.float()
+    given = map(contiguous, (tokens, starts, ends, block_table, sinks))
     out, lse, mass = torch.ops.headwise.decode_attention(
         q,
         k,
         v,
-        *lists,
-        logits,
+        *given,
         window or 0,
         scale,
         softcap or 0.0,
         scores,
         engine or engines(q.dtype)[0],
     )
-    return out, lse, None if scores == "none" else mass
+    if scores == "none":
+        mass = None
+    return out, lse, mass
 
 
 def with_sums(

@@ -54,9 +54,10 @@ def drop_lowest(
     victims = ranked.argmin(dim=2, keepdim=True)
     for tensor in (keys, values, scores, positions):
         last = tensor[:, :, rows - 1 : rows]
-        tensor.scatter_(
-            2, victims if tensor.dim() == 3 else victims[..., None].expand_as(last), last.clone()
-        )
+        places = victims
+        if tensor.dim() == 4:
+            places = victims[..., None].expand_as(last)
+        tensor.scatter_(2, places, last.clone())
 
 
 def ranks(scores: Tensor, positions: Tensor, *, latest: int, queries: int | None = None) -> Tensor:

@@ -42,10 +42,9 @@ def decode_attention(
     num_kv_heads = k.shape[1]
     k_len = k.shape[2]
     if tokens is None:
-        rows = torch.arange(k_len, device=q.device)
+        rows = torch.arange(k_len, device=q.device).view(1, 1, 1, k_len)
     else:
-        rows = tokens.long()
-    rows = rows.view(batch if tokens is not None else 1, -1, 1, rows.shape[-1])
+        rows = tokens.long().view(batch, -1, 1, tokens.shape[-1])
     if starts is None:
         first = torch.zeros(batch, device=q.device)
     else:

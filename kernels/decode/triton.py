@@ -86,8 +86,13 @@ def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
     Untimed: about 48 KiB of keys and values under way, so that two programs or more fit a
     multiprocessor and together ask for what its share of the memory's bandwidth takes to arrive;
     query rows as many as the registers hold."""
-    rows = min(max(16, _power_of_two(rows)), 64 if dim <= 128 else 32)
-    warps = 8 if rows > 32 else 4
+    most = 64
+    if dim > 128:
+        most = 32
+    rows = min(max(16, _power_of_two(rows)), most)
+    warps = 4
+    if rows > 32:
+        warps = 8
     if target == "interpreter":
         return Build(rows=rows, keys=32, warps=warps, stages=1)
     if target == "hip":
@@ -97,7 +102,9 @@ def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
     if itemsize == 4:
         precision = precision_of_float32(target, dim)
         return Build(rows=rows, keys=16, warps=warps, stages=2, precision=precision)
-    keys = 64 if dim <= 64 else 32
+    keys = 32
+    if dim <= 64:
+        keys = 64
     return Build(rows=rows, keys=keys, warps=warps, stages=3)
 
 
@@ -286,7 +293,10 @@ def prepare_sums(
     (_, num_kv_heads, k_len, _) = k.shape
     target = target or architecture(q.device)
     # A product of fp32 without the matrix units holds whole operands in registers.
-    d0, d1 = split(dim, 128 if q.element_size() == 4 else 256)
+    widest = 256
+    if q.element_size() == 4:
+        widest = 128
+    d0, d1 = split(dim, widest)
     build = choose_sums(target, dim=d0 + d1, itemsize=q.element_size())
     scores = torch.empty(batch, num_kv_heads, k_len, dtype=torch.float32, device=q.device)
     strides = {
@@ -324,7 +334,9 @@ def choose_sums(target: str, *, dim: int, itemsize: int) -> SumsBuild:
     if target == "interpreter":
         return SumsBuild(keys=32, queries=32, warps=4, stages=1)
     if itemsize == 4:
-        stages = 1 if target == "hip" else 2
+        stages = 2
+        if target == "hip":
+            stages = 1
         precision = precision_of_float32(target, dim)
         if dim <= 64:
             return SumsBuild(keys=64, queries=32, warps=4, stages=stages, precision=precision)

@@ -210,14 +210,14 @@ def find_compiler() -> list[str] | str:
             return command
         return f"no C++ compiler found: CXX is {chosen!r}"
     found = shutil.which("c++") or shutil.which("g++")
-    return [found] if found else "no C++ compiler found (install g++, or set CXX)"
+    if found is None:
+        return "no C++ compiler found (install g++, or set CXX)"
+    return [found]
 
 
 def _first_error(message: str) -> str:
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return next(
-        (line for line in lines if "error" in line.lower()), lines[0] if lines else "no message"
-    )
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no message"]
+    return next((line for line in lines if "error" in line.lower()), lines[0])
 
 
 def compile_library(
@@ -228,7 +228,9 @@ def compile_library(
     Raises subprocess.CalledProcessError with the compiler's message, OSError where it cannot be
     stored."""
     home = Path(torch.__file__).parent
-    openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
+    openmp = ["-fopenmp"]
+    if sys.platform == "darwin":
+        openmp = []
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     command = [*compiler, *machine, *_FLAGS, *openmp, abi]
     with tempfile.TemporaryDirectory(dir=library.parent) as folder, ThreadPoolExecutor() as pool:

@@ -150,7 +150,10 @@ def _made(
         made = torch.cat([ends[:, :1] - counts[:, :1], ends], dim=1).view(
             batch, len(most), rows + 1
         )
-        return Copy.of(made, device), int(ends.max()) if made.numel() else 0
+        total = 0
+        if made.numel():
+            total = int(ends.max())
+        return Copy.of(made, device), total
 
 
 def put(tiles: Tensor, offsets: Tensor, lists: Tensor) -> None:

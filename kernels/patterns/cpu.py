@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.cpu import engines
+from kernels.copies import contiguous, with_rows
 from kernels.native import build
 from kernels.patterns.paged import Keys
 
@@ -36,7 +37,7 @@ def estimate(
     """See kernels.patterns.last_queries.estimate."""
     fastest = engines(q.dtype)[0]
     found: tuple[Tensor, Tensor] = torch.ops.headwise.vertical_slash_estimate(
-        q if q.stride(-1) == 1 else q.contiguous(),
+        with_rows(q),
         *_where(k),
         heads,
         last_q,
@@ -58,7 +59,7 @@ def mean_pool(x: Keys, *, lead: int, pool: int) -> Tensor:
 def _where(k: Keys) -> tuple[Tensor, Tensor | None, int]:
     """Keys as operators take them: tensor or cache, block table, and their number."""
     if isinstance(k, Tensor):
-        return k if k.stride(-1) == 1 else k.contiguous(), None, k.shape[2]
+        return with_rows(k), None, k.shape[2]
     return k.cache, k.table.contiguous(), k.k_len
 
 
@@ -73,7 +74,7 @@ def best_places(
 ) -> Tensor:
     """See kernels.patterns.choose.best_places."""
     shares = [share or 0.0 for share in coverage]
-    lists = (x if x is None else x.contiguous() for x in (ends, counts))
+    lists = map(contiguous, (ends, counts))
     found: Tensor = torch.ops.headwise.best_places(
         scores.contiguous(), sizes, shares, forced, *lists
     )

@@ -43,9 +43,9 @@ def dense_index(
 
     With `ragged` the batch is its sequences, and the lengths are the largest of them.
     """
-    rows = max(
-        num_rows(*each) for each in (((q_len, k_len),) if ragged is None else ragged.lengths)
-    )
+    rows = num_rows(q_len, k_len)
+    if ragged is not None:
+        rows = max(num_rows(*each) for each in ragged.lengths)
     with torch.inference_mode(False):
         diagonals = torch.arange(num_tiles(k_len), dtype=torch.int32, device=device)
         return SparseIndex.built(

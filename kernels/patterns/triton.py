@@ -18,13 +18,14 @@ from torch import Tensor
 
 from kernels.attention.triton_launch import architecture, choose, split, unavailable
 from kernels.breaker import failure
-from kernels.copies import on_device
+from kernels.copies import on_device, with_rows
 from kernels.dispatch import say_once
 from kernels.index import TILE, num_tiles
 from kernels.patterns.paged import Keys
-from kernels.triton_calls import KernelCall, run_calls
+from kernels.triton_calls import KernelCall, given, run_calls
 
 _MODULE = f"{__package__}.triton_kernels"
+_MEANS = f"{__package__}.triton_means_kernels"
 _CHOICE = f"{__package__}.triton_choice_kernel"
 _LOG2E = 1.4426950408889634
 _MAX_DIM = 256
@@ -83,9 +84,7 @@ def choice(
     arguments = {
         "scores": scores.contiguous(), "sizes": on_device(tuple(sizes), scores.device),
         "places": places,
-        # What is absent is never read; some tensor has to stand there.
-        "ends": places if ends is None else ends.contiguous(),
-        "counts": places if counts is None else counts.contiguous(),
+        "ends": given(ends, places), "counts": given(counts, places),
         "heads": scores.shape[1], "rows": scores.shape[2:-1].numel(), "n": n, "width": width,
     }  # fmt: skip
     return places, KernelCall(
@@ -158,7 +157,7 @@ def means(
         **_rows_of(x, "x"),
     }  # fmt: skip
     return made, KernelCall(
-        module=_MODULE,
+        module=_MEANS,
         kernel="means_kernel",
         grid=(x.shape[0] * len(places) * tiles,),
         arguments=arguments,
@@ -223,7 +222,7 @@ def weighing(
         "begin": seen.start, "reach": reach, "tiles": tiles,
     }  # fmt: skip
     return scores, KernelCall(
-        module=_MODULE,
+        module=_MEANS,
         kernel="tile_masses_kernel",
         grid=(queries.shape[0] * queries.shape[1], -(-rows * parts // TILE)),
         arguments=arguments,
@@ -235,10 +234,7 @@ def weighing(
 def _rows_of(x: Keys, name: str) -> dict[str, Any]:
     """Arguments that say where keys lie."""
     if isinstance(x, Tensor):
-        if x.stride(-1) == 1:
-            held = x
-        else:
-            held = x.contiguous()
+        held = with_rows(x)
         # Pages that are absent are never read; some tensor has to stand there.
         pages = held
         width = 0
@@ -257,8 +253,7 @@ def _rows_of(x: Keys, name: str) -> dict[str, Any]:
 
 def _where(q: Tensor, k: Keys) -> dict[str, Any]:
     """Arguments that say where queries and keys lie."""
-    if q.stride(-1) != 1:
-        q = q.contiguous()
+    q = with_rows(q)
     strides = {f"q_{axis}": q.stride(i) for i, axis in enumerate(("batch", "head", "row"))}
     return {"q": q, "q_len": q.shape[2], "k_len": k.shape[2], **strides, **_rows_of(k, "k")}
 
@@ -266,7 +261,10 @@ def _where(q: Tensor, k: Keys) -> dict[str, Any]:
 def _sizes(k: Keys) -> dict[str, Any]:
     """Constants of keys that are compiled in."""
     sizes = dict(zip(("D", "D0", "D1"), (k.shape[3], *split(k.shape[3])), strict=True))
-    return {**sizes, "PAGE": 0 if isinstance(k, Tensor) else k.cache.shape[1]}
+    page = 0
+    if not isinstance(k, Tensor):
+        page = k.cache.shape[1]
+    return {**sizes, "PAGE": page}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,9 +320,10 @@ def plan(
     group_size = num_heads // k.shape[1]
     last = [min(n, q_len) for n in last_q]
     # Of several blocks their sums take the registers of a second head.
-    members = _members(
-        heads, last, group_size, 2 if dim <= _MOST_FOR_TWO and max(last) <= TILE else 1
-    )
+    at_once = 1
+    if dim <= _MOST_FOR_TWO and max(last) <= TILE:
+        at_once = 2
+    members = _members(heads, last, group_size, at_once)
     if window is None:
         seen = k_len
     else:
@@ -349,7 +348,9 @@ def plan(
     build = choose(
         target or architecture(q.device), dim=dim, itemsize=q.element_size(), has_tiles=False
     )
-    warps = 8 if len(members[0]) == 2 or dim > _MOST_FOR_TWO or max(last) > TILE else 4
+    warps = 4
+    if len(members[0]) == 2 or dim > _MOST_FOR_TWO or max(last) > TILE:
+        warps = 8
     options = {"num_warps": warps, "num_stages": build.stages, "enable_fp_fusion": True}
     return Plan(
         arguments=arguments,

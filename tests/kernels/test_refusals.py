@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels.attention import sparse_attention
-from kernels.dense import dense_attention
 from kernels.decode import MAX_QUERIES, decode_attention
 from kernels.decode.dropping import drop_lowest
+from kernels.dense import dense_attention
 from kernels.index import SparseIndex
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
