@@ -42,7 +42,7 @@ ROWS = (("vs", "a", "bs", "vs_8"), None, ("bs", "vs", "a", "dense"))
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Without vLLM these tests say so, once, in tests/runtime/test_vllm_is_tested_apart.py."""
+    """Without vLLM these tests say so, once, in tests/runtime/vllm/test_check.py."""
     return True if importlib.util.find_spec("vllm") is None else None
 
 

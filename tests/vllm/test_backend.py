@@ -51,7 +51,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     "path", ["flash_attn.FlashAttentionBackend", "triton_attn.TritonAttentionBackend"]
 )
-def test_the_parent_is_what_vllm_would_have_chosen(choose: Any, path: str) -> None:
+def test_the_parent_is_what_vllm_would_have_chosen(choose, path):
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     parent = resolve_obj_by_qualname(f"{_BACKENDS}.{path}")
@@ -65,27 +65,16 @@ def test_the_parent_is_what_vllm_would_have_chosen(choose: Any, path: str) -> No
     assert issubclass(builder, SparseBuilder) and issubclass(builder, parent.get_builder_cls())
     # vLLM turns the class into its path and back.
     assert resolve_obj_by_qualname(".".join(backend.full_cls_name())) is backend
-    assert choose(path).get_impl_cls() is parent.get_impl_cls()
+    # A page holds a tile of the kernels.
+    sizes = [backend.get_preferred_block_size(size) for size in (16, 32, 64, 128)]
+    assert sizes == [64, 64, 64, 128]
+    # Without an artifact all is as the parent wants it.
+    plain = choose(path)
+    assert plain.get_impl_cls() is parent.get_impl_cls()
+    assert plain.get_preferred_block_size(16) == 16
 
 
-@pytest.mark.parametrize(
-    "path", ["flash_attn.FlashAttentionBackend", "triton_attn.TritonAttentionBackend"]
-)
-def test_pages_hold_a_tile_of_the_kernels(choose: Any, path: str) -> None:
-    backend = choose(path, headwise="cfg.yaml")
-    assert [backend.get_preferred_block_size(size) for size in (16, 32, 64, 128)] == [
-        64,
-        64,
-        64,
-        128,
-    ]
-    # Without an artifact it is as the parent wants it.
-    assert choose(path).get_preferred_block_size(16) == 16
-
-
-def test_a_parent_whose_cache_is_not_read_is_passed_over(
-    choose: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_parent_whose_cache_is_not_read_is_passed_over(choose, caplog):
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     with caplog.at_level(logging.INFO, logger="vllm.headwise"):
@@ -113,14 +102,12 @@ def test_a_parent_whose_cache_is_not_read_is_passed_over(
         ("ALWAYS", {"drafts": 16}, "NEVER"),
     ],
 )
-def test_graphs_are_of_what_can_be_replayed(
-    monkeypatch: pytest.MonkeyPatch, parents: str, artifact: dict[str, Any] | None, ours: str
-) -> None:
+def test_graphs_are_of_what_can_be_replayed(monkeypatch, parents, artifact, ours):
     from vllm.v1.attention.backend import AttentionCGSupport
 
     class Parent:
         @classmethod
-        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
             return AttentionCGSupport[parents]
 
     class Builder(SparseBuilder, Parent):  # type: ignore[misc]

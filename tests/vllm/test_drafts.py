@@ -56,9 +56,7 @@ def eagle(transformers: Transformers, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("method", ["ngram", "eagle", "draft_model"])
-def test_drafts(
-    model: str, artifact: Any, transformers: Transformers, eagle: str, method: str
-) -> None:
+def test_drafts(model, artifact, transformers, eagle, method):
     with_model = {
         "method": method,
         "model": model if method == "draft_model" else eagle,
@@ -77,9 +75,7 @@ def test_drafts(
     assert ("a draft model's, or another backend's" in found["layers"]) == (method != "ngram")
 
 
-def test_drafts_are_verified_by_chosen_tokens(
-    model: str, artifact: Any, transformers: Transformers
-) -> None:
+def test_drafts_are_verified_by_chosen_tokens(model, artifact, transformers):
     path = artifact(decode=DECODE)
     with get_context("spawn").Pool(1) as apart:
         made, steps, found = apart.apply(drafted, (model, path, NGRAMS))

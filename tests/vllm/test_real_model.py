@@ -8,10 +8,15 @@ import pytest
 
 import artifacts
 from profiling.models.loading import load_model
+from profiling.prompts.prompt import make_prompts
 from runtime.fingerprint import fingerprint
 from tests.runtime.conftest import search_info
-from tests.vllm.agree import Run, prompts_of
 from tests.vllm.conftest import PATTERNS
+from tests.vllm.engines import Transformers, engine
+
+TOKENS = 8
+WHOLE = {"max_model_len": 1400, "skip_tokenizer_init": False}
+CHUNKS = WHOLE | {"max_num_batched_tokens": 512, "max_num_seqs": 8}
 
 
 @pytest.mark.model
@@ -28,10 +33,25 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
         patterns={name: PATTERNS[name] for name in names},
         prefill=artifacts.Prefill(dense_below=512, layers=rows),
     )
-    artifacts.save(artifact, tmp_path / "cfg.yaml")
-    prompts = prompts_of(loaded.tokenizer, 2, 900, 1301)
+    path = str(tmp_path / "cfg.yaml")
+    artifacts.save(artifact, path)
+    prompts = []
+    for task, length in (("passkey", 900), ("kv_retrieval", 1301)):
+        (prompt,) = make_prompts(task, loaded.tokenizer, length=length, samples=1, seed=0)
+        prompts.append(list(prompt.input_ids))
+    prompts.append(prompts[0][:90])
     folder = str(loaded.model.config._name_or_path)
-    run = Run(loaded.model, folder, str(tmp_path / "cfg.yaml"), prompts, 8)
-    found = [*run.alone(), *run.batched(), *run.chunked()]
-    assert [part for part in found if not part[2]] == []
-    assert any(differs for _, _, differs in run.dense())
+    transformers = Transformers(folder, loaded.model)
+    for settings in (WHOLE, CHUNKS):
+        with engine(folder, path, **settings) as served:
+            done = [served.generate([ids], TOKENS)[0] for ids in prompts]
+            done += served.generate(prompts, TOKENS)
+            cuts = [served.cut(each)[1] for each in done]
+        for each, chunks in zip(done, cuts, strict=True):
+            ids = each.prompt_token_ids
+            wanted = transformers.tokens(ids, chunks, artifact=path, tokens=TOKENS)
+            assert list(each.outputs[0].token_ids) == wanted
+    # Where the artifact makes no difference, agreement says nothing.
+    dense = [transformers.tokens(ids, tokens=TOKENS) for ids in prompts]
+    sparse = [transformers.tokens(ids, artifact=path, tokens=TOKENS) for ids in prompts]
+    assert dense != sparse

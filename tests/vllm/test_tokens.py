@@ -10,7 +10,7 @@ import pytest
 import artifacts
 from runtime.vllm import stats
 from tests.vllm.conftest import DECODE, ROWS, kept, prompt
-from tests.vllm.engines import Transformers, engine
+from tests.vllm.engines import engine
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((1000, 777, 20, 300, 256, 255))]
 # In chunks of 512 the windows of the first lie in two; one of the second is its last alone.
@@ -38,9 +38,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_prompts_alone_and_together(
-    name: str, model: str, artifact: Any, transformers: Transformers
-) -> None:
+def test_prompts_alone_and_together(name, model, artifact, transformers):
     rows, sections, settings = CASES[name]
     prompts = PROMPTS + CUT * ("chunks" in name)
     path = artifact(rows, **sections)
@@ -81,14 +79,7 @@ def test_prompts_alone_and_together(
     [(None, ROWS, {}), (32, ROWS, {}), (None, NONE, {"decode": DECODE})],
     ids=["patterns", "small pages", "decode"],
 )
-def test_cached_prefixes(
-    model: str,
-    artifact: Any,
-    transformers: Transformers,
-    block_size: int | None,
-    rows: Any,
-    sections: Any,
-) -> None:
+def test_cached_prefixes(model, artifact, transformers, block_size, rows, sections):
     path, shared = artifact(rows, **sections), prompt(700)
     first, second, third = shared + prompt(80, 1), shared + prompt(200, 2), shared + prompt(30, 3)
     with engine(model, path, enable_prefix_caching=True, block_size=block_size) as served:
@@ -106,7 +97,7 @@ def test_cached_prefixes(
         assert list(each.outputs[0].token_ids) == wanted
 
 
-def test_dense_by_our_kernel(model: str, artifact: Any, transformers: Transformers) -> None:
+def test_dense_by_our_kernel(model, artifact, transformers):
     # Nothing of the artifact is left, its decode section neither.
     given = {"artifact": artifact(decode=DECODE), "dense": True}
     with engine(model, additional_config={"headwise": given}) as served:
@@ -118,9 +109,7 @@ def test_dense_by_our_kernel(model: str, artifact: Any, transformers: Transforme
     assert found["layers"] == {"dense by kernel": "0-2"}
 
 
-def test_a_compiled_model(
-    model: str, artifact: Any, transformers: Transformers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_model(model, artifact, transformers, monkeypatch):
     # vLLM's own switch for tests: traced as ever, and run without its compiler.
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
     path = artifact()
@@ -129,8 +118,8 @@ def test_a_compiled_model(
         assert served.tokens(PROMPTS) == wanted
 
 
-def test_a_dense_artifact_is_the_parent_to_the_bit(model: str, artifact: Any) -> None:
-    def outcome(path: str | None) -> Any:
+def test_a_dense_artifact_is_the_parent_to_the_bit(model, artifact):
+    def outcome(path):
         with engine(model, path) as served:
             done = served.generate(PROMPTS, logprobs=1)
         return [
@@ -141,7 +130,7 @@ def test_a_dense_artifact_is_the_parent_to_the_bit(model: str, artifact: Any) ->
     assert outcome(artifact((("dense",) * 4,) * 3)) == outcome(None)
 
 
-def test_heads_are_those_of_the_rank(model: str, artifact: Any, transformers: Transformers) -> None:
+def test_heads_are_those_of_the_rank(model, artifact, transformers):
     from vllm import LLM, SamplingParams
 
     # By head: what KV heads of one process choose, those of the other read; they keep unlike
