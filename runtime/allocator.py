@@ -10,8 +10,10 @@ import ctypes
 import os
 import sys
 from functools import cache
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # malloc.h
 _TRIM_THRESHOLD = -1

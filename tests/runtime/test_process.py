@@ -1,5 +1,4 @@
-"""Memory of long prompts on a CPU: kept when freed, in a plain process, and left alone where the
-user has a say."""
+"""What serving does to its process: what it imports, and how long prompts' memory is kept."""
 
 from __future__ import annotations
 
@@ -13,15 +12,43 @@ import torch
 
 from runtime.allocator import in_huge_pages, keep_freed_memory
 
+ALLOWED = {
+    "annotated_types",
+    "artifacts",
+    "pydantic",
+    "pydantic_core",
+    "runtime",
+    "typing_extensions",
+    "typing_inspection",
+    "yaml",
+}
+CODE = """
+import sys
+before = set(sys.modules)
+import runtime
+try: runtime.load("missing.yaml")
+except ValueError: pass
+print(*(set(sys.modules) - before))
+"""
+
+
+def test_runtime_imports_and_loads_an_artifact_with_the_artifact_s_packages_alone():
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    packages = {name.partition(".")[0] for name in done.stdout.split()}
+    # Cython and the build of Python leave modules of their own.
+    private = {name for name in packages if name.startswith("_") or name == "cython_runtime"}
+    assert "runtime" in packages
+    assert packages - private - sys.stdlib_module_names <= ALLOWED
+
+
 _ROOT = Path(__file__).parents[2]
 _FAULTS = """
-import resource, torch
+import resource
 from runtime.allocator import keep_freed_memory
-torch.set_num_threads(1)
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(10):
-        torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
+    for _ in range(3):
+        bytearray(64 << 20)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 many = faults()
 kept = keep_freed_memory()
@@ -31,7 +58,7 @@ print(kept, many, faults())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
-def test_what_is_freed_is_used_again() -> None:
+def test_what_is_freed_is_used_again():
     given = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(
         [sys.executable, "-c", _FAULTS],
@@ -44,8 +71,8 @@ def test_what_is_freed_is_used_again() -> None:
     kept, many, few = done.stdout.split()
     if kept == "False":
         pytest.skip("another C library")
-    # Ten times 64 MiB in pages of 4 KiB are 163,840.
-    assert int(many) > 100_000
+    # Three times 64 MiB in pages of 4 KiB are 49,152.
+    assert int(many) > 40_000
     assert int(few) < int(many) / 20
 
 
@@ -53,15 +80,13 @@ def test_what_is_freed_is_used_again() -> None:
     ("name", "value"),
     [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_max=100")],
 )
-def test_settings_of_the_user_s_own_stay(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_of_the_user_s_own_stay(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     assert not keep_freed_memory.__wrapped__()
 
 
 @pytest.mark.parametrize("size", [1, 1 << 20, (9 << 20) + 5])
-def test_advice_changes_nothing_but_pages(size: int) -> None:
+def test_advice_changes_nothing_but_pages(size):
     tensor = torch.empty(size, dtype=torch.uint8)
     assert in_huge_pages(tensor) is tensor
     tensor.fill_(7)
