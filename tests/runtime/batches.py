@@ -1,6 +1,9 @@
-"""Layouts of batches of unlike sequences."""
+"""Layouts of batches of unlike sequences, and a model that is fed chunk by chunk."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,3 +32,22 @@ def real_of(layout: str, more: int = 0) -> Tensor:
 def given(real: Tensor) -> dict[str, Tensor]:
     """What a model is given beside the tokens of a padded batch."""
     return {"attention_mask": real, "position_ids": (real.cumsum(1) - 1).clamp(min=0)}
+
+
+def fed(model: Any, tokens: Tensor, sizes: Sequence[int], cache: Any, **given: Any) -> Tensor:
+    """Logits (B, n, vocabulary) of tokens (B, n) fed in chunks of these sizes, the last size again
+    and again."""
+    logits, at, sizes = [], 0, list(sizes)
+    real = given.pop("attention_mask", None)
+    while at < tokens.shape[1]:
+        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+        end = min(at + size, tokens.shape[1])
+        more = {}
+        if real is not None:
+            positions = (real.cumsum(1) - 1).clamp(min=0)
+            more = {"attention_mask": real[:, :end], "position_ids": positions[:, at:end]}
+        logits.append(
+            model(tokens[:, at:end], past_key_values=cache, use_cache=True, **more, **given).logits
+        )
+        at = end
+    return torch.cat(logits, dim=1)

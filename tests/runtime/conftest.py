@@ -4,8 +4,9 @@ mask."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ import artifacts
 from kernels.patterns import Growth, LayerPlan, make
 from runtime import Handle, Headwise
 from runtime.fingerprint import fingerprint
-from tests.runtime.omnikv import DECODE
+from runtime.layers import attention_layers, sliding_layers
+from tests.runtime.omnikv import DECODE, LateLane
 from tests.runtime.tiny import DENSE_BELOW, SIZES, tiny_model
 
 SPARSE: dict[str, dict[str, Any]] = {
@@ -59,28 +61,9 @@ def build() -> Callable[..., Any]:
 
 def search_info() -> artifacts.SearchInfo:
     """Of no meaning here: the runtime reads nothing of it."""
-    calibration = artifacts.Calibration(
-        tasks=("passkey",), lengths=(200,), samples=1, sha256="0" * 64
-    )
-    summary = artifacts.Summary(
-        recall=1.0,
-        error=0.0,
-        density=1.0,
-        winners={"dense": 8},
-    )
-    return artifacts.SearchInfo(
-        tool_version="0",
-        command="none",
-        preset="scaled",
-        seed=0,
-        calibration=calibration,
-        budget="1.0",
-        target_density=1.0,
-        device="cpu",
-        dtype="float32",
-        kernel_backend="reference",
-        summary=summary,
-    )
+    golden = artifacts.load(Path(__file__).parents[1] / "artifacts" / "golden" / "v1.yaml").search
+    calibration = golden.calibration.model_copy(update={"seen_windows": 0})
+    return golden.model_copy(update={"calibration": calibration, "cost": None})
 
 
 def sparse_rows(config: Any) -> list[list[str] | None]:
@@ -162,6 +145,42 @@ def decoding(artifact_for: Any) -> Callable[..., Any]:
         )
 
     return decoding
+
+
+@pytest.fixture
+def keeping(artifact_for: Callable[..., Any]) -> Callable[..., Headwise]:
+    """keeping(model, policy or {name: policy}, rows=None, patterns=None) -> an artifact with a
+    kv_cache section.
+
+    rows: of kv_cache.layers; the first policy for every layer that does not slide if None.
+    patterns: prefill's rows of names, dense if None."""
+
+    def keeping(
+        model: Any,
+        policies: Any,
+        rows: Sequence[Any] | None = None,
+        patterns: Sequence[Any] | None = None,
+    ) -> Headwise:
+        table = policies if isinstance(policies, dict) else {"it": policies}
+        artifact = artifact_for(model, dense=patterns is None, rows=patterns)
+        if rows is None:
+            sliding = sliding_layers(attention_layers(model))
+            rows = [
+                None if layer in sliding else next(iter(table))
+                for layer in range(artifact.model.num_layers)
+            ]
+            table = table if any(rows) else {}
+        section = artifacts.KVCache(policies=table, layers=tuple(rows))
+        return Headwise(artifacts.Artifact(**{**dict(artifact), "kv_cache": section}))
+
+    return keeping
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Banks with a LateLane, and pages so small that a prompt needs several."""
+    monkeypatch.setattr("runtime.omnikv.bank.Lane", LateLane)
+    monkeypatch.setattr("runtime.omnikv.bank._LEAST", 16)
 
 
 @contextmanager

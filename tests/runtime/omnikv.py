@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -20,6 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from artifacts import OmniKV
 from runtime.omnikv.lane import Lane
+from tests.runtime.batches import fed
 
 CLOSE = {"atol": 3e-4, "rtol": 1e-3}
 LAYERS = {"num_hidden_layers": 6}
@@ -168,24 +168,15 @@ class LateLane(Lane):
         return super().staging(rows, width, dtype).fill_(float("nan"))
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Banks with a LateLane, and pages so small that a prompt needs several."""
-    monkeypatch.setattr("runtime.omnikv.bank.Lane", LateLane)
-    monkeypatch.setattr("runtime.omnikv.bank._LEAST", 16)
-
-
-def steps(model: Any, prompt: Tensor, forced: Tensor, cache: Any, **given: Any) -> Tensor:
+def steps(
+    model: Any, prompt: Tensor, forced: Tensor, cache: Any, real: Tensor | None = None
+) -> Tensor:
     """Logits of a prefill's last token and of every forced token after it: (B, 1 + forced,
-    vocabulary)."""
-    real = given.get("attention_mask")
-    out = [model(prompt, past_key_values=cache, use_cache=True, **given).logits[:, -1:]]
-    for i in range(forced.shape[1]):
-        more = {}
-        if real is not None:
-            real = torch.nn.functional.pad(real, (0, 1), value=1)
-            more = {"attention_mask": real, "position_ids": real.sum(1, keepdim=True) - 1}
-        out.append(
-            model(forced[:, i : i + 1], past_key_values=cache, use_cache=True, **more).logits
-        )
-    return torch.cat(out, dim=1)
+    vocabulary).
+
+    real: the prompt's attention mask."""
+    tokens = torch.cat([prompt, forced], dim=1)
+    if real is not None:
+        real = torch.nn.functional.pad(real, (0, forced.shape[1]), value=1)
+    begin = prompt.shape[1] - 1
+    return fed(model, tokens, (prompt.shape[1], 1), cache, attention_mask=real)[:, begin:]

@@ -1,12 +1,9 @@
 """Applying and undoing: the model is checked first, and given back as it was, whatever happened."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 import torch.distributed.tensor
-from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 import artifacts
@@ -103,20 +100,6 @@ def test_a_sharded_model_is_refused_in_a_line_that_names_vllm(build, artifact_fo
     assert implementations(model) == ["sdpa"]
 
 
-def test_transformers_itself_refuses_continuous_batching(build, apply):
-    model = build()
-    options = {
-        "generation_config": GenerationConfig(max_new_tokens=2, eos_token_id=-1, pad_token_id=0)
-    }
-    # As the newest and the oldest transformers say it.
-    refusal = (
-        r'headwise is not supported for continuous batching|"paged\|headwise"` is not supported'
-    )
-    with apply(model), pytest.raises(ValueError, match=refusal):
-        model.generate_batch([[5, 6, 7]], progress_bar=False, **options)
-    assert implementations(model) == ["sdpa"]
-
-
 def test_only_the_language_part_of_a_nested_configuration_changes(apply, ids):
     model = pictured_model("Gemma3")
     model.config.vision_config._attn_implementation = "eager"
@@ -139,36 +122,11 @@ def test_nested_application_is_refused_and_leaves_the_outer_one(build, apply, id
     assert implementations(model) == ["sdpa"]
 
 
-def test_two_models_with_two_artifacts(build, apply, masked, ids):
-    first, second, prompt = build(), build("Qwen3", seed=1), ids(200)
-    with masked(first), masked(second):
-        expected = first(prompt).logits
-    dense = second(prompt).logits
-    with apply(first, strict=True) as one, apply(second, dense_below=256) as two:
-        torch.testing.assert_close(first(prompt).logits, expected, atol=2e-4, rtol=1e-3)
-        assert torch.equal(second(prompt).logits, dense)
-        assert one.stats() == {"sparse": 2, "dense": {}}
-        assert two.stats() == {"sparse": 0, "dense": {"short": 2}}
-        one.undo()
-        second(ids(300))
-        assert two.stats()["sparse"] == 2
-
-
 def test_a_shared_configuration_object_is_refused(build, apply):
     model = build()
     twin = type(model)(model.config)
     with apply(model), pytest.raises(HeadwiseError, match="shares its configuration"):
         apply(twin)
-
-
-def test_an_undone_model_can_be_freed(build, apply, ids):
-    model = build()
-    with apply(model):
-        model(ids(200))
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 @pytest.mark.parametrize(
@@ -193,45 +151,6 @@ def test_another_model_is_refused_by_the_first_field(
     assert implementations(other) == ["sdpa"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "options"),
-    [({"seed": 1}, {"check_weights": False}), ({"max_position_embeddings": 4096}, {})],
-    ids=["other weights with leave", "stretched positions"],
-)
-def test_a_model_of_the_same_shape_is_served(changes, options, build, artifact_for, ids):
-    artifact, other = artifact_for(build()), build(**changes)
-    with Headwise(artifact).apply(other, **options) as handle:
-        other(ids(200))
-        assert handle.stats() == {"sparse": 2, "dense": {}}
-    assert implementations(other) == ["sdpa"]
-
-
-def test_from_a_file(build, artifact_for, ids, tmp_path):
-    model, path, prompt = build(), tmp_path / "cfg.yaml", ids(200)
-    artifacts.save(artifact_for(model), path, None)
-    with Headwise(artifact_for(model)).apply(model, backend="reference"):
-        expected = model(prompt).logits
-    with load(path).apply(model, strict=True, backend="reference"):
-        assert torch.equal(model(prompt).logits, expected)
-
-
-def test_a_handle_says_its_model_its_artifact_and_its_sparse_layers(build, artifact_for, tmp_path):
-    model = build(num_hidden_layers=4)
-    rows = [["a_64_64"] * 3 + ["dense"], ["dense"] * 4, None, ["bs_2"] * 4]
-    saved = artifacts.save(artifact_for(model, rows=rows), tmp_path / "cfg.yaml", None)
-    model.name_or_path = "a/model"
-    with load(tmp_path / "cfg.yaml").apply(model) as handle:
-        said = repr(handle)
-    assert (
-        "LlamaForCausalLM a/model" in said
-        and saved.content_sha256[:12] in said
-        and "2 of 4 layers" in said
-    )
-    assert repr(handle) == "<Handle: undone>"
-    with apply_dense(model) as handle:
-        assert "no artifact" in repr(handle) and "0 of 4 layers" in repr(handle)
-
-
 def test_an_unknown_backend_and_what_is_no_model_are_refused(build, artifact_for):
     headwise = Headwise(artifact_for(build()))
     with pytest.raises(HeadwiseError, match="'warp'; known: auto"):
@@ -242,7 +161,7 @@ def test_an_unknown_backend_and_what_is_no_model_are_refused(build, artifact_for
 
 def test_an_artifact_that_is_not_proven_is_loaded_with_one_warning(
     build, artifact_for, tmp_path, warnings
-) -> None:
+):
     artifact = artifact_for(build())
     for name, proven in (("proven", True), ("open", False)):
         verdict = artifacts.Verdict(proven=proven, why="14 right answers of 4 contexts")

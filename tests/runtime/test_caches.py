@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 from kernels.patterns import LayerPlan
 from runtime import Headwise
-from tests.runtime.caches.feeding import fed
+from tests.runtime.batches import fed
 from tests.runtime.omnikv import CLOSE
 
 
@@ -59,7 +58,7 @@ def test_a_later_chunk_is_dense_for_the_sequence_that_is_still_short(build, appl
 def test_a_dense_chunk_in_static_slots_sees_what_sdpa_shows_it(
     lengths, build, apply, ids, monkeypatch, warnings
 ):
-    def run() -> Any:
+    def run():
         cache = StaticCache(config=model.config, max_cache_len=320)
         return fed(model, ids(sum(lengths)), lengths, cache)
 
@@ -70,21 +69,6 @@ def test_a_dense_chunk_in_static_slots_sees_what_sdpa_shows_it(
         assert torch.equal(run(), expected)
     # A short prompt in a long cache is nothing to warn of.
     assert len(warnings()) == len(lengths) - 1
-
-
-def test_several_turns_on_one_cache(build, apply, masked, ids):
-    model, first, second = build(), ids(150), ids(80, seed=1)
-    options = {"max_new_tokens": 6, "do_sample": False}
-
-    def turns():
-        cache = DynamicCache(config=model.config)
-        spoken = model.generate(first, past_key_values=cache, **options)
-        return model.generate(torch.cat([spoken, second], 1), past_key_values=cache, **options)
-
-    with masked(model):
-        expected = turns()
-    with apply(model, strict=True):
-        assert turns().tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(("new", "count"), [(127, 0), (128, 2)])

@@ -8,16 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
-from transformers.masking_utils import create_sliding_window_causal_mask
 
 from artifacts import HeadwiseError
 from kernels import dispatch
 from runtime import Headwise, apply_dense
 from runtime.attention import dense
 from runtime.attention.function import SLIDES
-from runtime.attention.mask import PrefillMask
-from tests.runtime.batches import real_of
-from tests.runtime.caches.feeding import fed
+from tests.runtime.batches import fed, real_of
 from tests.runtime.omnikv import CLOSE
 
 DENSE, WINDOW, DECODE = "dense by kernel", "window by kernel", "decode by kernel"
@@ -43,9 +40,7 @@ def sliding(model: Any) -> int:
         ("Gemma3", "129"),
     ],
 )
-def test_batches_are_what_the_model_makes_of_them(
-    family: str, layout: str, build: Any, ids: Any
-) -> None:
+def test_batches_are_what_the_model_makes_of_them(family, layout, build, ids):
     model, real = build(family), real_of(layout, more=3)
     tokens, sizes = ids(real.shape[1], batch=len(real)), (real.shape[1] - 3, 1)
     options = {"attention_mask": real}
@@ -71,9 +66,7 @@ def test_batches_are_what_the_model_makes_of_them(
         ("own", (20, 64, 200, 1)),
     ],
 )
-def test_chunks_and_decode_beyond_a_window(
-    cache: str, sizes: tuple[int, ...], build: Any, ids: Any
-) -> None:
+def test_chunks_and_decode_beyond_a_window(cache, sizes, build, ids):
     """The window moves past the padding while tokens are decoded."""
     model, real = build("Gemma3"), torch.ones(3, sum(sizes) + 40, dtype=torch.long)
     real[0, :35] = 0
@@ -94,7 +87,7 @@ def test_chunks_and_decode_beyond_a_window(
 
 
 @pytest.mark.parametrize("drafts", [16, 17])
-def test_drafts(drafts: int, build: Any, ids: Any) -> None:
+def test_drafts(drafts, build, ids):
     model, tokens = build(), ids(100 + drafts)
     expected = fed(model, tokens, (100, drafts), DynamicCache(config=model.config))
     with apply_dense(model) as handle:
@@ -104,9 +97,7 @@ def test_drafts(drafts: int, build: Any, ids: Any) -> None:
 
 
 @pytest.mark.parametrize("length", [9, 127])
-def test_short_prompts_are_bitwise_what_sdpa_gives(
-    length: int, build: Any, artifact_for: Any, ids: Any
-) -> None:
+def test_short_prompts_are_bitwise_what_sdpa_gives(length, build, artifact_for, ids):
     model, prompt = build(), ids(length)
     expected = model(prompt).logits
     with Headwise(artifact_for(model)).apply(model) as handle:
@@ -115,8 +106,8 @@ def test_short_prompts_are_bitwise_what_sdpa_gives(
 
 
 def test_short_contexts_in_float32_are_sdpa_s_and_half_precision_is_ours(
-    build: Any, artifact_for: Any, ids: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    build, artifact_for, ids, monkeypatch
+):
     monkeypatch.setattr("runtime.attention.function._MIN_KEYS_FLOAT32", 256)
     model = build()
     for dtype, length, reason in (
@@ -140,15 +131,7 @@ def test_short_contexts_in_float32_are_sdpa_s_and_half_precision_is_ours(
     ids=str,
 )
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
-def test_switched_off(
-    family: str,
-    changes: dict[str, Any],
-    options: dict[str, Any],
-    build: Any,
-    artifact_for: Any,
-    ids: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_switched_off(family, changes, options, build, artifact_for, ids, monkeypatch):
     monkeypatch.setattr("runtime.attention.function.faster", lambda *_: "kernel")
     model, tokens = build(family, **changes), ids(303)
     rows = [None] * model.config.num_hidden_layers
@@ -159,7 +142,7 @@ def test_switched_off(
     assert torch.equal(found, expected)
 
 
-def test_a_layer_that_lost_tokens_fails_as_with_sdpa(build: Any, ids: Any) -> None:
+def test_a_layer_that_lost_tokens_fails_as_with_sdpa(build, ids):
     model, prompt = build(), ids(100, batch=2)
     real = torch.ones(2, 101, dtype=torch.long)
     real[0, :40] = 0
@@ -171,33 +154,9 @@ def test_a_layer_that_lost_tokens_fails_as_with_sdpa(build: Any, ids: Any) -> No
         model(prompt[:, :1], attention_mask=real, past_key_values=cache)
 
 
-def test_more_than_a_window_is_left_to_the_model(build: Any, artifact_for: Any) -> None:
-    """An overlay far behind the first windows, as that of a picture in the prompt."""
-    model = build("Gemma3")
-    blocks = torch.full((1, 300), -1)
-    blocks[:, 200:220] = 0
-    given = {
-        "config": model.config,
-        "inputs_embeds": torch.zeros(1, 300, 1),
-        "attention_mask": None,
-        "past_key_values": None,
-        "position_ids": torch.arange(300)[None],
-    }
-
-    def both(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (blocks[b, q] == 0) & (blocks[b, k] == 0)
-
-    with Headwise(artifact_for(model, dense=True)).apply(model):
-        plain = create_sliding_window_causal_mask(**given)
-        joined = create_sliding_window_causal_mask(**given, or_mask_function=both)
-    assert isinstance(plain, PrefillMask) and plain.context.window == model.config.sliding_window
-    assert not isinstance(joined, PrefillMask) and bool(joined[0, 0, 200, 219])
-    assert not bool(plain[0, 0, 200, 219])
-
-
 def test_patterns_for_a_layer_that_slides_are_refused_though_its_call_does_not_say_so(
-    build: Any, artifact_for: Any, ids: Any
-) -> None:
+    build, artifact_for, ids
+):
     """Qwen2-MoE has a window in the mask alone."""
     window = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}
     small = {"hidden_size": 256, "num_experts": 4, "moe_intermediate_size": 32}
@@ -218,14 +177,14 @@ def made(q_len: int, k_len: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("by", ["kernel", "sdpa", "auto"])
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 200), (1000, 1000), (300, 1100)])
 @pytest.mark.parametrize("window", [None, 100])
-def test_either_is_the_reference(window: int | None, q_len: int, k_len: int, by: str) -> None:
+def test_either_is_the_reference(window, q_len, k_len, by):
     q, k, v = made(q_len, k_len)
     found = dense.dense_attention(q, k, v, scale=0.2, window=window, by=by)
     expected = dense.every_key(q, k, v, scale=0.2, window=window, backend="reference")[0]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_soft_cap_is_the_kernel_s() -> None:
+def test_a_soft_cap_is_the_kernel_s():
     q, k, v = made(100, 100)
     expected = dense.every_key(q, k, v, softcap=2.0, backend="reference")[0]
     found = dense.dense_attention(q, k, v, softcap=2.0)
@@ -236,7 +195,7 @@ def test_a_soft_cap_is_the_kernel_s() -> None:
         dense.dense_attention(q, k, v, by="fast")
 
 
-def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rule(monkeypatch):
     assert dense.faster(*made(100, 1023)) == "sdpa" and dense.faster(*made(100, 1024)) == "kernel"
     # A device without anything in it stands for a GPU.
     assert dense.faster(*(x.to("meta") for x in made(4096, 4096))) == "sdpa"
@@ -245,7 +204,7 @@ def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("by", ["kernel", "model"])
-def test_a_whole_model_without_an_artifact(by: str, build: Any, ids: Any) -> None:
+def test_a_whole_model_without_an_artifact(by, build, ids):
     model, prompt = build(), ids(100)
     options = {"max_new_tokens": 5, "do_sample": False}
     expected = model.generate(prompt, **options)

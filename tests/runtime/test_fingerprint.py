@@ -1,5 +1,7 @@
 """A fingerprint knows a model again in any dtype and tells another one."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -62,7 +64,7 @@ def test_weights_that_are_not_there_are_refused(build):
         weights_sha256(model)
 
 
-def test_an_open_fingerprint_is_said_and_refused_where_asked(build, artifact_for, warnings) -> None:
+def test_an_open_fingerprint_is_said_and_refused_where_asked(build, artifact_for, warnings):
     model = build()
     artifact = artifact_for(model)
     unknown = artifact.model_copy(
@@ -79,39 +81,26 @@ def test_an_open_fingerprint_is_said_and_refused_where_asked(build, artifact_for
     assert "has no fingerprint (weights_sha256 open): any model of its shape passes" in said
 
 
-class Adapted(nn.Module):
-    """A linear layer with an adapter around it, as PEFT's tuners have it."""
+class Wrapped(nn.Module):
+    """A layer with another one inside, as PEFT's tuners and its modules to save have it."""
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, name: str) -> None:
         super().__init__()
-        self.base_layer = base
-        self.merged = False
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 2, bias=False)})
+        self.add_module(name, inner)
+        self.name = name
 
     def forward(self, x):
-        return self.base_layer(x) + self.lora_A["default"](x).sum()
-
-
-class Saved(nn.Module):
-    """A module that is trained as a whole, as PEFT's ModulesToSaveWrapper has it."""
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        self.original_module = original
-        self.modules_to_save = nn.ModuleDict({"default": nn.Linear(3, 3)})
-
-    def forward(self, x):
-        return self.original_module(x)
+        return self.get_submodule(self.name)(x)
 
 
 def adapted(model):
     for layer in model.model.layers:
-        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+        layer.self_attn.q_proj = Wrapped(layer.self_attn.q_proj, "base_layer")
     return model
 
 
 def saved(model):
-    model.model.norm = Saved(model.model.norm)
+    model.model.norm = Wrapped(model.model.norm, "original_module")
     return model
 
 
@@ -157,29 +146,19 @@ def said(model):
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        (
-            adapted,
-            r"an adapter stands around model\.layers\.0\.self_attn\.q_proj\.base_layer\.weight",
-        ),
-        (saved, r"an adapter stands around model\.norm\.original_module\.weight"),
-        (stored, r"model\.layers\.0\.self_attn\.q_proj\.weight is a Stored"),
-        (fp8, r"model\.layers\.0\.self_attn\.q_proj\.weight is torch\.float8_e4m3fn"),
-        (said, r"they are quantised \(awq\)"),
+        (adapted, "an adapter stands around model.layers.0.self_attn.q_proj.base_layer.weight"),
+        (saved, "an adapter stands around model.norm.original_module.weight"),
+        (stored, "model.layers.0.self_attn.q_proj.weight is a Stored"),
+        (fp8, "model.layers.0.self_attn.q_proj.weight is torch.float8_e4m3fn"),
+        (said, "they are quantised (awq)"),
     ],
 )
 def test_weights_that_are_no_plain_tensors_are_not_compared(
     changed, why, build, artifact_for, warnings
 ):
     headwise, model = Headwise(artifact_for(build())), changed(build())
-    with pytest.raises(
-        HeadwiseError,
-        match=(
-            rf"cannot be compared: {why}; apply with "
-            rf"check_weights=False.*other weights of the same"
-        ),
-    ) as error:
+    with pytest.raises(HeadwiseError, match=f"{re.escape(why)}; apply with check_weights=False"):
         headwise.apply(model)
-    assert "\n" not in str(error.value)
     with headwise.apply(model, check_weights=False):
         pass
     with pytest.raises(HeadwiseError, match="for another model: num_layers"):

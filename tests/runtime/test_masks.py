@@ -134,7 +134,8 @@ def test_another_device_does_not_make_it(call):
 NUMBERS = find_packed_sequence_indices(torch.cat([torch.arange(58), torch.arange(70)])[None])
 PACKED = packed_sequence_mask_function(NUMBERS)
 BEHIND = (torch.arange(128)[None] >= 90).long() - 1
-IMAGES = or_masks(causal_mask_function, blockwise_overlay(BEHIND))
+IMAGE = blockwise_overlay(BEHIND)
+IMAGES = or_masks(causal_mask_function, IMAGE)
 WINDOW = sliding_window_causal_mask_function(16)
 CHUNKED = chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64))
 OTHERS = {
@@ -149,6 +150,7 @@ OTHERS = {
     "union": {"mask_function": or_masks(causal_mask_function, PACKED)},
     "image": {"mask_function": IMAGES},
     "image in a window": {"mask_function": and_masks(IMAGES, sliding_window_overlay(30))},
+    "image behind a window": {"mask_function": or_masks(WINDOW, IMAGE), "local_size": 16},
 }
 
 

@@ -15,9 +15,8 @@ from transformers import DynamicCache
 from artifacts import HeadwiseError
 from kernels.index import PAD
 from runtime.omnikv.bank import Bank, OffloadedTensor
-from tests.runtime.omnikv import CLOSE, DECODE, LAYERS, late, steps
+from tests.runtime.omnikv import CLOSE, DECODE, LAYERS, steps
 
-__all__ = ["late"]
 pytestmark = pytest.mark.usefixtures("late")
 PACKED = {"offload": "packed"}
 
@@ -48,7 +47,7 @@ def same_rows(found: Tensor, expected: Tensor) -> bool:
     return rows[0] == rows[1] and torch.equal(found[:, :, -1], expected[:, :, -1])
 
 
-def test_only_newly_chosen_rows_are_fetched() -> None:
+def test_only_newly_chosen_rows_are_fetched():
     bank, layers = Bank(2, 0), states(60)
     attended(bank, 0, [(k[:, :, :50], v[:, :, :50]) for k, v in layers])
     chosen = [
@@ -70,7 +69,7 @@ def test_only_newly_chosen_rows_are_fetched() -> None:
     assert bank.lane.fetched == [2 * n for n in (4, 2, 3, 1)]
 
 
-def test_what_replaces_a_cropped_token_is_fetched_anew() -> None:
+def test_what_replaces_a_cropped_token_is_fetched_anew():
     bank, layers, other = Bank(2, 0), states(50), states(3)
     attended(bank, 0, layers)
     bank.fetch(torch.tensor([[1, 48, 50]], dtype=torch.int32), 50)
@@ -90,7 +89,7 @@ def test_what_replaces_a_cropped_token_is_fetched_anew() -> None:
                 assert torch.equal(found[:, :, :2].sum(2), before[:, :, 1] + after[:, :, 1])
 
 
-def test_sequences_are_repeated_selected_and_reordered(build, decoding, ids) -> None:
+def test_sequences_are_repeated_selected_and_reordered(build, decoding, ids):
     model, text, forced = build(**LAYERS), ids(10, batch=2), ids(30, batch=3, seed=9)
     order = torch.tensor([2, 0, 0])
     found = []
@@ -109,7 +108,7 @@ def test_sequences_are_repeated_selected_and_reordered(build, decoding, ids) -> 
     torch.testing.assert_close(found[1], found[0], **CLOSE)
 
 
-def test_kept_scores_are_repeated_with_their_sequences(build, decoding, ids) -> None:
+def test_kept_scores_are_repeated_with_their_sequences(build, decoding, ids):
     """With every layer in one bank they were repeated twice, or by rows that are not there."""
     model, text, forced = build(**LAYERS), ids(120, batch=2), ids(8, batch=4, seed=9)
     found = []
@@ -122,7 +121,7 @@ def test_kept_scores_are_repeated_with_their_sequences(build, decoding, ids) -> 
     torch.testing.assert_close(found[1], found[0], **CLOSE)
 
 
-def test_a_short_context_stays_on_the_device(build, decoding, ids) -> None:
+def test_a_short_context_stays_on_the_device(build, decoding, ids):
     model = build(**LAYERS)
     with decoding(model, budget=40).apply(model) as handle:
         cache = handle.new_cache(**PACKED)
@@ -132,7 +131,7 @@ def test_a_short_context_stays_on_the_device(build, decoding, ids) -> None:
         assert handle.cache_bytes(cache).bank > 0
 
 
-def test_bytes_are_what_was_given_out(build, decoding, ids) -> None:
+def test_bytes_are_what_was_given_out(build, decoding, ids):
     model = build(**LAYERS)
     with decoding(model, selector="uniform").apply(model) as handle:
         held = {}
@@ -148,7 +147,7 @@ def test_bytes_are_what_was_given_out(build, decoding, ids) -> None:
     assert 2 * 604 * token <= held["packed"].bank <= 1.2 * 2 * 604 * token
 
 
-def test_a_model_whose_handle_was_undone_reads_all_of_it(build, decoding, ids) -> None:
+def test_a_model_whose_handle_was_undone_reads_all_of_it(build, decoding, ids):
     model, prompt, forced = build(**LAYERS), ids(150), ids(5, seed=9)
     expected = steps(model, prompt, forced, DynamicCache(config=model.config))
     loaded = decoding(model)
@@ -158,7 +157,7 @@ def test_a_model_whose_handle_was_undone_reads_all_of_it(build, decoding, ids) -
         torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def test_layers_unlike_the_first_of_their_group_stay_on_the_device(build, decoding, ids) -> None:
+def test_layers_unlike_the_first_of_their_group_stay_on_the_device(build, decoding, ids):
     model = build(**LAYERS)
     cache = decoding(model, filter_layers=(2,)).new_cache(model, **PACKED)
     for layer, dim in ((3, 64), (4, 32), (5, 64)):
@@ -168,7 +167,7 @@ def test_layers_unlike_the_first_of_their_group_stay_on_the_device(build, decodi
     assert [layer.keys is None for layer in cache.layers[3:]] == [True, False, True]
 
 
-def test_layers_of_each_device_have_a_bank_with_a_place_for_each(build, decoding) -> None:
+def test_layers_of_each_device_have_a_bank_with_a_place_for_each(build, decoding):
     """Places were counted over all devices: the second device's bank had none for its layers."""
     model = build(**LAYERS)
     loaded = decoding(model, filter_layers=(2,))
@@ -179,7 +178,7 @@ def test_layers_of_each_device_have_a_bank_with_a_place_for_each(build, decoding
     assert [(layer.bank.layers, layer.place) for layer in banked] == [(1, 0), (2, 0), (2, 1)]
 
 
-def test_an_unknown_offload_is_refused(build, decoding) -> None:
+def test_an_unknown_offload_is_refused(build, decoding):
     model = build(**LAYERS)
     with pytest.raises(HeadwiseError, match="unknown offload 'cpu'; known: auto, never, packed"):
         decoding(model).new_cache(model, offload="cpu")

@@ -1,23 +1,23 @@
-"""The cache layer under policies: batches, turns, crop, beams, drafts, KV heads apart, and what it
-refuses."""
+"""The cache layer under policies: patterns of prompts, what it refuses, what can be taken back.
+
+That a policy keeps what its definition keeps is shown by tests/conformance.
+"""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
 import artifacts
-from artifacts import Full, HeadwiseError, Streaming
-from runtime import Headwise
-from tests.runtime.caches.feeding import fed
+from artifacts import Full, HeadwiseError, SnapKV, Streaming
+from runtime import Headwise, memory_report
+from tests.runtime.batches import fed
+from tests.runtime.omnikv import CLOSE
 
-CLOSE = {"atol": 3e-4, "rtol": 1e-3}
 STREAM = Streaming(sinks=2, window=14)
-GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def test_a_long_prompt_is_sparse_where_heads_keep_everything(build, keeping, apply, ids):
@@ -185,3 +185,44 @@ def test_omnikv_s_layers_are_beside_layers_that_drop_tokens(build, decoding, kee
         found = fed(model, tokens, (100, 1), handle.new_cache())
         assert handle.stats()["decode"] > 0
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_a_prompt_is_attended_to_by_the_artifact_s_patterns(build, keeping, apply, ids):
+    model, tokens = build(), ids(200)
+    rows = [["vs_70_70", "a_64_64", "bs_2", "a_64_64"]] * 2
+    policy = SnapKV(budget=40, window=16)
+    with keeping(model, policy, patterns=rows).apply(model, backend="reference") as handle:
+        cache = handle.new_cache()
+        found = model(tokens, past_key_values=cache).logits
+        assert handle.stats() == {"sparse": 2, "kept": 2, "dense": {}}
+        assert [layer.kept for layer in memory_report(cache).layers] == [40, 40]
+        model(tokens[:, :1], past_key_values=cache)
+    with apply(model, rows=rows, strict=True):
+        torch.testing.assert_close(found, model(tokens).logits, **CLOSE)
+
+
+def test_generated_tokens_are_taken_back_and_a_compressed_prompt_is_not(build, keeping, ids):
+    model, tokens = build(), ids(100)
+    with keeping(model, SnapKV(budget=20, window=8)).apply(model) as handle:
+        expected = fed(model, tokens, (70, 1), handle.new_cache())
+        cache = handle.new_cache()
+        fed(model, torch.cat([tokens[:, :80], ids(9, seed=3)], dim=1), (70, 1), cache)
+        cache.crop(-9)
+        torch.testing.assert_close(
+            fed(model, tokens[:, 80:], (1,), cache), expected[:, 80:], **CLOSE
+        )
+        with pytest.raises(HeadwiseError, match="cannot take 31 tokens back"):
+            cache.crop(-31)
+        assert [layer.kept for layer in memory_report(cache).layers] == [50, 50]
+
+
+def test_a_prompt_that_cost_nothing_is_taken_back(build, keeping, ids):
+    model, tokens = build(), ids(100)
+    with keeping(model, SnapKV(budget=1.0, window=8)).apply(model) as handle:
+        cache = handle.new_cache()
+        fed(model, tokens, (50, 1, 40), cache)
+        cache.crop(-60)
+        for state in (layer.policies[0] for layer in cache.layers):
+            assert (state.seen, state.kept) == (40, 40)
+        found = fed(model, tokens[:, 40:], (10,), cache)
+    torch.testing.assert_close(found, model(tokens).logits[:, 40:], **CLOSE)

@@ -17,7 +17,7 @@ from runtime import load
 from runtime.vllm.check import engine_misfits, full_layers, main
 from runtime.vllm.options import Options, options_of
 from tests.runtime.omnikv import DECODE
-from tests.runtime.test_front import saved as front
+from tests.runtime.test_load import saved as front
 
 __all__ = ["front"]
 
@@ -36,7 +36,7 @@ def decoding(**changes: Any) -> dict[str, Any]:
     return {"decode": artifacts.Decode(omnikv=DECODE.model_copy(update=changes))}
 
 
-def test_options() -> None:
+def test_options():
     assert options_of(None) is None and options_of({"other": 1}) is None
     assert options_of({"headwise": "a.yaml"}) == Options(artifact="a.yaml")
     given = {"artifact": "a.yaml", "target_kl": 1, "verify": "/key", "dense": True}
@@ -53,7 +53,7 @@ def test_options() -> None:
         ({"artifact": "a", "budget": 1}, "budget: unknown field"),
     ],
 )
-def test_options_that_are_wrong(given: Any, field: str) -> None:
+def test_options_that_are_wrong(given, field):
     with pytest.raises(artifacts.HeadwiseError, match=field):
         options_of({"headwise": given})
 
@@ -96,9 +96,7 @@ def check(
         ({}, 3, ["KV heads do not divide among 3 processes"]),
     ],
 )
-def test_a_misfit_is_named(
-    sections: dict[str, Any], size: int, reasons: list[str], check: Any
-) -> None:
+def test_a_misfit_is_named(sections, size, reasons, check):
     status, text = check(size, **sections)
     assert status == 3
     lines = [line for line in text.splitlines() if line.startswith("no: ")]
@@ -121,7 +119,7 @@ def test_a_misfit_is_named(
     ],
     ids=["decode", "kv_cache"],
 )
-def test_layers_are_described(sections: dict[str, Any], lines: list[str], check: Any) -> None:
+def test_layers_are_described(sections, lines, check):
     status, text = check(**sections)
     assert status == 0 and set(lines) <= set(text.splitlines())
 
@@ -139,13 +137,8 @@ def test_layers_are_described(sections: dict[str, Any], lines: list[str], check:
     ],
 )
 def test_the_command_of_this_machine_serves_the_artifact(
-    package: str,
-    gpu: bool,
-    words: list[str],
-    check: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    package, gpu, words, check, tmp_path, monkeypatch
+):
     installed = tmp_path / "site" / f"{package}-0.32.0.dist-info"
     installed.mkdir(parents=True)
     name = package.replace("_", "-")
@@ -167,9 +160,7 @@ def test_the_command_of_this_machine_serves_the_artifact(
 
 
 @pytest.mark.parametrize("target", [("--target-speedup", "8"), ("--target-kl", "0.2")])
-def test_a_point_of_the_front_is_served(
-    front: tuple[Any, Path], target: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_point_of_the_front_is_served(front, target, capsys):
     model, cfg = front
     model.save_pretrained(cfg.parent / "model")
     assert main([str(cfg), "--model", str(cfg.parent / "model"), *target]) == 0
@@ -178,7 +169,7 @@ def test_a_point_of_the_front_is_served(
     assert given.load().artifact == load(cfg, **given.point).artifact
 
 
-def test_layers_that_slide_are_not_full() -> None:
+def test_layers_that_slide_are_not_full():
     kinds = ["full_attention"] * 5 + ["sliding_attention"]
     sliding = SimpleNamespace(layer_types=kinds, sliding_window=64)
     assert full_layers(sliding, 6) == [0, 1, 2, 3, 4]
@@ -186,13 +177,17 @@ def test_layers_that_slide_are_not_full() -> None:
     assert full_layers(SimpleNamespace(layer_types=None, sliding_window=None), 2) == [0, 1]
 
 
-def test_batches_in_parts_are_refused() -> None:
+def test_batches_in_parts_are_refused():
     artifact: Any = SimpleNamespace(decode=object(), kv_cache=None)
     parallel = SimpleNamespace(pipeline_parallel_size=1, use_ubatching=True)
     config = SimpleNamespace(model_config=None, speculative_config=None, parallel_config=parallel)
     assert "--enable-dbo" in next(engine_misfits(artifact, config))
 
 
-def test_a_configuration_that_cannot_be_read(front: tuple[Any, Path], tmp_path: Path) -> None:
+def test_a_configuration_that_cannot_be_read(front, tmp_path):
     with pytest.raises(artifacts.HeadwiseError, match=r"the configuration of .* cannot be read"):
         main([str(front[1]), "--model", str(tmp_path / "none")])
+
+
+def test_vllm_itself():
+    pytest.importorskip("vllm", reason="not installed here: `.ci/vllm` runs tests/vllm")

@@ -1,5 +1,5 @@
-"""What only a GPU can show of offloading: streams that wait for each other, pinned memory, the
-allocator's bytes."""
+"""What only a GPU can show: streams that wait for each other, pinned memory, the allocator's bytes,
+and policies that give there what they give on the CPU."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
 
+from artifacts import H2O, Full, SnapKV, Streaming
+from runtime import memory_report
 from runtime.caches.growing import BankedLayer
 from runtime.omnikv.lane import Lane
+from tests.runtime.batches import fed
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
 pytestmark = pytest.mark.gpu
@@ -37,35 +39,27 @@ def model(build):
     return build(**LAYERS).to(DEVICE)
 
 
-def left_padded(ids, lengths):
-    width = max(lengths)
-    real = torch.stack([torch.arange(width) >= width - n for n in lengths]).long().to(DEVICE)
-    tokens = ids(width, batch=len(lengths)).to(DEVICE) * real
-    return {
-        "prompt": tokens,
-        "attention_mask": real,
-        "position_ids": (real.cumsum(1) - 1).clamp(min=0),
-    }
-
-
 @pytest.mark.parametrize("lane", [Lane, SlowLane])
 @pytest.mark.parametrize("budget", [24, 0.125])
 @pytest.mark.parametrize("lengths", [(150,), (150, 90, 120)])
 def test_offloaded_is_what_stays_on_the_device(
     lengths, budget, lane, model, decoding, ids, monkeypatch
-) -> None:
+):
     monkeypatch.setattr("runtime.omnikv.bank.Lane", lane)
-    given, forced = left_padded(ids, lengths), ids(8, batch=len(lengths), seed=9).to(DEVICE)
+    width = max(lengths)
+    real = torch.stack([torch.arange(width) >= width - n for n in lengths]).long().to(DEVICE)
+    tokens = ids(width + 8, batch=len(lengths)).to(DEVICE)
+    prompt, forced = tokens.split((width, 8), dim=1)
     with decoding(model, budget=budget).apply(model) as handle:
-        expected = steps(model, forced=forced, cache=handle.new_cache(offload="never"), **given)
-        found = steps(model, forced=forced, cache=handle.new_cache(offload="packed"), **given)
+        expected = steps(model, prompt, forced, handle.new_cache(offload="never"), real)
+        found = steps(model, prompt, forced, handle.new_cache(offload="packed"), real)
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_turns_crops_and_copies_wait_for_what_is_on_its_way(
     inference, model, decoding, ids, monkeypatch
-) -> None:
+):
     monkeypatch.setattr("runtime.omnikv.bank.Lane", SlowLane)
     text, found = ids(260).to(DEVICE), []
     with decoding(model).apply(model) as handle, torch.inference_mode(inference):
@@ -86,7 +80,7 @@ def test_turns_crops_and_copies_wait_for_what_is_on_its_way(
     torch.testing.assert_close(found[1], found[0], **CLOSE)
 
 
-def test_auto_is_packed_in_pinned_memory(model, decoding, ids) -> None:
+def test_auto_is_packed_in_pinned_memory(model, decoding, ids):
     with decoding(model).apply(model) as handle:
         cache = handle.new_cache()
         steps(model, ids(150).to(DEVICE), ids(4, seed=9).to(DEVICE), cache)
@@ -96,7 +90,7 @@ def test_auto_is_packed_in_pinned_memory(model, decoding, ids) -> None:
 
 
 @pytest.mark.parametrize("offload", ["never", "packed"])
-def test_bytes_are_those_of_the_allocator(offload, build, decoding) -> None:
+def test_bytes_are_those_of_the_allocator(offload, build, decoding):
     model = build(**LAYERS).to(DEVICE, torch.bfloat16)
     with decoding(model, budget=2048).apply(model, check_weights=False) as handle:
         cache = handle.new_cache(offload=offload)
@@ -116,29 +110,34 @@ def test_bytes_are_those_of_the_allocator(offload, build, decoding) -> None:
     assert (held.bank == 0) == (offload == "never")
 
 
-def test_short_of_memory_the_bank_serves_what_the_device_cannot_hold(build, decoding) -> None:
-    """Where all keys and values do not fit under the limit, packed decodes and transformers' own
-    cache does not."""
-    model = build(num_hidden_layers=12).to(DEVICE, torch.bfloat16)
-    length, width = 200_000, 2 * 2 * 64 * 2
-    room = 6 * length * width
-    total = torch.cuda.get_device_properties(DEVICE).total_memory
+POLICIES = {
+    "full": Full(),
+    "streaming": Streaming(sinks=4, window=40),
+    "h2o": H2O(heavy=20, recent=20),
+    "snapkv": SnapKV(budget=48, window=16, pool=3),
+}
 
-    def fill(cache) -> None:
-        for layer in range(12):
-            states = torch.zeros(1, 2, length, 64, device=DEVICE, dtype=torch.bfloat16)
-            cache.update(states, states, layer)
-        token = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
-        model(token, position_ids=token + length, past_key_values=cache, use_cache=True)
 
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
-    try:
-        with decoding(model, filter_layers=(1,), dense_layers=(0,), budget=1024).apply(
-            model, check_weights=False
-        ) as handle:
-            fill(handle.new_cache())
-        with pytest.raises(torch.OutOfMemoryError):
-            fill(DynamicCache(config=model.config))
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+@pytest.mark.parametrize("sizes", [(1,), (70, 1), (64, 33, 1)])
+@pytest.mark.parametrize("name", [*POLICIES, "rolling"])
+def test_a_gpu_gives_what_the_cpu_does(name, sizes, build, keeping, ids):
+    model, tokens = build("Gemma3" if name == "rolling" else "Llama"), ids(140, batch=2)
+    headwise = keeping(model, POLICIES.get(name, Full()))
+    found = []
+    for device in ("cpu", DEVICE):
+        placed = copy.deepcopy(model).to(device)
+        with headwise.apply(placed) as handle:
+            found.append(fed(placed, tokens.to(device), sizes, handle.new_cache()).cpu())
+    torch.testing.assert_close(*found, atol=2e-3, rtol=1e-2)
+
+
+def test_heads_apart_hold_what_the_allocator_gave_out(build, keeping, ids):
+    model, tokens = build(num_key_value_heads=4).to(DEVICE), ids(3000).to(DEVICE)
+    rows = [("full", "streaming", "h2o", "snapkv")] * 2
+    with keeping(model, POLICIES, rows=rows).apply(model) as handle:
+        fed(model, tokens, (512,), handle.new_cache())
+        before = torch.cuda.memory_allocated()
+        cache = handle.new_cache()
+        fed(model, tokens, (512,), cache)
+        grown = torch.cuda.memory_allocated() - before
+    assert grown == pytest.approx(memory_report(cache).device, rel=0.05)

@@ -12,7 +12,7 @@ import artifacts
 from runtime.caches.snapkv import left_of
 from runtime.vllm.batch import Chunk
 from runtime.vllm.keep import Snap
-from tests.runtime.vllm_engine import (
+from tests.runtime.vllm.conftest import (
     CLOSE,
     EIGHT,
     LAYER,
@@ -23,16 +23,11 @@ from tests.runtime.vllm_engine import (
     Parent,
     by_choice,
     common_of,
-    engine,
-    ours,
     poisoned,
     put,
     slots_of,
-    stored,
     weights_of,
 )
-
-__all__ = ["engine", "ours", "stored"]
 
 
 class Sequence:
@@ -117,9 +112,7 @@ CUTS = {
     ("cuts", "policies", "stored"),
     [*((cuts, (A, B), None) for cuts in CUTS), ("mixed", (A, A), None), ("mixed", (B, B), EIGHT)],
 )
-def test_what_is_kept_and_what_is_generated(
-    engine: Any, policies: tuple[artifacts.SnapKV, ...], cuts: str
-) -> None:
+def test_what_is_kept_and_what_is_generated(engine, policies, cuts):
     snap = Snap(policies, prompts=8)
     engine.layer.update(keeps=snap, plan=None)
     engine.builder.__dict__.update(_drops=True, _splits_at_prompts=True, _gets_prompts=True)
@@ -141,7 +134,7 @@ def test_what_is_kept_and_what_is_generated(
         torch.testing.assert_close(torch.cat(outs), sequence.expected(snap), **CLOSE)
 
 
-def test_windows_of_requests_that_were_given_up_go() -> None:
+def test_windows_of_requests_that_were_given_up_go():
     snap, q = Snap((artifacts.SnapKV(window=16),), prompts=2), torch.randn(1, H, 20, D)
     for page in range(5):
         assert snap.voting(page, Chunk(0, 0, 20, 20, 30), q) is None
@@ -155,15 +148,13 @@ def test_windows_of_requests_that_were_given_up_go() -> None:
     assert again is not None and torch.equal(again, q[:, :, :12])
 
 
-def test_the_profiling_run_moves_the_longest_prompt(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_profiling_run_moves_the_longest_prompt(engine, monkeypatch):
     import runtime.vllm.keep as keep
 
     copied: list[torch.Size] = []
     gathered = keep.gathered
 
-    def noted(*args: Any) -> Tensor:
+    def noted(*args):
         made = gathered(*args)
         copied.append(made.shape)
         return made

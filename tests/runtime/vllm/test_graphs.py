@@ -25,7 +25,7 @@ from runtime.vllm.batch import KEY
 from runtime.vllm.counters import Counters
 from runtime.vllm.filters import Chooser
 from runtime.vllm.step import store
-from tests.runtime.vllm_engine import (
+from tests.runtime.vllm.conftest import (
     CLOSE,
     PAGE,
     SECTION,
@@ -37,14 +37,9 @@ from tests.runtime.vllm_engine import (
     by_choice,
     chosen_by,
     common_of,
-    engine,
     interleaved,
-    ours,
     slots_of,
-    stored,
 )
-
-__all__ = ["engine", "ours", "stored"]
 
 LONGEST, REQUESTS = 512, 5
 # Contexts of two steps; one without keys is padding.
@@ -188,9 +183,7 @@ def captured(engine: Any, buffers: Buffers) -> Tape:
 
 
 @pytest.mark.parametrize("parts", [False, True], ids=["at once", "scores in parts"])
-def test_a_captured_step_is_replayed_for_any_requests(
-    engine: Any, section: artifacts.OmniKV, parts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_captured_step_is_replayed_for_any_requests(engine, section, parts, monkeypatch):
     if parts:
         monkeypatch.setattr("runtime.vllm.filters._SCORES", 2 * 4 * LONGEST * (H + 4 * G))
     buffers = Buffers(engine)
@@ -207,7 +200,7 @@ def test_a_captured_step_is_replayed_for_any_requests(
     assert chooser.selector.tokens_read == pytest.approx(read / (rows * 2 * G))
 
 
-def test_a_captured_step_over_every_key_is_replayed_for_any_requests(engine: Any) -> None:
+def test_a_captured_step_over_every_key_is_replayed_for_any_requests(engine):
     buffers = Buffers(engine)
     tape = captured(engine, buffers)
     for lengths in STEPS:
@@ -217,9 +210,7 @@ def test_a_captured_step_over_every_key_is_replayed_for_any_requests(engine: Any
         buffers.check(None, lengths)
 
 
-def test_a_step_reads_nothing_back_and_asks_for_no_length(
-    engine: Any, section: artifacts.OmniKV
-) -> None:
+def test_a_step_reads_nothing_back_and_asks_for_no_length(engine, section):
     buffers = Buffers(engine)
     lengths = [300, 30, 97, 512, 77]
     buffers.fill(lengths)
@@ -237,15 +228,13 @@ def test_a_step_reads_nothing_back_and_asks_for_no_length(
     assert engine.at_work.counters.report()["decode"] == {"chosen": gaining}
 
 
-def test_the_profiling_run_takes_what_a_step_will_take(
-    engine: Any, section: artifacts.OmniKV, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_profiling_run_takes_what_a_step_will_take(engine, section, monkeypatch):
     import runtime.vllm.step as step
 
     scored: list[Any] = []
     attend = step.decode_attention
 
-    def noted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    def noted(q, k, v, **options):
         done = attend(q, k, v, **options)
         if done.scores is not None:
             scored.append((q.shape, done.scores.shape))

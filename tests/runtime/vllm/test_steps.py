@@ -19,7 +19,7 @@ from runtime.vllm.engine import Engine
 from runtime.vllm.filters import Chooser
 from runtime.vllm.keep import Stream
 from runtime.vllm.step import halves, quantised, store
-from tests.runtime.vllm_engine import (
+from tests.runtime.vllm.conftest import (
     CLOSE,
     EIGHT,
     LAYER,
@@ -32,23 +32,19 @@ from tests.runtime.vllm_engine import (
     by_choice,
     by_plan,
     chosen_by,
-    engine,
-    ours,
     poisoned,
     put,
     serve,
     slots_of,
     step,
-    stored,
 )
 
-__all__ = ["engine", "ours", "stored"]
 DENSE = [make("dense")] * H
 SINKS = torch.tensor([0.5, 9.0, -30.0, 2.0])
 stored_as = pytest.mark.parametrize("stored", [None, EIGHT], ids=["as they are", "8 bits"])
 
 
-def test_which_chunks_are_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_chunks_are_sparse(monkeypatch):
     monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", 128)
     at_work: Any = object.__new__(Engine)
     prefill = SimpleNamespace(dense_below=128, dense_tail=0)
@@ -73,9 +69,7 @@ def test_which_chunks_are_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["sparse and dense", "dense"],
 )
-def test_each_request_of_a_step_gets_its_own_attention(
-    engine: Any, requests: list[tuple[int, int]]
-) -> None:
+def test_each_request_of_a_step_gets_its_own_attention(engine, requests):
     outputs, inputs, _ = serve(engine, step(*requests))
     long = [q_len >= 64 and k_len >= 128 for q_len, k_len in requests]
     for sparse, out, given in zip(long, outputs, inputs, strict=True):
@@ -88,7 +82,7 @@ def test_each_request_of_a_step_gets_its_own_attention(
 
 
 @pytest.mark.parametrize("stored", [EIGHT])
-def test_queries_of_eight_bits(engine: Any, stored: torch.dtype) -> None:
+def test_queries_of_eight_bits(engine, stored):
     """As vLLM's layers hand them to some of its backends for GPUs, with such a cache."""
     common = step((100, 300))
     cache = poisoned(engine, int(common.block_table_tensor.max()) + 1)
@@ -103,7 +97,7 @@ def test_queries_of_eight_bits(engine: Any, stored: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_what_is_too_large_for_eight_bits_is_the_largest(dtype: torch.dtype) -> None:
+def test_what_is_too_large_for_eight_bits_is_the_largest(dtype):
     most = torch.finfo(dtype).max
     found = quantised(torch.tensor([1e9, -1e9, 0.5 * most, 0.3, 0.0]).bfloat16(), 0.5, dtype)
     assert found.dtype == torch.uint8
@@ -114,7 +108,7 @@ def test_what_is_too_large_for_eight_bits_is_the_largest(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("length", [1, 53])
 @pytest.mark.parametrize("padded_pages", [False, True])
-def test_our_pages_hold_what_was_stored(length: int, padded_pages: bool) -> None:
+def test_our_pages_hold_what_was_stored(length, padded_pages):
     whole = torch.full((7, G + padded_pages, PAGE, 2 * D), float("nan"))
     cache = whole[:, :G]
     pages = torch.randperm(6)[: -(-length // PAGE)].to(torch.int32) + 1
@@ -131,7 +125,7 @@ def test_our_pages_hold_what_was_stored(length: int, padded_pages: bool) -> None
     ("stored", "sinks", "window"),
     [(None, 4, 50), (EIGHT, 20, 64), (None, 0, 30), (None, 3, 1000)],
 )
-def test_layers_that_keep_their_first_and_last_tokens(engine: Any, sinks: int, window: int) -> None:
+def test_layers_that_keep_their_first_and_last_tokens(engine, sinks, window):
     stream = artifacts.Streaming(sinks=sinks, window=window, positions="original")
     engine.layer.update(keeps=Stream((stream,)), plan=None)
     engine.builder._drops = True
@@ -153,7 +147,7 @@ def test_layers_that_keep_their_first_and_last_tokens(engine: Any, sinks: int, w
 
 
 @stored_as
-def test_layers_read_what_filter_layers_chose(engine: Any) -> None:
+def test_layers_read_what_filter_layers_chose(engine):
     section = artifacts.OmniKV(**SECTION, budget=40, window=1)
     selector = Selector(section, range(4))
     engine.at_work.chooser = Chooser(selector, requests=4, longest=512)
@@ -173,7 +167,7 @@ def test_layers_read_what_filter_layers_chose(engine: Any) -> None:
     assert engine.at_work.counters.report()["decode"] == {"chosen": 5}
 
 
-def test_a_filter_layer_that_failed_leaves_the_others_to_dense_attention(engine: Any) -> None:
+def test_a_filter_layer_that_failed_leaves_the_others_to_dense_attention(engine):
     selector = Selector(artifacts.OmniKV(**SECTION, budget=40, window=1), (1, 2))
     engine.at_work.chooser = Chooser(selector, requests=1, longest=512)
     (out,), (given,), _ = serve(engine, step((1, 300)), number=2)
@@ -181,16 +175,14 @@ def test_a_filter_layer_that_failed_leaves_the_others_to_dense_attention(engine:
     assert engine.at_work.counters.report()["fallbacks"] == {"filter layer 1 has chosen nothing": 1}
 
 
-def test_attention_sinks(engine: Any) -> None:
+def test_attention_sinks(engine):
     engine.impl.sinks = SINKS
     (out,), (given,), _ = serve(engine, step((100, 200)))
     torch.testing.assert_close(out, by_plan(engine.patterns, given, SINKS), **CLOSE)
 
 
-def test_a_kernel_that_fails_leaves_the_step_to_dense_attention(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(*_: Any, **__: Any) -> None:
+def test_a_kernel_that_fails_leaves_the_step_to_dense_attention(engine, monkeypatch, caplog):
+    def fails(*_, **__):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr("runtime.vllm.forward.sparse_attention", fails)
@@ -203,13 +195,11 @@ def test_a_kernel_that_fails_leaves_the_step_to_dense_attention(
     assert found["fallbacks"] == {"out of memory": 2} and found["density"] is None
 
 
-def test_layers_of_vllm_are_the_parents_as_a_whole(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_of_vllm_are_the_parents_as_a_whole(engine, monkeypatch):
     engine.layer.update(owned=False, plan=None)
     asked: list[Any] = []
 
-    def forward(self: Any, *given: Any) -> Tensor:
+    def forward(self, *given):
         asked.append(given)
         return given[-1].fill_(1)
 
@@ -224,9 +214,7 @@ def test_layers_of_vllm_are_the_parents_as_a_whole(
 @pytest.mark.parametrize(
     "change", [{"causal": False}, {"mm_req_doc_ranges": {}}, {"rswa_prefix_lens": torch.ones(1)}]
 )
-def test_a_step_that_is_not_plainly_causal_is_the_parents_or_refused(
-    engine: Any, change: dict[str, Any]
-) -> None:
+def test_a_step_that_is_not_plainly_causal_is_the_parents_or_refused(engine, change):
     common = step((200, 200))
     for name, value in change.items():
         setattr(common, name, value)
@@ -237,9 +225,7 @@ def test_a_step_that_is_not_plainly_causal_is_the_parents_or_refused(
         assert not hasattr(engine.builder.build(0, common), "headwise")
 
 
-def test_an_index_of_a_chunk_is_built_from_the_pages(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_of_a_chunk_is_built_from_the_pages(engine, monkeypatch):
     patterns = [
         make("vertical_slash", vertical=70, slash=70),
         make("block_sparse", blocks=2),
@@ -250,7 +236,7 @@ def test_an_index_of_a_chunk_is_built_from_the_pages(
     seen: list[tuple[Tensor, Any]] = []
     build = LayerPlan.build
 
-    def noted(self: LayerPlan, q: Tensor, k: Tensor, **given: Any) -> Any:
+    def noted(self, q, k, **given):
         seen.append((k, given))
         return build(self, q, k, **given)
 
@@ -265,13 +251,13 @@ def test_an_index_of_a_chunk_is_built_from_the_pages(
 
 @pytest.mark.parametrize(("longest", "wanted"), [(512, [(200, 512)]), (100, [])])
 def test_the_profiling_run_takes_what_the_longest_prompt_will_take(
-    engine: Any, monkeypatch: pytest.MonkeyPatch, longest: int, wanted: list[tuple[int, int]]
-) -> None:
+    engine, monkeypatch, longest, wanted
+):
     engine.at_work.longest = longest
     built: list[tuple[int, int]] = []
     build = LayerPlan.build
 
-    def noted(self: LayerPlan, q: Tensor, k: Tensor, **given: Any) -> Any:
+    def noted(self, q, k, **given):
         built.append((q.shape[2], given["k_len"]))
         return build(self, q, k, **given)
 
