@@ -576,13 +576,13 @@ MUTATIONS = {
             "similarities/mass.py",
             "(chosen >= span[0]) & (chosen < span[1])",
             "(chosen >= span[0]) & (chosen <= span[1])",
-            "profiling/similarities/test_mass.py",
+            "profiling/test_similarity.py",
         ),
         (
             "similarities/mass.py",
             "mass[layer, layer + 1 : layer + 1 + reach]",
             "mass[layer, layer : layer + reach]",
-            "profiling/similarities/test_mass.py",
+            "profiling/test_similarity.py",
         ),
         (
             "inside/gradients.py",
@@ -666,7 +666,7 @@ MUTATIONS = {
             "speed/baselines.py",
             "if ratio < 1 and not alike:",
             "if ratio < 1:",
-            "profiling/speed/test_baselines.py",
+            "profiling/speed/test_seconds.py",
         ),
         (
             "streams/report.py",

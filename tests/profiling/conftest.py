@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 
+from profiling import evaluate
 from profiling.models.loading import LoadedModel, load_model
 from search.published.search import HeadSearch, run
 from tests.search.conftest import save_tiny
 
-SHARED: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -22,59 +25,45 @@ SHARED: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 2048,
 }
-GROUPED = {**SHARED, "num_key_value_heads": 2}
+GROUPED = SIZES | {"num_key_value_heads": 2}
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+HYBRID = GROUPED | {"head_dim": 32, "sliding_window": 16, "layer_types": LAYERS}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+CHUNKED = {
+    "attention_chunk_size": 16,
+    "intermediate_size_mlp": 96,
+    "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
+}
+# Names of configurations in transformers, and their sizes.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", GROUPED),
+    "qwen2": ("Qwen2", GROUPED),
+    "qwen3": ("Qwen3", GROUPED | {"head_dim": 32}),
+    "gpt_neox": ("GPTNeoX", SIZES),
+    "mistral": ("Mistral", GROUPED | {"sliding_window": 24}),
+    "gemma3": ("Gemma3Text", HYBRID),
+    "gemma2": ("Gemma2", HYBRID),
+    "gpt_oss": ("GptOss", HYBRID | EXPERTS),
+    "llama4": ("Llama4Text", GROUPED | {"head_dim": 16, "num_local_experts": 2} | CHUNKED),
+    "mamba": ("Mamba", {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}),
+    "mpt": ("Mpt", {"vocab_size": 97, "d_model": 64, "n_layers": 2, "n_heads": 4}),
+    "bert": ("Bert", SIZES),
+}
 
 
 def tiny(family: str) -> Any:
     """A random model in fp32; weights are large enough for attention to be uneven."""
-    import transformers as t
+    import transformers
 
     torch.manual_seed(0)
-    configs: dict[str, Callable[[], Any]] = {
-        "llama": lambda: t.LlamaConfig(**GROUPED),
-        "qwen2": lambda: t.Qwen2Config(**GROUPED),
-        "qwen3": lambda: t.Qwen3Config(**GROUPED, head_dim=32),
-        "gpt_neox": lambda: t.GPTNeoXConfig(**SHARED),
-        "mistral": lambda: t.MistralConfig(**GROUPED, sliding_window=24),
-        "gemma3": lambda: t.Gemma3TextConfig(
-            **GROUPED, head_dim=32, sliding_window=16, layer_types=LAYERS
-        ),
-        "gemma2": lambda: t.Gemma2Config(
-            **GROUPED, head_dim=32, sliding_window=16, layer_types=LAYERS
-        ),
-        "gpt_oss": lambda: t.GptOssConfig(
-            **GROUPED,
-            head_dim=32,
-            sliding_window=16,
-            layer_types=LAYERS,
-            num_local_experts=2,
-            num_experts_per_tok=1,
-        ),
-        "mamba": lambda: t.MambaConfig(
-            vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4
-        ),
-        "mpt": lambda: t.MptConfig(
-            vocab_size=97, d_model=64, n_layers=2, n_heads=4, max_seq_len=512
-        ),
-        "lfm2": lambda: t.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention", "conv"]),
-        "llama4": lambda: t.Llama4TextConfig(
-            **GROUPED,
-            head_dim=16,
-            attention_chunk_size=16,
-            num_local_experts=2,
-            intermediate_size_mlp=96,
-            layer_types=["chunked_attention", "chunked_attention", "full_attention"],
-        ),
-        "bert": lambda: t.BertConfig(**SHARED, is_decoder=False),
-    }
-    model = t.AutoModelForCausalLM.from_config(configs[family](), dtype=torch.float32)
+    name, sizes = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4)
-        for name, parameter in model.named_parameters():
-            if name.endswith("sinks"):
+            if parameter_name.endswith("sinks"):
                 parameter.copy_(torch.linspace(-1, 2, parameter.numel()))
     return model.eval()
 
@@ -103,6 +92,40 @@ def searched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "tiny").symlink_to(folder)
     (place / "text.txt").write_text("It was a long way to the sea, and nobody saw it. " * 400)
     model = str(place / "tiny")
-    search = HeadSearch(model=model, out=place / "cfg.yaml", length=900, budget="0.8")
+    search = HeadSearch(model=model, out=place / "cfg.yaml", length=LENGTH, budget="0.8")
     run(replace(search, dtype="float32", picture=False, command="x"))
     return place
+
+
+@pytest.fixture
+def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lay pictures out without rendering them."""
+    from matplotlib.figure import Figure
+
+    def sketch(figure: Figure, file: BinaryIO, format: str, **_: Any) -> None:
+        if format == "png":
+            figure.draw_without_rendering()
+        file.write(b"a picture")
+
+    monkeypatch.setattr(Figure, "savefig", sketch)
+
+
+# Tokens of the search and of its evaluations.
+LENGTH = 900
+Command = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def command(searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """command(words): the record of an evaluation in which answers are cut short."""
+    monkeypatch.setattr("profiling.quality.trials.new_tokens", lambda tokenizer, prompt: 4)
+    for file in searched.glob("cfg*"):
+        shutil.copy(file, tmp_path / file.name)
+
+    def call(more: str, *, out: str = "report", beside: Path | str = "") -> dict[str, Any]:
+        base = f"{tmp_path}/cfg.yaml {beside} --model {searched}/tiny --out {tmp_path}/{out}"
+        evaluate.main(f"{base} --length {LENGTH} --dtype float32 --no-memory {more}".split())
+        record: dict[str, Any] = json.loads((tmp_path / out / "evaluation.json").read_text())
+        return record
+
+    return call

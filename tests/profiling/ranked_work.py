@@ -1,7 +1,6 @@
 """A small command to launch by torchrun: jobs of a resume file, reported by the first rank.
 
-Every unit that begins is a line "begin unit NUMBER RANK PID" of the log, and so is every process
-that starts.
+Every unit that begins is a line "unit NUMBER RANK PID" of the log.
 """
 
 from __future__ import annotations
@@ -31,18 +30,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--bug", help="the unit that divides by zero")
     parser.add_argument("--all-fail", action="store_true", help="every rank finds the same wrong")
     parser.add_argument("--timeout", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fresh", action="store_true")
     options = parser.parse_args(argv)
 
-    def note(what: str) -> None:
-        with options.out.with_suffix(".log").open("a") as file:
-            file.write(f"{what} {os.environ.get('RANK', '-')} {os.getpid()}\n")
-
-    note("start - -")
-
     def work(unit: Unit) -> object:
-        note(f"begin {unit.name}")
+        with options.out.with_suffix(".log").open("a") as log:
+            log.write(f"{unit.name} {os.environ.get('RANK', '-')} {os.getpid()}\n")
         while options.hang == unit.name:
             time.sleep(0.05)
         if options.fail == unit.name:
@@ -59,9 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     with ranks(timeout=options.timeout) as joined:
         if options.all_fail:
             raise HeadwiseError("this cannot be for anybody")
-        with Ledger(
-            options.out, "work", settings={"seed": options.seed}, fresh=options.fresh, ranks=joined
-        ) as ledger:
+        with Ledger(options.out, "work", ranks=joined) as ledger:
             told: list[int] = []
             units = [ledger.unit(f"unit {number}") for number in range(UNITS)]
             values = ledger.run(
@@ -69,13 +59,10 @@ def main(argv: list[str] | None = None) -> int:
             )
             assert told[-1] == UNITS and told == sorted(told)
             assert joined.broadcast(joined.rank) == 0
-            each = joined.gather(
-                {f"rank {joined.rank}": np.arange(joined.rank), "same": joined.rank}
-            )
-            assert (
-                sorted(each) == sorted([*(f"rank {n}" for n in range(joined.count)), "same"])
-                and each["same"] == 0
-            )
+            own = f"rank {joined.rank}"
+            each = joined.gather({own: np.arange(joined.rank), "same": joined.rank})
+            assert list(each) == sorted([*(f"rank {n}" for n in range(joined.count)), "same"])
+            assert each["same"] == 0
             with joined.main_process_first():
                 assert options.out.with_suffix(".first").exists() or joined.is_first
                 options.out.with_suffix(".first").touch()

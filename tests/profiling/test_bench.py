@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
+from kernels.decode import Decoded, decode_attention
 from kernels.patterns import LayerPlan, make
 from profiling import bench
-from profiling.speed import attention_speed
+from profiling.speed import attention_speed, decode_speed
+from profiling.speed.config import Size
+from profiling.speed.decode_speed import DECODE_HEADER, decode_cells, measure_decode
+
+SIZE = Size(length=70, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu")
 
 
 def test_a_wrong_result_gets_no_speed(
@@ -59,10 +66,7 @@ def test_decode_and_sizes_of_the_paper(tmp_path: Path) -> None:
 
 
 def test_torch_attends_to_the_past_and_causally_to_new_tokens() -> None:
-    size = attention_speed.Size(
-        length=70, past=130, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu"
-    )
-    q, k, v = attention_speed.inputs(size)
+    q, k, v = attention_speed.inputs(replace(SIZE, past=130))
     assert (q.shape[2], k.shape[2], v.shape[2]) == (70, 200, 200)
     index = LayerPlan([make("dense")] * 2, 1).build(q, k)
     (run,) = attention_speed._dense(q, k, v).values()
@@ -70,12 +74,37 @@ def test_torch_attends_to_the_past_and_causally_to_new_tokens() -> None:
 
 
 def test_inputs_have_near_keys_and_heavy_columns() -> None:
-    size = attention_speed.Size(
-        length=4096, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu"
-    )
-    q, k, _ = attention_speed.inputs(size)
-    index = LayerPlan([make("vertical_slash", vertical=128, slash=100)] * 2, 1).build(q, k)
-    scattered = LayerPlan([make("vertical_slash", vertical=128, slash=100)] * 2, 1).build(
-        torch.randn_like(q), torch.randn_like(k)
-    )
-    assert (index.density() < 0.7 * scattered.density()).all()
+    q, k, _ = attention_speed.inputs(replace(SIZE, length=4096))
+    plan = LayerPlan([make("vertical_slash", vertical=128, slash=100)] * 2, 1)
+    scattered = plan.build(torch.randn_like(q), torch.randn_like(k))
+    assert (plan.build(q, k).density() < 0.7 * scattered.density()).all()
+
+
+def test_a_line_of_the_decode_table() -> None:
+    speed = measure_decode(SIZE, chosen=35, repeats=1)
+    assert speed.all_bytes == 2 * speed.chosen_bytes == 2 * 70 * 64 * 4
+    assert all(value > 0 for value in asdict(speed).values())
+    assert speed.dense_seconds <= speed.sdpa_seconds
+    cells = decode_cells(SIZE, speed)
+    assert len(cells) == len(DECODE_HEADER) and cells[:4] == ["70", "64", "2/1", "35"]
+
+
+@pytest.mark.parametrize("wrong", ["", " in its scores"])
+def test_a_wrong_decode_gets_no_speed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slightly_off(*tensors: Any, **options: Any) -> Decoded:
+        out, lse, scores = decode_attention(*tensors, **options)
+        if options.get("backend") == "reference":
+            return Decoded(out, lse, scores)
+        return Decoded(out, lse, scores * 1.5) if wrong else Decoded(out * 1.1, lse, scores)
+
+    monkeypatch.setattr(decode_speed, "decode_attention", slightly_off)
+    with pytest.raises(HeadwiseError, match=f"decode over all keys is wrong{wrong}: largest error"):
+        measure_decode(SIZE, chosen=35, repeats=1)
+
+
+def test_every_way_in_torch_is_the_same_attention() -> None:
+    q, k, v = torch.randn(1, 6, 1, 64), torch.randn(1, 2, 50, 64), torch.randn(1, 2, 50, 64)
+    found = [run().reshape(1, 6, 1, 64) for run in decode_speed._in_torch(q, k, v).values()]
+    assert len(found) == 3
+    for out in found:
+        torch.testing.assert_close(out, decode_attention(q, k, v).out, atol=1e-5, rtol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ OPTIONS = "--length 256 320 --head-dims 64 --heads 3/1 --density 0.5 --repeats 1
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "cost.safetensors"
+    asked = ["--costs", str(out), *OPTIONS.split()]
     measured = []
     whole = cost_grid.measure
 
@@ -30,18 +32,16 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(cost_grid, "measure", dies_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        bench.main(["--costs", str(out), *OPTIONS.split()])
+        bench.main(asked)
     assert not out.exists()
-    bench.main(["--costs", str(out), *OPTIONS.split()])
+    bench.main(asked)
     assert measured == [256, 320, 320]
     assert [path.name for path in tmp_path.iterdir()] == ["cost.safetensors"]
     table = load(out)
-    assert {c.length for c in table.costs} == {256, 320} and table.backend in ("cpu", "reference")
-    patterns = {c.pattern for c in table.costs}
-    assert patterns == {"a_shape", "vertical_slash", "block_sparse", "dense"}
-    assert all(
-        c.sparse_seconds > 0 and c.build_seconds > 0 and c.dense_seconds > 0 for c in table.costs
-    )
+    kinds = ("a_shape", "vertical_slash", "block_sparse", "dense")
+    assert {(c.pattern, c.length) for c in table.costs} == set(product(kinds, (256, 320)))
+    for cost in table.costs:
+        assert min(cost.sparse_seconds, cost.build_seconds, cost.dense_seconds) > 0
     assert "--length 256 320" in table.command and table.versions["torch"]
 
 
@@ -66,24 +66,8 @@ def test_seconds_follow_the_measurements() -> None:
     # Twice the rows with as many tiles each.
     assert seconds(800, length=8192) == pytest.approx(0.8)
     assert table.dense_seconds(heads=2, **{**at, "length": 8192}) == pytest.approx(8.0)  # type: ignore[arg-type]
-    with pytest.raises(
-        HeadwiseError, match=r"no a_shape with head dim 64 in bfloat16; it has: .*'block_sparse'"
-    ):
+    with pytest.raises(HeadwiseError, match=r"no a_shape with head dim 64 .*'block_sparse'"):
         table.seconds("a_shape", tiles=1, heads=1, **at)  # type: ignore[arg-type]
-
-
-def test_round_trip_and_damage(tmp_path: Path) -> None:
-    path = tmp_path / "cost.safetensors"
-    table = CostTable(
-        device="d", backend="cpu", versions={"torch": "2"}, command="c", costs=(COST,)
-    )
-    save(table, path)
-    assert load(path) == table
-    with pytest.raises(HeadwiseError, match="does not exist"):
-        load(tmp_path / "no.safetensors")
-    path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(HeadwiseError, match="is not a cost table"):
-        load(path)
 
 
 HERE = CostTable(
@@ -92,6 +76,17 @@ HERE = CostTable(
     length=8192)),
 )  # fmt: skip
 THERE = replace(HERE, device="there", costs=(COST,))
+
+
+def test_round_trip_and_damage(tmp_path: Path) -> None:
+    path = tmp_path / "cost.safetensors"
+    save(HERE, path)
+    assert load(path) == HERE
+    with pytest.raises(HeadwiseError, match="does not exist"):
+        load(tmp_path / "no.safetensors")
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(HeadwiseError, match="is not a cost table"):
+        load(path)
 
 
 def optimised_for(table: CostTable) -> tuple[artifacts.Artifact, dict[str, object]]:
@@ -115,9 +110,7 @@ def test_an_artifact_carries_tables_and_says_which_it_was_made_for(tmp_path: Pat
     assert embedded(*attach(back, beside, newer)) == (HERE, newer)
     other = replace(THERE, backend="triton")
     assert embedded(*attach(back, beside, other)) == (HERE, THERE, other)
-    with pytest.raises(
-        HeadwiseError, match=r"optimised for 'here' by the table that it carries: that one stays"
-    ):
+    with pytest.raises(HeadwiseError, match="optimised for 'here'"):
         attach(back, beside, replace(HERE, costs=(COST,)))
 
 
@@ -142,10 +135,9 @@ def test_a_table_is_attached_by_command(tmp_path: Path, capsys: pytest.CaptureFi
     artifacts.save(build(), cfg, build_arrays())
     save(THERE, table)
     bench.main(["--table", str(table), "--attach", str(cfg)])
-    bench.main(
-        ["--costs", str(tmp_path / "own.safetensors"), "--attach", str(cfg), *OPTIONS.split()]
-    )
-    own = load(tmp_path / "own.safetensors")
+    measured = tmp_path / "own.safetensors"
+    bench.main(["--costs", str(measured), "--attach", str(cfg), *OPTIONS.split()])
+    own = load(measured)
     assert embedded(*artifacts.load_pair(cfg)) == (THERE, own)
     assert f"carries the costs of there, {own.device}" in capsys.readouterr().out
     assert not any(entry.optimised for entry in artifacts.load(cfg).costs)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, load, save
+from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, save
 from profiling import decode
 from profiling.decoding import run as decoding
 from profiling.decoding.losses import by_position, position_lines
@@ -30,6 +30,7 @@ def text(tmp_path: Path) -> Path:
 
 
 Rows = Callable[[str], list[dict[str, Any]]]
+Made = Callable[..., Path]
 
 
 @pytest.fixture
@@ -46,16 +47,28 @@ def rows(folder: Path, tmp_path: Path) -> Rows:
     return call
 
 
-def config(loaded: LoadedModel, place: Path, budget: float) -> Path:
-    artifact = Artifact(
-        model=fingerprint(loaded.model, name="tiny"),
-        search=None,
-        patterns={},
-        prefill=Prefill(dense_below=4096, layers=(None, None, None)),
-        decode=Decode(omnikv=OmniKV(filter_layers=(0,), budget=budget)),
-    )
-    save(artifact, place, {})
-    return place
+@pytest.fixture
+def made(loaded: LoadedModel, tmp_path: Path) -> Made:
+    """made(name, budget, selector=): an artifact with a decode section."""
+
+    def make(name: str, budget: float, **more: Any) -> Path:
+        artifact = Artifact(
+            model=fingerprint(loaded.model, name="tiny"),
+            search=None,
+            patterns={},
+            prefill=Prefill(dense_below=4096, layers=(None, None, None)),
+            decode=Decode(omnikv=OmniKV(filter_layers=(0,), budget=budget, **more)),
+        )
+        save(artifact, tmp_path / f"{name}.yaml", {})
+        return tmp_path / f"{name}.yaml"
+
+    return make
+
+
+@pytest.fixture
+def asked(text: Path) -> str:
+    """Options of a comparison on 20 tokens of a text, without times."""
+    return f"--repeats 0 --text {text} --text-length 200 --forced 20"
 
 
 def test_losses_of_forced_tokens_are_those_of_one_prefill(loaded: LoadedModel, text: Path) -> None:
@@ -65,23 +78,17 @@ def test_losses_of_forced_tokens_are_those_of_one_prefill(loaded: LoadedModel, t
     begun = list(begin(loaded.model, lambda: DynamicCache(config=loaded.model.config), prompts, 30))
     assert [len(some.ids) for some in begun] == [8, 1] and begun[0].cache.get_seq_length() == 170
     losses = forced_losses(loaded.model, begun, 30)
-    torch.testing.assert_close(
-        losses, dense_losses(loaded.model, prompts, 30), rtol=1e-4, atol=1e-4
-    )
+    expected = dense_losses(loaded.model, prompts, 30)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
     assert begun[0].cache.get_seq_length() == 170
     torch.testing.assert_close(forced_losses(loaded.model, iter(begun), 30), losses)
     assert begun[0].cache.get_seq_length() == 199
 
 
-def test_the_change_is_that_of_the_same_tokens(
-    loaded: LoadedModel, text: Path, tmp_path: Path, rows: Rows
-) -> None:
-    asked = (
-        f"--repeats 0 --text {text} --texts 2 --text-length 200 --forced 20 --trials 2 "
-        "--task passkey --task-length 400 --prefill-chunk 150"
-    )
+def test_the_change_is_that_of_the_same_tokens(made: Made, asked: str, rows: Rows) -> None:
+    asked += " --texts 2 --trials 2 --task passkey --task-length 400 --prefill-chunk 150"
     for budget in (0.999, 0.05):
-        dense, headwise = rows(f"{asked} {config(loaded, tmp_path / f'{budget}.yaml', budget)}")
+        dense, headwise = rows(f"{asked} {made('cfg', budget)}")
         assert dense["change"] is None and len(dense["answers"]) == len(headwise["answers"]) == 2
         expected = math.log(headwise["perplexity"] / dense["perplexity"])
         change = headwise["change"]
@@ -91,62 +98,49 @@ def test_the_change_is_that_of_the_same_tokens(
 
 
 def test_several_artifacts_are_compared_on_the_same_prompts(
-    loaded: LoadedModel, text: Path, tmp_path: Path, rows: Rows
+    made: Made, asked: str, rows: Rows
 ) -> None:
-    first = config(loaded, tmp_path / "a.yaml", 0.05)
-    second = config(loaded, tmp_path / "b.yaml", 0.1)
-    asked = f"--repeats 0 --text {text} --trials 0 --text-length 200 --forced 20 {first}"
-    own = rows(f"{asked} --beside {second}")
+    second = made("b", 0.1)
+    asked += f" --trials 0 {made('a', 0.05)} --beside {second}"
+    own = rows(asked)
     assert [row["method"] for row in own] == ["dense", "headwise", "b"]
     assert own[0]["tokens"] is None
     # Steps of 181 to 199 tokens, a share of each.
     read = [sum(math.ceil(share * n) for n in range(181, 200)) / 19 for share in (0.05, 0.1)]
     assert [row["tokens"] for row in own[1:]] == pytest.approx(read)
     # Their prefills are dense: one for both gives the same, and no interval comes of one text.
-    shared = rows(f"{asked} --beside {second} --dense-prefill")
+    shared = rows(f"{asked} --dense-prefill")
     for row, other in zip(own, shared, strict=True):
         assert other["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5)
         assert other["tokens"] == row["tokens"]
     assert shared[1]["change"]["low"] == shared[1]["change"]["high"]
-    with pytest.raises(HeadwiseError, match="artifacts of one name cannot be told apart: b"):
-        rows(f"{asked} --beside {second} --beside {second}")
+    with pytest.raises(HeadwiseError, match="cannot be told apart: b"):
+        rows(f"{asked} --beside {second}")
+    # One prefill serves what chooses by the last query alone.
+    uniform = made("uniform", 0.1, selector="uniform")
+    for more, said in (("", "--dense-prefill shares one cache"), ("--offload packed", "--offload")):
+        with pytest.raises(HeadwiseError, match=said):
+            rows(f"{asked} --dense-prefill --beside {uniform} {more}")
 
 
 def test_a_kernel_that_fails_is_no_row_of_dense_attention(
-    loaded: LoadedModel, text: Path, tmp_path: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
+    made: Made, asked: str, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any) -> Any:
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr("runtime.omnikv.decode.OmniKV.choose", failing)
-    made = config(loaded, tmp_path / "cfg.yaml", 0.1)
     with pytest.raises(HeadwiseError, match="RuntimeError: no such instruction"):
-        rows(f"{made} --repeats 0 --text {text} --trials 0 --text-length 200 --forced 20")
+        rows(f"{asked} --trials 0 {made('cfg', 0.1)}")
     assert not (tmp_path / "figures.json").exists()
 
 
-def test_one_prefill_serves_what_chooses_by_the_last_query_alone(
-    loaded: LoadedModel, text: Path, tmp_path: Path, rows: Rows
-) -> None:
-    made = load(config(loaded, tmp_path / "cfg.yaml", 0.1))
-    assert made.decode is not None
-    section = made.decode.omnikv.model_copy(update={"selector": "uniform"})
-    save(made.model_copy(update={"decode": Decode(omnikv=section)}), tmp_path / "uniform.yaml", {})
-    asked = f"--dense-prefill --text {text} --text-length 200 --forced 20 {tmp_path}/uniform.yaml"
-    with pytest.raises(HeadwiseError, match="--dense-prefill shares one cache: artifacts"):
-        rows(asked)
-    with pytest.raises(HeadwiseError, match="leave --offload away"):
-        rows(f"{asked} --offload packed")
-
-
-def test_caches_stand_beside_the_artifact(
-    loaded: LoadedModel, text: Path, tmp_path: Path, rows: Rows
-) -> None:
+def test_caches_stand_beside_the_artifact(made: Made, text: Path, rows: Rows) -> None:
     kinds = ["full", "random:budget=0.3,window=8", "snapkv:budget=0.3,window=8"]
-    made = config(loaded, tmp_path / "cfg.yaml", 0.999)
+    policies = " ".join(f"--policy {kind}" for kind in kinds)
     dense, headwise, full, drawn, voted = rows(
-        f"{made} --text {text} --texts 2 --text-length 200 --forced 70 --trials 0 --repeats 0 "
-        + " ".join(f"--policy {kind}" for kind in kinds)
+        f"{made('cfg', 0.999)} {policies} --text {text} --texts 2 --text-length 200 --forced 70 "
+        "--trials 0 --repeats 0"
     )
     assert [row["method"] for row in (full, drawn, voted)] == kinds
     assert dense["apart"] is headwise["apart"] is None and abs(headwise["change"]["value"]) < 0.01
@@ -161,18 +155,28 @@ def test_caches_stand_beside_the_artifact(
     assert drawn["change"]["value"] != pytest.approx(voted["change"]["value"], abs=1e-3)
 
 
-def test_caches_are_timed_without_an_artifact(rows: Rows) -> None:
+def test_time_and_memory_stand_beside_both_dense_attentions(
+    made: Made, rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     policy = "streaming:sinks=4,window=60"
     asked = f"--policy {policy} --context 512 --trials 0 --repeats 1 --steps 2"
-    sdpa, full, stream = rows(f"{asked} --memory 1MiB")
-    assert [row["method"] for row in (sdpa, full, stream)] == ["dense", "dense_kernel", policy]
-    # Keys and values of 3 layers, 2 KV heads of 16 numbers each, in fp32.
-    token = 3 * 2 * 2 * 16 * 4
-    assert 512 * token <= full["device_bytes"] <= 1.6 * 512 * token
-    assert 64 * token <= stream["device_bytes"] <= 1.1 * 64 * token
-    for row in (sdpa, full, stream):
+    timed = rows(f"{asked} --memory 1MiB {made('cfg', 0.05)}")
+    printed = capsys.readouterr().out.splitlines()
+    names = ["dense", "dense_kernel", "headwise", policy]
+    assert [row["method"] for row in timed] == names
+    for row in timed:
         assert row["batch"] == 2**20 // row["device_bytes"]
         assert row["token_seconds"] > 0 and row["batch_rate"] > 0
+    # Keys and values of 3 layers, 2 KV heads of 16 numbers each, in fp32.
+    token = 3 * 2 * 2 * 16 * 4
+    assert 512 * token <= timed[1]["device_bytes"] <= 1.6 * 512 * token
+    assert 64 * token <= timed[3]["device_bytes"] <= 1.1 * 64 * token
+    record = json.loads((tmp_path / "figures.json").read_text())
+    seconds = {name: rounds[0] for name, rounds in record["all_seconds"].items()}
+    over = {name: seconds[name] / seconds["headwise"] for name in names[:2]}
+    assert record["speedups"]["headwise"] == pytest.approx(over)
+    (line,) = (line.split() for line in printed if line.startswith("headwise "))
+    assert line[3:5] == [f"{min(over.values()):.2f}x", f"{over['dense']:.2f}x"]
     with pytest.raises(HeadwiseError, match="too small for one sequence of 512 tokens"):
         rows(f"{asked} --memory 1000")
 
@@ -194,56 +198,27 @@ def test_perplexity_by_position() -> None:
     lines = position_lines(
         {name: [asdict(part) for part in parts] for name, parts in found.items()}
     )
-    assert lines[0].split()[-8:] == ["from", "0", "from", "150", "from", "300", "from", "450"]
-    second = found["b"][1].change
-    assert second is not None and "%" not in lines[1]
-    low, high = (100 * math.expm1(bound) for bound in (second.low, second.high))
-    assert f"{found['b'][1].perplexity:.2f} +10.52% ({low:+.2f} to {high:+.2f})" in lines[2]
+    assert "%" not in lines[1] and f"{found['b'][1].perplexity:.2f} +10.52% (" in lines[2]
     assert by_position({"dense": dense[:, :500]}, dense[:, :500]) == {} and position_lines({}) == []
 
 
 def test_an_interrupted_comparison_goes_on(
-    loaded: LoadedModel, text: Path, tmp_path: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
+    made: Made, asked: str, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = config(loaded, tmp_path / "a.yaml", 0.05)
-    second = config(loaded, tmp_path / "b.yaml", 0.1)
-    asked = (
-        f"--repeats 0 --text {text} --texts 2 --text-length 200 --dense-prefill --trials 1 "
-        f"--task-length 300 {first} --beside {second} --forced"
-    )
-    whole = rows(f"{asked} 20")
+    asked += " --texts 2 --dense-prefill --trials 1 --task-length 300"
+    asked += f" {made('a', 0.05)} --beside {made('b', 0.1)}"
+    whole = rows(asked)
     measure = decoding._quality
-    done: list[str] = []
+    begun: list[str] = []
 
     def killed(config: Any, loaded: Any, method: Any, *rest: Any) -> Any:
-        if method.name == "b" and "killed" not in done:
-            done.append("killed")
+        begun.append(method.name)
+        if begun == ["dense", "headwise", "b"]:
             raise KeyboardInterrupt
-        done.append(method.name)
         return measure(config, loaded, method, *rest)
 
     monkeypatch.setattr(decoding, "_quality", killed)
     with pytest.raises(KeyboardInterrupt):
-        rows(f"{asked} 20")
-    assert done == ["dense", "headwise", "killed"]
-    assert rows(f"{asked} 20") == whole and done[3:] == ["b"]
+        rows(asked)
+    assert rows(asked) == whole and begun[3:] == ["b"]
     assert not list(tmp_path.glob("*.ledger"))
-    # Nothing of another text's, and nothing that is to be forgotten.
-    done[:] = ["killed"]
-    rows(f"{asked} 10 --fresh")
-    assert done[1:] == ["dense", "headwise", "b"]
-
-
-def test_time_stands_beside_both_dense_attentions(
-    loaded: LoadedModel, tmp_path: Path, rows: Rows, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = config(loaded, tmp_path / "cfg.yaml", 0.05)
-    timed = rows(f"{made} --context 300 --repeats 1 --steps 2 --trials 0")
-    assert [row["method"] for row in timed] == ["dense", "dense_kernel", "headwise"]
-    record = json.loads((tmp_path / "figures.json").read_text())
-    seconds = {name: rounds[0] for name, rounds in record["all_seconds"].items()}
-    over = {name: seconds[name] / seconds["headwise"] for name in ("dense", "dense_kernel")}
-    assert record["speedups"]["headwise"] == pytest.approx(over)
-    line = capsys.readouterr().out.splitlines()[-1].split()
-    shown = [f"{min(over.values()):.2f}x", f"{over['dense']:.2f}x"]
-    assert line[0] == "headwise" and line[3:5] == shown

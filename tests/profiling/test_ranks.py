@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,9 +28,8 @@ class Launch:
         self._running: list[Process] = []
 
     def start(self, count: int, *options: str) -> Process:
-        self._running.append(
-            Process("tests.profiling.ranked_work", str(self.out), *options, ranks=count)
-        )
+        words = (str(self.out), *options)
+        self._running.append(Process("tests.profiling.ranked_work", *words, ranks=count))
         return self._running[-1]
 
     def finish(self, count: int, *options: str) -> tuple[int, str, str]:
@@ -40,11 +40,7 @@ class Launch:
         """Unit, rank and process of each beginning."""
         log = self.out.with_suffix(".log")
         lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
-        return [
-            (f"unit {unit}", rank, int(pid))
-            for what, _, unit, rank, pid in lines
-            if what == "begin"
-        ]
+        return [(f"unit {unit}", rank, int(pid)) for _, unit, rank, pid in lines]
 
     def process_at(self, unit: str) -> int:
         """The process that began a unit, once it has."""
@@ -84,9 +80,8 @@ def test_any_number_of_ranks_writes_the_same(launch: Launch, alone: bytes, count
     assert code == 0 and said == f"wrote {launch.out}\n", complained
     assert launch.out.read_bytes() == alone
     units, by, _ = zip(*launch.begun(), strict=True)
-    assert len(units) == len(set(units)) == UNITS and set(by) == {
-        str(rank) for rank in range(count)
-    }
+    assert len(units) == len(set(units)) == UNITS
+    assert set(by) == {str(rank) for rank in range(count)}
     left = sorted(path.suffix for path in launch.out.parent.iterdir())
     assert left == [".first", ".json", ".log"]
 
@@ -105,42 +100,48 @@ def test_a_killed_rank_ends_the_launch_and_another_goes_on(launch: Launch, alone
     assert "unit 4" in again and not again & finished
 
 
-def test_a_unit_that_cannot_be_ends_all_ranks_with_one_line(launch: Launch) -> None:
-    code, said, complained = launch.finish(3, "--fail", "unit 5")
-    assert code != 0 and said == "" and complained.count("error: unit 5 cannot be") == 1
-    assert "[rank" not in complained, "a traceback of a rank"
+@pytest.mark.parametrize(
+    ("option", "said", "status"),
+    [
+        ("--fail=unit 5", "error: unit 5 cannot be", 2),
+        ("--all-fail", "error: this cannot be for anybody", 2),
+        ("--bug=unit 6", "\nZeroDivisionError", 1),
+    ],
+)
+def test_a_failure_ends_all_ranks_and_is_told_once(
+    launch: Launch, option: str, said: str, status: int
+) -> None:
+    code, printed, complained = launch.finish(2, option)
+    assert code != 0 and printed == "" and complained.count(said) == 1
+    assert complained.count("Traceback") == (status == 1)
     # torchrun's own report, of the rank that failed.
-    assert re.search(r"exitcode +: 2", complained)
+    assert re.search(rf"exitcode +: {status}", complained)
     assert not launch.out.exists()
 
 
-def test_what_every_rank_finds_wrong_is_told_once(launch: Launch) -> None:
-    code, said, complained = launch.finish(3, "--all-fail")
-    assert code != 0 and said == "" and complained.count("this cannot be for anybody") == 1
-    assert [path.suffix for path in launch.out.parent.iterdir()] == [".log"]
-
-
-def test_a_bug_keeps_its_traceback_and_ends_all_ranks(launch: Launch) -> None:
-    code, _, complained = launch.finish(2, "--bug", "unit 6")
-    assert code != 0 and complained.count("ZeroDivisionError") == 1
-
-
-def test_other_settings_and_a_second_launch_are_refused(launch: Launch) -> None:
-    launch.start(2, "--hang", "unit 0")
-    launch.process_at("unit 0")
-    code, _, complained = launch.finish(2)
-    assert code != 0 and complained.count("is writing it; wait for it or end it") == 1
-    launch.kill()
-    code, _, complained = launch.finish(2, "--seed", "5")
-    assert code != 0 and complained.count("its seed is 0, not 5") == 1
-    assert launch.finish(2, "--seed", "5", "--fresh")[0] == 0
-
-
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rank_that_never_comes_is_not_waited_for_for_ever(launch: Launch) -> None:
     began = time.monotonic()
     code, _, complained = launch.finish(2, "--hang", "unit 3", "--timeout", "2")
     assert code != 0 and time.monotonic() - began < 60
     assert complained.count("lost another rank, which was killed or has not come for long") == 1
+
+
+def test_a_call_that_times_out_says_that_a_rank_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch import distributed
+
+    def times_out(*_: object) -> None:
+        raise RuntimeError("Timed out waiting 2000ms")
+
+    monkeypatch.setattr(distributed, "all_reduce", times_out)
+    silent = SimpleNamespace(wait=times_out)
+    with pytest.raises(HeadwiseError, match=r"lost another rank.*Timed out waiting 2000ms"):
+        Ranks(0, 2, store=silent).barrier()
+    failed = SimpleNamespace(wait=lambda *_: None, get=lambda name: b"3")
+    with pytest.raises(SystemExit) as ended:
+        Ranks(0, 2, store=failed).barrier()
+    assert ended.value.code == 3
 
 
 def test_units_are_dealt_by_cost_and_each_once() -> None:
@@ -161,9 +162,8 @@ def test_what_a_rank_has_made_is_not_made_by_another_as_well() -> None:
     shares = [Ranks(rank, 2).deal(units, needs=needs) for rank in range(2)]
     assert shares == [["a1", "a2", "a3"], ["b1", "b2", "b3"]]
     # Who has it already does it, while waiting takes no longer than making it again.
-    theirs = [
-        Ranks(rank, 2).deal(units[::2], needs=needs[::2], has=[(), ("a",)]) for rank in range(2)
-    ]
+    units, needs = units[::2], needs[::2]
+    theirs = [Ranks(rank, 2).deal(units, needs=needs, has=[(), ("a",)]) for rank in range(2)]
     assert theirs == [["a3"], ["a1", "a2"]]
 
 

@@ -6,6 +6,7 @@ import csv
 import math
 import re
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,21 @@ from profiling.prompts.prompt import make_prompts
 from profiling.similarities.accumulator import FROZEN, WORST, Accumulator
 from profiling.similarities.config import TAIL, SimilarityConfig
 from profiling.similarities.layer_similarity import measure
+from profiling.similarities.mass import ability, agreement
 from profiling.similarities.run import run
 from profiling.similarities.similarity_profile import FILE, Profile, save_profile
 from profiling.similarities.similarity_profile import load_profile as load
 from profiling.similarity import main
+from tests.profiling.profiles import random_profile
 from tests.search.conftest import save_tiny
 
 LENGTH, STEPS, TOP = 980, 20, 100
-SETTINGS: dict[str, Any] = {"length": LENGTH, "steps": STEPS, "top_k": TOP, "dtype": "float32"}
+SMALL: dict[str, Any] = {"length": 400, "steps": 4}
+
+
+def config(task: str, **changes: Any) -> SimilarityConfig:
+    given = {"model": "tiny", "samples": 1, "dtype": "float32", "length": LENGTH, "steps": STEPS}
+    return SimilarityConfig(tasks=(task,), **{**given, "top_k": TOP, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +57,18 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
     """Arrays from eager attention weights by the definitions, in fp64."""
     prompt = make_prompts(task, loaded.tokenizer, length=LENGTH, samples=1, seed=seed)[0]
-    encode = lambda text: loaded.tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     continuation, blocks = [], []
     for find in prompt.finds:
         for text, span in ((find.lead, None), (find.expected, find.span)):
-            continuation += encode(text)
-            blocks += [span] * len(encode(text))
+            ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+            continuation += ids
+            blocks += [span] * len(ids)
     assert len(continuation) >= STEPS
     ids = torch.tensor([[*prompt.input_ids, *continuation[: STEPS - 1]]])
     loaded.model.set_attn_implementation("eager")
+    wanted = dict.fromkeys(("output_attentions", "output_hidden_states", "use_cache"), True)
     with torch.no_grad():
-        output = loaded.model(
-            ids, output_attentions=True, output_hidden_states=True, use_cache=True
-        )
+        output = loaded.model(ids, **wanted)
     weights, streams, cache = output.attentions, output.hidden_states, output.past_key_values
     loaded.model.set_attn_implementation("sdpa")
     n, old, groups = len(weights), LENGTH - 1 - TAIL, cache.layers[0].values.shape[1]
@@ -76,10 +83,8 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
             for i in range(n):
                 mass[by][i] += row.mean(1)[:, top[i]].sum(1) / STEPS
             if by == "max" and blocks[step] is not None:
-                start, end = blocks[step]
-                hit.append(
-                    [np.mean([key in top[i] for key in range(start, end)]) for i in range(n)]
-                )
+                span = range(*blocks[step])
+                hit.append([np.isin(span, top[i]).mean() for i in range(n)])
         for i, j in zip(*np.triu_indices(n), strict=True):
             values = cache.layers[j].values[0].double().numpy()[:, : LENGTH + step]
             by_head = row[j].reshape(groups, -1, LENGTH + step)
@@ -105,11 +110,9 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("task", ["multi_hop", "kv_retrieval"])
-def test_the_profile_is_what_full_attention_weights_give(loaded: LoadedModel, task: str) -> None:
-    profile = measure(
-        SimilarityConfig(model="tiny", tasks=(task,), samples=1, seed=3, **SETTINGS), loaded
-    )
+def test_the_profile_is_what_full_attention_weights_give(loaded: LoadedModel) -> None:
+    task = "multi_hop"
+    profile = measure(config(task, seed=3), loaded)
     for name, expected in plainly(loaded, task, seed=3).items():
         fine = name.startswith(("error", "worst"))
         close = {"rtol": 1e-3, "atol": 1e-6} if fine else {"atol": 1e-3}
@@ -122,17 +125,15 @@ def test_the_profile_is_what_full_attention_weights_give(loaded: LoadedModel, ta
 
 def test_sliding_layers_are_marked_and_left_out(hybrid: LoadedModel) -> None:
     task = "passkey"
-    profile = measure(SimilarityConfig(model="gemma", tasks=(task,), samples=1, **SETTINGS), hybrid)
+    profile = measure(config(task, **SMALL), hybrid)
     assert profile.layers == [1, 4] and profile.sliding_layers == [0, 2, 3]
     measured = np.zeros((5, 5), dtype=bool)
     measured[np.ix_([1, 4], [1, 4])] = True
     for by in ("max", "mean"):
         np.testing.assert_array_equal(np.isfinite(profile.arrays[f"mass.{task}.{by}"]), measured)
     np.testing.assert_array_equal(np.isfinite(profile.variability(task)[:, 0]), measured.any(1))
-    np.testing.assert_array_equal(
-        np.isfinite(profile.ability(task)), [False, True, False, False, False]
-    )
-    assert profile.ability(task)[1] == profile.mass(task)[1, 4]
+    expected = [np.nan, profile.mass(task)[1, 4], np.nan, np.nan, np.nan]
+    np.testing.assert_array_equal(profile.ability(task), expected)
 
 
 def test_a_norm_behind_the_attention_counts(hybrid: LoadedModel, loaded: LoadedModel) -> None:
@@ -144,15 +145,14 @@ def test_a_norm_behind_the_attention_counts(hybrid: LoadedModel, loaded: LoadedM
         seen[name] = output[0, -1]
 
     attention, norm = block.self_attn, block.post_attention_layernorm
-    handles = [
+    ids = torch.randint(3, 90, (1, 40))
+    with (
         attention.register_forward_hook(lambda _, __, out: remember("attention", out[0])),
         norm.register_forward_hook(lambda _, __, out: remember("added", out)),
-    ]
-    ids = torch.randint(3, 90, (1, 40))
-    with torch.no_grad(), ResidualStream(hybrid.model) as stream:
+        torch.no_grad(),
+        ResidualStream(hybrid.model) as stream,
+    ):
         hybrid.model(ids)
-    for handle in handles:
-        handle.remove()
     gain = seen["added"].square().sum() / seen["attention"].square().sum()
     assert abs(gain - 1) > 0.1
     torch.testing.assert_close(stream.gain(1), gain)
@@ -173,14 +173,8 @@ def test_a_text_is_decoded_as_it_stands_there_and_greedily_otherwise(
 ) -> None:
     text = tmp_path / "a b.txt"
     text.write_text(" ".join(f"{i} of many numbered words" for i in range(400)))
-    tasks = (f"text:{text}",)
-    forced, greedy = (
-        measure(
-            SimilarityConfig(model="tiny", tasks=tasks, samples=1, greedy=greedy, **SETTINGS),
-            loaded,
-        )
-        for greedy in (False, True)
-    )
+    forced = measure(config(f"text:{text}"), loaded)
+    greedy = measure(config(f"text:{text}", greedy=True), loaded)
     assert forced.tasks == ["text:a b.txt"] and forced.hit("text:a b.txt") is None
     first = "variability.text:a b.txt"
     np.testing.assert_allclose(forced.arrays[first][:, 0], greedy.arrays[first][:, 0])
@@ -218,30 +212,14 @@ def test_the_command_writes_a_profile_that_comes_back(folder: Path, tmp_path: Pa
 )
 def test_bad_settings(loaded: LoadedModel, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(HeadwiseError, match=said):
-        measure(SimilarityConfig(**{"model": "tiny", "samples": 1} | SETTINGS | changes), loaded)
+        measure(replace(config("passkey"), **changes), loaded)
 
 
 def test_a_model_that_only_slides(tmp_path: Path) -> None:
     place = save_tiny(tmp_path / "mistral", family="Mistral", sliding_window=32)
-    with pytest.raises(HeadwiseError, match="every layer of mistral is a sliding-window layer"):
-        run(
-            SimilarityConfig(model=str(place), tasks=("passkey",), samples=1, **SETTINGS),
-            tmp_path / "out",
-        )
+    with pytest.raises(HeadwiseError, match="every layer of mistral"):
+        run(config("passkey", model=str(place)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def small() -> Profile:
-    task = "passkey"
-    arrays = {f"mass.{task}.{by}": np.full((2, 2), 0.5) for by in ("max", "mean")}
-    arrays |= {f"{kind}.{task}": np.full((2, 2, 2), 0.1) for kind in ("error", "worst")}
-    arrays |= {f"ability.{task}.next{reach}": np.array([0.5, np.nan]) for reach in (8, 16)}
-    arrays |= {f"variability.{task}": np.zeros((2, 3)), "agreement": np.ones((1, 1))}
-    about = {"format": 5, "num_layers": 2, "kv_heads": 2, "layers": [0, 1], "steps": 3}
-    return Profile(
-        arrays=arrays,
-        about={**about, "sliding_layers": [], "tasks": [{"name": task, "sha256": "0" * 64}]},
-    )
 
 
 def test_files_that_are_no_profile(tmp_path: Path) -> None:
@@ -251,7 +229,7 @@ def test_files_that_are_no_profile(tmp_path: Path) -> None:
     file.write_bytes(b"nothing of the sort")
     with pytest.raises(HeadwiseError, match="is not a similarity profile: "):
         load(file)
-    profile = small()
+    profile = random_profile(2)
     bare = {name: array for name, array in profile.arrays.items() if name != "mass.passkey.max"}
     longer = profile.arrays | {"variability.passkey": np.zeros((2, 4))}
     for arrays, change, said in (
@@ -263,7 +241,7 @@ def test_files_that_are_no_profile(tmp_path: Path) -> None:
         with pytest.raises(HeadwiseError, match=said):
             load(file)
     save_profile(profile, tmp_path)
-    np.testing.assert_array_equal(load(tmp_path).ability("passkey"), [0.5, np.nan])
+    np.testing.assert_array_equal(load(tmp_path).ability("passkey"), profile.ability("passkey"))
     assert load(tmp_path).about == profile.about
 
 
@@ -279,5 +257,32 @@ def test_one_layers_scores_are_held_at_a_time(
         visit(self, step, inputs)
 
     monkeypatch.setattr(Accumulator, "visit", watched)
-    measure(SimilarityConfig(model="tiny", tasks=("passkey",), samples=1, **SETTINGS), loaded)
+    measure(config("passkey", **SMALL), loaded)
     assert held
+
+
+def test_ability_is_the_mean_over_the_layers_within_reach() -> None:
+    mass = np.arange(16, dtype=np.float64).reshape(4, 4)
+    assert ability(mass, 2)[:3].tolist() == [1.5, 6.5, 11.0] and np.isnan(ability(mass, 2)[3])
+    mass[:, 1] = mass[1] = np.nan
+    np.testing.assert_array_equal(ability(mass, 2), [2, np.nan, 11, np.nan])
+    np.testing.assert_array_equal(ability(mass, 1), [np.nan, np.nan, 11, np.nan])
+
+
+def test_agreement_is_the_correlation_above_the_diagonal() -> None:
+    random = np.random.default_rng(0)
+    one = random.random((5, 5))
+    below = one + np.tril(random.random((5, 5)))
+    opposite = -2 * one
+    other = random.random((5, 5))
+    found = agreement([one, below, opposite, other])
+    np.testing.assert_allclose(found[0, :3], [1, 1, -1])
+    upper = np.triu_indices(5, 1)
+    assert found[0, 3] == pytest.approx(np.corrcoef(one[upper], other[upper])[0, 1])
+    for mass in (one, other):
+        mass[2] = mass[:, 2] = np.nan
+    assert np.isfinite(agreement([one, other])).all()
+    # Too few layers to agree.
+    lone = np.full((3, 3), np.nan)
+    lone[0, 2] = 0.5
+    assert np.isnan(agreement([lone, lone])).all() and agreement([lone]).shape == (1, 1)

@@ -6,23 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
+from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import KINDS, make_prompts
 from profiling.tasks import main
-from tests.profiling.conftest import GROUPED
-from tests.profiling.tokenizers import byte_level
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model's folder that holds no weights."""
-    path = tmp_path_factory.mktemp("model")
-    byte_level(bos=True).save_pretrained(path)
-    LlamaConfig(**GROUPED).save_pretrained(path)
-    return str(path)
 
 
 def test_the_list_has_every_task_with_its_parameters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,44 +25,31 @@ def test_the_list_has_every_task_with_its_parameters(capsys: pytest.CaptureFixtu
 def test_the_page_has_every_task_and_its_parameters() -> None:
     page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|([^|]*)\|", page, flags=re.MULTILINE)
-    table = {
-        name: (re.findall(r"`(\w+)`", told), file.strip())
-        for name, told, file in rows
-        if name in KINDS
-    }
-    assert list(table) == list(KINDS)
-    for name, (told, file) in table.items():
-        assert told == [parameter.name for parameter in KINDS[name].parameters]
-        assert bool(file) == (KINDS[name].takes_file != "no")
+    rows = [row for row in rows if row[0] in KINDS]
+    assert [name for name, _, _ in rows] == list(KINDS)
+    for name, told, file in rows:
+        parameters = [parameter.name for parameter in KINDS[name].parameters]
+        assert re.findall(r"`(\w+)`", told) == parameters
+        assert bool(file.strip()) == (KINDS[name].takes_file != "no")
 
 
-def test_a_prompt_is_shown_with_its_answer_and_where_it_lies(
-    folder: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("task", ["niah_multivalue", "line_turns", "line_asked"])
+def test_a_prompt_is_shown_with_its_answers_and_where_they_lie(
+    folder: Path, loaded: LoadedModel, capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
-    arguments = ["--task", "niah_multivalue", "--model", folder, "--length", "1500"]
-    assert main(arguments) == 0
+    asked = ["--task", task, "--model", str(folder), "--length", "2000"]
+    assert main(asked) == 0
     whole = capsys.readouterr().out
-    (prompt,) = make_prompts(
-        "niah_multivalue", byte_level(bos=True), length=1500, samples=1, seed=0
-    )
-    assert byte_level().decode(prompt.input_ids) in whole
-    for line in (f"answer: {prompt.answer}", f"references: {' | '.join(prompt.references)}"):
-        assert f"\n{line}\n" in whole
-    start, stop = prompt.finds[0].span
-    assert re.search(
-        rf"found at: {start} to {stop}, depth 0\.\d\d: One of .* is {prompt.references[0]}\.", whole
-    )
-    assert main([*arguments, "--ends", "--samples", "2"]) == 0
-    ends = capsys.readouterr().out
-    assert ends.count("\n... 1100 tokens ...\n") == 2 and len(ends) < len(whole)
-
-
-def test_a_later_turn_and_answers_inside_are_shown(
-    folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for task in ("line_turns", "line_asked"):
-        (prompt,) = make_prompts(task, byte_level(bos=True), length=2000, samples=1, seed=0)
-        assert main(["--task", task, "--model", folder, "--length", "2000"]) == 0
-        shown = capsys.readouterr().out
-        assert (f"later turn: the last {prompt.turn} tokens\n" in shown) == bool(prompt.turn)
-        assert shown.count("answer inside: ") == len(prompt.scored)
+    (prompt,) = make_prompts(task, loaded.tokenizer, length=2000, samples=1, seed=0)
+    assert loaded.tokenizer.decode(prompt.input_ids) in whole
+    assert (f"later turn: the last {prompt.turn} tokens\n" in whole) == bool(prompt.turn)
+    assert whole.count("answer inside: ") == len(prompt.scored)
+    if task == "niah_multivalue":
+        for line in (f"answer: {prompt.answer}", f"references: {' | '.join(prompt.references)}"):
+            assert f"\n{line}\n" in whole
+        start, stop = prompt.finds[0].span
+        first = rf"depth 0\.\d\d: One of .* is {prompt.references[0]}\."
+        assert re.search(rf"found at: {start} to {stop}, {first}", whole)
+        assert main([*asked, "--ends", "--samples", "2"]) == 0
+        ends = capsys.readouterr().out
+        assert ends.count("\n... 1600 tokens ...\n") == 2 and len(ends) < len(whole)

@@ -15,40 +15,39 @@ CORPUS = [
 
 def byte_level(*, bos: bool = False, eos: bool = False) -> Any:
     """BPE over bytes, with or without tokens that it adds itself."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import decoders, pre_tokenizers
 
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet
-    )
-    inner.train_from_iterator(CORPUS, trainer)
-    single = f"{'<s> ' if bos else ''}$A{' </s>' if eos else ''}"
-    specials = [("<s>", 0), ("</s>", 1)]
-    inner.post_processor = processors.TemplateProcessing(single=single, special_tokens=specials)
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    template = f"{'<s> ' if bos else ''}$A{' </s>' if eos else ''}"
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    return _trained(split, decoders.ByteLevel(), split.alphabet(), template, special)
 
 
 def metaspace() -> Any:
     """BPE in SentencePiece's manner: a space before every text, and a BOS."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import decoders, pre_tokenizers
+
+    split = pre_tokenizers.Metaspace(prepend_scheme="always")
+    alphabet = sorted({chr(code) for code in range(32, 127)} | {"\n", "▁"})
+    special = {"unk_token": "<unk>", "bos_token": "<s>"}
+    return _trained(split, decoders.Metaspace(), alphabet, "<s> $A", special)
+
+
+def _trained(
+    split: Any, decoder: Any, alphabet: list[str], template: str, special: dict[str, str]
+) -> Any:
+    from tokenizers import Tokenizer, models, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    inner = Tokenizer(models.BPE(unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    inner.decoder = decoders.Metaspace()
-    alphabet = sorted({chr(code) for code in range(32, 127)} | {"\n", "▁"})
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<unk>", "<s>"], initial_alphabet=alphabet
-    )
+    names = list(special.values())
+    inner = Tokenizer(models.BPE(unk_token=special.get("unk_token")))
+    inner.pre_tokenizer = split
+    inner.decoder = decoder
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=names, initial_alphabet=alphabet)
     inner.train_from_iterator(CORPUS, trainer)
-    inner.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<unk>")
+    numbers = [(name, number) for number, name in enumerate(names)]
+    inner.post_processor = processors.TemplateProcessing(single=template, special_tokens=numbers)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **special)
 
 
 MAKERS = {

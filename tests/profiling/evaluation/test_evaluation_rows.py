@@ -38,9 +38,7 @@ def test_a_difference_is_called_only_where_chance_is_ruled_out() -> None:
     assert far.difference == -1 and far.difference_high < 0
     loss = of(found, "far", NLL)
     assert loss.verdict == "worse" and loss.difference == pytest.approx(1)
-    same = figures(
-        [outcome("dense", right), text("dense", [1.0] * 9), text("sum", [1.0 + 1e-6] * 9)]
-    )
+    same = figures([text("dense", [1.0] * 9), text("sum", [1.0 + 1e-6] * 9)])
     assert of(same, "sum", PERPLEXITY, "text:a.txt").verdict == ""
     better = figures([outcome("dense", none), outcome("other", right)])
     assert of(better, "other", SCORE).verdict == "better"

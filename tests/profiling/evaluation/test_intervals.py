@@ -1,4 +1,4 @@
-"""Intervals against values worked out by hand, and against how often they hold what is true."""
+"""Intervals against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ def test_wilson_by_its_formula() -> None:
 @pytest.mark.parametrize("count, quantile", [(2, 12.706), (4, 3.182), (8, 2.365), (31, 2.042)])
 def test_student_by_the_table(count: int, quantile: float) -> None:
     values = np.random.default_rng(0).standard_normal(count).tolist()
-    found, half = student(values), quantile * float(np.std(values, ddof=1)) / count**0.5
-    assert (found.low, found.high) == pytest.approx(
-        (found.value - half, found.value + half), rel=2e-3
-    )
-    assert found.value == pytest.approx(np.mean(values))
+    middle, half = np.mean(values), quantile * np.std(values, ddof=1) / count**0.5
+    found = student(values)
+    assert found.value == pytest.approx(middle)
+    assert (found.low, found.high) == pytest.approx((middle - half, middle + half), rel=2e-3)
 
 
 def test_wilson_of_all_and_none_leaves_room_for_doubt() -> None:
@@ -47,31 +46,6 @@ def test_wilson_of_all_and_none_leaves_room_for_doubt() -> None:
     assert wilson(0, 20).low == 0 and wilson(0, 20).high == pytest.approx(1 - wilson(20, 20).low)
     assert wilson(20, 20).low < wilson(40, 40).low < 1
     assert wilson(5, 10, confidence=0.5).high < wilson(5, 10).high
-
-
-@pytest.mark.parametrize("count", [2, 7, 40])
-def test_means_of_few_units_hold_the_truth_as_often_as_they_say(count: int) -> None:
-    """Resampling them, as percentiles do, holds it in 50%, 81%, 88%, 91% and 94%."""
-    samples = np.random.default_rng(count).normal(size=(2000, count))
-    assert np.mean([student(row).holds(0) for row in samples.tolist()]) == pytest.approx(
-        0.95, abs=0.015
-    )
-
-
-@pytest.mark.parametrize("count, least", [(4, 0.85), (40, 0.92)])
-def test_skewed_losses_hold_it_nearly_as_often(count: int, least: float) -> None:
-    samples = np.random.default_rng(count).exponential(size=(2000, count))
-    assert least < np.mean([student(row).holds(1) for row in samples.tolist()]) < 0.96
-
-
-@pytest.mark.parametrize("contexts", [4, 8])
-def test_a_share_holds_the_truth_where_answers_of_a_context_are_alike(contexts: int) -> None:
-    rng, held = np.random.default_rng(contexts), 0
-    for _ in range(1000):
-        sizes = rng.integers(20, 60, contexts)
-        lost = rng.binomial(sizes, rng.beta(3, 7, contexts))
-        held += share_of(lost.tolist(), sizes.tolist()).holds(0.3)
-    assert 0.92 < held / 1000 < 0.97
 
 
 def test_a_share_by_hand() -> None:
@@ -88,9 +62,8 @@ def test_scores_stay_scores() -> None:
     assert (mean_interval(scores).low, mean_interval(scores).high) == (0, 1)
     assert student(scores).low < 0 and student(scores).high > 1
     assert mean_interval([0.4, 0.5, 0.6]) == student([0.4, 0.5, 0.6])
-    assert (
-        student([0.7]) == mean_interval([0.7]) and student([0.7]).low == student([0.7]).high == 0.7
-    )
+    assert student([0.7]) == mean_interval([0.7])
+    assert student([0.7]).low == student([0.7]).high == 0.7
 
 
 def test_newcombe_by_its_formula() -> None:
@@ -107,17 +80,6 @@ def test_newcombe_by_its_formula() -> None:
     assert (found.value, found.low, found.high) == pytest.approx((0.1, low, high))
     other = paired_difference(b, a)
     assert (other.value, other.low, other.high) == pytest.approx((-0.1, -high, -low))
-
-
-def test_the_paired_interval_holds_the_truth_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(5)
-    held = 0
-    for _ in range(600):
-        base = rng.random(30)
-        held += paired_difference(
-            (base < 0.8).tolist(), (base + rng.normal(0, 0.05, 30) < 0.7).tolist()
-        ).holds(0.1)
-    assert held / 600 > 0.93
 
 
 def test_bad_use() -> None:
@@ -143,16 +105,9 @@ def test_signs_are_flipped_in_every_way() -> None:
     assert sign_flip([1] * 9 + [-1] + [0] * 30) == pytest.approx(22 / 1024)
     # Too many to count them all: near what counting gives, and never 0.
     some = np.random.default_rng(3).normal(0.5, 1, 13).tolist()
-    assert sign_flip(some, resamples=9000) == pytest.approx(
-        sign_flip(some, resamples=1 << 13), abs=0.02
-    )
+    counted = sign_flip(some, resamples=1 << 13)
+    assert sign_flip(some, resamples=9000) == pytest.approx(counted, abs=0.02)
     assert sign_flip([1.0] * 60, resamples=999) == 1 / 1000
-
-
-def test_chance_is_called_a_difference_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(0)
-    called = [sign_flip(rng.standard_cauchy(12).tolist()) < 0.05 for _ in range(400)]
-    assert 0.02 < np.mean(called) < 0.09
 
 
 def test_holm_by_hand() -> None:

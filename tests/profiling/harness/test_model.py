@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,8 @@ from profiling.evaluation.measure import evaluate, open_ledger
 from profiling.evaluation.methods import Methods
 from profiling.lm_eval import main
 from profiling.models.loading import load_model, load_tokenizer
-from profiling.prompts.prompt import make_prompts
-from profiling.quality.answers import new_tokens
-from profiling.quality.trials import trials
 from profiling.tasks import main as tasks
 from runtime.fingerprint import fingerprint
-from tests.profiling.quality.test_trials import DENSE
 from tests.runtime.conftest import search_info
 from tests.search.conftest import save_tiny
 
@@ -41,8 +35,6 @@ PATTERNS: dict[str, Any] = {
     "bs": artifacts.BlockSparse(blocks=2),
 }
 ROWS = (("vs", "a", "bs", "vs_8", "bs", "vs"), ("bs", "vs", "a", "a", "vs_8", "vs"), None)
-# A task with a forced choice, and one of later turns.
-MORE, MORE_LENGTH = ("babilong_qa1", "line_turns@questions=3"), 900
 CHOICES = ("a b", "c", "dd ee", "fgh")
 
 
@@ -66,14 +58,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         artifacts.save(made, folder / f"{name}.yaml")
     asked = f"--model {model} --samples {SAMPLES} --seed {SEED} --lm-eval {folder}/tasks"
-    for task, lengths in ((TASK, LENGTHS), *((task, (MORE_LENGTH,)) for task in MORE)):
-        for length in lengths:
-            tasks(f"{asked} --task {task} --length {length}".split())
+    for length in LENGTHS:
+        tasks(f"{asked} --task {TASK} --length {length}".split())
     # Four choices of other lengths each after contexts of other lengths, some below 500.
-    texts = [
-        f"{'It was a long way to the sea, and nobody saw it. ' * n}Then {n}"
-        for n in (3, 9, 13, 14, 15)
-    ]
+    sentence = "It was a long way to the sea, and nobody saw it. "
+    texts = [f"{sentence * n}Then {n}" for n in (3, 9, 13, 14, 15)]
     rows = [{"text": text, "choices": CHOICES, "gold": n % 4} for n, text in enumerate(texts)]
     (folder / "choose.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     choose = {
@@ -99,9 +88,7 @@ Harness = Callable[..., tuple[dict[str, Any], dict[str, list[Any]]]]
 def harness(folder: Path, tmp_path: Path) -> Harness:
     """harness(config, *task names, batch=) -> results, and responses by task."""
 
-    def run(
-        config: str, *names: str, batch: int = 1
-    ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    def run(config: str, *names: str, batch: int = 1) -> Any:
         out = tmp_path / f"out-{config.rpartition('/')[2]}-{batch}"
         words = (
             f"--model headwise --model_args pretrained={folder}/tiny,config={config} "
@@ -152,29 +139,6 @@ def test_answers_are_those_of_the_evaluation(
         assert results["config"]["headwise_content_sha256"] == hashed
 
 
-def test_forced_choices_and_later_turns_are_those_of_the_evaluation(
-    harness: Harness, folder: Path
-) -> None:
-    names = [re.sub(r"\W", "_", f"headwise_{task}_{MORE_LENGTH}") for task in MORE]
-    results, found = harness("dense", f"{names[0]}_choice", *names)
-    loaded = load_model(str(folder / "tiny"), dtype="float32")
-    how: dict[str, Any] = {"length": MORE_LENGTH, "samples": SAMPLES, "seed": SEED}
-    for name, task in zip(names, MORE, strict=True):
-        prompts = make_prompts(task, loaded.tokenizer, **how)
-        # The harness has one limit for all answers of a task.
-        limit = max(new_tokens(loaded.tokenizer, prompt) for prompt in prompts)
-        prompts = [replace(prompt, new_tokens=limit) for prompt in prompts]
-        ordered = sorted(trials(loaded.model, loaded.tokenizer, prompts, DENSE))
-        records = [record for _, record in ordered]
-        texts = [text.strip() for ((text,),) in found[name]]
-        assert texts == [record["text"] for record in records]
-        own = results["results"][name]["score,none"]
-        assert own == pytest.approx(sum(record["score"] for record in records) / SAMPLES)
-        if task == MORE[0]:
-            own = results["results"][f"{name}_choice"]["choice,none"]
-            assert own == pytest.approx(sum(record["choice"] for record in records) / SAMPLES)
-
-
 @pytest.mark.parametrize("config", ["cfg", "kept"])
 def test_padding_changes_nothing(harness: Harness, folder: Path, config: str) -> None:
     alone, together = (
@@ -196,25 +160,6 @@ def test_log_likelihoods_are_by_the_patterns(harness: Harness, folder: Path) -> 
     far = [abs(a - b) > 0.01 for a, b in zip(dense, sparse, strict=True)]
     # The first two contexts are shorter than dense_below.
     assert not any(far[:8]) and all(far[8:])
-
-
-def test_padding_would_change_what_patterns_choose(folder: Path) -> None:
-    from lm_eval.models.huggingface import HFLM
-
-    from profiling.harness.model import HeadwiseLM
-
-    made = HeadwiseLM(
-        str(folder / "tiny"), config=str(folder / "cfg.yaml"), device="cpu", batch_size=2
-    )
-    requests = [
-        (("", ""), made.tok_encode("the sea and the way " * n), made.tok_encode("to it"))
-        for n in (30, 45)
-    ]
-    ways = (HeadwiseLM._loglikelihood_tokens, HFLM._loglikelihood_tokens)
-    own, theirs = (way(made, requests, disable_tqdm=True) for way in ways)
-    assert (
-        own[1][0] == pytest.approx(theirs[1][0], abs=1e-3) and abs(own[0][0] - theirs[0][0]) > 0.01
-    )
 
 
 def test_an_artifact_that_is_not_there_is_refused(harness: Harness, tmp_path: Path) -> None:

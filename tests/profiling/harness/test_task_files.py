@@ -10,35 +10,48 @@ import pytest
 
 from artifacts import HeadwiseError
 from profiling.harness.task_files import process_choices, process_results, write_task
-from profiling.models.loading import load_model
+from profiling.models.loading import LoadedModel
 from profiling.prompts.metrics import METRICS, score
 from profiling.prompts.prompt import Find, Prompt, make_prompts, parse_task
 from profiling.quality.forced import negative_log_likelihood
 from profiling.tasks import main
 from tests.profiling.quality.forcing import trial
-from tests.profiling.quality.test_trials import DENSE
 from tests.profiling.tokenizers import MAKERS
 
-NAME = "headwise_niah_single_3_depth_0_5_500"
 
-
-def test_a_task_is_two_files(folder: Path, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
+@pytest.mark.parametrize(
+    ("task", "name", "metric"),
+    [
+        ("niah_single_3@depth=0.5", "headwise_niah_single_3_depth_0_5_500", "all"),
+        ("line_turns@questions=2", "headwise_line_turns_questions_2_500", "begins"),
+    ],
+)
+def test_a_task_is_two_files(
+    loaded: LoadedModel,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    task: str,
+    name: str,
+    metric: str,
+) -> None:
+    """A later turn is one prompt with what it is asked about."""
     out = tmp_path / "new" / "tasks"
-    how = ["--length", "500", "--samples", "3", "--seed", "7", "--lm-eval", str(out)]
-    assert main(["--task", "niah_single_3@depth=0.5", "--model", str(folder), *how]) == 0
-    assert {path.name for path in out.iterdir()} == {f"{NAME}.yaml", f"{NAME}.jsonl"}
-    text = (out / f"{NAME}.yaml").read_text()
-    assert f"test: {out / NAME}.jsonl" in text and "max_gen_toks: 128" in text
+    how = f"--model {folder} --length 500 --samples 4 --seed 7 --lm-eval {out}"
+    assert main(["--task", task, *how.split()]) == 0
+    assert {path.name for path in out.iterdir()} == {f"{name}.yaml", f"{name}.jsonl"}
+    text = (out / f"{name}.yaml").read_text()
+    assert f"test: {out / name}.jsonl" in text
     assert text.endswith("!function profiling.harness.task_files.process_results\n")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = make_prompts("niah_single_3@depth=0.5", tokenizer, length=500, samples=3, seed=7)
-    lines = [json.loads(line) for line in (out / f"{NAME}.jsonl").read_text().splitlines()]
-    ids = [tuple(tokenizer(line["prompt"])["input_ids"]) for line in lines]
+    prompts = make_prompts(task, loaded.tokenizer, length=500, samples=4, seed=7)
+    assert ("max_gen_toks: 128" in text) == (metric == "all")
+    lines = [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
+    ids = [tuple(loaded.tokenizer(line["prompt"])["input_ids"]) for line in lines]
     assert ids == [prompt.input_ids for prompt in prompts]
     answers = [(line["answer"], line["metric"]) for line in lines]
-    assert answers == [(prompt.answer, "all") for prompt in prompts]
+    assert answers == [(prompt.answer, metric) for prompt in prompts]
+    turned = sum(bool(prompt.turn) for prompt in prompts)
+    assert ("4 of 4 prompts ask in a later turn" in capsys.readouterr().err) == (turned == 4)
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -77,27 +90,11 @@ def test_tasks_without_an_answer_after_the_prompt_are_refused(
     assert not out.exists()
 
 
-def test_a_later_turn_is_one_prompt(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from transformers import AutoTokenizer
-
-    how = ["--length", "500", "--samples", "4", "--seed", "7", "--lm-eval", str(tmp_path)]
-    assert main(["--task", "line_turns@questions=2", "--model", str(folder), *how]) == 0
-    assert "note: 4 of 4 prompts ask in a later turn" in capsys.readouterr().err
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = make_prompts("line_turns@questions=2", tokenizer, length=500, samples=4, seed=7)
-    (file,) = tmp_path.glob("*.jsonl")
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    ids = [tuple(tokenizer(line["prompt"])["input_ids"]) for line in lines]
-    assert ids == [prompt.input_ids for prompt in prompts]
-    assert all(prompt.turn for prompt in prompts)
-
-
 @pytest.mark.parametrize("task", ["story_multihop", "babilong_qa1"])
-def test_a_forced_choice_is_a_task_of_its_own(folder: Path, tmp_path: Path, task: str) -> None:
+def test_a_forced_choice_is_a_task_of_its_own(
+    loaded: LoadedModel, tmp_path: Path, task: str
+) -> None:
     """The harness puts each choice behind the prompt; its likelihoods give our choice."""
-    loaded = load_model(str(folder), dtype="float32")
     how: dict[str, Any] = {"length": 2600, "samples": 1, "seed": 3}
     names = write_task(tmp_path, parse_task(task), loaded.tokenizer, **how).names
     assert names[1:] == (f"{names[0]}_choice",)
@@ -106,20 +103,16 @@ def test_a_forced_choice_is_a_task_of_its_own(folder: Path, tmp_path: Path, task
     assert text.endswith("!function profiling.harness.task_files.process_choices\n")
     lines = [json.loads(line) for line in (tmp_path / f"{names[0]}.jsonl").read_text().splitlines()]
     for line, prompt in zip(lines, make_prompts(task, loaded.tokenizer, **how), strict=True):
-        assert (
-            line["compared"][line["gold"]] == f" {prompt.answer}"
-            and not line["prompt"][-1].isspace()
-        )
+        assert line["compared"][line["gold"]] == f" {prompt.answer}"
+        assert not line["prompt"][-1].isspace()
         before = loaded.tokenizer(line["prompt"])["input_ids"]
         results = []
         for choice, tokens in zip(line["compared"], line["tokens"], strict=True):
             ids = loaded.tokenizer(line["prompt"] + choice)["input_ids"]
             assert ids[: len(before)] == before and len(ids) - len(before) == tokens
-            losses = negative_log_likelihood(loaded.model, Prompt(tuple(ids), None))[
-                len(before) - 1 :
-            ]
-            results.append((-float(losses.sum()), False))
-        own = trial(loaded.model, loaded.tokenizer, prompt, DENSE)["choice"]
+            losses = negative_log_likelihood(loaded.model, Prompt(tuple(ids), None))
+            results.append((-float(losses[len(before) - 1 :].sum()), False))
+        own = trial(loaded.model, loaded.tokenizer, prompt)["choice"]
         assert process_choices(line, results) == {"choice": own}
     fake = {"gold": 1, "tokens": [1, 4]}
     assert process_choices(fake, [(-1.0, False), (-3.9, False)]) == {"choice": 1}

@@ -27,6 +27,12 @@ def inputs(**changes: Any) -> LayerInputs:
     return LayerInputs(layer=0, q=q, k=k, v=v, scale=0.3, **fields)
 
 
+def by_tile(whole: torch.Tensor) -> torch.Tensor:
+    """Sums of the tiles of (..., S, S)."""
+    padded = torch.nn.functional.pad(whole, (0, 20, 0, 20))
+    return padded.unflatten(-1, (5, TILE)).unflatten(-3, (5, TILE)).sum((-1, -3))
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"softcap": 6.0}, {"sinks": torch.tensor([0.0, 1.0, 4.0, -1.0])}]
 )
@@ -41,12 +47,7 @@ def test_rows_and_what_is_made_of_them(
     for head in range(HEADS):
         found = torch.cat([piece for _, piece in rows(x, head, queries)])
         torch.testing.assert_close(found, attention[head, queries], atol=1e-6, rtol=1e-5)
-        pooled = (
-            torch.nn.functional.pad(attention[head], (0, 20, 0, 20))
-            .unflatten(0, (5, 64))
-            .unflatten(2, (5, 64))
-        )
-        expected = pooled.sum((1, 3)) / torch.tensor([64.0, 64, 64, 64, 44])[:, None]
+        expected = by_tile(attention[head]) / torch.tensor([64.0, 64, 64, 64, 44])[:, None]
         torch.testing.assert_close(pooled_map(x, head, 64), expected, atol=1e-6, rtol=1e-5)
     sparsity = sparsity_of(x, queries)
     for head in range(HEADS):
@@ -70,19 +71,16 @@ def test_cover_is_the_share_of_the_causal_tiles_that_an_index_names(cell: int) -
     index = replace(index, columns=columns)
     size = -(-LENGTH // cell)
     # The mask marks keys; outside the columns' share a tile is all or nothing, where it is causal.
-    mask = torch.nn.functional.pad(index.to_mask()[0].float(), (0, 20, 0, 20))
-    causal = torch.nn.functional.pad(torch.ones(LENGTH, LENGTH).tril(), (0, 20, 0, 20))
+    mask, could = by_tile(index.to_mask()[0].float()), by_tile(torch.ones(LENGTH, LENGTH).tril())
     for head in range(HEADS):
-        tiles = mask[head].unflatten(0, (5, TILE)).unflatten(2, (5, TILE)).sum((1, 3))
-        could = causal.unflatten(0, (5, TILE)).unflatten(2, (5, TILE)).sum((1, 3))
         share = torch.zeros(size, size)
         counts = torch.zeros(size, size)
         for row in range(5):
             for key in range(row + 1):
-                share[row * TILE // cell, key * TILE // cell] += tiles[row, key] / could[row, key]
-                counts[row * TILE // cell, key * TILE // cell] += 1
+                at = row * TILE // cell, key * TILE // cell
+                share[at] += mask[head, row, key] / could[row, key]
+                counts[at] += 1
         found = cover(index, head, cell)
         torch.testing.assert_close(found, share / counts.clamp_min(1), atol=1e-6, rtol=1e-5)
-    assert (cover(index, 0, TILE) == 2 / TILE).any(), (
-        "two columns of a tile that is not computed otherwise"
-    )
+    # Two columns of a tile that is not computed otherwise.
+    assert (cover(index, 0, TILE) == 2 / TILE).any()

@@ -14,9 +14,9 @@ from profiling.inside.capture import Run, attend_densely, attending_with, layer_
 from profiling.inside.gradients import DensePass, LayerGradients, gradient_pass
 from runtime.layers import attention_layers, sliding_layers
 from tests.runtime.tiny import FAMILIES, tiny_model
+from tests.sampling import sampled
 
 LENGTH = 130
-PLAIN = ("Llama", "Qwen2", "Gemma3")
 
 
 def prompt(vocabulary: int = 97) -> Tensor:
@@ -88,15 +88,13 @@ def by_autograd(
     finally:
         model.set_attn_implementation(before)
         model.zero_grad()
-    return (
-        outs,
-        {layer: out.grad for layer, out in outs.items() if out.grad is not None},
-        logits.detach(),
-    )
+    gradients = {layer: out.grad for layer, out in outs.items() if out.grad is not None}
+    return outs, gradients, logits.detach()
 
 
-@pytest.mark.parametrize("family", PLAIN)
-@pytest.mark.parametrize("answers", [TEXT, ANSWER], ids=["text", "answers"])
+@pytest.mark.parametrize(
+    ("family", "answers"), [("Llama", TEXT), ("Llama", ANSWER), ("Gemma3", ANSWER)]
+)
 def test_it_is_what_autograd_finds_in_a_plain_model(
     family: str, answers: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,9 +112,8 @@ def test_it_is_what_autograd_finds_in_a_plain_model(
 
     found = gradient_pass(model, ids, answers, visit, keep=keep)
     assert found.gradients and found.fault is None
-    assert set(expected) == set(attention_layers(model)) and order == sorted(
-        searched(model), reverse=True
-    )
+    assert set(expected) == set(attention_layers(model))
+    assert order == sorted(searched(model), reverse=True)
     log_probs = logits.log_softmax(-1)
     torch.testing.assert_close(found.log_probs, log_probs[keep].half(), atol=1e-2, rtol=1e-3)
     asked = ~found.nll.isnan()
@@ -142,7 +139,11 @@ def loss_with(model: Any, ids: Tensor, layer: int, added: Tensor) -> float:
         return float(loss_of(model(input_ids=ids, use_cache=False).logits[0].double(), ids, TEXT))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# One of each way to attend, to route, and to make logits of states.
+KEPT = ("Qwen2", "Gemma2", "Cohere2", "Granite", "GptOss", "Mixtral", "Qwen3Next", "DeepseekV3")
+
+
+@pytest.mark.parametrize("family", sampled(FAMILIES, *KEPT))
 @pytest.mark.filterwarnings("ignore")
 def test_every_architecture_has_the_gradients_that_differences_show(family: str) -> None:
     model, ids = tiny_model(family, vocab_size=260), prompt(200)
@@ -152,15 +153,12 @@ def test_every_architecture_has_the_gradients_that_differences_show(family: str)
     for layer, by_out in found.items():
         gradient = by_out[0].transpose(0, 1)
         added = torch.randn_like(gradient) * 1e-3
-        difference = (
-            loss_with(model, ids, layer, added) - loss_with(model, ids, layer, -added)
-        ) / 2
+        up, down = (loss_with(model, ids, layer, by) for by in (added, -added))
         # A router that sends a token elsewhere is no slope.
         near = 0.2 if "Mixtral" in family or "Moe" in family else 0.02
         size = float(added.norm() * gradient.norm()) / gradient.numel() ** 0.5
-        assert float((gradient * added).sum()) == pytest.approx(
-            difference, rel=near, abs=near * size
-        )
+        slope = float((gradient * added).sum())
+        assert slope == pytest.approx((up - down) / 2, rel=near, abs=near * size)
 
 
 @pytest.mark.parametrize("answers", [TEXT, ANSWER], ids=["text", "answers"])
@@ -212,9 +210,8 @@ def test_one_layers_gradients_are_held_at_a_time() -> None:
         tensors = (layer.by_out, layer.out, inputs.q, inputs.k, inputs.v)
         held.append([StorageWeakRef(tensor.untyped_storage()) for tensor in tensors])
 
-    assert (
-        gradient_pass(model, ids, TEXT, visit).gradients and len(held) == len(searched(model)) > 1
-    )
+    assert gradient_pass(model, ids, TEXT, visit).gradients
+    assert len(held) == len(searched(model)) > 1
 
 
 def test_only_what_is_wanted_is_visited() -> None:
@@ -243,12 +240,7 @@ def test_logits_of_a_model_s_own_making_have_no_gradients_and_it_says_so() -> No
     with torch.no_grad():
         expected = model(ids).logits[0].log_softmax(-1)
     handle.remove()
-    assert (
-        not found
-        and not done.gradients
-        and done.fault is not None
-        and "LlamaForCausalLM" in done.fault
-    )
+    assert not found and not done.gradients and "LlamaForCausalLM" in str(done.fault)
     torch.testing.assert_close(done.log_probs, expected[keep].half(), atol=1e-2, rtol=1e-3)
     assert gradients(model, ids)[0].gradients
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import re
 import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,9 @@ import torch
 
 from artifacts import HeadwiseError
 from profiling.models import packages
+from profiling.models.cache import cache_folder, made_once
 from profiling.models.gguf import converted
 from profiling.models.loading import default_dtype, load_model, local_folder
-from tests.processes import Process
 from tests.profiling.conftest import tiny
 from tests.profiling.gguf_file import write_gguf
 from tests.profiling.tokenizers import byte_level
@@ -66,27 +69,24 @@ def test_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert load_model("./mine", dtype="float16").model.dtype == torch.float16
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_any_architecture_that_transformers_has(family: str, tmp_path: Path) -> None:
-    assert load_model(str(saved(family, tmp_path / "m")), dtype="fp32").name == "m"
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("family", "said"),
-    [("mamba", "MambaForCausalLM has no attention"), ("bert", "BertLMHeadModel is not causal")],
+    ("kind", "said"),
+    [
+        ("mamba", "MambaForCausalLM has no attention"),
+        ("bert", "BertLMHeadModel is not causal"),
+        ("ViT", "is not a causal language model"),
+        ("T5", "is not a causal language model"),
+    ],
 )
-def test_models_without_causal_attention(family: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(HeadwiseError, match=said):
-        load_model(str(saved(family, tmp_path / "m")))
-
-
-@pytest.mark.parametrize("kind", ["ViT", "T5"])
-def test_a_model_that_is_not_a_language_model(kind: str, tmp_path: Path) -> None:
+def test_what_is_no_causal_model_with_attention(kind: str, said: str, tmp_path: Path) -> None:
     import transformers
 
-    getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path / "m")
-    with pytest.raises(HeadwiseError, match="is not a causal language model"):
+    if kind in ("ViT", "T5"):
+        getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path / "m")
+    else:
+        saved(kind, tmp_path / "m")
+    with pytest.raises(HeadwiseError, match=said):
         load_model(str(tmp_path / "m"))
 
 
@@ -166,9 +166,8 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, cache: Path) -> None:
     made = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     again = load_model(str(file), dtype="fp32")
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == made
-    torch.testing.assert_close(
-        again.model(torch.tensor([ids])).logits, loaded.model(torch.tensor([ids])).logits
-    )
+    first, second = (each.model(torch.tensor([ids])).logits for each in (loaded, again))
+    torch.testing.assert_close(second, first)
     other = converted([write_gguf(tmp_path / "tiny.gguf", seed=1)], name="x", dtype="float32")
     assert other != folder, "a file with other content is another model"
     assert not list((cache / "models").glob("*.part"))
@@ -188,32 +187,34 @@ def test_a_gguf_file_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         packages.PACKAGES, "cut", packages.ModelPackage(requirements=("cut==1",), parts=parts)
     )
     loaded = load_model("cut", dtype="fp32")
-    assert loaded.name == "cut"
-    assert converted([tmp_path / "whole.gguf"], name="x", dtype="float32") == converted(
-        packages.package_files("cut"), name="x", dtype="float32"
-    )
+    assert (loaded.name, loaded.revision) == ("cut", None)
+    whole = converted([tmp_path / "whole.gguf"], name="x", dtype="float32")
+    assert str(whole) == local_folder("cut", dtype="fp32")
+    usual = default_dtype("cuda" if torch.cuda.is_available() else "cpu")
+    assert local_folder("cut", dtype="auto") == local_folder("cut", dtype=usual)
 
 
-def test_two_processes_convert_at_once(tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf", seed=2)
-    words = (str(file), str(tmp_path / "new cache"))
-    both = [Process("tests.profiling.models.convert", *words) for _ in range(2)]
-    (first, said, _), second = (process.finish() for process in both)
-    assert first == 0 and second[:2] == (0, said)
-    assert Path(said.strip(), "model.safetensors").is_file()
+def test_two_that_convert_at_once_and_what_a_kill_left() -> None:
+    made: list[Path] = []
+    together = threading.Barrier(2)
 
+    def make(folder: Path) -> None:
+        assert not folder.exists(), "what a killed conversion left"
+        folder.mkdir()
+        made.append(folder)
+        time.sleep(0.1)
 
-def test_what_a_killed_conversion_left_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path))
-    file = write_gguf(tmp_path / "tiny.gguf")
-    words = (str(file), str(tmp_path), "die")
-    assert Process("tests.profiling.models.convert", *words).finish()[0] == 9
-    assert list((tmp_path / "models").glob("*.part"))
-    folder = converted([file], name="x", dtype="float32")
-    assert (folder / "config.json").is_file()
-    assert not list((tmp_path / "models").glob("*.part"))
+    def convert(_: int) -> Path:
+        together.wait()
+        return made_once("models", "key", make, name="m")
+
+    half = cache_folder() / "models" / "key.part"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").touch()
+    with ThreadPoolExecutor(2) as threads:
+        places = set(threads.map(convert, range(2)))
+    assert made == [half] and places == {half.with_name("key")}
+    assert not half.exists() and list(half.with_name("key").iterdir()) == []
 
 
 @pytest.mark.parametrize("broken", ["text", "cut", "short", "version", "zeros", "of_tomorrow"])
@@ -262,12 +263,3 @@ def test_the_default_dtype_is_the_fast_one(
         torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: instructions, raising=False
     )
     assert default_dtype(device) == dtype
-
-
-@needs_smollm2
-@pytest.mark.model
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has bfloat16")
-def test_the_harness_gets_a_package_in_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HEADWISE_CACHE")
-    wanted = local_folder("smollm2", dtype=default_dtype("cpu"))
-    assert local_folder("smollm2", dtype="auto") == wanted

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import ast
 import re
-import tarfile
-from asyncio import base_events
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from profiling.prompts import texts
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.prompts.texts import far_copies
 from tests.profiling.tokenizers import byte_level
 
 INSIDE = ("line_asked", "chain", "label_map")
+# What stands before an answer, by task or label, with the name of what is asked for.
+CUES = {
+    "line_asked": r"of ([\w-]+) is$",
+    "asked": r"of ([\w-]+) is$",
+    "chain": r"that of ([\w-]+), which is$",
+    "chained": r"that of ([\w-]+), which is$",
+    "label_map": r"(\w+):$",
+}
 LENGTH = 4096
 
 
-def made(
-    task: str, tokenizer: Any, samples: int = 2, length: int = LENGTH, seed: int = 0
-) -> list[Prompt]:
-    return make_prompts(task, tokenizer, length=length, samples=samples, seed=seed)
+def made(task: str, tokenizer: Any, samples: int = 2) -> list[Prompt]:
+    return make_prompts(task, tokenizer, length=LENGTH, samples=samples, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -57,24 +58,16 @@ def test_what_comes_back_was_said_once_and_long_before(tokenizer: Any, task: str
             continue
         assert len(prompt.scored) >= 3 and (prompt.answer is None or task == "facts")
         assert max(stop for _, stop in prompt.scored) <= len(prompt.context) - 128
-        names = {"asked": "line_asked", "chained": "chain"}
         labels = prompt.labels or [task] * len(prompt.scored)
         for (start, stop), label in zip(prompt.scored, labels, strict=True):
             said, before = tokenizer.decode(ids[start:stop]).strip(), tokenizer.decode(ids[:start])
             cue = before[before.rindex("\n") + 1 :]
-            name = {
-                "line_asked": r"of ([\w-]+) is$",
-                "chain": r"that of ([\w-]+), which is$",
-                "label_map": r"(\w+):$",
-            }[names.get(label, label)]
-            thing = re.search(name, cue.strip())
+            thing = re.search(CUES[label], cue.strip())
             assert thing
             told = before[: -len(cue)].rindex(thing[1])
             assert said in before[told : told + len(thing[1]) + len(said) + 60]
-            assert (
-                len(tokenizer(before[told:], add_special_tokens=False)["input_ids"])
-                >= LENGTH // 4 - 60
-            )
+            between = tokenizer(before[told:], add_special_tokens=False)["input_ids"]
+            assert len(between) >= LENGTH // 4 - 60
 
 
 def test_labels_stay_what_they_were() -> None:
@@ -86,9 +79,8 @@ def test_labels_stay_what_they_were() -> None:
 
 @pytest.mark.parametrize("task", ["line_retrieval", "kv_retrieval"])
 def test_a_question_may_stand_before_the_text_only(tokenizer: Any, task: str) -> None:
-    for last, first in zip(
-        made(task, tokenizer), made(f"{task}@question_first=1", tokenizer), strict=True
-    ):
+    usual, turned = (made(name, tokenizer) for name in (task, f"{task}@question_first=1"))
+    for last, first in zip(usual, turned, strict=True):
         assert task == "kv_retrieval" or first.answer == last.answer
         start, stop = first.finds[0].span
         text = tokenizer.decode(first.input_ids)
@@ -106,19 +98,3 @@ def test_far_copies_are_those_that_were_not_said_lately() -> None:
     assert far_copies(ids, far=100) == list(range(114, 120))
     assert far_copies(ids, far=5) == [*range(114, 120), *range(124, 130)]
     assert far_copies(ids, far=200) == [] and far_copies(ids) == far_copies(ids, far=32)
-
-
-def test_statements_come_in_the_order_of_the_whole_tree() -> None:
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    match = "match x:\n case 1:\n  def f(): pass\n case _:\n  class A: pass\n"
-    match += "if x:\n def g(): pass\nelse:\n def h(): pass"
-    for code in (
-        match,
-        *(Path(module.__file__).read_text() for module in (ast, base_events, tarfile)),
-    ):
-        tree = ast.parse(code)
-        found, expected = (
-            [node for node in way(tree) if isinstance(node, documented)]
-            for way in (texts._statements, ast.walk)
-        )
-        assert found == expected and len(found) >= 4

@@ -1,39 +1,34 @@
-"""The answers of prompts under teacher forcing, one by one: what trials are compared with."""
+"""One prompt under dense attention: its trial, and transformers' own answer and losses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from profiling.prompts.prompt import Prompt
 from profiling.quality.answers import ends, new_tokens
-from profiling.quality.contexts import fed, prefilled
-from profiling.quality.forced import ForcedAnswer, answer_ids, asks, forced, scored_answers
+from profiling.quality.forced import answer_ids, negative_log_likelihood
 from profiling.quality.method import Method
 from profiling.quality.trials import trials
 
-
-@torch.no_grad()
-def forced_answers(
-    model: Any, tokenizer: Any, prompts: Sequence[Prompt]
-) -> list[tuple[ForcedAnswer, ...]]:
-    """Answers of each prompt: those of its `scored` ranges, then the one after its end."""
-    rights = [answer_ids(tokenizer, p) if asks(p) or not p.scored else () for p in prompts]
-    found: dict[int, tuple[ForcedAnswer, ...]] = {}
-    for one in prefilled(model, prompts):
-        right = rights[one.number]
-        found[one.number] = scored_answers(prompts[one.number], one)
-        if right:
-            after = [fed(model, right[:-1], one.cache)] if right[1:] else []
-            found[one.number] += (forced(torch.cat([one.last[None], *after]), right),)
-    return [found[number] for number in range(len(prompts))]
+DENSE = Method(
+    name="dense", make=lambda: None, density=1.0, kept=1.0, identity="dense", evicts=False, sizes=""
+)
 
 
-def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
+def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method = DENSE) -> dict[str, Any]:
     """Run one trial of a prompt under a method that is applied to the model."""
     return next(trials(model, tokenizer, [prompt], method))[1]
+
+
+def answer_losses(model: Any, tokenizer: Any, prompt: Prompt) -> Tensor:
+    """-log p of each token of the right answer, by one pass over the prompt and the answer."""
+    right = answer_ids(tokenizer, prompt)
+    losses = negative_log_likelihood(model, Prompt(prompt.input_ids + right, None))
+    return losses[-len(right) :]
 
 
 def generated(

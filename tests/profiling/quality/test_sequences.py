@@ -42,23 +42,21 @@ def one() -> TokenSequence:
     )
 
 
-def ids_of(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer(text)["input_ids"])
-
-
 def test_prompts_of_one_context_are_one_sequence_with_their_turns_and_answers(
     tokenizer: Any,
 ) -> None:
-    context = ids_of(tokenizer, "The pass key is 1234567. The river and the old clerk in the rain.")
-    turns = [ids_of(tokenizer, text) for text in ("\nKey:", "\nWho:")]
-    first, second = (
-        Prompt(context + turn, answer, turn=len(turn), task="line_turns", scored=((3, 5),))
-        for turn, answer in zip(turns, ("1234567", "clerk"), strict=True)
-    )
-    other = Prompt(
-        ids_of(tokenizer, "A text of its own in which nothing is asked."), None, task="prose"
-    )
-    found = sequences([first, other, second], tokenizer)
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text)["input_ids"])
+
+    def asked(text: str, answer: str) -> Prompt:
+        turn = encode(text)
+        how: dict[str, Any] = {"turn": len(turn), "task": "line_turns", "scored": ((3, 5),)}
+        return Prompt(context + turn, answer, **how)
+
+    context = encode("The pass key is 1234567. The river and the old clerk in the rain.")
+    other = Prompt(encode("A text of its own in which nothing is asked."), None, task="prose")
+    prompts = [asked("\nKey:", "1234567"), other, asked("\nWho:", "clerk")]
+    found = sequences(prompts, tokenizer)
     assert [sequence.task for sequence in found] == ["line_turns", "prose"]
     shared, text = found
     assert shared.context == len(context) and shared.ids[: len(context)] == context
@@ -183,9 +181,5 @@ def test_what_a_pass_made_anyway_is_taken(model: Any, one: TokenSequence) -> Non
 
 
 def test_a_model_without_logits_to_keep_is_refused(one: TokenSequence) -> None:
-    class Whole(torch.nn.Module):
-        def forward(self, input_ids: torch.Tensor) -> None:
-            raise AssertionError
-
-    with pytest.raises(HeadwiseError, match="Whole has no logits_to_keep"):
-        Reference(Whole(), [one])
+    with pytest.raises(HeadwiseError, match="Linear has no logits_to_keep"):
+        Reference(torch.nn.Linear(1, 1), [one])

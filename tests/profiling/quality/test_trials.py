@@ -1,7 +1,8 @@
-"""One prompt under one method: what a trial says is what generation and teacher forcing say."""
+"""What a trial says of a prompt is what generation and a pass over prompt and answer say."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -11,54 +12,83 @@ import torch
 import artifacts
 from profiling.evaluation.methods import Methods
 from profiling.models.loading import LoadedModel
-from profiling.prompts.prompt import Prompt, make_prompts
+from profiling.prompts.prompt import Find, Prompt, make_prompts
+from profiling.quality.answers import answers
+from profiling.quality.contexts import PIECE
 from profiling.quality.forced import negative_log_likelihood
-from profiling.quality.method import Method
-from profiling.quality.trials import BLOCK
+from profiling.quality.trials import BLOCK, trials
 from runtime.fingerprint import fingerprint
-from tests.profiling.quality.forcing import forced_answers, generated, trial
-
-DENSE = Method(
-    name="dense", make=lambda: None, density=1.0, kept=1.0, identity="dense", evicts=False, sizes=""
-)
+from tests.profiling.conftest import tiny
+from tests.profiling.quality.forcing import DENSE, answer_losses, generated, trial
+from tests.profiling.tokenizers import byte_level
 
 
-@pytest.mark.parametrize("task", ["passkey", "two_stage_retrieval"])
-def test_an_answer_is_the_models_greedy_one_and_its_fit_that_of_teacher_forcing(
-    loaded: LoadedModel, task: str
-) -> None:
-    prompt = make_prompts(task, loaded.tokenizer, length=700, samples=1, seed=3)[0]
-    found = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
-    assert found["text"] == generated(loaded.model, loaded.tokenizer, prompt)
-    ((fit,),) = forced_answers(loaded.model, loaded.tokenizer, [prompt])
-    assert found["nll"] == pytest.approx(fit.mean, rel=1e-4)
-    assert found["token_accuracy"] == pytest.approx(fit.token_accuracy)
-    assert found["score"] == 0.0
+def asking(ids: tuple[int, ...], **more: Any) -> Prompt:
+    return Prompt.to_find(ids, Find("wxyz", (0, 1)), **more)
+
+
+def prompts_of_one_context() -> list[Prompt]:
+    """Three questions over one context, one over another, and one without a later turn."""
+    rng = random.Random(0)
+    one, other = (tuple(rng.choices(range(3, 90), k=40)) for _ in range(2))
+    turns = [tuple(rng.choices(range(3, 90), k=n)) for n in (5, PIECE + 3, 1)]
+    asked = [
+        asking((*context, *turn), turn=len(turn)) for context in (one, other) for turn in turns
+    ]
+    return [asked[0], asked[4], asked[1], asking(one), asked[2]]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_questions_of_a_context_share_its_prefill_and_are_answered_as_if_alone(family: str) -> None:
+    model, tokenizer, prompts = tiny(family), byte_level(), prompts_of_one_context()
+    fed: list[int] = []
+
+    def count(module: Any, args: Any, keywords: dict[str, Any]) -> None:
+        fed.append((args[0] if args else keywords["input_ids"]).shape[1])
+
+    with model.register_forward_pre_hook(count, with_kwargs=True):
+        records = dict(trials(model, tokenizer, prompts, DENSE))
+    assert fed.count(40) == 2 and max(length for length in fed if length != 40) == PIECE
+    own = [generated(model, tokenizer, asking(prompt.input_ids)) for prompt in prompts]
+    for number, prompt in enumerate(prompts):
+        assert records[number]["text"] == own[number]
+        losses = answer_losses(model, tokenizer, prompt)
+        assert records[number]["nll"] == pytest.approx(losses.mean().item(), rel=1e-4)
+    assert answers(model, tokenizer, prompts, label="") == own
+    assert answers(model, tokenizer, prompts, label="", chunk=7) == own
+
+
+def test_answers_inside_a_prompt_are_scored_alone() -> None:
+    model = tiny("llama")
+    ids = tuple(random.Random(1).choices(range(3, 90), k=60))
+    ranges = ((20, 23), (1, 2), (50, 60))
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    losses = [-logits[at - 1, ids[at]].item() for at in range(1, 60)]
+    means = [sum(losses[start - 1 : stop - 1]) / (stop - start) for start, stop in ranges]
+    found = trial(model, byte_level(), asking(ids, scored=ranges))
+    assert found["nll"] == pytest.approx(sum(means) / 3, rel=1e-4)
+    likeliest = tuple(logits[:-1].argmax(-1).tolist())
+    # The last range is what the model itself would say.
+    right = (*ids[:59], likeliest[58])
+    found = trial(model, byte_level(), asking(right, scored=((20, 23), (59, 60))))
+    assert found["score"] == 1 / 2 and found["token_accuracy"] == 1 / 2
 
 
 def test_the_models_own_answer_is_right_where_it_is_the_expected_one(loaded: LoadedModel) -> None:
     blank = Prompt(tuple(range(60, 90)), "x" * 6)
     own = generated(loaded.model, loaded.tokenizer, blank)[:4]
-    found = trial(loaded.model, loaded.tokenizer, Prompt(blank.input_ids, own), DENSE)
+    found = trial(loaded.model, loaded.tokenizer, Prompt(blank.input_ids, own))
     assert found["score"] == 1.0
-
-
-def test_the_loss_of_a_text_is_the_models_own(loaded: LoadedModel) -> None:
-    ids = torch.randint(0, 256, (1, 600))
-    with torch.no_grad():
-        loss = loaded.model(ids, labels=ids).loss
-    losses = negative_log_likelihood(loaded.model, Prompt(tuple(ids[0].tolist()), None))
-    assert losses.shape == (599,) and losses.mean().item() == pytest.approx(loss.item(), rel=1e-4)
 
 
 def test_a_text_gives_a_loss_for_each_block(loaded: LoadedModel) -> None:
     ids = torch.randint(0, 256, (700,), generator=torch.Generator().manual_seed(0))
     prompt = Prompt(tuple(ids.tolist()), None)
-    found = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
+    found = trial(loaded.model, loaded.tokenizer, prompt)
     losses = negative_log_likelihood(loaded.model, prompt)
-    assert found["blocks"] == pytest.approx(
-        [losses[:BLOCK].mean().item(), losses[BLOCK:].mean().item()]
-    )
+    blocks = [losses[:BLOCK].mean().item(), losses[BLOCK:].mean().item()]
+    assert found["blocks"] == pytest.approx(blocks)
     assert found["forced"] == pytest.approx(losses[-128:].mean().item(), rel=1e-5)
     kept = replace(DENSE, name="x", identity="x", evicts=True)
     decoded = trial(loaded.model, loaded.tokenizer, prompt, kept)
@@ -90,27 +120,26 @@ def test_a_cache_that_drops_or_chooses_answers_as_it_does_in_generation(
     with method.apply(model):
         found = trial(model, tokenizer, prompt, method)
         assert found["text"] == generated(model, tokenizer, prompt, lambda: method.cache(model))
-    whole = trial(model, tokenizer, prompt, DENSE)
+    whole = trial(model, tokenizer, prompt)
     assert found["nll"] != pytest.approx(whole["nll"], rel=1e-3), "nothing was dropped"
 
 
 def test_a_prompt_with_references_alone_is_scored_and_has_no_fit(loaded: LoadedModel) -> None:
-    prompt = Prompt(tuple(range(60, 90)), None, metric="all", references=("zzzzzz",), new_tokens=4)
-    found = trial(loaded.model, loaded.tokenizer, prompt, DENSE)
+    """It may also have an answer as long as its task allows."""
+    prompt = Prompt(tuple(range(60, 90)), None, metric="all", references=("zzzzzz",), new_tokens=9)
+    found = trial(loaded.model, loaded.tokenizer, prompt)
     assert (found["score"], found["nll"], found["token_accuracy"]) == (0.0, None, None)
     assert found["text"] == generated(loaded.model, loaded.tokenizer, prompt)
 
 
 def test_a_choice_is_right_where_no_wrong_answer_is_as_likely(loaded: LoadedModel) -> None:
+    model, tokenizer = loaded.model, loaded.tokenizer
     ids = tuple(range(60, 90))
     choices = ("ab", "cde", "xyz w", "q")
-    costs = {}
-    for choice in choices:
-        ((fit,),) = forced_answers(loaded.model, loaded.tokenizer, [Prompt(ids, choice)])
-        costs[choice] = fit.mean
-    for choice in choices:
-        found = trial(loaded.model, loaded.tokenizer, Prompt(ids, choice, choices=choices), DENSE)
-        assert found["choice"] == float(choice == min(costs, key=lambda each: costs[each]))
-        assert found["nll"] == pytest.approx(costs[choice], rel=1e-4)
+    costs = [answer_losses(model, tokenizer, Prompt(ids, choice)).mean() for choice in choices]
+    for choice, cost in zip(choices, costs, strict=True):
+        found = trial(model, tokenizer, Prompt(ids, choice, choices=choices))
+        assert found["choice"] == float(cost == min(costs))
+        assert found["nll"] == pytest.approx(cost.item(), rel=1e-4)
     for prompt in (Prompt(ids, "ab"), Prompt(ids, "ab", choices=("c", "d"))):
-        assert trial(loaded.model, loaded.tokenizer, prompt, DENSE)["choice"] is None
+        assert trial(model, tokenizer, prompt)["choice"] is None

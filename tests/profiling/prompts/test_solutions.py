@@ -1,0 +1,169 @@
+"""Tasks solved anew from the texts of their prompts."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profiling.prompts import babi
+from profiling.prompts.prompt import Find, Prompt, make_prompts
+from profiling.quality.answers import is_right
+from tests.profiling.tokenizers import byte_level
+
+
+def made(task: str, samples: int = 3) -> list[tuple[Prompt, str]]:
+    """Prompts with their texts."""
+    tokenizer = byte_level()
+    prompts = make_prompts(task, tokenizer, length=4000, samples=samples, seed=0)
+    return [(prompt, tokenizer.decode(prompt.input_ids)) for prompt in prompts]
+
+
+def told(task: str) -> list[tuple[Prompt, list[str], list[str | None], str]]:
+    """Prompts of a story: its chapters, the thing bought in each, and the question."""
+    found = []
+    for prompt, text in made(task):
+        context = text.partition("<context>")[2].partition("</context>")[0]
+        chapters = re.split(r"Chapter \d+:\n", context)[1:]
+        bought = [(re.findall(r"bought the ([\w ]+)\.", each) or [None])[0] for each in chapters]
+        question = text.rpartition("</context>")[2]
+        asked = question.partition("\n<answer>")[0].strip()
+        assert text.count(asked) == 2, "asked before and after"
+        things = [thing for thing in bought if thing]
+        assert len(set(things)) == len(things)
+        found.append((prompt, chapters, bought, question))
+    return found
+
+
+def test_things_of_a_chapter_can_be_looked_up() -> None:
+    said = {"place": "came to the {} for", "meet": "met {}.", "buy": "bought the {}."}
+    for prompt, chapters, _, question in told("story_retrieval@asked=6"):
+        lines = re.findall(r"\d+\. (.*\?)", question)
+        for line, right in zip(lines, prompt.references, strict=True):
+            chapter = chapters[int(re.findall(r"Chapter (\d+)", line)[0]) - 1]
+            form = next(form for word, form in said.items() if word in line)
+            assert form.format(right) in chapter
+
+
+def test_what_was_bought_before_can_be_looked_up() -> None:
+    for prompt, _, bought, question in told("story_multihop"):
+        thing = re.findall(r"bought the ([\w ]+)\?", question)[0]
+        assert bought[bought.index(thing) - 1] == str(prompt.answer).partition("\n")[0]
+        assert len(set(prompt.choices)) == len(prompt.choices) > 2
+        assert prompt.answer in prompt.choices
+
+
+def test_chapters_in_which_nothing_was_bought_can_be_found() -> None:
+    for prompt, chapters, bought, _ in told("story_filtering"):
+        empty = [str(at) for at, thing in enumerate(bought, start=1) if thing is None]
+        assert empty == list(prompt.references)
+        assert set(re.findall(r"sold the ([\w ]+)\.", "".join(chapters))) <= set(bought)
+
+
+def replay(facts: list[str]) -> dict[str, list[str]]:
+    """The places where each person and thing has been, by reading facts one after another."""
+    at: dict[str, str] = {}
+    holds: dict[str, str] = {}
+    ways: dict[str, list[str]] = {}
+    for fact in facts:
+        who = fact.partition(" ")[0]
+        if took := re.search(r"took the (\w+)", fact):
+            assert took[1] not in holds and ways.get(took[1], [at[who]])[-1] == at[who]
+            holds[took[1]] = who
+        elif dropped := re.search(r"dropped the (\w+)", fact):
+            assert holds.pop(dropped[1]) == who
+        else:
+            at[who] = fact.rpartition(" ")[2].rstrip(".")
+        for name in [who, *(thing for thing, by in holds.items() if by == who)]:
+            way = ways.setdefault(name, [])
+            if not way or way[-1] != at[who]:
+                way.append(at[who])
+    return ways
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_facts_lead_to_the_answer(number: int) -> None:
+    for prompt, text in made(f"babilong_qa{number}", 6):
+        told, _, question = text.rpartition("\n\nQuestion: ")
+        hidden = told[told.rindex("Answer: ") :]
+        people = "|".join(babi._PEOPLE)
+        fact = rf"(?:{people}) (?:\w+ the \w+ there|\w+ to the \w+)\."
+        ways = replay(re.findall(fact, hidden))
+        asked = re.search(r"Where (?:is|was) (?:the )?(\w+)(?: before the (\w+))?\?", question)
+        assert asked
+        way = ways[asked[1]]
+        right = way[-1]
+        if number == 3:
+            before, now = list(pairwise(way))[-1]
+            assert now == asked[2]
+            right = before
+        assert prompt.answer == right and right in prompt.choices
+
+
+def test_line_retrieval_asks_for_a_line_that_is_there(tokenizer: Any) -> None:
+    for prompt in make_prompts("line_retrieval", tokenizer, length=1500, samples=4, seed=1):
+        text = tokenizer.decode(prompt.input_ids)
+        listed, _, question = text.rpartition("The value of")
+        values = re.findall(r"The value of (\S+) is (\d+)\.", listed)
+        assert len(dict(values)) == len(values) > 20
+        asked = re.fullmatch(r" (\S+) is", question)
+        assert asked and dict(values)[asked[1]] == prompt.answer
+
+
+def test_two_stages_lead_to_the_value_and_the_examples_are_right(tokenizer: Any) -> None:
+    depths = []
+    for prompt in make_prompts("two_stage_retrieval", tokenizer, length=1600, samples=8, seed=1):
+        text = tokenizer.decode(prompt.input_ids)
+        listed, _, question = text.partition("Find the box of the owner first")
+        boxes = re.findall(r"(\S+) owns the box (\S+)\.", listed)
+        values = re.findall(r"The value of (\S+) is (\d+)\.", listed)
+        assert len(dict(boxes)) == len(boxes) and len(dict(values)) == len(values)
+        worked = re.findall(r"(\S+) owns the box (\S+)\. The value of (\S+) is (\d+)\.", question)
+        assert len(worked) == 3
+        for owner, box, of, value in worked:
+            assert (box, value) == (dict(boxes)[owner], dict(values)[box]) and of == box
+        asked = re.search(r"(\S+) owns the box$", question)
+        assert asked
+        box = dict(boxes)[asked[1]]
+        assert prompt.answer == f"{box}. The value of {box} is {dict(values)[box]}"
+        assert prompt.answer.split()[-1] not in question and box not in question
+        depths += [find.span[0] / len(prompt.input_ids) for find in prompt.finds]
+    assert min(depths) < 0.3 < 0.6 < max(depths), "lines are to be anywhere"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_hops_lead_to_the_answer_through_the_text(tokenizer: Any, story: Path, own: bool) -> None:
+    task = f"multi_hop:{story}" if own else "multi_hop"
+    for prompt in make_prompts(task, tokenizer, length=1800, samples=6, seed=1):
+        text, _, question = tokenizer.decode(prompt.input_ids).partition("Answer each question")
+        said = re.findall(r"(\w+)'s (\w+) is (\w+)\.", text)
+        facts = {(who, what): whom for who, what, whom in said}
+        assert len(facts) == 12
+        asked = re.findall(r"Who is the (\w+) of (\w+)'s (\w+)\?", question)
+        assert len(asked) == 4
+        for other, who, one in asked:
+            through = facts[who, one]
+            solved = f"{who}'s {one} is {through}. {through}'s {other} is {facts[through, other]}"
+            assert f"{solved}." in question or solved.endswith(str(prompt.answer))
+        assert prompt.answer and prompt.answer not in question
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ("box-a. The value of box-a is 123", True),
+        ("box-a. So the value is 123.", True),
+        ("box-b. The value of box-b is 123", False),
+        ("It is box-a. The value of box-a is 123", False),
+        ("123, which is in box-a", False),
+        ("box-a. The value of box-a is 124", False),
+        ("", False),
+    ],
+)
+def test_an_answer_needs_both_finds_in_turn(given: str, right: bool) -> None:
+    second = Find(" 123", (0, 1), lead=". The value of box-a is")
+    prompt = Prompt.to_find((1,), Find(" box-a", (0, 1)), second)
+    assert is_right(prompt, given) is right
