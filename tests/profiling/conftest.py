@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +14,8 @@ import torch
 
 from profiling import evaluate
 from profiling.models.loading import LoadedModel, load_model
+from profiling.prompts.prompt import Prompt
+from profiling.quality.method import Method
 from search.published.search import HeadSearch, run
 from tests.search.conftest import save_tiny
 
@@ -110,6 +112,24 @@ def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Figure, "savefig", sketch)
 
 
+@pytest.fixture
+def invented(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Trials of which no model knows; the name of the method of each one that is asked for."""
+    asked: list[str] = []
+
+    def trials(_: Any, __: Any, prompts: Sequence[Prompt], method: Method) -> Any:
+        for number, prompt in enumerate(prompts):
+            asked.append(method.name)
+            value = (sum(prompt.input_ids) + len(method.name)) % 5 / 4
+            answer = {"text": "", "score": value, "token_accuracy": value, "nll": 1 + value}
+            choice = {"choice": value if prompt.choices else None}
+            loss = {"blocks": [1 + value], "forced": 1 + value, "copies": None}
+            yield number, loss if prompt.answer is None else answer | choice
+
+    monkeypatch.setattr("profiling.evaluation.measure.trials", trials)
+    return asked
+
+
 # Tokens of the search and of its evaluations.
 LENGTH = 900
 Command = Callable[..., dict[str, Any]]
@@ -117,8 +137,9 @@ Command = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def command(searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """command(words): the record of an evaluation in which answers are cut short."""
+    """command(words): the record of an evaluation, in which few tokens are decoded."""
     monkeypatch.setattr("profiling.quality.trials.new_tokens", lambda tokenizer, prompt: 4)
+    monkeypatch.setattr("profiling.quality.trials.FORCED", 8)
     for file in searched.glob("cfg*"):
         shutil.copy(file, tmp_path / file.name)
 

@@ -165,8 +165,9 @@ def test_time_and_memory_stand_beside_both_dense_attentions(
     names = ["dense", "dense_kernel", "headwise", policy]
     assert [row["method"] for row in timed] == names
     for row in timed:
-        assert row["batch"] == 2**20 // row["device_bytes"]
-        assert row["token_seconds"] > 0 and row["batch_rate"] > 0
+        assert row["token_seconds"] > 0
+    for row in (timed[0], timed[1], timed[3]):
+        assert row["batch"] == 2**20 // row["device_bytes"] and row["batch_rate"] > 0
     # Keys and values of 3 layers, 2 KV heads of 16 numbers each, in fp32.
     token = 3 * 2 * 2 * 16 * 4
     assert 512 * token <= timed[1]["device_bytes"] <= 1.6 * 512 * token

@@ -29,20 +29,6 @@ from profiling.prompts.tokens import Encoder
 from tests.profiling.conftest import LENGTH, Command
 
 
-@pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the methods of all trials that are really run."""
-    made: list[str] = []
-    real = evaluation.trials
-
-    def counted(model: Any, tokenizer: Any, prompts: Any, method: Any) -> Any:
-        made.extend([method.name] * len(prompts))
-        return real(model, tokenizer, prompts, method)
-
-    monkeypatch.setattr(evaluation, "trials", counted)
-    return made
-
-
 def by_row(record: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]:
     """Figures of a record by task, method and measure."""
     return {(each["task"], each["method"], each["measure"]): each for each in record["figures"]}
@@ -53,7 +39,7 @@ def test_one_run_gives_a_table_a_page_and_a_json(
 ) -> None:
     record = command(
         f"--task niah_single_2 --task passkey --depths 0 1 --samples 2 --text {searched}/text.txt "
-        "--methods headwise headwise+snapkv --repeats 2 --steps 2 --attach"
+        "--methods headwise headwise+snapkv --repeats 2 --steps 2 --attach --no-crossover"
     )
     methods = ("dense", "headwise", "headwise+snapkv")
     assert tuple(each["name"] for each in record["methods"]) == methods
@@ -70,7 +56,6 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     assert {each["method"] for each in record["prefill"]} == {*methods, "dense_kernel"}
     decoded = {each["method"] for each in record["decode"]}
     assert decoded == {"dense", "dense_kernel", "headwise", "headwise+snapkv"}
-    assert record["crossover"]["measured"][-1][0] == LENGTH
     timed = next(each for each in record["prefill"] if each["method"] == "headwise")
     by_hand = {
         name: median(d / s for d, s in zip(rounds, timed["rounds"], strict=True))
@@ -94,6 +79,7 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     assert next(each for each in evidence if each.name == "perplexity: text:text.txt").samples == 2
 
 
+@pytest.mark.usefixtures("invented")
 def test_other_artifacts_are_rows_of_their_own(command: Command, tmp_path: Path) -> None:
     shutil.copy(tmp_path / "cfg.yaml", tmp_path / "paper.yaml")
     asked = "--task passkey --samples 1 --no-speed --methods headwise"
@@ -117,13 +103,13 @@ def test_quick_takes_few_prefills(command: Command, monkeypatch: pytest.MonkeyPa
         def count(module: Any, given: Any, keywords: dict[str, Any]) -> None:
             ids = given[0] if given else keywords["input_ids"]
             # But for the questions of later turns and for decode.
-            prefills.extend([ids.shape[1]] * (ids.shape[1] > LENGTH // 2))
+            prefills.extend([ids.shape[1]] * (ids.shape[1] > 350))
 
         loaded.model.register_forward_pre_hook(count, with_kwargs=True)
         return loaded
 
     monkeypatch.setattr(evaluation_run, "load_model", counting)
-    record = command("--quick --steps 1")
+    record = command("--quick --steps 1 --length 700")
     # Eight contexts under four methods; three rounds of five, decode of three, one pass for sizes,
     # one for attention. A default search of 8,192 tokens takes as long as 53 dense prefills.
     assert len(prefills) == 8 * 4 + 3 * 5 + 3 + 1 + 1
@@ -134,9 +120,9 @@ def test_quick_takes_few_prefills(command: Command, monkeypatch: pytest.MonkeyPa
     assert record["crossover"] is None and record["memory"] == [] and len(record["prefill"]) == 5
 
 
-def test_speed_only_asks_nothing(command: Command, trials: list[str]) -> None:
+def test_speed_only_asks_nothing(command: Command, invented: list[str]) -> None:
     record = command("--speed-only --repeats 1")
-    assert trials == [] and record["figures"] == record["decode"] == record["memory"] == []
+    assert invented == [] and record["figures"] == record["decode"] == record["memory"] == []
     assert {each["method"] for each in record["prefill"]} == {"dense", "dense_kernel", "headwise"}
     assert [each["method"] for each in record["attention"]] == ["headwise"]
 
@@ -200,26 +186,27 @@ def test_a_model_with_settings_is_asked_those_tasks(
 
 
 def test_a_killed_run_goes_on_and_what_is_there_is_not_run_again(
-    command: Command, trials: list[str], monkeypatch: pytest.MonkeyPatch
+    command: Command, invented: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = "--task passkey --no-speed --samples 2 --methods headwise"
-    counted = evaluation.trials
+    asked = "--task passkey --no-speed --samples 3 --methods headwise"
+    trials = evaluation.trials
 
     def killed(*given: Any) -> Any:
-        if len(trials) == 3:
+        if len(invented) == 4:
             raise KeyboardInterrupt
-        return counted(*given)
+        return trials(*given)
 
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "trials", killed)
         with pytest.raises(KeyboardInterrupt):
             command(asked)
     record = command(asked)
-    assert trials == ["dense"] * 2 + ["headwise"] * 2
+    assert invented == ["dense"] * 3 + ["headwise"] * 3
     assert record["figures"] == command(asked, out="other")["figures"]
-    trials.clear()
+    invented.clear()
     command(f"{asked} a_shape --task line_retrieval")
-    assert trials.count("a_shape") == 4 and trials.count("dense") == trials.count("headwise") == 2
+    counts = {name: invented.count(name) for name in ("dense", "headwise", "a_shape")}
+    assert counts == {"dense": 3, "headwise": 3, "a_shape": 6}
 
 
 def test_the_crossover_becomes_dense_below_where_it_is_wanted(
@@ -238,8 +225,9 @@ def test_the_crossover_becomes_dense_below_where_it_is_wanted(
     monkeypatch.setattr("profiling.evaluation.times.decode_times", lambda *_, **__: {})
     monkeypatch.setattr("profiling.evaluation.times._PLAIN", ())
     asked = "--task passkey --samples 1 --methods headwise"
-    length = command(asked)["crossover"]["length"]
-    assert 600 < length <= 664
+    crossover = command(asked)["crossover"]
+    length = crossover["length"]
+    assert 600 < length <= 664 and crossover["measured"][-1][0] == LENGTH
     assert artifacts.load(tmp_path / "cfg.yaml").prefill.dense_below == LENGTH // 2
     command(f"{asked} --set-dense-below")
     assert artifacts.load(tmp_path / "cfg.yaml").prefill.dense_below == length
@@ -258,6 +246,7 @@ def test_what_cannot_be_is_refused(command: Command, options: str, said: str) ->
         command(options)
 
 
+@pytest.mark.usefixtures("invented")
 def test_windows_that_the_search_saw_are_told(
     command: Command,
     loaded: LoadedModel,

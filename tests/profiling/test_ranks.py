@@ -113,7 +113,7 @@ def test_a_failure_ends_all_ranks_and_is_told_once(
 ) -> None:
     code, printed, complained = launch.finish(2, option)
     assert code != 0 and printed == "" and complained.count(said) == 1
-    assert complained.count("Traceback") == (status == 1)
+    assert "[rank" not in complained, "a traceback of a rank"
     # torchrun's own report, of the rank that failed.
     assert re.search(rf"exitcode +: {status}", complained)
     assert not launch.out.exists()

@@ -67,7 +67,7 @@ def config(tmp_path: Path) -> Callable[..., Streamed]:
 def test_chunks_of_any_size_give_what_one_by_one_gives(
     loaded: LoadedModel, config: Callable[..., Streamed]
 ) -> None:
-    methods = ("streaming", "window-only", "original", "dense")
+    methods = ("streaming", "original")
     alone, chunked = (
         run(config(f"out{chunk}", chunk=chunk, block=40, methods=methods), loaded)[1]["blocks"]
         for chunk in (1, 20)
@@ -77,11 +77,7 @@ def test_chunks_of_any_size_give_what_one_by_one_gives(
         assert chunked[method]["end"] == [40, 80, 120, 130]
         np.testing.assert_allclose(chunked[method]["nll"], alone[method]["nll"], rtol=1e-4)
         held = chunked[method]["cache_bytes"]
-        if method == "dense":
-            assert held[-1] > 2 * held[0]
-        else:
-            assert held[1:] == held[1:2] * 3 and held[-1] <= 2 * held[0]
-            assert held == alone[method]["cache_bytes"]
+        assert held == alone[method]["cache_bytes"] and len(set(held)) == 1
 
 
 def test_methods_are_what_they_are_called(
@@ -138,10 +134,11 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Killed after a block was kept, in two methods."""
-    _, whole = run(config("whole"), loaded)
+    methods = ("streaming", "recomputed", "original")
+    _, whole = run(config("whole", methods=methods), loaded)
     put = Ledger.put
 
-    for after in (6, 14):
+    for after in (6, 11):
 
         def once(ledger: Ledger, unit: Unit, value: Any, after: int = after) -> None:
             put(ledger, unit, value)
@@ -150,11 +147,11 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
 
         monkeypatch.setattr(Ledger, "put", once)
         with pytest.raises(KeyboardInterrupt):
-            run(config(), loaded)
+            run(config(methods=methods), loaded)
         units = list((config().out / "stream.json.stream.ledger").glob("*.unit"))
         assert len(units) == after + 1
     monkeypatch.setattr(Ledger, "put", put)
-    _, record = run(config(), loaded)
+    _, record = run(config(methods=methods), loaded)
     for method, blocks in whole["blocks"].items():
         assert record["blocks"][method]["nll"] == blocks["nll"]
     assert [path.name for path in config().out.iterdir()] == ["stream.json"]
@@ -225,6 +222,7 @@ def test_stream_eval_counts_answers_of_which_every_token_is_the_likeliest(
     assert rows[0].accuracy == pytest.approx(1 - 1 / len(ids.probes))
 
 
+@pytest.mark.usefixtures("sketched")
 def test_times_are_taken_of_every_bounded_method(
     loaded: LoadedModel, config: Callable[..., Streamed], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from profiling.prompts.settings import Setting
 from tests.profiling.conftest import LENGTH, Command
 
 
+@pytest.mark.usefixtures("invented")
 def test_what_fits_is_measured_and_the_rest_is_named(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

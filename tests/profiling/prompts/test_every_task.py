@@ -62,14 +62,13 @@ def test_prompts_are_what_was_asked_for(tokenizer: Any, story: Path, task: str) 
     whole, bare = (tokenizer("a", add_special_tokens=own)["input_ids"] for own in (True, False))
     begins = [] if whole[0] == bare[0] else whole[:1]
 
-    def made(samples: int = 2, length: int = 2600, seed: int = 0) -> Any:
-        return make_prompts(task, tokenizer, length=length, samples=samples, seed=seed)
+    def made(samples: int = 2, seed: int = 0) -> Any:
+        return make_prompts(task, tokenizer, length=2600, samples=samples, seed=seed)
 
     prompts = made()
     # Again, with one more of those that share no context.
     again = made(2 if per_context(task) > 1 else 3)
     assert again[:2] == prompts and {len(prompt.input_ids) for prompt in again} == {2600}
-    assert [len(prompt.input_ids) for prompt in made(1, length=3333)] == [3333]
     assert digest(prompts[:1]) != digest(made(1, seed=1))
     assert prompts[0].input_ids != prompts[1].input_ids
     for prompt in prompts:
