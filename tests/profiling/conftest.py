@@ -124,7 +124,8 @@ def invented(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             answer = {"text": "", "score": value, "token_accuracy": value, "nll": 1 + value}
             choice = {"choice": value if prompt.choices else None}
             loss = {"blocks": [1 + value], "forced": 1 + value, "copies": None}
-            yield number, loss if prompt.answer is None else answer | choice
+            asks = prompt.answer is not None or prompt.scored
+            yield number, answer | choice if asks else loss
 
     monkeypatch.setattr("profiling.evaluation.measure.trials", trials)
     return asked

@@ -94,25 +94,33 @@ def test_other_artifacts_are_rows_of_their_own(command: Command, tmp_path: Path)
         command(asked, beside=tmp_path / "headwise.yaml")
 
 
+@pytest.mark.usefixtures("invented")
 def test_quick_takes_few_prefills(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    contexts: list[int] = []
     prefills: list[int] = []
+    trials = evaluation.trials
+
+    def asking(*given: Any) -> Any:
+        contexts.append(len(given[2]))
+        return trials(*given)
 
     def counting(*args: Any, **options: Any) -> LoadedModel:
         loaded = load_model(*args, **options)
 
         def count(module: Any, given: Any, keywords: dict[str, Any]) -> None:
             ids = given[0] if given else keywords["input_ids"]
-            # But for the questions of later turns and for decode.
-            prefills.extend([ids.shape[1]] * (ids.shape[1] > 350))
+            # But for decode.
+            prefills.extend([ids.shape[1]] * (ids.shape[1] > LENGTH // 2))
 
         loaded.model.register_forward_pre_hook(count, with_kwargs=True)
         return loaded
 
+    monkeypatch.setattr(evaluation, "trials", asking)
     monkeypatch.setattr(evaluation_run, "load_model", counting)
-    record = command("--quick --steps 1 --length 700")
+    record = command("--quick --steps 1")
     # Eight contexts under four methods; three rounds of five, decode of three, one pass for sizes,
     # one for attention. A default search of 8,192 tokens takes as long as 53 dense prefills.
-    assert len(prefills) == 8 * 4 + 3 * 5 + 3 + 1 + 1
+    assert len(contexts) == 8 * 4 and len(prefills) == 3 * 5 + 3 + 1 + 1
     names = [each["name"] for each in record["methods"]]
     assert names == ["dense", "headwise", "vertical_slash", "a_shape"]
     tasks = {each["task"] for each in record["figures"]}
@@ -127,12 +135,13 @@ def test_speed_only_asks_nothing(command: Command, invented: list[str]) -> None:
     assert [each["method"] for each in record["attention"]] == ["headwise"]
 
 
+@pytest.mark.usefixtures("invented")
 def test_fidelity_is_beside_dense_attention_and_kept(
     command: Command, searched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = (
         f"--task line_asked --task passkey --text {searched}/text.txt --no-speed --fidelity "
-        "--methods headwise oracle_tiles dense+snapkv --samples 1 --seeds 2"
+        "--methods headwise oracle_tiles dense+snapkv --samples 2 --seeds 2"
     )
     record = command(asked)
     figures = by_row(record)
@@ -144,10 +153,10 @@ def test_fidelity_is_beside_dense_attention_and_kept(
         assert (task, "dense", "KL to dense") not in figures
         assert (task, "dense+snapkv", "KL to dense") not in figures
         assert ((task, "headwise", "answers as dense's") in figures) == (task != "text:text.txt")
-    # A prompt of each of two seeds; nothing to be tested: nothing is nearer to dense attention than
-    # itself.
+    # Two prompts of each of two seeds; nothing to be tested: nothing is nearer to dense attention
+    # than itself.
     kept = figures["line_asked", "headwise", "KL to dense"]
-    assert kept["count"] == 2 and kept["p"] is None and kept["low"] < kept["value"] < kept["high"]
+    assert kept["count"] == 4 and kept["p"] is None and kept["low"] < kept["value"] < kept["high"]
     assert ("passkey", "dense+snapkv", "answers as dense's") in figures
     monkeypatch.setattr(evaluation, "Reference", None)
     assert command(asked)["figures"] == record["figures"]

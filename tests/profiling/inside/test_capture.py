@@ -13,6 +13,7 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from profiling.inside.capture import CAPTURE_NAME, LayerInputs, capture
+from profiling.memory_use import peak_memory
 from tests.profiling.conftest import tiny
 from tests.profiling.inside.plain import output
 
@@ -103,28 +104,23 @@ def test_a_model_without_attention_that_can_be_reached(family: str) -> None:
         capture(tiny(family), tokens(), lambda x: None)
 
 
+def grown() -> int:
+    """Bytes by which a prompt of 12,000 tokens raises this process's peak."""
+    model = tiny("gemma3")
+    capture(model, tokens(64), lambda x: None)
+    before = peak_memory._mark(model.device, reset=True)
+    capture(model, tokens(12_000), lambda x: None)
+    return peak_memory._mark(model.device, reset=False) - before
+
+
 @pytest.mark.exhaustive
 def test_memory_grows_linearly_with_the_prompt() -> None:
     """A bool mask of 12,000 x 12,000 would be 137 MiB, for sliding-window layers too.
 
     In a process of its own: where others have used more before, no peak would show.
     """
-    program = (
-        "from pathlib import Path\n"
-        "from tests.profiling.inside.test_capture import capture, tiny, tokens\n"
-        "def peak():\n"
-        "    lines = Path('/proc/self/status').read_text().splitlines()\n"
-        "    return next(int(line.split()[1]) for line in lines if line.startswith('VmHWM')) / "
-        "1024\n"
-        "model = tiny('gemma3')\n"
-        "capture(model, tokens(64), lambda x: None)\n"
-        "before = peak()\n"
-        "capture(model, tokens(12_000), lambda x: None)\n"
-        "print(peak() - before)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert 0 < float(done.stdout) < 400, f"{done.stdout.strip()} MiB"
+    command = [sys.executable, "-c", f"from {__name__} import grown; print(grown())"]
+    assert 0 < int(subprocess.check_output(command, cwd=ROOT)) < 400 * 2**20
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (8,), (1, 0)])
