@@ -106,13 +106,6 @@ def test_many_looks_at_a_table_are_corrected_together() -> None:
     assert of(figures([*outcomes, *other]), "m", SCORE).corrected == 6 / 128
 
 
-def test_too_few_prompts_are_not_the_same_as_no_difference() -> None:
-    found = figures([outcome("dense", [1.0] * 3), outcome("m", [0.0] * 3)])
-    assert of(found, "m", SCORE).few and not of(found, "dense", SCORE).few
-    found = figures([outcome("dense", [1.0] * 40), outcome("m", [1.0] * 40)])
-    assert of(found, "m", SCORE).verdict == "" and not of(found, "m", SCORE).few
-
-
 def test_a_method_that_ran_on_fewer_prompts_is_paired_with_dense_on_these() -> None:
     prompts = tuple(Prompt((number, 7), "a") for number in range(3))
 

@@ -6,11 +6,22 @@ Shapes: H query heads, G KV heads, S tokens, D head dim.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from profiling.inside.capture import LayerInputs
+
+
+def random_inputs(
+    length: int, *, heads: int = 4, seed: int = 0, scale: float = 0.3, **fields: Any
+) -> LayerInputs:
+    """A layer of two KV heads with normal queries, keys and values of 16 numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, n, length, 16, generator=generator) for n in (heads, 2, 2))
+    fields = {"sliding_window": None, "softcap": None, "sinks": None} | fields
+    return LayerInputs(layer=0, q=q, k=k, v=v, scale=scale, **fields)
 
 
 def causal(length: int, window: int | None = None) -> Tensor:

@@ -12,19 +12,9 @@ import profiling.inside.attention_rows as attention_rows
 from kernels.index import PAD, TILE, SparseIndex
 from kernels.patterns import LayerPlan, make
 from profiling.inside.attention_rows import NEGLIGIBLE, cover, pooled_map, rows, sparsity_of
-from profiling.inside.capture import LayerInputs
-from tests.profiling.inside.plain import weights
+from tests.profiling.inside.plain import random_inputs, weights
 
 LENGTH, HEADS, GROUPS = 300, 4, 2
-
-
-def inputs(**changes: Any) -> LayerInputs:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(1, n, LENGTH, 16, generator=generator) * 2 for n in (HEADS, GROUPS, GROUPS)
-    )
-    fields: dict[str, Any] = {"sliding_window": None, "softcap": None, "sinks": None} | changes
-    return LayerInputs(layer=0, q=q, k=k, v=v, scale=0.3, **fields)
 
 
 def by_tile(whole: torch.Tensor) -> torch.Tensor:
@@ -39,7 +29,7 @@ def by_tile(whole: torch.Tensor) -> torch.Tensor:
 def test_rows_and_what_is_made_of_them(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, queries = inputs(**changes), torch.tensor([0, 5, 120, 121, 299])
+    x, queries = random_inputs(LENGTH, scale=1.2, **changes), torch.tensor([0, 5, 120, 121, 299])
     attention = weights(x).float()
     whole = torch.cat([piece for _, piece in rows(x, 0, torch.arange(LENGTH))])
     monkeypatch.setattr(attention_rows, "_SCORES", 7 * LENGTH)
@@ -59,7 +49,7 @@ def test_rows_and_what_is_made_of_them(
 
 @pytest.mark.parametrize("cell", [TILE, 2 * TILE])
 def test_cover_is_the_share_of_the_causal_tiles_that_an_index_names(cell: int) -> None:
-    x = inputs()
+    x = random_inputs(LENGTH)
     patterns = [
         make("a_shape", sink=64, window=100),
         make("block_sparse", blocks=2),

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from artifacts import HeadwiseError
 from kernels.index import TILE
@@ -19,27 +18,19 @@ from profiling.inside.chosen_tiles import (
     top_k_index,
     top_p_index,
 )
-from tests.profiling.inside.plain import output, weights
+from tests.profiling.inside.plain import output, random_inputs, weights
 
 SCALE = 0.3
 
 
-def made(length: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(length)
-    q, k, v = (torch.randn(1, heads, length, 16, generator=generator) for heads in (4, 2, 2))
-    return q, k, v
-
-
-def layer(q: Tensor, k: Tensor, v: Tensor) -> LayerInputs:
-    return LayerInputs(
-        layer=0, q=q, k=k, v=v, scale=SCALE, sliding_window=None, softcap=None, sinks=None
-    )
+def made(length: int) -> LayerInputs:
+    return random_inputs(length, seed=length, scale=SCALE)
 
 
 @pytest.mark.parametrize("length", [1, 63, 1000])
 def test_masses_are_those_of_the_softmax(length: int) -> None:
-    q, k, v = made(length)
-    found, whole = mass_scores(q, k, SCALE, 0), weights(layer(q, k, v)).float()
+    x = made(length)
+    found, whole = mass_scores(x.q, x.k, SCALE, 0), weights(x).float()
     for number, rows in enumerate(whole.split(TILE, dim=1)):
         for tile, part in enumerate(rows.mean(1).split(TILE, dim=1)[: number + 1]):
             torch.testing.assert_close(found[:, number, tile], part.sum(-1))
@@ -49,22 +40,23 @@ def test_masses_are_those_of_the_softmax(length: int) -> None:
 @pytest.mark.parametrize(("by_mass", "share"), [(False, 0.4), (True, 0.8)])
 @pytest.mark.parametrize("tail", [0, 64])
 def test_attention_is_that_of_the_chosen_tiles(by_mass: bool, share: float, tail: int) -> None:
-    q, k, v = made(1000)
-    out = attend_to(q, k, v, SCALE, 3, scores=mass_scores, share=share, by_mass=by_mass, tail=tail)
+    x = made(1000)
+    how: dict[str, Any] = {"share": share, "by_mass": by_mass, "tail": tail}
+    out = attend_to(x.q, x.k, x.v, SCALE, 3, scores=mass_scores, **how)
     build = top_p_index if by_mass else top_k_index
-    index = build(mass_scores(q, k, SCALE, 3), 1000, share, tail=tail)
+    index = build(mass_scores(x.q, x.k, SCALE, 3), 1000, share, tail=tail)
     index.validate()
-    expected = output(layer(q, k, v), index.to_mask()[0]).float()
+    expected = output(x, index.to_mask()[0]).float()
     torch.testing.assert_close(out[0], expected, atol=2e-4, rtol=2e-4)
-    assert not torch.allclose(expected, output(layer(q, k, v)).float(), atol=1e-2)
+    assert not torch.allclose(expected, output(x).float(), atol=1e-2)
 
 
 @pytest.mark.parametrize(("build", "share"), [(top_k_index, 0.5), (top_p_index, 0.7)])
 def test_the_highest_tiles_are_taken_and_no_more_than_the_mass_needs(
     build: Any, share: float
 ) -> None:
-    q, k, _ = made(1280)
-    masses = mass_scores(q, k, SCALE, 0)
+    x = made(1280)
+    masses = mass_scores(x.q, x.k, SCALE, 0)
     mask = build(masses, 1280, share).to_mask()[0]
     seen = mask.unflatten(1, (20, TILE)).unflatten(3, (20, TILE))[:, :, -1, :, 0]
     for row in range(2, 20):
@@ -86,10 +78,10 @@ def test_the_highest_tiles_are_taken_and_no_more_than_the_mass_needs(
 
 
 def test_random_tiles_differ_by_layer_and_head_and_not_by_prompt() -> None:
-    q, k, _ = made(1280)
+    x = made(1280)
     one, again, other = (
-        top_k_index(random_scores(queries, k, SCALE, layer), 1280, 0.5)
-        for queries, layer in ((q, 1), (2 * q, 1), (q, 2))
+        top_k_index(random_scores(queries, x.k, SCALE, layer), 1280, 0.5)
+        for queries, layer in ((x.q, 1), (2 * x.q, 1), (x.q, 2))
     )
     assert torch.equal(one.tiles, again.tiles) and not torch.equal(one.tiles, other.tiles)
     assert not torch.equal(one.listed()[:, 0], one.listed()[:, 1])
@@ -104,5 +96,7 @@ def test_the_dense_tail_is_counted(density: float) -> None:
 
 
 def test_a_share_that_is_none_is_an_error() -> None:
+    x = made(64)
     with pytest.raises(HeadwiseError, match="a share must be above 0"):
-        attend_to(*made(64), SCALE, 0, scores=random_scores, share=0, by_mass=False, tail=0)
+        how: dict[str, Any] = {"share": 0, "by_mass": False, "tail": 0}
+        attend_to(x.q, x.k, x.v, SCALE, 0, scores=random_scores, **how)

@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from artifacts import Artifact, AShape, Imported, Prefill
 from kernels.patterns import LayerPlan, make
-from profiling.inside.capture import LayerInputs
 from profiling.inside.head_fidelity import (
     dense_attention,
     fidelity,
@@ -22,7 +20,7 @@ from profiling.inside.head_fidelity import (
 from profiling.prompts.prompt import Prompt
 from runtime.fingerprint import fingerprint
 from runtime.layers import layer_plans
-from tests.profiling.inside.plain import output, weights
+from tests.profiling.inside.plain import output, random_inputs, weights
 from tests.runtime.tiny import tiny_model
 
 LENGTH = 300
@@ -31,19 +29,9 @@ PLAN = LayerPlan(
 )
 
 
-def inputs(sinks: Tensor | None = None, softcap: float | None = None) -> LayerInputs:
-    torch.manual_seed(0)
-    q = 2 * torch.randn(1, 6, LENGTH, 16)
-    k, v = torch.randn(1, 2, LENGTH, 16), torch.randn(1, 2, LENGTH, 16)
-    return LayerInputs(
-        layer=0, q=q, k=k, v=v, scale=0.25, sliding_window=None, softcap=softcap, sinks=sinks
-    )
-
-
-@pytest.mark.parametrize(
-    "given", [inputs(), inputs(sinks=torch.linspace(-1, 3, 6)), inputs(softcap=2.0)]
-)
-def test_it_is_what_plain_softmax_says(given: LayerInputs) -> None:
+@pytest.mark.parametrize("fields", [{}, {"sinks": torch.linspace(-1, 3, 6)}, {"softcap": 2.0}])
+def test_it_is_what_plain_softmax_says(fields: dict[str, Any]) -> None:
+    given = random_inputs(LENGTH, heads=6, scale=0.5, **fields)
     index = PLAN.build(given.q, given.k, scale=given.scale)
     mask = index.to_mask()[0]
     dense, exact, found = weights(given), output(given), output(given, mask)
@@ -59,7 +47,7 @@ def test_it_is_what_plain_softmax_says(given: LayerInputs) -> None:
 
 
 def test_a_tile_that_is_skipped_counts_half() -> None:
-    given = inputs()
+    given = random_inputs(LENGTH, heads=6, scale=0.25)
     # Keys that all queries like: the first tile holds next to everything.
     given.q[:, :, :, 0] = 20.0
     given.k[:, :, :64, 0] = 20.0

@@ -10,16 +10,10 @@ import torch
 from artifacts import HeadwiseError
 from profiling.inside.oracle import choosing, oracle, top_k_attention
 from tests.profiling.conftest import tiny
+from tests.profiling.inside.plain import random_inputs
 from tests.profiling.inside.test_capture import tokens
 
 SCALE = 0.2
-
-
-def tensors(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(length)
-    q = torch.randn(1, 6, length, 16, generator=generator)
-    k, v = (torch.randn(1, 2, length, 16, generator=generator) for _ in range(2))
-    return q, k, v
 
 
 def expected(
@@ -45,7 +39,8 @@ def expected(
     ("length", "density", "tail"), [(1, 0.25, 0), (63, 1.0, 0), (200, 0.25, 0), (200, 0.25, 70)]
 )
 def test_it_attends_to_the_highest_scores(length: int, density: float, tail: int) -> None:
-    q, k, v = tensors(length)
+    x = random_inputs(length, heads=6, seed=length)
+    q, k, v = x.q, x.k, x.v
     found = top_k_attention(q, k, v, density=density, tail=tail, scale=SCALE)
     torch.testing.assert_close(found, expected(q, k, v, density, tail), atol=1e-5, rtol=1e-4)
 
