@@ -10,6 +10,7 @@ from pathlib import Path
 from artifacts.cli.options import arg
 from artifacts.commands import Outcome, answer, file_arg, json_flag
 from artifacts.errors import HeadwiseError
+from artifacts.store.read import load
 from artifacts.store.signing import make_key
 from artifacts.store.write import sign
 
@@ -56,6 +57,8 @@ def run(config: Config) -> Outcome:
         raise HeadwiseError("--encrypt is for a key that --new-key makes")
     lines = []
     if config.new_key:
+        # No key is left behind where there is nothing to sign.
+        load(config.file)
         if config.encrypt:
             passphrase = getpass("passphrase: ").encode()
         else:

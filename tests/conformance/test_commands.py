@@ -67,6 +67,7 @@ TYPED = {**RUNS, **ELSEWHERE}
 PARSERS = {verb: _parser(verb, module) for verb, module in VERBS.items()}
 OURS = [verb for verb in VERBS if verb != "lm-eval"]
 Command = Callable[..., tuple[int, str, str]]
+Refused = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +103,21 @@ def headwise(
     yield run
 
 
-def assert_refused(outcome: tuple[int, str, str], says: str, *, left: set[str]) -> None:
-    """Assert status 2, one line on stderr that has `says`, nothing on stdout, and no new file."""
-    code, out, err = outcome
-    assert (code, out) == (2, "")
-    line = err.splitlines()[-1]
-    assert line.startswith("error: ") and line.isprintable() and says in line
-    assert "Traceback" not in err and err.count("error: ") == 1
-    assert set(os.listdir()) == left
+@pytest.fixture
+def refused(headwise: Command) -> Refused:
+    """refused(says, *words) -> stderr, its last line an error that has `says`; no file is new."""
+
+    def run(says: str, *words: str) -> str:
+        before = set(os.listdir())
+        code, out, err = headwise(*words)
+        assert (code, out) == (2, "")
+        line = err.splitlines()[-1]
+        assert line.startswith("error: ") and line.isprintable() and says in line
+        assert "Traceback" not in err and err.count("error: ") == 1
+        assert set(os.listdir()) == before
+        return err
+
+    return run
 
 
 def test_every_verb_is_here() -> None:
@@ -128,10 +136,9 @@ def test_it_runs_and_its_json_is_json(verb: str, headwise: Command) -> None:
 
 
 @pytest.mark.parametrize("verb", OURS)
-def test_an_unknown_option_is_named_with_where_help_is(verb: str, headwise: Command) -> None:
-    outcome = headwise(verb, TYPED[verb], "--no-such-option")
-    assert_refused(outcome, "--no-such-option", left=set(os.listdir()))
-    assert f"headwise {verb} --help" in outcome[2]
+def test_an_unknown_option_is_named_with_where_help_is(verb: str, refused: Refused) -> None:
+    said = refused("--no-such-option", verb, TYPED[verb], "--no-such-option")
+    assert f"headwise {verb} --help" in said
 
 
 # A word of a run, what stands in its place, and what the line says.
@@ -149,10 +156,9 @@ MISSING = [
     [(v, *row) for v, words in TYPED.items() for row in MISSING if row[0] in words.split()],
 )
 def test_a_file_that_is_not_there_is_named(
-    verb: str, word: str, other: str, says: str, headwise: Command
+    verb: str, word: str, other: str, says: str, refused: Refused
 ) -> None:
-    words = [other if given == word else given for given in TYPED[verb].split()]
-    assert_refused(headwise(verb, *words), says, left=set(os.listdir()))
+    refused(says, verb, *(other if given == word else given for given in TYPED[verb].split()))
 
 
 @pytest.mark.parametrize(
@@ -184,15 +190,14 @@ def test_a_file_that_is_not_there_is_named(
         ("verify --key me.key", "is a private key"),
     ],
 )
-def test_a_value_that_cannot_be_is_named(words: str, says: str, headwise: Command) -> None:
+def test_a_value_that_cannot_be_is_named(words: str, says: str, refused: Refused) -> None:
     verb, _, more = words.partition(" ")
-    if verb == "search" and "--preset" in words:
-        typed = f"{SMALL} --out new.yaml --length 512".replace(" --samples 1", "")
-    else:
-        typed = TYPED[verb]
+    typed = TYPED[verb]
+    if "--preset" in words:
+        typed = "--model model --dtype float32 --out new.yaml --length 512"
     Path("a").mkdir()
     shutil.copy("text.txt", "a")
-    assert_refused(headwise(verb, typed, more), says, left=set(os.listdir()))
+    refused(says, verb, typed, more)
 
 
 @pytest.mark.parametrize(
@@ -204,23 +209,23 @@ def test_a_value_that_cannot_be_is_named(words: str, says: str, headwise: Comman
         ("show", "see headwise show --help"),
     ],
 )
-def test_what_is_no_command(words: str, says: str, headwise: Command) -> None:
-    assert_refused(headwise(words), says, left=set(os.listdir()))
+def test_what_is_no_command(words: str, says: str, refused: Refused) -> None:
+    refused(says, words)
 
 
-def test_help_and_the_judgement_of_options_need_no_torch(tmp_path: Path) -> None:
+def test_help_and_the_judgement_of_options_need_no_torch() -> None:
     """A word that was mistyped, or a value out of its range, is told in a moment."""
-    lines = [
-        ["--help"],
-        ["show", "--help"],
-        *(f"search --model m --out {tmp_path}/o.yaml {more}".split() for more in ("--budget 2",)),
-    ]
-    code = (
-        "import sys\nfrom artifacts import HeadwiseError\nfrom search.__main__ import main\n"
-        f"for words in {lines!r}:\n    try:\n        main(words)\n"
-        "    except (SystemExit, HeadwiseError):\n        pass\n"
-        "print(sorted(sys.modules.keys() & {'torch', 'transformers', 'optuna'}))"
-    )
+    code = """
+import sys
+from artifacts import HeadwiseError
+from search.__main__ import main
+for words in ("--help", "show --help", "search --model m --out o.yaml --budget 2"):
+    try:
+        main(words.split())
+    except (SystemExit, HeadwiseError):
+        pass
+print(sorted(sys.modules.keys() & {"torch", "transformers", "optuna"}))
+"""
     out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
     listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
     assert set(VERBS) <= set(listed) and out.endswith("[]\n")
@@ -247,11 +252,10 @@ def test_the_page_of_commands_is_current() -> None:
 
 @pytest.mark.parametrize("verb", ["filters", "kv", "demo"])
 def test_a_command_for_one_process_says_so_to_a_launch_of_several(
-    verb: str, headwise: Command, monkeypatch: pytest.MonkeyPatch
+    verb: str, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    says = "is for one process, got 2 of a launch"
-    assert_refused(headwise(verb, TYPED[verb]), says, left=set(os.listdir()))
+    refused("is for one process, got 2 of a launch", verb, TYPED[verb])
 
 
 def raising(error: BaseException) -> Any:
