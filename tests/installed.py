@@ -18,32 +18,9 @@ from pathlib import Path
 import torch
 import transformers
 
-
-def save_model(folder: Path) -> None:
-    """A random Llama with a tokenizer of single bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=260,
-        hidden_size=96,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            # The usual initialisation makes attention nearly uniform: all patterns would be alike.
-            parameter.data.normal_(std=2 * parameter.shape[-1] ** -0.5)
-    model.save_pretrained(folder)
-    symbols = {symbol: at for at, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=symbols, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+# After the environment's own packages, of which some have folders of tests of the same names.
+sys.path.append(str(Path(__file__).parent))
+from tiny_text_model import save_tiny
 
 
 def command(*words: str, folder: Path) -> str:
@@ -128,7 +105,7 @@ def main(folder: Path, *, prebuilt: bool, serve_only: bool) -> None:
     if serve_only:
         check_that_a_search_says_what_it_needs(folder)
     else:
-        save_model(folder / "model")
+        save_tiny(folder / "model", max_position_embeddings=2048)
         search(folder)
     serve(folder)
     print(

@@ -13,7 +13,7 @@ from runtime.layers import attention_layers, sliding_layers
 from search.heads import main
 from tests.runtime.tiny import FAMILIES, tiny_model
 from tests.sampling import sampled
-from tests.search.conftest import save_tokenizer
+from tests.tiny_text_model import save_tokenizer
 
 # One without a trait of its own, and one for each of a fused projection, a softcap, layers that
 # slide, sinks, another layout of modules, and experts. The runtime's matrix has all.

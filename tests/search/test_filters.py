@@ -12,11 +12,13 @@ import torch
 import artifacts
 from artifacts import HeadwiseError
 from profiling import similarity
+from profiling.models.loading import load_model
 from profiling.similarities import layer_similarity
 from runtime import load
 from search import filters
 from search.decode import filter_search
 from search.published import search as heads
+from tests.search.conftest import PUBLISHED
 
 LENGTH = 600
 MEASURE = f"--task passkey --task kv_retrieval --length {LENGTH} --steps 3 --samples 1".split()
@@ -36,32 +38,20 @@ def test_fills_the_decode_section_and_leaves_the_rest(
     filters.main([*command, "--out", str(out), *options.split()])
     before, arrays = artifacts.load_pair(by_head)
     after, more = artifacts.load_pair(out)
-    assert (
-        after.decode is not None
-        and after.prefill == before.prefill
-        and after.patterns == before.patterns
-    )
+    assert (after.prefill, after.patterns) == (before.prefill, before.patterns)
     section = after.decode.omnikv
-    assert (section.selector, section.window, section.budget, section.prefill_ratio) == (
-        "uniform",
-        4,
-        0.25,
-        0.5,
-    )
+    assert (section.selector, section.window) == ("uniform", 4)
+    assert (section.budget, section.prefill_ratio) == (0.25, 0.5)
     mass = more.pop("similarity.mass")
     error = more.pop("similarity.error")
     assert np.isfinite(error[np.triu_indices(3)]).all() and np.isnan(error[2, 0])
     assert mass.shape == (3, 3) and sorted(more) == sorted(arrays)
     assert section.filter_layers == (0,) and section.dense_layers == ()
-    assert section.similarity is not None and section.similarity.tasks == (
-        "passkey",
-        "kv_retrieval",
-    )
+    assert section.similarity.tasks == ("passkey", "kv_retrieval")
     assert section.similarity.top_k == LENGTH // 4 and 0 < section.similarity.kept <= 1
     printed = capsys.readouterr().out
     assert printed.endswith(f"next: headwise decode {out} --model {command[1]}\n")
     assert "held-out prompts" in printed and "evenly spaced" in printed
-    artifacts.load(by_head)
 
 
 def test_a_killed_run_goes_on_and_finds_the_same(
@@ -98,27 +88,14 @@ def test_a_killed_run_goes_on_and_finds_the_same(
     assert not list(tmp_path.glob("*.ledger"))
 
 
-def test_the_file_it_starts_from_may_be_the_one_it_writes(
-    command: list[str], by_head: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "cfg.yaml"
-    artifacts.save(*artifacts.load_pair(by_head)[:1], out, artifacts.load_arrays(by_head))
-    at = command.index(str(by_head))
-    more = ["--out", str(out), "--dense-first", "1", "--sparse", "0.3"]
-    filters.main([*command[:at], str(out), *command[at + 1 :], *more])
-    after = artifacts.load(out)
-    assert after.decode is not None and after.decode.omnikv.filter_layers == (1,)
-    assert after.decode.omnikv.dense_layers == (0,)
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_other_sections_written_meanwhile_are_kept(
+def test_in_place_other_sections_are_kept_and_a_search_keeps_this_one(
     command: list[str],
     by_head: Path,
     tiny_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also a section that another command writes meanwhile."""
     out = tmp_path / "cfg.yaml"
     artifacts.save(artifacts.load(by_head), out, artifacts.load_arrays(by_head))
     section = artifacts.KVCache(policies={"all": artifacts.Full()}, layers=("all",) * 3)
@@ -132,22 +109,13 @@ def test_other_sections_written_meanwhile_are_kept(
 
     monkeypatch.setattr(filter_search, "compare", meanwhile)
     at = command.index(str(by_head))
-    filters.main([*command[:at], str(out), *command[at + 1 :], "--out", str(out)])
+    more = ["--out", str(out), "--dense-first", "1", "--sparse", "0.3"]
+    filters.main([*command[:at], str(out), *command[at + 1 :], *more])
     first = artifacts.load(out)
-    assert first.kv_cache == section and first.decode is not None
-    options = {
-        "length": 1000,
-        "budget": "0.5",
-        "dtype": "float32",
-        "calibration": "passkey",
-        "command": "again",
-    }
-    again = heads.run(heads.HeadSearch(model=str(tiny_model), out=out, **options))
-    assert (
-        artifacts.load(out) == again
-        and again.search is not None
-        and again.search.command == "again"
-    )
+    assert first.kv_cache == section and len(list(tmp_path.iterdir())) == 2
+    assert (first.decode.omnikv.filter_layers, first.decode.omnikv.dense_layers) == ((1,), (0,))
+    again = heads.run(heads.HeadSearch(model=str(tiny_model), out=out, picture=False, **PUBLISHED))
+    assert artifacts.load(out) == again
     assert again.kv_cache == section and again.decode == first.decode
     assert "similarity.mass" in artifacts.load_arrays(out)
 
@@ -155,8 +123,6 @@ def test_other_sections_written_meanwhile_are_kept(
 def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
     command: list[str], tiny_model: Path, tmp_path: Path
 ) -> None:
-    from profiling.models.loading import load_model
-
     profile = tmp_path / "profile"
     out = tmp_path / "cfg.yaml"
     similarity.main(

@@ -34,19 +34,16 @@ def test_a_rung_is_the_same_share_at_every_length(length: int) -> None:
 
 def test_from_tiny_to_dense() -> None:
     found = candidate_grid(8192)
-    assert found[-1].kind == "dense" and {pattern.kind for pattern in found} == set(SIZES) <= set(
-        KINDS
-    )
-    assert len(set(found)) == len(found)
-    assert min(pattern.window for pattern in found if pattern.kind == "a_shape") == 128
-    assert all(pattern.sink == TILE for pattern in found if pattern.kind == "a_shape")
+    assert found[-1].kind == "dense" and len(set(found)) == len(found)
+    assert {pattern.kind for pattern in found} == set(SIZES) <= set(KINDS)
+    a_shapes = [pattern for pattern in found if pattern.kind == "a_shape"]
+    assert min(pattern.window for pattern in a_shapes) == 128
+    assert {pattern.sink for pattern in a_shapes} == {TILE}
     for kind in ("vertical_slash", "block_sparse"):
-        assert {getattr(p, "coverage", None) for p in found if p.kind == kind} == {
-            None,
-            0.9,
-            0.95,
-            0.98,
+        coverages = {
+            getattr(pattern, "coverage", None) for pattern in found if pattern.kind == kind
         }
+        assert coverages == {None, 0.9, 0.95, 0.98}
 
 
 @pytest.mark.parametrize("length", [1, 128, 130])

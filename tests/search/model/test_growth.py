@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -80,28 +82,25 @@ def test_through_noise_and_over_three_lengths() -> None:
     assert powers["a_shape"]["window"] == pytest.approx(0.5, abs=0.15)
 
 
-@pytest.mark.parametrize("power, told", [(-0.1, 0.0), (1.2, 1.0)])
+@pytest.mark.parametrize(("power", "told"), [(-0.1, 0.0), (1.2, 1.0)])
 def test_powers_are_clipped(power: float, told: float) -> None:
     assert fitted(power).powers == {"a_shape": {"window": told}}
 
 
-def test_what_lies_between_beyond_the_rungs_is_not_guessed() -> None:
-    """The largest candidate loses too much at the short length: the power is unknown."""
-    candidates = {length: candidate_grid(length) for length in (SHORT, LONG)}
-    curves = {length: curves_of(candidates[length], length, 0.5) for length in candidates}
-    chosen = np.full((LAYERS, HEADS), rung(candidates[LONG], LONG, "a_shape", 3 / 8))
-    assert fit(curves, candidates, chosen, LONG) is None
+DENSE = len(candidate_grid(LONG)) - 1
 
 
-def test_one_length_tells_nothing() -> None:
-    candidates = {LONG: candidate_grid(LONG)}
-    curves = {LONG: curves_of(candidates[LONG], LONG, 0.5)}
-    assert fit(curves, candidates, np.zeros((LAYERS, HEADS), dtype=int), LONG) is None
-
-
-def test_heads_that_are_dense_or_left_alone_tell_nothing() -> None:
-    candidates = {length: candidate_grid(length) for length in (SHORT, LONG)}
-    curves = {length: curves_of(candidates[length], length, 0.5) for length in candidates}
-    chosen = np.full((LAYERS, HEADS), len(candidates[LONG]) - 1)
-    chosen[0] = -1
-    assert fit(curves, candidates, chosen, LONG) is None
+@pytest.mark.parametrize(
+    ("lengths", "chosen"),
+    [
+        # The largest candidate loses too much at the short length: nothing is guessed.
+        ((SHORT, LONG), rung(candidate_grid(LONG), LONG, "a_shape", 3 / 8)),
+        # One length tells nothing, nor do heads that are dense, or a layer that is left alone.
+        ((LONG,), 0),
+        ((SHORT, LONG), [[-1], [DENSE]]),
+    ],
+)
+def test_what_tells_nothing_of_a_power_gives_none(lengths: tuple[int, ...], chosen: Any) -> None:
+    candidates = {length: candidate_grid(length) for length in lengths}
+    curves = {length: curves_of(candidates[length], length, 0.5) for length in lengths}
+    assert fit(curves, candidates, np.broadcast_to(chosen, (LAYERS, HEADS)), LONG) is None

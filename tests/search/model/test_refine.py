@@ -141,15 +141,16 @@ def test_a_storage_holds_an_ordinary_study_of_these_trials(tmp_path: Path) -> No
     url = f"sqlite:///{tmp_path}/study.db"
     check_storage(url)
     for _ in range(2):
-        trials, _ = refined(heads(), storage=url)
+        trials, _ = refined(heads(), trials=4, storage=url)
         study = optuna.load_study(study_name="cfg", storage=url)
-        assert len(study.trials) == 7 and study.best_value == pytest.approx(trials[0].loss)
+        assert len(study.trials) == 4 and study.best_value == pytest.approx(trials[0].loss)
         values = sorted(trial.value for trial in study.trials)
         assert values == pytest.approx([trial.loss for trial in trials])
         for trial in study.trials:
             assert set(trial.params) == {"group_0", "group_1", "dense_tail"}
     # Another rank leaves the storage alone, and draws the same.
-    again, _ = refined(heads(), storage=f"sqlite:///{tmp_path}/none.db", ranks=Ranks(1, 2))
+    none = f"sqlite:///{tmp_path}/none.db"
+    again, _ = refined(heads(), trials=4, storage=none, ranks=Ranks(1, 2))
     digests = [trial.allocation.digest for trial in trials]
     assert [trial.allocation.digest for trial in again] == digests
     assert not (tmp_path / "none.db").exists()

@@ -23,6 +23,7 @@ from search.model.sampled_tiles import sampled
 from search.model.scored_prompts import _deal
 from search.model.scoring import Scores, score_layer
 from tests.runtime.tiny import look_at_themselves, tiny_model
+from tests.sampling import sampled as sampled_cases
 
 TAILS = (0, 64, 100)
 CANDIDATES = (
@@ -107,12 +108,12 @@ def direct(
 
 
 @pytest.mark.parametrize(
-    "family, length, total",
-    [
-        ("Llama", 320, 320),
+    ("family", "length", "total"),
+    sampled_cases(
+        [("Llama", 320, 320), ("Llama", 200, 333), ("GptOss", 333, 340)],
         ("Llama", 200, 333),
         ("GptOss", 333, 340),
-    ],
+    ),
 )
 def test_with_every_tile_scores_are_those_of_each_candidate_alone(
     family: str, every_tile: None, length: int, total: int
