@@ -64,8 +64,8 @@ def test_heads_and_what_it_does_to_density(pair, make):
         ("a_64_512", "bs_9"): {"2": [2]},
     }
     assert data["total"] == 12 and data["length"] == 8192
-    densities = [mean_density(load_pair(file)[0], 8192) for file in files.values()]
-    assert data["density"] == densities and densities[0] != densities[1]
+    before, after = (mean_density(load_pair(file)[0], 8192) for file in files.values())
+    assert data["density"] == [before, after] and before != after
     text = run(Config(**files)).text
     assert "heads      3 of 12 have another pattern\n  vs_100_1800 -> a_64_512: 1: 0 (0)\n" in text
     assert "at 4,096 tokens" in text and "field      patterns.vs_30_2048_q32: {'kind'" in text
@@ -81,12 +81,8 @@ def test_a_new_name_is_no_new_pattern_and_a_new_size_is_one(pair, make):
         for row in small.prefill.layers
     )
     data = found(pair(patterns=patterns, prefill=small.prefill.model_copy(update={"layers": rows})))
-    (change,) = data["heads"]
-    assert (change["before"], change["after"], change["where"]) == (
-        "a_64_512",
-        "a_64_512",
-        {"0": [2], "2": [2]},
-    )
+    where = {"0": [2], "2": [2]}
+    assert data["heads"] == [{"before": "a_64_512", "after": "a_64_512", "where": where}]
 
 
 def test_sections_fields_arrays(pair, make):
@@ -117,20 +113,13 @@ def test_growth_front_and_costs(make):
         prefill=other.prefill.model_copy(update={"growth": None, "front": None}),
     )
     found = compare(plain, other, {}, arrays, length=16_384)
-    assert set(found.added) == {
-        "prefill.growth",
-        "prefill.front",
-        "costs",
-        "decode",
-        "kv_cache",
-        "evidence.tasks",
-    }
+    sections = "prefill.growth prefill.front costs decode kv_cache evidence.tasks"
+    assert set(found.added) == set(sections.split())
     assert "prefill.growth.length" not in [change.field for change in found.fields]
     assert found.heads == () and found.density[0] != found.density[1]
     front = other.prefill.front.model_copy(update={"dense_cost": 9.0})
-    changed = other.model_copy(
-        update={"prefill": other.prefill.model_copy(update={"front": front})}
-    )
+    prefill = other.prefill.model_copy(update={"front": front})
+    changed = other.model_copy(update={"prefill": prefill})
     (change,) = compare(other, changed, arrays, arrays).fields
     assert (change.field, change.before, change.after) == ("prefill.front.dense_cost", 2.0, 9.0)
     again = other.costs[0].model_copy(update={"command": "another day"})
@@ -150,9 +139,8 @@ def test_unlike_shapes(make):
     other, arrays = build_every_kind()
     found = compare(make(), other, build_arrays(), arrays)
     assert found and found.heads is None
-    assert ("model.num_layers", 3, 5) in [
-        (change.field, change.before, change.after) for change in found.fields
-    ]
+    changes = {change.field: (change.before, change.after) for change in found.fields}
+    assert changes["model.num_layers"] == (3, 5)
 
 
 def test_a_missing_sidecar_is_said(pair, make):
@@ -160,20 +148,13 @@ def test_a_missing_sidecar_is_said(pair, make):
     for file in files["before"].parent.glob("b.*.safetensors"):
         file.unlink()
     text = run(Config(**files)).text
-    assert (
-        text.startswith("sidecar    ")
-        and "is missing from" in text
-        and "dense_below: 4096 -> 5000" in text
-    )
+    assert text.startswith("sidecar    ") and "is missing from" in text
+    assert "dense_below: 4096 -> 5000" in text
 
 
 def test_static_patterns_are_compared_by_name_and_array(make):
     artifact, arrays = build_every_kind()
-    found = compare(
-        artifact,
-        artifact,
-        arrays,
-        arrays | {"static.mean.diagonals": arrays["static.mean.diagonals"][:-1]},
-    )
-    assert found and found.heads == () and found.arrays["changed"] == ("static.mean.diagonals",)
+    name = "static.mean.diagonals"
+    found = compare(artifact, artifact, arrays, arrays | {name: arrays[name][:-1]})
+    assert found and found.heads == () and found.arrays["changed"] == (name,)
     assert found.density[0] != found.density[1]

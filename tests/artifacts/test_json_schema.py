@@ -31,9 +31,8 @@ def test_every_field_is_described_and_has_its_line():
     for model in models(Artifact):
         for name, field in model.model_fields.items():
             assert field.description, f"{model.__name__}.{name}: describe it where it is declared"
-            assert any(
-                line.startswith(f"| `{name}` |") and field.description in line for line in lines
-            )
+            described = [line for line in lines if line.startswith(f"| `{name}` |")]
+            assert any(field.description in line for line in described)
 
 
 def test_the_page_has_these_tables():
@@ -42,17 +41,14 @@ def test_the_page_has_these_tables():
     )
 
 
-def test_every_property_of_the_schema_has_its_description(capsys):
+def test_the_schema_is_printed(capsys):
     assert main(["schema", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
-    assert made == schema()
+    assert made == schema() and f"version {SCHEMA_VERSION}" in made["title"]
+    assert made["$schema"].startswith("https://json-schema.org/")
     for part in (made, *made["$defs"].values()):
         for name, field in part.get("properties", {}).items():
             assert field["description"], name
-    assert (
-        made["$schema"].startswith("https://json-schema.org/")
-        and f"version {SCHEMA_VERSION}" in made["title"]
-    )
 
 
 def test_a_file_names_the_schema_that_lies_beside_it(saved, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from artifacts.commands import merge as verb
 from artifacts.commands.merge import Config, run
 from tests.artifacts.conftest import build, build_every_kind
 
-NOTHING = artifacts.Evidence()
 POLICIES = {"f": artifacts.Full(), "s": artifacts.Streaming(sinks=4, window=100)}
 
 
@@ -28,17 +28,12 @@ def omnikv(**changes):
 @pytest.fixture
 def files(tmp_path, arrays):
     cache = artifacts.KVCache(policies=POLICIES, layers=("f", "s", ("f", "s")))
-    made = {
-        "a": (build(), arrays),
-        "b": (
-            build(decode=omnikv(), evidence=artifacts.Evidence()),
-            {"chosen.recall": np.zeros((3, 4)), "similarity.mass": np.eye(3)},
-        ),
-        "c": (build(kv_cache=cache), {"imported.full_attention": np.eye(3, 2)}),
-    }
-    for name, (artifact, beside) in made.items():
-        save(artifact, tmp_path / f"{name}.yaml", beside)
-    return {name: tmp_path / f"{name}.yaml" for name in made} | {"out": tmp_path / "out.yaml"}
+    with_decode = build(decode=omnikv(), evidence=artifacts.Evidence())
+    more = {"chosen.recall": np.zeros((3, 4)), "similarity.mass": np.eye(3)}
+    save(build(), tmp_path / "a.yaml", arrays)
+    save(with_decode, tmp_path / "b.yaml", more)
+    save(build(kv_cache=cache), tmp_path / "c.yaml", {"imported.full_attention": np.eye(3, 2)})
+    return {name: tmp_path / f"{name}.yaml" for name in ("a", "b", "c", "out")}
 
 
 def test_prefill_of_a_decode_of_b(files, arrays):
@@ -74,14 +69,8 @@ def test_prefill_of_b_decode_left_out_kv_cache_of_c(files):
 def test_cost_tables_go_with_the_search(tmp_path):
     artifact, beside = build_every_kind()
     save(artifact, tmp_path / "a.yaml", beside)
-    save(
-        build(
-            model=artifact.model,
-            patterns={},
-            prefill=artifacts.Prefill(dense_below=0, layers=(None,) * 5),
-        ),
-        tmp_path / "b.yaml",
-    )
+    prefill = artifacts.Prefill(dense_below=0, layers=(None,) * 5)
+    save(build(model=artifact.model, patterns={}, prefill=prefill), tmp_path / "b.yaml")
     run(Config(file=tmp_path / "b.yaml", prefill=tmp_path / "a.yaml", out=tmp_path / "out.yaml"))
     merged, arrays = load_pair(tmp_path / "out.yaml")
     assert merged.costs == artifact.costs and merged.prefill == artifact.prefill
@@ -109,11 +98,11 @@ def test_in_place_what_another_wrote_meanwhile_is_kept(files, monkeypatch):
     assert merged.kv_cache == cache and merged.decode == omnikv()
 
 
-def unlike(tmp_path, file, **changes):
+def unlike(path, **changes):
     artifact = build(decode=omnikv())
     model = artifact.model.model_copy(update=changes)
-    save(artifact.model_copy(update={"model": model}), tmp_path / file)
-    return tmp_path / file
+    save(artifact.model_copy(update={"model": model}), path)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -126,7 +115,7 @@ def unlike(tmp_path, file, **changes):
     ],
 )
 def test_unlike_models_are_refused_by_the_first_field(files, tmp_path, changes, said):
-    other = unlike(tmp_path, "d.yaml", **changes)
+    other = unlike(tmp_path / "d.yaml", **changes)
     with pytest.raises(ArtifactError) as caught:
         run(Config(file=files["a"], decode=str(other), out=files["out"]))
     assert "for unlike models" in str(caught.value) and said in str(caught.value)
@@ -134,30 +123,25 @@ def test_unlike_models_are_refused_by_the_first_field(files, tmp_path, changes, 
 
 
 def test_an_import_learns_the_model(files, tmp_path):
-    other = unlike(
-        tmp_path,
-        "d.yaml",
-        name="file",
-        architecture=None,
-        config_sha256=None,
-        weights_sha256=None,
-        rope=None,
-    )
-    run(Config(file=other, prefill=files["a"], out=files["out"]))
-    assert load_pair(files["out"])[0].model == load_pair(files["a"])[0].model
-    run(Config(file=files["a"], prefill=other, out=files["out"]))
-    assert load_pair(files["out"])[0].model == load_pair(files["a"])[0].model
+    unknown = dict.fromkeys(("architecture", "config_sha256", "weights_sha256", "rope"))
+    other = unlike(tmp_path / "d.yaml", name="file", **unknown)
+    for more in ({"file": other, "prefill": files["a"]}, {"file": files["a"], "prefill": other}):
+        run(Config(**more, out=files["out"]))
+        assert load_pair(files["out"])[0].model == load_pair(files["a"])[0].model
 
 
-def test_what_is_refused(files, tmp_path):
-    with pytest.raises(ArtifactError, match="has no decode section"):
-        run(Config(file=files["a"], decode=str(files["c"]), out=files["out"]))
-    with pytest.raises(ArtifactError, match="no such file"):
-        run(Config(file=files["a"], decode=str(tmp_path / "none.yaml"), out=files["out"]))
-    with pytest.raises(ArtifactError, match="--decode: give an artifact's YAML file, or none"):
-        run(Config(file=files["a"], decode="", out=files["out"]))
-    with pytest.raises(HeadwiseError, match="does not exist"):
-        run(Config(file=files["a"], out=tmp_path / "none" / "out.yaml"))
-    with pytest.raises(ArtifactError, match=r"drops tokens that decode\.omnikv chooses from"):
-        run(Config(file=files["b"], kv_cache=str(files["c"]), out=files["out"]))
+@pytest.mark.parametrize(
+    ("file", "options", "says"),
+    [
+        ("a", {"decode": "c.yaml"}, "has no decode section"),
+        ("a", {"decode": "none.yaml"}, "no such file"),
+        ("a", {"decode": ""}, "--decode: give an artifact's YAML file, or none"),
+        ("b", {"kv_cache": "c.yaml"}, r"drops tokens that decode\.omnikv chooses from"),
+        ("a", {"out": Path("none/out.yaml")}, "does not exist"),
+    ],
+)
+def test_what_is_refused(files, monkeypatch, file, options, says):
+    monkeypatch.chdir(files["out"].parent)
+    with pytest.raises(HeadwiseError, match=says):
+        run(Config(**{"file": files[file], "out": files["out"], **options}))
     assert not files["out"].exists()

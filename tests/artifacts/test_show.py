@@ -78,12 +78,13 @@ def test_a_damaged_sidecar_is_a_finding(saved, damage, capsys):
 
 def test_many_heads_are_wrapped(tmp_path, make, page):
     artifact = make()
-    model = artifact.model.model_copy(update={"num_heads": 128, "num_layers": 1})
-    rows = (("bs_9",) * 127 + ("dense",),)
     patterns = {name: artifact.patterns[name] for name in ("bs_9", "dense")}
-    prefill = artifact.prefill.model_copy(update={"layers": rows})
-    changes = {"model": model, "patterns": patterns, "prefill": prefill}
-    save(artifact.model_copy(update=changes), tmp_path / "a.yaml")
+    changed = make(
+        model=artifact.model.model_copy(update={"num_heads": 128, "num_layers": 1}),
+        patterns=patterns,
+        prefill=artifact.prefill.model_copy(update={"layers": (("bs_9",) * 127 + ("dense",),)}),
+    )
+    save(changed, tmp_path / "a.yaml")
     wrapped = [f"{'B' * 32}\n"] * 3 + [f"{'B' * 31}D\n"]
     assert "         ".join(wrapped) in page(tmp_path / "a.yaml")
 

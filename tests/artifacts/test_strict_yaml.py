@@ -6,7 +6,7 @@ import re
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from artifacts import ArtifactError
@@ -34,6 +34,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(st.dictionaries(TEXT | TRICKY, VALUES, max_size=5))
 def test_every_value_comes_back(fields):
     text = dump(fields)

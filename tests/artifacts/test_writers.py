@@ -26,7 +26,7 @@ from artifacts import (
 from artifacts.analysis.sections import save_searched, with_seen
 from artifacts.store.pair import locked
 from artifacts.store.windows import seen_windows
-from tests.artifacts.conftest import COSTS
+from tests.artifacts.conftest import build_every_kind
 
 DECODE = Decode(omnikv=OmniKV(filter_layers=(2,)))
 
@@ -35,11 +35,13 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
 def with_decode(artifact, arrays):
-    return artifact.model_copy(update={"decode": DECODE}), {
-        **arrays,
-        "similarity.mass": np.ones(3, np.float32),
-    }
+    mass = np.ones(3, np.float32)
+    return artifact.model_copy(update={"decode": DECODE}), {**arrays, "similarity.mass": mass}
 
 
 def test_update_keeps_what_it_is_not_about(saved):
@@ -52,13 +54,11 @@ def test_update_keeps_what_it_is_not_about(saved):
 
 
 def test_update_into_another_file_leaves_the_first_alone(saved, tmp_path):
-    before = {path.name: path.read_bytes() for path in saved.parent.iterdir()}
+    before = files_of(saved.parent)
     out = tmp_path / "other" / "new.yaml"
     out.parent.mkdir()
     assert update(saved, with_decode, out=out) == load(out) and load(out).decode == DECODE
-    assert {
-        path.name: path.read_bytes() for path in saved.parent.iterdir() if path.is_file()
-    } == before
+    assert files_of(saved.parent) == before
     # By another name it is still the same file.
     update(saved, with_decode, out=saved.parent / "other" / ".." / saved.name)
     assert load(saved).decode == DECODE
@@ -67,52 +67,20 @@ def test_update_into_another_file_leaves_the_first_alone(saved, tmp_path):
 def test_update_needs_a_whole_artifact_and_a_change_that_works(saved, tmp_path):
     with pytest.raises(ArtifactError, match=r"none\.yaml: no such file"):
         update(tmp_path / "none.yaml", with_decode)
-    before = {path.name: path.read_bytes() for path in saved.parent.iterdir()}
+    before = files_of(saved.parent)
 
     def broken(artifact, arrays):
         raise OSError("of its own")
 
+    def without_layers(artifact, arrays):
+        prefill = artifact.prefill.model_copy(update={"layers": ()})
+        return artifact.model_copy(update={"prefill": prefill}), arrays
+
     with pytest.raises(OSError, match="of its own"):
         update(saved, broken)
     with pytest.raises(ArtifactError, match=r"prefill\.layers has 0 rows"):
-        update(
-            saved,
-            lambda a, x: (
-                a.model_copy(update={"prefill": a.prefill.model_copy(update={"layers": ()})}),
-                x,
-            ),
-        )
-    assert {path.name: path.read_bytes() for path in saved.parent.iterdir()} == before
-
-
-WRITER = """
-import sys
-import numpy as np
-from artifacts import update
-path, who = sys.argv[1:]
-for turn in range(5):
-    def change(artifact, arrays):
-        name = f"{who}.{turn}"
-        row = artifact.evidence.measurements[0].model_copy(update={"name": name})
-        evidence = artifact.evidence.with_measurements([row])
-        return artifact.model_copy(update={"evidence": evidence}), {**arrays, name: np.ones(2)}
-    update(path, change)
-"""
-
-
-def test_processes_that_write_at_once_lose_nothing(saved):
-    writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(saved), f"w{i}"]) for i in range(3)
-    ]
-    while any(writer.poll() is None for writer in writers):
-        load_arrays(saved)
-    assert [writer.returncode for writer in writers] == [0] * 3
-    written = {f"w{i}.{turn}" for i in range(3) for turn in range(5)}
-    artifact, arrays = load_pair(saved)
-    assert {row.name for row in artifact.evidence.measurements} == written | {
-        "prefill"
-    } and written <= arrays.keys()
-    assert len(names(saved.parent)) == 2
+        update(saved, without_layers)
+    assert files_of(saved.parent) == before
 
 
 def test_a_lock_that_is_held_is_waited_for_and_then_named(saved, make):
@@ -178,9 +146,7 @@ def test_a_link_in_place_of_the_lock_is_not_followed(saved, make, tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("kept")
     (saved.parent / ".cfg.lock").symlink_to(precious)
-    with pytest.raises(
-        HeadwiseError, match=r"cannot write '.*cfg\.yaml': its lock file \.cfg\.lock: "
-    ):
+    with pytest.raises(HeadwiseError, match=r"cfg\.yaml': its lock file \.cfg\.lock: "):
         save(make(), saved)
     assert precious.read_text() == "kept"
 
@@ -198,14 +164,14 @@ def test_without_locks_in_the_file_system_there_is_still_a_pair(saved, make, arr
 
 @pytest.mark.slow
 def test_killed_at_each_call_and_at_any_instant_a_whole_pair_is_there():
-    command = [sys.executable, "-m", "tests.artifacts.crash", "60"]
+    command = [sys.executable, "-m", "tests.artifacts.crash", "20"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     for kind, calls in (("before", 20), ("torn", 1)):
         assert report[kind].keys() == {"0", "1"} and report[kind]["0"] > calls
     # Were none killed within a write, there would be no leftovers.
-    assert sum(report["random"].values()) == 54 and report["random"]["leftovers"] > 5
+    assert sum(report["random"].values()) == 18 and report["random"]["leftovers"] > 1
     assert report["kept"] > 0
 
 
@@ -214,13 +180,10 @@ def test_a_search_keeps_the_sections_of_others(saved, make):
     again = make(created_at="2026-01-01T00:00:00Z", evidence=artifacts.Evidence())
     result = save_searched(again, saved, {"chosen.recall": np.zeros((3, 4), np.float32)})
     artifact, arrays = load_pair(saved)
-    assert (
-        artifact == result and artifact.decode == DECODE and artifact.created_at.startswith("2026")
-    )
-    assert (
-        arrays.keys() == {"chosen.recall", "similarity.mass"} and not arrays["chosen.recall"].any()
-    )
-    assert artifact.evidence == artifacts.Evidence()
+    assert artifact == result and artifact.decode == DECODE
+    assert artifact.created_at.startswith("2026") and artifact.evidence == artifacts.Evidence()
+    assert arrays.keys() == {"chosen.recall", "similarity.mass"}
+    assert not arrays["chosen.recall"].any()
 
 
 def test_a_search_keeps_what_the_searches_of_kept_sections_have_seen(saved, make, arrays):
@@ -229,24 +192,24 @@ def test_a_search_keeps_what_the_searches_of_kept_sections_have_seen(saved, make
     again, fresh = with_seen(make(), arrays, [second, third])
     save_searched(again, saved, fresh)
     artifact, there = load_pair(saved)
-    assert (
-        seen_windows(there) == {first, second, third}
-        and artifact.search.calibration.seen_windows == 3
-    )
+    assert seen_windows(there) == {first, second, third}
+    assert artifact.search.calibration.seen_windows == 3
     update(saved, lambda artifact, there: (artifact.model_copy(update={"decode": None}), there))
     save_searched(again, saved, fresh)
     assert seen_windows(load_pair(saved)[1]) == {second, third}
-    imported = make(
-        search=None,
-        prefill=artifact.prefill.model_copy(update={"layers": (None,) * 3}),
-        patterns={},
-    )
+    prefill = artifact.prefill.model_copy(update={"layers": (None,) * 3})
+    imported = make(search=None, prefill=prefill, patterns={})
     assert with_seen(imported, {}, [first]) == (imported, {})
+
+
+def devices(path):
+    return [(table.device, table.optimised) for table in load(path).costs]
 
 
 def test_a_search_keeps_the_cost_tables_of_other_devices(saved, make):
     """Its own come first, and none of the others is what it counted by."""
-    here, there = (COSTS.model_copy(update={"device": device}) for device in ("here", "there"))
+    (costs,) = build_every_kind()[0].costs
+    here, there = (costs.model_copy(update={"device": device}) for device in ("here", "there"))
     seconds = {"cost": artifacts.SearchCost(unit="seconds", device="here")}
     searched = make().search.model_copy(update=seconds)
 
@@ -256,19 +219,11 @@ def test_a_search_keeps_the_cost_tables_of_other_devices(saved, make):
     both = (there.model_copy(update={"optimised": False}), here)
     save(make(search=searched, costs=both), saved, tables(1.0, 2.0))
     save_searched(make(), saved, {})
-    artifact, arrays = load_pair(saved)
-    assert [(table.device, table.optimised) for table in artifact.costs] == [
-        ("there", False),
-        ("here", False),
-    ]
-    assert arrays == tables(1.0, 2.0)
+    assert devices(saved) == [("there", False), ("here", False)]
+    assert load_pair(saved)[1] == tables(1.0, 2.0)
     save_searched(make(search=searched, costs=(here,)), saved, tables(3.0))
-    artifact, arrays = load_pair(saved)
-    assert [(table.device, table.optimised) for table in artifact.costs] == [
-        ("here", True),
-        ("there", False),
-    ]
-    assert arrays == tables(3.0, 1.0)
+    assert devices(saved) == [("here", True), ("there", False)]
+    assert load_pair(saved)[1] == tables(3.0, 1.0)
 
 
 def test_a_search_of_another_model_or_over_no_artifact_replaces_all(saved, make):

@@ -334,19 +334,21 @@ def test_an_export_is_measured_by_what_the_tool_makes_of_it(
     assert sizes == (3, 4, 2, 8192)
 
 
-def test_scores_are_kept(tmp_path: Path) -> None:
-    """Recalls, and scores that are none, which is said."""
-    imported(tmp_path, case_of("head_patterns.json"))
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [("head_patterns.json", "recall"), ("error_counts.json", "other"), ("pattern.json", None)],
+)
+def test_scores_are_kept_and_what_is_no_recall_is_said(
+    file: str, kind: str | None, tmp_path: Path
+) -> None:
+    report = imported(tmp_path, case_of(file))
     artifact, arrays = load_pair(tmp_path / "cfg.yaml")
-    assert artifact.prefill.imported.scores == "recall"
-    assert arrays["imported.score"][1, 1] == 1.00004
-    report = imported(tmp_path, case_of("error_counts.json"))
-    artifact, arrays = load_pair(tmp_path / "cfg.yaml")
-    assert artifact.prefill.imported.scores == "other"
-    assert arrays["imported.score"].max() == 14994473
-    assert any("no recalls" in what for what in notes(report))
-    imported(tmp_path, case_of("pattern.json"))
-    assert load(tmp_path / "cfg.yaml").prefill.imported.scores is None
+    assert artifact.prefill.imported.scores == kind
+    assert any("no recalls" in what for what in notes(report)) == (kind == "other")
+    if kind == "recall":
+        assert arrays["imported.score"][1, 1] == 1.00004
+    elif kind == "other":
+        assert arrays["imported.score"].max() == 14994473
 
 
 def test_changed_heads_are_written_anew_with_their_recall(tmp_path: Path) -> None:
@@ -401,32 +403,26 @@ def test_what_was_searched_is_written_as_the_nearest_there_is(
     assert "written is prefill.layers, of a front of 2 points" in notes(report)
 
 
-def test_policies_that_a_table_of_kv_heads_lacks_keep_everything(tmp_path: Path) -> None:
-    artifact, arrays = build_every_kind()
-    artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
-    report = convert(tmp_path / "cfg.yaml", tmp_path / "t.tsv", target="duo_attention")
-    assert {"h2o is written as full", "snapkv is written as full"} <= set(notes(report))
-
-
-def test_an_export_for_modelopt_asks_for_the_sparsity_that_was_searched(tmp_path: Path) -> None:
-    artifacts.save(build(), tmp_path / "cfg.yaml")
+@pytest.mark.parametrize("searched", [False, True])
+def test_an_export_for_modelopt_has_one_threshold_or_asks_for_the_density(
+    searched: bool, tmp_path: Path
+) -> None:
+    artifact = build()
+    if searched:
+        row = ("skip_3.5",) * 4
+        prefill = artifacts.Prefill(dense_below=0, layers=(row, None, row))
+        artifact = build(patterns={"skip_3.5": SkipSoftmax(scale_factor=3.5)}, prefill=prefill)
+    artifacts.save(artifact, tmp_path / "cfg.yaml")
     report = convert(tmp_path / "cfg.yaml", tmp_path / "x.json", target="modelopt")
     group = json.loads((tmp_path / "x.json").read_text())[KEY]["config_groups"]["group_0"]
-    expected = 1 - mean_density(build(), 4096)
-    assert group["target_sparsity"]["prefill"] == pytest.approx(expected, abs=1e-4)
     assert group["ignore"] == ["model.layers.1.self_attn"]
     assert (report["heads"], report["exact"]) == (12, 4)
-
-
-def test_a_threshold_that_was_searched_is_written_for_every_target(tmp_path: Path) -> None:
-    pattern = SkipSoftmax(scale_factor=3.5)
-    prefill = artifacts.Prefill(dense_below=0, layers=(("skip_3.5",) * 4, None, ("skip_3.5",) * 4))
-    artifacts.save(build(patterns={"skip_3.5": pattern}, prefill=prefill), tmp_path / "cfg.yaml")
-    report = convert(tmp_path / "cfg.yaml", tmp_path / "x.json", target="modelopt")
-    group = json.loads((tmp_path / "x.json").read_text())[KEY]["config_groups"]["group_0"]
-    assert group["threshold_scale_factor"]["prefill"] == {"a": 3.5, "b": 0.0}
-    assert group["ignore"] == ["model.layers.1.self_attn"]
-    assert outcome(report) == "4 of 12 heads: 8 chooses otherwise"
+    if searched:
+        assert group["threshold_scale_factor"]["prefill"] == {"a": 3.5, "b": 0.0}
+        assert outcome(report) == "4 of 12 heads: 8 chooses otherwise"
+    else:
+        expected = 1 - mean_density(artifact, 4096)
+        assert group["target_sparsity"]["prefill"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_strict_writes_nothing_that_is_lossy(tmp_path: Path) -> None:
@@ -460,28 +456,13 @@ def test_flags_say_the_shape_and_what_is_served_densely(tmp_path: Path) -> None:
     assert load(tmp_path / "cfg.yaml").prefill.dense_below == 16384 + 1
 
 
-@pytest.mark.parametrize(
-    ("options", "full"),
-    [
-        ({"sparsity": 0.75}, [(1, 1)]),
-        ({"sparsity": 0.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),
-        ({"sparsity": 1.0}, []),
-        ({"threshold": 0.2}, [(0, 0), (1, 0), (1, 1)]),
-    ],
-)
-def test_some_kv_heads_stream(options: dict[str, Any], full: Any, tmp_path: Path) -> None:
-    imported(tmp_path, case_of("full_attention_heads.tsv"), sinks=0, window=7, **options)
+def test_some_kv_heads_stream_by_a_threshold_with_the_sizes_of_flags(tmp_path: Path) -> None:
+    """Which heads a share makes stream is in tests/artifacts/test_kv_heads.py."""
+    case = case_of("full_attention_heads.tsv")
+    imported(tmp_path, case, sinks=0, window=7, threshold=0.2)
     cache = load(tmp_path / "cfg.yaml").kv_cache
-    kept = [
-        (layer, head)
-        for layer, row in enumerate(cache.layers)
-        for head, name in enumerate(row)
-        if name == "full"
-    ]
-    assert kept == full
-    used = {cache.policies[name] for row in cache.layers for name in row}
-    stream = Streaming(sinks=0, window=7, positions="original")
-    assert used <= {artifacts.Full(), stream} and (stream in used) == (len(full) < 4)
+    assert cache.layers == (("full", "stream_0_7"), ("full", "full"))
+    assert cache.policies["stream_0_7"] == Streaming(sinks=0, window=7, positions="original")
 
 
 def test_a_models_config_beside_is_not_written_over(tmp_path: Path) -> None:
@@ -501,20 +482,25 @@ def test_a_models_config_beside_is_not_written_over(tmp_path: Path) -> None:
 
 FIT = {"a": 5.5, "b": 7.0}
 FORMULA = "a * exp(b * target_sparsity)"
+COEFFICIENTS = {"coefficients": FIT}
+
+
+SPLIT = {"prefill": FIT, "decode": {"a": 0.2, "b": 9}}
+HALF = "0.5 of its tiles"
 
 
 @pytest.mark.parametrize(
     ("threshold", "target", "prefill", "decode"),
     [
         (
-            {"formula": FORMULA, "coefficients": FIT},
+            {"formula": FORMULA, **COEFFICIENTS},
             {"prefill": 0.5, "decode": 0.3},
             182.135,
             "0.3 of its tiles",
         ),
-        ({"formula": FORMULA.replace(" ", ""), **FIT}, 0.5, 182.135, "0.5 of its tiles"),
-        ({"prefill": 40, "coefficients": FIT}, {"prefill": 0.9}, 40, "0.5 of its tiles"),
-        ({"prefill": FIT, "decode": {"a": 0.2, "b": 9}}, None, 182.135, "0.5 of its tiles"),
+        ({"formula": FORMULA.replace(" ", ""), **FIT}, 0.5, 182.135, HALF),
+        ({"prefill": 40, **COEFFICIENTS}, {"prefill": 0.9}, 40, HALF),
+        (SPLIT, None, 182.135, HALF),
         ({"prefill": 40, "decode": 7}, None, 40, "tiles by a scale factor of 7"),
         (40, {"prefill": 0.9}, 40, "tiles by a scale factor of 40"),
         ({"formula": FORMULA, "prefill": FIT}, {"prefill": 0.0}, 5.5, None),
