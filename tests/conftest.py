@@ -4,6 +4,7 @@ all GPU tests."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,11 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU the first test marked `gpu` skips for all of them, and says how many they
-    are."""
+    """Files with slow tests come first: a worker that begins one last works on alone.
+
+    Without a GPU the first test marked `gpu` skips for all of them, and says how many they are."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return
@@ -53,3 +57,24 @@ def _native_code() -> None:
     CACHE.mkdir(parents=True, exist_ok=True)
     with FileLock(CACHE / "tests.lock"):
         build.load()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _long_texts() -> Iterator[None]:
+    """Tokenise a long text once for all tokenizers that are alike: each command loads its own."""
+    from profiling.prompts.tokens import Encoder, Ids
+
+    known: dict[tuple[str, Callable[[], str]], Ids] = {}
+    real = Encoder.whole
+
+    def whole(encoder: Encoder, text: Callable[[], str]) -> Ids:
+        if encoder._backend is None:
+            return real(encoder, text)
+        key = (encoder._backend.to_str(), text)
+        if key not in known:
+            known[key] = real(encoder, text)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Encoder, "whole", whole)
+        yield

@@ -4,7 +4,7 @@ interpreter."""
 from __future__ import annotations
 
 import json
-import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -26,49 +26,36 @@ SCRIPT_NAMES = (
 SCRIPTS = [ROOT / "benchmarks" / name for name in SCRIPT_NAMES]
 
 
-def test_the_scripts_say_what_they_take() -> None:
-    """In one process, for all import torch."""
-    code = """
-import runpy, sys
-from pathlib import Path
-for script in sys.argv[1:]:
-    sys.argv = [script, "--help"]
-    sys.path.insert(0, str(Path(script).parent))
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as done:
-        assert not done.code, script
-    sys.path.pop(0)
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code, *map(str, SCRIPTS)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage:") == len(SCRIPTS)
+@pytest.mark.parametrize("script", SCRIPTS, ids=SCRIPT_NAMES)
+def test_the_scripts_say_what_they_take(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    monkeypatch.syspath_prepend(script.parent)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert not ended.value.code and capsys.readouterr().out.startswith("usage:")
+
+
+def test_the_device_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ROOT / "benchmarks" / "gpu"
+    monkeypatch.syspath_prepend(folder)
+    measured = runpy.run_path(str(folder / "run.py"))["measured"]
+    assert measured("device", "cpu", small=True)["torch"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "steps",
-    [
-        ("decode",),
-        # Kernels are interpreted in tests/conformance as well.
-        pytest.param(("device", "kernels", "attention", "model"), marks=pytest.mark.exhaustive),
-    ],
-)
-def test_what_measures_a_gpu_is_rehearsed(tmp_path: Path, steps: tuple[str, ...]) -> None:
+@pytest.mark.exhaustive
+def test_what_measures_a_gpu_is_rehearsed(tmp_path: Path) -> None:
+    """The kernels are interpreted in tests/conformance as well."""
     pytest.importorskip("triton", reason="triton is not installed")
     script = ROOT / "benchmarks/gpu/run.py"
+    steps = ("device", "kernels", "attention", "decode", "model")
     command = [sys.executable, str(script), "--out", str(tmp_path), "--rehearse", "--steps", *steps]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "report.json").read_text())["steps"]
-    assert tuple(found) == steps
-    for step, result in found.items():
-        if step == "device":
-            assert result["torch"]
-        elif step == "kernels":
-            rows = result["rows"].values()
-            assert rows and all(row["error"] <= row["allowed"] for row in rows)
-        else:
-            assert result["rows"]
+    assert tuple(found) == steps and found["device"]["torch"]
+    rows = found["kernels"]["rows"].values()
+    assert rows and all(row["error"] <= row["allowed"] for row in rows)
+    assert all(found[step]["rows"] for step in steps[2:])

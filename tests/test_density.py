@@ -78,13 +78,10 @@ def test_vertical_slash_as_if_the_columns_were_first_and_the_diagonals_near() ->
 
 def test_a_million_tokens() -> None:
     n = (1 << 20) // 64
-    window, sink = (
-        sum(n - offset for offset in range(65)),
-        sum(n - 65 - group for group in range(16)),
-    )
-    assert density(artifacts.AShape(sink=1024, window=4096), 1 << 20) == (window + sink) / (
-        n * (n + 1) // 2
-    )
+    window = sum(n - offset for offset in range(65))
+    sink = sum(n - 65 - group for group in range(16))
+    counted = density(artifacts.AShape(sink=1024, window=4096), 1 << 20)
+    assert counted == (window + sink) / (n * (n + 1) // 2)
 
 
 def test_sizes_beyond_all_measure() -> None:
@@ -118,12 +115,8 @@ def test_sizes_are_counted_as_they_are_at_the_length() -> None:
     growth = artifacts.Growth(length=4096, powers={"a_shape": {"window": 1.0, "sink": 1.0}})
     rows: tuple[tuple[str, ...] | None, ...] = (("a_1024_2048",) * 4, None, ("a_1024_2048",) * 4)
     prefill = artifacts.Prefill(dense_below=0, growth=growth, layers=rows)
-    artifact = build(
-        patterns={"a_1024_2048": artifacts.AShape(sink=1024, window=2048)}, prefill=prefill
-    )
-    found, expected = (
-        mean_density(artifact, 1 << 18),
-        density(artifacts.AShape(sink=1 << 16, window=1 << 17), 1 << 18),
-    )
-    assert found == pytest.approx(expected)
+    pattern = artifacts.AShape(sink=1024, window=2048)
+    artifact = build(patterns={"a_1024_2048": pattern}, prefill=prefill)
+    found = mean_density(artifact, 1 << 18)
+    assert found == pytest.approx(density(artifacts.AShape(sink=1 << 16, window=1 << 17), 1 << 18))
     assert found == pytest.approx(mean_density(artifact, 4096), abs=0.02)

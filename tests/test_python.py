@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from artifacts import HeadwiseError
 from profiling.inside.capture import capture
 from profiling.inside.residual import ResidualStream
 from search import heads
-from tests.search.conftest import save_tiny
+from tests.tiny_text_model import save_tiny
 
 LENGTH = 512
 LIMITS = {"max_kl": 9, "max_perplexity": 9, "max_nll": 9, "max_lost": 1}
@@ -48,27 +47,34 @@ class Patched(nn.Module):
         return self.inner(x) + self.up(self.down(x))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def loaded(folder: Path, *, patched: bool = False) -> tuple[Any, Any]:
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> artifacts.Artifact:
+    """The artifact of a search that nothing interrupts."""
+    out = tmp_path_factory.mktemp("whole") / "cfg.yaml"
+    model, tokenizer = loaded(folder)
+    before = state(model)
+    found = headwise.search(model, tokenizer, out=out, **OPTIONS)
+    assert found is not None and found.written and artifacts.load(out) == found.artifact
+    assert state(model) == before
+    return found.artifact
+
+
+def loaded(folder: Path) -> tuple[Any, Any]:
     """The model, in training mode as a fine-tuning leaves it, and its tokenizer."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    if patched:
-        torch.manual_seed(1)
-        for layer in model.model.layers:
-            layer.self_attn.o_proj = Patched(layer.self_attn.o_proj)
     return model.train(), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def patch(model: Any) -> None:
+    """Correct the output projection of every layer by an adapter."""
+    torch.manual_seed(1)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = Patched(layer.self_attn.o_proj)
 
 
 def state(model: Any) -> dict[str, Any]:
@@ -86,22 +92,17 @@ def state(model: Any) -> dict[str, Any]:
     }
 
 
-def test_a_search_finds_what_the_command_finds(folder: Path, tmp_path: Path) -> None:
-    words = ["--model", str(folder), "--out", str(tmp_path / "command.yaml"), "--no-picture"]
+def test_a_search_finds_what_the_command_finds(
+    whole: artifacts.Artifact, folder: Path, tmp_path: Path
+) -> None:
+    words = ["--model", str(folder), "--out", str(tmp_path / "cfg.yaml"), "--no-picture"]
     words += f"--length {LENGTH} --task prose --budget 0.8 --cost flops --keep".split()
     words += ["--dtype", "float32"]
     for name, limit in LIMITS.items():
         words += [f"--{name.replace('_', '-')}", str(limit)]
     assert heads.main(words) == 0
-    model, tokenizer = loaded(folder)
-    before = state(model)
-    found = headwise.search(model, tokenizer, out=tmp_path / "python.yaml", **OPTIONS)
-    assert found is not None and found.written
-    assert state(model) == before
-    command = artifacts.load(tmp_path / "command.yaml")
-    python = artifacts.load(tmp_path / "python.yaml")
-    assert python.content_sha256 == command.content_sha256 == found.artifact.content_sha256
-    assert python.search is not None and f"lengths={LENGTH}" in python.search.command
+    assert artifacts.load(tmp_path / "cfg.yaml").content_sha256 == whole.content_sha256
+    assert whole.search is not None and f"lengths={LENGTH}" in whole.search.command
 
 
 class Killed(Exception):
@@ -109,11 +110,9 @@ class Killed(Exception):
 
 
 def test_an_interrupted_search_goes_on_and_leaves_the_model_alone(
-    folder: Path, tmp_path: Path
+    whole: artifacts.Artifact, folder: Path, tmp_path: Path
 ) -> None:
     model, tokenizer = loaded(folder)
-    whole = headwise.search(model, tokenizer, out=tmp_path / "whole.yaml", **OPTIONS)
-    assert whole is not None
     before = state(model)
     out = tmp_path / "cfg.yaml"
     resume = tmp_path / "cfg.yaml.heads.ledger"
@@ -129,51 +128,53 @@ def test_an_interrupted_search_goes_on_and_leaves_the_model_alone(
     assert state(model) == before
     assert not out.exists() and list(resume.glob("*.unit"))
     again = headwise.search(model, tokenizer, out=out, **OPTIONS)
-    assert again is not None
-    assert again.artifact.content_sha256 == whole.artifact.content_sha256
+    assert again is not None and again.artifact.content_sha256 == whole.content_sha256
     assert not resume.exists()
 
 
-def test_a_patched_model_is_searched_gated_evaluated_and_served(
-    folder: Path, tmp_path: Path
+@pytest.mark.slow
+def test_the_pages_blocks_run_on_a_patched_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, tokenizer = loaded(folder, patched=True)
-    before = state(model)
-    out = tmp_path / "cfg.yaml"
-    found = headwise.search(model, tokenizer, out=out, name="patched", **OPTIONS)
-    assert found is not None and found.artifact.model.name == "patched"
-    result = headwise.gate(model, tokenizer, out, length=LENGTH, tasks=["prose"], **LIMITS)
-    assert result.passes and [task.task for task in result.tasks] == ["prose"]
-    report = tmp_path / "report"
-    record = headwise.evaluate(
-        model,
-        tokenizer,
-        out,
-        out=report,
-        tasks="passkey",
-        length=LENGTH,
-        samples=1,
-        methods=["headwise"],
-        speed=False,
-    )
-    assert record["model"]["name"] == "patched" and (report / "evaluation.json").is_file()
-    assert state(model) == before
-    plain, _ = loaded(folder)
+    """On a small model: its prompts are short, and its patterns lose what they like."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"patch": patch, "state": state}
+    small = {
+        '"MODEL"': repr(str(folder)),
+        "# Quantise it": "model.train(); patch(model); before = state(model)  # Quantise it",
+        'out="cfg.yaml"': 'out="cfg.yaml", name="patched"',
+        "4096": "512",
+        "bfloat16": "float32",
+        "* 600": "* 20",
+        "budget=0.25": 'budget=0.8, cost="flops", tasks="prose", keep=True, max_kl=9, max_lost=1',
+        "max_kl=0.05": 'max_kl=9, tasks="prose"',
+        "quick=True": 'tasks="passkey", samples=1, speed=False, methods=["headwise"]',
+    }
+    for block in BLOCKS:
+        for text, smaller in small.items():
+            block = block.replace(text, smaller)
+        exec(compile(block, "python.md", "exec"), names)
+    assert len(BLOCKS) == 5 and (tmp_path / "report" / "index.html").is_file()
+    model = names["model"]
+    assert state(model) == names["before"]
+    assert names["found"].artifact.model.name == "patched"
+    assert names["handle"].stats()["sparse"] == 3
+    assert names["result"].passes and [task.task for task in names["result"].tasks] == ["prose"]
+    plain, tokenizer = loaded(folder)
     with pytest.raises(HeadwiseError, match="weights_sha256"):
-        headwise.gate(plain, tokenizer, out, length=LENGTH, tasks=["prose"])
+        headwise.gate(plain, tokenizer, "cfg.yaml", length=LENGTH, tasks=["prose"])
     assert all(module.training for module in plain.modules())
-    ids = torch.randint(3, 250, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-    with headwise.load(out).apply(model) as handle, torch.no_grad():
-        model(ids)
-        assert handle.stats()["sparse"] == 3
-        with pytest.raises(HeadwiseError, match="applied"):
-            headwise.search(model, tokenizer, out=out, **OPTIONS)
+    with (
+        headwise.load("cfg.yaml").apply(model),
+        pytest.raises(HeadwiseError, match="applied"),
+    ):
+        headwise.search(model, tokenizer, out="cfg.yaml", **OPTIONS)
 
 
 def test_a_wrapped_projection_weighs_as_the_map_that_it_is(folder: Path) -> None:
     """It was passed over, and the projection of the values stood in for it."""
-    model, _ = loaded(folder, patched=True)
-    model.eval()
+    model, _ = loaded(folder)
+    patch(model.eval())
     ids = torch.randint(3, 250, (1, 64), generator=torch.Generator().manual_seed(0))
     change = torch.randn(1, 96, generator=torch.Generator().manual_seed(1))
     with ResidualStream(model) as stream, torch.no_grad():
@@ -186,34 +187,27 @@ def test_a_wrapped_projection_weighs_as_the_map_that_it_is(folder: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("function", "options", "says"),
     [
-        ({"budgets": 0.3}, "unknown option 'budgets'; known: "),
-        ({"dtype": "float32"}, "unknown option 'dtype'"),
-        ({"lengths": "long"}, "lengths must be a whole number, got 'long'"),
-        ({"samples": 0}, "--samples must be at least 1, got 0"),
-        ({"cost": "euros"}, "cost must be one of seconds, flops, got 'euros'"),
-        ({"max_kl": "low"}, "max_kl must be a number, got 'low'"),
+        (headwise.search, {"budgets": 0.3}, "unknown option 'budgets'; known: "),
+        (headwise.search, {"dtype": "float32"}, "unknown option 'dtype'"),
+        (headwise.search, {"lengths": "long"}, "lengths must be a whole number, got 'long'"),
+        (headwise.search, {"samples": 0}, "--samples must be at least 1, got 0"),
+        (headwise.search, {"cost": "euros"}, "cost must be one of seconds, flops, got 'euros'"),
+        (headwise.search, {"max_kl": "low"}, "max_kl must be a number, got 'low'"),
+        (headwise.gate, {"memory": True}, "unknown option 'memory'"),
+        (headwise.evaluate, {"memory": True}, "unknown option 'memory'"),
     ],
 )
 def test_a_wrong_option_is_one_line_that_names_it(
-    folder: Path, tmp_path: Path, options: dict[str, Any], says: str
+    function: Any, options: dict[str, Any], says: str, folder: Path, tmp_path: Path
 ) -> None:
     model, tokenizer = loaded(folder)
     before = state(model)
+    artifact = [] if function is headwise.search else ["cfg.yaml"]
     with pytest.raises(HeadwiseError, match=re.escape(says)):
-        headwise.search(model, tokenizer, out=tmp_path / "cfg.yaml", **options)
+        function(model, tokenizer, *artifact, out=tmp_path / "out", **options)
     assert state(model) == before and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("function", [headwise.gate, headwise.evaluate])
-def test_the_others_refuse_an_unknown_option_too(
-    function: Any, folder: Path, tmp_path: Path
-) -> None:
-    model, tokenizer = loaded(folder)
-    out = {"out": tmp_path / "report"} if function is headwise.evaluate else {}
-    with pytest.raises(HeadwiseError, match="unknown option 'memory'"):
-        function(model, tokenizer, "cfg.yaml", memory=True, **out)
 
 
 def test_what_is_no_model_is_named(folder: Path, tmp_path: Path) -> None:
@@ -221,25 +215,3 @@ def test_what_is_no_model_is_named(folder: Path, tmp_path: Path) -> None:
     for wrong in (tokenizer, model.model.layers[0]):
         with pytest.raises(HeadwiseError, match=f"{type(wrong).__name__} is not a transformers"):
             headwise.search(wrong, tokenizer, out=tmp_path / "cfg.yaml")
-
-
-@pytest.mark.slow
-def test_the_pages_blocks_run(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a small model: its prompts are short, and its patterns lose what they like."""
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    small = {
-        '"MODEL"': repr(str(folder)),
-        "4096": "512",
-        "bfloat16": "float32",
-        "budget=0.25": 'budget=0.8, cost="flops", tasks="prose", keep=True, max_kl=9, max_lost=1',
-        "max_kl=0.05": 'max_kl=9, tasks="prose"',
-        "quick=True": 'tasks="passkey", samples=1, speed=False',
-    }
-    for block in BLOCKS:
-        for text, smaller in small.items():
-            block = block.replace(text, smaller)
-        exec(compile(block, "python.md", "exec"), names)
-    assert len(BLOCKS) == 5 and (tmp_path / "report" / "index.html").is_file()
