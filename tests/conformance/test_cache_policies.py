@@ -246,9 +246,7 @@ def test_no_token_is_taken_back_once_others_were_dropped_for_it(case, build, kee
         cache = handle.new_cache()
         fed(model, tokens, (17,), cache)
         assert not any(layer.is_croppable for layer in layers_under(case, cache))
-        with pytest.raises(
-            HeadwiseError, match=r"cannot take 1 tokens back: .* dropped others since"
-        ):
+        with pytest.raises(HeadwiseError, match=r"cannot take 1 tokens back: .* dropped others"):
             layers_under(case, cache)[0].crop(-1)
         # Drafts are refused as well, and nothing has changed.
         asked = "^Assisted decoding requires a cache that can be cropped"

@@ -4,42 +4,35 @@ mask."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import artifacts
 from kernels.patterns import Growth, LayerPlan, make
-from runtime import Handle, Headwise
+from runtime import Headwise
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers
 from tests.runtime.omnikv import DECODE, LateLane
 from tests.runtime.tiny import DENSE_BELOW, SIZES, tiny_model
 
-SPARSE: dict[str, dict[str, Any]] = {
-    "a_64_64": {"kind": "a_shape", "sink": 64, "window": 64},
-    "vs_70_70": {"kind": "vertical_slash", "vertical": 70, "slash": 70},
-    "vs_10_130_q8": {"kind": "vertical_slash", "vertical": 10, "slash": 130, "last_q": 8},
-    "bs_2": {"kind": "block_sparse", "blocks": 2},
-}
-CLASSES = {
-    "dense": artifacts.Dense,
-    "a_shape": artifacts.AShape,
-    "vertical_slash": artifacts.VerticalSlash,
-    "block_sparse": artifacts.BlockSparse,
+SPARSE = {
+    "a_64_64": artifacts.AShape(sink=64, window=64),
+    "vs_70_70": artifacts.VerticalSlash(vertical=70, slash=70),
+    "vs_10_130_q8": artifacts.VerticalSlash(vertical=10, slash=130, last_q=8),
+    "bs_2": artifacts.BlockSparse(blocks=2),
 }
 
 
 @pytest.fixture(autouse=True)
-def _torch() -> Iterator[None]:
+def _torch():
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     # Everything here is tiny: on a busy machine threads only wait for each other.
@@ -50,15 +43,12 @@ def _torch() -> Iterator[None]:
 
 
 @pytest.fixture
-def build() -> Callable[..., Any]:
+def build():
     """build(family, seed=0, **config) -> a random causal model in evaluation mode."""
-
-    def build(family: str = "Llama", seed: int = 0, **changes: Any) -> Any:
-        return tiny_model(family, seed, **changes)
-
-    return build
+    return tiny_model
 
 
+@cache
 def search_info() -> artifacts.SearchInfo:
     """Of no meaning here: the runtime reads nothing of it."""
     golden = artifacts.load(Path(__file__).parents[1] / "artifacts" / "golden" / "v1.yaml").search
@@ -78,31 +68,21 @@ def sparse_rows(config: Any) -> list[list[str] | None]:
 
 
 @pytest.fixture
-def artifact_for() -> Callable[..., artifacts.Artifact]:
+def artifact_for():
     """artifact_for(model, dense=, dense_below=, rows=, growth=) -> an artifact with mixed patterns
     for it."""
 
-    def artifact_for(
-        model: Any,
-        *,
-        dense: bool = False,
-        dense_below: int = DENSE_BELOW,
-        rows: Any = None,
-        growth: artifacts.Growth | None = None,
-    ) -> artifacts.Artifact:
+    def artifact_for(model, *, dense=False, dense_below=DENSE_BELOW, rows=None, growth=None):
         rows = sparse_rows(model.config.get_text_config()) if rows is None else rows
         if dense:
             rows = [None if row is None else ["dense"] * len(row) for row in rows]
         used = {name for row in rows if row is not None for name in row}
-        table = {"dense": {"kind": "dense"}} | SPARSE
-        patterns = {
-            name: CLASSES[sizes["kind"]](**sizes) for name, sizes in table.items() if name in used
-        }
+        table = {"dense": artifacts.Dense()} | SPARSE
         layers = tuple(None if row is None else tuple(row) for row in rows)
         return artifacts.Artifact(
             model=fingerprint(model, name="tiny"),
             search=search_info(),
-            patterns=patterns,
+            patterns={name: pattern for name, pattern in table.items() if name in used},
             prefill=artifacts.Prefill(dense_below=dense_below, growth=growth, layers=layers),
         )
 
@@ -110,23 +90,17 @@ def artifact_for() -> Callable[..., artifacts.Artifact]:
 
 
 @pytest.fixture(autouse=True)
-def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_turns(monkeypatch):
     """Chunks of tiny prompts are worth an index from 64 tokens on, also behind a past."""
     monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", 64)
 
 
 @pytest.fixture
-def apply(artifact_for: Callable[..., artifacts.Artifact]) -> Callable[..., Handle]:
+def apply(artifact_for):
     """apply(model, **options, **artifact) -> the handle of a fresh artifact applied to it, by the
     reference."""
 
-    def apply(
-        model: nn.Module,
-        *,
-        strict: bool = False,
-        backend: str = "reference",
-        **changes: Any,
-    ) -> Handle:
+    def apply(model, *, strict=False, backend="reference", **changes):
         made = Headwise(artifact_for(model, **changes))
         return made.apply(model, strict=strict, backend=backend)
 
@@ -134,11 +108,11 @@ def apply(artifact_for: Callable[..., artifacts.Artifact]) -> Callable[..., Hand
 
 
 @pytest.fixture
-def decoding(artifact_for: Any) -> Callable[..., Any]:
+def decoding(artifact_for):
     """decoding(model, **changes of the section) -> a Headwise whose artifact has a decode
     section."""
 
-    def decoding(model: Any, **changes: Any) -> Headwise:
+    def decoding(model, **changes):
         section = artifacts.Decode(omnikv=DECODE.model_copy(update=changes))
         return Headwise(
             artifact_for(model, dense=True, dense_below=64).model_copy(update={"decode": section})
@@ -148,19 +122,14 @@ def decoding(artifact_for: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def keeping(artifact_for: Callable[..., Any]) -> Callable[..., Headwise]:
+def keeping(artifact_for):
     """keeping(model, policy or {name: policy}, rows=None, patterns=None) -> an artifact with a
     kv_cache section.
 
     rows: of kv_cache.layers; the first policy for every layer that does not slide if None.
     patterns: prefill's rows of names, dense if None."""
 
-    def keeping(
-        model: Any,
-        policies: Any,
-        rows: Sequence[Any] | None = None,
-        patterns: Sequence[Any] | None = None,
-    ) -> Headwise:
+    def keeping(model, policies, rows=None, patterns=None):
         table = policies if isinstance(policies, dict) else {"it": policies}
         artifact = artifact_for(model, dense=patterns is None, rows=patterns)
         if rows is None:
@@ -177,53 +146,31 @@ def keeping(artifact_for: Callable[..., Any]) -> Callable[..., Headwise]:
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
+def late(monkeypatch):
     """Banks with a LateLane, and pages so small that a prompt needs several."""
     monkeypatch.setattr("runtime.omnikv.bank.Lane", LateLane)
     monkeypatch.setattr("runtime.omnikv.bank._LEAST", 16)
 
 
-@contextmanager
-def served_by(model: Any, attention: Callable[..., Any]) -> Iterator[None]:
-    """The model with another attention function, which gets sdpa's masks."""
-    AttentionInterface.register("masked", attention)
-    AttentionMaskInterface.register("masked", sdpa_mask)
-    former = model.config._attn_implementation
-    model.set_attn_implementation("masked")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(former)
-
-
 @pytest.fixture
-def masked() -> Callable[[Any], Any]:
+def masked():
     """`with masked(model)`: unpadded prefill through sdpa with the mask that each layer's index
     comes to."""
 
     @contextmanager
-    def masked(
-        model: Any,
-        dense_below: int = DENSE_BELOW,
-        *,
-        rows: Any = None,
-        growth: artifacts.Growth | None = None,
-    ) -> Iterator[None]:
-        rows = sparse_rows(model.config.get_text_config()) if rows is None else rows
+    def masked(model, growth=None):
+        rows = sparse_rows(model.config.get_text_config())
         grows = None if growth is None else Growth(length=growth.length, powers=growth.powers)
 
-        def attention(
-            module: Any, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any
-        ) -> tuple[torch.Tensor, None]:
+        def attention(module, q, k, v, mask, **kwargs):
             row = rows[module.layer_idx]
-            scale, softcap, sinks = (
-                kwargs["scaling"],
-                kwargs.pop("softcap", None),
-                kwargs.pop("s_aux", None),
-            )
+            scale = kwargs["scaling"]
+            softcap = kwargs.pop("softcap", None)
+            sinks = kwargs.pop("s_aux", None)
             q_len, k_len = q.shape[2], k.shape[2]
-            if row is not None and q_len >= 64 and k_len >= dense_below:
-                plan = LayerPlan([make(**SPARSE[name]) for name in row], k.shape[1], growth=grows)
+            if row is not None and q_len >= 64 and k_len >= DENSE_BELOW:
+                patterns = [make(**SPARSE[name].model_dump()) for name in row]
+                plan = LayerPlan(patterns, k.shape[1], growth=grows)
                 mask = plan.build(q, k, scale=scale).to_mask()
             elif softcap is None and sinks is None:
                 return sdpa_attention_forward(module, q, k, v, mask, **kwargs)
@@ -240,17 +187,23 @@ def masked() -> Callable[[Any], Any]:
             weights = logits.softmax(-1)[..., :k_len].to(q.dtype)
             return (weights @ repeat_kv(v, group)).transpose(1, 2).contiguous(), None
 
-        with served_by(model, attention):
+        AttentionInterface.register("masked", attention)
+        AttentionMaskInterface.register("masked", sdpa_mask)
+        former = model.config._attn_implementation
+        model.set_attn_implementation("masked")
+        try:
             yield
+        finally:
+            model.set_attn_implementation(former)
 
     return masked
 
 
 @pytest.fixture
-def ids() -> Callable[..., torch.Tensor]:
+def ids():
     """ids(length, batch=1, seed=0) -> random tokens (batch, length), none of them special."""
 
-    def ids(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    def ids(length, batch=1, seed=0):
         generator = torch.Generator().manual_seed(1000 * length + seed)
         return torch.randint(3, SIZES["vocab_size"], (batch, length), generator=generator)
 
@@ -258,11 +211,11 @@ def ids() -> Callable[..., torch.Tensor]:
 
 
 @pytest.fixture
-def graphs() -> Callable[..., Any]:
+def graphs():
     """A backend of torch.compile that runs graphs as they are; graphs.made has them."""
     torch._dynamo.reset()
 
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    def backend(graph, inputs):
         backend.made.append(graph)
         return graph.forward
 
@@ -271,7 +224,7 @@ def graphs() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def warnings(caplog):
     """warnings() -> what the runtime has said so far."""
     caplog.set_level(logging.WARNING, logger="headwise")
     return lambda: [r.getMessage() for r in caplog.records if r.name == "headwise"]

@@ -23,7 +23,7 @@ SLIDING = ("Gemma2", "Gemma3", "Gemma3Wide", "Cohere2", "GptOss")
 
 
 @pytest.fixture(autouse=True)
-def _at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_any_length(monkeypatch):
     """In float32 decode by our kernel waits for 256 keys; here there are fewer."""
     monkeypatch.setattr("runtime.attention.function._MIN_KEYS_FLOAT32", 1)
 

@@ -4,7 +4,7 @@ is right."""
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -170,14 +170,14 @@ def test_a_cache_with_layers_of_unlike_lengths_is_served_as_without_us(
 
 
 @pytest.fixture
-def unbuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def unbuilt(monkeypatch):
     """The fastest backend, here in place of a GPU's, fails as a Triton build does: at its first
     launch, not before. The reference, which is slower than dense attention, must not be asked."""
     monkeypatch.setattr(breaker, "_failed", {})
     dispatch.say_once.cache_clear()
     tried: list[int] = []
 
-    def fails(*args: object, **options: object) -> None:
+    def fails(*args, **options):
         tried.append(1)
         with building("attention", "here"):
             raise RuntimeError("PassManager::run failed\nat line 3")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -39,7 +39,7 @@ def flat(work: Callable[[], object], times: int) -> None:
 
 
 @pytest.fixture
-def _few_objects() -> Iterator[None]:
+def _few_objects():
     """The collector looks at what is made from here on, not at all that the process has."""
     gc.collect()
     gc.freeze()

@@ -36,7 +36,7 @@ def rows(model: Any, name: str) -> tuple[tuple[str, ...], ...]:
 
 
 @pytest.fixture
-def saved(build, artifact_for, tmp_path) -> tuple[Any, Path]:
+def saved(build, artifact_for, tmp_path):
     """A model, and the file of an artifact whose own rows are the middle point of its front."""
     model = build()
     artifact = artifact_for(model)
@@ -112,9 +112,7 @@ def test_a_target_that_cannot_be_met_is_one_line(saved, target, values):
 
 def test_no_front_to_choose_from(build, artifact_for, tmp_path):
     artifacts.save(artifact_for(build()), tmp_path / "cfg.yaml")
-    with pytest.raises(
-        HeadwiseError, match=r"cfg\.yaml: target_kl: the artifact has no front to choose from"
-    ):
+    with pytest.raises(HeadwiseError, match=r"cfg\.yaml: target_kl: .* no front"):
         load(tmp_path / "cfg.yaml", target_kl=0.1)
 
 
@@ -162,9 +160,7 @@ def test_the_golden_artifact_loads():
 
 def test_static_patterns_need_their_arrays(build):
     artifact, arrays = build_every_kind()
-    with pytest.raises(
-        ArtifactError, match=r"static_mean: the array static\.mean\.columns must be in the sidecar"
-    ):
+    with pytest.raises(ArtifactError, match=r"static_mean: .* static\.mean\.columns"):
         kernel_patterns(artifact)
     del arrays["static.mean.diagonals"]
     with pytest.raises(ArtifactError, match=r"the sidecar has no array static\.mean\.diagonals"):

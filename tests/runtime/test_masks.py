@@ -77,6 +77,8 @@ def test_read_as_a_tensor_it_is_the_true_mask(q_offset, slots, call):
 def test_of_a_layer_that_slides_it_is_the_true_mask(gone, call):
     """`gone` tokens have left the cache; sequences are counted from what is left."""
     real = padding([(0, gone + 128), (30, gone + 128), (0, 100)], gone + 128)
+    # A hole among tokens that are gone is none.
+    real[0, :gone][9:10] = False
     rule = {"mask_function": sliding_window_causal_mask_function(16), "local_size": 16}
     mask, expected = call(
         batch_size=3,
@@ -91,22 +93,6 @@ def test_of_a_layer_that_slides_it_is_the_true_mask(gone, call):
         isinstance(mask, PrefillMask) and mask.shape == expected.shape and mask.context.window == 16
     )
     assert mask.context.ranges == ((0, 128), (max(30 - gone, 0), 128), (0, 100 - gone))
-    assert torch.equal(mask.for_dense(), expected)
-
-
-def test_a_hole_among_tokens_that_are_gone_is_none(call):
-    real = padding([(0, 178)], 178).index_fill(1, torch.tensor([9]), False)
-    rule = {"mask_function": sliding_window_causal_mask_function(16), "local_size": 16}
-    mask, expected = call(
-        batch_size=1,
-        q_length=113,
-        kv_length=128,
-        q_offset=65,
-        kv_offset=50,
-        attention_mask=real,
-        **rule,
-    )
-    assert isinstance(mask, PrefillMask) and mask.context.ranges == ((0, 128),)
     assert torch.equal(mask.for_dense(), expected)
 
 

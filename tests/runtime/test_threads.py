@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any
@@ -19,7 +18,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample"
 
 
 @pytest.fixture(autouse=True)
-def _in_turns() -> Iterator[None]:
+def _in_turns():
     """Python changes threads as often as it can."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)

@@ -212,7 +212,7 @@ for _name in SINCE_5_24:
         REFUSED[f"{_name}ForCausalLM"] = _sizes | {"cause": f"{_name}Attention"}
 
 
-def tiny_model(family: str, seed: int = 0, **changes: Any) -> Any:
+def tiny_model(family: str = "Llama", seed: int = 0, **changes: Any) -> Any:
     """A random causal model in evaluation mode, of a family of FAMILIES or of transformers."""
     sizes = SIZES | FAMILIES.get(family, {}) | changes
     name = sizes.pop("model", family)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from tests.runtime.conftest import search_info
 
 if TYPE_CHECKING:
     # It sets up this process for engines: not where there is none.
-    from tests.vllm.engines import Transformers
+    pass
 
 DENSE_BELOW = 256
 PATTERNS: dict[str, Any] = {
@@ -47,7 +46,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     """The folder of a random Llama of three layers whose attention is far from uniform."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -74,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def transformers(model: str) -> Transformers:
+def transformers(model):
     """The same model in transformers."""
     from tests.vllm.engines import Transformers
 
@@ -82,10 +81,10 @@ def transformers(model: str) -> Transformers:
 
 
 @pytest.fixture
-def artifact(transformers: Transformers, tmp_path: Path) -> Callable[..., str]:
+def artifact(transformers, tmp_path):
     """artifact(rows=, **sections) -> the path of an artifact for the tiny model."""
 
-    def artifact(rows: Any = ROWS, **sections: Any) -> str:
+    def artifact(rows=ROWS, **sections):
         used = {name for row in rows if row is not None for name in row}
         made = artifacts.Artifact(
             model=fingerprint(transformers.model, name="tiny"),

@@ -23,13 +23,13 @@ _BACKENDS = "vllm.v1.attention.backends"
 
 
 @pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
+def choose(monkeypatch):
     """choose(path, **additional) -> the class of CUSTOM on a platform that would have chosen the
     class at `path`."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    def choose(path: str, **additional: Any) -> Any:
+    def choose(path, **additional):
         config = SimpleNamespace(
             model_config=SimpleNamespace(get_head_size=lambda: 64, dtype=torch.bfloat16),
             cache_config=SimpleNamespace(cache_dtype="auto"),

@@ -4,7 +4,6 @@ same artifact as in transformers."""
 from __future__ import annotations
 
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import LlamaConfig
 
 from runtime.vllm import stats
 from tests.vllm.conftest import DECODE, kept, prompt
-from tests.vllm.engines import Transformers, engine
+from tests.vllm.engines import engine
 
 PROMPTS = [(prompt(90, i) * 9)[:length] for i, length in enumerate((700, 333))]
 TOKENS = 12
@@ -37,7 +36,7 @@ def drafted(
 
 
 @pytest.fixture
-def eagle(transformers: Transformers, tmp_path: Path) -> str:
+def eagle(transformers, tmp_path):
     """The folder of an EAGLE head: the tiny model's last layer over its hidden states, so some
     drafts are right."""
     folder, tiny = tmp_path / "eagle", transformers.model

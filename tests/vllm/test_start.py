@@ -1,7 +1,10 @@
-"""How an engine starts: with an artifact that fits, with one that does not, and without."""
+"""How an engine starts: with an artifact that fits, with one that does not, and without; and what
+the benchmark over it prints."""
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 import subprocess
 import sys
@@ -14,7 +17,7 @@ import artifacts
 from runtime.vllm import stats
 from runtime.vllm.check import main
 from runtime.vllm.options import HASH_KEY
-from tests.vllm.conftest import prompt
+from tests.vllm.conftest import DECODE, prompt
 from tests.vllm.engines import Engine, engine
 
 
@@ -91,3 +94,22 @@ def test_an_artifact_that_does_not_fit_ends_the_start(model, artifact, tmp_path)
     kept = artifacts.KVCache(policies={"s": artifacts.SnapKV()}, layers=("s",) * 3)
     drafts = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
     assert "draft_model" in refused(model, artifact(kv_cache=kept), speculative_config=drafts)
+
+
+def test_the_benchmark_tells_all_three_ways(model, artifact):
+    """benchmarks/vllm_ttft.py: what it prints, never how fast that was."""
+    root = Path(__file__).parents[2]
+    settings = {"dtype": "float32", "skip_tokenizer_init": True, "disable_log_stats": True}
+    words = ["--model", model, "--length", "400", "--tokens", "5", "--repeats", "1"]
+    words += ["--engine", json.dumps(settings)]
+    done = subprocess.run(
+        [sys.executable, root / "benchmarks/vllm_ttft.py", artifact(decode=DECODE), *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    counts = {way: [len(each) for each in seconds] for way, seconds in found["seconds"].items()}
+    assert counts == {"dense": [2], "dense_kernel": [2], "artifact": [2]}
+    assert found["served"]["prefills"] == {"sparse": 2}
+    assert found["served"]["decode"] == {"chosen": 8}

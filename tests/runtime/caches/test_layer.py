@@ -62,11 +62,9 @@ def test_the_cache_is_read_by_headwise_only(build, keeping, ids):
 def test_what_kernels_cannot_do_is_refused_and_said(build, keeping, ids):
     model = build()
     with keeping(model, STREAM).apply(model) as handle:
-        with pytest.raises(
-            HeadwiseError, match="cannot serve this call: attention weights were asked for"
-        ):
+        with pytest.raises(HeadwiseError, match="attention weights were asked for"):
             model(ids(4), past_key_values=handle.new_cache(), output_attentions=True)
-        with pytest.raises(HeadwiseError, match="cannot serve this call: the mask is not causal"):
+        with pytest.raises(HeadwiseError, match="the mask is not causal"):
             hand_made = torch.ones(1, 1, 4, 4, dtype=torch.bool)
             model(ids(4), past_key_values=handle.new_cache(), attention_mask=hand_made)
 
@@ -84,24 +82,15 @@ def test_a_hole_in_the_past_is_refused(build, keeping, ids):
             other = real.clone()
             other[1] = 1
             other[1, slice(*moved)] = 0
-            with pytest.raises(
-                HeadwiseError,
-                match="the attention mask leaves out tokens that the cache has taken in",
-            ):
+            with pytest.raises(HeadwiseError, match="the attention mask leaves out tokens"):
                 model(more, past_key_values=copy.deepcopy(cache), attention_mask=other)
         model(more, past_key_values=cache, attention_mask=real)
         cache.batch_select_indices(torch.tensor([1, 0, 1]))
+        third = ids(1, batch=3)
         with pytest.raises(HeadwiseError, match="the attention mask leaves out tokens"):
-            model(
-                ids(1, batch=3),
-                past_key_values=copy.deepcopy(cache),
-                attention_mask=torch.ones(3, 22),
-            )
-        model(
-            ids(1, batch=3),
-            past_key_values=cache,
-            attention_mask=torch.cat([real, real[:, -1:]], dim=1)[[1, 0, 1]],
-        )
+            model(third, past_key_values=copy.deepcopy(cache), attention_mask=torch.ones(3, 22))
+        selected = torch.cat([real, real[:, -1:]], dim=1)[[1, 0, 1]]
+        model(third, past_key_values=cache, attention_mask=selected)
 
 
 def test_padding_on_the_right_is_no_hole(build, keeping, ids):
@@ -115,22 +104,18 @@ def test_padding_on_the_right_is_no_hole(build, keeping, ids):
         assert sorted(policy.seen for policy in cache.layers[0].policies) == [17, 25]
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_a_cache_that_is_not_ours_is_said_to_drop_nothing(kind, build, keeping, ids, warnings):
+@pytest.mark.parametrize(
+    "made", [lambda config: StaticCache(config=config, max_cache_len=40), DynamicCache]
+)
+def test_a_cache_that_is_not_ours_is_said_to_drop_nothing(made, build, keeping, ids, warnings):
     model, tokens = build(), ids(20)
-    made = {
-        "static": lambda: StaticCache(config=model.config, max_cache_len=40),
-        "dynamic": DynamicCache,
-    }
     with keeping(model, STREAM).apply(model):
         model(tokens, use_cache=False)
         assert not warnings()
-        cache = made[kind]()
+        cache = made(config=model.config)
         model(tokens, past_key_values=cache)
         model(tokens[:, :1], past_key_values=cache)
-    assert warnings() == [
-        "this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"
-    ]
+    assert len(warnings()) == 1 and "is not one of new_cache()" in warnings()[0]
 
 
 def test_an_interrupted_forward_is_noticed(build, keeping, ids):

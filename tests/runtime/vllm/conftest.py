@@ -141,18 +141,18 @@ class ParentsBuilder:
 
 
 @pytest.fixture(params=[False, True], ids=["pages of the parent", "pages of ours"])
-def ours(request: pytest.FixtureRequest) -> bool:
+def ours(request):
     """True for pages laid out for our kernels, as on a CPU."""
     return bool(request.param)
 
 
 @pytest.fixture
-def stored() -> None:
+def stored():
     """What a cache of 8 bits holds; tests that serve from one say so."""
 
 
 @pytest.fixture
-def engine(ours: bool, stored: torch.dtype | None) -> Any:
+def engine(ours, stored):
     """An implementation and a builder over Parent, with a plan of its own."""
     patterns = [make("vertical_slash", vertical=70, slash=70), make("a_shape", sink=64, window=64)]
     at_work: Any = object.__new__(Engine)
@@ -172,7 +172,7 @@ def engine(ours: bool, stored: torch.dtype | None) -> Any:
         "ours": ours,
     }
 
-    def of(asked: Any) -> ServedLayer:
+    def of(asked):
         number = number_of(asked.layer_name)
         assert number is not None
         role = None if at_work.chooser is None else at_work.chooser.role(number)

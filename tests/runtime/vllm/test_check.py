@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,13 +57,11 @@ def test_options_that_are_wrong(given, field):
 
 
 @pytest.fixture
-def check(
-    build: Any, artifact_for: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+def check(build, artifact_for, tmp_path, capsys):
     """check(**section, size=1) -> status and text of the command for a tiny model of six layers
     with two KV heads."""
 
-    def check(size: int = 1, **sections: Any) -> tuple[int, str]:
+    def check(size=1, **sections):
         model = build(num_hidden_layers=6)
         model.save_pretrained(tmp_path / "model")
         artifact = artifact_for(model).model_copy(update=sections)

@@ -160,7 +160,7 @@ def count(section: artifacts.OmniKV, length: int) -> int:
 
 
 @pytest.fixture(params=[{"budget": 40}, {"budget": 0.2}], ids=["tokens", "fraction"])
-def section(request: pytest.FixtureRequest, engine: Any) -> artifacts.OmniKV:
+def section(request, engine):
     """A decode section at work in `engine`, whose builder captures as vLLM's do."""
     section = artifacts.OmniKV(**SECTION, window=1, **request.param)
     selector = Selector(section, range(4))
