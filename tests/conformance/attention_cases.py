@@ -163,7 +163,7 @@ _FORMS = {
         q_len=260, k_len=300, heads=2, index="random:4,0,0", page=64, launch=_launch(2, 128)
     ),
     "pairs of tiles, window": square(
-        300, heads=2, index="random:5,0,90", window=200, launch=_launch(2, 128)
+        330, heads=2, index="random:4,0,90", window=200, launch=_launch(2, 128)
     ),
     "pairs of tiles, lists, window, tail": Case(
         q_len=200,

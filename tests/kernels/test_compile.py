@@ -43,15 +43,15 @@ def architecture(target: str) -> str:
 
 
 def attention(**more: Any) -> attention_cases.Case:
-    return square(256, **{"heads": 4, "kv_heads": 2, "index": "random:2,0,90"} | more)
+    return square(448, **{"heads": 4, "kv_heads": 2, "index": "random:2,0,90"} | more)
 
 
 _SERVING: dict[str, Any] = {
     "dense_tail": 64,
-    "ragged": Ragged.left_padded([256], 256, 256),
+    "ragged": Ragged.left_padded([448], 448, 448),
     "page": 16,
 }
-_SKIPPING: dict[str, Any] = {"index": "random:4,0,0", "skip": -0.1}
+_SKIPPING: dict[str, Any] = {"index": "random:7,0,0", "skip": -3.0}
 # What an index has beside its own tiles, and how K and V lie. Lists are served one query tile a
 # program.
 VARIANTS = {
