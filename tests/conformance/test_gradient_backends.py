@@ -58,7 +58,7 @@ CASES = {
     },
     "soft-cap 2": square(300, softcap=2.0),
     **{f"window {n}": square(300, window=n) for n in (1, 64, 65)},
-    **{f"window {n}": square(700, window=n) for n in (513, 2000)},
+    **{f"window {n}": square(700, heads=1, window=n) for n in (513, 2000)},
     "window 100, soft-cap, 130 of 700": Case(q_len=130, k_len=700, window=100, softcap=20.0),
     "transposed": square(300, batch=2, heads=6, kv_heads=2, layout="transposed"),
     "strided": square(300, batch=2, heads=6, kv_heads=2, layout="strided"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,55 +12,19 @@ from kernels import copies
 from kernels.copies import Copy, Kept
 
 
-class Stream:
-    """A stream that notes what it is asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-
-    def wait_event(self, event: object) -> None:
-        self.asked.append(event)
-
-
-class Recorded(torch.Tensor):
-    """A tensor that notes the streams that use its memory."""
-
-    users: list[Stream]
-
-    def record_stream(self, stream: Any) -> None:  # type: ignore[override]
-        self.users.append(stream)
-
-
 @pytest.mark.parametrize("capturing", [False, True])
 def test_only_another_stream_waits_and_holds_the_memory(
     capturing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor = torch.arange(3).as_subclass(Recorded)
-    tensor.users = []
-    copying, other = Stream(), Stream()
-    event: Any = object()
-    copy = Copy(tensor, copying, event)  # type: ignore[arg-type]
+    tensor, copying, other, event = (mock.Mock() for _ in range(4))
+    copy = Copy(tensor, copying, event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    for current in (copying, other, other):
+    for current in (copying, other):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, at=current: at)
         assert copy.read() is tensor
-    waits = not capturing
-    assert (
-        copying.asked == []
-        and other.asked == [event] * 2 * waits
-        and tensor.users == [other] * 2 * waits
-    )
-
-
-class Pinned(torch.Tensor):
-    """A tensor of the host that notes where it is copied to, and stays here."""
-
-    def pin_memory(self, *_: Any) -> Pinned:
-        return self
-
-    def to(self, *to: Any, **how: Any) -> torch.Tensor:
-        assert (to, how) == ((torch.device("cuda", 0),), {"non_blocking": True})
-        return self.as_subclass(torch.Tensor).clone()
+    assert copying.mock_calls == []
+    assert other.mock_calls == [mock.call.wait_event(event)] * (not capturing)
+    assert tensor.mock_calls == [mock.call.record_stream(other)] * (not capturing)
 
 
 def test_what_a_graph_copies_stays_and_nobody_else_reads_the_graph_s_own(
@@ -68,16 +32,17 @@ def test_what_a_graph_copies_stays_and_nobody_else_reads_the_graph_s_own(
 ) -> None:
     monkeypatch.setattr(copies, "_captured", [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    source = torch.arange(3).as_subclass(Pinned)
-    copy = Copy.of(source, torch.device("cuda", 0))
-    captured = copy.read()
-    # Until the graph is replayed its memory holds anything.
-    captured.fill_(-1)
+    device = torch.device("cuda", 0)
+    source = mock.Mock()
+    pinned = source.pin_memory()
+    copy = Copy.of(source, device)
+    copy.read()
+    # Until the graph is replayed the graph's own holds anything.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert copy.read().tolist() == [0, 1, 2]
-    del copy
+    copy.read()
+    assert pinned.mock_calls == [mock.call.to(device, non_blocking=True)] * 2
     # A replay reads it again.
-    assert [kept.tolist() for kept in copies._captured] == [[0, 1, 2]]
+    assert copies._captured == [pinned]
 
 
 def test_what_was_not_asked_for_longest_goes_first() -> None:
