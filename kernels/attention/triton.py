@@ -90,16 +90,12 @@ def prepare(
     skipped: Tensor | None = None,
     launch: Launch | None = None,
     splits: int | None = None,
-    target: str | None = None,
 ) -> list[KernelCall]:
     """The launches of a call: an index's tables, attention, and the merge of parts, if any.
 
     With a block table k and v are caches (pages, page size, G, dim). `launch` takes another build
-    than the table's, `splits` cuts keys into so many parts, `target` prepares for another
-    architecture than that of q's device.
+    than the table's, `splits` cuts keys into so many parts.
     """
-    if not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}")
     num_heads, q_len, dim, v_dim = *q.shape[1:], v.shape[-1]
     columns = index.columns
     ragged = index.ragged
@@ -113,7 +109,7 @@ def prepare(
     if skip is not None and skipped is None:
         skipped = torch.empty(skip.shape, dtype=torch.int32, device=q.device)
 
-    target = target or architecture(q.device)
+    target = architecture(q.device)
     if splits is None:
         few = triton_launch.few(index.batch * num_heads * index.num_rows, q.device)
     else:

@@ -143,12 +143,10 @@ def prepare(
     block_table: Tensor | None,
     sinks: Tensor | None = None,
     splits: int | None = None,
-    target: str | None = None,
 ) -> tuple[list[KernelCall], Tensor, Tensor, Tensor | None]:
     """The launches that serve a call, and what they write: out, log-sum-exp and scores.
 
-    `splits` takes another number of splits than the device's, `target` prepares for another
-    architecture than that of q's device."""
+    `splits` takes another number of splits than the device's."""
     (batch, num_heads, q_len, dim) = q.shape
     v_dim = v.shape[-1]
     paged = block_table is not None
@@ -171,7 +169,7 @@ def prepare(
         places = tokens.shape[-1]
     rows = num_heads // num_kv_heads * q_len
     block_d, block_e = (max(16, _power_of_two(x)) for x in (dim, v_dim))
-    target = target or architecture(q.device)
+    target = architecture(q.device)
     build = choose(target, dim=max(block_d, block_e), itemsize=q.element_size(), rows=rows)
     programs = batch * num_kv_heads * -(-rows // build.rows)
     seen = places
@@ -283,15 +281,11 @@ def prepare_sums(
     *,
     scale: float,
     softcap: float | None,
-    target: str | None = None,
 ) -> tuple[KernelCall, Tensor]:
-    """The launch that adds up probabilities by log-sum-exp (B, H, Q), and its sums (B, G, K).
-
-    `target` prepares for another architecture than that of q's device.
-    """
+    """The launch that adds up probabilities by log-sum-exp (B, H, Q), and its sums (B, G, K)."""
     (batch, num_heads, q_len, dim) = q.shape
     (_, num_kv_heads, k_len, _) = k.shape
-    target = target or architecture(q.device)
+    target = architecture(q.device)
     # A product of fp32 without the matrix units holds whole operands in registers.
     widest = 256
     if q.element_size() == 4:

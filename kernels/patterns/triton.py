@@ -312,9 +312,8 @@ def plan(
     *,
     scale: float,
     window: int | None,
-    target: str | None = None,
 ) -> Plan:
-    """Launches of an estimate; `target` compiles for another architecture than q's device."""
+    """Launches of an estimate."""
     batch, num_heads, q_len, dim = q.shape
     k_len = k.shape[2]
     group_size = num_heads // k.shape[1]
@@ -345,9 +344,8 @@ def plan(
         **_sizes(k),
         "MEMBERS": len(members[0]), "WINDOW": window is not None and window < k_len,
     }  # fmt: skip
-    build = choose(
-        target or architecture(q.device), dim=dim, itemsize=q.element_size(), has_tiles=False
-    )
+    target = architecture(q.device)
+    build = choose(target, dim=dim, itemsize=q.element_size(), has_tiles=False)
     warps = 4
     if len(members[0]) == 2 or dim > _MOST_FOR_TWO or max(last) > TILE:
         warps = 8
