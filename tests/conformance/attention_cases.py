@@ -75,6 +75,11 @@ def square(length: int, **more: Any) -> Case:
     return Case(q_len=length, k_len=length, **more)
 
 
+def last(q_len: int, k_len: int, **more: Any) -> Case:
+    """As many of the last of so many positions are asked."""
+    return Case(q_len=q_len, k_len=k_len, **more)
+
+
 def padded(*lengths: int, queries: int | None = None, **more: Any) -> Case:
     """Sequences of these many keys, left-padded; the last `queries` are asked."""
     k_len = max(lengths) + 5
@@ -102,8 +107,8 @@ _PLAIN = {
     "5 heads": square(129, heads=5),
     **{f"{h} heads on {g}": square(130, heads=h, kv_heads=g) for h, g in ((2, 2), (6, 2), (16, 2))},
     "batch 2": square(130, batch=2, heads=4, kv_heads=2, index="listless"),
-    **{f"{q} of {k}": Case(q_len=q, k_len=k) for q, k in ((1, 65), (37, 200), (129, 257))},
-    "65 of 300, listless": Case(q_len=65, k_len=300, index="listless"),
+    **{f"{q} of {k}": last(q, k) for q, k in ((1, 65), (37, 200), (129, 257))},
+    "65 of 300, listless": last(65, 300, index="listless"),
     **{f"D {d}": square(130, head_dim=d, v_dim=d, index="listless") for d in (80, 96, 128, 256)},
     **{
         f"D {d}, E {e}": square(130, head_dim=d, v_dim=e)
@@ -115,20 +120,20 @@ _PLAIN = {
     "sinks, listless, soft-cap": square(200, sinks=True, index="listless", softcap=20.0, heads=4),
     "own scale": square(130, scale=0.5),
     "soft-cap 2": square(130, scale=0.5, softcap=2.0),
-    "soft-cap 50, q of k": Case(q_len=40, k_len=200, softcap=50.0, index="listless"),
+    "soft-cap 50, q of k": last(40, 200, softcap=50.0, index="listless"),
     "transposed": square(130, batch=2, layout="transposed", kv_heads=3),
     "strided": square(130, layout="strided", index="listless"),
-    "expanded": Case(q_len=100, k_len=200, batch=2, heads=6, kv_heads=2, layout="expanded"),
+    "expanded": last(100, 200, batch=2, heads=6, kv_heads=2, layout="expanded"),
     "own tile only": square(150, index="random:1,0,0"),
     "all three sorts": square(300, heads=2, index="random:2,2,90"),
     "lists on diagonals": square(300, heads=2, index="random:3,4,20"),
-    "many columns": Case(q_len=70, k_len=300, heads=2, index="random:1,0,280"),
+    "many columns": last(70, 300, heads=2, index="random:1,0,280"),
     "given out": square(130, given=True),
     **{
         f"pages of {size}, {kind}": square(200, page=size, index=kind)
         for size, kind in ((1, "layer"), (16, "listless"), (64, "layer"), (128, "listless"))
     },
-    "pages, q of k, batch 2": Case(q_len=70, k_len=150, batch=2, heads=2, kv_heads=2, page=16),
+    "pages, q of k, batch 2": last(70, 150, batch=2, heads=2, kv_heads=2, page=16),
 }
 # Tiles that are computed only where they may matter.
 _SKIPPING = {
@@ -136,14 +141,8 @@ _SKIPPING = {
     "skip, 16 keys a step": square(
         450, heads=2, index="random:7,0,0", skip=-3.0, launch=_launch(1, 16)
     ),
-    "skip, lists, columns, 130 of 320, tail": Case(
-        q_len=130,
-        k_len=320,
-        heads=3,
-        index="random:3,4,60",
-        skip=-2.0,
-        softcap=30.0,
-        dense_tail=(0, 0, 70),
+    "skip, lists, columns, 130 of 320, tail": last(
+        130, 320, heads=3, index="random:3,4,60", skip=-2.0, softcap=30.0, dense_tail=(0, 0, 70)
     ),
     "skip, window, padded, pages": padded(
         450, 30, 300, heads=2, index="random:8,0,0", skip=-3.0, window=280, page=16, queries=200
@@ -159,15 +158,15 @@ _FORMS = {
     "pairs of tiles, tails": square(
         300, heads=2, index="random:5,0,90", dense_tail=(70, 130), launch=_launch(2, 128)
     ),
-    "pairs of tiles, pages": Case(
-        q_len=260, k_len=300, heads=2, index="random:4,0,0", page=64, launch=_launch(2, 128)
+    "pairs of tiles, pages": last(
+        260, 300, heads=2, index="random:4,0,0", page=64, launch=_launch(2, 128)
     ),
     "pairs of tiles, window": square(
         330, heads=2, index="random:4,0,90", window=200, launch=_launch(2, 128)
     ),
-    "pairs of tiles, lists, window, tail": Case(
-        q_len=200,
-        k_len=300,
+    "pairs of tiles, lists, window, tail": last(
+        200,
+        300,
         heads=2,
         index="random:3,3,60",
         window=230,
@@ -179,13 +178,13 @@ _FORMS = {
 # two.
 _TAILS = {
     **{
-        f"tails 0, 10, 70, 300; {q} of 300, {sorts}": Case(
-            q_len=q, k_len=300, heads=4, dense_tail=(0, 10, 70, 300), index=f"random:{sorts}"
+        f"tails 0, 10, 70, 300; {q} of 300, {sorts}": last(
+            q, 300, heads=4, dense_tail=(0, 10, 70, 300), index=f"random:{sorts}"
         )
         for q, sorts in ((300, "2,0,90"), (37, "1,0,0"), (130, "1,2,0"))
     },
     "tails of unlike heads": square(200, heads=5, dense_tail=(70, 1, 0, 64, 65)),
-    "tail, pages": Case(q_len=140, k_len=200, dense_tail=70, page=32),
+    "tail, pages": last(140, 200, dense_tail=70, page=32),
 }
 _WINDOWS = {
     **{
@@ -193,7 +192,7 @@ _WINDOWS = {
         for window, sorts in ((1, "2,2,120"), (64, "5,0,0"), (65, "2,2,120"), (200, "1,3,0"))
     },
     "window 66, listless": square(260, heads=4, window=66, index="listless"),
-    "window 100, layer": Case(q_len=140, k_len=260, heads=5, window=100),
+    "window 100, layer": last(140, 260, heads=5, window=100),
     "window of all keys": square(130, window=130, index="listless"),
     "window, pages": square(200, heads=2, window=70, index="random:2,2,90", page=16),
 }
@@ -234,7 +233,7 @@ _RAGGED = {
 # Few queries on many keys: each program does a part of its keys.
 _PARTS = {
     **{
-        f"{n} parts, {q} of {k}": Case(q_len=q, k_len=k, heads=4, kv_heads=2, index=index, splits=n)
+        f"{n} parts, {q} of {k}": last(q, k, heads=4, kv_heads=2, index=index, splits=n)
         for n, q, k, index in (
             (3, 37, 500, "layer"),
             (9, 1, 65, "listless"),
@@ -242,18 +241,18 @@ _PARTS = {
             (5, 65, 300, "random:1,0,280"),
         )
     },
-    "3 parts, pairs of tiles, tails": Case(
-        q_len=150,
-        k_len=450,
+    "3 parts, pairs of tiles, tails": last(
+        150,
+        450,
         heads=2,
         index="random:5,0,90",
         dense_tail=(0, 100),
         launch=_launch(2, 128),
         splits=3,
     ),
-    "3 parts, D 80, E 17, batch 2, sinks, window": Case(
-        q_len=70,
-        k_len=400,
+    "3 parts, D 80, E 17, batch 2, sinks, window": last(
+        70,
+        400,
         batch=2,
         heads=2,
         head_dim=80,
@@ -293,22 +292,16 @@ SMALL = _BASE | _EIGHT_BITS
 LONG = {
     "length 1000": square(1000, heads=7),
     "length 4097": square(4097, heads=2),
-    "1 of 1000": Case(q_len=1, k_len=1000, heads=7),
-    "70 of 4097": Case(q_len=70, k_len=4097, heads=5),
-    "tail, 65 of 4100": Case(q_len=65, k_len=4100, batch=2, heads=2, dense_tail=(4100, 20)),
-    "tail, 200 of 4100, sinks, window, soft-cap": Case(
-        q_len=200,
-        k_len=4100,
-        heads=2,
-        dense_tail=(0, 70),
-        sinks=True,
-        window=3000,
-        softcap=20.0,
+    "1 of 1000": last(1, 1000, heads=7),
+    "70 of 4097": last(70, 4097, heads=5),
+    "tail, 65 of 4100": last(65, 4100, batch=2, heads=2, dense_tail=(4100, 20)),
+    "tail, 200 of 4100, sinks, window, soft-cap": last(
+        200, 4100, heads=2, dense_tail=(0, 70), sinks=True, window=3000, softcap=20.0
     ),
     # What was added up is rescaled again and again.
     "rising": square(900, heads=4, kv_heads=2, rise=0.012),
-    "rising, 70 of 4100, soft-cap": Case(
-        q_len=70, k_len=4100, heads=4, kv_heads=2, rise=0.002, softcap=50.0, dense_tail=4100
+    "rising, 70 of 4100, soft-cap": last(
+        70, 4100, heads=4, kv_heads=2, rise=0.002, softcap=50.0, dense_tail=4100
     ),
 }
 CASES = SMALL | LONG
