@@ -17,11 +17,7 @@ from tests.runtime.omnikv import CLOSE
 
 @pytest.mark.parametrize(
     ("family", "chunks"),
-    [
-        ("Llama", (70, 64, 166)),
-        ("Llama", (200, 36, 64)),
-        ("Gemma3", (100, 130, 69, 1)),
-    ],
+    [("Llama", (70, 64, 166)), ("Llama", (200, 36, 64)), ("Gemma3", (100, 130, 69, 1))],
 )
 def test_a_sparse_chunk_sees_the_whole_past(family, chunks, build, apply, masked, ids):
     """Slots of a static cache that are not filled yet are not seen."""

@@ -60,11 +60,7 @@ def test_batches_are_what_the_model_makes_of_them(family, layout, build, ids):
 
 @pytest.mark.parametrize(
     ("cache", "sizes"),
-    [
-        ("dynamic", (130, 64, 5, 90, 1)),
-        ("static", (200, 64, 1)),
-        ("own", (20, 64, 200, 1)),
-    ],
+    [("dynamic", (130, 64, 5, 90, 1)), ("static", (200, 64, 1)), ("own", (20, 64, 200, 1))],
 )
 def test_chunks_and_decode_beyond_a_window(cache, sizes, build, ids):
     """The window moves past the padding while tokens are decoded."""

@@ -165,16 +165,3 @@ def test_weights_that_are_no_plain_tensors_are_not_compared(
     assert warnings() == []
     assert fingerprint(model, name="x").weights_sha256 is None
     assert len(warnings()) == 1 and "the weights get no fingerprint: " in warnings()[0]
-
-
-@pytest.mark.parametrize("changed", [adapted, stored])
-def test_adapters_and_tensors_of_other_libraries_are_served(
-    changed, build, artifact_for, masked, ids
-):
-    artifact, model, prompt = artifact_for(build()), changed(build()), ids(200)
-    with torch.no_grad(), masked(model):
-        expected = model(prompt).logits
-    applied = Headwise(artifact).apply(model, strict=True, check_weights=False, backend="reference")
-    with torch.no_grad(), applied as handle:
-        torch.testing.assert_close(model(prompt).logits, expected, atol=2e-4, rtol=1e-3)
-        assert handle.stats()["sparse"] == 2

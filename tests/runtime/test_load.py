@@ -40,11 +40,7 @@ def saved(build, artifact_for, tmp_path):
     """A model, and the file of an artifact whose own rows are the middle point of its front."""
     model = build()
     artifact = artifact_for(model)
-    kept = {
-        name: pattern
-        for name, pattern in artifact.patterns.items()
-        if name in (FAST, MIDDLE, EXACT)
-    }
+    kept = {name: artifact.patterns[name] for name in (FAST, MIDDLE, EXACT)}
     figures = [
         (FAST, 1.0, 8.0, 0.3, 0.7),
         (MIDDLE, 2.0, 4.0, 0.2, 0.95),
@@ -55,16 +51,10 @@ def saved(build, artifact_for, tmp_path):
         for _, cost, speedup, kl, recall in figures
     )
     front = Front(length=200, unit="flops", dense_cost=8.0, measured_on="held_out", points=points)
-    assert artifact.search is not None
-    changes = {
-        "patterns": kept,
-        "search": artifact.search.model_copy(
-            update={"cost": artifacts.SearchCost(unit="flops", device="any")}
-        ),
-        "prefill": artifact.prefill.model_copy(
-            update={"layers": rows(model, MIDDLE), "front": front}
-        ),
-    }
+    cost = artifacts.SearchCost(unit="flops", device="any")
+    prefill = artifact.prefill.model_copy(update={"layers": rows(model, MIDDLE), "front": front})
+    search = artifact.search.model_copy(update={"cost": cost})
+    changes = {"patterns": kept, "search": search, "prefill": prefill}
     beside = artifacts.front_arrays(kept, [rows(model, name) for name, *_ in figures])
     artifacts.save(artifact.model_copy(update=changes), tmp_path / "cfg.yaml", beside)
     return model, tmp_path / "cfg.yaml"

@@ -30,19 +30,11 @@ def call(request):
     """call(**arguments) -> (the mask of headwise_mask, the mask of the function it stands in
     for)."""
     config = LlamaConfig()
-    remember(
-        config,
-        {},
-        Settings(dense_below=DENSE_BELOW, dense=request.param, strict=False, backend="auto"),
-    )
+    remember(config, {}, Settings(dense_below=DENSE_BELOW, dense=request.param))
     other = {"sdpa": sdpa_mask, "eager": eager_mask}[request.param]
 
     def call(**given):
-        given = {
-            "dtype": torch.float32,
-            "config": config,
-            "mask_function": causal_mask_function,
-        } | given
+        given = {"dtype": torch.float32, "config": config} | given
         return headwise_mask(**given), other(**given)
 
     yield call
@@ -153,9 +145,7 @@ def test_everything_else_is_what_it_was(name, call):
 )
 def test_ranges_are_found_exactly_where_there_are_no_holes(rows, data):
     config = LlamaConfig()
-    remember(
-        config, {}, Settings(dense_below=DENSE_BELOW, dense="sdpa", strict=False, backend="auto")
-    )
+    remember(config, {}, Settings(dense_below=DENSE_BELOW))
     real = torch.tensor(rows)
     for row in range(len(rows)):
         if data.draw(st.booleans()):

@@ -122,8 +122,7 @@ def test_our_pages_hold_what_was_stored(length, padded_pages):
 
 
 @pytest.mark.parametrize(
-    ("stored", "sinks", "window"),
-    [(None, 4, 50), (EIGHT, 20, 64), (None, 0, 30), (None, 3, 1000)],
+    ("stored", "sinks", "window"), [(None, 4, 50), (EIGHT, 20, 64), (None, 0, 30), (None, 3, 1000)]
 )
 def test_layers_that_keep_their_first_and_last_tokens(engine, sinks, window):
     stream = artifacts.Streaming(sinks=sinks, window=window, positions="original")
