@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +12,6 @@ import torch
 import artifacts
 from runtime.fingerprint import fingerprint
 from tests.runtime.conftest import search_info
-
-if TYPE_CHECKING:
-    # It sets up this process for engines: not where there is none.
-    pass
 
 DENSE_BELOW = 256
 PATTERNS: dict[str, Any] = {
