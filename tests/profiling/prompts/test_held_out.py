@@ -25,6 +25,13 @@ def tokenizer() -> Any:
     return byte_level()
 
 
+def story(path: Path, characters: int) -> str:
+    """Write such a text; the task that makes windows of it."""
+    source = sentences(random.Random(0))
+    path.write_text("".join(f"{i}. {next(source)}" for i in range(4000))[:characters])
+    return f"text:{path}"
+
+
 def common(a: Prompt, b: Prompt) -> bool:
     """True if 100 tokens in a row are in both, compared as bytes."""
     own, inside = (bytes(token % 256 for token in prompt.input_ids) for prompt in (a, b))
@@ -154,10 +161,3 @@ def test_windows_that_a_search_saw_are_replaced(tokenizer: Any, tmp_path: Path) 
     assert not any(common(a, b) for i, a in enumerate(made.prompts) for b in made.prompts[:i])
     assert made == unseen_prompts(task, tokenizer, seen=Seen(seen), **asked)
     assert unseen_prompts(task, tokenizer, seen=Seen(), **asked).prompts == usual
-
-
-def story(path: Path, characters: int) -> str:
-    """Write such a text; the task that makes windows of it."""
-    source = sentences(random.Random(0))
-    path.write_text("".join(f"{i}. {next(source)}" for i in range(4000))[:characters])
-    return f"text:{path}"
