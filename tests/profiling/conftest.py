@@ -131,6 +131,12 @@ def invented(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
+def _some_prose() -> str:
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics)[:20])
+
+
 # Tokens of the search and of its evaluations.
 LENGTH = 900
 Command = Callable[..., dict[str, Any]]
@@ -138,9 +144,10 @@ Command = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def command(searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """command(words): the record of an evaluation, in which few tokens are decoded."""
+    """command(words): the record of an evaluation: of little prose, with few decoded tokens."""
     monkeypatch.setattr("profiling.quality.trials.new_tokens", lambda tokenizer, prompt: 4)
     monkeypatch.setattr("profiling.quality.trials.FORCED", 8)
+    monkeypatch.setattr("profiling.prompts.texts.pythons_own", _some_prose)
     for file in searched.glob("cfg*"):
         shutil.copy(file, tmp_path / file.name)
 

@@ -26,7 +26,7 @@ def tokenizer() -> Any:
 
 
 def story(path: Path, characters: int) -> str:
-    """Write such a text; the task that makes windows of it."""
+    """Write a text in which no stretch comes twice; return the task of its windows."""
     source = sentences(random.Random(0))
     path.write_text("".join(f"{i}. {next(source)}" for i in range(4000))[:characters])
     return f"text:{path}"
