@@ -33,7 +33,7 @@ def read(path: Path) -> tuple[list[str], np.ndarray]:
 
 @pytest.mark.usefixtures("sketched")
 def test_a_profile_becomes_pictures_with_their_numbers(tmp_path: Path, capsys: Any) -> None:
-    made = random_profile(8, sliding=True)
+    made = random_profile(12, sliding=True)
     out = tmp_path / "out"
     save_profile(made, tmp_path)
     main(["--profile", str(tmp_path), "--out", str(out)])
@@ -43,7 +43,7 @@ def test_a_profile_becomes_pictures_with_their_numbers(tmp_path: Path, capsys: A
     assert {path.name for path in out.iterdir()} == expected
     assert {Path(line).name for line in capsys.readouterr().out.splitlines()} == expected
     header, rows = read(out / "similarity.csv")
-    assert header[:2] == ["layer", "layer 0"] and rows[:, 0].tolist() == list(range(8))
+    assert header[:2] == ["layer", "layer 0"] and rows[:, 0].tolist() == list(range(12))
     np.testing.assert_allclose(rows[:, 1:], made.mass(), rtol=1e-4)
     header, rows = read(out / "ability.csv")
     assert header[2] == "multi_hop:a.txt, next 16"
