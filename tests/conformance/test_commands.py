@@ -224,11 +224,11 @@ for words in ("--help", "show --help", "search --model m --out o.yaml --budget 2
         main(words.split())
     except (SystemExit, HeadwiseError):
         pass
-print(sorted(sys.modules.keys() & {"torch", "transformers", "optuna"}))
+assert not sys.modules.keys() & {"torch", "transformers", "optuna"}
 """
     out = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT)
     listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
-    assert set(VERBS) <= set(listed) and out.endswith("[]\n")
+    assert set(VERBS) <= set(listed)
 
 
 @pytest.mark.parametrize("flag", ["--length", "--task", "--json", "--device", "--seed", "--dtype"])

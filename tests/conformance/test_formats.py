@@ -43,20 +43,16 @@ KEY = "sparse_attention_config"
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "max_positions": 8192}
 
 
-def layers(artifact: Artifact) -> Any:
+def layers(artifact: Artifact) -> str:
     """Layers that filter, those that stay dense, and tokens chosen."""
     omnikv = artifact.decode.omnikv
-    return omnikv.filter_layers, omnikv.dense_layers, omnikv.budget
+    return f"{omnikv.filter_layers} {omnikv.dense_layers} {omnikv.budget}"
 
 
-def rows(artifact: Artifact) -> Any:
-    """The pattern of each head."""
-    return artifact.prefill.layers
-
-
-def kv_rows(artifact: Artifact) -> Any:
-    """The policy of each KV head."""
-    return artifact.kv_cache.layers
+def rows(artifact: Artifact) -> str:
+    """The pattern of each head, or the policy of each KV head."""
+    section = artifact.prefill if artifact.kv_cache is None else artifact.kv_cache
+    return " / ".join(" ".join(row) for row in section.layers)
 
 
 @dataclass(frozen=True)
@@ -70,8 +66,8 @@ class Case:
     name: str
     data: bytes
     options: dict[str, Any]
-    read: Callable[[Artifact], Any]
-    expected: Any
+    read: Callable[[Artifact], str]
+    expected: str
     there: str
     back: str
     comes_back: bool = True
@@ -85,7 +81,7 @@ def of_file(format: str, name: str, *args: Any, **more: Any) -> Case:
     return Case(format, file.name, file.read_bytes(), *args, **more)
 
 
-def index_pattern(config: dict[str, Any], expected: Any, there: str, back: str) -> Case:
+def index_pattern(config: dict[str, Any], expected: str, there: str, back: str) -> Case:
     """A config.json, which names layers in one of several ways and comes back in all of them."""
     data = json.dumps({"index_topk": 1024, **config}).encode()
     args = ("config.json", data, SHAPE, layers, expected, there, back, False)
@@ -97,11 +93,11 @@ def kvzip(dtype: torch.dtype) -> Case:
     stream = io.BytesIO()
     torch.save(torch.tensor([[0.03, 1.0], [0.4, 0.11], [0.9, 0.2]], dtype=dtype), stream)
     name = f"{str(dtype).removeprefix('torch.')}-scbench-0.pt"
-    kept = (("stream_128_256", "full"), ("stream_128_256",) * 2, ("full", "stream_128_256"))
+    kept = "stream_128_256 full / stream_128_256 stream_128_256 / full stream_128_256"
     there = "2 of 6 KV heads: 0 chooses otherwise, 0 same, 4 chooses otherwise"
     back = "2 of 6 KV heads: 0 same, 4 keeps less"
     options = {**SHAPE, "sparsity": 0.5}
-    return Case("kvzip", name, stream.getvalue(), options, kv_rows, kept, there, back)
+    return Case("kvzip", name, stream.getvalue(), options, rows, kept, there, back)
 
 
 def npy(table: Any) -> bytes:
@@ -117,10 +113,8 @@ CASES = [
         "head_patterns.json",
         WITH_MODEL,
         rows,
-        (
-            ("vs_1000_6096", "a_128_1024", "bs_100", "vs_30_800"),
-            ("vs_1000_6096", "vs_3500_100", "a_128_1024", "vs_4096_4096_c90"),
-        ),
+        "vs_1000_6096 a_128_1024 bs_100 vs_30_800 / "
+        "vs_1000_6096 vs_3500_100 a_128_1024 vs_4096_4096_c90",
         "7 of 8 heads: 0 same, 1 computes more",
         "8 of 8 heads: ",
     ),
@@ -129,7 +123,7 @@ CASES = [
         "error_counts.json",
         WITH_MODEL,
         rows,
-        (("vs_30_800", "vs_100_800", "vs_170_800", "vs_240_800"),) * 2,
+        " / ".join(["vs_30_800 vs_100_800 vs_170_800 vs_240_800"] * 2),
         "6 of 8 heads: 0 same, 2 computes more",
         "8 of 8 heads: ",
     ),
@@ -139,7 +133,7 @@ CASES = [
         "short.json",
         WITH_MODEL,
         rows,
-        (("a_64_512", "vs_1000_6096", "vs_1000_6096", "a_64_512"), ("vs_1000_6096",) * 4),
+        "a_64_512 vs_1000_6096 vs_1000_6096 a_64_512 / " + " ".join(["vs_1000_6096"] * 4),
         "2 of 8 heads: 0 same, 6 filled in",
         "8 of 8 heads: ",
         comes_back=False,
@@ -150,7 +144,7 @@ CASES = [
         "pattern.json",
         {"head_dim": 64},
         rows,
-        (("vs_64_64", "vs_500_700"), ("vs_1000_6096",) * 2, ("a_128_1024", "bs_100")),
+        "vs_64_64 vs_500_700 / vs_1000_6096 vs_1000_6096 / a_128_1024 bs_100",
         "3 of 6 heads: 0 same, 1 chooses otherwise, 2 filled in",
         "6 of 6 heads: ",
         comes_back=False,
@@ -161,7 +155,7 @@ CASES = [
         "sparse_attention_config.json",
         WITH_MODEL,
         rows,
-        (("vs_1000_6096_q32", "vs_130_800_q32", "vs_3048_8144_q32", "vs_100_800_q32"),) * 2,
+        " / ".join(["vs_1000_6096_q32 vs_130_800_q32 vs_3048_8144_q32 vs_100_800_q32"] * 2),
         "8 of 8 heads: 2 same",
         "8 of 8 heads: 0 same",
     ),
@@ -171,7 +165,7 @@ CASES = [
         "modelopt/config.json",
         SHAPE,
         rows,
-        (("dense",) * 4, ("skip_182.135",) * 4, ("skip_182.135",) * 4),
+        " / ".join([" ".join([name] * 4) for name in ("dense", "skip_182.135", "skip_182.135")]),
         "4 of 12 heads: 8 chooses otherwise, 8 not carried over",
         "12 of 12 heads: ",
     ),
@@ -180,15 +174,15 @@ CASES = [
         "duo_attention",
         "full_attention_heads.tsv",
         WITH_MODEL,
-        kv_rows,
-        (("full", "stream_64_193"), ("stream_64_193", "full")),
+        rows,
+        "full stream_64_193 / stream_64_193 full",
         "2 of 4 KV heads: 0 same, 2 keeps less",
         "2 of 4 KV heads: 0 same, 2 computes more",
     ),
     *map(kvzip, (torch.float16, torch.bfloat16, torch.float32)),
     index_pattern(
         {"num_hidden_layers": 6, "index_topk_pattern": "FFSSFS"},
-        ((1, 4), (), 1024),
+        "(1, 4) () 1024",
         "0 of 6 layers: 3 chooses otherwise, 3 computes more",
         "0 of 6 layers: 3 chooses otherwise, 3 keeps less",
     ),
@@ -198,20 +192,20 @@ CASES = [
             "indexer_types": ["full", "full", "shared", "shared", "full", "shared"],
             "index_topk_pattern": "FSSSSS",
         },
-        ((1, 4), (), 1024),
+        "(1, 4) () 1024",
         "0 of 6 layers: 3 chooses otherwise, 3 computes more",
         "0 of 6 layers: 3 chooses otherwise, 3 keeps less",
     ),
     # FFSSSFSSSF and FFFSSSFSSS, as the tools read frequencies.
     index_pattern(
         {"num_hidden_layers": 10, "index_topk_freq": 4},
-        ((1, 5), (9,), 1024),
+        "(1, 5) (9,) 1024",
         "0 of 10 layers: 4 computes more, 6 chooses otherwise",
         "0 of 10 layers: 4 keeps less, 6 chooses otherwise",
     ),
     index_pattern(
         {"num_hidden_layers": 10, "index_topk_freq": 4, "index_skip_topk_offset": 3},
-        ((2, 6), (), 1024),
+        "(2, 6) () 1024",
         "0 of 10 layers: 4 computes more, 6 chooses otherwise",
         "0 of 10 layers: 4 keeps less, 6 chooses otherwise",
     ),
@@ -220,7 +214,7 @@ CASES = [
         "omnikv.json",
         {**SHAPE, "layers": 6},
         layers,
-        ((0, 3), (2,), 2048),
+        "(0, 3) (2,) 2048",
         "3 of 6 layers: 0 not carried over, 3 keeps less",
         "6 of 6 layers: ",
     ),
@@ -230,7 +224,7 @@ CASES = [
         "selected_full_layers.json",
         SHAPE,
         layers,
-        ((0, 3), (), 512),
+        "(0, 3) () 512",
         "5 of 5 layers: ",
         "5 of 5 layers: ",
     ),
@@ -241,7 +235,7 @@ CASES = [
         npy([[0, 1]] * 4),
         SHAPE,
         layers,
-        ((0, 2), (), 0.1),
+        "(0, 2) () 0.1",
         "2 of 8 heads: 0 keeps less, 2 computes more, 4 chooses otherwise",
         "2 of 8 heads: 0 same, 2 keeps less, 4 chooses otherwise",
     ),
