@@ -62,19 +62,20 @@ def _native_code() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _long_texts() -> Iterator[None]:
     """Tokenise a long text once for all tokenizers that are alike: each command loads its own."""
-    from profiling.prompts.tokens import Encoder, Ids
+    from profiling.prompts import tokens
 
-    known: dict[tuple[str, Callable[[], str]], Ids] = {}
-    real = Encoder.whole
+    known: dict[tuple[str, Callable[[], str]], tokens.Ids] = {}
+    real = tokens.Encoder.whole
 
-    def whole(encoder: Encoder, text: Callable[[], str]) -> Ids:
-        if encoder._backend is None:
-            return real(encoder, text)
-        key = (encoder._backend.to_str(), text)
-        if key not in known:
-            known[key] = real(encoder, text)
-        return known[key]
+    def whole(encoder: tokens.Encoder, text: Callable[[], str]) -> tokens.Ids:
+        own = tokens._WHOLE.setdefault(encoder._tokenizer, {})
+        if text not in own and encoder._backend is not None:
+            alike = (encoder._backend.to_str(), text)
+            if alike not in known:
+                known[alike] = real(encoder, text)
+            own[text] = known[alike]
+        return real(encoder, text)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Encoder, "whole", whole)
+        patch.setattr(tokens.Encoder, "whole", whole)
         yield

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("artifacts", "headwise", "kernels", "profiling", "runtime", "search", "tests")
+FOLDERS = ("artifacts", "headwise", "kernels", "profiling", "runtime", "search", "docs", "tests")
 
 
 def read_cases() -> list[tuple[str, str, str, str]]:
@@ -42,9 +42,9 @@ CASES = read_cases()
 def test_a_broken_module_is_noticed(
     tmp_path: Path, file: str, text: str, broken: str, tests: str
 ) -> None:
-    for package in PACKAGES:
+    for folder in FOLDERS:
         skipped = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=skipped)
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=skipped)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     module = tmp_path / file
     whole = module.read_text()

@@ -77,6 +77,8 @@ def test_sizes_at_a_length(make):
         sizes = {"vertical": vertical, "slash": slash}
         assert grown(pattern, growth, length) == pattern.model_copy(update=sizes)
     assert grown(BlockSparse(blocks=9), growth, 16_384) == BlockSparse(blocks=9)
+    least = VerticalSlash(vertical=1, slash=1)
+    assert grown(least, growth, 1) == least
 
 
 def test_rows_of_points_come_back(every_kind, tmp_path):

@@ -84,6 +84,8 @@ def test_parts_may_have_costs_of_their_own_in_any_order() -> None:
     costs = np.array([[1.0, 2.0, 3.0], [1.0, 5.0, 9.0]])
     assert spend(losses, costs, 4.0).entries == [2, 0]
     assert spend(losses, costs, 12.0).entries == [2, 2]
+    # Not even a step that is a little too dear.
+    assert spend(losses[:1], costs[:1], 1.95).entries == [0]
     assert spend(np.array([[0.0, 4.0, 8.0]]), np.array([[3.0, 2.0, 1.0]]), 2.5).entries == [1]
     with pytest.raises(HeadwiseError, match=r"1\.9 is too small for 2 parts: the least is 2"):
         spend(losses, costs, 1.9)
