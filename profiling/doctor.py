@@ -62,7 +62,7 @@ def lines_of(name: str, report: Mapping[str, Any]) -> list[str]:
     if name == "wrong":
         return [f"WRONG      {line}" for line in part] or ["all is well"]
     if name == "dense":
-        return [
+        return _busy_lines(report["processor"]) + [
             f"dense      {1e3 * part['kernel_s']:.0f} ms by Headwise's kernel, "
             f"{1e3 * part['sdpa_s']:.0f} ms by "
             f"torch's sdpa at {DOCTOR_LENGTH:,} tokens, in {part['dtype']}",
@@ -72,6 +72,15 @@ def lines_of(name: str, report: Mapping[str, Any]) -> list[str]:
     if name == "expected":
         return _expected_lines(part, report["processor"]["memory"])
     return _gain_lines(part)
+
+
+def _busy_lines(processor: Mapping[str, Any]) -> list[str]:
+    if processor["load"] <= processor["cores"]:
+        return []
+    return [
+        f"busy       a load of {processor['load']:.1f} on {processor['cores']} cores: the times "
+        "below are longer than on a quiet machine"
+    ]
 
 
 def _expected_lines(expected: Mapping[str, Any], memory: int | None) -> list[str]:

@@ -92,6 +92,8 @@ def parts() -> Iterator[tuple[str, Any]]:
             "cores": _cores(),
             "threads": torch.get_num_threads(),
             "memory": _memory(),
+            # Of the last minute, before anything is measured here.
+            "load": os.getloadavg()[0],
             "instructions": [name for name in _INSTRUCTIONS if name in prebuilt.processor_flags()],
         },
     )

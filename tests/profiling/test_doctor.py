@@ -42,6 +42,20 @@ def test_the_gain_is_what_the_density_leaves_of_attention() -> None:
     assert all(gain.sparse_s == gain.dense_s for gain in slow)
 
 
+def test_times_of_a_busy_machine_are_said_to_be_long() -> None:
+    dense = {
+        "dtype": "float32",
+        "kernel_s": 1.0,
+        "sdpa_s": 1.0,
+        "sparse_s": 0.5,
+        "sparse_density": 0.3,
+    }
+    busy = {"processor": {"cores": 2, "load": 6.31}, "dense": dense}
+    assert doctor.lines_of("dense", busy)[0].startswith("busy       a load of 6.3 on 2 cores")
+    quiet = {"processor": {"cores": 2, "load": 1.9}, "dense": dense}
+    assert doctor.lines_of("dense", quiet) == doctor.lines_of("dense", busy)[1:]
+
+
 def test_it_is_loud_about_the_slow_reference(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
