@@ -62,7 +62,8 @@ def lines_of(name: str, report: Mapping[str, Any]) -> list[str]:
     if name == "wrong":
         return [f"WRONG      {line}" for line in part] or ["all is well"]
     if name == "dense":
-        return _busy_lines(report["processor"]) + [
+        return [
+            *_busy_lines(report["processor"]),
             f"dense      {1e3 * part['kernel_s']:.0f} ms by Headwise's kernel, "
             f"{1e3 * part['sdpa_s']:.0f} ms by "
             f"torch's sdpa at {DOCTOR_LENGTH:,} tokens, in {part['dtype']}",
