@@ -72,12 +72,13 @@ def test_a_batch_is_its_sequences_each_by_the_index_as_a_mask(
 @pytest.mark.parametrize(
     ("family", "changes", "layouts", "by"),
     [
-        ("Gemma3", {"num_hidden_layers": 2, **HYBRID}, ("left",), "patterns"),
+        ("Llama", {"num_hidden_layers": 1}, ("left",), "patterns"),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
                 ("Gemma3", {"num_hidden_layers": 2, **HYBRID}, ("left",), "dense"),
-                ("Llama", {"num_hidden_layers": 1}, ("right", "left"), "patterns"),
+                ("Gemma3", {"num_hidden_layers": 2, **HYBRID}, ("left",), "patterns"),
+                ("Llama", {"num_hidden_layers": 1}, ("right",), "patterns"),
                 ("GptOss", {}, ("alike and empty", "right"), "patterns"),
             )
         ),
@@ -117,7 +118,7 @@ def whole(model: Any, layer: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_for, ids):
-    model, prompt, forced = build(family), ids(150, batch=2), ids(3, batch=2, seed=1)
+    model, prompt, forced = build(family), ids(150), ids(2, seed=1)
     expected = steps(model, prompt, forced, DynamicCache(config=model.config))
     first = min(set(attention_layers(model)) - sliding_layers(attention_layers(model)))
     sections = whole(model, first)
@@ -131,7 +132,7 @@ def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_
             stats = handle.stats()
         torch.testing.assert_close(found, expected, **CLOSE)
         if "kv_cache" in section:
-            assert stats["kept"] == 4 * len(attention_layers(model))
+            assert stats["kept"] == 3 * len(attention_layers(model))
         else:
             assert stats["sparse"] > 0
 
