@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -341,5 +343,12 @@ def test_ctrl_c_is_one_line_from_the_first_moment(tmp_path: Path) -> None:
         [sys.executable, "-m", "search.heads", *words[1:]],
         [sys.executable, "-m", "profiling.doctor"],
     ):
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env=environment,
+            # A job in the background ignores it, and hands that on.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        )
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
