@@ -1,7 +1,7 @@
 """python -m tests.artifacts.crash [KILLS]: kills writers and checks what they leave.
 
 First a writer dies at each call of the system on its way, one process for each, once more with half
-of what it was to write; then KILLS writers die at random instants, the last fifth of them among
+of what it was to write; then KILLS writers die at random instants, the last tenth of them among
 others that write into the same file. Whatever happens, the pair that is found is the old one or the
 new one, nothing is lost that a writer was told is there, and the next writer leaves nothing
 unfinished: at most whole sidecars that no YAML names."""
@@ -182,8 +182,8 @@ def main(kills: int) -> None:
             "before": at_each_call(folder, torn=False),
             "torn": at_each_call(folder, torn=True),
         }
-        report["random"] = at_random(folder, kills - kills // 5)
-        print(json.dumps({**report, "kept": among_others(folder, kills // 5)}))
+        report["random"] = at_random(folder, kills - kills // 10)
+        print(json.dumps({**report, "kept": among_others(folder, kills // 10)}))
     finally:
         shutil.rmtree(folder)
 

@@ -1,4 +1,4 @@
-"""Mutated artifacts: refused in one line, or read as what they are.
+"""Mutated artifacts and other tools' files: refused in one line, or read as what they are.
 
 `FUZZ=200000 pytest tests/artifacts/test_fuzz.py` is a long run.
 
@@ -20,11 +20,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 import artifacts
 from artifacts import ArtifactError, HeadwiseError
-from artifacts.commands import diff, show, validate
+from artifacts.commands import convert, diff, show, validate
 from artifacts.store import strict_yaml
 from artifacts.store.hashing import content_sha256
 from tests.artifacts.conftest import (
@@ -39,6 +40,7 @@ COUNT = int(os.environ.get("FUZZ", 450))
 # Seconds of the processor for one mutant, which takes milliseconds; a busy machine makes nothing
 # hang.
 HANG = 20
+FILES = Path(__file__).parent / "interop"
 TEXTS = (
     "", "dense", "static_mean", "../x.safetensors", "/etc/passwd", "x.safetensors", "a" * 64,
     "a" * 65, "0" * 64, "\0",
@@ -248,3 +250,32 @@ def test_mutants_are_refused_in_one_line_or_are_what_their_hashes_say(tmp_path):
     # Mutants that all end in the same way would be poor ones.
     for kind in ("loaded", "content_sha256", "sidecar", "a field", "YAML"):
         assert seen[kind] > 5, seen
+
+
+@pytest.mark.parametrize("name", ["head_patterns.json", "full_attention_heads.tsv", "config"])
+def test_files_of_other_tools(tmp_path, name):
+    """Read as what they are, or refused in one line, the model's configuration among them."""
+    model = (FILES / "model.json").read_bytes()
+    heads = (FILES / (name if name != "config" else "head_patterns.json")).read_bytes()
+    file = tmp_path / f"file{Path(name).suffix or '.json'}"
+    config = tmp_path / "config.json"
+    out = tmp_path / "o.yaml"
+    for seed in range(COUNT // 10):
+        chance = random.Random(seed)
+        data = heads if name != "config" else model
+        if chance.randrange(2) and not name.endswith(".tsv"):
+            fields = json.loads(data)
+            change_field(chance, fields)
+            data = json.dumps(fields).encode()
+        else:
+            data = change_text(chance, data)
+        file.write_bytes(heads if name == "config" else data)
+        config.write_bytes(data if name == "config" else model)
+        out.unlink(missing_ok=True)
+        try:
+            convert.run(convert.Config(file=file, out=out, config=config))
+        except ArtifactError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000 and not out.exists(), seed
+        else:
+            artifacts.load_pair(out)
+            validate.run(validate.Config(file=out))

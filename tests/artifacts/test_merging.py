@@ -142,6 +142,7 @@ def test_an_import_learns_the_model(files, tmp_path):
 )
 def test_what_is_refused(files, monkeypatch, file, options, says):
     monkeypatch.chdir(files["out"].parent)
-    with pytest.raises(HeadwiseError, match=says):
+    error = HeadwiseError if "out" in options else ArtifactError
+    with pytest.raises(error, match=says):
         run(Config(**{"file": files[file], "out": files["out"], **options}))
     assert not files["out"].exists()

@@ -281,8 +281,9 @@ FIELDS = {
 }
 
 
-# Of those with very many names or wrong values one of each stands for the others.
-ONCE = ("unknown fields", "patterns without sizes", "counts without end", "counts beyond floats")
+# Patterns without sizes stand for others of which too many values are wrong.
+TOO_MANY = ("wrong names", "wrong policies")
+ONCE = [name for name in FIELDS if name not in TOO_MANY]
 
 
 def header(entries, data=b""):
@@ -387,7 +388,7 @@ def large():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(LARGE, "strided far away"))
+@pytest.mark.parametrize("name", sampled(LARGE, *LARGE[:2]))
 def test_what_is_as_large_as_may_be_ends_every_verb_well(tmp_path, name):
     artifact, arrays = large()[name]
     save(artifact, tmp_path / "cfg.yaml", arrays)

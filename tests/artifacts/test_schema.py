@@ -91,7 +91,7 @@ def test_rows_of_points_come_back(every_kind, tmp_path):
     assert artifacts.at_target(artifact, arrays, target_speedup=4).prefill.layers == fast
     for rows, says in (
         ([(("nine",),)], "the front names 'nine', which patterns does not hold"),
-        ([(("bs_9",),), (("bs_9",), ("bs_9",))], "points have rows of unlike lengths"),
+        ([(("bs_9",),), (("bs_9",), ("bs_9",))], "the front's points have rows of unlike lengths"),
     ):
         with pytest.raises(ArtifactError, match=says):
             artifacts.front_arrays(artifact.patterns, rows)
@@ -107,7 +107,8 @@ def test_a_pattern_that_only_the_front_uses_is_used(every_kind, tmp_path):
 
     assert save(changed(), tmp_path / "cfg.yaml", arrays).prefill.layers == rows
     nowhere = arrays | artifacts.front_arrays(artifact.patterns, [rows, rows])
-    with pytest.raises(ArtifactError, match=r"'a_64_512' is used by no head, of .* or of a poi"):
+    says = r"patterns\.'a_64_512' is used by no head, of prefill\.layers or of a poi"
+    with pytest.raises(ArtifactError, match=says):
         save(changed(), tmp_path / "cfg.yaml", nowhere)
     with pytest.raises(ArtifactError, match=r"patterns\.vs_100_1800 is used by no head"):
         to_artifact(changed(front=None).model_dump(mode="json"))

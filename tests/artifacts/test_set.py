@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from artifacts import HeadwiseError, load, load_pair, save
+from artifacts import ArtifactError, HeadwiseError, load, load_pair, save
 from artifacts.__main__ import main
 from artifacts.analysis.findings import Case
 from artifacts.analysis.lint import lint
@@ -54,6 +54,11 @@ def test_what_was_set_over_what(saved, capsys):
 )
 def test_paths(saved, change, read):
     assert read(changed(saved, change))
+
+
+def test_a_pattern_that_no_head_has_any_more_is_refused(saved):
+    with pytest.raises(ArtifactError, match=r"patterns\.bs_9 is used by no head"):
+        changed(saved, "prefill.layers[0][3]=vs_100_1800")
 
 
 def test_names_with_dots(tmp_path, every_kind):

@@ -81,6 +81,15 @@ def test_every_bit_of_file_and_signature_counts(saved, key, public):
     load(saved, verify=public)
 
 
+def test_a_changed_sidecar_is_refused_though_the_yaml_is_signed(saved, key, public):
+    sign(saved, key)
+    (sidecar,) = saved.parent.glob("*.safetensors")
+    data = sidecar.read_bytes()
+    sidecar.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ArtifactError, match=r"sidecar\.sha256: says"):
+        load_pair(saved, verify=public)
+
+
 def test_an_artifact_saved_again_has_to_be_signed_again(saved, key, public, make, arrays):
     assert "is not signed, 'cfg.yaml.sig' is missing" in refusal(saved, public)
     sign(saved, key)
@@ -187,7 +196,8 @@ def test_what_is_signed_is_what_was_checked(saved, key, public, monkeypatch):
 @pytest.mark.parametrize("mode", [0o640, 0o604])
 def test_a_key_that_others_can_use_signs_nothing(saved, key, mode):
     key.chmod(mode)
-    with pytest.raises(HeadwiseError, match=rf"can use the key \(mode {mode:03o}\): chmod 600"):
+    says = rf"me\.key: others can use the key \(mode {mode:03o}\): chmod 600"
+    with pytest.raises(HeadwiseError, match=says):
         sign(saved, key)
     assert not signature_path(saved).exists()
 
@@ -205,7 +215,8 @@ def test_an_encrypted_key_is_asked_for(saved, tmp_path, monkeypatch):
         main(["sign", str(saved), "--key", str(key), *more])
 
     for wrong in (("secret", "secrat"), ("",)):
-        with pytest.raises(HeadwiseError, match="empty, or not the same twice: nothing was writt"):
+        says = "the passphrase is empty, or not the same twice: nothing was written"
+        with pytest.raises(HeadwiseError, match=says):
             typed("--new-key", "--encrypt", answers=wrong)
         assert not key.exists()
     with pytest.raises(HeadwiseError, match="--encrypt is for a key that --new-key makes"):
@@ -236,10 +247,12 @@ def test_openssl_checks_the_same_signature(saved, key, public):
     assert done.returncode == 0, done.stderr
 
 
-def test_signatures_are_an_extra(saved, monkeypatch):
+def test_signatures_are_an_extra(saved):
     """Without the package artifacts load; a signature names what to install."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    load(saved)
-    with pytest.raises(HeadwiseError, match=r"pip install 'headwise\[sign\]'"):
-        load(saved, verify=b"key")
+    code = (
+        "import sys; sys.modules['cryptography'] = None\nfrom artifacts import load\n"
+        f"load({str(saved)!r})\nprint('loaded')\nload({str(saved)!r}, verify=b'key')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "loaded\n", done.stderr
+    assert "signatures need the package cryptography: pip install 'headwise[sign]'" in done.stderr

@@ -102,6 +102,21 @@ def test_a_failure_leaves_the_old_pair_and_nothing_else(saved, make, arrays, mon
         assert len(names(saved.parent)) <= 2 + (step == "open")
 
 
+def test_interrupted_right_after_the_switch_the_new_pair_is_whole(saved, make, arrays, monkeypatch):
+    real = os.replace
+
+    def interrupted(source, target):
+        real(source, target)
+        if str(target) == str(saved):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    arrays["chosen.recall"][0, 0] = 0.75
+    with pytest.raises(KeyboardInterrupt):
+        save(make(), saved, arrays)
+    assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
+
+
 def test_a_reader_between_yaml_and_sidecar_takes_the_new_pair(saved, make, arrays, monkeypatch):
     """A reader has the old YAML already when the old sidecar goes."""
     import artifacts.store.read as store

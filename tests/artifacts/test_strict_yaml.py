@@ -6,7 +6,7 @@ import re
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from artifacts import ArtifactError
@@ -20,7 +20,8 @@ WORDS = """
     %x @x
 """
 ODD = ["", " a", "a ", "a: b", "a #b", "a\nb", "a\r\nb", "é", "😀", *"\t\x00\x7f\x85\u2028\ufeff"]
-TRICKY = st.sampled_from([*WORDS.split(), *ODD])
+ALL_TRICKY = [*WORDS.split(), *ODD]
+TRICKY = st.sampled_from(ALL_TRICKY)
 SCALARS = (
     st.none()
     | st.booleans()
@@ -36,6 +37,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=50)
 @given(st.dictionaries(TEXT | TRICKY, VALUES, max_size=5))
+@example({text: text for text in ALL_TRICKY})
 def test_every_value_comes_back(fields):
     text = dump(fields)
     back = parse(text)

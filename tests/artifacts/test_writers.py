@@ -146,7 +146,8 @@ def test_a_link_in_place_of_the_lock_is_not_followed(saved, make, tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("kept")
     (saved.parent / ".cfg.lock").symlink_to(precious)
-    with pytest.raises(HeadwiseError, match=r"cfg\.yaml': its lock file \.cfg\.lock: "):
+    says = r"cannot write '.*cfg\.yaml': its lock file \.cfg\.lock: "
+    with pytest.raises(HeadwiseError, match=says):
         save(make(), saved)
     assert precious.read_text() == "kept"
 
@@ -164,14 +165,14 @@ def test_without_locks_in_the_file_system_there_is_still_a_pair(saved, make, arr
 
 @pytest.mark.slow
 def test_killed_at_each_call_and_at_any_instant_a_whole_pair_is_there():
-    command = [sys.executable, "-m", "tests.artifacts.crash", "20"]
+    command = [sys.executable, "-m", "tests.artifacts.crash", "60"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     for kind, calls in (("before", 20), ("torn", 1)):
         assert report[kind].keys() == {"0", "1"} and report[kind]["0"] > calls
     # Were none killed within a write, there would be no leftovers.
-    assert sum(report["random"].values()) == 16 and report["random"]["leftovers"] > 1
+    assert sum(report["random"].values()) == 54 and report["random"]["leftovers"] > 5
     assert report["kept"] > 0
 
 
