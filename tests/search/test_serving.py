@@ -28,8 +28,11 @@ def test_kernels_that_do_not_compile_are_told_in_one_line(
     assert serving_backend("auto", model, "float32", "cpu", quiet=True) == "reference"
     assert serving_backend("reference", model, "float32", "cpu") == "reference"
     assert capfd.readouterr().err == ""
-    with pytest.raises(HeadwiseError, match=r"--backend cpu: .* cannot serve this call: .*false"):
+    says = r"--backend cpu: backend 'cpu' cannot serve this call: .*false"
+    with pytest.raises(HeadwiseError, match=says):
         serving_backend("cpu", model, "float32", "cpu")
+    with pytest.raises(HeadwiseError, match="--backend abacus: unknown backend 'abacus'"):
+        serving_backend("abacus", model, "float32", "cpu")
     monkeypatch.undo()
     assert serving_backend("auto", model, "float32", "cpu") == "cpu"
     assert capfd.readouterr().err == ""

@@ -87,7 +87,8 @@ def test_parts_may_have_costs_of_their_own_in_any_order() -> None:
     # Not even a step that is a little too dear.
     assert spend(losses[:1], costs[:1], 1.95).entries == [0]
     assert spend(np.array([[0.0, 4.0, 8.0]]), np.array([[3.0, 2.0, 1.0]]), 2.5).entries == [1]
-    with pytest.raises(HeadwiseError, match=r"1\.9 is too small for 2 parts: the least is 2"):
+    says = r"a total of 1\.9 is too small for 2 parts: the least is 2"
+    with pytest.raises(HeadwiseError, match=says):
         spend(losses, costs, 1.9)
 
 

@@ -80,7 +80,8 @@ def test_a_length_too_short_for_default_tasks_is_refused_by_a_length_that_is_eno
     config = ModelSearch(model="m", out=Path("cfg.yaml"))
 
     given: dict[str, Any] = {"samples": 1, "seed": 0, "seen": Seen(), "number": GATE_SET}
-    with pytest.raises(HeadwiseError, match=rf"^--length {length} is too short .* 4096 is enough"):
+    says = rf"^--length {length} is too short for the held-out prompts; 4096 is enough$"
+    with pytest.raises(HeadwiseError, match=says):
         held_out_prompts(config.held_out_tasks, LOADED, length=length, **given)
     with pytest.raises(HeadwiseError, match=rf"^length {length} is too small for facts: "):
         held_out_prompts(("facts",), LOADED, length=length, **given)
@@ -88,7 +89,8 @@ def test_a_length_too_short_for_default_tasks_is_refused_by_a_length_that_is_eno
 
 def test_calibration_refuses_a_length_as_the_gate_does() -> None:
     config = ModelSearch(model="m", out=Path("cfg.yaml"))
-    with pytest.raises(HeadwiseError, match=r"^--length 256 is too short .*; 1024 is enough$"):
+    says = r"^--length 256 is too short for the calibration prompts; 1024 is enough$"
+    with pytest.raises(HeadwiseError, match=says):
         calibration_prompts(config, LOADED, 256)
     assert calibration_prompts(config, LOADED, 1024)
     with pytest.raises(HeadwiseError, match=r"^length 256 is too small for chain: "):
