@@ -46,6 +46,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", HYBRID),
     "gemma2": ("Gemma2", HYBRID),
     "gpt_oss": ("GptOss", HYBRID | EXPERTS),
+    "lfm2": ("Lfm2", GROUPED | {"layer_types": ["conv", "full_attention", "conv"]}),
     "llama4": ("Llama4Text", GROUPED | {"head_dim": 16, "num_local_experts": 2} | CHUNKED),
     "mamba": ("Mamba", {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}),
     "mpt": ("Mpt", {"vocab_size": 97, "d_model": 64, "n_layers": 2, "n_heads": 4}),
@@ -153,7 +154,8 @@ def command(searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def call(more: str, *, out: str = "report", beside: Path | str = "") -> dict[str, Any]:
         base = f"{tmp_path}/cfg.yaml {beside} --model {searched}/tiny --out {tmp_path}/{out}"
-        evaluate.main(f"{base} --length {LENGTH} --dtype float32 --no-memory {more}".split())
+        asked = f"{base} --length {LENGTH} --dtype float32 --no-memory {more}"
+        assert evaluate.main(asked.split()) == 0
         record: dict[str, Any] = json.loads((tmp_path / out / "evaluation.json").read_text())
         return record
 

@@ -59,12 +59,18 @@ CASES = [
     ("stream --model m --out o --text t.txt --tokens 9 --chunk 0", "--chunk must be at least 1"),
     ("stream --model m --out o --text t.txt --tokens 20 --timed 1", "--timed needs a full cache"),
     ("stream --model m --out o --text t.txt --tokens 9 --methods h2o", "unknown method 'h2o'"),
-    ("stream --model m --out o --text t.txt --tokens 9 --methods streaming:x", "'streaming:x'"),
+    (
+        "stream --model m --out o --text t.txt --tokens 9 --methods streaming:x",
+        "unknown method 'streaming:x'",
+    ),
     (
         "stream --model m --out o --text t.txt --tokens 9 --methods streaming:1024",
-        "streaming:1024 leaves no window",
+        "streaming:1024 leaves no window: sinks and window are 1024 tokens",
     ),
-    ("stream --model m --out o --text t.txt --tokens 9 --methods dense dense", "given twice"),
+    (
+        "stream --model m --out o --text t.txt --tokens 9 --methods dense dense",
+        "the method 'dense' is given twice",
+    ),
     ("stream --model m --out o --tokens 9", "the task 'text' needs --text FILE"),
     ("stream --model m --out o --tokens 9 --text none.txt", "there is no text file 'none.txt'"),
     ("tasks --task riddle", "unknown task 'riddle'; known: kv_retrieval, passkey"),

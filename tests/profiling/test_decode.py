@@ -114,11 +114,14 @@ def test_several_artifacts_are_compared_on_the_same_prompts(
         assert other["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5)
         assert other["tokens"] == row["tokens"]
     assert shared[1]["change"]["low"] == shared[1]["change"]["high"]
-    with pytest.raises(HeadwiseError, match="cannot be told apart: b"):
+    with pytest.raises(HeadwiseError, match="artifacts of one name cannot be told apart: b"):
         rows(f"{asked} --beside {second}")
     # One prefill serves what chooses by the last query alone.
     uniform = made("uniform", 0.1, selector="uniform")
-    for more, said in (("", "--dense-prefill shares one cache"), ("--offload packed", "--offload")):
+    for more, said in (
+        ("", "--dense-prefill shares one cache: artifacts"),
+        ("--offload packed", "leave --offload away"),
+    ):
         with pytest.raises(HeadwiseError, match=said):
             rows(f"{asked} --dense-prefill --beside {uniform} {more}")
 
@@ -199,7 +202,11 @@ def test_perplexity_by_position() -> None:
     lines = position_lines(
         {name: [asdict(part) for part in parts] for name, parts in found.items()}
     )
-    assert "%" not in lines[1] and f"{found['b'][1].perplexity:.2f} +10.52% (" in lines[2]
+    assert lines[0].split()[-8:] == ["from", "0", "from", "150", "from", "300", "from", "450"]
+    second = found["b"][1].change
+    assert second is not None and "%" not in lines[1]
+    low, high = (100 * math.expm1(bound) for bound in (second.low, second.high))
+    assert f"{found['b'][1].perplexity:.2f} +10.52% ({low:+.2f} to {high:+.2f})" in lines[2]
     assert by_position({"dense": dense[:, :500]}, dense[:, :500]) == {} and position_lines({}) == []
 
 

@@ -29,6 +29,23 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 < each["sparse_s"] <= each["dense_s"] for each in found["gains"])
 
 
+def test_it_prints_as_it_goes_and_ends_with_the_gain(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+
+    def measured() -> dict[str, Any]:
+        printed.append(capsys.readouterr().out)
+        seconds = {"kernel_s": 0.1, "sdpa_s": 0.1, "head_s": 0.05, "sparse_s": 0.03}
+        rates = {"flops_a_second": 1e12, "sparse_density": 0.25, "sparse_cost": 1.2}
+        return {**seconds, **rates, "dtype": "bfloat16"}
+
+    monkeypatch.setattr(machine, "_dense", measured)
+    assert doctor.main([]) == 0
+    assert printed[0].startswith("processor ") and printed[0].endswith("all is well\n")
+    assert "what to expect at 4,096 tokens" in capsys.readouterr().out
+
+
 def test_the_gain_is_what_the_density_leaves_of_attention() -> None:
     dense = {"head_s": 0.1, "flops_a_second": 1e12, "sparse_cost": 1.0, "dtype": "bfloat16"}
     small = [gain for gain in machine.gains(dense) if gain.model.startswith("135M")]

@@ -20,7 +20,7 @@ from profiling.evaluation import run as evaluation_run
 from profiling.evaluation.config import Config
 from profiling.evaluation.page import page
 from profiling.evaluation.speed import Timed
-from profiling.models.loading import LoadedModel
+from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import DEFAULT_TASKS, Prompt
 from profiling.prompts.settings import Setting
@@ -73,9 +73,14 @@ def test_one_run_gives_a_table_a_page_and_a_json(
     score = next(each for each in evidence if each.name == "score: passkey")
     assert score.value == figures["passkey", "headwise", "score"]["value"]
     assert "--attach" in score.command
-    beside = [each.baseline for each in evidence if (each.name, each.unit) == ("prefill", "s")]
+    beside = {
+        each.baseline_name: each.baseline
+        for each in evidence
+        if (each.name, each.unit) == ("prefill", "s")
+    }
+    assert set(beside) == {"dense attention by sdpa", "dense attention by Headwise's kernel"}
     # The fastest one first: it is what a speed-up is against.
-    assert len(beside) == 2 and beside == sorted(beside)
+    assert list(beside.values()) == sorted(beside.values())
     assert next(each for each in evidence if each.name == "perplexity: text:text.txt").samples == 2
 
 
@@ -103,11 +108,26 @@ def test_quick_takes_few_prefills(command: Command, monkeypatch: pytest.MonkeyPa
         contexts.append(len(given[2]))
         return trials(*given)
 
+    prefills: list[int] = []
+
+    def counting(*args: Any, **options: Any) -> LoadedModel:
+        loaded = load_model(*args, **options)
+
+        def count(module: Any, given: Any, keywords: dict[str, Any]) -> None:
+            ids = given[0] if given else keywords["input_ids"]
+            # But for decode.
+            prefills.extend([ids.shape[1]] * (ids.shape[1] > LENGTH // 2))
+
+        loaded.model.register_forward_pre_hook(count, with_kwargs=True)
+        return loaded
+
     monkeypatch.setattr(evaluation, "trials", asking)
+    monkeypatch.setattr(evaluation_run, "load_model", counting)
     record = command("--quick --steps 1")
-    # Eight contexts under four methods; two rounds of five prefills, and one that is not counted;
-    # decode of three. A default search of 8,192 tokens takes as long as 53 dense prefills.
-    assert len(contexts) == 8 * 4
+    # Eight contexts under four methods, here without a model; three rounds of five, decode of
+    # three, one pass for sizes, one for attention. A default search of 8,192 tokens takes as long
+    # as 53 dense prefills.
+    assert len(contexts) == 8 * 4 and len(prefills) == 3 * 5 + 3 + 1 + 1
     assert [len(each["rounds"]) for each in record["prefill"]] == [2] * 5
     assert len(record["decode"]) == 3
     names = [each["name"] for each in record["methods"]]

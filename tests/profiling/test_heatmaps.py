@@ -83,7 +83,13 @@ def test_a_model_becomes_pictures_with_their_numbers(searched: Path, tmp_path: P
     assert sparsity.shape == (3, 6) and 0 < sparsity.min() < sparsity.max() < 1
 
 
-def test_the_same_numbers_give_the_same_files(tmp_path: Path) -> None:
+def test_the_same_numbers_give_the_same_files_without_a_window_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # matplotlib itself refuses such a name when it is imported.
+    import matplotlib  # noqa: F401
+
+    monkeypatch.setenv("MPLBACKEND", "nowhere")
     mass = random_profile(5).mass()
     files = [
         save(similarity_figure(mass, "title", "caption", filters=(1,)), tmp_path / name)

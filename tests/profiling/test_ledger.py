@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -106,7 +107,7 @@ def test_every_cut_and_every_damaged_byte_is_found(out: Path) -> None:
         unit = ledger.unit("layer 1", {"seed": 0})
         file = only(out) / f"{unit.key}.unit"
         whole, value = file.read_bytes(), ledger.get(unit)
-        for at in (*range(40), *range(40, len(whole), 7), len(whole) - 1):
+        for at in range(len(whole)):
             file.write_bytes(whole[:at])
             assert ledger.get(unit) is None
             file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
@@ -115,6 +116,14 @@ def test_every_cut_and_every_damaged_byte_is_found(out: Path) -> None:
         # A whole file under another unit's name.
         os.replace(file, only(out) / f"{ledger.unit('layer 7').key}.unit")
         assert ledger.get(ledger.unit("layer 7")) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"[]"])
+def test_damaged_settings_are_written_again(out: Path, content: bytes) -> None:
+    (only(out) / "settings.json").write_bytes(content)
+    with Ledger(out, "heads", settings=SETTINGS) as ledger:
+        assert ledger.get(ledger.unit("layer 0", {"seed": 0})) is not None
+    assert json.loads((only(out) / "settings.json").read_text())["tasks"] == ["text", "vt"]
 
 
 _HOLDER = """
@@ -143,7 +152,8 @@ def test_a_kill_loses_the_unit_in_hand_alone_and_the_lock_dies_with_its_holder(
             told = int(line)
             if told == 10:
                 for fresh in (False, True):
-                    with pytest.raises(HeadwiseError, match="another process is writing it"):
+                    says = "another process is writing it; wait for it or end it"
+                    with pytest.raises(HeadwiseError, match=says):
                         Ledger(out, "heads", fresh=fresh)
             if told == 20:
                 holder.send_signal(signal.SIGKILL)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from artifacts import HeadwiseError
+from profiling.ledger import Ledger
 from profiling.ranks import Ranks, ranks
 from tests.processes import ROOT, SECONDS, Process
 from tests.profiling.ranked_work import UNITS
@@ -104,7 +105,7 @@ def test_a_killed_rank_ends_the_launch_and_another_goes_on(launch: Launch, alone
     [
         ("--fail=unit 5", "error: unit 5 cannot be", 2),
         ("--all-fail", "error: this cannot be for anybody", 2),
-        ("--bug=unit 6", "\nZeroDivisionError", 1),
+        ("--bug=unit 6", "ZeroDivisionError", 1),
     ],
 )
 def test_a_failure_ends_all_ranks_and_is_told_once(
@@ -116,6 +117,17 @@ def test_a_failure_ends_all_ranks_and_is_told_once(
     # torchrun's own report, of the rank that failed.
     assert re.search(rf"exitcode +: {status}", complained)
     assert not launch.out.exists()
+    if option == "--all-fail":
+        assert not list(launch.out.parent.iterdir())
+
+
+def test_what_only_the_first_rank_sees_is_told_once(launch: Launch) -> None:
+    with Ledger(launch.out, "work", settings={"seed": 0}) as ledger:
+        code, _, complained = launch.finish(2)
+        assert code != 0 and complained.count("is writing it; wait for it or end it") == 1
+        ledger.put(ledger.unit("unit 0"), 1)
+    code, _, complained = launch.finish(2)
+    assert code != 0 and complained.count("its seed is 0, not None") == 1
 
 
 @pytest.mark.slow

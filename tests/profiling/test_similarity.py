@@ -217,7 +217,7 @@ def test_bad_settings(loaded: LoadedModel, changes: dict[str, Any], said: str) -
 
 def test_a_model_that_only_slides(tmp_path: Path) -> None:
     place = save_tiny(tmp_path / "mistral", family="Mistral", sliding_window=32)
-    with pytest.raises(HeadwiseError, match="every layer of mistral"):
+    with pytest.raises(HeadwiseError, match="every layer of mistral is a sliding-window layer"):
         run(config("passkey", model=str(place)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

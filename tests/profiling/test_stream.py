@@ -164,7 +164,7 @@ def test_another_stream_does_not_go_on(
     given.out.mkdir()
     with Ledger(given.out / "stream.json", "stream", settings={"model": "other"}) as ledger:
         ledger.put(ledger.unit("streaming 0"), 1)
-    with pytest.raises(HeadwiseError, match="its model is 'other'"):
+    with pytest.raises(HeadwiseError, match="belongs to another run: its model is 'other'"):
         run(given, loaded)
     run(config(fresh=True, methods=("window-only",)), loaded)
 

@@ -36,10 +36,10 @@ def test_policies_are_read() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("h3o", "'h3o'"),
+        ("h3o", "unknown policy 'h3o'; known: full, streaming, h2o, snapkv"),
         ("h2o:heavy", "'heavy' must be FIELD=VALUE"),
-        ("h2o:heavi=1", "heavi: "),
-        ("streaming:window=0", "window: .*1"),
+        ("h2o:heavi=1", "heavi: Extra inputs are not permitted"),
+        ("streaming:window=0", "window: Input should be greater than or equal to 1"),
     ],
 )
 def test_what_is_no_policy(text: str, said: str) -> None:
@@ -48,7 +48,7 @@ def test_what_is_no_policy(text: str, said: str) -> None:
 
 
 def test_a_model_that_slides_throughout_is_refused() -> None:
-    with pytest.raises(HeadwiseError, match="every layer of mistral"):
+    with pytest.raises(HeadwiseError, match="every layer of mistral is a sliding-window layer"):
         with_policy(loaded("mistral"), Streaming())
 
 
@@ -153,5 +153,5 @@ def test_layers_that_slide_are_left_out() -> None:
     assert found.layers == [1]
     assert np.isnan(found.error[[0, 2]]).all() and np.isfinite(found.error[1]).all()
     assert (np.diff(found.kept[1], axis=-1) > 0).all()
-    with pytest.raises(HeadwiseError, match="every layer of mistral"):
+    with pytest.raises(HeadwiseError, match="every layer of mistral is a sliding-window layer"):
         measure(loaded("mistral"), [random_prompt(100)], SHARES)

@@ -136,7 +136,7 @@ def test_what_was_found_is_remembered(
     assert kept == [(each.identity, each.density, each.sizes) for each in again]
     prefill = artifact.prefill.model_copy(update={"dense_tail": 200})
     other = artifact.model_copy(update={"prefill": prefill})
-    with pytest.raises(TypeError, match="NoneType"):
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         Methods(loaded, other, ledger=ledger).make("a_shape", LENGTH)
 
 

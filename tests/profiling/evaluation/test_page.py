@@ -85,6 +85,11 @@ def test_the_page_has_the_numbers_of_the_record() -> None:
     assert (
         'class=bar style="left:12.5%;width:17.5%"></span><span class=dot style="left:25.0%' in html
     )
+    head = re.findall(r"<th scope=col>([^<]*)", html)
+    assert head == [
+        *("method", "first token", "x fastest dense", "x sdpa", "attention"),
+        *("density", "kept", "passkey score", "tokens/s", "cache"),
+    ]
     rows = {row[0]: row[1:] for row in cells(html)}
     assert rows["headwise"][:7] == ["1.000", "2.00x", "4.00x", "0.250", "0.500", "1.000", "0.800"]
     attention = [rows[name][3] for name in ("dense", "dense_kernel", "a_shape")]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,12 @@ from profiling.evaluation.measure import evaluate, open_ledger
 from profiling.evaluation.methods import Methods
 from profiling.lm_eval import main
 from profiling.models.loading import load_model, load_tokenizer
+from profiling.prompts.prompt import make_prompts
+from profiling.quality.answers import new_tokens
+from profiling.quality.trials import trials
 from profiling.tasks import main as tasks
 from runtime.fingerprint import fingerprint
+from tests.profiling.quality.forcing import DENSE
 from tests.runtime.conftest import search_info
 from tests.search.conftest import save_tiny
 
@@ -35,6 +41,8 @@ PATTERNS: dict[str, Any] = {
     "bs": artifacts.BlockSparse(blocks=2),
 }
 ROWS = (("vs", "a", "bs", "vs_8", "bs", "vs"), ("bs", "vs", "a", "a", "vs_8", "vs"), None)
+# A task with a forced choice, and one of later turns.
+MORE, MORE_LENGTH = ("babilong_qa1", "line_turns@questions=3"), 900
 CHOICES = ("a b", "c", "dd ee", "fgh")
 
 
@@ -58,8 +66,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         artifacts.save(made, folder / f"{name}.yaml")
     asked = f"--model {model} --samples {SAMPLES} --seed {SEED} --lm-eval {folder}/tasks"
-    for length in LENGTHS:
-        tasks(f"{asked} --task {TASK} --length {length}".split())
+    for task, lengths in ((TASK, LENGTHS), *((task, (MORE_LENGTH,)) for task in MORE)):
+        for length in lengths:
+            tasks(f"{asked} --task {task} --length {length}".split())
     # Four choices of other lengths each after contexts of other lengths, some below 500.
     sentence = "It was a long way to the sea, and nobody saw it. "
     texts = [f"{sentence * n}Then {n}" for n in (3, 9, 13, 14, 15)]
@@ -137,6 +146,29 @@ def test_answers_are_those_of_the_evaluation(
         assert results["config"]["headwise_calls"]["sparse"] == 2 * len(LENGTHS) * SAMPLES
         hashed = artifacts.load(path).content_sha256
         assert results["config"]["headwise_content_sha256"] == hashed
+
+
+def test_forced_choices_and_later_turns_are_those_of_the_evaluation(
+    harness: Harness, folder: Path
+) -> None:
+    names = [re.sub(r"\W", "_", f"headwise_{task}_{MORE_LENGTH}") for task in MORE]
+    results, found = harness("dense", f"{names[0]}_choice", *names)
+    loaded = load_model(str(folder / "tiny"), dtype="float32")
+    how: dict[str, Any] = {"length": MORE_LENGTH, "samples": SAMPLES, "seed": SEED}
+    for name, task in zip(names, MORE, strict=True):
+        prompts = make_prompts(task, loaded.tokenizer, **how)
+        # The harness has one limit for all answers of a task.
+        limit = max(new_tokens(loaded.tokenizer, prompt) for prompt in prompts)
+        prompts = [replace(prompt, new_tokens=limit) for prompt in prompts]
+        ordered = sorted(trials(loaded.model, loaded.tokenizer, prompts, DENSE))
+        records = [record for _, record in ordered]
+        texts = [text.strip() for ((text,),) in found[name]]
+        assert texts == [record["text"] for record in records]
+        own = results["results"][name]["score,none"]
+        assert own == pytest.approx(sum(record["score"] for record in records) / SAMPLES)
+        if task == MORE[0]:
+            own = results["results"][f"{name}_choice"]["choice,none"]
+            assert own == pytest.approx(sum(record["choice"] for record in records) / SAMPLES)
 
 
 @pytest.mark.parametrize("config", ["cfg", "kept"])

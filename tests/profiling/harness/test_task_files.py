@@ -50,8 +50,9 @@ def test_a_task_is_two_files(
     assert ids == [prompt.input_ids for prompt in prompts]
     answers = [(line["answer"], line["metric"]) for line in lines]
     assert answers == [(prompt.answer, metric) for prompt in prompts]
-    turned = sum(bool(prompt.turn) for prompt in prompts)
-    assert ("4 of 4 prompts ask in a later turn" in capsys.readouterr().err) == (turned == 4)
+    later = metric == "begins"
+    assert [bool(prompt.turn) for prompt in prompts] == [later] * 4
+    assert ("note: 4 of 4 prompts ask in a later turn" in capsys.readouterr().err) == later
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

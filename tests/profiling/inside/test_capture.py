@@ -94,6 +94,9 @@ def test_the_model_is_left_as_it_was_when_a_visit_fails() -> None:
         capture(model, tokens(), visit)
     assert model.config._attn_implementation == "eager"
     assert [module.training for module in model.modules()] == modes
+    got: list[int] = []
+    capture(model, tokens(), lambda x: got.append(x.layer))
+    assert got == [0, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -102,6 +105,24 @@ def test_a_model_without_attention_that_can_be_reached(family: str) -> None:
     """None at all, one that is not causal, one that does not go through the interface."""
     with pytest.raises(HeadwiseError, match="model without attention that Headwise can serve"):
         capture(tiny(family), tokens(), lambda x: None)
+
+
+def test_a_hybrid_models_other_layers_are_passed_by() -> None:
+    seen: list[int] = []
+    capture(tiny("lfm2"), tokens(), lambda x: seen.append(x.layer))
+    assert seen == [1]
+
+
+def test_a_chunked_layer_is_local() -> None:
+    model = tiny("llama4")
+    windows: list[int | None] = []
+    with torch.no_grad():
+        expected = model(tokens(), use_cache=False).logits[:, -1]
+    got: list[Tensor] = []
+    with model.register_forward_hook(lambda *args: got.append(args[2].logits[:, -1])):
+        capture(model, tokens(), lambda x: windows.append(x.sliding_window))
+    assert windows == WINDOWS["llama4"]
+    torch.testing.assert_close(got[0], expected, atol=2e-5, rtol=1e-4)
 
 
 def grown() -> int:

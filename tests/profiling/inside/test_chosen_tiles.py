@@ -97,6 +97,6 @@ def test_the_dense_tail_is_counted(density: float) -> None:
 
 def test_a_share_that_is_none_is_an_error() -> None:
     x = made(64)
-    with pytest.raises(HeadwiseError, match="a share must be above 0"):
+    with pytest.raises(HeadwiseError, match="a share must be above 0 and at most 1, got 0"):
         how: dict[str, Any] = {"share": 0, "by_mass": False, "tail": 0}
         attend_to(x.q, x.k, x.v, SCALE, 0, scores=random_scores, **how)

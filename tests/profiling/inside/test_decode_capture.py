@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from profiling.inside.decode_capture import StepInputs, capture_decode
+from profiling.inside.decode_capture import CAPTURE_NAME, StepInputs, capture_decode
 from tests.profiling.conftest import tiny
 from tests.profiling.inside.test_capture import WINDOWS, tokens
 
@@ -80,6 +80,18 @@ def test_a_given_continuation_is_fed_and_then_the_models_own_tokens_follow() -> 
     with torch.no_grad():
         logits = model(torch.cat([tokens(LENGTH), torch.tensor([new])], dim=1)).logits[0]
     assert tuple(logits[LENGTH - 1 : -1].argmax(-1)[3:].tolist()) == new[3:]
+
+
+def test_the_model_is_left_as_it_was_when_a_visit_fails() -> None:
+    model = tiny("gemma3").train()
+
+    def visit(step: int, inputs: StepInputs) -> None:
+        assert model.config._attn_implementation == CAPTURE_NAME and not model.training
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        capture_decode(model, tokens(LENGTH), visit, lambda step: None, steps=2)
+    assert model.config._attn_implementation == "sdpa" and model.training
 
 
 @pytest.mark.parametrize(("length", "steps", "tail"), [(3, 1, 2), (1, 1, 0), (9, 0, 0), (9, 1, -1)])

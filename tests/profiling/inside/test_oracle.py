@@ -77,6 +77,6 @@ def test_without_a_choice_a_model_answers_as_it_is(family: str) -> None:
 
 
 def test_a_density_that_is_none() -> None:
-    refused = pytest.raises(HeadwiseError, match="got 0")
+    refused = pytest.raises(HeadwiseError, match="density must be above 0 and at most 1, got 0")
     with refused, oracle(tiny("llama"), 0):
         pass

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import tarfile
+from asyncio import base_events
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from profiling.prompts import texts
 from profiling.prompts.prompt import Prompt, make_prompts
 from profiling.prompts.texts import far_copies
 from tests.profiling.tokenizers import byte_level
@@ -98,3 +103,19 @@ def test_far_copies_are_those_that_were_not_said_lately() -> None:
     assert far_copies(ids, far=100) == list(range(114, 120))
     assert far_copies(ids, far=5) == [*range(114, 120), *range(124, 130)]
     assert far_copies(ids, far=200) == [] and far_copies(ids) == far_copies(ids, far=32)
+
+
+def test_statements_come_in_the_order_of_the_whole_tree() -> None:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    match = "match x:\n case 1:\n  def f(): pass\n case _:\n  class A: pass\n"
+    match += "if x:\n def g(): pass\nelse:\n def h(): pass"
+    for code in (
+        match,
+        *(Path(module.__file__).read_text() for module in (ast, base_events, tarfile)),
+    ):
+        tree = ast.parse(code)
+        found, expected = (
+            [node for node in way(tree) if isinstance(node, documented)]
+            for way in (texts._statements, ast.walk)
+        )
+        assert found == expected and len(found) >= 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from artifacts import HeadwiseError
@@ -51,6 +53,16 @@ def test_right_is_right_by_the_tasks_own_metric() -> None:
     )
     assert several.answer == "1, 2" and several.continuation == " 1, 2"
     assert score(several, "2, 1") == 1
+
+
+def test_every_metric_lies_within_0_and_1() -> None:
+    rng = random.Random(0)
+    for name in METRICS:
+        for _ in range(30):
+            text, *references = (
+                "".join(rng.choices("AB12 .,\n", k=rng.randint(0, 12))) for _ in range(3)
+            )
+            assert 0 <= score(prompt(name, *references), text) <= 1
 
 
 def test_nothing_asked_and_nothing_answered_is_right() -> None:

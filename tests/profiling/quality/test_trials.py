@@ -13,7 +13,7 @@ import artifacts
 from profiling.evaluation.methods import Methods
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Find, Prompt, make_prompts
-from profiling.quality.answers import answers
+from profiling.quality.answers import answers, new_tokens
 from profiling.quality.contexts import PIECE
 from profiling.quality.forced import negative_log_likelihood
 from profiling.quality.trials import BLOCK, trials
@@ -130,6 +130,8 @@ def test_a_prompt_with_references_alone_is_scored_and_has_no_fit(loaded: LoadedM
     found = trial(loaded.model, loaded.tokenizer, prompt)
     assert (found["score"], found["nll"], found["token_accuracy"]) == (0.0, None, None)
     assert found["text"] == generated(loaded.model, loaded.tokenizer, prompt)
+    limits = [new_tokens(loaded.tokenizer, each) for each in (prompt, Prompt((5,), "wx"))]
+    assert limits == [9, len(loaded.tokenizer("wx", add_special_tokens=False)["input_ids"]) + 2]
 
 
 def test_a_choice_is_right_where_no_wrong_answer_is_as_likely(loaded: LoadedModel) -> None:
