@@ -76,6 +76,7 @@ from artifacts.page.artifact import render
 from artifacts.page.head import picture
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
+from profiling.pattern_map import figure
 from runtime.layers import layer_plans
 from search.model.candidates import candidate_grid
 from search.model.rows import as_artifact_pattern
@@ -109,9 +110,10 @@ artifacts.save(build(patterns={"comb_3": record}, prefill=prefill), here / "cfg.
 loaded, arrays = artifacts.load_pair(here / "cfg.yaml")
 assert torch.equal(layer_plans(loaded)[0].build(q, k).to_mask(), index.to_mask())
 
-# The page, and the picture of a head.
+# The page, the map, and the picture of a head.
 page = render(loaded, file="cfg.yaml", arrays=arrays, sidecar="none")
 assert "map: C comb" in page and "CCCC" in page, page
+assert {text.get_text() for text in figure(loaded, None).axes[0].texts} == {"C"}
 assert picture(record, length)
 
 # Suites that every kind goes through.

@@ -147,9 +147,14 @@ def test_the_wheel_has_all_but_the_overlay(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in packed)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("theirs", [pytest.param(True, marks=needs_theirs), False])
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        pytest.param(True, marks=needs_theirs),
+        pytest.param(False, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_wheel_with_theirs_and_without(theirs: bool, wheel: Path, tmp_path: Path) -> None:
     site = farm(tmp_path / "site", theirs=theirs)
     zipfile.ZipFile(wheel).extractall(site)

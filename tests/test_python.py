@@ -157,7 +157,7 @@ def test_the_pages_blocks_run_on_a_patched_model(
     assert len(BLOCKS) == 5 and (tmp_path / "report" / "index.html").is_file()
     model = names["model"]
     assert state(model) == names["before"]
-    assert names["found"].artifact.model.name == "patched"
+    assert names["found"].artifact.model.name == names["record"]["model"]["name"] == "patched"
     assert names["handle"].stats()["sparse"] == 3
     assert names["result"].passes and [task.task for task in names["result"].tasks] == ["prose"]
     plain, tokenizer = loaded(folder)
