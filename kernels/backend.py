@@ -1,4 +1,4 @@
-"""Signatures of the ops that a backend implements, declared once.
+"""Signatures of the ops that a backend implements, declared once; a test compares modules.
 
 A backend is a module of kernels.attention, kernels.decode or kernels.gradient. Its `supports` gives
 the reason why it cannot serve a call, None where it can. Tensors, meaning and errors of the

@@ -74,6 +74,7 @@ KEPT = {
         "pages: 10 of 140, pages of 37",
         "pools: 20 of 1329, window None, D 16",
         "pools: 130 of 600, window 260, D 80",
+        "tables, 2 query tiles, window 300",
     ),
 }
 ALL = {
@@ -92,6 +93,7 @@ ALL = {
         *builder_cases.CHOICES,
         *(name for name, case in builder_cases.PAGED.items() if case.dtype == torch.float16),
         *builder_cases.POOLS,
+        *builder_cases.TABLES,
     ),
 }
 

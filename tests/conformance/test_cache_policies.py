@@ -246,7 +246,9 @@ def test_no_token_is_taken_back_once_others_were_dropped_for_it(case, build, kee
         cache = handle.new_cache()
         fed(model, tokens, (17,), cache)
         assert not any(layer.is_croppable for layer in layers_under(case, cache))
-        with pytest.raises(HeadwiseError, match=r"cannot take 1 tokens back: .* dropped others"):
+        with pytest.raises(
+            HeadwiseError, match=r"cannot take 1 tokens back: .* dropped others since"
+        ):
             layers_under(case, cache)[0].crop(-1)
         # Drafts are refused as well, and nothing has changed.
         asked = "^Assisted decoding requires a cache that can be cropped"
@@ -260,6 +262,20 @@ def test_no_token_is_taken_back_once_others_were_dropped_for_it(case, build, kee
             )
         found = fed(model, tokens[:, :3], (1,), cache)
         torch.testing.assert_close(found, expected[:, 17:], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "record", [Full(), Streaming(sinks=4, window=300), SnapKV(budget=300, window=8)], ids=str
+)
+def test_drafts_change_nothing_while_every_token_is_kept(record, build, keeping, ids):
+    model, prompt = build(num_hidden_layers=1), ids(10).repeat(1, 4)
+    options = {"max_new_tokens": 30, **GREEDY}
+    with keeping(model, record).apply(model) as handle:
+        expected = model.generate(prompt, past_key_values=handle.new_cache(), **options)
+        cache = handle.new_cache()
+        found = model.generate(prompt, past_key_values=cache, prompt_lookup_num_tokens=4, **options)
+        assert all(layer.is_croppable for layer in cache.layers)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -383,6 +399,26 @@ def test_a_thousand_steps_leave_nothing_behind(case, build):
     assert policy.seen == 1100
     # New memory is rare: it has headroom in proportion to what is kept.
     assert moved <= 100
+
+
+@every_policy
+def test_a_step_writes_its_own_rows_only(case, build):
+    """No step copies all tokens: beside its own row and sinks at most the dropped one's change."""
+    policy = policy_of(case, build)
+    attend(policy, 300)
+    for _ in range(20):
+        attend(policy, 1)
+        before = {name: tensor.clone() for name, tensor in policy.tensors().items()}
+        places = {name: tensor.data_ptr() for name, tensor in policy.tensors().items()}
+        kept = policy.kept
+        attend(policy, 1)
+        for name in ("keys", "values"):
+            tensor = policy.tensors()[name]
+            if tensor.data_ptr() != places[name]:
+                continue
+            sinks = getattr(policy, "sinks", 0) if name == "keys" else 0
+            changed = tensor[:, :, sinks:kept] != before[name][:, :, sinks:kept]
+            assert (changed.any(-1).sum(-1) <= 1).all()
 
 
 @every_policy

@@ -397,6 +397,13 @@ def test_what_was_searched_is_written_as_the_nearest_there_is(
     assert "written is prefill.layers, of a front of 2 points" in notes(report)
 
 
+def test_policies_that_a_table_of_kv_heads_lacks_keep_everything(tmp_path: Path) -> None:
+    artifact, arrays = build_every_kind()
+    artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
+    report = convert(tmp_path / "cfg.yaml", tmp_path / "t.tsv", target="duo_attention")
+    assert {"h2o is written as full", "snapkv is written as full"} <= set(notes(report))
+
+
 @pytest.mark.parametrize("searched", [False, True])
 def test_an_export_for_modelopt_has_one_threshold_or_asks_for_the_density(
     searched: bool, tmp_path: Path

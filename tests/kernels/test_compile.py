@@ -12,7 +12,9 @@ import torch
 from kernels.attention import triton as backend
 from kernels.attention.triton_launch import serves
 from kernels.decode import triton as decode
+from kernels.index import SparseIndex, lists
 from kernels.patterns import LayerPlan, make
+from kernels.patterns import triton as builders
 from kernels.ragged import Ragged
 from kernels.triton_calls import KernelCall
 from tests.conformance import attention_cases, decode_cases
@@ -171,6 +173,17 @@ def test_means_and_masses_of_tiles(target: str, dim: int) -> None:
         assert compiled(call, target).excess(target, HALF) is None, call.kernel
 
 
+@pytest.mark.parametrize("target", sampled(list(TARGETS), "sm_90"))
+def test_tables_of_unlike_heads_and_a_choice_for_unlike_sequences(target: str) -> None:
+    entries = torch.zeros(1, 4, 2, dtype=torch.int32)
+    tiles = lists(torch.zeros(1, 4, 4, 1, dtype=torch.int32))
+    index = SparseIndex(q_len=256, k_len=256, diagonals=entries, **tiles, columns=entries)
+    scores, each = torch.empty(1, 4, 3, 16_385), torch.empty(1, dtype=torch.int32)
+    _, choice = builders.choice(scores, [50] * 4, forced=1, ends=each, counts=each)
+    for call in (backend.tables(index, 2, None, alone=(1,)), choice):
+        assert compiled(call, target).excess(target, HALF) is None, call.kernel
+
+
 def step(**more: Any) -> decode_cases.Case:
     return decode_cases.Case(**{"k_len": 2048, "heads": 8, "kv_heads": 2, "chosen": 512} | more)
 
@@ -210,7 +223,6 @@ DECODE_BUILDS = [
     ),
 )
 def test_decode(target: str, dim: int, name: str, dtype: torch.dtype) -> None:
-    """The builds of a step fit; four words spilled are the compiler's choice."""
     case, scores = STEPS[name]
     case = replace(case, head_dim=dim, v_dim=dim, dtype=dtype)
     qkv, rest, _ = decode_cases.problem(case, HOST)
@@ -219,6 +231,11 @@ def test_decode(target: str, dim: int, name: str, dtype: torch.dtype) -> None:
     if name.startswith("a prompt"):
         assert compiled(calls[-1], target).fault(target, dtype) is None
         return
+    check_step(calls, target, dtype)
+
+
+def check_step(calls: list[KernelCall], target: str, dtype: torch.dtype) -> None:
+    """The builds of a step fit; four words spilled are the compiler's choice."""
     builds = {call.kernel: compiled(call, target) for call in calls}
     for kernel, build in builds.items():
         assert build.excess(target, dtype, spilled=16) is None, kernel
@@ -232,6 +249,11 @@ def test_decode(target: str, dim: int, name: str, dtype: torch.dtype) -> None:
 def test_value_dim_may_differ() -> None:
     case = replace(VARIANTS[PAIRED], head_dim=192, v_dim=128, dtype=HALF)
     assert compiled(launched("sm_90", case)[1], "sm_90").fault("sm_90", HALF) is None
+    one = step(head_dim=192, v_dim=128, dtype=HALF)
+    qkv, rest, _ = decode_cases.problem(one, HOST)
+    with recorded("sm_90") as calls:
+        decode_cases.serve(decode, one)(*qkv, **rest, scores="none")
+    check_step(calls, "sm_90", HALF)
 
 
 def test_a_growing_cache_compiles_nothing_new() -> None:

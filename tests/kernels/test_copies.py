@@ -19,12 +19,12 @@ def test_only_another_stream_waits_and_holds_the_memory(
     tensor, copying, other, event = (mock.Mock() for _ in range(4))
     copy = Copy(tensor, copying, event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    for current in (copying, other):
+    for current in (copying, other, other):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, at=current: at)
         assert copy.read() is tensor
     assert copying.mock_calls == []
-    assert other.mock_calls == [mock.call.wait_event(event)] * (not capturing)
-    assert tensor.mock_calls == [mock.call.record_stream(other)] * (not capturing)
+    assert other.mock_calls == [mock.call.wait_event(event)] * 2 * (not capturing)
+    assert tensor.mock_calls == [mock.call.record_stream(other)] * 2 * (not capturing)
 
 
 def test_what_a_graph_copies_stays_and_nobody_else_reads_the_graph_s_own(

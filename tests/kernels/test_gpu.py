@@ -200,6 +200,7 @@ BUILDERS = [
     *builder_cases.CHOICES,
     *builder_cases.MEANS,
     *builder_cases.PAGED,
+    *builder_cases.TABLES,
 ]
 
 
@@ -211,6 +212,7 @@ BUILDERS = [
         "choice of 70000",
         "means, 5 missing, D 80, batch 2",
         "pages: 64 of 450, pages of 128",
+        "tables, 2 query tiles, window 300",
     ),
 )
 def test_builders_give_what_torch_gives(name: str) -> None:

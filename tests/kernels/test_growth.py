@@ -78,6 +78,13 @@ def test_a_sequence_does_not_depend_on_the_others_of_its_batch() -> None:
         assert torch.equal(index.sequence(s).to_mask(), plan.build(*own).to_mask())
 
 
+def test_some_kv_heads_grow_as_all_do() -> None:
+    q, k = problem(300, 600)
+    plan = LayerPlan(PATTERNS, 2, growth=GROWTH)
+    some = plan.of((1,)).build(q[:, 8:], k[:, 1:])
+    assert torch.equal(some.to_mask(), plan.build(q, k).to_mask()[:, 8:])
+
+
 def test_lengths_of_the_same_tiles_share_a_plan_and_few_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -110,13 +117,19 @@ def test_growth_that_cannot_be(length: int, sizes: dict[str, float], message: st
         LayerPlan([make("a_shape", sink=1, window=1)], 1, growth=growth)
 
 
-@pytest.mark.parametrize("field", ["columns", "coverage"])
-def test_only_sizes_grow(field: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("columns", "no size 'columns'; it has: none"),
+        ("coverage", "has no size 'coverage'; it has: "),
+    ],
+)
+def test_only_sizes_grow(field: str, message: str) -> None:
     pattern = make("static", columns=(1,), diagonals=(0,))
     if field == "coverage":
         pattern = make("block_sparse", blocks=1)
     growth = Growth(length=64, powers={pattern.kind: {field: 1.0}})
-    with pytest.raises(ValueError, match=f"no size '{field}'; it has: "):
+    with pytest.raises(ValueError, match=message):
         LayerPlan([pattern], 1, growth=growth)
 
 

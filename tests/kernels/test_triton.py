@@ -22,6 +22,7 @@ from kernels.attention.triton_launch import (
 )
 from kernels.decode import triton as decode
 from kernels.patterns.dense import dense_index
+from kernels.ragged import Ragged
 
 
 def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton(
@@ -43,19 +44,23 @@ X = torch.ones(1, 1, 4, 64)
 
 
 @pytest.mark.parametrize(
-    ("q", "reason"),
+    ("q", "k", "reason"),
     [
-        (X.double(), "it serves float32, float16 and bfloat16, not torch.float64"),
-        (torch.ones(1, 1, 4, 513).half(), "it serves head dims up to 512, not 513"),
-        (X.clone().requires_grad_(), "it has no backward pass"),
+        (X.double(), X.double(), "it serves float32, float16 and bfloat16, not torch.float64"),
+        (torch.ones(1, 1, 4, 513).half(), X.half(), "it serves head dims up to 512, not 513"),
+        (
+            X,
+            X.clone().requires_grad_(),
+            "it has no backward pass (use torch.no_grad or torch.inference_mode)",
+        ),
     ],
 )
 def test_reasons_to_decline_a_gpu_tensor(
-    q: torch.Tensor, reason: str, monkeypatch: pytest.MonkeyPatch
+    q: torch.Tensor, k: torch.Tensor, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_launch, "_INTERPRETED", True)
     for backend in (triton, decode):
-        assert str(backend.supports(q, q[..., :64], q)).startswith(reason)
+        assert backend.supports(q, k, q) == reason
 
 
 @pytest.mark.parametrize(
@@ -120,3 +125,14 @@ def test_what_a_build_works_out_is_part_of_its_name(monkeypatch: pytest.MonkeyPa
     name = repr(how)
     monkeypatch.setattr(triton_launch.How, "few", 8)
     assert repr(how) != name
+
+
+def test_only_rows_of_nobody_are_cleared_beforehand() -> None:
+    ragged = Ragged(rows=(1, 1), q_starts=(2, 6), q_lens=(3, 2), k_starts=(0, 3), k_lens=(3, 2))
+    q, out = torch.ones(2, 1, 9, 4), torch.ones(2, 1, 9, 4)
+    filled, lse = triton._results(q, 4, ragged, out)
+    assert filled is out
+    nobody = [[True] * 9, [True, True, False, False, False, True, False, False, True]]
+    assert (out[:, 0] == 0).all(-1).tolist() == nobody
+    assert (out[:, 0] == 1).all(-1).logical_not().tolist() == nobody
+    assert (lse == float("-inf")).all()

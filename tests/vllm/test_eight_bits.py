@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import artifacts
 from runtime.vllm import stats
 from tests.vllm.conftest import DENSE_BELOW, ROWS, kept, prompt
-from tests.vllm.engines import engine
+from tests.vllm.engines import Transformers, engine
 from tests.vllm.test_start import attention
 
 pytestmark = pytest.mark.skipif(
@@ -34,34 +34,58 @@ class EightBits(DynamicCache):
     """Keys and values rounded to 8 bits, but for those of a prompt that a layer serves by patterns
     as it comes."""
 
+    def __init__(self, config: Any, stored: torch.dtype, rows: Any) -> None:
+        super().__init__(config=config)
+        self._stored, self._rows = stored, rows
+
     def update(
         self, k: Tensor, v: Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        first = not self.get_seq_length(layer)
-        whole = first and k.shape[2] >= DENSE_BELOW and ROWS[layer] is not None
+        whole = (
+            not self.get_seq_length(layer)
+            and k.shape[2] >= DENSE_BELOW
+            and self._rows[layer] is not None
+        )
         held = (
-            (x / scale).to(torch.float8_e5m2).float() * scale
+            (x / scale).to(self._stored).float() * scale
             for x, scale in zip((k, v), SCALES, strict=True)
         )
         found = super().update(*held, layer, *args, **kwargs)
         return (k, v) if whole else found
 
 
-def test_tokens(model, artifact, transformers):
-    path = artifact(ROWS, kv_cache=kept("full", "stream", "snap", **WHOLE))
-    settings = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "kv_cache_dtype": "fp8_e5m2"}
-    with engine(model, path, **settings) as served:
+@pytest.mark.parametrize(
+    ("name", "stored", "rows", "policies"),
+    [
+        ("fp8", torch.float8_e4m3fn, (ROWS[0], ROWS[2], ROWS[0]), None),
+        ("fp8_e5m2", torch.float8_e5m2, ROWS, kept("full", "stream", "snap", **WHOLE)),
+    ],
+    ids=["e4m3", "e5m2, kv_cache"],
+)
+def test_tokens(
+    model: str,
+    artifact: Any,
+    transformers: Transformers,
+    name: str,
+    stored: torch.dtype,
+    rows: Any,
+    policies: Any,
+) -> None:
+    path = artifact(rows, kv_cache=policies)
+    with engine(
+        model, path, max_num_batched_tokens=512, max_num_seqs=8, kv_cache_dtype=name
+    ) as served:
         for layer in attention(served)[1]:
             assert layer.kv_cache.dtype == torch.uint8
             layer._k_scale_float, layer._v_scale_float = SCALES
         done = [served.generate([ids], TOKENS)[0] for ids in PROMPTS]
         cuts = [served.cut(each)[1] for each in done]
         assert stats()["prefills"] == {"sparse": 5, "short": 1}
-    path = artifact(ROWS)
+    path = artifact(rows)
     for each, chunks in zip(done, cuts, strict=True):
         ids, found = each.prompt_token_ids, list(each.outputs[0].token_ids)
         with transformers._applied(path):
-            cache = EightBits(config=transformers.model.config)
+            cache = EightBits(transformers.model.config, stored, rows)
             assert found == transformers._generate(cache, ids, chunks, TOKENS), chunks
         # The cache makes a difference, or agreement would say nothing.
         assert found != transformers.tokens(ids, chunks, artifact=path, tokens=TOKENS)
