@@ -13,6 +13,8 @@ from transformers import CompileConfig
 
 import artifacts
 from runtime import Headwise
+from runtime.attention.layout import NOT_CAUSAL
+from tests.runtime.omnikv import CLOSE
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
 SMALL = {"num_hidden_layers": 1}
@@ -47,6 +49,25 @@ def test_decode_in_static_slots_is_the_graphs_it_was(
     assert tokens == expected
 
 
+@pytest.mark.exhaustive
+def test_lengths_may_change_and_packed_prompts_are_dense(graphs, build, apply, ids, warnings):
+    model, prompt = build(**SMALL), ids(300)
+    forward = torch.compile(model.forward, backend=graphs)
+    dense = model(prompt).logits
+    with apply(model) as handle, torch.inference_mode():
+        for length in (200, 100):
+            found = forward(ids(length)).logits
+            torch.testing.assert_close(found, model(ids(length)).logits, **CLOSE)
+        assert handle.stats()["sparse"] == 2, "100 tokens are too few"
+        assert warnings() == []
+        # Without a cache and a padding mask, transformers traces the mask of packed prompts,
+        # whatever the positions are.
+        found = forward(prompt, use_cache=False).logits
+        torch.testing.assert_close(found, dense, **CLOSE)
+        assert handle.stats()["dense"][NOT_CAUSAL] == 1
+    assert len(warnings()) == 1
+
+
 STREAM = artifacts.KVCache(
     policies={"stream": artifacts.Streaming(sinks=4, window=60)}, layers=("stream",)
 )
@@ -62,7 +83,7 @@ STREAM = artifacts.KVCache(
     ],
 )
 def test_a_compiled_model_generates_the_same(
-    section, compiled, graphs, build, artifact_for, decoding, ids
+    section, compiled, graphs, build, artifact_for, decoding, ids, warnings
 ):
     if section == "kv_cache":
         model = build(**SMALL)
@@ -85,3 +106,4 @@ def test_a_compiled_model_generates_the_same(
         stats = handle.stats()
     for served in ("sparse", "decode", "kept"):
         assert stats.get(served, 0) == 2 * usual.get(served, 0)
+    assert warnings() == []

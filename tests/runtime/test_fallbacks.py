@@ -134,6 +134,18 @@ def test_attention_weights_are_those_of_eager(family, before, build, apply, ids,
         model(prompt, output_attentions=True)
 
 
+def test_attention_weights_while_generating(build, apply, ids):
+    model, prompt = build(attn_implementation="eager"), ids(150)
+    options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"output_attentions": True}
+    expected = model.generate(prompt, **options)
+    with apply(model):
+        found = model.generate(prompt, **options)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    for mine, theirs in zip(found.attentions, expected.attentions, strict=True):
+        assert len(mine) == 2 and all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
 @pytest.mark.parametrize(
     "way", ["plain", "checkpointed", pytest.param("compiled", marks=pytest.mark.exhaustive)]
 )
@@ -167,6 +179,17 @@ def test_training_mode_without_gradients_is_sparse_unless_it_drops_out(build, ap
         model(prompt)
         assert handle.stats()["sparse"] == 0
     assert len(warnings()) == 1 and "dropout" in warnings()[0]
+
+
+def test_padding_longer_than_the_threshold_makes_no_prompt_long(build, apply, ids):
+    model, tokens = build(), ids(200, batch=2)
+    real = torch.zeros_like(tokens)
+    real[:, 100:] = 1
+    expected = model(tokens, attention_mask=real).logits
+    with apply(model) as handle:
+        found = model(tokens, attention_mask=real).logits
+        assert handle.stats() == {"sparse": 0, "dense": {"short": 2}}
+    assert torch.equal(found, expected)
 
 
 def test_a_sparse_prefill_makes_no_mask_and_a_dense_one_makes_it_once(

@@ -70,13 +70,13 @@ def test_an_open_fingerprint_is_said_and_refused_where_asked(build, artifact_for
     unknown = artifact.model_copy(
         update={"model": artifact.model.model_copy(update={"weights_sha256": None})}
     )
-    with pytest.raises(HeadwiseError, match=r"weights_sha256 open.*headwise gate --out"):
+    with pytest.raises(HeadwiseError, match=r"weights_sha256 open.*headwise gate --out fills"):
         Headwise(unknown).apply(model, check_fingerprint=True)
     with Headwise(artifact).apply(model, check_fingerprint=True):
         assert warnings() == []
     with Headwise(unknown).apply(model):
         (said,) = warnings()
-    assert "has no fingerprint (weights_sha256 open)" in said
+    assert "has no fingerprint (weights_sha256 open): any model of its shape passes" in said
 
 
 class Wrapped(nn.Module):
@@ -142,6 +142,18 @@ def said(model):
 
 
 @pytest.mark.parametrize(
+    ("changes", "options"),
+    [({"seed": 1}, {"check_weights": False}), ({"max_position_embeddings": 4096}, {})],
+    ids=["other weights with leave", "stretched positions"],
+)
+def test_a_model_of_the_same_shape_is_served(changes, options, build, artifact_for, ids):
+    artifact, other = artifact_for(build()), build(**changes)
+    with Headwise(artifact).apply(other, **options) as handle:
+        other(ids(200))
+        assert handle.stats() == {"sparse": 2, "dense": {}}
+
+
+@pytest.mark.parametrize(
     ("changed", "why"),
     [
         (adapted, "an adapter stands around model.layers.0.self_attn.q_proj.base_layer.weight"),
@@ -155,8 +167,10 @@ def test_weights_that_are_no_plain_tensors_are_not_compared(
     changed, why, build, artifact_for, warnings
 ):
     headwise, model = Headwise(artifact_for(build())), changed(build())
-    with pytest.raises(HeadwiseError, match=f"{re.escape(why)}; apply with check_weights=False"):
+    told = f"cannot be compared: {re.escape(why)}; apply with check_weights=False"
+    with pytest.raises(HeadwiseError, match=f"{told}.*other weights of the same") as error:
         headwise.apply(model)
+    assert "\n" not in str(error.value)
     with headwise.apply(model, check_weights=False):
         pass
     with pytest.raises(HeadwiseError, match="for another model: num_layers"):
@@ -165,3 +179,16 @@ def test_weights_that_are_no_plain_tensors_are_not_compared(
     assert warnings() == []
     assert fingerprint(model, name="x").weights_sha256 is None
     assert len(warnings()) == 1 and "the weights get no fingerprint: " in warnings()[0]
+
+
+@pytest.mark.parametrize("changed", [adapted, stored])
+def test_adapters_and_tensors_of_other_libraries_are_served(
+    changed, build, artifact_for, masked, ids
+):
+    artifact, model, prompt = artifact_for(build()), changed(build()), ids(200)
+    with torch.no_grad(), masked(model):
+        expected = model(prompt).logits
+    applied = Headwise(artifact).apply(model, strict=True, check_weights=False, backend="reference")
+    with torch.no_grad(), applied as handle:
+        torch.testing.assert_close(model(prompt).logits, expected, atol=2e-4, rtol=1e-3)
+        assert handle.stats()["sparse"] == 2

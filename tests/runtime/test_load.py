@@ -14,7 +14,7 @@ from transformers import DynamicCache
 import artifacts
 from artifacts import ArtifactError, Front, HeadwiseError, Point
 from kernels.patterns import make
-from runtime import Headwise, load
+from runtime import Headwise, apply_dense, load
 from runtime.layers import kernel_patterns
 from tests.artifacts.conftest import build_every_kind
 from tests.runtime.batches import fed
@@ -100,9 +100,24 @@ def test_a_target_that_cannot_be_met_is_one_line(saved, target, values):
     assert text.isprintable() and all(value in text for value in values)
 
 
+def test_a_handle_says_its_model_its_artifact_and_its_sparse_layers(build, artifact_for, tmp_path):
+    model = build(num_hidden_layers=4)
+    rows = [["a_64_64"] * 3 + ["dense"], ["dense"] * 4, None, ["bs_2"] * 4]
+    saved = artifacts.save(artifact_for(model, rows=rows), tmp_path / "cfg.yaml")
+    model.name_or_path = "a/model"
+    with load(tmp_path / "cfg.yaml").apply(model) as handle:
+        said = repr(handle)
+    assert "LlamaForCausalLM a/model" in said and "2 of 4 layers" in said
+    assert saved.content_sha256[:12] in said
+    assert repr(handle) == "<Handle: undone>"
+    with apply_dense(model) as handle:
+        assert "no artifact" in repr(handle) and "0 of 4 layers" in repr(handle)
+
+
 def test_no_front_to_choose_from(build, artifact_for, tmp_path):
     artifacts.save(artifact_for(build()), tmp_path / "cfg.yaml")
-    with pytest.raises(HeadwiseError, match=r"cfg\.yaml: target_kl: .* no front"):
+    why = r"cfg\.yaml: target_kl: the artifact has no front to choose from"
+    with pytest.raises(HeadwiseError, match=why):
         load(tmp_path / "cfg.yaml", target_kl=0.1)
 
 
@@ -150,7 +165,8 @@ def test_the_golden_artifact_loads():
 
 def test_static_patterns_need_their_arrays(build):
     artifact, arrays = build_every_kind()
-    with pytest.raises(ArtifactError, match=r"static_mean: .* static\.mean\.columns"):
+    why = r"static_mean: the array static\.mean\.columns must be in the sidecar"
+    with pytest.raises(ArtifactError, match=why):
         kernel_patterns(artifact)
     del arrays["static.mean.diagonals"]
     with pytest.raises(ArtifactError, match=r"the sidecar has no array static\.mean\.diagonals"):

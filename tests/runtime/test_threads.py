@@ -101,7 +101,7 @@ def test_a_fault_is_said_once_by_all_threads(build, artifact_for, ids, warnings,
 def test_a_plan_that_grows_is_made_by_one_thread_at_a_time():
     growth = Growth(length=1024, powers={"vertical_slash": {"vertical": 1.0, "slash": 0.5}})
     plan = LayerPlan([make("vertical_slash", vertical=100, slash=100)] * 2, 1, growth=growth)
-    lengths = [64 * (1 + n % 40) for n in range(1000)]
+    lengths = [64 * (1 + n % 40) for n in range(4000)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(plan.at, lengths))
     for length, grown in zip(lengths, found, strict=True):

@@ -5,12 +5,23 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import zipfile
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+    pipeline,
+)
+from transformers.cache_utils import QuantizedLayer
 
 from runtime import Headwise
 from runtime.attention.state import layer_of
@@ -19,15 +30,30 @@ from tests.runtime.omnikv import CLOSE
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 
 
+class Quantized(QuantizedLayer):
+    """Eight bits a number, by the largest of each row: what a quantised cache of transformers
+    is."""
+
+    def _quantize(self, tensor, axis):
+        largest = tensor.abs().amax(-1, keepdim=True) / 127
+        return (tensor / largest).round().to(torch.int8), largest
+
+    def _dequantize(self, quantized):
+        return quantized[0] * quantized[1]
+
+
 STATIC = {"cache_implementation": "static"}
 CHUNKS = {"prefill_chunk_size": 100}
 BEAMS = {"num_beams": 2, "num_return_sequences": 2}
+SAMPLES = {"do_sample": True, "num_return_sequences": 3, "temperature": 0.7}
 # Options under the artifact, and those of plain transformers that have to give the same tokens.
 GENERATE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no cache": ({"use_cache": False}, {"use_cache": False}),
     "static": (STATIC, {}),
     "chunks": (CHUNKS, CHUNKS),
     "beams": (BEAMS, BEAMS),
+    "samples": (SAMPLES, SAMPLES),
+    "quantised": ({}, {}),
     "static beams": (BEAMS | STATIC, BEAMS),
     "assisted by looking up": ({"prompt_lookup_num_tokens": 4}, {}),
 }
@@ -37,7 +63,10 @@ GENERATE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ("family", "name"),
     [
         *(("Llama", name) for name in GENERATE),
-        *(("Gemma3", name) for name in GENERATE if name not in ("no cache", "beams")),
+        *(
+            ("Gemma3", name)
+            for name in ("static", "chunks", "static beams", "assisted by looking up")
+        ),
     ],
 )
 def test_generate(family, name, build, apply, masked, ids):
@@ -45,10 +74,18 @@ def test_generate(family, name, build, apply, masked, ids):
     # What was said before may come again, so that something is looked up and something is rejected.
     prompt = torch.cat([prompt, prompt[:, :40]], 1)
     mine, theirs = GENERATE[name]
+
+    def generate(options):
+        torch.manual_seed(5)
+        if name == "quantised":
+            layers = [Quantized(residual_length=16) for _ in range(2)]
+            options = {"past_key_values": Cache(layers=layers)}
+        return model.generate(prompt, **OPTIONS | options)
+
     with masked(model):
-        expected = model.generate(prompt, **OPTIONS | theirs)
+        expected = generate(theirs)
     with apply(model, strict=True) as handle:
-        found = model.generate(prompt, **OPTIONS | mine)
+        found = generate(mine)
         assert handle.stats()["sparse"] > 0
     assert found.tolist() == expected.tolist()
 
@@ -119,6 +156,104 @@ def test_beams_of_a_padded_batch(own, build, apply, ids):
         cache = {"past_key_values": handle.new_cache()} if own else {}
         together = model.generate(tokens, attention_mask=real, **cache, **options)[:, 200:]
     assert together.tolist() == torch.cat(alone).tolist()
+
+
+def test_inference_mode_and_embeddings_in_place_of_tokens(build, apply, masked, ids):
+    model, prompt = build(), ids(200)
+    with masked(model):
+        expected = model.generate(prompt, **OPTIONS)[:, 200:]
+    with torch.enable_grad(), apply(model, strict=True):
+        embeddings = model.get_input_embeddings()(prompt)
+        with torch.inference_mode():
+            found = model.generate(inputs_embeds=embeddings, **OPTIONS)
+    assert found.tolist() == expected.tolist()
+
+
+def test_hooks_of_the_user_and_hidden_states_are_what_they_were(build, apply, masked, ids):
+    model, prompt = build(), ids(200)
+    attention = model.model.layers[0].self_attn
+    seen = []
+
+    def halve(module, args, kwargs, output):
+        seen.append(output[0].clone())
+        return (output[0] / 2, *output[1:])
+
+    def doubled(module, args, kwargs):
+        return args, kwargs | {"hidden_states": kwargs["hidden_states"] * 2}
+
+    attention.register_forward_hook(halve, with_kwargs=True)
+    attention.register_forward_pre_hook(doubled, with_kwargs=True)
+    with masked(model):
+        expected = model(prompt, output_hidden_states=True).hidden_states
+    with apply(model, strict=True) as handle:
+        found = model(prompt, output_hidden_states=True).hidden_states
+        assert handle.stats() == {"sparse": 2, "dense": {}}
+    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(seen[1], seen[0], **CLOSE)
+
+
+def test_accelerate_hooks_pass_the_mask_on(build, apply, ids):
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, tokens = build(), ids(200, batch=2)
+    real = torch.ones_like(tokens)
+    real[0, :50] = 0
+    with apply(model, strict=True) as handle:
+        expected = model(tokens, attention_mask=real).logits
+        for layer in model.model.layers:
+            hooks.add_hook_to_module(layer, hooks.AlignDevicesHook("cpu", io_same_device=True))
+        assert torch.equal(model(tokens, attention_mask=real).logits, expected)
+        assert handle.stats() == {"sparse": 4, "dense": {}}
+
+
+@pytest.fixture
+def tokenizer():
+    """One token a word: "t17" is 17; those that end a text are never said."""
+    special = ("<pad>", "<s>", "</s>")
+    vocabulary = {name: i for i, name in enumerate((*special, *(f"t{i}" for i in range(3, 97))))}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="t3"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **names)
+
+
+def test_a_pipeline_over_a_batch_of_unlike_prompts(build, apply, masked, ids, tokenizer):
+    model, prompts = build(), [ids(n, seed=n) for n in (200, 150, 60)]
+    with masked(model):
+        tokens = [model.generate(prompt, **OPTIONS)[0, prompt.shape[1] :] for prompt in prompts]
+        expected = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
+    with apply(model, strict=True) as handle:
+        generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        texts = [" ".join(f"t{token}" for token in prompt[0].tolist()) for prompt in prompts]
+        found = generator(texts, batch_size=3, return_full_text=False, **OPTIONS)
+        assert handle.stats()["sparse"] == 2
+    assert [row[0]["generated_text"].strip() for row in found] == expected
+
+
+def test_text_is_streamed_from_a_thread(build, apply, masked, ids, tokenizer):
+    model, prompt = build(), ids(200)
+    with masked(model):
+        expected = tokenizer.decode(model.generate(prompt, **OPTIONS)[0, 200:])
+    with apply(model, strict=True) as handle:
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        cache = handle.new_cache()
+        given = {"input_ids": prompt, "streamer": streamer, "past_key_values": cache, **OPTIONS}
+        thread = threading.Thread(target=model.generate, kwargs=given)
+        thread.start()
+        parts = list(streamer)
+        thread.join()
+    assert "".join(parts) == expected and len(parts) > 3
+
+
+def test_transformers_itself_refuses_continuous_batching(build, apply):
+    model = build()
+    config = GenerationConfig(max_new_tokens=2, eos_token_id=-1, pad_token_id=0)
+    # As the newest and the oldest transformers say it.
+    refusal = (
+        r'headwise is not supported for continuous batching|"paged\|headwise"` is not supported'
+    )
+    with apply(model), pytest.raises(ValueError, match=refusal):
+        model.generate_batch([[5, 6, 7]], progress_bar=False, generation_config=config)
+    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(("section", "offload"), [("prefill", "never"), ("decode", "packed")])

@@ -138,19 +138,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DeepseekV3": LATENT | ROUTED,
 }
 
-# What apply refuses, by class: the configuration's sizes, and what the refusal names.
+_OWN = "and never asks transformers' attention interface"
+# What apply refuses, by class: the configuration's sizes, and the cause that it names.
 REFUSED: dict[str, dict[str, Any]] = {
-    "FalconForCausalLM": {"alibi": True, "cause": "FalconAttention"},
-    "MptForCausalLM": {"cause": "MptAttention"},
-    "BloomForCausalLM": {"cause": "BloomAttention"},
-    "MambaForCausalLM": {"cause": "no attention"},
-    "BertLMHeadModel": {"config": "BertConfig", "cause": "BertSelfAttention"},
+    "FalconForCausalLM": {
+        "alibi": True,
+        "cause": f"adds ALiBi inside its own attention (FalconAttention) {_OWN}",
+    },
+    "MptForCausalLM": {"cause": f"adds ALiBi inside its own attention (MptAttention) {_OWN}"},
+    "BloomForCausalLM": {"cause": f"adds ALiBi inside its own attention (BloomAttention) {_OWN}"},
+    "MambaForCausalLM": {"cause": "has no attention that could be sparse"},
+    "BertLMHeadModel": {
+        "config": "BertConfig",
+        "cause": "is not causal: no query of BertSelfAttention is kept from later keys",
+    },
     "T5ForConditionalGeneration": {
         "config": "T5Config",
         "d_model": 64,
         "d_ff": 64,
         "num_layers": 1,
-        "cause": "an encoder with a decoder",
+        "cause": (
+            "is an encoder with a decoder: only causal models with nothing but a decoder are served"
+        ),
     },
     "DeepseekV32ForCausalLM": {
         **LATENT,
@@ -158,7 +167,10 @@ REFUSED: dict[str, dict[str, Any]] = {
         "index_n_heads": 2,
         "index_head_dim": 32,
         "index_topk": 64,
-        "cause": "DeepseekV32Indexer",
+        "cause": (
+            "chooses the keys of each query itself (DeepseekV32Indexer): no "
+            "other choice can be put in its place"
+        ),
     },
 }
 
@@ -209,7 +221,9 @@ for _name in SINCE_5_24:
     if hasattr(_module, "ALL_ATTENTION_FUNCTIONS"):
         FAMILIES[_name] = _sizes | {"num_key_value_heads": 4}
     else:
-        REFUSED[f"{_name}ForCausalLM"] = _sizes | {"cause": f"{_name}Attention"}
+        REFUSED[f"{_name}ForCausalLM"] = _sizes | {
+            "cause": f"computes attention by itself ({_name}Attention) {_OWN}"
+        }
 
 
 def tiny_model(family: str = "Llama", seed: int = 0, **changes: Any) -> Any:

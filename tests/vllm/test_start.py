@@ -90,25 +90,37 @@ def test_an_artifact_that_does_not_fit_ends_the_start(model, artifact, tmp_path)
     loaded = artifacts.load(path)
     other = loaded.model_copy(update={"model": loaded.model.model_copy(update={"head_dim": 128})})
     artifacts.save(other, tmp_path / "other.yaml")
-    assert "head_dim is 128" in refused(model, str(tmp_path / "other.yaml"))
+    assert "another model: head_dim is 128 in the artifact (tiny), 64 in this model" in refused(
+        model, str(tmp_path / "other.yaml")
+    )
     kept = artifacts.KVCache(policies={"s": artifacts.SnapKV()}, layers=("s",) * 3)
     drafts = {"method": "draft_model", "model": model, "num_speculative_tokens": 2}
-    assert "draft_model" in refused(model, artifact(kv_cache=kept), speculative_config=drafts)
+    told = refused(model, artifact(kv_cache=kept), speculative_config=drafts)
+    assert "speculative decoding by draft_model is not served where kv_cache drops tokens" in told
 
 
-def test_the_benchmark_tells_all_three_ways(model, artifact):
+def benchmark(*words: str) -> subprocess.CompletedProcess[str]:
     """benchmarks/vllm_ttft.py: what it prints, never how fast that was."""
     root = Path(__file__).parents[2]
     settings = {"dtype": "float32", "skip_tokenizer_init": True, "disable_log_stats": True}
-    words = ["--model", model, "--length", "400", "--tokens", "5", "--repeats", "1"]
-    words += ["--engine", json.dumps(settings)]
-    done = subprocess.run(
-        [sys.executable, root / "benchmarks/vllm_ttft.py", artifact(decode=DECODE), *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
-    found = json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, str(root / "benchmarks/vllm_ttft.py"), *words]
+    command += ["--engine", json.dumps(settings), "--repeats", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_no_speed_is_told_where_nothing_was_sparse(model, artifact):
+    done = benchmark(artifact(), "--model", model, "--length", "100")
+    assert done.returncode == 2 and "error: no prefill of 100 tokens was sparse" in done.stderr
+
+
+def test_the_benchmark_tells_all_three_ways(model, artifact):
+    words = ["--model", model, "--length", "400", "--tokens", "5"]
+    *rows, ratio, record = benchmark(artifact(decode=DECODE), *words).stdout.splitlines()[-5:]
+    ways = ["vLLM's own attention", "dense by Headwise's kernel", "Headwise"]
+    assert [row.partition("  ")[0] for row in rows] == ways and "s a later token" in rows[-1]
+    assert ratio.startswith("400 tokens: ")
+    found = json.loads(record)
     counts = {way: [len(each) for each in seconds] for way, seconds in found["seconds"].items()}
     assert counts == {"dense": [2], "dense_kernel": [2], "artifact": [2]}
     assert found["served"]["prefills"] == {"sparse": 2}

@@ -62,9 +62,11 @@ def test_the_cache_is_read_by_headwise_only(build, keeping, ids):
 def test_what_kernels_cannot_do_is_refused_and_said(build, keeping, ids):
     model = build()
     with keeping(model, STREAM).apply(model) as handle:
-        with pytest.raises(HeadwiseError, match="attention weights were asked for"):
+        with pytest.raises(
+            HeadwiseError, match="serve this call: attention weights were asked for"
+        ):
             model(ids(4), past_key_values=handle.new_cache(), output_attentions=True)
-        with pytest.raises(HeadwiseError, match="the mask is not causal"):
+        with pytest.raises(HeadwiseError, match="cannot serve this call: the mask is not causal"):
             hand_made = torch.ones(1, 1, 4, 4, dtype=torch.bool)
             model(ids(4), past_key_values=handle.new_cache(), attention_mask=hand_made)
 
@@ -82,7 +84,10 @@ def test_a_hole_in_the_past_is_refused(build, keeping, ids):
             other = real.clone()
             other[1] = 1
             other[1, slice(*moved)] = 0
-            with pytest.raises(HeadwiseError, match="the attention mask leaves out tokens"):
+            with pytest.raises(
+                HeadwiseError,
+                match="the attention mask leaves out tokens that the cache has taken in",
+            ):
                 model(more, past_key_values=copy.deepcopy(cache), attention_mask=other)
         model(more, past_key_values=cache, attention_mask=real)
         cache.batch_select_indices(torch.tensor([1, 0, 1]))
@@ -115,7 +120,9 @@ def test_a_cache_that_is_not_ours_is_said_to_drop_nothing(made, build, keeping, 
         cache = made(config=model.config)
         model(tokens, past_key_values=cache)
         model(tokens[:, :1], past_key_values=cache)
-    assert len(warnings()) == 1 and "is not one of new_cache()" in warnings()[0]
+    assert warnings() == [
+        "this cache is not one of new_cache(): it keeps every token, whatever kv_cache says"
+    ]
 
 
 def test_an_interrupted_forward_is_noticed(build, keeping, ids):

@@ -73,7 +73,8 @@ def test_rotations_that_change_with_the_length_are_refused(kind, build, keeping)
         }
         rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, **factors}
     model = build(rope_parameters=rope)
-    with pytest.raises(HeadwiseError, match=f"{kind}.* set positions: original"):
+    why = f"{kind}.* changes with the length; set positions: original"
+    with pytest.raises(HeadwiseError, match=why):
         keeping(model, Streaming()).new_cache(model)
     keeping(model, Streaming(positions="original")).new_cache(model)
 
@@ -120,6 +121,7 @@ def test_prompts_that_end_in_an_earlier_chunk_go_on_by_themselves(chunk, build, 
     for row, (prompt, n) in enumerate(zip(prompts, lengths, strict=True)):
         expected = model(prompt[None], use_cache=False).logits[0, n:]
         torch.testing.assert_close(found[row], expected, **CLOSE)
+        assert torch.equal(found[row].argmax(-1), expected.argmax(-1))
 
 
 def test_it_serves_sliding_layers_whatever_the_full_ones_keep(build, keeping, ids):
@@ -131,3 +133,12 @@ def test_it_serves_sliding_layers_whatever_the_full_ones_keep(build, keeping, id
     # Nothing has left the wide window yet.
     torch.testing.assert_close(found, model(tokens, use_cache=False).logits, **CLOSE)
     assert kept == [W, 3 * W, 3 * W]
+
+
+def test_without_a_section_sliding_layers_are_transformers_own(build, apply, ids):
+    model, tokens = build("Gemma3", sliding_window=W), ids(100)
+    with apply(model, dense=True) as handle:
+        cache = handle.new_cache()
+        expected = model(tokens, past_key_values=DynamicCache(config=model.config)).logits
+        torch.testing.assert_close(model(tokens, past_key_values=cache).logits, expected, **CLOSE)
+        assert type(cache.layers[0]).__name__ == "DynamicSlidingWindowLayer"
