@@ -63,7 +63,7 @@ def test_what_kernels_cannot_do_is_refused_and_said(build, keeping, ids):
     model = build()
     with keeping(model, STREAM).apply(model) as handle:
         with pytest.raises(
-            HeadwiseError, match="serve this call: attention weights were asked for"
+            HeadwiseError, match="cannot serve this call: attention weights were asked for"
         ):
             model(ids(4), past_key_values=handle.new_cache(), output_attentions=True)
         with pytest.raises(HeadwiseError, match="cannot serve this call: the mask is not causal"):
