@@ -21,13 +21,14 @@ class Curves:
     """(L, H, C) fp64 each for one dense tail, NaN in layers without patterns; means over prompts.
 
     change: squared change of the head's part of the residual stream, relative to the stream's
-    squared size, mean over the tokens. These add up over heads and layers as far as changes are
-    independent of one another.
+    squared size, mean over the tokens. Each query's output is scaled by the factor that leaves
+    least: a head that misses a sink merely scales its output. These add up over heads and layers as
+    far as changes are independent of one another.
     error: relative L2 of the head's output.
     recall: attention mass kept.
     tiles: 64 x 64 tiles computed.
     text: of prompts that are text, half the squared first-order change of the loss on their tokens,
-    by tiles of 64, in nats a token. By the empirical Fisher information this is the KL to dense
+    query by query, in nats a token. By the empirical Fisher information this is the KL to dense
     attention to second order.
     drop: the first-order change of that loss itself, nats a token.
     answer: of prompts that have answers, the same as `text` of the answers' log-odds, for each

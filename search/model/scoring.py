@@ -37,9 +37,11 @@ _HEADS = 1024
 class Scores:
     """Sums over a prompt's tokens for one dense tail, (H, C) fp64 each.
 
-    change: squared change of the head's part of the residual stream, relative to the stream's.
+    change: squared change of the head's part of the residual stream, relative to the stream's, each
+    query's output scaled by the factor that leaves least.
     squared: squared change of its output. size: the output's own squared size. recall: attention
-    mass kept. drop: first-order change of the loss. fisher: half the sum over tiles of its square.
+    mass kept. drop: first-order change of the loss. fisher: half the sum over queries of its
+    square.
     tiles: 64 x 64 tiles computed, skipped ones by half."""
 
     change: np.ndarray
@@ -254,19 +256,28 @@ def _row(
         skipped=skipped,
         backend=backend,
     )
-    change = out[0].float().unflatten(0, (heads, count)).sub_(dense[:, None])
+    sparse = out[0].float().unflatten(0, (heads, count))
+    rest = _unscaled(sparse, dense[:, None])
+    change = sparse.sub_(dense[:, None])
     kept = kept_mass(lse[0].unflatten(0, (heads, count)), dense_lse[:, None], inputs.sinks)
     sums = {
         "squared": torch.linalg.vector_norm(change, dim=(2, 3)).double().square(),
         "recall": kept.sum(-1),
         "skipped": skipped.view(heads, count),
-        "change": stream.by_head(inputs.layer, change, slice(start, stop)),
+        "change": stream.by_head(inputs.layer, rest, slice(start, stop)),
     }
     if by_out is not None:
-        drop = torch.bmm(change.flatten(2), by_out.flatten(1).unsqueeze(-1))
-        sums["drop"] = drop[..., 0].double()
-        sums["fisher"] = sums["drop"].square() / 2
+        drop = torch.einsum("hcne,hne->hcn", change, by_out).double()
+        sums["drop"] = drop.sum(-1)
+        sums["fisher"] = drop.square().sum(-1) / 2
     return {name: values.cpu().double().numpy() for name, values in sums.items()}
+
+
+def _unscaled(sparse: Tensor, dense: Tensor) -> Tensor:
+    """Change of each query's output (..., E) that no factor on the output takes away."""
+    along = (sparse * dense).sum(-1, keepdim=True)
+    size = sparse.square().sum(-1, keepdim=True).clamp_min(1e-30)
+    return sparse * (along / size) - dense
 
 
 def _tail_tiles(indices: Sequence[SparseIndex], tail: int) -> np.ndarray:

@@ -39,7 +39,7 @@ from search.model.speed import time_attention, time_first_token
 from search.model.timed_costs import time_candidates
 
 # Raised where the same unit of the resume file would have another value.
-_VERSION = 4
+_VERSION = 5
 
 
 def run(config: ModelSearch, loaded: LoadedModel | None = None) -> Recorded | None:

@@ -93,16 +93,17 @@ def direct(
             for one in (index, dense_index(1, heads, length, length, q.device))
         )
         change = out[0].double() - dense
+        factor = (out[0].double() * dense).sum(-1) / out[0].double().square().sum(-1)
+        rest = factor[..., None] * out[0].double() - dense
         lost = (change * by_out).sum(-1)
-        tiles = torch.nn.functional.pad(lost, (0, -length % TILE)).unflatten(1, (-1, TILE)).sum(-1)
         for head in range(heads):
-            written = change[head] @ weight[:, head * dim : (head + 1) * dim].T
+            written = rest[head] @ weight[:, head * dim : (head + 1) * dim].T
             found["change"][head, c] = (written.square().sum(-1) / sizes).sum()
         found["squared"][:, c] = change.square().sum((1, 2))
         found["size"][:, c] = dense.square().sum((1, 2))
         found["recall"][:, c] = (kept - every).exp().sum(-1)
         found["drop"][:, c] = lost.sum(-1)
-        found["fisher"][:, c] = tiles.square().sum(-1) / 2
+        found["fisher"][:, c] = lost.square().sum(-1) / 2
         found["tiles"][:, c] = index.computed_tiles()[0] - skipped[0] / 2
     return found
 
