@@ -21,9 +21,9 @@ class Curves:
     """(L, H, C) fp64 each for one dense tail, NaN in layers without patterns; means over prompts.
 
     change: squared change of the head's part of the residual stream, relative to the stream's
-    squared size, mean over the tokens. Each query's output is scaled by the factor that leaves
-    least: a head that misses a sink merely scales its output. These add up over heads and layers as
-    far as changes are independent of one another.
+    squared size, mean over the tokens. Each query's output is first multiplied by the factor that
+    brings it nearest to dense attention's: a missed sink changes the output's scale, and is not
+    counted. Changes add up over heads and layers as far as they are independent.
     error: relative L2 of the head's output.
     recall: attention mass kept.
     tiles: 64 x 64 tiles computed.

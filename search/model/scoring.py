@@ -37,12 +37,11 @@ _HEADS = 1024
 class Scores:
     """Sums over a prompt's tokens for one dense tail, (H, C) fp64 each.
 
-    change: squared change of the head's part of the residual stream, relative to the stream's, each
-    query's output scaled by the factor that leaves least.
+    change: squared change of the head's part of the residual stream, relative to the stream's; each
+    query's output is first multiplied by the factor that brings it nearest to dense attention's.
     squared: squared change of its output. size: the output's own squared size. recall: attention
     mass kept. drop: first-order change of the loss. fisher: half the sum over queries of its
-    square.
-    tiles: 64 x 64 tiles computed, skipped ones by half."""
+    square. tiles: 64 x 64 tiles computed, skipped ones by half."""
 
     change: np.ndarray
     squared: np.ndarray
@@ -267,7 +266,7 @@ def _row(
         "change": stream.by_head(inputs.layer, rest, slice(start, stop)),
     }
     if by_out is not None:
-        drop = torch.einsum("hcne,hne->hcn", change, by_out).double()
+        drop = (change * by_out[:, None]).sum(-1).double()
         sums["drop"] = drop.sum(-1)
         sums["fisher"] = drop.square().sum(-1) / 2
     return {name: values.cpu().double().numpy() for name, values in sums.items()}
@@ -277,7 +276,7 @@ def _unscaled(sparse: Tensor, dense: Tensor) -> Tensor:
     """Change of each query's output (..., E) that no factor on the output takes away."""
     along = (sparse * dense).sum(-1, keepdim=True)
     size = sparse.square().sum(-1, keepdim=True).clamp_min(1e-30)
-    return sparse * (along / size) - dense
+    return (sparse * (along / size)).sub_(dense)
 
 
 def _tail_tiles(indices: Sequence[SparseIndex], tail: int) -> np.ndarray:
