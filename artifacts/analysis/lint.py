@@ -56,7 +56,7 @@ def origin(case: Case) -> Findings:
             f"{longest:,}: the patterns are used on no length that they were chosen for; search on "
             "longer prompts",
         )
-    if len(lengths) * samples == 1:
+    if len(search.calibration.tasks) * len(lengths) * samples == 1:
         yield note(
             "one-prompt",
             "search.calibration",
