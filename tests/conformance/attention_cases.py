@@ -351,7 +351,7 @@ def problem(case: Case, device: torch.device) -> Problem:
     if case.cache is not None:
         k, v = k.to(case.cache), v.to(case.cache)
     index = _index(case, q, k.to(q.dtype))
-    rest: dict[str, Any] = {
+    rest = {
         "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
         "softcap": case.softcap,
         "sinks": torch.randn(case.heads, device=device) * 2 if case.sinks else None,

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import torch
@@ -111,7 +110,7 @@ def estimate_error(case: Estimate, device: torch.device) -> tuple[float, float]:
 
 # Shape of what is pooled (B, H, length, D), the heads asked for, and positions that the first tile
 # lacks.
-MEANS: dict[str, tuple[tuple[int, int, int, int], tuple[int, ...], int]] = {
+MEANS = {
     "means of a token": ((1, 1, 1, 64), (0,), 0),
     "means, 5 missing, D 80, batch 2": ((2, 4, 300, 80), (0, 2, 3), 5),
     "means, all but one missing, D 160": ((1, 3, 130, 160), (1, 2), 63),
@@ -133,7 +132,7 @@ def means_error(name: str, device: torch.device) -> tuple[float, float]:
 
 # Shape of the scores (B, h, ..., n), how many each head takes, how many are forced. Several
 # sequences also ragged.
-CHOICES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
+CHOICES = {
     "choice of 1": ((1, 2, 3, 1), (1, 4), 1),
     "choice of 65": ((2, 3, 1, 65), (1, 20, 70), 1),
     "choice of 130": ((1, 2, 4, 130), (128, 3), 2),
@@ -261,7 +260,7 @@ def differences(case: Build, device: torch.device) -> dict[str, int]:
     q, k = q.to(case.dtype), k.to(case.cache or case.dtype)
     where = paged(k, case)
     k = k.to(case.dtype)
-    found: dict[str, int] = {}
+    found = {}
 
     def compare(name: str, one: Tensor, other: Tensor) -> None:
         same = one.shape == other.shape and one.dtype == other.dtype
@@ -294,7 +293,7 @@ def paged_error(name: str, device: torch.device) -> tuple[float, float]:
 
 
 # Means of 16 positions and the masses of tiles by them: queries, keys, window and head dim.
-POOLS: dict[str, tuple[int, int, int | None, int]] = {
+POOLS = {
     f"pools: {q} of {k}, window {window}, D {dim}": (q, k, window, dim)
     for q, k, window, dim in (
         (1, 1, None, 16),
@@ -318,7 +317,7 @@ def pools_error(name: str, device: torch.device) -> tuple[float, float]:
     reach = num_tiles((window or k_len) - 1)
     rows = slice(0, num_tiles(k_len) - first)
     tiles = slice(max(first - reach, 0), num_tiles(k_len))
-    how: dict[str, Any] = {"parts": 4, "present": present, "first": first, "reach": reach}
+    how = {"parts": 4, "present": present, "first": first, "reach": reach}
 
     def made() -> tuple[Tensor, Tensor, Tensor]:
         queries = mean_of_tiles(q, range(4), lead=lead, pool=16)
@@ -380,7 +379,7 @@ def tables_error(name: str, device: torch.device) -> tuple[float, float]:
         counted = counts.view(6, n + 1).tolist()
         unbroken = next(i for i, d in enumerate([*seen, PAD]) if i != d)
         for at in range(n):
-            found: dict[int, list[tuple[int, bool]]] = {}
+            found = {}
             for sort, wants in ((0, (0, 1)), (1, (0,)), (2, (1,)), (3, (0, 1)))[
                 :: 3 if rows == 1 else 1
             ]:

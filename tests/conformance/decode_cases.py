@@ -55,7 +55,7 @@ class Case:
 
 # Starts and ends of three sequences: full, in the middle, and (for a few queries) shorter than the
 # queries.
-SPANS: dict[str, Any] = {"batch": 3, "starts": (0, 37, 5), "ends": (300, 211, 8)}
+SPANS = {"batch": 3, "starts": (0, 37, 5), "ends": (300, 211, 8)}
 _BASE = {
     **{f"{k} keys": Case(k_len=k) for k in (1, 63, 64, 65)},
     **{f"{q} queries": Case(q_len=q) for q in (5, 16)},
@@ -182,7 +182,7 @@ def problem(
     if case.layout != "expanded":
         for x in (k, v):
             x.masked_fill_(~seen.any(2)[..., None], float("nan"))
-    rest: dict[str, Any] = {
+    rest = {
         "tokens": None if tokens is None else tokens.to(device),
         "window": case.window,
         "scale": case.scale,

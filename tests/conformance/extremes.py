@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def call(
     elif op == "decode" and window is not None:
         seen = seen & (distance < window)
     k, v = (x.to(stored or dtype) for x in (k, v))
-    scores: Any = "sum" if op == "scores" else "none"
+    scores = "sum" if op == "scores" else "none"
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if op != "attention":

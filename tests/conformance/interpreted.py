@@ -133,7 +133,7 @@ def builders(name: str) -> float:
 
 def faults_of_extremes() -> Iterator[str]:
     """Faults of bad numbers and huge logits in every op."""
-    sizes: dict[str, Any] = {"q_len": 70, "k_len": 140, "batch": 1}
+    sizes = {"q_len": 70, "k_len": 140, "batch": 1}
     # A key that every query tile may see, and one that only the last does.
     plain = extremes.call("attention", "triton", form="no lists", **sizes)
     yield from extremes.reached(plain, ("value", 100, NAN), ("query", 35, NAN))
@@ -154,12 +154,12 @@ ERRORS = {"attention": attention, "decode": decode, "builders": builders}
 
 def main(op: str, *names: str) -> None:
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    found = {}
     if op == "kept":
         found["memory"] = interpreter_cases.reports()
     # torch.empty gives NaN from here on.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = True
     with memory_checked():
         if op == "kept":
             found["extremes"] = [fault for fault in faults_of_extremes() if fault]

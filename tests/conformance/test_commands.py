@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ Refused = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def files(tiny_model: Path, by_head: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tiny_model, by_head, tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "model").symlink_to(tiny_model)
     artifact, arrays = artifacts.load_pair(by_head)
@@ -85,18 +85,13 @@ def files(tiny_model: Path, by_head: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def headwise(
-    files: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Iterator[Command]:
+def headwise(files, tmp_path, monkeypatch, capsys):
     """headwise(words) in a copy of the files -> exit status, stdout and stderr."""
     shutil.copytree(files, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
-    def run(*words: str) -> tuple[int, str, str]:
+    def run(*words):
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             run_command(main, [part for word in words for part in word.split()])
@@ -106,10 +101,10 @@ def headwise(
 
 
 @pytest.fixture
-def refused(headwise: Command) -> Refused:
+def refused(headwise):
     """refused(says, *words) -> stderr, its last line an error that has `says`; no file is new."""
 
-    def run(says: str, *words: str) -> str:
+    def run(says, *words):
         before = set(os.listdir())
         code, out, err = headwise(*words)
         assert (code, out) == (2, "")
@@ -122,13 +117,13 @@ def refused(headwise: Command) -> Refused:
     return run
 
 
-def test_every_verb_is_here() -> None:
+def test_every_verb_is_here():
     assert set(TYPED) == set(VERBS)
     assert len(VERBS) == sum(map(len, GROUPS.values()))
 
 
 @pytest.mark.parametrize("verb", RUNS)
-def test_it_runs_and_its_json_is_json(verb: str, headwise: Command) -> None:
+def test_it_runs_and_its_json_is_json(verb, headwise):
     has_json = "--json" in PARSERS[verb]._option_string_actions
     code, out, err = headwise(verb, RUNS[verb], "--json" if has_json else "")
     assert code in (0, FOUND), err
@@ -138,7 +133,7 @@ def test_it_runs_and_its_json_is_json(verb: str, headwise: Command) -> None:
 
 
 @pytest.mark.parametrize("verb", OURS)
-def test_an_unknown_option_is_named_with_where_help_is(verb: str, refused: Refused) -> None:
+def test_an_unknown_option_is_named_with_where_help_is(verb, refused):
     said = refused("--no-such-option", verb, TYPED[verb], "--no-such-option")
     assert f"headwise {verb} --help" in said
 
@@ -157,9 +152,7 @@ MISSING = [
     ("verb", "word", "other", "says"),
     [(v, *row) for v, words in TYPED.items() for row in MISSING if row[0] in words.split()],
 )
-def test_a_file_that_is_not_there_is_named(
-    verb: str, word: str, other: str, says: str, refused: Refused
-) -> None:
+def test_a_file_that_is_not_there_is_named(verb, word, other, says, refused):
     refused(says, verb, *(other if given == word else given for given in TYPED[verb].split()))
 
 
@@ -192,7 +185,7 @@ def test_a_file_that_is_not_there_is_named(
         ("verify --key me.key", "is a private key"),
     ],
 )
-def test_a_value_that_cannot_be_is_named(words: str, says: str, refused: Refused) -> None:
+def test_a_value_that_cannot_be_is_named(words, says, refused):
     verb, _, more = words.partition(" ")
     typed = TYPED[verb]
     if "--preset" in words:
@@ -211,11 +204,11 @@ def test_a_value_that_cannot_be_is_named(words: str, says: str, refused: Refused
         ("show", "see headwise show --help"),
     ],
 )
-def test_what_is_no_command(words: str, says: str, refused: Refused) -> None:
+def test_what_is_no_command(words, says, refused):
     refused(says, words)
 
 
-def test_help_and_the_judgement_of_options_need_no_torch() -> None:
+def test_help_and_the_judgement_of_options_need_no_torch():
     """A word that was mistyped, or a value out of its range, is told in a moment."""
     code = """
 import sys
@@ -234,28 +227,26 @@ assert not sys.modules.keys() & {"torch", "transformers", "optuna"}
 
 
 @pytest.mark.parametrize("flag", ["--length", "--task", "--json", "--device", "--seed", "--dtype"])
-def test_the_same_thing_has_the_same_name_everywhere(flag: str) -> None:
+def test_the_same_thing_has_the_same_name_everywhere(flag):
     options = [p._option_string_actions for p in PARSERS.values()]
     actions = [known[flag] for known in options if flag in known]
     assert len(actions) > 3 and len({action.metavar for action in actions}) == 1
 
 
-def test_the_help_of_a_search_fits_two_screens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_of_a_search_fits_two_screens(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     lines = PARSERS["search"].format_help().splitlines()
     assert len(lines) <= 48 and max(map(len, lines)) <= 100 and f"{ADVANCED}:" in lines
 
 
-def test_the_page_of_commands_is_current() -> None:
+def test_the_page_of_commands_is_current():
     assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == page(), (
         "python -m search.reference --out docs/commands.md"
     )
 
 
 @pytest.mark.parametrize("verb", ["filters", "kv", "demo"])
-def test_a_command_for_one_process_says_so_to_a_launch_of_several(
-    verb: str, refused: Refused, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_for_one_process_says_so_to_a_launch_of_several(verb, refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused("is for one process, got 2 of a launch", verb, TYPED[verb])
 
@@ -281,9 +272,7 @@ def raising(error: BaseException) -> Any:
         ),
     ],
 )
-def test_exit_statuses(
-    error: BaseException, status: int, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_statuses(error, status, says, capsys):
     with pytest.raises(SystemExit) as ended:
         run_command(raising(error), [])
     assert (ended.value.code, *capsys.readouterr()) == (status, "", says)
@@ -292,19 +281,19 @@ def test_exit_statuses(
 @pytest.mark.parametrize(
     "bug", [ZeroDivisionError(), ModuleNotFoundError("", name="numpy")], ids=repr
 )
-def test_a_bug_keeps_its_traceback(bug: Exception) -> None:
+def test_a_bug_keeps_its_traceback(bug):
     with pytest.raises(type(bug)):
         run_command(raising(bug), [])
 
 
-def test_an_error_tells_more_where_that_is_asked_for(headwise: Command) -> None:
+def test_an_error_tells_more_where_that_is_asked_for(headwise):
     usual = headwise("show none.yaml")
     verbose = headwise("show none.yaml -v")
     assert usual[2].count("\n") == 1
     assert "Traceback" in verbose[2] and verbose[2].endswith(usual[2])
 
 
-def test_output_that_nobody_reads_or_that_cannot_be_written() -> None:
+def test_output_that_nobody_reads_or_that_cannot_be_written():
     """The stream's buffer is written again at exit, after all handlers."""
     command = [sys.executable, "-m", "artifacts", "schema"]
     read, write = os.pipe()
@@ -318,7 +307,7 @@ def test_output_that_nobody_reads_or_that_cannot_be_written() -> None:
     assert (done.returncode, done.stderr) == (2, says)
 
 
-def test_a_terminal_without_the_letters(headwise: Command) -> None:
+def test_a_terminal_without_the_letters(headwise):
     model = artifacts.load("cfg.yaml").model.model_copy(update={"name": "modèle"})
     artifacts.update(
         "cfg.yaml", lambda now, arrays: (now.model_copy(update={"model": model}), arrays)
@@ -329,7 +318,7 @@ def test_a_terminal_without_the_letters(headwise: Command) -> None:
     assert done.returncode == 0 and "mod\\xe8le" in done.stdout
 
 
-def test_ctrl_c_is_one_line_from_the_first_moment(tmp_path: Path) -> None:
+def test_ctrl_c_is_one_line_from_the_first_moment(tmp_path):
     """During the imports, and of the console script, which imports before it runs."""
     (tmp_path / "torch.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"

@@ -273,7 +273,7 @@ def case_of(path: str) -> Case:
     return next(case for case in CASES if case.data == data)
 
 
-def test_every_format_is_here_and_files_are_known_by_their_names() -> None:
+def test_every_format_is_here_and_files_are_known_by_their_names():
     assert {case.format for case in CASES} == set(FORMATS)
     # By these names they are also other tools' configurations.
     said = {"config.json": "index_topk_pattern", "omnikv.json": "minference"}
@@ -282,7 +282,7 @@ def test_every_format_is_here_and_files_are_known_by_their_names() -> None:
 
 
 @every_case
-def test_import(case: Case, tmp_path: Path) -> None:
+def test_import(case, tmp_path):
     report = imported(tmp_path, case)
     artifact = load(tmp_path / "cfg.yaml")
     assert case.read(artifact) == case.expected
@@ -293,7 +293,7 @@ def test_import(case: Case, tmp_path: Path) -> None:
 
 
 @every_case
-def test_round_trip(case: Case, tmp_path: Path) -> None:
+def test_round_trip(case, tmp_path):
     imported(tmp_path, case)
     back = tmp_path / "back" / case.name
     back.parent.mkdir()
@@ -315,9 +315,7 @@ def test_round_trip(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if format.patterns])
-def test_an_export_is_measured_by_what_the_tool_makes_of_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_is_measured_by_what_the_tool_makes_of_it(name, tmp_path, monkeypatch):
     """The report's command reads the file back into the model that it was written from."""
     monkeypatch.chdir(tmp_path)
     artifacts.save(build(), tmp_path / "cfg.yaml")
@@ -332,9 +330,7 @@ def test_an_export_is_measured_by_what_the_tool_makes_of_it(
     ("file", "kind"),
     [("head_patterns.json", "recall"), ("error_counts.json", "other"), ("pattern.json", None)],
 )
-def test_scores_are_kept_and_what_is_no_recall_is_said(
-    file: str, kind: str | None, tmp_path: Path
-) -> None:
+def test_scores_are_kept_and_what_is_no_recall_is_said(file, kind, tmp_path):
     report = imported(tmp_path, case_of(file))
     artifact, arrays = load_pair(tmp_path / "cfg.yaml")
     assert artifact.prefill.imported.scores == kind
@@ -345,7 +341,7 @@ def test_scores_are_kept_and_what_is_no_recall_is_said(
         assert arrays["imported.score"].max() == 14994473
 
 
-def test_changed_heads_are_written_anew_with_their_recall(tmp_path: Path) -> None:
+def test_changed_heads_are_written_anew_with_their_recall(tmp_path):
     imported(tmp_path, case_of("head_patterns.json"))
     artifact, arrays = load_pair(tmp_path / "cfg.yaml")
     row = ("a_128_1024", *artifact.prefill.layers[0][1:])
@@ -378,9 +374,7 @@ VS = "vertical_and_slash"
         ),
     ],
 )
-def test_what_was_searched_is_written_as_the_nearest_there_is(
-    target: str, first: list[list[Any]], says: str, tmp_path: Path
-) -> None:
+def test_what_was_searched_is_written_as_the_nearest_there_is(target, first, says, tmp_path):
     artifact, arrays = build_every_kind()
     artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
     report = convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target=target)
@@ -397,7 +391,7 @@ def test_what_was_searched_is_written_as_the_nearest_there_is(
     assert "written is prefill.layers, of a front of 2 points" in notes(report)
 
 
-def test_policies_that_a_table_of_kv_heads_lacks_keep_everything(tmp_path: Path) -> None:
+def test_policies_that_a_table_of_kv_heads_lacks_keep_everything(tmp_path):
     artifact, arrays = build_every_kind()
     artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
     report = convert(tmp_path / "cfg.yaml", tmp_path / "t.tsv", target="duo_attention")
@@ -405,9 +399,7 @@ def test_policies_that_a_table_of_kv_heads_lacks_keep_everything(tmp_path: Path)
 
 
 @pytest.mark.parametrize("searched", [False, True])
-def test_an_export_for_modelopt_has_one_threshold_or_asks_for_the_density(
-    searched: bool, tmp_path: Path
-) -> None:
+def test_an_export_for_modelopt_has_one_threshold_or_asks_for_the_density(searched, tmp_path):
     artifact = build()
     if searched:
         row = ("skip_3.5",) * 4
@@ -426,7 +418,7 @@ def test_an_export_for_modelopt_has_one_threshold_or_asks_for_the_density(
         assert group["target_sparsity"]["prefill"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_strict_writes_nothing_that_is_lossy(tmp_path: Path) -> None:
+def test_strict_writes_nothing_that_is_lossy(tmp_path):
     strict = {"out": tmp_path / "out.json", "target": "minference", "strict": True}
     artifacts.save(build(), tmp_path / "cfg.yaml")
     assert run(Config(file=tmp_path / "cfg.yaml", **strict)).status == 3
@@ -436,7 +428,7 @@ def test_strict_writes_nothing_that_is_lossy(tmp_path: Path) -> None:
     assert (tmp_path / "out.json").exists()
 
 
-def test_layers_that_slide_are_left_alone(tmp_path: Path) -> None:
+def test_layers_that_slide_are_left_alone(tmp_path):
     kinds = {"layer_types": ["sliding_attention", "full_attention"]}
     config = json.loads(MODEL.read_text()) | kinds
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
@@ -446,7 +438,7 @@ def test_layers_that_slide_are_left_alone(tmp_path: Path) -> None:
     assert report["exact"] == 4 and "bs_100" not in artifact.patterns
 
 
-def test_flags_say_the_shape_and_what_is_served_densely(tmp_path: Path) -> None:
+def test_flags_say_the_shape_and_what_is_served_densely(tmp_path):
     flags = {"config": None, "kv_heads": 1, "head_dim": 8, "max_positions": 99, "dense_tail": 64}
     imported(tmp_path, case_of("head_patterns.json"), **flags)
     artifact = load(tmp_path / "cfg.yaml")
@@ -457,7 +449,7 @@ def test_flags_say_the_shape_and_what_is_served_densely(tmp_path: Path) -> None:
     assert load(tmp_path / "cfg.yaml").prefill.dense_below == 16384 + 1
 
 
-def test_some_kv_heads_stream_by_a_threshold_with_the_sizes_of_flags(tmp_path: Path) -> None:
+def test_some_kv_heads_stream_by_a_threshold_with_the_sizes_of_flags(tmp_path):
     """Which heads a share makes stream is in tests/artifacts/test_kv_heads.py."""
     case = case_of("full_attention_heads.tsv")
     imported(tmp_path, case, sinks=0, window=7, threshold=0.2)
@@ -466,7 +458,7 @@ def test_some_kv_heads_stream_by_a_threshold_with_the_sizes_of_flags(tmp_path: P
     assert cache.policies["stream_0_7"] == Streaming(sinks=0, window=7, positions="original")
 
 
-def test_a_models_config_beside_is_not_written_over(tmp_path: Path) -> None:
+def test_a_models_config_beside_is_not_written_over(tmp_path):
     """DuoAttention's sizes stand in a config.json beside its table."""
     imported(tmp_path, case_of("full_attention_heads.tsv"))
     out = tmp_path / "out" / "full_attention_heads.tsv"
@@ -508,8 +500,8 @@ HALF = "0.5 of its tiles"
     ],
 )
 def test_every_form_of_a_scale_factor_is_read_and_decode_is_said(
-    threshold: Any, target: Any, prefill: float, decode: str | None, tmp_path: Path
-) -> None:
+    threshold, target, prefill, decode, tmp_path
+):
     """By a exp(b target): 5.5 exp(7 / 2) = 182.135. A target that is missing is 0.5."""
     given = {"threshold_scale_factor": threshold}
     if target is not None:
@@ -530,14 +522,14 @@ def test_every_form_of_a_scale_factor_is_read_and_decode_is_said(
         {"config_groups": {"a": {"sparse_algo": "softmax_skip"}}},
     ],
 )
-def test_modelopt_without_thresholds_or_as_it_once_was(given: Any, tmp_path: Path) -> None:
+def test_modelopt_without_thresholds_or_as_it_once_was(given, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({KEY: given}))
     options = {"source": "modelopt", "layers": 3, **SHAPE}
     convert(tmp_path / "config.json", tmp_path / "cfg.yaml", **options)
     assert mean_density(load(tmp_path / "cfg.yaml"), 8192) == pytest.approx(0.5, abs=0.02)
 
 
-def test_sections_of_two_tools_are_merged_and_both_files_come_back(tmp_path: Path) -> None:
+def test_sections_of_two_tools_are_merged_and_both_files_come_back(tmp_path):
     one, two = case_of("modelopt/config.json"), case_of("selected_full_layers.json")
     layers = json.dumps(json.loads(two.data) | {"num_hidden_layers": 3, "topk": 64}).encode()
     layers = layers.replace(b"[0, 3]", b"[0, 2]").replace(b"0,3", b"0,2")
@@ -589,7 +581,7 @@ LARGE = [
     [*REFUSED, *LARGE],
     ids=[f"{format}-{says[-40:]}" for format, _, says in (*REFUSED, *LARGE)],
 )
-def test_files_that_are_refused(format: str, text: str, says: str, tmp_path: Path) -> None:
+def test_files_that_are_refused(format, text, says, tmp_path):
     file = tmp_path / ("bad.tsv" if format == "duo_attention" else "bad.json")
     file.write_text(text.replace("\\t", "\t").replace("\\n", "\n"))
     with pytest.raises(ArtifactError) as caught:
@@ -642,9 +634,7 @@ NO_TENSOR = "is no .pt file of one tensor"
     ],
     ids=range(17),
 )
-def test_maps_and_tensors_that_are_refused(
-    name: str, data: bytes, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_maps_and_tensors_that_are_refused(name, data, says, tmp_path, capsys):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ArtifactError) as caught:
         convert(tmp_path / name, tmp_path / "cfg.yaml", **SHAPE)
@@ -666,7 +656,7 @@ def test_maps_and_tensors_that_are_refused(
         ({"source": "sparse_attention_config", "config": MODEL}, "must be one of vertical_and_sl"),
     ],
 )
-def test_options_that_are_refused(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_options_that_are_refused(options, says, tmp_path):
     with pytest.raises(HeadwiseError) as caught:
         convert(FILES / "head_patterns.json", tmp_path / "cfg.yaml", **options)
     assert says in str(caught.value) and not list(tmp_path.iterdir())
@@ -680,13 +670,13 @@ def test_options_that_are_refused(options: dict[str, Any], says: str, tmp_path: 
         ("kascade", "has no decode section"),
     ],
 )
-def test_exports_that_are_refused(target: str | None, says: str, tmp_path: Path) -> None:
+def test_exports_that_are_refused(target, says, tmp_path):
     artifacts.save(build(), tmp_path / "cfg.yaml")
     with pytest.raises(ArtifactError, match=says):
         convert(tmp_path / "cfg.yaml", tmp_path / "out", target=target)
 
 
-def test_a_models_configuration_that_cannot_be(tmp_path: Path) -> None:
+def test_a_models_configuration_that_cannot_be(tmp_path):
     """The model's config.json comes from somewhere, too."""
     for name, value in (("num_hidden_layers", 10**9), ("head_dim", -1)):
         config = json.loads(MODEL.read_text()) | {name: value}
@@ -695,7 +685,7 @@ def test_a_models_configuration_that_cannot_be(tmp_path: Path) -> None:
             convert(FILES / "head_patterns.json", tmp_path / "cfg.yaml", config=tmp_path)
 
 
-def test_a_fingerprint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_fingerprint_of_another_model_is_refused(tmp_path):
     case = case_of("pattern.json")
     config = {**json.loads(case.data)["model_fingerprint"], "head_dim": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -131,7 +131,7 @@ def gradients(
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("dtype", "server"), SERVERS, ids=SERVER_IDS)
-def test_gradients_are_those_of_plain_softmax(dtype: torch.dtype, server: str, name: str) -> None:
+def test_gradients_are_those_of_plain_softmax(dtype, server, name):
     found = gradients(CASES[name], dtype, server)
     tensors, right = problem(CASES[name], dtype)
     for one, of in zip(found, tensors, strict=False):
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_plain_softmax(dtype: torch.dtype, server: str, n
     check(found, right, TOLERANCES[dtype])
 
 
-def test_the_forward_that_the_reference_has_is_attention() -> None:
+def test_the_forward_that_the_reference_has_is_attention():
     for name in ("batch 2", "D 192, E 128", "window 100, soft-cap, 130 of 700", "strided"):
         case = CASES[name]
         (q, k, v, out, lse, _), _ = problem(case, torch.float32)
@@ -149,7 +149,7 @@ def test_the_forward_that_the_reference_has_is_attention() -> None:
 
 
 @pytest.mark.parametrize("name", ["520 of 1300", "batch 2"])
-def test_blocks_of_the_reference_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_the_reference_do_not_show(name, monkeypatch):
     _, right = problem(CASES[name], torch.float32)
     for scores in (1, 1 << 19):
         monkeypatch.setattr(reference, "_SCORES", scores)
@@ -158,7 +158,7 @@ def test_blocks_of_the_reference_do_not_show(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("dtype", "server"), [pair for pair in SERVERS if pair[1] != "reference"])
-def test_same_bits_again_and_for_any_number_of_threads(dtype: torch.dtype, server: str) -> None:
+def test_same_bits_again_and_for_any_number_of_threads(dtype, server):
     case = square(300, batch=2, heads=6, kv_heads=2)
     first, *others = (gradients(case, dtype, server, number=number) for number in (1, 2, 3))
     for other in others:
@@ -167,9 +167,7 @@ def test_same_bits_again_and_for_any_number_of_threads(dtype: torch.dtype, serve
 
 @pytest.mark.parametrize(("dtype", "server"), SERVERS, ids=SERVER_IDS)
 @pytest.mark.parametrize("name", ["soft-cap 2", "window 100, soft-cap, 130 of 700"])
-def test_tiles_without_a_large_probability_are_left_out(
-    dtype: torch.dtype, server: str, name: str
-) -> None:
+def test_tiles_without_a_large_probability_are_left_out(dtype, server, name):
     case = CASES[name]
     skip_without(server, cpu.attention.engines(dtype))
     tensors, whole = problem(case, dtype)
@@ -222,7 +220,7 @@ def _by_hand(
 
 @pytest.mark.parametrize("name", ["window 100, soft-cap, 130 of 700", "transposed", "9 heads on 3"])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_dense_attention_is_differentiable(dtype: torch.dtype, name: str) -> None:
+def test_dense_attention_is_differentiable(dtype, name):
     (q, k, v, right_out, _, grad_out), right = problem(CASES[name], dtype)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = dense_attention(*leaves, **CASES[name].how)
@@ -231,34 +229,34 @@ def test_dense_attention_is_differentiable(dtype: torch.dtype, name: str) -> Non
     check(torch.autograd.grad(out, leaves, grad_out), right, TOLERANCES[dtype])
 
 
-def test_gradcheck() -> None:
+def test_gradcheck():
     torch.manual_seed(0)
     shapes = ((1, 2, 5, 2), (1, 1, 66, 2), (1, 1, 66, 1))
     leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
     assert torch.autograd.gradcheck(lambda *x: dense_attention(*x, window=5, softcap=3.0), leaves)
 
 
-def test_it_is_differentiated_once() -> None:
+def test_it_is_differentiated_once():
     q, k, v = (torch.randn(1, 2, 10, 8).requires_grad_() for _ in range(3))
     out = DenseAttention.apply(q, k, v, 0.5, None, None, 0.0)
     with pytest.raises(RuntimeError, match="differentiated once: create_graph must be False"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
 
 
-def test_only_what_is_asked_for_is_returned() -> None:
+def test_only_what_is_asked_for_is_returned():
     q, k, v = (torch.randn(1, 2, 70, 8) for _ in range(3))
     dense_attention(q.requires_grad_(), k, v).sum().backward()
     assert q.grad is not None and k.grad is None
     assert not dense_attention(q.detach(), k, v).requires_grad
 
 
-def test_defaults() -> None:
+def test_defaults():
     case = square(100, scale=64**-0.5)
     tensors, right = problem(case, torch.float32)
     check(attention_gradients(*tensors), right, TOLERANCES[torch.float32])
 
 
-GOOD: dict[str, Any] = {
+GOOD = {
     "q": torch.zeros(1, 4, 10, 8),
     "k": torch.zeros(1, 2, 20, 8),
     "v": torch.zeros(1, 2, 20, 6),
@@ -293,12 +291,12 @@ GOOD: dict[str, Any] = {
         ({"backend": "fast"}, "unknown backend 'fast'; known: auto, cpu, reference"),
     ],
 )
-def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_together_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         attention_gradients(**{**GOOD, **changes})
 
 
-def test_a_named_backend_that_cannot_serve_says_why() -> None:
+def test_a_named_backend_that_cannot_serve_says_why():
     tensors = {name: x.double() for name, x in GOOD.items()}
     with pytest.raises(ValueError, match=r"backend 'cpu' cannot serve .* not torch.float64"):
         attention_gradients(**tensors, backend="cpu")

@@ -63,7 +63,7 @@ def skip_without(server: str, engines: list[str]) -> str:
 
 # The longest of all goes first: one process interprets what `make test` has of Triton's kernels.
 @pytest.mark.slow
-def test_triton_interpreted() -> None:
+def test_triton_interpreted():
     found = interpret(interpreted.__name__, "kept")
     assert found["extremes"] == []
     for op in interpreted.KEPT:
@@ -74,7 +74,7 @@ def test_triton_interpreted() -> None:
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("op", interpreted.KEPT)
-def test_triton_interpreted_in_every_case(op: str) -> None:
+def test_triton_interpreted_in_every_case(op):
     others = [name for name in interpreted.ALL[op] if name not in interpreted.KEPT[op]]
     assert faults(interpret(interpreted.__name__, op, *others)[op]) == {}
 
@@ -118,7 +118,7 @@ problem = functools.cache(attention_cases.problem)
     runs(attention_cases.CASES, ENGINES),
     ids=lambda part: str(part).removeprefix("torch."),
 )
-def test_attention(dtype: torch.dtype, server: str, name: str) -> None:
+def test_attention(dtype, server, name):
     op = attention_op(server, dtype)
     case = replace(attention_cases.CASES[name], dtype=dtype)
     given = problem(case, HOST)
@@ -132,7 +132,7 @@ def test_attention(dtype: torch.dtype, server: str, name: str) -> None:
     "name",
     [n for n, case in attention_cases.SMALL.items() if case.skip is not None or case.page is None],
 )
-def test_the_reference_of_attention_is_softmax_over_the_mask(name: str) -> None:
+def test_the_reference_of_attention_is_softmax_over_the_mask(name):
     case = replace(attention_cases.CASES[name], page=None)
     given = problem(case, HOST)
     group = case.heads // case.kv_heads
@@ -214,7 +214,7 @@ PROMPTS = decode_cases.PROMPTS | decode_cases.LONG_PROMPTS
     [*runs(STEPS, DECODE_ENGINES), *runs(PROMPTS, ENGINES)],
     ids=lambda part: str(part).removeprefix("torch."),
 )
-def test_decode(dtype: torch.dtype, server: str, name: str) -> None:
+def test_decode(dtype, server, name):
     case = replace(decode_cases.CASES[name], dtype=dtype)
     op = decode_op(server, case)
     for kind in case.kinds:
@@ -224,7 +224,7 @@ def test_decode(dtype: torch.dtype, server: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", decode_cases.SMALL | decode_cases.PROMPTS)
-def test_the_reference_of_decode_is_softmax_over_what_is_visible(name: str) -> None:
+def test_the_reference_of_decode_is_softmax_over_what_is_visible(name):
     """The definition once more, in float64, over a mask, with neither lists nor pages."""
     case = decode_cases.CASES[name]
     (q, k, v), rest, seen = decode_cases.problem(replace(case, page=None), HOST)
@@ -264,9 +264,7 @@ SERVERS = [(dtype, f"cpu {engine}") for dtype, engines in ENGINES.items() for en
 
 @pytest.mark.parametrize(("dtype", "server"), SERVERS)
 @pytest.mark.parametrize("name", ["length 1000", "tail, 65 of 4100"])
-def test_attention_repeats_to_the_bit_for_any_number_of_threads(
-    dtype: torch.dtype, server: str, name: str
-) -> None:
+def test_attention_repeats_to_the_bit_for_any_number_of_threads(dtype, server, name):
     op = attention_op(server, dtype)
     case = replace(attention_cases.CASES[name], dtype=dtype)
     given = problem(case, HOST)
@@ -280,14 +278,12 @@ def test_attention_repeats_to_the_bit_for_any_number_of_threads(
 
 @pytest.mark.parametrize("dtype", DECODE_ENGINES, ids=str)
 @pytest.mark.parametrize("name", ["2048 of 4097 keys", "ends far apart", "600 of 1201"])
-def test_decode_repeats_to_the_bit_for_any_threads_with_scores_and_without(
-    dtype: torch.dtype, name: str
-) -> None:
+def test_decode_repeats_to_the_bit_for_any_threads_with_scores_and_without(dtype, name):
     case = replace(decode_cases.CASES[name], dtype=dtype)
     qkv, rest, _ = decode_cases.problem(case, HOST)
     results = []
     for number, scores in ((1, "sum"), (2, "sum"), (3, "sum"), (2, "none")):
-        kind: Any = scores if len(case.kinds) == 2 else "sum"
+        kind = scores if len(case.kinds) == 2 else "sum"
         with threads(number):
             results.append(decode_attention(*qkv, **rest, scores=kind, backend="cpu"))
     for result in results[1:]:
@@ -309,9 +305,7 @@ STORED = [
 )
 @pytest.mark.parametrize(("dtype", "stored"), STORED)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_bad_numbers_reach_those_who_see_them(
-    op: str, dtype: torch.dtype, stored: torch.dtype | None, window: int | None, backend: str
-) -> None:
+def test_bad_numbers_reach_those_who_see_them(op, dtype, stored, window, backend):
     q_len = 150
     keys = (200, 250, 329)
     if op == "decode":
@@ -331,13 +325,11 @@ def test_bad_numbers_reach_those_who_see_them(
 @pytest.mark.parametrize("factor", [1e5, 3e9, 1e18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", extremes.OPS)
-def test_logits_of_any_size_give_what_the_reference_gives(
-    op: str, dtype: torch.dtype, factor: float
-) -> None:
+def test_logits_of_any_size_give_what_the_reference_gives(op, dtype, factor):
     assert extremes.wrong_where_huge(op, "cpu", 200, factor, dtype) == ""
 
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("name", builder_cases.PAGED)
-def test_pages_give_what_a_tensor_gives(name: str) -> None:
+def test_pages_give_what_a_tensor_gives(name):
     assert not any(builder_cases.differences(builder_cases.PAGED[name], HOST).values())

@@ -82,7 +82,7 @@ class _Launch:
 
 def _spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
     """Start and end of the memory of these tensors' elements, merged, ascending."""
-    merged: list[tuple[int, int]] = []
+    merged = []
     for x in sorted((x for x in tensors if x.numel()), key=torch.Tensor.data_ptr):
         last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
         start = x.data_ptr()
@@ -106,7 +106,7 @@ def memory_checked() -> Iterator[None]:
     store = builder.create_masked_store
     place = builder.set_grid_idx
     to_host = executor._init_args_hst
-    current: list[_Launch] = []
+    current = []
 
     def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **more: Any) -> Any:
         current[-1].load(ptrs, mask)

@@ -14,7 +14,7 @@ import torch
 from kernels.triton_calls import KernelCall
 
 # Architecture -> what Triton calls it and the shared memory a program may have there, in bytes.
-TARGETS: dict[str, tuple[tuple[str, int | str, int], int]] = {
+TARGETS = {
     "sm_80": (("cuda", 80, 32), 163 * 1024),
     "sm_89": (("cuda", 89, 32), 99 * 1024),
     "sm_90": (("cuda", 90, 32), 227 * 1024),

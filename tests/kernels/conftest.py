@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
+def poisoned_memory():
     """Have torch.empty give NaN (or the largest integer): what a kernel does not write shows."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = True
     assert torch.empty(3, dtype=torch.bfloat16).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
+def one_thread():
     """One thread: thousands of small torch calls wait for each other on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -29,7 +27,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(params=["native", "torch"])
-def builder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def builder(request, monkeypatch):
     """Builders with their native code, where this machine has it, and in plain torch."""
     if request.param == "torch":
         monkeypatch.setattr("kernels.patterns.cpu.serves", lambda x: False)

@@ -17,7 +17,7 @@ from kernels.triton_calls import KernelCall
 @contextmanager
 def recorded(target: str = "interpreter") -> Iterator[list[KernelCall]]:
     """Calls meanwhile are served as on a GPU of this architecture; their results are not made."""
-    calls: list[KernelCall] = []
+    calls = []
     with ExitStack() as stack:
         for module in (triton_launch, attention, decode, builders):
             stack.enter_context(mock.patch.object(module, "architecture", lambda device: target))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ import torch
 
 from kernels import breaker, dispatch, triton_calls
 from kernels.attention import sparse_attention, triton
-from kernels.attention.triton_launch import How
 from kernels.breaker import CannotBuildError, building, failure
 from kernels.decode import cpu as decode
 from kernels.decode import decode_attention
@@ -22,20 +21,18 @@ from tests.kernels.recording import recorded
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_known(monkeypatch):
     monkeypatch.setattr(breaker, "_failed", {})
     dispatch.say_once.cache_clear()
     yield
     dispatch.say_once.cache_clear()
 
 
-def test_a_build_that_fails_is_tried_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_build_that_fails_is_tried_once(monkeypatch, caplog):
     """A CPU in place of a GPU: its fastest backend fails as a Triton build does."""
     tried = []
 
-    def fails(*args: object, **how: object) -> None:
+    def fails(*args, **how):
         tried.append(1)
         with building("decode", "here"):
             raise RuntimeError("PassManager::run failed\nat line 3")
@@ -63,7 +60,7 @@ def test_a_build_that_fails_is_tried_once(
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError(), RuntimeError("Triton Error [CUDA]: illegal memory access")]
 )
-def test_what_a_device_reports_is_no_build_that_failed(error: Exception) -> None:
+def test_what_a_device_reports_is_no_build_that_failed(error):
     with pytest.raises(type(error)) as raised, building("here"):
         raise error
     assert not isinstance(raised.value, CannotBuildError) and failure("here") is None
@@ -74,7 +71,7 @@ class Builds:
 
     def __init__(self, fails: Callable[[dict[str, Any]], bool]) -> None:
         self.fails = fails
-        self.tried: list[How] = []
+        self.tried = []
 
     def __call__(self, call: KernelCall) -> None:
         if how := call.constants.get("H"):
@@ -84,11 +81,11 @@ class Builds:
 
 
 @pytest.fixture
-def builds() -> Iterator[Callable[..., Builds]]:
+def builds():
     """builds(fails): attention is Triton's on the CPU, its builds fail so."""
     with recorded(), pytest.MonkeyPatch.context() as patch:
 
-        def builds(fails: Callable[[dict[str, Any]], bool]) -> Builds:
+        def builds(fails):
             made = Builds(fails)
             patch.setattr(triton_calls, "_run", made)
             return made
@@ -103,9 +100,7 @@ def attend(**how: Any) -> torch.Tensor:
     )
 
 
-def test_a_variant_that_fails_takes_no_other_with_it(
-    builds: Callable[..., Builds],
-) -> None:
+def test_a_variant_that_fails_takes_no_other_with_it(builds):
     made = builds(lambda constants: "H" in constants and constants["H"].window)
     for _ in range(2):
         # Another backend serves these, each time; and Triton the others, which nobody computes
@@ -121,7 +116,7 @@ def test_a_variant_that_fails_takes_no_other_with_it(
         attend(window=5, backend="triton")
 
 
-def test_decode_that_fails_with_scores_serves_without(builds: Callable[..., Builds]) -> None:
+def test_decode_that_fails_with_scores_serves_without(builds):
     builds(lambda constants: bool(constants.get("KEEP")))
     x = torch.randn(1, 2, 70, 16)
     found, expected = (
@@ -131,9 +126,7 @@ def test_decode_that_fails_with_scores_serves_without(builds: Callable[..., Buil
     assert decode_triton.supports(x, x, x) is None
 
 
-def test_sums_of_a_prompt_that_do_not_build_are_another_backend_s(
-    builds: Callable[..., Builds],
-) -> None:
+def test_sums_of_a_prompt_that_do_not_build_are_another_backend_s(builds):
     builds(lambda constants: "QUERIES" in constants)
     x = torch.randn(1, 2, 30, 16)
     for _ in range(2):
@@ -145,9 +138,7 @@ def test_sums_of_a_prompt_that_do_not_build_are_another_backend_s(
         decode_attention(x, x, x, scores="sum", backend="triton")
 
 
-def test_where_the_least_fails_nothing_is_tried_again(
-    builds: Callable[..., Builds],
-) -> None:
+def test_where_the_least_fails_nothing_is_tried_again(builds):
     made = builds(lambda constants: "H" in constants)
     for window in (None, 5):
         torch.testing.assert_close(

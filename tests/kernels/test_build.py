@@ -7,7 +7,6 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,11 +15,11 @@ import torch
 
 from kernels.native import build, prebuilt
 
-load: Callable[[], str | None] = build.load.__wrapped__
+load = build.load.__wrapped__
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """A cache folder in which nothing has been built."""
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
@@ -28,10 +27,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def compiler(tmp_path, monkeypatch):
     """compiler(body): CXX is a script of these words, of which the path is returned."""
 
-    def compiler(body: str) -> str:
+    def compiler(body):
         path = tmp_path / "c++"
         path.write_text(f'#!/bin/sh\ncase "$*" in *--version) exit;; esac\n{body}\n')
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -50,7 +49,7 @@ def runs(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("named", [None, "no-such-compiler -O1", " "])
-def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
+def test_no_compiler(cache, monkeypatch, named):
     """Where the named one is missing another is not taken in its stead."""
     expected = f"no C++ compiler found: CXX is {named!r}"
     if named is None:
@@ -73,28 +72,22 @@ def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch, named: str | 
         ("kill -9 $$", "no message"),
     ],
 )
-def test_a_compiler_that_fails(
-    cache: Path,
-    compiler: Callable[[str], str],
-    monkeypatch: pytest.MonkeyPatch,
-    body: str,
-    reason: str,
-) -> None:
+def test_a_compiler_that_fails(cache, compiler, monkeypatch, body, reason):
     command = f"{compiler(body)} --wrapped"
     monkeypatch.setenv("CXX", command)
     assert load() == f"{command} failed: {reason}"
     assert list(cache.iterdir()) == []
 
 
-def test_a_cache_that_takes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_takes_no_files(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "file"))
     reason = str(load())
     assert "cannot be stored" in reason and "HEADWISE_CACHE moves the cache folder" in reason
 
 
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
+def test_a_user_without_a_home(monkeypatch):
+    def homeless():
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("HEADWISE_CACHE", raising=False)
@@ -102,7 +95,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Could not determine home directory" in str(load())
 
 
-def test_the_folders_are_nobody_elses_to_write(cache: Path, compiler: Callable[[str], str]) -> None:
+def test_the_folders_are_nobody_elses_to_write(cache, compiler):
     compiler("exit 1")
     before = os.umask(0)
     try:
@@ -115,12 +108,7 @@ def test_the_folders_are_nobody_elses_to_write(cache: Path, compiler: Callable[[
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
-def test_a_library_that_does_not_load_is_compiled_again(
-    cache: Path,
-    compiler: Callable[[str], str],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_library_that_does_not_load_is_compiled_again(cache, compiler, tmp_path, caplog):
     compiler(JUNK.format(tmp_path))
     assert "the compiled library cannot be loaded" in str(load())
     # Each source once, and the library.
@@ -134,7 +122,7 @@ def test_a_library_that_does_not_load_is_compiled_again(
     assert caplog.messages == ["the compiled CPU kernels do not load: compiling them again"]
 
 
-def test_a_library_that_was_cut_off_is_not_loaded(tmp_path: Path) -> None:
+def test_a_library_that_was_cut_off_is_not_loaded(tmp_path):
     """Loading it would end the process."""
     if reason := build.load():
         pytest.skip(reason)
@@ -146,10 +134,10 @@ def test_a_library_that_was_cut_off_is_not_loaded(tmp_path: Path) -> None:
     assert build._why_not_loaded(cut) == "the compiled library cannot be loaded: it is cut off"
 
 
-def test_threads_build_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_build_one_after_another(monkeypatch):
     running, most = 0, 0
 
-    def slow() -> None:
+    def slow():
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -162,12 +150,7 @@ def test_threads_build_one_after_another(monkeypatch: pytest.MonkeyPatch) -> Non
     assert most == 1
 
 
-def test_processes_build_once(
-    cache: Path,
-    compiler: Callable[[str], str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_processes_build_once(cache, compiler, tmp_path, monkeypatch):
     """What keeps them apart is a lock of a file, which keeps apart threads as well."""
     compiler(JUNK.format(tmp_path) + "; sleep 0.1")
     monkeypatch.setattr(
@@ -176,7 +159,7 @@ def test_processes_build_once(
     both = threading.Barrier(2)
     lock = build._lock
 
-    def together(library: Path) -> object:
+    def together(library):
         both.wait()
         return lock(library)
 
@@ -186,7 +169,7 @@ def test_processes_build_once(
     assert runs(tmp_path) == len(build.SOURCES) + 1
 
 
-def test_what_the_library_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_library_depends_on(tmp_path, monkeypatch):
     key = build._key(["c++"])
     assert key == build._key(["c++"])
     assert key != build._key(["clang++"]) and key != build._key(["c++", "-O1"])
@@ -205,9 +188,7 @@ def test_what_the_library_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("where", "remedy"),
     [("root", "chmod go-w it"), ("folder", "empty it and chmod 700 it"), ("library", "remove it")],
 )
-def test_what_others_could_have_put_there_is_not_loaded(
-    cache: Path, compiler: Callable[[str], str], where: str, remedy: str
-) -> None:
+def test_what_others_could_have_put_there_is_not_loaded(cache, compiler, where, remedy):
     """A library that is loaded is run."""
     planted = cache / f"cpu-{build._key([compiler('exit 1')])}.so"
     cache.mkdir(parents=True)
@@ -227,9 +208,7 @@ def test_what_others_could_have_put_there_is_not_loaded(
     assert "c++ failed" in str(load())
 
 
-def test_what_belongs_to_another_is_not_loaded(
-    cache: Path, compiler: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_belongs_to_another_is_not_loaded(cache, compiler, monkeypatch):
     compiler("exit 1")
     cache.mkdir(parents=True, mode=0o700)
     owner = cache.stat().st_uid
@@ -251,7 +230,7 @@ AVX512 = X86["avx512"][1]
 
 
 @pytest.fixture
-def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def brought(tmp_path, monkeypatch):
     """A wheel's folder with a file for each level of x86-64."""
     monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
     monkeypatch.setattr(prebuilt, "library", lambda level, folder=tmp_path: folder / f"{level}.so")
@@ -271,9 +250,7 @@ def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (AVX512 | {"avx512_bf16", "amx_bf16"}, "avx512_bf16"),
     ],
 )
-def test_the_best_level_that_a_wheel_has_is_taken(
-    brought: Path, monkeypatch: pytest.MonkeyPatch, flags: set[str], level: str | None
-) -> None:
+def test_the_best_level_that_a_wheel_has_is_taken(brought, monkeypatch, flags, level):
     monkeypatch.setattr(prebuilt, "processor_flags", lambda: frozenset(flags))
     assert prebuilt.find() == (brought / f"{level}.so" if level else None)
     (brought / "avx512.so").unlink()
@@ -283,9 +260,7 @@ def test_the_best_level_that_a_wheel_has_is_taken(
     assert prebuilt.find() is None
 
 
-def test_a_library_is_one_release_of_torch_s(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_library_is_one_release_of_torch_s(monkeypatch, tmp_path):
     named = set()
     for version in ("2.13.0+cpu", "2.13.1", "2.14.0"):
         monkeypatch.setattr(torch, "__version__", version)
@@ -293,7 +268,7 @@ def test_a_library_is_one_release_of_torch_s(
     assert named == {"cpu-avx2-torch2.13.so", "cpu-avx2-torch2.14.so"}
 
 
-def test_flags_as_linux_writes_them(tmp_path: Path) -> None:
+def test_flags_as_linux_writes_them(tmp_path):
     for line in ("flags\t\t: fpu avx2 fma", "Features\t: fp asimd"):
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t: none\n")
         expected = frozenset(line.split(": ")[1].split())
@@ -302,8 +277,8 @@ def test_flags_as_linux_writes_them(tmp_path: Path) -> None:
 
 
 def test_a_wheel_s_library_that_does_not_load_is_compiled_instead(
-    brought: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    brought, cache, monkeypatch, caplog
+):
     monkeypatch.setattr(prebuilt, "processor_flags", lambda: AVX2)
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     assert load() == "no C++ compiler found (install g++, or set CXX)"

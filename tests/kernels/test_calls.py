@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,14 +38,14 @@ def inputs(
 
 
 @pytest.fixture
-def fresh_notes() -> Iterator[None]:
+def fresh_notes():
     """Forget what has been said once."""
     dispatch.say_once.cache_clear()
     yield
     dispatch.say_once.cache_clear()
 
 
-def test_defaults_are_causal_softmax_attention() -> None:
+def test_defaults_are_causal_softmax_attention():
     q, k, v, _ = inputs()
     index = LayerPlan([make("dense")] * 2, 1).build(q, k)
     expected = torch.nn.functional.scaled_dot_product_attention(
@@ -58,10 +57,10 @@ def test_defaults_are_causal_softmax_attention() -> None:
     assert lse.shape == (1, 2, 1) and scores is None
 
 
-def test_a_broken_index_reads_and_writes_nothing_outside() -> None:
+def test_a_broken_index_reads_and_writes_nothing_outside():
     """Entries that the op refuses, handed past it: native code stops at wild columns and tiles."""
     q, k, v, index = inputs()
-    rest: dict[str, Any] = {"scale": 0.125, "softcap": None}
+    rest = {"scale": 0.125, "softcap": None}
     for columns, wild in ((int32(-5, 3), -5), (int32(3, 80, -7, 90), -7)):
         broken = replace(index, columns=columns.expand(1, 2, -1))
         with pytest.raises(ValueError, match=f"column {wild} is none of the 200 keys"):
@@ -82,7 +81,7 @@ def test_a_broken_index_reads_and_writes_nothing_outside() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_padding_says_nothing_and_entries_may_be_views(backend: str) -> None:
+def test_padding_says_nothing_and_entries_may_be_views(backend):
     q, k, v, index = inputs()
     pad = torch.nn.functional.pad
     padded = replace(
@@ -99,14 +98,14 @@ def test_padding_says_nothing_and_entries_may_be_views(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_no_batch_gives_no_output(backend: str) -> None:
+def test_no_batch_gives_no_output(backend):
     q, k, v, _ = inputs()
     index = LayerPlan([make("dense")] * 2, 1).build(q[:0], k[:0])
     out, lse = sparse_attention(q[:0], k[:0], v[:0], index, return_lse=True, backend=backend)
     assert out.shape == (0, 2, 200, 64) and lse.shape == (0, 2, 200)
 
 
-def test_an_infinite_score_is_nan_as_in_softmax() -> None:
+def test_an_infinite_score_is_nan_as_in_softmax():
     q, k, v, index = inputs()
     q[0, 0, :, 5], k[0, 0, 3, 5] = 1.0, float("inf")
     out = sparse_attention(q, k, v, index, backend="cpu")
@@ -114,7 +113,7 @@ def test_an_infinite_score_is_nan_as_in_softmax() -> None:
 
 
 @pytest.mark.parametrize("softcap", [1e-3, 30.0])
-def test_soft_cap_holds_at_both_ends(softcap: float) -> None:
+def test_soft_cap_holds_at_both_ends(softcap):
     q, k, v, index = inputs()
     for factor in (1e-4, 1e3):
         (out, lse), (expected, expected_lse) = (
@@ -134,7 +133,7 @@ def test_soft_cap_holds_at_both_ends(softcap: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_offsets_beyond_two_billion_elements(dtype: torch.dtype) -> None:
+def test_offsets_beyond_two_billion_elements(dtype):
     """Strides past 2^31, over address space of which next to nothing is touched."""
     q, k, _, index = inputs(4, 2, dtype=dtype)
     far = 3 * 2**30
@@ -152,9 +151,7 @@ def test_offsets_beyond_two_billion_elements(dtype: torch.dtype) -> None:
     assert torch.equal(out, expected.expand(2, -1, -1, -1))
 
 
-def test_auto_falls_back_and_says_so_once(
-    fresh_notes: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_falls_back_and_says_so_once(fresh_notes, monkeypatch, caplog):
     q, k, v, index = inputs()
     expected = sparse_attention(q, k, v, index, backend="reference")
     monkeypatch.setattr("kernels.native.build.load", lambda: NO_COMPILER)
@@ -176,7 +173,7 @@ def test_auto_falls_back_and_says_so_once(
         cpu.engines(torch.float32)
 
 
-def test_gradients_are_refused_not_lost() -> None:
+def test_gradients_are_refused_not_lost():
     q, k, v, index = inputs()
     q.requires_grad_()
     out = sparse_attention(q, k, v, index)
@@ -190,10 +187,10 @@ def test_gradients_are_refused_not_lost() -> None:
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode"])
-def test_tangents_are_carried_not_lost(op: str) -> None:
+def test_tangents_are_carried_not_lost(op):
     q, k, v, index = inputs(length=16)
 
-    def attend(values: Tensor) -> Tensor:
+    def attend(values):
         if op == "prefill":
             return sparse_attention(q, k, values, index)
         return decode_attention(q, k, values).out
@@ -208,22 +205,22 @@ def test_tangents_are_carried_not_lost(op: str) -> None:
         sparse_attention(q, k, forward_ad.make_dual(v, torch.ones_like(v)), index, backend="cpu")
 
 
-def test_an_engine_that_does_not_serve_is_named() -> None:
+def test_an_engine_that_does_not_serve_is_named():
     q, k, v, index = inputs()
-    rest: dict[str, Any] = {"scale": 1.0, "softcap": None, "engine": "dot"}
+    rest = {"scale": 1.0, "softcap": None, "engine": "dot"}
     reason = "engine 'dot' does not serve Float on this processor"
     with pytest.raises(ValueError, match=reason):
         cpu.sparse_attention(q, k, v, index, **rest)
-    nothing: dict[str, Any] = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table"))
+    nothing = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table"))
     with pytest.raises(ValueError, match=reason):
         decode_cpu.decode_attention(q[:, :, -1:], k, v, **nothing, scores="none", **rest)
 
 
-def test_an_index_is_looked_at_once_and_a_built_one_never(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_is_looked_at_once_and_a_built_one_never(monkeypatch):
     q, k, v, _ = inputs()
     plan = LayerPlan([make("vertical_slash", vertical=70, slash=64), make("dense")], 1)
     built = plan.build(q, k, ragged=Ragged.left_padded([150], 200, 200))
-    asked: list[str] = []
+    asked = []
     monkeypatch.setattr(
         "kernels.index.SparseIndex.check_shapes",
         lambda self: asked.append("shapes" if self._valid else "entries"),

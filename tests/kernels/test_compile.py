@@ -35,7 +35,7 @@ HALF = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def triton() -> None:
+def triton():
     pytest.importorskip("triton", reason="triton is not installed")
 
 
@@ -48,12 +48,12 @@ def attention(**more: Any) -> attention_cases.Case:
     return square(448, **{"heads": 4, "kv_heads": 2, "index": "random:2,0,90"} | more)
 
 
-_SERVING: dict[str, Any] = {
+_SERVING = {
     "dense_tail": 64,
     "ragged": Ragged.left_padded([448], 448, 448),
     "page": 16,
 }
-_SKIPPING: dict[str, Any] = {"index": "random:7,0,0", "skip": -3.0}
+_SKIPPING = {"index": "random:7,0,0", "skip": -3.0}
 # What an index has beside its own tiles, and how K and V lie. Lists are served one query tile a
 # program.
 VARIANTS = {
@@ -97,7 +97,7 @@ def launched(target: str, case: attention_cases.Case) -> list[KernelCall]:
 
 
 @pytest.mark.parametrize(("target", "dim", "variant", "dtype"), sampled(BUILDS, *KEPT))
-def test_attention(target: str, dim: int, variant: str, dtype: torch.dtype) -> None:
+def test_attention(target, dim, variant, dtype):
     case = replace(VARIANTS[variant], head_dim=dim, v_dim=dim, dtype=dtype)
     assert compiled(launched(target, case)[1], target).fault(target, dtype) is None
 
@@ -107,7 +107,7 @@ def test_attention(target: str, dim: int, variant: str, dtype: torch.dtype) -> N
 @pytest.mark.parametrize(
     ("dim", "dtype"), [(512, HALF), (128, torch.float32), (256, torch.float32)]
 )
-def test_whatever_is_served_fits_the_device(target: str, dim: int, dtype: torch.dtype) -> None:
+def test_whatever_is_served_fits_the_device(target, dim, dtype):
     """Beyond 256, and in float32, registers may spill."""
     case = replace(VARIANTS[PAIRED], head_dim=dim, v_dim=dim, dtype=dtype)
     built = compiled(launched(target, case)[1], target)
@@ -121,7 +121,7 @@ def of_builders(
     """Launches that make a layer's index, by kernel."""
     q = torch.zeros(1, 8, 256, dim, dtype=HALF)
     k = torch.zeros(1, 2, 16_640, dim, dtype=HALF)
-    how: dict[str, Any] = {"window": window}
+    how = {"window": window}
     if page is not None:
         k, how["block_table"] = paged(k, page)
         how["k_len"] = 16_640
@@ -135,7 +135,7 @@ def of_builders(
         with recorded(architecture(target)) as made:
             LayerPlan(patterns * 2, 2).build(q, k, **how)
         calls |= {(call.kernel, *call.constants.values()): call for call in made}
-    found: dict[str, list[KernelCall]] = {}
+    found = {}
     for (name, *_), call in calls.items():
         found.setdefault(name, []).append(call)
     return found
@@ -152,7 +152,7 @@ def of_builders(
         ("sm_90", 80, 9, 128),
     ),
 )
-def test_builders(target: str, dim: int, window: int | None, page: int | None) -> None:
+def test_builders(target, dim, window, page):
     calls = of_builders(target, dim, window, page)
     for name in ("normalisers_kernel", "masses_kernel"):
         for call in calls.pop(name):
@@ -167,14 +167,14 @@ def test_builders(target: str, dim: int, window: int | None, page: int | None) -
     ("target", "dim"),
     sampled([(target, dim) for target in TARGETS for dim in (64, 80, 256)], ("gfx942", 256)),
 )
-def test_means_and_masses_of_tiles(target: str, dim: int) -> None:
+def test_means_and_masses_of_tiles(target, dim):
     calls = of_builders(target, dim, None, None)
     for call in (*calls["means_kernel"], *calls["tile_masses_kernel"]):
         assert compiled(call, target).excess(target, HALF) is None, call.kernel
 
 
 @pytest.mark.parametrize("target", sampled(list(TARGETS), "sm_90"))
-def test_tables_of_unlike_heads_and_a_choice_for_unlike_sequences(target: str) -> None:
+def test_tables_of_unlike_heads_and_a_choice_for_unlike_sequences(target):
     entries = torch.zeros(1, 4, 2, dtype=torch.int32)
     tiles = lists(torch.zeros(1, 4, 4, 1, dtype=torch.int32))
     index = SparseIndex(q_len=256, k_len=256, diagonals=entries, **tiles, columns=entries)
@@ -188,7 +188,7 @@ def step(**more: Any) -> decode_cases.Case:
     return decode_cases.Case(**{"k_len": 2048, "heads": 8, "kv_heads": 2, "chosen": 512} | more)
 
 
-BOUNDS: dict[str, Any] = {"starts": (1,), "ends": (1,)}
+BOUNDS = {"starts": (1,), "ends": (1,)}
 # A call, and the scores that it asks for.
 STEPS = {
     "all keys": (step(), "none"),
@@ -222,7 +222,7 @@ DECODE_BUILDS = [
         DECODE_BUILDS, ("sm_90", 128, SCORED, HALF), ("sm_90", 128, "a prompt, soft-cap", HALF)
     ),
 )
-def test_decode(target: str, dim: int, name: str, dtype: torch.dtype) -> None:
+def test_decode(target, dim, name, dtype):
     case, scores = STEPS[name]
     case = replace(case, head_dim=dim, v_dim=dim, dtype=dtype)
     qkv, rest, _ = decode_cases.problem(case, HOST)
@@ -246,7 +246,7 @@ def check_step(calls: list[KernelCall], target: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.exhaustive
-def test_value_dim_may_differ() -> None:
+def test_value_dim_may_differ():
     case = replace(VARIANTS[PAIRED], head_dim=192, v_dim=128, dtype=HALF)
     assert compiled(launched("sm_90", case)[1], "sm_90").fault("sm_90", HALF) is None
     one = step(head_dim=192, v_dim=128, dtype=HALF)
@@ -256,14 +256,14 @@ def test_value_dim_may_differ() -> None:
     check_step(calls, "sm_90", HALF)
 
 
-def test_a_growing_cache_compiles_nothing_new() -> None:
+def test_a_growing_cache_compiles_nothing_new():
     """Sizes that change from step to step are neither constants nor looked at for divisibility."""
 
-    def launches(length: int, chosen: int) -> list[KernelCall]:
+    def launches(length, chosen):
         q = torch.empty(2, 6, 1, 64)
         k = torch.empty(2, 2, length, 64)
         tokens = torch.zeros(2, chosen, dtype=torch.int32)
-        rest: Any = dict.fromkeys(("starts", "ends", "softcap", "block_table"))
+        rest = dict.fromkeys(("starts", "ends", "softcap", "block_table"))
         rest |= {"window": length, "scale": 1.0, "scores": "sum"}
         return decode.prepare(q, k, k, tokens=tokens, **rest)[0]
 

@@ -13,9 +13,7 @@ from kernels.copies import Copy, Kept
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_only_another_stream_waits_and_holds_the_memory(
-    capturing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_another_stream_waits_and_holds_the_memory(capturing, monkeypatch):
     tensor, copying, other, event = (mock.Mock() for _ in range(4))
     copy = Copy(tensor, copying, event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
@@ -27,9 +25,7 @@ def test_only_another_stream_waits_and_holds_the_memory(
     assert tensor.mock_calls == [mock.call.record_stream(other)] * 2 * (not capturing)
 
 
-def test_what_a_graph_copies_stays_and_nobody_else_reads_the_graph_s_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_graph_copies_stays_and_nobody_else_reads_the_graph_s_own(monkeypatch):
     monkeypatch.setattr(copies, "_captured", [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     device = torch.device("cuda", 0)
@@ -45,10 +41,10 @@ def test_what_a_graph_copies_stays_and_nobody_else_reads_the_graph_s_own(
     assert copies._captured == [pinned]
 
 
-def test_what_was_not_asked_for_longest_goes_first() -> None:
-    made: list[str] = []
+def test_what_was_not_asked_for_longest_goes_first():
+    made = []
 
-    def make_one(name: str) -> str:
+    def make_one(name):
         made.append(name)
         return name
 
@@ -63,10 +59,10 @@ def test_what_was_not_asked_for_longest_goes_first() -> None:
     assert made[5:] == ["eeeeeeee", "a"]
 
 
-def test_threads_that_make_the_same_thing_count_it_once() -> None:
+def test_threads_that_make_the_same_thing_count_it_once():
     both = threading.Barrier(2)
 
-    def make_one(name: str) -> str:
+    def make_one(name):
         if threading.current_thread() is not threading.main_thread():
             both.wait()
         return name

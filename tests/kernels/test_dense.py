@@ -36,9 +36,7 @@ def expected(
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (16, 700), (17, 700), (300, 300)])
-def test_dense_attention_is_causal_attention(
-    backend: str, window: int | None, q_len: int, k_len: int
-) -> None:
+def test_dense_attention_is_causal_attention(backend, window, q_len, k_len):
     q, k, v = inputs(q_len, k_len, batch=2)
     for sinks in (None, torch.randn(6)):
         found = dense_attention(q, k, v, window=window, sinks=sinks, backend=backend)
@@ -50,7 +48,7 @@ def test_dense_attention_is_causal_attention(
 
 @pytest.mark.parametrize("q_len", [1, 9, 40, 500])
 @pytest.mark.parametrize("page", [None, 16])
-def test_sequences_of_unlike_length(q_len: int, page: int | None) -> None:
+def test_sequences_of_unlike_length(q_len, page):
     lengths = (500, 500 - q_len + 1, max(q_len, 130))
     q, k, v = inputs(q_len, 500, batch=3)
     ragged = Ragged.left_padded(lengths, q_len, 500)
@@ -70,7 +68,7 @@ def test_sequences_of_unlike_length(q_len: int, page: int | None) -> None:
         assert (found[s, :, : own.start] == 0).all()
 
 
-def test_the_index_of_a_shape_is_made_once() -> None:
+def test_the_index_of_a_shape_is_made_once():
     device = torch.device("cpu")
     ragged = [Ragged.left_padded((70, 30), 70, 70) for _ in range(2)]
     first, again = (dense_index(2, 3, 70, 70, device, ragged=each) for each in ragged)
@@ -79,9 +77,7 @@ def test_the_index_of_a_shape_is_made_once() -> None:
 
 
 @pytest.mark.parametrize("q_len", [1, 50, 64])
-def test_a_call_that_is_all_tail_estimates_nothing(
-    q_len: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_is_all_tail_estimates_nothing(q_len, monkeypatch):
     patterns = [make("vertical_slash", vertical=70, slash=64), make("block_sparse", blocks=2)]
     plan = LayerPlan(patterns, 1, dense_tail=64)
     monkeypatch.setattr("kernels.patterns.vertical_slash.estimate", None)

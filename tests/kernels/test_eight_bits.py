@@ -31,9 +31,7 @@ def served(op: str, q: Tensor, k: Tensor, v: Tensor, engine: str) -> tuple[Tenso
 @pytest.mark.parametrize("op", ["attention", "decode"])
 @pytest.mark.parametrize(("dtype", "server"), SERVERS)
 @pytest.mark.parametrize("stored", EIGHT_BITS)
-def test_every_code_is_what_torch_reads(
-    op: str, dtype: torch.dtype, server: str, stored: torch.dtype
-) -> None:
+def test_every_code_is_what_torch_reads(op, dtype, server, stored):
     engine = skip_without(server, {"attention": attention, "decode": decode}[op].engines(dtype))
     codes = torch.arange(256, dtype=torch.uint8).view(stored)[None, None, None]
     wide = codes.float()

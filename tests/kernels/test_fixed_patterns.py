@@ -12,7 +12,7 @@ from kernels.index import PAD, TILE, num_tiles
 from kernels.patterns import LayerPlan, freeze, make
 
 LENGTHS = [(1, 1), (63, 63), (1000, 1000), (63, 257), (200, 450)]
-PATTERNS: list[tuple[str, dict[str, Any]]] = [
+PATTERNS = [
     ("a_shape", {"sink": 70, "window": 130}),
     ("a_shape", {"sink": 1, "window": 1}),
     ("tri_shape", {"sink": 70, "window": 130, "last": 65}),
@@ -50,9 +50,7 @@ def definition(kind: str, sizes: dict[str, Any], q_len: int, k_len: int) -> Tens
 @pytest.mark.parametrize(
     ("kind", "sizes"), PATTERNS, ids=[f"{k} {tuple(s.values())}" for k, s in PATTERNS]
 )
-def test_the_index_is_the_definition(
-    kind: str, sizes: dict[str, Any], q_len: int, k_len: int
-) -> None:
+def test_the_index_is_the_definition(kind, sizes, q_len, k_len):
     q, k = torch.empty(2, 4, q_len, 8), torch.empty(2, 2, k_len, 8)
     index = LayerPlan([make(kind, **sizes)] * 4, 2).build(q, k)
     index.validate()
@@ -63,7 +61,7 @@ def test_the_index_is_the_definition(
         assert bool(((entries < most) | (entries == PAD)).all())
 
 
-def test_a_dense_tail_goes_with_that_of_the_pattern() -> None:
+def test_a_dense_tail_goes_with_that_of_the_pattern():
     q, k = torch.empty(1, 2, 450, 8), torch.empty(1, 1, 450, 8)
     patterns = [make("tri_shape", sink=1, window=1, last=200), make("a_shape", sink=1, window=1)]
     assert LayerPlan(patterns, 1).build(q, k).dense_tail == (200, 0)
@@ -83,7 +81,7 @@ FROZEN = [
 ]
 
 
-def test_frozen_on_the_same_prompt_it_is_the_same() -> None:
+def test_frozen_on_the_same_prompt_it_is_the_same():
     q, k = prompt(700)
     index = LayerPlan(FROZEN, 2).build(q, k)
     frozen = LayerPlan(freeze(index), 2).build(q, k)
@@ -93,7 +91,7 @@ def test_frozen_on_the_same_prompt_it_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 63, 500, 1500])
-def test_frozen_it_is_cut_for_shorter_prompts_and_goes_on_for_longer(length: int) -> None:
+def test_frozen_it_is_cut_for_shorter_prompts_and_goes_on_for_longer(length):
     index = LayerPlan(FROZEN[:2] * 2, 2).build(*prompt(700))
     frozen = freeze(index)
     # The very same entries, not only the same keys.
@@ -106,7 +104,7 @@ def test_frozen_it_is_cut_for_shorter_prompts_and_goes_on_for_longer(length: int
         assert torch.equal(mask[0, head], definition("static", sizes, length, length))
 
 
-def test_what_lists_tiles_row_by_row_cannot_be_frozen() -> None:
+def test_what_lists_tiles_row_by_row_cannot_be_frozen():
     index = LayerPlan([*FROZEN[:3], make("block_sparse", blocks=3)], 2).build(*prompt(300))
     with pytest.raises(ValueError, match="head 3 lists tiles row by row"):
         freeze(index)

@@ -104,7 +104,7 @@ CORE = [
 
 
 @pytest.fixture(autouse=True)
-def exact_reference() -> Iterator[None]:
+def exact_reference():
     """The oracle must not round to tf32."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -113,7 +113,7 @@ def exact_reference() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("name", "dtype"), core(RUNS, *CORE), ids=str)
-def test_kernel_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None:
+def test_kernel_agrees_with_the_reference(name, dtype):
     case = replace(CASES[name], dtype=dtype)
     if not serves(
         architecture(DEVICE), dim=max(case.head_dim, case.v_dim), itemsize=dtype.itemsize
@@ -139,7 +139,7 @@ def test_kernel_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.core
-def test_auto_takes_triton_and_repeats_to_the_bit() -> None:
+def test_auto_takes_triton_and_repeats_to_the_bit():
     torch.manual_seed(0)
     q = torch.randn(1, 8, 3000, 128, dtype=torch.bfloat16, device=DEVICE)
     k, v = (torch.randn(1, 2, 3000, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
@@ -190,7 +190,7 @@ ESTIMATES = {
     ),
     ids=str,
 )
-def test_estimate_agrees_with_torch(name: str, dtype: torch.dtype) -> None:
+def test_estimate_agrees_with_torch(name, dtype):
     case = (builder_cases.ESTIMATES | ESTIMATES)[name]
     errors = builder_cases.estimate_error(replace(case, dtype=dtype), DEVICE)
     assert max(errors) <= 10 * builder_cases.ERROR, f"vertical, slash are off by {errors}"
@@ -215,17 +215,17 @@ BUILDERS = [
         "tables, 2 query tiles, window 300",
     ),
 )
-def test_builders_give_what_torch_gives(name: str) -> None:
+def test_builders_give_what_torch_gives(name):
     most = builder_cases.ERROR if name in builder_cases.MEANS else 0
     assert max(builder_cases.error(name, DEVICE)) <= most
 
 
 @pytest.mark.parametrize("name", builder_cases.POOLS)
-def test_masses_by_pools_are_torch_s(name: str) -> None:
+def test_masses_by_pools_are_torch_s(name):
     assert max(builder_cases.pools_error(name, DEVICE)) <= 10 * builder_cases.ERROR
 
 
-def test_estimate_repeats_to_the_bit_and_keeps_no_attention() -> None:
+def test_estimate_repeats_to_the_bit_and_keeps_no_attention():
     torch.manual_seed(0)
     q = torch.randn(1, 32, 200, 128, dtype=torch.bfloat16, device=DEVICE)
     k = torch.randn(1, 8, 100_000, 128, dtype=torch.bfloat16, device=DEVICE)
@@ -262,7 +262,7 @@ def no_waiting() -> Iterator[None]:
     ids=["plain", "one sequence", "padded", "packed"],
 )
 @pytest.mark.parametrize("window", [None, 300])
-def test_no_call_waits_for_the_gpu(ragged: Ragged | None, window: int | None) -> None:
+def test_no_call_waits_for_the_gpu(ragged, window):
     """Neither index nor attention, on the first call or later ones: caches may differ by then."""
     q = torch.randn(1, 5, 2000, 64, dtype=torch.bfloat16, device=DEVICE)
     k = q[:, :1]
@@ -278,7 +278,7 @@ def test_no_call_waits_for_the_gpu(ragged: Ragged | None, window: int | None) ->
             sparse_attention(q, k, k, index, backend="triton", out=torch.empty_like(q))
 
 
-def test_numbers_copied_on_one_stream_are_right_on_another() -> None:
+def test_numbers_copied_on_one_stream_are_right_on_another():
     """The copy is late, and nobody waits for it on the host."""
     values = tuple(range(1000, 1500))
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
@@ -294,7 +294,7 @@ def test_numbers_copied_on_one_stream_are_right_on_another() -> None:
     assert read.tolist() == list(values)
 
 
-def test_numbers_first_copied_in_a_graph_are_right_at_each_replay() -> None:
+def test_numbers_first_copied_in_a_graph_are_right_at_each_replay():
     values = tuple(range(2000, 2500))
     copies._copied.cache_clear()
     graph = torch.cuda.CUDAGraph()
@@ -310,7 +310,7 @@ def test_numbers_first_copied_in_a_graph_are_right_at_each_replay() -> None:
         assert read.tolist() == list(values) and not any(other.any() for other in others)
 
 
-def test_dense_index_is_causal_attention_at_long_length() -> None:
+def test_dense_index_is_causal_attention_at_long_length():
     torch.manual_seed(0)
     length = 32_768
     q = torch.randn(1, 2, length, 128, dtype=torch.bfloat16, device=DEVICE)
@@ -325,7 +325,7 @@ def test_dense_index_is_causal_attention_at_long_length() -> None:
 
 
 @pytest.fixture
-def vast_cache() -> torch.Tensor:
+def vast_cache():
     """Keys (1, 32, 2^20, 128): the last rows lie where a 32-bit offset has wrapped."""
     if torch.cuda.mem_get_info(DEVICE)[0] < 20 * 2**30:
         pytest.skip("less than 20 GiB of free GPU memory")
@@ -334,7 +334,7 @@ def vast_cache() -> torch.Tensor:
     return cache.transpose(1, 2)
 
 
-def test_offsets_beyond_two_billion_elements(vast_cache: torch.Tensor) -> None:
+def test_offsets_beyond_two_billion_elements(vast_cache):
     heads, length, dim = vast_cache.shape[1:]
     k = v = vast_cache
     q = torch.randn(1, heads, 100, dim, dtype=torch.bfloat16, device=DEVICE)

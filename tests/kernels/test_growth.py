@@ -44,7 +44,7 @@ PATTERNS = [*LAYER, *LAYER[:2]]
         (60, 50, 18, 1, 50),  # never below one; round(0.75) blocks
     ],
 )
-def test_sizes_at_a_length(k_len: int, vertical: int, slash: int, blocks: int, window: int) -> None:
+def test_sizes_at_a_length(k_len, vertical, slash, blocks, window):
     assert GROWTH.grown(
         make("vertical_slash", vertical=100, slash=70, last_q=9, coverage=0.9), k_len
     ) == make("vertical_slash", vertical=vertical, slash=slash, last_q=9, coverage=0.9)
@@ -58,7 +58,7 @@ def test_sizes_at_a_length(k_len: int, vertical: int, slash: int, blocks: int, w
     assert GROWTH.grown(static, k_len) is static
 
 
-def test_a_layer_is_built_with_the_sizes_of_its_keys() -> None:
+def test_a_layer_is_built_with_the_sizes_of_its_keys():
     for q_len in (700, 64):
         q, k = problem(q_len, 700)
         index = LayerPlan(PATTERNS, 2, dense_tail=70, growth=GROWTH).build(q, k)
@@ -67,7 +67,7 @@ def test_a_layer_is_built_with_the_sizes_of_its_keys() -> None:
         assert torch.equal(index.to_mask(), written.to_mask())
 
 
-def test_a_sequence_does_not_depend_on_the_others_of_its_batch() -> None:
+def test_a_sequence_does_not_depend_on_the_others_of_its_batch():
     lengths = [130, 700, 300]
     plan = LayerPlan(PATTERNS, 2, growth=GROWTH)
     alone = [problem(n, n, seed=n) for n in lengths]
@@ -78,16 +78,14 @@ def test_a_sequence_does_not_depend_on_the_others_of_its_batch() -> None:
         assert torch.equal(index.sequence(s).to_mask(), plan.build(*own).to_mask())
 
 
-def test_some_kv_heads_grow_as_all_do() -> None:
+def test_some_kv_heads_grow_as_all_do():
     q, k = problem(300, 600)
     plan = LayerPlan(PATTERNS, 2, growth=GROWTH)
     some = plan.of((1,)).build(q[:, 8:], k[:, 1:])
     assert torch.equal(some.to_mask(), plan.build(q, k).to_mask()[:, 8:])
 
 
-def test_lengths_of_the_same_tiles_share_a_plan_and_few_are_remembered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lengths_of_the_same_tiles_share_a_plan_and_few_are_remembered(monkeypatch):
     plan = LayerPlan([make("block_sparse", blocks=3), make("dense")], 1, growth=GROWTH)
     assert plan.at(257) is plan.at(320) and plan.at(320) is not plan.at(321)
     first = plan.at(257)
@@ -111,7 +109,7 @@ def test_lengths_of_the_same_tiles_share_a_plan_and_few_are_remembered(
         (64, {"sink": float("nan")}, "from 0 to 1, got nan"),
     ],
 )
-def test_growth_that_cannot_be(length: int, sizes: dict[str, float], message: str) -> None:
+def test_growth_that_cannot_be(length, sizes, message):
     with pytest.raises(ValueError, match=message):
         growth = Growth(length=length, powers={"a_shape": sizes})
         LayerPlan([make("a_shape", sink=1, window=1)], 1, growth=growth)
@@ -124,7 +122,7 @@ def test_growth_that_cannot_be(length: int, sizes: dict[str, float], message: st
         ("coverage", "has no size 'coverage'; it has: "),
     ],
 )
-def test_only_sizes_grow(field: str, message: str) -> None:
+def test_only_sizes_grow(field, message):
     pattern = make("static", columns=(1,), diagonals=(0,))
     if field == "coverage":
         pattern = make("block_sparse", blocks=1)
@@ -133,7 +131,7 @@ def test_only_sizes_grow(field: str, message: str) -> None:
         LayerPlan([pattern], 1, growth=growth)
 
 
-def test_every_kind_of_the_layer_grows_where_it_can() -> None:
+def test_every_kind_of_the_layer_grows_where_it_can():
     """The cases above would say little if a kind were missing."""
     can = {p.kind for p in LAYER if any("fault" not in f.metadata for f in fields(p))}
     assert can == GROWTH.powers.keys()

@@ -68,9 +68,7 @@ def executed(index: SparseIndex, b: int, head: int, row: int) -> tuple[set[int],
     st.sampled_from([0, 1, 70, 1000]),
     st.integers(1, 9),
 )
-def test_invariants(
-    layer: tuple[list[Pattern], int, Tensor, Tensor], window: int | None, tail: int, most: int
-) -> None:
+def test_invariants(layer, window, tail, most):
     patterns, kv_heads, q, k = layer
     index = LayerPlan(patterns, kv_heads, dense_tail=tail).build(q, k, window=window)
     index.validate()
@@ -126,9 +124,7 @@ def test_invariants(
 
 @settings(max_examples=30, deadline=None)
 @given(layers())
-def test_a_head_is_built_alike_in_any_company(
-    layer: tuple[list[Pattern], int, Tensor, Tensor],
-) -> None:
+def test_a_head_is_built_alike_in_any_company(layer):
     patterns, kv_heads, q, k = layer
     together = LayerPlan(patterns, kv_heads).build(q, k)
     group = len(patterns) // kv_heads
@@ -141,9 +137,7 @@ def test_a_head_is_built_alike_in_any_company(
 
 @settings(max_examples=25, deadline=None)
 @given(layers(), st.data())
-def test_more_budget_never_takes_a_key_away(
-    layer: tuple[list[Pattern], int, Tensor, Tensor], data: st.DataObject
-) -> None:
+def test_more_budget_never_takes_a_key_away(layer, data):
     patterns, kv_heads, q, k = layer
     # The window of memory units is what chooses their representatives: a larger one may look up
     # other units.
@@ -160,7 +154,7 @@ def test_more_budget_never_takes_a_key_away(
     assert not (less.to_mask() & ~more.to_mask()).any()
 
 
-def test_counting_in_chunks_is_counting_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_in_chunks_is_counting_at_once(monkeypatch):
     torch.manual_seed(0)
     q, k = torch.randn(2, 3, 700, 8), torch.randn(2, 1, 900, 8)
     patterns = [
@@ -174,7 +168,7 @@ def test_counting_in_chunks_is_counting_at_once(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(index.to_mask(), mask) and torch.equal(index.computed_tiles(), computed)
 
 
-def test_a_head_takes_what_its_own_rows_list() -> None:
+def test_a_head_takes_what_its_own_rows_list():
     patterns = [
         make("block_sparse", blocks=20),
         *[make("a_shape", sink=64, window=64)] * 6,
@@ -220,13 +214,13 @@ def test_a_head_takes_what_its_own_rows_list() -> None:
         ({"ragged": Ragged.left_padded([100], 130, 130)}, r"has 1 of up to \(100, 100\)"),
     ],
 )
-def test_validate_names_what_is_wrong(change: dict[str, object], message: str) -> None:
+def test_validate_names_what_is_wrong(change, message):
     index = LayerPlan([make("dense")] * 2, 1).build(
         torch.zeros(1, 2, 130, 4), torch.zeros(1, 1, 130, 4)
     )
     with pytest.raises(ValueError, match=message):
-        replace(index, **change).validate()  # type: ignore[arg-type]
+        replace(index, **change).validate()
 
 
-def test_every_kind_is_in_the_tables() -> None:
+def test_every_kind_is_in_the_tables():
     assert set(KINDS_DRAWN) == {pattern.kind for pattern in LAYER} == set(KINDS)

@@ -6,7 +6,7 @@ on a GPU each is a launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,7 +71,7 @@ def scored(length: int) -> list[Counts]:
 
 CHOSEN = torch.arange(64, dtype=torch.int32).expand(1, 2, 64).contiguous()
 # Launches of ours and torch's operations around them: no more than there are now.
-CALLS: dict[str, tuple[Callable[[int], list[Counts]], list[tuple[int, int]]]] = {
+CALLS = {
     "prefill": (prefill, [(10, 70), (10, 48)]),
     "decode, chosen keys": (lambda length: decode(length, tokens=CHOSEN), [(2, 0)]),
     "decode, all keys, scores": (lambda length: decode(length, scores="sum"), [(3, 0)]),
@@ -80,7 +80,7 @@ CALLS: dict[str, tuple[Callable[[int], list[Counts]], list[tuple[int, int]]]] = 
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_launches_little_waits_for_nothing_and_allocates_no_square(name: str) -> None:
+def test_a_call_launches_little_waits_for_nothing_and_allocates_no_square(name):
     call, bars = CALLS[name]
     shorter, longer = call(128), call(320)
     for short, long, (ours, others) in zip(shorter, longer, bars, strict=True):
@@ -100,7 +100,7 @@ def test_a_call_launches_little_waits_for_nothing_and_allocates_no_square(name: 
         assert shorter[0].ours == kernels
 
 
-def test_what_waits_and_what_is_made_is_counted() -> None:
+def test_what_waits_and_what_is_made_is_counted():
     with counting() as counts:
         x = torch.zeros(100)
         x.view(10, 10).T.add_(1)

@@ -32,7 +32,7 @@ def representatives(q: Tensor, k: Tensor, window: int, count: int) -> list[Tenso
 @pytest.mark.parametrize(
     ("q_len", "k_len"), [(1, 1), (63, 63), (700, 700), (1000, 1000), (200, 900), (1, 900)]
 )
-def test_the_index_is_the_definition(q_len: int, k_len: int) -> None:
+def test_the_index_is_the_definition(q_len, k_len):
     torch.manual_seed(k_len + q_len)
     q, k = torch.randn(1, 4, q_len, 8), torch.randn(1, 2, k_len, 8)
     index = LayerPlan([make("memory_units", **SIZES)] * 4, 2).build(q, k)
@@ -55,7 +55,7 @@ def test_the_index_is_the_definition(q_len: int, k_len: int) -> None:
         torch.testing.assert_close(index.to_mask()[0, head], mask)
 
 
-def test_more_heads_take_no_more_operations() -> None:
+def test_more_heads_take_no_more_operations():
     """Heads of one size go together; those of another size are as many operations again."""
     counts = []
     for heads in (2, 8):
@@ -68,7 +68,7 @@ def test_more_heads_take_no_more_operations() -> None:
     assert counts[0] == counts[1]
 
 
-def test_heads_of_unlike_sizes_stand_together_and_a_sliding_window_bounds_the_choice() -> None:
+def test_heads_of_unlike_sizes_stand_together_and_a_sliding_window_bounds_the_choice():
     torch.manual_seed(1)
     q, k = torch.randn(2, 2, 640, 8), torch.randn(2, 1, 640, 8)
     patterns = [MemoryUnits(sink=1, window=1, units=1), MemoryUnits(sink=65, window=200, units=9)]

@@ -15,7 +15,7 @@ from tests.kernels.kinds import LAYER
 
 NAN, INF = float("nan"), float("inf")
 # Which rows of queries and of keys are bad, and how.
-PLACES: dict[str, tuple[slice, slice, float]] = {
+PLACES = {
     "last query": (slice(-1, None), slice(0), NAN),
     "all queries": (slice(None), slice(0), NAN),
     "a key in the middle": (slice(0), slice(200, 201), NAN),
@@ -45,9 +45,7 @@ def same(one: SparseIndex, other: SparseIndex) -> Tensor:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 150)])
 @pytest.mark.usefixtures("builder")
-def test_bad_numbers_stay_where_they_are(
-    place: str, dtype: torch.dtype, window: int | None
-) -> None:
+def test_bad_numbers_stay_where_they_are(place, dtype, window):
     queries, keys, bad = PLACES[place]
     torch.manual_seed(0)
     heads = len(LAYER)
@@ -68,7 +66,7 @@ def test_bad_numbers_stay_where_they_are(
 @pytest.mark.parametrize("kind", ["vertical_slash", "block_sparse"])
 @pytest.mark.parametrize("coverage", [None, 0.5, 1.0])
 @pytest.mark.usefixtures("builder")
-def test_sizes_hold_whatever_the_scores(kind: str, coverage: float | None) -> None:
+def test_sizes_hold_whatever_the_scores(kind, coverage):
     torch.manual_seed(0)
     q, k = torch.randn(1, 2, 2000, 16), torch.randn(1, 1, 2000, 16)
     q[torch.rand(q.shape) < 0.01], k[torch.rand(k.shape) < 0.01] = NAN, INF

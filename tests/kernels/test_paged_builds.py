@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ HOST = torch.device("cpu")
 
 
 @pytest.mark.usefixtures("builder")
-def test_keys_are_cut_up_alike_wherever_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_cut_up_alike_wherever_they_lie(monkeypatch):
     monkeypatch.setattr("kernels.patterns.paged._AT_ONCE", 128)
     monkeypatch.setattr("kernels.patterns.block_sparse._SCRATCH_BYTES", {"cpu": 1})
     for name in (
@@ -36,7 +34,7 @@ def test_keys_are_cut_up_alike_wherever_they_lie(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("builder")
-def test_sequences_of_unlike_lengths_have_pages_of_their_own() -> None:
+def test_sequences_of_unlike_lengths_have_pages_of_their_own():
     torch.manual_seed(0)
     lengths = ((70, 200), (1, 65), (130, 130))
     parts = [torch.randn(1, 2, k_len, 16, dtype=torch.float16) for _, k_len in lengths]
@@ -72,9 +70,7 @@ def past(k_len: int, patterns: tuple[Pattern, ...]) -> tuple[int, int]:
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("patterns", [BY_NUMBER, EVERY])
-def test_nothing_as_large_as_the_past_is_made(
-    patterns: tuple[Pattern, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_as_large_as_the_past_is_made(patterns, monkeypatch):
     """But for torch's scratch, which does not grow with the past: here it is small."""
     monkeypatch.setattr("kernels.patterns.paged._AT_ONCE", 512)
     for scratch in ("block_sparse", "last_queries"):
@@ -96,7 +92,7 @@ def test_nothing_as_large_as_the_past_is_made(
         ({"k": torch.zeros(3, 64, 2, 4)}, "q and k must share batch and head dim"),
     ],
 )
-def test_pages_that_do_not_go_together_are_refused(change: dict[str, Any], message: str) -> None:
+def test_pages_that_do_not_go_together_are_refused(change, message):
     given = {
         "k": torch.zeros(3, 64, 2, 8),
         "block_table": torch.zeros(1, 2, dtype=torch.int32),
@@ -108,7 +104,7 @@ def test_pages_that_do_not_go_together_are_refused(change: dict[str, Any], messa
         )
 
 
-def test_a_page_that_is_none_is_named() -> None:
+def test_a_page_that_is_none_is_named():
     plan = LayerPlan([make("block_sparse", blocks=2)], 1)
     table = torch.tensor([[0, 7]], dtype=torch.int32)
     with pytest.raises((ValueError, IndexError), match="7"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ def smallest(mass: Sequence[float], share: float | None, size: int, forced: int)
     """
     rest = sorted(range(min(forced, len(mass)), len(mass)), key=lambda i: (-mass[i], i))
     order = [*range(min(forced, len(mass))), *rest]
-    chosen: list[int] = []
+    chosen = []
     for place in order[:size]:
         enough = (
             share is not None and share < 1 and sum(mass[i] for i in chosen) >= share * sum(mass)
@@ -94,14 +93,8 @@ def offsets_of(distances: set[int], k_len: int) -> set[int]:
     ("vertical", "slash", "last_q"), [(1, 1, 64), (100, 90, 20), (9999, 9999, 20)]
 )
 def test_vertical_slash_takes_the_fewest_that_hold_the_share(
-    q_len: int,
-    k_len: int,
-    window: int | None,
-    share: float | None,
-    vertical: int,
-    slash: int,
-    last_q: int,
-) -> None:
+    q_len, k_len, window, share, vertical, slash, last_q
+):
     """What lies beyond the window has no mass; where there is none beside it, the first go."""
     q, k = problem(q_len, k_len)
     head = make("vertical_slash", vertical=vertical, slash=slash, last_q=last_q, coverage=share)
@@ -122,7 +115,7 @@ def tile_masses(q: Tensor, k: Tensor, pool: int, reach: int) -> dict[int, dict[i
     A mean of `pool` queries attends to the mean keys up to its own, in tiles within reach."""
     offset = len(k) - len(q)
     keys = torch.stack([part.double().mean(0) for part in k.split(pool)])
-    found: dict[int, dict[int, float]] = {}
+    found = {}
     for block in range(offset // pool, len(keys)):
         mine = slice(max(block * pool - offset, 0), (block + 1) * pool - offset)
         at = block * pool // TILE
@@ -149,9 +142,7 @@ def tile_masses(q: Tensor, k: Tensor, pool: int, reach: int) -> dict[int, dict[i
 )
 @pytest.mark.parametrize("share", [None, 0.5, 1.0])
 @pytest.mark.parametrize("pool", [64, 16])
-def test_block_sparse_takes_the_fewest_that_hold_the_share(
-    q_len: int, k_len: int, window: int | None, share: float | None, pool: int
-) -> None:
+def test_block_sparse_takes_the_fewest_that_hold_the_share(q_len, k_len, window, share, pool):
     q, k = problem(q_len, k_len)
     sizes = (1, 4, 5, 99)
     patterns = [make("block_sparse", blocks=n, coverage=share, pool=pool) for n in sizes]
@@ -171,7 +162,7 @@ def test_block_sparse_takes_the_fewest_that_hold_the_share(
 
 
 @pytest.mark.usefixtures("builder")
-def test_all_of_the_mass_is_all_that_has_any() -> None:
+def test_all_of_the_mass_is_all_that_has_any():
     """Keys that weigh 0 in fp32 but for a few in tiles 1, 2 and 4; and but for tile 2."""
     q, k = torch.ones(1, 2, 500, 16), torch.full((1, 1, 500, 16), -100.0)
     k[:, :, [70, 71, 140, 300]] = 0.1
@@ -193,7 +184,7 @@ def test_all_of_the_mass_is_all_that_has_any() -> None:
 @pytest.mark.usefixtures("builder")
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_best_places(data: st.DataObject) -> None:
+def test_best_places(data):
     """Native code and torch alike: ties, entries not to be taken, forced ones, shares."""
     n, forced = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 4))
     # Sixteenths add up exactly, in whatever order.
@@ -240,7 +231,7 @@ def test_best_places(data: st.DataObject) -> None:
 
 
 @pytest.mark.usefixtures("builder")
-def test_negative_scores_and_not_a_number() -> None:
+def test_negative_scores_and_not_a_number():
     scores = torch.tensor([[[-1.0, -5.0, -0.5, 3.0, -0.0, 0.0]]])
     assert best_places(scores, [4], [None], forced=0).tolist() == [[[2, 3, 4, 5]]]
     scores = torch.tensor([[[float("nan"), 1.0, 2.0, 3.0]]])
@@ -251,7 +242,7 @@ def test_negative_scores_and_not_a_number() -> None:
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("window", [None, 5, 100])
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (100, 300)])
-def test_estimate_of_any_heads(q_len: int, k_len: int, window: int | None) -> None:
+def test_estimate_of_any_heads(q_len, k_len, window):
     """Heads in any order, of unlike last_q, on some of the KV heads; keys of every layout."""
     torch.manual_seed(k_len)
     q = torch.randn(2, q_len, 6, 24).transpose(1, 2)
@@ -267,9 +258,7 @@ def test_estimate_of_any_heads(q_len: int, k_len: int, window: int | None) -> No
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("bytes_of_scratch", [1, 1 << 12])
-def test_neither_company_nor_little_memory_changes_a_head(
-    bytes_of_scratch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neither_company_nor_little_memory_changes_a_head(bytes_of_scratch, monkeypatch):
     """Heads of one size are built together, some at a time, and put back in their places."""
     patterns = [
         make("vertical_slash", vertical=90, slash=100),
@@ -295,7 +284,7 @@ def test_neither_company_nor_little_memory_changes_a_head(
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_and_strides_are_read_right(dtype: torch.dtype) -> None:
+def test_half_precision_and_strides_are_read_right(dtype):
     """Keys far beyond rounding: 16 bits and a transposed view choose the same."""
     torch.manual_seed(0)
     q = torch.randn(1, 2, 300, 16).abs()
@@ -311,7 +300,7 @@ def test_half_precision_and_strides_are_read_right(dtype: torch.dtype) -> None:
     assert torch.equal(rounded.to_mask(), exact.to_mask())
 
 
-def test_a_prepared_builder_gives_what_a_fresh_one_gives() -> None:
+def test_a_prepared_builder_gives_what_a_fresh_one_gives():
     q, k = problem(300, 450)
     inputs = Inputs([1, 3], q, k, 0.25)
     for kind, entry in KINDS_DRAWN.items():
@@ -322,7 +311,7 @@ def test_a_prepared_builder_gives_what_a_fresh_one_gives() -> None:
 
 
 @pytest.mark.usefixtures("builder")
-def test_of_equals_the_first_are_taken() -> None:
+def test_of_equals_the_first_are_taken():
     """Rows of tiles that score alike; columns and diagonals that weigh the same."""
     q, k = torch.zeros(1, 2, 500, 8), torch.ones(1, 1, 500, 8)
     plan = LayerPlan(
@@ -336,7 +325,7 @@ def test_of_equals_the_first_are_taken() -> None:
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (65, 65), (1000, 1000), (100, 450)])
-def test_a_build_reads_no_data_back(q_len: int, k_len: int) -> None:
+def test_a_build_reads_no_data_back(q_len, k_len):
     """Tensors without data, which nobody can wait for, give an index of the same shapes."""
     plan = LayerPlan(LAYER, 2)
     q, k = problem(q_len, k_len, heads=len(LAYER))
@@ -353,7 +342,7 @@ def test_a_build_reads_no_data_back(q_len: int, k_len: int) -> None:
         ("strided", {"sink": 1024, "window": 4096, "stride": 8}),
     ],
 )
-def test_an_index_of_a_million_tokens_is_small(kind: str, sizes: dict[str, Any]) -> None:
+def test_an_index_of_a_million_tokens_is_small(kind, sizes):
     length = 1 << 20
     q, k = (
         torch.empty(1, heads, length, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8)
@@ -384,7 +373,7 @@ def test_an_index_of_a_million_tokens_is_small(kind: str, sizes: dict[str, Any])
         ("static", {"columns": (1.0,), "diagonals": ()}, "2147483646, got 1.0"),
     ],
 )
-def test_make_names_what_is_wrong(kind: str, sizes: dict[str, Any], message: str) -> None:
+def test_make_names_what_is_wrong(kind, sizes, message):
     with pytest.raises(ValueError, match=message):
         make(kind, **sizes)
 
@@ -402,7 +391,7 @@ def test_make_names_what_is_wrong(kind: str, sizes: dict[str, Any], message: str
         ({"q": (2, 4, 5, 8)}, "q and k must share batch and head dim"),
     ],
 )
-def test_plan_names_what_does_not_fit(change: dict[str, Any], message: str) -> None:
+def test_plan_names_what_does_not_fit(change, message):
     given = {"heads": 4, "kv_heads": 2, "q": (1, 4, 5, 8)} | change
     with pytest.raises(ValueError, match=message):
         plan = LayerPlan([make("dense")] * given["heads"], given["kv_heads"])

@@ -5,7 +5,6 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +33,7 @@ def inputs(length: int = 200) -> tuple[Tensor, Tensor, Tensor, SparseIndex]:
 
 
 INDEX = inputs()[3]
-ATTENTION: list[tuple[dict[str, Any], str]] = [
+ATTENTION = [
     ({"q": torch.zeros(2, 200, 64)}, "got 3, 4, 4-D"),
     ({"q": torch.zeros(2, 2, 200, 64)}, r"q \(2, 2, 200, 64\), k \(1, 1, 200, 64\)"),
     ({"q": torch.zeros(1, 2, 200, 80)}, "shapes do not go together"),
@@ -76,7 +75,7 @@ ATTENTION: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), ATTENTION)
-def test_attention_names_what_is_wrong(change: dict[str, Any], message: str) -> None:
+def test_attention_names_what_is_wrong(change, message):
     q, k, v, index = inputs()
     with pytest.raises(ValueError, match=message):
         sparse_attention(**({"q": q, "k": k, "v": v, "index": index} | change))
@@ -90,7 +89,7 @@ def test_attention_names_what_is_wrong(change: dict[str, Any], message: str) -> 
         (Ragged.left_padded([100, 200], 200, 200), "in rows 0 to 200 of batch element 1"),
     ],
 )
-def test_sequences_must_lie_in_the_tensors(ragged: Ragged, message: str) -> None:
+def test_sequences_must_lie_in_the_tensors(ragged, message):
     q, k, v, _ = inputs()
     with pytest.raises(ValueError, match=message):
         LayerPlan([make("dense")] * 2, 1).build(q, k, ragged=ragged)
@@ -120,12 +119,12 @@ def test_sequences_must_lie_in_the_tensors(ragged: Ragged, message: str) -> None
         ),
     ],
 )
-def test_a_ragged_batch_names_what_is_wrong(fields: dict[str, Any], message: str) -> None:
+def test_a_ragged_batch_names_what_is_wrong(fields, message):
     with pytest.raises(ValueError, match=message):
         Ragged(**{"rows": (0,), "q_starts": (0,), "k_starts": (0,)} | fields)
 
 
-def test_a_page_that_is_not_there_is_refused() -> None:
+def test_a_page_that_is_not_there_is_refused():
     q, k, v, index = inputs(length=100)
     caches = [x.transpose(1, 2).reshape(2, 50, 1, 64) for x in (k, v)]
     for page in (2, -1):
@@ -143,7 +142,7 @@ def decode_inputs(**change: Any) -> dict[str, Any]:
 
 ONES = torch.ones(2, dtype=torch.int32)
 PAGES = {"k": torch.ones(2, 8, 2, 16), "v": torch.ones(2, 8, 2, 8)}
-DECODE: list[tuple[dict[str, Any], str]] = [
+DECODE = [
     ({"q": torch.ones(4, 3, 16)}, "got 3, 4, 4-D"),
     ({"q": torch.ones(2, 4, 3, 8)}, r"q \(2, 4, 3, 8\), k \(2, 2, 40, 16\), v \(2, 2, 40, 8\)"),
     ({"q": torch.ones(2, 3, 3, 16)}, "3 query heads do not divide into 2 KV heads"),
@@ -179,14 +178,14 @@ DECODE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), DECODE)
-def test_decode_names_what_is_wrong(change: dict[str, Any], message: str) -> None:
+def test_decode_names_what_is_wrong(change, message):
     assert MAX_QUERIES == 16
     with pytest.raises(ValueError, match=message):
         decode_attention(**decode_inputs(**change))
 
 
 @pytest.mark.parametrize("op", [sparse_attention, decode_attention, dense_attention])
-def test_inputs_that_are_no_dense_tensors(op: Callable[..., Any]) -> None:
+def test_inputs_that_are_no_dense_tensors(op):
     q, k, v, index = inputs(length=10)
     rest = {"index": index} if op is sparse_attention else {}
     with pytest.raises(ValueError, match="k must be a tensor, got NoneType"):
@@ -198,7 +197,7 @@ def test_inputs_that_are_no_dense_tensors(op: Callable[..., Any]) -> None:
             op(q, k, v, sinks=sinks, **rest)
 
 
-def test_dense_attention_names_what_is_wrong() -> None:
+def test_dense_attention_names_what_is_wrong():
     q, k, v, _ = inputs(length=40)
     table = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"a block table needs the lengths .*: give a Ragged"):
@@ -217,8 +216,8 @@ def test_dense_attention_names_what_is_wrong() -> None:
         ({"rows": 1}, "rows must be 2 to 9, got 1"),
     ],
 )
-def test_dropping_names_what_is_wrong(change: dict[str, Any], message: str) -> None:
-    held: dict[str, Any] = {
+def test_dropping_names_what_is_wrong(change, message):
+    held = {
         "keys": torch.zeros(1, 2, 9, 8),
         "values": torch.zeros(1, 2, 9, 4),
         "scores": torch.zeros(1, 2, 9),

@@ -31,7 +31,7 @@ def inputs(length: int, heads: int = 3, kv_heads: int = 1) -> tuple[Tensor, Tens
     return q, k, torch.randn(1, kv_heads, length, 32)
 
 
-def test_sequences_of_a_batch_have_each_their_own_threshold() -> None:
+def test_sequences_of_a_batch_have_each_their_own_threshold():
     q, k, v = inputs(700)
     ragged = Ragged.packed([0, 300, 700], [0, 300, 700])
     plan = LayerPlan([make("skip_softmax", scale_factor=20.0)] * 3, 1)
@@ -49,7 +49,7 @@ def test_sequences_of_a_batch_have_each_their_own_threshold() -> None:
         assert torch.allclose(out[:, :, part], alone, atol=1e-5)
 
 
-def test_heads_without_a_bound_and_short_prompts_skip_nothing() -> None:
+def test_heads_without_a_bound_and_short_prompts_skip_nothing():
     q, k, v = inputs(700)
     skips = LayerPlan([make("skip_softmax", scale_factor=30.0)] * 2, 1).build(q[:, :2], k)
     dense = LayerPlan([make("dense")], 1).build(q[:, :1], k)
@@ -66,7 +66,7 @@ def test_heads_without_a_bound_and_short_prompts_skip_nothing() -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_what_is_not_finite_is_never_taken_for_low(backend: str) -> None:
+def test_what_is_not_finite_is_never_taken_for_low(backend):
     """A query that is NaN can do without no tile: its row is computed whole."""
     q, k, v = inputs(700)
     index = dense_index(1, 3, 700, 700, q.device)

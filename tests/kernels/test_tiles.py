@@ -34,7 +34,7 @@ extern "C" HEADWISE_USES_TILES void product(const void* a, const void* b, float*
 
 
 @pytest.fixture(scope="module")
-def has_bf16() -> None:
+def has_bf16():
     if "dot" not in cpu.engines(torch.bfloat16):
         pytest.skip("this processor has no AVX-512 bf16")
 
@@ -57,7 +57,7 @@ def compiled(folder: Path, *flags: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("has_bf16")
-def test_the_instructions_are_those_of_a_product(tmp_path: Path) -> None:
+def test_the_instructions_are_those_of_a_product(tmp_path):
     """The order of operands, and that flags for AVX-512 alone are enough."""
     if shutil.which("objdump") is None:
         pytest.skip("objdump is not installed")
@@ -78,7 +78,7 @@ def test_the_instructions_are_those_of_a_product(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("has_bf16")
-def test_emulated_products_are_those_of_the_manual(tmp_path: Path) -> None:
+def test_emulated_products_are_those_of_the_manual(tmp_path):
     torch.manual_seed(0)
     library = ctypes.CDLL(str(compiled(tmp_path, "-DHEADWISE_EMULATE_TILES")))
     a, b = torch.randn(16, 32).bfloat16(), torch.randn(32, 16).bfloat16()
@@ -93,20 +93,20 @@ def test_emulated_products_are_those_of_the_manual(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("has_bf16")
-def test_tiles_that_compute_otherwise_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_that_compute_otherwise_do_not_serve(monkeypatch):
     class Wrong:
         """The native operators of a processor whose tiles are there, and wrong."""
 
-        def __init__(self, by: float) -> None:
+        def __init__(self, by):
             self.by = by
 
-        def why_no_tiles(self) -> str:
+        def why_no_tiles(self):
             return ""
 
-        def engines(self, dtype: torch.dtype) -> list[str]:
+        def engines(self, dtype):
             return ["amx", *(e for e in torch.ops.headwise.engines(dtype) if e != "amx")]
 
-        def sparse_attention(self, *args: object) -> None:
+        def sparse_attention(self, *args):
             engine, out = args[-4], args[-3]
             real.sparse_attention(*args[:-4], "dot", *args[-3:])
             if engine == "amx":
@@ -123,7 +123,7 @@ def test_tiles_that_compute_otherwise_do_not_serve(monkeypatch: pytest.MonkeyPat
     cpu.why_no_tiles.cache_clear()
 
 
-def test_a_processor_without_tiles_says_so() -> None:
+def test_a_processor_without_tiles_says_so():
     reason = cpu.why_no_tiles()
     assert ("amx" in cpu.engines(torch.bfloat16)) is (reason is None)
     if torch.ops.headwise.why_no_tiles():

@@ -25,9 +25,7 @@ from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
 
 
-def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     x = torch.ones(1, 1, 4, 8)
     for name in ("attention.triton_launch", "attention.triton", "decode.triton"):
@@ -55,9 +53,7 @@ X = torch.ones(1, 1, 4, 64)
         ),
     ],
 )
-def test_reasons_to_decline_a_gpu_tensor(
-    q: torch.Tensor, k: torch.Tensor, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reasons_to_decline_a_gpu_tensor(q, k, reason, monkeypatch):
     monkeypatch.setattr(triton_launch, "_INTERPRETED", True)
     for backend in (triton, decode):
         assert backend.supports(q, k, q) == reason
@@ -66,9 +62,7 @@ def test_reasons_to_decline_a_gpu_tensor(
 @pytest.mark.parametrize(
     ("target", "reads"), [("sm_80", False), ("sm_89", True), ("sm_100", True), ("hip", False)]
 )
-def test_gpus_that_cannot_read_eight_bits_are_declined(
-    target: str, reads: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_that_cannot_read_eight_bits_are_declined(target, reads, monkeypatch):
     monkeypatch.setattr(triton_launch, "architecture", lambda _: target)
     x = torch.ones(1, 1, 4, 64)
     reason = None if reads else f"float8_e4m3fn needs compute capability 8.9, this GPU is {target}"
@@ -76,7 +70,7 @@ def test_gpus_that_cannot_read_eight_bits_are_declined(
     assert triton_launch.unread(x.to(torch.float8_e5m2)) is None and triton_launch.unread(x) is None
 
 
-def test_old_gpus_and_a_missing_triton_are_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_gpus_and_a_missing_triton_are_declined(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.version, "hip", None)
     missing = triton_launch._missing.__wrapped__
@@ -86,7 +80,7 @@ def test_old_gpus_and_a_missing_triton_are_declined(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("dim", [1, 17, 64, 65, 80, 130, 192, 256])
-def test_head_dims_split_into_two_powers_of_two(dim: int) -> None:
+def test_head_dims_split_into_two_powers_of_two(dim):
     for widest in (128, 256):
         first, second = split(dim, widest)
         assert first + second >= dim and first <= widest and (second == 0 or first < dim)
@@ -94,20 +88,20 @@ def test_head_dims_split_into_two_powers_of_two(dim: int) -> None:
     assert split(80) == (64, 16) and split(96) == (64, 32) and split(256, 128) == (128, 128)
 
 
-def test_no_second_part_of_values_is_narrow() -> None:
+def test_no_second_part_of_values_is_narrow():
     """On an H100 second parts of 16 and 32 columns came out wrong (Triton 3.6)."""
     assert split_values(80) == (128, 0) and split_values(48) == (64, 0)
     assert split_values(192) == (128, 64) and split_values(300) == (256, 64)
 
 
-def test_float32_does_not_go_to_hopper_s_matrix_units() -> None:
+def test_float32_does_not_go_to_hopper_s_matrix_units():
     """On an H100 tf32 came out wrong in some shapes and read beyond shared memory (Triton 3.6)."""
     assert precision_of_float32("sm_90", 64) == "ieee"
     assert precision_of_float32("sm_80", 64) == "tf32x3"
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "hip"])
-def test_every_target_has_a_build(target: str) -> None:
+def test_every_target_has_a_build(target):
     for dim, itemsize in itertools.product((8, 64, 80, 96, 128, 192, 256), (2, 4)):
         assert choose(target, dim=dim, itemsize=itemsize, has_tiles=True).rows == 1
         assert 128 % choose(target, dim=dim, itemsize=itemsize, has_tiles=False).keys == 0
@@ -116,7 +110,7 @@ def test_every_target_has_a_build(target: str) -> None:
     assert serves(target, dim=512, itemsize=2) == (target != "sm_100")
 
 
-def test_what_a_build_works_out_is_part_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_build_works_out_is_part_of_its_name(monkeypatch):
     """Triton's cache on disk knows builds by name, those of other releases among them."""
     x = torch.ones(1, 1, 4, 8)
     how = triton.prepare(x, x, x, dense_index(1, 1, 4, 4, x.device), scale=1.0, softcap=None)[
@@ -127,7 +121,7 @@ def test_what_a_build_works_out_is_part_of_its_name(monkeypatch: pytest.MonkeyPa
     assert repr(how) != name
 
 
-def test_only_rows_of_nobody_are_cleared_beforehand() -> None:
+def test_only_rows_of_nobody_are_cleared_beforehand():
     ragged = Ragged(rows=(1, 1), q_starts=(2, 6), q_lens=(3, 2), k_starts=(0, 3), k_lens=(3, 2))
     q, out = torch.ones(2, 1, 9, 4), torch.ones(2, 1, 9, 4)
     filled, lse = triton._results(q, 4, ragged, out)

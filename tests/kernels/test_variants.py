@@ -79,14 +79,14 @@ AVX2 = ("-march=x86-64-v3", "avx2")
 @pytest.mark.parametrize(
     ("flags", "needs"), [AVX2, ("-march=x86-64", "sse2"), ("-march=x86-64-v4", "avx512f")]
 )
-def test_other_instruction_sets(flags: str, needs: str) -> None:
+def test_other_instruction_sets(flags, needs):
     """AVX2 with FMA, plain x86-64, and AVX-512 without its bf16 instructions."""
     skip_without(needs)
     conform(flags)
 
 
 @pytest.mark.slow
-def test_avx2_where_the_processor_has_more() -> None:
+def test_avx2_where_the_processor_has_more():
     """Elsewhere it is what all the other tests run."""
     skip_without("avx512f")
     conform(AVX2[0], FEW)
@@ -94,7 +94,7 @@ def test_avx2_where_the_processor_has_more() -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_sanitizers() -> None:
+def test_sanitizers():
     """Addresses and undefined behaviour, with heap blocks filled with NaN."""
     if reason := build.load():
         pytest.skip(reason)
@@ -120,7 +120,7 @@ def test_sanitizers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_emulated_tiles() -> None:
+def test_emulated_tiles():
     """AMX's engine where there is no AMX; test_tiles.py has what is emulated."""
     skip_without("avx512_bf16")
     others = ("conformance/test_gradient_backends.py", "kernels/test_patterns.py")
