@@ -5,9 +5,12 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
 import mmap
 from dataclasses import replace
+from inspect import Parameter
 from typing import Any
 
 import pytest
@@ -16,12 +19,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import kernels.dispatch as dispatch
+from kernels import backend
 from kernels.attention import cpu, sparse_attention
+from kernels.attention import cpu as attention
+from kernels.checks import EIGHT_BITS
+from kernels.decode import cpu as decode
 from kernels.decode import cpu as decode_cpu
 from kernels.decode import decode_attention
+from kernels.dispatch import BACKENDS
 from kernels.index import PAD, SparseIndex, lists
 from kernels.patterns import LayerPlan, make
+from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
+from tests.conformance.test_kernel_backends import SERVERS, skip_without
 from tests.kernels.test_refusals import int32
 
 NO_COMPILER = "no C++ compiler found (install g++, or set CXX)"
@@ -231,3 +241,64 @@ def test_an_index_is_looked_at_once_and_a_built_one_never(monkeypatch):
     assert not hand._valid
     sparse_attention(q, k, v, hand)
     assert hand._valid
+
+
+NOTHING = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table")) | {"scores": "none"}
+
+
+def served(op: str, q: Tensor, k: Tensor, v: Tensor, engine: str) -> tuple[Tensor, Tensor]:
+    """out and lse of queries of one key, with a scale of 1."""
+    if op == "decode":
+        return decode.decode_attention(q, k, v, scale=1.0, softcap=None, engine=engine, **NOTHING)[
+            :2
+        ]
+    index = dense_index(1, q.shape[1], 1, 1, q.device)
+    return attention.sparse_attention(q, k, v, index, scale=1.0, softcap=None, engine=engine)
+
+
+@pytest.mark.parametrize("op", ["attention", "decode"])
+@pytest.mark.parametrize(("dtype", "server"), SERVERS)
+@pytest.mark.parametrize("stored", EIGHT_BITS)
+def test_every_code_is_what_torch_reads(op, dtype, server, stored):
+    engine = skip_without(server, {"attention": attention, "decode": decode}[op].engines(dtype))
+    codes = torch.arange(256, dtype=torch.uint8).view(stored)[None, None, None]
+    wide = codes.float()
+    finite = codes.where(wide.isfinite(), torch.zeros((), dtype=stored))
+    # Head i asks for code i of the key; a softmax over one key gives its value, bit by bit.
+    q = torch.eye(256, dtype=dtype)[None, :, None]
+    out, lse = served(op, q, finite, codes, engine)
+    assert torch.equal(lse[0, :, 0], finite.float()[0, 0, 0])
+    expected = wide.to(dtype).expand(1, 256, 1, 256)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    # Values that are all finite go another way.
+    out, _ = served(op, q, finite, finite, engine)
+    assert torch.equal(out, finite.to(dtype).expand_as(out))
+
+
+MODULES = [
+    *((f"attention.{name}", backend.AttentionBackend) for name in BACKENDS),
+    *((f"decode.{name}", backend.DecodeBackend) for name in BACKENDS),
+    *((f"gradient.{name}", backend.GradientBackend) for name in ("cpu", "reference")),
+]
+
+
+@pytest.mark.parametrize(("name", "protocol"), MODULES)
+def test_a_backend_has_the_ops_of_its_protocol(name, protocol):
+    module = importlib.import_module(f"kernels.{name}")
+    ops = [op for op, value in vars(protocol).items() if op[0] != "_" and callable(value)]
+    assert ops
+    for op in ops:
+        declared = dict(list(inspect.signature(getattr(protocol, op)).parameters.items())[1:])
+        given = dict(inspect.signature(getattr(module, op)).parameters)
+        if any(p.kind is Parameter.VAR_KEYWORD for p in given.values()):
+            # Handed on to `prepare`, which has them.
+            prepare = inspect.signature(module.prepare).parameters
+            given = {n: p for n, p in given.items() if p.kind is not Parameter.VAR_KEYWORD}
+            given = {**prepare, **given}
+        for argument, wanted in declared.items():
+            assert argument in given, f"{name}.{op} has no {argument}"
+            assert given[argument].kind is wanted.kind, f"{name}.{op}: {argument}"
+            if wanted.default is not Parameter.empty:
+                assert given[argument].default == wanted.default, f"{name}.{op}: {argument}"
+        for argument in given.keys() - declared.keys():
+            assert given[argument].default is not Parameter.empty, f"{name}.{op} wants {argument}"

@@ -8,23 +8,63 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.attention import sparse_attention
 from kernels.decode import decode_attention
 from kernels.patterns import LayerPlan, make
-from tests.kernels.operations import Counts, Operations
+from tests.conformance.builder_cases import BY_NUMBER, EVERY, Build, paged
 from tests.kernels.recording import recorded
 
-pytest.importorskip("triton", reason="triton is not installed")
+# What makes the host wait for the device.
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "item")
+# Launch nothing: they look at memory differently, or reserve it.
+FREE = ("detach", "alias", "lift_fresh", "set_", "resize_")
+RESERVE = ("empty", "empty_like", "empty_strided", "new_empty")
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """Counts of one call; largest: bytes of the largest tensor that it made."""
+
+    ours: list[str] = field(default_factory=list)
+    torch: int = 0
+    waits: list[str] = field(default_factory=list)
+    largest: int = 0
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations, and what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return found
+        name = func.overloadpacket.__name__
+        if name in WAITS:
+            self.counts.waits.append(name)
+        if name not in FREE + RESERVE:
+            self.counts.torch += 1
+        for x in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(x, Tensor):
+                self.counts.largest = max(self.counts.largest, x.numel() * x.element_size())
+        return found
 
 
 @contextmanager
 def counting() -> Iterator[Counts]:
     """Counts of the calls meanwhile, as a GPU would get them."""
+    pytest.importorskip("triton", reason="triton is not installed")
     with torch.no_grad(), recorded() as calls, Operations() as operations:
         yield operations.counts
     operations.counts.ours += [call.kernel for call in calls]
@@ -109,3 +149,34 @@ def test_what_waits_and_what_is_made_is_counted():
     assert counts.waits == ["_local_scalar_dense"] and counts.ours == []
     # zeros, add and the read; views and memory that nobody writes to launch nothing.
     assert counts.torch == 3 and counts.largest == 4000
+
+
+UNITS = make("memory_units", sink=70, window=130, units=2, representatives=3)
+
+
+def test_more_heads_take_no_more_operations():
+    """Heads of one size go together; those of another size are as many operations again."""
+    counts = []
+    for heads in (2, 8):
+        q, k = torch.randn(1, heads, 300, 8), torch.randn(1, 2, 300, 8)
+        plan = LayerPlan([UNITS] * heads, 2)
+        plan.build(q, k)
+        with Operations() as operations:
+            plan.build(q, k)
+        counts.append(operations.counts.torch)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.usefixtures("builder")
+@pytest.mark.parametrize("patterns", [BY_NUMBER, EVERY])
+def test_nothing_as_large_as_the_past_is_made(patterns, monkeypatch):
+    """By a short chunk on it, but for torch's scratch, which does not grow: here it is small."""
+    monkeypatch.setattr("kernels.patterns.paged._AT_ONCE", 512)
+    for scratch in ("block_sparse", "last_queries"):
+        monkeypatch.setattr(f"kernels.patterns.{scratch}._SCRATCH_BYTES", {"cpu": 1 << 16})
+    k_len = 16_384
+    q, k = torch.randn(1, 6, 8, 128).half(), torch.randn(1, 2, k_len, 128).half()
+    where = paged(k, Build(q_len=8, k_len=k_len, page=64))
+    with Operations() as operations:
+        LayerPlan(patterns, 2).build(q, where.cache, block_table=where.table, k_len=k_len)
+    assert operations.counts.largest <= k.nbytes // 4

@@ -21,7 +21,7 @@ from profiling.evaluation.methods import Methods
 from profiling.inside.capture import LayerInputs
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
-from tests.kernels.test_skip_softmax import inputs
+from tests.kernels.test_ops import unlike_tiles
 from tests.runtime.tiny import look_at_themselves
 
 LENGTH = 900
@@ -142,7 +142,7 @@ def test_what_was_found_is_remembered(
 
 @pytest.mark.parametrize(("length", "softcap"), [(40, None), (450, None), (700, 15.0)])
 def test_a_threshold_skips_what_is_below_it(length: int, softcap: float | None) -> None:
-    q, k, v = inputs(length, heads=4, kv_heads=2)
+    q, k, v = unlike_tiles(length, heads=4, kv_heads=2)
     layer = LayerInputs(
         layer=0, q=q, k=k, v=v, scale=0.2, softcap=softcap, sliding_window=None, sinks=None
     )

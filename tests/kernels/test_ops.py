@@ -1,0 +1,231 @@
+"""Ops beside attention and decode: dense attention, parts merged, tokens dropped, tiles skipped.
+
+Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention import sparse_attention
+from kernels.decode.dropping import drop_lowest, ranks, serves
+from kernels.dense import dense_attention
+from kernels.index import TILE, num_tiles
+from kernels.joining import cat_heads
+from kernels.merging import with_few_keys
+from kernels.patterns import LayerPlan, make
+from kernels.patterns.dense import dense_index
+from kernels.ragged import Ragged
+from tests.conformance.tensors import paged
+
+
+def inputs(q_len: int, k_len: int, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(q_len + k_len)
+    q = torch.randn(batch, 6, q_len, 32)
+    k, v = (torch.randn(batch, 2, k_len, 32) for _ in range(2))
+    return q, k, v
+
+
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    index = dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, window=window)
+    return sparse_attention(q, k, v, index, sinks=sinks, return_lse=True, backend="reference")
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (16, 700), (17, 700), (300, 300)])
+def test_dense_attention_is_causal_attention(backend, window, q_len, k_len):
+    q, k, v = inputs(q_len, k_len, batch=2)
+    for sinks in (None, torch.randn(6)):
+        found = dense_attention(q, k, v, window=window, sinks=sinks, backend=backend)
+        for actual, wanted in zip(found, expected(q, k, v, window, sinks), strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+    out = torch.empty_like(q)
+    assert dense_attention(q, k, v, window=window, out=out)[0] is out
+
+
+@pytest.mark.parametrize("q_len", [1, 9, 40, 500])
+@pytest.mark.parametrize("page", [None, 16])
+def test_sequences_of_unlike_length(q_len, page):
+    lengths = (500, 500 - q_len + 1, max(q_len, 130))
+    q, k, v = inputs(q_len, 500, batch=3)
+    ragged = Ragged.left_padded(lengths, q_len, 500)
+    table = None
+    cache_k, cache_v = k, v
+    if page is not None:
+        sequences = [[x[s, :, 500 - n :] for s, n in enumerate(lengths)] for x in (k, v)]
+        (cache_k, table), (cache_v, _) = (paged(x, page) for x in sequences)
+        ragged = replace(ragged, k_starts=(0, 0, 0))
+    found, lse = dense_attention(q, cache_k, cache_v, ragged=ragged, block_table=table, window=70)
+    for s, n in enumerate(lengths):
+        own = slice(q_len - min(n, q_len), q_len)
+        alone = (q[[s], :, own], k[[s], :, 500 - n :], v[[s], :, 500 - n :])
+        wanted, wanted_lse = expected(*alone, window=70)
+        torch.testing.assert_close(found[[s], :, own], wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[[s], :, own], wanted_lse, rtol=1e-5, atol=1e-5)
+        assert (found[s, :, : own.start] == 0).all()
+
+
+def test_the_index_of_a_shape_is_made_once():
+    device = torch.device("cpu")
+    ragged = [Ragged.left_padded((70, 30), 70, 70) for _ in range(2)]
+    first, again = (dense_index(2, 3, 70, 70, device, ragged=each) for each in ragged)
+    assert first is again and first is not dense_index(2, 3, 70, 70, device)
+    first.validate()
+
+
+@pytest.mark.parametrize("q_len", [1, 50, 64])
+def test_a_call_that_is_all_tail_estimates_nothing(q_len, monkeypatch):
+    patterns = [make("vertical_slash", vertical=70, slash=64), make("block_sparse", blocks=2)]
+    plan = LayerPlan(patterns, 1, dense_tail=64)
+    monkeypatch.setattr("kernels.patterns.vertical_slash.estimate", None)
+    index = plan.build(torch.randn(1, 2, q_len, 32), torch.randn(1, 1, 1000, 32))
+    assert index.to_mask().sum() == 2 * sum(range(1000 - q_len + 1, 1001))
+
+
+B, H, G, Q, D, E = 2, 6, 3, 5, 16, 24
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("few", [1, 7])
+def test_two_parts_are_one_softmax(few, masked, softcap):
+    torch.manual_seed(0)
+    q = torch.randn(B, H, Q, D)
+    k, v = torch.randn(B, G, few + 40, D), torch.randn(B, G, few + 40, E)
+    seen = torch.ones(Q, few + 40, dtype=torch.bool)
+    if masked:
+        # The first query sees none of the few, the second none but those.
+        seen[0, :few] = False
+        seen[1, few:] = False
+    logits = torch.einsum("bhqd,bhkd->bhqk", q, k.repeat_interleave(H // G, 1)) * 0.3
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~seen, float("-inf"))
+    values = v.repeat_interleave(H // G, 1)
+    lse = logits[..., few:].logsumexp(-1)
+    out = (logits[..., few:] - lse[..., None]).exp().nan_to_num() @ values[:, :, few:]
+    found = with_few_keys(
+        *(out, lse, q, k[:, :, :few], v[:, :, :few]),
+        seen=seen[:, :few] if masked else None,
+        scale=0.3,
+        softcap=softcap,
+    )
+    torch.testing.assert_close(found, logits.softmax(-1) @ values)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_last_token_takes_the_row_of_the_lowest(dtype, backend):
+    # Positions from 20 on are the latest: the lowest score before them is in row 3 of the first
+    # head, 0 of the second. The last three rows are free.
+    scores = torch.tensor([[[3.0, 1, 2, 0.5, 9, 0.1, 0, 0, 0], [0.2, 5, 0.3, 0.4, 0, 7, 0, 0, 0]]])
+    positions = torch.tensor(
+        [[[0, 4, 7, 9, 20, 21, 0, 0, 0], [2, 5, 8, 11, 20, 21, 0, 0, 0]]]
+    ).int()
+    keys, values = torch.randn(1, 2, 9, 8).to(dtype), torch.randn(1, 2, 9, 4).to(dtype)
+    right = [x.clone() for x in (keys, values, scores, positions)]
+    for head, victim in enumerate((3, 0)):
+        for x in right:
+            x[0, head, victim] = x[0, head, 5]
+    drop_lowest(keys, values, scores, positions, rows=6, latest=20, backend=backend)
+    for found, one in zip((keys, values, scores, positions), right, strict=True):
+        assert torch.equal(found, one)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_ranks_are_divided_by_how_many_queries_saw_a_token(backend):
+    scores = torch.tensor([[[4.0, 3.0, 1.0, 0.1]]])
+    positions = torch.tensor([[[0, 5, 8, 9]]], dtype=torch.int32)
+    torch.testing.assert_close(
+        ranks(scores, positions, latest=9, queries=10)[0, 0, :3], torch.tensor([0.4, 0.6, 0.5])
+    )
+    for queries, victim in ((10, 0), (None, 2)):
+        held = [torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8), scores.clone(), positions.clone()]
+        drop_lowest(*held, rows=4, latest=9, queries=queries, backend=backend)
+        assert held[3][0, 0, victim] == 9
+
+
+@pytest.mark.skipif(not serves(torch.empty(1)), reason="no native code on this machine")
+def test_native_code_and_torch_drop_the_same():
+    torch.manual_seed(0)
+    keys, values, scores = (
+        torch.randn(2, 3, 300, 16),
+        torch.randn(2, 3, 300, 16),
+        torch.rand(2, 3, 300),
+    )
+    positions = torch.arange(300, dtype=torch.int32).expand(2, 3, -1).contiguous()
+    native = (keys, values, scores, positions)
+    plain = [x.clone() for x in native]
+    for rows in range(300, 100, -1):
+        queries = 300 if rows % 2 else None
+        for held, backend in ((native, "cpu"), (plain, "reference")):
+            drop_lowest(*held, rows=rows, latest=260, queries=queries, backend=backend)
+    for one, other in zip(native, plain, strict=True):
+        assert torch.equal(one[:, :, :100], other[:, :, :100])
+
+
+def unlike_tiles(length: int, heads: int = 3, kv_heads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """q (1, H, Q, 32), k and v (1, G, Q, 32): tiles of keys that queries want more or less of."""
+    torch.manual_seed(length)
+    want = torch.randn(32)
+    q = torch.randn(1, heads, length, 32) + want
+    strength = torch.randn(1, kv_heads, num_tiles(length), 1)
+    strength = strength.repeat_interleave(TILE, 2)[:, :, :length]
+    k = 0.5 * torch.randn(1, kv_heads, length, 32) + 2 * strength * want
+    return q, k, torch.randn(1, kv_heads, length, 32)
+
+
+def test_sequences_of_a_batch_have_each_their_own_threshold():
+    q, k, v = unlike_tiles(700)
+    ragged = Ragged.packed([0, 300, 700], [0, 300, 700])
+    plan = LayerPlan([make("skip_softmax", scale_factor=20.0)] * 3, 1)
+    index = plan.build(q, k, ragged=ragged)
+    assert index.skip is not None and index.skip[:, 0].tolist() == pytest.approx(
+        [math.log(20 / 300), math.log(20 / 400)]
+    )
+    skipped = torch.zeros(2, 3, dtype=torch.int32)
+    out = sparse_attention(q, k, v, index, skipped=skipped)
+    for s, part in enumerate((slice(0, 300), slice(300, 700))):
+        own = torch.zeros(1, 3, dtype=torch.int32)
+        one = [x[:, :, part] for x in (q, k, v)]
+        alone = sparse_attention(*one, plan.build(*one[:2]), skipped=own, backend="reference")
+        assert torch.equal(own[0], skipped[s]) and int(own.sum()) > 0
+        assert torch.allclose(out[:, :, part], alone, atol=1e-5)
+
+
+def test_heads_without_a_bound_and_short_prompts_skip_nothing():
+    q, k, v = unlike_tiles(700)
+    skips = LayerPlan([make("skip_softmax", scale_factor=30.0)] * 2, 1).build(q[:, :2], k)
+    dense = LayerPlan([make("dense")], 1).build(q[:, :1], k)
+    order = [2, 0, 1]
+    index = cat_heads([skips, dense], torch.tensor(order), order)
+    assert index.skip is not None and index.skip[0, 0] == -math.inf
+    skipped = torch.zeros(1, 3, dtype=torch.int32)
+    sparse_attention(q, k, v, index, skipped=skipped)
+    assert skipped[0, 0] == 0 and bool((skipped[0, 1:] > 0).all())
+    short = LayerPlan([make("skip_softmax", scale_factor=700.0)] * 3, 1).build(q, k)
+    assert torch.equal(
+        sparse_attention(q, k, v, short), sparse_attention(q, k, v, replace(short, skip=None))
+    )
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_what_is_not_finite_is_never_taken_for_low(backend):
+    """A query that is NaN can do without no tile: its row is computed whole."""
+    q, k, v = unlike_tiles(700)
+    index = dense_index(1, 3, 700, 700, q.device)
+    index = replace(index, skip=torch.full((1, 3), -3.0))
+    before, after = torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32)
+    sparse_attention(q, k, v, index, backend=backend, skipped=before)
+    q[0, 1, 650] = math.nan
+    out = sparse_attention(q, k, v, index, backend=backend, skipped=after)
+    assert after[0, 0] == before[0, 0] and after[0, 1] < before[0, 1]
+    assert bool(out[0, 1, 650].isnan().all()) and not bool(out[0, 1, :640].isnan().any())
