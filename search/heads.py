@@ -10,6 +10,7 @@ attention no file is written and the exit status is 3, unless --keep.
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from typing import Any
 
 from artifacts import HeadwiseError
@@ -18,20 +19,15 @@ from artifacts.cli.command import FOUND, ArgumentParser, run_command
 from artifacts.cli.interrupt import while_importing
 from artifacts.cli.options import add_arguments, config_of
 from search.model.config import ModelSearch, without_password
+from search.model.limits import Limits
 from search.published.config import HeadSearch
 
 # Options of the search with one budget for the model that --preset paper lacks.
-_OF_MODEL = (
-    "samples",
-    "cost",
-    "n_trials",
-    "storage",
-    "max_memory",
-    "keep",
-    "max_kl",
-    "max_perplexity",
-    "max_nll",
-    "max_lost",
+_OF_MODEL = tuple(
+    field.name
+    for field in (*fields(ModelSearch), *fields(Limits))
+    if field.name
+    not in {"tasks", "lengths", "limits", *(shared.name for shared in fields(HeadSearch))}
 )
 
 

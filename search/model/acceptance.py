@@ -17,7 +17,7 @@ from search.model.limits import Limits
 from search.model.search_run import Measured, SearchRun
 from search.model.task_losses import TaskLoss
 
-# Budgets of the frontier's other points, relative to what is spent.
+# Budgets of the frontier's other points, relative to the accepted one.
 _FRONT = (0.5, 2.0)
 # Budgets that the gate tries at most; each has its own set of held-out prompts, as far as texts
 # reach.
@@ -39,11 +39,11 @@ class Accepted:
     """An allocation that the gate passes, with its losses on `reported_on`.
 
     fault: the first loss beyond a limit, for which the budget was raised; None if it was not.
-    points: of the frontier, `chosen` among them, measured on a part of reported_on.
+    points: of the frontier, `measured` among them, run on a part of reported_on.
     chosen_on: held-out sequences that raised the budget."""
 
     fault: str | None
-    chosen: Measured
+    measured: Measured
     points: tuple[Measured, ...]
     chosen_on: Sequence[TokenSequence]
     reported_on: Sequence[TokenSequence]
@@ -80,30 +80,31 @@ def gate(
         Finding: nothing passes.
     """
     allocation = best.allocation
-    spent = total
+    budget = total
     chosen_on: list[TokenSequence] = []
     fault = limits.fault(best.tasks)
     first_fault = fault
     strains = [(total, limits.strain(best.tasks))]
     for number, reference in enumerate(_references(run, held_out), start=1):
+        # Of the calibration prompts, or of the set before.
         if fault is not None:
-            spent = _raised(heads, allocation, strains)
-        candidate = heads.at_total(allocation, spent)
-        chosen, sequences, fault = _judge(run, limits, reference, candidate)
+            budget = _raised(heads, allocation, strains)
+        candidate = heads.reallocate(allocation, budget)
+        measured, sequences, fault = _judge(run, limits, reference, candidate)
         if fault is None:
             break
-        if number == ROUNDS or spent >= heads.total(1.0):
+        if number == ROUNDS or budget >= heads.total(1.0):
             raise Finding(
-                f"the gate: {fault}, with {chosen.allocation.cost / total:.2f} times the budget; "
+                f"the gate: {fault}, with {measured.allocation.cost / total:.2f} times the budget; "
                 "ask for a larger --budget or allow more"
             )
         first_fault = first_fault or fault
         chosen_on += [each for each in sequences if each not in chosen_on]
-        strains.append((spent, limits.strain(chosen.tasks)))
+        strains.append((budget, limits.strain(measured.tasks)))
     return Accepted(
         fault=first_fault,
-        chosen=chosen,
-        points=_front(run, heads, reference, chosen.allocation, spent),
+        measured=measured,
+        points=_front(run, heads, reference, measured.allocation, budget),
         chosen_on=chosen_on,
         reported_on=reference.sequences,
     )
@@ -148,21 +149,21 @@ def _raised(heads: Heads, allocation: Allocation, strains: Sequence[tuple[float,
     Losses go with a power of those that the curves predict, kinds of prompts alike. strains: the
     budgets so far, each with how many times a limit it lost, the newest last.
     """
-    spent, strain = strains[-1]
+    budget, strain = strains[-1]
     strain = max(strain, 1e-9)
 
     def predicted(budget: float) -> float:
-        losses = heads.predicted_by_kind(heads.at_total(allocation, budget)).values()
+        losses = heads.predicted_by_kind(heads.reallocate(allocation, budget)).values()
         return float(np.mean(np.log([max(loss, 1e-30) for loss in losses])))
 
     power = _POWER
     if len(strains) > 1:
         before, strain_before = strains[-2]
-        moved = predicted(before) - predicted(spent)
+        moved = predicted(before) - predicted(budget)
         if moved > 0:
             power = float(np.clip(np.log(max(strain_before, 1e-9) / strain) / moved, *_POWERS))
-    wanted = predicted(spent) - max(0.0, float(np.log(strain / _AIM))) / power
-    low = min(spent * _STEP, heads.total(1.0))
+    wanted = predicted(budget) - max(0.0, float(np.log(strain / _AIM))) / power
+    low = min(budget * _STEP, heads.total(1.0))
     high = heads.total(1.0)
     while high > low * 1.01:
         middle = (low * high) ** 0.5
@@ -174,13 +175,13 @@ def _raised(heads: Heads, allocation: Allocation, strains: Sequence[tuple[float,
 
 
 def _front(
-    run: SearchRun, heads: Heads, reference: Reference, chosen: Allocation, spent: float
+    run: SearchRun, heads: Heads, reference: Reference, accepted: Allocation, budget: float
 ) -> tuple[Measured, ...]:
-    """Measure the frontier's points on the first contexts of each task, `chosen` first."""
-    points = {chosen.digest: chosen}
+    """Measure the frontier's points on the first contexts of each task, `accepted` first."""
+    points = {accepted.digest: accepted}
     for factor in _FRONT:
-        if spent * factor > heads.least(chosen.tail):
-            other = heads.at_total(chosen, spent * factor)
+        if budget * factor > heads.least(accepted.tail):
+            other = heads.reallocate(accepted, budget * factor)
             points.setdefault(other.digest, other)
     numbers = []
     counts: dict[str, int] = {}

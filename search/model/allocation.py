@@ -14,49 +14,51 @@ import numpy as np
 from artifacts import HeadwiseError
 from artifacts import Pattern as ArtifactPattern
 from kernels.patterns import LayerPlan, Pattern
-from search.model.config import DEFAULT_BUDGET
 from search.model.costs import Costs
 from search.model.curves import Curves
 from search.model.hulls import spend
 from search.model.rows import Rows, pick, rows_of
+
+# A total has to be so many times what the cheapest candidates cost, for there to be a choice.
+_MARGIN = 1.01
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Allocation:
     """One candidate for each head, and the dense tail that goes with them.
 
-    chosen: (L, H) candidate, -1 in layers without patterns. cost: of all heads together. price:
-    loss that a unit of cost has to save to be spent. weight: (L,) of the layers' losses. kinds:
-    weight of the loss of each kind of prompt."""
+    candidates: (L, H) index in the grid, -1 in layers without patterns. cost: of all heads
+    together. price: loss that a unit of cost has to save to be spent. weight: (L,) of the layers'
+    losses. prompt_weights: of the losses of each kind of prompt."""
 
-    chosen: np.ndarray
+    candidates: np.ndarray
     tail: int
     cost: float
     price: float
     weight: np.ndarray
-    kinds: Mapping[str, float]
+    prompt_weights: Mapping[str, float]
 
     @property
     def digest(self) -> str:
         """Hash of the patterns and the dense tail, in hexadecimal."""
-        content = self.chosen.astype("<i8").tobytes() + str(self.tail).encode()
+        content = self.candidates.astype("<i8").tobytes() + str(self.tail).encode()
         return hashlib.sha256(content).hexdigest()[:32]
 
     def pick(self, values: np.ndarray) -> np.ndarray:
         """(L, H) of (L, H, C): values of the chosen candidates, NaN in layers without patterns."""
-        return pick(values, self.chosen)
+        return pick(values, self.candidates)
 
-    def plans(self, candidates: Sequence[Pattern], num_kv_heads: int) -> dict[int, LayerPlan]:
+    def plans(self, grid: Sequence[Pattern], num_kv_heads: int) -> dict[int, LayerPlan]:
         """The plan of each layer that has patterns."""
         return {
-            layer: LayerPlan([candidates[c] for c in row], num_kv_heads, dense_tail=self.tail)
-            for layer, row in enumerate(self.chosen)
+            layer: LayerPlan([grid[c] for c in row], num_kv_heads, dense_tail=self.tail)
+            for layer, row in enumerate(self.candidates)
             if row[0] >= 0
         }
 
-    def rows(self, candidates: Sequence[Pattern]) -> tuple[Rows, dict[str, ArtifactPattern]]:
+    def rows(self, grid: Sequence[Pattern]) -> tuple[Rows, dict[str, ArtifactPattern]]:
         """An artifact's rows of pattern names, and the patterns by name."""
-        return rows_of(None if row[0] < 0 else [candidates[c] for c in row] for row in self.chosen)
+        return rows_of(None if row[0] < 0 else [grid[c] for c in row] for row in self.candidates)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,11 +72,11 @@ class Heads:
     all_keys: float
 
     @classmethod
-    def of(cls, curves: Mapping[int, Curves], costs: Costs, candidates: Sequence[Pattern]) -> Heads:
+    def of(cls, curves: Mapping[int, Curves], costs: Costs, grid: Sequence[Pattern]) -> Heads:
         """Curves with the costs of their candidates."""
         return cls(
             curves=curves,
-            costs={tail: costs.of(candidates, each.tiles) for tail, each in curves.items()},
+            costs={tail: costs.of(grid, each.tiles) for tail, each in curves.items()},
             all_keys=costs.all_keys(),
         )
 
@@ -101,19 +103,22 @@ class Heads:
         losses = self.curves[allocation.tail].losses()
         return {kind: float(np.nansum(allocation.pick(values))) for kind, values in losses.items()}
 
-    def at_total(self, allocation: Allocation, total: float) -> Allocation:
+    def reallocate(self, allocation: Allocation, total: float) -> Allocation:
         """Spend another total with an allocation's weights and dense tail."""
-        return self.by_model(
-            total, allocation.tail, weight=allocation.weight, kinds=allocation.kinds
+        return self.allocate(
+            total,
+            allocation.tail,
+            weight=allocation.weight,
+            prompt_weights=allocation.prompt_weights,
         )
 
-    def by_model(
+    def allocate(
         self,
         total: float,
         tail: int,
         *,
         weight: np.ndarray | None = None,
-        kinds: Mapping[str, float] | None = None,
+        prompt_weights: Mapping[str, float] | None = None,
     ) -> Allocation:
         """Spend one budget over the model: the least weighted loss for at most `total`.
 
@@ -121,7 +126,7 @@ class Heads:
             total: budget of all heads together.
             tail: the dense tail.
             weight: (L,) of each layer's loss; ones if None.
-            kinds: weight of the loss of each kind of prompt; ones if None.
+            prompt_weights: weight of the loss of each kind of prompt; ones if None.
 
         Raises:
             HeadwiseError: the total is less than all heads' cheapest candidates.
@@ -131,46 +136,43 @@ class Heads:
         if weight is None:
             weight = np.ones(len(costs))
         layers = np.flatnonzero(self.searched)
-        loss = curves.loss(kinds)[layers] * weight[layers, None, None]
+        loss = curves.loss(prompt_weights)[layers] * weight[layers, None, None]
         own = costs[layers]
         spent = spend(loss.reshape(-1, loss.shape[-1]), own.reshape(-1, loss.shape[-1]), total)
         entries = np.array(spent.entries).reshape(loss.shape[:2])
-        chosen = np.full(costs.shape[:2], -1, dtype=np.int64)
-        chosen[layers] = entries
+        candidates = np.full(costs.shape[:2], -1, dtype=np.int64)
+        candidates[layers] = entries
         return Allocation(
-            chosen=chosen,
+            candidates=candidates,
             tail=tail,
             cost=float(np.take_along_axis(own, entries[..., None], axis=-1).sum()),
             price=spent.price,
             weight=weight,
-            kinds=dict(kinds or dict.fromkeys(curves.losses(), 1.0)),
+            prompt_weights=dict(prompt_weights or dict.fromkeys(curves.losses(), 1.0)),
         )
 
 
-def spendable(heads: Heads, budget: float | None, *, length: int) -> tuple[float, str | None]:
-    """The total that may be spent, and the reason where it is more than the default budget.
+def spendable(heads: Heads, share: float, *, asked: bool, length: int) -> tuple[float, str | None]:
+    """The total that may be spent, and the reason where it is more than the share.
 
     Args:
         heads: curves and costs.
-        budget: as a fraction of all of attention; None is the default, or more where not even the
-            cheapest candidates keep to that.
+        share: the budget, as a fraction of all of attention.
+        asked: True if the user named it: it is then refused where the cheapest candidates cost
+            more, and raised otherwise.
         length: of the prompts, for the message.
 
     Raises:
         HeadwiseError: a budget that was asked for is less than the cheapest candidates.
     """
-    if budget is None:
-        share = DEFAULT_BUDGET
-    else:
-        share = budget
     total = heads.total(share)
     least = min(heads.least(tail) for tail in heads.curves)
-    if total > least * 1.01:
+    if total > least * _MARGIN:
         return total, None
     reason = f"the cheapest candidates cost {least / heads.total(1.0):.3f} of all of attention"
-    if budget is not None:
+    if asked:
         raise HeadwiseError(
-            f"--budget {budget:g} is impossible at {length} tokens: {reason}; ask for a good deal "
+            f"--budget {share:g} is impossible at {length} tokens: {reason}; ask for a good deal "
             "more, or a longer --length"
         )
-    return max(1.01 * least, least + share * (heads.total(1.0) - least)), reason
+    return max(_MARGIN * least, least + share * (heads.total(1.0) - least)), reason

@@ -14,7 +14,7 @@ from profiling.memory_use.config import bytes_of
 from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, parse_task
 from search.model.limits import Limits
 
-Unit = Literal["seconds", "flops"]
+CostUnit = Literal["seconds", "flops"]
 DEFAULT_BUDGET = 0.25
 DEFAULT_TRIALS = 1
 # Trials that are known in closed form, before any is drawn.
@@ -79,7 +79,7 @@ class ModelSearch:
         default=None,
         read=_share,
     )
-    cost: Unit = option(
+    cost: CostUnit = option(
         "what is spent, seconds or flops (default seconds)",
         metavar="UNIT",
         default="seconds",

@@ -15,7 +15,7 @@ from kernels.index import TILE, num_rows, num_tiles
 from kernels.patterns import Pattern
 from profiling.speed.cost_table import CostTable
 from search.model.candidates import LAST_Q
-from search.model.config import Unit
+from search.model.config import CostUnit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Costs:
     table: seconds by tiles; None where FLOPs are counted. scale, overhead: the model's own layers
     take `scale` times the table's seconds, and `overhead` seconds more for each head."""
 
-    unit: Unit
+    unit: CostUnit
     length: int
     head_dim: int
     dtype: str

@@ -13,6 +13,8 @@ import numpy as np
 
 # Tokens of text at which the change of a head's loss counts half. Measured on SmolLM2.
 _TOKENS_TO_TRUST = 30_000
+# Part of a loss that its first-order change never takes away.
+_LEAST_LEFT = 1 / 4
 _OF_ALL = ("change", "error", "recall", "tiles")
 
 
@@ -27,40 +29,44 @@ class Curves:
     error: relative L2 of the head's output.
     recall: attention mass kept.
     tiles: 64 x 64 tiles computed.
-    text: of prompts that are text, half the squared first-order change of the loss on their tokens,
-    query by query, in nats a token. By the empirical Fisher information this is the KL to dense
-    attention to second order.
-    drop: the first-order change of that loss itself, nats a token.
-    answer: of prompts that have answers, the same as `text` of the answers' log-odds, for each
-    answer token.
-    tokens: that `drop` is of.
+    text_fisher: of prompts that are text, half the squared first-order change of the loss on their
+    tokens, query by query, in nats a token. By the empirical Fisher information this is the KL to
+    dense attention to second order.
+    answer_fisher: of prompts that have answers, the same of the answers' log-odds, for each answer
+    token.
+    first_order: of prompts that are text, the first-order change of the loss itself, nats a token.
+    text_tokens: that `first_order` is of.
     texts, asked: prompts of either kind whose gradients are known."""
 
     change: np.ndarray
     error: np.ndarray
     recall: np.ndarray
     tiles: np.ndarray
-    text: np.ndarray
-    drop: np.ndarray
-    answer: np.ndarray
-    tokens: int
+    text_fisher: np.ndarray
+    first_order: np.ndarray
+    answer_fisher: np.ndarray
+    text_tokens: int
     texts: int
     asked: int
 
     @classmethod
     def mean(cls, curves: Sequence[Self]) -> Self:
-        """Mean over prompts; of `text`, `drop` and `answer` over the prompts of their kind."""
+        """Mean over prompts; of text's and answers' figures over the prompts of their kind."""
         means = {
             name: np.mean([getattr(each, name) for each in curves], axis=0) for name in _OF_ALL
         }
-        means["text"] = _weighted([each.text for each in curves], [each.texts for each in curves])
-        means["answer"] = _weighted(
-            [each.answer for each in curves], [each.asked for each in curves]
+        means["text_fisher"] = _weighted(
+            [each.text_fisher for each in curves], [each.texts for each in curves]
         )
-        means["drop"] = _weighted([each.drop for each in curves], [each.tokens for each in curves])
+        means["answer_fisher"] = _weighted(
+            [each.answer_fisher for each in curves], [each.asked for each in curves]
+        )
+        means["first_order"] = _weighted(
+            [each.first_order for each in curves], [each.text_tokens for each in curves]
+        )
         counts = {
             name: sum(getattr(each, name) for each in curves)
-            for name in ("tokens", "texts", "asked")
+            for name in ("text_tokens", "texts", "asked")
         }
         return cls(**means, **counts)
 
@@ -81,11 +87,11 @@ class Curves:
         known the one kind is "change"."""
         losses = {}
         if self.texts:
-            both = _geometric(self.change, self.text)
-            trust = self.tokens / (self.tokens + _TOKENS_TO_TRUST)
-            losses["text"] = np.maximum(both + trust * self.drop, both / 4)
+            both = _geometric(self.change, self.text_fisher)
+            trust = self.text_tokens / (self.text_tokens + _TOKENS_TO_TRUST)
+            losses["text"] = np.maximum(both + trust * self.first_order, both * _LEAST_LEFT)
         if self.asked:
-            losses["answer"] = _geometric(self.change, self.answer)
+            losses["answer"] = _geometric(self.change, self.answer_fisher)
         return losses or {"change": self.change}
 
     def loss(self, weights: Mapping[str, float] | None = None) -> np.ndarray:

@@ -28,7 +28,7 @@ def evidence(
     run: SearchRun, accepted: Accepted, costs: Costs, speed: Speed | None, *, command: str
 ) -> Evidence:
     """The evidence of an accepted allocation; without a speed that of tasks alone."""
-    tasks = accepted.chosen.tasks
+    tasks = accepted.measured.tasks
     chosen_on = None
     if accepted.chosen_on:
         chosen_on = prompt_set(CHOSE, accepted.chosen_on)
@@ -88,7 +88,7 @@ def _measurements(
             "again",
             file=sys.stderr,
         )
-    predicted = accepted.chosen.allocation.cost * now
+    predicted = accepted.measured.allocation.cost * now
     yield Measurement(
         value=seconds[CHOSEN], baseline=predicted, baseline_name="predicted", **shared
     )

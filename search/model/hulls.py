@@ -32,7 +32,8 @@ class Spent:
 def spend(losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float) -> Spent:
     """Choose an entry for each part: costs sum to at most `total`, and losses to the least.
 
-    The choice is the best for the total that it uses; the rest is less than one more step.
+    Up to the first step that does not fit, the choice is the best for what it costs. Flatter steps
+    that still fit are then taken, the steepest first, until none is left that fits.
 
     Args:
         losses: (parts, entries), each part's loss with each entry; what is not finite is not taken.

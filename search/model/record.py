@@ -49,8 +49,8 @@ WORTH = 1.05
 class Outcome:
     """The result of a search's phases, before it is timed and written.
 
-    curves: by length and dense tail. total: the budget that could be spent. least: the reason why
-    that is more than was asked for, None where it is not. trials: how many refinement made.
+    curves: by length and dense tail. total: the budget that could be spent. least_reason: why that
+    is more than was asked for, None where it is not. trials: how many refinement made.
     calibration: sequences of the longest length. gradient_fault: why gradients are missing."""
 
     run: SearchRun
@@ -58,16 +58,16 @@ class Outcome:
     costs: Costs
     heads: Heads
     total: float
-    least: str | None
+    least_reason: str | None
     trials: int
     accepted: Accepted
     calibration: Sequence[TokenSequence]
     gradient_fault: str | None
 
     @property
-    def chosen(self) -> Allocation:
+    def allocation(self) -> Allocation:
         """The accepted allocation."""
-        return self.accepted.chosen.allocation
+        return self.accepted.measured.allocation
 
     @property
     def budget(self) -> float:
@@ -77,12 +77,12 @@ class Outcome:
     @property
     def spent(self) -> float:
         """The cost of the accepted allocation, as a fraction of computing everything."""
-        return self.chosen.cost / self.heads.total(1.0)
+        return self.allocation.cost / self.heads.total(1.0)
 
     @property
-    def raised(self) -> str | None:
+    def raise_reason(self) -> str | None:
         """The reason why more was spent than was asked for; None where it was not."""
-        return "; ".join(filter(None, (self.least, self.accepted.fault))) or None
+        return "; ".join(filter(None, (self.least_reason, self.accepted.fault))) or None
 
     def density(self, tail: int) -> np.ndarray:
         """(L, H, C) tiles computed, relative to dense attention's."""
@@ -107,7 +107,7 @@ class Recorded:
     def gain(self) -> float:
         """Speed-up of attention over the fastest dense baseline; in FLOPs, how many times fewer."""
         if self.speed is None:
-            return self.outcome.heads.total(1.0) / self.outcome.chosen.cost
+            return self.outcome.heads.total(1.0) / self.outcome.allocation.cost
         return self.speed.gain
 
     @property
@@ -123,12 +123,12 @@ def build(
 ) -> tuple[Artifact, dict[str, np.ndarray]]:
     """The artifact, still without evidence, and its sidecar's arrays."""
     run = outcome.run
-    chosen = outcome.chosen
-    rows, patterns = chosen.rows(run.patterns)
+    allocation = outcome.allocation
+    rows, patterns = allocation.rows(run.patterns)
     points = _front(outcome, speed)
     point_rows = []
-    for _, allocation in points:
-        layers, named = allocation.rows(run.patterns)
+    for _, other in points:
+        layers, named = other.rows(run.patterns)
         patterns |= named
         point_rows.append(layers)
     table = outcome.costs.table
@@ -137,9 +137,9 @@ def build(
     windows = run.seen.digests
     arrays |= window_arrays(windows)
     growth = fit(
-        {length: curves[chosen.tail] for length, curves in outcome.curves.items()},
+        {length: curves[allocation.tail] for length, curves in outcome.curves.items()},
         run.candidates,
-        chosen.chosen,
+        allocation.candidates,
         run.length,
     )
     measured_on: Literal["held_out", "calibration"] = "calibration"
@@ -155,7 +155,7 @@ def build(
     )
     prefill = Prefill(
         dense_below=_dense_below(config, outcome, speed),
-        dense_tail=chosen.tail,
+        dense_tail=allocation.tail,
         layers=rows,
         growth=growth,
         front=front,
@@ -242,8 +242,8 @@ def _front(outcome: Outcome, speed: Speed | None) -> list[tuple[FrontPoint, Allo
 def _search_info(config: ModelSearch, outcome: Outcome, windows: int) -> SearchInfo:
     """The artifact's section on its search. windows: how many it has seen."""
     run = outcome.run
-    chosen = outcome.chosen
-    curves = outcome.heads.curves[chosen.tail]
+    allocation = outcome.allocation
+    curves = outcome.heads.curves[allocation.tail]
     calibration = Calibration(
         tasks=tuple(dict.fromkeys(sequence.task for sequence in outcome.calibration)),
         lengths=tuple(run.candidates),
@@ -252,10 +252,10 @@ def _search_info(config: ModelSearch, outcome: Outcome, windows: int) -> SearchI
         seen_windows=windows,
     )
     summary = Summary(
-        recall=min(1.0, float(np.nanmean(chosen.pick(curves.recall)))),
-        error=float(np.nanmean(chosen.pick(curves.error))),
-        density=min(1.0, float(np.nanmean(chosen.pick(outcome.density(chosen.tail))))),
-        winners=winners(*chosen.rows(run.patterns)),
+        recall=min(1.0, float(np.nanmean(allocation.pick(curves.recall)))),
+        error=float(np.nanmean(allocation.pick(curves.error))),
+        density=min(1.0, float(np.nanmean(allocation.pick(outcome.density(allocation.tail))))),
+        winners=winners(*allocation.rows(run.patterns)),
     )
     return SearchInfo(
         tool_version=version("headwise"),
@@ -278,19 +278,19 @@ def _search_info(config: ModelSearch, outcome: Outcome, windows: int) -> SearchI
 
 def _score_arrays(outcome: Outcome) -> dict[str, np.ndarray]:
     """Each head's candidate and all scores, (L, H) each; NaN or -1 in layers without patterns."""
-    chosen = outcome.chosen
-    curves = outcome.heads.curves[chosen.tail]
+    allocation = outcome.allocation
+    curves = outcome.heads.curves[allocation.tail]
     measures = {
-        "objective": curves.loss(chosen.kinds),
+        "objective": curves.loss(allocation.prompt_weights),
         "change": curves.change,
         "error": curves.error,
         "recall": curves.recall,
-        "density": outcome.density(chosen.tail),
-        outcome.costs.unit: outcome.heads.costs[chosen.tail],
+        "density": outcome.density(allocation.tail),
+        outcome.costs.unit: outcome.heads.costs[allocation.tail],
     }
     names = [pattern_name(as_artifact_pattern(pattern)) for pattern in outcome.run.patterns]
     return {
-        **score_arrays(chosen.chosen, names, measures),
-        "allocation.weight": chosen.weight.astype(np.float64),
-        "allocation.price": np.full(len(chosen.weight), chosen.price),
+        **score_arrays(allocation.candidates, names, measures),
+        "allocation.weight": allocation.weight.astype(np.float64),
+        "allocation.price": np.full(len(allocation.weight), allocation.price),
     }

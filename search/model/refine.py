@@ -51,14 +51,14 @@ def refine(
     """
     tails = [tail for tail in sorted(heads.curves) if heads.least(tail) < total]
     # By the curves alone: the dense tail that loses least for the budget comes first.
-    by_tail = sorted((heads.by_model(total, tail) for tail in tails), key=heads.predicted)
+    by_tail = sorted((heads.allocate(total, tail) for tail in tails), key=heads.predicted)
     quiet = not run.ranks.is_first
     with phase("refinement", trials, "trials", quiet=quiet) as shown:
         done = _Trials(run, calibration, shown)
         first = done.measure(by_tail[0])
-        kinds = balance(heads, first)
-        if kinds is not None:
-            balanced = heads.by_model(total, first.allocation.tail, kinds=kinds)
+        prompt_weights = balance(heads, first)
+        if prompt_weights is not None:
+            balanced = heads.allocate(total, first.allocation.tail, prompt_weights=prompt_weights)
             if trials == 1:
                 return [Measured(allocation=balanced, tasks=predict(heads, first, balanced))]
             done.measure(balanced)
@@ -155,7 +155,7 @@ def _draw(
     from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    kinds = min(done.measured, key=lambda trial: trial.loss).allocation.kinds
+    prompt_weights = min(done.measured, key=lambda trial: trial.loss).allocation.prompt_weights
     groups = np.array_split(np.flatnonzero(heads.searched), min(_GROUPS, int(heads.searched.sum())))
     space: dict[str, BaseDistribution] = {"dense_tail": CategoricalDistribution(tails)}
     for number in range(len(groups)):
@@ -181,5 +181,7 @@ def _draw(
         weight = np.ones(len(heads.searched))
         for number, layers in enumerate(groups):
             weight[layers] = 2.0 ** drawn.params[f"group_{number}"]
-        allocation = heads.by_model(total, drawn.params["dense_tail"], weight=weight, kinds=kinds)
+        allocation = heads.allocate(
+            total, drawn.params["dense_tail"], weight=weight, prompt_weights=prompt_weights
+        )
         study.tell(drawn, done.measure(allocation).loss)

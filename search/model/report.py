@@ -67,7 +67,7 @@ def headline(config: ModelSearch, recorded: Recorded) -> str:
             f"not worth serving at {length:,} tokens: {_too_little(recorded)}; "
             f"{_advice(config, outcome)}"
         )
-    tasks = outcome.accepted.chosen.tasks
+    tasks = outcome.accepted.measured.tasks
     proof = verdict(tasks)
     if proof.proven:
         return f"{_gain(recorded, length)}; {summary(tasks)}"
@@ -109,7 +109,7 @@ def _advice(config: ModelSearch, outcome: Outcome) -> str:
     """Advice for a gain: a smaller budget or a longer prompt."""
     length = outcome.run.length
     most = outcome.run.model.max_positions
-    if config.budget is not None and outcome.raised is None:
+    if config.budget is not None and outcome.raise_reason is None:
         return "try a smaller --budget"
     if length < most:
         return f"try --length {min(_LONGER * length, most)}"
@@ -122,9 +122,9 @@ def _budget(config: ModelSearch, outcome: Outcome) -> str:
         f"budget   asked {config.share:g}, spent {outcome.spent:.3f} of all of attention in "
         f"{outcome.costs.unit}"
     )
-    if outcome.raised is None:
+    if outcome.raise_reason is None:
         return text
-    return f"{text}: {outcome.raised}"
+    return f"{text}: {outcome.raise_reason}"
 
 
 def _patterns(artifact: Artifact) -> list[str]:
@@ -169,7 +169,7 @@ def _losses(accepted: Accepted) -> list[str]:
         which = "held-out prompts (others raised the budget)"
     else:
         which = "held-out prompts"
-    tasks = accepted.chosen.tasks
+    tasks = accepted.measured.tasks
     return [
         f"{which} against dense attention:",
         *(f"  {line(task)}" for task in (*tasks, *pooled(tasks))),
@@ -189,7 +189,7 @@ def _seconds(config: ModelSearch, outcome: Outcome, speed: Speed) -> list[str]:
     compared = speedup([seconds[CHOSEN]], {name: [taken] for name, taken in dense.items()})
     lines.append(f"attention alone: {sentence(compared)}")
     lines += rows({**dense, HEADWISE: seconds[CHOSEN]})
-    predicted = outcome.chosen.cost * pace(outcome.run, outcome.costs, speed.longest)
+    predicted = outcome.allocation.cost * pace(outcome.run, outcome.costs, speed.longest)
     lines[-1] += f"  (predicted {predicted:.3f} s, {predicted / seconds[CHOSEN] - 1:+.0%})"
     return lines
 

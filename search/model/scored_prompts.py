@@ -120,28 +120,25 @@ def _score(
     for start, stop in sequence.answers:
         answers[start:stop] = True
     values: dict[tuple[int, int], Any] = {}
-    fault: str | None = None
 
     with ResidualStream(loaded.model) as stream:
 
-        def score(layer: LayerGradients, *, gradients: bool = True) -> None:
-            number_of_layer = layer.inputs.layer
+        def score(gradients: LayerGradients, fault: str | None = None) -> None:
+            layer = gradients.inputs.layer
             scores = score_layer(
-                layer,
+                gradients,
                 stream,
                 candidates,
                 length=sequence.context,
                 tails=run.tails,
                 # Every rank draws the same tiles.
-                seed=zlib.crc32(f"{sequence.digest} {number_of_layer}".encode()),
-                gradients=gradients,
+                seed=zlib.crc32(f"{sequence.digest} {layer}".encode()),
+                gradients=fault is None,
                 backend=run.backend,
             )
-            gain = float(stream.gain(number_of_layer))
-            sums = {
-                str(tail): _sums(scores[tail], gain, number_of_layer, loaded) for tail in run.tails
-            }
-            key = (number, number_of_layer)
+            gain = float(stream.gain(layer))
+            sums = {str(tail): _sums(scores[tail], gain, layer, loaded) for tail in run.tails}
+            key = (number, layer)
             values[key] = run.ledger.put(units[key], {"scores": sums, "fault": fault})
             shown.update()
 
@@ -155,19 +152,18 @@ def _score(
             backend=run.backend,
         )
         reference.know(number, passed.log_probs, passed.nll, passed.likeliest)
-        fault = passed.fault
+        fault = passed.fault or "a layer's gradients are missing"
         left = {layer for layer in layers if (number, layer) not in values}
 
         def score_without(inputs: LayerInputs) -> torch.Tensor | None:
             if inputs.layer not in left:
                 return None
             out, lse = dense_attention(inputs, backend=run.backend)
-            layer = LayerGradients(inputs=inputs, out=out, lse=lse, by_out=torch.zeros_like(out))
-            score(layer, gradients=False)
+            by_out = torch.zeros_like(out)
+            score(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=by_out), fault)
             return out
 
         if left:
-            fault = fault or "a layer's gradients are missing"
             capture(loaded.model, ids, score_without)
     return values
 
@@ -201,25 +197,21 @@ def _curves(
             stacked[:, layer] = value["scores"][str(tail)]
         sums = dict(zip(_SUMS, stacked, strict=True))
         fisher = sums["fisher"]
-        text = drop = answer = np.where(np.isnan(fisher), np.nan, 0.0)
+        text_fisher = first_order = answer_fisher = np.where(np.isnan(fisher), np.nan, 0.0)
         if is_text:
-            text = fisher / tokens
-            drop = sums["drop"] / tokens
+            text_fisher = fisher / tokens
+            first_order = sums["first_order"] / tokens
         if is_asked:
-            answer = fisher / max(1, sequence.answer_tokens)
-        if is_text:
-            answered = tokens
-        else:
-            answered = 0
+            answer_fisher = fisher / max(1, sequence.answer_tokens)
         curves[tail] = Curves(
             change=sums["change"] / tokens,
             error=np.sqrt(sums["squared"] / np.maximum(sums["size"], 1e-30)),
             recall=np.minimum(1.0, sums["recall"] / tokens),
             tiles=sums["tiles"],
-            text=text,
-            drop=drop,
-            answer=answer,
-            tokens=answered,
+            text_fisher=text_fisher,
+            first_order=first_order,
+            answer_fisher=answer_fisher,
+            text_tokens=tokens if is_text else 0,
             texts=int(is_text),
             asked=int(is_asked),
         )

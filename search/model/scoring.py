@@ -9,7 +9,7 @@ heads of one launch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from kernels.attention import sparse_attention
-from kernels.index import PAD, TILE, SparseIndex, lists, num_tiles
-from kernels.patterns import KINDS, Inputs, Pattern, largest
+from kernels.index import PAD, TILE, SparseIndex, first_dense, lists, num_tiles
+from kernels.patterns import KINDS, Builder, Inputs, Pattern, largest
 from profiling.inside.capture import LayerInputs
 from profiling.inside.gradients import LayerGradients
 from profiling.inside.head_fidelity import kept_mass
 from profiling.inside.residual import ResidualStream
 from search.model.sampled_tiles import sampled
-
-Builder = Callable[[Sequence[Pattern]], SparseIndex]
 
 # Rows whose tiles are counted for density and cost, evenly spread.
 _COUNTED = 32
@@ -40,14 +38,14 @@ class Scores:
     change: squared change of the head's part of the residual stream, relative to the stream's; each
     query's output is first multiplied by the factor that brings it nearest to dense attention's.
     squared: squared change of its output. size: the output's own squared size. recall: attention
-    mass kept. drop: first-order change of the loss. fisher: half the sum over queries of its
-    square. tiles: 64 x 64 tiles computed, skipped ones by half."""
+    mass kept. first_order: change of the loss to first order. fisher: half the sum over queries of
+    its square. tiles: 64 x 64 tiles computed, skipped ones by half."""
 
     change: np.ndarray
     squared: np.ndarray
     size: np.ndarray
     recall: np.ndarray
-    drop: np.ndarray
+    first_order: np.ndarray
     fisher: np.ndarray
     tiles: np.ndarray
 
@@ -72,7 +70,7 @@ def score_layer(
         length: tokens of the prefill. Later turns attend to everything and are not scored.
         tails: dense tails, in tokens.
         seed: of the tiles that are drawn.
-        gradients: False leaves `drop` and `fisher` 0.
+        gradients: False leaves `first_order` and `fisher` 0.
         backend: as for kernels.attention.sparse_attention.
     """
     whole = layer.inputs
@@ -88,15 +86,15 @@ def score_layer(
     heads = inputs.q.shape[1]
     count = len(candidates)
     # A tail's first tile: rows from there on compute everything.
-    firsts = {tail: (length - tail) // TILE if tail else num_tiles(length) for tail in tails}
-    names = ("change", "squared", "recall", "drop", "fisher", "skipped")
+    firsts = dict(zip(tails, first_dense(tails, length), strict=True))
+    names = ("change", "squared", "recall", "first_order", "fisher", "skipped")
     sums = {tail: {name: np.zeros((heads, count)) for name in names} for tail in tails}
     sizes = np.zeros((heads, 1))
-    seen = dict.fromkeys(tails, 0.0)
+    tiles_seen = dict.fromkeys(tails, 0.0)
     drawn = list(zip(sample.rows.tolist(), sample.weights.tolist(), strict=True))
     for row, weight in drawn:
         for tail, first in firsts.items():
-            seen[tail] += weight * (row + 1) * (row < first)
+            tiles_seen[tail] += weight * (row + 1) * (row < first)
         squares = layer.out[0, :, _span(row, length)].float().square().sum((1, 2))
         sizes += weight * squares.cpu().double().numpy()[:, None]
     dense = [c for c, pattern in enumerate(candidates) if pattern.kind == "dense"]
@@ -108,7 +106,7 @@ def score_layer(
         for row, weight in drawn:
             span = _span(row, length)
             scores = None
-            # The longest rows, where every tail is dense whatever the candidate.
+            # From the last tail's first tile on all is dense: there is nothing to score.
             if row < max(firsts.values()):
                 scores = _row(
                     inputs,
@@ -133,8 +131,10 @@ def score_layer(
     for tail, first in firsts.items():
         sums[tail]["recall"][:, dense] = length
         # Skipped tiles go with a row's length: their fraction of the drawn rows is that of all
-        # before the tail.
-        skipped = sums[tail].pop("skipped") / max(seen[tail], 1.0) * first * (first + 1) / 4
+        # before the tail. Row r has r + 1 tiles, and a skipped one counts half.
+        skipped = (
+            sums[tail].pop("skipped") / max(tiles_seen[tail], 1.0) * first * (first + 1) / 2 / 2
+        )
         by_tail[tail] = Scores(
             **sums[tail],
             size=np.broadcast_to(sizes, (heads, count)),
@@ -256,24 +256,27 @@ def _row(
         backend=backend,
     )
     sparse = out[0].float().unflatten(0, (heads, count))
-    rest = _unscaled(sparse, dense[:, None])
-    change = sparse.sub_(dense[:, None])
+    # Before the difference is taken in place.
+    without_scale = _without_scale(sparse, dense[:, None])
+    difference = sparse.sub_(dense[:, None])
     kept = kept_mass(lse[0].unflatten(0, (heads, count)), dense_lse[:, None], inputs.sinks)
     sums = {
-        "squared": torch.linalg.vector_norm(change, dim=(2, 3)).double().square(),
+        "squared": torch.linalg.vector_norm(difference, dim=(2, 3)).double().square(),
         "recall": kept.sum(-1),
         "skipped": skipped.view(heads, count),
-        "change": stream.by_head(inputs.layer, rest, slice(start, stop)),
+        "change": stream.by_head(inputs.layer, without_scale, slice(start, stop)),
     }
     if by_out is not None:
-        drop = (change * by_out[:, None]).sum(-1).double()
-        sums["drop"] = drop.sum(-1)
-        sums["fisher"] = drop.square().sum(-1) / 2
+        first_order = (difference * by_out[:, None]).sum(-1).double()
+        sums["first_order"] = first_order.sum(-1)
+        sums["fisher"] = first_order.square().sum(-1) / 2
     return {name: values.cpu().double().numpy() for name, values in sums.items()}
 
 
-def _unscaled(sparse: Tensor, dense: Tensor) -> Tensor:
-    """Change of each query's output (..., E) that no factor on the output takes away."""
+def _without_scale(sparse: Tensor, dense: Tensor) -> Tensor:
+    """Difference (..., E) to dense attention after the best factor on each query's output.
+
+    It is c * sparse - dense with c = <sparse, dense> / |sparse|^2."""
     along = (sparse * dense).sum(-1, keepdim=True)
     size = sparse.square().sum(-1, keepdim=True).clamp_min(1e-30)
     return (sparse * (along / size)).sub_(dense)
@@ -285,7 +288,7 @@ def _tail_tiles(indices: Sequence[SparseIndex], tail: int) -> np.ndarray:
         return np.zeros((indices[0].num_heads, len(indices)))
     more = []
     for index in indices:
-        first = max(0, (index.k_len - tail) // TILE)
+        (first,) = first_dense((tail,), index.k_len)
         n = num_tiles(index.k_len)
         causal = n * (n + 1) // 2 - first * (first + 1) // 2
         rows = replace(

@@ -38,7 +38,7 @@ from search.model.search_run import SearchRun
 from search.model.speed import time_attention, time_first_token
 from search.model.timed_costs import time_candidates
 
-# Raised where the same unit of the resume file would have another value.
+# Raised where the resume file would keep another value under the same name.
 _VERSION = 5
 
 
@@ -58,8 +58,6 @@ def run(config: ModelSearch, loaded: LoadedModel | None = None) -> Recorded | No
     if config.picture:
         import_module("matplotlib")
     check_writable(config.out)
-    for task in config.tasks:
-        parse_task(task)
     with ranks() as joined:
         if loaded is None:
             with joined.main_process_first():
@@ -117,24 +115,29 @@ def search_model(
         curves = {}
         gradient_fault = None
         for length in lengths:
-            calibration = run.reference(prompts[length])
-            curves[length], fault = score_prompts(run, length, calibration)
+            # Scoring leaves dense attention's predictions in the reference.
+            reference = run.reference(prompts[length])
+            curves[length], fault = score_prompts(run, length, reference)
             gradient_fault = gradient_fault or fault
+        # Lengths ascend: what follows is for the longest prompts.
+        calibration = reference
+        by_tail = curves[run.length]
         if gradient_fault and ranks.is_first:
             _report_fault(gradient_fault)
-        longest = curves[run.length]
 
         # Costs: counted, or timed on the layers of a real prompt.
         if config.cost == "flops":
             costs = Costs.flops(model, length=run.length, dtype=run.dtype)
         else:
             costs = time_candidates(
-                run, calibration.sequences[0], longest, config.share, command=config.command
+                run, calibration.sequences[0], by_tail, config.share, command=config.command
             )
 
         # Allocation: the budget, and what the heads can spend it on.
-        heads = Heads.of(longest, costs, run.patterns)
-        total, reason = spendable(heads, config.budget, length=run.length)
+        heads = Heads.of(by_tail, costs, run.patterns)
+        total, reason = spendable(
+            heads, config.share, asked=config.budget is not None, length=run.length
+        )
 
         # Refinement: ways to spend the budget, on the calibration prompts.
         trials = refine(
@@ -158,7 +161,7 @@ def search_model(
             costs=costs,
             heads=heads,
             total=total,
-            least=reason,
+            least_reason=reason,
             trials=len(trials),
             accepted=accepted,
             calibration=calibration.sequences,

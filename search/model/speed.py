@@ -98,7 +98,7 @@ def time_attention(run: SearchRun, accepted: Accepted) -> Speed:
     """Time attention by the accepted allocation and densely, on the whole prompt and shorter."""
     sequence = accepted.reported_on[0]
     tokens = sequence.context
-    plans = {CHOSEN: run.plans(accepted.chosen.allocation)}
+    plans = {CHOSEN: run.plans(accepted.measured.allocation)}
     searched = {
         length for length in run.candidates if _SHORTEST <= length < min(tokens, run.length)
     }
@@ -187,7 +187,7 @@ def _unit(run: SearchRun, accepted: Accepted, name: str, depends: Mapping[str, A
     with all_threads():
         machine = environment(run.device)
     about = {
-        "allocation": accepted.chosen.allocation.digest,
+        "allocation": accepted.measured.allocation.digest,
         "sequence": accepted.reported_on[0].digest,
         "machine": machine,
     }

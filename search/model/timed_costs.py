@@ -120,7 +120,7 @@ def _mixed_allocations(heads: Heads, share: float) -> list[Allocation]:
     tail = min(heads.curves)
     least = heads.least(tail) * (1 + 1e-9)
     totals = [max(heads.total(share * factor), least) for factor in _SHARES]
-    return [heads.by_model(total, tail) for total in totals]
+    return [heads.allocate(total, tail) for total in totals]
 
 
 def _table(

@@ -12,8 +12,7 @@ import torch
 
 from artifacts import HeadwiseError
 from kernels.index import TILE, num_tiles, with_dense_tail
-from kernels.patterns import LayerPlan, Pattern, make
-from search.model.scoring import Builder
+from kernels.patterns import Builder, LayerPlan, Pattern, make
 
 SPACE: tuple[Pattern, ...] = (
     make("a_shape", sink=1024, window=4096),

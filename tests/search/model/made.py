@@ -56,11 +56,11 @@ def curves_of(change: np.ndarray, **changes: Any) -> Curves:
         "error": change,
         "recall": zero,
         "tiles": zero,
-        "text": zero,
-        "drop": zero,
-        "answer": zero,
+        "text_fisher": zero,
+        "first_order": zero,
+        "answer_fisher": zero,
     }
-    return Curves(change=change, **known | {"tokens": 0, "texts": 0, "asked": 0} | changes)
+    return Curves(change=change, **known | {"text_tokens": 0, "texts": 0, "asked": 0} | changes)
 
 
 def heads_of(
@@ -80,7 +80,9 @@ def heads_of(
         text, answer = (change * rng.lognormal(sigma=0.5, size=shape) for _ in range(2))
         for values in (cost, change, error, text, answer):
             values[1] = np.nan
-        curves[tail] = curves_of(change, error=error, text=text, answer=answer, texts=1, asked=1)
+        curves[tail] = curves_of(
+            change, error=error, text_fisher=text, answer_fisher=answer, texts=1, asked=1
+        )
         costs[tail] = cost
     return Heads(curves=curves, costs=costs, all_keys=float(np.nanmax([*costs.values()])))
 

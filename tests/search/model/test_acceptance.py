@@ -59,7 +59,7 @@ def passed(factors: Mapping[str, float], limit: float) -> Passed:
     """Run the gate where each set loses so many times what the curves predict."""
     heads = drawn()
     run = FormulaRun(lambda prompts, one, numbers: losses(heads, one, factors[prompts.name]))
-    best = heads.by_model(heads.total(0.15), 64)
+    best = heads.allocate(heads.total(0.15), 64)
     calibrated = Measured(allocation=best, tasks=losses(heads, best, factors["calibration"]))
     held_out = iter([Prompts(name) for name in factors if name != "calibration"])
     accepted = gate(
@@ -77,13 +77,13 @@ def passed(factors: Mapping[str, float], limit: float) -> Passed:
 def just_above() -> float:
     """A limit a little above the best allocation's predicted loss."""
     heads = drawn()
-    return 1.05 * heads.predicted(heads.by_model(heads.total(0.15), 64))
+    return 1.05 * heads.predicted(heads.allocate(heads.total(0.15), 64))
 
 
 def test_what_passes_at_once_is_reported_on_the_first_held_out_set() -> None:
     result = passed({"calibration": 1.0, "first": 1.1, "second": 1.0}, 100.0)
     accepted = result.accepted
-    assert accepted.chosen.allocation.digest == result.best.digest
+    assert accepted.measured.allocation.digest == result.best.digest
     assert accepted.fault is None and accepted.chosen_on == []
     assert accepted.held_out and {name for name, _, _ in result.measured} == {"first"}
     # By task, the one with few sequences first. Then half and twice the budget, each on the first
@@ -95,7 +95,7 @@ def test_what_passes_at_once_is_reported_on_the_first_held_out_set() -> None:
     assert {point.allocation.tail for point in accepted.points} == {64}
     for point in accepted.points:
         assert point.tasks == losses(result.heads, point.allocation, 1.1)
-    assert accepted.chosen.tasks == 2 * accepted.points[0].tasks
+    assert accepted.measured.tasks == 2 * accepted.points[0].tasks
 
 
 def test_a_set_that_fails_says_how_much_more_and_another_reports() -> None:
@@ -109,16 +109,16 @@ def test_a_set_that_fails_says_how_much_more_and_another_reports() -> None:
     assert others == ["second"]
     assert accepted.chosen_on == [Sequence("prose", "first")]
     assert len(accepted.reported_on) == 5 and accepted.held_out
-    assert accepted.chosen.allocation.cost == judged[-1][1] > result.best.cost
+    assert accepted.measured.allocation.cost == judged[-1][1] > result.best.cost
     # One step comes to what is aimed at: little less than the limit.
-    assert 0.5 < 1.5 * result.heads.predicted(accepted.chosen.allocation) / limit <= 0.91
+    assert 0.5 < 1.5 * result.heads.predicted(accepted.measured.allocation) / limit <= 0.91
 
 
 def test_calibration_prompts_raise_it_first_and_no_held_out_set_is_spent_on_that() -> None:
     result = passed({"calibration": 1.0, "first": 0.5}, just_above() * 0.7 / 1.05)
     accepted = result.accepted
     assert result.measured[0][0] == "first" and accepted.chosen_on == []
-    assert accepted.chosen.allocation.cost > result.best.cost
+    assert accepted.measured.allocation.cost > result.best.cost
     assert (accepted.fault or "").startswith("any: KL to dense attention is ")
 
 
@@ -155,7 +155,7 @@ def test_all_answers_together_fail_where_each_task_passes() -> None:
     assert all(Limits().fault([task]) is None for task in lost.values())
     run = FormulaRun(lambda prompts, one, numbers: [lost[prompts.sequences[numbers[0]].task]])
     heads = drawn()
-    best = Measured(allocation=heads.by_model(heads.total(0.15), 64), tasks=(lost["facts"],))
+    best = Measured(allocation=heads.allocate(heads.total(0.15), 64), tasks=(lost["facts"],))
     sets = cast(Any, iter([Prompts("first")]))
     with pytest.raises(Finding, match=r"all answers: accuracy falls from 1\.00 to 0\.85 of 80"):
         gate(cast(Any, run), heads, Limits(), heads.total(0.15), best, sets)

@@ -38,9 +38,9 @@ def test_one_budget_is_spent_best(seed: int, weights: tuple[float, ...]) -> None
     every = combinations(heads, loss)
     price = float(np.random.default_rng(seed).exponential())
     total, _, choice = min(every, key=lambda one: one[1] + price * one[0])
-    found = heads.by_model(total, TAIL, weight=weight, kinds=kinds)
-    assert found.chosen[1].tolist() == [-1, -1]
-    np.testing.assert_array_equal(found.chosen[SEARCHED], choice)
+    found = heads.allocate(total, TAIL, weight=weight, prompt_weights=kinds)
+    assert found.candidates[1].tolist() == [-1, -1]
+    np.testing.assert_array_equal(found.candidates[SEARCHED], choice)
     assert found.cost == pytest.approx(total)
     best = min(value for cost, value, _ in every if cost <= total * (1 + 1e-9))
     assert np.nansum(found.pick(loss)) == pytest.approx(best)
@@ -48,10 +48,10 @@ def test_one_budget_is_spent_best(seed: int, weights: tuple[float, ...]) -> None
 
 def test_a_digest_tells_what_is_served() -> None:
     heads = heads_of(0, tails=(0, 64))
-    some = heads.by_model(3.0, TAIL)
-    heavier = heads.by_model(3.0, TAIL, weight=2 * np.ones(LAYERS))
+    some = heads.allocate(3.0, TAIL)
+    heavier = heads.allocate(3.0, TAIL, weight=2 * np.ones(LAYERS))
     assert some.digest == heavier.digest and len(some.digest) == 32
-    assert len({some.digest, replace(some, tail=0).digest, heads.by_model(100.0, TAIL).digest}) == 3
+    assert len({some.digest, replace(some, tail=0).digest, heads.allocate(100.0, TAIL).digest}) == 3
 
 
 def test_rows_and_plans_name_patterns_and_leave_layers_out() -> None:
@@ -61,7 +61,7 @@ def test_rows_and_plans_name_patterns_and_leave_layers_out() -> None:
         make("dense"),
         make("dense"),
     )
-    found = heads_of(0).by_model(100, TAIL)
+    found = heads_of(0).allocate(100, TAIL)
     rows, patterns = found.rows(candidates)
     assert rows[1] is None and rows[0] is not None and rows[2] is not None
     assert set(rows[0] + rows[2]) == set(patterns)

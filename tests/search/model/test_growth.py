@@ -36,9 +36,16 @@ def curves_of(
     spread = np.exp(noise * rng.normal(size=(LAYERS, HEADS, len(candidates))))
     found = np.broadcast_to(values, spread.shape) * spread
     zero = np.zeros_like(found)
-    squared = {"text": zero, "drop": zero, "answer": zero}
+    squared = {"text_fisher": zero, "first_order": zero, "answer_fisher": zero}
     return Curves(
-        change=found, error=found, recall=found, tiles=found, **squared, tokens=0, texts=0, asked=0
+        change=found,
+        error=found,
+        recall=found,
+        tiles=found,
+        **squared,
+        text_tokens=0,
+        texts=0,
+        asked=0,
     )
 
 

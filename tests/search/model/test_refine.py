@@ -63,7 +63,7 @@ def refined(
 
 def test_kinds_are_balanced_by_the_ratio_of_a_run_to_the_curves() -> None:
     known = heads()
-    allocation = known.by_model(TOTAL, 64)
+    allocation = known.allocate(TOTAL, 64)
     losses = predicted(known, allocation)
     tasks = (
         task("prose", 2 * losses["text"]),
@@ -86,7 +86,7 @@ def test_one_kind_has_nothing_to_balance() -> None:
     known = replace(
         known, curves={tail: replace(each, asked=0) for tail, each in known.curves.items()}
     )
-    trial = Measured(allocation=known.by_model(TOTAL, 64), tasks=(task("prose", 1.0),))
+    trial = Measured(allocation=known.allocate(TOTAL, 64), tasks=(task("prose", 1.0),))
     assert balance(known, trial) is None
 
 
@@ -101,12 +101,12 @@ def test_closed_form_trials_come_first_and_the_best_is_first() -> None:
     assert [trial.loss for trial in trials] == sorted(trial.loss for trial in trials)
     assert all(trial.allocation.cost <= total * (1 + 1e-9) for trial in trials)
     # The curves' own allocation, of the dense tail that loses least by them; then the balanced one.
-    by_tail = {tail: known.by_model(total, tail) for tail in TAILS}
+    by_tail = {tail: known.allocate(total, tail) for tail in TAILS}
     lost = {tail: known.predicted(allocation) for tail, allocation in by_tail.items()}
     curves, balanced = (allocation for _, allocation, _ in run.measured[:2])
     assert curves.digest == by_tail[min(lost, key=lambda tail: lost[tail])].digest
-    assert curves.kinds == {"text": 1.0, "answer": 1.0}
-    assert balanced.kinds == pytest.approx({"text": 0.5, "answer": 2.0})
+    assert curves.prompt_weights == {"text": 1.0, "answer": 1.0}
+    assert balanced.prompt_weights == pytest.approx({"text": 0.5, "answer": 2.0})
 
 
 def test_one_run_balances_and_predicts_the_losses_of_that() -> None:

@@ -75,7 +75,7 @@ def direct(
     by_out = layer.by_out[0, :, :length].double()
     weight = model.model.layers[whole.layer].self_attn.o_proj.weight.double()
     sizes = stream._sizes[whole.layer][:length].double()
-    names = ("change", "squared", "size", "recall", "drop", "fisher", "tiles")
+    names = ("change", "squared", "size", "recall", "first_order", "fisher", "tiles")
     candidates = with_a_threshold(length)
     found = {name: np.empty((heads, len(candidates))) for name in names}
     for c, pattern in enumerate(candidates):
@@ -102,7 +102,7 @@ def direct(
         found["squared"][:, c] = change.square().sum((1, 2))
         found["size"][:, c] = dense.square().sum((1, 2))
         found["recall"][:, c] = (kept - every).exp().sum(-1)
-        found["drop"][:, c] = lost.sum(-1)
+        found["first_order"][:, c] = lost.sum(-1)
         found["fisher"][:, c] = lost.square().sum(-1) / 2
         found["tiles"][:, c] = index.computed_tiles()[0] - skipped[0] / 2
     return found
@@ -151,7 +151,7 @@ def test_without_gradients_only_what_needs_them_is_missing(model: Any, every_til
             score_layer(layer, stream, CANDIDATES, length=200, tails=TAILS, seed=0, gradients=g)[0]
             for g in (True, False)
         )
-        assert not none.drop.any() and not none.fisher.any() and one.fisher.any()
+        assert not none.first_order.any() and not none.fisher.any() and one.fisher.any()
         for name in ("change", "squared", "size", "recall", "tiles"):
             np.testing.assert_array_equal(getattr(none, name), getattr(one, name))
 
@@ -162,7 +162,7 @@ def test_estimates_are_unbiased_and_the_same_for_a_seed(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     length = 700
-    names = ("change", "squared", "recall", "drop", "fisher")
+    names = ("change", "squared", "recall", "first_order", "fisher")
 
     def scored(layer: LayerGradients, stream: ResidualStream, seed: int) -> Scores:
         return score_layer(
