@@ -20,6 +20,7 @@ from profiling.quality.sequences import TokenSequence
 from profiling.speed.cost_table import Cost, CostTable
 from profiling.speed.layer_times import ANCHOR, Timed, Timings, all_threads, spread, time_layers
 from search.model.allocation import Allocation, Heads
+from search.model.candidates import LAST_Q
 from search.model.costs import Costs
 from search.model.curves import Curves
 from search.model.search_run import SearchRun
@@ -80,35 +81,38 @@ def _time(
     """
     model = run.model
     ids = sequence.ids[: sequence.context]
+    # Operations choose what to time: seconds are not known yet.
     flops = Costs.flops(model, length=run.length, dtype=run.dtype)
     mixed = _mixed_allocations(Heads.of(curves, flops, run.patterns), share)
-    kinds = {repr(pattern): pattern for pattern in _some_of_each_kind(run.patterns)}
-    one_kind = {
+    patterns = {repr(pattern): pattern for pattern in _some_of_each_kind(run.patterns)}
+    plans_of_one = {
         key: dict.fromkeys(run.layers, LayerPlan([pattern] * model.num_heads, model.num_kv_heads))
-        for key, pattern in kinds.items()
+        for key, pattern in patterns.items()
     }
-    tiles: dict[str, list[float]] = {key: [] for key in kinds}
+    tiles: dict[str, list[float]] = {key: [] for key in patterns}
 
     def count(inputs: LayerInputs) -> None:
-        for key, plans in one_kind.items():
+        for key, plans in plans_of_one.items():
             index = plans[inputs.layer].build(inputs.q, inputs.k, scale=inputs.scale)
             tiles[key].append(float(worked_tiles(inputs, index, backend=run.backend).sum()))
 
-    plans = {str(at): run.plans(allocation) for at, allocation in enumerate(mixed)} | one_kind
+    # The first, of the budget that was asked for, serves the pass on whose inputs all are timed.
+    plans = {str(at): run.plans(allocation) for at, allocation in enumerate(mixed)} | plans_of_one
     timed = Timed(tokens=len(ids), plans=plans, layers=_LAYERS)
     with phase("timing candidates", 1, "passes") as shown:
         (timings,) = time_layers(
             run.loaded, ids, [timed], run.layers, look=count, backend=run.backend
         )
         shown.update()
-    table = _table(run, len(ids), timings, kinds, tiles, command)
+    table = _table(run, len(ids), timings, patterns, tiles, command)
     by_table = Costs.measured(table, model, length=run.length, dtype=run.dtype)
     heads = Heads.of(curves, by_table, run.patterns)
-    # Of the layers that are timed: an allocation gives each layer another share.
-    each = len(run.layers) / len(timings.layers)
+    # Summed over the timed layers, to each of which an allocation gives another share, and scaled
+    # to all.
+    to_all_layers = len(run.layers) / len(timings.layers)
     layers = list(timings.layers)
     costs = [mix.pick(heads.costs[mix.tail])[layers].sum() for mix in mixed]
-    predicted = [each * float(cost) for cost in costs]
+    predicted = [to_all_layers * float(cost) for cost in costs]
     seconds = [timings.seconds[str(at)] for at in range(len(mixed))]
     scale, overhead = line_through(predicted, seconds)
     fit = [scale, overhead / (len(run.layers) * model.num_heads)]
@@ -127,11 +131,11 @@ def _table(
     run: SearchRun,
     length: int,
     timings: Timings,
-    kinds: Mapping[str, Pattern],
+    patterns: Mapping[str, Pattern],
     tiles: Mapping[str, Sequence[float]],
     command: str,
 ) -> CostTable:
-    """The cost table of kinds of patterns by the tiles that they compute."""
+    """The cost table of the kinds of these patterns, by the tiles that they compute."""
     versions = environment(str(run.loaded.model.device))
     device = versions.pop("device")
     causal = num_tiles(length) * (num_tiles(length) + 1) / 2
@@ -154,7 +158,7 @@ def _table(
             build_seconds=0.0,
             dense_seconds=timings.seconds[ANCHOR] / layers,
         )
-        for key, pattern in kinds.items()
+        for key, pattern in patterns.items()
     ]
     return CostTable(
         device=device,
@@ -187,10 +191,13 @@ def line_through(predicted: Sequence[float], measured: Sequence[float]) -> tuple
 
 
 def _some_of_each_kind(candidates: Sequence[Pattern]) -> list[Pattern]:
-    """Some candidates of each kind, small and large."""
+    """Some candidates of each kind, small and large.
+
+    Those of more queries are left out: Costs adds their estimates to the times of the others."""
     kinds: dict[str, list[Pattern]] = {}
     for pattern in candidates:
-        if getattr(pattern, "coverage", None) is None:
+        broad = getattr(pattern, "last_q", LAST_Q) > LAST_Q
+        if getattr(pattern, "coverage", None) is None and not broad:
             kinds.setdefault(pattern.kind, []).append(pattern)
     kinds.setdefault("dense", [make("dense")])
     chosen = []

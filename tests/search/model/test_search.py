@@ -350,6 +350,8 @@ def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
     kinds = {name.partition("(")[0] for name in costs[0][1]}
     patterns = {"AShape", "VerticalSlash", "BlockSparse", "SkipSoftmax", "Dense"}
     assert kinds == {"0", "1", "2", ANCHOR} | patterns
+    # More queries' estimates are added to these times, so none that looks at more is among them.
+    assert not any("last_q=256" in name for name in costs[0][1])
     assert [names for _, names, _ in chosen[:2]] == [["chosen", ANCHOR, SDPA]] * 2
     assert [tokens for tokens, _, _ in chosen] == [LENGTH, LENGTH // 2] * 3
     # One turn is not counted where each length is timed first.
