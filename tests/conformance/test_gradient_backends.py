@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels.gradient import attention_gradients, cpu, reference
 from kernels.gradient.dense import DenseAttention, dense_attention
+from tests.conformance.attention_cases import Case, last, square
 from tests.conformance.tensors import laid_out
 from tests.conformance.test_kernel_backends import ENGINES, skip_without, threads
 from tests.kernels.conftest import one_thread, poisoned_memory
@@ -22,35 +23,16 @@ from tests.kernels.conftest import one_thread, poisoned_memory
 __all__ = ["one_thread", "poisoned_memory"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    q_len: int
-    k_len: int
-    batch: int = 1
-    heads: int = 3
-    kv_heads: int = 1
-    head_dim: int = 64
-    v_dim: int = 64
-    scale: float = 0.2
-    softcap: float | None = None
-    window: int | None = None
-    layout: str = "contiguous"
-
-    @property
-    def how(self) -> dict[str, Any]:
-        return {"scale": self.scale, "softcap": self.softcap, "window": self.window}
+def how(case: Case) -> dict[str, Any]:
+    return {"scale": case.scale, "softcap": case.softcap, "window": case.window}
 
 
-def square(length: int, **more: Any) -> Case:
-    return Case(q_len=length, k_len=length, **more)
-
-
-CASES = {
+_PLAIN = {
     **{f"length {n}": square(n) for n in (1, 63, 65, 1000)},
     **{f"{h} heads on {g}": square(257, heads=h, kv_heads=g) for h, g in ((7, 7), (9, 3))},
     "batch 2": square(200, batch=2, heads=6, kv_heads=2),
-    **{f"{q} of {k}": Case(q_len=q, k_len=k) for q, k in ((1, 65), (37, 1000), (129, 301))},
-    "520 of 1300": Case(q_len=520, k_len=1300, heads=2),
+    **{f"{q} of {k}": last(q, k) for q, k in ((1, 65), (37, 1000), (129, 301))},
+    "520 of 1300": last(520, 1300, heads=2),
     **{f"D {d}": square(200, head_dim=d, v_dim=d) for d in (80, 128, 256)},
     **{
         f"D {d}, E {e}": square(200, head_dim=d, v_dim=e)
@@ -59,11 +41,12 @@ CASES = {
     "soft-cap 2": square(300, softcap=2.0),
     **{f"window {n}": square(300, window=n) for n in (1, 64, 65)},
     **{f"window {n}": square(700, heads=1, window=n) for n in (513, 2000)},
-    "window 100, soft-cap, 130 of 700": Case(q_len=130, k_len=700, window=100, softcap=20.0),
+    "window 100, soft-cap, 130 of 700": last(130, 700, window=100, softcap=20.0),
     "transposed": square(300, batch=2, heads=6, kv_heads=2, layout="transposed"),
     "strided": square(300, batch=2, heads=6, kv_heads=2, layout="strided"),
     "expanded": square(300, batch=2, heads=6, kv_heads=2, layout="expanded"),
 }
+CASES = {name: replace(case, scale=0.2) for name, case in _PLAIN.items()}
 SERVERS = [
     (dtype, server)
     for dtype, engines in ENGINES.items()
@@ -122,11 +105,11 @@ def gradients(
     """Gradients of a backend's engine, "cpu dot", or of the reference."""
     engine = skip_without(server, cpu.attention.engines(dtype))
     tensors, _ = problem(case, dtype)
-    how = {**case.how, "skip_below": skip_below}
+    rest = {**how(case), "skip_below": skip_below}
     if not engine:
-        return attention_gradients(*tensors, **how, backend=server)
+        return attention_gradients(*tensors, **rest, backend=server)
     with threads(number):
-        return cpu.attention_gradients(*tensors, **how, engine=engine)
+        return cpu.attention_gradients(*tensors, **rest, engine=engine)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -143,7 +126,7 @@ def test_the_forward_that_the_reference_has_is_attention():
     for name in ("batch 2", "D 192, E 128", "window 100, soft-cap, 130 of 700", "strided"):
         case = CASES[name]
         (q, k, v, out, lse, _), _ = problem(case, torch.float32)
-        found, found_lse = reference.dense_attention(q, k, v, **case.how)
+        found, found_lse = reference.dense_attention(q, k, v, **how(case))
         torch.testing.assert_close(found, out, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found_lse, lse, atol=1e-5, rtol=1e-5)
 
@@ -159,7 +142,7 @@ def test_blocks_of_the_reference_do_not_show(name, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "server"), [pair for pair in SERVERS if pair[1] != "reference"])
 def test_same_bits_again_and_for_any_number_of_threads(dtype, server):
-    case = square(300, batch=2, heads=6, kv_heads=2)
+    case = square(300, batch=2, heads=6, kv_heads=2, scale=0.2)
     first, *others = (gradients(case, dtype, server, number=number) for number in (1, 2, 3))
     for other in others:
         assert all(torch.equal(*pair) for pair in zip(first, other, strict=True))
@@ -223,7 +206,7 @@ def _by_hand(
 def test_dense_attention_is_differentiable(dtype, name):
     (q, k, v, right_out, _, grad_out), right = problem(CASES[name], dtype)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = dense_attention(*leaves, **CASES[name].how)
+    out = dense_attention(*leaves, **how(CASES[name]))
     assert out.dtype == dtype
     torch.testing.assert_close(out.float(), right_out.float(), atol=TOLERANCES[dtype][0], rtol=2e-2)
     check(torch.autograd.grad(out, leaves, grad_out), right, TOLERANCES[dtype])

@@ -331,5 +331,10 @@ def test_logits_of_any_size_give_what_the_reference_gives(op, dtype, factor):
 
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("name", builder_cases.PAGED)
-def test_pages_give_what_a_tensor_gives(name):
+@pytest.mark.parametrize("cut", [False, True])
+def test_pages_give_what_a_tensor_gives(name, cut, monkeypatch):
+    """Read whole, and cut up: keys 128 at a time, little memory for scratch."""
+    if cut:
+        monkeypatch.setattr("kernels.patterns.paged._AT_ONCE", 128)
+        monkeypatch.setattr("kernels.patterns.block_sparse._SCRATCH_BYTES", {"cpu": 1})
     assert not any(builder_cases.differences(builder_cases.PAGED[name], HOST).values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from kernels.decode import cpu as decode
 from kernels.decode import decode_attention
 from kernels.decode import triton as decode_triton
 from kernels.patterns.dense import dense_index
-from kernels.triton_calls import KernelCall
 from tests.kernels.recording import recorded
 
 
@@ -66,29 +64,23 @@ def test_what_a_device_reports_is_no_build_that_failed(error):
     assert not isinstance(raised.value, CannotBuildError) and failure("here") is None
 
 
-class Builds:
-    """Launches that do nothing, but fail to build where `fails` says so of what is compiled in."""
-
-    def __init__(self, fails: Callable[[dict[str, Any]], bool]) -> None:
-        self.fails = fails
-        self.tried = []
-
-    def __call__(self, call: KernelCall) -> None:
-        if how := call.constants.get("H"):
-            self.tried.append(how)
-        if self.fails(call.constants):
-            raise RuntimeError("out of resource: shared memory")
-
-
 @pytest.fixture
 def builds():
-    """builds(fails): attention is Triton's on the CPU, its builds fail so."""
+    """builds(fails) -> attention kernels that were tried: Triton serves on the CPU, its launches do
+    nothing, and fail to build where `fails` says so of what is compiled in."""
     with recorded(), pytest.MonkeyPatch.context() as patch:
 
         def builds(fails):
-            made = Builds(fails)
-            patch.setattr(triton_calls, "_run", made)
-            return made
+            tried = []
+
+            def run(call):
+                if how := call.constants.get("H"):
+                    tried.append(how)
+                if fails(call.constants):
+                    raise RuntimeError("out of resource: shared memory")
+
+            patch.setattr(triton_calls, "_run", run)
+            return tried
 
         yield builds
 
@@ -101,13 +93,13 @@ def attend(**how: Any) -> torch.Tensor:
 
 
 def test_a_variant_that_fails_takes_no_other_with_it(builds):
-    made = builds(lambda constants: "H" in constants and constants["H"].window)
+    tried = builds(lambda constants: "H" in constants and constants["H"].window)
     for _ in range(2):
         # Another backend serves these, each time; and Triton the others, which nobody computes
         # here.
         torch.testing.assert_close(attend(window=5), attend(window=5, backend="reference"))
         attend()
-    assert [how.window for how in made.tried] == [True, False, False]
+    assert [how.window for how in tried] == [True, False, False]
     x = torch.ones(1, 2, 70, 16)
     assert triton.supports(x, x, x) is None
     with pytest.raises(
@@ -139,12 +131,12 @@ def test_sums_of_a_prompt_that_do_not_build_are_another_backend_s(builds):
 
 
 def test_where_the_least_fails_nothing_is_tried_again(builds):
-    made = builds(lambda constants: "H" in constants)
+    tried = builds(lambda constants: "H" in constants)
     for window in (None, 5):
         torch.testing.assert_close(
             attend(window=window), attend(window=window, backend="reference")
         )
     x = torch.ones(1, 2, 70, 16)
-    assert len(made.tried) == 1 and "failed to build" in str(triton.supports(x, x, x))
+    assert len(tried) == 1 and "failed to build" in str(triton.supports(x, x, x))
     # Of another head dim it may build.
     assert triton.supports(x[..., :8], x[..., :8], x[..., :8]) is None

@@ -32,6 +32,8 @@ def problem(q_len: int, k_len: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 PATTERNS = [*LAYER, *LAYER[:2]]
+A_SHAPE = make("a_shape", sink=1, window=1)
+STATIC = make("static", columns=(1, 2), diagonals=(3,))
 
 
 @pytest.mark.parametrize(
@@ -54,8 +56,7 @@ def test_sizes_at_a_length(k_len, vertical, slash, blocks, window):
     assert GROWTH.grown(make("a_shape", sink=64, window=101), k_len) == make(
         "a_shape", sink=64, window=window
     )
-    static = make("static", columns=(1, 2), diagonals=(3,))
-    assert GROWTH.grown(static, k_len) is static
+    assert GROWTH.grown(STATIC, k_len) is STATIC
 
 
 def test_a_layer_is_built_with_the_sizes_of_its_keys():
@@ -101,34 +102,20 @@ def test_lengths_of_the_same_tiles_share_a_plan_and_few_are_remembered(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("length", "sizes", "message"),
+    ("pattern", "length", "sizes", "message"),
     [
-        (64, {"blocks": 1.0}, "no size 'blocks'; it has: sink, window"),
-        (0, {"sink": 1.0}, "length must be at least 1, got 0"),
-        (64, {"sink": 1.5}, "a_shape's sink must be from 0 to 1, got 1.5"),
-        (64, {"sink": float("nan")}, "from 0 to 1, got nan"),
+        (A_SHAPE, 64, {"blocks": 1.0}, "no size 'blocks'; it has: sink, window"),
+        (A_SHAPE, 0, {"sink": 1.0}, "length must be at least 1, got 0"),
+        (A_SHAPE, 64, {"sink": 1.5}, "a_shape's sink must be from 0 to 1, got 1.5"),
+        (A_SHAPE, 64, {"sink": float("nan")}, "from 0 to 1, got nan"),
+        # Only sizes grow.
+        (STATIC, 64, {"columns": 1.0}, "no size 'columns'; it has: none"),
+        (make("block_sparse", blocks=1), 64, {"coverage": 1.0}, "has no size 'coverage'; it has: "),
     ],
 )
-def test_growth_that_cannot_be(length, sizes, message):
+def test_growth_that_cannot_be(pattern, length, sizes, message):
     with pytest.raises(ValueError, match=message):
-        growth = Growth(length=length, powers={"a_shape": sizes})
-        LayerPlan([make("a_shape", sink=1, window=1)], 1, growth=growth)
-
-
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        ("columns", "no size 'columns'; it has: none"),
-        ("coverage", "has no size 'coverage'; it has: "),
-    ],
-)
-def test_only_sizes_grow(field, message):
-    pattern = make("static", columns=(1,), diagonals=(0,))
-    if field == "coverage":
-        pattern = make("block_sparse", blocks=1)
-    growth = Growth(length=64, powers={pattern.kind: {field: 1.0}})
-    with pytest.raises(ValueError, match=message):
-        LayerPlan([pattern], 1, growth=growth)
+        LayerPlan([pattern], 1, growth=Growth(length=length, powers={pattern.kind: sizes}))
 
 
 def test_every_kind_of_the_layer_grows_where_it_can():
