@@ -6,7 +6,7 @@ head dim."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
@@ -23,9 +23,14 @@ from kernels.patterns.last_queries import estimate
 from kernels.patterns.paged import Paged
 from kernels.triton_calls import run_calls
 from tests.conformance import tensors
+from tests.conformance.tensors import difference
 
 # Of masses of up to 1: the sums have another order.
 ERROR = 1e-5
+
+
+def largest(found: Tensor, expected: Tensor) -> float:
+    return float(difference(found, expected).max())
 
 
 @contextmanager
@@ -88,8 +93,8 @@ ESTIMATES = {
 }
 
 
-def estimate_error(case: Estimate, device: torch.device) -> tuple[float, float]:
-    """Largest absolute errors of both masses against torch's of the same inputs in fp32."""
+def estimate_error(case: Estimate, device: torch.device) -> float:
+    """The largest absolute error of both masses against torch's of the same inputs in fp32."""
     torch.manual_seed(0)
     q, k = (
         torch.randn(case.batch, heads, length, case.head_dim, device=device).to(case.dtype)
@@ -101,11 +106,7 @@ def estimate_error(case: Estimate, device: torch.device) -> tuple[float, float]:
     with no_native_code():
         found = estimate(q, k, case.heads, case.last_q, **how)
         expected = estimate(q.float(), k.float(), case.heads, case.last_q, **how)
-    errors = [
-        float((a - b).abs().nan_to_num(nan=float("inf")).max())
-        for a, b in zip(found, expected, strict=True)
-    ]
-    return errors[0], errors[1]
+    return max(largest(*pair) for pair in zip(found, expected, strict=True))
 
 
 # Shape of what is pooled (B, H, length, D), the heads asked for, and positions that the first tile
@@ -119,15 +120,15 @@ MEANS = {
 }
 
 
-def means_error(name: str, device: torch.device) -> tuple[float, float]:
+def means_error(case: tuple[Sequence[int], Sequence[int], int], device: torch.device) -> float:
     """The largest absolute error of means against torch's of the same inputs in fp32."""
-    shape, heads, lead = MEANS[name]
+    shape, heads, lead = case
     torch.manual_seed(0)
     x = torch.randn(shape, device=device).half()
     with no_native_code():
         found, expected = (mean_of_tiles(each, heads, lead=lead) for each in (x, x.float()))
     assert triton.serves(x) and found.shape == expected.shape
-    return float((found - expected).abs().max().nan_to_num(nan=float("inf"))), 0.0
+    return largest(found, expected)
 
 
 # Shape of the scores (B, h, ..., n), how many each head takes, how many are forced. Several
@@ -142,15 +143,15 @@ CHOICES = {
 }
 
 
-def choice_error(name: str, device: torch.device) -> tuple[float, float]:
-    """Places that differ from torch's stable choice, among ties and -inf; and those with NaN."""
-    shape, sizes, forced = CHOICES[name]
+def choice_error(case: tuple[Sequence[int], Sequence[int], int], device: torch.device) -> float:
+    """Places that differ from torch's stable choice, among ties and -inf, and those with NaN."""
+    shape, sizes, forced = case
     torch.manual_seed(0)
     # Adding 0 makes 0 of -0.
     scores = (torch.randn(shape) * 4).round() / 4 + 0
     scores[torch.rand(shape) < 0.3] = float("-inf")
     how = {"coverage": [None] * len(sizes), "forced": forced}
-    differing, wild = 0, 0
+    wrong = 0
     for ragged in (False, True) if shape[0] > 1 else (False,):
         ends, counts = torch.tensor(
             [[shape[-1], 3, 0, shape[-1] - 1, 5000], [5000, 2, 9, 0, 65]], dtype=torch.int32
@@ -163,17 +164,10 @@ def choice_error(name: str, device: torch.device) -> tuple[float, float]:
             taken = best_places(poisoned.to(device), sizes, **how, **there).cpu()
             with mock.patch("kernels.patterns.triton.chooses", return_value=False):
                 expected = best_places(scores, sizes, **how, **each)
-        differing += int((found != expected).sum())
-        wild += _wild(taken, poisoned)
-    return float(differing), float(wild)
-
-
-def _wild(taken: Tensor, poisoned: Tensor) -> int:
-    """Places taken that hold NaN or are none."""
-    wild = (taken != PAD) & poisoned.gather(
-        -1, taken.clamp(max=poisoned.shape[-1] - 1).long()
-    ).isnan()
-    return int((wild | (taken < 0)).sum())
+        at = taken.clamp(max=shape[-1] - 1).long()
+        wild = (taken < 0) | (taken != PAD) & poisoned.gather(-1, at).isnan()
+        wrong += int((found != expected).sum() + wild.sum())
+    return wrong
 
 
 # By number alone, which a GPU chooses in one launch, and all that reads keys.
@@ -282,14 +276,13 @@ def differences(case: Build, device: torch.device) -> dict[str, int]:
     return found
 
 
-def paged_error(name: str, device: torch.device) -> tuple[float, float]:
+def paged_error(case: Build, device: torch.device) -> float:
     """Numbers of masses and means, and entries of an index, that dense keys do not give."""
     with no_native_code():
-        found = differences(PAGED[name], device)
+        found = differences(case, device)
         # Torch would have served in its place, unnoticed.
         assert triton.serves(torch.empty(1, dtype=torch.float16, device=device))
-    read = sum(abs(found.pop(part)) for part in ("vertical", "slash", "means"))
-    return float(read), float(sum(map(abs, found.values())))
+    return sum(map(abs, found.values()))
 
 
 # Means of 16 positions and the masses of tiles by them: queries, keys, window and head dim.
@@ -306,9 +299,9 @@ POOLS = {
 }
 
 
-def pools_error(name: str, device: torch.device) -> tuple[float, float]:
-    """The largest absolute errors of both against torch's of the same inputs."""
-    q_len, k_len, window, dim = POOLS[name]
+def pools_error(case: tuple[int, int, int | None, int], device: torch.device) -> float:
+    """The largest absolute error of both against torch's of the same inputs."""
+    q_len, k_len, window, dim = case
     torch.manual_seed(q_len + k_len)
     q = torch.randn(2, 4, q_len, dim).to(device).half()
     k = torch.randn(2, 2, k_len, dim).to(device).half()
@@ -330,15 +323,12 @@ def pools_error(name: str, device: torch.device) -> tuple[float, float]:
         assert triton.serves(q) and triton.weighs(found[0])
         with mock.patch("kernels.patterns.triton._built", return_value=False):
             expected = made()
-    *means, masses = (
-        (one - other).abs().nan_to_num(nan=float("inf"))
-        for one, other in zip(found, expected, strict=True)
-    )
+    *means, masses = (difference(*pair) for pair in zip(found, expected, strict=True))
     at = torch.arange(first, num_tiles(k_len), device=device)[:, None]
     tile = torch.arange(tiles.start, tiles.stop, device=device)
     # Of others no mass is written, nor in the column before them.
     seen = (tile <= at) & (tile >= at - reach)
-    return max(float(error.max()) for error in means), float(masses[..., 1:][..., seen].max())
+    return max(float(x.max()) for x in (*means, masses[..., 1:][..., seen]))
 
 
 # Tables of the attention kernel, one query tile at a time.
@@ -356,9 +346,9 @@ def _padded(rows: list[list[int]]) -> torch.Tensor:
     return torch.tensor([[row + [PAD] * (width - len(row)) for row in rows]], dtype=torch.int32)
 
 
-def tables_error(name: str, device: torch.device) -> tuple[float, float]:
+def tables_error(case: tuple[int, int | None], device: torch.device) -> float:
     """Entries of the walk, and counts of columns, that are wrong."""
-    rows, window = TABLES[name]
+    rows, window = case
     n = num_tiles(LENGTH)
     index = SparseIndex(
         q_len=LENGTH,
@@ -372,7 +362,7 @@ def tables_error(name: str, device: torch.device) -> tuple[float, float]:
     run_calls([call], device, "tables")
     width, reach = call.arguments["walk_width"], index.reach
     made = call.arguments["tables"].cpu()[0].split([4 * width, 6 * (n + 1), n + 1], dim=-1)
-    wrong, miscounted = 0, 0
+    wrong = 0
     for walk, counts, held, diagonals, columns in zip(*made, DIAGONALS, COLUMNS, strict=True):
         seen = [d for d in diagonals if d <= reach]
         wrong += held.nonzero().flatten().tolist() != seen
@@ -394,21 +384,22 @@ def tables_error(name: str, device: torch.device) -> tuple[float, float]:
                 both = {d for d in seen if rows == 1 or d + 1 - 2 * half in seen}
                 expected = [(e, uncut and e + half in both) for e, uncut in entries]
                 wrong += sorted(found.get(half, [])) != expected
-            miscounted += counted[4][at] != sum(c // 64 <= at - unbroken for c in columns)
-            miscounted += counted[5][at] != sum(c // 64 < at - reach for c in columns)
-    return float(wrong), float(miscounted)
+            wrong += counted[4][at] != sum(c // 64 <= at - unbroken for c in columns)
+            wrong += counted[5][at] != sum(c // 64 < at - reach for c in columns)
+    return wrong
 
 
-def error(name: str, device: torch.device) -> tuple[float, float]:
-    """Both errors of Triton's kernels in a case of any sort."""
-    if name in ESTIMATES:
-        return estimate_error(ESTIMATES[name], device)
-    if name in MEANS:
-        return means_error(name, device)
-    if name in CHOICES:
-        return choice_error(name, device)
-    if name in PAGED:
-        return paged_error(name, device)
-    if name in POOLS:
-        return pools_error(name, device)
-    return tables_error(name, device)
+SORTS = (
+    (ESTIMATES, estimate_error),
+    (MEANS, means_error),
+    (CHOICES, choice_error),
+    (PAGED, paged_error),
+    (POOLS, pools_error),
+    (TABLES, tables_error),
+)
+
+
+def error(name: str, device: torch.device) -> float:
+    """The error of Triton's kernels in a case of any sort; what is counted must be 0."""
+    ((case, of_sort),) = ((cases[name], of_sort) for cases, of_sort in SORTS if name in cases)
+    return of_sort(case, device)
