@@ -9,7 +9,6 @@ import io
 import json
 import pickle
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,14 +42,25 @@ KEY = "sparse_attention_config"
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "max_positions": 8192}
 
 
-def layers(artifact: Artifact) -> str:
-    """Layers that filter, those that stay dense, and tokens chosen."""
-    omnikv = artifact.decode.omnikv
-    return f"{omnikv.filter_layers} {omnikv.dense_layers} {omnikv.budget}"
+# What an import of each format is told.
+OPTIONS = {
+    "minference": {"config": MODEL},
+    "sparse_attention_config": {"config": MODEL},
+    "duo_attention": {"config": MODEL},
+    "modelopt": SHAPE | {"layers": 3},
+    "kvzip": SHAPE | {"sparsity": 0.5},
+    "index_topk_pattern": SHAPE,
+    "sparse_vllm": SHAPE | {"layers": 6},
+    "kascade": SHAPE,
+}
 
 
-def rows(artifact: Artifact) -> str:
-    """The pattern of each head, or the policy of each KV head."""
+def chosen(artifact: Artifact) -> str:
+    """The pattern of each head or policy of each KV head; layers that filter or stay dense, and
+    tokens chosen."""
+    if artifact.decode is not None:
+        omnikv = artifact.decode.omnikv
+        return f"{omnikv.filter_layers} {omnikv.dense_layers} {omnikv.budget}"
     section = artifact.prefill if artifact.kv_cache is None else artifact.kv_cache
     return " / ".join(" ".join(row) for row in section.layers)
 
@@ -65,27 +75,30 @@ class Case:
     format: str
     name: str
     data: bytes
-    options: dict[str, Any]
-    read: Callable[[Artifact], str]
     expected: str
     there: str
     back: str
+    options: dict[str, Any] | None = None
     comes_back: bool = True
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return OPTIONS[self.format] if self.options is None else self.options
 
     def __str__(self) -> str:
         return f"{self.format}-{self.name}-{len(self.data)}"
 
 
-def of_file(format: str, name: str, *args: Any, **more: Any) -> Case:
+def of_file(format: str, name: str, *outcomes: str, **more: Any) -> Case:
     file = FILES / name
-    return Case(format, file.name, file.read_bytes(), *args, **more)
+    return Case(format, file.name, file.read_bytes(), *outcomes, **more)
 
 
 def index_pattern(config: dict[str, Any], expected: str, there: str, back: str) -> Case:
     """A config.json, which names layers in one of several ways and comes back in all of them."""
     data = json.dumps({"index_topk": 1024, **config}).encode()
-    args = ("config.json", data, SHAPE, layers, expected, there, back, False)
-    return Case("index_topk_pattern", *args)
+    outcomes = (expected, there, back)
+    return Case("index_topk_pattern", "config.json", data, *outcomes, comes_back=False)
 
 
 def kvzip(dtype: torch.dtype) -> Case:
@@ -96,8 +109,7 @@ def kvzip(dtype: torch.dtype) -> Case:
     kept = "stream_128_256 full / stream_128_256 stream_128_256 / full stream_128_256"
     there = "2 of 6 KV heads: 0 chooses otherwise, 0 same, 4 chooses otherwise"
     back = "2 of 6 KV heads: 0 same, 4 keeps less"
-    options = {**SHAPE, "sparsity": 0.5}
-    return Case("kvzip", name, stream.getvalue(), options, rows, kept, there, back)
+    return Case("kvzip", name, stream.getvalue(), kept, there, back)
 
 
 def npy(table: Any) -> bytes:
@@ -106,13 +118,10 @@ def npy(table: Any) -> bytes:
     return stream.getvalue()
 
 
-WITH_MODEL = {"config": MODEL}
 CASES = [
     of_file(
         "minference",
         "head_patterns.json",
-        WITH_MODEL,
-        rows,
         "vs_1000_6096 a_128_1024 bs_100 vs_30_800 / "
         "vs_1000_6096 vs_3500_100 a_128_1024 vs_4096_4096_c90",
         "7 of 8 heads: 0 same, 1 computes more",
@@ -121,8 +130,6 @@ CASES = [
     of_file(
         "minference",
         "error_counts.json",
-        WITH_MODEL,
-        rows,
         " / ".join(["vs_30_800 vs_100_800 vs_170_800 vs_240_800"] * 2),
         "6 of 8 heads: 0 same, 2 computes more",
         "8 of 8 heads: ",
@@ -131,8 +138,6 @@ CASES = [
     of_file(
         "minference",
         "short.json",
-        WITH_MODEL,
-        rows,
         "a_64_512 vs_1000_6096 vs_1000_6096 a_64_512 / " + " ".join(["vs_1000_6096"] * 4),
         "2 of 8 heads: 0 same, 6 filled in",
         "8 of 8 heads: ",
@@ -142,19 +147,16 @@ CASES = [
     of_file(
         "minference",
         "pattern.json",
-        {"head_dim": 64},
-        rows,
         "vs_64_64 vs_500_700 / vs_1000_6096 vs_1000_6096 / a_128_1024 bs_100",
         "3 of 6 heads: 0 same, 1 chooses otherwise, 2 filled in",
         "6 of 6 heads: ",
+        options={"head_dim": 64},
         comes_back=False,
     ),
     # vLLM and SGLang read the same list in their own way: 30 columns as 130.
     of_file(
         "sparse_attention_config",
         "sparse_attention_config.json",
-        WITH_MODEL,
-        rows,
         " / ".join(["vs_1000_6096_q32 vs_130_800_q32 vs_3048_8144_q32 vs_100_800_q32"] * 2),
         "8 of 8 heads: 2 same",
         "8 of 8 heads: 0 same",
@@ -163,18 +165,15 @@ CASES = [
     of_file(
         "modelopt",
         "modelopt/config.json",
-        SHAPE,
-        rows,
         " / ".join([" ".join([name] * 4) for name in ("dense", "skip_182.135", "skip_182.135")]),
         "4 of 12 heads: 8 chooses otherwise, 8 not carried over",
         "12 of 12 heads: ",
+        options=SHAPE,
     ),
     # In decode a token sees recent_size tokens and itself.
     of_file(
         "duo_attention",
         "full_attention_heads.tsv",
-        WITH_MODEL,
-        rows,
         "full stream_64_193 / stream_64_193 full",
         "2 of 4 KV heads: 0 same, 2 keeps less",
         "2 of 4 KV heads: 0 same, 2 computes more",
@@ -212,8 +211,6 @@ CASES = [
     of_file(
         "sparse_vllm",
         "omnikv.json",
-        {**SHAPE, "layers": 6},
-        layers,
         "(0, 3) (2,) 2048",
         "3 of 6 layers: 0 not carried over, 3 keeps less",
         "6 of 6 layers: ",
@@ -222,19 +219,16 @@ CASES = [
     of_file(
         "sparse_vllm",
         "selected_full_layers.json",
-        SHAPE,
-        layers,
         "(0, 3) () 512",
         "5 of 5 layers: ",
         "5 of 5 layers: ",
+        options=SHAPE,
     ),
     # Layer 0 alone does the same on both sides.
     Case(
         "kascade",
         "Toy-1B_layers_0_2.npy",
         npy([[0, 1]] * 4),
-        SHAPE,
-        layers,
         "(0, 2) () 0.1",
         "2 of 8 heads: 0 keeps less, 2 computes more, 4 chooses otherwise",
         "2 of 8 heads: 0 same, 2 keeps less, 4 chooses otherwise",
@@ -264,7 +258,7 @@ def imported(folder: Path, case: Case, **options: Any) -> dict[str, Any]:
     (folder / case.name).write_bytes(case.data)
     if case.format == "duo_attention":
         (folder / "config.json").write_bytes((FILES / "config.json").read_bytes())
-    given = {"source": case.format, **case.options, **options}
+    given = {"source": case.format, **case.told, **options}
     return convert(folder / case.name, folder / "cfg.yaml", **given)
 
 
@@ -285,7 +279,7 @@ def test_every_format_is_here_and_files_are_known_by_their_names():
 def test_import(case, tmp_path):
     report = imported(tmp_path, case)
     artifact = load(tmp_path / "cfg.yaml")
-    assert case.read(artifact) == case.expected
+    assert chosen(artifact) == case.expected
     assert outcome(report) == case.there
     assert artifact.search is None and artifact.model.weights_sha256 is None
     valid = validate.run(validate.Config(file=tmp_path / "cfg.yaml", level="error"))
@@ -310,8 +304,8 @@ def test_round_trip(case, tmp_path):
         "head_dim": model.head_dim,
         "max_positions": model.max_positions,
     }
-    convert(back, tmp_path / "again.yaml", source=case.format, **shape | case.options)
-    assert case.read(load(tmp_path / "again.yaml")) == case.expected
+    convert(back, tmp_path / "again.yaml", source=case.format, **shape | case.told)
+    assert chosen(load(tmp_path / "again.yaml")) == case.expected
 
 
 @pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if format.patterns])
@@ -507,8 +501,8 @@ def test_every_form_of_a_scale_factor_is_read_and_decode_is_said(
     if target is not None:
         given["target_sparsity"] = target
     (tmp_path / "x.json").write_text(json.dumps(given))
-    options = {"source": "modelopt", "layers": 3, **SHAPE}
-    report = convert(tmp_path / "x.json", tmp_path / "cfg.yaml", **options)
+    options = OPTIONS["modelopt"]
+    report = convert(tmp_path / "x.json", tmp_path / "cfg.yaml", source="modelopt", **options)
     (pattern,) = load(tmp_path / "cfg.yaml").patterns.values()
     assert pattern == SkipSoftmax(scale_factor=prefill)
     dropped = [note["what"] for note in report["notes"] if note["effect"] == "not carried over"]
@@ -524,8 +518,8 @@ def test_every_form_of_a_scale_factor_is_read_and_decode_is_said(
 )
 def test_modelopt_without_thresholds_or_as_it_once_was(given, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({KEY: given}))
-    options = {"source": "modelopt", "layers": 3, **SHAPE}
-    convert(tmp_path / "config.json", tmp_path / "cfg.yaml", **options)
+    options = OPTIONS["modelopt"]
+    convert(tmp_path / "config.json", tmp_path / "cfg.yaml", source="modelopt", **options)
     assert mean_density(load(tmp_path / "cfg.yaml"), 8192) == pytest.approx(0.5, abs=0.02)
 
 
@@ -554,13 +548,6 @@ def test_sections_of_two_tools_are_merged_and_both_files_come_back(tmp_path):
     assert report["exact"] < report["heads"]
 
 
-OPTIONS = {
-    "minference": {"config": MODEL},
-    "duo_attention": {"config": MODEL},
-    "index_topk_pattern": SHAPE,
-    "sparse_vllm": SHAPE | {"layers": 6},
-    "modelopt": SHAPE | {"layers": 3},
-}
 REFUSED = [
     [cell.strip() for cell in row.split("|", 2)]
     for row in (FILES.parent / "refused_files.txt").read_text().splitlines()
@@ -576,20 +563,6 @@ LARGE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("format", "text", "says"),
-    [*REFUSED, *LARGE],
-    ids=[f"{format}-{says[-40:]}" for format, _, says in (*REFUSED, *LARGE)],
-)
-def test_files_that_are_refused(format, text, says, tmp_path):
-    file = tmp_path / ("bad.tsv" if format == "duo_attention" else "bad.json")
-    file.write_text(text.replace("\\t", "\t").replace("\\n", "\n"))
-    with pytest.raises(ArtifactError) as caught:
-        convert(file, tmp_path / "cfg.yaml", source=format, **OPTIONS[format])
-    assert str(caught.value).startswith(f"{file}: ") and says in str(caught.value)
-    assert list(tmp_path.iterdir()) == [file]
-
-
 class Evil:
     """A pickle that would call a function."""
 
@@ -597,7 +570,7 @@ class Evil:
         return print, ("called",)
 
 
-def tensor_file(value: Any) -> bytes:
+def pt(value: Any) -> bytes:
     """A .pt file of a value, of bytes the archive of a file that holds them."""
     stream = io.BytesIO()
     if isinstance(value, bytes):
@@ -608,37 +581,65 @@ def tensor_file(value: Any) -> bytes:
     return stream.getvalue()
 
 
+LAYER_0 = "M_layers_0.npy"
 NO_TENSOR = "is no .pt file of one tensor"
+MAPS = [
+    ("kascade", "map.npy", npy([[0, 1]]), "the name must say the anchors"),
+    ("kascade", "M_layers_1.npy", npy([[0, 1], [0, 1]]), "0 among them, got 1"),
+    ("kascade", "M_layers_0_5.npy", npy([[0, 1], [0, 1]]), "layers from 0 to 1"),
+    (
+        "kascade",
+        "M_layers_0.npy",
+        npy([[0, 2], [0, 1]]),
+        "must hold KV heads from 0 to 1, got 0 to 2",
+    ),
+    ("kascade", LAYER_0, npy([0, 1]), "must be int32 of shape"),
+    ("kascade", LAYER_0, npy([[0, 1]])[:-1], "bytes for 2 heads of 4 each"),
+    ("kascade", LAYER_0, b"nonsense", "is no .npy file"),
+    ("kvzip", "x.pt", b"nonsense", NO_TENSOR),
+    ("kvzip", "x.pt", pt(torch.zeros(3)), "must be of shape"),
+    (
+        "kvzip",
+        "x.pt",
+        pt(torch.full((2, 2), 2.0)),
+        "must hold scores from 0 to 1, got 2 to 2",
+    ),
+    ("kvzip", "x.pt", pt(torch.full((2, 2), torch.nan)), "must hold scores from 0 to 1"),
+    (
+        "kvzip",
+        "x.pt",
+        pt(torch.zeros(2, 2, dtype=torch.int64)),
+        "of floating-point numbers",
+    ),
+    ("kvzip", "x.pt", pt({"a": torch.zeros(2)}), NO_TENSOR),
+    ("kvzip", "x.pt", pt(torch.zeros(1).expand(2**30, 2**30)), "must be of shape"),
+    ("kvzip", "x.pt", pt(torch.zeros(2, 2).to_sparse()), NO_TENSOR),
+    ("kvzip", "x.pt", pt(pickle.dumps(Evil())), NO_TENSOR),
+    ("kvzip", "x.pt", pt(bytes(2**23)), "unpacks to 8388608 bytes"),
+]
+TEXTS = [
+    (
+        format,
+        "bad.tsv" if format == "duo_attention" else "bad.json",
+        text.replace("\\t", "\t").replace("\\n", "\n").encode(),
+        says,
+    )
+    for format, text, says in (*REFUSED, *LARGE)
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "says"),
-    [
-        ("map.npy", npy([[0, 1]]), "the name must say the anchors"),
-        ("M_layers_1.npy", npy([[0, 1], [0, 1]]), "0 among them, got 1"),
-        ("M_layers_0_5.npy", npy([[0, 1], [0, 1]]), "layers from 0 to 1"),
-        ("M_layers_0.npy", npy([[0, 2], [0, 1]]), "must hold KV heads from 0 to 1, got 0 to 2"),
-        ("M_layers_0.npy", npy([0, 1]), "must be int32 of shape"),
-        ("M_layers_0.npy", npy([[0, 1]])[:-1], "bytes for 2 heads of 4 each"),
-        ("M_layers_0.npy", b"nonsense", "is no .npy file"),
-        ("x.pt", b"nonsense", NO_TENSOR),
-        ("x.pt", tensor_file(torch.zeros(3)), "must be of shape"),
-        ("x.pt", tensor_file(torch.full((2, 2), 2.0)), "must hold scores from 0 to 1, got 2 to 2"),
-        ("x.pt", tensor_file(torch.full((2, 2), torch.nan)), "must hold scores from 0 to 1"),
-        ("x.pt", tensor_file(torch.zeros(2, 2, dtype=torch.int64)), "of floating-point numbers"),
-        ("x.pt", tensor_file({"a": torch.zeros(2)}), NO_TENSOR),
-        ("x.pt", tensor_file(torch.zeros(1).expand(2**30, 2**30)), "must be of shape"),
-        ("x.pt", tensor_file(torch.zeros(2, 2).to_sparse()), NO_TENSOR),
-        ("x.pt", tensor_file(pickle.dumps(Evil())), NO_TENSOR),
-        ("x.pt", tensor_file(bytes(2**23)), "unpacks to 8388608 bytes"),
-    ],
-    ids=range(17),
+    ("format", "name", "data", "says"),
+    [*TEXTS, *MAPS],
+    ids=[f"{format}-{says[-40:]}" for format, _, _, says in (*TEXTS, *MAPS)],
 )
-def test_maps_and_tensors_that_are_refused(name, data, says, tmp_path, capsys):
-    (tmp_path / name).write_bytes(data)
+def test_files_that_are_refused(format, name, data, says, tmp_path, capsys):
+    file = tmp_path / name
+    file.write_bytes(data)
     with pytest.raises(ArtifactError) as caught:
-        convert(tmp_path / name, tmp_path / "cfg.yaml", **SHAPE)
-    assert says in str(caught.value) and capsys.readouterr().out == ""
+        convert(file, tmp_path / "cfg.yaml", source=format, **OPTIONS[format])
+    assert str(caught.value).startswith(f"{file}: ") and says in str(caught.value)
+    assert list(tmp_path.iterdir()) == [file] and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
