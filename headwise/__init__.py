@@ -6,8 +6,8 @@
     with headwise.load("cfg.yaml").apply(model) as handle:
         model.generate(**inputs)
 
-Importing it and loading an artifact import neither torch nor transformers; search, gate and
-evaluate import what their commands do when they are called.
+Importing this package or loading an artifact imports neither torch nor transformers; search, gate
+and evaluate import them when called.
 """
 
 from typing import TYPE_CHECKING, Any

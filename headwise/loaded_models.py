@@ -1,6 +1,6 @@
-"""Search, gate and evaluation of a model that is loaded: the commands' work without a name.
+"""Search, gate and evaluate a model object, as the commands do for a model's name.
 
-What the commands import is imported by the call."""
+What a command imports is imported by the call."""
 
 from __future__ import annotations
 

@@ -60,9 +60,9 @@ class Ledger:
 
         Args:
             out: the file that the command writes; the ledger is `OUT.COMMAND.ledger` beside it.
-            command: a word. settings: JSON that every unit depends on. A run with others would use
-            nothing of what is there, which
-                is a mistake more often than not.
+            command: a word.
+            settings: JSON that every unit depends on. A run with others would use nothing of what
+                is there, which is a mistake more often than not.
             fresh: discard what is there.
             ranks: of this launch; one if None.
 
@@ -150,12 +150,14 @@ class Ledger:
         """Compute the values of all jobs, in order, in every rank; missing ones are dealt to ranks.
 
         Args:
-            units: the same in every rank. work: finds the value of one. costs: how long each takes,
-            in any unit; all the same if None. needs: for each what a rank makes for it first, as
-            costly as itself, and then has; nothing if None. has: what this rank has of that. done:
-            called with how many of all units are done: those from before, then after each of this
-            rank with as
-                many of the others', and at the end with all.
+            units: the same in every rank.
+            work: finds the value of one.
+            costs: how long each takes, in any unit; all the same if None.
+            needs: for each what a rank makes for it first, as costly as itself, and then has;
+                nothing if None.
+            has: what this rank has of that.
+            done: called with how many of all units are done: those from before, then after each of
+                this rank with as many of the others', and at the end with all.
         """
         held: dict[str, Any] = {
             unit.key: found for unit in units if (found := self.get(unit)) is not None

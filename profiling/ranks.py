@@ -76,9 +76,11 @@ class Ranks:
         """Choose this rank's jobs: each, the longest first, goes where it ends first.
 
         Args:
-            units: the same in every rank. costs: of each, in any unit; all the same if None. needs:
-            for each what a rank makes for it first, as costly as itself, and then has; nothing if
-            None. has: what each rank has of that.
+            units: the same in every rank.
+            costs: of each, in any unit; all the same if None.
+            needs: for each what a rank makes for it first, as costly as itself, and then has;
+                nothing if None.
+            has: what each rank has of that.
         """
         if costs is None:
             costs = [1.0] * len(units)

@@ -60,9 +60,8 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
 
     Raises:
         HeadwiseError: not a transformers model; no layer of it goes through the attention
-        interface, or one that does
-            chooses keys itself, so that no pattern can; two modules claim the same layer; the model
-            is sharded.
+            interface, or one that does chooses keys itself, so that no pattern can; two modules
+            claim the same layer; the model is sharded.
     """
     from transformers import PreTrainedModel
 

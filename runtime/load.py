@@ -29,9 +29,9 @@ def load(
     target_recall: float | None = None,
     verify: str | PathLike[str] | bytes | None = None,
 ) -> Headwise:
-    """Load an artifact, ready to be applied; with a target, the point of its front that meets it.
+    """Load an artifact; with a target, the point of its front that meets it.
 
-    One that its gate has not proven is loaded with a warning, once.
+    Warns once if the gate has not proven it.
 
     Args:
         path: the YAML file.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from artifacts import HeadwiseError
 from profiling.inside.dense import LayerMask, blockwise_attention
-from runtime.attention.dense import dense_attention as best_dense
+from runtime.attention.dense import fastest_dense
 from runtime.layers import attention_layers, text_config
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def dense_output(inputs: LayerInputs, mask: LayerMask | None) -> Tensor:
     k = inputs.k
     v = inputs.v
     if mask is None and inputs.sinks is None and not torch.is_grad_enabled():
-        return best_dense(q, k, v, scale=inputs.scale, softcap=inputs.softcap)
+        return fastest_dense(q, k, v, scale=inputs.scale, softcap=inputs.softcap)
     return blockwise_attention(
         q, k, v, scale=inputs.scale, softcap=inputs.softcap, sinks=inputs.sinks, mask=mask
     )

@@ -30,7 +30,7 @@ from profiling.inside.capture import (
     layer_mask,
     masks_of,
 )
-from profiling.inside.head_fidelity import dense_attention
+from profiling.inside.head_fidelity import dense_of_layer
 from runtime.layers import text_config
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ class LayerGradients:
 class DensePass:
     """Predictions of the model on the tokens.
 
-    nll: (S - 1,) fp32 -log p of each token but the first; likeliest: (S - 1,) the likeliest in its
-    place. Where some
-        tokens are marked as an answer's, of these and of those after the positions that are kept.
-    log_probs: (P, V) fp16 at the positions that were asked for. gradients: whether layers were
-    visited on the way back; if not, `fault` says why.
+    nll: (S - 1,) fp32 -log p of each token but the first.
+    likeliest: (S - 1,) the likeliest in its place. Where some tokens are marked as an answer's,
+        both are of these and of those after the positions that are kept.
+    log_probs: (P, V) fp16 at the positions that were asked for.
+    gradients: whether layers were visited on the way back; if not, `fault` says why.
     """
 
     nll: Tensor
@@ -100,10 +100,13 @@ def gradient_pass(
 
     Args:
         model: any transformers causal model that profiling.inside.capture serves. It is left as it
-        was. input_ids: (1, S) on the model's device, without padding. answers: (S,) bool, which
-        tokens are an answer's; all False for a text. visit: may do anything but write to the
-        tensors. wanted: whether a layer is visited, from what it attends with; what this raises
-        ends the pass. keep: (P,) positions whose predictions of the next token are returned.
+            was.
+        input_ids: (1, S) on the model's device, without padding.
+        answers: (S,) bool, which tokens are an answer's; all False for a text.
+        visit: may do anything but write to the tensors.
+        wanted: whether a layer is visited, from what it attends with; what this raises ends the
+            pass.
+        keep: (P,) positions whose predictions of the next token are returned.
         backend: the attention backend, as for kernels.attention.sparse_attention.
     """
     if keep is None:
@@ -170,7 +173,7 @@ class _Dense(torch.autograd.Function):
     ) -> Tensor:
         # Computed once: what a layer put out is at hand when it is computed again.
         if inputs.layer not in kept:
-            kept[inputs.layer] = dense_attention(inputs, backend=backend)
+            kept[inputs.layer] = dense_of_layer(inputs, backend=backend)
         ctx.save_for_backward(q, k, v)
         # The tensors come again on the way back; here they would stay for all layers at once.
         ctx.about = replace(inputs, q=_NONE, k=_NONE, v=_NONE), kept, visit

@@ -80,7 +80,7 @@ def layer_fidelity(
     Args:
         inputs: what its heads attend with.
         plan: their patterns.
-        dense: what dense_attention returned for the layer, None to compute it.
+        dense: what dense_of_layer returned for the layer, None to compute it.
         backend: as for kernels.attention.sparse_attention.
     """
     return index_fidelity(
@@ -101,7 +101,7 @@ def recall(
         dense = None
         for name, layers in plans.items():
             if (plan := layers.get(inputs.layer)) is not None:
-                dense = dense or dense_attention(inputs)
+                dense = dense or dense_of_layer(inputs)
                 kept.setdefault(name, []).append(layer_fidelity(inputs, plan, dense=dense).recall)
         if dense is None:
             return None
@@ -121,7 +121,7 @@ def index_fidelity(
 ) -> Fidelity:
     """Measure an index of one layer."""
     heads = range(inputs.q.shape[1])
-    expected, dense_lse = dense_attention(inputs, backend=backend) if dense is None else dense
+    expected, dense_lse = dense_of_layer(inputs, backend=backend) if dense is None else dense
     skipped = index.diagonals.new_zeros(index.diagonals.shape[:2])
     out, lse = attend(inputs, index, backend, skipped=skipped)
     error = np.empty(len(heads), dtype=np.float32)
@@ -144,7 +144,7 @@ def worked_tiles(inputs: LayerInputs, index: SparseIndex, *, backend: str = "aut
     return counted - skipped / 2
 
 
-def dense_attention(inputs: LayerInputs, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+def dense_of_layer(inputs: LayerInputs, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """Attend densely by the serving kernels: output (1, H, S, E), log-sum-exp (1, H, S).
 
     Learned sinks of the layer are in both.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from profiling.inside.capture import attending_with
-from runtime.attention.dense import dense_attention
+from runtime.attention.dense import fastest_dense
 
 NAME = "headwise_oracle"
 _BLOCK = 64
@@ -91,7 +91,7 @@ def _attention(
         else:
             by = "kernel"
         softcap = kwargs.get("softcap")
-        out = dense_attention(query, key, value, scale=scale, softcap=softcap, window=window, by=by)
+        out = fastest_dense(query, key, value, scale=scale, softcap=softcap, window=window, by=by)
         return out.transpose(1, 2), None
     return sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, **kwargs

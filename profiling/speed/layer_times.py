@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan
 from profiling.inside.capture import LayerInputs, capture
-from profiling.inside.head_fidelity import dense_attention
+from profiling.inside.head_fidelity import dense_of_layer
 from profiling.models.loading import LoadedModel
 from profiling.speed.latency import in_turn
 
@@ -142,7 +142,7 @@ class _Clock:
             name: _by_plan(prompt, plans[layer], self._backend)
             for name, plans in self._asked.plans.items()
         }
-        runs[ANCHOR] = lambda: dense_attention(prompt, backend=self._backend)[0]
+        runs[ANCHOR] = lambda: dense_of_layer(prompt, backend=self._backend)[0]
         if inputs.softcap is None:
             runs[SDPA] = _by_sdpa(prompt)
         runs = {name: run for name, run in runs.items() if layer in self._timed.get(name, ())}

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from kernels import dispatch
-from kernels.dense import dense_attention as every_key
+from kernels.dense import dense_attention
 from runtime.attention.mask import PrefillMask
 from runtime.attention.state import MIN_KEYS_DENSE, Call
 from runtime.layers import eager_attention
 
 
-def dense_attention(
+def fastest_dense(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -48,7 +48,7 @@ def dense_attention(
         if softcap is not None or (window is not None and dispatch.why_slow(q, k, v) is None):
             by = "kernel"
     if by == "kernel":
-        return every_key(q, k, v, scale=scale, softcap=softcap, window=window)[0]
+        return dense_attention(q, k, v, scale=scale, softcap=softcap, window=window)[0]
     if softcap is not None:
         raise ValueError("sdpa has no soft-cap: use by='kernel'")
     return sdpa(q, k, v, scale, window)
@@ -67,7 +67,7 @@ def faster(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None = None) -> Tensor:
-    """dense_attention by torch's scaled_dot_product_attention; on a GPU its cuDNN or flash."""
+    """fastest_dense by torch's scaled_dot_product_attention; on a GPU its cuDNN or flash."""
     attention = torch.nn.functional.scaled_dot_product_attention
     q_len = q.shape[2]
     k_len = k.shape[2]

@@ -19,7 +19,7 @@ from artifacts import HeadwiseError
 from kernels.patterns import Pattern
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.gradients import LayerGradients, gradient_pass
-from profiling.inside.head_fidelity import dense_attention
+from profiling.inside.head_fidelity import dense_of_layer
 from profiling.inside.residual import ResidualStream
 from profiling.ledger import Unit
 from profiling.models.loading import LoadedModel
@@ -158,7 +158,7 @@ def _score(
         def score_without(inputs: LayerInputs) -> torch.Tensor | None:
             if inputs.layer not in left:
                 return None
-            out, lse = dense_attention(inputs, backend=run.backend)
+            out, lse = dense_of_layer(inputs, backend=run.backend)
             by_out = torch.zeros_like(out)
             score(LayerGradients(inputs=inputs, out=out, lse=lse, by_out=by_out), fault)
             return out

@@ -31,7 +31,7 @@ from artifacts.files import check_writable
 from kernels.index import with_dense_tail
 from kernels.patterns import Pattern
 from profiling.inside.capture import LayerInputs, capture
-from profiling.inside.head_fidelity import dense_attention, index_fidelity
+from profiling.inside.head_fidelity import dense_of_layer, index_fidelity
 from profiling.ledger import Ledger
 from profiling.models.loading import load_model, settled
 from profiling.progress import phase
@@ -126,7 +126,7 @@ def score(inputs: LayerInputs, *, target: int, dense_tail: int, backend: str) ->
     target: tiles that a head may compute, with the last `dense_tail` queries that see every key.
     """
     heads, length = inputs.q.shape[1:3]
-    dense = dense_attention(inputs, backend=backend)
+    dense = dense_of_layer(inputs, backend=backend)
     # No size means more than the prompt's length.
     builders = prepare_all(
         inputs, [replace(start, **dict.fromkeys(sizes(start), length)) for start in SPACE]

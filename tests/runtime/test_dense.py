@@ -175,20 +175,20 @@ def made(q_len: int, k_len: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("window", [None, 100])
 def test_either_is_the_reference(window, q_len, k_len, by):
     q, k, v = made(q_len, k_len)
-    found = dense.dense_attention(q, k, v, scale=0.2, window=window, by=by)
-    expected = dense.every_key(q, k, v, scale=0.2, window=window, backend="reference")[0]
+    found = dense.fastest_dense(q, k, v, scale=0.2, window=window, by=by)
+    expected = dense.dense_attention(q, k, v, scale=0.2, window=window, backend="reference")[0]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_soft_cap_is_the_kernel_s():
     q, k, v = made(100, 100)
-    expected = dense.every_key(q, k, v, softcap=2.0, backend="reference")[0]
-    found = dense.dense_attention(q, k, v, softcap=2.0)
+    expected = dense.dense_attention(q, k, v, softcap=2.0, backend="reference")[0]
+    found = dense.fastest_dense(q, k, v, softcap=2.0)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="soft-cap"):
-        dense.dense_attention(q, k, v, softcap=2.0, by="sdpa")
+        dense.fastest_dense(q, k, v, softcap=2.0, by="sdpa")
     with pytest.raises(ValueError, match="got 'fast'"):
-        dense.dense_attention(q, k, v, by="fast")
+        dense.fastest_dense(q, k, v, by="fast")
 
 
 def test_the_rule(monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from artifacts import Artifact, AShape, Imported, Prefill
 from kernels.patterns import LayerPlan, make
 from profiling.inside.head_fidelity import (
-    dense_attention,
+    dense_of_layer,
     fidelity,
     layer_fidelity,
     recall,
@@ -43,7 +43,7 @@ def test_it_is_what_plain_softmax_says(fields: dict[str, Any]) -> None:
     np.testing.assert_allclose(measured.recall, kept, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(torch.from_numpy(measured.density), index.density()[0])
     assert measured.recall[1] == pytest.approx(1) and measured.recall[0] < 0.95
-    torch.testing.assert_close(dense_attention(given)[0][0], exact.float(), atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(dense_of_layer(given)[0][0], exact.float(), atol=1e-4, rtol=1e-3)
 
 
 def test_a_tile_that_is_skipped_counts_half() -> None:
