@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from torch import nn
@@ -13,6 +14,7 @@ import artifacts
 from artifacts import Artifact, HeadwiseError
 from artifacts.errors import one_line
 from kernels.dispatch import BACKENDS
+from kernels.patterns import LayerPlan
 from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, register
 from runtime.attention.state import Layer, Settings, forget, layer_of, remember, settings_of
@@ -69,36 +71,43 @@ def attach(
 ) -> Handle:
     """Check the model, plan every layer once, and switch the model over. See Headwise.apply.
 
-    settings: what the user asked for; what depends on the model is filled in here.
+    settings: what the user asked for; the handle's also have what depends on the model.
     """
     if settings.backend not in ("auto", *BACKENDS):
         known = ", ".join(BACKENDS)
         raise HeadwiseError(f"unknown backend {settings.backend!r}; known: auto, {known}")
     modules = _attention_layers(model)
+    eager = text_config(model)._attn_implementation == "eager"
+    dense_by = settings.dense_by
+    evicts = False
+    decode = None
+    plans: dict[int, LayerPlan] = {}
     if artifact is not None:
         check_sections(artifact, modules)
         check(artifact.model, model, weights=check_weights)
         if artifact.kv_cache is not None:
             check_rows(artifact.kv_cache, modules)
-            settings.evicts = True
+            evicts = True
         if artifact.decode is not None:
-            settings.decode = _decode(artifact.decode.omnikv, modules, settings.backend)
-    implementation = text_config(model)._attn_implementation
-    if implementation == "eager":
-        settings.dense = "eager"
-    # Models that sdpa cannot serve come with eager; eager by choice stays eager.
-    if artifact is not None and implementation == "eager" and model._supports_sdpa:
-        settings.dense_by = "model"
-    settings.spread = len({parameter.device for parameter in model.parameters()}) > 1
-    if artifact is None:
-        plans = {}
-    else:
+            decode = _decode(artifact.decode.omnikv, modules, settings.backend)
+        if eager and model._supports_sdpa:
+            # sdpa could serve this model, so eager was asked for: dense calls keep it. apply_dense
+            # names its kernel itself.
+            dense_by = "model"
         plans = layer_plans(artifact, arrays)
     if missing := plans.keys() - modules.keys():
         raise HeadwiseError(
             f"the artifact has patterns for layer {min(missing)}, which has no attention here"
         )
-    roles = {} if settings.decode is None else settings.decode.roles
+    roles = {} if decode is None else decode.roles
+    settings = replace(
+        settings,
+        dense_by=dense_by,
+        model_attention="eager" if eager else "sdpa",
+        decode=decode,
+        evicts=evicts,
+        spread=len({parameter.device for parameter in model.parameters()}) > 1,
+    )
     layers = {
         module: Layer(settings, number, plans.get(number), roles.get(number))
         for number, module in modules.items()
@@ -175,7 +184,8 @@ class Handle:
         "sparse" are prefills by the patterns or, with prefill_ratio, by chosen tokens; with a
         decode section "decode" are steps by chosen tokens and "tokens" how many a KV head of a
         sparse layer read in one, on average; with a kv_cache section "kept" are calls served from a
-        cache under policies."""
+        cache under policies. A kept call that also builds indexes counts under "sparse" for each of
+        them."""
         artifact = self._artifact
         counts = self.settings.calls.total()
         sections = {

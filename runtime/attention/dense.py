@@ -110,7 +110,7 @@ def default_attention(call: Call) -> tuple[Tensor, Tensor | None]:
     result: tuple[Tensor, Tensor | None]
     # sdpa returns no weights, refuses a soft-cap and silently forgets attention sinks.
     needs_eager = (
-        call.layer.settings.dense == "eager"
+        call.layer.settings.model_attention == "eager"
         or call.softcap is not None
         or call.sinks is not None
         or call.wants_weights

@@ -5,6 +5,7 @@ Shapes: B batch, H query heads, G KV heads, Q query length, D head dim, E value 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from artifacts import HeadwiseError
 from kernels.attention import launch
 from kernels.dense import dense_attention
+from kernels.patterns import LayerPlan
 from runtime.attention.layout import kernel_for
 from runtime.attention.state import Call, attempt, enough_queries
 
@@ -23,45 +25,64 @@ def attend_evicting(call: Call, cache: Any) -> Tensor:
         HeadwiseError: the call asks for what no kernel does, or for a mask that is not plainly
             causal: dropped tokens cannot be attended to in any other way.
     """
-    layer = call.layer
-    settings = layer.settings
-    plan = layer.plan
     why = _why_not(call, cache)
     if why is not None:
         raise HeadwiseError(f"a cache that drops tokens cannot serve this call: {why}")
-    layer.count("kept")
+    call.layer.count("kept")
     if call.scale is None:
         scale = call.query.shape[-1] ** -0.5
     else:
         scale = call.scale
     options: dict[str, Any] = {"scale": scale, "softcap": call.softcap}
+    fresh = None if call.context is None else call.context.fresh
+    out: Tensor = cache.attend(
+        call.query,
+        fresh,
+        **options,
+        backend=call.layer.settings.backend,
+        prefill=partial(_prefill, call, options),
+    )
+    return out.transpose(1, 2)
 
-    def prefill(q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, ...] | None = None) -> Tensor:
-        """Whole prompts (B, H, Q, E) in these KV heads; long ones by the layer's patterns."""
-        if plan is not None and _is_long(q, k, settings.dense_below, plan.dense_tail):
-            kernel, reason = kernel_for(settings.backend, q, k, v)
 
-            def by_patterns(_: Call) -> Tensor:
-                if heads is None:
-                    some = plan
-                else:
-                    some = plan.of(heads)
-                return launch(q, k, v, some.build(q, k, scale=scale), **options, backend=kernel)[0]
+def _prefill(
+    call: Call,
+    options: dict[str, Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: tuple[int, ...] | None = None,
+) -> Tensor:
+    """Attend to whole prompts for a policy: (B, H, Q, E), long ones by the layer's patterns.
 
-            if reason is None:
-                out = attempt(call, by_patterns)
-            else:
-                out = None
+    q, k, v: of the policy's sequences and KV heads. heads: these, None for all of the layer."""
+    layer = call.layer
+    settings = layer.settings
+    plan = layer.plan
+    if plan is not None and _is_long(q, k, settings.dense_below, plan.dense_tail):
+        kernel, no_kernel = kernel_for(settings.backend, q, k, v)
+        if no_kernel is None:
+            if heads is not None:
+                plan = plan.of(heads)
+            out = attempt(call, _by_patterns, plan, options, q, k, v, kernel)
             if isinstance(out, Tensor):
                 layer.count("sparse")
                 return out
-        return dense_attention(q, k, v, **options, backend=settings.backend)[0]
+    return dense_attention(q, k, v, **options, backend=settings.backend)[0]
 
-    fresh = None if call.context is None else call.context.fresh
-    out: Tensor = cache.attend(
-        call.query, fresh, **options, backend=settings.backend, prefill=prefill
-    )
-    return out.transpose(1, 2)
+
+def _by_patterns(
+    call: Call,
+    plan: LayerPlan,
+    options: dict[str, Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel: str,
+) -> Tensor:
+    """(B, H, Q, E) of prompts over the index of a plan."""
+    index = plan.build(q, k, scale=options["scale"])
+    return launch(q, k, v, index, **options, backend=kernel)[0]
 
 
 def _is_long(q: Tensor, k: Tensor, dense_below: int, dense_tail: int) -> bool:

@@ -69,12 +69,12 @@ def headwise_attention(
         layer.settings.warn_once(NOT_OURS)
 
     # A layer of the decode section: tokens chosen by a filter layer.
-    fault = None
+    failure = None
     if layer.role is not None:
         out = attempt(call, attend_chosen)
         if isinstance(out, Tensor):
             return out.transpose(1, 2), None
-        fault = out
+        failure = out
         call = call.on(fetched(key), fetched(value))
 
     # A few queries.
@@ -83,67 +83,72 @@ def headwise_attention(
         if isinstance(out, Tensor):
             layer.count("decode by kernel")
             return out, None
-        layer.count(out or fault or too_few(call) or "short")
+        layer.count(out or failure or too_few(call) or "short")
         return default_attention(call)
 
     # A prefill: patterns, else every key or a window by Headwise's kernel, else the model's own.
-    way, kernel, reason = choose(call, fault)
+    way, kernel, name = choose(call, failure)
     if way == "sparse":
         out = attempt(call, attend_sparse, kernel)
         if isinstance(out, Tensor):
-            layer.count("sparse")
+            layer.count(name)
             return out, None
-        way, kernel, reason = choose(call, out or "short")
-    if way == "every key":
-        out = attempt(call, attend_every_key, kernel)
+        way, kernel, name = choose(call, out)
+    if way == "kernel":
+        out = attempt(call, attend_by_kernel, kernel)
         if isinstance(out, Tensor):
-            layer.count(reason)
+            layer.count(name)
             return out, None
-        reason = out
-    layer.count(reason)
+        name = out
+    layer.count(name)
     return default_attention(call)
 
 
 def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
-    """Way of a prefill ("sparse", "every key" or "default"), its kernel, and its name in stats().
+    """Way of a prefill ("sparse", "kernel" or "default"), its kernel, and its name in stats().
 
     why_dense: the reason why it is not sparse, where that is known already.
     """
-    kernel, reason = kernel_of(call)
-    why = why_dense or _why_dense(call, reason)
-    if why is None:
+    kernel, no_kernel = kernel_of(call)
+    if why_dense is None:
+        why_dense = _why_dense(call, no_kernel)
+    if why_dense is None:
         return "sparse", kernel, "sparse"
     context = call.context
-    if reason is not None or context is None or not context.parts:
-        return "default", "", why
+    if no_kernel is not None or context is None or not context.parts:
+        return "default", "", why_dense
     settings = call.layer.settings
     if context.window is not None:
         if settings.dense_kernels and call.q_shape[2] >= MIN_QUERIES:
-            return "every key", kernel, "window by kernel" if call.layer.plan is None else why
-        return "default", "", why
+            name = "window by kernel" if call.layer.plan is None else why_dense
+            return "kernel", kernel, name
+        return "default", "", why_dense
     k_len = call.k_shape[2]
     if call.window is not None or settings.kernel_from is None or k_len < settings.kernel_from:
-        return "default", "", why
+        return "default", "", why_dense
     # What else serves soft-caps and sinks writes down every weight.
-    weights = settings.dense == "eager" or call.softcap is not None or call.sinks is not None
+    weights = (
+        settings.model_attention == "eager" or call.softcap is not None or call.sinks is not None
+    )
     if (
         settings.dense_by == "kernel"
         or weights
         or faster(call.query, call.key, call.value) == "kernel"
     ):
-        return "every key", kernel, "dense by kernel"
-    return "default", "", why
+        return "kernel", kernel, "dense by kernel"
+    return "default", "", why_dense
 
 
-def _why_dense(call: Call, reason: str | None) -> str | None:
+def _why_dense(call: Call, no_kernel: str | None) -> str | None:
     """Reason why a prefill is dense, None where it is sparse; refuses one that should be sparse.
 
-    reason: why no kernel serves it, None where one does."""
+    no_kernel: the reason why no kernel serves it, None where one does."""
     few = too_few(call)
     if few is not None:
         return few
     layer = call.layer
     context = call.context
+    reason = no_kernel
     if call.window is not None or (context is not None and context.window is not None):
         reason = call.special or SLIDES
     elif reason is None:
@@ -154,7 +159,12 @@ def _why_dense(call: Call, reason: str | None) -> str | None:
             )
     if reason is not None:
         layer.settings.refuse(reason)
-    return reason
+        return reason
+    # A kernel serves the call, so it has a context; too_few() has seen that the layer has a plan.
+    assert context is not None and layer.plan is not None
+    if not context.long(layer.settings.dense_below, layer.plan.dense_tail):
+        return "short"
+    return None
 
 
 def too_few(call: Call) -> str | None:
@@ -183,8 +193,8 @@ def attend_chosen(call: Call) -> Tensor | None:
     decode = layer.settings.decode
     role = layer.role
     assert decode is not None and role is not None
-    starts = starts_of(call.mask)
-    if isinstance(starts, str) or call.sinks is not None or call.window is not None:
+    known, starts = starts_of(call.mask)
+    if not known or call.sinks is not None or call.window is not None:
         return None
     if call.special is not None:
         return None
@@ -226,12 +236,12 @@ def attend_step(call: Call) -> Tensor | None:
         return None
     if k_len < _MIN_KEYS_FLOAT32 and q.dtype == torch.float32:
         return None
-    # Of a window that is not full yet, or just so, every key is seen.
+    # A window that holds every key is no window.
     if call.window is not None and k_len > call.window:
         return None
-    starts: Tensor | str | None = None
+    starts: Tensor | None = None
     if mask is None:
-        # Several queries without a mask start at the first key; that is sdpa's.
+        # sdpa lets query i see keys 0..i then; the kernel's queries are the last of the keys.
         if q_len > 1:
             return None
     elif mask.shape[-1] != k_len:
@@ -239,8 +249,10 @@ def attend_step(call: Call) -> Tensor | None:
         # would not look.
         return None
     else:
-        starts = starts_of(mask)
-    if isinstance(starts, str) or call.sinks is not None or call.special is not None:
+        known, starts = starts_of(mask)
+        if not known:
+            return None
+    if call.sinks is not None or call.special is not None:
         return None
     k_batch, kv_heads, _, k_dim = call.k_shape
     if k_batch != batch or k_dim != dim or call.k_shape[:3] != v.shape[:3]:
@@ -263,16 +275,12 @@ def attend_step(call: Call) -> Tensor | None:
     return out.transpose(1, 2)
 
 
-def attend_sparse(call: Call, kernel: str) -> Tensor | None:
-    """(B, Q, H, E) of a prefill: long sequences by the layer's patterns, others densely.
-
-    None where no sequence is long."""
+def attend_sparse(call: Call, kernel: str) -> Tensor:
+    """(B, Q, H, E) of a prefill: long sequences by the layer's patterns, others densely."""
     context = call.context
     plan = call.layer.plan
     assert context is not None and plan is not None
     long = context.long(call.layer.settings.dense_below, plan.dense_tail)
-    if not long:
-        return None
     q = call.query
     k = call.key
     v = call.value
@@ -290,7 +298,7 @@ def attend_sparse(call: Call, kernel: str) -> Tensor | None:
     return out
 
 
-def attend_every_key(call: Call, kernel: str) -> Tensor:
+def attend_by_kernel(call: Call, kernel: str) -> Tensor:
     """(B, Q, H, E) by Headwise's kernel over every key, or those of the layer's window."""
     context = call.context
     assert context is not None
@@ -312,10 +320,10 @@ def _attend_alone(call: Call, part: Part) -> Tensor:
     assert call.context is not None
     alone = call.part(part, call.context.alone(part))
     way, kernel, _ = choose(alone, "short")
-    if way == "every key":
+    if way == "kernel":
         # A few queries are decode's, which has kernels of its own.
         if part.q_len <= MAX_QUERIES:
             kernel = call.layer.settings.backend
-        return attend_every_key(alone, kernel)
+        return attend_by_kernel(alone, kernel)
     alone.mask = causal_mask(alone.query, alone.key)
     return default_attention(alone)[0]

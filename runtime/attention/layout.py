@@ -57,8 +57,7 @@ class Context:
     held: with `fresh`, the slots [begin, end) of each sequence that are real before the queries;
         None for all slots.
     window: how many tokens a query of a sliding-window layer sees, itself included; None for all.
-    kernels: kernel and reason by the kind of a call's tensors: see
-        runtime.attention.function.kernel_of."""
+    kernels: kernel and reason by the kind of a call's tensors: see kernel_of."""
 
     q_start: int
     q_len: int
@@ -77,12 +76,14 @@ class Context:
         return len(self.fresh or self.ranges or ())
 
     @cached_property
-    def firsts(self) -> tuple[int, ...] | str | None:
-        """First key of each sequence, None where all are 0; a string names what prevents decode."""
-        if self.ranges is None:
-            return "a sequence has holes"
-        if any(end != self.k_len for _, end in self.ranges):
-            return "a sequence ends before the last key"
+    def reaches_last_key(self) -> bool:
+        """True where each sequence is one run of slots up to the last key."""
+        return self.ranges is not None and all(end == self.k_len for _, end in self.ranges)
+
+    @cached_property
+    def firsts(self) -> tuple[int, ...] | None:
+        """First slot of each sequence, none of which has holes; None where all are 0."""
+        assert self.ranges is not None
         firsts = tuple(start for start, _ in self.ranges)
         return firsts if any(firsts) else None
 

@@ -89,20 +89,20 @@ def context_of(mask: Tensor | None) -> Context | None:
     return mask.context if isinstance(mask, PrefillMask) else None
 
 
-def starts_of(mask: Tensor | None) -> Tensor | str | None:
-    """First real key of each sequence, (B,) int32, not to be written to; None where all are 0.
+def starts_of(mask: Tensor | None) -> tuple[bool, Tensor | None]:
+    """True and the first real key of each sequence, (B,) int32 or None where all are 0.
 
-    A string names the reason why the mask does not tell: it was made elsewhere, or sequences have
-    holes or end before the last key."""
+    The tensor is not to be written to. False where the mask does not tell: it was made elsewhere,
+    or sequences have holes or end before the last key."""
     if mask is None:
-        return None
+        return True, None
     context = context_of(mask) or getattr(mask, _CONTEXT, None)
-    if context is None:
-        return "the mask was made elsewhere"
+    if context is None or not context.reaches_last_key:
+        return False, None
     firsts = context.firsts
-    if isinstance(firsts, tuple):
-        return on_device(firsts, mask.device, torch.int32)
-    return firsts
+    if firsts is None:
+        return True, None
+    return True, on_device(firsts, mask.device, torch.int32)
 
 
 def headwise_mask(batch_size: int, q_length: int, kv_length: int, **more: Any) -> Any:
@@ -128,7 +128,7 @@ def headwise_mask(batch_size: int, q_length: int, kv_length: int, **more: Any) -
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given)
     window = more.get("local_size")
     if not is_causal(given["mask_function"], window):
-        return ALL_MASK_ATTENTION_FUNCTIONS[settings.dense](**given)
+        return ALL_MASK_ATTENTION_FUNCTIONS[settings.model_attention](**given)
     return _MaskRequest(window, settings, given).mask()
 
 
@@ -182,7 +182,8 @@ class _MaskRequest:
         self.settings = settings
         self.given = given
         self.padding = given["attention_mask"]
-        self.dense: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS[settings.dense]
+        name = settings.model_attention
+        self.dense: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS[name]
         self.batch = int(given["batch_size"])
         self.gone = int(given["kv_offset"])
         self.q_len = int(given["q_length"])
@@ -207,7 +208,9 @@ class _MaskRequest:
         return self._step(mask)
 
     def _prefill(self) -> Context | None:
-        """Context of a prefill that a kernel of Headwise may serve, None for any other call."""
+        """Context of a prefill that a kernel of Headwise may serve, None for any other call.
+
+        At least wherever function.choose() can take a kernel: without a context it never does."""
         settings = self.settings
         window = self.window
         q_len = self.q_len
@@ -217,10 +220,10 @@ class _MaskRequest:
         least = settings.kernel_from
         every_key = least is not None and q_len > MAX_QUERIES and k_len >= least
         if window is not None and k_len > window:
-            wanted = settings.dense_kernels
+            by_patterns_or_window = settings.dense_kernels
         else:
-            wanted = k_len >= settings.dense_below
-        if not every_key and not (wanted and q_len >= MIN_QUERIES):
+            by_patterns_or_window = k_len >= settings.dense_below
+        if not every_key and not (by_patterns_or_window and q_len >= MIN_QUERIES):
             return None
         end = self.start + q_len
         if end > self.gone + k_len:
@@ -295,7 +298,7 @@ class _MaskRequest:
             return dense(**given | {"allow_is_causal_skip": False})
 
         dtype = torch.bool
-        if self.settings.dense == "eager":
+        if self.settings.model_attention == "eager":
             dtype = given.get("dtype", torch.float32)
         device = torch.device(given.get("device", "cpu"))
         return PrefillMask(context, make, dtype=dtype, device=device)

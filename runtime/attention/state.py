@@ -69,20 +69,20 @@ class Calls:
             return Counter(self._counts)
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Settings:
     """Options of one application of an artifact to a model, shared by its layers.
 
     dense_by: kernel of dense calls: "auto" the faster of Headwise's and the model's, "kernel"
-    Headwise's, "model" the model's. dense: the model's, "sdpa" or "eager". spread: the model lies
-    on several devices, and masks are moved. evicts: the artifact has a kv_cache section, so caches
-    may need no mask."""
+    Headwise's, "model" the model's. model_attention: the model's, "sdpa" or "eager". spread: the
+    model lies on several devices, and masks are moved. evicts: the artifact has a kv_cache section,
+    so caches may need no mask."""
 
     dense_below: int
     strict: bool = False
     backend: str = "auto"
     dense_by: str = "auto"
-    dense: str = "sdpa"
+    model_attention: str = "sdpa"
     decode: OmniKV | None = None
     evicts: bool = False
     spread: bool = False

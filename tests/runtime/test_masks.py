@@ -30,7 +30,7 @@ def call(request):
     """call(**arguments) -> (the mask of headwise_mask, the mask of the function it stands in
     for)."""
     config = LlamaConfig()
-    remember(config, {}, Settings(dense_below=DENSE_BELOW, dense=request.param))
+    remember(config, {}, Settings(dense_below=DENSE_BELOW, model_attention=request.param))
     other = {"sdpa": sdpa_mask, "eager": eager_mask}[request.param]
 
     def call(**given):
