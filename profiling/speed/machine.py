@@ -48,17 +48,15 @@ _SIZES = {
     "8B (Llama 3.1)": (8.03e9, 32, 32, 128),
     "70B (Llama 3.1)": (70.6e9, 80, 64, 128),
 }
-# A default search of SmolLM2 at 4,096 tokens took 212 s on two cores (docs/results.md, "A search by
-# default") where a dense prefill, reckoned as here, takes 4.6 s.
-_PREFILLS_A_SEARCH = 46
-
-
+# A default search in passes of a prefill's linear layers, and of its attention.
+_LINEAR_PASSES = 34
+_ATTENTION_PASSES = 70
 # Density of SmolLM2's searches by length: medians of three seeds
 # (docs/results/smollm2_search.json). At 32,768, past its positions, what an artifact for 8,192
 # takes of dense attention's time (smollm2_32768_rivals_zen4.json).
 _DENSITIES = {4096: 0.32, 8192: 0.21, 32768: 0.15}
 # Models whose gain is said, and the density of the pattern that is timed.
-_GAINS = ("135M (SmolLM2)", "8B (Llama 3.1)")
+_GAINS = ("135M (SmolLM2)", "1B (Llama 3.2)", "8B (Llama 3.1)")
 _TIMED_DENSITY = 0.25
 
 
@@ -124,7 +122,7 @@ def parts() -> Iterator[tuple[str, Any]]:
         dense = _dense()
         yield "dense", dense
         yield "expected", {name: asdict(each) for name, each in expected(dense).items()}
-        yield "gains", [asdict(gain) for gain in gains(dense)]
+        yield "gains", [asdict(gain) for gain in gains(dense, _memory())]
 
 
 def _kernels(reason: str | None) -> dict[str, Any]:
@@ -152,38 +150,47 @@ def expected(dense: Mapping[str, Any]) -> dict[str, Expected]:
     """Estimate times of models of several sizes, from one head's attention and a matrix product."""
     weight_bytes = getattr(torch, dense["dtype"]).itemsize
     made = {}
-    for name, (parameters, layers, heads, head_dim) in _SIZES.items():
-        attention = layers * heads * head_dim / 64 * dense["head_s"]
-        prefill = 2 * parameters * DOCTOR_LENGTH / dense["flops_a_second"] + attention
+    for name, (parameters, *_) in _SIZES.items():
+        linear, attention = _prefill(dense, name, DOCTOR_LENGTH)
         made[name] = Expected(
-            prefill_s=prefill,
-            search_s=prefill * _PREFILLS_A_SEARCH,
+            prefill_s=linear + attention,
+            search_s=_LINEAR_PASSES * linear + _ATTENTION_PASSES * attention,
             weights=weight_bytes * parameters,
         )
     return made
 
 
-def gains(dense: Mapping[str, Any]) -> list[Gain]:
-    """Estimate seconds to the first token, densely and by an artifact, of _GAINS."""
+def gains(dense: Mapping[str, Any], memory: int | None = None) -> list[Gain]:
+    """Estimate seconds to the first token, densely and by an artifact, of _GAINS.
+
+    Models whose weights take more than `memory` bytes are left out.
+    """
+    sizes = expected(dense)
     made = []
     for name in _GAINS:
-        parameters, layers, heads, head_dim = _SIZES[name]
+        if memory is not None and sizes[name].weights > memory:
+            continue
         for length, density in _DENSITIES.items():
-            linear = 2 * parameters * length / dense["flops_a_second"]
-            all_keys = (
-                layers * heads * head_dim / 64 * dense["head_s"] * (length / DOCTOR_LENGTH) ** 2
-            )
-            by_patterns = all_keys * min(1.0, density * dense["sparse_cost"])
+            linear, attention = _prefill(dense, name, length)
+            by_patterns = attention * min(1.0, density * dense["sparse_cost"])
             made.append(
                 Gain(
                     model=name,
                     length=length,
                     density=density,
-                    dense_s=linear + all_keys,
+                    dense_s=linear + attention,
                     sparse_s=linear + by_patterns,
                 )
             )
     return made
+
+
+def _prefill(dense: Mapping[str, Any], name: str, length: int) -> tuple[float, float]:
+    """Seconds of a dense prefill of one of _SIZES: its linear layers, and its attention."""
+    parameters, layers, heads, head_dim = _SIZES[name]
+    linear = 2 * parameters * length / dense["flops_a_second"]
+    a_head = head_dim / 64 * dense["head_s"] * (length / DOCTOR_LENGTH) ** 2
+    return linear, layers * heads * a_head
 
 
 def _wrong(report: Mapping[str, Any]) -> Iterator[str]:

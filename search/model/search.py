@@ -39,7 +39,7 @@ from search.model.speed import time_attention, time_first_token
 from search.model.timed_costs import time_candidates
 
 # Raised where the resume file would keep another value under the same name.
-_VERSION = 5
+_VERSION = 6
 
 
 def run(config: ModelSearch, loaded: LoadedModel | None = None) -> Recorded | None:

@@ -54,6 +54,9 @@ def test_the_gain_is_what_the_density_leaves_of_attention() -> None:
         assert gain.dense_s - gain.sparse_s == pytest.approx(attention * (1 - gain.density))
     ratios = [gain.dense_s / gain.sparse_s for gain in small]
     assert ratios == sorted(ratios)
+    # Weights of 8B in bfloat16 are 16 GB: no gain is said where they do not fit.
+    assert {gain.model[:2] for gain in machine.gains(dense, 16_000_000_000)} == {"13", "1B"}
+    assert {gain.model[:2] for gain in machine.gains(dense, 17_000_000_000)} == {"13", "1B", "8B"}
     # Patterns that cost more than all keys are not served.
     slow = machine.gains({**dense, "sparse_cost": 100.0})
     assert all(gain.sparse_s == gain.dense_s for gain in slow)
