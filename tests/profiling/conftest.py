@@ -3,93 +3,95 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
 
 from profiling import evaluate
-from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.prompt import Prompt
-from profiling.quality.method import Method
+from profiling.models.loading import load_model
+from profiling.prompts.words import sentences
 from search.published.search import HeadSearch, run
+from tests.profiling.tokenizers import MAKERS
+from tests.runtime.tiny import tiny_model
 from tests.search.conftest import save_tiny
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 2048,
+HYBRID = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 16,
 }
-GROUPED = SIZES | {"num_key_value_heads": 2}
-LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
-HYBRID = GROUPED | {"head_dim": 32, "sliding_window": 16, "layer_types": LAYERS}
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-CHUNKED = {
-    "attention_chunk_size": 16,
-    "intermediate_size_mlp": 96,
-    "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
-}
-# Names of configurations in transformers, and their sizes.
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", GROUPED),
-    "qwen2": ("Qwen2", GROUPED),
-    "qwen3": ("Qwen3", GROUPED | {"head_dim": 32}),
-    "gpt_neox": ("GPTNeoX", SIZES),
-    "mistral": ("Mistral", GROUPED | {"sliding_window": 24}),
-    "gemma3": ("Gemma3Text", HYBRID),
-    "gemma2": ("Gemma2", HYBRID),
-    "gpt_oss": ("GptOss", HYBRID | EXPERTS),
-    "lfm2": ("Lfm2", GROUPED | {"layer_types": ["conv", "full_attention", "conv"]}),
-    "llama4": ("Llama4Text", GROUPED | {"head_dim": 16, "num_local_experts": 2} | CHUNKED),
-    "mamba": ("Mamba", {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}),
-    "mpt": ("Mpt", {"vocab_size": 97, "d_model": 64, "n_layers": 2, "n_heads": 4}),
-    "bert": ("Bert", SIZES),
+# Windows that short prompts leave, where those of tests/runtime are wider.
+SMALLER: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": 24},
+    "Gemma2": HYBRID,
+    "Gemma3": HYBRID,
+    "GptOss": HYBRID,
+    "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "Llama4": {
+        "config": "Llama4TextConfig",
+        "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
+        "attention_chunk_size": 16,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 2,
+    },
 }
 
 
 def tiny(family: str) -> Any:
-    """A random model in fp32; weights are large enough for attention to be uneven."""
-    import transformers
-
-    torch.manual_seed(0)
-    name, sizes = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)
-            if parameter_name.endswith("sinks"):
-                parameter.copy_(torch.linspace(-1, 2, parameter.numel()))
-    return model.eval()
+    """A random model of three layers in fp32 whose attention is uneven."""
+    return tiny_model(family, num_hidden_layers=3, **SMALLER.get(family, {}))
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread():
     """Everything here is tiny: on a busy machine threads only wait for each other."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A tiny random model and its tokenizer; not to be written to."""
     return save_tiny(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
-def loaded(folder: Path) -> LoadedModel:
+def loaded(folder):
     return load_model(str(folder), dtype="float32")
 
 
 @pytest.fixture(scope="session")
-def searched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hybrid(tmp_path_factory):
+    """A model of five layers, the second and the last of which see every key."""
+    return save_tiny(
+        tmp_path_factory.mktemp("model") / "hybrid",
+        family="Gemma3",
+        config="Gemma3Text",
+        num_hidden_layers=5,
+        layer_types=[f"{'full' if at in (1, 4) else 'sliding'}_attention" for at in range(5)],
+        sliding_window=32,
+        head_dim=16,
+    )
+
+
+@pytest.fixture(scope="session", params=["bytes", "metaspace"])
+def tokenizer(request):
+    return MAKERS[request.param]()
+
+
+@pytest.fixture(scope="session")
+def story(tmp_path_factory):
+    """A text of some 60,000 characters in which no sentence comes twice."""
+    path = tmp_path_factory.mktemp("texts") / "story.txt"
+    source = sentences(random.Random(0))
+    path.write_text("".join(f"{i}. {next(source)}" for i in range(900)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def searched(folder, tmp_path_factory):
     """The model `tiny`, an artifact `cfg.yaml` of it and a text; not to be written to."""
     place = tmp_path_factory.mktemp("searched")
     (place / "tiny").symlink_to(folder)
@@ -101,11 +103,11 @@ def searched(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
+def sketched(monkeypatch):
     """Lay pictures out without rendering them."""
     from matplotlib.figure import Figure
 
-    def sketch(figure: Figure, file: BinaryIO, format: str, **_: Any) -> None:
+    def sketch(figure, file, format, **_):
         if format == "png":
             figure.draw_without_rendering()
         file.write(b"a picture")
@@ -114,11 +116,11 @@ def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def invented(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def invented(monkeypatch):
     """Trials of which no model knows; the name of the method of each one that is asked for."""
-    asked: list[str] = []
+    asked = []
 
-    def trials(_: Any, __: Any, prompts: Sequence[Prompt], method: Method) -> Any:
+    def trials(_, __, prompts, method):
         for number, prompt in enumerate(prompts):
             asked.append(method.name)
             value = (sum(prompt.input_ids) + len(method.name)) % 5 / 4
@@ -140,11 +142,10 @@ def _some_prose() -> str:
 
 # Tokens of the search and of its evaluations.
 LENGTH = 900
-Command = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def command(searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+def command(searched, tmp_path, monkeypatch):
     """command(words): the record of an evaluation: of little prose, with few decoded tokens."""
     monkeypatch.setattr("profiling.quality.trials.new_tokens", lambda tokenizer, prompt: 4)
     monkeypatch.setattr("profiling.quality.trials.FORCED", 8)
@@ -152,11 +153,10 @@ def command(searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for file in searched.glob("cfg*"):
         shutil.copy(file, tmp_path / file.name)
 
-    def call(more: str, *, out: str = "report", beside: Path | str = "") -> dict[str, Any]:
+    def call(more, *, out="report", beside=""):
         base = f"{tmp_path}/cfg.yaml {beside} --model {searched}/tiny --out {tmp_path}/{out}"
         asked = f"{base} --length {LENGTH} --dtype float32 --no-memory {more}"
         assert evaluate.main(asked.split()) == 0
-        record: dict[str, Any] = json.loads((tmp_path / out / "evaluation.json").read_text())
-        return record
+        return json.loads((tmp_path / out / "evaluation.json").read_text())
 
     return call

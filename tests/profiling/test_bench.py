@@ -1,11 +1,11 @@
-"""headwise bench: baselines of the same attention, and no speed of a wrong result."""
+"""headwise bench: no speed of a wrong result, and speed-ups over the fastest dense baseline."""
 
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -16,15 +16,25 @@ from kernels.decode import Decoded, decode_attention
 from kernels.patterns import LayerPlan, make
 from profiling import bench
 from profiling.speed import attention_speed, decode_speed
+from profiling.speed.baselines import (
+    KERNEL,
+    MODEL,
+    Speedup,
+    cells,
+    dense,
+    of_rounds,
+    ratio_of_pairs,
+    sentence,
+)
 from profiling.speed.config import Size
 from profiling.speed.decode_speed import DECODE_HEADER, decode_cells, measure_decode
+from profiling.speed.latency import in_turn, interleaved, medians
+from tests.profiling.conftest import tiny
 
 SIZE = Size(length=70, head_dim=64, heads=2, kv_heads=1, dtype="float32", device="cpu")
 
 
-def test_a_wrong_result_gets_no_speed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_result_gets_no_speed(monkeypatch, capsys):
     def slightly_off(*tensors, **options):
         return sparse_attention(*tensors, **options) * 1.1
 
@@ -35,7 +45,7 @@ def test_a_wrong_result_gets_no_speed(
     assert "a_shape" not in capsys.readouterr().out
 
 
-def test_table_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_record(tmp_path, capsys):
     out = tmp_path / "bench.json"
     asked = "attention --length 70 --past 200 --head-dims 64 --repeats 1 --dtype float32 --json"
     bench.main([*asked.split(), str(out)])
@@ -54,7 +64,7 @@ def test_table_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert shown == [word for word in text.split() if word.endswith("x")][:2]
 
 
-def test_decode_and_sizes_of_the_paper(tmp_path: Path) -> None:
+def test_decode_and_sizes_of_the_paper(tmp_path):
     out = tmp_path / "bench.json"
     asked = f"--length 100 --head-dims 64 --repeats 1 --json {out}"
     bench.main(f"decode {asked} --chosen 64".split())
@@ -65,7 +75,7 @@ def test_decode_and_sizes_of_the_paper(tmp_path: Path) -> None:
     assert [line["sizes"].get("slash") for line in lines] == [None, 6096, None]
 
 
-def test_torch_attends_to_the_past_and_causally_to_new_tokens() -> None:
+def test_torch_attends_to_the_past_and_causally_to_new_tokens():
     q, k, v = attention_speed.inputs(replace(SIZE, past=130))
     assert (q.shape[2], k.shape[2], v.shape[2]) == (70, 200, 200)
     index = LayerPlan([make("dense")] * 2, 1).build(q, k)
@@ -73,14 +83,14 @@ def test_torch_attends_to_the_past_and_causally_to_new_tokens() -> None:
     torch.testing.assert_close(run(), sparse_attention(q, k, v, index), atol=1e-4, rtol=1e-4)
 
 
-def test_inputs_have_near_keys_and_heavy_columns() -> None:
+def test_inputs_have_near_keys_and_heavy_columns():
     q, k, _ = attention_speed.inputs(replace(SIZE, length=4096))
     plan = LayerPlan([make("vertical_slash", vertical=128, slash=100)] * 2, 1)
     scattered = plan.build(torch.randn_like(q), torch.randn_like(k))
     assert (plan.build(q, k).density() < 0.7 * scattered.density()).all()
 
 
-def test_a_line_of_the_decode_table() -> None:
+def test_a_line_of_the_decode_table():
     speed = measure_decode(SIZE, chosen=35, repeats=1)
     assert speed.all_bytes == 2 * speed.chosen_bytes == 2 * 70 * 64 * 4
     assert all(value > 0 for value in asdict(speed).values())
@@ -90,8 +100,8 @@ def test_a_line_of_the_decode_table() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["", " in its scores"])
-def test_a_wrong_decode_gets_no_speed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slightly_off(*tensors: Any, **options: Any) -> Decoded:
+def test_a_wrong_decode_gets_no_speed(wrong, monkeypatch):
+    def slightly_off(*tensors, **options):
         out, lse, scores = decode_attention(*tensors, **options)
         if options.get("backend") == "reference":
             return Decoded(out, lse, scores)
@@ -102,9 +112,98 @@ def test_a_wrong_decode_gets_no_speed(wrong: str, monkeypatch: pytest.MonkeyPatc
         measure_decode(SIZE, chosen=35, repeats=1)
 
 
-def test_every_way_in_torch_is_the_same_attention() -> None:
+def test_every_way_in_torch_is_the_same_attention():
     q, k, v = torch.randn(1, 6, 1, 64), torch.randn(1, 2, 50, 64), torch.randn(1, 2, 50, 64)
     found = [run().reshape(1, 6, 1, 64) for run in decode_speed._in_torch(q, k, v).values()]
     assert len(found) == 3
     for out in found:
         torch.testing.assert_close(out, decode_attention(q, k, v).out, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "kernel", "value", "by"),
+    [
+        ([8.0, 9.0, 8.0], [2.0, 2.0, 3.0], 2.0, KERNEL),
+        ([1.0, 1.0, 1.0], [4.0, 5.0, 4.0], 1.0, MODEL),
+    ],
+)
+def test_the_fastest_dense_baseline_is_the_one_that_less_is_gained_over(model, kernel, value, by):
+    seconds = {MODEL: model, KERNEL: kernel, "headwise": [1.0, 1.0, 1.0]}
+    found = of_rounds(seconds, "headwise")
+    assert (found.value, found.fastest) == (value, by)
+    assert of_rounds(seconds, by).value == 1.0
+
+
+def test_ratios_are_of_the_same_rounds():
+    # A machine that slows down slows both of a round.
+    own = [float(n) for n in range(1, 31)]
+    seconds = {MODEL: [2 * n for n in own], KERNEL: [4 * n for n in own], "headwise": own}
+    found = of_rounds(seconds, "headwise")
+    assert found.over == {MODEL: 2.0, KERNEL: 4.0}
+    assert found.bounds == {MODEL: (2.0, 2.0), KERNEL: (4.0, 4.0)}
+
+
+@pytest.mark.parametrize(
+    ("dense", "own", "said"),
+    [
+        ([1.5, 2.0, 4.0, 1.5, 2.0, 4.0, 3.0], [1.0] * 7, "2.00 times as fast (1.50 to 4.00) as"),
+        ([1.0] * 3, [2.0, 4.0, 1.25], "2.00 times SLOWER (1.25 to 4.00) than"),
+        ([1.0] * 6, [0.8, 0.9, *[1.25] * 4], "(0.80 to 1.25, no difference beyond noise)"),
+    ],
+)
+def test_a_speedup_is_told_with_its_interval(dense, own, said):
+    assert said in sentence(of_rounds({KERNEL: dense, "headwise": own}, "headwise"))
+
+
+def test_both_dense_baselines_are_told():
+    speedup = Speedup(over={MODEL: 8.0, KERNEL: 2.0})
+    assert "2.00 times as fast as the fastest dense baseline, 8.00 times" in sentence(speedup)
+    assert cells(speedup) == ("2.00x", "8.00x") and cells(None) == ("-", "-")
+    assert cells(Speedup(over={KERNEL: 2.0})) == ("2.00x", "-")
+
+
+def test_the_kernel_serves_where_it_is_asked_for():
+    model, ids = tiny("Llama"), torch.randint(0, 97, (1, 200))
+    with torch.no_grad():
+        with dense(model, MODEL):
+            assert model.config._attn_implementation == "sdpa"
+            expected = model(ids).logits
+        with dense(model, KERNEL) as applied:
+            torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+            assert applied.settings.calls.total()["dense by kernel"] == 3
+
+
+@pytest.mark.parametrize(("count", "low", "high"), [(2, 1, 2), (8, 1, 8), (9, 2, 8), (40, 14, 27)])
+def test_bounds_hold_the_median_as_often_as_they_say(count, low, high):
+    """By the table of the sign test: of 8 the second and the seventh would hold it in 93% alone."""
+    found = ratio_of_pairs([float(n) for n in range(1, count + 1)], [1.0] * count)
+    assert (found.low, found.high) == (low, high)
+
+
+def test_times_that_make_no_pairs():
+    with pytest.raises(HeadwiseError, match="2 and 1 times cannot be paired"):
+        ratio_of_pairs([1.0, 2.0], [1.0])
+
+
+def test_interleaving_takes_turns_and_drops_the_first_round():
+    order = []
+
+    @contextmanager
+    def context(name):
+        order.append(name)
+        yield
+
+    ways = {name: partial(context, name) for name in ("a", "b")}
+    seconds = interleaved(ways, lambda: None, repeats=3, device="cpu")
+    assert order == ["a", "b"] * 4
+    assert {name: len(times) for name, times in seconds.items()} == {"a": 3, "b": 3}
+    assert medians({"a": [3.0, 1.0, 2.0]}) == {"a": 2.0}
+
+
+def test_a_rehearsal_is_one_timed_round():
+    calls = []
+    runs = {name: lambda name=name: calls.append(name) for name in "ab"}
+    for repeats, warm_up, rounds in ((0, True, 1), (2, True, 3), (2, False, 2)):
+        calls.clear()
+        seconds = in_turn(runs, repeats=repeats, device="cpu", warm_up=warm_up)
+        assert calls == ["a", "b"] * rounds and len(seconds["a"]) == max(repeats, 1)

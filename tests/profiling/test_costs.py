@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from tests.artifacts.conftest import build, build_arrays
 OPTIONS = "--length 256 320 --head-dims 64 --heads 3/1 --density 0.5 --repeats 1"
 
 
-def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on_where_it_was(tmp_path, monkeypatch):
     out = tmp_path / "cost.safetensors"
     asked = ["--costs", str(out), *OPTIONS.split()]
     measured = []
@@ -51,13 +50,13 @@ COST = Cost(
 )  # fmt: skip
 
 
-def test_seconds_follow_the_measurements() -> None:
+def test_seconds_follow_the_measurements():
     more = replace(COST, tiles=800, sparse_seconds=0.6)
     table = CostTable(device="d", backend="cpu", versions={}, command="", costs=(more, COST))
     at = {"length": 4096, "head_dim": 64, "dtype": "bfloat16"}
 
-    def seconds(tiles: float, heads: int = 4, **change: object) -> float:
-        return table.seconds("block_sparse", tiles=tiles, heads=heads, **{**at, **change})  # type: ignore[arg-type]
+    def seconds(tiles, heads=4, **change):
+        return table.seconds("block_sparse", tiles=tiles, heads=heads, **{**at, **change})
 
     assert seconds(400) == pytest.approx(0.4) and seconds(800) == pytest.approx(0.7)
     assert seconds(600) == pytest.approx(0.55)
@@ -65,10 +64,10 @@ def test_seconds_follow_the_measurements() -> None:
     assert seconds(100, heads=1) == pytest.approx(0.1)
     # Twice the rows with as many tiles each.
     assert seconds(800, length=8192) == pytest.approx(0.8)
-    assert table.dense_seconds(heads=2, **{**at, "length": 8192}) == pytest.approx(8.0)  # type: ignore[arg-type]
+    assert table.dense_seconds(heads=2, **{**at, "length": 8192}) == pytest.approx(8.0)
     says = r"no a_shape with head dim 64 in bfloat16; it has: .*'block_sparse'"
     with pytest.raises(HeadwiseError, match=says):
-        table.seconds("a_shape", tiles=1, heads=1, **at)  # type: ignore[arg-type]
+        table.seconds("a_shape", tiles=1, heads=1, **at)
 
 
 HERE = CostTable(
@@ -79,7 +78,7 @@ HERE = CostTable(
 THERE = replace(HERE, device="there", costs=(COST,))
 
 
-def test_round_trip_and_damage(tmp_path: Path) -> None:
+def test_round_trip_and_damage(tmp_path):
     path = tmp_path / "cost.safetensors"
     save(HERE, path)
     assert load(path) == HERE
@@ -92,7 +91,6 @@ def test_round_trip_and_damage(tmp_path: Path) -> None:
 
 def optimised_for(table: CostTable) -> tuple[artifacts.Artifact, dict[str, object]]:
     artifact = build()
-    assert artifact.search is not None
     section, arrays = embed([table], optimised=table)
     cost = SearchCost(unit="seconds", device=table.device)
     search = artifact.search.model_copy(update={"cost": cost})
@@ -100,7 +98,7 @@ def optimised_for(table: CostTable) -> tuple[artifacts.Artifact, dict[str, objec
     return made, {**build_arrays(), **arrays}
 
 
-def test_an_artifact_carries_tables_and_says_which_it_was_made_for(tmp_path: Path) -> None:
+def test_an_artifact_carries_tables_and_says_which_it_was_made_for(tmp_path):
     artifact, arrays = attach(*optimised_for(HERE), THERE)
     artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
     back, beside = artifacts.load_pair(tmp_path / "cfg.yaml")
@@ -116,7 +114,7 @@ def test_an_artifact_carries_tables_and_says_which_it_was_made_for(tmp_path: Pat
         attach(back, beside, replace(HERE, costs=(COST,)))
 
 
-def test_arrays_that_are_no_table() -> None:
+def test_arrays_that_are_no_table():
     artifact, arrays = optimised_for(HERE)
     bare = {name: array for name, array in arrays.items() if name != "cost.0.tiles"}
     more = arrays | {"cost.0.more": arrays["cost.0.tiles"]}
@@ -132,7 +130,7 @@ def test_arrays_that_are_no_table() -> None:
             embedded(artifact, wrong)
 
 
-def test_a_table_is_attached_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_is_attached_by_command(tmp_path, capsys):
     cfg, table = tmp_path / "cfg.yaml", tmp_path / "cost.safetensors"
     artifacts.save(build(), cfg, build_arrays())
     save(THERE, table)

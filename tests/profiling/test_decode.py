@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,42 +13,36 @@ from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, save
 from profiling import decode
 from profiling.decoding import run as decoding
 from profiling.decoding.losses import by_position, position_lines
-from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.forced_decode import begin, dense_losses, forced_losses
 from runtime.fingerprint import fingerprint
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
+def text(tmp_path):
     file = tmp_path / "words.txt"
     file.write_text(" ".join(f"{i} of many numbered words" for i in range(400)))
     return file
 
 
-Rows = Callable[[str], list[dict[str, Any]]]
-Made = Callable[..., Path]
-
-
 @pytest.fixture
-def rows(folder: Path, tmp_path: Path) -> Rows:
+def rows(folder, tmp_path):
     """rows(words): the rows of the record that headwise decode writes."""
 
-    def call(words: str) -> list[dict[str, Any]]:
+    def call(words):
         out = tmp_path / "figures.json"
         out.unlink(missing_ok=True)
         decode.main(f"--model {folder} --dtype float32 --json {out} {words}".split())
-        found: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
-        return found
+        return json.loads(out.read_text())["rows"]
 
     return call
 
 
 @pytest.fixture
-def made(loaded: LoadedModel, tmp_path: Path) -> Made:
+def made(loaded, tmp_path):
     """made(name, budget, selector=): an artifact with a decode section."""
 
-    def make(name: str, budget: float, **more: Any) -> Path:
+    def make(name, budget, **more):
         artifact = Artifact(
             model=fingerprint(loaded.model, name="tiny"),
             search=None,
@@ -66,12 +57,12 @@ def made(loaded: LoadedModel, tmp_path: Path) -> Made:
 
 
 @pytest.fixture
-def asked(text: Path) -> str:
+def asked(text):
     """Options of a comparison on 20 tokens of a text, without times."""
     return f"--repeats 0 --text {text} --text-length 200 --forced 20"
 
 
-def test_losses_of_forced_tokens_are_those_of_one_prefill(loaded: LoadedModel, text: Path) -> None:
+def test_losses_of_forced_tokens_are_those_of_one_prefill(loaded, text):
     from transformers import DynamicCache
 
     prompts = make_prompts(f"text:{text}", loaded.tokenizer, length=200, samples=9, seed=0)
@@ -85,7 +76,7 @@ def test_losses_of_forced_tokens_are_those_of_one_prefill(loaded: LoadedModel, t
     assert begun[0].cache.get_seq_length() == 199
 
 
-def test_the_change_is_that_of_the_same_tokens(made: Made, asked: str, rows: Rows) -> None:
+def test_the_change_is_that_of_the_same_tokens(made, asked, rows):
     asked += " --texts 2 --trials 2 --task passkey --task-length 400 --prefill-chunk 150"
     for budget in (0.999, 0.05):
         dense, headwise = rows(f"{asked} {made('cfg', budget)}")
@@ -97,9 +88,7 @@ def test_the_change_is_that_of_the_same_tokens(made: Made, asked: str, rows: Row
         assert (abs(expected) > 0.01) == (change["high"] - change["low"] > 0.01) == cuts
 
 
-def test_several_artifacts_are_compared_on_the_same_prompts(
-    made: Made, asked: str, rows: Rows
-) -> None:
+def test_several_artifacts_are_compared_on_the_same_prompts(made, asked, rows):
     second = made("b", 0.1)
     asked += f" --trials 0 {made('a', 0.05)} --beside {second}"
     own = rows(asked)
@@ -126,10 +115,8 @@ def test_several_artifacts_are_compared_on_the_same_prompts(
             rows(f"{asked} --dense-prefill --beside {uniform} {more}")
 
 
-def test_a_kernel_that_fails_is_no_row_of_dense_attention(
-    made: Made, asked: str, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: Any) -> Any:
+def test_a_kernel_that_fails_is_no_row_of_dense_attention(made, asked, rows, tmp_path, monkeypatch):
+    def failing(*_):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr("runtime.omnikv.decode.OmniKV.choose", failing)
@@ -138,7 +125,7 @@ def test_a_kernel_that_fails_is_no_row_of_dense_attention(
     assert not (tmp_path / "figures.json").exists()
 
 
-def test_caches_stand_beside_the_artifact(made: Made, text: Path, rows: Rows) -> None:
+def test_caches_stand_beside_the_artifact(made, text, rows):
     kinds = ["full", "random:budget=0.3,window=8", "snapkv:budget=0.3,window=8"]
     policies = " ".join(f"--policy {kind}" for kind in kinds)
     dense, headwise, full, drawn, voted = rows(
@@ -158,9 +145,7 @@ def test_caches_stand_beside_the_artifact(made: Made, text: Path, rows: Rows) ->
     assert drawn["change"]["value"] != pytest.approx(voted["change"]["value"], abs=1e-3)
 
 
-def test_time_and_memory_stand_beside_both_dense_attentions(
-    made: Made, rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_time_and_memory_stand_beside_both_dense_attentions(made, rows, tmp_path, capsys):
     policy = "streaming:sinks=4,window=60"
     asked = f"--policy {policy} --context 512 --trials 0 --repeats 1 --steps 2"
     timed = rows(f"{asked} --memory 1MiB {made('cfg', 0.05)}")
@@ -185,7 +170,7 @@ def test_time_and_memory_stand_beside_both_dense_attentions(
         rows(f"{asked} --memory 1000")
 
 
-def test_perplexity_by_position() -> None:
+def test_perplexity_by_position():
     dense = torch.arange(600).float().expand(2, -1) / 600
     # One text loses nothing, the other more in each quarter.
     more = torch.stack([torch.zeros(600), 0.2 * (torch.arange(600) // 150)])
@@ -210,16 +195,14 @@ def test_perplexity_by_position() -> None:
     assert by_position({"dense": dense[:, :500]}, dense[:, :500]) == {} and position_lines({}) == []
 
 
-def test_an_interrupted_comparison_goes_on(
-    made: Made, asked: str, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_comparison_goes_on(made, asked, rows, tmp_path, monkeypatch):
     asked += " --texts 2 --dense-prefill --trials 1 --task-length 300"
     asked += f" {made('a', 0.05)} --beside {made('b', 0.1)}"
     whole = rows(asked)
     measure = decoding._quality
-    begun: list[str] = []
+    begun = []
 
-    def killed(config: Any, loaded: Any, method: Any, *rest: Any) -> Any:
+    def killed(config, loaded, method, *rest):
         begun.append(method.name)
         if begun == ["dense", "headwise", "b"]:
             raise KeyboardInterrupt

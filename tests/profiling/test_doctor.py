@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from profiling import doctor
 from profiling.speed import machine
 
 
-def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_there_is(capsys):
     assert build.load() is None
     assert doctor.main(["--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -29,12 +28,10 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 < each["sparse_s"] <= each["dense_s"] for each in found["gains"])
 
 
-def test_it_prints_as_it_goes_and_ends_with_the_gain(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_prints_as_it_goes_and_ends_with_the_gain(monkeypatch, capsys):
     printed = []
 
-    def measured() -> dict[str, Any]:
+    def measured():
         printed.append(capsys.readouterr().out)
         seconds = {"kernel_s": 0.1, "sdpa_s": 0.1, "head_s": 0.05, "sparse_s": 0.03}
         rates = {"flops_a_second": 1e12, "sparse_density": 0.25, "sparse_cost": 1.2}
@@ -46,7 +43,7 @@ def test_it_prints_as_it_goes_and_ends_with_the_gain(
     assert "what to expect at 4,096 tokens" in capsys.readouterr().out
 
 
-def test_the_gain_is_what_the_density_leaves_of_attention() -> None:
+def test_the_gain_is_what_the_density_leaves_of_attention():
     dense = {"head_s": 0.1, "flops_a_second": 1e12, "sparse_cost": 1.0, "dtype": "bfloat16"}
     small = [gain for gain in machine.gains(dense) if gain.model.startswith("135M")]
     for gain in small:
@@ -62,7 +59,7 @@ def test_the_gain_is_what_the_density_leaves_of_attention() -> None:
     assert all(gain.sparse_s == gain.dense_s for gain in slow)
 
 
-def test_times_of_a_busy_machine_are_said_to_be_long() -> None:
+def test_times_of_a_busy_machine_are_said_to_be_long():
     dense = {
         "dtype": "float32",
         "kernel_s": 1.0,
@@ -76,10 +73,8 @@ def test_times_of_a_busy_machine_are_said_to_be_long() -> None:
     assert doctor.lines_of("dense", quiet) == doctor.lines_of("dense", busy)[1:]
 
 
-def test_it_is_loud_about_the_slow_reference(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing() -> str:
+def test_it_is_loud_about_the_slow_reference(monkeypatch, capsys):
+    def missing():
         return "no C++ compiler found"
 
     broken = SimpleNamespace(load=missing, find_compiler=missing, cache_folder=Path)
@@ -91,14 +86,14 @@ def test_it_is_loud_about_the_slow_reference(
     assert "all is well" not in said and "what to expect" not in said
 
 
-def test_a_kernel_that_is_wrong_or_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_wrong_or_fails_is_said(monkeypatch):
     real = machine.dense_attention
 
-    def wrong(*args: Any, **how: Any) -> Any:
+    def wrong(*args, **how):
         out, lse = real(*args, **how)
         return out + (0.0 if how.get("backend") == "reference" else 1.0), lse
 
-    def fails(*args: Any, **how: Any) -> Any:
+    def fails(*args, **how):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(machine, "dense_attention", wrong)
@@ -109,7 +104,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_said(monkeypatch: pytest.MonkeyPatch
     assert list(machine._wrong(found)) == ["attention on cpu: the kernel fails with RuntimeError"]
 
 
-def test_it_sees_a_cache_that_others_can_write_to(tmp_path: Path) -> None:
+def test_it_sees_a_cache_that_others_can_write_to(tmp_path):
     tmp_path.chmod(0o777)
     assert machine._state(tmp_path) == "unsafe: others can write to it (mode 777)"
     tmp_path.chmod(0o700)

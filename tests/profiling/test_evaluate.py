@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,13 +19,13 @@ from profiling.evaluation import run as evaluation_run
 from profiling.evaluation.config import Config
 from profiling.evaluation.page import page
 from profiling.evaluation.speed import Timed
-from profiling.models.loading import LoadedModel, load_model
+from profiling.models.loading import load_model
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import DEFAULT_TASKS, Prompt
 from profiling.prompts.settings import Setting
 from profiling.prompts.texts import read_ids
 from profiling.prompts.tokens import Encoder
-from tests.profiling.conftest import LENGTH, Command
+from tests.profiling.conftest import LENGTH
 
 
 def by_row(record: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]:
@@ -34,9 +33,7 @@ def by_row(record: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]
     return {(each["task"], each["method"], each["measure"]): each for each in record["figures"]}
 
 
-def test_one_run_gives_a_table_a_page_and_a_json(
-    command: Command, tmp_path: Path, searched: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_run_gives_a_table_a_page_and_a_json(command, tmp_path, searched, capsys):
     record = command(
         f"--task niah_single_2 --task passkey --depths 0 1 --samples 2 --text {searched}/text.txt "
         "--methods headwise headwise+snapkv --repeats 2 --steps 2 --attach --no-crossover"
@@ -85,7 +82,7 @@ def test_one_run_gives_a_table_a_page_and_a_json(
 
 
 @pytest.mark.usefixtures("invented")
-def test_other_artifacts_are_rows_of_their_own(command: Command, tmp_path: Path) -> None:
+def test_other_artifacts_are_rows_of_their_own(command, tmp_path):
     shutil.copy(tmp_path / "cfg.yaml", tmp_path / "paper.yaml")
     asked = "--task passkey --samples 1 --no-speed --methods headwise"
     record = command(f"{asked} paper-tail", beside=tmp_path / "paper.yaml")
@@ -100,20 +97,20 @@ def test_other_artifacts_are_rows_of_their_own(command: Command, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("invented")
-def test_quick_takes_few_prefills(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    contexts: list[int] = []
+def test_quick_takes_few_prefills(command, monkeypatch):
+    contexts = []
     trials = evaluation.trials
 
-    def asking(*given: Any) -> Any:
+    def asking(*given):
         contexts.append(len(given[2]))
         return trials(*given)
 
-    prefills: list[int] = []
+    prefills = []
 
-    def counting(*args: Any, **options: Any) -> LoadedModel:
+    def counting(*args, **options):
         loaded = load_model(*args, **options)
 
-        def count(module: Any, given: Any, keywords: dict[str, Any]) -> None:
+        def count(module, given, keywords):
             ids = given[0] if given else keywords["input_ids"]
             # But for decode.
             prefills.extend([ids.shape[1]] * (ids.shape[1] > LENGTH // 2))
@@ -137,7 +134,7 @@ def test_quick_takes_few_prefills(command: Command, monkeypatch: pytest.MonkeyPa
     assert record["crossover"] is None and record["memory"] == [] and len(record["prefill"]) == 5
 
 
-def test_speed_only_asks_nothing(command: Command, invented: list[str]) -> None:
+def test_speed_only_asks_nothing(command, invented):
     record = command("--speed-only --repeats 1")
     assert invented == [] and record["figures"] == record["decode"] == record["memory"] == []
     assert {each["method"] for each in record["prefill"]} == {"dense", "dense_kernel", "headwise"}
@@ -145,9 +142,7 @@ def test_speed_only_asks_nothing(command: Command, invented: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("invented")
-def test_fidelity_is_beside_dense_attention_and_kept(
-    command: Command, searched: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fidelity_is_beside_dense_attention_and_kept(command, searched, monkeypatch):
     asked = (
         f"--task line_asked --task passkey --text {searched}/text.txt --no-speed --fidelity "
         "--methods headwise oracle_tiles dense+snapkv --samples 1 --seeds 2"
@@ -171,9 +166,7 @@ def test_fidelity_is_beside_dense_attention_and_kept(
     assert command(asked)["figures"] == record["figures"]
 
 
-def test_a_model_with_settings_is_asked_those_tasks(
-    searched: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_with_settings_is_asked_those_tasks(searched, monkeypatch):
     row = Setting(task="vt", length=LENGTH, measure="score", count=9, dense=0.5, low=0.2, high=0.8)
     some = [
         row,
@@ -183,7 +176,7 @@ def test_a_model_with_settings_is_asked_those_tasks(
     ]
     monkeypatch.setattr(evaluation_run, "settings", lambda model: some if model == "tiny" else [])
 
-    def asked(more: str = "") -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def asked(more=""):
         words = f"{searched}/cfg.yaml --model elsewhere --out report {more}".split()
         config = config_of(Config, vars(parser().parse_args(words)))
         quality = evaluation_run.quality_of(config, artifacts.load(config.configs[0]))
@@ -203,13 +196,11 @@ def test_a_model_with_settings_is_asked_those_tasks(
     assert asked() == (every, usual[1])
 
 
-def test_a_killed_run_goes_on_and_what_is_there_is_not_run_again(
-    command: Command, invented: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on_and_what_is_there_is_not_run_again(command, invented, monkeypatch):
     asked = "--task passkey --no-speed --samples 3 --methods headwise"
     trials = evaluation.trials
 
-    def killed(*given: Any) -> Any:
+    def killed(*given):
         if len(invented) == 4:
             raise KeyboardInterrupt
         return trials(*given)
@@ -227,10 +218,8 @@ def test_a_killed_run_goes_on_and_what_is_there_is_not_run_again(
     assert counts == {"dense": 3, "headwise": 3, "a_shape": 6}
 
 
-def test_the_crossover_becomes_dense_below_where_it_is_wanted(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pretended(loaded: Any, methods: Any, length: int, *, repeats: int) -> dict[str, Timed]:
+def test_the_crossover_becomes_dense_below_where_it_is_wanted(command, tmp_path, monkeypatch):
+    def pretended(loaded, methods, length, *, repeats):
         # The model's own attention never catches up; the kernel's, which is the fastest dense
         # baseline, at 600 tokens.
         dense = {"model": (9.0 * length,), "kernel": (float(length),)}
@@ -259,23 +248,16 @@ def test_the_crossover_becomes_dense_below_where_it_is_wanted(
         ("--methods a_shap", "unknown method 'a_shap'"),
     ],
 )
-def test_what_cannot_be_is_refused(command: Command, options: str, said: str) -> None:
+def test_what_cannot_be_is_refused(command, options, said):
     with pytest.raises(HeadwiseError, match=re.escape(said)):
         command(options)
 
 
 @pytest.mark.usefixtures("invented")
-def test_windows_that_the_search_saw_are_told(
-    command: Command,
-    loaded: LoadedModel,
-    searched: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_windows_that_the_search_saw_are_told(command, loaded, searched, tmp_path, capsys):
     """A text that the search saw whole is named in the table, the page and the JSON."""
     text = searched / "text.txt"
     artifact, arrays = artifacts.load_pair(tmp_path / "cfg.yaml")
-    assert artifact.search is not None
     digests = Seen([Prompt(read_ids(Encoder(loaded.tokenizer), text), None)]).digests
     calibration = artifact.search.calibration.model_copy(
         update={"tasks": ("text:text.txt",), "lengths": (LENGTH,), "seen_windows": len(digests)}

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ VALUE = {
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path):
     with Ledger(tmp_path / "cfg.yaml", "heads", settings=SETTINGS) as ledger:
         for layer in range(3):
             ledger.put(ledger.unit(f"layer {layer}", {"seed": 0}), {"error": 0.1 + layer / 3})
@@ -40,7 +39,7 @@ def only(out: Path) -> Path:
     return out.with_name("cfg.yaml.heads.ledger")
 
 
-def test_values_come_back_as_they_were_bit_for_bit() -> None:
+def test_values_come_back_as_they_were_bit_for_bit():
     for dtype in ("float32", "float16", "int64", "bool", ">f8"):
         for shape in ((), (0, 3), (2, 5)):
             array = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
@@ -58,7 +57,7 @@ def test_values_come_back_as_they_were_bit_for_bit() -> None:
             to_bytes(wrong)
 
 
-def test_what_is_put_is_there_after_the_process(out: Path) -> None:
+def test_what_is_put_is_there_after_the_process(out):
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
         assert len(ledger) == 3 and ledger.unit("layer 2", {"seed": 0}) in ledger
         assert ledger.get(ledger.unit("layer 2", {"seed": 0})) == {"error": 0.1 + 2 / 3}
@@ -77,9 +76,7 @@ def test_what_is_put_is_there_after_the_process(out: Path) -> None:
     assert list(out.parent.iterdir()) == []
 
 
-def test_a_unit_is_known_by_all_that_it_depends_on(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_unit_is_known_by_all_that_it_depends_on(out, monkeypatch):
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
         same = ledger.unit("layer 0", {"seed": 0})
         assert ledger.get(same) is not None
@@ -92,7 +89,7 @@ def test_a_unit_is_known_by_all_that_it_depends_on(
         assert ledger.get(ledger.unit("layer 0", {"seed": 0})) is None
 
 
-def test_other_settings_are_refused_by_name_and_fresh_discards(out: Path) -> None:
+def test_other_settings_are_refused_by_name_and_fresh_discards(out):
     before = {path: path.read_bytes() for path in only(out).iterdir()}
     for change, said in (({"length": 8192}, "its length is 4096, not 8192"), ({"seed": 3}, "seed")):
         with pytest.raises(HeadwiseError, match=f"{said}.*--fresh"):
@@ -102,7 +99,7 @@ def test_other_settings_are_refused_by_name_and_fresh_discards(out: Path) -> Non
         assert not len(ledger)
 
 
-def test_every_cut_and_every_damaged_byte_is_found(out: Path) -> None:
+def test_every_cut_and_every_damaged_byte_is_found(out):
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
         unit = ledger.unit("layer 1", {"seed": 0})
         file = only(out) / f"{unit.key}.unit"
@@ -119,7 +116,7 @@ def test_every_cut_and_every_damaged_byte_is_found(out: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]"])
-def test_damaged_settings_are_written_again(out: Path, content: bytes) -> None:
+def test_damaged_settings_are_written_again(out, content):
     (only(out) / "settings.json").write_bytes(content)
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
         assert ledger.get(ledger.unit("layer 0", {"seed": 0})) is not None
@@ -140,14 +137,11 @@ time.sleep(600)
 """
 
 
-def test_a_kill_loses_the_unit_in_hand_alone_and_the_lock_dies_with_its_holder(
-    tmp_path: Path,
-) -> None:
+def test_a_kill_loses_the_unit_in_hand_alone_and_the_lock_dies_with_its_holder(tmp_path):
     out = tmp_path / "cfg.yaml"
     command = [sys.executable, "-c", _HOLDER, str(out)]
     told = -1
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
         for line in holder.stdout:
             told = int(line)
             if told == 10:
@@ -158,7 +152,7 @@ def test_a_kill_loses_the_unit_in_hand_alone_and_the_lock_dies_with_its_holder(
             if told == 20:
                 holder.send_signal(signal.SIGKILL)
     with Ledger(out, "heads") as ledger:
-        found: list[Any] = [ledger.get(ledger.unit(f"unit {number}")) for number in range(400)]
+        found = [ledger.get(ledger.unit(f"unit {number}")) for number in range(400)]
         assert all(value is not None for value in found[: told + 1])
         assert sum(value is not None for value in found) <= told + 2
         assert not list(ledger.folder.glob("*.tmp")) and not list(ledger.folder.glob(".*"))
@@ -166,7 +160,7 @@ def test_a_kill_loses_the_unit_in_hand_alone_and_the_lock_dies_with_its_holder(
             Ledger(out, "heads")
 
 
-def test_no_folder_can_be_made(tmp_path: Path) -> None:
+def test_no_folder_can_be_made(tmp_path):
     (tmp_path / "cfg.yaml.heads.ledger").write_text("a file")
     with pytest.raises(HeadwiseError, match=r"cannot make the folder .*cfg\.yaml\.heads\.ledger"):
         Ledger(tmp_path / "cfg.yaml", "heads")

@@ -6,8 +6,6 @@ import contextlib
 import io
 import json
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,7 +30,7 @@ LLAMA = {
 }
 
 
-def test_an_8b_shape_counted_by_hand() -> None:
+def test_an_8b_shape_counted_by_hand():
     shape, length = read_shape(json.dumps(LLAMA), "bfloat16"), 2**19
     plain = plan(shape, length, growing=False)
     assert shape.parameters == 8_030_261_248
@@ -46,7 +44,7 @@ def test_an_8b_shape_counted_by_hand() -> None:
     assert banked.device == banked.weights + banked.cache + banked.passing
 
 
-def test_layers_that_slide_keep_a_window() -> None:
+def test_layers_that_slide_keep_a_window():
     gemma = LLAMA | {"model_type": "gemma3_text", "hidden_size": 640, "num_hidden_layers": 18}
     gemma |= {"num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 512}
     shape = read_shape(json.dumps(gemma), "bfloat16")
@@ -55,7 +53,7 @@ def test_layers_that_slide_keep_a_window() -> None:
     assert plan(shape, 10_000, growing=False).cache == token * (3 * 10_000 + 15 * 512)
 
 
-def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_fits(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     lengths = ["--length", "131072", "524288"]
     assert memory.main(["--plan", str(tmp_path), *lengths, "--memory", "139GB"]) == 0
@@ -71,30 +69,23 @@ def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
         ('{"model_type": "clip"}', "no memory can be predicted from this CLIPConfig"),
     ],
 )
-def test_what_is_no_shape_of_a_model(plan: str, said: str) -> None:
+def test_what_is_no_shape_of_a_model(plan, said):
     with pytest.raises(HeadwiseError, match=said):
         memory.main(["--plan", plan, "--length", "1024"])
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure in this process, whose peak says nothing: one of its own takes seconds to start."""
-
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            peak_memory.main(command[3:])
-        return subprocess.CompletedProcess(command, 0, out.getvalue(), "")
-
-    monkeypatch.setattr(peak_memory.subprocess, "run", run)
 
 
 # Keys and values: 3 layers of 2 heads of 16 numbers of 4 bytes, twice.
 TOKEN = 3 * 2 * 16 * 4 * 2
 
 
-@pytest.mark.usefixtures("in_process")
-def test_a_measurement_stands_beside_what_was_predicted(searched: Path, tmp_path: Path) -> None:
+def test_a_measurement_stands_beside_what_was_predicted(searched, tmp_path, monkeypatch):
+    def run(command, **_):
+        """Measure in this process, whose peak says nothing: one of its own takes seconds."""
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            peak_memory.main(command[3:])
+        return subprocess.CompletedProcess(command, 0, printed.getvalue(), "")
+
+    monkeypatch.setattr(peak_memory.subprocess, "run", run)
     out = tmp_path / "out.json"
     command = f"--model {searched}/tiny {searched}/cfg.yaml --dtype float32 --dense --json {out}"
     memory.main([*command.split(), "--length", "900"])
@@ -107,7 +98,7 @@ def test_a_measurement_stands_beside_what_was_predicted(searched: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_peak_memory_of_a_method_is_that_of_a_process_of_its_own(searched: Path) -> None:
+def test_peak_memory_of_a_method_is_that_of_a_process_of_its_own(searched):
     spec = str(searched / "tiny")
     loaded = load_model(spec, dtype="float32")
     artifact, arrays = artifacts.load_pair(searched / "cfg.yaml")

@@ -12,7 +12,7 @@ from artifacts.cli import command
 from profiling.progress import bar, phase
 
 
-def test_a_log_shows_start_life_and_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_shows_start_life_and_end(capsys):
     with phase("curves", 8, "prompts", every=0.3) as shown:
         shown.reach(2)
         time.sleep(0.4)  # no unit is done, and still there is a line
@@ -27,7 +27,7 @@ def test_a_log_shows_start_life_and_end(capsys: pytest.CaptureFixture[str]) -> N
     assert re.fullmatch(r"curves: 8 of 8 prompts in 00:0\d", lines[-1])
 
 
-def test_time_left_is_by_the_pace_of_this_run() -> None:
+def test_time_left_is_by_the_pace_of_this_run():
     with phase("p", 1000, quiet=True) as shown:
         shown.skip(900)
         assert "left" not in shown.line()
@@ -36,9 +36,7 @@ def test_time_left_is_by_the_pace_of_this_run() -> None:
         assert shown.line() == "p: 910 of 1000 units, 07:30 left"
 
 
-def test_quiet_says_nothing_and_an_error_passes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_says_nothing_and_an_error_passes(monkeypatch, capsys):
     with pytest.raises(KeyError), phase("p", 3):
         raise KeyError
     assert capsys.readouterr().err == "p: 3 units\n"
@@ -49,9 +47,7 @@ def test_quiet_says_nothing_and_an_error_passes(
     assert bar([1]).disable and capsys.readouterr().err == ""
 
 
-def test_a_terminal_shows_a_bar(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_shows_a_bar(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with phase("curves", 8, "prompts") as shown:
         shown.skip(4)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,14 +59,14 @@ class Launch:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
+def launch(tmp_path):
     made = Launch(tmp_path)
     yield made
     made.kill()
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def alone(tmp_path_factory):
     """Output of one process without torchrun."""
     made = Launch(tmp_path_factory.mktemp("alone"))
     code, said, complained = made.finish(0)
@@ -75,7 +74,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return made.out.read_bytes()
 
 
-def test_three_ranks_write_what_one_process_does(launch: Launch, alone: bytes) -> None:
+def test_three_ranks_write_what_one_process_does(launch, alone):
     code, said, complained = launch.finish(3)
     assert code == 0 and said == f"wrote {launch.out}\n", complained
     assert launch.out.read_bytes() == alone
@@ -86,7 +85,7 @@ def test_three_ranks_write_what_one_process_does(launch: Launch, alone: bytes) -
     assert left == [".first", ".json", ".log"]
 
 
-def test_a_killed_rank_ends_the_launch_and_another_goes_on(launch: Launch, alone: bytes) -> None:
+def test_a_killed_rank_ends_the_launch_and_another_goes_on(launch, alone):
     process = launch.start(2, "--hang", "unit 4")
     killed = launch.process_at("unit 4")
     finished = {unit for unit, _, pid in launch.begun() if pid == killed and unit != "unit 4"}
@@ -108,9 +107,7 @@ def test_a_killed_rank_ends_the_launch_and_another_goes_on(launch: Launch, alone
         ("--bug=unit 6", "ZeroDivisionError", 1),
     ],
 )
-def test_a_failure_ends_all_ranks_and_is_told_once(
-    launch: Launch, option: str, said: str, status: int
-) -> None:
+def test_a_failure_ends_all_ranks_and_is_told_once(launch, option, said, status):
     code, printed, complained = launch.finish(2, option)
     assert code != 0 and printed == "" and complained.count(said) == 1
     assert "[rank" not in complained, "a traceback of a rank"
@@ -121,7 +118,7 @@ def test_a_failure_ends_all_ranks_and_is_told_once(
         assert not list(launch.out.parent.iterdir())
 
 
-def test_what_only_the_first_rank_sees_is_told_once(launch: Launch) -> None:
+def test_what_only_the_first_rank_sees_is_told_once(launch):
     with Ledger(launch.out, "work", settings={"seed": 0}) as ledger:
         code, _, complained = launch.finish(2)
         assert code != 0 and complained.count("is writing it; wait for it or end it") == 1
@@ -132,17 +129,17 @@ def test_what_only_the_first_rank_sees_is_told_once(launch: Launch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_rank_that_never_comes_is_not_waited_for_for_ever(launch: Launch) -> None:
+def test_a_rank_that_never_comes_is_not_waited_for_for_ever(launch):
     began = time.monotonic()
     code, _, complained = launch.finish(2, "--hang", "unit 3", "--timeout", "2")
     assert code != 0 and time.monotonic() - began < 60
     assert complained.count("lost another rank, which was killed or has not come for long") == 1
 
 
-def test_a_call_that_times_out_says_that_a_rank_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_times_out_says_that_a_rank_is_lost(monkeypatch):
     from torch import distributed
 
-    def times_out(*_: object) -> None:
+    def times_out(*_):
         raise RuntimeError("Timed out waiting 2000ms")
 
     monkeypatch.setattr(distributed, "all_reduce", times_out)
@@ -155,7 +152,7 @@ def test_a_call_that_times_out_says_that_a_rank_is_lost(monkeypatch: pytest.Monk
     assert ended.value.code == 3
 
 
-def test_units_are_dealt_by_cost_and_each_once() -> None:
+def test_units_are_dealt_by_cost_and_each_once():
     costs = [5.0, 1.0, 1.0, 1.0, 1.0, 1.0, 8.0]
     for count in (1, 2, 3, 9):
         shares = [Ranks(rank, count).deal(range(7), costs) for rank in range(count)]
@@ -167,7 +164,7 @@ def test_units_are_dealt_by_cost_and_each_once() -> None:
     assert Ranks(1, 3).deal([]) == []
 
 
-def test_what_a_rank_has_made_is_not_made_by_another_as_well() -> None:
+def test_what_a_rank_has_made_is_not_made_by_another_as_well():
     """Two prompts, each with three runs and something that has to be made first."""
     units, needs = ["a1", "b1", "a2", "b2", "a3", "b3"], ["a", "b", "a", "b", "a", "b"]
     shares = [Ranks(rank, 2).deal(units, needs=needs) for rank in range(2)]
@@ -178,7 +175,7 @@ def test_what_a_rank_has_made_is_not_made_by_another_as_well() -> None:
     assert theirs == [["a3"], ["a1", "a2"]]
 
 
-def test_one_process_needs_no_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_needs_no_torch_distributed(monkeypatch):
     code = (
         "import sys\nfrom profiling.ranks import ranks\n"
         "with ranks() as r:\n"
@@ -192,7 +189,7 @@ def test_one_process_needs_no_torch_distributed(monkeypatch: pytest.MonkeyPatch)
         pass
 
 
-def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -7,7 +7,6 @@ import math
 import re
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
-from profiling.inside.decode_capture import StepInputs
 from profiling.inside.residual import ResidualStream
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
@@ -27,7 +25,6 @@ from profiling.similarities.run import run
 from profiling.similarities.similarity_profile import FILE, Profile, save_profile
 from profiling.similarities.similarity_profile import load_profile as load
 from profiling.similarity import main
-from tests.profiling.profiles import random_profile
 from tests.search.conftest import save_tiny
 
 LENGTH, STEPS, TOP = 980, 20, 100
@@ -39,19 +36,40 @@ def config(task: str, **changes: Any) -> SimilarityConfig:
     return SimilarityConfig(tasks=(task,), **{**given, "top_k": TOP, **changes})
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """Five layers, the second and the last of which see every key."""
-    place = save_tiny(
-        tmp_path_factory.mktemp("hybrid") / "gemma",
-        family="Gemma3",
-        config="Gemma3Text",
-        num_hidden_layers=5,
-        layer_types=[f"{'full' if at in (1, 4) else 'sliding'}_attention" for at in range(5)],
-        sliding_window=32,
-        head_dim=16,
-    )
-    return load_model(str(place), dtype="float32")
+def random_profile(layers: int, *, sliding: bool = False) -> Profile:
+    """A profile of two tasks; every sixth layer slides."""
+    tasks = ("multi_hop:a.txt", "passkey")
+    random = np.random.default_rng(0)
+    left_out = np.arange(layers) % 6 == 5 if sliding else np.zeros(layers, dtype=bool)
+    arrays: dict[str, np.ndarray] = {"agreement": np.ones((2, 2))}
+    for task in tasks:
+        mass = random.random((layers, layers))
+        mass[left_out] = mass[:, left_out] = np.nan
+        arrays |= {f"mass.{task}.{by}": mass for by in ("max", "mean")}
+        by_head = np.tile(mass[:, :, None], (1, 1, 2))
+        arrays |= {f"{kind}.{task}": by_head for kind in ("error", "worst")}
+        arrays |= {f"ability.{task}.next{reach}": ability(mass, reach) for reach in (8, 16)}
+        arrays[f"hit.{task}"] = np.where(left_out, np.nan, random.random(layers))
+        missed = random.random((layers, 20))
+        arrays[f"variability.{task}"] = np.where(left_out[:, None], np.nan, missed)
+    about = {
+        "format": 5,
+        "kv_heads": 2,
+        "model": "some-model",
+        "num_layers": layers,
+        "command": "headwise similarity --x",
+        "layers": np.flatnonzero(~left_out).tolist(),
+        "sliding_layers": np.flatnonzero(left_out).tolist(),
+        "tasks": [{"name": task, "sha256": "0123456789" * 6} for task in tasks],
+        "weights_sha256": "f" * 64,
+        "length": 4096,
+        "samples": 2,
+        "steps": 20,
+        "top_k": 512,
+        "dtype": "bfloat16",
+        "device": "cpu",
+    }
+    return Profile(arrays=arrays, about=about)
 
 
 def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
@@ -110,7 +128,7 @@ def plainly(loaded: LoadedModel, task: str, seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def test_the_profile_is_what_full_attention_weights_give(loaded: LoadedModel) -> None:
+def test_the_profile_is_what_full_attention_weights_give(loaded):
     task = "multi_hop"
     profile = measure(config(task, seed=3), loaded)
     for name, expected in plainly(loaded, task, seed=3).items():
@@ -123,9 +141,9 @@ def test_the_profile_is_what_full_attention_weights_give(loaded: LoadedModel) ->
     np.testing.assert_allclose(profile.ability(task)[0], mass[0, 1:].mean(), rtol=1e-6)
 
 
-def test_sliding_layers_are_marked_and_left_out(hybrid: LoadedModel) -> None:
+def test_sliding_layers_are_marked_and_left_out(hybrid):
     task = "passkey"
-    profile = measure(config(task, **SMALL), hybrid)
+    profile = measure(config(task, **SMALL), load_model(str(hybrid), dtype="float32"))
     assert profile.layers == [1, 4] and profile.sliding_layers == [0, 2, 3]
     measured = np.zeros((5, 5), dtype=bool)
     measured[np.ix_([1, 4], [1, 4])] = True
@@ -136,12 +154,13 @@ def test_sliding_layers_are_marked_and_left_out(hybrid: LoadedModel) -> None:
     np.testing.assert_array_equal(profile.ability(task), expected)
 
 
-def test_a_norm_behind_the_attention_counts(hybrid: LoadedModel, loaded: LoadedModel) -> None:
+def test_a_norm_behind_the_attention_counts(hybrid, loaded):
     """Gemma's blocks add not the attention's output but a norm of it, however large it is."""
-    block = hybrid.model.model.layers[1]
-    seen: dict[str, torch.Tensor] = {}
+    gemma = load_model(str(hybrid), dtype="float32").model
+    block = gemma.model.layers[1]
+    seen = {}
 
-    def remember(name: str, output: Any) -> None:
+    def remember(name, output):
         seen[name] = output[0, -1]
 
     attention, norm = block.self_attn, block.post_attention_layernorm
@@ -150,14 +169,14 @@ def test_a_norm_behind_the_attention_counts(hybrid: LoadedModel, loaded: LoadedM
         attention.register_forward_hook(lambda _, __, out: remember("attention", out[0])),
         norm.register_forward_hook(lambda _, __, out: remember("added", out)),
         torch.no_grad(),
-        ResidualStream(hybrid.model) as stream,
+        ResidualStream(gemma) as stream,
     ):
-        hybrid.model(ids)
+        gemma(ids)
     gain = seen["added"].square().sum() / seen["attention"].square().sum()
     assert abs(gain - 1) > 0.1
     torch.testing.assert_close(stream.gain(1), gain)
 
-    def hooks() -> list[int]:
+    def hooks():
         modules = loaded.model.modules()
         return [len(each._forward_hooks) + len(each._forward_pre_hooks) for each in modules]
 
@@ -168,9 +187,7 @@ def test_a_norm_behind_the_attention_counts(hybrid: LoadedModel, loaded: LoadedM
     assert hooks() == before
 
 
-def test_a_text_is_decoded_as_it_stands_there_and_greedily_otherwise(
-    loaded: LoadedModel, tmp_path: Path
-) -> None:
+def test_a_text_is_decoded_as_it_stands_there_and_greedily_otherwise(loaded, tmp_path):
     text = tmp_path / "a b.txt"
     text.write_text(" ".join(f"{i} of many numbered words" for i in range(400)))
     forced = measure(config(f"text:{text}"), loaded)
@@ -181,7 +198,7 @@ def test_a_text_is_decoded_as_it_stands_there_and_greedily_otherwise(
     assert np.abs(forced.arrays[first] - greedy.arrays[first]).max() > 1e-4
 
 
-def test_the_command_writes_a_profile_that_comes_back(folder: Path, tmp_path: Path) -> None:
+def test_the_command_writes_a_profile_that_comes_back(folder, tmp_path):
     out = tmp_path / "new" / "profile"
     main(
         f"--model {folder} --out {out} --length 900 --steps 3 --samples 1 --task passkey "
@@ -210,19 +227,19 @@ def test_the_command_writes_a_profile_that_comes_back(folder: Path, tmp_path: Pa
         ({"tasks": ()}, "no task given"),
     ],
 )
-def test_bad_settings(loaded: LoadedModel, changes: dict[str, Any], said: str) -> None:
+def test_bad_settings(loaded, changes, said):
     with pytest.raises(HeadwiseError, match=said):
         measure(replace(config("passkey"), **changes), loaded)
 
 
-def test_a_model_that_only_slides(tmp_path: Path) -> None:
+def test_a_model_that_only_slides(tmp_path):
     place = save_tiny(tmp_path / "mistral", family="Mistral", sliding_window=32)
     with pytest.raises(HeadwiseError, match="every layer of mistral is a sliding-window layer"):
         run(config("passkey", model=str(place)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_are_no_profile(tmp_path: Path) -> None:
+def test_files_that_are_no_profile(tmp_path):
     file = tmp_path / FILE
     with pytest.raises(HeadwiseError, match="there is no similarity profile"):
         load(tmp_path)
@@ -246,13 +263,11 @@ def test_files_that_are_no_profile(tmp_path: Path) -> None:
     assert load(tmp_path).about == profile.about
 
 
-def test_one_layers_scores_are_held_at_a_time(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held: list[weakref.ref[torch.Tensor]] = []
+def test_one_layers_scores_are_held_at_a_time(loaded, monkeypatch):
+    held = []
     visit = Accumulator.visit
 
-    def watched(self: Accumulator, step: int, inputs: StepInputs) -> None:
+    def watched(self, step, inputs):
         assert all(former() is None for former in held)
         held[:] = [weakref.ref(inputs.probabilities)]
         visit(self, step, inputs)
@@ -262,7 +277,7 @@ def test_one_layers_scores_are_held_at_a_time(
     assert held
 
 
-def test_ability_is_the_mean_over_the_layers_within_reach() -> None:
+def test_ability_is_the_mean_over_the_layers_within_reach():
     mass = np.arange(16, dtype=np.float64).reshape(4, 4)
     assert ability(mass, 2)[:3].tolist() == [1.5, 6.5, 11.0] and np.isnan(ability(mass, 2)[3])
     mass[:, 1] = mass[1] = np.nan
@@ -270,7 +285,7 @@ def test_ability_is_the_mean_over_the_layers_within_reach() -> None:
     np.testing.assert_array_equal(ability(mass, 1), [np.nan, np.nan, 11, np.nan])
 
 
-def test_agreement_is_the_correlation_above_the_diagonal() -> None:
+def test_agreement_is_the_correlation_above_the_diagonal():
     random = np.random.default_rng(0)
     one = random.random((5, 5))
     below = one + np.tril(random.random((5, 5)))

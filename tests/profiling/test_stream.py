@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from artifacts import HeadwiseError
 from profiling.evaluation.intervals import share_of
-from profiling.ledger import Ledger, Unit
-from profiling.models.loading import LoadedModel
+from profiling.ledger import Ledger
 from profiling.prompts.tokens import Encoder
 from profiling.streams import report as stream_report
 from profiling.streams import run as stream_run
@@ -26,36 +22,20 @@ from profiling.streams.methods import Stretch
 from profiling.streams.report import draw
 from profiling.streams.run import run
 from profiling.streams.tokens import TokenStream, stream_eval, text_stream
-from tests.profiling.conftest import tiny
 from tests.profiling.tokenizers import MAKERS, byte_level
 
 ALL = ("streaming", "streaming:1", "window-only", "recomputed", "dense", "original")
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no picture: one test looks at it."""
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """config(out, **changes) of a run that draws no picture: one test looks at it."""
     monkeypatch.setattr(stream_run, "draw", lambda *given: [])
-
-
-@pytest.fixture
-def loaded() -> LoadedModel:
-    tokenizer = byte_level()
-    model = tiny("llama")
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    with torch.no_grad():
-        for weights in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
-            weights.normal_(std=0.2, generator=torch.Generator().manual_seed(1))
-    return LoadedModel(model, tokenizer, "tiny", None)
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Callable[..., Streamed]:
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"The clerk counted {7 * n % 101} boats." for n in range(60)))
 
-    def config(out: str = "out", **changes: Any) -> Streamed:
-        given: dict[str, Any] = {"tokens": 130, "sinks": 2, "window": 22, "methods": ALL}
+    def config(out="out", **changes):
+        given = {"tokens": 130, "sinks": 2, "window": 22, "methods": ALL}
         given |= {"chunk": 32, "block": 32, "stride": 3}
         if changes.get("task") != "stream_eval":
             given["text"] = text
@@ -64,9 +44,7 @@ def config(tmp_path: Path) -> Callable[..., Streamed]:
     return config
 
 
-def test_chunks_of_any_size_give_what_one_by_one_gives(
-    loaded: LoadedModel, config: Callable[..., Streamed]
-) -> None:
+def test_chunks_of_any_size_give_what_one_by_one_gives(loaded, config):
     methods = ("streaming", "original")
     alone, chunked = (
         run(config(f"out{chunk}", chunk=chunk, block=40, methods=methods), loaded)[1]["blocks"]
@@ -80,14 +58,11 @@ def test_chunks_of_any_size_give_what_one_by_one_gives(
         assert held == alone[method]["cache_bytes"] and len(set(held)) == 1
 
 
-def test_methods_are_what_they_are_called(
-    loaded: LoadedModel, config: Callable[..., Streamed]
-) -> None:
+def test_methods_are_what_they_are_called(loaded, config):
     """Against plain forwards; before the window is full all methods are dense."""
     given = config(stride=1, block=8, chunk=8, tokens=60)
     rows, record = run(given, loaded)
     found = {row.method: row for row in rows}
-    assert given.text is not None
     ids = torch.tensor([text_stream(Encoder(loaded.tokenizer), given.text, 60, 1).ids])
     with torch.no_grad():
         whole = cross_entropy(loaded.model(ids[:, :-1]).logits[0], ids[0, 1:], reduction="none")
@@ -105,7 +80,7 @@ def test_methods_are_what_they_are_called(
     assert found["recomputed"].ratio is None and found["streaming"].low is not None
 
 
-def test_a_window_is_one_sample_of_the_ratio() -> None:
+def test_a_window_is_one_sample_of_the_ratio():
     """4 windows of 10 alike tokens are 4 samples, not 40."""
     apart = np.repeat([0.1, 0.3, 0.2, 0.4], 10)
     stream = TokenStream(
@@ -128,11 +103,7 @@ def test_a_window_is_one_sample_of_the_ratio() -> None:
     assert stream_report.rows(both, stream, whole=100, task="text")[1].ratio is None
 
 
-def test_a_killed_run_ends_as_if_it_had_not_been(
-    loaded: LoadedModel,
-    config: Callable[..., Streamed],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_killed_run_ends_as_if_it_had_not_been(loaded, config, monkeypatch):
     """Killed after a block was kept, in two methods."""
     methods = ("streaming", "recomputed", "original")
     _, whole = run(config("whole", methods=methods), loaded)
@@ -140,7 +111,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
 
     for after in (6, 11):
 
-        def once(ledger: Ledger, unit: Unit, value: Any, after: int = after) -> None:
+        def once(ledger, unit, value, after=after):
             put(ledger, unit, value)
             if len(ledger) > after:
                 raise KeyboardInterrupt
@@ -157,9 +128,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
     assert [path.name for path in config().out.iterdir()] == ["stream.json"]
 
 
-def test_another_stream_does_not_go_on(
-    loaded: LoadedModel, config: Callable[..., Streamed]
-) -> None:
+def test_another_stream_does_not_go_on(loaded, config):
     given = config()
     given.out.mkdir()
     with Ledger(given.out / "stream.json", "stream", settings={"model": "other"}) as ledger:
@@ -169,7 +138,7 @@ def test_another_stream_does_not_go_on(
     run(config(fresh=True, methods=("window-only",)), loaded)
 
 
-def test_a_short_text_is_begun_again(tmp_path: Path) -> None:
+def test_a_short_text_is_begun_again(tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("The river and the old clerk.")
     encode = Encoder(byte_level(bos=True))
@@ -179,7 +148,7 @@ def test_a_short_text_is_begun_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bytes with bos and eos", "metaspace"])
-def test_stream_eval_asks_for_what_was_said_twenty_lines_before(name: str) -> None:
+def test_stream_eval_asks_for_what_was_said_twenty_lines_before(name):
     tokenizer = MAKERS[name]()
     made = stream_eval(Encoder(tokenizer), 6000, seed=3)
     assert made.ids == stream_eval(Encoder(tokenizer), 6000, seed=3).ids[:6001]
@@ -195,16 +164,16 @@ def test_stream_eval_asks_for_what_was_said_twenty_lines_before(name: str) -> No
 
 
 def test_stream_eval_counts_answers_of_which_every_token_is_the_likeliest(
-    loaded: LoadedModel, config: Callable[..., Streamed], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = 1200
+    loaded, config, monkeypatch
+):
+    tokens = 3600
     given = config(task="stream_eval", tokens=tokens, block=64, methods=("streaming",))
     rows, record = run(given, loaded)
     assert rows[0].accuracy == record["rows"][0]["accuracy"] == 0.0
     ids = stream_eval(Encoder(loaded.tokenizer), tokens, 0)
     forward = loaded.model.forward
 
-    def knowing(*args: Any, **kwargs: Any) -> Any:
+    def knowing(*args, **kwargs):
         out = forward(*args, **kwargs)
         if kwargs.get("past_key_values") is not None:
             end = kwargs["past_key_values"].get_seq_length()
@@ -223,9 +192,7 @@ def test_stream_eval_counts_answers_of_which_every_token_is_the_likeliest(
 
 
 @pytest.mark.usefixtures("sketched")
-def test_times_are_taken_of_every_bounded_method(
-    loaded: LoadedModel, config: Callable[..., Streamed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_are_taken_of_every_bounded_method(loaded, config, monkeypatch):
     monkeypatch.setattr(stream_run, "draw", draw)
     given = config(methods=("streaming", "recomputed", "dense"), timed=2, command="as typed")
     run(given, loaded)
@@ -238,7 +205,7 @@ def test_times_are_taken_of_every_bounded_method(
     assert (given.out / "stream.png").is_file() and (given.out / "stream.svg").is_file()
 
 
-def test_one_sink_in_as_many_tokens() -> None:
+def test_one_sink_in_as_many_tokens():
     method = method_of("streaming:1", sinks=4, window=1020)
     assert method.policy is not None and (method.policy.sinks, method.policy.window) == (1, 1023)
     only = method_of("window-only", sinks=4, window=1020).policy

@@ -27,7 +27,7 @@ def loaded(family: str) -> LoadedModel:
     return LoadedModel(tiny(family), None, family, None)
 
 
-def test_policies_are_read() -> None:
+def test_policies_are_read():
     assert parse_policy("h2o") == H2O()
     expected = H2O(heavy=400, recent=0.1, normalised=True)
     assert parse_policy("h2o:heavy=400,recent=0.1,normalised=true") == expected
@@ -42,14 +42,14 @@ def test_policies_are_read() -> None:
         ("streaming:window=0", "window: Input should be greater than or equal to 1"),
     ],
 )
-def test_what_is_no_policy(text: str, said: str) -> None:
+def test_what_is_no_policy(text, said):
     with pytest.raises(HeadwiseError, match=said):
         parse_policy(text)
 
 
-def test_a_model_that_slides_throughout_is_refused() -> None:
-    with pytest.raises(HeadwiseError, match="every layer of mistral is a sliding-window layer"):
-        with_policy(loaded("mistral"), Streaming())
+def test_a_model_that_slides_throughout_is_refused():
+    with pytest.raises(HeadwiseError, match="every layer of Mistral is a sliding-window layer"):
+        with_policy(loaded("Mistral"), Streaming())
 
 
 LENGTH, RECORD = 90, SnapKV(budget=40, window=8)
@@ -70,8 +70,8 @@ def kept_places(model: LoadedModel, cache: Any, ids: torch.Tensor) -> list[torch
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_it_keeps_start_and_end_and_draws_the_rest(family: str) -> None:
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_it_keeps_start_and_end_and_draws_the_rest(family):
     model = loaded(family)
     headwise = with_policy(model, RECORD)
     ids = torch.randint(3, 97, (1, LENGTH))
@@ -85,7 +85,7 @@ def test_it_keeps_start_and_end_and_draws_the_rest(family: str) -> None:
             found.append((cache, output.logits))
             assert {layer.mean_kept for layer in after.layers if not layer.is_sliding} == {43}
     sliding = [layer.kept for layer in memory_report(found[0][0]).layers if layer.kept != 40]
-    assert sliding == ([16, 16] if family == "gemma3" else [])
+    assert sliding == ([16, 16] if family == "Gemma3" else [])
     places = [kept_places(model, cache, ids) for cache, _ in found]
     for layer in places[0]:
         assert layer.shape[1] == 40
@@ -108,21 +108,19 @@ def random_prompt(length: int) -> Prompt:
     return Prompt(tuple(ids.tolist()), None)
 
 
-def test_kept_and_error_are_those_of_full_attention_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kept_and_error_are_those_of_full_attention_weights(monkeypatch):
     monkeypatch.setattr(budget_curves, "_PLACES", 2)
-    llama, prompt, length = loaded("llama"), random_prompt(150), 150
+    llama, prompt, length = loaded("Llama"), random_prompt(150), 150
     found = measure(llama, [prompt], SHARES)
     assert found.layers == [0, 1, 2] and found.error.shape == (3, 2, 3)
     # Places are the first block after a quarter of the prompt, and the last.
     places = [(48, 64), (144, 150)]
-    states: dict[int, torch.Tensor] = {}
+    states = {}
     layers = llama.model.model.layers
     for at, layer in enumerate(layers):
         layer.register_forward_pre_hook(lambda _, args, at=at: states.update({at: args[0][0]}))
 
-    def visit(inputs) -> None:
+    def visit(inputs):
         by_group = weights(inputs).float().unflatten(0, (2, 2))
         project = layers[inputs.layer].self_attn.o_proj.weight.unflatten(1, (2, -1)).transpose(0, 1)
         for i, share in enumerate(SHARES):
@@ -148,10 +146,10 @@ def test_kept_and_error_are_those_of_full_attention_weights(
     capture(llama.model, torch.tensor([prompt.input_ids]), visit)
 
 
-def test_layers_that_slide_are_left_out() -> None:
-    found = measure(loaded("gemma3"), [random_prompt(100)], SHARES)
+def test_layers_that_slide_are_left_out():
+    found = measure(loaded("Gemma3"), [random_prompt(100)], SHARES)
     assert found.layers == [1]
     assert np.isnan(found.error[[0, 2]]).all() and np.isfinite(found.error[1]).all()
     assert (np.diff(found.kept[1], axis=-1) > 0).all()
-    with pytest.raises(HeadwiseError, match="every layer of mistral is a sliding-window layer"):
-        measure(loaded("mistral"), [random_prompt(100)], SHARES)
+    with pytest.raises(HeadwiseError, match="every layer of Mistral is a sliding-window layer"):
+        measure(loaded("Mistral"), [random_prompt(100)], SHARES)

@@ -23,7 +23,7 @@ from profiling.evaluation.intervals import (
 Z = 1.959963984540054
 
 
-def test_wilson_by_its_formula() -> None:
+def test_wilson_by_its_formula():
     found = wilson(8, 10)
     middle = (0.8 + Z**2 / 20) / (1 + Z**2 / 10)
     half = Z / (1 + Z**2 / 10) * math.sqrt(0.8 * 0.2 / 10 + Z**2 / 400)
@@ -33,7 +33,7 @@ def test_wilson_by_its_formula() -> None:
 
 
 @pytest.mark.parametrize("count, quantile", [(2, 12.706), (4, 3.182), (8, 2.365), (31, 2.042)])
-def test_student_by_the_table(count: int, quantile: float) -> None:
+def test_student_by_the_table(count, quantile):
     values = np.random.default_rng(0).standard_normal(count).tolist()
     middle, half = np.mean(values), quantile * np.std(values, ddof=1) / count**0.5
     found = student(values)
@@ -41,14 +41,14 @@ def test_student_by_the_table(count: int, quantile: float) -> None:
     assert (found.low, found.high) == pytest.approx((middle - half, middle + half), rel=2e-3)
 
 
-def test_wilson_of_all_and_none_leaves_room_for_doubt() -> None:
+def test_wilson_of_all_and_none_leaves_room_for_doubt():
     assert wilson(20, 20).low == pytest.approx(1 / (1 + Z**2 / 20)) and wilson(20, 20).high == 1
     assert wilson(0, 20).low == 0 and wilson(0, 20).high == pytest.approx(1 - wilson(20, 20).low)
     assert wilson(20, 20).low < wilson(40, 40).low < 1
     assert wilson(5, 10, confidence=0.5).high < wilson(5, 10).high
 
 
-def test_a_share_by_hand() -> None:
+def test_a_share_by_hand():
     # 1 of 2 and 1 of 4 are a third of all; at a third each would have 1/3 less and 1/3 more, of 3
     # answers a context.
     found, made = share_of([1, 1], [2, 4]), student([1 / 3 + 1 / 9, 1 / 3 - 1 / 9])
@@ -56,7 +56,7 @@ def test_a_share_by_hand() -> None:
     assert share_of([0, 0], [0, 0]).value == 0
 
 
-def test_scores_stay_scores() -> None:
+def test_scores_stay_scores():
     assert mean_interval([1, 0, 1.0, True]) == wilson(3, 4)
     scores = [0.5, 0, 1, 1]
     assert (mean_interval(scores).low, mean_interval(scores).high) == (0, 1)
@@ -66,7 +66,7 @@ def test_scores_stay_scores() -> None:
     assert student([0.7]).low == student([0.7]).high == 0.7
 
 
-def test_newcombe_by_its_formula() -> None:
+def test_newcombe_by_its_formula():
     # 7 both right, 3 only the first, 1 only the second, 9 neither.
     a = [1] * 7 + [1] * 3 + [0] * 1 + [0] * 9
     b = [1] * 7 + [0] * 3 + [1] * 1 + [0] * 9
@@ -82,7 +82,7 @@ def test_newcombe_by_its_formula() -> None:
     assert (other.value, other.low, other.high) == pytest.approx((-0.1, -high, -low))
 
 
-def test_bad_use() -> None:
+def test_bad_use():
     for scores in ([], [float("nan")], [1, float("inf")]):
         with pytest.raises(HeadwiseError, match="at least one score, each a finite number"):
             mean_interval(scores)
@@ -94,7 +94,7 @@ def test_bad_use() -> None:
         wilson(1, 2, confidence=95)
 
 
-def test_signs_are_flipped_in_every_way() -> None:
+def test_signs_are_flipped_in_every_way():
     # Of the 8 ways to sign 1, 2 and 4 two have a sum as far from 0 as 7, and four one as far as 5:
     # 7, 5 (-1), and less.
     assert sign_flip([1, 2, 4]) == 2 / 8
@@ -110,14 +110,14 @@ def test_signs_are_flipped_in_every_way() -> None:
     assert sign_flip([1.0] * 60, resamples=999) == 1 / 1000
 
 
-def test_holm_by_hand() -> None:
+def test_holm_by_hand():
     # Sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1: 0.02, 0.03, 0.06, and the last no less than
     # the one before.
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([]) == [] and holm([0.2]) == [0.2] and holm([0.9, 0.8]) == [1, 1]
 
 
-def test_how_many_prompts_tell_a_loss() -> None:
+def test_how_many_prompts_tell_a_loss():
     # A spread of 1: (1.96 + 0.8416)^2 = 7.849 over 0.05^2.
     assert prompts_needed([-1, 0, 1]) == math.ceil(7.84888 / 0.0025)
     assert prompts_needed([0.1, 0.1, 0.1]) == 6
@@ -126,6 +126,6 @@ def test_how_many_prompts_tell_a_loss() -> None:
 
 
 @pytest.mark.parametrize("looks", [1, 3, 100])
-def test_the_fewest_units_that_can_be_significant(looks: int) -> None:
+def test_the_fewest_units_that_can_be_significant(looks):
     units = least_units(looks)
     assert looks * 2 ** (1 - units) < 0.05 <= looks * 2 ** (2 - units)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,23 +19,21 @@ from profiling.evaluation.method_table import METHODS, method_names, says
 from profiling.evaluation.methods import Methods
 from profiling.inside.capture import LayerInputs
 from profiling.ledger import Ledger
-from profiling.models.loading import LoadedModel
 from tests.kernels.test_ops import unlike_tiles
 from tests.runtime.tiny import look_at_themselves
 
 LENGTH = 900
-Made = tuple[LoadedModel, artifacts.Artifact]
 
 
 @pytest.fixture(scope="module")
-def made(loaded: LoadedModel, searched: Path) -> Made:
+def made(loaded, searched):
     artifact = artifacts.load(searched / "cfg.yaml")
     prefill = artifact.prefill.model_copy(update={"dense_tail": 64})
     decode = Decode(omnikv=OmniKV(filter_layers=(0,), budget=100))
     return loaded, artifact.model_copy(update={"prefill": prefill, "decode": decode})
 
 
-def test_every_method_runs_at_what_it_says_it_costs(made: Made) -> None:
+def test_every_method_runs_at_what_it_says_it_costs(made):
     loaded, artifact = made
     methods, ids = Methods(loaded, artifact), torch.randint(0, 256, (1, LENGTH))
     target = methods.make("headwise", LENGTH).density
@@ -65,16 +62,15 @@ def test_every_method_runs_at_what_it_says_it_costs(made: Made) -> None:
     assert len({methods.make(name, LENGTH).identity for name in found}) == len(found)
 
 
-def test_every_sparse_method_has_the_same_dense_tail_or_none(made: Made) -> None:
+def test_every_sparse_method_has_the_same_dense_tail_or_none(made):
     loaded, artifact = made
     methods = Methods(loaded, artifact)
     assert artifact.prefill.dense_tail == 64
     ids = torch.randint(0, 256, (1, LENGTH))
 
-    def logits(name: str) -> torch.Tensor:
+    def logits(name):
         with torch.no_grad(), methods.make(name, LENGTH).apply(loaded.model):
-            found: torch.Tensor = loaded.model(ids).logits
-        return found
+            return loaded.model(ids).logits
 
     for name in METHODS.keys() - {"dense", "dense_kernel"}:
         if METHODS[name].chosen:
@@ -93,7 +89,7 @@ def test_every_sparse_method_has_the_same_dense_tail_or_none(made: Made) -> None
     assert [made and made.artifact.prefill.dense_tail for made in served] == [0, 64, 0]
 
 
-def test_the_density_of_a_method_is_what_its_index_computes(made: Made) -> None:
+def test_the_density_of_a_method_is_what_its_index_computes(made):
     loaded, artifact = made
     own = Methods(loaded, artifact).make("a_shape", LENGTH).density
     less = Methods(loaded, artifact, density=0.6).make("a_shape", LENGTH).density
@@ -110,7 +106,7 @@ def test_the_density_of_a_method_is_what_its_index_computes(made: Made) -> None:
         assert costs.density(larger, dense_tail=tail) > costs.target, f"{name} could be larger"
 
 
-def test_one_threshold_keeps_as_many_tiles_as_are_asked_for(made: Made) -> None:
+def test_one_threshold_keeps_as_many_tiles_as_are_asked_for(made):
     loaded, artifact = made
     model = copy.deepcopy(loaded.model)
     look_at_themselves(model)
@@ -121,9 +117,7 @@ def test_one_threshold_keeps_as_many_tiles_as_are_asked_for(made: Made) -> None:
     assert costs.density(lower, dense_tail=64) > 0.95, "the threshold could be lower"
 
 
-def test_what_was_found_is_remembered(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_found_is_remembered(made, tmp_path, monkeypatch):
     loaded, artifact = made
     ledger = Ledger(tmp_path / "evaluation.json", "evaluate")
     names = ("headwise", "vertical", "strided")
@@ -141,7 +135,7 @@ def test_what_was_found_is_remembered(
 
 
 @pytest.mark.parametrize(("length", "softcap"), [(40, None), (450, None), (700, 15.0)])
-def test_a_threshold_skips_what_is_below_it(length: int, softcap: float | None) -> None:
+def test_a_threshold_skips_what_is_below_it(length, softcap):
     q, k, v = unlike_tiles(length, heads=4, kv_heads=2)
     layer = LayerInputs(
         layer=0, q=q, k=k, v=v, scale=0.2, softcap=softcap, sliding_window=None, sinks=None

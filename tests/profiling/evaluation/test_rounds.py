@@ -1,28 +1,52 @@
-"""Evaluations within minutes: measured as far as the time goes, the rest named, resumed."""
+"""Settings of models, and evaluations within minutes: the rest is named and resumed."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from artifacts import load
 from profiling.evaluation import rounds
 from profiling.evaluation.measure import evaluate
-from profiling.prompts.settings import Setting
-from tests.profiling.conftest import LENGTH, Command
+from profiling.models.packages import PACKAGES
+from profiling.prompts.prompt import parse_name, parse_task
+from profiling.prompts.settings import Setting, settings
+from tests.profiling.conftest import LENGTH
+
+ROW = Setting(task="vt", length=1024, measure="score", count=12, dense=0.5, low=0.2, high=0.8)
+
+
+def test_what_guessing_gives_shows_nothing():
+    # A forced choice of two.
+    coin = replace(ROW, measure="choice", dense=0.42, low=0.19, high=0.68, chance=0.5)
+    assert not coin.shows and not coin.asked
+    assert replace(coin, chance=1 / 8).shows
+    # A score counts, too: answers inside a prompt out of two labels.
+    assert not replace(ROW, dense=0.55, low=0.45, chance=0.5).shows
+    assert replace(ROW, dense=0.55, low=0.51, chance=0.5).shows
+    sure = replace(coin, dense=0.95, low=0.7, difference=-0.2)
+    assert sure.asked and not sure.shows and not replace(sure, measure="score").asked
+    assert not replace(sure, difference=None).asked, "given up"
+
+
+@pytest.mark.parametrize("model", PACKAGES)
+def test_what_ships_is_of_tasks_that_there_are(model):
+    some = settings(model)
+    assert some and sum(each.shows for each in some) > 2
+    kinds = [parse_name(each.task) for each in some]
+    assert len(kinds) == len(set(kinds))
+    for each in some:
+        assert parse_task(each.task).name == each.task and each.low <= each.dense <= each.high
+    assert not settings("none")
 
 
 @pytest.mark.usefixtures("invented")
-def test_what_fits_is_measured_and_the_rest_is_named(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fits_is_measured_and_the_rest_is_named(command, monkeypatch):
     asked = "--seeds 2 --methods headwise a_shape random_tiles --task passkey --task babilong_qa1"
-    ran: list[tuple[str, int, tuple[str, ...]]] = []
+    ran = []
 
-    def counted(config: Any, *given: Any) -> Any:
+    def counted(config, *given):
         ran.append((config.tasks[0], config.samples, config.methods))
         return evaluate(config, *given)
 
@@ -64,9 +88,7 @@ def test_what_fits_is_measured_and_the_rest_is_named(
     assert timed == {"dense", "dense_kernel", "headwise", "a_shape"}
 
 
-def test_tasks_and_lengths_are_the_models_settings(
-    searched: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_and_lengths_are_the_models_settings(searched, monkeypatch):
     artifact = load(searched / "cfg.yaml")
     base = Setting(task="a", length=LENGTH, measure="score", count=9, dense=0.5, low=0.1, high=0.9)
     sure = replace(base, dense=0.95, low=0.6, measure="choice", chance=0.5, difference=-0.1)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ from profiling.quality.answers import new_tokens
 from profiling.quality.trials import trials
 from profiling.tasks import main as tasks
 from runtime.fingerprint import fingerprint
-from tests.profiling.quality.forcing import DENSE
+from tests.profiling.quality.test_trials import DENSE
 from tests.runtime.conftest import search_info
 from tests.search.conftest import save_tiny
 
@@ -47,7 +45,7 @@ CHOICES = ("a b", "c", "dd ee", "fgh")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A model, artifacts for it, and tasks."""
     folder = tmp_path_factory.mktemp("harness")
     model = save_tiny(folder / "tiny", max_position_embeddings=2048)
@@ -90,14 +88,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-Harness = Callable[..., tuple[dict[str, Any], dict[str, list[Any]]]]
-
-
 @pytest.fixture
-def harness(folder: Path, tmp_path: Path) -> Harness:
+def harness(folder, tmp_path):
     """harness(config, *task names, batch=) -> results, and responses by task."""
 
-    def run(config: str, *names: str, batch: int = 1) -> Any:
+    def run(config, *names, batch=1):
         out = tmp_path / f"out-{config.rpartition('/')[2]}-{batch}"
         words = (
             f"--model headwise --model_args pretrained={folder}/tiny,config={config} "
@@ -106,7 +101,7 @@ def harness(folder: Path, tmp_path: Path) -> Harness:
         )
         assert main(words.split()) == 0
         (results,) = out.rglob("results_*.json")
-        responses: dict[str, list[Any]] = {}
+        responses = {}
         for name in names:
             (samples,) = out.rglob(f"samples_{name}_[0-9]*.jsonl")
             lines = map(json.loads, samples.read_text().splitlines())
@@ -118,9 +113,7 @@ def harness(folder: Path, tmp_path: Path) -> Harness:
 
 
 @pytest.mark.parametrize("method", ["dense", "headwise"])
-def test_answers_are_those_of_the_evaluation(
-    harness: Harness, folder: Path, tmp_path: Path, method: str
-) -> None:
+def test_answers_are_those_of_the_evaluation(harness, folder, tmp_path, method):
     path = folder / "cfg.yaml"
     results, found = harness("dense" if method == "dense" else str(path), *NAMES)
     loaded = load_model(str(folder / "tiny"), dtype="float32")
@@ -131,7 +124,7 @@ def test_answers_are_those_of_the_evaluation(
         outcomes = evaluate(
             config, loaded, Methods(loaded, *artifacts.load_pair(path), ledger=ledger), ledger
         )
-    texts: dict[str, dict[int, list[str]]] = {name: {} for name in config.methods}
+    texts = {name: {} for name in config.methods}
     for each in outcomes:
         texts[each.method][each.length] = [record["text"] for record in each.records]
         if each.method == method:
@@ -148,13 +141,11 @@ def test_answers_are_those_of_the_evaluation(
         assert results["config"]["headwise_content_sha256"] == hashed
 
 
-def test_forced_choices_and_later_turns_are_those_of_the_evaluation(
-    harness: Harness, folder: Path
-) -> None:
+def test_forced_choices_and_later_turns_are_those_of_the_evaluation(harness, folder):
     names = [re.sub(r"\W", "_", f"headwise_{task}_{MORE_LENGTH}") for task in MORE]
     results, found = harness("dense", f"{names[0]}_choice", *names)
     loaded = load_model(str(folder / "tiny"), dtype="float32")
-    how: dict[str, Any] = {"length": MORE_LENGTH, "samples": SAMPLES, "seed": SEED}
+    how = {"length": MORE_LENGTH, "samples": SAMPLES, "seed": SEED}
     for name, task in zip(names, MORE, strict=True):
         prompts = make_prompts(task, loaded.tokenizer, **how)
         # The harness has one limit for all answers of a task.
@@ -172,7 +163,7 @@ def test_forced_choices_and_later_turns_are_those_of_the_evaluation(
 
 
 @pytest.mark.parametrize("config", ["cfg", "kept"])
-def test_padding_changes_nothing(harness: Harness, folder: Path, config: str) -> None:
+def test_padding_changes_nothing(harness, folder, config):
     alone, together = (
         harness(str(folder / f"{config}.yaml"), "choose", *NAMES, batch=n)[1] for n in (1, 4)
     )
@@ -184,7 +175,7 @@ def test_padding_changes_nothing(harness: Harness, folder: Path, config: str) ->
     assert all(a == pytest.approx(b, abs=1e-3) for a, b in pairs)
 
 
-def test_log_likelihoods_are_by_the_patterns(harness: Harness, folder: Path) -> None:
+def test_log_likelihoods_are_by_the_patterns(harness, folder):
     dense, sparse = (
         _numbers(harness(name, "choose")[1]["choose"])
         for name in ("dense", str(folder / "cfg.yaml"))
@@ -194,7 +185,7 @@ def test_log_likelihoods_are_by_the_patterns(harness: Harness, folder: Path) -> 
     assert not any(far[:8]) and all(far[8:])
 
 
-def test_an_artifact_that_is_not_there_is_refused(harness: Harness, tmp_path: Path) -> None:
+def test_an_artifact_that_is_not_there_is_refused(harness, tmp_path):
     with pytest.raises(HeadwiseError, match="needs config=ARTIFACT in --model_args"):
         harness("", "choose")
     with pytest.raises(HeadwiseError, match="no such file"):

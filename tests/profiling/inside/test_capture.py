@@ -1,4 +1,4 @@
-"""capture() hands out a layer's own inputs, and leaves the model as it was."""
+"""Inputs of layers and of decode steps against eager attention; the model is left as it was."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ import torch
 from torch import Tensor
 
 from artifacts import HeadwiseError
-from profiling.inside.capture import CAPTURE_NAME, LayerInputs, capture
+from profiling.inside import capture as capturing
+from profiling.inside import decode_capture
+from profiling.inside.capture import LayerInputs, capture
+from profiling.inside.decode_capture import capture_decode
 from profiling.memory_use import peak_memory
 from tests.profiling.conftest import tiny
 from tests.profiling.inside.plain import output
+from tests.runtime.tiny import refused_model
 
 ROOT = Path(__file__).parents[3]
-FAMILIES = ["llama", "qwen2", "qwen3", "gpt_neox", "mistral", "gemma3", "gemma2", "gpt_oss"]
+FAMILIES = ["Llama", "Qwen2", "Qwen3", "GPTNeoX", "Mistral", "Gemma3", "Gemma2", "GptOss"]
 # Windows by layer, as the configurations in conftest have them.
 WINDOWS: dict[str, list[int | None]] = {
-    "mistral": [24, 24, 24],
-    "gemma3": [16, None, 16],
-    "gemma2": [16, None, 16],
-    "gpt_oss": [16, None, 16],
-    "llama4": [16, 16, None],
+    "Mistral": [24, 24, 24],
+    "Gemma3": [16, None, 16],
+    "Gemma2": [16, None, 16],
+    "GptOss": [16, None, 16],
+    "Llama4": [16, 16, None],
 }
 
 
@@ -57,15 +61,15 @@ def flat(x: LayerInputs) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "length"), [*((family, 75) for family in FAMILIES), ("gemma3", 1), ("gemma3", 300)]
+    ("family", "length"), [*((family, 75) for family in FAMILIES), ("Gemma3", 1), ("Gemma3", 300)]
 )
-def test_captured_tensors_reproduce_each_layers_output(family: str, length: int) -> None:
+def test_captured_tensors_reproduce_each_layers_output(family, length):
     model = tiny(family)
     expected = attention_outputs(model, tokens(length))
-    found: list[LayerInputs] = []
-    got: list[Tensor] = []
+    found = []
+    got = []
 
-    def visit(x: LayerInputs) -> None:
+    def visit(x):
         found.append(x)
         got.append(flat(x))
 
@@ -74,60 +78,64 @@ def test_captured_tensors_reproduce_each_layers_output(family: str, length: int)
     assert [x.sliding_window for x in found] == WINDOWS.get(family, [None] * 3)
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
     for x in found:
-        assert x.k.shape[1] == (4 if family == "gpt_neox" else 2), "keys must come unrepeated"
-        assert (x.softcap is not None) == (family == "gemma2")
-        assert (x.sinks is not None) == (family == "gpt_oss")
+        assert x.k.shape[1] == (4 if family == "GPTNeoX" else 2), "keys must come unrepeated"
+        assert (x.softcap is not None) == (family == "Gemma2")
+        assert (x.sinks is not None) == (family == "GptOss")
 
 
-def test_the_model_is_left_as_it_was_when_a_visit_fails() -> None:
-    model = tiny("gemma3").train()
+@pytest.mark.parametrize("module", [capturing, decode_capture])
+def test_the_model_is_left_as_it_was_when_a_visit_fails(module):
+    model = tiny("Gemma3").train()
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]
     model.set_attn_implementation("eager")
 
-    def visit(x: LayerInputs) -> None:
-        assert model.config._attn_implementation == CAPTURE_NAME
-        if x.layer == 1:
+    def visit(*given):
+        assert model.config._attn_implementation == module.CAPTURE_NAME and not model.training
+        if given[-1].layer == 1:
             raise KeyError("stop")
 
     with pytest.raises(KeyError, match="stop"):
-        capture(model, tokens(), visit)
+        if module is capturing:
+            capture(model, tokens(), visit)
+        else:
+            capture_decode(model, tokens(), visit, lambda step: None, steps=2)
     assert model.config._attn_implementation == "eager"
     assert [module.training for module in model.modules()] == modes
-    got: list[int] = []
+    got = []
     capture(model, tokens(), lambda x: got.append(x.layer))
     assert got == [0, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["mamba", "bert", "mpt"])
-def test_a_model_without_attention_that_can_be_reached(family: str) -> None:
+@pytest.mark.parametrize("family", ["MambaForCausalLM", "BertLMHeadModel", "MptForCausalLM"])
+def test_a_model_without_attention_that_can_be_reached(family):
     """None at all, one that is not causal, one that does not go through the interface."""
     with pytest.raises(HeadwiseError, match="model without attention that Headwise can serve"):
-        capture(tiny(family), tokens(), lambda x: None)
+        capture(refused_model(family), tokens(), lambda x: None)
 
 
-def test_a_hybrid_models_other_layers_are_passed_by() -> None:
-    seen: list[int] = []
-    capture(tiny("lfm2"), tokens(), lambda x: seen.append(x.layer))
+def test_a_hybrid_models_other_layers_are_passed_by():
+    seen = []
+    capture(tiny("Lfm2"), tokens(), lambda x: seen.append(x.layer))
     assert seen == [1]
 
 
-def test_a_chunked_layer_is_local() -> None:
-    model = tiny("llama4")
-    windows: list[int | None] = []
+def test_a_chunked_layer_is_local():
+    model = tiny("Llama4")
+    windows = []
     with torch.no_grad():
         expected = model(tokens(), use_cache=False).logits[:, -1]
-    got: list[Tensor] = []
+    got = []
     with model.register_forward_hook(lambda *args: got.append(args[2].logits[:, -1])):
         capture(model, tokens(), lambda x: windows.append(x.sliding_window))
-    assert windows == WINDOWS["llama4"]
+    assert windows == WINDOWS["Llama4"]
     torch.testing.assert_close(got[0], expected, atol=2e-5, rtol=1e-4)
 
 
 def grown() -> int:
     """Bytes by which a prompt of 12,000 tokens raises this process's peak."""
-    model = tiny("gemma3")
+    model = tiny("Gemma3")
     capture(model, tokens(64), lambda x: None)
     before = peak_memory._mark(model.device, reset=True)
     capture(model, tokens(12_000), lambda x: None)
@@ -135,7 +143,7 @@ def grown() -> int:
 
 
 @pytest.mark.exhaustive
-def test_memory_grows_linearly_with_the_prompt() -> None:
+def test_memory_grows_linearly_with_the_prompt():
     """A bool mask of 12,000 x 12,000 would be 137 MiB, for sliding-window layers too.
 
     In a process of its own: where others have used more before, no peak would show.
@@ -145,6 +153,74 @@ def test_memory_grows_linearly_with_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (8,), (1, 0)])
-def test_only_one_unpadded_prompt(shape: tuple[int, ...]) -> None:
+def test_only_one_unpadded_prompt(shape):
     with pytest.raises(ValueError, match=r"\(1, S\)"):
-        capture(tiny("llama"), torch.zeros(shape, dtype=torch.long), lambda x: None)
+        capture(tiny("Llama"), torch.zeros(shape, dtype=torch.long), lambda x: None)
+
+
+LENGTH, STEPS, TAIL = 60, 5, 3
+
+
+def decoded(model, ids, **options):
+    """Probabilities by step and layer, the new tokens, and the order of the calls."""
+    found = {}
+    order = []
+
+    def visit(step, x):
+        assert x.q.shape[2] == 1 and x.k.shape[2] == x.v.shape[2]
+        found[step, x.layer] = x.probabilities
+        order.append((step, x.layer, x.sliding_window))
+
+    options = {"steps": STEPS, "tail": TAIL} | options
+    new = capture_decode(model, ids, visit, order.append, **options)
+    return found, new, order
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPTNeoX", "Gemma2", "GptOss", "Llama4"])
+def test_each_step_is_a_row_of_eager_attention(family):
+    model = tiny(family)
+    ids = tokens(LENGTH)
+    found, new, order = decoded(model, ids)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        whole = torch.cat([ids, torch.tensor([new])], dim=1)
+        expected = model(whole, use_cache=False, output_attentions=True).attentions
+    windows = WINDOWS.get(family, [None] * 3)
+    layers = [(layer, windows[layer]) for layer in range(3)]
+    assert order == [
+        x for step in range(-TAIL, STEPS) for x in (*((step, *layer) for layer in layers), step)
+    ]
+    for (step, layer), probabilities in found.items():
+        row = expected[layer][0, :, LENGTH - 1 + step, : LENGTH + step]
+        width = probabilities.shape[1]
+        assert width == min(windows[layer] or LENGTH + STEPS, row.shape[1])
+        torch.testing.assert_close(probabilities, row[:, -width:], atol=1e-5, rtol=1e-4)
+        assert row[:, :-width].abs().sum() == 0
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "GPTNeoX"])
+def test_the_models_own_tokens_are_those_of_generate(family):
+    model = tiny(family)
+    ids = tokens(LENGTH)
+    wanted = model.generate(
+        ids, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
+    )[0, LENGTH:]
+    assert decoded(model, ids, steps=12)[1] == tuple(wanted.tolist())
+    avoided = decoded(model, ids, steps=12, avoid=[int(wanted[0])])[1]
+    assert int(wanted[0]) not in avoided
+
+
+def test_a_given_continuation_is_fed_and_then_the_models_own_tokens_follow():
+    model = tiny("Llama")
+    given = (5, 9, 5)
+    found, new, _ = decoded(model, tokens(LENGTH), continuation=given, tail=0)
+    assert new[:3] == given and min(found)[0] == 0
+    with torch.no_grad():
+        logits = model(torch.cat([tokens(LENGTH), torch.tensor([new])], dim=1)).logits[0]
+    assert tuple(logits[LENGTH - 1 : -1].argmax(-1)[3:].tolist()) == new[3:]
+
+
+@pytest.mark.parametrize(("length", "steps", "tail"), [(3, 1, 2), (1, 1, 0), (9, 0, 0), (9, 1, -1)])
+def test_sizes_that_do_not_fit(length, steps, tail):
+    with pytest.raises(ValueError, match=f"do not fit {length} tokens, got {steps} and {tail}"):
+        decoded(tiny("Llama"), tokens(length), steps=steps, tail=tail)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from profiling.inside.capture import Run, attend_densely, attending_with, layer_mask, masks_of
-from profiling.inside.gradients import DensePass, LayerGradients, gradient_pass
+from profiling.inside.gradients import gradient_pass
 from runtime.layers import attention_layers, sliding_layers
 from tests.runtime.tiny import FAMILIES, tiny_model
 from tests.sampling import sampled
@@ -32,12 +32,11 @@ def asked(*at: int) -> Tensor:
 TEXT, ANSWER = asked(), asked(60, 61, 129)
 
 
-def gradients(
-    model: Any, ids: Tensor, answers: Tensor = TEXT, **options: Any
-) -> tuple[DensePass, dict[int, Tensor]]:
-    found: dict[int, Tensor] = {}
+def gradients(model, ids, answers=TEXT, **options):
+    """The pass, and gradients of its layers."""
+    found = {}
 
-    def visit(layer: LayerGradients) -> None:
+    def visit(layer):
         found[layer.inputs.layer] = layer.by_out.clone()
 
     return gradient_pass(model, ids, answers, visit, **options), found
@@ -58,16 +57,12 @@ def loss_of(logits: Tensor, ids: Tensor, answers: Tensor) -> Tensor:
     return -(chosen - torch.log1p(-chosen.exp())).sum()
 
 
-def by_autograd(
-    model: Any, ids: Tensor, answers: Tensor
-) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor]:
+def by_autograd(model, ids, answers):
     """Dense outputs by layer (1, S, H, E), their gradients, and logits (S, V), by torch alone."""
     before = model.config._attn_implementation
-    outs: dict[int, Tensor] = {}
+    outs = {}
 
-    def attention(
-        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
-    ) -> Any:
+    def attention(module, q, k, v, mask, **kwargs):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         logits = q @ k.transpose(2, 3) * kwargs["scaling"]
         window = kwargs.get("sliding_window") or LENGTH
@@ -95,15 +90,13 @@ def by_autograd(
 @pytest.mark.parametrize(
     ("family", "answers"), [("Llama", TEXT), ("Llama", ANSWER), ("Gemma3", ANSWER)]
 )
-def test_it_is_what_autograd_finds_in_a_plain_model(
-    family: str, answers: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_what_autograd_finds_in_a_plain_model(family, answers, monkeypatch):
     monkeypatch.setattr("profiling.inside.gradients.SKIP_BELOW", 0.0)
     model, ids, keep = tiny_model(family), prompt(), torch.tensor([0, 59, 128])
     outs, expected, logits = by_autograd(model, ids, answers)
-    order: list[int] = []
+    order = []
 
-    def visit(layer: LayerGradients) -> None:
+    def visit(layer):
         at = layer.inputs.layer
         order.append(at)
         torch.testing.assert_close(layer.out.transpose(1, 2), outs[at], atol=1e-4, rtol=1e-3)
@@ -123,11 +116,11 @@ def test_it_is_what_autograd_finds_in_a_plain_model(
     torch.testing.assert_close(found.nll[asked], nll[asked], atol=1e-3, rtol=1e-3)
 
 
-def loss_with(model: Any, ids: Tensor, layer: int, added: Tensor) -> float:
+def loss_with(model, ids, layer, added) -> float:
     """The loss with (S, H, E) added to a layer's attention."""
     run = Run(lambda inputs: None)
 
-    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def attention(module, *args, **kwargs):
         out, weights = attend_densely(run, module, *args, **kwargs)
         return (out + added[None] if getattr(module, "layer_idx", None) == layer else out), weights
 
@@ -145,7 +138,7 @@ KEPT = ("Qwen2", "Gemma2", "Cohere2", "Granite", "GptOss", "Mixtral", "Qwen3Next
 
 @pytest.mark.parametrize("family", sampled(FAMILIES, *KEPT))
 @pytest.mark.filterwarnings("ignore")
-def test_every_architecture_has_the_gradients_that_differences_show(family: str) -> None:
+def test_every_architecture_has_the_gradients_that_differences_show(family):
     model, ids = tiny_model(family, vocab_size=260), prompt(200)
     done, found = gradients(model, ids)
     assert done.gradients and set(found) == searched(model)
@@ -162,9 +155,7 @@ def test_every_architecture_has_the_gradients_that_differences_show(family: str)
 
 
 @pytest.mark.parametrize("answers", [TEXT, ANSWER], ids=["text", "answers"])
-def test_several_pieces_of_logits_are_the_same(
-    answers: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_pieces_of_logits_are_the_same(answers, monkeypatch):
     model, ids, keep = tiny_model("Llama"), prompt(), torch.tensor([3, 39, 40, 129])
     whole, by_layer = gradients(model, ids, answers, keep=keep)
     monkeypatch.setattr("profiling.inside.gradients._LOGITS", 97 * 40)
@@ -175,7 +166,7 @@ def test_several_pieces_of_logits_are_the_same(
 
 
 @pytest.mark.parametrize("raising", [False, True])
-def test_the_model_is_left_as_it_was(raising: bool) -> None:
+def test_the_model_is_left_as_it_was(raising):
     model, ids = tiny_model("Gemma3"), prompt()
     with torch.no_grad():
         expected = model(ids).logits
@@ -184,7 +175,7 @@ def test_the_model_is_left_as_it_was(raising: bool) -> None:
     hooks = [len(module._forward_hooks) for module in model.modules()]
     own = [set(vars(module)) for module in model.modules()]
 
-    def visit(layer: LayerGradients) -> None:
+    def visit(layer):
         if raising:
             raise RuntimeError("in a visit")
 
@@ -199,12 +190,12 @@ def test_the_model_is_left_as_it_was(raising: bool) -> None:
         assert torch.equal(model.eval()(ids).logits, expected)
 
 
-def test_one_layers_gradients_are_held_at_a_time() -> None:
+def test_one_layers_gradients_are_held_at_a_time():
     """Inputs and gradients of later layers are gone when a layer is visited."""
     model, ids = tiny_model("Llama"), prompt()
-    held: list[list[StorageWeakRef]] = []
+    held = []
 
-    def visit(layer: LayerGradients) -> None:
+    def visit(layer):
         assert all(ref.expired() for refs in held for ref in refs)
         inputs = layer.inputs
         tensors = (layer.by_out, layer.out, inputs.q, inputs.k, inputs.v)
@@ -214,7 +205,7 @@ def test_one_layers_gradients_are_held_at_a_time() -> None:
     assert len(held) == len(searched(model)) > 1
 
 
-def test_only_what_is_wanted_is_visited() -> None:
+def test_only_what_is_wanted_is_visited():
     model, ids = tiny_model("Llama"), prompt()
     done, found = gradients(model, ids, wanted=lambda inputs: inputs.layer == 1)
     everything = gradients(model, ids)[1]
@@ -223,13 +214,13 @@ def test_only_what_is_wanted_is_visited() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_that_drops_out_in_training_gives_the_same_twice() -> None:
+def test_a_model_that_drops_out_in_training_gives_the_same_twice():
     model, ids = tiny_model("OPT", word_embed_proj_dim=128, ffn_dim=96, dropout=0.5), prompt()
     first, second = (gradients(model, ids)[1] for _ in range(2))
     assert first and all(torch.equal(second[layer], gradient) for layer, gradient in first.items())
 
 
-def test_logits_of_a_model_s_own_making_have_no_gradients_and_it_says_so() -> None:
+def test_logits_of_a_model_s_own_making_have_no_gradients_and_it_says_so():
     model, ids, keep = tiny_model("Llama"), prompt(), torch.tensor([7])
     handle = model.register_forward_hook(
         lambda module, args, output: type(output)(
@@ -245,7 +236,7 @@ def test_logits_of_a_model_s_own_making_have_no_gradients_and_it_says_so() -> No
     assert gradients(model, ids)[0].gradients
 
 
-def test_a_loss_that_is_not_finite_says_so() -> None:
+def test_a_loss_that_is_not_finite_says_so():
     model, ids = tiny_model("Llama"), prompt()
     model.lm_head.weight.data[5] = float("inf")
     done, found = gradients(model, ids)

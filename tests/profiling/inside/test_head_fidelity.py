@@ -1,15 +1,19 @@
-"""Fidelity of patterns by head against plain softmax: recall, error and density."""
+"""Rows, fidelity and density of attention by head, against plain softmax."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import profiling.inside.attention_rows as attention_rows
 from artifacts import Artifact, AShape, Imported, Prefill
+from kernels.index import PAD, TILE
 from kernels.patterns import LayerPlan, make
+from profiling.inside.attention_rows import NEGLIGIBLE, cover, pooled_map, rows, sparsity_of
 from profiling.inside.head_fidelity import (
     dense_of_layer,
     fidelity,
@@ -23,14 +27,73 @@ from runtime.layers import layer_plans
 from tests.profiling.inside.plain import output, random_inputs, weights
 from tests.runtime.tiny import tiny_model
 
-LENGTH = 300
+LENGTH, HEADS, GROUPS = 300, 4, 2
+
+
+def by_tile(whole: torch.Tensor) -> torch.Tensor:
+    """Sums of the tiles of (..., S, S)."""
+    padded = torch.nn.functional.pad(whole, (0, 20, 0, 20))
+    return padded.unflatten(-1, (5, TILE)).unflatten(-3, (5, TILE)).sum((-1, -3))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"softcap": 6.0}, {"sinks": torch.tensor([0.0, 1.0, 4.0, -1.0])}]
+)
+def test_rows_and_what_is_made_of_them(changes, monkeypatch):
+    x, queries = random_inputs(LENGTH, scale=1.2, **changes), torch.tensor([0, 5, 120, 121, 299])
+    attention = weights(x).float()
+    whole = torch.cat([piece for _, piece in rows(x, 0, torch.arange(LENGTH))])
+    monkeypatch.setattr(attention_rows, "_SCORES", 7 * LENGTH)
+    torch.testing.assert_close(whole, attention[0], atol=1e-6, rtol=1e-5)
+    for head in range(HEADS):
+        found = torch.cat([piece for _, piece in rows(x, head, queries)])
+        torch.testing.assert_close(found, attention[head, queries], atol=1e-6, rtol=1e-5)
+        expected = by_tile(attention[head]) / torch.tensor([64.0, 64, 64, 64, 44])[:, None]
+        torch.testing.assert_close(pooled_map(x, head, 64), expected, atol=1e-6, rtol=1e-5)
+    sparsity = sparsity_of(x, queries)
+    for head in range(HEADS):
+        seen = [attention[head, query, : query + 1] for query in queries.tolist()]
+        small = sum(int((row < NEGLIGIBLE * row.max()).sum()) for row in seen)
+        assert sparsity[head].item() == pytest.approx(small / sum(map(len, seen)))
+    assert sparsity.min() > 0.02 and sparsity.max() < 0.98
+
+
+@pytest.mark.parametrize("cell", [TILE, 2 * TILE])
+def test_cover_is_the_share_of_the_causal_tiles_that_an_index_names(cell):
+    x = random_inputs(LENGTH)
+    patterns = [
+        make("a_shape", sink=64, window=100),
+        make("block_sparse", blocks=2),
+        make("vertical_slash", vertical=1, slash=1),
+        make("dense"),
+    ]
+    index = LayerPlan(patterns, GROUPS).build(x.q, x.k, scale=x.scale)
+    columns = torch.tensor([3, 70, 71, 130, PAD], dtype=torch.int32).expand(1, HEADS, 5)
+    index = replace(index, columns=columns)
+    size = -(-LENGTH // cell)
+    # The mask marks keys; outside the columns' share a tile is all or nothing, where it is causal.
+    mask, could = by_tile(index.to_mask()[0].float()), by_tile(torch.ones(LENGTH, LENGTH).tril())
+    for head in range(HEADS):
+        share = torch.zeros(size, size)
+        counts = torch.zeros(size, size)
+        for row in range(5):
+            for key in range(row + 1):
+                at = row * TILE // cell, key * TILE // cell
+                share[at] += mask[head, row, key] / could[row, key]
+                counts[at] += 1
+        found = cover(index, head, cell)
+        torch.testing.assert_close(found, share / counts.clamp_min(1), atol=1e-6, rtol=1e-5)
+    # Two columns of a tile that is not computed otherwise.
+    assert (cover(index, 0, TILE) == 2 / TILE).any()
+
+
 PLAN = LayerPlan(
     [make("a_shape", sink=64, window=64), make("dense"), make("block_sparse", blocks=2)] * 2, 2
 )
 
 
 @pytest.mark.parametrize("fields", [{}, {"sinks": torch.linspace(-1, 3, 6)}, {"softcap": 2.0}])
-def test_it_is_what_plain_softmax_says(fields: dict[str, Any]) -> None:
+def test_it_is_what_plain_softmax_says(fields):
     given = random_inputs(LENGTH, heads=6, scale=0.5, **fields)
     index = PLAN.build(given.q, given.k, scale=given.scale)
     mask = index.to_mask()[0]
@@ -46,7 +109,7 @@ def test_it_is_what_plain_softmax_says(fields: dict[str, Any]) -> None:
     torch.testing.assert_close(dense_of_layer(given)[0][0], exact.float(), atol=1e-4, rtol=1e-3)
 
 
-def test_a_tile_that_is_skipped_counts_half() -> None:
+def test_a_tile_that_is_skipped_counts_half():
     given = random_inputs(LENGTH, heads=6, scale=0.25)
     # Keys that all queries like: the first tile holds next to everything.
     given.q[:, :, :, 0] = 20.0
@@ -60,17 +123,12 @@ def test_a_tile_that_is_skipped_counts_half() -> None:
 
 
 WIDE, NARROW = AShape(sink=64, window=512), AShape(sink=64, window=64)
+PROMPT = Prompt(tuple(7 * at**2 % 89 + 3 for at in range(LENGTH)), None)
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return tiny_model("Llama")
-
-
-@pytest.fixture(scope="module")
-def prompt() -> Prompt:
-    ids = torch.randint(3, 97, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
-    return Prompt(tuple(ids), None)
 
 
 def artifact(model: Any, first: AShape, others: AShape) -> Artifact:
@@ -85,9 +143,8 @@ def artifact(model: Any, first: AShape, others: AShape) -> Artifact:
     )
 
 
-def test_what_a_pattern_keeps_is_known_of_each_head(model: Any, prompt: Prompt) -> None:
-    made = artifact(model, WIDE, NARROW)
-    found = fidelity(model, made, prompt)
+def test_what_a_pattern_keeps_is_known_of_each_head(model):
+    found = fidelity(model, artifact(model, WIDE, NARROW), PROMPT)
     assert found.recall.shape == (model.config.num_hidden_layers, model.config.num_attention_heads)
     np.testing.assert_allclose(found.recall[0], 1.0, atol=1e-5)
     np.testing.assert_allclose(found.density[0], 1.0)
@@ -97,12 +154,12 @@ def test_what_a_pattern_keeps_is_known_of_each_head(model: Any, prompt: Prompt) 
     assert (found.recall[1:] < 0.99).all() and (found.error[1:] > 0.01).all()
 
 
-def test_recall_of_several_is_of_patterns_alone(model: Any, prompt: Prompt) -> None:
+def test_recall_of_several_is_of_patterns_alone(model):
     plans = {
         "few": layer_plans(artifact(model, NARROW, NARROW)),
         "whole": layer_plans(artifact(model, WIDE, WIDE)),
     }
-    found = recall(model, prompt, {"dense": {}, **plans})
+    found = recall(model, PROMPT, {"dense": {}, **plans})
     assert found == {"few": found["few"], "whole": pytest.approx(1, abs=1e-5)}
     assert 0.3 < found["few"] < 0.99
-    assert recall(model, prompt, {"dense": {}}) == {}
+    assert recall(model, PROMPT, {"dense": {}}) == {}

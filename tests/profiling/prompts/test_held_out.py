@@ -21,7 +21,7 @@ LENGTH = 1000
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     return byte_level()
 
 
@@ -46,7 +46,7 @@ def held_out(task: str, tokenizer: Any, samples: int, seed: int, seen: Seen) -> 
     return module.held_out([task], tokenizer, length=LENGTH, samples=samples, seed=seed, seen=seen)
 
 
-def test_windows_of_a_short_text_do_not_overlap(tokenizer: Any, tmp_path: Path) -> None:
+def test_windows_of_a_short_text_do_not_overlap(tokenizer, tmp_path):
     for lengths, samples, seed in ((5, 1, 0), (5, 1, 1), (7, 2, 0), (7, 2, 1)):
         task = story(tmp_path / "a.txt", lengths * LENGTH)
         seen = prompts_of(task, tokenizer, seed=seed)
@@ -55,11 +55,9 @@ def test_windows_of_a_short_text_do_not_overlap(tokenizer: Any, tmp_path: Path) 
         assert not common(prompts[0], prompts[-1]) or samples == 1
 
 
-def test_windows_of_other_seeds_are_others_and_what_was_seen_is_counted(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_windows_of_other_seeds_are_others_and_what_was_seen_is_counted(tokenizer, tmp_path):
     task = story(tmp_path / "a.txt", 40 * LENGTH)
-    asked: dict[str, Any] = {"length": LENGTH, "samples": 2}
+    asked = {"length": LENGTH, "samples": 2}
     several = seeded_prompts(task, tokenizer, seeds=range(5, 10), seen=Seen(), **asked)
     alone = unseen_prompts(task, tokenizer, seed=5, seen=Seen(), **asked)
     assert several.prompts[:2] == alone.prompts and several.overlapping == 0
@@ -73,11 +71,11 @@ def test_windows_of_other_seeds_are_others_and_what_was_seen_is_counted(
 
 
 @pytest.mark.parametrize("start", [0, 1, 63, 64])
-def test_127_tokens_in_a_row_are_known_wherever_they_lie(start: int) -> None:
+def test_127_tokens_in_a_row_are_known_wherever_they_lie(start):
     ids = tuple(range(400))
     seen = Seen([Prompt(input_ids=ids, answer=None)])
 
-    def among_others(count: int) -> Prompt:
+    def among_others(count):
         shared = ids[start : start + count]
         return Prompt((*range(1000, 1037), *shared, *range(2000, 2100)), None)
 
@@ -86,7 +84,7 @@ def test_127_tokens_in_a_row_are_known_wherever_they_lie(start: int) -> None:
     assert seen.overlaps(among_others(126)) == (start % 64 != 1)
 
 
-def test_a_text_that_was_seen_whole_has_nothing_to_hold_out(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_text_that_was_seen_whole_has_nothing_to_hold_out(tokenizer, tmp_path):
     task = story(tmp_path / "a.txt", 16 * LENGTH // 10)
     seen = Seen(prompts_of(task, tokenizer))
     with pytest.raises(HeadwiseError, match=r"text:a\.txt is too short .*: 1 x 1000 tokens"):
@@ -95,9 +93,7 @@ def test_a_text_that_was_seen_whole_has_nothing_to_hold_out(tokenizer: Any, tmp_
     assert unseen.overlapping == 3 and unseen.prompts == prompts_of(task, tokenizer, 3)
 
 
-def test_prompts_that_are_held_out_are_apart_from_one_another(
-    tokenizer: Any, tmp_path: Path
-) -> None:
+def test_prompts_that_are_held_out_are_apart_from_one_another(tokenizer, tmp_path):
     """A text of three windows, one of them seen: two others could only overlap."""
     task = story(tmp_path / "a.txt", 4 * LENGTH)
     seen = Seen(prompts_of(task, tokenizer))
@@ -106,7 +102,7 @@ def test_prompts_that_are_held_out_are_apart_from_one_another(
         held_out(task, tokenizer, 2, 0, seen)
 
 
-def test_records_of_a_file_are_others(tokenizer: Any, tmp_path: Path) -> None:
+def test_records_of_a_file_are_others(tokenizer, tmp_path):
     path = tmp_path / "asked.jsonl"
     source = sentences(random.Random(1))
     texts = ["".join(f"{r}.{i} {next(source)}" for i in range(60)) for r in range(3)]
@@ -119,10 +115,10 @@ def test_records_of_a_file_are_others(tokenizer: Any, tmp_path: Path) -> None:
         held_out(task, tokenizer, 1, 0, Seen(prompts_of(task, tokenizer, 3)))
 
 
-def test_tasks_made_by_rule_have_other_seeds_and_come_once(tokenizer: Any) -> None:
+def test_tasks_made_by_rule_have_other_seeds_and_come_once(tokenizer):
     tasks = ["passkey", "kv_retrieval", "passkey"]
     seen = [prompt for task in tasks for prompt in prompts_of(task, tokenizer, 2)]
-    asked: dict[str, Any] = {"length": LENGTH, "samples": 2, "seed": 0, "seen": Seen(seen)}
+    asked = {"length": LENGTH, "samples": 2, "seed": 0, "seen": Seen(seen)}
     prompts = module.held_out(tasks, tokenizer, **asked)
     assert len(prompts) == 4 and not set(prompts) & set(seen)
     assert prompts == module.held_out(tasks, tokenizer, **asked)
@@ -131,7 +127,7 @@ def test_tasks_made_by_rule_have_other_seeds_and_come_once(tokenizer: Any) -> No
     assert (made.prompts, made.overlapping) == (seen[:2], 0)
 
 
-def test_a_file_that_is_renamed_and_edited_stays_honest(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_renamed_and_edited_stays_honest(tokenizer, tmp_path):
     """Seen windows are known by their tokens in the sidecar, not by a file's name."""
     task = story(tmp_path / "a.txt", 4 * LENGTH)
     seen = prompts_of(task, tokenizer)
@@ -146,13 +142,13 @@ def test_a_file_that_is_renamed_and_edited_stays_honest(tokenizer: Any, tmp_path
         assert not common(held_out(again, tokenizer, 1, seed, known)[0], seen[0])
 
 
-def test_windows_that_a_search_saw_are_replaced(tokenizer: Any, tmp_path: Path) -> None:
+def test_windows_that_a_search_saw_are_replaced(tokenizer, tmp_path):
     task = story(tmp_path / "a.txt", 40 * LENGTH)
     seen = prompts_of(task, tokenizer, 6)
     usual = prompts_of(task, tokenizer, 10, 7)
     unseen = [each for each in usual if not any(common(each, other) for other in seen)]
     assert len(unseen) < len(usual)
-    asked: dict[str, Any] = {"length": LENGTH, "samples": 10, "seed": 7}
+    asked = {"length": LENGTH, "samples": 10, "seed": 7}
     made = unseen_prompts(task, tokenizer, seen=Seen(seen), **asked)
     assert made.overlapping == 0 and [len(each.input_ids) for each in made.prompts] == [LENGTH] * 10
     assert not any(common(each, other) for each in made.prompts for other in seen)

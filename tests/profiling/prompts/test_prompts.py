@@ -6,8 +6,6 @@ import copy
 import itertools
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +16,7 @@ from tests.profiling.tokenizers import MAKERS, byte_level
 
 
 @pytest.mark.parametrize("tokenizer", MAKERS, indirect=True)
-def test_ids_are_those_that_the_tokenizer_itself_gives(tokenizer: Any) -> None:
+def test_ids_are_those_that_the_tokenizer_itself_gives(tokenizer):
     texts = [" a river", "", "<s> naïve\n\n  x", "The pass key is 1234567. " * 40]
     plain = [tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     # The compiled tokenizer keeps what the last call set.
@@ -31,7 +29,7 @@ def test_ids_are_those_that_the_tokenizer_itself_gives(tokenizer: Any) -> None:
     assert Encoder(changed).each(["a"]) == [(7,)]
 
 
-def test_kv_retrieval_asks_for_a_pair_that_is_there(tokenizer: Any) -> None:
+def test_kv_retrieval_asks_for_a_pair_that_is_there(tokenizer):
     depths = []
     for prompt in make_prompts("kv_retrieval", tokenizer, length=3000, samples=8, seed=3):
         text = tokenizer.decode(prompt.input_ids)
@@ -47,7 +45,7 @@ def test_kv_retrieval_asks_for_a_pair_that_is_there(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_passkey_is_hidden_once_and_asked_for_last(tokenizer: Any, story: Path, own: bool) -> None:
+def test_passkey_is_hidden_once_and_asked_for_last(tokenizer, story, own):
     task = f"passkey:{story}" if own else "passkey"
     depths = []
     for prompt in make_prompts(task, tokenizer, length=1500, samples=8, seed=3):
@@ -61,7 +59,7 @@ def test_passkey_is_hidden_once_and_asked_for_last(tokenizer: Any, story: Path, 
 
 
 @pytest.mark.parametrize("task", ["passkey", "niah_single_1", "niah_single_2", "niah_single_3"])
-def test_depth_is_where_it_lies_and_changes_nothing_else(task: str) -> None:
+def test_depth_is_where_it_lies_and_changes_nothing_else(task):
     tokenizer = byte_level(bos=True)
     starts = []
     texts = set()
@@ -76,7 +74,7 @@ def test_depth_is_where_it_lies_and_changes_nothing_else(task: str) -> None:
     assert depths == pytest.approx([0, 0.25, 0.5, 1], abs=0.03)
 
 
-def test_text_windows_are_stretches_of_the_text(story: Path) -> None:
+def test_text_windows_are_stretches_of_the_text(story):
     tokenizer = byte_level(bos=True)
     prompts = make_prompts(f"text:{story}", tokenizer, length=700, samples=10, seed=1)
     text = story.read_text(encoding="utf-8")
@@ -86,7 +84,7 @@ def test_text_windows_are_stretches_of_the_text(story: Path) -> None:
     assert all(b - a >= least for a, b in itertools.pairwise(places)), "windows overlap"
 
 
-def test_text_windows_overlap_only_where_they_must(tmp_path: Path) -> None:
+def test_text_windows_overlap_only_where_they_must(tmp_path):
     tokenizer = byte_level()
     file = tmp_path / "short.txt"
     file.write_text("".join(map(str, range(400))), encoding="utf-8")
@@ -97,7 +95,7 @@ def test_text_windows_overlap_only_where_they_must(tmp_path: Path) -> None:
         make_prompts(f"text:{file}", tokenizer, length=total - 4, samples=6, seed=0)
 
 
-def test_jsonl_keeps_the_end_of_a_prompt_and_its_answer(tmp_path: Path) -> None:
+def test_jsonl_keeps_the_end_of_a_prompt_and_its_answer(tmp_path):
     tokenizer = byte_level(bos=True)
     file = tmp_path / "asked.jsonl"
     texts = [f"{i} {'word ' * 200}the end {i}" for i in range(20)]
@@ -107,16 +105,14 @@ def test_jsonl_keeps_the_end_of_a_prompt_and_its_answer(tmp_path: Path) -> None:
         assert tokenizer.decode(prompt.input_ids).endswith(f"word the end {prompt.answer}")
 
 
-def test_a_task_is_named_without_its_folder(story: Path) -> None:
+def test_a_task_is_named_without_its_folder(story):
     assert parse_task(f"text:{story}").name == "text:story.txt"
     assert parse_task(f"text:{story}").file == story
     assert parse_task("passkey").name == "passkey"
     assert parse_task(f"passkey@depth=.50:{story}").name == "passkey@depth=0.5:story.txt"
 
 
-def test_a_text_longer_than_the_models_positions_is_no_warning(
-    story: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_text_longer_than_the_models_positions_is_no_warning(story, caplog):
     tokenizer = byte_level()
     tokenizer.model_max_length = 100
     make_prompts(f"text:{story}", tokenizer, length=1000, samples=1, seed=0)
@@ -144,7 +140,7 @@ def test_a_text_longer_than_the_models_positions_is_no_warning(
         ("fwe@alpha=1", "must be a number from 1.01 to 4, got '1'"),
     ],
 )
-def test_bad_tasks(task: str, said: str) -> None:
+def test_bad_tasks(task, said):
     with pytest.raises(HeadwiseError, match=re.escape(said)):
         parse_task(task)
 
@@ -169,7 +165,7 @@ def test_bad_tasks(task: str, said: str) -> None:
         ("jsonl", b"[" * 100_000, "bad.file, line 1: not"),
     ],
 )
-def test_bad_files(tmp_path: Path, kind: str, content: bytes, said: str) -> None:
+def test_bad_files(tmp_path, kind, content, said):
     file = tmp_path / "bad.file"
     file.write_bytes(content)
     with pytest.raises(HeadwiseError, match=re.escape(said)) as caught:
@@ -178,14 +174,14 @@ def test_bad_files(tmp_path: Path, kind: str, content: bytes, said: str) -> None
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes"], indirect=True)
-def test_stretches_of_prose_are_apart(tokenizer: Any) -> None:
+def test_stretches_of_prose_are_apart(tokenizer):
     length = 700
     made = make_prompts("prose", tokenizer, length=length, samples=6, seed=3)
     pieces = [{prompt.input_ids[at : at + 300] for at in range(1, length - 300)} for prompt in made]
     assert all(a.isdisjoint(b) for a, b in itertools.combinations(pieces, 2))
 
 
-def test_digest_knows_ids_and_answers() -> None:
+def test_digest_knows_ids_and_answers():
     one = digest([Prompt((1, 2), "a")])
     others = [
         [Prompt((1, 2), None)],

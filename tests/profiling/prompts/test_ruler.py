@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -75,7 +73,7 @@ def traced(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_answers_can_be_worked_out(tokenizer: Any, task: str) -> None:
+def test_the_answers_can_be_worked_out(tokenizer, task):
     for prompt in make_prompts(task, tokenizer, length=2600, samples=3, seed=1):
         assert len(prompt.input_ids) == 2600
         found = solve(tokenizer.decode(prompt.input_ids))
@@ -85,9 +83,7 @@ def test_the_answers_can_be_worked_out(tokenizer: Any, task: str) -> None:
 
 
 @pytest.mark.parametrize(("task", "answers"), NEEDLES.items())
-def test_needles_stand_where_the_prompt_says(
-    tokenizer: Any, story: Path, task: str, answers: int
-) -> None:
+def test_needles_stand_where_the_prompt_says(tokenizer, story, task, answers):
     own = task not in ("niah_single_1", "niah_multikey_2", "niah_multikey_3")
     starts = []
     name = f"{task}:{story}" if own else task
@@ -101,14 +97,14 @@ def test_needles_stand_where_the_prompt_says(
 
 
 @pytest.mark.parametrize("task", ["niah_multikey_2", "niah_multikey_3"])
-def test_nothing_but_the_key_tells_the_needle_that_is_asked_for(task: str) -> None:
+def test_nothing_but_the_key_tells_the_needle_that_is_asked_for(task):
     prompt = make_prompts(task, byte_level(), length=3000, samples=1, seed=0)[0]
     text = byte_level().decode(prompt.input_ids)
     keys = re.findall(r"\nOne of the secret \w+s of (\S+) is \S+\.", text)
     assert len(keys) == len(set(keys)) > 10
 
 
-def test_needles_never_split_the_users_sentences(story: Path) -> None:
+def test_needles_never_split_the_users_sentences(story):
     tokenizer = byte_level()
     task = f"niah_multivalue:{story}"
     for prompt in make_prompts(task, tokenizer, length=2000, samples=3, seed=0):
@@ -121,7 +117,7 @@ def test_needles_never_split_the_users_sentences(story: Path) -> None:
 @pytest.mark.parametrize(
     ("length", "sizes"), [(4095, (20, 3, 1, 6, 1)), (9000, (40, 10, 3, 30, 3))]
 )
-def test_common_words_have_rulers_counts(length: int, sizes: tuple[int, ...]) -> None:
+def test_common_words_have_rulers_counts(length, sizes):
     prompt = make_prompts("cwe", byte_level(), length=length, samples=1, seed=0)[0]
     whole = byte_level().decode(prompt.input_ids)
     _, shown, text = whole.split("Below is a numbered list of words.")
@@ -132,7 +128,7 @@ def test_common_words_have_rulers_counts(length: int, sizes: tuple[int, ...]) ->
         assert part == text or len(counted) == size
 
 
-def test_code_words_fall_with_their_rank() -> None:
+def test_code_words_fall_with_their_rank():
     prompt = make_prompts("fwe@alpha=2", byte_level(), length=6000, samples=1, seed=0)[0]
     whole = byte_level().decode(prompt.input_ids)
     text = whole.partition("stand for nothing.")[2].partition("Which")[0]
@@ -141,7 +137,7 @@ def test_code_words_fall_with_their_rank() -> None:
     assert Counter(text.split())["..."] == counts[0]
 
 
-def test_a_haystack_of_a_file_is_a_stretch_of_it_of_any_size(tmp_path: Path) -> None:
+def test_a_haystack_of_a_file_is_a_stretch_of_it_of_any_size(tmp_path):
     text = "One. Two words!\nThree\u3002\u56db\u3002 " + "no stop " * 200 + "End."
     file = tmp_path / "odd.txt"
     file.write_text(text, encoding="utf-8")
@@ -158,7 +154,7 @@ def test_a_haystack_of_a_file_is_a_stretch_of_it_of_any_size(tmp_path: Path) -> 
         assert found.strip("\ufffd") in text
 
 
-def test_hide_goes_to_the_nearest_bound() -> None:
+def test_hide_goes_to_the_nearest_bound():
     pieces = [(1, 1), (2, 2, 2, 2), (3, 3)]
     ids, spans = haystacks.hide([(7,), (8, 8), (9,)], [1, 0.3, 0], pieces, 10)
     assert ids == (1, 1, 8, 8, 9, 2, 2, 2, 2, 3, 3, 7)

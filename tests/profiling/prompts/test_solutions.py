@@ -1,15 +1,16 @@
-"""Tasks solved anew from the texts of their prompts."""
+"""Tasks solved anew from the texts of their prompts, and metrics by values worked out by hand."""
 
 from __future__ import annotations
 
+import random
 import re
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from artifacts import HeadwiseError
 from profiling.prompts import babi
+from profiling.prompts.metrics import METRICS, score
 from profiling.prompts.prompt import Find, Prompt, make_prompts
 from profiling.quality.answers import is_right
 from tests.profiling.tokenizers import byte_level
@@ -38,7 +39,7 @@ def told(task: str) -> list[tuple[Prompt, list[str], list[str | None], str]]:
     return found
 
 
-def test_things_of_a_chapter_can_be_looked_up() -> None:
+def test_things_of_a_chapter_can_be_looked_up():
     said = {"place": "came to the {} for", "meet": "met {}.", "buy": "bought the {}."}
     for prompt, chapters, _, question in told("story_retrieval@asked=6"):
         lines = re.findall(r"\d+\. (.*\?)", question)
@@ -48,7 +49,7 @@ def test_things_of_a_chapter_can_be_looked_up() -> None:
             assert form.format(right) in chapter
 
 
-def test_what_was_bought_before_can_be_looked_up() -> None:
+def test_what_was_bought_before_can_be_looked_up():
     for prompt, _, bought, question in told("story_multihop"):
         thing = re.findall(r"bought the ([\w ]+)\?", question)[0]
         assert bought[bought.index(thing) - 1] == str(prompt.answer).partition("\n")[0]
@@ -56,7 +57,7 @@ def test_what_was_bought_before_can_be_looked_up() -> None:
         assert prompt.answer in prompt.choices
 
 
-def test_chapters_in_which_nothing_was_bought_can_be_found() -> None:
+def test_chapters_in_which_nothing_was_bought_can_be_found():
     for prompt, chapters, bought, _ in told("story_filtering"):
         empty = [str(at) for at, thing in enumerate(bought, start=1) if thing is None]
         assert empty == list(prompt.references)
@@ -85,7 +86,7 @@ def replay(facts: list[str]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_facts_lead_to_the_answer(number: int) -> None:
+def test_facts_lead_to_the_answer(number):
     for prompt, text in made(f"babilong_qa{number}", 6):
         told, _, question = text.rpartition("\n\nQuestion: ")
         hidden = told[told.rindex("Answer: ") :]
@@ -103,7 +104,7 @@ def test_facts_lead_to_the_answer(number: int) -> None:
         assert prompt.answer == right and right in prompt.choices
 
 
-def test_line_retrieval_asks_for_a_line_that_is_there(tokenizer: Any) -> None:
+def test_line_retrieval_asks_for_a_line_that_is_there(tokenizer):
     for prompt in make_prompts("line_retrieval", tokenizer, length=1500, samples=4, seed=1):
         text = tokenizer.decode(prompt.input_ids)
         listed, _, question = text.rpartition("The value of")
@@ -113,7 +114,7 @@ def test_line_retrieval_asks_for_a_line_that_is_there(tokenizer: Any) -> None:
         assert asked and dict(values)[asked[1]] == prompt.answer
 
 
-def test_two_stages_lead_to_the_value_and_the_examples_are_right(tokenizer: Any) -> None:
+def test_two_stages_lead_to_the_value_and_the_examples_are_right(tokenizer):
     depths = []
     for prompt in make_prompts("two_stage_retrieval", tokenizer, length=1600, samples=8, seed=1):
         text = tokenizer.decode(prompt.input_ids)
@@ -135,7 +136,7 @@ def test_two_stages_lead_to_the_value_and_the_examples_are_right(tokenizer: Any)
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_hops_lead_to_the_answer_through_the_text(tokenizer: Any, story: Path, own: bool) -> None:
+def test_hops_lead_to_the_answer_through_the_text(tokenizer, story, own):
     task = f"multi_hop:{story}" if own else "multi_hop"
     for prompt in make_prompts(task, tokenizer, length=1800, samples=6, seed=1):
         text, _, question = tokenizer.decode(prompt.input_ids).partition("Answer each question")
@@ -163,7 +164,65 @@ def test_hops_lead_to_the_answer_through_the_text(tokenizer: Any, story: Path, o
         ("", False),
     ],
 )
-def test_an_answer_needs_both_finds_in_turn(given: str, right: bool) -> None:
+def test_an_answer_needs_both_finds_in_turn(given, right):
     second = Find(" 123", (0, 1), lead=". The value of box-a is")
     prompt = Prompt.to_find((1,), Find(" box-a", (0, 1)), second)
     assert is_right(prompt, given) is right
+
+
+def prompt(metric: str, *references: str) -> Prompt:
+    return Prompt((1,), references[0], metric=metric, references=references)
+
+
+@pytest.mark.parametrize(
+    ("metric", "references", "text", "expected"),
+    [
+        ("begins", ["123"], " 123, I think", 1),
+        ("begins", ["123"], "It is 123", 0),
+        ("begins", ["no", "yes"], "yes.", 1),
+        ("all", ["One", "two", "3", "4"], "ONE, then 3 and 33", 2 / 4),
+        ("chapters", ["3", "7", "9"], "3, 7 and 8</answer> 9", 2 / 4),
+        ("chapters", ["3"], "<answer>3</answer>", 1),
+        ("numbered", ["red hat", "Nafop"], "1. The red hat.\n2. nafop\n</answer>", 1),
+        ("numbered", ["red hat", "Nafop"], "2. Nafop\n1. a blue hat", 1 / 2),
+        ("numbered", ["red hat", "Nafop"], "1. Nafop\n2. red hat", 0),
+        ("numbered", ["red hat"], "1. red hat\n1. blue hat", 1),
+        ("item", ["red hat"], "<explanation>...</explanation><answer>The Red Hat</answer>", 1),
+        ("item", ["red hat"], "red hat and shoes", 0),
+    ],
+)
+def test_metrics(metric, references, text, expected):
+    assert score(prompt(metric, *references), text) == pytest.approx(expected)
+
+
+def test_what_a_prompt_does_not_say_is_an_error_and_no_answer_is_right():
+    with pytest.raises(HeadwiseError, match="without an answer cannot be scored"):
+        score(Prompt((1,), None), "a")
+    with pytest.raises(HeadwiseError, match="unknown metric 'bleu'; known: begins, all, chapters"):
+        score(prompt("bleu", "a"), "a")
+    assert not is_right(Prompt((1,), None), "a")
+
+
+def test_right_is_right_by_the_tasks_own_metric():
+    assert is_right(prompt("all", "1", "2"), "It is 2 and 1")
+    assert not is_right(prompt("all", "1", "2"), "1")
+    several = Prompt.to_find(
+        (1,), Find(" 1", (0, 1)), Find(" 2", (0, 1), lead=","), metric="all", references=("1", "2")
+    )
+    assert several.answer == "1, 2" and several.continuation == " 1, 2"
+    assert score(several, "2, 1") == 1
+
+
+def test_every_metric_lies_within_0_and_1():
+    rng = random.Random(0)
+    for name in METRICS:
+        for _ in range(30):
+            text, *references = (
+                "".join(rng.choices("AB12 .,\n", k=rng.randint(0, 12))) for _ in range(3)
+            )
+            assert 0 <= score(prompt(name, *references), text) <= 1
+
+
+def test_nothing_asked_and_nothing_answered_is_right():
+    assert METRICS["chapters"]("none", ()) == METRICS["numbered"]("", ()) == 1
+    assert METRICS["chapters"]("4", ()) == 0

@@ -1,26 +1,111 @@
-"""What a trial says of a prompt is what generation and a pass over prompt and answer say."""
+"""Teacher-forced answers, and trials against generation and a pass over prompt and answer."""
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import artifacts
 from profiling.evaluation.methods import Methods
-from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Find, Prompt, make_prompts
-from profiling.quality.answers import answers, new_tokens
+from profiling.quality.answers import answers, ends, new_tokens
 from profiling.quality.contexts import PIECE
-from profiling.quality.forced import negative_log_likelihood
+from profiling.quality.forced import answer_ids, compared, forced, negative_log_likelihood
+from profiling.quality.method import Method
 from profiling.quality.trials import BLOCK, trials
 from runtime.fingerprint import fingerprint
 from tests.profiling.conftest import tiny
-from tests.profiling.quality.forcing import DENSE, answer_losses, generated, trial
-from tests.profiling.tokenizers import byte_level
+from tests.profiling.tokenizers import MAKERS, byte_level
+
+DENSE = Method(
+    name="dense", make=lambda: None, density=1.0, kept=1.0, identity="dense", evicts=False, sizes=""
+)
+
+
+def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method = DENSE) -> dict[str, Any]:
+    """Run one trial of a prompt under a method that is applied to the model."""
+    return next(trials(model, tokenizer, [prompt], method))[1]
+
+
+def answer_losses(model: Any, tokenizer: Any, prompt: Prompt) -> Tensor:
+    """-log p of each token of the right answer, by one pass over the prompt and the answer."""
+    right = answer_ids(tokenizer, prompt)
+    losses = negative_log_likelihood(model, Prompt(prompt.input_ids + right, None))
+    return losses[-len(right) :]
+
+
+def generated(
+    model: Any, tokenizer: Any, prompt: Prompt, cache: Callable[[], Any] | None = None
+) -> str:
+    """The greedy answer by transformers' own generation."""
+    ids = torch.tensor([prompt.input_ids], device=model.device)
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens(tokenizer, prompt),
+        do_sample=False,
+        past_key_values=cache() if cache else None,
+        pad_token_id=0,
+        eos_token_id=list(ends(model, tokenizer)),
+    )
+    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("task", ["kv_retrieval", "two_stage_retrieval"])
+def test_the_answers_ids_read_as_the_text_that_goes_on(make, task):
+    tokenizer = make()
+    prompt = make_prompts(task, tokenizer, length=1500, samples=1, seed=0)[0]
+    ids = answer_ids(tokenizer, prompt)
+    asked = tokenizer.decode(prompt.input_ids)
+    assert tokenizer.decode((*prompt.input_ids, *ids)) == asked + str(prompt.continuation)
+
+
+def test_no_space_comes_twice():
+    tokenizer = byte_level()
+    ids = tuple(tokenizer("The key is ", add_special_tokens=False)["input_ids"])
+    assert tokenizer.decode(answer_ids(tokenizer, Prompt(ids, "12"))) == "12"
+    assert tokenizer.decode(answer_ids(tokenizer, Prompt(ids[:-1], "12"))) == " 12"
+
+
+def test_accuracy_and_nll_of_known_logits():
+    right = (3, 1, 4, 1)
+    logits = torch.zeros(4, 10)
+    # Sure of the first two tokens, and of a wrong one for the third; the last is as likely as any.
+    logits[[0, 1, 2], [3, 1, 0]] = 100.0
+    fit = forced(logits, right)
+    assert len(fit.nll) == 4 and not fit.right and fit.token_accuracy == 2 / 4
+    assert fit.mean == pytest.approx((100 + math.log(10)) / 4, rel=1e-3)
+    assert fit.nll[:2] == pytest.approx((0, 0), abs=1e-3)
+    assert forced(logits[:2], right[:2]).right
+
+
+def test_the_loss_of_a_text_is_the_models_own(loaded):
+    ids = torch.randint(0, 256, (1, 600))
+    with torch.no_grad():
+        loss = loaded.model(ids, labels=ids).loss
+    losses = negative_log_likelihood(loaded.model, Prompt(tuple(ids[0].tolist()), None))
+    assert losses.shape == (599,) and losses.mean().item() == pytest.approx(loss.item(), rel=1e-4)
+
+
+def test_a_forced_choice_compares_eight_at_most():
+    many = Prompt((1,), "last", choices=(*"abcdefghij", "last"))
+    assert compared(many) == (*"abcdefg", "last")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"turn": 3}, {"turn": -1}, {"scored": ((0, 1),)}, {"scored": ((1, 4),)}]
+)
+def test_a_turn_or_a_range_beyond_the_prompt(wrong):
+    with pytest.raises(ValueError, match=r"turn must be|scored ranges"):
+        Prompt((1, 2, 3), None, **wrong)
 
 
 def asking(ids: tuple[int, ...], **more: Any) -> Prompt:
@@ -38,12 +123,12 @@ def prompts_of_one_context() -> list[Prompt]:
     return [asked[0], asked[4], asked[1], asking(one), asked[2]]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_questions_of_a_context_share_its_prefill_and_are_answered_as_if_alone(family: str) -> None:
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_questions_of_a_context_share_its_prefill_and_are_answered_as_if_alone(family):
     model, tokenizer, prompts = tiny(family), byte_level(), prompts_of_one_context()
-    fed: list[int] = []
+    fed = []
 
-    def count(module: Any, args: Any, keywords: dict[str, Any]) -> None:
+    def count(module, args, keywords):
         fed.append((args[0] if args else keywords["input_ids"]).shape[1])
 
     with model.register_forward_pre_hook(count, with_kwargs=True):
@@ -58,8 +143,8 @@ def test_questions_of_a_context_share_its_prefill_and_are_answered_as_if_alone(f
     assert answers(model, tokenizer, prompts, label="", chunk=7) == own
 
 
-def test_answers_inside_a_prompt_are_scored_alone() -> None:
-    model = tiny("llama")
+def test_answers_inside_a_prompt_are_scored_alone():
+    model = tiny("Llama")
     ids = tuple(random.Random(1).choices(range(3, 90), k=60))
     ranges = ((20, 23), (1, 2), (50, 60))
     with torch.no_grad():
@@ -75,14 +160,14 @@ def test_answers_inside_a_prompt_are_scored_alone() -> None:
     assert found["score"] == 1 / 2 and found["token_accuracy"] == 1 / 2
 
 
-def test_the_models_own_answer_is_right_where_it_is_the_expected_one(loaded: LoadedModel) -> None:
+def test_the_models_own_answer_is_right_where_it_is_the_expected_one(loaded):
     blank = Prompt(tuple(range(60, 90)), "x" * 6)
     own = generated(loaded.model, loaded.tokenizer, blank)[:4]
     found = trial(loaded.model, loaded.tokenizer, Prompt(blank.input_ids, own))
     assert found["score"] == 1.0
 
 
-def test_a_text_gives_a_loss_for_each_block(loaded: LoadedModel) -> None:
+def test_a_text_gives_a_loss_for_each_block(loaded):
     ids = torch.randint(0, 256, (700,), generator=torch.Generator().manual_seed(0))
     prompt = Prompt(tuple(ids.tolist()), None)
     found = trial(loaded.model, loaded.tokenizer, prompt)
@@ -97,10 +182,8 @@ def test_a_text_gives_a_loss_for_each_block(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("name", ["dense+omnikv", "dense+h2o", "dense+streaming", "dense+own"])
-def test_a_cache_that_drops_or_chooses_answers_as_it_does_in_generation(
-    loaded: LoadedModel, name: str
-) -> None:
-    own: dict[str, Any] = {}
+def test_a_cache_that_drops_or_chooses_answers_as_it_does_in_generation(loaded, name):
+    own = {}
     if name == "dense+omnikv":
         omnikv = artifacts.OmniKV(filter_layers=(0,), budget=50)
         own["decode"] = artifacts.Decode(omnikv=omnikv)
@@ -124,7 +207,7 @@ def test_a_cache_that_drops_or_chooses_answers_as_it_does_in_generation(
     assert found["nll"] != pytest.approx(whole["nll"], rel=1e-3), "nothing was dropped"
 
 
-def test_a_prompt_with_references_alone_is_scored_and_has_no_fit(loaded: LoadedModel) -> None:
+def test_a_prompt_with_references_alone_is_scored_and_has_no_fit(loaded):
     """It may also have an answer as long as its task allows."""
     prompt = Prompt(tuple(range(60, 90)), None, metric="all", references=("zzzzzz",), new_tokens=9)
     found = trial(loaded.model, loaded.tokenizer, prompt)
@@ -134,7 +217,7 @@ def test_a_prompt_with_references_alone_is_scored_and_has_no_fit(loaded: LoadedM
     assert limits == [9, len(loaded.tokenizer("wx", add_special_tokens=False)["input_ids"]) + 2]
 
 
-def test_a_choice_is_right_where_no_wrong_answer_is_as_likely(loaded: LoadedModel) -> None:
+def test_a_choice_is_right_where_no_wrong_answer_is_as_likely(loaded):
     model, tokenizer = loaded.model, loaded.tokenizer
     ids = tuple(range(60, 90))
     choices = ("ab", "cde", "xyz w", "q")

@@ -1,10 +1,11 @@
-"""Pictures come out of a profile and of a model, hold the numbers they claim, and can be read."""
+"""Pictures of a profile, a model and an artifact, with the numbers behind them."""
 
 from __future__ import annotations
 
 import csv
+import errno
+import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +14,16 @@ from safetensors.numpy import load_file
 
 import artifacts
 from artifacts import HeadwiseError
-from profiling.heatmaps import main
+from artifacts.schema.patterns import RECORDS
+from profiling import heatmaps, pattern_map
 from profiling.models.loading import load_model
+from profiling.pattern_map import draw_pattern_map, figure
 from profiling.pictures.drawing import save, shade
 from profiling.pictures.layer_pictures import similarity_figure
 from profiling.prompts.prompt import make_prompts
 from profiling.similarities.similarity_profile import save_profile
-from tests.profiling.profiles import random_profile
-from tests.search.conftest import save_tiny
+from tests.artifacts.conftest import build_every_kind
+from tests.profiling.test_similarity import random_profile
 
 LENGTH = 900
 
@@ -32,11 +35,11 @@ def read(path: Path) -> tuple[list[str], np.ndarray]:
 
 
 @pytest.mark.usefixtures("sketched")
-def test_a_profile_becomes_pictures_with_their_numbers(tmp_path: Path, capsys: Any) -> None:
+def test_a_profile_becomes_pictures_with_their_numbers(tmp_path, capsys):
     made = random_profile(12, sliding=True)
     out = tmp_path / "out"
     save_profile(made, tmp_path)
-    main(["--profile", str(tmp_path), "--out", str(out)])
+    heatmaps.main(["--profile", str(tmp_path), "--out", str(out)])
     names = ["similarity", "similarity.multi_hop_a.txt", "similarity.passkey"]
     names += ["ability", "hit", "variability"]
     expected = {f"{name}.{kind}" for name in names for kind in ("png", "svg", "csv")}
@@ -54,9 +57,9 @@ def test_a_profile_becomes_pictures_with_their_numbers(tmp_path: Path, capsys: A
 
 
 @pytest.mark.usefixtures("sketched")
-def test_a_model_becomes_pictures_with_their_numbers(searched: Path, tmp_path: Path) -> None:
+def test_a_model_becomes_pictures_with_their_numbers(searched, tmp_path):
     model, config = searched / "tiny", searched / "cfg.yaml"
-    main(
+    heatmaps.main(
         f"--model {model} {config} --length {LENGTH} --dtype float32 --out {tmp_path} "
         "--heads 2.5,0.1 --picture maps --picture sparsity".split()
     )
@@ -83,9 +86,7 @@ def test_a_model_becomes_pictures_with_their_numbers(searched: Path, tmp_path: P
     assert sparsity.shape == (3, 6) and 0 < sparsity.min() < sparsity.max() < 1
 
 
-def test_the_same_numbers_give_the_same_files_without_a_window_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_numbers_give_the_same_files_without_a_window_system(tmp_path, monkeypatch):
     # matplotlib itself refuses such a name when it is imported.
     import matplotlib  # noqa: F401
 
@@ -100,34 +101,95 @@ def test_the_same_numbers_give_the_same_files_without_a_window_system(
         assert first.read_bytes() == second.read_bytes(), first.name
 
 
-def test_shades_leave_out_what_was_not_measured() -> None:
+def test_shades_leave_out_what_was_not_measured():
     colours, _ = shade(np.array([0.0, 0.5, 1.0, np.nan]), 0.0, 1.0)
     assert len({tuple(colour.round(3)) for colour in colours}) == 4
     assert len(set(colours[3].round(6))) == 1, "grey"
 
 
 @pytest.mark.usefixtures("sketched")
-def test_heads_of_a_layer_that_slides(tmp_path: Path) -> None:
-    model = save_tiny(
-        tmp_path / "hybrid",
-        family="Gemma3",
-        config="Gemma3Text",
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        sliding_window=32,
-        head_dim=16,
-    )
+def test_heads_of_a_layer_that_slides(hybrid, tmp_path):
     out = tmp_path / "out"
-    asked = f"--model {model} --length 400 --dtype float32 --out {out} --picture maps"
+    asked = f"--model {hybrid} --length 400 --dtype float32 --out {out} --picture maps"
     for heads, said in (("2.0", "layer 2 of hybrid is a sliding-window"), ("0.6", "no head 0.6")):
         with pytest.raises(HeadwiseError, match=said):
-            main(f"{asked} --heads {heads}".split())
-    main(f"{asked} --picture sparsity".split())
+            heatmaps.main(f"{asked} --heads {heads}".split())
+    heatmaps.main(f"{asked} --picture sparsity".split())
     sparsity = read(out / "sparsity.csv")[1][:, 1:]
-    np.testing.assert_array_equal(np.isfinite(sparsity).all(1), [False, True, False])
-    assert {name.partition(".")[0] for name in load_file(out / "maps.safetensors")} == {"1"}
+    np.testing.assert_array_equal(np.isfinite(sparsity).all(1), [False, True, False, False, True])
+    assert {name.partition(".")[0] for name in load_file(out / "maps.safetensors")} == {"1", "4"}
 
 
-def test_an_artifact_of_another_model_is_refused(searched: Path, tmp_path: Path) -> None:
+def test_an_artifact_of_another_model_is_refused(searched, tmp_path):
     save_profile(random_profile(3), tmp_path)
     with pytest.raises(HeadwiseError, match="the profile is of some-model, the artifact of tiny"):
-        main(f"--profile {tmp_path} {searched}/cfg.yaml --out {tmp_path}/out".split())
+        heatmaps.main(f"--profile {tmp_path} {searched}/cfg.yaml --out {tmp_path}/out".split())
+
+
+@pytest.fixture
+def scored(tmp_path):
+    """An artifact with scores, of a model whose name is a broken formula and moves the cursor."""
+    artifact, arrays = build_every_kind()
+    arrays |= {
+        f"chosen.{name}": np.full((5, 4), 0.5, dtype=np.float32) for name in ("error", "density")
+    }
+    named = artifact.model_copy(
+        update={"model": artifact.model.model_copy(update={"name": "$\\frac{a$ \x1b[2J"})}
+    )
+    artifacts.save(named, tmp_path / "cfg.yaml", arrays)
+    return tmp_path / "cfg.yaml"
+
+
+@pytest.mark.usefixtures("sketched")
+def test_three_files_with_a_line_for_each_head(scored, tmp_path):
+    for out, stem in (("x", "x"), ("y.png", "y"), ("model-1.5", "model-1.5")):
+        paths = draw_pattern_map(scored, tmp_path / out)
+        assert paths == [tmp_path / f"{stem}.{kind}" for kind in ("png", "svg", "csv")]
+    png, svg, table = paths
+    assert png.is_file() and svg.is_file()
+    lines = list(csv.DictReader(table.open()))
+    kinds = [(line["layer"], line["kind"]) for line in lines[4:8]]
+    assert kinds == [("2", kind) for kind in ("dense", "tri_shape", "dilated", "strided")]
+
+
+def test_a_name_is_no_formula_and_moves_no_cursor(scored, tmp_path, capsys):
+    stem = tmp_path / "map\x1b[2J"
+    assert pattern_map.main([str(scored), "--out", str(stem)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [f"{tmp_path}/map\\x1b[2J.{kind}" for kind in ("png", "svg", "csv")]
+    assert "\x1b" not in stem.with_name(f"{stem.name}.svg").read_text()
+    with pytest.raises(HeadwiseError, match="--out: give the stem"):
+        pattern_map.main([str(scored), "--out", ""])
+
+
+@pytest.mark.usefixtures("sketched")
+def test_a_full_disk_leaves_nothing(scored, tmp_path, monkeypatch):
+    def full(handle, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    before = sorted(tmp_path.iterdir())
+    says = r"cannot write '.*map\.png': no space left on device"
+    with pytest.raises(HeadwiseError, match=says):
+        draw_pattern_map(scored, tmp_path / "map")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.usefixtures("sketched")
+def test_an_artifact_without_scores_is_drawn_without_shades(tmp_path):
+    artifact, arrays = build_every_kind()
+    arrays |= {"chosen.recall": np.zeros((1, 1), dtype=np.float32)}
+    artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
+    _, _, numbers = draw_pattern_map(tmp_path / "cfg.yaml", tmp_path / "map")
+    rows = list(csv.DictReader(numbers.open(newline="")))
+    assert rows and all(row["recall"] == row["error"] == row["density"] == "" for row in rows)
+
+
+def test_kinds_that_shades_could_be_taken_for_carry_their_letter():
+    artifact, arrays = build_every_kind()
+    drawn = figure(artifact, arrays["chosen.recall"])
+    letters = {text.get_position(): text.get_text() for text in drawn.axes[0].texts}
+    assert letters == {(2, 1): "T", (2, 2): "L", (2, 3): "S", (3, 0): "F", (4, 2): "K", (4, 3): "M"}
+    assert {kind for kind, record in RECORDS.items() if record.lettered} == {
+        artifact.patterns[artifact.prefill.layers[x][y]].kind for x, y in letters
+    }
