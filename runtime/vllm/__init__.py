@@ -24,17 +24,12 @@ def register() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, "runtime.vllm.backend.OnGPU")
 
 
-def stats(worker: Any = None) -> dict[str, Any]:
-    """Counts of this process so far, see counters.Counters.report; {} without an artifact.
-
-    It takes a worker so that `llm.collective_rpc(stats)` can call it in all of them.
-    """
+def stats() -> dict[str, Any]:
+    """Counts of this process so far, see engine.Engine.report; {} without an artifact."""
     from runtime.vllm.engine import latest
 
     engine = latest()
-    if engine is None:
-        return {}
-    return engine.report()
+    return {} if engine is None else engine.report()
 
 
 class Stats:

@@ -6,8 +6,9 @@ N pages of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -77,41 +78,43 @@ class Group(NamedTuple):
     def parts(self, most: int) -> Iterator[tuple[slice, Group]]:
         """Split into groups of at most `most` of the n requests, with their range."""
         for begin in range(0, len(self.ends), most):
-            end = min(begin + most, len(self.ends))
-            first = begin * self.q_len
-            last = end * self.q_len
+            part = slice(begin, min(begin + most, len(self.ends)))
+            first = part.start * self.q_len
+            last = part.stop * self.q_len
             if isinstance(self.rows, slice):
                 rows: slice | Tensor = slice(self.rows.start + first, self.rows.start + last)
             else:
                 rows = self.rows[first:last]
-            part = slice(begin, end)
             table = self.table[part]
-            ends = self.ends[part]
-            yield part, self._replace(rows=rows, table=table, ends=ends, kept={})
+            yield part, self._replace(rows=rows, table=table, ends=self.ends[part], kept={})
 
 
 # Groups of requests with few new tokens, and longer chunks.
 Rest = tuple[tuple[Group, ...], list[Chunk]]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Batch:
     """Step of the layers served here.
 
     requests: all of them. sparse: chunks of prompts that patterns serve. chosen: decode by chosen
-    tokens. generated: tokens after prompts of which a part is kept. lengths: (R,) int32 keys of
-    each request, on the device; None where the chunks' own are exact. captured: the step is to be
-    replayed for other requests.
+    tokens. lengths: (R,) int32 keys of each request, on the device; None where the chunks' own are
+    exact. captured: the step is to be replayed for other requests.
     """
 
     block_table: Tensor
     requests: tuple[Chunk, ...] = ()
     sparse: tuple[Chunk, ...] = ()
     chosen: tuple[Group, ...] = ()
-    generated: tuple[Group, ...] = ()
     lengths: Tensor | None = None
     captured: bool = False
     _rests: dict[Any, Rest] = field(default_factory=dict)
+
+    @cached_property
+    def generated(self) -> tuple[Group, ...]:
+        """Tokens after prompts of which a part is kept."""
+        generated = (chunk for chunk in self.requests if chunk.generated)
+        return self.groups([part for chunk in generated for part in chunk.cut(MAX_QUERIES)])
 
     def rest(self, served: Sequence[Chunk] = (), most: int = MAX_QUERIES) -> Rest:
         """Requests neither served nor generated, made once for all layers alike.
@@ -122,60 +125,51 @@ class Batch:
         if key not in self._rests:
             done = set(served)
             rest = [each for each in self.requests if each not in done and not each.generated]
-            few = [chunk for chunk in rest if chunk.q_len <= most]
-            groups = groups_of(few, self.block_table, self.lengths, captured=self.captured)
+            groups = self.groups([chunk for chunk in rest if chunk.q_len <= most])
             self._rests[key] = groups, [chunk for chunk in rest if chunk.q_len > most]
         return self._rests[key]
+
+    def groups(self, chunks: Sequence[Chunk]) -> tuple[Group, ...]:
+        """Group chunks by their number of new tokens.
+
+        Of adjacent requests views of block table and lengths are taken: a step can be replayed.
+        """
+        by_length: dict[int, list[Chunk]] = {}
+        for chunk in chunks:
+            by_length.setdefault(chunk.q_len, []).append(chunk)
+        groups = []
+        for q_len, alike in by_length.items():
+            requests = self._moved(_joined(slice(c.request, c.request + 1) for c in alike))
+            rows = self._moved(_joined(chunk.rows for chunk in alike))
+            k_lens = [chunk.k_len for chunk in alike]
+            if self.lengths is None:
+                ends = self._moved(torch.tensor(k_lens, dtype=torch.int32))
+            else:
+                ends = self.lengths[requests]
+            k_len = None if self.captured else max(k_lens)
+            table = self.block_table[requests]
+            groups.append(Group(tuple(alike), q_len, rows, table, ends, k_len, {}))
+        return tuple(groups)
 
     def pages(self, chunk: Chunk, size: int) -> Tensor:
         """Pages (N,) of a request, of `size` tokens each."""
         return self.block_table[chunk.request, : -(-chunk.k_len // size)]
 
+    def _moved(self, x: Any) -> Any:
+        """Move a tensor to the device of the block table; a slice stays."""
+        if isinstance(x, slice):
+            return x
+        return x.to(self.block_table.device, non_blocking=True)
 
-def groups_of(
-    chunks: Sequence[Chunk], table: Tensor, lengths: Tensor | None = None, *, captured: bool = False
-) -> tuple[Group, ...]:
-    """Group chunks by their number of new tokens.
 
-    table, lengths: of all requests of the step, on the device. Of adjacent requests views of both
-    are taken, so that a step can be replayed.
+def requests_of(common: Any, *, exact: bool = False) -> tuple[Chunk, ...]:
+    """Requests of a step from vLLM's CommonAttentionMetadata, without its padding.
+
+    Lengths come from the host, which may have upper bounds alone; `exact` ones from the device.
     """
-    by_length: dict[int, list[Chunk]] = {}
-    for chunk in chunks:
-        by_length.setdefault(chunk.q_len, []).append(chunk)
-    groups = []
-    for q_len, alike in by_length.items():
-        numbers = [chunk.request for chunk in alike]
-        requests: slice | Tensor = slice(numbers[0], numbers[-1] + 1)
-        if numbers != list(range(numbers[0], numbers[-1] + 1)):
-            requests = _moved(torch.tensor(numbers), table)
-        k_lens = [chunk.k_len for chunk in alike]
-        own = torch.tensor(k_lens, dtype=torch.int32)
-        if lengths is None:
-            ends = _moved(own, table)
-        else:
-            ends = lengths[requests]
-        rows = _moved(rows_of(alike), table)
-        if captured:
-            k_len = None
-        else:
-            k_len = max(k_lens)
-        groups.append(Group(tuple(alike), q_len, rows, table[requests], ends, k_len, {}))
-    return tuple(groups)
-
-
-def requests_of(common: Any, *, exact: bool = False, drafts: bool = False) -> tuple[Chunk, ...]:
-    """Requests of a step from vLLM's CommonAttentionMetadata; none unless it is plainly causal.
-
-    Lengths come from the host, which may have upper bounds alone, and from the device where they
-    have to be exact: always with `exact`, with `drafts` where a request has a few new tokens.
-    """
-    if special(common):
-        return ()
-    spans = list(pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1]))
-    few = any(1 < end - start <= MAX_QUERIES for start, end in spans)
+    spans = pairwise(common.query_start_loc_cpu.tolist()[: common.num_reqs + 1])
     k_lens = common.seq_lens_cpu_upper_bound
-    if k_lens is None or exact or (drafts and few):
+    if k_lens is None or exact:
         k_lens = common.seq_lens
     return tuple(
         Chunk(number, start, end - start, k_len)
@@ -200,12 +194,11 @@ def split_at_prompts(requests: Sequence[Chunk], prompts: Sequence[int]) -> tuple
 
 def prefills_of(common: Any, requests: Sequence[Chunk]) -> list[Chunk]:
     """Prefills of a step: several tokens, unless they are few and drafts to verify."""
-    prefilling = common.is_prefilling
-    drafts: set[int] = set()
-    if prefilling is not None and prefilling.device.type == "cpu":
-        drafts = {number for number, prefills in enumerate(prefilling.tolist()) if not prefills}
-    several = (chunk for chunk in requests if chunk.q_len > 1 and not chunk.generated)
-    return [each for each in several if each.q_len >= MIN_QUERIES or each.request not in drafts]
+    several = [chunk for chunk in requests if chunk.q_len > 1 and not chunk.generated]
+    if common.is_prefilling is None:
+        return several
+    prefills = common.is_prefilling.tolist()
+    return [each for each in several if each.q_len >= MIN_QUERIES or prefills[each.request]]
 
 
 def special(common: Any) -> bool:
@@ -214,15 +207,9 @@ def special(common: Any) -> bool:
     return common.causal is not True or any(part is not None for part in parts)
 
 
-def rows_of(chunks: Sequence[Chunk]) -> slice | Tensor:
-    """Rows of chunks among the T, a slice where they are adjacent."""
-    if all(chunk.rows.stop == after.q_start for chunk, after in pairwise(chunks)):
-        return slice(chunks[0].q_start, chunks[-1].rows.stop)
-    return torch.cat([torch.arange(chunk.rows.start, chunk.rows.stop) for chunk in chunks])
-
-
-def _moved(x: Any, to: Tensor) -> Any:
-    """Move a tensor to another's device; a slice stays."""
-    if isinstance(x, slice):
-        return x
-    return x.to(to.device, non_blocking=True)
+def _joined(ranges: Iterable[slice]) -> slice | Tensor:
+    """Join ranges: a slice where they are adjacent, indices elsewhere."""
+    ranges = list(ranges)
+    if all(before.stop == after.start for before, after in pairwise(ranges)):
+        return slice(ranges[0].start, ranges[-1].stop)
+    return torch.cat([torch.arange(each.start, each.stop) for each in ranges])

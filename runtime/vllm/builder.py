@@ -11,15 +11,13 @@ from runtime.vllm.batch import (
     KEY,
     Batch,
     Chunk,
-    Group,
-    groups_of,
     prefills_of,
     requests_of,
     special,
     split_at_prompts,
 )
 from runtime.vllm.counters import SPARSE
-from runtime.vllm.engine import Engine, engine_of
+from runtime.vllm.engine import Engine, drafts_of, engine_of
 
 # Whatever the parent is.
 _Parent: Any = object
@@ -55,24 +53,26 @@ class SparseBuilder(_Parent):
         super().__init__(kv_cache_spec, layer_names, vllm_config, *args, **kwargs)
         engine = engine_of(vllm_config)
         assert engine is not None
+        self._engine: Engine = engine
         engine.log(get_layers_from_vllm_config(vllm_config, Attention).values())
         modules = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         layers = [engine.of(module) for module in modules.values()]
         keeps = [layer.keeps for layer in layers if layer.keeps is not None]
         self._drops = bool(keeps)
         self._splits_at_prompts = any(each.asks_prompts for each in keeps)
+        # vLLM's host has upper bounds of lengths where drafts were verified.
+        self._exact = self._drops or (engine.chooser is not None and drafts_of(vllm_config) > 0)
         # True if the parent can read the pages of all layers of the group.
         self._readable = not self._drops and not any(layer.ours for layer in layers)
+        self._owned = any(layer.owned for layer in layers)
+        if self._owned:
+            engine.counting = engine.counting or self
         self._gets_prompts = engine.asks_prompts
         if self._gets_prompts:
             # The only way to the lengths of prompts: vLLM hands them to builders for models with a
             # window over what they generate (R-SWA). It reads this when a layer or a builder is
             # made and when a step begins: no layer's attention changes.
             vllm_config.model_config.model_arch_config.rswa_window = engine.longest
-        self._engine: Engine | None = None
-        if any(layer.owned for layer in layers):
-            self._engine = engine
-            engine.counting = engine.counting or self
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -87,12 +87,11 @@ class SparseBuilder(_Parent):
         engine = engine_of(vllm_config)
         if engine is None:
             return parents
-        drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
         ours = Support.UNIFORM_BATCH
         if engine.chooser is not None:
             single = Support.UNIFORM_SINGLE_TOKEN_DECODE
             ours = single if engine.chooser.captures else Support.NEVER
-        if engine.artifact.kv_cache is not None or drafts >= MAX_QUERIES:
+        if engine.artifact.kv_cache is not None or drafts_of(vllm_config) >= MAX_QUERIES:
             ours = Support.NEVER
         return min(parents, ours, key=lambda support: support.value)
 
@@ -113,7 +112,7 @@ class SparseBuilder(_Parent):
         if self._gets_prompts:
             common = replace(common, rswa_prefix_lens=None)
         metadata = super().build(common_prefix_len, common, fast_build)
-        if self._engine is not None:
+        if self._owned:
             batch = self._batch(common, prompts)
             if batch is not None:
                 setattr(metadata, KEY, batch)
@@ -122,35 +121,27 @@ class SparseBuilder(_Parent):
     def _batch(self, common: Any, prompts: Any) -> Batch | None:
         """Batch of a step, None where the parent serves all of it."""
         engine = self._engine
-        assert engine is not None
         if special(common):
             if self._readable:
                 return None
             raise HeadwiseError("a step is not plainly causal, and our pages are not vLLM's")
-        requests = requests_of(common, exact=self._drops, drafts=engine.chooser is not None)
-        if not requests:
-            return None
+        requests = requests_of(common, exact=self._exact)
         if self._splits_at_prompts:
             requests = split_at_prompts(requests, prompts.tolist())
         prefills = prefills_of(common, requests)
-        sparse = tuple(filter(engine.is_sparse, prefills))
-        chosen: tuple[Group, ...] = ()
-        gaining: list[Chunk] = []
-        if engine.chooser is not None:
-            chosen, gaining = engine.chooser.groups(requests, common, captured=self._captured)
-        if engine.counting is self and not self._captured:
-            dense = set(prefills).difference(sparse, gaining)
-            counts = [(SPARSE, chunk.q_len) for chunk in sparse]
-            counts += [(engine.dense or "short", chunk.q_len) for chunk in dense]
-            engine.counters.step(counts, len(gaining))
-        table = common.block_table_tensor
-        generated = [part for each in requests if each.generated for part in each.cut(MAX_QUERIES)]
-        return Batch(
-            block_table=table,
+        batch = Batch(
+            block_table=common.block_table_tensor,
             requests=requests,
-            sparse=sparse,
-            chosen=chosen,
-            generated=groups_of(generated, table),
+            sparse=tuple(filter(engine.is_sparse, prefills)),
             lengths=None if self._drops else common.seq_lens,
             captured=self._captured,
         )
+        gaining: list[Chunk] = []
+        if engine.chooser is not None:
+            batch.chosen, gaining = engine.chooser.groups(batch)
+        if engine.counting is self and not self._captured:
+            dense = set(prefills).difference(batch.sparse, gaining)
+            counts = [(SPARSE, chunk.q_len) for chunk in batch.sparse]
+            counts += [(engine.dense or "short", chunk.q_len) for chunk in dense]
+            engine.counters.step(counts, len(gaining))
+        return batch

@@ -22,7 +22,7 @@ from runtime.caches.make import POLICIES
 from runtime.fingerprint import compare, config_info
 from runtime.omnikv.select import Role, roles_of
 from runtime.vllm.counters import SPARSE
-from runtime.vllm.keep import KEEPS, Keeps, keeps_of, policies_of
+from runtime.vllm.keep import Keeps, keeps_of, policies_of
 from runtime.vllm.options import KEY, TARGETS, Options
 
 # docs/vllm.md has the same versions.
@@ -54,7 +54,7 @@ def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[s
         if (reason := POLICIES[policy.kind].why_not_in_vllm(policy)) is not None:
             yield f"kv_cache.policies.{name} is {policy.kind}: {reason}: {_WITHOUT}"
     for layer, policies in policies_of(artifact).items():
-        if len(set(policies)) > 1 and not all(_by_head(policy.kind) for policy in policies):
+        if len(set(policies)) > 1 and {policy.kind for policy in policies} != {"snapkv"}:
             reason = "vLLM's pages hold all heads of a layer; several snapkv policies are served"
             yield f"kv_cache.layers[{layer}] differs by head, and {reason}: {_WITHOUT}"
     if artifact.decode is not None:
@@ -90,7 +90,10 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
             yield f"--pipeline-parallel-size must be 1 with a decode section, got {stages}"
         if getattr(parallel, "use_ubatching", False):
             yield "batches in parts (--enable-dbo) are not served with a decode section"
-    keeps = keeps_of(artifact)
+    size = int(parallel.tensor_parallel_size)
+    reasons = list(misfits(artifact, model.hf_config, model.hf_text_config, size))
+    yield from reasons
+    keeps = {} if reasons else keeps_of(artifact)
     asks = any(kept.asks_prompts for kept in keeps.values())
     if asks and model.rswa_window is not None:
         yield "kv_cache with snapkv is not served for a model that has a window over its replies"
@@ -99,17 +102,10 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
         yield "speculative decoding by draft_model is not served where kv_cache drops tokens"
     if keeps and config.kv_transfer_config is not None:
         yield "--kv-transfer-config is not served where kv_cache drops tokens"
-    size = int(parallel.tensor_parallel_size)
-    yield from misfits(artifact, model.hf_config, model.hf_text_config, size)
     device = config.device_config.device
     empty = torch.empty(1, 1, 1, artifact.model.head_dim, dtype=model.dtype, device=device)
     if missing := dispatch.why_slow(empty, empty, empty):
         yield f"no prefill can be sparse here: {missing}"
-
-
-def _by_head(kind: str) -> bool:
-    """True if vLLM serves KV heads with unlike policies of this kind in one layer."""
-    return kind in KEEPS and KEEPS[kind].by_head
 
 
 def why_dense(artifact: Artifact, layer: int, keeps: Keeps | None) -> str | None:
@@ -125,13 +121,13 @@ def why_dense(artifact: Artifact, layer: int, keeps: Keeps | None) -> str | None
 
 
 def summary(
-    served: Iterable[tuple[int, str]], keeps: Iterable[tuple[int, str]], roles: Mapping[int, Role]
+    reasons: Mapping[str, str], keeps: Mapping[int, Keeps], roles: Mapping[int, Role]
 ) -> list[str]:
-    """Lines on layers: sparse, dense with a reason, dropping tokens; and their roles in decode."""
-    dense = grouped(served)
-    lines = [f"layers {dense.pop(SPARSE, 'none')} sparse"]
-    lines += [f"layers {layers} dense: {reason}" for reason, layers in dense.items()]
-    lines += [f"layers {layers} keep {text}" for text, layers in grouped(keeps).items()]
+    """Lines on layers: sparse, dense by reason, dropping tokens; and their roles in decode."""
+    lines = [f"layers {reasons.get(SPARSE, 'none')} sparse"]
+    lines += [f"layers {layers} dense: {why}" for why, layers in reasons.items() if why != SPARSE]
+    kept = grouped((layer, str(each)) for layer, each in keeps.items())
+    lines += [f"layers {layers} keep {text}" for text, layers in kept.items()]
     if roles:
         filters = ranges(layer for layer, role in roles.items() if role.filters)
         readers = ranges(layer for layer, role in roles.items() if role.filter is not None)
@@ -209,12 +205,8 @@ def _layers(artifact: Artifact, full: list[int]) -> list[str]:
         else:
             why = "it slides"
         served.append((layer, why or SPARSE))
-    if artifact.decode is None:
-        roles = {}
-    else:
-        roles = roles_of(artifact.decode.omnikv, full)
-    kept = [(layer, str(each)) for layer, each in keeps.items()]
-    return summary(served, kept, roles)
+    roles = {} if artifact.decode is None else roles_of(artifact.decode.omnikv, full)
+    return summary(grouped(served), keeps, roles)
 
 
 def command(model: str, options: Mapping[str, Any], size: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,8 +42,6 @@ class Counters:
         # By section of the report and by what is counted there; metrics has the same.
         self._counts: Counter[tuple[str, str]] = Counter()
         self._metrics = metrics or {}
-        # Tokens that a request reads in a step of decode; waits for a GPU.
-        self.read: Callable[[], float | None] = lambda: None
         self._indices: Counter[int] = Counter()
         # Computed tiles by device, where they stay until report().
         self._computed: dict[torch.device, Tensor] = {}
@@ -80,8 +78,7 @@ class Counters:
     def report(self) -> dict[str, Any]:
         """Counts by section (_METRICS) and way of serving: {"sparse": n, reason: n}.
 
-        density: fraction of the causal area that sparse layers computed, None before any. With a
-        decode section, tokens_read: tokens that a KV head of a layer that does not choose reads.
+        density: fraction of the causal area that sparse layers computed, None before any.
         """
         density = None
         if self._computed:
@@ -89,8 +86,6 @@ class Counters:
         report: dict[str, Any] = {"prefills": {}, "prefill_tokens": {}, "density": density}
         for (section, served), count in self._counts.items():
             report.setdefault(section, {})[served] = count
-        if "decode" in report:
-            report["tokens_read"] = self.read()
         return report
 
     def _add(self, section: str, served: str, count: int = 1) -> None:

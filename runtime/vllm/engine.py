@@ -16,7 +16,7 @@ from kernels.patterns import LayerPlan
 from runtime.allocator import keep_freed_memory
 from runtime.attention.state import enough_queries
 from runtime.layers import layer_plans, part_of
-from runtime.omnikv.select import Role, Selector
+from runtime.omnikv.select import Selector
 from runtime.vllm.batch import Chunk
 from runtime.vllm.check import engine_misfits, full_layers, grouped, summary, why_dense
 from runtime.vllm.counters import SPARSE, Counters, log, metrics
@@ -37,16 +37,15 @@ class ServedLayer:
     """Attention layer of vLLM in this process, and how it is served.
 
     number: None where its name has none or several. why_dense: reason why no prefill is sparse.
-    plan: of its heads here, None where no patterns serve. role: in decode, None if it attends to
-    everything. keeps: its policy, None if it keeps every token. owned: all its requests are served
-    here; those of any other layer are vLLM's. ours: its pages are laid out for our kernels.
-    eight_bits: dtype of a cache of 8 bits, which vLLM hands out as bytes.
+    plan: of its heads here, None where no patterns serve. keeps: its policy, None if it keeps every
+    token. owned: all its requests are served here; those of any other layer are vLLM's. ours: its
+    pages are laid out for our kernels. eight_bits: dtype of a cache of 8 bits, which vLLM hands out
+    as bytes.
     """
 
     number: int | None
     why_dense: str | None = None
     plan: LayerPlan | None = None
-    role: Role | None = None
     keeps: Keeps | None = None
     owned: bool = False
     ours: bool = False
@@ -152,26 +151,31 @@ class Engine:
         """Log one line, once: the sparse ones of these layers, and reasons for the others."""
         if self._reasons:
             return
-        here = [(layer.number, layer) for layer in map(self.of, modules)]
-        layers = [(number, layer) for number, layer in here if number is not None]
-        served = [(number, layer.why_dense or SPARSE) for number, layer in layers]
-        keeps = [(number, str(layer.keeps)) for number, layer in layers if layer.keeps is not None]
+        layers = [(each.number, each) for each in map(self.of, modules) if each.number is not None]
+        self._reasons = grouped((number, each.why_dense or SPARSE) for number, each in layers)
+        keeps = {number: each.keeps for number, each in layers if each.keeps is not None}
         roles = {} if self.chooser is None else self.chooser.selector.roles
-        self._reasons = grouped(served)
         log.info(
             "Headwise serves prefill from %d tokens on by %s (content %s%s): %s",
             self.artifact.prefill.dense_below,
             self.path,
             str(self.artifact.content_sha256)[:12],
             "" if self.size == 1 else f", heads of rank {_rank()} of {self.size}",
-            "; ".join(summary(served, keeps, roles)),
+            "; ".join(summary(self._reasons, keeps, roles)),
         )
 
     def report(self) -> dict[str, Any]:
-        """Artifact, layers and counts; see Counters.report."""
+        """Artifact, layers and counts; see Counters.report.
+
+        With a decode section, tokens_read: tokens that a KV head of a layer that does not choose
+        reads in a step. It waits for a GPU.
+        """
         content = self.artifact.content_sha256
-        about = {"artifact": self.path, "content_sha256": content, "rank": _rank()}
-        return about | {"layers": self._reasons} | self.counters.report()
+        report = {"artifact": self.path, "content_sha256": content, "rank": _rank()}
+        report |= {"layers": self._reasons} | self.counters.report()
+        if self.chooser is not None:
+            report["tokens_read"] = self.chooser.selector.tokens_read
+        return report
 
     def _chooser(self, config: Any) -> Chooser | None:
         if self.artifact.decode is None:
@@ -183,7 +187,6 @@ class Engine:
             group = get_tp_group().device_group
         full = full_layers(config.model_config.hf_text_config, self.artifact.model.num_layers)
         selector = Selector(self.artifact.decode.omnikv, full, group=group)
-        self.counters.read = lambda: selector.tokens_read
         requests = int(config.scheduler_config.max_num_seqs)
         return Chooser(selector, requests=requests, longest=self.longest)
 
@@ -196,16 +199,12 @@ class Engine:
             first = _rank() * impl.num_heads
             heads = slice(first, first + impl.num_heads)
             plan = part_of(self._plans.get(number), heads, impl.num_kv_heads)
-        if self.chooser is None:
-            role = None
-        else:
-            role = self.chooser.role(number)
-        owned = any(x is not None for x in (self.dense, plan, role, keeps))
+        decodes = self.chooser is not None and number in self.chooser.roles
+        owned = decodes or any(x is not None for x in (self.dense, plan, keeps))
         return ServedLayer(
             number=number,
             why_dense=why,
             plan=plan,
-            role=role,
             keeps=keeps,
             owned=owned,
             ours=owned and impl.ours,
@@ -266,6 +265,11 @@ def engine_of(config: Any) -> Engine | None:
         options = options_of(config.additional_config)
         _latest = weakref.ref(config), None if options is None else Engine(options, config)
     return _latest[1]
+
+
+def drafts_of(config: Any) -> int:
+    """Drafts that a step verifies for a request; 0 without speculative decoding."""
+    return getattr(config.speculative_config, "num_speculative_tokens", None) or 0
 
 
 def makes_drafts(config: Any) -> bool:

@@ -11,9 +11,7 @@ C chosen tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ from artifacts import HeadwiseError
 from kernels.decode import MAX_QUERIES
 from kernels.index import PAD
 from runtime.omnikv.select import Role, Selector
-from runtime.vllm.batch import Chunk, Group, groups_of
+from runtime.vllm.batch import Batch, Chunk, Group
 from runtime.vllm.step import LayerStep
 
 # Most bytes of a filter layer's scores at a time: more requests are served in parts.
@@ -42,6 +40,8 @@ class Chooser:
         self._slots: dict[int, Tensor] = {}
         # Tokens chosen in the step, (n, C) int32, by filter layer and number of new tokens.
         self._chosen: dict[tuple[int, int], Tensor] = {}
+        # A layer that is missing attends to everything and does not choose.
+        self.roles = {layer: role for layer, role in selector.roles.items() if role != Role()}
 
     @property
     def captures(self) -> bool:
@@ -52,33 +52,20 @@ class Chooser:
         """True for a context with more keys than are chosen."""
         return k_len > self.selector.count(k_len)
 
-    def groups(
-        self, requests: Sequence[Chunk], common: Any, *, captured: bool
-    ) -> tuple[tuple[Group, ...], list[Chunk]]:
-        """Requests of a new step that are served here, and those with more keys than are chosen.
-
-        common: vLLM's metadata of the step. captured: it is to be replayed for others.
-        """
+    def groups(self, batch: Batch) -> tuple[tuple[Group, ...], list[Chunk]]:
+        """Requests of a new step that are served here, and those with more keys than are chosen."""
         self._chosen.clear()
-        table = common.block_table_tensor
-        drafts = [c for c in requests if 1 < c.q_len <= MAX_QUERIES and self.gains(c.k_len)]
-        single = [chunk for chunk in requests if chunk.q_len == 1]
+        drafts = [c for c in batch.requests if 1 < c.q_len <= MAX_QUERIES and self.gains(c.k_len)]
+        single = [chunk for chunk in batch.requests if chunk.q_len == 1]
         gaining = [chunk for chunk in single if self.gains(chunk.k_len)]
-        chosen = groups_of(drafts, table)
-        if captured or gaining:
+        chosen = batch.groups(drafts)
+        if batch.captured or gaining:
             # All of them in one launch: a context within the budget gets every token.
-            chosen += groups_of(single, table, common.seq_lens, captured=captured)
+            chosen += batch.groups(single)
         return chosen, drafts + gaining
 
-    def role(self, layer: int) -> Role | None:
-        """Role of a layer, None if it attends to everything and does not choose."""
-        role = self.selector.roles.get(layer)
-        if role is None or role == Role():
-            return None
-        return role
-
-    def attend(self, layer: int, role: Role, group: Group, step: LayerStep) -> None:
-        """Write attention of a group in a layer that has this role.
+    def attend(self, layer: int, group: Group, step: LayerStep) -> None:
+        """Write attention of a group in a layer with a role.
 
         A filter layer attends to everything and chooses; others attend to the tokens chosen for
         them, of contexts within the budget to everything. For single tokens nothing is read on the
@@ -87,10 +74,11 @@ class Chooser:
         Raises:
             HeadwiseError: the filter layer chose nothing in this step.
         """
-        if role.filter is not None:
-            if (role.filter, group.q_len) not in self._chosen:
-                raise HeadwiseError(f"filter layer {role.filter} has chosen nothing")
-            step.decode(group, self._chosen[role.filter, group.q_len])
+        chooses = self.roles[layer].filter
+        if chooses is not None:
+            if (chooses, group.q_len) not in self._chosen:
+                raise HeadwiseError(f"filter layer {chooses} has chosen nothing")
+            step.decode(group, self._chosen[chooses, group.q_len])
             return
         most = max(self._most, group.q_len)
         keys = group.pages(step.size).shape[1] * step.size
@@ -105,11 +93,13 @@ class Chooser:
             chosen[rows] = tokens
         self._chosen[layer, group.q_len] = chosen
 
-    def rehearse(self, layer: int, role: Role, step: LayerStep) -> None:
+    def rehearse(self, layer: int, step: LayerStep) -> None:
         """Use the memory of a filter layer in a step of the most requests and longest contexts.
 
         step: any tokens, with one page that stands for all.
         """
+        if layer not in self.roles or not self.roles[layer].filters:
+            return
         n = self._requests
         device = step.query.device
         pages = -(-self._longest // step.size)
@@ -117,7 +107,7 @@ class Chooser:
         ends = torch.ones(n, dtype=torch.int32, device=device)
         query = step.query.new_zeros(n, *step.query.shape[1:])
         group = Group((), 1, slice(0, n), table, ends, None, {})
-        self.attend(layer, role, group, replace(step, query=query, output=query.clone()))
+        self.attend(layer, group, replace(step, query=query, output=query.clone()))
         self._chosen.clear()
 
     def _slots_of(self, layer: int, group: Group, width: int) -> Tensor:

@@ -18,7 +18,7 @@ from kernels.attention import sparse_attention
 from kernels.index import SparseIndex
 from kernels.patterns import LayerPlan
 from runtime.attention.state import message, name_of
-from runtime.vllm.batch import KEY, Batch, Chunk
+from runtime.vllm.batch import KEY, Batch, Chunk, Group
 from runtime.vllm.engine import Engine, ServedLayer, engine_of
 from runtime.vllm.step import PAGE, LayerStep, halves, quantised, store
 
@@ -58,6 +58,10 @@ class SparseImpl(_Parent):
             value = quantised(value, layer._v_scale_float, served.eight_bits)
         store(kv_cache, key, value, slots)
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """No: vLLM quantises what our kernels have written."""
+        return False
+
     def forward(
         self,
         layer: Any,
@@ -67,20 +71,24 @@ class SparseImpl(_Parent):
         kv_cache: Tensor,
         attn_metadata: Any,
         output: Tensor,
-        *scales: Any,
-        **more: Any,
+        **scales: Tensor | None,
     ) -> Tensor:
         """query (T, H, D), key and value (T, G, D); writes output (T, H, D)."""
-        arguments = (layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+        arguments = (layer, query, key, value, kv_cache, attn_metadata, output)
         served = self._engine.of(layer)
+        if not served.owned:
+            return super().forward(*arguments, **scales)
+        if any(scale is not None for scale in scales.values()):
+            # vLLM asks one layer for all of them, which may be a draft model's.
+            off = """--compilation-config '{"pass_config": {"fuse_attn_quant": false}}'"""
+            raise HeadwiseError(
+                f"no quantised output from a layer served by an artifact: use {off}"
+            )
         if attn_metadata is None:
             self._rehearse(served, query.to(output.dtype))
         batch: Batch | None = getattr(attn_metadata, KEY, None)
-        if batch is None or not served.owned:
-            return super().forward(*arguments, **more)
-        if any(x is not None for x in (*scales, *more.values())):
-            self._engine.counters.fell_back("the output is to be quantised")
-            return super().forward(*arguments, **more)
+        if batch is None:
+            return super().forward(*arguments)
         if query.dtype != output.dtype:
             # For a cache of 8 bits some backends of vLLM for GPUs are given a query of 8 bits.
             query = query.to(output.dtype) * layer._q_scale_float
@@ -113,8 +121,10 @@ class SparseImpl(_Parent):
         Returns these requests: none where a kernel fails.
         """
         assert served.number is not None
-        chooser = self._engine.chooser
-        chosen = () if served.role is None else step.batch.chosen
+        engine = self._engine
+        chosen: tuple[Group, ...] = ()
+        if engine.chooser is not None and served.number in engine.chooser.roles:
+            chosen = step.batch.chosen
         done: list[Chunk] = []
         indices = []
         try:
@@ -123,20 +133,19 @@ class SparseImpl(_Parent):
                     indices.append(self._by_patterns(served.plan, step, chunk))
                     done.append(chunk)
             for group in chosen:
-                assert chooser is not None and served.role is not None
-                chooser.attend(served.number, served.role, group, step)
+                assert engine.chooser is not None
+                engine.chooser.attend(served.number, group, step)
                 done += group.chunks
         except Exception as error:
             ours = isinstance(error, HeadwiseError)
             why = str(error) if ours else name_of(error)
             # A process that gives up where processes choose together would leave others waiting.
-            together = bool(chosen) and chooser is not None and not chooser.captures
-            if why is None or together:
+            if why is None or (chosen and engine.size > 1):
                 raise
-            self._engine.counters.fell_back(why, "" if ours else message(error))
+            engine.counters.fell_back(why, "" if ours else message(error))
             return []
         for index in indices:
-            self._engine.counters.index(served.number, index)
+            engine.counters.index(served.number, index)
         return done
 
     def _by_patterns(self, plan: LayerPlan, step: LayerStep, chunk: Chunk) -> SparseIndex:
@@ -152,8 +161,7 @@ class SparseImpl(_Parent):
         scale = step.options["scale"]
         index = plan.build(query, step.k, scale=scale, block_table=table, k_len=chunk.k_len)
         sparse_attention(query, step.k, step.v, index, block_table=table, out=out, **step.options)
-        if step.v_scale != 1:
-            out.mul_(step.v_scale)
+        step.rescale(out)
         return index
 
     def _rehearse(self, served: ServedLayer, query: Tensor) -> None:
@@ -182,9 +190,8 @@ class SparseImpl(_Parent):
         if served.plan is not None and self._engine.is_sparse(chunk):
             q = query.transpose(0, 1)[None]
             served.plan.build(q, k, scale=self.scale, block_table=table, k_len=k_len)
-        if served.role is not None and served.role.filters:
-            assert served.number is not None and self._engine.chooser is not None
-            self._engine.chooser.rehearse(served.number, served.role, step)
+        if served.number is not None and self._engine.chooser is not None:
+            self._engine.chooser.rehearse(served.number, step)
         if served.keeps is not None:
             served.keeps.rehearse(step, chunk)
 

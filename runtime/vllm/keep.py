@@ -11,7 +11,7 @@ s first tokens, W window.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -28,30 +28,23 @@ from runtime.vllm.step import LayerStep
 class Keeps(ABC):
     """Policy of one layer, which drops tokens, at work in vLLM.
 
-    A subclass gives `attend`, `spec` and a text for the log (`__str__`).
-
-    every: the policy of each KV head of the model. policies: those of this process.
+    A subclass is made of the policies of all KV heads of the model, the slice of those heads that
+    are in this process, and the most requests at a time.
     """
 
     # Reason why no prefill goes by patterns, None where they may serve.
     why_dense: ClassVar[str | None] = None
-    # True if KV heads may have unlike policies, although vLLM's pages hold them all.
-    by_head: ClassVar[bool] = False
     # True if `attend` needs the lengths of prompts.
     asks_prompts: ClassVar[bool] = False
     # True if learned logits (attention sinks) are served.
     takes_sinks: ClassVar[bool] = True
 
-    def __init__(
-        self, policies: tuple[Any, ...], heads: slice = slice(None), prompts: int = 0
-    ) -> None:
-        """`heads`: the KV heads of this process. `prompts`: the most requests at a time."""
-        self.every = policies
-        self.policies = policies[heads]
-        self._prompts = prompts
+    @abstractmethod
+    def __str__(self) -> str:
+        """Kept tokens in words."""
 
     @abstractmethod
-    def attend(self, step: LayerStep, served: Sequence[Chunk] = ()) -> None:
+    def attend(self, step: LayerStep, served: Sequence[Chunk]) -> None:
         """Write attention of all requests but those already served, and drop tokens."""
 
     @abstractmethod
@@ -63,7 +56,10 @@ class Keeps(ABC):
 
 
 class Stream(Keeps):
-    """First tokens and a window of the last (StreamingLLM, section 3.2), by text positions."""
+    """First tokens and a window of the last (StreamingLLM, section 3.2), by text positions.
+
+    All KV heads of a layer keep the same.
+    """
 
     why_dense = "it keeps its first and last tokens, by kv_cache"
 
@@ -73,16 +69,15 @@ class Stream(Keeps):
         heads: slice = slice(None),
         prompts: int = 0,
     ) -> None:
-        super().__init__(policies, heads, prompts)
         self.policy = policies[0]
 
     def __str__(self) -> str:
         return f"{self.policy.sinks} first and {self.policy.window} last tokens"
 
-    def attend(self, step: LayerStep, served: Sequence[Chunk] = ()) -> None:
-        """See Keeps.attend."""
+    def attend(self, step: LayerStep, served: Sequence[Chunk]) -> None:
+        """See Keeps.attend; neither patterns nor a decode section serve such a layer."""
         # Drafts of one request see different tokens.
-        groups, chunks = step.batch.rest(served, most=1)
+        groups, chunks = step.batch.rest(most=1)
         for group in groups:
             if self.policy not in group.kept:
                 group.kept[self.policy] = self._tokens(group)
@@ -90,8 +85,7 @@ class Stream(Keeps):
         for chunk in chunks:
             _, output, _ = step.of(chunk)
             output.copy_(self._chunk(step, chunk))
-            if step.v_scale != 1:
-                output *= step.v_scale
+            step.rescale(output)
 
     def spec(self, full: Any) -> Any:
         """See Keeps.spec."""
@@ -145,29 +139,27 @@ class Snap(Keeps):
     more.
     """
 
-    by_head = True
     asks_prompts = True
     takes_sinks = False
 
     def __init__(
-        self,
-        policies: tuple[artifacts.SnapKV, ...],
-        heads: slice = slice(None),
-        prompts: int = 0,
+        self, policies: tuple[artifacts.SnapKV, ...], heads: slice = slice(None), prompts: int = 0
     ) -> None:
-        super().__init__(policies, heads, prompts)
+        self.every = policies
+        self.policies = policies[heads]
         # The most queries that vote.
         self.window = max(policy.window for policy in self.policies)
         # Votes so far of prompts that are computed in part, the latest last, by the request's first
         # page, which no other request has.
         self._begun: dict[int, Tensor] = {}
+        self._prompts = prompts
 
     def __str__(self) -> str:
         budgets = sorted({policy.budget for policy in self.every})
         text = " or ".join(f"{b:.0%}" if isinstance(b, float) else f"{b} tokens" for b in budgets)
         return f"{text} of each prompt, as its last queries choose"
 
-    def attend(self, step: LayerStep, served: Sequence[Chunk] = ()) -> None:
+    def attend(self, step: LayerStep, served: Sequence[Chunk]) -> None:
         """See Keeps.attend; a generated token sees the kept prompt and all generated since."""
         step.attend(served)
         for chunk in step.batch.requests:
@@ -266,20 +258,21 @@ def gathered(cache: Tensor, pages: Tensor, k_len: int) -> Tensor:
 
 
 # By the kind of the policy's record.
-KEEPS: dict[str, type[Keeps]] = {"streaming": Stream, "snapkv": Snap}
+KEEPS: dict[str, Callable[[tuple[Any, ...], slice, int], Keeps]] = {
+    "streaming": Stream,
+    "snapkv": Snap,
+}
 
 
 def keeps_of(
     artifact: artifacts.Artifact, heads: slice = slice(None), prompts: int = 0
 ) -> dict[int, Keeps]:
-    """Layers of an artifact that drop tokens, if it fits vLLM; see Keeps.__init__."""
-    keeps = {}
-    for layer, policies in policies_of(artifact).items():
-        kind = next((policy.kind for policy in policies if policy.kind in KEEPS), None)
-        if kind is not None:
-            served = tuple(policy for policy in policies if policy.kind == kind)
-            keeps[layer] = KEEPS[kind](served, heads, prompts)
-    return keeps
+    """Layers that drop tokens, of an artifact that vLLM can serve; see Keeps."""
+    return {
+        layer: KEEPS[policies[0].kind](policies, heads, prompts)
+        for layer, policies in policies_of(artifact).items()
+        if policies and policies[0].kind in KEEPS
+    }
 
 
 def policies_of(artifact: artifacts.Artifact) -> dict[int, tuple[Any, ...]]:

@@ -21,8 +21,6 @@ from runtime.vllm.batch import Batch, Chunk, Group
 
 # Tokens of a tile of our kernels: a page that holds one is read in one piece.
 PAGE = 64
-# From so many tokens on rows are found first and then written: fewer are put in one by one.
-_MANY = 16
 
 
 def halves(cache: Tensor, ours: bool) -> tuple[Tensor, Tensor]:
@@ -51,18 +49,11 @@ def store(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
 
     Negative slots are padding, which goes to vLLM's first page: that belongs to nobody.
     """
-    _, heads, size, width = cache.shape
     slots = slots.clamp_min(0)
-    page = slots // size
-    row = slots % size
-    if len(slots) < _MANY or not cache.is_contiguous():
-        for half, new in zip(halves(cache, ours=True), (key, value), strict=True):
-            half[page, row] = new[: len(slots)]
-        return
-    flat = cache.view(-1, width // 2)
-    rows = ((page[:, None] * heads + torch.arange(heads)) * (2 * size) + row[:, None]).view(-1)
-    flat.index_copy_(0, rows, key[: len(slots)].reshape(-1, width // 2))
-    flat.index_copy_(0, rows + size, value[: len(slots)].reshape(-1, width // 2))
+    page = slots // cache.shape[2]
+    row = slots % cache.shape[2]
+    for half, new in zip(halves(cache, ours=True), (key, value), strict=True):
+        half[page, row] = new[: len(slots)]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -100,6 +91,12 @@ class LayerStep:
         output = self.output[chunk.rows].transpose(0, 1)[None]
         return query, output, self.batch.pages(chunk, self.size)[None]
 
+    def rescale(self, out: Tensor) -> Tensor:
+        """Multiply attention by the scale of the values in the cache, in place."""
+        if self.v_scale != 1:
+            out.mul_(self.v_scale)
+        return out
+
     def decode(
         self, group: Group, tokens: Tensor | None = None, scores: Literal["none", "max"] = "none"
     ) -> Tensor | None:
@@ -117,11 +114,7 @@ class LayerStep:
             scores=scores,
             **self.options,
         )
-        if self.v_scale == 1:
-            out = done.out
-        else:
-            out = done.out * self.v_scale
-        self.output[group.rows] = out.transpose(1, 2).flatten(0, 1)
+        self.output[group.rows] = self.rescale(done.out).transpose(1, 2).flatten(0, 1)
         return done.scores
 
     def dense(self, chunk: Chunk, **more: Any) -> tuple[Tensor, Tensor]:
@@ -138,5 +131,4 @@ class LayerStep:
         for chunk in chunks:
             _, output, _ = self.of(chunk)
             self.dense(chunk, out=output)
-            if self.v_scale != 1:
-                output *= self.v_scale
+            self.rescale(output)

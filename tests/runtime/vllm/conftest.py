@@ -164,7 +164,7 @@ def engine(ours, stored):
         dense=None,
         size=1,
     )
-    # What is served of every layer, as tests change it; the chooser says what it does in decode.
+    # What is served of every layer, as tests change it.
     layer: dict[str, Any] = {
         "plan": LayerPlan(patterns * 2, G),
         "owned": True,
@@ -173,10 +173,7 @@ def engine(ours, stored):
     }
 
     def of(asked):
-        number = number_of(asked.layer_name)
-        assert number is not None
-        role = None if at_work.chooser is None else at_work.chooser.role(number)
-        return ServedLayer(**{"number": number, "role": role, **layer})
+        return ServedLayer(number=number_of(asked.layer_name), **layer)
 
     at_work.of = of
     impl: Any = object.__new__(type("Impl", (SparseImpl, Parent), {}))
@@ -186,6 +183,8 @@ def engine(ours, stored):
         _engine=at_work,
         _drops=False,
         _splits_at_prompts=False,
+        _exact=False,
+        _owned=True,
         _readable=not ours,
         _gets_prompts=False,
     )

@@ -115,7 +115,9 @@ CUTS = {
 def test_what_is_kept_and_what_is_generated(engine, policies, cuts):
     snap = Snap(policies, prompts=8)
     engine.layer.update(keeps=snap, plan=None)
-    engine.builder.__dict__.update(_drops=True, _splits_at_prompts=True, _gets_prompts=True)
+    engine.builder.__dict__.update(
+        _drops=True, _exact=True, _splits_at_prompts=True, _gets_prompts=True
+    )
     left = [list(cut) for cut in CUTS[cuts]]
     prompts = [200] if len(left) == 1 else [200, 3, 45, 64, 64]
     width = -(-300 // PAGE)

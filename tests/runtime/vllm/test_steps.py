@@ -127,7 +127,7 @@ def test_our_pages_hold_what_was_stored(length, padded_pages):
 def test_layers_that_keep_their_first_and_last_tokens(engine, sinks, window):
     stream = artifacts.Streaming(sinks=sinks, window=window, positions="original")
     engine.layer.update(keeps=Stream((stream,)), plan=None)
-    engine.builder._drops = True
+    engine.builder._drops = engine.builder._exact = True
     engine.impl.sinks = SINKS
     requests = [(1, 40), (100, 300), (1, 10), (200, 200), (3, 90), (1, 300)]
     outputs, inputs, _ = serve(engine, step(*requests), gone=stream)
@@ -208,6 +208,13 @@ def test_layers_of_vllm_are_the_parents_as_a_whole(engine, monkeypatch):
     engine.impl.forward(LAYER, query, None, None, torch.empty(0), metadata, output)
     ((layer, given, *_),) = asked
     assert layer is LAYER and given is query and output.min() == 1
+
+
+def test_an_output_is_quantised_behind_our_kernels_or_refused(engine):
+    assert engine.impl.fused_output_quant_supported("fp8") is False
+    given = [LAYER, torch.randn(1, H, D), None, None, torch.empty(0), None, torch.empty(1, H, D)]
+    with pytest.raises(artifacts.HeadwiseError, match="no quantised output from a layer served"):
+        engine.impl.forward(*given, output_scale=torch.ones(1))
 
 
 @pytest.mark.parametrize(
