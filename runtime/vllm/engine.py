@@ -78,6 +78,8 @@ class Engine:
         self.chooser = self._chooser(config)
         # By vLLM's names.
         self.layers: dict[str, ServedLayer] = {}
+        # True if a layer needs the lengths of prompts.
+        self.asks_prompts = False
         # Numbers of layers, by how they are served.
         self._reasons: dict[str, str] = {}
         self._plans = layer_plans(self.artifact, headwise.arrays)
@@ -109,6 +111,7 @@ class Engine:
         first = _rank() * model.num_kv_heads // self.size
         heads = slice(first, first + max(model.num_kv_heads // self.size, 1))
         keeps = keeps_of(self.artifact, heads, int(config.scheduler_config.max_num_seqs))
+        self.asks_prompts = any(each.asks_prompts for each in keeps.values())
         both_ways = bool(getattr(config.model_config, "is_mm_prefix_lm", False))
         for name, module in modules.items():
             number = number_of(name)
@@ -133,13 +136,6 @@ class Engine:
             why = "a draft model's, or another backend's"
             self.layers[name] = ServedLayer(number=number_of(name), why_dense=why)
         return self.layers[name]
-
-    @property
-    def asks_prompts(self) -> bool:
-        """True if a layer needs the lengths of prompts."""
-        return any(
-            layer.keeps is not None and layer.keeps.asks_prompts for layer in self.layers.values()
-        )
 
     def is_sparse(self, chunk: Chunk) -> bool:
         """True for a prefill that patterns may serve: long enough, and beyond the dense tail."""
