@@ -29,7 +29,9 @@ def stats() -> dict[str, Any]:
     from runtime.vllm.engine import latest
 
     engine = latest()
-    return {} if engine is None else engine.report()
+    if engine is None:
+        return {}
+    return engine.report()
 
 
 class Stats:

@@ -146,7 +146,10 @@ class Batch:
                 ends = self._moved(torch.tensor(k_lens, dtype=torch.int32))
             else:
                 ends = self.lengths[requests]
-            k_len = None if self.captured else max(k_lens)
+            if self.captured:
+                k_len = None
+            else:
+                k_len = max(k_lens)
             table = self.block_table[requests]
             groups.append(Group(tuple(alike), q_len, rows, table, ends, k_len, {}))
         return tuple(groups)

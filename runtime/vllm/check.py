@@ -205,7 +205,9 @@ def _layers(artifact: Artifact, full: list[int]) -> list[str]:
         else:
             why = "it slides"
         served.append((layer, why or SPARSE))
-    roles = {} if artifact.decode is None else roles_of(artifact.decode.omnikv, full)
+    roles = {}
+    if artifact.decode is not None:
+        roles = roles_of(artifact.decode.omnikv, full)
     return summary(grouped(served), keeps, roles)
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kernels.index import SparseIndex
@@ -43,8 +42,8 @@ class Counters:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._metrics = metrics or {}
         self._indices: Counter[int] = Counter()
-        # Computed tiles by device, where they stay until report().
-        self._computed: dict[torch.device, Tensor] = {}
+        # Tiles that were computed, on their device until report(), and those of the causal area.
+        self._computed: Tensor | int = 0
         self._causal = 0
         self._warned: set[str] = set()
 
@@ -59,8 +58,7 @@ class Counters:
     def index(self, layer: int, index: SparseIndex) -> None:
         """Count an index of one sequence that was served in a layer."""
         if self._indices[layer] % _COUNTED == 0:
-            tiles = index.computed_tiles().sum()
-            self._computed[tiles.device] = tiles + self._computed.get(tiles.device, 0)
+            self._computed = index.computed_tiles().sum() + self._computed
             self._causal += index.causal_tiles * index.num_heads * index.batch
         self._indices[layer] += 1
 
@@ -81,8 +79,8 @@ class Counters:
         density: fraction of the causal area that sparse layers computed, None before any.
         """
         density = None
-        if self._computed:
-            density = sum(map(int, self._computed.values())) / self._causal
+        if self._causal:
+            density = int(self._computed) / self._causal
         report: dict[str, Any] = {"prefills": {}, "prefill_tokens": {}, "density": density}
         for (section, served), count in self._counts.items():
             report.setdefault(section, {})[served] = count

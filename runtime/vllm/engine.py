@@ -129,6 +129,10 @@ class Engine:
             if number in keeps:
                 self._set_spec(module, layer, keeps[number])
 
+    def is_of(self, config: Any) -> bool:
+        """True for the VllmConfig that this was made for."""
+        return self._config() is config
+
     def of(self, module: Any) -> ServedLayer:
         """Plan of an attention layer of vLLM."""
         name = module.layer_name
@@ -249,7 +253,7 @@ def why_unserved(module: Any) -> str | None:
     return dispatch.why_slow(key.to(module.dtype), key, key)
 
 
-_latest: tuple[weakref.ref[Any], Engine | None] | None = None
+_latest: Engine | None = None
 
 
 def engine_of(config: Any) -> Engine | None:
@@ -257,10 +261,12 @@ def engine_of(config: Any) -> Engine | None:
     global _latest
     if makes_drafts(config):
         return None
-    if _latest is None or _latest[0]() is not config:
-        options = options_of(config.additional_config)
-        _latest = weakref.ref(config), None if options is None else Engine(options, config)
-    return _latest[1]
+    options = options_of(config.additional_config)
+    if options is None:
+        _latest = None
+    elif _latest is None or not _latest.is_of(config):
+        _latest = Engine(options, config)
+    return _latest
 
 
 def drafts_of(config: Any) -> int:
@@ -272,14 +278,12 @@ def makes_drafts(config: Any) -> bool:
     """True for the VllmConfig of a draft model: vLLM derives it from the engine's."""
     if HASH_KEY not in (config.additional_config or {}) or config.speculative_config is None:
         return False
-    return _latest is None or _latest[0]() is not config
+    return _latest is None or not _latest.is_of(config)
 
 
 def latest() -> Engine | None:
-    """Latest engine of this process."""
-    if _latest is None:
-        return None
-    return _latest[1]
+    """Latest engine of this process, None where it has no artifact."""
+    return _latest
 
 
 def _rank() -> int:

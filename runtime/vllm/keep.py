@@ -116,18 +116,11 @@ class Stream(Keeps):
     def _tokens(self, group: Group) -> Tensor:
         """Tokens (n, s + W) that the last query of each request sees."""
         sinks = self.policy.sinks
-        window = self.policy.window
+        seen = sinks + self.policy.window
         ends = group.ends[:, None]
-        begin = (ends - window).clamp_min(0)
-        first = torch.arange(sinks, dtype=torch.int32, device=ends.device)
-        last = begin + torch.arange(window, dtype=torch.int32, device=ends.device)
-        first = torch.where(first < begin, first, PAD)
-        last = torch.where(last < ends, last, PAD)
-        tokens = torch.cat([first, last], dim=1)
-        # Padding goes to the end: few requests are as short as that.
-        if sinks:
-            return tokens.sort(dim=1).values
-        return tokens
+        tokens = torch.arange(seen, dtype=torch.int32, device=ends.device)
+        tokens = torch.where(tokens < sinks, tokens, tokens + (ends - seen).clamp_min(0))
+        return torch.where(tokens < ends, tokens, PAD)
 
 
 class Snap(Keeps):
