@@ -74,7 +74,10 @@ def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[s
 
 
 def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
-    """Reasons why the artifact cannot serve an engine with this VllmConfig."""
+    """Reasons why the artifact cannot serve an engine with this VllmConfig.
+
+    A later one supposes that the earlier ones do not hold.
+    """
     import torch
 
     model = config.model_config
@@ -91,11 +94,9 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
         if getattr(parallel, "use_ubatching", False):
             yield "batches in parts (--enable-dbo) are not served with a decode section"
     size = int(parallel.tensor_parallel_size)
-    reasons = list(misfits(artifact, model.hf_config, model.hf_text_config, size))
-    yield from reasons
-    keeps = {} if reasons else keeps_of(artifact)
-    asks = any(kept.asks_prompts for kept in keeps.values())
-    if asks and model.rswa_window is not None:
+    yield from misfits(artifact, model.hf_config, model.hf_text_config, size)
+    keeps = keeps_of(artifact)
+    if model.rswa_window is not None and any(kept.asks_prompts for kept in keeps.values()):
         yield "kv_cache with snapkv is not served for a model that has a window over its replies"
     if keeps and drafts == "draft_model":
         # vLLM wants a draft model's layers in one group of its cache, and may spread them there.
