@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 
 import artifacts
+from tests.runtime.batches import attending, chunks_of
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Head:
         return weights @ self.v[kept], weights
 
 
-# Definition(head, chunks [begin, end)) -> output (m, n, E) and the tokens kept in the end.
-Definition = Callable[[Head, list[tuple[int, int]]], tuple[Tensor, list[int]]]
+# Output (m, n, E), and the tokens kept in the end.
+Result = tuple[Tensor, list[int]]
 
 
 def budget(size: int | float, seen: int) -> int:
@@ -48,116 +48,94 @@ def budget(size: int | float, seen: int) -> int:
     return math.ceil(Fraction(str(size)) * seen) if isinstance(size, float) else size
 
 
-def full() -> Definition:
+def full(record: artifacts.Full, head: Head, chunks: list[tuple[int, int]]) -> Result:
     """Every token is kept."""
-
-    def run(head: Head, chunks: list[tuple[int, int]]) -> tuple[Tensor, list[int]]:
-        n = chunks[-1][1]
-        outs = [head.attend(token, list(range(token + 1)))[0] for token in range(n)]
-        return torch.stack(outs, dim=1), list(range(n))
-
-    return run
+    n = chunks[-1][1]
+    outs = [head.attend(token, list(range(token + 1)))[0] for token in range(n)]
+    return torch.stack(outs, dim=1), list(range(n))
 
 
-def streaming(record: artifacts.Streaming) -> Definition:
+def streaming(record: artifacts.Streaming, head: Head, chunks: list[tuple[int, int]]) -> Result:
     """StreamingLLM, section 3.2: first and last tokens, with positions in the cache or the text."""
-
-    def seen_by(token: int) -> list[int]:
+    outs = []
+    kept: list[int] = []
+    for token in range(chunks[-1][1]):
         last = range(max(0, token - record.window + 1), token + 1)
-        return sorted({*range(min(record.sinks, token + 1)), *last})
-
-    def run(head: Head, chunks: list[tuple[int, int]]) -> tuple[Tensor, list[int]]:
-        n = chunks[-1][1]
-        outs = []
-        for token in range(n):
-            kept = seen_by(token)
-            positions = torch.tensor(kept)
-            if record.positions == "cache":
-                positions = torch.arange(len(kept))
-            k = head.turned(head.k[kept], positions - torch.tensor(kept))
-            q = head.turned(head.q[:, [token]], positions[-1:] - token)
-            weights = (q @ k.T * head.scale).softmax(-1)
-            outs.append((weights @ head.v[kept])[:, 0])
-        return torch.stack(outs, dim=1), seen_by(n - 1)
-
-    return run
+        kept = sorted({*range(min(record.sinks, token + 1)), *last})
+        positions = torch.tensor(kept)
+        if record.positions == "cache":
+            positions = torch.arange(len(kept))
+        k = head.turned(head.k[kept], positions - torch.tensor(kept))
+        q = head.turned(head.q[:, [token]], positions[-1:] - token)
+        weights = (q @ k.T * head.scale).softmax(-1)
+        outs.append((weights @ head.v[kept])[:, 0])
+    return torch.stack(outs, dim=1), kept
 
 
-def h2o(record: artifacts.H2O) -> Definition:
+def h2o(record: artifacts.H2O, head: Head, chunks: list[tuple[int, int]]) -> Result:
     """H2O, section 4: after each call the tokens with the lowest sums of probabilities go.
 
     "greedy" is the same with calls of one token each (Algorithm 1).
     """
-
-    def run(head: Head, chunks: list[tuple[int, int]]) -> tuple[Tensor, list[int]]:
-        n = chunks[-1][1]
-        if record.eviction == "greedy":
-            chunks = [(token, token + 1) for token in range(n)]
-        outs = []
-        kept: list[int] = []
-        score = torch.zeros(n)
-        for begin, end in chunks:
-            for token in range(begin, end):
-                kept.append(token)
-                out, weights = head.attend(token, kept)
-                outs.append(out)
-                score[kept] += weights.sum(0)
-            recent = budget(record.recent, end)
-            while len(kept) > budget(record.heavy, end) + recent:
-                old = [token for token in kept if token < end - recent]
-                age = {token: end - token if record.normalised else 1 for token in old}
-                kept.remove(min(old, key=lambda token: score[token].item() / age[token]))
-        return torch.stack(outs, dim=1), kept
-
-    return run
+    n = chunks[-1][1]
+    if record.eviction == "greedy":
+        chunks = [(token, token + 1) for token in range(n)]
+    outs = []
+    kept: list[int] = []
+    score = torch.zeros(n)
+    for begin, end in chunks:
+        for token in range(begin, end):
+            kept.append(token)
+            out, weights = head.attend(token, kept)
+            outs.append(out)
+            score[kept] += weights.sum(0)
+        recent = budget(record.recent, end)
+        while len(kept) > budget(record.heavy, end) + recent:
+            old = [token for token in kept if token < end - recent]
+            age = {token: end - token if record.normalised else 1 for token in old}
+            kept.remove(min(old, key=lambda token: score[token].item() / age[token]))
+    return torch.stack(outs, dim=1), kept
 
 
-def snapkv(record: artifacts.SnapKV) -> Definition:
+def snapkv(record: artifacts.SnapKV, head: Head, chunks: list[tuple[int, int]]) -> Result:
     """SnapKV, section 4: a prompt keeps its window, and the best by the window's pooled votes."""
-
-    def run(head: Head, chunks: list[tuple[int, int]]) -> tuple[Tensor, list[int]]:
-        outs = []
-        kept: list[int] = []
-        for begin, end in chunks:
-            votes = torch.zeros(end)
-            for token in range(begin, end):
-                kept.append(token)
-                out, weights = head.attend(token, kept)
-                outs.append(out)
-                if token >= end - record.window:
-                    votes[kept] += weights.sum(0)
-            if end - begin >= max(2, record.window):
-                kept = elected(votes, kept, budget(record.budget, end))
-        return torch.stack(outs, dim=1), kept
-
-    def elected(votes: Tensor, kept: list[int], most: int) -> list[int]:
-        earlier = kept[: -record.window]
-        half = record.pool // 2
-        pooled = {}
-        for i, token in enumerate(earlier):
-            neighbours = earlier[max(0, i - half) : i + half + 1]
-            pooled[token] = sum(votes[other].item() for other in neighbours)
-        ranked = sorted(earlier, key=lambda token: -pooled[token])
-        return sorted(ranked[: max(0, most - record.window)]) + kept[-record.window :]
-
-    return run
+    outs = []
+    kept: list[int] = []
+    for begin, end in chunks:
+        votes = torch.zeros(end)
+        for token in range(begin, end):
+            kept.append(token)
+            out, weights = head.attend(token, kept)
+            outs.append(out)
+            if token >= end - record.window:
+                votes[kept] += weights.sum(0)
+        if end - begin >= max(2, record.window):
+            kept = _elected(record, votes, kept, budget(record.budget, end))
+    return torch.stack(outs, dim=1), kept
 
 
-def chunks_of(n: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Chunks [begin, end) of n tokens by their sizes, the last size repeated."""
-    chunks = []
-    left = list(sizes)
-    begin = 0
-    while begin < n:
-        size = left.pop(0) if len(left) > 1 else left[0]
-        chunks.append((begin, min(begin + size, n)))
-        begin += size
-    return chunks
+def _elected(record: artifacts.SnapKV, votes: Tensor, kept: list[int], most: int) -> list[int]:
+    earlier = kept[: -record.window]
+    half = record.pool // 2
+    pooled = {}
+    for i, token in enumerate(earlier):
+        neighbours = earlier[max(0, i - half) : i + half + 1]
+        pooled[token] = sum(votes[other].item() for other in neighbours)
+    ranked = sorted(earlier, key=lambda token: -pooled[token])
+    return sorted(ranked[: max(0, most - record.window)]) + kept[-record.window :]
+
+
+DEFINITIONS: dict[str, Callable[..., Result]] = {
+    "full": full,
+    "streaming": streaming,
+    "h2o": h2o,
+    "snapkv": snapkv,
+}
 
 
 @contextmanager
-def defined(model: Any, definition: Definition, sizes: Sequence[int]) -> Iterator[list[Any]]:
-    """All attention of the model by a definition, for whole sequences without a cache.
+def defined(model: Any, record: Any, sizes: Sequence[int]) -> Iterator[list[Any]]:
+    """All attention of the model by a policy's definition, for whole sequences without a cache.
 
     Yields a list that gets, layer by layer, the values kept in the end: [batch][KV head] (n, E).
     """
@@ -181,14 +159,10 @@ def defined(model: Any, definition: Definition, sizes: Sequence[int]) -> Iterato
             kept[-1].append([])
             for g in range(k.shape[1]):
                 head = Head(grouped[b, g], k[b, g].float(), v[b, g].float(), scaling, turned)
-                out[b, g], tokens = definition(head, chunks_of(q.shape[2], sizes))
+                chunks = chunks_of(q.shape[2], sizes)
+                out[b, g], tokens = DEFINITIONS[record.kind](record, head, chunks)
                 kept[-1][-1].append(v[b, g, tokens])
         return out.flatten(1, 2).transpose(1, 2).to(q.dtype).contiguous(), None
 
-    AttentionInterface.register("defined", attention)
-    former = model.config._attn_implementation
-    model.config._attn_implementation = "defined"
-    try:
+    with attending(model, attention):
         yield kept
-    finally:
-        model.config._attn_implementation = former

@@ -6,6 +6,7 @@ import copy
 import pickle
 import tracemalloc
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,8 @@ from artifacts import H2O, Full, HeadwiseError, SnapKV, Streaming
 from runtime import memory_report
 from runtime.caches.make import POLICIES
 from runtime.caches.policy import Step
-from tests.conformance import policy_definitions as by_definition
-from tests.conformance.policy_definitions import Definition, chunks_of, defined
-from tests.runtime.batches import fed
+from tests.conformance.policy_definitions import DEFINITIONS, defined
+from tests.runtime.batches import chunks_of, fed, real_from
 from tests.runtime.conftest import _torch, artifact_for, build, ids, keeping, short_turns
 
 __all__ = ["_torch", "artifact_for", "build", "ids", "keeping", "short_turns"]
@@ -31,16 +31,23 @@ N = 70
 
 @dataclass(frozen=True)
 class Case:
-    """A policy with its sizes, and its definition.
-
-    crops: 12 tokens that come one by one can be taken back. sliding: the model's own window; the
-    record is then that of its other layers.
-    """
+    """A policy with its sizes. sliding: the model's own window; the record is then that of its
+    other layers."""
 
     record: Any
-    definition: Definition
-    crops: bool = True
     sliding: int | None = None
+
+    @property
+    def rule(self) -> Any:
+        """Record of what the layers keep."""
+        if self.sliding:
+            return Streaming(sinks=0, window=self.sliding, positions="original")
+        return self.record
+
+    @property
+    def crops(self) -> bool:
+        """True if 12 tokens that come one by one can be taken back."""
+        return not isinstance(self.record, H2O)
 
     def __str__(self) -> str:
         if self.sliding:
@@ -58,51 +65,31 @@ class Case:
         return build(**changes)
 
 
-def _streaming(sinks: int, window: int, positions: Any = "cache") -> Case:
-    record = Streaming(sinks=sinks, window=window, positions=positions)
-    return Case(record, by_definition.streaming(record))
-
-
-def _rolling(window: int) -> Case:
-    definition = by_definition.streaming(Streaming(sinks=0, window=window, positions="original"))
-    return Case(Full(), definition, sliding=window)
-
-
-def _h2o(heavy: int | float, recent: int | float, **more: Any) -> Case:
-    record = H2O(heavy=heavy, recent=recent, **more)
-    return Case(record, by_definition.h2o(record), crops=False)
-
-
-def _snapkv(budget: int | float, window: int, pool: int) -> Case:
-    record = SnapKV(budget=budget, window=window, pool=pool)
-    return Case(record, by_definition.snapkv(record))
-
-
 # One of each sort, which goes through every test; a budget that is a count is 16 tokens.
 CASES = [
-    Case(Full(), by_definition.full()),
-    _streaming(4, 12),
-    _streaming(4, 12, "original"),
-    _rolling(16),
-    _h2o(6, 10),
-    _h2o(0.2, 0.1),
-    _h2o(6, 10, eviction="greedy"),
-    _snapkv(16, 8, 5),
+    Case(Full()),
+    Case(Streaming(sinks=4, window=12)),
+    Case(Streaming(sinks=4, window=12, positions="original")),
+    Case(Full(), sliding=16),
+    Case(H2O(heavy=6, recent=10)),
+    Case(H2O(heavy=0.2, recent=0.1)),
+    Case(H2O(heavy=6, recent=10, eviction="greedy")),
+    Case(SnapKV(budget=16, window=8, pool=5)),
 ]
 # Sizes at the edges, which are compared with the definition.
 EDGES = [
-    _streaming(1, 1),
-    _streaming(0, 9),
-    _streaming(3, 40),
-    _h2o(0.15, 7, normalised=True),
-    _h2o(9, 0),
-    _h2o(0, 0.25),
-    _h2o(0.2, 0.1, eviction="greedy", normalised=True),
-    _snapkv(0.4, 8, 7),
-    _snapkv(20, 19, 1),
-    _snapkv(0.05, 16, 3),
-    _snapkv(12, 1, 3),
-    _snapkv(500, 8, 5),
+    Case(Streaming(sinks=1, window=1)),
+    Case(Streaming(sinks=0, window=9)),
+    Case(Streaming(sinks=3, window=40)),
+    Case(H2O(heavy=0.15, recent=7, normalised=True)),
+    Case(H2O(heavy=9, recent=0)),
+    Case(H2O(heavy=0, recent=0.25)),
+    Case(H2O(heavy=0.2, recent=0.1, eviction="greedy", normalised=True)),
+    Case(SnapKV(budget=0.4, window=8, pool=7)),
+    Case(SnapKV(budget=20, window=19, pool=1)),
+    Case(SnapKV(budget=0.05, window=16, pool=3)),
+    Case(SnapKV(budget=12, window=1, pool=3)),
+    Case(SnapKV(budget=500, window=8, pool=5)),
 ]
 DROPPING = CASES[1:]
 every_policy = pytest.mark.parametrize("case", CASES, ids=str)
@@ -110,7 +97,7 @@ policies_that_drop = pytest.mark.parametrize("case", DROPPING, ids=str)
 
 
 def test_every_policy_is_here():
-    assert {case.record.kind for case in CASES} == set(POLICIES)
+    assert {case.record.kind for case in CASES} == set(POLICIES) == set(DEFINITIONS)
 
 
 def layers_under(case: Case, cache: Any) -> list[Any]:
@@ -134,17 +121,19 @@ SIZES = [(1,), (8,), (33, 1), (17, 20, 1, 1, 3), (25, 5, 25, 1), (N,)]
 
 
 @pytest.mark.parametrize(
-    ("case", "sizes"),
+    ("case", "sizes", "heads"),
     [
-        *((case, sizes) for case in CASES for sizes in SIZES),
-        *((case, sizes) for case in EDGES for sizes in ((33, 1), (17, 20, 1, 1, 3))),
+        *((case, sizes, (4, 2)) for case in CASES for sizes in SIZES),
+        *((case, sizes, (4, 2)) for case in EDGES for sizes in ((33, 1), (17, 20, 1, 1, 3))),
+        # Query heads of a KV head share its tokens.
+        *((case, (40, 1), heads) for case in CASES for heads in ((4, 1), (4, 4), (8, 2))),
     ],
     ids=str,
 )
-def test_attention_and_memory_are_those_of_the_definition(case, sizes, build, keeping, ids):
-    model = case.build(build)
+def test_attention_and_memory_are_those_of_the_definition(case, sizes, heads, build, keeping, ids):
+    model = case.build(build, num_attention_heads=heads[0], num_key_value_heads=heads[1])
     tokens = ids(N, batch=2)
-    with defined(model, case.definition, sizes) as kept:
+    with defined(model, case.rule, sizes) as kept:
         expected = model(tokens, use_cache=False).logits
     with keeping(model, case.record).apply(model) as handle:
         cache = handle.new_cache()
@@ -159,27 +148,14 @@ def test_attention_and_memory_are_those_of_the_definition(case, sizes, build, ke
         torch.testing.assert_close(again, expected[:, :20], **CLOSE)
 
 
-@pytest.mark.parametrize("heads", [(4, 1), (4, 4), (8, 2)], ids=str)
-@every_policy
-def test_query_heads_of_a_kv_head_share_its_tokens(case, heads, build, keeping, ids):
-    model = case.build(build, num_attention_heads=heads[0], num_key_value_heads=heads[1])
-    tokens = ids(50)
-    with defined(model, case.definition, (40, 1)):
-        expected = model(tokens, use_cache=False).logits
-    with keeping(model, case.record).apply(model) as handle:
-        found = fed(model, tokens, (40, 1), handle.new_cache())
-    torch.testing.assert_close(found, expected, **CLOSE)
-
-
 @every_policy
 def test_sequences_of_unlike_lengths_are_served_as_each_alone(case, build, keeping, ids):
     model = case.build(build)
     prompts = [ids(n, seed=seed)[0] for seed, n in enumerate((40, 40, 17, 5, 1))]
     tokens = torch.zeros(len(prompts), 40, dtype=torch.long)
-    real = torch.zeros_like(tokens)
     for row, prompt in enumerate(prompts):
         tokens[row, -len(prompt) :] = prompt
-        real[row, -len(prompt) :] = 1
+    real = real_from(40, *(40 - len(prompt) for prompt in prompts))
     options = {"max_new_tokens": 24, **GREEDY}
     with keeping(model, case.record).apply(model) as handle:
         alone = []
@@ -280,29 +256,22 @@ def test_drafts_change_nothing_while_every_token_is_kept(record, build, keeping,
 
 @pytest.mark.parametrize(
     "again",
-    [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
-    ids=["copy", "pickle"],
+    [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), None],
+    ids=["copy", "pickle", "inference mode"],
 )
 @every_policy
-def test_a_copy_goes_on_alone(case, again, build, keeping, ids):
-    model = case.build(build)
-    with keeping(model, case.record).apply(model) as handle:
-        cache = handle.new_cache()
-        fed(model, ids(40), (40,), cache)
-        made = again(cache)
-        expected = fed(model, ids(9), (1,), cache)
-        torch.testing.assert_close(fed(model, ids(9), (1,), made), expected, **CLOSE)
-
-
-@every_policy
-def test_a_cache_of_inference_mode_goes_on_without(case, build, keeping, ids):
+def test_a_copy_and_a_cache_of_inference_mode_go_on_alone(case, again, build, keeping, ids):
     model = case.build(build)
     tokens = ids(50)
     with keeping(model, case.record).apply(model) as handle:
         expected = fed(model, tokens, (30, 1), handle.new_cache())
         cache = handle.new_cache()
-        with torch.inference_mode():
+        with torch.inference_mode() if again is None else nullcontext():
             fed(model, tokens[:, :40], (30, 1), cache)
+        if again is not None:
+            former = cache
+            cache = again(former)
+            fed(model, ids(9, seed=1), (1,), former)
         found = fed(model, tokens[:, 40:], (1,), cache)
     torch.testing.assert_close(found, expected[:, 40:], **CLOSE)
 
@@ -364,10 +333,7 @@ def policy_of(case: Case, build: Callable[..., Any]) -> Any:
     """A policy's state for one layer."""
     model = case.build(build)
     module = model.model.layers[0].self_attn
-    record = case.record
-    if case.sliding:
-        record = Streaming(sinks=0, window=case.sliding, positions="original")
-    return POLICIES[record.kind].maker(record, model, module)()
+    return POLICIES[case.rule.kind].maker(case.rule, model, module)()
 
 
 def attend(policy: Any, n: int) -> None:

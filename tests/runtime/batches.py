@@ -1,12 +1,16 @@
-"""Layouts of batches of unlike sequences, and a model that is fed chunk by chunk."""
+"""Layouts of batches of unlike sequences, a model that is fed chunk by chunk, and one with another
+attention."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import sdpa_mask
 
 # Real tokens [begin, end) of each sequence's prompt. Those of fewer than 128 are dense.
 LAYOUTS: dict[str, list[tuple[int, int]]] = {
@@ -29,25 +33,61 @@ def real_of(layout: str, more: int = 0) -> Tensor:
     return real
 
 
+def real_from(width: int, *begins: int) -> Tensor:
+    """The attention mask (B, width) of sequences before whose first tokens there is padding."""
+    return (torch.arange(width) >= torch.tensor(begins)[:, None]).long()
+
+
 def given(real: Tensor) -> dict[str, Tensor]:
     """What a model is given beside the tokens of a padded batch."""
     return {"attention_mask": real, "position_ids": (real.cumsum(1) - 1).clamp(min=0)}
 
 
-def fed(model: Any, tokens: Tensor, sizes: Sequence[int], cache: Any, **given: Any) -> Tensor:
+def chunks_of(n: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Chunks [begin, end) of n tokens by their sizes, the last size repeated."""
+    chunks = []
+    left = list(sizes)
+    begin = 0
+    while begin < n:
+        size = left.pop(0) if len(left) > 1 else left[0]
+        chunks.append((begin, min(begin + size, n)))
+        begin += size
+    return chunks
+
+
+def fed(
+    model: Any,
+    tokens: Tensor,
+    sizes: Sequence[int],
+    cache: Any = None,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
     """Logits (B, n, vocabulary) of tokens (B, n) fed in chunks of these sizes, the last size again
-    and again."""
-    logits, at, sizes = [], 0, list(sizes)
-    real = given.pop("attention_mask", None)
-    while at < tokens.shape[1]:
-        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-        end = min(at + size, tokens.shape[1])
+    and again.
+
+    cache: transformers' own if None. attention_mask: of what the cache holds and the tokens."""
+    logits = []
+    if cache is None:
+        cache = DynamicCache(config=model.config)
+    for begin, end in chunks_of(tokens.shape[1], sizes):
         more = {}
-        if real is not None:
-            positions = (real.cumsum(1) - 1).clamp(min=0)
-            more = {"attention_mask": real[:, :end], "position_ids": positions[:, at:end]}
-        logits.append(
-            model(tokens[:, at:end], past_key_values=cache, use_cache=True, **more, **given).logits
-        )
-        at = end
+        if attention_mask is not None:
+            past = attention_mask.shape[1] - tokens.shape[1]
+            positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, past + begin : past + end]
+            more = {"attention_mask": attention_mask[:, : past + end], "position_ids": positions}
+        chunk = tokens[:, begin:end]
+        logits.append(model(chunk, past_key_values=cache, use_cache=True, **more).logits)
     return torch.cat(logits, dim=1)
+
+
+@contextmanager
+def attending(model: Any, attention: Callable[..., Any]) -> Iterator[None]:
+    """All attention of the model by a function of transformers' attention interface."""
+    AttentionInterface.register("of_a_test", attention)
+    AttentionMaskInterface.register("of_a_test", sdpa_mask)
+    former = model.config._attn_implementation
+    model.set_attn_implementation("of_a_test")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(former)

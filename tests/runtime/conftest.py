@@ -4,22 +4,20 @@ mask."""
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 import artifacts
 from kernels.patterns import Growth, LayerPlan, make
 from runtime import Headwise
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers
+from tests.runtime.batches import attending
 from tests.runtime.omnikv import DECODE, LateLane
 from tests.runtime.tiny import DENSE_BELOW, SIZES, tiny_model
 
@@ -157,7 +155,6 @@ def masked():
     """`with masked(model)`: unpadded prefill through sdpa with the mask that each layer's index
     comes to."""
 
-    @contextmanager
     def masked(model, growth=None):
         rows = sparse_rows(model.config.get_text_config())
         grows = None if growth is None else Growth(length=growth.length, powers=growth.powers)
@@ -187,14 +184,7 @@ def masked():
             weights = logits.softmax(-1)[..., :k_len].to(q.dtype)
             return (weights @ repeat_kv(v, group)).transpose(1, 2).contiguous(), None
 
-        AttentionInterface.register("masked", attention)
-        AttentionMaskInterface.register("masked", sdpa_mask)
-        former = model.config._attn_implementation
-        model.set_attn_implementation("masked")
-        try:
-            yield
-        finally:
-            model.set_attn_implementation(former)
+        return attending(model, attention)
 
     return masked
 

@@ -5,23 +5,23 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.masking_utils import sdpa_mask
 
 from artifacts import OmniKV
 from runtime.omnikv.lane import Lane
-from tests.runtime.batches import fed
+from tests.runtime.batches import attending, fed
 
 CLOSE = {"atol": 3e-4, "rtol": 1e-3}
+# Queries of a call that is decode.
+LONGEST_DECODE = 16
 LAYERS = {"num_hidden_layers": 6}
 DECODE = OmniKV(filter_layers=(2, 4), dense_layers=(0, 1), selector="last", window=4, budget=24)
 
@@ -32,7 +32,6 @@ class Oracle:
     queries."""
 
     decode: OmniKV
-    longest_decode: int = 16
     # By filter layer.
     chosen: dict[int, Tensor] = field(default_factory=dict)
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -48,14 +47,12 @@ class Oracle:
         if mask is not None:
             seen = mask[..., :k_len]
         logits = logits.masked_fill(~seen, float("-inf"))
-        budget = (
-            self.decode.budget
-            if isinstance(self.decode.budget, int)
-            else ceil(self.decode.budget * k_len)
-        )
+        budget = self.decode.budget
+        if isinstance(budget, float):
+            budget = ceil(budget * k_len)
         # The newest tokens are always chosen.
         budget = max(budget, q_len)
-        chooses = q_len <= self.longest_decode and k_len > budget and window is None
+        chooses = q_len <= LONGEST_DECODE and k_len > budget and window is None
         before = [f for f in self.decode.filter_layers if f < layer]
         sparse = (
             layer not in (*self.decode.filter_layers, *self.decode.dense_layers)
@@ -67,65 +64,50 @@ class Oracle:
         past, ratio = k_len - q_len, self.decode.prefill_ratio
         chunk = ratio is not None and q_len >= 64 and window is None and ceil(ratio * q_len) < past
         if chunk and sparse:
-            chosen = torch.cat(
-                [self.past[before[-1]], torch.ones(query.shape[0], q_len, dtype=torch.bool)], dim=1
-            )
+            chosen = torch.nn.functional.pad(self.past[before[-1]], (0, q_len), value=True)
             logits = logits.masked_fill(~chosen[:, None, None], float("-inf"))
         weights = logits.softmax(-1)
+        # (B, K): the tokens that a sequence has.
+        real = seen[:, 0, -1].expand(query.shape[0], -1)
         if chunk and layer in self.decode.filter_layers:
             scores = weights.nan_to_num()[:, :, -self.decode.window :, :past].amax((1, 2))
-            real = seen[:, 0, -1, :past].expand(query.shape[0], -1)
-            best = (
-                scores.masked_fill(~real, float("-inf")).topk(ceil(ratio * q_len), dim=-1).indices
-            )
-            self.past[layer] = torch.zeros_like(real).scatter(1, best, True) & real
+            self.past[layer] = _highest(scores, real[:, :past], ceil(ratio * q_len))
         if layer in self.decode.filter_layers and window is None:
-            self._choose(layer, weights.nan_to_num(), seen, q_len, budget, chooses)
+            self._remember(layer, weights.nan_to_num(), chooses)
+            if chooses:
+                scores = self._scores(layer, k_len)
+                scores[:, -q_len:] = float("inf")
+                self.chosen[layer] = _highest(scores, real, budget)
         return (weights @ values).transpose(1, 2).contiguous(), weights
 
-    def _choose(
-        self, layer: int, weights: Tensor, seen: Tensor, q_len: int, budget: int, chooses: bool
-    ) -> None:
-        """weights: (B, H, Q, K)."""
-        rows, window = self.rows.setdefault(layer, []), self.decode.window
+    def _remember(self, layer: int, weights: Tensor, chooses: bool) -> None:
+        """Keep a row of scores (B, K) for each of the latest queries; weights: (B, H, Q, K)."""
+        rows, q_len = self.rows.setdefault(layer, []), weights.shape[2]
         if chooses:
             rows.append(weights.amax((1, 2)))
         elif q_len > 1:
-            rows += [
-                weights[..., -back, :].amax(1) for back in range(min(window - 1, q_len), 0, -1)
-            ]
-        if not chooses:
-            return
-        k_len = weights.shape[-1]
-        latest = [torch.nn.functional.pad(r, (0, k_len - r.shape[-1])) for r in rows[-window:]]
-        real = seen[:, 0, -1].expand(weights.shape[0], -1)
-        scores = latest[-1]
+            latest = range(min(self.decode.window - 1, q_len), 0, -1)
+            rows += [weights[..., -back, :].amax(1) for back in latest]
+
+    def _scores(self, layer: int, k_len: int) -> Tensor:
+        """Scores (B, K) of all tokens by the selector."""
+        rows = self.rows[layer][-self.decode.window :]
+        rows = [torch.nn.functional.pad(row, (0, k_len - row.shape[-1])) for row in rows]
         if self.decode.selector == "uniform":
-            scores = sum(latest)
-        elif self.decode.selector == "exponential":
-            scores = sum(r * 0.5**age for age, r in enumerate(reversed(latest)))
-        self.chosen[layer] = torch.zeros_like(real)
-        for b, (score, mine) in enumerate(zip(scores, real, strict=True)):
-            self.chosen[layer][b, mine.nonzero()[self._best(score[mine], q_len, budget), 0]] = True
-
-    def _best(self, scores: Tensor, q_len: int, budget: int) -> list[int]:
-        """Places of the newest and then of the highest scores, until there are enough."""
-        newest = len(scores) - q_len
-        others = [at for at in scores.double().argsort(descending=True).tolist() if at < newest]
-        return [*range(newest, len(scores)), *others][:budget]
+            return sum(rows)
+        if self.decode.selector == "exponential":
+            return sum(row * 0.5**age for age, row in enumerate(reversed(rows)))
+        return rows[-1].clone()
 
 
-@contextmanager
-def oracle(model: Any, decode: OmniKV) -> Iterator[Oracle]:
-    attention = Oracle(decode)
-    AttentionInterface.register("omnikv_oracle", attention)
-    AttentionMaskInterface.register("omnikv_oracle", sdpa_mask)
-    former = model.config._attn_implementation
-    model.config._attn_implementation = "omnikv_oracle"
-    try:
-        yield attention
-    finally:
-        model.config._attn_implementation = former
+def _highest(scores: Tensor, real: Tensor, count: int) -> Tensor:
+    """Mask (B, K) of the `count` real tokens with the highest scores, of all if they are fewer."""
+    best = scores.masked_fill(~real, float("-inf")).topk(count, dim=-1).indices
+    return torch.zeros_like(real).scatter(1, best, True) & real
+
+
+def oracle(model: Any, decode: OmniKV) -> AbstractContextManager[None]:
+    return attending(model, Oracle(decode))
 
 
 class LateLane(Lane):
@@ -169,7 +151,7 @@ class LateLane(Lane):
 
 
 def steps(
-    model: Any, prompt: Tensor, forced: Tensor, cache: Any, real: Tensor | None = None
+    model: Any, prompt: Tensor, forced: Tensor, cache: Any = None, real: Tensor | None = None
 ) -> Tensor:
     """Logits of a prefill's last token and of every forced token after it: (B, 1 + forced,
     vocabulary).

@@ -9,6 +9,7 @@ from transformers.masking_utils import flash_attention_mask
 import artifacts
 from artifacts import HeadwiseError
 from runtime import Headwise, apply_dense, load
+from tests.runtime.batches import real_from
 from tests.runtime.tiny import pictured_model
 
 
@@ -66,8 +67,7 @@ def test_a_model_with_flash_attention_is_dense_by_sdpa_and_gets_it_back(build, a
     AttentionInterface.register("flash_for_tests", attention)
     AttentionMaskInterface.register("flash_for_tests", flash_attention_mask)
     model, prompt = build(), ids(100, batch=2)
-    real = torch.ones_like(prompt)
-    real[0, :30] = 0
+    real = real_from(100, 30, 0)
     expected = model(prompt, attention_mask=real).logits
     model.config._attn_implementation = "flash_for_tests"
     with Headwise(artifact_for(model)).apply(model) as handle:
@@ -111,21 +111,18 @@ def test_only_the_language_part_of_a_nested_configuration_changes(apply, ids):
     assert implementations(model) == before
 
 
-def test_nested_application_is_refused_and_leaves_the_outer_one(build, apply, ids):
+def test_a_second_application_is_refused_and_leaves_the_first_one(build, apply, ids):
     model = build()
+    twin = type(model)(model.config)
     with apply(model) as outer:
-        with pytest.raises(HeadwiseError, match="applied already"):
-            apply(model)
+        for second in (apply, apply_dense):
+            with pytest.raises(HeadwiseError, match="applied already"):
+                second(model)
+            with pytest.raises(HeadwiseError, match="shares its configuration"):
+                second(twin)
         model(ids(200))
         assert outer.stats()["sparse"] == 2
     assert implementations(model) == ["sdpa"]
-
-
-def test_a_shared_configuration_object_is_refused(build, apply):
-    model = build()
-    twin = type(model)(model.config)
-    with apply(model), pytest.raises(HeadwiseError, match="shares its configuration"):
-        apply(twin)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +137,7 @@ def test_a_shared_configuration_object_is_refused(build, apply):
         ("Llama", {"seed": 1}, "weights_sha256"),
     ],
 )
-def test_another_model_is_refused_by_the_first_field(
-    family, changes, field, build, artifact_for, ids
-):
+def test_another_model_is_refused_by_the_first_field(family, changes, field, build, artifact_for):
     artifact, other = artifact_for(build()), build(family, **changes)
     with pytest.raises(HeadwiseError) as error:
         Headwise(artifact).apply(other)
@@ -158,9 +153,7 @@ def test_an_unknown_backend_and_what_is_no_model_are_refused(build, artifact_for
         headwise.apply(torch.nn.Linear(1, 1))
 
 
-def test_an_artifact_that_is_not_proven_is_loaded_with_one_warning(
-    build, artifact_for, tmp_path, warnings
-):
+def test_an_unproven_artifact_is_loaded_with_one_warning(build, artifact_for, tmp_path, warnings):
     artifact = artifact_for(build())
     for name, proven in (("proven", True), ("open", False)):
         verdict = artifacts.Verdict(proven=proven, why="14 right answers of 4 contexts")

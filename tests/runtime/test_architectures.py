@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import artifacts
 from artifacts import HeadwiseError
@@ -41,9 +40,7 @@ PRUNABLE = [family for family in FAMILIES if family not in (*LATENT, *SINKS)]
         *((family, layout) for family in ("Gemma3", "GptOss") for layout in ("129", "right")),
     ],
 )
-def test_a_batch_is_its_sequences_each_by_the_index_as_a_mask(
-    family, layout, build, apply, masked, ids
-):
+def test_a_batch_is_its_sequences_by_the_index_as_a_mask(family, layout, build, apply, masked, ids):
     # Windows of layers that slide hold the padding on the right, too: nothing follows it.
     more = 0 if layout == "right" else 3
     model, real = build(family), real_of(layout, more)
@@ -53,11 +50,9 @@ def test_a_batch_is_its_sequences_each_by_the_index_as_a_mask(
     with masked(model):
         for row, mask in enumerate(real):
             if n := int(mask[:width].sum()):
-                cache = DynamicCache(config=model.config)
-                expected[row] = fed(model, tokens[row, mask > 0][None], (n, 1), cache)[0]
+                expected[row] = fed(model, tokens[row, mask > 0][None], (n, 1))[0]
     with apply(model, strict=True) as handle:
-        cache = DynamicCache(config=model.config)
-        found = fed(model, tokens, (width, 1), cache, attention_mask=real)
+        found = fed(model, tokens, (width, 1), attention_mask=real)
         stats = handle.stats()
     assert stats["sparse"] > 0 and found.isfinite().all()
     assert (stats["dense"].get("decode", 0) > 0) == (more > 0)
@@ -125,7 +120,7 @@ def whole(model: Any, layer: int) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_for, ids):
     model, prompt, forced = build(family), ids(150), ids(2, seed=1)
-    expected = steps(model, prompt, forced, DynamicCache(config=model.config))
+    expected = steps(model, prompt, forced)
     first = min(set(attention_layers(model)) - sliding_layers(attention_layers(model)))
     sections = whole(model, first)
     served = [{} if family in SINKS else {"decode": sections["decode"]}]
@@ -151,9 +146,7 @@ def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_
         ("GptOss", "decode", r"has attention sinks of its own: the decode section"),
     ],
 )
-def test_a_section_that_a_layer_cannot_serve_is_refused(
-    family, section, cause, build, artifact_for
-):
+def test_a_section_a_layer_cannot_serve_is_refused(family, section, cause, build, artifact_for):
     model = build(family)
     sections = whole(model, 1)
     headwise = Headwise(artifact_for(model).model_copy(update={section: sections[section]}))

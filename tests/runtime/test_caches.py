@@ -1,4 +1,4 @@
-"""Caches: chunked prefill, static slots, turns, and caches that are pickled."""
+"""Caches: chunked prefill by sizes that grow, static slots, turns, and caches that are pickled."""
 
 from __future__ import annotations
 
@@ -9,42 +9,61 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
+import artifacts
 from kernels.patterns import LayerPlan
 from runtime import Headwise
-from tests.runtime.batches import fed
+from tests.runtime.batches import fed, real_from
 from tests.runtime.omnikv import CLOSE
+
+GROWTH = artifacts.Growth(
+    length=128,
+    powers={
+        "a_shape": {"window": 1.0},
+        "vertical_slash": {"vertical": 0.5, "slash": 1.0},
+        "block_sparse": {"blocks": 1.0},
+    },
+)
 
 
 @pytest.mark.parametrize(
-    ("family", "chunks"),
-    [("Llama", (70, 64, 166)), ("Llama", (200, 36, 64)), ("Gemma3", (100, 130, 69, 1))],
+    ("family", "chunks", "growth"),
+    [
+        ("Llama", (70, 64, 166), None),
+        ("Llama", (200, 36, 64), None),
+        ("Gemma3", (100, 130, 69, 1), None),
+        ("Llama", (300,), GROWTH),
+        ("Gemma3", (600,), GROWTH),
+        ("Llama", (150, 150, 200), GROWTH),
+    ],
 )
-def test_a_sparse_chunk_sees_the_whole_past(family, chunks, build, apply, masked, ids):
-    """Slots of a static cache that are not filled yet are not seen."""
-    model, prompt = build(family), ids(300)
-    with masked(model):
-        expected = fed(model, prompt, chunks, DynamicCache(config=model.config))
+def test_a_sparse_chunk_sees_the_whole_past(family, chunks, growth, build, apply, masked, ids):
+    """Slots of a static cache that are not filled yet are not seen; sizes that grow go with the
+    keys of a chunk."""
+    model, prompt = build(family), ids(sum(chunks))
+    with masked(model, growth=growth):
+        expected = fed(model, prompt, chunks)
     made = [DynamicCache(config=model.config)]
     if family == "Llama":
-        made.append(StaticCache(config=model.config, max_cache_len=320))
+        made.append(StaticCache(config=model.config, max_cache_len=520))
     for cache in made:
-        with apply(model, strict=True) as handle:
+        with apply(model, growth=growth, strict=True) as handle:
             found = fed(model, prompt, chunks, cache)
             assert handle.stats()["sparse"] > 0
         torch.testing.assert_close(found, expected, **CLOSE)
+    if growth is not None:
+        with masked(model):
+            as_found = fed(model, prompt, chunks)
+        assert (as_found - expected).abs().max() > 1e-2
 
 
 def test_a_later_chunk_is_dense_for_the_sequence_that_is_still_short(build, apply, ids):
-    model, tokens = build(), ids(400, batch=2)
-    real = torch.ones_like(tokens)
-    real[1, :200] = 0
+    model, tokens, real = build(), ids(400, batch=2), real_from(400, 0, 200)
     options = {"strict": True, "dense_below": 305}
     with apply(model, **options) as handle:
-        long = fed(model, tokens[:1], (300, 100), DynamicCache(config=model.config))[0]
+        long = fed(model, tokens[:1], (300, 100))[0]
         short = model(tokens[1:, 200:]).logits[0]
         assert handle.stats()["sparse"] == 2
-        cache = DynamicCache(config=model.config)
-        together = fed(model, tokens, (300, 100), cache, attention_mask=real)
+        together = fed(model, tokens, (300, 100), attention_mask=real)
         assert handle.stats()["sparse"] == 4
     torch.testing.assert_close(together[0], long, **CLOSE)
     torch.testing.assert_close(together[1, 200:], short, **CLOSE)
@@ -65,15 +84,6 @@ def test_a_dense_chunk_in_static_slots_sees_what_sdpa_shows_it(
         assert torch.equal(run(), expected)
     # A short prompt in a long cache is nothing to warn of.
     assert len(warnings()) == len(lengths) - 1
-
-
-@pytest.mark.parametrize(("new", "count"), [(127, 0), (128, 2)])
-def test_short_turns_behind_a_past_are_dense(new, count, build, apply, ids, monkeypatch):
-    monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", 128)
-    model = build()
-    with apply(model, strict=True) as handle:
-        fed(model, ids(150 + new), (150, new), DynamicCache(config=model.config))
-        assert handle.stats()["sparse"] == 2 + count
 
 
 def test_a_turn_that_is_all_tail_builds_no_index(build, artifact_for, ids, monkeypatch):
@@ -107,9 +117,7 @@ def test_a_turn_that_is_all_tail_builds_no_index(build, artifact_for, ids, monke
     ("selector", "offload"),
     [(None, "never"), ("last", "never"), ("last", "packed"), ("uniform", "packed")],
 )
-def test_a_cache_that_was_used_can_be_pickled(
-    offload, selector, build, artifact_for, decoding, ids
-):
+def test_a_used_cache_can_be_pickled(offload, selector, build, artifact_for, decoding, ids):
     """The keys of OmniKV's filter layers, and of caches that grow, named their layer by a reference
     that cannot be."""
     model, tokens = build(num_hidden_layers=6), ids(156)

@@ -1,7 +1,4 @@
-"""torch.compile: decode is one graph, and what serves a prefill is what serves it uncompiled.
-
-That a compiled batch is served as it is uncompiled is shown by test_architectures.py.
-"""
+"""torch.compile: decode is one graph, and what serves a prefill is what serves it uncompiled."""
 
 from __future__ import annotations
 
@@ -24,9 +21,7 @@ SMALL = {"num_hidden_layers": 1}
     ("family", "changes"),
     [("Llama", SMALL), pytest.param("Gemma3", {}, marks=pytest.mark.exhaustive)],
 )
-def test_decode_in_static_slots_is_the_graphs_it_was(
-    family, changes, graphs, build, apply, masked, ids
-):
+def test_static_decode_is_the_graphs_it_was(family, changes, graphs, build, apply, masked, ids):
     model = build(family, **changes)
     prompts = [ids(200), ids(200, seed=1)]
     compiled = CompileConfig(backend=graphs, fullgraph=True, mode=None, dynamic=None)

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from artifacts import HeadwiseError
 from runtime.omnikv import lane
-from tests.runtime.batches import fed
-from tests.runtime.omnikv import CLOSE, LAYERS, oracle, steps
+from tests.runtime.batches import chunks_of, fed, real_from
+from tests.runtime.omnikv import CLOSE, LAYERS, oracle
 
 pytestmark = pytest.mark.usefixtures("late")
 SLIDING = {"layer_types": ["full_attention", "sliding_attention"] + ["full_attention"] * 4}
@@ -22,72 +22,73 @@ both = pytest.mark.parametrize("offload", ["never", "packed"])
 
 
 @pytest.mark.parametrize(
-    ("family", "selector", "budget", "offload"),
+    ("family", "selector", "budget", "sizes", "backend", "offload"),
     [
-        ("Llama", "last", 24, "never"),
-        ("Llama", "exponential", 0.125, "packed"),
-        ("Qwen3", "uniform", 24, "packed"),
-        ("Gemma3", "exponential", 24, "never"),
-        ("Gemma3", "last", 24, "packed"),
-        ("Yi", "uniform", 24, "never"),
+        ("Llama", "last", 24, (1,) * 8, "reference", "never"),
+        ("Llama", "exponential", 0.125, (1,) * 8, "reference", "packed"),
+        ("Qwen3", "uniform", 24, (1,) * 8, "reference", "packed"),
+        ("Gemma3", "exponential", 24, (1,) * 8, "reference", "never"),
+        ("Gemma3", "last", 24, (1,) * 8, "reference", "packed"),
+        ("Yi", "uniform", 24, (1,) * 8, "reference", "never"),
+        # Drafts see themselves and what is before them.
+        ("Llama", "last", 2, (4, 1, 5), "auto", "packed"),
+        ("Llama", "last", 24, (4, 1, 5), "auto", "never"),
     ],
 )
 def test_every_step_is_what_the_oracle_computes(
-    family, selector, budget, offload, build, decoding, ids
+    family, selector, budget, sizes, backend, offload, build, decoding, ids
 ):
     more = SLIDING if family == "Gemma3" else {}
-    model, prompt, forced = build(family, **LAYERS, **more), ids(150), ids(8, seed=9)
+    model, tokens, sizes = build(family, **LAYERS, **more), ids(150 + sum(sizes)), (150, *sizes)
     dense_layers = (0,) if family == "Gemma3" else (0, 1)
     loaded = decoding(model, selector=selector, budget=budget, dense_layers=dense_layers)
     with oracle(model, loaded.artifact.decode.omnikv):
-        expected = steps(model, prompt, forced, DynamicCache(config=model.config))
-    dense = steps(model, prompt, forced, DynamicCache(config=model.config))
-    with loaded.apply(model, backend="reference", strict=True) as handle:
-        found = steps(model, prompt, forced, handle.new_cache(offload=offload))
-        assert handle.stats()["decode"] == 8 * (6 if family != "Gemma3" else 5)
+        expected = fed(model, tokens, sizes)
+    dense = fed(model, tokens, sizes)
+    with loaded.apply(model, backend=backend, strict=True) as handle:
+        found = fed(model, tokens, sizes, handle.new_cache(offload=offload))
+        assert handle.stats()["decode"] == (len(sizes) - 1) * (6 if family != "Gemma3" else 5)
         if budget == 24:
             assert handle.stats()["tokens"] == 24
     torch.testing.assert_close(found, expected, **CLOSE)
-    assert (found - dense).abs().max() > 0.05, "the budget must bite, or nothing is tested"
-
-
-@pytest.mark.parametrize(("budget", "offload"), [(2, "packed"), (24, "never")])
-def test_drafts_see_themselves_and_what_is_before_them(budget, offload, build, decoding, ids):
-    model, tokens, sizes = build(**LAYERS), ids(160), (150, 4, 1, 5)
-    loaded = decoding(model, budget=budget)
-    with oracle(model, loaded.artifact.decode.omnikv):
-        expected = fed(model, tokens, sizes, DynamicCache(config=model.config))
-    with loaded.apply(model, backend="auto") as handle:
-        found = fed(model, tokens, sizes, handle.new_cache(offload=offload))
-    torch.testing.assert_close(found, expected, **CLOSE)
+    assert (found - dense)[:, 150:].abs().max() > 0.05, "the budget must bite, or nothing is tested"
 
 
 def test_without_the_cache_the_last_query_chooses(build, decoding, ids):
     model, tokens = build(**LAYERS), ids(156)
     with decoding(model).apply(model, backend="reference") as handle:
         expected = fed(model, tokens, (150, 1), handle.new_cache())
-        found = fed(model, tokens, (150, 1), DynamicCache(config=model.config))
+        found = fed(model, tokens, (150, 1))
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
+CHOSEN = {"prefill_ratio": 0.5}
+
+
 @pytest.mark.parametrize(
-    ("selector", "offload"),
-    [("last", "packed"), ("exponential", "never"), ("exponential", "packed")],
+    ("section", "padding", "sizes", "backend", "offload"),
+    [
+        # One has less than the budget at first.
+        ({"selector": "last"}, (0, 143, 30), (150, 1, 1, 3, 1), "auto", "packed"),
+        ({"selector": "exponential"}, (0, 143, 30), (150, 1, 1, 3, 1), "auto", "never"),
+        ({"selector": "exponential"}, (0, 143, 30), (150, 1, 1, 3, 1), "auto", "packed"),
+        (CHOSEN, (0, 85, 120, 199), (100, 100, 100), "reference", "never"),
+        (CHOSEN, (0, 85, 120, 199), (100, 100, 100), "auto", "packed"),
+    ],
 )
-def test_left_padded_batch_is_its_sequences_alone(selector, offload, build, decoding, ids):
-    """One has less than the budget at first."""
-    model, lengths, more = build(**LAYERS), (150, 7, 120), (1, 1, 3, 1)
-    tokens = ids(150 + sum(more), batch=3)
-    real = torch.ones_like(tokens)
-    for row, length in enumerate(lengths):
-        real[row, : 150 - length] = 0
-    with decoding(model, selector=selector).apply(model, backend="auto") as handle:
+def test_left_padded_batch_is_its_sequences_alone(
+    section, padding, sizes, backend, offload, build, decoding, ids
+):
+    model, tokens = build(**LAYERS), ids(sum(sizes), batch=len(padding))
+    real = real_from(sum(sizes), *padding)
+    with decoding(model, **section).apply(model, backend=backend, strict=True) as handle:
         cache = handle.new_cache(offload=offload)
-        together = fed(model, tokens, (150, *more), cache, attention_mask=real)
-        for row, length in enumerate(lengths):
+        together = fed(model, tokens, sizes, cache, attention_mask=real)
+        for row, n in enumerate(padding):
+            own = [end - max(n, begin) for begin, end in chunks_of(sum(sizes), sizes) if end > n]
             cache = handle.new_cache(offload=offload)
-            alone = fed(model, tokens[row : row + 1, 150 - length :], (length, *more), cache)
-            torch.testing.assert_close(together[row, 150 - length :], alone[0], **CLOSE)
+            alone = fed(model, tokens[row : row + 1, n:], own, cache)
+            torch.testing.assert_close(together[row, n:], alone[0], **CLOSE)
 
 
 @both
@@ -173,36 +174,18 @@ def test_a_section_that_does_not_fit_the_model_is_refused(build, decoding):
         ("Gemma3", 0.25, (200, 36, 64), "never"),
     ],
 )
-def test_every_chunk_is_what_the_oracle_computes(
-    family, ratio, sizes, offload, build, decoding, ids
-):
+def test_every_chunk_is_what_the_oracle_makes(family, ratio, sizes, offload, build, decoding, ids):
     model = build(family, **LAYERS, **(SLIDING if family == "Gemma3" else {}))
     tokens, sizes = ids(303), (*sizes, 1)
     loaded = decoding(model, prefill_ratio=ratio, window=6, dense_layers=(0,))
     with oracle(model, loaded.artifact.decode.omnikv):
-        expected = fed(model, tokens, sizes, DynamicCache(config=model.config))
-    dense = fed(model, tokens, sizes, DynamicCache(config=model.config))
+        expected = fed(model, tokens, sizes)
+    dense = fed(model, tokens, sizes)
     with loaded.apply(model, backend="auto", strict=True) as handle:
         found = fed(model, tokens, sizes, handle.new_cache(offload=offload))
     torch.testing.assert_close(found, expected, **CLOSE)
     torch.testing.assert_close(dense[:, : sizes[0]], expected[:, : sizes[0]], **CLOSE)
     assert (dense - expected)[:, 236:300].abs().max() > 0.05, "the choice must bite"
-
-
-@pytest.mark.parametrize(("backend", "offload"), [("reference", "never"), ("auto", "packed")])
-def test_left_padded_chunks_are_their_sequences_alone(backend, offload, build, decoding, ids):
-    model, skipped = build(**LAYERS), (0, 85, 120, 199)
-    tokens = ids(300, batch=len(skipped))
-    real = torch.ones_like(tokens)
-    for row, n in enumerate(skipped):
-        real[row, :n] = 0
-    with decoding(model, prefill_ratio=0.5).apply(model, backend=backend, strict=True) as handle:
-        cache = handle.new_cache(offload=offload)
-        together = fed(model, tokens, (100,), cache, attention_mask=real)
-        for row, n in enumerate(skipped):
-            cache = handle.new_cache(offload=offload)
-            own = fed(model, tokens[row : row + 1, n:], (100 - n % 100, 100), cache)
-            torch.testing.assert_close(together[row, n:], own[0], **CLOSE)
 
 
 def test_only_chosen_rows_of_the_past_are_fetched(build, decoding, ids, monkeypatch):
@@ -227,9 +210,7 @@ def test_a_model_over_two_devices_decodes(padded, own_cache, build, decoding, id
     computes no numbers: a forward that ends shows that all that a layer is given lies where the
     layer does."""
     model, tokens = build(**LAYERS), ids(153, batch=2)
-    loaded = decoding(model)
-    real = torch.ones_like(tokens)
-    real[0, : 30 * padded] = 0
+    loaded, real = decoding(model), real_from(153, 30 * padded, 0)
 
     def to_meta(module, args, kwargs):
         return tree_map_only(Tensor, lambda x: x.to("meta"), (args, kwargs))

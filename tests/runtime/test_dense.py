@@ -14,7 +14,7 @@ from kernels import dispatch
 from runtime import Headwise, apply_dense
 from runtime.attention import dense
 from runtime.attention.function import SLIDES
-from tests.runtime.batches import fed, real_of
+from tests.runtime.batches import fed, real_from, real_of
 from tests.runtime.omnikv import CLOSE
 
 DENSE, WINDOW, DECODE = "dense by kernel", "window by kernel", "decode by kernel"
@@ -44,9 +44,9 @@ def test_batches_are_what_the_model_makes_of_them(family, layout, build, ids):
     model, real = build(family), real_of(layout, more=3)
     tokens, sizes = ids(real.shape[1], batch=len(real)), (real.shape[1] - 3, 1)
     options = {"attention_mask": real}
-    expected = fed(model, tokens, sizes, DynamicCache(config=model.config), **options)
+    expected = fed(model, tokens, sizes, **options)
     with apply_dense(model) as handle:
-        found = fed(model, tokens, sizes, DynamicCache(config=model.config), **options)
+        found = fed(model, tokens, sizes, **options)
         counts = handle.stats()["dense"]
     torch.testing.assert_close(found[real > 0], expected[real > 0], **CLOSE)
     layers = model.config.num_hidden_layers
@@ -64,12 +64,10 @@ def test_batches_are_what_the_model_makes_of_them(family, layout, build, ids):
 )
 def test_chunks_and_decode_beyond_a_window(cache, sizes, build, ids):
     """The window moves past the padding while tokens are decoded."""
-    model, real = build("Gemma3"), torch.ones(3, sum(sizes) + 40, dtype=torch.long)
-    real[0, :35] = 0
-    real[2, :3] = 0
+    model, real = build("Gemma3"), real_from(sum(sizes) + 40, 35, 0, 3)
     tokens = ids(real.shape[1], batch=3)
     options = {"attention_mask": real}
-    expected = fed(model, tokens, sizes, DynamicCache(config=model.config), **options)
+    expected = fed(model, tokens, sizes, **options)
     with apply_dense(model) as handle:
         made = {
             "dynamic": lambda: DynamicCache(config=model.config),
@@ -85,25 +83,25 @@ def test_chunks_and_decode_beyond_a_window(cache, sizes, build, ids):
 @pytest.mark.parametrize("drafts", [16, 17])
 def test_drafts(drafts, build, ids):
     model, tokens = build(), ids(100 + drafts)
-    expected = fed(model, tokens, (100, drafts), DynamicCache(config=model.config))
+    expected = fed(model, tokens, (100, drafts))
     with apply_dense(model) as handle:
-        found = fed(model, tokens, (100, drafts), DynamicCache(config=model.config))
+        found = fed(model, tokens, (100, drafts))
         assert handle.stats()["dense"].get(DECODE, 0) == (2 if drafts <= 16 else 0)
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("length", [9, 127])
-def test_short_prompts_are_bitwise_what_sdpa_gives(length, build, artifact_for, ids):
-    model, prompt = build(), ids(length)
-    expected = model(prompt).logits
+@pytest.mark.parametrize(("length", "padding"), [(9, 0), (127, 0), (200, 100)])
+def test_short_prompts_are_bitwise_what_sdpa_gives(length, padding, build, artifact_for, ids):
+    """Padding longer than the threshold makes no prompt long."""
+    model, prompt = build(), ids(length, batch=2)
+    given = {"attention_mask": real_from(length, padding, padding)} if padding else {}
+    expected = model(prompt, **given).logits
     with Headwise(artifact_for(model)).apply(model) as handle:
-        assert torch.equal(model(prompt).logits, expected)
+        assert torch.equal(model(prompt, **given).logits, expected)
         assert handle.stats() == {"sparse": 0, "dense": {"short": 2}}
 
 
-def test_short_contexts_in_float32_are_sdpa_s_and_half_precision_is_ours(
-    build, artifact_for, ids, monkeypatch
-):
+def test_short_contexts_are_sdpa_s_in_float32_alone(build, artifact_for, ids, monkeypatch):
     monkeypatch.setattr("runtime.attention.function._MIN_KEYS_FLOAT32", 256)
     model = build()
     for dtype, length, reason in (
@@ -131,17 +129,15 @@ def test_switched_off(family, changes, options, build, artifact_for, ids, monkey
     monkeypatch.setattr("runtime.attention.function.faster", lambda *_: "kernel")
     model, tokens = build(family, **changes), ids(303)
     rows = [None] * model.config.num_hidden_layers
-    expected = fed(model, tokens, (300, 1), DynamicCache(config=model.config))
+    expected = fed(model, tokens, (300, 1))
     with Headwise(artifact_for(model, rows=rows)).apply(model, **options) as handle:
-        found = fed(model, tokens, (300, 1), DynamicCache(config=model.config))
+        found = fed(model, tokens, (300, 1))
         assert not {DENSE, WINDOW, DECODE} & set(handle.stats()["dense"])
     assert torch.equal(found, expected)
 
 
 def test_a_layer_that_lost_tokens_fails_as_with_sdpa(build, ids):
-    model, prompt = build(), ids(100, batch=2)
-    real = torch.ones(2, 101, dtype=torch.long)
-    real[0, :40] = 0
+    model, prompt, real = build(), ids(100, batch=2), real_from(101, 40, 0)
     cache = DynamicCache(config=model.config)
     model(prompt, attention_mask=real[:, :100], past_key_values=cache)
     lost = cache.layers[1]
@@ -150,10 +146,8 @@ def test_a_layer_that_lost_tokens_fails_as_with_sdpa(build, ids):
         model(prompt[:, :1], attention_mask=real, past_key_values=cache)
 
 
-def test_patterns_for_a_layer_that_slides_are_refused_though_its_call_does_not_say_so(
-    build, artifact_for, ids
-):
-    """Qwen2-MoE has a window in the mask alone."""
+def test_patterns_for_a_layer_with_a_window_in_its_mask_are_refused(build, artifact_for, ids):
+    """Qwen2-MoE has a window in the mask alone: its call does not say so."""
     window = {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}
     small = {"hidden_size": 256, "num_experts": 4, "moe_intermediate_size": 32}
     model, prompt = build("Qwen2Moe", **window, **small), ids(300)

@@ -15,58 +15,44 @@ from runtime import Headwise, apply_dense
 from runtime.attention.function import headwise_attention
 from runtime.attention.layout import NOT_CAUSAL
 from runtime.attention.mask import headwise_mask
+from tests.runtime.batches import real_from
 from tests.runtime.omnikv import CLOSE
 from tests.runtime.tiny import pictured_model
 
 
-def holes(tokens: Tensor) -> dict[str, Any]:
+def calls(tokens: Tensor) -> dict[str, dict[str, Any]]:
+    """Arguments beside 300 tokens for which there are no patterns."""
+    length = tokens.shape[1]
     real = torch.ones_like(tokens)
     real[:, 60:70] = 0
-    return {"attention_mask": real}
-
-
-def mask_by_hand(tokens: Tensor) -> dict[str, Any]:
-    length = tokens.shape[1]
-    return {"attention_mask": torch.ones(1, 1, length, length, dtype=torch.bool).tril()}
-
-
-def packed(tokens: Tensor) -> dict[str, Any]:
-    """The first is longer than several windows, so that only its bounds tell it from the second."""
-    positions = [torch.arange(length) for length in (210, 20, tokens.shape[1] - 230)]
-    return {"position_ids": torch.cat(positions)[None], "use_cache": False}
-
-
-def packed_for_flash(tokens: Tensor) -> dict[str, Any]:
+    # The first is longer than several windows, so that only its bounds tell it from the second.
+    positions = [torch.arange(part) for part in (210, 20, length - 230)]
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    rows = [{"input_ids": part.tolist()} for part in tokens[0].split((130, 170))]
-    batch = collator(rows)
-    return {name: batch[name] for name in batch if name not in ("labels", "input_ids")}
-
-
-def both_ways(tokens: Tensor) -> dict[str, Any]:
-    return {"is_causal": False}
-
-
-def position_bias(tokens: Tensor) -> dict[str, Any]:
-    return {"position_bias": torch.zeros(1, 4, tokens.shape[1], tokens.shape[1])}
-
-
-def images(tokens: Tensor) -> dict[str, Any]:
+    flash = collator([{"input_ids": part.tolist()} for part in tokens[0].split((130, 170))])
     types = torch.zeros_like(tokens)
     types[:, 20:50] = 1
     types[:, 130:190] = 1
-    return {"token_type_ids": types}
+    by_hand = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    return {
+        "holes": {"attention_mask": real},
+        "mask by hand": {"attention_mask": by_hand},
+        "packed": {"position_ids": torch.cat(positions)[None], "use_cache": False},
+        "packed for flash": {k: v for k, v in flash.items() if k not in ("labels", "input_ids")},
+        "both ways": {"is_causal": False},
+        "position bias": {"position_bias": torch.zeros(1, 4, length, length)},
+        "images": {"token_type_ids": types},
+    }
 
 
 CALLS = [
-    ("Llama", holes, NOT_CAUSAL),
-    ("Llama", mask_by_hand, NOT_CAUSAL),
-    ("Llama", packed, NOT_CAUSAL),
-    ("Gemma3", packed, NOT_CAUSAL),
-    ("Llama", packed_for_flash, "cu_seq_lens alone"),
-    ("Llama", both_ways, "not causal"),
-    ("Llama", position_bias, "position bias"),
-    ("pictured", images, NOT_CAUSAL),
+    ("Llama", "holes", NOT_CAUSAL),
+    ("Llama", "mask by hand", NOT_CAUSAL),
+    ("Llama", "packed", NOT_CAUSAL),
+    ("Gemma3", "packed", NOT_CAUSAL),
+    ("Llama", "packed for flash", "cu_seq_lens alone"),
+    ("Llama", "both ways", "not causal"),
+    ("Llama", "position bias", "position bias"),
+    ("pictured", "images", NOT_CAUSAL),
 ]
 
 
@@ -76,9 +62,9 @@ def test_a_call_is_dense_and_said_once_or_raised(
 ):
     model = pictured_model("Gemma3") if family == "pictured" else build(family)
     tokens = ids(300)
-    given = {"input_ids": tokens} | call(tokens)
+    given = {"input_ids": tokens} | calls(tokens)[call]
     expected = model(**given).logits
-    if call not in (mask_by_hand, position_bias):
+    if call not in ("mask by hand", "position bias"):
         causal = model(input_ids=tokens).logits
         assert (causal - expected).abs().max() > 0.01
     headwise = Headwise(artifact_for(model))
@@ -99,12 +85,13 @@ def test_a_call_is_dense_and_said_once_or_raised(
 def test_tokens_after_a_padded_prompt_with_images(artifact_for, ids):
     model, prompt, skipped = pictured_model("Gemma3"), ids(300), 40
     short = torch.nn.functional.pad(prompt[:, :-skipped], (skipped, 0))
-    types = images(prompt)["token_type_ids"]
+    types = calls(prompt)["images"]["token_type_ids"]
     later = torch.nn.functional.pad(types[:, :-skipped], (skipped, 0))
-    real = torch.ones(2, 300, dtype=torch.long)
-    real[1, :skipped] = 0
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
-    options |= {"token_type_ids": torch.cat([types, later]), "attention_mask": real}
+    options |= {
+        "token_type_ids": torch.cat([types, later]),
+        "attention_mask": real_from(300, 0, 40),
+    }
     tokens = torch.cat([prompt, short])
     expected = model.generate(tokens, **options)
     with Headwise(artifact_for(model)).apply(model, backend="auto") as handle:
@@ -114,9 +101,7 @@ def test_tokens_after_a_padded_prompt_with_images(artifact_for, ids):
 
 @pytest.mark.parametrize(("family", "before"), [("Llama", "sdpa"), ("Gemma3", "eager")])
 def test_attention_weights_are_those_of_eager(family, before, build, apply, ids, warnings):
-    model, prompt = build(family), ids(160, batch=2)
-    real = torch.ones_like(prompt)
-    real[0, :20] = 0
+    model, prompt, real = build(family), ids(160, batch=2), real_from(160, 20, 0)
     options = {"attention_mask": real, "output_attentions": True}
     model.set_attn_implementation("eager")
     expected = model(prompt, **options)
@@ -147,9 +132,7 @@ def test_attention_weights_while_generating(build, apply, ids):
 
 
 @pytest.mark.parametrize(("way", "layers"), [("plain", 2), ("checkpointed", 2), ("compiled", 1)])
-def test_training_is_dense_with_the_same_gradients(
-    way, layers, build, apply, ids, warnings, graphs
-):
+def test_training_is_dense_with_equal_gradients(way, layers, build, apply, ids, warnings, graphs):
     model, prompt = build(num_hidden_layers=layers).train(), ids(200)
     if way == "checkpointed":
         model.gradient_checkpointing_enable()
@@ -181,20 +164,7 @@ def test_training_mode_without_gradients_is_sparse_unless_it_drops_out(build, ap
     assert len(warnings()) == 1 and "dropout" in warnings()[0]
 
 
-def test_padding_longer_than_the_threshold_makes_no_prompt_long(build, apply, ids):
-    model, tokens = build(), ids(200, batch=2)
-    real = torch.zeros_like(tokens)
-    real[:, 100:] = 1
-    expected = model(tokens, attention_mask=real).logits
-    with apply(model) as handle:
-        found = model(tokens, attention_mask=real).logits
-        assert handle.stats() == {"sparse": 0, "dense": {"short": 2}}
-    assert torch.equal(found, expected)
-
-
-def test_a_sparse_prefill_makes_no_mask_and_a_dense_one_makes_it_once(
-    build, apply, ids, monkeypatch
-):
+def test_a_sparse_prefill_makes_no_mask_and_a_dense_one_makes_one(build, apply, ids, monkeypatch):
     made = []
 
     def counted(**given):
@@ -202,9 +172,7 @@ def test_a_sparse_prefill_makes_no_mask_and_a_dense_one_makes_it_once(
         return sdpa_mask(**given)
 
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", counted)
-    model, tokens = build(), ids(200, batch=2)
-    real = torch.ones_like(tokens)
-    real[0, :50] = 0
+    model, tokens, real = build(), ids(200, batch=2), real_from(200, 50, 0)
     with apply(model, strict=True):
         model(tokens, attention_mask=real)
         assert made == []

@@ -82,9 +82,7 @@ def test_mistakes_of_ours_are_not_hidden(error, build, apply, ids, monkeypatch):
 @pytest.mark.parametrize(
     "broken", [{"CXX": "no-such-compiler"}, {"HEADWISE_CACHE": "/proc/version"}]
 )
-def test_without_a_compiler_or_a_cache_folder_all_is_dense(
-    broken, build, apply, ids, warnings, monkeypatch
-):
+def test_without_compiler_or_folder_all_is_dense(broken, build, apply, ids, warnings, monkeypatch):
     model, prompt = build(), ids(200)
     expected = model(prompt).logits
     for name, value in broken.items():
@@ -127,7 +125,7 @@ def test_a_filter_layer_that_fails_leaves_no_choice_behind(build, decoding, ids,
 
     model, prompt, other = build(**LAYERS), ids(150), ids(150, seed=3)
     loaded = decoding(model)
-    expected = steps(model, prompt, ids(1, seed=9), DynamicCache(config=model.config))
+    expected = steps(model, prompt, ids(1, seed=9))
     with loaded.apply(model) as handle:
         steps(model, other, ids(1, seed=9), handle.new_cache())
         cache = handle.new_cache()
@@ -142,7 +140,7 @@ def test_a_filter_layer_that_fails_leaves_no_choice_behind(build, decoding, ids,
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_cache_with_layers_of_unlike_lengths_is_served_as_without_us(
+def test_cache_layers_of_unlike_lengths_are_served_as_without_us(
     layer, build, apply, ids, warnings
 ):
     model, prompt = build(), ids(200)

@@ -163,9 +163,7 @@ def test_a_model_of_the_same_shape_is_served(changes, options, build, artifact_f
         (said, "they are quantised (awq)"),
     ],
 )
-def test_weights_that_are_no_plain_tensors_are_not_compared(
-    changed, why, build, artifact_for, warnings
-):
+def test_weights_that_are_not_plain_are_not_compared(changed, why, build, artifact_for, warnings):
     headwise, model = Headwise(artifact_for(build())), changed(build())
     told = f"cannot be compared: {re.escape(why)}; apply with check_weights=False"
     with pytest.raises(HeadwiseError, match=f"{told}.*other weights of the same") as error:
@@ -182,9 +180,7 @@ def test_weights_that_are_no_plain_tensors_are_not_compared(
 
 
 @pytest.mark.parametrize("changed", [adapted, stored])
-def test_adapters_and_tensors_of_other_libraries_are_served(
-    changed, build, artifact_for, masked, ids
-):
+def test_adapters_and_tensors_of_other_types_are_served(changed, build, artifact_for, masked, ids):
     artifact, model, prompt = artifact_for(build()), changed(build()), ids(200)
     with torch.no_grad(), masked(model):
         expected = model(prompt).logits

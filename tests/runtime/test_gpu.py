@@ -42,9 +42,7 @@ def model(build):
 @pytest.mark.parametrize("lane", [Lane, SlowLane])
 @pytest.mark.parametrize("budget", [24, 0.125])
 @pytest.mark.parametrize("lengths", [(150,), (150, 90, 120)])
-def test_offloaded_is_what_stays_on_the_device(
-    lengths, budget, lane, model, decoding, ids, monkeypatch
-):
+def test_offloading_changes_nothing(lengths, budget, lane, model, decoding, ids, monkeypatch):
     monkeypatch.setattr("runtime.omnikv.bank.Lane", lane)
     width = max(lengths)
     real = torch.stack([torch.arange(width) >= width - n for n in lengths]).long().to(DEVICE)
@@ -57,9 +55,7 @@ def test_offloaded_is_what_stays_on_the_device(
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_turns_crops_and_copies_wait_for_what_is_on_its_way(
-    inference, model, decoding, ids, monkeypatch
-):
+def test_turns_crops_and_copies_wait_for_late_rows(inference, model, decoding, ids, monkeypatch):
     monkeypatch.setattr("runtime.omnikv.bank.Lane", SlowLane)
     text, found = ids(260).to(DEVICE), []
     with decoding(model).apply(model) as handle, torch.inference_mode(inference):

@@ -27,18 +27,22 @@ from tests.runtime.tiny import DENSE_BELOW
 
 @pytest.fixture(params=["sdpa", "eager"])
 def call(request):
-    """call(**arguments) -> (the mask of headwise_mask, the mask of the function it stands in
-    for)."""
+    """call(**arguments) -> (the mask of headwise_mask, the mask of the function it stands in for);
+    128 queries of one sequence unless told otherwise."""
     config = LlamaConfig()
     remember(config, {}, Settings(dense_below=DENSE_BELOW, model_attention=request.param))
     other = {"sdpa": sdpa_mask, "eager": eager_mask}[request.param]
 
     def call(**given):
-        given = {"dtype": torch.float32, "config": config} | given
+        sizes = {"batch_size": 1, "q_length": 128, "kv_length": 128}
+        given = {"dtype": torch.float32, "config": config} | sizes | given
         return headwise_mask(**given), other(**given)
 
     yield call
     forget(config, [])
+
+
+WINDOW = sliding_window_causal_mask_function(16)
 
 
 def padding(ranges, length):
@@ -51,18 +55,19 @@ def test_read_as_a_tensor_it_is_the_true_mask(q_offset, slots, call):
     length = int(q_offset) + 128
     real = padding([(0, length), (30, length), (0, 50), (0, 0)], length)
     mask, expected = call(
-        batch_size=4, q_length=128, kv_length=length + slots, q_offset=q_offset, attention_mask=real
+        batch_size=4, kv_length=length + slots, q_offset=q_offset, attention_mask=real
     )
-    assert (
-        isinstance(mask, PrefillMask)
-        and mask.shape == expected.shape
-        and mask.dtype == expected.dtype
-    )
-    assert mask.contiguous() is mask and mask.to("cpu") is mask and not mask._made
+    assert isinstance(mask, PrefillMask)
+    assert (mask.shape, mask.dtype) == (expected.shape, expected.dtype)
+    assert mask.contiguous() is mask and mask.to("cpu") is mask
+    moved = mask.to("meta")
+    assert isinstance(moved, PrefillMask) and moved.device.type == "meta"
+    assert moved.context == mask.context and not mask._made
     assert mask.context.ranges == ((0, length), (30, length), (0, 50), (0, 0))
     assert torch.equal(mask.for_dense(), expected)
     assert torch.equal(mask[:, :, 3:, :77], expected[:, :, 3:, :77])
     assert torch.equal(torch.cat([mask, mask], -1), torch.cat([expected, expected], -1))
+    assert type(mask.to(torch.float16)) is torch.Tensor
 
 
 @pytest.mark.parametrize("gone", [0, 50])
@@ -71,42 +76,22 @@ def test_of_a_layer_that_slides_it_is_the_true_mask(gone, call):
     real = padding([(0, gone + 128), (30, gone + 128), (0, 100)], gone + 128)
     # A hole among tokens that are gone is none.
     real[0, :gone][9:10] = False
-    rule = {"mask_function": sliding_window_causal_mask_function(16), "local_size": 16}
-    mask, expected = call(
-        batch_size=3,
-        q_length=113,
-        kv_length=128,
-        q_offset=gone + 15,
-        kv_offset=gone,
-        attention_mask=real,
-        **rule,
-    )
-    assert (
-        isinstance(mask, PrefillMask) and mask.shape == expected.shape and mask.context.window == 16
-    )
+    rule = {"mask_function": WINDOW, "local_size": 16, "attention_mask": real}
+    mask, expected = call(batch_size=3, q_length=113, q_offset=gone + 15, kv_offset=gone, **rule)
+    assert isinstance(mask, PrefillMask) and mask.shape == expected.shape
+    assert mask.context.window == 16
     assert mask.context.ranges == ((0, 128), (max(30 - gone, 0), 128), (0, 100 - gone))
     assert torch.equal(mask.for_dense(), expected)
 
 
 def test_without_padding_dense_gets_what_it_got_before(call):
-    mask, expected = call(batch_size=2, q_length=128, kv_length=128)
+    mask, expected = call(batch_size=2)
     found = mask.for_dense()
     assert (found is None and expected is None) or torch.equal(found, expected)
     assert mask.read().shape == (2, 1, 128, 128)
     # Unless the caller wants a mask.
-    mask, expected = call(batch_size=1, q_length=128, kv_length=128, allow_is_causal_skip=False)
+    mask, expected = call(allow_is_causal_skip=False)
     assert isinstance(mask, PrefillMask) and torch.equal(mask.for_dense(), expected)
-
-
-def test_another_device_does_not_make_it(call):
-    mask, _ = call(batch_size=1, q_length=128, kv_length=128)
-    moved = mask.to("meta")
-    assert (
-        isinstance(moved, PrefillMask)
-        and moved.device.type == "meta"
-        and moved.context == mask.context
-    )
-    assert not mask._made and type(mask.to(torch.float16)) is torch.Tensor
 
 
 NUMBERS = find_packed_sequence_indices(torch.cat([torch.arange(58), torch.arange(70)])[None])
@@ -114,7 +99,6 @@ PACKED = packed_sequence_mask_function(NUMBERS)
 BEHIND = (torch.arange(128)[None] >= 90).long() - 1
 IMAGE = blockwise_overlay(BEHIND)
 IMAGES = or_masks(causal_mask_function, IMAGE)
-WINDOW = sliding_window_causal_mask_function(16)
 CHUNKED = chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64))
 OTHERS = {
     "few queries that slide": {"mask_function": WINDOW, "local_size": 16, "q_length": 63},
@@ -134,8 +118,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_everything_else_is_what_it_was(name, call):
-    given = {"batch_size": 1, "q_length": 128, "kv_length": 128} | OTHERS[name]
-    mask, expected = call(**given, allow_is_causal_skip=False)
+    mask, expected = call(**OTHERS[name], allow_is_causal_skip=False)
     assert not isinstance(mask, PrefillMask) and torch.equal(mask, expected)
 
 

@@ -1,7 +1,4 @@
-"""Keys and values in a context bank: what is fetched, where it lies, and how it moves.
-
-That steps, drafts, turns and copies are right from a bank is shown by test_decode.py.
-"""
+"""Keys and values in a context bank: what is fetched, where it lies, and how it moves."""
 
 from __future__ import annotations
 
@@ -10,22 +7,20 @@ import copy
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from artifacts import HeadwiseError
 from kernels.index import PAD
 from runtime.omnikv.bank import Bank, OffloadedTensor
+from tests.runtime.batches import fed
 from tests.runtime.omnikv import CLOSE, DECODE, LAYERS, steps
 
 pytestmark = pytest.mark.usefixtures("late")
 PACKED = {"offload": "packed"}
 
 
-def states(length: int, batch: int = 1, layers: int = 2) -> list[tuple[Tensor, Tensor]]:
-    """Random keys (batch, 2, length, 8) and values (batch, 2, length, 6) of some layers."""
-    return [
-        (torch.randn(batch, 2, length, 8), torch.randn(batch, 2, length, 6)) for _ in range(layers)
-    ]
+def states(length: int) -> list[tuple[Tensor, Tensor]]:
+    """Random keys (1, 2, length, 8) and values (1, 2, length, 6) of two layers."""
+    return [(torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 6)) for _ in range(2)]
 
 
 def attended(
@@ -89,36 +84,32 @@ def test_what_replaces_a_cropped_token_is_fetched_anew():
                 assert torch.equal(found[:, :, :2].sum(2), before[:, :, 1] + after[:, :, 1])
 
 
-def test_sequences_are_repeated_selected_and_reordered(build, decoding, ids):
-    model, text, forced = build(**LAYERS), ids(10, batch=2), ids(30, batch=3, seed=9)
-    order = torch.tensor([2, 0, 0])
-    found = []
-    with decoding(model, budget=12).apply(model, backend="auto") as handle:
-        for offload in ("never", "packed"):
-            cache = handle.new_cache(offload=offload)
-            parts = [steps(model, text, forced[:2, :3], cache)[:, -1]]
-            cache.batch_repeat_interleave(2)
-            cache.batch_select_indices(torch.tensor([3, 0, 1]))
-            parts += steps(model, forced[:, 4:5], forced[:, 5:9], cache).unbind(1)
-            cache.reorder_cache(order)
-            parts += steps(model, forced[:, 9:10], forced[:, 10:14], cache).unbind(1)
-            cache.reset()
-            parts += steps(model, text, forced[:2, :3], cache).unbind(1)
-            found.append(torch.cat(parts))
-    torch.testing.assert_close(found[1], found[0], **CLOSE)
-
-
-def test_kept_scores_are_repeated_with_their_sequences(build, decoding, ids):
+@pytest.mark.parametrize(
+    ("selector", "length", "budget", "offload"),
+    [("last", 10, 12, "packed"), ("uniform", 120, 24, "packed"), ("uniform", 120, 24, "never")],
+)
+def test_sequences_are_repeated_selected_and_reordered(
+    selector, length, budget, offload, build, decoding, ids
+):
     """With every layer in one bank they were repeated twice, or by rows that are not there."""
-    model, text, forced = build(**LAYERS), ids(120, batch=2), ids(8, batch=4, seed=9)
-    found = []
-    with decoding(model, selector="uniform").apply(model, backend="auto") as handle:
-        for offload in ("never", "packed"):
-            cache = handle.new_cache(offload=offload)
-            steps(model, text, forced[:2, :3], cache)
-            cache.batch_repeat_interleave(2)
-            found.append(steps(model, forced[:, 3:4], forced[:, 4:], cache))
-    torch.testing.assert_close(found[1], found[0], **CLOSE)
+    model, said, sizes = build(**LAYERS), ids(length + 3, batch=2), (length, 1)
+    loaded = decoding(model, selector=selector, budget=budget, filter_layers=(2,))
+    with loaded.apply(model, backend="auto") as handle:
+        cache = handle.new_cache(offload=offload)
+        fed(model, said, sizes, cache)
+        for change, argument, rows in (
+            (cache.batch_repeat_interleave, 2, [0, 0, 1, 1]),
+            (cache.batch_select_indices, torch.tensor([3, 0, 1]), [3, 0, 1]),
+            (cache.reorder_cache, torch.tensor([2, 0, 0]), [2, 0, 0]),
+        ):
+            change(argument)
+            new = ids(5, batch=len(rows), seed=said.shape[1])
+            said = torch.cat([said[rows], new], dim=1)
+            found = fed(model, new, (1,), cache)
+            expected = fed(model, said, sizes, handle.new_cache(offload="never"))
+            torch.testing.assert_close(found, expected[:, -5:], **CLOSE)
+        cache.reset()
+        torch.testing.assert_close(fed(model, said, sizes, cache), expected, **CLOSE)
 
 
 def test_a_short_context_stays_on_the_device(build, decoding, ids):
@@ -149,7 +140,7 @@ def test_bytes_are_what_was_given_out(build, decoding, ids):
 
 def test_a_model_whose_handle_was_undone_reads_all_of_it(build, decoding, ids):
     model, prompt, forced = build(**LAYERS), ids(150), ids(5, seed=9)
-    expected = steps(model, prompt, forced, DynamicCache(config=model.config))
+    expected = steps(model, prompt, forced)
     loaded = decoding(model)
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
@@ -157,7 +148,7 @@ def test_a_model_whose_handle_was_undone_reads_all_of_it(build, decoding, ids):
         torch.testing.assert_close(found, expected, **CLOSE)
 
 
-def test_layers_unlike_the_first_of_their_group_stay_on_the_device(build, decoding, ids):
+def test_layers_unlike_the_first_of_their_group_stay_on_the_device(build, decoding):
     model = build(**LAYERS)
     cache = decoding(model, filter_layers=(2,)).new_cache(model, **PACKED)
     for layer, dim in ((3, 64), (4, 32), (5, 64)):

@@ -25,6 +25,7 @@ from transformers.cache_utils import QuantizedLayer
 
 from runtime import Headwise
 from runtime.attention.state import layer_of
+from tests.runtime.batches import fed, real_from
 from tests.runtime.omnikv import CLOSE
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -194,9 +195,7 @@ def test_hooks_of_the_user_and_hidden_states_are_what_they_were(build, apply, ma
 
 def test_accelerate_hooks_pass_the_mask_on(build, apply, ids):
     hooks = pytest.importorskip("accelerate.hooks")
-    model, tokens = build(), ids(200, batch=2)
-    real = torch.ones_like(tokens)
-    real[0, :50] = 0
+    model, tokens, real = build(), ids(200, batch=2), real_from(200, 50, 0)
     with apply(model, strict=True) as handle:
         expected = model(tokens, attention_mask=real).logits
         for layer in model.model.layers:
@@ -258,49 +257,56 @@ def test_transformers_itself_refuses_continuous_batching(build, apply):
 
 @pytest.mark.parametrize(("section", "offload"), [("prefill", "never"), ("decode", "packed")])
 def test_sequences_that_end_leave_the_batch(offload, section, build, apply, decoding, ids):
-    model, steps = build(num_hidden_layers=6), [(0, 1, 2, 3), (1, 3), (1,)]
-    prompts = [ids(n, seed=n) for n in (200, 170, 150, 90)]
-    tokens = torch.cat([torch.nn.functional.pad(p, (200 - p.shape[1], 0)) for p in prompts])
+    model, padding = build(num_hidden_layers=6), (0, 30, 50, 110)
+    tokens, real = ids(206, batch=4), real_from(206, *padding)
     applied = decoding(model).apply(model) if section == "decode" else apply(model, strict=True)
     with applied as handle:
-        options = OPTIONS | {"max_new_tokens": 2 * len(steps)}
-        expected = []
-        for prompt in prompts:
+        alone = []
+        for row, begin in enumerate(padding):
             cache = handle.new_cache(offload=offload)
-            out = model.generate(prompt, past_key_values=cache, **options)
-            expected.append(out[0, prompt.shape[1] :].tolist())
-        cache = handle.new_cache(offload=offload)
-        real = (tokens > 0).long()
-        made: dict[int, list[int]] = {row: [] for row in steps[0]}
-        new, at, rows = tokens, (real.cumsum(1) - 1).clamp(min=0), steps[0]
-        for step in range(2 * len(steps)):
-            stay = steps[step // 2]
-            if stay != rows:
-                places = torch.tensor([rows.index(row) for row in stay])
-                cache.batch_select_indices(places)
-                new, real, at, rows = new[places], real[places], at[places], stay
-            out = model(new, attention_mask=real, position_ids=at, past_key_values=cache)
-            new = out.logits[:, -1].argmax(-1, keepdim=True)
-            for row, token in zip(rows, new.flatten().tolist(), strict=True):
-                made[row].append(token)
-            real, at = torch.cat([real, torch.ones_like(new)], 1), at[:, -1:] + 1
-    for row, tokens in made.items():
-        assert tokens == expected[row][: len(tokens)]
-    assert [len(made[row]) for row in steps[0]] == [2, 6, 2, 4]
+            alone.append(fed(model, tokens[row : row + 1, begin:], (200 - begin, 1), cache)[0, -6:])
+        cache, rows = handle.new_cache(offload=offload), [0, 1, 2, 3]
+        fed(model, tokens[:, :200], (200,), cache, attention_mask=real[:, :200])
+        for step, stay in enumerate(([0, 1, 2, 3], [1, 3], [3])):
+            cache.batch_select_indices(torch.tensor([rows.index(row) for row in stay]))
+            rows, new = stay, slice(2 * step, 2 * step + 2)
+            more, end = tokens[rows, 200:][:, new], 202 + 2 * step
+            found = fed(model, more, (1,), cache, attention_mask=real[rows, :end])
+            expected = torch.stack([alone[row][new] for row in rows])
+            torch.testing.assert_close(found, expected, **CLOSE)
+        assert handle.stats()["decode" if section == "decode" else "sparse"] > 0
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    assert "headwise" not in (folder / "config.json").read_text()
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def stored(model, folder):
+    """By torch.save, which loads where Headwise is not."""
+    torch.save(model, folder / "model.pt")
+    assert b"runtime.attention" not in zipfile.ZipFile(folder / "model.pt").read("model/data.pkl")
+    return torch.load(folder / "model.pt", weights_only=False)
 
 
 @pytest.mark.parametrize(
     "copied",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-    ids=["deepcopy", "pickle"],
+    [
+        lambda model, _: copy.deepcopy(model),
+        lambda model, _: pickle.loads(pickle.dumps(model)),
+        saved,
+        stored,
+    ],
+    ids=["deepcopy", "pickle", "save_pretrained", "torch.save"],
 )
-def test_copies_are_dense_until_given_an_artifact(copied, build, artifact_for, ids):
+def test_copies_are_dense_until_given_an_artifact(copied, build, artifact_for, ids, tmp_path):
     model, prompt = build(), ids(200)
     dense = model(prompt).logits
     artifact = artifact_for(model)
     with Headwise(artifact).apply(model, backend="reference", strict=True) as handle:
         sparse = model(prompt).logits
-        twin = copied(model)
+        twin = copied(model, tmp_path)
         assert all(layer_of(module) is None for module in twin.modules())
         assert twin.config._attn_implementation == "sdpa"
         assert torch.equal(twin(prompt).logits, dense)
@@ -310,23 +316,6 @@ def test_copies_are_dense_until_given_an_artifact(copied, build, artifact_for, i
         assert torch.equal(twin(prompt).logits, dense)
         assert torch.equal(model(prompt).logits, sparse)
         assert handle.stats()["sparse"] == 4
-
-
-def test_a_model_stored_while_applied_remembers_no_artifact(build, apply, ids, tmp_path):
-    """By save_pretrained, and by torch.save, which loads where Headwise is not."""
-    model, prompt = build(), ids(200)
-    dense = model(prompt).logits
-    with apply(model):
-        model.save_pretrained(tmp_path)
-        torch.save(model, tmp_path / "model.pt")
-    assert "headwise" not in (tmp_path / "config.json").read_text()
-    assert b"runtime.attention" not in zipfile.ZipFile(tmp_path / "model.pt").read("model/data.pkl")
-    for loaded in (
-        AutoModelForCausalLM.from_pretrained(tmp_path),
-        torch.load(tmp_path / "model.pt", weights_only=False),
-    ):
-        assert loaded.config._attn_implementation == "sdpa"
-        assert torch.equal(loaded(prompt).logits, dense)
 
 
 def test_moved_to_another_type_and_device(build, apply, masked, ids):

@@ -20,6 +20,7 @@ SIZES = {
     "eos_token_id": 2,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 32}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 32,
@@ -37,6 +38,7 @@ ROUTED = {
     "first_k_dense_replace": 1,
 }
 LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
@@ -100,28 +102,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "StableLm": {"hidden_size": 256, "partial_rotary_factor": 0.25},
     "GptOss": {"head_dim": 64, **HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Lfm2": {"hidden_size": 256, "layer_types": ["conv", "full_attention"]},
-    "Qwen3Next": {
-        "head_dim": 64,
-        "layer_types": ["linear_attention", "full_attention"],
-        **EXPERTS,
-        "shared_expert_intermediate_size": 32,
-        **LINEAR,
-    },
+    "Qwen3Next": {"head_dim": 64, **SHARED, **LINEAR},
     # Gated, with heads of 256, as published.
-    "Qwen3_5": {
-        "config": "Qwen3_5TextConfig",
-        "head_dim": 256,
-        "layer_types": ["linear_attention", "full_attention"],
-        **LINEAR,
-    },
-    "Qwen3_5Moe": {
-        "config": "Qwen3_5MoeTextConfig",
-        "head_dim": 64,
-        "layer_types": ["linear_attention", "full_attention"],
-        **EXPERTS,
-        "shared_expert_intermediate_size": 32,
-        **LINEAR,
-    },
+    "Qwen3_5": {"config": "Qwen3_5TextConfig", "head_dim": 256, **LINEAR},
+    "Qwen3_5Moe": {"config": "Qwen3_5MoeTextConfig", "head_dim": 64, **SHARED, **LINEAR},
     # Layers that see everything have wider heads than those that slide.
     "Gemma4": {
         "config": "Gemma4TextConfig",
@@ -230,9 +214,7 @@ def tiny_model(family: str = "Llama", seed: int = 0, **changes: Any) -> Any:
     """A random causal model in evaluation mode, of a family of FAMILIES or of transformers."""
     sizes = SIZES | FAMILIES.get(family, {}) | changes
     name = sizes.pop("model", family)
-    config = getattr(transformers, sizes.pop("config", f"{name}Config"))(**sizes)
-    torch.manual_seed(seed)
-    return _sharpened(getattr(transformers, f"{name}ForCausalLM")(config).eval())
+    return _sharpened(_model(f"{name}ForCausalLM", f"{name}Config", sizes, seed))
 
 
 def pictured_model(family: str) -> Any:
@@ -241,11 +223,21 @@ def pictured_model(family: str) -> Any:
     text = {name: size for name, size in SIZES.items() if not name.endswith("token_id")}
     text |= sizes.pop("text", None) or FAMILIES[family]
     text.pop("config", None)
-    config = getattr(transformers, f"{family}Config")(
-        text_config=text, vision_config=sizes.pop("vision"), **sizes
-    )
-    torch.manual_seed(0)
-    return _sharpened(getattr(transformers, f"{family}ForConditionalGeneration")(config).eval())
+    sizes |= {"text_config": text, "vision_config": sizes.pop("vision")}
+    return _sharpened(_model(f"{family}ForConditionalGeneration", f"{family}Config", sizes))
+
+
+def refused_model(name: str) -> Any:
+    """A random model of a class of REFUSED."""
+    sizes = SIZES | {key: value for key, value in REFUSED[name].items() if key != "cause"}
+    return _model(name, name.removesuffix("ForCausalLM") + "Config", sizes)
+
+
+def _model(name: str, config: str, sizes: dict[str, Any], seed: int = 0) -> Any:
+    """A model by the names of its class and, unless the sizes have another, its configuration's."""
+    made = getattr(transformers, sizes.pop("config", config))(**sizes)
+    torch.manual_seed(seed)
+    return getattr(transformers, name)(made).eval()
 
 
 def _sharpened(model: Any) -> Any:
@@ -257,12 +249,3 @@ def _sharpened(model: Any) -> Any:
         elif name.endswith("sinks"):
             parameter.data.normal_(mean=4.0)
     return model
-
-
-def refused_model(name: str) -> Any:
-    """A random model of a class of REFUSED."""
-    sizes = SIZES | {key: value for key, value in REFUSED[name].items() if key != "cause"}
-    config = getattr(
-        transformers, sizes.pop("config", name.removesuffix("ForCausalLM") + "Config")
-    )(**sizes)
-    return getattr(transformers, name)(config).eval()

@@ -1,7 +1,4 @@
-"""The cache layer under policies: patterns of prompts, what it refuses, what can be taken back.
-
-That a policy keeps what its definition keeps is shown by tests/conformance.
-"""
+"""The cache layer under policies: patterns of prompts, what it refuses, what can be taken back."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 import artifacts
 from artifacts import Full, HeadwiseError, SnapKV, Streaming
 from runtime import Headwise, memory_report
-from tests.runtime.batches import fed
+from tests.runtime.batches import fed, real_from
 from tests.runtime.omnikv import CLOSE
 
 STREAM = Streaming(sinks=2, window=14)
@@ -35,20 +32,31 @@ def test_a_long_prompt_is_sparse_where_heads_keep_everything(build, keeping, app
         torch.testing.assert_close(found, model(tokens).logits, **CLOSE)
 
 
-@pytest.mark.parametrize(("least", "sparse"), [(64, 2), (128, 1)])
+@pytest.mark.parametrize(
+    ("policy", "sizes", "least", "sparse", "kept"),
+    [
+        (Full(), (100, 130, 69, 1), 64, 2, 300),
+        # The second chunk is long enough, the third is not.
+        (Full(), (100, 128, 127, 1), 128, 1, 356),
+        (SnapKV(budget=40, window=16), (200,), 64, 1, 40),
+    ],
+)
 def test_chunks_are_sparse_where_they_are_without_a_policy(
-    least, sparse, build, keeping, apply, ids, monkeypatch
+    policy, sizes, least, sparse, kept, build, keeping, apply, ids, monkeypatch
 ):
     """Chunks of 64 to 127 tokens behind a past went by patterns that do not pay for them."""
     monkeypatch.setattr("runtime.attention.state.MIN_BEHIND_A_PAST", least)
-    model, tokens = build(num_hidden_layers=1), ids(300)
-    rows = [["vs_70_70", "a_64_64", "bs_2", "a_64_64"]]
+    model, tokens = build(), ids(sum(sizes))
+    rows = [["vs_70_70", "a_64_64", "bs_2", "a_64_64"]] * 2
     with apply(model, rows=rows, strict=True) as handle:
-        expected = fed(model, tokens, (100, 130, 69, 1), handle.new_cache())
-        assert handle.stats()["sparse"] == sparse
-    with keeping(model, Full(), patterns=rows).apply(model, backend="reference") as handle:
-        found = fed(model, tokens, (100, 130, 69, 1), handle.new_cache())
-        assert handle.stats() == {"sparse": sparse, "kept": 4, "dense": {}}
+        expected = fed(model, tokens, sizes, handle.new_cache())
+        assert handle.stats()["sparse"] == 2 * sparse
+    with keeping(model, policy, patterns=rows).apply(model, backend="reference") as handle:
+        cache = handle.new_cache()
+        found = fed(model, tokens, sizes, cache)
+        assert handle.stats() == {"sparse": 2 * sparse, "kept": 2 * len(sizes), "dense": {}}
+        assert [layer.kept for layer in memory_report(cache).layers] == [kept, kept]
+        model(tokens[:, :1], past_key_values=cache)
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
@@ -59,23 +67,26 @@ def test_the_cache_is_read_by_headwise_only(build, keeping, ids):
         model(ids(4), past_key_values=cache)
 
 
-def test_what_kernels_cannot_do_is_refused_and_said(build, keeping, ids):
-    model = build()
+def test_what_kernels_cannot_do_is_refused_and_its_cache_is_no_longer_whole(build, keeping, ids):
+    model, hand_made = build(), torch.ones(1, 1, 4, 4, dtype=torch.bool)
     with keeping(model, STREAM).apply(model) as handle:
-        with pytest.raises(
-            HeadwiseError, match="cannot serve this call: attention weights were asked for"
+        for asked, why in (
+            ({"output_attentions": True}, "attention weights were asked for"),
+            ({"attention_mask": hand_made}, "the mask is not causal"),
         ):
-            model(ids(4), past_key_values=handle.new_cache(), output_attentions=True)
-        with pytest.raises(HeadwiseError, match="cannot serve this call: the mask is not causal"):
-            hand_made = torch.ones(1, 1, 4, 4, dtype=torch.bool)
-            model(ids(4), past_key_values=handle.new_cache(), attention_mask=hand_made)
+            cache = handle.new_cache()
+            with pytest.raises(HeadwiseError, match=f"cannot serve this call: {why}"):
+                model(ids(4), past_key_values=cache, **asked)
+            with pytest.raises(HeadwiseError, match="holds tokens that no attention saw"):
+                model(ids(4), past_key_values=cache)
+            cache.reset()
+            model(ids(4), past_key_values=cache)
 
 
 def test_a_hole_in_the_past_is_refused(build, keeping, ids):
     """It was ignored: the tokens under it went on being attended to."""
     model, tokens, more = build(), ids(20, batch=2), ids(1, batch=2, seed=3)
-    real = torch.ones(2, 21, dtype=torch.long)
-    real[1, :3] = 0
+    real = real_from(21, 0, 3)
     with keeping(model, STREAM).apply(model) as handle:
         cache = handle.new_cache()
         fed(model, tokens, (20,), cache, attention_mask=real[:, :20])
@@ -125,18 +136,6 @@ def test_a_cache_that_is_not_ours_is_said_to_drop_nothing(made, build, keeping, 
     ]
 
 
-def test_an_interrupted_forward_is_noticed(build, keeping, ids):
-    model = build()
-    with keeping(model, STREAM).apply(model) as handle:
-        cache = handle.new_cache()
-        with pytest.raises(HeadwiseError):
-            model(ids(4), past_key_values=cache, output_attentions=True)
-        with pytest.raises(HeadwiseError, match="holds tokens that no attention saw"):
-            model(ids(4), past_key_values=cache)
-        cache.reset()
-        model(ids(4), past_key_values=cache)
-
-
 def test_rows_are_for_layers_that_see_everything(build, keeping):
     model = build("Gemma3")
     with pytest.raises(HeadwiseError, match=r"layers\[0\] must be null: the layer slides"):
@@ -163,7 +162,7 @@ def test_a_layer_that_reads_another_s_cache_is_refused(build, keeping, ids, monk
             model(ids(4), past_key_values=cache)
 
 
-def test_omnikv_s_layers_are_beside_layers_that_drop_tokens(build, decoding, keeping, ids):
+def test_omnikv_s_layers_are_beside_layers_that_drop_tokens(build, decoding, ids):
     model, tokens = build(num_hidden_layers=6), ids(120)
     omnikv = decoding(model)
     rows = [STREAM.model_copy(update={"window": 400}), *[Full()] * 5]
@@ -177,20 +176,6 @@ def test_omnikv_s_layers_are_beside_layers_that_drop_tokens(build, decoding, kee
         found = fed(model, tokens, (100, 1), handle.new_cache())
         assert handle.stats()["decode"] > 0
     torch.testing.assert_close(found, expected, **CLOSE)
-
-
-def test_a_prompt_is_attended_to_by_the_artifact_s_patterns(build, keeping, apply, ids):
-    model, tokens = build(), ids(200)
-    rows = [["vs_70_70", "a_64_64", "bs_2", "a_64_64"]] * 2
-    policy = SnapKV(budget=40, window=16)
-    with keeping(model, policy, patterns=rows).apply(model, backend="reference") as handle:
-        cache = handle.new_cache()
-        found = model(tokens, past_key_values=cache).logits
-        assert handle.stats() == {"sparse": 2, "kept": 2, "dense": {}}
-        assert [layer.kept for layer in memory_report(cache).layers] == [40, 40]
-        model(tokens[:, :1], past_key_values=cache)
-    with apply(model, rows=rows, strict=True):
-        torch.testing.assert_close(found, model(tokens).logits, **CLOSE)
 
 
 def test_generated_tokens_are_taken_back_and_a_compressed_prompt_is_not(build, keeping, ids):

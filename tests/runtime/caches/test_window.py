@@ -1,7 +1,4 @@
-"""Windows: positions by the models' own rotations, the papers' examples of slots, rolling buffers.
-
-That a policy keeps what its definition keeps is shown by tests/conformance.
-"""
+"""Windows: positions by the models' own rotations, a paper's examples of slots, rolling buffers."""
 
 from __future__ import annotations
 
@@ -14,21 +11,20 @@ from artifacts import Full, HeadwiseError, Streaming
 from runtime import memory_report
 from runtime.caches.policy import Step
 from runtime.caches.window import Window
-from tests.conformance.policy_definitions import defined, streaming
+from tests.conformance.policy_definitions import defined
 from tests.runtime.batches import fed
 from tests.runtime.omnikv import CLOSE
+from tests.runtime.tiny import LONGROPE
 
 
 @pytest.mark.parametrize("family", ["Phi3", "GPTNeoX", "Glm4"])
-def test_positions_are_counted_in_the_cache_with_the_model_s_own_rotation(
-    family, build, keeping, ids
-):
+def test_positions_are_counted_in_the_cache_by_the_model_s_rotation(family, build, keeping, ids):
     more = {"head_dim": 64} if family == "Glm4" else {}
     model, tokens = build(family, **more), ids(60)
     if family == "GPTNeoX":
         model.model = model.gpt_neox
     policy = Streaming(sinks=4, window=20)
-    with defined(model, streaming(policy), (50, 1)):
+    with defined(model, policy, (50, 1)):
         expected = model(tokens, use_cache=False).logits
     with keeping(model, policy).apply(model) as handle:
         found = fed(model, tokens, (50, 1), handle.new_cache())
@@ -62,18 +58,12 @@ def _attend(policy: Window, k: Tensor) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotations_that_change_with_the_length_are_refused(kind, build, keeping):
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    if kind == "longrope":
-        factors = {
-            "short_factor": [1.0] * 32,
-            "long_factor": [2.0] * 32,
-            "original_max_position_embeddings": 512,
-        }
-        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0, **factors}
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, LONGROPE]
+)
+def test_rotations_that_change_with_the_length_are_refused(rope, build, keeping):
     model = build(rope_parameters=rope)
-    why = f"{kind}.* changes with the length; set positions: original"
+    why = f"{rope['rope_type']}.* changes with the length; set positions: original"
     with pytest.raises(HeadwiseError, match=why):
         keeping(model, Streaming()).new_cache(model)
     keeping(model, Streaming(positions="original")).new_cache(model)
@@ -94,7 +84,7 @@ def test_yarn_s_factor_on_attention_is_not_applied_twice(build, keeping, ids):
         cache = handle.new_cache()
         torch.testing.assert_close(
             fed(model, tokens, (37,), cache),
-            fed(model, tokens, (37,), DynamicCache(config=model.config)),
+            fed(model, tokens, (37,)),
             **CLOSE,
         )
 
