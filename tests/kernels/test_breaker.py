@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,9 +22,7 @@ from tests.kernels.recording import recorded
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     monkeypatch.setattr(breaker, "_failed", {})
-    dispatch.say_once.cache_clear()
-    yield
-    dispatch.say_once.cache_clear()
+    monkeypatch.setattr(dispatch, "say_once", cache(dispatch.say_once.__wrapped__))
 
 
 def test_a_build_that_fails_is_tried_once(monkeypatch, caplog):

@@ -10,6 +10,7 @@ import inspect
 import logging
 import mmap
 from dataclasses import replace
+from functools import cache
 from inspect import Parameter
 from typing import Any
 
@@ -21,9 +22,7 @@ from torch.autograd import forward_ad
 import kernels.dispatch as dispatch
 from kernels import backend
 from kernels.attention import cpu, sparse_attention
-from kernels.attention import cpu as attention
 from kernels.checks import EIGHT_BITS
-from kernels.decode import cpu as decode
 from kernels.decode import cpu as decode_cpu
 from kernels.decode import decode_attention
 from kernels.dispatch import BACKENDS
@@ -34,6 +33,7 @@ from kernels.ragged import Ragged
 from tests.conformance.test_kernel_backends import SERVERS, skip_without
 from tests.kernels.test_refusals import int32
 
+NOTHING = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table")) | {"scores": "none"}
 NO_COMPILER = "no C++ compiler found (install g++, or set CXX)"
 
 
@@ -45,14 +45,6 @@ def inputs(
     k, v = (torch.randn(1, kv_heads, length, 64, **options) for _ in range(2))
     patterns = [make("vertical_slash", vertical=70, slash=64), make("dense")] * (heads // 2)
     return q, k, v, LayerPlan(patterns, kv_heads).build(q, k)
-
-
-@pytest.fixture
-def fresh_notes():
-    """Forget what has been said once."""
-    dispatch.say_once.cache_clear()
-    yield
-    dispatch.say_once.cache_clear()
 
 
 def test_defaults_are_causal_softmax_attention():
@@ -161,7 +153,8 @@ def test_offsets_beyond_two_billion_elements(dtype):
     assert torch.equal(out, expected.expand(2, -1, -1, -1))
 
 
-def test_auto_falls_back_and_says_so_once(fresh_notes, monkeypatch, caplog):
+def test_auto_falls_back_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "say_once", cache(dispatch.say_once.__wrapped__))
     q, k, v, index = inputs()
     expected = sparse_attention(q, k, v, index, backend="reference")
     monkeypatch.setattr("kernels.native.build.load", lambda: NO_COMPILER)
@@ -221,9 +214,8 @@ def test_an_engine_that_does_not_serve_is_named():
     reason = "engine 'dot' does not serve Float on this processor"
     with pytest.raises(ValueError, match=reason):
         cpu.sparse_attention(q, k, v, index, **rest)
-    nothing = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table"))
     with pytest.raises(ValueError, match=reason):
-        decode_cpu.decode_attention(q[:, :, -1:], k, v, **nothing, scores="none", **rest)
+        decode_cpu.decode_attention(q[:, :, -1:], k, v, **NOTHING, **rest)
 
 
 def test_an_index_is_looked_at_once_and_a_built_one_never(monkeypatch):
@@ -243,35 +235,31 @@ def test_an_index_is_looked_at_once_and_a_built_one_never(monkeypatch):
     assert hand._valid
 
 
-NOTHING = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table")) | {"scores": "none"}
-
-
-def served(op: str, q: Tensor, k: Tensor, v: Tensor, engine: str) -> tuple[Tensor, Tensor]:
-    """out and lse of queries of one key, with a scale of 1."""
-    if op == "decode":
-        return decode.decode_attention(q, k, v, scale=1.0, softcap=None, engine=engine, **NOTHING)[
-            :2
-        ]
-    index = dense_index(1, q.shape[1], 1, 1, q.device)
-    return attention.sparse_attention(q, k, v, index, scale=1.0, softcap=None, engine=engine)
-
-
 @pytest.mark.parametrize("op", ["attention", "decode"])
 @pytest.mark.parametrize(("dtype", "server"), SERVERS)
 @pytest.mark.parametrize("stored", EIGHT_BITS)
-def test_every_code_is_what_torch_reads(op, dtype, server, stored):
-    engine = skip_without(server, {"attention": attention, "decode": decode}[op].engines(dtype))
+def test_every_code_of_eight_bits_is_what_torch_reads(op, dtype, server, stored):
+    """Cases of the conformance suite are drawn at random; here all 256 codes are met."""
+    engine = skip_without(server, {"attention": cpu, "decode": decode_cpu}[op].engines(dtype))
+    # Head i asks for code i of the key; a softmax over one key gives its value, bit by bit.
+    q = torch.eye(256, dtype=dtype)[None, :, None]
+    index = dense_index(1, 256, 1, 1, q.device)
+
+    def attend(k, v):
+        rest = {"scale": 1.0, "softcap": None, "engine": engine}
+        if op == "decode":
+            return decode_cpu.decode_attention(q, k, v, **NOTHING, **rest)[:2]
+        return cpu.sparse_attention(q, k, v, index, **rest)
+
     codes = torch.arange(256, dtype=torch.uint8).view(stored)[None, None, None]
     wide = codes.float()
     finite = codes.where(wide.isfinite(), torch.zeros((), dtype=stored))
-    # Head i asks for code i of the key; a softmax over one key gives its value, bit by bit.
-    q = torch.eye(256, dtype=dtype)[None, :, None]
-    out, lse = served(op, q, finite, codes, engine)
+    out, lse = attend(finite, codes)
     assert torch.equal(lse[0, :, 0], finite.float()[0, 0, 0])
     expected = wide.to(dtype).expand(1, 256, 1, 256)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
     # Values that are all finite go another way.
-    out, _ = served(op, q, finite, finite, engine)
+    out, _ = attend(finite, finite)
     assert torch.equal(out, finite.to(dtype).expand_as(out))
 
 

@@ -124,7 +124,7 @@ def test_sanitizers():
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_emulated_tiles():
-    """AMX's engine where there is no AMX; test_tiles.py has what is emulated."""
+    """AMX's engine where there is no AMX; what is emulated is tested below."""
     skip_without("avx512_bf16")
     others = ("conformance/test_gradient_backends.py", "kernels/test_patterns.py")
     printed = conform(
