@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -357,15 +358,9 @@ def problem(case: Case, device: torch.device) -> Problem:
         "sinks": torch.randn(case.heads, device=device) * 2 if case.sinks else None,
     }
     skipped = torch.zeros(index.diagonals.shape[:2], dtype=torch.int32, device=device)
+    exact = (q.float(), k.float(), v.float(), index)
     out, lse = sparse_attention(
-        q.float(),
-        k.float(),
-        v.float(),
-        index,
-        **rest,
-        return_lse=True,
-        backend="reference",
-        skipped=skipped,
+        *exact, **rest, return_lse=True, backend="reference", skipped=skipped
     )
     assert case.skip is None or bool(skipped.any())
     if case.page is not None:
@@ -394,13 +389,10 @@ def served(case: Case, given: Problem, op: Callable[..., Any]) -> tuple[Tensor, 
 def run(case: Case, device: torch.device) -> tuple[float, float]:
     """Largest errors of Triton's out and lse; infinite where nothing was written."""
     given = problem(case, device)
-    if case.launch is None and case.splits is None:
-        out, lse = served(case, given, lambda *x, **rest: launch(*x, **rest, backend="triton"))
-    else:
-        form = {"launch": case.launch, "splits": case.splits}
-        out, lse = served(
-            case, given, lambda *x, **rest: backend.sparse_attention(*x, **rest, **form)
-        )
+    op = partial(launch, backend="triton")
+    if case.launch is not None or case.splits is not None:
+        op = partial(backend.sparse_attention, launch=case.launch, splits=case.splits)
+    out, lse = served(case, given, op)
     return float(difference(out, given.out).max()), float(difference(lse, given.lse).max())
 
 

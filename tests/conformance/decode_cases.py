@@ -246,19 +246,15 @@ def errors(found: Decoded, expected: Decoded, rows: int) -> tuple[float, float, 
 
 def serve(backend: Any, case: Case, **form: Any) -> Callable[..., Decoded]:
     """A backend's module as the op, with arguments of its own."""
-    if case.q_len > MAX_QUERIES and backend is not reference:
 
-        def sums(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Decoded:
-            scale = rest["scale"] or case.head_dim**-0.5
+    def op(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Decoded:
+        scale = rest.pop("scale") or case.head_dim**-0.5
+        if case.q_len > MAX_QUERIES and backend is not reference:
             return Decoded(
                 *backend.with_sums(q, k, v, scale=scale, softcap=rest["softcap"], **form)
             )
-
-        return sums
-
-    def op(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Decoded:
-        rest["scale"] = rest["scale"] or case.head_dim**-0.5
-        return Decoded(*backend.decode_attention(q, k, v, **{"block_table": None, **rest}, **form))
+        rest = {"block_table": None, "scale": scale, **rest, **form}
+        return Decoded(*backend.decode_attention(q, k, v, **rest))
 
     return op
 

@@ -19,15 +19,9 @@ from typing import Any
 
 import torch
 
-from tests.conformance import (
-    attention_cases,
-    builder_cases,
-    decode_cases,
-    extremes,
-    interpreter_cases,
-)
+from tests.conformance import attention_cases, builder_cases, decode_cases, extremes
 from tests.conformance.extremes import INF, NAN
-from tests.conformance.triton_memory import memory_checked
+from tests.conformance.triton_memory import memory_checked, reports
 
 HOST = torch.device("cpu")
 # Cases for number formats that are read otherwise and computed alike.
@@ -78,10 +72,7 @@ KEPT = {
     ),
 }
 ALL = {
-    "attention": (
-        *attention_cases.SMALL,
-        *(f"float16: {name}" for name in HALF[:6]),
-    ),
+    "attention": (*attention_cases.SMALL, *(f"float16: {name}" for name in HALF[:6])),
     "decode": (
         *decode_cases.SMALL,
         *decode_cases.PROMPTS,
@@ -156,7 +147,7 @@ def main(op: str, *names: str) -> None:
     torch.set_num_threads(1)
     found = {}
     if op == "kept":
-        found["memory"] = interpreter_cases.reports()
+        found["memory"] = reports()
     # torch.empty gives NaN from here on.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,8 +67,6 @@ ELSEWHERE = {"demo": "--model model --out out", "lm-eval": ""}
 TYPED = {**RUNS, **ELSEWHERE}
 PARSERS = {verb: _parser(verb, module) for verb, module in VERBS.items()}
 OURS = [verb for verb in VERBS if verb != "lm-eval"]
-Command = Callable[..., tuple[int, str, str]]
-Refused = Callable[..., str]
 
 
 @pytest.fixture(scope="module")

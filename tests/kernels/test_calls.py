@@ -120,13 +120,7 @@ def test_soft_cap_holds_at_both_ends(softcap):
     for factor in (1e-4, 1e3):
         (out, lse), (expected, expected_lse) = (
             sparse_attention(
-                q * factor,
-                k * factor,
-                v,
-                index,
-                softcap=softcap,
-                return_lse=True,
-                backend=backend,
+                q * factor, k * factor, v, index, softcap=softcap, return_lse=True, backend=backend
             )
             for backend in ("cpu", "reference")
         )

@@ -23,15 +23,7 @@ from kernels.patterns.dense import dense_index
 from kernels.patterns.last_queries import estimate
 from kernels.ragged import Ragged
 from tests.conformance import attention_cases, builder_cases, interpreted
-from tests.conformance.attention_cases import (
-    LAYER,
-    TOLERANCES,
-    Case,
-    packed,
-    padded,
-    run,
-    square,
-)
+from tests.conformance.attention_cases import LAYER, TOLERANCES, Case, packed, padded, run, square
 from tests.conformance.builder_cases import Estimate
 from tests.sampling import core
 

@@ -96,14 +96,7 @@ def test_scores_of_a_prompt_agree_with_the_reference(name):
 
 
 def test_scores_of_a_long_prompt_repeat_to_the_bit():
-    case = Case(
-        q_len=5000,
-        k_len=6000,
-        heads=8,
-        head_dim=128,
-        v_dim=128,
-        dtype=torch.bfloat16,
-    )
+    case = Case(q_len=5000, k_len=6000, heads=8, head_dim=128, v_dim=128, dtype=torch.bfloat16)
     qkv, _, _ = problem(case, DEVICE)
     first, again = (decode_attention(*qkv, scores="sum", backend="triton") for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))

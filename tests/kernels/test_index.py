@@ -30,11 +30,7 @@ def layers(draw: st.DrawFn) -> tuple[list[Pattern], int, Tensor, Tensor]:
     """Patterns of a layer, KV heads, q (B, H, Q, 8), k (B, G, K, 8)."""
     k_len = draw(st.one_of(st.integers(1, 500), st.sampled_from([63, 64, 65, 128, 449])))
     q_len = draw(st.one_of(st.just(k_len), st.integers(1, k_len)))
-    kv_heads, group, batch = (
-        draw(st.integers(1, 2)),
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 2)),
-    )
+    kv_heads, group, batch = (draw(st.integers(1, most)) for most in (2, 3, 2))
     patterns = draw(st.lists(pattern, min_size=kv_heads * group, max_size=kv_heads * group))
     torch.manual_seed(draw(st.integers(0, 2**16)))
     q = torch.randn(batch, kv_heads * group, q_len, 8)

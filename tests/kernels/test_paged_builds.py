@@ -9,10 +9,7 @@ from torch import Tensor
 from kernels.index import PAD, SparseIndex, num_tiles
 from kernels.patterns import LayerPlan, make
 from kernels.ragged import Ragged
-from tests.conformance.builder_cases import (
-    Build,
-    paged,
-)
+from tests.conformance.builder_cases import Build, paged
 from tests.kernels.kinds import LAYER
 
 

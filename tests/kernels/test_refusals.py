@@ -38,14 +38,8 @@ ATTENTION = [
     ({"q": torch.zeros(2, 2, 200, 64)}, r"q \(2, 2, 200, 64\), k \(1, 1, 200, 64\)"),
     ({"q": torch.zeros(1, 2, 200, 80)}, "shapes do not go together"),
     ({"v": torch.zeros(1, 1, 199, 64)}, "shapes do not go together"),
-    (
-        {"k": torch.zeros(1, 3, 200, 64), "v": torch.zeros(1, 3, 200, 64)},
-        "2 query heads do not divide into 3 KV heads",
-    ),
-    (
-        {"k": torch.zeros(1, 0, 200, 64), "v": torch.zeros(1, 0, 200, 64)},
-        "2 query heads do not divide into 0 KV heads",
-    ),
+    (dict.fromkeys("kv", torch.ones(1, 3, 200, 64)), "2 query heads do not divide into 3 KV heads"),
+    (dict.fromkeys("kv", torch.ones(1, 0, 200, 64)), "2 query heads do not divide into 0 KV heads"),
     ({"v": torch.zeros(1, 1, 200, 0)}, "head dims must be positive, got 64 and 0"),
     ({"q": torch.zeros(1, 2, 201, 64)}, "between 1 and key length 200, got 201"),
     ({"q": torch.zeros(1, 2, 0, 64)}, "between 1 and key length 200, got 0"),

@@ -16,13 +16,7 @@ import torch
 
 from kernels import copies
 from kernels.attention import triton, triton_launch
-from kernels.attention.triton_launch import (
-    choose,
-    precision_of_float32,
-    serves,
-    split,
-    split_values,
-)
+from kernels.attention.triton_launch import choose, serves, split, split_values
 from kernels.copies import Copy, Kept
 from kernels.decode import triton as decode
 from kernels.patterns.dense import dense_index
@@ -100,8 +94,8 @@ def test_no_second_part_of_values_is_narrow():
 
 def test_float32_does_not_go_to_hopper_s_matrix_units():
     """On an H100 tf32 came out wrong in some shapes and read beyond shared memory (Triton 3.6)."""
-    assert precision_of_float32("sm_90", 64) == "ieee"
-    assert precision_of_float32("sm_80", 64) == "tf32x3"
+    assert triton_launch.precision_of_float32("sm_90", 64) == "ieee"
+    assert triton_launch.precision_of_float32("sm_80", 64) == "tf32x3"
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "hip"])

@@ -45,10 +45,7 @@ FEW = (
 
 
 def conform(
-    flags: str,
-    which: str = WHICH,
-    suite: tuple[str, ...] = SUITE,
-    **environment: str,
+    flags: str, which: str = WHICH, suite: tuple[str, ...] = SUITE, **environment: str
 ) -> str:
     """What pytest prints of these files with a library that is compiled for it, and kept."""
     files = [str(ROOT / "tests" / name) for name in suite]
