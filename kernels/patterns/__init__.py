@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.copies import on_device
 from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
 from kernels.joining import cat_heads, cat_sequences
-from kernels.patterns.base import Builder, Growth, Inputs, Pattern
+from kernels.patterns.base import NOT_SIZES, OF_ESTIMATE, Builder, Growth, Inputs, Pattern
 from kernels.patterns.block_sparse import BlockSparse
 from kernels.patterns.dense import Dense, dense_index
 from kernels.patterns.fixed import FIXED, AShape, Dilated, Strided, TriShape
@@ -28,6 +28,8 @@ from kernels.ragged import Ragged
 
 __all__ = [
     "KINDS",
+    "NOT_SIZES",
+    "OF_ESTIMATE",
     "AShape",
     "BlockSparse",
     "Builder",

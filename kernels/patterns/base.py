@@ -53,6 +53,10 @@ def _no_share(value: object) -> str | None:
     return f"must be above 0 and at most 1, got {value!r}"
 
 
+# Fields by which a prompt is looked at: patterns of a kind that agree in them share an estimate.
+OF_ESTIMATE = ("last_q", "pool")
+# All fields of patterns that are no sizes.
+NOT_SIZES = (*OF_ESTIMATE, "coverage")
 # `metadata` of a field that is no size: the rule its value is checked by.
 SHARE: Mapping[str, Any] = {"fault": _no_share}
 

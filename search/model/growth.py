@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from artifacts import Growth
-from kernels.patterns import Pattern
+from kernels.patterns import NOT_SIZES, Pattern
 from search.model.curves import Curves
 
 # Which sizes of a kind grow, all by the same power. Sinks are sinks at any length.
@@ -101,10 +101,11 @@ def _alike(pattern: Pattern, candidates: Sequence[Pattern]) -> list[int]:
         return tuple(round(float(np.log2(size / sizes[0])), 1) for size in sizes)
 
     def same(other: Pattern) -> bool:
-        fields = ("last_q", "coverage", "pool")
         return (
             other.kind == pattern.kind
-            and all(getattr(other, name, None) == getattr(pattern, name, None) for name in fields)
+            and all(
+                getattr(other, name, None) == getattr(pattern, name, None) for name in NOT_SIZES
+            )
             and shape(other) == shape(pattern)
         )
 

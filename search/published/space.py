@@ -12,7 +12,7 @@ import torch
 
 from artifacts import HeadwiseError
 from kernels.index import TILE, num_tiles, with_dense_tail
-from kernels.patterns import Builder, LayerPlan, Pattern, make
+from kernels.patterns import NOT_SIZES, Builder, LayerPlan, Pattern, make
 
 SPACE: tuple[Pattern, ...] = (
     make("a_shape", sink=1024, window=4096),
@@ -28,8 +28,7 @@ _STEP = 50
 
 def sizes(pattern: Pattern) -> dict[str, int]:
     """The sizes that ChangeSpace moves, by name."""
-    others = ("last_q", "coverage", "pool")
-    return {name: size for name, size in vars(pattern).items() if name not in others}
+    return {name: size for name, size in vars(pattern).items() if name not in NOT_SIZES}
 
 
 def moved(start: Pattern, steps: int) -> Pattern:
