@@ -40,9 +40,9 @@ SMALLER: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(family: str) -> Any:
+def tiny(family: str, **changes: Any) -> Any:
     """A random model of three layers in fp32 whose attention is uneven."""
-    return tiny_model(family, num_hidden_layers=3, **SMALLER.get(family, {}))
+    return tiny_model(family, num_hidden_layers=3, **SMALLER.get(family, {}), **changes)
 
 
 @pytest.fixture(autouse=True)
