@@ -137,12 +137,18 @@ def test_a_second_application_is_refused_and_leaves_the_first_one(build, apply, 
         ("Llama", {"seed": 1}, "weights_sha256"),
     ],
 )
-def test_another_model_is_refused_by_the_first_field(family, changes, field, build, artifact_for):
+def test_another_model_is_refused_by_the_first_field(
+    family, changes, field, build, artifact_for, ids
+):
     artifact, other = artifact_for(build()), build(family, **changes)
     with pytest.raises(HeadwiseError) as error:
         Headwise(artifact).apply(other)
     assert f"model: {field} is " in str(error.value) and "\n" not in str(error.value)
     assert implementations(other) == ["sdpa"]
+    if field == "weights_sha256":
+        with Headwise(artifact).apply(other, check_weights=False) as handle:
+            other(ids(200))
+            assert handle.stats() == {"sparse": 2, "dense": {}}
 
 
 def test_an_unknown_backend_and_what_is_no_model_are_refused(build, artifact_for):

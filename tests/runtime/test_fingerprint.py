@@ -142,18 +142,6 @@ def said(model):
 
 
 @pytest.mark.parametrize(
-    ("changes", "options"),
-    [({"seed": 1}, {"check_weights": False}), ({"max_position_embeddings": 4096}, {})],
-    ids=["other weights with leave", "stretched positions"],
-)
-def test_a_model_of_the_same_shape_is_served(changes, options, build, artifact_for, ids):
-    artifact, other = artifact_for(build()), build(**changes)
-    with Headwise(artifact).apply(other, **options) as handle:
-        other(ids(200))
-        assert handle.stats() == {"sparse": 2, "dense": {}}
-
-
-@pytest.mark.parametrize(
     ("changed", "why"),
     [
         (adapted, "an adapter stands around model.layers.0.self_attn.q_proj.base_layer.weight"),

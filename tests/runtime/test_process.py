@@ -43,16 +43,29 @@ print(*(set(sys.modules) - before))
 """
 
 
+def printed(code: str) -> list[str]:
+    """Words that code prints in a Python of its own, without settings of malloc."""
+    root = Path(__file__).parents[2]
+    given = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        env=given | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
 def test_runtime_imports_and_loads_an_artifact_with_the_artifact_s_packages_alone():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
-    packages = {name.partition(".")[0] for name in done.stdout.split()}
+    packages = {name.partition(".")[0] for name in printed(CODE)}
     # Cython and the build of Python leave modules of their own.
     private = {name for name in packages if name.startswith("_") or name == "cython_runtime"}
     assert "runtime" in packages
     assert packages - private - sys.stdlib_module_names <= ALLOWED
 
 
-_ROOT = Path(__file__).parents[2]
 _FAULTS = """
 import resource
 from runtime.allocator import keep_freed_memory
@@ -70,16 +83,7 @@ print(kept, many, faults())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_what_is_freed_is_used_again():
-    given = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run(
-        [sys.executable, "-c", _FAULTS],
-        cwd=_ROOT,
-        env=given | {"PYTHONPATH": str(_ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    kept, many, few = done.stdout.split()
+    kept, many, few = printed(_FAULTS)
     if kept == "False":
         pytest.skip("another C library")
     # Three times 64 MiB in pages of 4 KiB are 49,152.
