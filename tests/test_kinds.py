@@ -12,9 +12,10 @@ import artifacts.schema.growth as growth_data
 import artifacts.schema.patterns as data
 import kernels.patterns as code
 
-SIZES = st.integers(1, 10_000)
+# The small ones shrink to what must stay one.
+SIZES = st.integers(1, 9) | st.integers(1, 10_000)
 POWERS = st.floats(0, 1)
-LENGTHS = st.integers(1, 2**24)
+LENGTHS = st.integers(1, 640) | st.integers(1, 2**24)
 
 
 def sizes_in_code(cls: type[code.Pattern]) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def sizes_in_data(cls: type[data.Record]) -> dict[str, Any]:
     return {name: None if field.is_required() else field.default for name, field in named.items()}
 
 
-def test_the_same_kinds_with_the_same_sizes_and_defaults() -> None:
+def test_the_same_kinds_with_the_same_sizes_and_defaults():
     in_data = {kind: sizes_in_data(cls) for kind, cls in data.RECORDS.items()}
     in_code = {kind: sizes_in_code(cls) for kind, cls in code.KINDS.items()}
     # A static pattern's entries lie in the sidecar's arrays, under the names that the record gives.
@@ -38,20 +39,23 @@ def test_the_same_kinds_with_the_same_sizes_and_defaults() -> None:
     assert in_data == in_code
 
 
-def test_every_kind_has_a_colour_and_a_letter_of_its_own() -> None:
+def test_every_kind_has_a_colour_and_a_letter_of_its_own():
     records = data.RECORDS.values()
     assert len({cls.letter for cls in records}) == len(records)
     assert len({cls.colour for cls in records}) == len(records)
 
 
 @given(st.data(), st.sampled_from(sorted(growth_data.SIZES)), LENGTHS, LENGTHS)
-def test_sizes_grow_alike(drawn: st.DataObject, kind: str, at: int, length: int) -> None:
+def test_sizes_grow_alike(drawn, kind, at, length):
     names = growth_data.SIZES[kind]
     if kind in ("static", "skip_softmax"):
         return
     sizes = {name: drawn.draw(SIZES) for name in names}
-    powers = {kind: {name: drawn.draw(POWERS) for name in names}}
-    record = data.RECORDS[kind](**sizes)
+    some = [name for name in names if drawn.draw(st.booleans())]
+    powers = {kind: {name: drawn.draw(POWERS) for name in some}}
+    fixed = {"last_q": 32, "coverage": 0.9} if kind == "vertical_slash" else {}
+    record = data.RECORDS[kind](**sizes, **fixed)
+    assert growth_data.grown(record, None, length) == record
     grown = growth_data.grown(record, growth_data.Growth(length=at, powers=powers), length)
     made = code.Growth(length=at, powers=powers).grown(code.make(**record.model_dump()), length)
     assert code.make(**grown.model_dump()) == made

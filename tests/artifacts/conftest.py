@@ -56,6 +56,14 @@ def hash_by_other_tools(fields: dict[str, Any]) -> str:
     return hashlib.sha256(rfc8785.dumps(fields)).hexdigest()
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
 def build_arrays() -> dict[str, np.ndarray]:
     recall = np.linspace(0.5, 1.0, 12, dtype=np.float32).reshape(3, 4)
     recall[1] = np.nan
@@ -94,16 +102,3 @@ def saved(tmp_path: Path, arrays: dict[str, np.ndarray]) -> Path:
     path = tmp_path / "cfg.yaml"
     artifacts.save(build(), path, arrays)
     return path
-
-
-@pytest.fixture
-def edit(saved: Path) -> Callable[[str, str], Path]:
-    """edit(old, new) -> the saved YAML file with its one `old` replaced by hand."""
-
-    def edit(old: str, new: str) -> Path:
-        text = saved.read_text()
-        assert text.count(old) == 1, f"{old!r} must be there once"
-        saved.write_text(text.replace(old, new))
-        return saved
-
-    return edit

@@ -41,6 +41,11 @@ def content(number: int) -> tuple[artifacts.Artifact, dict[str, Any]]:
     return artifact, {"number": np.full(4096, number, np.int32)}
 
 
+def write(path: Path, number: int) -> artifacts.Artifact:
+    artifact, arrays = content(number)
+    return artifacts.save(artifact, path, arrays)
+
+
 def found(path: Path) -> int:
     """The number of the artifact at `path`; raises where the two files are no pair."""
     artifact, arrays = artifacts.load_pair(path)
@@ -74,11 +79,10 @@ def at_each_call(folder: Path, *, torn: bool) -> Counter[int]:
     seen: Counter[int] = Counter()
     path = folder / "cfg.yaml"
     for call in range(1, 1000):
-        artifacts.save(content(0)[0], path, content(0)[1])
+        write(path, 0)
         if (child := os.fork()) == 0:
-            new = content(1)
             die_at(call, torn=torn)
-            artifacts.save(new[0], path, new[1])
+            write(path, 1)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         seen[found(path)] += 1
@@ -91,8 +95,7 @@ def at_each_call(folder: Path, *, torn: bool) -> Counter[int]:
 
 def next_writer_clears(path: Path) -> None:
     """Save once more, look for leftovers, and remove the sidecars that no YAML names."""
-    artifact, arrays = content(2)
-    saved = artifacts.save(artifact, path, arrays)
+    saved = write(path, 2)
     wanted = {path.name, saved.sidecar.file if saved.sidecar else ""}
     unused = set(os.listdir(path.parent)) - wanted
     assert all(re.fullmatch(r"cfg\.[0-9a-f]{8}\.safetensors", name) for name in unused), unused
@@ -108,15 +111,14 @@ def at_random(folder: Path, kills: int) -> Counter[str]:
     seen: Counter[str] = Counter()
     started = time.perf_counter()
     for number in range(8):
-        artifacts.save(content(number)[0], path, content(number)[1])
+        write(path, number)
     each = (time.perf_counter() - started) / 8
     for _ in range(kills):
         reading, writing = os.pipe()
         if (child := os.fork()) == 0:
-            pairs = [content(number) for number in range(4)]
             os.write(writing, b"x")
             for turn in range(10**9):
-                artifacts.save(pairs[turn % 4][0], path, pairs[turn % 4][1])
+                write(path, turn % 4)
         os.read(reading, 1)
         os.close(reading)
         os.close(writing)
@@ -132,7 +134,7 @@ def at_random(folder: Path, kills: int) -> Counter[str]:
 def among_others(folder: Path, kills: int) -> int:
     """Kill three writers that add entries to one artifact; returns the entries acknowledged."""
     path = folder / "cfg.yaml"
-    artifacts.save(content(0)[0], path, content(0)[1])
+    write(path, 0)
     reading, writing = os.pipe()
     chance = random.Random(1)
 

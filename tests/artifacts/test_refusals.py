@@ -67,14 +67,12 @@ EDITS = [
 
 
 @pytest.mark.parametrize(("old", "new", "says"), EDITS)
-def test_edited_by_hand(edit, old, new, says):
-    path = edit(old, new)
-    text = line(path)
-    assert text.startswith(f"{path}: ") and says in text
-
-
-def test_a_change_that_the_hash_leaves_out_is_no_damage(edit):
-    assert "./tiny" in load(edit("--model tiny", "--model ./tiny")).search.command
+def test_edited_by_hand(saved, old, new, says):
+    text = saved.read_text()
+    assert text.count(old) == 1
+    saved.write_text(text.replace(old, new))
+    refused = line(saved)
+    assert refused.startswith(f"{saved}: ") and says in refused
 
 
 @pytest.mark.parametrize(
@@ -172,13 +170,6 @@ def test_arrays_that_cannot_be(tmp_path, every_kind, monkeypatch, name, change, 
         unchecked.setattr("artifacts.store.write.check_arrays", lambda artifact, arrays: None)
         save(artifact, path, arrays)
     assert says in line(path)
-
-
-def test_a_wrong_copy_is_refused_before_anything_is_written(tmp_path, make):
-    broken = make().model_copy(update={"patterns": {}})
-    with pytest.raises(ArtifactError, match=r"prefill\.layers\[0\]\[0\]: no pattern is called"):
-        save(broken, tmp_path / "cfg.yaml")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_pipe_or_a_device_in_place_of_a_file_is_never_waited_for(saved, tmp_path):

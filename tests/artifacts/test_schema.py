@@ -1,6 +1,9 @@
-"""Names, sizes at a length, fronts and windows of artifacts made in Python."""
+"""Names, fronts and windows of artifacts made in Python, and the schema with all its fields."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -10,17 +13,19 @@ from artifacts import (
     ArtifactError,
     BlockSparse,
     Full,
-    Growth,
     KVCache,
     Static,
     Streaming,
     Summary,
     VerticalSlash,
-    grown,
     pattern_name,
     save,
 )
+from artifacts.__main__ import main
+from artifacts.commands.schema import schema, tables
+from artifacts.schema.artifact import SCHEMA_VERSION
 from artifacts.schema.validation import to_artifact
+from artifacts.store.write import SCHEMA_FILE
 
 
 @pytest.mark.parametrize(
@@ -62,25 +67,6 @@ def test_a_row_is_one_policy_for_all_kv_heads_or_one_for_each():
     assert section.heads(2, 2) == ("full", "stream")
 
 
-def test_sizes_at_a_length(make):
-    growth = Growth(
-        length=4096, powers={"vertical_slash": {"vertical": 0.5, "slash": 1.0}, "block_sparse": {}}
-    )
-    pattern = VerticalSlash(vertical=100, slash=1000, last_q=32, coverage=0.9)
-    assert grown(pattern, None, 9) == pattern
-    for length, vertical, slash in (
-        (4096, 100, 1000),
-        (4033, 100, 1000),
-        (16_384, 200, 4000),
-        (1, 12, 16),
-    ):
-        sizes = {"vertical": vertical, "slash": slash}
-        assert grown(pattern, growth, length) == pattern.model_copy(update=sizes)
-    assert grown(BlockSparse(blocks=9), growth, 16_384) == BlockSparse(blocks=9)
-    least = VerticalSlash(vertical=1, slash=1)
-    assert grown(least, growth, 1) == least
-
-
 def test_rows_of_points_come_back(every_kind, tmp_path):
     artifact, arrays = every_kind
     save(artifact, tmp_path / "cfg.yaml", arrays)
@@ -120,3 +106,26 @@ def test_seen_windows(every_kind):
     for wrong in ("x" * 64, "ab", "\u0661" * 64, "A" * 64):
         with pytest.raises(ArtifactError, match=f"must have 64 hex digits, got '{wrong[:40]}"):
             artifacts.window_arrays(["a" * 64, wrong])
+
+
+def test_the_schema_is_printed_and_every_field_is_described_and_has_its_line(capsys):
+    assert main(["schema", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made == schema() and f"version {SCHEMA_VERSION}" in made["title"]
+    assert made["$schema"].startswith("https://json-schema.org/")
+    lines = tables().splitlines()
+    for part in (made, *made["$defs"].values()):
+        for name, field in part.get("properties", {}).items():
+            assert field["description"], f"{name}: describe it where it is declared"
+            described = [line for line in lines if line.startswith(f"| `{name}` |")]
+            assert any(field["description"] in line for line in described)
+    page = (Path(__file__).parents[2] / "docs" / "schema.md").read_text()
+    assert tables() in page, "docs/schema.md: put in what `headwise schema --markdown` prints"
+
+
+def test_a_file_names_the_schema_that_lies_beside_it(saved, capsys):
+    first = saved.read_text().splitlines()[0]
+    assert first == f"# yaml-language-server: $schema={SCHEMA_FILE}"
+    assert main(["schema", "--out", str(saved.parent)]) == 0
+    assert capsys.readouterr().out == f"wrote {saved.with_name(SCHEMA_FILE)}\n"
+    assert json.loads(saved.with_name(SCHEMA_FILE).read_text()) == schema()

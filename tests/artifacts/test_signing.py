@@ -58,11 +58,13 @@ def refusal(saved, public):
     return line
 
 
-def test_a_change_that_the_hash_leaves_out_is_seen(saved, key, public):
+def test_the_signature_is_of_every_byte_and_comes_before_the_content(saved, key, public):
     """Commands and times are in nobody's hash, but a reader may copy a command."""
     sign(saved, key)
     saved.write_text(saved.read_text().replace("--model tiny", "--model evil"))
     load(saved)
+    assert "is no signature of this file by the key" in refusal(saved, public)
+    saved.write_text("[" * 1000)
     assert "is no signature of this file by the key" in refusal(saved, public)
 
 
@@ -114,12 +116,6 @@ def test_another_key_or_no_signature_at_all(saved, key, public, tmp_path):
     assert "cannot be read, is no regular file" in refusal(saved, public)
 
 
-def test_the_signature_comes_before_the_content(saved, key, public):
-    sign(saved, key)
-    saved.write_text("[" * 1000)
-    assert "is no signature" in refusal(saved, public)
-
-
 def test_only_a_whole_artifact_is_signed(saved, key):
     saved.write_text(saved.read_text().replace("seed: 7", "seed: 8"))
     with pytest.raises(ArtifactError, match="was changed after it was written"):
@@ -127,41 +123,34 @@ def test_only_a_whole_artifact_is_signed(saved, key):
     assert not signature_path(saved).exists()
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"nonsense", b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"]
-)
-def test_a_key_that_is_none(saved, key, tmp_path, data):
-    sign(saved, key)
-    wrong = tmp_path / "wrong"
-    wrong.write_bytes(data)
-    for verify, named in ((wrong, "wrong"), (data, "the key")):
-        with pytest.raises(HeadwiseError, match=f"{named}: is no public Ed25519 key in PEM"):
-            load(saved, verify=verify)
-    with pytest.raises(HeadwiseError, match="wrong: is "):
-        sign(saved, wrong)
-    with pytest.raises(HeadwiseError, match="none: the key cannot be read, no such file"):
-        load(saved, verify=tmp_path / "none")
-
-
-def test_keys_taken_for_each_other_and_keys_of_other_kinds(saved, key, public):
+def test_what_is_no_key_or_one_of_another_kind(saved, key, public, tmp_path):
     from cryptography.hazmat.primitives import serialization as s
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
     other = X25519PrivateKey.generate()
     private = other.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
     of_other = other.public_key().public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo)
-    for wrong, says in (
-        (public, "is a public key, signing takes the private one"),
-        (private, "is no private Ed25519 key"),
+    sign(saved, key)
+    wrong = tmp_path / "wrong"
+    empty = b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"
+    signing = "is a public key, signing takes the private one"
+    none = "is no public Ed25519 key in PEM"
+    for data, signs, verifies in (
+        (b"", "is no private Ed25519 key", none),
+        (b"nonsense", "is no private Ed25519 key", none),
+        (empty, signing, none),
+        (of_other, signing, none),
+        (private, "is no private Ed25519 key", "is a private key, keep it to yourself"),
     ):
-        with pytest.raises(HeadwiseError, match=says):
+        wrong.write_bytes(data)
+        wrong.chmod(0o600)
+        for verify, named in ((wrong, "wrong"), (data, "the key")):
+            with pytest.raises(HeadwiseError, match=f"{named}: {verifies}"):
+                load(saved, verify=verify)
+        with pytest.raises(HeadwiseError, match=f"wrong: {signs}"):
             sign(saved, wrong)
-    for wrong, says in (
-        (key, "is a private key, keep it to yourself"),
-        (of_other, "is no public Ed25519 key"),
-    ):
-        with pytest.raises(HeadwiseError, match=says):
-            load(saved, verify=wrong)
+    with pytest.raises(HeadwiseError, match="none: the key cannot be read, no such file"):
+        load(saved, verify=tmp_path / "none")
 
 
 def test_a_key_is_its_owners_alone_and_never_replaced(key, public):

@@ -12,11 +12,7 @@ from artifacts import HeadwiseError, load, load_arrays, load_pair, pattern_name,
 from artifacts.schema.kv_cache import POLICY_KINDS
 from artifacts.schema.patterns import KINDS
 from artifacts.store.sidecar import Sidecar, to_bytes
-from tests.artifacts.conftest import GOLDEN
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+from tests.artifacts.conftest import GOLDEN, files_of, names
 
 
 def test_golden_v1(tmp_path, every_kind):
@@ -39,7 +35,7 @@ def test_same_content_same_bytes(tmp_path, make, arrays):
         laid_out = {name: np.asfortranarray(arrays[name]) for name in order}
         (tmp_path / run).mkdir()
         save(make(), tmp_path / run / "cfg.yaml", laid_out)
-        written.append({path.name: path.read_bytes() for path in (tmp_path / run).iterdir()})
+        written.append(files_of(tmp_path / run))
     assert written[0] == written[1]
 
 
@@ -58,25 +54,10 @@ def test_arrays_of_every_layout(tmp_path, make):
         np.testing.assert_array_equal(array, given[name])
 
 
-def test_saving_again_leaves_one_pair_and_no_other_file_is_touched(tmp_path, make, arrays):
-    path = tmp_path / "cfg.yaml"
-    save(make(), path, arrays)
-    foreign = tmp_path / "cfg.0123abcd.safetensors"
-    foreign.write_bytes(b"someone else's")
-    arrays["chosen.recall"][0, 0] = 0.75
-    result = save(make(), path, arrays)
-    assert names(tmp_path) == sorted(["cfg.yaml", result.sidecar.file, foreign.name])
-    assert load_arrays(path)["chosen.recall"][0, 0] == 0.75
-    save(make(), path, arrays)
-    assert load(path).sidecar == result.sidecar
-    save(make(), path)
-    assert names(tmp_path) == sorted(["cfg.yaml", foreign.name])
-
-
 @pytest.mark.parametrize("step", ["replace", "fsync", "open"])
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 def test_a_failure_leaves_the_old_pair_and_nothing_else(saved, make, arrays, monkeypatch, step, at):
-    before = {path.name: path.read_bytes() for path in saved.parent.iterdir()}
+    before = files_of(saved.parent)
     real, calls = getattr(os, step), 0
 
     def failing(*args, **kwargs):
@@ -93,7 +74,7 @@ def test_a_failure_leaves_the_old_pair_and_nothing_else(saved, make, arrays, mon
     except HeadwiseError as error:
         assert "no space left on device" in str(error)
         monkeypatch.undo()
-        assert {path.name: path.read_bytes() for path in saved.parent.iterdir()} == before
+        assert files_of(saved.parent) == before
     else:
         # Flushing the directory is a courtesy, some steps come fewer times, and what could not be
         # read is not removed.

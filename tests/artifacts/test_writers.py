@@ -26,17 +26,9 @@ from artifacts import (
 from artifacts.analysis.sections import save_searched, with_seen
 from artifacts.store.pair import locked
 from artifacts.store.windows import seen_windows
-from tests.artifacts.conftest import build_every_kind
+from tests.artifacts.conftest import build_every_kind, files_of, names
 
 DECODE = Decode(omnikv=OmniKV(filter_layers=(2,)))
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def files_of(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def with_decode(artifact, arrays):
@@ -109,6 +101,11 @@ def test_what_a_dead_writer_left_unfinished_is_cleared_away_and_nothing_else(sav
     result = save(make(), saved, arrays)
     kept = {"cfg.01234567.safetensors", "mine.safetensors", "cfg.v2.01234567.safetensors"}
     assert names(folder) == sorted({"cfg.yaml", result.sidecar.file} | kept | others)
+    # The same content has the same sidecar, which stays; without arrays there is none.
+    assert save(make(), saved, arrays).sidecar == result.sidecar == load(saved).sidecar
+    assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
+    save(make(), saved)
+    assert names(folder) == sorted({"cfg.yaml"} | kept | others)
 
 
 def test_a_name_that_save_did_not_give_removes_no_file(saved, make, arrays):
@@ -238,5 +235,7 @@ def test_a_search_of_another_model_or_over_no_artifact_replaces_all(saved, make)
         assert save_searched(make(), saved, {}) == load(saved)
     saved.unlink()
     assert save_searched(make(), saved, {}) == load(saved)
+    before = files_of(saved.parent)
     with pytest.raises(ArtifactError, match=r"prefill\.layers\[0\]\[0\]: no pattern is called"):
         save_searched(make().model_copy(update={"patterns": {}}), saved, {})
+    assert files_of(saved.parent) == before
