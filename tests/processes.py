@@ -31,12 +31,11 @@ class Process:
     """A command that runs. Its process is the first of a group, which the ranks of torchrun belong
     to."""
 
-    def __init__(self, module: str, *words: str, ranks: int = 0, cwd: Path = ROOT) -> None:
-        """Start `python -m module words` in the folder `cwd`; with `ranks`, under torchrun."""
+    def __init__(self, module: str, *words: str, ranks: int = 0) -> None:
+        """Start `python -m module words` in the checkout; with `ranks`, under torchrun."""
         self._folder = tempfile.TemporaryDirectory()
-        self._process = _servers.Process(
-            target=_run, args=(module, words, ranks, cwd, self._folder.name)
-        )
+        given = module, words, ranks, self._folder.name
+        self._process = _servers.Process(target=_run, args=given)
         self._process.start()
         self.pid = self._process.pid or 0
 
@@ -49,21 +48,14 @@ class Process:
         """Exit code, stdout and stderr, when it has ended."""
         self._process.join(SECONDS)
         assert self.code is not None, f"it runs for more than {SECONDS} s"
-        said, complained = (
-            Path(self._folder.name, name).read_text() for name in ("stdout", "stderr")
-        )
-        return self.code, said, complained
+        folder = Path(self._folder.name)
+        return self.code, (folder / "stdout").read_text(), (folder / "stderr").read_text()
 
     def kill(self) -> None:
         """kill -9 of the whole group."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.join(SECONDS)
-
-
-def run(module: str, *words: str, ranks: int = 0, cwd: Path = ROOT) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command."""
-    return Process(module, *words, ranks=ranks, cwd=cwd).finish()
 
 
 def interpret(module: str, *words: str) -> Any:
@@ -80,9 +72,9 @@ def interpret(module: str, *words: str) -> Any:
     return json.loads(done.stdout)
 
 
-def _run(module: str, words: tuple[str, ...], ranks: int, cwd: Path, folder: str) -> None:
+def _run(module: str, words: tuple[str, ...], ranks: int, folder: str) -> None:
     os.setsid()
-    os.chdir(cwd)
+    os.chdir(ROOT)
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
@@ -91,15 +83,8 @@ def _run(module: str, words: tuple[str, ...], ranks: int, cwd: Path, folder: str
         return
     from torch.distributed.run import main
 
-    launcher = [
-        "--standalone",
-        "--nproc_per_node",
-        str(ranks),
-        "--start-method",
-        "fork",
-        "--run-path",
-    ]
-    main([*launcher, __file__, module, *words])
+    launcher = f"--standalone --nproc_per_node {ranks} --start-method fork --run-path"
+    main([*launcher.split(), __file__, module, *words])
 
 
 def _as_main(module: str, *words: str) -> None:

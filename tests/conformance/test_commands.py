@@ -61,7 +61,7 @@ RUNS = {
     "sign": "cfg.yaml --key new.key --new-key",
     "verify": "cfg.yaml --key me.key.pub",
 }
-# tests/search/test_demo.py runs the one, which makes a search of several thousand tokens, and
+# tests/search/test_heads.py runs the one, which makes a search of several thousand tokens, and
 # .ci/lm-eval the other, which is the command line of another program.
 ELSEWHERE = {"demo": "--model model --out out", "lm-eval": ""}
 TYPED = {**RUNS, **ELSEWHERE}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from tests.tiny_text_model import save_tiny
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
@@ -27,7 +26,7 @@ PUBLISHED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="session")
-def by_head(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def by_head(tiny_model, tmp_path_factory):
     """The artifact of a published search of the tiny model; not to be written to."""
     out = tmp_path_factory.mktemp("by_head") / "cfg.yaml"
     run(HeadSearch(model=str(tiny_model), out=out, picture=False, **PUBLISHED))

@@ -1,26 +1,43 @@
-"""headwise search as its users run it, on a tiny model."""
+"""headwise search and headwise demo as their users run them, on tiny models."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import artifacts
+from artifacts import HeadwiseError
+from kernels.native import build
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
+from runtime import load
+from runtime.fingerprint import fingerprint
+from runtime.layers import attention_layers, sliding_layers
+from search import demo
 from search.heads import main
+from search.model.config import ModelSearch
+from search.model.layers import serving_backend
+from search.model.limits import Limits
 from search.published.search import HeadSearch, run
 from tests.processes import Process
+from tests.runtime.tiny import FAMILIES
+from tests.runtime.tiny import tiny_model as tiny_of_family
+from tests.sampling import sampled
 from tests.search.conftest import PUBLISHED
+from tests.tiny_text_model import save_tokenizer
+
+# Architectures: one without a trait of its own, and one for each of a fused projection, a softcap,
+# layers that slide, sinks, another layout of modules, and experts. The runtime's matrix has all.
+TRAITS = ("Llama", "Phi3", "Gemma2", "Gemma3", "GptOss", "GPTNeoX", "Qwen3Moe")
 
 
 def test_writes_a_pair_and_the_picture_and_scores_are_what_the_artifact_has_on_the_prompt(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+    tiny_model, tmp_path
+):
     out = tmp_path / "cfg.yaml"
     run(HeadSearch(model=str(tiny_model), out=out, dense_tail=64, **PUBLISHED))
     artifact, arrays = artifacts.load_pair(out)
@@ -34,7 +51,7 @@ def test_writes_a_pair_and_the_picture_and_scores_are_what_the_artifact_has_on_t
         np.testing.assert_allclose(arrays[f"chosen.{name}"], getattr(measured, name), atol=1e-5)
 
 
-def test_the_winner_has_the_smallest_error_and_keeps_to_the_budget(by_head: Path) -> None:
+def test_the_winner_has_the_smallest_error_and_keeps_to_the_budget(by_head):
     artifact, arrays = artifacts.load_pair(by_head)
     errors = [
         values
@@ -50,9 +67,7 @@ def test_the_winner_has_the_smallest_error_and_keeps_to_the_budget(by_head: Path
 
 
 @pytest.mark.slow
-def test_killed_in_mid_search_goes_on_and_finds_the_same(
-    by_head: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_killed_in_mid_search_goes_on_and_finds_the_same(by_head, tiny_model, tmp_path, capsys):
     out = tmp_path / "cfg.yaml"
     resume = tmp_path / "cfg.yaml.heads.ledger"
     options = "--preset paper --length 1000 --budget 0.6 --dtype float32 --task passkey"
@@ -69,3 +84,88 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(
     assert main(words) == 0 and f"{finished} units are finished" in capsys.readouterr().err
     assert artifacts.load(out).content_sha256 == artifacts.load(by_head).content_sha256
     assert not resume.exists()
+
+
+@pytest.mark.parametrize("family", sampled(FAMILIES, *TRAITS))
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_found_for_an_architecture_serves_it(family, tmp_path):
+    model = tiny_of_family(family, vocab_size=260)
+    out = tmp_path / "cfg.yaml"
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    options = "--preset paper --length 512 --budget 0.6 --dtype float32 --no-picture"
+    assert main(["--model", str(tmp_path / "model"), "--out", str(out), *options.split()]) == 0
+    modules = attention_layers(model)
+    rows = artifacts.load(out).prefill.layers
+    found = {layer for layer, row in enumerate(rows) if row is not None}
+    assert found == set(modules) - sliding_layers(modules)
+    with torch.no_grad(), load(out).apply(model, strict=True) as handle:
+        model(torch.randint(3, 250, (1, 512)))
+        assert handle.stats()["sparse"] == len(found)
+
+
+def test_kernels_that_do_not_compile_are_told_in_one_line(tiny_model, monkeypatch, capfd):
+    loaded = load_model(str(tiny_model), dtype="float32")
+    model = fingerprint(loaded.model, name=loaded.name)
+    monkeypatch.setenv("CXX", "false")
+    # Not what this process has loaded before.
+    monkeypatch.setattr(build, "load", build._load)
+    assert serving_backend("auto", model, "float32", "cpu") == "reference"
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("only the reference backend serves here")
+    assert "false" in said
+    assert serving_backend("auto", model, "float32", "cpu", quiet=True) == "reference"
+    assert serving_backend("reference", model, "float32", "cpu") == "reference"
+    assert capfd.readouterr().err == ""
+    says = r"--backend cpu: backend 'cpu' cannot serve this call: .*false"
+    with pytest.raises(HeadwiseError, match=says):
+        serving_backend("cpu", model, "float32", "cpu")
+    with pytest.raises(HeadwiseError, match="--backend abacus: unknown backend 'abacus'"):
+        serving_backend("abacus", model, "float32", "cpu")
+    monkeypatch.undo()
+    assert serving_backend("auto", model, "float32", "cpu") == "cpu"
+    assert capfd.readouterr().err == ""
+
+
+LENGTH = 512
+
+
+def test_a_demo_searches_by_default_applies_and_compares(tiny_model, tmp_path, capsys):
+    # A random model has no head that can do without much.
+    limits = Limits(max_kl=100, max_perplexity=100, max_nll=100, max_lost=1)
+    out = tmp_path / "demo" / "cfg.yaml"
+    config = ModelSearch(
+        model=str(tiny_model),
+        out=out,
+        lengths=(LENGTH,),
+        tasks=("prose",),
+        n_trials=1,
+        limits=limits,
+        dtype="float32",
+        # Nor has it anything to gain at such a length.
+        keep=True,
+        command="the command",
+    )
+    assert demo.run(config, repeats=1)
+    artifact = artifacts.load(out)
+    said = capsys.readouterr().out
+    assert artifact.search is not None and artifact.search.allocation == "model"
+    assert artifact.evidence.reported_on.name == "held-out"
+    assert artifact.evidence.measurements, "the search is by the seconds of this machine"
+    assert said.startswith("$ the command\n") and f"wrote {out}" in said
+    after = said[said.index(f"seconds to the first token after {LENGTH} tokens") :]
+    answers = [line.split()[0] for line in after.splitlines() if " answers " in line]
+    assert answers == ["dense", "headwise"]
+    assert out.with_suffix(".png").is_file()
+
+
+def test_a_demo_searches_as_heads_does(tmp_path, monkeypatch):
+    asked: list[ModelSearch] = []
+    monkeypatch.setattr(demo, "run", lambda given, repeats: asked.append(given) or len(asked) == 1)
+    assert demo.main(["--out", str(tmp_path)]) == 0
+    # What is not worth serving is not written, and nothing is compared.
+    assert demo.main(["--out", str(tmp_path)]) == 3
+    command = f"headwise search --model smollm2 --length 8192 --out {tmp_path / 'cfg.yaml'}"
+    out = tmp_path / "cfg.yaml"
+    default = ModelSearch(model="smollm2", out=out, lengths=(8192,), command=command)
+    assert asked == [default, default]

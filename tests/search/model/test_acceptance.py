@@ -10,13 +10,17 @@ import pytest
 
 from artifacts import Finding
 from search.model.acceptance import Accepted, gate
-from search.model.allocation import Allocation, Heads
+from search.model.allocation import Allocation
 from search.model.limits import Limits
 from search.model.search_run import Measured
 from search.model.task_losses import ContextLoss, TaskLoss
 from tests.search.model.made import FormulaRun, heads_of
 
-TAILS = (0, 64, 256)
+HEADS = heads_of(0, tails=(0, 64, 256), heads=4, candidates=8)
+TOTAL = HEADS.total(0.15)
+BEST = HEADS.allocate(TOTAL, 64)
+# A limit a little above the best allocation's predicted loss.
+JUST_ABOVE = 1.05 * HEADS.predicted(BEST)
 
 
 @dataclass(frozen=True)
@@ -36,132 +40,95 @@ class Prompts:
         return tuple(Sequence(task, self.name) for task in ["facts"] * 4 + ["prose"])
 
 
-def losses(heads: Heads, allocation: Allocation, factor: float) -> tuple[TaskLoss, ...]:
-    kl = factor * heads.predicted(allocation)
+def losses(allocation: Allocation, factor: float) -> tuple[TaskLoss, ...]:
+    kl = factor * HEADS.predicted(allocation)
     return (TaskLoss.of("any", [ContextLoss(digest="", kl=kl)]),)
 
 
-def drawn() -> Heads:
-    return heads_of(0, tails=TAILS, heads=4, candidates=8)
+def passed(
+    factors: Mapping[str, float], limit: float
+) -> tuple[Accepted, list[tuple[str, float, Any]]]:
+    """Run the gate where each set loses so many times what the curves predict.
+
+    Returns what it accepts, and (set, cost, numbers) of all that was run, in order."""
+    run = FormulaRun(lambda prompts, one, numbers: losses(one, factors[prompts.name]))
+    calibrated = Measured(allocation=BEST, tasks=losses(BEST, factors["calibration"]))
+    held_out = cast(Any, iter([Prompts(name) for name in factors if name != "calibration"]))
+    accepted = gate(cast(Any, run), HEADS, Limits(max_kl=limit), TOTAL, calibrated, held_out)
+    return accepted, [(prompts.name, one.cost, numbers) for prompts, one, numbers in run.measured]
 
 
-@dataclass(frozen=True)
-class Passed:
-    """measured: (set, cost, numbers) of all that was run, in order."""
-
-    accepted: Accepted
-    heads: Heads
-    best: Allocation
-    measured: list[tuple[str, float, Any]]
-
-
-def passed(factors: Mapping[str, float], limit: float) -> Passed:
-    """Run the gate where each set loses so many times what the curves predict."""
-    heads = drawn()
-    run = FormulaRun(lambda prompts, one, numbers: losses(heads, one, factors[prompts.name]))
-    best = heads.allocate(heads.total(0.15), 64)
-    calibrated = Measured(allocation=best, tasks=losses(heads, best, factors["calibration"]))
-    held_out = iter([Prompts(name) for name in factors if name != "calibration"])
-    accepted = gate(
-        cast(Any, run),
-        heads,
-        Limits(max_kl=limit),
-        heads.total(0.15),
-        calibrated,
-        cast(Any, held_out),
-    )
-    measured = [(prompts.name, one.cost, numbers) for prompts, one, numbers in run.measured]
-    return Passed(accepted, heads, best, measured)
-
-
-def just_above() -> float:
-    """A limit a little above the best allocation's predicted loss."""
-    heads = drawn()
-    return 1.05 * heads.predicted(heads.allocate(heads.total(0.15), 64))
-
-
-def test_what_passes_at_once_is_reported_on_the_first_held_out_set() -> None:
-    result = passed({"calibration": 1.0, "first": 1.1, "second": 1.0}, 100.0)
-    accepted = result.accepted
-    assert accepted.measured.allocation.digest == result.best.digest
+def test_what_passes_at_once_is_reported_on_the_first_held_out_set():
+    accepted, measured = passed({"calibration": 1.0, "first": 1.1, "second": 1.0}, 100.0)
+    assert accepted.measured.allocation.digest == BEST.digest
     assert accepted.fault is None and accepted.chosen_on == []
-    assert accepted.held_out and {name for name, _, _ in result.measured} == {"first"}
+    assert accepted.held_out and {name for name, _, _ in measured} == {"first"}
     # By task, the one with few sequences first. Then half and twice the budget, each on the first
     # contexts of the tasks, as what was chosen.
-    numbers = [numbers for _, _, numbers in result.measured]
+    numbers = [numbers for _, _, numbers in measured]
     assert numbers == [[4], [0, 1, 2, 3], *[[0, 4]] * len(accepted.points)]
-    assert accepted.points[0].allocation.digest == result.best.digest
+    assert accepted.points[0].allocation.digest == BEST.digest
     assert len(accepted.points) == 3
     assert {point.allocation.tail for point in accepted.points} == {64}
     for point in accepted.points:
-        assert point.tasks == losses(result.heads, point.allocation, 1.1)
+        assert point.tasks == losses(point.allocation, 1.1)
     assert accepted.measured.tasks == 2 * accepted.points[0].tasks
 
 
-def test_a_set_that_fails_says_how_much_more_and_another_reports() -> None:
-    limit = just_above()
-    result = passed({"calibration": 1.0, "first": 1.5, "second": 1.5, "third": 1.0}, limit)
-    accepted = result.accepted
-    judged = [(name, cost) for name, cost, numbers in result.measured if numbers == [4]]
+def test_a_set_that_fails_says_how_much_more_and_another_reports():
+    factors = {"calibration": 1.0, "first": 1.5, "second": 1.5, "third": 1.0}
+    accepted, measured = passed(factors, JUST_ABOVE)
+    judged = [(name, cost) for name, cost, numbers in measured if numbers == [4]]
     assert [name for name, _ in judged] == ["first", "second"]
     # Where a task fails the others are not run, and raised nothing.
-    others = [name for name, _, numbers in result.measured if numbers == [0, 1, 2, 3]]
+    others = [name for name, _, numbers in measured if numbers == [0, 1, 2, 3]]
     assert others == ["second"]
     assert accepted.chosen_on == [Sequence("prose", "first")]
     assert len(accepted.reported_on) == 5 and accepted.held_out
-    assert accepted.measured.allocation.cost == judged[-1][1] > result.best.cost
+    assert accepted.measured.allocation.cost == judged[-1][1] > BEST.cost
     # One step comes to what is aimed at: little less than the limit.
-    assert 0.5 < 1.5 * result.heads.predicted(accepted.measured.allocation) / limit <= 0.91
+    assert 0.5 < 1.5 * HEADS.predicted(accepted.measured.allocation) / JUST_ABOVE <= 0.91
 
 
-def test_calibration_prompts_raise_it_first_and_no_held_out_set_is_spent_on_that() -> None:
-    result = passed({"calibration": 1.0, "first": 0.5}, just_above() * 0.7 / 1.05)
-    accepted = result.accepted
-    assert result.measured[0][0] == "first" and accepted.chosen_on == []
-    assert accepted.measured.allocation.cost > result.best.cost
+def test_calibration_prompts_raise_it_first_and_no_held_out_set_is_spent_on_that():
+    accepted, measured = passed({"calibration": 1.0, "first": 0.5}, JUST_ABOVE * 0.7 / 1.05)
+    assert measured[0][0] == "first" and accepted.chosen_on == []
+    assert accepted.measured.allocation.cost > BEST.cost
     assert (accepted.fault or "").startswith("any: KL to dense attention is ")
 
 
-def test_without_another_set_the_one_that_raised_reports_and_is_not_held_out() -> None:
-    accepted = passed({"calibration": 1.0, "first": 1.5}, just_above()).accepted
+def test_without_another_set_the_one_that_raised_reports_and_is_not_held_out():
+    accepted, _ = passed({"calibration": 1.0, "first": 1.5}, JUST_ABOVE)
     assert accepted.chosen_on == [accepted.reported_on[4]] and not accepted.held_out
 
 
-def test_all_sets_that_failed_are_named() -> None:
+def test_all_sets_that_failed_are_named():
     factors = {"calibration": 1.0, "first": 1.5, "second": 3.0, "third": 1.0}
-    accepted = passed(factors, just_above()).accepted
+    accepted, _ = passed(factors, JUST_ABOVE)
     assert accepted.chosen_on == [Sequence("prose", "first"), Sequence("prose", "second")]
     assert accepted.held_out and accepted.reported_on == Prompts("third").sequences
 
 
-def test_all_answers_together_fail_where_each_task_passes() -> None:
+def test_all_answers_together_fail_where_each_task_passes():
     """Every other context loses three of ten answers: of one task alone that may be chance."""
 
     def of(task: str) -> TaskLoss:
+        ten = dict.fromkeys(("answers", "dense_right", "tokens"), 10)
         contexts = [
-            ContextLoss(
-                digest=f"{task}{at}",
-                kl=0.01,
-                answers=10,
-                dense_right=10,
-                tokens=10,
-                lost=at % 2 * 3,
-            )
-            for at in range(4)
+            ContextLoss(digest=f"{task}{at}", kl=0.01, lost=at % 2 * 3, **ten) for at in range(4)
         ]
         return TaskLoss.of(task, contexts)
 
     lost = {"facts": of("facts"), "prose": of("prose")}
     assert all(Limits().fault([task]) is None for task in lost.values())
     run = FormulaRun(lambda prompts, one, numbers: [lost[prompts.sequences[numbers[0]].task]])
-    heads = drawn()
-    best = Measured(allocation=heads.allocate(heads.total(0.15), 64), tasks=(lost["facts"],))
+    best = Measured(allocation=BEST, tasks=(lost["facts"],))
     sets = cast(Any, iter([Prompts("first")]))
     with pytest.raises(Finding, match=r"all answers: accuracy falls from 1\.00 to 0\.85 of 80"):
-        gate(cast(Any, run), heads, Limits(), heads.total(0.15), best, sets)
+        gate(cast(Any, run), HEADS, Limits(), TOTAL, best, sets)
 
 
-def test_what_never_passes_is_a_finding() -> None:
+def test_what_never_passes_is_a_finding():
     with pytest.raises(
         Finding, match=r"the gate: any: KL to dense attention is .* times the budget; ask for a"
     ):

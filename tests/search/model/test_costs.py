@@ -7,12 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from artifacts import HeadwiseError, ModelInfo
+from artifacts import HeadwiseError
 from kernels.patterns import make
+from profiling.speed.cost_table import Cost, CostTable
 from search.model.costs import Costs
 from search.model.timed_costs import line_through
-from tests.search.model.made import LENGTH, linear_table
+from tests.artifacts.conftest import build
 
+MODEL = build().model.model_copy(update={"num_heads": 6, "head_dim": 16})
+LENGTH = 1024
+START = {"a_shape": 1e-4, "vertical_slash": 3e-4, "block_sparse": 2e-4, "dense": 1e-4}
 CANDIDATES = (
     make("a_shape", sink=64, window=64),
     make("vertical_slash", vertical=64, slash=64, last_q=64),
@@ -20,24 +24,35 @@ CANDIDATES = (
 ALL_TILES = 16 * 17 // 2
 
 
-@pytest.fixture
-def model() -> ModelInfo:
-    return ModelInfo(
-        name="tiny",
-        architecture="LlamaForCausalLM",
-        config_sha256="0" * 64,
-        weights_sha256="0" * 64,
-        num_layers=3,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=16,
-        rope={},
-        max_positions=1024,
-    )
+def linear_table(*, tiles: tuple[int, ...] = (10, 40, 136), factor: float = 1.0) -> CostTable:
+    """A cost table of head dim 16 in fp32: for each kind a start, and 1 us a tile."""
+    costs = [
+        Cost(
+            pattern=kind,
+            dtype="float32",
+            length=LENGTH,
+            head_dim=16,
+            heads=6,
+            kv_heads=2,
+            density=count / 136,
+            tiles=6 * count,
+            sparse_seconds=6 * factor * count * 1e-6,
+            build_seconds=6 * factor * start,
+            dense_seconds=6 * factor * 2e-3,
+        )
+        for kind, start in START.items()
+        for count in tiles
+    ]
+    source = {"device": "Abacus 3000", "backend": "cpu", "command": "by hand"}
+    return CostTable(**source, versions={"torch": "0"}, costs=tuple(costs))
 
 
-def test_flops_are_those_of_the_tiles(model: ModelInfo) -> None:
-    costs = Costs.flops(model, length=LENGTH, dtype="float32")
+def measured(table: CostTable) -> Costs:
+    return Costs.measured(table, MODEL, length=LENGTH, dtype="float32")
+
+
+def test_flops_are_those_of_the_tiles():
+    costs = Costs.flops(MODEL, length=LENGTH, dtype="float32")
     tiles = np.array([[[10.0, np.nan]]])
     np.testing.assert_array_equal(costs.of(CANDIDATES, tiles), tiles * 4 * 64 * 64 * 16)
     # Two products of 64 x 64 tiles, a multiplication and an addition for each of the head dim's
@@ -46,22 +61,22 @@ def test_flops_are_those_of_the_tiles(model: ModelInfo) -> None:
     assert costs.device is None
 
 
-def test_seconds_are_read_off_the_line_of_the_kind(model: ModelInfo) -> None:
-    costs = Costs.measured(linear_table(), model, length=LENGTH, dtype="float32")
+def test_seconds_are_read_off_the_line_of_the_kind():
+    costs = measured(linear_table())
     found = costs.of(CANDIDATES, np.array([[20.0, 50.0], [np.nan, np.nan]]))
     np.testing.assert_allclose(found[0], [1e-4 + 20e-6, 3e-4 + 50e-6])
     assert np.isnan(found[1]).all()
     assert costs.all_keys() == pytest.approx(1e-4 + ALL_TILES * 1e-6)
 
 
-def test_beyond_what_was_measured(model: ModelInfo) -> None:
-    costs = Costs.measured(linear_table(tiles=(40, 80)), model, length=LENGTH, dtype="float32")
+def test_beyond_what_was_measured():
+    costs = measured(linear_table(tiles=(40, 80)))
     found = costs.of(CANDIDATES[:1] * 3, np.array([20.0, 60.0, 160.0]))
     np.testing.assert_allclose(found, [1e-4 + 20e-6, 1e-4 + 60e-6, 2 * (1e-4 + 80e-6)])
 
 
-def test_an_estimate_of_more_queries_costs_more(model: ModelInfo) -> None:
-    costs = Costs.measured(linear_table(), model, length=LENGTH, dtype="float32")
+def test_an_estimate_of_more_queries_costs_more():
+    costs = measured(linear_table())
     few, many = (make("vertical_slash", vertical=64, slash=64, last_q=q) for q in (64, 256))
     found = costs.of((few, many), np.array([50.0, 50.0]))
     # Three more rows of queries against all keys.
@@ -71,24 +86,24 @@ def test_an_estimate_of_more_queries_costs_more(model: ModelInfo) -> None:
     assert real.all_keys() == pytest.approx(2 * costs.all_keys() + 1e-5)
 
 
-def test_times_of_the_same_tiles_are_averaged(model: ModelInfo) -> None:
+def test_times_of_the_same_tiles_are_averaged():
     """A table of several head counts says several times what a head's tiles take."""
     one = linear_table()
     both = replace(one, costs=one.costs + linear_table(factor=3.0).costs)
-    costs = Costs.measured(both, model, length=LENGTH, dtype="float32")
+    costs = measured(both)
     found = costs.of(CANDIDATES[:1] * 2, np.array([5.0, 50.0]))
     np.testing.assert_allclose(found, 2 * np.array([1e-4 + 5e-6, 1e-4 + 50e-6]))
 
 
-def test_a_table_without_a_kind_is_one_line(model: ModelInfo) -> None:
+def test_a_table_without_a_kind_is_one_line():
     table = linear_table()
     left = tuple(one for one in table.costs if one.pattern != "block_sparse")
     with pytest.raises(HeadwiseError, match="no block_sparse with head dim 16 in float32") as error:
-        Costs.measured(replace(table, costs=left), model, length=LENGTH, dtype="float32")
+        measured(replace(table, costs=left))
     assert "\n" not in str(error.value)
 
 
-def test_a_line_is_found() -> None:
+def test_a_line_is_found():
     predicted = np.array([0.2, 0.3, 0.6])
     assert line_through(predicted, 1.2 * predicted + 0.02) == pytest.approx((1.2, 0.02))
     # A measurement that is 10% off moves what is predicted of the others by less.
@@ -99,15 +114,13 @@ def test_a_line_is_found() -> None:
 @pytest.mark.parametrize(
     "measured", [(0.1, 0.25, 0.6), (0.4, 0.3, 0.2), (0.3,) * 3, (0.001, 0.01, 2)]
 )
-def test_neither_part_of_a_line_is_below_0_and_sizes_are_not_free(
-    measured: tuple[float, ...],
-) -> None:
+def test_neither_part_of_a_line_is_below_0_and_sizes_are_not_free(measured):
     predicted = np.array([0.2, 0.3, 0.6])
     ratio = predicted / np.array(measured)
     factor, constant = line_through(predicted, measured)
     assert factor >= 0.5 * ratio.sum() / (ratio**2).sum() * (1 - 1e-9) and constant >= 0
 
 
-def test_of_one_measurement_all_is_a_factor_or_half_of_it() -> None:
+def test_of_one_measurement_all_is_a_factor_or_half_of_it():
     factor, constant = line_through([0.2] * 3, [0.3] * 3)
     assert factor * 0.2 + constant == pytest.approx(0.3) and factor >= 0.75

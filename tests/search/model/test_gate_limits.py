@@ -80,7 +80,7 @@ def text(name: str = "prose", **changes: Any) -> TaskLoss:
     ],
     ids=["kl", "perplexity", "nll", "lost"],
 )
-def test_each_limit_fails_alone(bad: TaskLoss, limit: str, says: str) -> None:
+def test_each_limit_fails_alone(bad, limit, says):
     good = [text(), task("other")]
     assert Limits().fault(good) is None
     fault = Limits().fault([*good, bad])
@@ -93,7 +93,7 @@ def test_each_limit_fails_alone(bad: TaskLoss, limit: str, says: str) -> None:
     assert Limits(**only).fault([*good, bad]) == fault
 
 
-def test_of_several_faults_the_worst_is_said() -> None:
+def test_of_several_faults_the_worst_is_said():
     twice = task("twice", kl=0.1)
     thrice = task("thrice", lost=9, fewer_low=0.1)
     assert (Limits().fault([twice, thrice]) or "").startswith(
@@ -126,14 +126,14 @@ RISE = {"nll_rise": 0.3, "nll_rise_high": 0.7}
         ({"nll_rise": nan, "nll_rise_low": nan}, True),
     ],
 )
-def test_what_is_beyond_chance_fails(changes: dict[str, float], fails: bool) -> None:
+def test_what_is_beyond_chance_fails(changes, fails):
     assert (Limits().fault([task(**changes)]) is not None) == fails
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("max_kl", 0.0), ("max_perplexity", -1.0), ("max_nll", nan)]
 )
-def test_limits_are_above_0(name: str, value: float) -> None:
+def test_limits_are_above_0(name, value):
     with pytest.raises(HeadwiseError, match=f"--{name.replace('_', '-')} must be above 0"):
         Limits(**{name: value})
 
@@ -163,7 +163,7 @@ def losses(
     )
 
 
-def test_losses_are_gathered_by_task() -> None:
+def test_losses_are_gathered_by_task():
     made = [sequence("kv", (2, 3)), sequence("prose", ()), sequence("kv", (5,))]
     found = by_task(
         made,
@@ -187,7 +187,7 @@ def test_losses_are_gathered_by_task() -> None:
     assert lost_answers(found) == {"dense_right": 2, "lost": 1}
 
 
-def test_kinds_of_answers_are_apart_and_contexts_are_the_units() -> None:
+def test_kinds_of_answers_are_apart_and_contexts_are_the_units():
     one = replace(sequence("facts", (2, 2, 2)), labels=("asked", "asked", "later"))
     lost = losses((2, 2, 2), [0.4, 0.4, 0.0], [False, False, True], [True, True, True], 0.1)
     kept = losses((2, 2, 2), [0.0, 0.0, 0.0], [True, True, True], [True, True, True], 0.1)
@@ -203,7 +203,7 @@ def test_kinds_of_answers_are_apart_and_contexts_are_the_units() -> None:
 
 
 @pytest.mark.parametrize("contexts", [1, 2, 3])
-def test_answers_of_fewer_contexts_than_four_are_no_evidence(contexts: int) -> None:
+def test_answers_of_fewer_contexts_than_four_are_no_evidence(contexts):
     """One prompt that loses both answers says nothing of others; four that do are a finding."""
     one = sequence("chain", (2, 2))
     gone = losses((2, 2), [3.0, 3.0], [False, False], [True, True], 0.01)
@@ -231,7 +231,7 @@ def facts(fewer: int, others: int, seed: int = 0) -> tuple[TokenSequence, Losses
     return replace(one, ids=(seed, *one.ids[1:])), found
 
 
-def test_a_loss_of_one_in_five_of_all_answers_is_seen_where_no_task_has_enough() -> None:
+def test_a_loss_of_one_in_five_of_all_answers_is_seen_where_no_task_has_enough():
     """Four contexts; in each kind of answers it may be chance, over all of them it is not."""
     made, found = zip(
         *(facts(*some, seed=at) for at, some in enumerate([(3, 0), (0, 2), (3, 0), (1, 1)])),
@@ -250,7 +250,7 @@ def test_a_loss_of_one_in_five_of_all_answers_is_seen_where_no_task_has_enough()
     assert Limits(max_lost=None).fault(tasks) is None
 
 
-def test_the_pool_counts_a_context_once_and_needs_several_kinds() -> None:
+def test_the_pool_counts_a_context_once_and_needs_several_kinds():
     """Twice the answers of the same four contexts leave their share as uncertain as it was."""
     one, found = facts(2, 1, seed=1)
     other, same = facts(0, 0, seed=2)
@@ -260,7 +260,7 @@ def test_the_pool_counts_a_context_once_and_needs_several_kinds() -> None:
     assert pooled(tasks[:1]) == [] and pooled([text()]) == []
 
 
-def test_a_set_of_prompts_counts_once_in_the_mean_kl() -> None:
+def test_a_set_of_prompts_counts_once_in_the_mean_kl():
     one, found = facts(0, 0)
     window = sequence("prose", ())
     tasks = by_task([one, window], [found, losses((), [], [], [], 0.05)])
@@ -271,9 +271,7 @@ def test_a_set_of_prompts_counts_once_in_the_mean_kl() -> None:
     ("right", "proven", "samples"),
     [(0, False, None), (1, False, 72), (14, False, 6), (71, False, 2), (72, True, None)],
 )
-def test_too_few_right_answers_are_no_proof_and_more_samples_would_be(
-    right: int, proven: bool, samples: int | None
-) -> None:
+def test_too_few_right_answers_are_no_proof_and_more_samples_would_be(right, proven, samples):
     """As many in the text's line as in all others is no help: it asks for none."""
     asked = TaskLoss.of("kv", contexts_of(right, 4))
     tasks = [asked, text()]
@@ -288,7 +286,7 @@ def test_too_few_right_answers_are_no_proof_and_more_samples_would_be(
         assert remedy(tasks, 1).startswith("dense attention gets none right")
 
 
-def test_all_answers_together_may_be_enough_and_three_contexts_never_are() -> None:
+def test_all_answers_together_may_be_enough_and_three_contexts_never_are():
     few = [TaskLoss.of("a", contexts_of(40, 4)), TaskLoss.of("b", contexts_of(40, 4))]
     assert not verdict(few[:1]).proven and verdict(few).proven
     assert verdict(few).why == "80 right answers of 4 contexts"
@@ -297,7 +295,7 @@ def test_all_answers_together_may_be_enough_and_three_contexts_never_are() -> No
     assert remedy(many, 1) == "a longer file would give the 4 contexts that answers take"
 
 
-def test_of_what_passes_text_and_answers_are_told() -> None:
+def test_of_what_passes_text_and_answers_are_told():
     # Text alone asks for no answers.
     assert verdict([text()]).proven
     assert summary([text(), text("other", perplexity_ratio=1.02)]) == (

@@ -1,14 +1,22 @@
-"""Spending a budget over parts: the best choice for its total, and a price that agrees."""
+"""Spending a budget: the best choice for its total, over parts and over the heads of a model, and a
+price that agrees."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from artifacts import HeadwiseError
+from kernels.patterns import make
+from search.model.allocation import Heads
 from search.model.hulls import hull, slope, spend
+from tests.search.model.made import LAYERS, heads_of
+
+TAIL = 64
+SEARCHED = [0, 2]
 
 
 def chosen_at(price: float, losses: np.ndarray, costs: np.ndarray) -> list[int]:
@@ -30,7 +38,7 @@ def cost_of(entries: list[int], costs: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed: int) -> None:
+def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed):
     """The same where steep steps do not fit and flatter ones do: their slope is no price."""
     rng = np.random.default_rng(seed)
     parts = int(rng.integers(2, 9))
@@ -56,7 +64,7 @@ def test_choosing_by_the_recorded_price_spends_no_more_than_the_budget(seed: int
         assert cost_of(below, costs) > cost_of(by_price, costs)
 
 
-def test_with_all_that_there_is_the_price_is_none() -> None:
+def test_with_all_that_there_is_the_price_is_none():
     losses = np.array([[8.0, 4.0, 3.0], [6.0, 3.0, 2.5]])
     assert spend(losses, (1, 2, 3), 6.0).price == 0.0
     # The first step that does not fit, whatever fitted before.
@@ -65,7 +73,7 @@ def test_with_all_that_there_is_the_price_is_none() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_entries_amid_an_edge_are_steps_of_their_own(seed: int) -> None:
+def test_entries_amid_an_edge_are_steps_of_their_own(seed):
     """Entries on a straight line up to rounding all belong to the hull, and only they."""
     rng = np.random.default_rng(seed)
     costs = np.append(np.sort(rng.uniform(size=6)), 1.5) * 10 ** rng.uniform(-9, 9)
@@ -79,7 +87,7 @@ def test_entries_amid_an_edge_are_steps_of_their_own(seed: int) -> None:
     )
 
 
-def test_parts_may_have_costs_of_their_own_in_any_order() -> None:
+def test_parts_may_have_costs_of_their_own_in_any_order():
     losses = np.array([[8.0, 4.0, 0.0], [8.0, 4.0, 0.0]])
     costs = np.array([[1.0, 2.0, 3.0], [1.0, 5.0, 9.0]])
     assert spend(losses, costs, 4.0).entries == [2, 0]
@@ -92,12 +100,65 @@ def test_parts_may_have_costs_of_their_own_in_any_order() -> None:
         spend(losses, costs, 1.9)
 
 
-def test_what_loses_infinitely_much_is_not_taken() -> None:
+def test_what_loses_infinitely_much_is_not_taken():
     losses = np.array([[np.inf, 4.0, 1.0], [5.0, np.inf, 0.0]])
     assert spend(losses, (1, 2, 3), 3.0).entries == [1, 0]
     assert spend(losses, (1, 2, 3), 6.0).entries == [2, 2]
 
 
-def test_of_entries_that_are_alike_the_last_is_taken() -> None:
+def test_of_entries_that_are_alike_the_last_is_taken():
     assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 2), 2.0).entries == [2]
     assert spend(np.array([[5.0, 0.0, 0.0]]), (1, 2, 3), 3.0).entries == [1]
+
+
+def combinations(heads: Heads, values: np.ndarray) -> list[tuple[float, float, np.ndarray]]:
+    """Cost, value and choice (2, H) of every combination of the searched heads' candidates."""
+    own = heads.costs[TAIL][heads.searched]
+    worth = values[heads.searched]
+    found = []
+    for choice in itertools.product(range(own.shape[2]), repeat=own.shape[0] * own.shape[1]):
+        at = np.array(choice).reshape(own.shape[:2])[..., None]
+        cost, value = (np.take_along_axis(of, at, -1)[..., 0] for of in (own, worth))
+        found.append((float(cost.sum()), float(value.sum()), at[..., 0]))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("weights", [(1, 1, 1), (4, 1, 0.25)])
+def test_one_budget_is_spent_best(seed, weights):
+    heads = heads_of(seed)
+    weight = np.array(weights, dtype=float)
+    kinds = {"text": 1.0, "answer": 3.0}
+    loss = heads.curves[TAIL].loss(kinds) * weight[:, None, None]
+    every = combinations(heads, loss)
+    price = float(np.random.default_rng(seed).exponential())
+    total, _, choice = min(every, key=lambda one: one[1] + price * one[0])
+    found = heads.allocate(total, TAIL, weight=weight, prompt_weights=kinds)
+    assert found.candidates[1].tolist() == [-1, -1]
+    np.testing.assert_array_equal(found.candidates[SEARCHED], choice)
+    assert found.cost == pytest.approx(total)
+    best = min(value for cost, value, _ in every if cost <= total * (1 + 1e-9))
+    assert np.nansum(found.pick(loss)) == pytest.approx(best)
+
+
+def test_a_digest_tells_what_is_served():
+    heads = heads_of(0, tails=(0, 64))
+    some = heads.allocate(3.0, TAIL)
+    heavier = heads.allocate(3.0, TAIL, weight=2 * np.ones(LAYERS))
+    assert some.digest == heavier.digest and len(some.digest) == 32
+    assert len({some.digest, replace(some, tail=0).digest, heads.allocate(100.0, TAIL).digest}) == 3
+
+
+def test_rows_and_plans_name_patterns_and_leave_layers_out():
+    candidates = (
+        make("a_shape", sink=64, window=64),
+        make("block_sparse", blocks=4),
+        make("dense"),
+        make("dense"),
+    )
+    found = heads_of(0).allocate(100, TAIL)
+    rows, patterns = found.rows(candidates)
+    assert rows[1] is None and rows[0] is not None and rows[2] is not None
+    assert set(rows[0] + rows[2]) == set(patterns)
+    plans = found.plans(candidates, 1)
+    assert set(plans) == {0, 2} and all(plan.dense_tail == TAIL for plan in plans.values())

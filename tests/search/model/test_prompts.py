@@ -18,20 +18,19 @@ from search.model.config import ModelSearch
 from search.model.prompts import calibration_prompts, held_out_prompts, held_out_sets
 from tests.profiling.tokenizers import byte_level
 
+CONFIG = ModelSearch(model="m", out=Path("cfg.yaml"))
 LOADED: Any = SimpleNamespace(tokenizer=byte_level())
 
 
-def test_more_contexts_are_held_out_than_calibrated_on() -> None:
-    tasks = ModelSearch(model="m", out=Path("cfg.yaml")).held_out_tasks
+def test_more_contexts_are_held_out_than_calibrated_on():
+    tasks = CONFIG.held_out_tasks
     assert tasks == ("facts", "prose")
     made = held_out_prompts(tasks, LOADED, length=4096, samples=2, seed=0, seen=Seen(), number=0)
     contexts = dict.fromkeys((prompt.task, prompt.context) for prompt in made)
     assert [task for task, _ in contexts] == ["facts"] * 8 + ["prose"] * 4
 
 
-def test_of_a_file_of_questions_four_contexts_are_held_out_where_it_has_as_many(
-    tmp_path: Path,
-) -> None:
+def test_of_a_file_of_questions_four_contexts_are_held_out_where_it_has_as_many(tmp_path):
     """Its answers are tested over contexts, as generated ones are; windows of a text are two."""
     for lines, expected in ((40, 4), (3, 2), (1, 1)):
         file = tmp_path / f"{lines}.jsonl"
@@ -47,11 +46,9 @@ def test_of_a_file_of_questions_four_contexts_are_held_out_where_it_has_as_many(
         assert len({prompt.context for prompt in found}) == expected
 
 
-def test_more_windows_than_an_artifact_lists_are_refused_before_any_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_windows_than_an_artifact_lists_are_refused_before_any_work(monkeypatch):
     """Of later sets, which are made when one has failed, there are as many as it lists."""
-    config = ModelSearch(model="m", out=Path("cfg.yaml"), tasks=("passkey",), lengths=(1024,))
+    config = replace(CONFIG, tasks=("passkey",), lengths=(1024,))
     sets = list(held_out_sets(config, LOADED, 1024, Seen()))
     one = len(Seen(sets[0]).digests)
     two = len(Seen([*sets[0], *sets[1]]).digests)
@@ -72,35 +69,27 @@ def test_more_windows_than_an_artifact_lists_are_refused_before_any_work(
     }
 
 
-@pytest.mark.parametrize("length", [256, 1500])
-def test_a_length_too_short_for_default_tasks_is_refused_by_a_length_that_is_enough(
-    length: int,
-) -> None:
+def test_a_length_too_short_for_default_tasks_is_refused_by_a_length_that_is_enough():
     """Tasks are named only where the user asked for them; above there are prompts of 4,096."""
-    config = ModelSearch(model="m", out=Path("cfg.yaml"))
-
     given: dict[str, Any] = {"samples": 1, "seed": 0, "seen": Seen(), "number": GATE_SET}
-    says = rf"^--length {length} is too short for the held-out prompts; 4096 is enough$"
-    with pytest.raises(HeadwiseError, match=says):
-        held_out_prompts(config.held_out_tasks, LOADED, length=length, **given)
-    with pytest.raises(HeadwiseError, match=rf"^length {length} is too small for facts: "):
-        held_out_prompts(("facts",), LOADED, length=length, **given)
-
-
-def test_calibration_refuses_a_length_as_the_gate_does() -> None:
-    config = ModelSearch(model="m", out=Path("cfg.yaml"))
+    for length in (256, 1500):
+        says = rf"^--length {length} is too short for the held-out prompts; 4096 is enough$"
+        with pytest.raises(HeadwiseError, match=says):
+            held_out_prompts(CONFIG.held_out_tasks, LOADED, length=length, **given)
+        with pytest.raises(HeadwiseError, match=rf"^length {length} is too small for facts: "):
+            held_out_prompts(("facts",), LOADED, length=length, **given)
     says = r"^--length 256 is too short for the calibration prompts; 1024 is enough$"
     with pytest.raises(HeadwiseError, match=says):
-        calibration_prompts(config, LOADED, 256)
-    assert calibration_prompts(config, LOADED, 1024)
+        calibration_prompts(CONFIG, LOADED, 256)
+    assert calibration_prompts(CONFIG, LOADED, 1024)
     with pytest.raises(HeadwiseError, match=r"^length 256 is too small for chain: "):
-        calibration_prompts(replace(config, tasks=("chain",)), LOADED, 256)
+        calibration_prompts(replace(CONFIG, tasks=("chain",)), LOADED, 256)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.model
-def test_the_default_tasks_are_made_at_128k_tokens() -> None:
+def test_the_default_tasks_are_made_at_128k_tokens():
     """Calibration, and a held-out set: no text is too short, and nothing is in both."""
     config = ModelSearch(
         model="smollm2", out=Path("cfg.yaml"), lengths=(131_072,), beyond_positions=True

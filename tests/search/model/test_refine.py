@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import exp
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +18,9 @@ from search.model.task_losses import ContextLoss, TaskLoss
 from tests.search.model.made import FormulaRun, heads_of
 
 TAILS = (0, 64)
+FEW = heads_of(0, tails=TAILS)
 TOTAL = 3.0
+MANY = heads_of(5, tails=TAILS, heads=6, candidates=8)
 # Factors between the losses of the model and those of the curves.
 TEXT = 1.5
 ANSWER = 6.0
@@ -27,10 +28,6 @@ ANSWER = 6.0
 
 def task(name: str, loss: float, *, answers: int = 0) -> TaskLoss:
     return TaskLoss.of(name, [ContextLoss(digest=name, kl=loss, answers=answers, tokens=answers)])
-
-
-def heads() -> Heads:
-    return heads_of(0, tails=TAILS)
 
 
 def predicted(known: Heads, allocation: Allocation) -> dict[str, float]:
@@ -61,39 +58,35 @@ def refined(
     return found, run
 
 
-def test_kinds_are_balanced_by_the_ratio_of_a_run_to_the_curves() -> None:
-    known = heads()
-    allocation = known.allocate(TOTAL, 64)
-    losses = predicted(known, allocation)
+def test_kinds_are_balanced_by_the_ratio_of_a_run_to_the_curves():
+    allocation = FEW.allocate(TOTAL, 64)
+    losses = predicted(FEW, allocation)
     tasks = (
         task("prose", 2 * losses["text"]),
         task("more", 4 * losses["text"]),
         task("kv", 12 * losses["answer"], answers=2),
     )
     # Three times and twelve times: the geometric mean of both is 1.
-    balanced = balance(known, Measured(allocation=allocation, tasks=tasks))
+    balanced = balance(FEW, Measured(allocation=allocation, tasks=tasks))
     assert balanced == pytest.approx({"text": 0.5, "answer": 2.0})
     far = (
         task("prose", 1e-3 * losses["text"]),
         task("kv", 1e3 * losses["answer"], answers=2),
     )
-    balanced = balance(known, Measured(allocation=allocation, tasks=far))
+    balanced = balance(FEW, Measured(allocation=allocation, tasks=far))
     assert balanced == {"text": 1 / 8, "answer": 8.0}
 
 
-def test_one_kind_has_nothing_to_balance() -> None:
-    known = heads()
-    known = replace(
-        known, curves={tail: replace(each, asked=0) for tail, each in known.curves.items()}
-    )
+def test_one_kind_has_nothing_to_balance():
+    curves = {tail: replace(each, asked=0) for tail, each in FEW.curves.items()}
+    known = replace(FEW, curves=curves)
     trial = Measured(allocation=known.allocate(TOTAL, 64), tasks=(task("prose", 1.0),))
     assert balance(known, trial) is None
 
 
-def test_closed_form_trials_come_first_and_the_best_is_first() -> None:
-    known = heads_of(5, tails=TAILS, heads=6, candidates=8)
-    total = known.total(0.15)
-    trials, run = refined(known, total=total)
+def test_closed_form_trials_come_first_and_the_best_is_first():
+    total = MANY.total(0.15)
+    trials, run = refined(MANY, total=total)
     assert len(trials) == 7
     # Equal allocations run once.
     digests = [allocation.digest for _, allocation, _ in run.measured]
@@ -101,19 +94,18 @@ def test_closed_form_trials_come_first_and_the_best_is_first() -> None:
     assert [trial.loss for trial in trials] == sorted(trial.loss for trial in trials)
     assert all(trial.allocation.cost <= total * (1 + 1e-9) for trial in trials)
     # The curves' own allocation, of the dense tail that loses least by them; then the balanced one.
-    by_tail = {tail: known.allocate(total, tail) for tail in TAILS}
-    lost = {tail: known.predicted(allocation) for tail, allocation in by_tail.items()}
+    by_tail = {tail: MANY.allocate(total, tail) for tail in TAILS}
+    lost = {tail: MANY.predicted(allocation) for tail, allocation in by_tail.items()}
     curves, balanced = (allocation for _, allocation, _ in run.measured[:2])
     assert curves.digest == by_tail[min(lost, key=lambda tail: lost[tail])].digest
     assert curves.prompt_weights == {"text": 1.0, "answer": 1.0}
     assert balanced.prompt_weights == pytest.approx({"text": 0.5, "answer": 2.0})
 
 
-def test_one_run_balances_and_predicts_the_losses_of_that() -> None:
-    known = heads_of(5, tails=TAILS, heads=6, candidates=8)
-    total = known.total(0.15)
-    (alone,), run = refined(known, trials=1, total=total)
-    two, run_of_two = refined(known, trials=2, total=total)
+def test_one_run_balances_and_predicts_the_losses_of_that():
+    total = MANY.total(0.15)
+    (alone,), run = refined(MANY, trials=1, total=total)
+    two, run_of_two = refined(MANY, trials=2, total=total)
     assert len(run.measured) == 1
     curves, balanced = (allocation for _, allocation, _ in run_of_two.measured)
     assert alone.allocation.digest == balanced.digest != curves.digest
@@ -125,23 +117,21 @@ def test_one_run_balances_and_predicts_the_losses_of_that() -> None:
     assert text.nll_rise is None
 
 
-def test_the_same_seed_gives_the_same_trials_and_another_gives_others() -> None:
-    known = heads_of(5, tails=TAILS, heads=6, candidates=8)
-
+def test_the_same_seed_gives_the_same_trials_and_another_gives_others():
     def drawn(seed: int) -> list[tuple[str, float]]:
-        trials, _ = refined(known, total=known.total(0.15), seed=seed)
+        trials, _ = refined(MANY, total=MANY.total(0.15), seed=seed)
         return [(trial.allocation.digest, trial.loss) for trial in trials]
 
     assert drawn(0) == drawn(0) != drawn(1)
 
 
-def test_a_storage_holds_an_ordinary_study_of_these_trials(tmp_path: Path) -> None:
+def test_a_storage_holds_an_ordinary_study_of_these_trials(tmp_path):
     import optuna
 
     url = f"sqlite:///{tmp_path}/study.db"
     check_storage(url)
     for _ in range(2):
-        trials, _ = refined(heads(), trials=4, storage=url)
+        trials, _ = refined(FEW, trials=4, storage=url)
         study = optuna.load_study(study_name="cfg", storage=url)
         assert len(study.trials) == 4 and study.best_value == pytest.approx(trials[0].loss)
         values = sorted(trial.value for trial in study.trials)
@@ -150,13 +140,13 @@ def test_a_storage_holds_an_ordinary_study_of_these_trials(tmp_path: Path) -> No
             assert set(trial.params) == {"group_0", "group_1", "dense_tail"}
     # Another rank leaves the storage alone, and draws the same.
     none = f"sqlite:///{tmp_path}/none.db"
-    again, _ = refined(heads(), trials=4, storage=none, ranks=Ranks(1, 2))
+    again, _ = refined(FEW, trials=4, storage=none, ranks=Ranks(1, 2))
     digests = [trial.allocation.digest for trial in trials]
     assert [trial.allocation.digest for trial in again] == digests
     assert not (tmp_path / "none.db").exists()
 
 
-def test_a_storage_that_cannot_be_opened_is_one_line_without_its_password() -> None:
+def test_a_storage_that_cannot_be_opened_is_one_line_without_its_password():
     for url in ("study", "nosuch://me:secret@nowhere/db"):
         with pytest.raises(HeadwiseError, match="cannot use the storage") as error:
             check_storage(url)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -43,12 +42,12 @@ def with_a_threshold(length: int) -> tuple[Pattern, ...]:
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return tiny_model("Llama")
 
 
 @pytest.fixture
-def every_tile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def every_tile(monkeypatch):
     monkeypatch.setattr(sampled_tiles, "_EVERY", 1)
     monkeypatch.setattr(sampled_tiles, "_LEAST", 10_000)
     monkeypatch.setattr(scoring, "_COUNTED", 10_000)
@@ -117,8 +116,8 @@ def direct(
     ),
 )
 def test_with_every_tile_scores_are_those_of_each_candidate_alone(
-    family: str, every_tile: None, length: int, total: int
-) -> None:
+    family, every_tile, length, total
+):
     """Lengths are no multiples of a tile, and turns and answers follow the context."""
     model = tiny_model(family)
     layers = []
@@ -145,7 +144,7 @@ def test_with_every_tile_scores_are_those_of_each_candidate_alone(
     assert layers == ([1, 0] if family == "Llama" else [1])
 
 
-def test_without_gradients_only_what_needs_them_is_missing(model: Any, every_tile: None) -> None:
+def test_without_gradients_only_what_needs_them_is_missing(model, every_tile):
     def visit(layer: LayerGradients, stream: ResidualStream) -> None:
         one, none = (
             score_layer(layer, stream, CANDIDATES, length=200, tails=TAILS, seed=0, gradients=g)[0]
@@ -158,9 +157,7 @@ def test_without_gradients_only_what_needs_them_is_missing(model: Any, every_til
     scores_of(model, 200, visit)
 
 
-def test_estimates_are_unbiased_and_the_same_for_a_seed(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_estimates_are_unbiased_and_the_same_for_a_seed(model, monkeypatch):
     length = 700
     names = ("change", "squared", "recall", "first_order", "fisher")
 
@@ -192,9 +189,7 @@ def test_estimates_are_unbiased_and_the_same_for_a_seed(
 @pytest.mark.parametrize(
     "length, tails", [(4096, (0, 64)), (4100, (0, 64, 256)), (130, (0,)), (200, (256,))]
 )
-def test_tiles_are_one_of_each_stretch_and_of_each_tail(
-    length: int, tails: tuple[int, ...]
-) -> None:
+def test_tiles_are_one_of_each_stretch_and_of_each_tail(length, tails):
     by_out: Tensor = torch.randn(1, 2, length, 8, generator=torch.Generator().manual_seed(0))
     found = sampled(by_out, length, tails, 3)
     n = num_tiles(length)
@@ -211,7 +206,7 @@ def test_tiles_are_one_of_each_stretch_and_of_each_tail(
         assert not torch.equal(sampled(by_out, length, tails, 4).rows, found.rows)
 
 
-def test_weights_stand_for_all_tiles_and_large_gradients_are_drawn_more_often() -> None:
+def test_weights_stand_for_all_tiles_and_large_gradients_are_drawn_more_often():
     length = 64 * 160
     n = 160
     by_out = torch.full((1, 1, length, 4), 0.01)
@@ -226,22 +221,19 @@ def test_weights_stand_for_all_tiles_and_large_gradients_are_drawn_more_often() 
     )
 
 
-@pytest.mark.parametrize(("prompts", "count"), [(1, 1), (1, 3), (3, 2), (4, 5), (7, 3)])
-def test_ranks_deal_prompts_and_the_layers_of_those_that_are_left(prompts: int, count: int) -> None:
-    units = [(number, layer) for number in range(prompts) for layer in range(6)]
+@pytest.mark.parametrize(
+    ("layers", "count"),
+    [((6,), 1), ((6,), 3), ((6,) * 3, 2), ((6,) * 4, 5), ((6,) * 7, 3), ((1, 6, 4), 2), ((), 1)],
+)
+def test_ranks_deal_prompts_and_the_layers_of_those_that_are_left(layers, count):
+    """Of each prompt so many layers: an interrupted search has scored the others, from the last."""
+    units = [(number, layer) for number, left in enumerate(layers) for layer in range(left)]
     shares = [_deal(units, Ranks(rank, count)) for rank in range(count)]
     assert sorted(unit for share in shares for unit in share) == units
     # No rank makes the dense pass of more prompts than it must.
     passes = [len({number for number, _ in share}) for share in shares]
-    assert max(passes) == -(-prompts // count)
-    if (prompts, count) == (3, 2):
+    assert max(passes) == -(-len(layers) // count)
+    if layers == (6, 6, 6):
         assert [len(share) for share in shares] == [9, 9]
-
-
-def test_ranks_deal_what_an_interrupted_search_left() -> None:
-    units = [(0, 5), *((1, layer) for layer in range(6)), *((2, layer) for layer in range(4))]
-    shares = [_deal(units, Ranks(rank, 2)) for rank in range(2)]
-    assert sorted(unit for share in shares for unit in share) == units
-    assert (
-        shares[0] == {(1, layer) for layer in range(6)} | {(0, 5)} and _deal([], Ranks()) == set()
-    )
+    if layers == (1, 6, 4):
+        assert shares[0] == {(0, 0), *((1, layer) for layer in range(6))}

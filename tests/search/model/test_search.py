@@ -35,7 +35,7 @@ from search.model.allocation import spendable
 from search.model.limits import Limits
 from search.model.prompts import held_out_prompts, held_out_sets
 from search.model.task_losses import by_task
-from tests.processes import run
+from tests.processes import Process
 from tests.sampling import sampled
 from tests.search.model.made import heads_of
 from tests.tiny_text_model import save_tiny
@@ -79,7 +79,7 @@ def ledger_of(out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def found(tiny_model, tmp_path_factory):
     """The artifact of a search, not to be written to; beside its folder its ledger and report."""
     folder = tmp_path_factory.mktemp("found")
     out = folder / "out" / "cfg.yaml"
@@ -103,7 +103,7 @@ SMALL: dict[str, str | None] = {"task": "passkey", "n_trials": "1"}
 
 
 @pytest.fixture(scope="module")
-def small(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tiny_model, tmp_path_factory):
     """The artifact of a small search; not to be written to."""
     out = tmp_path_factory.mktemp("small") / "cfg.yaml"
     assert main(options(tiny_model, out, **SMALL)) == 0
@@ -111,7 +111,7 @@ def small(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def out(found: Path, tmp_path: Path) -> Path:
+def out(found, tmp_path):
     """A file to write; a search goes on from what the one of `found` had finished."""
     out = tmp_path / "cfg.yaml"
     shutil.copytree(found.parents[1] / "units", ledger_of(out))
@@ -119,7 +119,7 @@ def out(found: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def scored(monkeypatch):
     """The layers that are scored, as they are."""
     layers: list[int] = []
     real = scored_prompts.score_layer
@@ -132,7 +132,7 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return layers
 
 
-def test_it_writes_a_valid_pair_and_nothing_else(found: Path) -> None:
+def test_it_writes_a_valid_pair_and_nothing_else(found):
     artifact = artifacts.load(found)
     assert artifact.sidecar is not None and artifact.search is not None
     assert {path.name for path in found.parent.iterdir()} == {"cfg.yaml", artifact.sidecar.file}
@@ -143,9 +143,7 @@ def test_it_writes_a_valid_pair_and_nothing_else(found: Path) -> None:
     assert artifact.prefill.dense_below == LENGTH // 2 and artifact.costs == ()
 
 
-def test_the_report_says_what_was_found_and_what_to_type_next(
-    found: Path, tiny_model: Path
-) -> None:
+def test_the_report_says_what_was_found_and_what_to_type_next(found, tiny_model):
     said = (found.parents[1] / "report.txt").read_text()
     assert "patterns for 18 heads" in said and "counted and not timed" in said
     assert "held-out prompts against dense attention:" in said
@@ -156,7 +154,7 @@ def test_the_report_says_what_was_found_and_what_to_type_next(
     assert said.endswith(f"headwise gate {found} --model {tiny_model} --task text:FILE\n")
 
 
-def test_a_head_shows_its_curve_its_neighbours_and_its_picture(found: Path) -> None:
+def test_a_head_shows_its_curve_its_neighbours_and_its_picture(found):
     artifact, arrays = artifacts.load_pair(found)
     for head in range(6):
         said = show.run(show.Config(file=found, head=f"1.{head}")).text.splitlines()
@@ -173,7 +171,7 @@ def test_a_head_shows_its_curve_its_neighbours_and_its_picture(found: Path) -> N
         assert len(picture) == 24
 
 
-def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found: Path) -> None:
+def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found):
     artifact, arrays = artifacts.load_pair(found)
     front = artifact.prefill.front
     assert front is not None and len(front.points) > 1 and front.measured_on == "held_out"
@@ -188,48 +186,38 @@ def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found: Path) -
     )
 
 
-def test_evidence_is_what_held_out_prompts_say(found: Path, tiny_model: Path) -> None:
+def test_evidence_is_what_held_out_prompts_say(found, tiny_model):
     artifact, arrays = artifacts.load_pair(found)
     loaded = load_model(str(tiny_model), dtype="float32")
-    calibration = [
-        p
-        for t in TASKS
-        for p in make_prompts(t, loaded.tokenizer, length=LENGTH, samples=1, seed=0)
-    ]
-    prompts = held_out_prompts(
-        TASKS, loaded, length=LENGTH, samples=1, seed=0, seen=Seen(calibration), number=0
-    )
+    sizes: dict[str, Any] = {"length": LENGTH, "samples": 1, "seed": 0}
+    calibration = [p for task in TASKS for p in make_prompts(task, loaded.tokenizer, **sizes)]
+    prompts = held_out_prompts(TASKS, loaded, **sizes, seen=Seen(calibration), number=0)
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     plans = plans_of(artifact, arrays, LENGTH)
     losses = [reference.losses(number, plans) for number in range(len(reference.sequences))]
     assert artifact.search is not None and artifact.evidence is not None
     assert artifact.search.calibration.sha256 == digest(calibration)
     assert artifact.evidence.chosen_on is None
-    for figures, task in zip(
-        artifact.evidence.tasks, by_task(reference.sequences, losses), strict=True
-    ):
-        assert figures.task == task.task and figures.kl == pytest.approx(task.kl, rel=1e-4)
+    measured = by_task(reference.sequences, losses)
+    for figures, task in zip(artifact.evidence.tasks, measured, strict=True):
+        assert (figures.task, figures.prompts) == (task.task, task.prompts)
+        assert figures.kl == pytest.approx(task.kl, rel=1e-4)
         if task.nll_rise is None:
             assert figures.perplexity_ratio == pytest.approx(task.perplexity_ratio, rel=1e-4)
             assert (figures.nll_rise, figures.dense_right, figures.lost) == (None, None, None)
         else:
-            assert (
-                figures.nll_rise == pytest.approx(task.nll_rise, rel=1e-4)
-                and figures.perplexity_ratio is None
-            )
-            assert (figures.prompts, figures.answers) == (task.prompts, task.answers)
+            assert figures.nll_rise == pytest.approx(task.nll_rise, rel=1e-4)
+            assert (figures.perplexity_ratio, figures.answers) == (None, task.answers)
             assert (figures.dense_right, figures.lost) == (task.dense_right, task.lost)
     # What was seen is known by its tokens: calibration and what the gate looked at.
     seen = Seen.by([arrays])
     assert all(map(seen.overlaps, [*calibration, *prompts]))
     # Scores are estimates from some tiles; at this length all are taken.
-    errors = np.mean(
-        [fidelity(loaded.model, artifact, prompt).error for prompt in calibration], axis=0
-    )
-    np.testing.assert_allclose(arrays["chosen.error"], errors, rtol=2e-3, atol=1e-5)
+    errors = [fidelity(loaded.model, artifact, prompt).error for prompt in calibration]
+    np.testing.assert_allclose(arrays["chosen.error"], np.mean(errors, 0), rtol=2e-3, atol=1e-5)
 
 
-def test_points_of_the_front_are_served(found: Path, tiny_model: Path) -> None:
+def test_points_of_the_front_are_served(found, tiny_model):
     loaded = load_model(str(tiny_model), dtype="float32")
     front = artifacts.load(found).prefill.front
     assert front is not None
@@ -245,13 +233,8 @@ def test_points_of_the_front_are_served(found: Path, tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("sets", [2, 1])
 def test_prompts_that_raise_the_budget_are_held_out_only_where_others_report(
-    sets: int,
-    found: Path,
-    tiny_model: Path,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    sets, found, tiny_model, out, monkeypatch, capsys
+):
     """A text may be too short for a second set."""
     # The calibration prompts pass, the first held-out ones fail, and from there on all pass.
     verdicts = iter([None, "prose: too much is lost"])
@@ -312,7 +295,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr("profiling.speed.layer_times.in_turn", clock.in_turn)
     monkeypatch.setattr("search.model.speed.interleaved", clock.interleaved)
@@ -329,8 +312,8 @@ def last_block(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
-    tiny_model: Path, out: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tiny_model, out, clock, capsys
+):
     """Dense attention takes ten times as long as patterns, and a whole prefill twice as long."""
     assert main(options(tiny_model, out, **TIMED)) == 0
     artifact = artifacts.load(out)
@@ -378,14 +361,8 @@ def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
     ],
 )
 def test_what_is_not_worth_serving_is_written_only_where_that_is_asked_for(
-    attention: float,
-    first_token: float,
-    says: str,
-    tiny_model: Path,
-    out: Path,
-    clock: Clock,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    attention, first_token, says, tiny_model, out, clock, capsys
+):
     """Too little is gained in attention, or the whole prefill is slower for all of it."""
     clock.sparse = clock.dense / attention
     clock.first_token = first_token
@@ -400,8 +377,8 @@ def test_what_is_not_worth_serving_is_written_only_where_that_is_asked_for(
 
 
 def test_without_a_gain_a_longer_prompt_is_advised_and_a_file_from_before_stays(
-    found: Path, tiny_model: Path, out: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
+    found, tiny_model, out, clock, capsys
+):
     artifact, arrays = artifacts.load_pair(found)
     artifacts.save(artifact, out, arrays)
     before = {path.name: path.read_bytes() for path in out.parent.iterdir() if path.is_file()}
@@ -416,9 +393,7 @@ def test_without_a_gain_a_longer_prompt_is_advised_and_a_file_from_before_stays(
     assert {path.name: path.read_bytes() for path in out.parent.iterdir()} == before
 
 
-def test_by_flops_it_is_the_count_that_decides(
-    tiny_model: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_by_flops_it_is_the_count_that_decides(tiny_model, out, capsys):
     assert main(options(tiny_model, out, n_trials="1", budget="0.99")) == 3
     says = (
         r"not worth serving at 512 tokens: 1\.0\dx fewer FLOPs of attention, counted and not "
@@ -433,8 +408,8 @@ def interrupted(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_what_was_timed_is_not_timed_again_by_the_search_that_goes_on(
-    tiny_model: Path, out: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_model, out, clock, monkeypatch
+):
     with monkeypatch.context() as patch:
         patch.setattr("search.model.record.save_searched", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -446,8 +421,8 @@ def test_what_was_timed_is_not_timed_again_by_the_search_that_goes_on(
 
 @pytest.mark.parametrize("after", sampled([2, 4, 6], 4))
 def test_interrupted_anywhere_it_loses_nothing_and_finds_the_same(
-    small: Path, tiny_model: Path, tmp_path: Path, after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    small, tiny_model, tmp_path, after, monkeypatch
+):
     out = tmp_path / "cfg.yaml"
     put: list[Path] = []
     most = [after]
@@ -471,18 +446,17 @@ def test_interrupted_anywhere_it_loses_nothing_and_finds_the_same(
 
 
 @pytest.mark.slow
-def test_any_number_of_ranks_finds_the_same(small: Path, tiny_model: Path, tmp_path: Path) -> None:
+def test_any_number_of_ranks_finds_the_same(small, tiny_model, tmp_path):
     out = tmp_path / "cfg.yaml"
-    code, _, said = run("search.heads", *options(tiny_model, out, **SMALL), ranks=2)
+    words = options(tiny_model, out, **SMALL)
+    code, _, said = Process("search.heads", *words, ranks=2).finish()
     assert code == 0, said
     assert content(out) == content(small) and not ledger_of(out).exists()
     sidecars = [path.with_name(artifacts.load(path).sidecar.file) for path in (out, small)]
     assert sidecars[0].read_bytes() == sidecars[1].read_bytes()
 
 
-def test_times_are_those_of_this_machine_and_this_budget(
-    tiny_model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_are_those_of_this_machine_and_this_budget(tiny_model, out, monkeypatch):
     """Times of another budget, or of other threads, are not used by the search that goes on."""
     taken: list[int] = []
     real = timed_costs._time
@@ -512,8 +486,8 @@ def test_times_are_those_of_this_machine_and_this_budget(
 
 
 def test_another_budget_goes_on_from_the_curves_of_one_that_failed(
-    tiny_model: Path, out: Path, scored: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_model, out, scored, monkeypatch
+):
     def fails(*args: Any) -> Any:
         raise Finding("the gate: nothing passes")
 
@@ -536,9 +510,7 @@ def test_another_budget_goes_on_from_the_curves_of_one_that_failed(
     assert main(options(tiny_model, out, budget="0.7", n_trials="2")) == 0 and scored == []
 
 
-def test_layers_that_come_in_one_at_a_time_give_the_same(
-    small: Path, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_layers_that_come_in_one_at_a_time_give_the_same(small, tiny_model, tmp_path):
     def load(bytes_: int | None) -> Any:
         return load_model(str(tiny_model), dtype="float32", max_memory=bytes_).model
 
@@ -554,16 +526,14 @@ def test_layers_that_come_in_one_at_a_time_give_the_same(
         load(1000)
 
 
-def test_fresh_discards_what_is_there(
-    found: Path, tiny_model: Path, out: Path, scored: list[int]
-) -> None:
+def test_fresh_discards_what_is_there(found, tiny_model, out, scored):
     assert main(options(tiny_model, out, "--fresh", **SMALL)) == 0
     assert len(scored) == 3 and content(out) != content(found)
 
 
 def test_lengths_in_any_order_and_tasks_twice_are_one_search_and_sizes_grow(
-    tiny_model: Path, tmp_path: Path, scored: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny_model, tmp_path, scored, monkeypatch
+):
     out = tmp_path / "cfg.yaml"
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "remove", lambda self: None)
@@ -578,11 +548,8 @@ def test_lengths_in_any_order_and_tasks_twice_are_one_search_and_sizes_grow(
 
 
 def test_without_gradients_it_goes_by_the_change_and_says_so(
-    tiny_model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tiny_model, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr("profiling.inside.gradients._head_of", lambda model, ids: None)
     out = tmp_path / "cfg.yaml"
     assert main(options(tiny_model, out, **SMALL)) == 0
@@ -594,7 +561,7 @@ def test_without_gradients_it_goes_by_the_change_and_says_so(
     np.testing.assert_allclose(arrays["chosen.objective"], arrays["chosen.change"], rtol=1e-5)
 
 
-def test_a_model_that_only_slides_has_nothing_to_search(tmp_path: Path) -> None:
+def test_a_model_that_only_slides_has_nothing_to_search(tmp_path):
     sizes = {"head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention"] * 3}
     model = save_tiny(tmp_path / "m", family="Gemma3", config="Gemma3Text", **sizes)
     with pytest.raises(
@@ -604,7 +571,7 @@ def test_a_model_that_only_slides_has_nothing_to_search(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("cfg*"))
 
 
-def test_without_a_budget_there_is_always_one() -> None:
+def test_without_a_budget_there_is_always_one():
     heads = heads_of(0, heads=4, candidates=8)
     costs = {tail: 0.5 + 0.5 * costs / np.nanmax(costs) for tail, costs in heads.costs.items()}
     heads = replace(heads, costs=costs, all_keys=1.0)

@@ -8,7 +8,7 @@ import torch
 
 from artifacts import HeadwiseError
 from kernels.index import with_dense_tail
-from kernels.patterns import KINDS, Inputs, Pattern, largest
+from kernels.patterns import KINDS, Inputs, largest
 from search.published.config import PAPER_BUDGET, PAPER_LENGTH
 from search.published.search import choose
 from search.published.space import (
@@ -21,7 +21,7 @@ from search.published.space import (
 )
 
 
-def test_the_space_is_the_papers() -> None:
+def test_the_space_is_the_papers():
     assert [(start.kind, sizes(start), sizes(moved(start, 1))) for start in SPACE] == [
         ("a_shape", {"sink": 1024, "window": 4096}, {"sink": 1036, "window": 4146}),
         ("vertical_slash", {"vertical": 30, "slash": 2048}, {"vertical": 31, "slash": 2098}),
@@ -32,7 +32,7 @@ def test_the_space_is_the_papers() -> None:
     ]
 
 
-def test_the_papers_a_shape_needs_no_change() -> None:
+def test_the_papers_a_shape_needs_no_change():
     """Algorithm 1 starts from the pattern that defines the target, and keeps it."""
     q = torch.empty(1).expand(1, 2, PAPER_LENGTH, 1)
     build = KINDS["a_shape"].prepare([SPACE[0]] * 2, Inputs(range(2), q, q, 1.0))
@@ -53,7 +53,7 @@ def test_the_papers_a_shape_needs_no_change() -> None:
         ("0.001", "impossible at 4096 tokens"),
     ],
 )
-def test_bad_budgets_say_what_would_be_right(budget: str, says: str) -> None:
+def test_bad_budgets_say_what_would_be_right(budget, says):
     with pytest.raises(HeadwiseError, match=says) as caught:
         target_tiles(budget, 4096, 64)
     assert "\n" not in str(caught.value) and budget in str(caught.value)
@@ -61,9 +61,7 @@ def test_bad_budgets_say_what_would_be_right(budget: str, says: str) -> None:
 
 @pytest.mark.parametrize(("fraction", "dense_tail"), [(0.5, 0), (0.7, 100), (1.0, 0)])
 @pytest.mark.parametrize("start", SPACE, ids=str)
-def test_change_space_takes_the_largest_size_within_the_target(
-    start: Pattern, dense_tail: int, fraction: float
-) -> None:
+def test_change_space_takes_the_largest_size_within_the_target(start, dense_tail, fraction):
     torch.manual_seed(0)
     q = torch.randn(1, 4, 1000, 16) * 2
     k = torch.randn(1, 2, 1000, 16)
@@ -84,7 +82,7 @@ def test_change_space_takes_the_largest_size_within_the_target(
         assert next_computed > target or n == most
 
 
-def test_the_least_error_within_the_budget_wins_and_a_tie_goes_to_the_cheaper() -> None:
+def test_the_least_error_within_the_budget_wins_and_a_tie_goes_to_the_cheaper():
     scores = {
         "error": np.array([[0.3, 0.2, 0.4], [0.2, 0.2, 0.2], [0.5, 0.0, 0.0]]),
         "density": np.array([[0.2, 0.2, 0.2], [0.3, 0.1, 0.2], [0.2, 0.9, 0.9]]),
@@ -96,7 +94,7 @@ def test_the_least_error_within_the_budget_wins_and_a_tie_goes_to_the_cheaper() 
         choose(scores, 4)
 
 
-def test_sizes_shrink_to_one_and_grow_to_the_length() -> None:
+def test_sizes_shrink_to_one_and_grow_to_the_length():
     for start in SPACE:
         least, most = bounds(start, PAPER_LENGTH)
         step = 1 if start.kind == "block_sparse" else 50

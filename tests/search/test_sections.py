@@ -1,0 +1,267 @@
+"""headwise filters and headwise kv as their users run them: each fills a section of an artifact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import artifacts
+from artifacts import HeadwiseError
+from profiling import similarity
+from profiling.caches import budget_curves
+from profiling.caches.budget_curves import BudgetCurves
+from profiling.models.loading import load_model
+from profiling.quality.forced_decode import Divergence
+from profiling.similarities import layer_similarity
+from runtime import load, memory_report
+from search import filters, kv
+from search.decode import filter_search, kv_search
+from search.published import search as heads
+from tests.search.conftest import PUBLISHED
+
+LENGTH = 600
+MEASURE = f"--task passkey --task kv_retrieval --length {LENGTH} --steps 3 --samples 1".split()
+RULES = ["--dense-first", "0", "--filters", "1", "--dtype", "float32"]
+
+
+@pytest.fixture
+def command(tiny_model, by_head):
+    return ["--model", str(tiny_model), str(by_head), *RULES, *MEASURE]
+
+
+def test_filters_fill_the_decode_section_and_leave_the_rest(command, by_head, tmp_path, capsys):
+    out = tmp_path / "new.yaml"
+    options = "--budget 0.25 --selector uniform --window 4 --prefill-ratio 0.5"
+    filters.main([*command, "--out", str(out), *options.split()])
+    before, arrays = artifacts.load_pair(by_head)
+    after, more = artifacts.load_pair(out)
+    assert (after.prefill, after.patterns) == (before.prefill, before.patterns)
+    section = after.decode.omnikv
+    assert (section.selector, section.window) == ("uniform", 4)
+    assert (section.budget, section.prefill_ratio) == (0.25, 0.5)
+    mass = more.pop("similarity.mass")
+    error = more.pop("similarity.error")
+    assert np.isfinite(error[np.triu_indices(3)]).all() and np.isnan(error[2, 0])
+    assert mass.shape == (3, 3) and sorted(more) == sorted(arrays)
+    assert section.filter_layers == (0,) and section.dense_layers == ()
+    assert section.similarity.tasks == ("passkey", "kv_retrieval")
+    assert section.similarity.top_k == LENGTH // 4 and 0 < section.similarity.kept <= 1
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"next: headwise decode {out} --model {command[1]}\n")
+    assert "held-out prompts" in printed and "evenly spaced" in printed
+
+
+def test_killed_filters_go_on_and_find_the_same(command, tmp_path, monkeypatch, capsys):
+    filters.main([*command, "--out", str(tmp_path / "whole.yaml")])
+    decoded: list[int] = []
+    decode = layer_similarity._decode
+
+    def dies_at_the_third(*given: Any) -> Any:
+        if len(decoded) == 2:
+            raise KeyboardInterrupt
+        decoded.append(1)
+        return decode(*given)
+
+    monkeypatch.setattr(layer_similarity, "_decode", dies_at_the_third)
+    cut = [*command, "--out", str(tmp_path / "cut.yaml")]
+    with pytest.raises(KeyboardInterrupt):
+        filters.main(cut)
+    assert not (tmp_path / "cut.yaml").exists()
+    with pytest.raises(HeadwiseError, match=r"its steps is 3, not 4; .*--fresh"):
+        filters.main([*cut, "--steps", "4"])
+    # Two tasks, of calibration and held-out: four prompts, two of which are finished.
+    monkeypatch.setattr(
+        layer_similarity, "_decode", lambda *given: decoded.append(1) or decode(*given)
+    )
+    filters.main(cut)
+    assert len(decoded) == 4 and "2 units are finished" in capsys.readouterr().err
+    whole, cut_off = (artifacts.load(tmp_path / name) for name in ("whole.yaml", "cut.yaml"))
+    assert whole.content_sha256 == cut_off.content_sha256
+    assert not list(tmp_path.glob("*.ledger"))
+
+
+def test_in_place_other_sections_are_kept_and_a_search_keeps_this_one(
+    command, by_head, tiny_model, tmp_path, monkeypatch
+):
+    """Also a section that another command writes meanwhile."""
+    out = tmp_path / "cfg.yaml"
+    artifacts.save(artifacts.load(by_head), out, artifacts.load_arrays(by_head))
+    section = artifacts.KVCache(policies={"all": artifacts.Full()}, layers=("all",) * 3)
+    real = filter_search.compare
+
+    def meanwhile(*args: Any) -> Any:
+        artifacts.update(
+            out, lambda now, arrays: (now.model_copy(update={"kv_cache": section}), arrays)
+        )
+        return real(*args)
+
+    monkeypatch.setattr(filter_search, "compare", meanwhile)
+    at = command.index(str(by_head))
+    more = ["--out", str(out), "--dense-first", "1", "--sparse", "0.3"]
+    filters.main([*command[:at], str(out), *command[at + 1 :], *more])
+    first = artifacts.load(out)
+    assert first.kv_cache == section and len(list(tmp_path.iterdir())) == 2
+    assert (first.decode.omnikv.filter_layers, first.decode.omnikv.dense_layers) == ((1,), (0,))
+    again = heads.run(heads.HeadSearch(model=str(tiny_model), out=out, picture=False, **PUBLISHED))
+    assert artifacts.load(out) == again
+    assert again.kv_cache == section and again.decode == first.decode
+    assert "similarity.mass" in artifacts.load_arrays(out)
+
+
+def test_a_profile_saves_the_measurement_and_runtime_decodes_by_the_choice(
+    command, tiny_model, tmp_path
+):
+    profile = tmp_path / "profile"
+    out = tmp_path / "cfg.yaml"
+    similarity.main(
+        ["--model", str(tiny_model), "--out", str(profile), *MEASURE, "--dtype", "float32"]
+    )
+    filters.main([*command, "--out", str(out), "--profile", str(profile), "--budget", "64"])
+    loaded = load_model(str(tiny_model), dtype="float32")
+    ids = torch.randint(3, 90, (1, 200))
+    with load(out).apply(loaded.model) as handle:
+        loaded.model.generate(
+            ids, past_key_values=handle.new_cache(), max_new_tokens=4, do_sample=False
+        )
+        assert handle.stats()["decode"] == 3 * 3
+
+
+FAST = ["--task", "passkey", "--length", "400", "--samples", "1", "--forced", "8"]
+
+
+def kv_command(tiny_model: Path, by_head: Path, out: Path, *more: str) -> list[str]:
+    model = ["--model", str(tiny_model), "--dtype", "float32"]
+    return [*model, str(by_head), "--out", str(out), *FAST, *more]
+
+
+def test_kv_writes_budgets_that_the_runtime_keeps(tiny_model, by_head, tmp_path, capsys):
+    """Into the file that it starts from, of which the rest stays."""
+    own = tmp_path / "cfg.yaml"
+    before, arrays = artifacts.load_pair(by_head)
+    artifacts.save(before, own, arrays)
+    file = tmp_path / "figures.json"
+    kv.main(kv_command(tiny_model, own, own, "--target-share", "0.25", f"--json={file}"))
+    said = capsys.readouterr().out
+    assert "searched   KL" in said and "even       KL" in said
+    assert said.endswith(f"headwise evaluate {own} --model {tiny_model} --out report/\n")
+    figures = json.loads(file.read_text())
+    assert sum(figures["budgets"].values()) == 3 * 2 and figures["held_out"]["even"]["kl"] > 0
+    # What one prompt says may be chance.
+    assert not figures["better"] and "searched was not better beyond chance" in said
+    after, more = artifacts.load_pair(own)
+    assert (after.prefill, after.patterns) == (before.prefill, before.patterns)
+    assert more["kv.error"].shape == (3, 2, len(more["kv.shares"])) and set(arrays) < set(more)
+    loaded = load_model(str(tiny_model), dtype="float32")
+    ids = torch.randint(3, 250, (1, 800))
+    with torch.no_grad(), load(own).apply(loaded.model) as handle:
+        cache = handle.new_cache()
+        loaded.model(ids, past_key_values=cache)
+        kept = [layer.mean_kept for layer in memory_report(cache).layers]
+    assert 0.15 <= np.mean(kept) / 800 <= 0.26
+
+
+def interrupted(*given: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_a_killed_kv_goes_on_and_another_total_reuses_the_curves(
+    tiny_model, by_head, tmp_path, monkeypatch, capsys
+):
+    walked: list[int] = []
+    walk = budget_curves._of_prompt
+    monkeypatch.setattr(
+        budget_curves, "_of_prompt", lambda *given: walked.append(1) or walk(*given)
+    )
+    whole = tmp_path / "whole.yaml"
+    cut = tmp_path / "cut.yaml"
+    kv.main(kv_command(tiny_model, by_head, whole, "--target-share", "0.25"))
+    command = kv_command(tiny_model, by_head, cut)
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_search, "divergence", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            kv.main([*command, "--target-share", "0.5"])
+    assert len(walked) == 2 and not cut.exists()
+    with pytest.raises(HeadwiseError, match=r"its seed is 0, not 1; .*--fresh"):
+        kv.main([*command, "--target-share", "0.25", "--seed", "1"])
+    kv.main([*command, "--target-share", "0.25"])
+    assert len(walked) == 2, "the curves do not depend on the total"
+    assert "going on with" in capsys.readouterr().err
+    assert artifacts.load(whole).content_sha256 == artifacts.load(cut).content_sha256
+    assert not list(tmp_path.glob("*.ledger"))
+
+
+def test_budgets_go_where_the_error_is():
+    shares = (0.125, 0.25, 0.5)
+    error = np.full((3, 2, 3), 1e-6)
+    error[1] = np.nan
+    error[2, 1] = (4.0, 2.0, 1.0)
+    curves = BudgetCurves(shares=shares, error=error, kept=error)
+    section, share = kv_search.by_error(curves, 0.35)
+    assert section.layers[1] is None and section.heads(2, 2)[1] == "full"
+    assert share <= 0.35
+    assert section.heads(0, 2) == ("h2o_0.125",) * 2
+    assert section.policies["h2o_0.125"] == artifacts.H2O(
+        heavy=0.0625, recent=0.0625, normalised=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("factors", "better"), [((0.5, 0.6, 0.4, 0.5), True), ((0.1, 0.1, 1.1, 1.0), False)]
+)
+def test_a_total_is_spent_unevenly_where_prompt_after_prompt_speaks_for_it(
+    factors, better, tiny_model, by_head, tmp_path, monkeypatch
+):
+    calls: list[int] = []
+
+    def divergence(*given: Any) -> Divergence:
+        # Of four prompts that decide: searched, then even.
+        at = len(calls)
+        calls.append(1)
+        kl = np.full(8, 0.1 * (factors[at] if at < 4 else 1.0))
+        return Divergence(kl=kl, loss=kl, full_loss=kl)
+
+    error = np.ones((3, 2, 3)) * (4.0, 2.0, 1.0)
+    curves = BudgetCurves(shares=(0.125, 0.25, 0.5), error=error, kept=error)
+    monkeypatch.setattr(kv_search, "measure", lambda *args, **options: curves)
+    monkeypatch.setattr(kv_search, "divergence", divergence)
+    config = kv_search.KVSearch(
+        model=str(tiny_model),
+        config=by_head,
+        out=tmp_path / "new.yaml",
+        share=0.5,
+        tasks=("passkey",),
+        length=400,
+        samples=4,
+        forced=8,
+        dtype="float32",
+    )
+    written, found = kv_search.run(config)
+    assert found.better == better
+    assert written.kv_cache is not None and ("even" in written.kv_cache.policies) == (not better)
+
+
+def test_bytes_are_those_of_the_cache(tiny_model, by_head):
+    loaded = load_model(str(tiny_model), dtype="float32")
+    options = {"model": "m", "config": Path("c"), "out": Path("o"), "share": None}
+    token = 3 * 2 * 2 * 16 * 4
+    config = kv_search.KVSearch(**options, target_bytes=token * 100, context=1000)
+    assert kv_search._share_of_bytes(
+        config, artifacts.load(by_head).model, loaded
+    ) == pytest.approx(0.1)
+
+
+def test_what_filter_layers_choose_from_is_not_dropped(tiny_model, by_head, tmp_path):
+    own = tmp_path / "cfg.yaml"
+    artifact, arrays = artifacts.load_pair(by_head)
+    decode = artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,)))
+    artifacts.save(artifact.model_copy(update={"decode": decode}), own, arrays)
+    before = own.read_bytes()
+    says = r"kv_cache.layers\[1\] drops tokens that decode.omnikv chooses from"
+    with pytest.raises(HeadwiseError, match=says):
+        kv.main(kv_command(tiny_model, own, own, "--target-share", "0.25"))
+    assert own.read_bytes() == before
