@@ -4,7 +4,7 @@ all GPU tests."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _native_code() -> None:
+def _native_code():
     """On a machine that has none yet the first worker compiles the native code, and the others wait
     for it."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -60,7 +60,7 @@ def _native_code() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _long_texts() -> Iterator[None]:
+def _long_texts():
     """Tokenise a long text once for all tokenizers that are alike: each command loads its own."""
     from profiling.prompts import tokens
 

@@ -22,23 +22,14 @@ import transformers
 sys.path.append(str(Path(__file__).parent))
 from tiny_text_model import save_tiny
 
-
-def command(*words: str, folder: Path) -> str:
-    """What `python -m ...` prints; it must end with 0."""
-    done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{' '.join(words)}\n{done.stderr[-3000:]}"
-    return done.stdout
+SCRIPT = Path(sys.executable).with_name("headwise")
+SEARCH = (sys.executable, "-m", "search.heads", "--model", "model", "--out")
 
 
-def headwise(*words: str, folder: Path) -> str:
-    """What the console script prints; it must end with 0."""
-    script = Path(sys.executable).with_name("headwise")
-    done = subprocess.run([script, *words], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, (
-        f"headwise {' '.join(words)}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
-    )
+def output(*command: str | Path, folder: Path) -> str:
+    """The standard output of a command that must end with 0."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.args}\n{done.stdout[-1000:]}{done.stderr[-3000:]}"
     return done.stdout
 
 
@@ -58,12 +49,10 @@ def check_packages() -> None:
 
 def search(folder: Path) -> None:
     options = "--preset paper --length 512 --budget 0.6 --task passkey --dtype float32"
-    command(
-        "search.heads", "--model", "model", "--out", "cfg.yaml", *options.split(), folder=folder
-    )
-    headwise("validate", "cfg.yaml", "--level", "error", folder=folder)
-    assert "LlamaForCausalLM: 3 layers" in headwise("show", "cfg.yaml", folder=folder)
-    assert "\nall is well\n" in headwise("doctor", folder=folder)
+    output(*SEARCH, "cfg.yaml", *options.split(), folder=folder)
+    output(SCRIPT, "validate", "cfg.yaml", "--level", "error", folder=folder)
+    assert "LlamaForCausalLM: 3 layers" in output(SCRIPT, "show", "cfg.yaml", folder=folder)
+    assert "\nall is well\n" in output(SCRIPT, "doctor", folder=folder)
 
 
 def serve(folder: Path) -> None:
@@ -83,8 +72,7 @@ def serve(folder: Path) -> None:
 
 def check_that_a_search_says_what_it_needs(folder: Path) -> None:
     assert not any(importlib.util.find_spec(name) for name in ("gguf", "matplotlib", "optuna"))
-    words = [sys.executable, "-m", "search.heads", "--model", "model", "--out", "again.yaml"]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run([*SEARCH, "again.yaml"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 2, done
     assert done.stderr == "error: matplotlib is not installed: pip install 'headwise[search]'\n", (
         done.stderr

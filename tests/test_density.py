@@ -43,7 +43,7 @@ def by_kernels(kind: str, length: int, tail: int, **sizes: Any) -> float:
 @pytest.mark.parametrize("kind", FIXED)
 @settings(deadline=None, max_examples=40)
 @given(data=st.data(), length=st.integers(1, 1500), tail=st.sampled_from([0, 1, 64, 200]))
-def test_the_kernels_count_the_same(kind: str, data: st.DataObject, length: int, tail: int) -> None:
+def test_the_kernels_count_the_same(kind, data, length, tail):
     sizes = {name: data.draw(strategy) for name, strategy in FIXED[kind].items()}
     pattern = ADAPTER.validate_python({"kind": kind, **sizes})
     assert density(pattern, length, dense_tail=tail) == by_kernels(kind, length, tail, **sizes)
@@ -56,9 +56,7 @@ def test_the_kernels_count_the_same(kind: str, data: st.DataObject, length: int,
     length=st.integers(1, 1500),
     tail=st.sampled_from([0, 64]),
 )
-def test_static_patterns_too(
-    columns: tuple[int, ...], diagonals: tuple[int, ...], length: int, tail: int
-) -> None:
+def test_static_patterns_too(columns, diagonals, length, tail):
     arrays = {
         "static.x.columns": np.array(columns, dtype=np.int32),
         "static.x.diagonals": np.array(diagonals, dtype=np.int32),
@@ -68,7 +66,7 @@ def test_static_patterns_too(
     assert density(artifacts.Static(indices="x"), length) is None
 
 
-def test_vertical_slash_as_if_the_columns_were_first_and_the_diagonals_near() -> None:
+def test_vertical_slash_as_if_the_columns_were_first_and_the_diagonals_near():
     length, vertical, slash = 1024, 200, 300
     nearest = torch.arange(length, 0, -1.0)[None, None]
     index = select(nearest, nearest, [VerticalSlash(vertical=vertical, slash=slash)], q_len=length)
@@ -76,7 +74,7 @@ def test_vertical_slash_as_if_the_columns_were_first_and_the_diagonals_near() ->
     assert counted == float(index.computed_tiles()[0, 0]) / index.causal_tiles
 
 
-def test_a_million_tokens() -> None:
+def test_a_million_tokens():
     n = (1 << 20) // 64
     window = sum(n - offset for offset in range(65))
     sink = sum(n - 65 - group for group in range(16))
@@ -84,7 +82,7 @@ def test_a_million_tokens() -> None:
     assert counted == (window + sink) / (n * (n + 1) // 2)
 
 
-def test_sizes_beyond_all_measure() -> None:
+def test_sizes_beyond_all_measure():
     """Whatever a file says, counting ends: in no time, and within memory."""
     for pattern in (
         artifacts.AShape(sink=LARGEST, window=LARGEST),
@@ -99,7 +97,7 @@ def test_sizes_beyond_all_measure() -> None:
         assert density(pattern, LONGEST + 1) is None
 
 
-def test_rows_of_an_artifact() -> None:
+def test_rows_of_an_artifact():
     artifact, arrays = build_every_kind()
     rows = densities(artifact, 8192, arrays)
     assert rows[1] is None and rows[4] is not None and rows[4][:3] == [1.0, 1.0, None]
@@ -110,7 +108,7 @@ def test_rows_of_an_artifact() -> None:
     assert len(flat) == 8 and mean_density(build(), 4096) == pytest.approx(sum(flat) / 8)
 
 
-def test_sizes_are_counted_as_they_are_at_the_length() -> None:
+def test_sizes_are_counted_as_they_are_at_the_length():
     """What keeps its share of the prompt keeps its density."""
     growth = artifacts.Growth(length=4096, powers={"a_shape": {"window": 1.0, "sink": 1.0}})
     rows: tuple[tuple[str, ...] | None, ...] = (("a_1024_2048",) * 4, None, ("a_1024_2048",) * 4)

@@ -51,7 +51,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     wrong = []
     for link in links(page):
         path, _, anchor = link.partition("#")
@@ -65,7 +65,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not wrong
 
 
-def test_a_dead_link_is_seen(tmp_path: Path) -> None:
+def test_a_dead_link_is_seen(tmp_path):
     page = tmp_path / "page.md"
     code = "```\n# no heading [x](y.md)\n```"
     page.write_text(f"# A `b` heading\n\n[one](none.md) [two](#a-b-heading)\n\n{code}\n")
@@ -78,7 +78,7 @@ def entries(nav: list[Any]) -> Iterator[str]:
             yield from entries(value) if isinstance(value, list) else [value]
 
 
-def test_every_page_of_the_site_is_there_and_every_page_is_in_the_site() -> None:
+def test_every_page_of_the_site_is_there_and_every_page_is_in_the_site():
     listed = list(entries(SITE["nav"]))
     assert len(listed) == len(set(listed))
     places = {name: (ROOT if name.partition("/")[0] in BESIDE else DOCS) / name for name in listed}
@@ -88,23 +88,23 @@ def test_every_page_of_the_site_is_there_and_every_page_is_in_the_site() -> None
     assert pages == set(listed) - set(BESIDE)
 
 
-def test_the_site_fetches_nothing() -> None:
+def test_the_site_fetches_nothing():
     assert SITE["theme"]["font"] is False and "search" in SITE["plugins"]
     for drawing in DOCS.glob("drawings/*.svg"):
         assert "http" not in drawing.read_text().replace("http://www.w3.org/2000/svg", "")
 
 
-def test_readme_fits_a_glance() -> None:
+def test_readme_fits_a_glance():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
 
 
-def test_the_version_is_one() -> None:
+def test_the_version_is_one():
     project = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert project is not None and cited["version"] == project[1]
 
 
-def test_results_fit_and_name_their_files() -> None:
+def test_results_fit_and_name_their_files():
     text = (DOCS / "results.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 350
     files = list(DOCS.glob("results/*.json"))

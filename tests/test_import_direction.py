@@ -53,23 +53,16 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
 
     def walk(node: ast.AST, now: bool) -> Iterator[tuple[int, str, bool]]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                for alias in child.names:
-                    yield child.lineno, alias.name, now
-            elif isinstance(child, ast.ImportFrom):
-                assert child.level == 0, (
-                    f"line {child.lineno}: relative imports hide where they point"
-                )
-                assert child.module is not None
-                # `from kernels import index` imports kernels.index, or a name of the package
-                # itself.
-                names = [alias.name for alias in child.names]
-                for name in names if "." not in child.module else [None]:
-                    yield (
-                        child.lineno,
-                        child.module if name is None else f"{child.module}.{name}",
-                        now,
-                    )
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                modules = [alias.name for alias in child.names]
+                if isinstance(child, ast.ImportFrom):
+                    relative = f"line {child.lineno}: relative imports hide where they point"
+                    assert child.level == 0 and child.module, relative
+                    # `from kernels import index` imports kernels.index, or a name of the package.
+                    modules = [f"{child.module}.{name}" for name in modules]
+                    if "." in child.module:
+                        modules = [child.module]
+                yield from ((child.lineno, module, now) for module in modules)
             else:
                 lazy = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
                 typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
@@ -83,23 +76,20 @@ def wrong(package: str, path: str, source: str) -> list[str]:
     found = []
     for line, module, now in imports(ast.parse(source)):
         top = module.partition(".")[0]
+        faults = []
         if top in BELOW and top != package and top not in BELOW[package]:
-            found.append(f"{path}:{line}: {package} may not import {module}")
+            faults.append(f"{package} may not import {module}")
         if top == "benchmarks":
-            found.append(f"{path}:{line}: {module} is no part of a package")
+            faults.append(f"{module} is no part of a package")
         if top == "kernels" and not _is_room_of_kernels(module):
-            found.append(
-                f"{path}:{line}: {module} may be Hugging Face's: name a module of ours, like "
-                f"kernels.index"
-            )
+            faults.append(f"{module} may be Hugging Face's: name a module of ours: kernels.index")
         if package == "headwise" and top in ON_CALL and now:
-            found.append(f"{path}:{line}: import {module} in the function that needs it")
+            faults.append(f"import {module} in the function that needs it")
         if top == "vllm" and not path.startswith(ENGINE_ROOM):
-            found.append(f"{path}:{line}: only {ENGINE_ROOM} may import {module}")
+            faults.append(f"only {ENGINE_ROOM} may import {module}")
         if top in HEAVY - HEAVY_ROOMS.get(path, set()) and now and package in LIGHT_PACKAGES:
-            found.append(
-                f"{path}:{line}: import {top} where it is used, not at the top of {package}"
-            )
+            faults.append(f"import {top} where it is used, not at the top of {package}")
+        found += [f"{path}:{line}: {fault}" for fault in faults]
     return found
 
 
@@ -112,7 +102,7 @@ def _is_room_of_kernels(module: str) -> bool:
 
 
 @pytest.mark.parametrize("package", BELOW)
-def test_imports_run_downwards(package: str) -> None:
+def test_imports_run_downwards(package):
     paths = sorted((ROOT / package).rglob("*.py"))
     assert paths
     found = []
@@ -145,7 +135,7 @@ def test_imports_run_downwards(package: str) -> None:
         ("profiling", "def f():\n    from vllm import LLM", 1),
     ],
 )
-def test_the_check_sees_what_is_wrong_alone(package: str, source: str, faults: int) -> None:
+def test_the_check_sees_what_is_wrong_alone(package, source, faults):
     assert len(wrong(package, "x.py", source)) == faults
 
 
@@ -159,7 +149,7 @@ KEPT_OUT = {
 }
 
 
-def test_an_import_loads_no_more_than_it_needs() -> None:
+def test_an_import_loads_no_more_than_it_needs():
     lines = [
         f"import {modules}\nassert not sys.modules.keys() & {kept_out}, {modules!r}"
         for modules, kept_out in KEPT_OUT.items()
@@ -167,7 +157,7 @@ def test_an_import_loads_no_more_than_it_needs() -> None:
     subprocess.run([sys.executable, "-c", "\n".join(["import sys", *lines])], cwd=ROOT, check=True)
 
 
-def test_the_python_package_has_the_names_of_the_others() -> None:
+def test_the_python_package_has_the_names_of_the_others():
     import artifacts
     import headwise
     import runtime
@@ -182,17 +172,15 @@ def circle(sources: Mapping[str, str], depth: int) -> list[str]:
 
     sources: what modules of one package say, by their names, of which the first `depth` parts
     count. The package's own `__init__` is above them all."""
-    below: dict[str, set[str]] = {}
+
+    def cut(name: str) -> str:
+        return ".".join(name.split(".")[:depth])
+
+    known = set(map(cut, sources))
+    below: dict[str, set[str]] = {name: set() for name in known}
     for name, source in sources.items():
-        package, *inner = name.split(".")[:depth]
-        mine = ".".join((package, *inner))
-        theirs = {
-            ".".join(module.split(".")[:depth]) for _, module, _ in imports(ast.parse(source))
-        }
-        below.setdefault(mine, set()).update(
-            theirs & {".".join(other.split(".")[:depth]) for other in sources}
-        )
-        below[mine] -= {mine, package}
+        theirs = {cut(module) for _, module, _ in imports(ast.parse(source))}
+        below[cut(name)] |= (theirs & known) - {cut(name), name.partition(".")[0]}
     try:
         TopologicalSorter(below).prepare()
     except CycleError as error:
@@ -204,14 +192,12 @@ def circle(sources: Mapping[str, str], depth: int) -> list[str]:
     ("package", "depth"),
     [("artifacts", 3), *((name, 2) for name in BELOW if name != "headwise")],
 )
-def test_nothing_imports_what_imports_it(package: str, depth: int) -> None:
+def test_nothing_imports_what_imports_it(package, depth):
     """Folders and the modules beside them; in artifacts also the modules of folders."""
-    modules = {
-        _module(path): path.read_text(encoding="utf-8") for path in (ROOT / package).rglob("*.py")
-    }
-    assert len(modules) > 30 and not circle(
-        {name: text for name, text in modules.items() if name != package}, depth
-    )
+    paths = (ROOT / package).rglob("*.py")
+    modules = {_module(path): path.read_text(encoding="utf-8") for path in paths}
+    del modules[package]
+    assert len(modules) > 30 and not circle(modules, depth)
 
 
 CIRCLE = {"runtime.attention", "runtime.caches"}
@@ -226,7 +212,7 @@ CIRCLE = {"runtime.attention", "runtime.caches"}
         ("from runtime.standin import NewTokens\nfrom runtime.caches.window import Window", set()),
     ],
 )
-def test_circles_are_found(caches: str, found: set[str]) -> None:
+def test_circles_are_found(caches, found):
     sources = {
         "runtime.standin": "import torch",
         "runtime.caches.policy": caches,

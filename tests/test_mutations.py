@@ -39,9 +39,7 @@ CASES = read_cases()
     CASES,
     ids=[f"{number} {file}" for number, (file, *_) in enumerate(CASES)],
 )
-def test_a_broken_module_is_noticed(
-    tmp_path: Path, file: str, text: str, broken: str, tests: str
-) -> None:
+def test_a_broken_module_is_noticed(tmp_path, file, text, broken, tests):
     for folder in FOLDERS:
         skipped = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=skipped)

@@ -126,7 +126,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", *suites]))
 """
 
 
-def test_a_new_kind_touches_four_files_and_is_served(tmp_path: Path) -> None:
+def test_a_new_kind_touches_four_files_and_is_served(tmp_path):
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

