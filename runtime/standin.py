@@ -43,7 +43,6 @@ class NewTokens(StandIn):
 
     layer: the PolicyLayer that made it."""
 
-    # The PolicyLayer that made it.
     layer: Any
 
     @staticmethod
@@ -56,6 +55,6 @@ class NewTokens(StandIn):
         """Raise HeadwiseError."""
         raise HeadwiseError(
             "this cache drops keys and values, and only Headwise's attention can read what it "
-            "keeps: "
-            "apply the artifact to the model (load(cfg).apply(model)) before the cache is used"
+            "keeps: apply the artifact to the model (load(cfg).apply(model)) before the cache is "
+            "used"
         )
