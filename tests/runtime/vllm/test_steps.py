@@ -154,14 +154,16 @@ def test_layers_read_what_filter_layers_chose(engine):
     common = step((1, 300), (1, 30), (130, 130), (1, 97), (3, 200), (2, 333), (3, 150))
     metadata = engine.builder.build(0, common)
     chose: dict[int, Tensor] = {}
-    for number in (1, 2, 3):
+    # Layer 0 attends to everything and chooses nothing.
+    assert set(engine.at_work.chooser.roles) == {1, 2, 3}
+    for number in (0, 1, 2, 3):
         outputs, inputs, _ = serve(engine, common, number=number, metadata=metadata)
         for request in (0, 3, 4, 5, 6):
             q, k, _ = inputs[request]
             if number == 1:
                 chose[request] = chosen_by(q, k, section)
                 assert not chose[request].all()
-            seen = None if number == 1 else chose[request].expand(G, -1)
+            seen = None if number < 2 else chose[request].expand(G, -1)
             torch.testing.assert_close(outputs[request], by_choice(inputs[request], seen), **CLOSE)
     assert engine.at_work.counters.report()["decode"] == {"chosen": 5}
 
