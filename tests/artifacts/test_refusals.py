@@ -172,6 +172,13 @@ def test_arrays_that_cannot_be(tmp_path, every_kind, monkeypatch, name, change, 
     assert says in line(path)
 
 
+def test_a_wrong_copy_is_refused_before_anything_is_written(tmp_path, make):
+    broken = make().model_copy(update={"patterns": {}})
+    with pytest.raises(ArtifactError, match=r"prefill\.layers\[0\]\[0\]: no pattern is called"):
+        save(broken, tmp_path / "cfg.yaml")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_pipe_or_a_device_in_place_of_a_file_is_never_waited_for(saved, tmp_path):
     (sidecar,) = saved.parent.glob("*.safetensors")
     sidecar.unlink()
