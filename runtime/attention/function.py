@@ -147,6 +147,7 @@ def _why_dense(call: Call, no_kernel: str | None) -> str | None:
     if few is not None:
         return few
     layer = call.layer
+    plan = layer.plan
     context = call.context
     reason = no_kernel
     if call.window is not None or (context is not None and context.window is not None):
@@ -161,8 +162,8 @@ def _why_dense(call: Call, no_kernel: str | None) -> str | None:
         layer.settings.refuse(reason)
         return reason
     # A kernel serves the call, so it has a context; too_few() has seen that the layer has a plan.
-    assert context is not None and layer.plan is not None
-    if not context.long(layer.settings.dense_below, layer.plan.dense_tail):
+    assert context is not None and plan is not None
+    if not context.long(layer.settings.dense_below, plan.dense_tail):
         return "short"
     return None
 

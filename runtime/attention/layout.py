@@ -105,13 +105,14 @@ class Context:
     def long(self, dense_below: int, dense_tail: int) -> tuple[Part, ...]:
         """The sequences of at least `dense_below` keys whose queries are worth an index."""
         key = dense_below, dense_tail
-        if key not in self._cache:
-            self._cache[key] = tuple(
+        parts: tuple[Part, ...] | None = self._cache.get(key)
+        if parts is None:
+            parts = tuple(
                 part
                 for part in self.parts
                 if part.k_len >= dense_below and enough_queries(part.q_len, part.k_len, dense_tail)
             )
-        parts: tuple[Part, ...] = self._cache[key]
+            self._cache[key] = parts
         return parts
 
     def alone(self, part: Part) -> Context:
@@ -124,9 +125,10 @@ class Context:
 
     def launch(self, parts: tuple[Part, ...]) -> tuple[slice | None, Ragged | None]:
         """Slots of the keys (None: all) and Ragged (None: whole rows) of one launch for these."""
-        if parts not in self._cache:
-            self._cache[parts] = self._launch(parts)
-        launch: tuple[slice | None, Ragged | None] = self._cache[parts]
+        launch: tuple[slice | None, Ragged | None] | None = self._cache.get(parts)
+        if launch is None:
+            launch = self._launch(parts)
+            self._cache[parts] = launch
         return launch
 
     def _launch(self, parts: tuple[Part, ...]) -> tuple[slice | None, Ragged | None]:
