@@ -76,16 +76,14 @@ class Context:
         return len(self.fresh or self.ranges or ())
 
     @cached_property
-    def reaches_last_key(self) -> bool:
-        """True where each sequence is one run of slots up to the last key."""
-        return self.ranges is not None and all(end == self.k_len for _, end in self.ranges)
+    def firsts(self) -> tuple[bool, tuple[int, ...] | None]:
+        """True where each sequence is one run of slots up to the last key, and their first slots.
 
-    @cached_property
-    def firsts(self) -> tuple[int, ...] | None:
-        """First slot of each sequence, none of which has holes; None where all are 0."""
-        assert self.ranges is not None
+        None in place of the slots where all are 0, and with False."""
+        if self.ranges is None or any(end != self.k_len for _, end in self.ranges):
+            return False, None
         firsts = tuple(start for start, _ in self.ranges)
-        return firsts if any(firsts) else None
+        return True, firsts if any(firsts) else None
 
     @cached_property
     def longest(self) -> int:

@@ -97,12 +97,12 @@ def starts_of(mask: Tensor | None) -> tuple[bool, Tensor | None]:
     if mask is None:
         return True, None
     context = context_of(mask) or getattr(mask, _CONTEXT, None)
-    if context is None or not context.reaches_last_key:
+    if context is None:
         return False, None
-    firsts = context.firsts
+    known, firsts = context.firsts
     if firsts is None:
-        return True, None
-    return True, on_device(firsts, mask.device, torch.int32)
+        return known, None
+    return known, on_device(firsts, mask.device, torch.int32)
 
 
 def headwise_mask(batch_size: int, q_length: int, kv_length: int, **more: Any) -> Any:
@@ -182,8 +182,9 @@ class _MaskRequest:
         self.settings = settings
         self.given = given
         self.padding = given["attention_mask"]
-        name = settings.model_attention
-        self.dense: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS[name]
+        self.dense: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS[
+            settings.model_attention
+        ]
         self.batch = int(given["batch_size"])
         self.gone = int(given["kv_offset"])
         self.q_len = int(given["q_length"])
