@@ -39,6 +39,13 @@ def test_another_implementation_of_rfc_8785_writes_the_same(value):
     assert canonical_json(value) == rfc8785.dumps(value)
 
 
+def test_canonical_form():
+    value = {"b": [1, 1.0, 1e-05, True, None], "a": "é", "": {}}
+    assert canonical_json(value) == '{"":{},"a":"é","b":[1,1,0.00001,true,null]}'.encode()
+    value = {"\ue000": 1, "\U00010000": 2}
+    assert canonical_json(value) == '{"\U00010000":2,"\ue000":1}'.encode()
+
+
 @pytest.mark.parametrize(
     ("value", "error", "says"),
     [

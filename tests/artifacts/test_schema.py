@@ -1,4 +1,4 @@
-"""Names, fronts and windows of artifacts made in Python, and the schema with all its fields."""
+"""Names, sizes, fronts and windows of artifacts made in Python, and the schema's fields."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from artifacts import (
     ArtifactError,
     BlockSparse,
     Full,
+    Growth,
     KVCache,
     Static,
     Streaming,
     Summary,
     VerticalSlash,
+    grown,
     pattern_name,
     save,
 )
@@ -65,6 +67,25 @@ def test_a_row_is_one_policy_for_all_kv_heads_or_one_for_each():
     assert section.heads(0, 2) == ("stream", "stream")
     assert section.heads(1, 2) is None
     assert section.heads(2, 2) == ("full", "stream")
+
+
+def test_sizes_at_a_length():
+    growth = Growth(
+        length=4096, powers={"vertical_slash": {"vertical": 0.5, "slash": 1.0}, "block_sparse": {}}
+    )
+    pattern = VerticalSlash(vertical=100, slash=1000, last_q=32, coverage=0.9)
+    assert grown(pattern, None, 9) == pattern
+    for length, vertical, slash in (
+        (4096, 100, 1000),
+        (4033, 100, 1000),
+        (16_384, 200, 4000),
+        (1, 12, 16),
+    ):
+        sizes = {"vertical": vertical, "slash": slash}
+        assert grown(pattern, growth, length) == pattern.model_copy(update=sizes)
+    assert grown(BlockSparse(blocks=9), growth, 16_384) == BlockSparse(blocks=9)
+    least = VerticalSlash(vertical=1, slash=1)
+    assert grown(least, growth, 1) == least
 
 
 def test_rows_of_points_come_back(every_kind, tmp_path):

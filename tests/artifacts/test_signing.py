@@ -62,7 +62,7 @@ def test_the_signature_is_of_every_byte_and_comes_before_the_content(saved, key,
     """Commands and times are in nobody's hash, but a reader may copy a command."""
     sign(saved, key)
     saved.write_text(saved.read_text().replace("--model tiny", "--model evil"))
-    load(saved)
+    assert "--model evil" in load(saved).search.command
     assert "is no signature of this file by the key" in refusal(saved, public)
     saved.write_text("[" * 1000)
     assert "is no signature of this file by the key" in refusal(saved, public)
@@ -144,11 +144,16 @@ def test_what_is_no_key_or_one_of_another_kind(saved, key, public, tmp_path):
     ):
         wrong.write_bytes(data)
         wrong.chmod(0o600)
-        for verify, named in ((wrong, "wrong"), (data, "the key")):
+        for given, named in ((wrong, "wrong"), (data, "the key")):
             with pytest.raises(HeadwiseError, match=f"{named}: {verifies}"):
-                load(saved, verify=verify)
-        with pytest.raises(HeadwiseError, match=f"wrong: {signs}"):
-            sign(saved, wrong)
+                load(saved, verify=given)
+            with pytest.raises(HeadwiseError, match=f"{named}: {signs}"):
+                sign(saved, given)
+    # The pair's own keys, taken for each other.
+    with pytest.raises(HeadwiseError, match=f"pub: {signing}"):
+        sign(saved, public)
+    with pytest.raises(HeadwiseError, match="key: is a private key, keep it to yourself"):
+        load(saved, verify=key)
     with pytest.raises(HeadwiseError, match="none: the key cannot be read, no such file"):
         load(saved, verify=tmp_path / "none")
 

@@ -74,7 +74,7 @@ def test_a_failure_leaves_the_old_pair_and_nothing_else(saved, make, arrays, mon
     except HeadwiseError as error:
         assert "no space left on device" in str(error)
         monkeypatch.undo()
-        assert files_of(saved.parent) == before
+        assert files_of(saved.parent) == before and names(saved.parent) == sorted(before)
     else:
         # Flushing the directory is a courtesy, some steps come fewer times, and what could not be
         # read is not removed.
