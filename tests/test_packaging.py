@@ -187,3 +187,14 @@ def test_the_source_archive_is_a_checkout_and_builds_the_same_wheel(unpacked, wh
     assert {path for path in expected if not (unpacked / path).is_file()} == set()
     again = build(unpacked, "build_wheel", tmp_path / "again")
     assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_tests_of_the_source_archive_pass(unpacked):
+    names = ("test_kinds.py", "artifacts/test_store.py", "kernels/test_index.py")
+    named = [f"tests/{name}" for name in names]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *named]
+    done = subprocess.run(command, cwd=unpacked, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

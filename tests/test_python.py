@@ -103,6 +103,10 @@ def test_a_search_finds_what_the_command_finds(whole, folder, tmp_path):
     assert whole.search is not None and f"lengths={LENGTH}" in whole.search.command
 
 
+class Killed(Exception):
+    """An end in mid search."""
+
+
 def test_an_interrupted_search_goes_on_and_leaves_the_model_alone(whole, folder, tmp_path):
     model, tokenizer = loaded(folder)
     before = state(model)
@@ -111,10 +115,10 @@ def test_an_interrupted_search_goes_on_and_leaves_the_model_alone(whole, folder,
 
     def kill(*_: Any) -> None:
         if list(resume.glob("*.unit")):
-            raise KeyboardInterrupt
+            raise Killed
 
     handle = model.get_input_embeddings().register_forward_pre_hook(kill)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         headwise.search(model, tokenizer, out=out, **OPTIONS)
     handle.remove()
     assert state(model) == before

@@ -80,6 +80,10 @@ def test_blocks_run(tmp_path, monkeypatch):
     assert {words[0] for words in ran} == set(SMALL) and "loaded" in names
 
 
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_outputs_are_stored(path):
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
