@@ -133,10 +133,13 @@ def step_rows(kv, one, two, part, H: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def widened(x):
-    """In 16 bits what is stored in 8, which hold it exactly."""
+def widened(x, like):
+    """In 16 bits what is stored in 8, which hold it exactly; in 32 where `like` has them."""
     if x.dtype.is_fp8():
-        x = x.to(tl.float16)
+        if like.dtype == tl.float32:
+            x = x.to(tl.float32)
+        else:
+            x = x.to(tl.float16)
     return x
 
 
@@ -220,7 +223,7 @@ def weigh(
     MASK: tl.constexpr,
 ):
     """The state with what logits (M, S) and their values add to it. Arguments as in attend."""
-    _, _, scale, _, e_first = asked
+    q0, _, scale, _, e_first = asked
     acc0, acc1, top, total = state
     # Differences are scaled, not logits: in a fused multiply-add the product would be exact and the
     # maximum rounded, and above 2^31 the rounding alone overflows.
@@ -229,16 +232,16 @@ def weigh(
     rescale = tl.exp2(scaled(top - highest, scale, H))
     total = total * rescale + tl.sum(p, 1)
     if H.safe:
-        v0 = widened(load_some(v, v_rows, present, e_first, H.e0, H.e, TAIL))
+        v0 = widened(load_some(v, v_rows, present, e_first, H.e0, H.e, TAIL), q0)
         p = p.to(v0.dtype)
         acc0 = acc0 * rescale[:, None] + bad_values(p, v0, live, MASK)
         acc0 = tl.dot(p, finite_values(v0), acc0, input_precision=H.precision)
     else:
-        v0 = widened(load_rows(v, v_rows, present, 0, H.e0, H.e, TAIL))
+        v0 = widened(load_rows(v, v_rows, present, 0, H.e0, H.e, TAIL), q0)
         p = p.to(v0.dtype)
         acc0 = tl.dot(p, v0, acc0 * rescale[:, None], input_precision=H.precision)
         if H.e1 > 0:
-            v1 = widened(load_rows(v, v_rows, present, H.e0, H.e1, H.e, TAIL))
+            v1 = widened(load_rows(v, v_rows, present, H.e0, H.e1, H.e, TAIL), q0)
             acc1 = tl.dot(p, v1, acc1 * rescale[:, None], input_precision=H.precision)
     return acc0, acc1, highest, total
 

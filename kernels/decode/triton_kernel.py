@@ -114,7 +114,7 @@ def _keys(
         rescale = tl.exp2(top - highest)
         total = total * rescale + tl.sum(p, 1)
         top = highest
-        values = widened(load_some(v, v_rows, present, e_first, BLOCK_E, E, True))
+        values = widened(load_some(v, v_rows, present, e_first, BLOCK_E, E, True), queries)
         p = p.to(values.dtype)
         acc = acc * rescale[:, None]
         if SAFE:

@@ -77,6 +77,7 @@ BUILDS = [
     *[(target, dim, PAIRED, HALF) for target in TARGETS if target != "sm_90" for dim in (64, 256)],
     ("sm_90", 128, PAIRED, torch.float16),
     ("sm_90", 64, "diagonals", torch.float32),
+    ("sm_90", 64, "a serving engine, fp8", torch.float32),
     ("sm_90", (192, 128), PAIRED, HALF),
 ]
 # An NVIDIA and an AMD GPU, on one of them the build with the most in it.
