@@ -20,7 +20,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from runtime.attention.mask import PrefillMask, headwise_mask
+from runtime.attention.mask import PrefillMask, headwise_mask, starts_of
 from runtime.attention.state import Settings, forget, remember
 from tests.runtime.tiny import DENSE_BELOW
 
@@ -68,6 +68,20 @@ def test_read_as_a_tensor_it_is_the_true_mask(q_offset, slots, call):
     assert torch.equal(mask[:, :, 3:, :77], expected[:, :, 3:, :77])
     assert torch.equal(torch.cat([mask, mask], -1), torch.cat([expected, expected], -1))
     assert type(mask.to(torch.float16)) is torch.Tensor
+
+
+def test_first_keys_are_known_where_every_sequence_reaches_the_last(call):
+    def starts(*ranges):
+        mask, _ = call(batch_size=2, attention_mask=padding(ranges, 128))
+        known, firsts = starts_of(mask)
+        return known, firsts if firsts is None else firsts.tolist()
+
+    assert starts_of(None) == (True, None)
+    assert starts((0, 128), (0, 128)) == (True, None)
+    assert starts((0, 128), (30, 128)) == (True, [0, 30])
+    assert starts((0, 128), (0, 100)) == (False, None)
+    assert starts((5, 128), (30, 100)) == (False, None)
+    assert starts_of(torch.ones(2, 1, 128, 128)) == (False, None)
 
 
 @pytest.mark.parametrize("gone", [0, 50])
