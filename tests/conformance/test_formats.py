@@ -621,8 +621,10 @@ TEXTS = [
 def test_files_that_are_refused(format, name, data, says, tmp_path, capsys):
     file = tmp_path / name
     file.write_bytes(data)
+    # Named where the file's name does not say it.
+    source = None if guess(file) == format else format
     with pytest.raises(ArtifactError) as caught:
-        convert(file, tmp_path / "cfg.yaml", source=format, **OPTIONS[format])
+        convert(file, tmp_path / "cfg.yaml", source=source, **OPTIONS[format])
     assert str(caught.value).startswith(f"{file}: ") and says in str(caught.value)
     assert list(tmp_path.iterdir()) == [file] and capsys.readouterr().out == ""
 
