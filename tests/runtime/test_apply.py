@@ -151,6 +151,13 @@ def test_another_model_is_refused_by_the_first_field(
             assert handle.stats() == {"sparse": 2, "dense": {}}
 
 
+def test_a_model_with_stretched_positions_is_served(build, artifact_for, ids):
+    stretched = build(max_position_embeddings=4096)
+    with Headwise(artifact_for(build())).apply(stretched) as handle:
+        stretched(ids(200))
+        assert handle.stats() == {"sparse": 2, "dense": {}}
+
+
 def test_an_unknown_backend_and_what_is_no_model_are_refused(build, artifact_for):
     headwise = Headwise(artifact_for(build()))
     with pytest.raises(HeadwiseError, match="'warp'; known: auto"):

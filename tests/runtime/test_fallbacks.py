@@ -125,6 +125,19 @@ def test_attention_weights_are_those_of_eager(family, before, build, apply, ids,
         model(prompt, output_attentions=True)
 
 
+def test_attention_weights_while_generating(build, apply, ids):
+    """Without padding, and several tokens one after the other."""
+    model, prompt = build(attn_implementation="eager"), ids(150)
+    options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"output_attentions": True}
+    expected = model.generate(prompt, **options)
+    with apply(model):
+        found = model.generate(prompt, **options)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    for mine, theirs in zip(found.attentions, expected.attentions, strict=True):
+        assert len(mine) == 2 and all(map(torch.equal, mine, theirs))
+
+
 @pytest.mark.parametrize(("way", "layers"), [("plain", 2), ("checkpointed", 2), ("compiled", 1)])
 def test_training_is_dense_with_equal_gradients(way, layers, build, apply, ids, warnings, graphs):
     model, prompt = build(num_hidden_layers=layers).train(), ids(200)

@@ -103,6 +103,8 @@ def test_without_padding_dense_gets_what_it_got_before(call):
     found = mask.for_dense()
     assert (found is None and expected is None) or torch.equal(found, expected)
     assert mask.read().shape == (2, 1, 128, 128)
+    # Of another type it is a mask that is made for it.
+    assert type(call()[0].to(torch.float16)) is torch.Tensor
     # Unless the caller wants a mask.
     mask, expected = call(allow_is_causal_skip=False)
     assert isinstance(mask, PrefillMask) and torch.equal(mask.for_dense(), expected)
