@@ -85,15 +85,23 @@ def test_what_replaces_a_cropped_token_is_fetched_anew():
 
 
 @pytest.mark.parametrize(
-    ("selector", "length", "budget", "offload"),
-    [("last", 10, 12, "packed"), ("uniform", 120, 24, "packed"), ("uniform", 120, 24, "never")],
+    ("selector", "length", "budget", "filters", "offload"),
+    [
+        ("last", 10, 12, (2,), "packed"),
+        ("last", 10, 12, (2, 4), "packed"),
+        ("last", 10, 12, (2, 4), "never"),
+        ("uniform", 120, 24, (2,), "packed"),
+        ("uniform", 120, 24, (2,), "never"),
+        ("uniform", 120, 24, (2, 4), "packed"),
+        ("uniform", 120, 24, (2, 4), "never"),
+    ],
 )
 def test_sequences_are_repeated_selected_and_reordered(
-    selector, length, budget, offload, build, decoding, ids
+    selector, length, budget, filters, offload, build, decoding, ids
 ):
     """With every layer in one bank they were repeated twice, or by rows that are not there."""
     model, said, sizes = build(**LAYERS), ids(length + 3, batch=2), (length, 1)
-    loaded = decoding(model, selector=selector, budget=budget, filter_layers=(2,))
+    loaded = decoding(model, selector=selector, budget=budget, filter_layers=filters)
     with loaded.apply(model, backend="auto") as handle:
         cache = handle.new_cache(offload=offload)
         fed(model, said, sizes, cache)
@@ -108,8 +116,9 @@ def test_sequences_are_repeated_selected_and_reordered(
             found = fed(model, new, (1,), cache)
             expected = fed(model, said, sizes, handle.new_cache(offload="never"))
             torch.testing.assert_close(found, expected[:, -5:], **CLOSE)
+        # After a reset there may be fewer sequences.
         cache.reset()
-        torch.testing.assert_close(fed(model, said, sizes, cache), expected, **CLOSE)
+        torch.testing.assert_close(fed(model, said[:2], sizes, cache), expected[:2], **CLOSE)
 
 
 def test_a_short_context_stays_on_the_device(build, decoding, ids):
