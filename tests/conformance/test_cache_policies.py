@@ -271,7 +271,10 @@ def test_a_copy_and_a_cache_of_inference_mode_go_on_alone(case, again, build, ke
         if again is not None:
             former = cache
             cache = again(former)
-            fed(model, ids(9, seed=1), (1,), former)
+            others = torch.cat([tokens[:, :40], ids(9, seed=1)], dim=1)
+            alone = fed(model, others, (30, 1), handle.new_cache())
+            of_former = fed(model, others[:, 40:], (1,), former)
+            torch.testing.assert_close(of_former, alone[:, 40:], **CLOSE)
         found = fed(model, tokens[:, 40:], (1,), cache)
     torch.testing.assert_close(found, expected[:, 40:], **CLOSE)
 
