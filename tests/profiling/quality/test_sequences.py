@@ -31,11 +31,12 @@ def model():
 
 @pytest.fixture(scope="module")
 def one(model):
-    """Four answers, of which dense attention gives the second, behind the context's last token."""
+    """Four answers, of which dense attention gives the second, behind the context's last token;
+    the last ends the sequence."""
     ids = torch.randint(3, 97, (CONTEXT + 30,), generator=torch.Generator().manual_seed(0)).tolist()
     with torch.no_grad():
         ids[CONTEXT] = int(model(torch.tensor([ids[:CONTEXT]])).logits[0, -1].argmax())
-    answers = ((50, 52), (CONTEXT, CONTEXT + 1), (205, 209), (215, 216))
+    answers = ((50, 52), (CONTEXT, CONTEXT + 1), (205, 209), (229, 230))
     return TokenSequence(task="kv", ids=tuple(ids), context=CONTEXT, answers=answers)
 
 
