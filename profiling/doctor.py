@@ -87,7 +87,7 @@ def _busy_lines(processor: Mapping[str, Any]) -> list[str]:
 def _expected_lines(expected: Mapping[str, Any], memory: int | None) -> list[str]:
     lines = [
         "",
-        f"what to expect at {DOCTOR_LENGTH:,} tokens on this machine, within a factor of three:",
+        f"what to expect at {DOCTOR_LENGTH:,} tokens on this machine, within a factor of two:",
     ]
     lines.append(f"{'model':<18}{'weights':>14}{'dense prefill':>15}{'default search':>16}")
     for name, each in expected.items():
@@ -98,9 +98,10 @@ def _expected_lines(expected: Mapping[str, Any], memory: int | None) -> list[str
             prefill = search = "too large"
         lines.append(f"{name:<18}{size:>14}{prefill:>15}{search:>16}")
     lines.append(
-        "Reckoned from two short measurements and the one search that was timed (SmolLM2). A "
+        "Reckoned from two short measurements and the searches that were timed (135M and 1B). A "
         "search needs more\n"
-        "memory than the weights. torchrun shares it over processes and machines."
+        "memory than the weights, 1.8 times as much at 1B. torchrun shares it over processes and "
+        "machines."
     )
     return lines
 

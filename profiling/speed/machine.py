@@ -48,7 +48,9 @@ _SIZES = {
     "8B (Llama 3.1)": (8.03e9, 32, 32, 128),
     "70B (Llama 3.1)": (70.6e9, 80, 64, 128),
 }
-# A default search in passes of a prefill's linear layers, and of its attention.
+# A default search in passes of a prefill's linear layers, and of its attention. At 4,096 tokens it
+# comes to 8 minutes of SmolLM2, which took 8, and to 40 of a 1B shape, which took 37
+# (docs/results/llama_1b_shape_search.json).
 _LINEAR_PASSES = 34
 _ATTENTION_PASSES = 70
 # Density of SmolLM2's searches by length: medians of three seeds
