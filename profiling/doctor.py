@@ -18,7 +18,7 @@ from profiling.speed.config import DOCTOR_LENGTH
 
 
 def lines_of(name: str, report: Mapping[str, Any]) -> list[str]:
-    """The lines of a part for people; `found` has this part and those before it."""
+    """The lines of a part for people; the report has this part and those before it."""
     part = report[name]
     if name == "processor":
         if part["memory"]:
