@@ -23,7 +23,6 @@ from artifacts.interop.source import array, header, original
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.patterns import (
     DEFAULT_LAST_Q,
-    DEFAULT_POOL,
     TILE,
     AnyPattern,
     BlockSparse,
@@ -157,7 +156,7 @@ def _for_minference(
                     ("computes more", "a coverage is left out: always all that the sizes allow")
                 )
             return entry("vertical_and_slash", vertical, slash), changes
-        case BlockSparse(blocks=blocks, coverage=coverage, pool=pool):
+        case BlockSparse(blocks=blocks, coverage=coverage):
             if blocks != BLOCKS or coverage is not None:
                 limit = f"here {blocks}"
                 if coverage is not None:
@@ -167,13 +166,6 @@ def _for_minference(
                 else:
                     effect = "keeps less"
                 changes = [(effect, f"always {BLOCKS} blocks, {limit}")]
-            if pool != DEFAULT_POOL:
-                changes.append(
-                    (
-                        "chooses otherwise",
-                        f"means of {DEFAULT_POOL} positions choose, here of {pool}",
-                    )
-                )
             return entry("block_sparse", blocks, 1), changes
         case Static():
             columns, diagonals = (header(arrays).get(name) for name in pattern.arrays)

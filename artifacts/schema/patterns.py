@@ -17,12 +17,10 @@ from pydantic import Field
 
 from artifacts.schema.fields import LARGEST, Count, Coverage, Record, matching
 
-Pool = Literal[64, 16]
 # The kernels compute in tiles of so many queries by so many keys.
 TILE = 64
 DEFAULT_LAST_Q = 64
 DEFAULT_REPRESENTATIVES = 4
-DEFAULT_POOL: Pool = 64
 
 # What becomes of a head whose pattern is written in a form that is not quite its own.
 Effect = Literal[
@@ -286,13 +284,6 @@ class BlockSparse(PatternRecord):
         description="blocks of 64 keys; a query's own and the first are always among them"
     )
     coverage: AtMost = None
-    pool: Pool = Field(
-        default=DEFAULT_POOL,
-        description=(
-            "positions whose mean stands for them; of 64 a block scores by the product of means, "
-            "of 16 by what all means of the queries attend to; other than 64 `_p16` in the name"
-        ),
-    )
 
     def layout(self, length: int) -> Layout:
         """See PatternRecord.layout."""
@@ -376,8 +367,7 @@ KindName = Annotated[str, matching("|".join(KINDS), f"one of {', '.join(KINDS)}"
 def pattern_name(pattern: AnyPattern) -> str:
     """The short canonical name, such as a_1024_4096.
 
-    With _q32 for a last_q of 32, _c95 for a coverage of 0.95, _r8 for 8 representatives and _p16
-    for a pool of 16.
+    With _q32 for a last_q of 32, _c95 for a coverage of 0.95 and _r8 for 8 representatives.
     """
     fields = dict(pattern)
     name = pattern.named.format(
@@ -392,8 +382,6 @@ def pattern_name(pattern: AnyPattern) -> str:
         name += f"_c{_exact(coverage, 100)}"
     if (count := fields.get("representatives", DEFAULT_REPRESENTATIVES)) != DEFAULT_REPRESENTATIVES:
         name += f"_r{count}"
-    if (pool := fields.get("pool", DEFAULT_POOL)) != DEFAULT_POOL:
-        name += f"_p{pool}"
     return name
 
 

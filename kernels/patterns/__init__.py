@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.copies import on_device
 from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
 from kernels.joining import cat_heads, cat_sequences
-from kernels.patterns.base import NOT_SIZES, OF_ESTIMATE, Builder, Growth, Inputs, Pattern
+from kernels.patterns.base import NOT_SIZES, Builder, Growth, Inputs, Pattern
 from kernels.patterns.block_sparse import BlockSparse
 from kernels.patterns.dense import Dense, dense_index
 from kernels.patterns.fixed import FIXED, AShape, Dilated, Strided, TriShape
@@ -29,7 +29,6 @@ from kernels.ragged import Ragged
 __all__ = [
     "KINDS",
     "NOT_SIZES",
-    "OF_ESTIMATE",
     "AShape",
     "BlockSparse",
     "Builder",
@@ -80,7 +79,7 @@ def make(kind: str, **sizes: Any) -> Pattern:
 
 
 def largest(patterns: Sequence[Pattern]) -> Pattern:
-    """A pattern that none of these, all of one kind, last_q and pool, is larger than."""
+    """A pattern that none of these, all of one kind and last_q, is larger than."""
     first = patterns[0]
     names = [
         name

@@ -53,10 +53,8 @@ def _no_share(value: object) -> str | None:
     return f"must be above 0 and at most 1, got {value!r}"
 
 
-# Fields by which a prompt is looked at: patterns of a kind that agree in them share an estimate.
-OF_ESTIMATE = ("last_q", "pool")
-# All fields of patterns that are no sizes.
-NOT_SIZES = (*OF_ESTIMATE, "coverage")
+# Fields of patterns that are no sizes.
+NOT_SIZES = ("last_q", "coverage")
 # `metadata` of a field that is no size: the rule its value is checked by.
 SHARE: Mapping[str, Any] = {"fault": _no_share}
 
@@ -81,7 +79,7 @@ class Pattern:
 
         Args:
             largest: h patterns of this kind, one a head; no later pattern may be larger or differ
-                in `last_q` or `pool`.
+                in `last_q`.
             inputs: the h heads, and the tensors they read.
 
         Returns:

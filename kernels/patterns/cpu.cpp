@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -200,16 +199,15 @@ std::tuple<at::Tensor, at::Tensor> vertical_slash_estimate(const at::Tensor& q, 
 }
 
 template <class T>
-void pool_with(const at::Tensor& x, const std::optional<at::Tensor>& table, int64_t L, int64_t lead, int64_t pool,
-               at::Tensor& out) {
-  const int64_t H = out.size(1), D = out.size(3), blocks = out.size(2);
+void pool_with(const at::Tensor& x, const std::optional<at::Tensor>& table, int64_t L, int64_t lead, at::Tensor& out) {
+  const int64_t H = out.size(1), D = out.size(3), tiles = out.size(2);
   const Keys<T> xs(x, table);
   float* const to = out.mutable_data_ptr<float>();
-  at::parallel_for(0, out.size(0) * H * blocks, 1024 / pool, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, out.size(0) * H * tiles, 16, [&](int64_t begin, int64_t end) {
     std::vector<T> wide(xs.stored.eight() ? D : 0);
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t block = i % blocks, head = i / blocks % H, b = i / blocks / H;
-      const int64_t from = std::max<int64_t>(block * pool - lead, 0), until = std::min((block + 1) * pool - lead, L);
+      const int64_t tile = i % tiles, head = i / tiles % H, b = i / tiles / H;
+      const int64_t from = std::max<int64_t>(tile * TILE - lead, 0), until = std::min((tile + 1) * TILE - lead, L);
       const Sequence all = whole(b, L);
       float* mean = to + i * D;
       std::fill_n(mean, D, 0.0f);
@@ -217,23 +215,21 @@ void pool_with(const at::Tensor& x, const std::optional<at::Tensor>& table, int6
         const T* __restrict one = xs.at(all, b, head, row, D, wide.data(), 0);
         for (int64_t d = 0; d < D; ++d) mean[d] += cast<float>(one[d]);
       }
-      if (from < until)
-        for (int64_t d = 0; d < D; ++d) mean[d] /= until - from;
+      for (int64_t d = 0; d < D; ++d) mean[d] /= until - from;
     }
   });
 }
 
-// Mean over each `pool` of `length` positions, in pages if there is a table, fp32 (B, H, tiles * TILE / pool, D), 0 where
-// there is none; `lead` positions of the first tile are missing. Those of 8 bits are read as fp32.
-at::Tensor mean_pool(const at::Tensor& x, const std::optional<at::Tensor>& table, int64_t length, int64_t lead,
-                     int64_t pool) {
+// Mean over each tile of 64 of `length` positions, in pages if there is a table, fp32 (B, H, tiles, D); `lead` positions
+// of the first tile are missing. Those of 8 bits are read as fp32.
+at::Tensor mean_pool(const at::Tensor& x, const std::optional<at::Tensor>& table, int64_t length, int64_t lead) {
   const int64_t tiles = (lead + length + TILE - 1) / TILE;
-  at::Tensor out = at::empty({(table ? *table : x).size(0), x.size(table ? 2 : 1), tiles * TILE / pool, x.size(3)},
+  at::Tensor out = at::empty({(table ? *table : x).size(0), x.size(table ? 2 : 1), tiles, x.size(3)},
                              x.options().dtype(at::kFloat));
   switch (x.scalar_type()) {
-    case at::kHalf: pool_with<at::Half>(x, table, length, lead, pool, out); break;
-    case at::kBFloat16: pool_with<at::BFloat16>(x, table, length, lead, pool, out); break;
-    default: pool_with<float>(x, table, length, lead, pool, out);
+    case at::kHalf: pool_with<at::Half>(x, table, length, lead, out); break;
+    case at::kBFloat16: pool_with<at::BFloat16>(x, table, length, lead, out); break;
+    default: pool_with<float>(x, table, length, lead, out);
   }
   return out;
 }
@@ -315,81 +311,50 @@ at::Tensor best_places(const at::Tensor& scores, at::IntArrayRef sizes, at::Arra
   return out;
 }
 
-// Adds the attention of a mean query to mass (stop - start): the softmax of its products with the mean keys from start up
-// to stop, which are overwritten, and the vector behind them.
-inline void add_attention(float* products, int64_t start, int64_t stop, const Exp2<6>& exp2, float* mass) {
-  std::fill_n(products + stop, LANES, NEG_INF);
-  vf best = splat(NEG_INF);
-  for (int64_t j = start; j < stop; j += LANES) best = larger(load(products + j), best);
-  const vf shift = splat(maximum(best));
-  vf total = {};
-  for (int64_t j = start; j < stop; j += LANES) {
-    const vf power = exp2(load(products + j) - shift);
-    store(products + j, power);
-    total += power;
-  }
-  const vf share = splat(1 / sum(total));
-  for (int64_t j = start; j < stop; j += LANES)
-    store(mass + j - start, load(mass + j - start) + load(products + j) * share);
-}
-
 // For each row of tiles the best key tiles before its own, ascending and padded with PAD, to (total): each row's where
-// the contiguous offsets (B, h, R + 1) say. Means of the queries (B, h, R * S, D) and of the keys (B, h, N * S, D), S a
-// tile, contiguous fp32; row r is the query tile at key tile first + r and sees `reach` tiles before it. The row's own
-// tile, which is not listed, and the first tile are always chosen; head i chooses at most blocks[i]. With one mean a tile
-// by products, where coverage[i] > 0 by the softmax of the scaled ones; with several by what the mean queries from
-// `present` up to `absent`, others hold nothing, attend to up to their own place.
+// the contiguous offsets (B, h, R + 1) say. Means of the queries (B, h, R, D) and of the keys (B, h, N, D), contiguous
+// fp32; row r is the query tile at key tile first + r and sees `reach` tiles before it. The row's own tile, which is not
+// listed, and the first tile are always chosen; head i chooses at most blocks[i], where coverage[i] > 0 by the softmax
+// of the scaled products.
 at::Tensor best_tiles(const at::Tensor& queries, const at::Tensor& keys, at::IntArrayRef blocks,
                       at::ArrayRef<double> coverage, const at::Tensor& offsets, int64_t first, int64_t reach,
-                      double scale, int64_t total, int64_t S, int64_t present, int64_t absent) {
-  const int64_t h = queries.size(1), R = queries.size(2) / S, N = keys.size(2) / S, D = queries.size(3);
-  const int64_t heads = queries.size(0) * h, at_once = TILE / S, row_blocks = (R + at_once - 1) / at_once;
+                      double scale, int64_t total) {
+  const int64_t h = queries.size(1), R = queries.size(2), N = keys.size(2), D = queries.size(3);
+  const int64_t heads = queries.size(0) * h, row_blocks = (R + TILE - 1) / TILE;
   at::Tensor out = at::empty({total}, queries.options().dtype(at::kInt));
   int32_t* const to = out.mutable_data_ptr<int32_t>();
   const int64_t* const begins = offsets.const_data_ptr<int64_t>();
   const float *const q = queries.const_data_ptr<float>(), *const k = keys.const_data_ptr<float>();
-  // Behind each row there is room for a vector.
-  const int64_t columns = round_up(N * S, TILE) + LANES;
-  const Exp2<6> exp2(static_cast<float>(scale) * LOG2E);
+  const int64_t columns = round_up(N, TILE);
   at::parallel_for(0, heads * row_blocks, 1, [&](int64_t begin, int64_t end) {
     const auto panel = allocate<float>(D * TILE), asked = allocate<float>(TILE * D);
     const auto products = allocate<float>(TILE * columns);
-    std::vector<float> scores(N + 1), mass(S > 1 ? N * S + LANES : 0);
+    std::vector<float> scores(N + 1);
     std::vector<int32_t> kept(N + 1);
     std::vector<uint64_t> candidates;
     for (int64_t task = begin; task < end; ++task) {
       // Long rows first, and heads in turn, so that threads have alike much to do.
-      const int64_t head = task % heads, row0 = (row_blocks - 1 - task / heads) * at_once;
-      const int64_t rows = std::min<int64_t>(at_once, R - row0);
+      const int64_t head = task % heads, row0 = (row_blocks - 1 - task / heads) * TILE;
+      const int64_t rows = std::min<int64_t>(TILE, R - row0);
       std::fill_n(asked.get(), TILE * D, 0.0f);
-      std::copy_n(q + (head * R + row0) * S * D, rows * S * D, asked.get());
-      const int64_t from = std::max<int64_t>(first + row0 - reach, 0) * S / TILE * TILE;
-      for (int64_t block0 = from; block0 < (first + row0 + rows) * S; block0 += TILE) {
+      std::copy_n(q + (head * R + row0) * D, rows * D, asked.get());
+      const int64_t from = std::max<int64_t>(first + row0 - reach, 0) / TILE * TILE;
+      for (int64_t tile0 = from; tile0 < first + row0 + rows; tile0 += TILE) {
         const float* key_rows[TILE];
-        const int have = std::min<int64_t>(TILE, N * S - block0);
-        for (int j = 0; j < have; ++j) key_rows[j] = k + (head * N * S + block0 + j) * D;
+        const int have = std::min<int64_t>(TILE, N - tile0);
+        for (int j = 0; j < have; ++j) key_rows[j] = k + (head * N + tile0 + j) * D;
         pack_k<Blocked<Float>>(key_rows, have, D, D, panel.get());
-        Blocked<Float>::qk(asked.get(), TILE, D, panel.get(), products.get() + block0, columns);
+        Blocked<Float>::qk(asked.get(), TILE, D, panel.get(), products.get() + tile0, columns);
       }
       const Choice how{std::max<int64_t>(blocks[head % h], 2), coverage[head % h]};
       for (int64_t r = 0; r < rows; ++r) {
         const int64_t own = first + row0 + r, low = std::max<int64_t>(own - reach, 0);
-        float* product = products.get() + r * S * columns;
+        const float* product = products.get() + r * columns;
         // Entry 0 is the own tile, so that its mass counts; then come the tiles from `low` on.
         const int64_t n = own - low + 1;
-        if (S == 1) {
-          scores[0] = product[own];
-          std::copy(product + low, product + own, scores.begin() + 1);
-        } else {
-          std::fill_n(mass.begin(), n * S, 0.0f);
-          const int64_t place = (row0 + r) * S;
-          for (int64_t s = std::max<int64_t>(present - place, 0); s < std::min(S, absent - place); ++s)
-            add_attention(product + s * columns, low * S, own * S + s + 1, exp2, mass.data());
-          scores[0] = std::accumulate(mass.begin() + (n - 1) * S, mass.begin() + n * S, 0.0f);
-          for (int64_t j = 1; j < n; ++j)
-            scores[j] = std::accumulate(mass.begin() + (j - 1) * S, mass.begin() + j * S, 0.0f);
-        }
-        if (S == 1 && how.coverage > 0) {
+        scores[0] = product[own];
+        std::copy(product + low, product + own, scores.begin() + 1);
+        if (how.coverage > 0) {
           const float top = *std::max_element(scores.begin(), scores.begin() + n);
           float total = 0;
           for (int64_t j = 0; j < n; ++j) total += scores[j] = std::exp((scores[j] - top) * static_cast<float>(scale));
@@ -413,11 +378,11 @@ TORCH_LIBRARY_FRAGMENT(headwise, m) {
   m.def(
       "vertical_slash_estimate(Tensor q, Tensor k, Tensor? block_table, int k_len, int[] heads, int[] last_q, "
       "float scale, int window, str engine) -> (Tensor, Tensor)");
-  m.def("mean_pool(Tensor x, Tensor? block_table, int length, int lead, int pool) -> Tensor");
+  m.def("mean_pool(Tensor x, Tensor? block_table, int length, int lead) -> Tensor");
   m.def("best_places(Tensor scores, int[] sizes, float[] coverage, int forced, Tensor? ends, Tensor? counts) -> Tensor");
   m.def(
       "best_tiles(Tensor queries, Tensor keys, int[] blocks, float[] coverage, Tensor offsets, int first, int reach, "
-      "float scale, int total, int parts, int present, int absent) -> Tensor");
+      "float scale, int total) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(headwise, CPU, m) {

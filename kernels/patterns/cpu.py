@@ -48,11 +48,9 @@ def estimate(
     return found
 
 
-def mean_pool(x: Keys, *, lead: int, pool: int) -> Tensor:
-    """Mean over each `pool` positions of each tile, fp32; of the first `lead` positions miss.
-
-    (B, heads, tiles * TILE // pool, D), zero where there is no position."""
-    pooled: Tensor = torch.ops.headwise.mean_pool(*_where(x), lead, pool)
+def mean_pool(x: Keys, *, lead: int) -> Tensor:
+    """Mean over each tile, fp32 (B, heads, tiles, D); of the first `lead` positions miss."""
+    pooled: Tensor = torch.ops.headwise.mean_pool(*_where(x), lead)
     return pooled
 
 
@@ -92,28 +90,14 @@ def best_tiles(
     reach: int,
     scale: float,
     total: int,
-    parts: int,
-    present: range,
 ) -> Tensor:
     """The best key tiles before each row's own, ascending, padded with PAD: (total,) int32.
 
-    queries (B, h, R * parts, D) and keys (B, h, N * parts, D) are fp32 means, of which there are
-    positions in those `present` of the queries'; row r stands at key tile first + r and sees
-    `reach` tiles before it. Its list lies where offsets (B, h, R + 1) int64 say, and has room for
-    all that may be chosen."""
+    queries (B, h, R, D) and keys (B, h, N, D) are fp32 means; row r stands at key tile first + r
+    and sees `reach` tiles before it. Its list lies where offsets (B, h, R + 1) int64 say, and has
+    room for all that may be chosen."""
     shares = [share or 0.0 for share in coverage]
     found: Tensor = torch.ops.headwise.best_tiles(
-        queries.contiguous(),
-        keys.contiguous(),
-        blocks,
-        shares,
-        offsets,
-        first,
-        reach,
-        scale,
-        total,
-        parts,
-        present.start,
-        present.stop,
+        queries.contiguous(), keys.contiguous(), blocks, shares, offsets, first, reach, scale, total
     )
     return found

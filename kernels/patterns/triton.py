@@ -130,24 +130,21 @@ def estimate(
     return vertical, slash
 
 
-def mean_of_tiles(x: Keys, heads: Sequence[int], *, lead: int, pool: int = TILE) -> Tensor:
+def mean_of_tiles(x: Keys, heads: Sequence[int], *, lead: int) -> Tensor:
     """See kernels.patterns.block_sparse.mean_of_tiles."""
-    found, launch = means(x, heads, lead=lead, pool=pool)
+    found, launch = means(x, heads, lead=lead)
     run(launch, x.device)
     return found
 
 
-def means(
-    x: Keys, heads: Sequence[int], *, lead: int, pool: int = TILE
-) -> tuple[Tensor, KernelCall]:
-    """Memory for means (B, h, tiles * TILE // pool, D) fp32, and the launch that fills it."""
+def means(x: Keys, heads: Sequence[int], *, lead: int) -> tuple[Tensor, KernelCall]:
+    """Memory for means over tiles (B, h, tiles, D) fp32, and the launch that fills it."""
     # Heads one after the other that are the same are read once.
     starts = [i for i, head in enumerate(heads) if not i or head != heads[i - 1]]
     places = [(heads[i], i, j) for i, j in pairwise([*starts, len(heads)])]
     tiles = num_tiles(lead + x.shape[2])
-    parts = TILE // pool
     made = torch.empty(
-        x.shape[0], len(heads), tiles * parts, x.shape[3], dtype=torch.float32, device=x.device
+        x.shape[0], len(heads), tiles, x.shape[3], dtype=torch.float32, device=x.device
     )
     arguments = {
         "means": made, "places": on_device(tuple(n for place in places for n in place), x.device,
@@ -161,73 +158,8 @@ def means(
         kernel="means_kernel",
         grid=(x.shape[0] * len(places) * tiles,),
         arguments=arguments,
-        constants={**_sizes(x), "PARTS": parts},
-        options={"num_warps": 4 if parts == 1 else 8, "enable_fp_fusion": True},
-    )
-
-
-def weighs(means: Tensor) -> bool:
-    """True if Triton serves the attention between means: on a GPU of its own."""
-    fits = means.shape[-1] <= _MAX_DIM and means.numel() > 0
-    return fits and unavailable(means.device) is None and _built(means.device)
-
-
-def tile_masses(
-    queries: Tensor,
-    keys: Tensor,
-    some: slice,
-    seen: slice,
-    *,
-    parts: int,
-    present: range,
-    first: int,
-    reach: int,
-    scale: float,
-) -> Tensor:
-    """Attention between means, by tiles: (B, h, rows, 1 + tiles) of query tiles and key tiles.
-
-    See kernels.patterns.block_sparse. queries (B, h, R * parts, D) and keys (B, h, N * parts, D)
-    are all means; `some` and `seen` are the query tiles and the key tiles of the scores."""
-    scores, launch = weighing(
-        queries, keys, some, seen, parts=parts, present=present, first=first, reach=reach,
-        scale=scale,
-    )  # fmt: skip
-    run(launch, queries.device)
-    return scores
-
-
-def weighing(
-    queries: Tensor,
-    keys: Tensor,
-    some: slice,
-    seen: slice,
-    *,
-    parts: int,
-    present: range,
-    first: int,
-    reach: int,
-    scale: float,
-) -> tuple[Tensor, KernelCall]:
-    """Memory for the masses of tiles, and the launch that fills it."""
-    queries, keys = (x.contiguous() for x in (queries, keys))
-    rows = some.stop - some.start
-    tiles = seen.stop - seen.start
-    scores = torch.empty(
-        *queries.shape[:2], rows, 1 + tiles, dtype=torch.float32, device=queries.device
-    )
-    arguments = {
-        "q": queries, "k": keys, "scores": scores, "q_head": queries.stride(1),
-        "k_head": keys.stride(1), "scale": scale * _LOG2E, "present": present.start,
-        "absent": present.stop, "start": some.start, "rows": rows, "first": first,
-        "begin": seen.start, "reach": reach, "tiles": tiles,
-    }  # fmt: skip
-    return scores, KernelCall(
-        module=_MEANS,
-        kernel="tile_masses_kernel",
-        grid=(queries.shape[0] * queries.shape[1], -(-rows * parts // TILE)),
-        arguments=arguments,
-        constants={"D": queries.shape[-1], "PARTS": parts},
-        options={"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True},
+        constants=_sizes(x),
+        options={"num_warps": 4, "enable_fp_fusion": True},
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.attention import sparse_attention
 from kernels.index import PAD, TILE, SparseIndex, first_dense, lists, num_tiles
-from kernels.patterns import KINDS, OF_ESTIMATE, Builder, Inputs, Pattern, largest
+from kernels.patterns import KINDS, Builder, Inputs, Pattern, largest
 from profiling.inside.capture import LayerInputs
 from profiling.inside.gradients import LayerGradients
 from profiling.inside.head_fidelity import kept_mass
@@ -151,11 +151,11 @@ def build_all(inputs: LayerInputs, candidates: Sequence[Pattern]) -> list[Sparse
 
 def prepare_all(
     inputs: LayerInputs, candidates: Sequence[Pattern]
-) -> dict[tuple[str, ...], Builder]:
+) -> dict[tuple[str, int], Builder]:
     """Builders of an index from one pattern a head, by estimate, up to the largest sizes."""
     heads = range(inputs.q.shape[1])
     prompt = Inputs(heads, inputs.q, inputs.k, inputs.scale)
-    alike: dict[tuple[str, ...], list[Pattern]] = {}
+    alike: dict[tuple[str, int], list[Pattern]] = {}
     for pattern in candidates:
         alike.setdefault(estimate_of(pattern), []).append(pattern)
     builders = {}
@@ -166,9 +166,9 @@ def prepare_all(
     return builders
 
 
-def estimate_of(pattern: Pattern) -> tuple[str, ...]:
-    """A pattern's kind and how it looks at a prompt: those alike share an estimate."""
-    return pattern.kind, *(str(getattr(pattern, name, None)) for name in OF_ESTIMATE)
+def estimate_of(pattern: Pattern) -> tuple[str, int]:
+    """A pattern's kind and its last queries, 0 without: those alike share an estimate."""
+    return pattern.kind, getattr(pattern, "last_q", 0)
 
 
 class _Joined:

@@ -63,8 +63,8 @@ def test_a_pattern_that_no_head_has_any_more_is_refused(saved):
 
 def test_names_with_dots(tmp_path, every_kind):
     save(every_kind[0], tmp_path / "cfg.yaml", every_kind[1])
-    found = changed(tmp_path / "cfg.yaml", "patterns.bs_40_c99.5_p16.blocks=41")
-    assert found.patterns["bs_40_c99.5_p16"].blocks == 41
+    found = changed(tmp_path / "cfg.yaml", "patterns.bs_40_c99.5.blocks=41")
+    assert found.patterns["bs_40_c99.5"].blocks == 41
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Cases of what builds an index, on every backend: estimates, means, choices, pages, pools, tables.
+"""Cases of what builds an index, on every backend: estimates, means, choices, pages, tables.
 
 Shapes: B batch, h heads of one kind, H query heads, G KV heads, Q query length, K key length, D
 head dim."""
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention import triton as attention
-from kernels.index import PAD, TILE, SparseIndex, no_lists, num_tiles
-from kernels.patterns import LayerPlan, block_sparse, make, triton
+from kernels.index import PAD, SparseIndex, no_lists, num_tiles
+from kernels.patterns import LayerPlan, make, triton
 from kernels.patterns.block_sparse import mean_of_tiles
 from kernels.patterns.choose import best_places
 from kernels.patterns.last_queries import estimate
@@ -183,7 +183,7 @@ EVERY = (
     *BY_NUMBER[:2],
     make("memory_units", sink=1, window=70, units=2, representatives=3),
     make("vertical_slash", vertical=150, slash=300, last_q=30, coverage=0.8),
-    make("block_sparse", blocks=9, coverage=0.7, pool=16),
+    make("block_sparse", blocks=9, coverage=0.7),
     make("memory_units", sink=70, window=200, units=3),
 )
 
@@ -285,52 +285,6 @@ def paged_error(case: Build, device: torch.device) -> float:
     return sum(map(abs, found.values()))
 
 
-# Means of 16 positions and the masses of tiles by them: queries, keys, window and head dim.
-POOLS = {
-    f"pools: {q} of {k}, window {window}, D {dim}": (q, k, window, dim)
-    for q, k, window, dim in (
-        (1, 1, None, 16),
-        (9, 125, None, 80),
-        (300, 300, None, 64),
-        (20, 1329, None, 16),
-        (130, 600, 260, 80),
-        (500, 900, 200, 256),
-    )
-}
-
-
-def pools_error(case: tuple[int, int, int | None, int], device: torch.device) -> float:
-    """The largest absolute error of both against torch's of the same inputs."""
-    q_len, k_len, window, dim = case
-    torch.manual_seed(q_len + k_len)
-    q = torch.randn(2, 4, q_len, dim).to(device).half()
-    k = torch.randn(2, 2, k_len, dim).to(device).half()
-    first, lead = divmod(k_len - q_len, TILE)
-    present = range(lead // 16, -(-(lead + q_len) // 16))
-    reach = num_tiles((window or k_len) - 1)
-    rows = slice(0, num_tiles(k_len) - first)
-    tiles = slice(max(first - reach, 0), num_tiles(k_len))
-    how = {"parts": 4, "present": present, "first": first, "reach": reach}
-
-    def made() -> tuple[Tensor, Tensor, Tensor]:
-        queries = mean_of_tiles(q, range(4), lead=lead, pool=16)
-        keys = mean_of_tiles(k, [0, 0, 1, 1], lead=0, pool=16)
-        return queries, keys, block_sparse._masses(queries, keys, rows, tiles, **how, scale=0.3)
-
-    with no_native_code():
-        found = made()
-        # Torch would have served in its place, unnoticed.
-        assert triton.serves(q) and triton.weighs(found[0])
-        with mock.patch("kernels.patterns.triton._built", return_value=False):
-            expected = made()
-    *means, masses = (difference(*pair) for pair in zip(found, expected, strict=True))
-    at = torch.arange(first, num_tiles(k_len), device=device)[:, None]
-    tile = torch.arange(tiles.start, tiles.stop, device=device)
-    # Of others no mass is written, nor in the column before them.
-    seen = (tile <= at) & (tile >= at - reach)
-    return max(float(x.max()) for x in (*means, masses[..., 1:][..., seen]))
-
-
 # Tables of the attention kernel, one query tile at a time.
 LENGTH = 500
 DIAGONALS = [[0], [0, 1, 2], [0, 2, 3, 5], [0, 1, 7], list(range(8))]
@@ -394,7 +348,6 @@ SORTS = (
     (MEANS, means_error),
     (CHOICES, choice_error),
     (PAGED, paged_error),
-    (POOLS, pools_error),
     (TABLES, tables_error),
 )
 

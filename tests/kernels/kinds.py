@@ -65,7 +65,7 @@ KINDS_DRAWN = {
         small={"vertical": 80, "slash": 150, "coverage": 0.9},
     ),
     "block_sparse": Kind(
-        drawn={"blocks": _FEW, "coverage": _SHARE, "pool": st.sampled_from([64, 16])},
+        drawn={"blocks": _FEW, "coverage": _SHARE},
         large={"blocks": 6},
         small={"blocks": 5, "coverage": 0.9},
     ),
@@ -97,7 +97,7 @@ LAYER = (
     make("static", columns=(65, 130, 131, 250), diagonals=(0, 2, 9)),
     make("strided", sink=70, window=65, stride=3),
     make("dilated", sink=1, window=500, dilation=2),
-    make("block_sparse", blocks=9, coverage=0.7, pool=16),
+    make("block_sparse", blocks=9, coverage=0.7),
     make("skip_softmax", scale_factor=3.0),
     make("a_shape", sink=1, window=1),
     make("memory_units", sink=1, window=70, units=2),

@@ -109,22 +109,18 @@ def test_vertical_slash_takes_the_fewest_that_hold_the_share(
             assert kept(index.diagonals[b, h]) == offsets_of(distances, k_len)
 
 
-def tile_masses(q: Tensor, k: Tensor, pool: int, reach: int) -> dict[int, dict[int, float]]:
+def tile_masses(q: Tensor, k: Tensor, reach: int) -> dict[int, dict[int, float]]:
     """Of one head, by query tile, the mass of each key tile; q (Q, D), k (K, D).
 
-    A mean of `pool` queries attends to the mean keys up to its own, in tiles within reach."""
+    The mean query attends to the mean keys up to its own, in tiles within reach."""
     offset = len(k) - len(q)
-    keys = torch.stack([part.double().mean(0) for part in k.split(pool)])
+    keys = torch.stack([part.double().mean(0) for part in k.split(TILE)])
     found = {}
-    for block in range(offset // pool, len(keys)):
-        mine = slice(max(block * pool - offset, 0), (block + 1) * pool - offset)
-        at = block * pool // TILE
-        first = max(at - reach, 0) * TILE // pool
-        weights = (keys[first : block + 1] @ q[mine].double().mean(0) * 0.25).softmax(0)
-        tiles = found.setdefault(at, {})
-        for place, weight in enumerate(weights.tolist(), start=first):
-            tile = place * pool // TILE
-            tiles[tile] = tiles.get(tile, 0.0) + weight
+    for at in range(offset // TILE, len(keys)):
+        mine = slice(max(at * TILE - offset, 0), (at + 1) * TILE - offset)
+        first = max(at - reach, 0)
+        weights = (keys[first : at + 1] @ q[mine].double().mean(0) * 0.25).softmax(0)
+        found[at] = dict(enumerate(weights.tolist(), start=first))
     return found
 
 
@@ -141,18 +137,17 @@ def tile_masses(q: Tensor, k: Tensor, pool: int, reach: int) -> dict[int, dict[i
     ],
 )
 @pytest.mark.parametrize("share", [None, 0.5, 1.0])
-@pytest.mark.parametrize("pool", [64, 16])
-def test_block_sparse_takes_the_fewest_that_hold_the_share(q_len, k_len, window, share, pool):
+def test_block_sparse_takes_the_fewest_that_hold_the_share(q_len, k_len, window, share):
     q, k = problem(q_len, k_len)
     sizes = (1, 4, 5, 99)
-    patterns = [make("block_sparse", blocks=n, coverage=share, pool=pool) for n in sizes]
+    patterns = [make("block_sparse", blocks=n, coverage=share) for n in sizes]
     index = LayerPlan(patterns, 2).build(q, k, window=window)
     index.validate()
     reach = k_len if window is None else -(-(window - 1) // TILE)
     for b in range(2):
         for h, blocks in enumerate(sizes):
             listed = index.listed()[b, h]
-            for at, tiles in tile_masses(q[b, h], k[b, h // 2], pool, reach).items():
+            for at, tiles in tile_masses(q[b, h], k[b, h // 2], reach).items():
                 # The own tile stands first, then the first of all: both are always in.
                 order = [at, *(tile for tile in sorted(tiles) if tile != at)]
                 forced = 1 + (0 in tiles)
@@ -263,7 +258,7 @@ def test_neither_company_nor_little_memory_changes_a_head(bytes_of_scratch, monk
     patterns = [
         make("vertical_slash", vertical=90, slash=100),
         make("block_sparse", blocks=4, coverage=0.8),
-        make("block_sparse", blocks=3, pool=16),
+        make("block_sparse", blocks=3),
         make("block_sparse", blocks=4),
         make("memory_units", sink=70, window=130, units=2),
         make("memory_units", sink=70, window=70, units=2, representatives=1),
@@ -360,8 +355,6 @@ def test_an_index_of_a_million_tokens_is_small(kind, sizes):
         ("a_shape", {"sink": 1, "window": 1.5}, "window must be a positive integer, got 1.5"),
         ("block_sparse", {"blocks": True}, "blocks must be a positive integer, got True"),
         ("strided", {"sink": 1, "window": 1}, "strided needs a size 'stride'"),
-        ("block_sparse", {"blocks": 1, "pool": 8}, "pool must be one of 64, 16, got 8"),
-        ("block_sparse", {"blocks": 1, "pool": True}, "pool must be one of 64, 16, got True"),
         ("block_sparse", {"blocks": 1, "coverage": 0.0}, "at most 1, got 0.0"),
         ("block_sparse", {"blocks": 1, "coverage": 1.01}, "at most 1, got 1.01"),
         ("block_sparse", {"blocks": 1, "coverage": float("nan")}, "at most 1, got nan"),
