@@ -35,7 +35,7 @@ def refine(
     seed: int,
     storage: str | None,
     study_name: str,
-) -> list[Measured]:
+) -> list[Allocation]:
     """Try ways to spend the budget; the best one first, equals in the order of their trials.
 
     Args:
@@ -44,7 +44,7 @@ def refine(
         total: the budget.
         calibration: the prompts to measure on.
         trials: in all, those in closed form included. With one, the balanced allocation is
-            returned with predicted losses.
+            returned without a run of its own.
         seed: of the draws.
         storage: of Optuna's study; None is memory.
         study_name: its name there.
@@ -60,13 +60,13 @@ def refine(
         if prompt_weights is not None:
             balanced = heads.allocate(total, first.allocation.tail, prompt_weights=prompt_weights)
             if trials == 1:
-                return [Measured(allocation=balanced, tasks=predict(heads, first, balanced))]
+                return [balanced]
             done.measure(balanced)
         if trials > len(done.measured):
             if quiet:
                 storage = None
             _draw(done, heads, total, tails, trials, seed, storage, study_name)
-    return sorted(done.measured, key=lambda trial: trial.loss)
+    return [trial.allocation for trial in sorted(done.measured, key=lambda trial: trial.loss)]
 
 
 def check_storage(url: str | None) -> None:
@@ -104,14 +104,6 @@ def balance(heads: Heads, trial: Measured) -> dict[str, float] | None:
     return {
         kind: float(np.clip(factor / middle, 1 / _MOST, _MOST)) for kind, factor in factors.items()
     }
-
-
-def predict(heads: Heads, trial: Measured, other: Allocation) -> tuple[TaskLoss, ...]:
-    """Predict another allocation's losses: the trial's, scaled as the curves say of each kind."""
-    here = heads.predicted_by_kind(trial.allocation)
-    there = heads.predicted_by_kind(other)
-    factors = {kind: there[kind] / max(here[kind], 1e-12) for kind in here}
-    return tuple(task.times(factors["answer" if task.answers else "text"]) for task in trial.tasks)
 
 
 class _Trials:

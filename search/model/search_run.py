@@ -23,7 +23,7 @@ from search.model.task_losses import TaskLoss, by_task
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """An allocation and its losses by task, measured or predicted."""
+    """An allocation and its losses by task."""
 
     allocation: Allocation
     tasks: tuple[TaskLoss, ...]

@@ -148,16 +148,6 @@ class TaskLoss:
         """In nats a token: the KL, and the rise of the answers' loss where there is one."""
         return self.kl + max(0.0, self.nll_rise or 0.0)
 
-    def times(self, factor: float) -> TaskLoss:
-        """Scale the KL and the rises; lost answers cannot be predicted, and stay as they are."""
-        contexts = []
-        for context in self.contexts:
-            scaled = replace(context, kl=factor * context.kl, rise=factor * context.rise)
-            if context.text is not None:
-                scaled = replace(scaled, text=factor * context.text)
-            contexts.append(scaled)
-        return TaskLoss.of(self.task, contexts)
-
     def figures(self, length: int) -> TaskFigures:
         """As an artifact has them. length: of the prompts, in tokens."""
         known = {name: getattr(self, name) for name in TaskFigures.model_fields if name != "length"}

@@ -12,7 +12,6 @@ from artifacts import Finding
 from search.model.acceptance import Accepted, gate
 from search.model.allocation import Allocation
 from search.model.limits import Limits
-from search.model.search_run import Measured
 from search.model.task_losses import ContextLoss, TaskLoss
 from tests.search.model.made import FormulaRun, heads_of
 
@@ -52,14 +51,13 @@ def passed(
 
     Returns what it accepts, and (set, cost, numbers) of all that was run, in order."""
     run = FormulaRun(lambda prompts, one, numbers: losses(one, factors[prompts.name]))
-    calibrated = Measured(allocation=BEST, tasks=losses(BEST, factors["calibration"]))
-    held_out = cast(Any, iter([Prompts(name) for name in factors if name != "calibration"]))
-    accepted = gate(cast(Any, run), HEADS, Limits(max_kl=limit), TOTAL, calibrated, held_out)
+    held_out = cast(Any, iter([Prompts(name) for name in factors]))
+    accepted = gate(cast(Any, run), HEADS, Limits(max_kl=limit), TOTAL, BEST, held_out)
     return accepted, [(prompts.name, one.cost, numbers) for prompts, one, numbers in run.measured]
 
 
 def test_what_passes_at_once_is_reported_on_the_first_held_out_set():
-    accepted, measured = passed({"calibration": 1.0, "first": 1.1, "second": 1.0}, 100.0)
+    accepted, measured = passed({"first": 1.1, "second": 1.0}, 100.0)
     assert accepted.measured.allocation.digest == BEST.digest
     assert accepted.fault is None and accepted.chosen_on == []
     assert accepted.held_out and {name for name, _, _ in measured} == {"first"}
@@ -76,7 +74,7 @@ def test_what_passes_at_once_is_reported_on_the_first_held_out_set():
 
 
 def test_a_set_that_fails_says_how_much_more_and_another_reports():
-    factors = {"calibration": 1.0, "first": 1.5, "second": 1.5, "third": 1.0}
+    factors = {"first": 1.5, "second": 1.5, "third": 1.0}
     accepted, measured = passed(factors, JUST_ABOVE)
     judged = [(name, cost) for name, cost, numbers in measured if numbers == [4]]
     assert [name for name, _ in judged] == ["first", "second"]
@@ -90,20 +88,13 @@ def test_a_set_that_fails_says_how_much_more_and_another_reports():
     assert 0.5 < 1.5 * HEADS.predicted(accepted.measured.allocation) / JUST_ABOVE <= 0.91
 
 
-def test_calibration_prompts_raise_it_first_and_no_held_out_set_is_spent_on_that():
-    accepted, measured = passed({"calibration": 1.0, "first": 0.5}, JUST_ABOVE * 0.7 / 1.05)
-    assert measured[0][0] == "first" and accepted.chosen_on == []
-    assert accepted.measured.allocation.cost > BEST.cost
-    assert (accepted.fault or "").startswith("any: KL to dense attention is ")
-
-
 def test_without_another_set_the_one_that_raised_reports_and_is_not_held_out():
-    accepted, _ = passed({"calibration": 1.0, "first": 1.5}, JUST_ABOVE)
+    accepted, _ = passed({"first": 1.5}, JUST_ABOVE)
     assert accepted.chosen_on == [accepted.reported_on[4]] and not accepted.held_out
 
 
 def test_all_sets_that_failed_are_named():
-    factors = {"calibration": 1.0, "first": 1.5, "second": 3.0, "third": 1.0}
+    factors = {"first": 1.5, "second": 3.0, "third": 1.0}
     accepted, _ = passed(factors, JUST_ABOVE)
     assert accepted.chosen_on == [Sequence("prose", "first"), Sequence("prose", "second")]
     assert accepted.held_out and accepted.reported_on == Prompts("third").sequences
@@ -122,14 +113,13 @@ def test_all_answers_together_fail_where_each_task_passes():
     lost = {"facts": of("facts"), "prose": of("prose")}
     assert all(Limits().fault([task]) is None for task in lost.values())
     run = FormulaRun(lambda prompts, one, numbers: [lost[prompts.sequences[numbers[0]].task]])
-    best = Measured(allocation=BEST, tasks=(lost["facts"],))
     sets = cast(Any, iter([Prompts("first")]))
     with pytest.raises(Finding, match=r"all answers: accuracy falls from 1\.00 to 0\.85 of 80"):
-        gate(cast(Any, run), HEADS, Limits(), TOTAL, best, sets)
+        gate(cast(Any, run), HEADS, Limits(), TOTAL, BEST, sets)
 
 
 def test_what_never_passes_is_a_finding():
     with pytest.raises(
         Finding, match=r"the gate: any: KL to dense attention is .* times the budget; ask for a"
     ):
-        passed({"calibration": 1e9, "first": 1e9}, 1e-9)
+        passed({"first": 1e9}, 1e-9)
