@@ -131,6 +131,7 @@ def gradient_pass(
         masks_of(run),
         attending_with(model, NAME, attention, layer_mask),
         _recomputing(model),
+        _frozen(model),
     ):
         head = _head_of(model, input_ids[:, :_TRIED])
         kept.clear()
@@ -319,6 +320,21 @@ def _entry(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         yield entered
     finally:
         handle.remove()
+
+
+@contextmanager
+def _frozen(model: PreTrainedModel) -> Iterator[None]:
+    """No weight asks for a gradient: the graph would hold every one that comes in from elsewhere.
+
+    Weights that are not on the device are other tensors after each use, so they are named."""
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    try:
+        yield
+    finally:
+        for name in names:
+            model.get_parameter(name).requires_grad_(True)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from profiling.inside.capture import Run, attend_densely, attending_with, layer_mask, masks_of
@@ -174,6 +174,8 @@ def test_the_model_is_left_as_it_was(raising):
     before = model.config._attn_implementation
     hooks = [len(module._forward_hooks) for module in model.modules()]
     own = [set(vars(module)) for module in model.modules()]
+    model.get_output_embeddings().requires_grad_(False)
+    asking = [weight.requires_grad for weight in model.parameters()]
 
     def visit(layer):
         if raising:
@@ -185,6 +187,7 @@ def test_the_model_is_left_as_it_was(raising):
     assert model.config._attn_implementation == before
     assert [set(vars(module)) for module in model.modules()] == own
     assert all(parameter.grad is None for parameter in model.parameters())
+    assert [weight.requires_grad for weight in model.parameters()] == asking
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
     with torch.no_grad():
         assert torch.equal(model.eval()(ids).logits, expected)
@@ -203,6 +206,27 @@ def test_one_layers_gradients_are_held_at_a_time():
 
     assert gradient_pass(model, ids, TEXT, visit).gradients
     assert len(held) == len(searched(model)) > 1
+
+
+def test_weights_that_come_in_one_layer_at_a_time_go_again(tmp_path, monkeypatch):
+    from accelerate import disk_offload
+
+    model, ids = tiny_model("Llama"), prompt()
+    a_layer = [each for each in model.model.layers[0].modules() if isinstance(each, nn.Linear)]
+    disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    used = []
+    linear = nn.functional.linear
+
+    def recorded(given, weight, *others):
+        used.append(StorageWeakRef(weight.untyped_storage()))
+        return linear(given, weight, *others)
+
+    def visit(layer):
+        assert sum(not ref.expired() for ref in used) <= len(a_layer)
+
+    monkeypatch.setattr(nn.functional, "linear", recorded)
+    assert gradient_pass(model, ids, TEXT, visit).gradients
+    assert len(used) > 2 * len(a_layer) * len(model.model.layers)
 
 
 def test_only_what_is_wanted_is_visited():
