@@ -137,9 +137,8 @@ def _judge(
 def _raised(heads: Heads, allocation: Allocation, budget: float, strain: float) -> float:
     """The budget at which the loss comes to _AIM of the limits.
 
-    Losses are taken to be proportional to those that the curves predict, kinds of prompts alike. On
-    prose of SmolLM2 at 4,096 tokens the KL goes with their power 0.96, the rise of perplexity with
-    1.3 and more.
+    Losses are taken to be proportional to those that the curves predict, kinds of prompts alike
+    (docs/search.md has what was measured).
 
     Args:
         heads: curves and costs.
