@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from kernels.gradient import attention_gradients
 from profiling.inside.capture import (
@@ -339,7 +339,10 @@ def _frozen(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _recomputing(model: PreTrainedModel) -> Iterator[None]:
-    """Layers keep their inputs and are computed again on the way back, where transformers can."""
+    """Layers keep their inputs and are computed again on the way back, where transformers can.
+
+    Each to its end: accelerate's hook after a layer's last linear map takes its weights away again.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -354,7 +357,8 @@ def _recomputing(model: PreTrainedModel) -> Iterator[None]:
             # Through the layer's own switch it would have to be in training, and some drop out by
             # that.
             vars(layer)["forward"] = partial(again, layer.forward)
-        yield
+        with set_checkpoint_early_stop(False):
+            yield
     finally:
         for layer, was in zip(layers, before, strict=True):
             del vars(layer)["forward"]

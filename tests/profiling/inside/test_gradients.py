@@ -222,7 +222,8 @@ def test_weights_that_come_in_one_layer_at_a_time_go_again(tmp_path, monkeypatch
         return linear(given, weight, *others)
 
     def visit(layer):
-        assert sum(not ref.expired() for ref in used) <= len(a_layer)
+        # Those that make q, k and v: the graph holds them for this layer's way back.
+        assert sum(not ref.expired() for ref in used) <= 3
 
     monkeypatch.setattr(nn.functional, "linear", recorded)
     assert gradient_pass(model, ids, TEXT, visit).gradients
