@@ -246,15 +246,13 @@ def precision_of_float32(target: str, dim: int) -> str:
 
 
 def serves(target: str, *, dim: int, itemsize: int) -> bool:
-    """True if a build fits: all but wide float32, the wider the less shared memory there is.
+    """True if a build fits: all but float32 wider than 256.
 
     Blackwell's tensor memory does not hold logits and an output wider than 256: the compiler leaves
     a trap there."""
     if dim > 256 and target.startswith(("sm_10", "sm_11")):
         return False
-    if itemsize == 2 or dim <= 128 or target == "interpreter":
-        return True
-    return dim <= 256 and not target.startswith(("sm_86", "sm_89", "sm_12"))
+    return itemsize == 2 or dim <= 256 or target == "interpreter"
 
 
 def split(dim: int, widest: int = 256, least: int = 16) -> tuple[int, int]:
