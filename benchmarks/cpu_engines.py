@@ -1,6 +1,6 @@
 """The CPU's attention engines against each other and against torch's sdpa, in bf16, by GFLOP/s.
 
-    HEADWISE_AMX=1 python -m benchmarks.cpu_engines --json cpu_engines.json
+    python -m benchmarks.cpu_engines --json cpu_engines.json
 
 Dense causal attention by head dim and length, interleaved, medians; and nanoseconds for 16 scores
 of the inner loop on one thread, 64 queries of each of 64 heads over 4,096 keys that they share. An

@@ -5,15 +5,12 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-import functools
-import os
-
 import torch
 from torch import Tensor
 
 from kernels.copies import contiguous, with_rows
 from kernels.dispatch import derivative_wanted
-from kernels.index import SparseIndex, no_lists, num_rows
+from kernels.index import SparseIndex
 from kernels.native import build
 from kernels.ragged import Ragged
 
@@ -30,58 +27,21 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def engines(dtype: torch.dtype) -> list[str]:
-    """The engines of this processor for a dtype, fastest first.
+    """Return the engines of this processor for a dtype, fastest first.
 
-    "amx" (its tiles), "brgemm" (AMX by torch's own products), "dot" (AVX-512 bf16), "float".
+    "amx" (tiles of AMX), "dot" (AVX-512 bf16), "float".
     """
     if reason := build.load():
         raise ValueError(reason)
     found: list[str] = torch.ops.headwise.engines(dtype)
-    if "amx" in found and why_no_tiles():
-        found.remove("amx")
     return found
 
 
-@functools.cache
 def why_no_tiles() -> str | None:
-    """The reason why the engine "amx" does not serve here; None where it does.
-
-    It serves where HEADWISE_AMX=1 asks for it, until a processor with AMX has measured it
-    (benchmarks/cpu_engines.py). Before its first use in a process it is compared with the engine
-    "dot" on one small random case."""
+    """Return the reason why the engine "amx" is not available; None where it is."""
     if reason := build.load():
         return reason
-    if missing := str(torch.ops.headwise.why_no_tiles()):
-        return missing
-    if os.environ.get("HEADWISE_AMX") != "1":
-        return "not measured yet: HEADWISE_AMX=1 asks for it"
-    generator = torch.Generator().manual_seed(0)
-    shapes = (1, 4, 100, 80), (1, 2, 330, 80), (1, 2, 330, 48)
-    q, k, v = (torch.randn(s, generator=generator, device="cpu").to(torch.bfloat16) for s in shapes)
-    # The last query tiles of six, each with two key tiles and some columns.
-    index = SparseIndex.built(
-        q_len=100,
-        k_len=330,
-        diagonals=torch.tensor([0, 2], dtype=torch.int32, device="cpu")
-        .expand(1, 4, -1)
-        .contiguous(),
-        **no_lists(1, 4, num_rows(100, 330), device=q.device),
-        columns=torch.tensor([1, 70, 71, 130, 200], dtype=torch.int32, device="cpu")
-        .expand(1, 4, -1)
-        .contiguous(),
-        window=300,
-    )
-    ours, theirs = (
-        sparse_attention(q, k, v, index, scale=80**-0.5, softcap=None, engine=engine)
-        for engine in ("amx", "dot")
-    )
-    agrees = all(
-        torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02)
-        for a, b in zip(ours, theirs, strict=True)
-    )
-    if not agrees:
-        return "its results are not those of the engine without tiles"
-    return None
+    return str(torch.ops.headwise.why_no_tiles()) or None
 
 
 def sparse_attention(

@@ -1,11 +1,9 @@
 // Products of 64 x 64 tiles in the number formats of the processor, and the packing that they read from.
 //
-// Four engines: `Float` (compiler vectors: AVX-512, AVX2, NEON), `Dot` (AVX-512 bf16 dot products), `Amx` (its tiles) and
-// `Brgemm` (ATen's wrapper of oneDNN, which uses AMX, too). All but `Float` read bf16 in pairs of adjacent inner indices.
+// Three engines: `Float` (compiler vectors: AVX-512, AVX2, NEON), `Dot` (AVX-512 bf16 dot products) and `Amx` (its tiles).
+// The last two read bf16 in pairs of adjacent inner indices.
 
 #pragma once
-
-#include <ATen/native/CPUBlas.h>
 
 #include "tiles.h"
 #include "vectors.h"
@@ -140,27 +138,6 @@ struct Blocked : Engine, ByRows<Engine::PAIR> {
   }
 };
 
-struct Brgemm : ByRows<2> {
-  using elem = at::BFloat16;
-  // AMX multiplies 32 bf16 of the inner dimension at a time.
-  static constexpr int PAIR = 2, INNER = 32, TERMS = 3, BAND = MR;
-
-  static void begin() {}
-
-  // A kernel is made for each number of rows: four of them are enough.
-  static void qk(const elem* a, int rows, int inner, const elem* b, float* c, int ldc) {
-    at::native::cpublas::brgemm(round_up(rows, 16), TILE, inner, inner, TILE, ldc, false, a, b, c, true);
-  }
-  static void pv(const elem* p, int rows, int ldp, const elem* const* v, int count, int width, float* c) {
-    for (int t = 0; t < count; ++t)
-      at::native::cpublas::brgemm(round_up(rows, 16), width, TILE, ldp, width, width, true, p + t * TILE, v[t], c, true);
-  }
-  static void add(const elem* a, int rows, const elem* b, float* c) {
-    at::native::cpublas::brgemm(rows, TILE, TILE, TILE, TILE, TILE, true, a, b, c, true);
-  }
-  static void finish() { at::native::cpublas::brgemm_release(true); }
-};
-
 #if defined(HEADWISE_TILES)
 // One configuration of the tiles for as long as a thread computes. B and V are packed as tiles of 1 KB: 16 pairs of rows by
 // 16 columns, those of a band of columns one after another. Two tiles of A by two of B make four of C, which stay in
@@ -269,7 +246,6 @@ void with_engine(const std::string& name, F f) {
 #if defined(__AVX512BF16__)
     if (name == "dot") return f(Blocked<Dot>());
 #endif
-    if (name == "brgemm") return f(Brgemm());
   }
   TORCH_CHECK_VALUE(false, "engine '", name, "' does not serve ", c10::CppTypeToScalarType<T>::value,
                     " on this processor");
@@ -430,11 +406,8 @@ inline std::vector<std::string> engines(at::ScalarType dtype) {
   std::vector<std::string> found;
   if (dtype == at::kBFloat16) {
     if (tiles::fault().empty()) found.push_back("amx");
-    const bool amx = at::native::cpublas::could_pack(at::kBFloat16);
-    if (amx) found.push_back("brgemm");
 #if defined(__AVX512BF16__)
     found.push_back("dot");
-    if (!amx) found.push_back("brgemm");
 #endif
   }
   found.push_back("float");

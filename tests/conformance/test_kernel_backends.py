@@ -32,7 +32,7 @@ HOST = torch.device("cpu")
 ENGINES = {
     torch.float32: ["float"],
     torch.float16: ["float"],
-    torch.bfloat16: ["amx", "brgemm", "dot", "float"],
+    torch.bfloat16: ["amx", "dot", "float"],
 }
 DECODE_ENGINES = {**ENGINES, torch.bfloat16: ["dot", "float"]}
 
