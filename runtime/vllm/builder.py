@@ -137,11 +137,13 @@ class SparseBuilder(_Parent):
             captured=self._captured,
         )
         gaining: list[Chunk] = []
+        reads: list[int] = []
         if engine.chooser is not None:
             batch.chosen, gaining = engine.chooser.groups(batch)
+            reads = [engine.chooser.reads(chunk) for chunk in gaining]
         if engine.counting is self and not self._captured:
             dense = set(prefills).difference(batch.sparse, gaining)
             counts = [(SPARSE, chunk.q_len) for chunk in batch.sparse]
             counts += [(engine.dense or "short", chunk.q_len) for chunk in dense]
-            engine.counters.step(counts, len(gaining))
+            engine.counters.step(counts, reads)
         return batch

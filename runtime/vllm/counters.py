@@ -1,19 +1,18 @@
-"""Counters of a process for stats() and for vLLM's metrics."""
+"""Counters of a process for stats() and for vLLM's metrics.
+
+Everything is counted on the host: no count runs an operation on a device or waits for one.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
+from runtime.attention.state import message
 
-from kernels.index import SparseIndex
-
-# Counting the tiles of an index takes longer than building it: one of so many is counted.
-_COUNTED = 16
 SPARSE = "sparse"
 # Below vLLM's own logger, whose level and format it has.
 log = logging.getLogger("vllm.headwise")
@@ -41,26 +40,30 @@ class Counters:
         # By section of the report and by what is counted there; metrics has the same.
         self._counts: Counter[tuple[str, str]] = Counter()
         self._metrics = metrics or {}
-        self._indices: Counter[int] = Counter()
-        # Tiles that were computed, on their device until report(), and those of the causal area.
-        self._computed: Tensor | int = 0
-        self._causal = 0
+        self._tokens_read = 0
         self._warned: set[str] = set()
 
-    def step(self, prefills: Iterable[tuple[str, int]], chosen: int) -> None:
-        """Count prefills, ("sparse" or why one is dense, tokens), and decode by chosen tokens."""
+    @property
+    def tokens_read(self) -> float | None:
+        """Mean tokens that a request reads by chosen tokens; None before any."""
+        requests = self._counts["decode", "chosen"]
+        if requests:
+            return self._tokens_read / requests
+        return None
+
+    def step(self, prefills: Iterable[tuple[str, int]], reads: Sequence[int] = ()) -> None:
+        """Count the requests of a step.
+
+        Args:
+            prefills: ("sparse" or the reason why it is dense, tokens) of each prefill.
+            reads: tokens that each request reads which decodes by chosen tokens.
+        """
         for served, tokens in prefills:
             self._add("prefills", served)
             self._add("prefill_tokens", served, tokens)
-        if chosen:
-            self._add("decode", "chosen", chosen)
-
-    def index(self, layer: int, index: SparseIndex) -> None:
-        """Count an index of one sequence that was served in a layer."""
-        if self._indices[layer] % _COUNTED == 0:
-            self._computed = index.computed_tiles().sum() + self._computed
-            self._causal += index.causal_tiles * index.num_heads * index.batch
-        self._indices[layer] += 1
+        if reads:
+            self._tokens_read += sum(reads)
+            self._add("decode", "chosen", len(reads))
 
     def fell_back(self, reason: str, detail: str = "") -> None:
         """Count a step that a layer left to dense attention. Each reason is logged once."""
@@ -74,19 +77,19 @@ class Counters:
             log.warning("a layer's step is served densely: %s", line)
 
     def report(self) -> dict[str, Any]:
-        """Counts by section (_METRICS) and way of serving: {"sparse": n, reason: n}.
-
-        density: fraction of the causal area that sparse layers computed, None before any.
-        """
-        density = None
-        if self._causal:
-            density = int(self._computed) / self._causal
-        report: dict[str, Any] = {"prefills": {}, "prefill_tokens": {}, "density": density}
+        """Counts by section (_METRICS) and way of serving: {"sparse": n, reason: n}."""
+        report: dict[str, Any] = {"prefills": {}, "prefill_tokens": {}}
         for (section, served), count in self._counts.items():
             report.setdefault(section, {})[served] = count
         return report
 
     def _add(self, section: str, served: str, count: int = 1) -> None:
         self._counts[section, served] += count
-        if section in self._metrics:
+        if section not in self._metrics:
+            return
+        try:
             self._metrics[section].labels(served).inc(count)
+        except Exception as error:
+            # Prometheus writes files in PROMETHEUS_MULTIPROC_DIR. No metric ends the engine.
+            self._metrics = {}
+            log.warning("Headwise's counters in /metrics stop: %s", message(error))

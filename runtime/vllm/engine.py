@@ -167,14 +167,14 @@ class Engine:
     def report(self) -> dict[str, Any]:
         """Artifact, layers and counts; see Counters.report.
 
-        With a decode section, tokens_read: tokens that a KV head of a layer that does not choose
-        reads in a step. It waits for a GPU.
+        With a decode section, tokens_read: mean tokens that a request with more of them reads in a
+        step, in a layer that does not choose; None before any.
         """
         content = self.artifact.content_sha256
         report = {"artifact": self.path, "content_sha256": content, "rank": _rank()}
         report |= {"layers": self._reasons} | self.counters.report()
         if self.chooser is not None:
-            report["tokens_read"] = self.chooser.selector.tokens_read
+            report["tokens_read"] = self.counters.tokens_read
         return report
 
     def _chooser(self, config: Any) -> Chooser | None:

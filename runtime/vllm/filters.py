@@ -52,6 +52,10 @@ class Chooser:
         """True for a context with more keys than are chosen."""
         return k_len > self.selector.count(k_len)
 
+    def reads(self, chunk: Chunk) -> int:
+        """Tokens that a request with more keys reads in a layer that does not choose."""
+        return max(self.selector.count(chunk.k_len), chunk.q_len)
+
     def groups(self, batch: Batch) -> tuple[tuple[Group, ...], list[Chunk]]:
         """Requests of a new step that are served here, and those with more keys than are chosen."""
         self._chosen.clear()
@@ -89,25 +93,27 @@ class Chooser:
         for rows, part in group.parts(max(1, _SCORES // (4 * keys * heads))):
             scores = step.decode(part, scores="max")
             assert scores is not None
-            tokens = self.selector.choose_each(layer, scores, part.ends, most, q_len=group.q_len)
+            tokens = self.selector.choose_each(scores, part.ends, most, q_len=group.q_len)
             chosen[rows] = tokens
         self._chosen[layer, group.q_len] = chosen
 
     def rehearse(self, layer: int, step: LayerStep) -> None:
         """Use the memory of a filter layer in a step of the most requests and longest contexts.
 
+        Drafts of one request take more scores than a single token does.
+
         step: any tokens, with one page that stands for all.
         """
         if layer not in self.roles or not self.roles[layer].filters:
             return
-        n = self._requests
         device = step.query.device
         pages = -(-self._longest // step.size)
-        table = torch.zeros(n, pages, dtype=torch.int32, device=device)
-        ends = torch.ones(n, dtype=torch.int32, device=device)
-        query = step.query.new_zeros(n, *step.query.shape[1:])
-        group = Group((), 1, slice(0, n), table, ends, None, {})
-        self.attend(layer, group, replace(step, query=query, output=query.clone()))
+        for n, q_len in (self._requests, 1), (1, min(MAX_QUERIES, self._longest)):
+            table = torch.zeros(n, pages, dtype=torch.int32, device=device)
+            ends = torch.full((n,), q_len, dtype=torch.int32, device=device)
+            query = step.query.new_zeros(n * q_len, *step.query.shape[1:])
+            group = Group((), q_len, slice(0, n * q_len), table, ends, None, {})
+            self.attend(layer, group, replace(step, query=query, output=query.clone()))
         self._chosen.clear()
 
     def _slots_of(self, layer: int, group: Group, width: int) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
-from kernels.index import SparseIndex
 from kernels.patterns import LayerPlan
 from runtime.attention.state import message, name_of
 from runtime.vllm.batch import KEY, Batch, Chunk, Group
@@ -91,7 +90,7 @@ class SparseImpl(_Parent):
             return super().forward(*arguments)
         if query.dtype != output.dtype:
             # For a cache of 8 bits some backends of vLLM for GPUs are given a query of 8 bits.
-            query = query.to(output.dtype) * layer._q_scale_float
+            query = query.to(output.dtype).mul_(layer._q_scale_float)
         k_scale = v_scale = 1.0
         if served.eight_bits is not None:
             kv_cache = kv_cache.view(served.eight_bits)
@@ -120,20 +119,18 @@ class SparseImpl(_Parent):
 
         Returns these requests: none where a kernel fails.
         """
-        assert served.number is not None
         engine = self._engine
         chosen: tuple[Group, ...] = ()
         if engine.chooser is not None and served.number in engine.chooser.roles:
             chosen = step.batch.chosen
         done: list[Chunk] = []
-        indices = []
         try:
             if served.plan is not None:
                 for chunk in step.batch.sparse:
-                    indices.append(self._by_patterns(served.plan, step, chunk))
+                    self._by_patterns(served.plan, step, chunk)
                     done.append(chunk)
             for group in chosen:
-                assert engine.chooser is not None
+                assert engine.chooser is not None and served.number is not None
                 engine.chooser.attend(served.number, group, step)
                 done += group.chunks
         except Exception as error:
@@ -144,12 +141,10 @@ class SparseImpl(_Parent):
                 raise
             engine.counters.fell_back(why, "" if ours else message(error))
             return []
-        for index in indices:
-            engine.counters.index(served.number, index)
         return done
 
-    def _by_patterns(self, plan: LayerPlan, step: LayerStep, chunk: Chunk) -> SparseIndex:
-        """Write the sparse attention of a chunk; returns its index."""
+    def _by_patterns(self, plan: LayerPlan, step: LayerStep, chunk: Chunk) -> None:
+        """Write the sparse attention of a chunk."""
         query, out, pages = step.of(chunk)
         table: Tensor | None = pages
         whole = chunk.q_len == chunk.k_len and self.kv_sharing_target_layer_name is None
@@ -162,7 +157,6 @@ class SparseImpl(_Parent):
         index = plan.build(query, step.k, scale=scale, block_table=table, k_len=chunk.k_len)
         sparse_attention(query, step.k, step.v, index, block_table=table, out=out, **step.options)
         step.rescale(out)
-        return index
 
     def _rehearse(self, served: ServedLayer, query: Tensor) -> None:
         """Use the memory of this layer's largest step, in vLLM's profiling run.

@@ -94,6 +94,10 @@ class Stream(Keeps):
         policy = self.policy
         return StreamingSpec(sliding_window=policy.window, sinks=policy.sinks, **shape_of(full))
 
+    def rehearse(self, step: LayerStep, chunk: Chunk) -> None:
+        """See Keeps.rehearse: both parts of the softmax in fp32."""
+        self._chunk(step, chunk)
+
     def _chunk(self, step: LayerStep, chunk: Chunk) -> Tensor:
         """Attention (1, H, Q, D) over the window, merged with that over the first tokens.
 
@@ -143,7 +147,7 @@ class Snap(Keeps):
         # The most queries that vote.
         self.window = max(policy.window for policy in self.policies)
         # Votes so far of prompts that are computed in part, the latest last, by the request's first
-        # page, which no other request has.
+        # page, which no other request has. In the host's memory: vLLM's cache has the device's.
         self._begun: dict[int, Tensor] = {}
         self._prompts = prompts
 
@@ -191,10 +195,10 @@ class Snap(Keeps):
         earlier = self._begun.pop(page, None)
         voting = query[:, :, max(first - begin, 0) :]
         if begin > first and earlier is not None:
-            voting = torch.cat([earlier, voting], dim=2)
+            voting = torch.cat([earlier.to(voting.device), voting], dim=2)
         if chunk.k_len == chunk.prompt:
             return voting
-        self._begun[page] = voting.clone()
+        self._begun[page] = voting.to("cpu", copy=True)
         if len(self._begun) > self._prompts:
             # The oldest is of a request that was given up.
             del self._begun[next(iter(self._begun))]

@@ -66,6 +66,23 @@ def test_stats_are_in_vllms_metrics(model, artifact):
         assert (metric("prefills"), metric("prefill_tokens")) == (before[0] + 1, before[1] + 300)
 
 
+def test_metrics_that_cannot_be_written_do_not_end_the_engine(tmp_path):
+    code = (
+        "from runtime.vllm.counters import Counters, metrics\n"
+        "counters = Counters(metrics())\n"
+        "for _ in range(2):\n"
+        "    counters.step([('sparse', 300)])\n"
+        "print(counters.report()['prefills'])\n"
+    )
+    # Prometheus looks for this folder when a counter first counts.
+    missing = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "missing")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **missing}
+    )
+    assert done.stdout == "{'sparse': 2}\n", done.stderr[-500:]
+    assert done.stderr.count("counters in /metrics stop: ") == 1
+
+
 def test_the_command_that_check_prints_starts_here(model, artifact, capsys):
     assert main([artifact(), "--model", model]) == 0
     program, *words = shlex.split(capsys.readouterr().out.splitlines()[-1])

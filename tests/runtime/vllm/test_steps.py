@@ -4,20 +4,25 @@ caches of 8 bits, learned sinks, failures, and what the profiling run takes."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import artifacts
+from kernels.decode import MAX_QUERIES
 from kernels.patterns import LayerPlan, make
 from runtime.omnikv.select import Selector
 from runtime.vllm.batch import prefills_of, requests_of
+from runtime.vllm.counters import Counters
 from runtime.vllm.engine import Engine
 from runtime.vllm.filters import Chooser
-from runtime.vllm.keep import Stream
+from runtime.vllm.keep import Snap, Stream
 from runtime.vllm.step import halves, quantised, store
 from tests.runtime.vllm.conftest import (
     CLOSE,
@@ -25,6 +30,7 @@ from tests.runtime.vllm.conftest import (
     LAYER,
     PAGE,
     SECTION,
+    Common,
     D,
     G,
     H,
@@ -78,7 +84,6 @@ def test_each_request_of_a_step_gets_its_own_attention(engine, requests):
     report = engine.at_work.counters.report()
     assert report["prefills"].get("sparse", 0) == sum(long)
     assert report["prefills"]["short"] == sum(q_len > 1 for q_len, _ in requests) - sum(long)
-    assert (report["density"] is None) == (not any(long))
 
 
 @pytest.mark.parametrize("stored", [EIGHT])
@@ -166,6 +171,7 @@ def test_layers_read_what_filter_layers_chose(engine):
             seen = None if number < 2 else chose[request].expand(G, -1)
             torch.testing.assert_close(outputs[request], by_choice(inputs[request], seen), **CLOSE)
     assert engine.at_work.counters.report()["decode"] == {"chosen": 5}
+    assert engine.at_work.counters.tokens_read == 40
 
 
 def test_a_filter_layer_that_failed_leaves_the_others_to_dense_attention(engine):
@@ -192,8 +198,7 @@ def test_a_kernel_that_fails_leaves_the_step_to_dense_attention(engine, monkeypa
             (out,), (given,), _metadata = serve(engine, step((200, 200)))
             torch.testing.assert_close(out, by_plan(DENSE, given), **CLOSE)
     assert len(caplog.records) == 1 and "out of memory: no room" in caplog.text
-    found = engine.at_work.counters.report()
-    assert found["fallbacks"] == {"out of memory": 2} and found["density"] is None
+    assert engine.at_work.counters.report()["fallbacks"] == {"out of memory": 2}
 
 
 def test_layers_of_vllm_are_the_parents_as_a_whole(engine, monkeypatch):
@@ -274,3 +279,128 @@ def test_the_profiling_run_takes_what_the_longest_prompt_will_take(
     query, output = torch.randn(200, H, D).to(EIGHT), torch.ones(200, H, D)
     engine.impl.forward(LAYER, query, None, None, torch.empty(0), None, output)
     assert built == wanted and not output.any()
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_step_runs_the_same_operations(engine):
+    common = step((200, 200))
+    runs = []
+    for _ in range(34):
+        inputs = torch.randn(200, H, D), *torch.randn(2, 200, G, D)
+        cache = poisoned(engine, int(common.block_table_tensor.max()) + 1)
+        output = torch.empty(200, H, D)
+        metadata = engine.builder.build(0, common)
+        with Operations() as ran:
+            engine.impl.forward(LAYER, *inputs, cache, metadata, output)
+        runs.append(ran.names)
+    # The first one makes what all shapes alike share.
+    assert all(run == runs[1] for run in runs[2:])
+    assert engine.at_work.counters.report()["prefills"] == {"sparse": 34}
+
+
+def test_counters_run_no_operation():
+    counters = Counters()
+    with Operations() as ran:
+        counters.step([("sparse", 200), ("short", 10)], [40, 60])
+        counters.fell_back("out of memory", "no room")
+        report = counters.report()
+    assert not ran.names and counters.tokens_read == 50
+    assert report == {
+        "prefills": {"sparse": 1, "short": 1},
+        "prefill_tokens": {"sparse": 200, "short": 10},
+        "decode": {"chosen": 2},
+        "fallbacks": {"out of memory": 1},
+    }
+
+
+def peak_memory(run: Callable[[], Any]) -> int:
+    """Most bytes that torch has allocated at a time in `run`, beyond those before."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        run()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate((event.nbytes() for event in events), initial=0))
+
+
+def layer_of_patterns(engine: Any) -> Common:
+    return step((256, 1024))
+
+
+def layer_that_streams(engine: Any) -> Common:
+    stream = artifacts.Streaming(sinks=4, window=256, positions="original")
+    engine.layer.update(keeps=Stream((stream,)), plan=None)
+    engine.builder._drops = engine.builder._exact = True
+    return step((256, 1024))
+
+
+def layer_that_elects(engine: Any) -> Common:
+    snap = Snap((artifacts.SnapKV(budget=40, window=8, pool=5),) * G, prompts=8)
+    engine.layer.update(keeps=snap, plan=None)
+    engine.builder.__dict__.update(
+        _drops=True, _exact=True, _splits_at_prompts=True, _gets_prompts=True
+    )
+    common = step((256, 1024))
+    common.rswa_prefix_lens = torch.tensor([1024, 0, 0], dtype=torch.int32)
+    return common
+
+
+def filter_layer(engine: Any, requests: int = 8) -> Common:
+    section = artifacts.OmniKV(filter_layers=(0,), dense_layers=(), selector="last", budget=40)
+    engine.at_work.chooser = Chooser(Selector(section, range(2)), requests=requests, longest=1024)
+    engine.layer["plan"] = None
+    return step(*[(1, 1024)] * requests)
+
+
+def filter_layer_with_drafts(engine: Any) -> Common:
+    filter_layer(engine, requests=1)
+    return step((MAX_QUERIES, 1024))
+
+
+LAYERS = [
+    layer_of_patterns,
+    layer_that_streams,
+    layer_that_elects,
+    filter_layer,
+    filter_layer_with_drafts,
+]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_the_largest_step_takes_no_more_memory_than_the_profiling_run(engine, layer, monkeypatch):
+    common = layer(engine)
+    engine.at_work.longest = 1024
+    monkeypatch.setattr(Parent, "forward", lambda *args: args[-1].fill_(0))
+    query = torch.randn(256, H, D)
+    output = torch.empty_like(query)
+    nothing = torch.empty(0)
+
+    def rehearse():
+        engine.impl.forward(LAYER, query, None, None, nothing, None, output)
+
+    # A first run builds kernels and makes what all steps share.
+    rehearse()
+    rehearsed = peak_memory(rehearse)
+    metadata = engine.builder.build(0, common)
+    tokens = common.num_actual_tokens
+    key, value = torch.randn(2, tokens, G, D)
+    cache = torch.zeros(int(common.block_table_tensor.max()) + 1, G, PAGE, 2 * D)
+
+    def serve_step():
+        given = LAYER, query[:tokens], key, value, cache, metadata, output[:tokens]
+        engine.impl.forward(*given)
+
+    taken = peak_memory(serve_step)
+    # Beside it a log-sum-exp of each query, and the output that decode is copied from.
+    assert taken <= rehearsed + 4 * tokens * H + output.nbytes * tokens // 256
