@@ -17,8 +17,8 @@ _EPILOG = """\
   target_speedup, target_kl, target_recall
                     a point of the artifact's front
 
-headwise tasks --lm-eval FOLDER writes our tasks for --include_path; docs/evaluation.md has an
-example.
+Our tasks for --include_path are written by `headwise tasks --lm-eval FOLDER`; docs/evaluation.md
+has an example.
 """
 
 

@@ -45,7 +45,7 @@ examples:
   headwise convert cfg.yaml --to sparse_attention_config --out sparse_attention_config.json
   headwise convert full_attention_heads.tsv --config Llama-3-8B --sparsity 0.5 --out kv.yaml
   headwise convert cfg.yaml --to index_topk_pattern --out overrides.json
-  headwise merge --prefill cfg.yaml --kv-cache kv.yaml --out both.yaml
+  headwise merge cfg.yaml --kv-cache kv.yaml --out both.yaml
 """
 _MODEL = "the model, for imports (what the file does not say)"
 _HOW = "how an import is read"
