@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from search.__main__ import main
+from headwise.__main__ import main
 from tests.tiny_text_model import save_tiny
 
 ROOT = Path(__file__).parents[1]

@@ -19,8 +19,8 @@ from artifacts import ArtifactError, Finding, HeadwiseError
 from artifacts.cli.command import ADVANCED, FOUND, run_command
 from artifacts.store.signing import make_key
 from artifacts.store.write import sign
-from search.__main__ import GROUPS, VERBS, main
-from search.reference import _parser, page
+from headwise.__main__ import GROUPS, VERBS, main
+from headwise.command_page import _parser, page
 from tests.search.conftest import by_head, tiny_model
 
 __all__ = ["by_head", "tiny_model"]
@@ -210,7 +210,7 @@ def test_help_and_the_judgement_of_options_need_no_torch():
     code = """
 import sys
 from artifacts import HeadwiseError
-from search.__main__ import main
+from headwise.__main__ import main
 for words in ("--help", "show --help", "search --model m --out o.yaml --budget 2"):
     try:
         main(words.split())
@@ -238,7 +238,7 @@ def test_the_help_of_a_search_fits_two_screens(monkeypatch):
 
 def test_the_page_of_commands_is_current():
     assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == page(), (
-        "python -m search.reference --out docs/commands.md"
+        "python -m headwise.command_page --out docs/commands.md"
     )
 
 
@@ -321,7 +321,7 @@ def test_ctrl_c_is_one_line_from_the_first_moment(tmp_path):
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
     )
     script = tmp_path / "headwise"
-    script.write_text("from search.__main__ import start\nstart()\n")
+    script.write_text("from headwise.__main__ import start\nstart()\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     words = f"search --model m --out {tmp_path}/cfg.yaml".split()
     for command in (

@@ -13,7 +13,7 @@ from typing import Any
 from artifacts.cli import arguments
 from artifacts.cli.command import ADVANCED, ArgumentParser, is_set_off, run_command
 from artifacts.files import atomic_write
-from search.__main__ import GROUPS, SHARED
+from headwise.__main__ import GROUPS, SHARED
 
 _INTRO = """\
 # Commands
@@ -45,13 +45,16 @@ def page() -> str:
 
 
 def _parser(verb: str, module: str) -> ArgumentParser:
+    parser: ArgumentParser
     if module not in SHARED:
-        return import_module(module).parser()
+        parser = import_module(module).parser()
+        return parser
     subparsers = next(
         each for each in import_module(f"{module}.__main__").parser()._actions if each.choices
     )
     assert isinstance(subparsers, argparse._SubParsersAction)
-    return subparsers.choices[verb]
+    parser = subparsers.choices[verb]
+    return parser
 
 
 def _section(verb: str, parser: ArgumentParser) -> str:
@@ -116,8 +119,8 @@ def _text(text: str) -> Iterator[str]:
 
 
 def parser() -> ArgumentParser:
-    """The command line of python -m search.reference."""
-    p = ArgumentParser(prog="python -m search.reference", description=__doc__)
+    """The command line of python -m headwise.command_page."""
+    p = ArgumentParser(prog="python -m headwise.command_page", description=__doc__)
     arguments.add_out(p, "Markdown to write (default: print it)", required=False)
     return p
 
