@@ -44,7 +44,8 @@ def search(
         HeadwiseError: an option is unknown, or anything that the command refuses.
     """
     from artifacts.cli.options import config_by_name
-    from profiling.models.given import device_of, dtype_of, given_model
+    from profiling.models.device import device_of, dtype_of
+    from profiling.models.given import given_model
     from search.model.config import ModelSearch
     from search.model.search import run
 
@@ -91,7 +92,8 @@ def gate(
             anything that the command refuses.
     """
     from artifacts.cli.options import config_by_name
-    from profiling.models.given import device_of, dtype_of, given_model
+    from profiling.models.device import device_of, dtype_of
+    from profiling.models.given import given_model
     from search.gate import GateConfig, run
 
     with given_model(model, tokenizer, name=name, revision=revision) as loaded:
@@ -140,7 +142,8 @@ def evaluate(
     from artifacts.cli.options import config_by_name
     from profiling.evaluation.config import Config
     from profiling.evaluation.run import run
-    from profiling.models.given import device_of, dtype_of, given_model
+    from profiling.models.device import device_of, dtype_of
+    from profiling.models.given import given_model
 
     artifacts = [artifact] if isinstance(artifact, str | Path) else artifact
     with given_model(model, tokenizer, name=name, revision=revision) as loaded:

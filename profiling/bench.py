@@ -36,10 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     config = config_of(Bench, vars(options))
     command = arguments.as_typed("bench", argv)
     with while_importing():
-        from profiling.models.loading import check_device, settled
+        from profiling.models.device import settled
         from profiling.speed.run import costs, tables
     config = settled(config)
-    check_device(config.device)
     if config.costs is not None or config.table is not None:
         costs(config, command)
         return 0

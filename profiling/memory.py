@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         from profiling.environment import environment
         from profiling.memory_use.plan import table as plan_table
         from profiling.memory_use.run import predicted, run, table
+        from profiling.models.device import settled
     if config.plan is not None:
         plans = predicted(config)
         lengths = [
@@ -44,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         plan_record = {"command": arguments.as_typed("memory", argv), "rows": lengths}
         arguments.deliver(plan_table(plans, config.memory), plan_record, options.json)
         return 0
+    config = settled(config)
     rows = run(config)
     record = {
         "command": arguments.as_typed("memory", argv),

@@ -60,8 +60,9 @@ class Ranks:
 
         if self.local >= torch.cuda.device_count():
             raise HeadwiseError(
-                f"--device cuda: rank {self.rank} needs a GPU of its own, this machine has "
-                f"{torch.cuda.device_count()}: start at most so many with --nproc_per_node"
+                f"rank {self.rank} needs a GPU of its own, this machine has "
+                f"{torch.cuda.device_count()}: start at most so many with --nproc_per_node, or "
+                "use --device cpu"
             )
         return f"cuda:{self.local}"
 

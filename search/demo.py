@@ -17,6 +17,7 @@ from artifacts.cli.command import FOUND, ArgumentParser, run_command
 from artifacts.cli.options import add_arguments, at_least, check_ranges, config_of, option, shared
 from artifacts.files import out_folder
 from profiling.inside.head_fidelity import fidelity
+from profiling.models.device import device_of, settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.answers import answer
@@ -71,7 +72,8 @@ def run(config: ModelSearch, *, repeats: int) -> bool:
         HeadwiseError: anything that the user has to put right, or the gate, that nothing passes.
     """
     one_process("headwise demo")
-    loaded = load_model(config.model, dtype=config.dtype)
+    config = settled(config)
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     print(f"$ {config.command}", flush=True)
     with out_folder(config.out.parent):
@@ -89,11 +91,13 @@ def _compared(loaded: LoadedModel, config: Path, length: int, repeats: int) -> N
     headwise = load(config)
     (prompt,) = make_prompts("passkey", loaded.tokenizer, length=length, samples=1, seed=_SEED)
     kept = fidelity(model, headwise.artifact, prompt, headwise.arrays)
-    ids = torch.tensor([prompt.input_ids])
+    ids = torch.tensor([prompt.input_ids], device=model.device)
     methods = {name: partial(dense, model, name) for name in (MODEL, KERNEL)} | {
         HEADWISE: partial(headwise.apply, model)
     }
-    seconds = interleaved(methods, lambda: prefill(model, ids), repeats=repeats, device="cpu")
+    seconds = interleaved(
+        methods, lambda: prefill(model, ids), repeats=repeats, device=device_of(model)
+    )
     print(
         f"\nseconds to the first token after {length:,} tokens, median of {repeats} interleaved "
         "runs\n"

@@ -29,6 +29,7 @@ from artifacts.cli.options import add_arguments, config_of, nested, option, shar
 from artifacts.files import check_writable
 from kernels.patterns import LayerPlan
 from profiling.inside.head_fidelity import fidelity
+from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import GATE_SET, Seen
@@ -89,7 +90,7 @@ class GateConfig:
     )
     seed: int = shared(arguments.add_seed, default=0)
     dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="cpu")
+    device: str = shared(arguments.add_device, default="auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,7 @@ def run(config: GateConfig, loaded: LoadedModel | None = None) -> GateResult:
         parse_task(task)
     length = _length(config, artifact)
     if loaded is None:
+        config = settled(config)
         loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     if config.out is None:
         check(artifact.model, loaded.model)

@@ -4,6 +4,7 @@ all GPU tests."""
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +43,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set(others)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=others)
+
+
+@pytest.fixture(autouse=True)
+def _cpu_by_default(request, monkeypatch):
+    """Where there is a GPU, commands of tests that are not marked `gpu` run on the CPU too."""
+    device = sys.modules.get("profiling.models.device")
+    if device is None or request.node.get_closest_marker("gpu"):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        known = {"auto": "cpu"}
+        monkeypatch.setattr(device, "resolve_device", lambda name: known.get(name, name))
 
 
 @pytest.fixture(scope="session", autouse=True)

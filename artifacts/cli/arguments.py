@@ -125,13 +125,13 @@ def add_picture(p: ArgumentParser) -> None:
     )
 
 
-def add_device(p: ArgumentParser, default: str = "cpu") -> None:
-    """--device as torch names it."""
+def add_device(p: ArgumentParser) -> None:
+    """--device as torch names it; profiling.models.device decides what "auto" is."""
     p.add_argument(
         "--device",
         metavar="DEVICE",
-        default=default,
-        help=f"cpu, cuda, cuda:1, ... (default {default})",
+        default="auto",
+        help="cpu, cuda, cuda:1, ... (default: the GPU where torch sees one, else cpu)",
     )
 
 
@@ -144,7 +144,7 @@ def add_dtype(
 ) -> None:
     """--dtype of the model or the tensors, also in short (bf16); `several` gives a list.
 
-    "auto" is settled by profiling.models.loading.settled, which knows the device.
+    "auto" is settled by profiling.models.device, which knows the device.
     """
     keywords: dict[str, Any] = {"default": default}
     if several:

@@ -83,7 +83,7 @@ class Comparison:
     )
     seed: int = shared(arguments.add_seed, default=1000)
     dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="cpu")
+    device: str = shared(arguments.add_device, default="auto")
 
     def __post_init__(self) -> None:
         check_ranges(self)

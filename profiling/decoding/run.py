@@ -23,6 +23,7 @@ from profiling.decoding.steps import filled, methods, step_seconds
 from profiling.decoding.table import Row
 from profiling.environment import environment
 from profiling.ledger import Ledger
+from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import Prompt, digest, make_prompts
 from profiling.quality.answers import answers, is_right
@@ -55,6 +56,7 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
         HeadwiseError: the artifact has no decode section, or is for another model.
     """
     artifacts = _artifacts(config)
+    config = settled(config)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     compared = methods(artifacts, config.offload)
     compared += [of_policy(loaded, text, parse_cache(text)) for text in config.policies]

@@ -210,7 +210,7 @@ class Config:
     )
     fresh: bool = option("discard the resume file", default=False, action="store_true")
     dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="cpu")
+    device: str = shared(arguments.add_device, default="auto")
     revision: str | None = shared(arguments.add_revision, default=None)
     command: str = ""
 

@@ -27,6 +27,7 @@ from profiling.evaluation.record import attached, record_of
 from profiling.evaluation.rounds import FIRST, FURTHER, Rounds, places_of
 from profiling.evaluation.times import Times, measure
 from profiling.ledger import Ledger
+from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import DEFAULT_TASKS
 from profiling.prompts.settings import TEXT, settings, usual_length
@@ -65,6 +66,7 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
     quality = quality_of(config, artifact, tuple(beside))
     _check(config, artifact, quality, method_names(artifact, beside))
     if loaded is None:
+        config = settled(config)
         loaded = load_model(
             config.model, dtype=config.dtype, device=config.device, revision=config.revision
         )

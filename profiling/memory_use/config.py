@@ -51,7 +51,7 @@ class Memory:
         read=lambda text: bytes_of(text, "--memory"),
     )
     dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="cpu")
+    device: str = shared(arguments.add_device, default="auto")
     revision: str | None = shared(arguments.add_revision, default=None)
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from artifacts.cli import arguments
 from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.options import add_arguments, config_of, option, shared
 from artifacts.store.windows import SEEN_WINDOWS
+from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.quality.method import Method
 from profiling.speed.baselines import KERNEL, MODEL, dense
@@ -142,7 +143,7 @@ class OnePrefill:
     )
     length: int = shared(arguments.add_length, "tokens of the prompt", required=True)
     dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="cpu")
+    device: str = shared(arguments.add_device, default="auto")
     revision: str | None = shared(arguments.add_revision, default=None)
     threads: int | None = option(default=None)
     own_dense: bool = option(
@@ -165,6 +166,7 @@ def measure(config: OnePrefill) -> Grown:
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    config = settled(config)
     loaded = load_model(
         config.model,
         dtype=config.dtype,

@@ -10,7 +10,7 @@ from artifacts.page.layout import aligned
 from profiling.memory_use.config import Memory
 from profiling.memory_use.peak_memory import peak_apart
 from profiling.memory_use.plan import Plan, plan, read_shape, shape_of
-from profiling.models.loading import load_config, settled
+from profiling.models.loading import load_config
 from profiling.progress import bar
 
 
@@ -54,10 +54,11 @@ def predicted(config: Memory) -> dict[int, Plan]:
 def run(config: Memory) -> list[Row]:
     """Measure each length with each method, one process at a time.
 
+    config: settled, see profiling.models.device.
+
     Raises:
         HeadwiseError: the model or the artifact cannot be loaded, or a process failed.
     """
-    config = settled(config)
     assert config.config is not None and config.model is not None
     load(config.config)
     try:

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from artifacts import HeadwiseError
 from profiling.models.loading import LoadedModel, check_attention, commit_of
 from runtime.attention.state import layer_of
 from runtime.layers import attention_layers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @contextmanager
@@ -51,20 +46,7 @@ def given_model(
             module.training = True
 
 
-def dtype_of(model: PreTrainedModel) -> str:
-    """The dtype that a model computes in, as --dtype names it."""
-    return str(model.dtype).removeprefix("torch.")
-
-
-def device_of(model: PreTrainedModel) -> str:
-    """The device of a model as --device names it: the current GPU is cuda."""
-    device = model.device
-    if device == torch.empty(0, device=device.type).device:
-        return device.type
-    return str(device)
-
-
-def _own_name(model: PreTrainedModel) -> str:
+def _own_name(model: Any) -> str:
     """The name that a model was loaded by, without folders; else its class."""
     name = model.name_or_path
     if not name:

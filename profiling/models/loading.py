@@ -9,10 +9,10 @@ import sys
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,10 +21,9 @@ from artifacts import HeadwiseError
 from artifacts.cli.arguments import DTYPES
 from artifacts.errors import one_line, shorten
 from profiling.inside.capture import capture
+from profiling.models.device import check_device, default_dtype, resolve_device
 from profiling.models.gguf import converted
 from profiling.models.packages import PACKAGES, package_files, package_revision
-
-Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,28 +49,6 @@ class _Source:
     on_hub: bool
 
 
-def default_dtype(device: str) -> str:
-    """Dtype that serves fastest: bfloat16, or float32 on a CPU without instructions for it.
-
-    There torch emulates matrix products in bfloat16: 10 GFLOP/s a core instead of 83 in float32
-    (EPYC Zen 3, torch 2.13).
-    """
-    if device.partition(":")[0] != "cpu" or not torch.backends.mkldnn.is_available():
-        return "bfloat16"
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "bfloat16"
-    return "float32"
-
-
-def settled(config: Config) -> Config:
-    """Copy of a command's config in which the dtype "auto" is default_dtype of its device."""
-    asked: Any = config
-    if asked.dtype != "auto":
-        return config
-    settled: Config = replace(asked, dtype=default_dtype(getattr(asked, "device", "cpu")))
-    return settled
-
-
 def load_model(
     spec: str,
     *,
@@ -87,7 +64,7 @@ def load_model(
             (write `./smollm2` for one of that name) or a hub id. Code that comes with a model is
             never run.
         dtype: bfloat16, float16 or float32, or bf16, fp16, fp32; auto is default_dtype(device).
-        device: as torch names it: cpu, cuda, cuda:1.
+        device: as torch names it: cpu, cuda, cuda:1; auto is the GPU where torch sees one.
         revision: branch, tag or commit, of a hub id only.
         max_memory: bytes of weights that stay on the device; the other layers come in one at a
             time, from the CPU's memory or, on the CPU, from the files (accelerate's offload).
@@ -98,6 +75,7 @@ def load_model(
         not causal or has
             no attention that goes through transformers' AttentionInterface.
     """
+    device = resolve_device(device)
     if dtype == "auto":
         dtype = default_dtype(device)
     else:
@@ -155,11 +133,7 @@ def load_config(spec: str, *, revision: str | None = None) -> Any:
 def local_folder(package: str, *, dtype: str) -> str:
     """The folder with a model of PACKAGES as transformers reads it; converted at first use."""
     if dtype == "auto":
-        if torch.cuda.is_available():
-            device = "cuda"
-        else:
-            device = "cpu"
-        dtype = default_dtype(device)
+        dtype = default_dtype(resolve_device("auto"))
     return _find(package, DTYPES.get(dtype, dtype), None).place
 
 
@@ -292,15 +266,6 @@ def commit_of(model: Any) -> str | None:
     if commit:
         return str(commit)
     return None
-
-
-def check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    # torch has an AssertionError for a build without CUDA.
-    except (RuntimeError, AssertionError) as error:
-        reason = one_line(str(error).strip().splitlines()[0])[:150]
-        raise HeadwiseError(f"cannot use the device {device!r}: {reason}") from error
 
 
 @contextlib.contextmanager

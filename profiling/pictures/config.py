@@ -66,7 +66,7 @@ class Heatmaps:
     )
     seed: int = shared(arguments.add_seed, default=0)
     dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="cpu")
+    device: str = shared(arguments.add_device, default="auto")
     revision: str | None = shared(arguments.add_revision, default=None)
     command: str = ""
 

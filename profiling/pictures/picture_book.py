@@ -11,7 +11,8 @@ import torch
 from artifacts import Artifact, HeadwiseError, load_pair
 from artifacts.files import check_writable, out_folder
 from profiling.inside.capture import LayerInputs, capture
-from profiling.models.loading import LoadedModel, load_model, settled
+from profiling.models.device import settled
+from profiling.models.loading import LoadedModel, load_model
 from profiling.pictures.config import PICTURES, Heatmaps
 from profiling.pictures.head_survey import Survey, check_heads, survey
 from profiling.pictures.layer_pictures import draw_layers
@@ -30,7 +31,8 @@ def run(config: Heatmaps) -> list[Path]:
     Raises:
         HeadwiseError: anything that the user has to put right.
     """
-    config = settled(config)
+    if config.model is not None:
+        config = settled(config)
     with out_folder(config.out):
         check_writable(config.out / "similarity.png")
         book = PictureBook(config)

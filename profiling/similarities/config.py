@@ -52,7 +52,7 @@ class SimilarityConfig:
         advanced=True,
     )
     dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="cpu")
+    device: str = shared(arguments.add_device, default="auto")
     revision: str | None = shared(arguments.add_revision, default=None)
     beyond_positions: bool = option(
         "allow a --length over the model's positions",

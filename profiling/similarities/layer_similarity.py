@@ -17,6 +17,7 @@ from profiling.environment import environment
 from profiling.inside.decode_capture import capture_decode
 from profiling.inside.residual import ResidualStream
 from profiling.ledger import Ledger
+from profiling.models.device import device_of, dtype_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.prompt import Find, Prompt, Task, digest, make_prompts, parse_task
@@ -75,11 +76,11 @@ def measure(
         **{
             "tail": TAIL,
             "frozen": FROZEN,
-            "dtype": config.dtype,
-            "device": config.device,
+            "dtype": dtype_of(loaded.model),
+            "device": device_of(loaded.model),
             "command": config.command,
         },
-        "versions": environment(config.device),
+        "versions": environment(loaded.model.device),
     }
     return Profile(arrays=arrays, about=about)
 

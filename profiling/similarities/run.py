@@ -9,7 +9,8 @@ import numpy as np
 
 from artifacts import HeadwiseError
 from artifacts.files import check_writable
-from profiling.models.loading import load_model, settled
+from profiling.models.device import settled
+from profiling.models.loading import load_model
 from profiling.similarities.config import SimilarityConfig
 from profiling.similarities.layer_similarity import measure
 from profiling.similarities.similarity_profile import FILE, Profile, save_profile

@@ -163,7 +163,7 @@ class Bench:
     )
     fresh: bool = shared(arguments.add_fresh, default=False)
     dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="cpu")
+    device: str = shared(arguments.add_device, default="auto")
     repeats: int = option("timed rounds, interleaved", default=5, within=at_least(1), advanced=True)
     seed: int = shared(arguments.add_seed, default=0)
 

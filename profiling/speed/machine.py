@@ -20,7 +20,7 @@ from kernels.dense import dense_attention
 from kernels.native import build, prebuilt
 from kernels.patterns import LayerPlan
 from profiling.environment import environment
-from profiling.models.loading import default_dtype
+from profiling.models.device import default_dtype
 from profiling.models.packages import PACKAGES, installed_file
 from profiling.speed.attention_speed import patterns_for
 from profiling.speed.config import DOCTOR_LENGTH

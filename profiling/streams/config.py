@@ -114,7 +114,7 @@ class Streamed:
     )
     seed: int = shared(arguments.add_seed, help="of stream_eval", default=0)
     dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="cpu")
+    device: str = shared(arguments.add_device, default="auto")
     revision: str | None = shared(arguments.add_revision, default=None)
     fresh: bool = shared(arguments.add_fresh, default=False)
     command: str = ""

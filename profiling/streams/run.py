@@ -11,7 +11,8 @@ import torch
 from artifacts.files import atomic_write, check_writable, out_folder
 from profiling.environment import environment
 from profiling.ledger import Ledger, Unit
-from profiling.models.loading import LoadedModel, load_model, settled
+from profiling.models.device import settled
+from profiling.models.loading import LoadedModel, load_model
 from profiling.progress import Phase, phase
 from profiling.prompts.tokens import Encoder
 from profiling.streams.config import Streamed, StreamMethod
@@ -29,7 +30,7 @@ def run(config: Streamed, loaded: LoadedModel | None = None) -> tuple[list[Row],
     Raises:
         HeadwiseError: anything that the user has to put right.
     """
-    config = settled(config)
+    config = settled(config, loaded and loaded.model)
     with out_folder(config.out):
         check_writable(config.out / OUTPUT)
         loaded = loaded or load_model(

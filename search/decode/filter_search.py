@@ -11,7 +11,8 @@ import numpy as np
 from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Similarity
 from artifacts.cli import arguments
 from artifacts.cli.options import POSITIVE, at_least, check_ranges, nested, option, shared
-from profiling.models.loading import LoadedModel, settled
+from profiling.models.device import settled
+from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import Prompt, parse_task
 from profiling.similarities.config import SimilarityConfig
 from profiling.similarities.layer_similarity import measure, prompt_length, prompts_of, resolve

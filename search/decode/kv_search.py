@@ -21,7 +21,8 @@ from profiling.caches.budget_curves import BudgetCurves, measure
 from profiling.caches.policies import with_policy, with_section
 from profiling.ledger import Ledger
 from profiling.memory_use.config import bytes_of
-from profiling.models.loading import LoadedModel, settled
+from profiling.models.device import settled
+from profiling.models.loading import LoadedModel
 from profiling.progress import phase
 from profiling.prompts.prompt import Prompt, digest, make_prompts
 from profiling.quality.forced_decode import Divergence, divergence
@@ -80,7 +81,7 @@ class KVSearch:
     )
     seed: int = shared(arguments.add_seed, default=0)
     dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="cpu")
+    device: str = shared(arguments.add_device, default="auto")
     fresh: bool = shared(arguments.add_fresh, default=False)
 
     def __post_init__(self) -> None:

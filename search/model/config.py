@@ -101,7 +101,7 @@ class ModelSearch:
     limits: Limits = nested(Limits)
     seed: int = shared(arguments.add_seed, default=0, within=at_least(0))
     dtype: str = shared(arguments.add_dtype, default="auto")
-    device: str = shared(arguments.add_device, default="cpu")
+    device: str = shared(arguments.add_device, default="auto")
     backend: str = shared(arguments.add_backend, default="auto")
     revision: str | None = shared(arguments.add_revision, default=None)
     max_memory: int | None = option(

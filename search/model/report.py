@@ -179,7 +179,7 @@ def _losses(accepted: Accepted) -> list[str]:
 def _seconds(config: ModelSearch, outcome: Outcome, speed: Speed) -> list[str]:
     """Seconds to the first token, then those of attention alone, each against dense attention."""
     seconds = speed.longest.seconds
-    lines = [f"on {device_name(config.device)} at {outcome.run.length:,} tokens"]
+    lines = [f"on {device_name(outcome.run.device)} at {outcome.run.length:,} tokens"]
     whole = speed.first_token
     if whole is not None:
         lines.append(f"to the first token, median of {whole.rounds} interleaved rounds:")

@@ -18,7 +18,8 @@ from artifacts import ModelInfo
 from artifacts.files import check_writable
 from kernels.patterns import Pattern
 from profiling.ledger import Ledger
-from profiling.models.loading import LoadedModel, load_model, settled
+from profiling.models.device import settled
+from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt, digest, parse_task
 from profiling.quality.sequences import check_logits
@@ -60,6 +61,7 @@ def run(config: ModelSearch, loaded: LoadedModel | None = None) -> Recorded | No
     check_writable(config.out)
     with ranks() as joined:
         if loaded is None:
+            config = settled(config, quiet=not joined.is_first)
             with joined.main_process_first():
                 loaded = load_model(
                     config.model,
@@ -76,7 +78,7 @@ def search_model(
     config: ModelSearch, loaded: LoadedModel, model: ModelInfo, ranks: Ranks | None = None
 ) -> Recorded | None:
     """Search a model that is loaded and fingerprinted; None in ranks after the first."""
-    config = settled(config)
+    config = settled(config, loaded.model)
     check_logits(loaded.model)
     layers = searched_layers(loaded)
     ranks = ranks or Ranks()

@@ -33,7 +33,7 @@ class HeadSearch:
     budget: str = PAPER_BUDGET
     seed: int = 0
     dtype: str = "auto"
-    device: str = "cpu"
+    device: str = "auto"
     backend: str = "auto"
     revision: str | None = None
     dense_below: int | None = option(default=None, within=at_least(1))

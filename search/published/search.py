@@ -33,7 +33,8 @@ from kernels.patterns import Pattern
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.head_fidelity import dense_of_layer, index_fidelity
 from profiling.ledger import Ledger
-from profiling.models.loading import load_model, settled
+from profiling.models.device import settled
+from profiling.models.loading import load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task

@@ -127,6 +127,9 @@ def test_it_runs_and_its_json_is_json(verb, headwise):
     assert "Traceback" not in err and out
     if has_json:
         assert isinstance(json.loads(out), dict)
+    # A plan of memory is of no machine.
+    if "--device" in PARSERS[verb]._option_string_actions and verb != "memory":
+        assert err.startswith("device: cpu ("), "the first line is the device"
 
 
 @pytest.mark.parametrize("verb", OURS)
@@ -228,6 +231,12 @@ def test_the_same_thing_has_the_same_name_everywhere(flag):
     options = [p._option_string_actions for p in PARSERS.values()]
     actions = [known[flag] for known in options if flag in known]
     assert len(actions) > 3 and len({action.metavar for action in actions}) == 1
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_device_of_a_command_defaults_to_auto(verb):
+    has_device = "--device" in PARSERS[verb]._option_string_actions
+    assert PARSERS[verb].get_default("device") == ("auto" if has_device else None)
 
 
 def test_the_help_of_a_search_fits_two_screens(monkeypatch):
