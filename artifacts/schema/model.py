@@ -45,7 +45,10 @@ class ModelInfo(Record):
     None is what an import could not know: it is not compared.
     """
 
-    name: Text = Field(description="as it was given: a hub id, a folder, a file")
+    name: Text = Field(
+        description="a hub id, a folder's name, or `general.name` of a GGUF file with hyphens for "
+        "spaces"
+    )
     revision: Text | None = Field(
         default=None, description="the hub revision, where one was asked for"
     )

@@ -8,7 +8,7 @@ import socket
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -22,7 +22,7 @@ from artifacts.cli.arguments import DTYPES
 from artifacts.errors import one_line, shorten
 from profiling.inside.capture import capture
 from profiling.models.device import check_device, default_dtype, resolve_device
-from profiling.models.gguf import converted
+from profiling.models.gguf import converted, model_name, read_config, read_tokenizer
 from profiling.models.packages import PACKAGES, package_files, package_revision
 
 
@@ -41,12 +41,17 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """`place` is what transformers loads from: a folder or a hub id."""
+    """Where a model is.
 
-    place: str
+    place: what transformers loads from, a folder or a hub id; None of a GGUF file.
+    gguf: the GGUF file, or what it was cut into, in order.
+    """
+
     name: str
-    revision: str | None
-    on_hub: bool
+    revision: str | None = None
+    place: str | None = None
+    gguf: tuple[Path, ...] = ()
+    on_hub: bool = False
 
 
 def load_model(
@@ -84,7 +89,7 @@ def load_model(
         raise HeadwiseError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES.values())}")
     check_device(device)
     with _quiet():
-        source = _find(spec, dtype, revision)
+        source = _find(spec, revision)
         model, tokenizer = _load(source, dtype, _placement(device, max_memory))
     model = (model if max_memory else model.to(device)).eval()
     if (embeddings := model.get_input_embeddings().weight).is_meta:
@@ -109,35 +114,50 @@ def check_attention(model: Any, name: str) -> None:
 
 
 def load_tokenizer(spec: str, *, revision: str | None = None) -> Any:
-    """Load the tokenizer of a model alone; arguments and errors as load_model has them."""
+    """Load the tokenizer of a model alone, without its weights.
+
+    Arguments and errors are those of load_model.
+    """
     from transformers import AutoTokenizer
 
-    with _quiet():
-        source = _find(spec, DTYPES["bf16"], revision)
-        options = _options(source)
-        with _one_line_of(source, options):
-            return AutoTokenizer.from_pretrained(source.place, **options)
+    return _without_weights(spec, revision, AutoTokenizer.from_pretrained, read_tokenizer)
 
 
 def load_config(spec: str, *, revision: str | None = None) -> Any:
-    """Load the configuration of a model alone; arguments and errors as load_model has them."""
+    """Load the configuration of a model alone, without its weights.
+
+    Arguments and errors are those of load_model.
+    """
     from transformers import AutoConfig
 
+    return _without_weights(spec, revision, AutoConfig.from_pretrained, read_config)
+
+
+def _without_weights(
+    spec: str,
+    revision: str | None,
+    load: Callable[..., Any],
+    read: Callable[[Sequence[Path]], Any],
+) -> Any:
+    """Load a part of a model by transformers, or read it in a GGUF file."""
     with _quiet():
-        source = _find(spec, DTYPES["bf16"], revision)
+        source = _find(spec, revision)
+        if source.gguf:
+            return read(source.gguf)
         options = _options(source)
         with _one_line_of(source, options):
-            return AutoConfig.from_pretrained(source.place, **options)
+            return load(source.place, **options)
 
 
 def local_folder(package: str, *, dtype: str) -> str:
     """The folder with a model of PACKAGES as transformers reads it; converted at first use."""
+    dtype = DTYPES.get(dtype, dtype)
     if dtype == "auto":
         dtype = default_dtype(resolve_device("auto"))
-    return _find(package, DTYPES.get(dtype, dtype), None).place
+    return str(converted(package_files(package), name=package, dtype=dtype))
 
 
-def _find(spec: str, dtype: str, revision: str | None) -> _Source:
+def _find(spec: str, revision: str | None) -> _Source:
     path = Path(spec).expanduser()
     local = spec in PACKAGES or path.suffix == ".gguf" or path.exists() or _looks_like_path(spec)
     if local and revision is not None:
@@ -145,17 +165,16 @@ def _find(spec: str, dtype: str, revision: str | None) -> _Source:
             f"--revision {revision} is for a model on the hub, {shorten(spec)} is not from there"
         )
     if spec in PACKAGES:
-        folder = converted(package_files(spec), name=spec, dtype=dtype)
-        return _Source(place=str(folder), name=spec, revision=package_revision(spec), on_hub=False)
+        files = tuple(package_files(spec))
+        return _Source(name=spec, revision=package_revision(spec), gguf=files)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise HeadwiseError(f"unknown model {shorten(spec)}: there is no such file")
-        folder = converted([path], name=path.name, dtype=dtype)
-        return _Source(place=str(folder), name=path.name, revision=None, on_hub=False)
+        return _Source(name=model_name(path), gguf=(path,))
     if local:
         _check_folder(path, spec)
-        return _Source(place=str(path), name=path.resolve().name, revision=None, on_hub=False)
-    return _Source(place=spec, name=spec, revision=revision, on_hub=True)
+        return _Source(name=path.resolve().name, place=str(path))
+    return _Source(name=spec, revision=revision, place=spec, on_hub=True)
 
 
 def _looks_like_path(spec: str) -> bool:
@@ -196,15 +215,19 @@ def _load(source: _Source, dtype: str, placement: dict[str, Any]) -> tuple[Any, 
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     options = _options(source)
+    place = source.place or str(converted(source.gguf, name=source.name, dtype=dtype))
     with _one_line_of(source, options):
-        config = AutoConfig.from_pretrained(source.place, **options)
+        config = AutoConfig.from_pretrained(place, **options)
     if type(config) not in AutoModelForCausalLM._model_mapping or config.is_encoder_decoder:
         raise HeadwiseError(f"{source.name} ({config.model_type}) is not a causal language model")
     with _one_line_of(source, options):
-        tokenizer = AutoTokenizer.from_pretrained(source.place, **options)
+        tokenizer = AutoTokenizer.from_pretrained(place, **options)
         model = AutoModelForCausalLM.from_pretrained(
-            source.place, dtype=getattr(torch, dtype), **placement, **options
+            place, dtype=getattr(torch, dtype), **placement, **options
         )
+    if source.gguf:
+        # Else the folder of the conversion, whose name is a hash.
+        model.name_or_path = source.name
     return model, tokenizer
 
 

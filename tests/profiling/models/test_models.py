@@ -16,10 +16,13 @@ import pytest
 import torch
 
 from artifacts import HeadwiseError
+from artifacts.cli import command
 from profiling.models import packages
 from profiling.models.cache import cache_folder, made_once
-from profiling.models.gguf import converted
-from profiling.models.loading import default_dtype, load_model, local_folder
+from profiling.models.device import default_dtype
+from profiling.models.gguf import converted, model_name, read_header
+from profiling.models.given import given_model
+from profiling.models.loading import load_config, load_model, load_tokenizer, local_folder
 from tests.profiling.conftest import tiny
 from tests.profiling.tokenizers import byte_level
 from tests.runtime.tiny import refused_model
@@ -42,13 +45,19 @@ def cache(tmp_path_factory, monkeypatch):
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 32, 48, 4, 2, 2
 
 
-def write_gguf(path: Path, *, seed: int = 0, architecture: str = "llama") -> Path:
+def write_gguf(
+    path: Path, *, seed: int = 0, architecture: str = "llama", name: str | None = None
+) -> Path:
     """A readable GGUF file; `architecture` is only a name in it."""
     import gguf
 
     letters = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ"]
     tokens = ["<s>", "</s>", *letters, "th", "the"]
     writer = gguf.GGUFWriter(str(path), architecture)
+    # Texts before the name, as some converters write them.
+    writer.add_array("general.tags", ["text-generation", "tiny"])
+    if name is not None:
+        writer.add_name(name)
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INNER)
@@ -195,9 +204,12 @@ def test_a_package_that_is_absent_is_named_with_its_command(monkeypatch):
 
 
 def test_a_gguf_file_is_converted_once(tmp_path, cache):
-    file = write_gguf(tmp_path / "tiny.gguf")
+    file = write_gguf(tmp_path / "m.gguf", name="Tiny 1B Instruct")
     loaded = load_model(str(file), dtype="fp32")
-    assert (loaded.name, loaded.revision) == ("tiny.gguf", None)
+    assert (loaded.name, loaded.revision) == ("Tiny-1B-Instruct", None)
+    # A loaded model that is searched has the same name.
+    with given_model(loaded.model, loaded.tokenizer) as given:
+        assert given.name == "Tiny-1B-Instruct"
     ids = loaded.tokenizer("the end")["input_ids"]
     assert loaded.tokenizer.decode(ids) == "the end"
     folder = converted([file], name="x", dtype="float32")
@@ -206,9 +218,69 @@ def test_a_gguf_file_is_converted_once(tmp_path, cache):
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == made
     first, second = (each.model(torch.tensor([ids])).logits for each in (loaded, again))
     torch.testing.assert_close(second, first)
-    other = converted([write_gguf(tmp_path / "tiny.gguf", seed=1)], name="x", dtype="float32")
+    other = converted([write_gguf(tmp_path / "m.gguf", seed=1)], name="x", dtype="float32")
     assert other != folder, "a file with other content is another model"
     assert not list((cache / "models").glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("stated", "name"),
+    [
+        ("Qwen2.5 Coder 0.5B Instruct", "Qwen2.5-Coder-0.5B-Instruct"),
+        ("Qwen/Qwen2.5-7B", "Qwen-Qwen2.5-7B"),
+        ("../../etc/passwd", "etc-passwd"),
+        ("Modèle (v2)\n", "Modèle-v2"),
+        ("..", "m"),
+        ("", "m"),
+        (None, "m"),
+    ],
+)
+def test_model_name_is_a_slug_of_general_name_or_the_stem(stated, name, tmp_path):
+    assert model_name(write_gguf(tmp_path / "m.gguf", name=stated)) == name
+
+
+@pytest.mark.parametrize("size", [0, 3, 24, 60, 200])
+def test_model_name_of_a_damaged_file_is_the_stem(size, tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", name="Tiny 1B")
+    # Lengths and counts of a damaged header are of any size.
+    file.write_bytes(file.read_bytes()[:size].ljust(250, b"\xff"))
+    assert model_name(file) == "m"
+
+
+def test_read_header_counts_the_numbers_of_all_tensors(tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", name="Tiny")
+    model = load_model(str(file), dtype="float32").model
+    assert read_header(file).elements == sum(each.numel() for each in model.parameters())
+
+
+def test_load_tokenizer_and_load_config_of_a_gguf_file_convert_nothing(tmp_path, cache, capsys):
+    file = str(write_gguf(tmp_path / "m.gguf", seed=7))
+    before = set(cache.rglob("*"))
+    tokenizer = load_tokenizer(file)
+    config = load_config(file)
+    assert set(cache.rglob("*")) == before and capsys.readouterr().err == ""
+    loaded = load_model(file, dtype="float32")
+    text = "the end, then <s> anew\n"
+    assert tokenizer(text)["input_ids"] == loaded.tokenizer(text)["input_ids"]
+    assert tokenizer.eos_token_id == loaded.tokenizer.eos_token_id
+    for field in ("hidden_size", "num_key_value_heads", "tie_word_embeddings", "rope_parameters"):
+        assert getattr(config, field) == getattr(loaded.model.config, field)
+
+
+def test_conversion_prints_one_line_with_its_size_and_folder(tmp_path, cache, capsys, monkeypatch):
+    file = write_gguf(tmp_path / "m.gguf", seed=8, name="Tiny 1B")
+    load_model(str(file), dtype="float32")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        rf"converting Tiny-1B from GGUF to float32 once; the cache {cache}/models grows by "
+        r"\d+\.\d\d GiB",
+        line,
+    )
+    load_model(str(file), dtype="float32")
+    assert capsys.readouterr().err == "", "it is there already"
+    monkeypatch.setattr(command, "verbosity", -1)
+    load_model(str(file), dtype="float16")
+    assert capsys.readouterr().err == "", "-q"
 
 
 def test_a_gguf_file_in_parts(tmp_path, monkeypatch):
@@ -228,6 +300,8 @@ def test_a_gguf_file_in_parts(tmp_path, monkeypatch):
     assert (loaded.name, loaded.revision) == ("cut", None)
     whole = converted([tmp_path / "whole.gguf"], name="x", dtype="float32")
     assert str(whole) == local_folder("cut", dtype="fp32")
+    assert load_config("cut").num_hidden_layers == LAYERS
+    assert load_tokenizer("cut")("the end")["input_ids"] == loaded.tokenizer("the end")["input_ids"]
     usual = default_dtype("cuda" if torch.cuda.is_available() else "cpu")
     assert local_folder("cut", dtype="auto") == local_folder("cut", dtype=usual)
 
@@ -268,9 +342,14 @@ def test_gguf_files_that_cannot_be_read(broken, tmp_path):
         "zeros": good[:4] + bytes(len(good) - 4),
     }
     file.write_bytes(contents.get(broken, good))
-    with pytest.raises(HeadwiseError, match=file.name) as caught:
-        load_model(str(file))
-    assert "\n" not in str(caught.value) and "GGUF" in str(caught.value)
+    loads = [load_model, load_tokenizer, load_config]
+    if broken == "short":
+        # The tokenizer of a file whose weights are cut may be whole.
+        loads = [load_model]
+    for load in loads:
+        with pytest.raises(HeadwiseError, match=file.name) as caught:
+            load(str(file))
+        assert "\n" not in str(caught.value) and "GGUF" in str(caught.value)
 
 
 @pytest.mark.skipif(
@@ -291,14 +370,3 @@ def test_smollm2(monkeypatch):
     with torch.no_grad():
         answer = loaded.model.generate(ids, max_new_tokens=3, do_sample=False)[0, ids.shape[1] :]
     assert "Paris" in loaded.tokenizer.decode(answer)
-
-
-@pytest.mark.parametrize(
-    ("device", "instructions", "dtype"),
-    [("cpu", True, "bfloat16"), ("cpu", False, "float32"), ("cuda:1", False, "bfloat16")],
-)
-def test_the_default_dtype_is_the_fast_one(monkeypatch, device, instructions, dtype):
-    monkeypatch.setattr(
-        torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: instructions, raising=False
-    )
-    assert default_dtype(device) == dtype
