@@ -2,18 +2,20 @@
 
     import headwise
 
+    model, tokenizer = headwise.load_model("smollm2")
     headwise.search(model, tokenizer, out="cfg.yaml")
     with headwise.load("cfg.yaml").apply(model) as handle:
         model.generate(**inputs)
 
-Importing this package or loading an artifact imports neither torch nor transformers; search, gate
-and evaluate import them when called.
+Importing this package or loading an artifact imports neither torch nor transformers; load_model,
+search, gate and evaluate import them when called.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from artifacts import HeadwiseError
 from headwise.loaded_models import evaluate, gate, search
+from headwise.models import load_model
 from runtime import load
 
 if TYPE_CHECKING:
@@ -21,7 +23,16 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["HeadwiseError", "__version__", "apply_dense", "evaluate", "gate", "load", "search"]
+__all__ = [
+    "HeadwiseError",
+    "__version__",
+    "apply_dense",
+    "evaluate",
+    "gate",
+    "load",
+    "load_model",
+    "search",
+]
 
 
 def __getattr__(name: str) -> Any:

