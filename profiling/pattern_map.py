@@ -20,10 +20,14 @@ from artifacts.cli.options import add_arguments, config_of, shared
 from artifacts.errors import one_line
 from artifacts.files import atomic_write, check_writable
 from artifacts.schema.patterns import RECORDS
+from profiling.pictures.drawing import wrapped
 
 LEFT_ALONE = "#D9D9D9"
 # Recall at which a cell is palest; below it shades no longer tell heads apart.
 PALEST = 0.5
+# Points of the title's type, and inches of a line of it.
+_TITLE = 8
+_LINE = 0.15
 _SUFFIXES = (".png", ".svg", ".csv")
 _SCORES = ("chosen.recall", "chosen.error", "chosen.density")
 
@@ -107,12 +111,23 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
             colour = np.array(to_rgb(pattern.colour))
             image[head, layer] = 1 - (0.2 + 0.8 * strength) * (1 - colour)
 
+    if recall is None:
+        shades = ""
+    else:
+        shades = ", shade by recall"
+    caption = f"{one_line(artifact.model.name)}: pattern of each head{shades}\n{_origin(artifact)}"
+    # A name is no formula, and moves no cursor where the SVG is printed.
+    caption = "\n".join(one_line(line).replace("$", r"\$") for line in caption.split("\n"))
     cell = min(0.32, 14 / layers)
+    width = max(6.5, layers * cell + 1.2)
+    lines = wrapped(caption, width - 0.2, _TITLE)
     drawn = Figure(
-        figsize=(max(6.5, layers * cell + 1.2), max(2.2, heads * cell) + 1.5),
+        figsize=(width, max(2.2, heads * cell) + 1.2 + _LINE * len(lines)),
         layout="constrained",
         dpi=150,
     )
+    # Of the figure: a title of the axes would begin where a narrow map does.
+    drawn.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=_TITLE)
     axes = drawn.subplots()
     axes.imshow(image, aspect="equal", interpolation="nearest", origin="lower")
     for layer, head, letter in marks:
@@ -130,14 +145,6 @@ def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
         axes.set_yticks(np.arange(-0.5, heads), minor=True)
         axes.grid(which="minor", color="white", linewidth=0.6)
         axes.tick_params(which="minor", length=0)
-    if recall is None:
-        shades = ""
-    else:
-        shades = ", shade by recall"
-    caption = f"{one_line(artifact.model.name)}: pattern of each head{shades}\n{_origin(artifact)}"
-    # A name is no formula, and moves no cursor where the SVG is printed.
-    lines = [one_line(line).replace("$", r"\$") for line in caption.split("\n")]
-    axes.set_title("\n".join(lines), loc="left", fontsize=8)
     handles = [
         Patch(color=RECORDS[kind].colour, label=f"{_label(kind)} {count}")
         for kind, count in sorted(counts.items())

@@ -22,8 +22,8 @@ DASHES = ("-", "--", "-.", ":")
 MAP = "viridis"
 LEFT_OUT = "#D9D9D9"
 MARK = LINES[1]
-# Characters of a caption's line for each inch of the picture's width.
-_CAPTION = 17
+# Characters in 6 points for each inch of a line.
+_CHARACTERS = 17
 
 Layout = Literal["constrained", "compressed"]
 
@@ -38,14 +38,25 @@ def new_figure(width: float, height: float, caption: str, *, layout: Layout = "c
     matplotlib.rcParams["svg.hashsalt"] = "headwise"
     from matplotlib.figure import Figure
 
-    lines = [
-        line for part in caption.splitlines() for line in textwrap.wrap(part, int(width * _CAPTION))
-    ]
+    lines = wrapped(caption, width, 6)
     figure = Figure(figsize=(width, height + 0.14 * len(lines)), layout=layout, dpi=150)
     figure.supxlabel(
         "\n".join(lines), x=0.01, ha="left", fontsize=6, color="#404040", linespacing=1.3
     )
     return figure
+
+
+def wrapped(text: str, width: float, size: float) -> list[str]:
+    """Break a text into lines that fit a width in inches, in type of so many points."""
+    most = int(width * _CHARACTERS * 6 / size)
+    return [line for part in text.splitlines() for line in textwrap.wrap(part, most)]
+
+
+def legend_columns(labels: Iterable[str], width: float, size: float) -> int:
+    """Count the columns of a legend that fit a width in inches, in type of so many points."""
+    # A handle and the space around it are as wide as about six characters.
+    widest = max(map(len, labels), default=0) + 6
+    return max(1, int(width * _CHARACTERS * 6 / size / widest))
 
 
 def save(figure: Any, stem: Path) -> list[Path]:

@@ -15,12 +15,14 @@ from artifacts import OmniKV
 from profiling.pictures.drawing import (
     LEFT_OUT,
     MARK,
+    legend_columns,
     line_style,
     new_figure,
     save,
     save_table,
     shade,
     ticks,
+    wrapped,
 )
 from profiling.similarities.similarity_profile import Profile, file_name
 
@@ -84,7 +86,7 @@ def similarity_figure(
     figure = new_figure(side + 1.8, side + 1.2, caption)
     axes = figure.subplots()
     axes.imshow(image, interpolation="nearest")
-    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_title("\n".join(wrapped(title, side, 9)), fontsize=9, loc="left")
     axes.set_xlabel("layer that attends")
     axes.set_ylabel("layer that chooses")
     axes.set_xticks(ticks(n))
@@ -101,7 +103,8 @@ def similarity_figure(
         axes.add_patch(_outline(*box))
     if filters:
         shown = ", ".join(map(str, filters))
-        marks.append(Patch(facecolor="none", edgecolor=MARK, label=f"filter layers {shown}"))
+        label = "\n".join(wrapped(f"filter layers {shown}", side - 1.2, 7))
+        marks.append(Patch(facecolor="none", edgecolor=MARK, label=label))
     if marks:
         axes.legend(handles=marks, loc="lower left", fontsize=7, frameon=False)
     return figure
@@ -114,7 +117,8 @@ def curve_figure(name: str, lines: Mapping[str, np.ndarray], profile: Profile, c
         "hit": "fraction of the answer's block chosen",
         "variability": "attention missed, mean over layers",
     }
-    figure = new_figure(7.2, 3.4, caption)
+    width = 7.2
+    figure = new_figure(width, 3.4, caption)
     axes = figure.subplots()
     for at, (label, values) in enumerate(lines.items()):
         style = line_style(at)
@@ -148,7 +152,8 @@ def curve_figure(name: str, lines: Mapping[str, np.ndarray], profile: Profile, c
     axes.set_xticks(ticks(max(map(len, lines.values()))))
     axes.grid(color="#E0E0E0", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper left", ncols=3, fontsize=7, frameon=False)
+    columns = min(3, legend_columns(lines, width, 7))
+    figure.legend(loc="outside upper left", ncols=columns, fontsize=7, frameon=False)
     return figure
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from artifacts.page.layout import aligned
 from profiling.evaluation.intervals import share_of
-from profiling.pictures.drawing import line_style, new_figure, save, save_table
+from profiling.pictures.drawing import legend_columns, line_style, new_figure, save, save_table
 from profiling.streams.config import Streamed
 from profiling.streams.methods import Stretch
 from profiling.streams.speed import SPEED_ROUNDS
@@ -240,7 +240,8 @@ def _figure(
 ) -> Any:
     from matplotlib.ticker import LogFormatter
 
-    figure = new_figure(8.0, 5.6, caption)
+    width = 8.0
+    figure = new_figure(width, 5.6, caption)
     grid = figure.subplot_mosaic(
         [["quality", "quality"], ["time", "memory"]], height_ratios=[1.5, 1]
     )
@@ -268,7 +269,11 @@ def _figure(
         y_label = "log perplexity"
     grid["quality"].set_ylabel(y_label)
     grid["quality"].legend(
-        fontsize=7, frameon=False, ncols=len(series), loc="lower left", bbox_to_anchor=(0, 1)
+        fontsize=7,
+        frameon=False,
+        ncols=legend_columns(means, width - 1, 7),
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
     )
     for name, label in (("time", "ms per token"), ("memory", "MiB of keys and values")):
         grid[name].set_yscale("log")

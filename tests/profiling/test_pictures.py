@@ -6,6 +6,7 @@ import csv
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from profiling import heatmaps, pattern_map
 from profiling.models.loading import load_model
 from profiling.pattern_map import draw_pattern_map, figure
 from profiling.pictures.drawing import save, shade
-from profiling.pictures.layer_pictures import similarity_figure
+from profiling.pictures.head_pictures import grid_figure, maps_figure
+from profiling.pictures.head_survey import HeadMap
+from profiling.pictures.layer_pictures import curve_figure, similarity_figure
 from profiling.prompts.prompt import make_prompts
 from profiling.similarities.similarity_profile import save_profile
 from tests.artifacts.conftest import build_every_kind
@@ -100,6 +103,83 @@ def test_the_same_numbers_give_the_same_files_without_a_window_system(tmp_path, 
     assert [path.name for path in files[0]] == ["a.1.png", "a.1.svg"]
     for first, second in zip(*files, strict=True):
         assert first.read_bytes() == second.read_bytes(), first.name
+
+
+def texts_outside(figure: Any) -> list[str]:
+    """Titles, labels and legends that leave the picture; tick labels are not looked at."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    texts = list(figure.texts)
+    legends = list(figure.legends)
+    for axes in figure.axes:
+        texts += [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]
+        legends += [axes.get_legend()] if axes.get_legend() else []
+    texts += [text for legend in legends for text in legend.get_texts()]
+    outside = []
+    for text in texts:
+        box = text.get_window_extent(canvas.get_renderer())
+        x0, y0, x1, y1 = figure.bbox.extents
+        if text.get_text() and not (
+            x0 - 1 < box.x0 and box.x1 < x1 + 1 and y0 - 1 < box.y0 and box.y1 < y1 + 1
+        ):
+            outside.append(text.get_text())
+    return outside
+
+
+SHAPES = [(1, 1), (5, 4), (24, 14), (30, 9), (80, 64), (1, 64), (80, 1)]
+
+
+@pytest.mark.parametrize(("layers", "heads"), SHAPES)
+def test_pattern_map_of_any_shape_holds_its_texts(layers, heads):
+    artifact, _ = build_every_kind()
+    names = list(artifact.patterns)
+    rows = tuple(
+        tuple(names[(layer + head) % len(names)] for head in range(heads))
+        for layer in range(layers)
+    )
+    model = artifact.model.model_copy(
+        update={"name": "Some-Model-1.5B-Instruct-Long", "num_layers": layers, "num_heads": heads}
+    )
+    prefill = artifact.prefill.model_copy(update={"layers": rows})
+    shaped = artifact.model_copy(update={"model": model, "prefill": prefill})
+    assert texts_outside(figure(shaped, np.full((layers, heads), 0.8))) == []
+
+
+@pytest.mark.parametrize(("layers", "heads"), SHAPES)
+def test_grid_of_any_shape_holds_its_texts(layers, heads):
+    values = np.linspace(0, 1, layers * heads).reshape(layers, heads)
+    label = "fraction of entries below\n1% of the row's largest"
+    assert texts_outside(grid_figure(values, label, "caption")) == []
+
+
+@pytest.mark.parametrize("layers", [1, 12, 30, 80])
+def test_layer_pictures_of_long_names_hold_their_texts(layers):
+    mass = np.triu(np.full((layers, layers), 0.8))
+    title = "Some-Model-1.5B-Instruct, multi_hop:a_file_of_a_long_name.txt"
+    filters = range(0, layers, 2)
+    assert texts_outside(similarity_figure(mass, title, "caption", tuple(filters))) == []
+    lines = {
+        f"multi_hop:file_of_a_long_name_{at}.txt, next 16": np.full(layers, 0.5) for at in range(12)
+    }
+    drawn = curve_figure("ability", lines, random_profile(layers), "caption")
+    assert texts_outside(drawn) == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_maps_of_any_number_hold_their_texts(count):
+    head_map = HeadMap(
+        layer=29,
+        head=13,
+        cell=64,
+        attention=np.full((8, 8), 0.1),
+        pattern="vertical_slash_1000_6096_q256_c0.95",
+        computed=np.full((8, 8), 0.6),
+        density=0.3,
+        recall=0.9,
+    )
+    assert texts_outside(maps_figure([head_map] * count, "caption")) == []
 
 
 def test_shades_leave_out_what_was_not_measured():
