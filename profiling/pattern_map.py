@@ -180,7 +180,7 @@ def _origin(artifact: Artifact) -> str:
     tasks = ", ".join(search.calibration.tasks)
     lengths = ", ".join(str(length) for length in search.calibration.lengths)
     return (
-        f"{tasks}, {lengths} tokens, budget {search.budget}: density {search.summary.density:.3f}, "
+        f"{tasks}, {lengths} tokens, {search.spending}; {search.summary.tiles}, "
         f"recall {search.summary.recall:.3f}; {search.dtype} on {search.device}, "
         f"{search.kernel_backend} kernels"
     )

@@ -13,8 +13,13 @@ from tqdm import tqdm
 
 from artifacts.cli import command
 
-# Without a terminal: how often a line says how far the phase is.
+# Without a terminal: how often a line reports how far the phase is.
 EVERY_SECONDS = 60.0
+# Units of this run, and the fraction of what it has to do, after which the time left is shown.
+_UNITS = 3
+_SHARE = 0.1
+# tqdm's own format without its estimate.
+_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class Phase:
@@ -30,12 +35,20 @@ class Phase:
         self._before = 0
         self._note = ""
         self._began = time.monotonic()
+        # (time, units done) after the first unit of this run, and after the last one.
+        self._first: tuple[float, int] | None = None
+        self._last = (self._began, 0)
         self._reached = False
 
     def update(self, count: int = 1) -> None:
         """Count so many more as done."""
+        if not count:
+            return
         self.done += count
+        self._last = (time.monotonic(), self.done)
+        self._first = self._first or self._last
         if self._bar is not None:
+            self._bar.set_postfix_str(self._postfix(), refresh=False)
             self._bar.update(count)
 
     def skip(self, count: int = 1) -> None:
@@ -60,18 +73,40 @@ class Phase:
         """Name the work in hand."""
         self._note = text
         if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.set_postfix_str(self._postfix(), refresh=False)
+
+    def seconds_left(self) -> float | None:
+        """Estimate the time left, None while too little is done for a stable estimate.
+
+        It is the pace from the first unit of this run on: that one also compiles kernels and loads
+        what the others find loaded."""
+        units = self.done - self._before
+        if self._first is None or units < max(_UNITS, _SHARE * (self.total - self._before)):
+            return None
+        began, before = self._first
+        last, done = self._last
+        if done == before:
+            return None
+        left = (last - began) / (done - before) * (self.total - done)
+        return max(0.0, left - (time.monotonic() - last))
 
     def line(self) -> str:
-        """Say how far the phase is, and the time left at its pace so far."""
-        now = self.done - self._before
-        seconds = time.monotonic() - self._began
+        """Describe how far the phase is, with the time left once that is stable."""
         line = f"{self.name}: {self.done} of {self.total} {self.unit}"
-        if now:
-            line += f", {tqdm.format_interval(seconds / now * (self.total - self.done))} left"
+        left = self.seconds_left()
+        if left is not None:
+            line += f", {tqdm.format_interval(left)} left"
         if self._note:
             line += f" ({self._note})"
         return line
+
+    def _postfix(self) -> str:
+        """The time left and the work in hand, for the bar."""
+        left = self.seconds_left()
+        parts = [self._note]
+        if left is not None:
+            parts.insert(0, f"{tqdm.format_interval(left)} left")
+        return ", ".join(filter(None, parts))
 
     def end(self) -> str:
         """The line of a phase that is over."""
@@ -89,17 +124,17 @@ def phase(
     """Show a phase while the block runs.
 
     Args:
-        name: what the phase is called. total: how many units it has. unit: what they are, in the
-        plural. quiet: show nothing, as ranks after the first do, and every command with -q. every:
-        without a terminal, seconds from one line to the next, between those of its start and its
-        end.
+        name: what the phase is called.
+        total: how many units it has.
+        unit: what they are, in the plural.
+        quiet: show nothing, as ranks after the first do, and every command with -q.
+        every: without a terminal, seconds from one line to the next, between those of its start
+            and its end.
     """
     if quiet or command.verbosity < 0:
         yield Phase(name, total, unit, None)
     elif sys.stderr.isatty():
-        with tqdm(
-            total=total, desc=name, unit=f" {unit}", unit_scale=total > 9999, smoothing=0.05
-        ) as bar:
+        with tqdm(total=total, desc=name, unit_scale=total > 9999, bar_format=_FORMAT) as bar:
             yield Phase(name, total, unit, bar)
     else:
         shown = Phase(name, total, unit, None)
@@ -128,6 +163,12 @@ def bar(*of: Any, leave: bool = False, **options: Any) -> tqdm[Any]:
     else:
         disable = None
     return tqdm(*of, leave=leave, disable=disable, **options)
+
+
+def announce(line: str) -> None:
+    """Print a line on stderr, between two phases; nothing with -q."""
+    if command.verbosity >= 0:
+        _print(line)
 
 
 def _print(line: str) -> None:

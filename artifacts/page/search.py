@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
 Row = tuple[str, str]
-_BUDGET = {"heads": "for each head", "model": "for all heads together"}
 
 
 def origin(artifact: Artifact) -> Iterator[Row]:
@@ -37,10 +36,7 @@ def origin(artifact: Artifact) -> Iterator[Row]:
     summary = search.summary
     calibration = search.calibration
     searched = sum(len(row) for row in artifact.prefill.layers if row is not None)
-    means = (
-        f"recall {summary.recall:.4f}, output error {summary.error:.4g}, "
-        f"density {summary.density:.4f}"
-    )
+    means = f"recall {summary.recall:.4f}, output error {summary.error:.4g}, {summary.tiles}"
     yield (
         "search",
         f"{_how(search)}; {search.device}, {search.dtype}, {search.kernel_backend} kernels",
@@ -53,21 +49,14 @@ def origin(artifact: Artifact) -> Iterator[Row]:
     lengths = ", ".join(f"{length:,}" for length in calibration.lengths)
     prompts = f"{plural(calibration.samples, 'prompt')}{each} of {lengths} tokens"
     yield "calibration", f"{', '.join(calibration.tasks)}, {prompts}"
-    yield (
-        "result",
-        f"{means} (target {search.target_density:.4f}); means over {plural(searched, 'head')}",
-    )
+    yield "budget", search.spending.removeprefix("budget ")
+    yield "result", f"{means}; means over {plural(searched, 'head')}"
 
 
 def _how(search: SearchInfo) -> str:
-    budget = f"budget {search.budget} {_BUDGET[search.allocation]}"
-    parts = [f"headwise {search.tool_version}", f"preset {search.preset}", budget]
-    if search.cost is not None:
-        if search.cost.unit == "seconds":
-            device = f" of {search.cost.device}"
-        else:
-            device = ""
-        parts.append(f"by {search.cost.unit}{device}")
+    parts = [f"headwise {search.tool_version}", f"preset {search.preset}"]
+    if search.cost is not None and search.cost.unit == "seconds":
+        parts.append(f"by seconds of {search.cost.device}")
     if search.n_trials is not None:
         parts.append(plural(search.n_trials, "trial"))
     return ", ".join([*parts, f"seed {search.seed}"])

@@ -10,6 +10,7 @@ from artifacts.schema.fields import (
     AtLeast0,
     Count,
     Natural,
+    Positive,
     Record,
     Sha256,
     Share,
@@ -18,6 +19,7 @@ from artifacts.schema.fields import (
 from artifacts.schema.patterns import KindName
 
 MAX_WINDOWS = 1 << 20
+CostUnit = Literal["seconds", "flops"]
 
 
 class Calibration(Record):
@@ -48,13 +50,22 @@ class Summary(Record):
     density: Share = Field(description="of the causal area computed, in whole tiles")
     winners: dict[KindName, Natural] = Field(description="heads that each kind won")
 
+    @property
+    def tiles(self) -> str:
+        """The density in words."""
+        return f"density {self.density:.3f} of tiles"
+
+
+def share_of_dense(share: float, unit: CostUnit) -> str:
+    """A cost relative to dense attention's by the same kernels, in words."""
+    name = {"seconds": "seconds", "flops": "operations"}[unit]
+    return f"{share:.3f} of dense attention's {name}"
+
 
 class SearchCost(Record):
     """Cost that the search counted: seconds of a device in `costs`, or FLOPs of any."""
 
-    unit: Literal["seconds", "flops"] = Field(
-        description="measured seconds of a device, or floating-point operations"
-    )
+    unit: CostUnit = Field(description="measured seconds of a device, or floating-point operations")
     device: Text = Field(
         description="whose seconds; `costs` has its table. With `flops` where the search ran"
     )
@@ -78,10 +89,16 @@ class SearchInfo(Record):
         ),
     )
     budget: Text = Field(
-        description="as it was given: `a_shape:SINK,WINDOW` or a fraction of the dense causal FLOPs"
+        description=(
+            "as asked for: `a_shape:SINK,WINDOW`, or a fraction of dense attention's cost by the "
+            "same kernels"
+        )
     )
-    target_density: Annotated[Share, Field(gt=0.0)] = Field(
-        description="the fraction of the causal area that the budget allows"
+    spent: Positive = Field(
+        description=(
+            "what the patterns cost, as a fraction of dense attention's cost; more than `budget` "
+            "where the gate raised it"
+        )
     )
     cost: SearchCost | None = Field(
         default=None,
@@ -101,3 +118,14 @@ class SearchInfo(Record):
     dtype: Text = Field(description="in which precision it ran")
     kernel_backend: Text = Field(description="the attention kernels that scored the candidates")
     summary: Summary = Field(description="means over the searched heads")
+
+    @property
+    def spending(self) -> str:
+        """The budget that was asked for and what was spent of it, in words."""
+        each = ""
+        if self.allocation == "heads":
+            each = " for each head"
+        unit: CostUnit = "flops"
+        if self.cost is not None:
+            unit = self.cost.unit
+        return f"budget asked {self.budget}{each}, spent {share_of_dense(self.spent, unit)}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from artifacts import Finding
+from profiling.progress import announce
 from profiling.prompts.prompt import Prompt
 from profiling.quality.sequences import Reference, TokenSequence
 from search.model.allocation import Allocation, Heads
@@ -27,7 +28,6 @@ _AIM = 0.9
 _STEP = 1.05
 # Contexts of each task on which the frontier is measured.
 _CONTEXTS = 1
-_PHASE = "held-out prompts"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,18 +80,25 @@ def gate(
     chosen_on: list[TokenSequence] = []
     first_fault = None
     for number, reference in enumerate(_references(run, held_out), start=1):
-        measured, sequences, fault = _judge(run, limits, reference, allocation)
+        name = f"held-out set {number}"
+        measured, sequences, fault = _judge(run, limits, reference, allocation, name)
         if fault is None:
             break
         if number == ROUNDS or budget >= heads.total(1.0):
             raise Finding(
-                f"the gate: {fault}, with {measured.allocation.cost / total:.2f} times the budget; "
+                f"the gate: {fault}, with {heads.describe(measured.allocation.cost)} spent; "
                 "ask for a larger --budget or allow more"
             )
         first_fault = first_fault or fault
         chosen_on += [each for each in sequences if each not in chosen_on]
+        before = budget
         budget = _raised(heads, allocation, budget, limits.strain(measured.tasks))
         allocation = heads.reallocate(allocation, budget)
+        if run.ranks.is_first:
+            announce(
+                f"{name} fails: {fault}; budget raised from {heads.share(before):.3f} to "
+                f"{heads.describe(budget)}"
+            )
     return Accepted(
         fault=first_fault,
         measured=measured,
@@ -111,9 +118,16 @@ def _references(run: SearchRun, held_out: Iterator[list[Prompt]]) -> Iterator[Re
 
 
 def _judge(
-    run: SearchRun, limits: Limits, reference: Reference, allocation: Allocation
+    run: SearchRun, limits: Limits, reference: Reference, allocation: Allocation, name: str
 ) -> tuple[Measured, Sequence[TokenSequence], str | None]:
     """Measure an allocation task by task, the one of fewest sequences first, until one fails.
+
+    Args:
+        run: the search.
+        limits: on what a task may lose.
+        reference: the held-out set.
+        allocation: to measure.
+        name: of the set, for the progress.
 
     Returns:
         Its losses, the sequences that they were measured on, and the fault, None where it passes.
@@ -124,7 +138,7 @@ def _judge(
     losses: dict[str, Sequence[TaskLoss]] = {}
     fault = None
     for task in sorted(numbers, key=lambda task: len(numbers[task])):
-        (measured,) = run.measure(reference, [allocation], numbers[task], name=_PHASE)
+        (measured,) = run.measure(reference, [allocation], numbers[task], name=f"{name}, {task}")
         losses[task] = measured.tasks
         fault = limits.fault([loss for tasks in losses.values() for loss in tasks])
         if fault is not None:
@@ -178,4 +192,4 @@ def _front(
         counts[sequence.task] = counts.get(sequence.task, 0) + 1
         if counts[sequence.task] <= _CONTEXTS:
             numbers.append(number)
-    return tuple(run.measure(reference, list(points.values()), numbers, name=_PHASE))
+    return tuple(run.measure(reference, list(points.values()), numbers, name="points of the front"))

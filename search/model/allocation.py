@@ -13,6 +13,7 @@ import numpy as np
 
 from artifacts import HeadwiseError
 from artifacts import Pattern as ArtifactPattern
+from artifacts.schema.search import CostUnit, share_of_dense
 from kernels.patterns import LayerPlan, Pattern
 from search.model.costs import Costs
 from search.model.curves import Curves
@@ -65,11 +66,12 @@ class Allocation:
 class Heads:
     """Curves and costs of all heads of a model, by dense tail.
 
-    costs: (L, H, C) each. all_keys: the cost of one head that computes everything."""
+    costs: (L, H, C) each, in `unit`. all_keys: the cost of one head that computes everything."""
 
     curves: Mapping[int, Curves]
     costs: Mapping[int, np.ndarray]
     all_keys: float
+    unit: CostUnit
 
     @classmethod
     def of(cls, curves: Mapping[int, Curves], costs: Costs, grid: Sequence[Pattern]) -> Heads:
@@ -78,6 +80,7 @@ class Heads:
             curves=curves,
             costs={tail: costs.of(grid, each.tiles) for tail, each in curves.items()},
             all_keys=costs.all_keys(),
+            unit=costs.unit,
         )
 
     @property
@@ -86,9 +89,17 @@ class Heads:
         return next(iter(self.curves.values())).searched
 
     def total(self, share: float) -> float:
-        """A budget: this fraction of the cost of computing everything."""
+        """A budget: this fraction of dense attention's cost."""
         heads = next(iter(self.costs.values())).shape[1]
         return share * self.all_keys * int(self.searched.sum()) * heads
+
+    def share(self, total: float) -> float:
+        """A total as a fraction of dense attention's cost."""
+        return total / self.total(1.0)
+
+    def describe(self, total: float) -> str:
+        """A total as a fraction of dense attention's cost, in words."""
+        return share_of_dense(self.share(total), self.unit)
 
     def least(self, tail: int) -> float:
         """The cost of all heads with their cheapest candidates."""
@@ -157,7 +168,7 @@ def spendable(heads: Heads, share: float, *, asked: bool, length: int) -> tuple[
 
     Args:
         heads: curves and costs.
-        share: the budget, as a fraction of all of attention.
+        share: the budget, as a fraction of dense attention's cost.
         asked: True if the user named it: it is then refused where the cheapest candidates cost
             more, and raised otherwise.
         length: of the prompts, for the message.
@@ -169,7 +180,7 @@ def spendable(heads: Heads, share: float, *, asked: bool, length: int) -> tuple[
     least = min(heads.least(tail) for tail in heads.curves)
     if total > least * _MARGIN:
         return total, None
-    reason = f"the cheapest candidates cost {least / heads.total(1.0):.3f} of all of attention"
+    reason = f"the cheapest candidates cost {heads.describe(least)}"
     if asked:
         raise HeadwiseError(
             f"--budget {share:g} is impossible at {length} tokens: {reason}; ask for a good deal "

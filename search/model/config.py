@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from artifacts import HeadwiseError
 from artifacts.cli import arguments
 from artifacts.cli.options import at_least, check_ranges, nested, option, shared
+from artifacts.schema.search import CostUnit
 from profiling.memory_use.config import bytes_of
 from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, parse_task
 from search.model.limits import Limits
 
-CostUnit = Literal["seconds", "flops"]
 DEFAULT_BUDGET = 0.25
 DEFAULT_TRIALS = 1
 # Trials that are known in closed form, before any is drawn.
@@ -36,7 +35,7 @@ def _share(text: str) -> float:
         return float(text)
     except ValueError:
         raise HeadwiseError(
-            f"--budget {text!r} must be a share of all of attention such as 0.25; "
+            f"--budget {text!r} must be a fraction of dense attention's cost such as 0.25; "
             "a_shape:SINK,WINDOW goes with --preset paper"
         ) from None
 
@@ -45,7 +44,7 @@ def _share(text: str) -> float:
 class ModelSearch:
     """Config of a search with one budget for the model; None takes a default of the model's.
 
-    budget: cost of all heads' attention, as a fraction of computing everything by the same kernels;
+    budget: cost of all heads' attention, as a fraction of dense attention's by the same kernels;
         None: a quarter, or more where not even the cheapest candidates keep to that.
     lengths: of prompts; the patterns are for the longest, the others show how sizes go with it.
     samples: prompts of each task and length.
@@ -75,7 +74,7 @@ class ModelSearch:
         "prompts of each task and length", default=1, within=at_least(1), advanced=True
     )
     budget: float | None = option(
-        f"share of what all of attention costs (default {DEFAULT_BUDGET}, or the least)",
+        f"fraction of dense attention's cost to spend (default {DEFAULT_BUDGET}, or the least)",
         default=None,
         read=_share,
     )
@@ -146,7 +145,7 @@ class ModelSearch:
             raise HeadwiseError(f"--length must be at least 128, got {min(self.lengths)}")
         if not 0 < self.share <= 1:
             raise HeadwiseError(
-                f"--budget must be above 0 and at most 1 (all of attention), got {self.share:g}"
+                f"--budget must be above 0 and at most 1 (dense attention), got {self.share:g}"
             )
         if self.storage is not None and self.n_trials < CLOSED + 1:
             raise HeadwiseError(

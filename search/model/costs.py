@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from artifacts import ModelInfo
+from artifacts.schema.search import CostUnit
 from kernels.index import TILE, num_rows, num_tiles
 from kernels.patterns import Pattern
 from profiling.speed.cost_table import CostTable
 from search.model.candidates import LAST_Q
-from search.model.config import CostUnit
 
 
 @dataclass(frozen=True, kw_only=True)

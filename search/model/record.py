@@ -49,15 +49,14 @@ WORTH = 1.05
 class Outcome:
     """The result of a search's phases, before it is timed and written.
 
-    curves: by length and dense tail. total: the budget that could be spent. least_reason: why that
-    is more than was asked for, None where it is not. trials: how many refinement made.
+    curves: by length and dense tail. least_reason: why more than was asked for
+    could be spent, None where it was not. trials: how many refinement made.
     calibration: sequences of the longest length. gradient_fault: why gradients are missing."""
 
     run: SearchRun
     curves: Mapping[int, Mapping[int, Curves]]
     costs: Costs
     heads: Heads
-    total: float
     least_reason: str | None
     trials: int
     accepted: Accepted
@@ -70,14 +69,9 @@ class Outcome:
         return self.accepted.measured.allocation
 
     @property
-    def budget(self) -> float:
-        """The budget that could be spent, as a fraction of computing everything."""
-        return round(self.total / self.heads.total(1.0), 4)
-
-    @property
     def spent(self) -> float:
-        """The cost of the accepted allocation, as a fraction of computing everything."""
-        return self.allocation.cost / self.heads.total(1.0)
+        """The cost of the accepted allocation, as a fraction of dense attention's."""
+        return round(self.heads.share(self.allocation.cost), 4)
 
     @property
     def raise_reason(self) -> str | None:
@@ -264,8 +258,8 @@ def _search_info(config: ModelSearch, outcome: Outcome, windows: int) -> SearchI
         seed=config.seed,
         calibration=calibration,
         allocation="model",
-        budget=f"{outcome.budget:g}",
-        target_density=min(1.0, outcome.budget),
+        budget=f"{config.share:g}",
+        spent=outcome.spent,
         cost=SearchCost(unit=outcome.costs.unit, device=outcome.costs.device or config.device),
         n_trials=outcome.trials,
         gradient_fault=outcome.gradient_fault,

@@ -30,7 +30,7 @@ def report(config: ModelSearch, recorded: Recorded) -> str:
         lines.append(
             f"{len(front.points)} points to choose from when it is loaded: {front.offers()}"
         )
-    lines += ["", headline(config, recorded), _budget(config, outcome)]
+    lines += ["", headline(config, recorded), _budget(recorded)]
     if recorded.written:
         lines += [_wrote(artifact, config.out), _next(config.out, config.model)]
     else:
@@ -48,13 +48,12 @@ def report_published(artifact: Artifact, out: Path, model: str) -> str:
     """
     search = artifact.search
     assert search is not None, "a search has just written it"
-    budget = f"budget   {search.budget} for each head: {search.target_density:.4f} of its attention"
     proof = (
         "not proven: nothing was run on held-out prompts, and nothing was timed; headwise gate and "
         "evaluate do that"
     )
     return "\n".join(
-        [*_patterns(artifact), "", proof, budget, _wrote(artifact, out), _next(out, model)]
+        [*_patterns(artifact), "", proof, search.spending, _wrote(artifact, out), _next(out, model)]
     )
 
 
@@ -116,15 +115,14 @@ def _advice(config: ModelSearch, outcome: Outcome) -> str:
     return "the model takes no longer prompts"
 
 
-def _budget(config: ModelSearch, outcome: Outcome) -> str:
+def _budget(recorded: Recorded) -> str:
     """The budget asked for and spent, with the reason where it was raised."""
-    text = (
-        f"budget   asked {config.share:g}, spent {outcome.spent:.3f} of all of attention in "
-        f"{outcome.costs.unit}"
-    )
-    if outcome.raise_reason is None:
-        return text
-    return f"{text}: {outcome.raise_reason}"
+    search = recorded.artifact.search
+    assert search is not None, "a search has just made it"
+    reason = recorded.outcome.raise_reason
+    if reason is None:
+        return search.spending
+    return f"{search.spending}: {reason}"
 
 
 def _patterns(artifact: Artifact) -> list[str]:
@@ -154,10 +152,10 @@ def _patterns(artifact: Artifact) -> list[str]:
         tail = ""
     return [
         *lines,
-        f"recall   {scores.recall:.4f}",
-        f"density  {scores.density:.4f}",
-        f"error    {scores.error:.4f}  (relative L2 of a head's output)",
-        f"dense    {tail}prompts shorter than {prefill.dense_below:,} tokens",
+        f"recall {scores.recall:.4f}",
+        scores.tiles,
+        f"error {scores.error:.4f} (relative L2 of a head's output)",
+        f"dense {tail}prompts shorter than {prefill.dense_below:,} tokens",
     ]
 
 

@@ -162,7 +162,6 @@ def search_model(
             curves=curves,
             costs=costs,
             heads=heads,
-            total=total,
             least_reason=reason,
             trials=len(trials),
             accepted=accepted,

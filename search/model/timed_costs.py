@@ -47,7 +47,7 @@ def time_candidates(
         run: the search.
         sequence: a real prompt of about its length.
         curves: by dense tail.
-        share: the budget that was asked for, as a fraction of all of attention.
+        share: the budget that was asked for, as a fraction of dense attention's cost.
         command: of the search, for the cost table.
     """
     with all_threads():

@@ -48,7 +48,6 @@ from search.published.config import HeadSearch
 from search.published.space import (
     SPACE,
     change_space,
-    dense_tiles,
     moved,
     sizes,
     target_tiles,
@@ -210,7 +209,7 @@ def _write(
             seen_windows=len(windows),
         ),
         budget=config.budget,
-        target_density=target / dense_tiles(config.length),
+        spent=float(np.nanmean(arrays["chosen.density"])),
         device=config.device,
         dtype=config.dtype,
         kernel_backend=backend,

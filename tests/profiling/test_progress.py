@@ -7,9 +7,11 @@ import sys
 import time
 
 import pytest
+from tqdm import tqdm
 
 from artifacts.cli import command
-from profiling.progress import bar, phase
+from profiling import progress
+from profiling.progress import announce, bar, phase
 
 
 def test_a_log_shows_start_life_and_end(capsys):
@@ -22,18 +24,51 @@ def test_a_log_shows_start_life_and_end(capsys):
         shown.update(4)
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["curves: 8 prompts", "curves: 2 of 8 prompts"]
-    # Two units in 0.6 seconds; the two of before are not counted.
-    assert re.fullmatch(r"curves: 4 of 8 prompts, 00:01 left \(prose/4096\)", lines[2])
+    # Two units are too few for an estimate.
+    assert lines[2] == "curves: 4 of 8 prompts (prose/4096)"
     assert re.fullmatch(r"curves: 8 of 8 prompts in 00:0\d", lines[-1])
 
 
-def test_time_left_is_by_the_pace_of_this_run():
-    with phase("p", 1000, quiet=True) as shown:
-        shown.skip(900)
-        assert "left" not in shown.line()
-        shown._began -= 50
-        shown.update(10)
-        assert shown.line() == "p: 910 of 1000 units, 07:30 left"
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that progress reads: clock[0] += 5 passes five."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_time_left_after_slow_first_unit_is_the_pace_of_the_others(clock):
+    """The first unit compiles kernels for four minutes, the others take two seconds each."""
+    with phase("p", 172, quiet=True) as shown:
+        shown.skip(100)
+        lines = []
+        for seconds in [240] + [2] * 71:
+            clock[0] += seconds
+            shown.update()
+            lines.append(shown.line())
+    assert [line for line in lines[:7] if "left" in line] == []
+    assert lines[7] == "p: 108 of 172 units, 02:08 left"
+    assert lines[-1] == "p: 172 of 172 units, 00:00 left"
+    for done, line in enumerate(lines[7:], start=8):
+        assert line.endswith(f", {tqdm.format_interval(2 * (72 - done))} left")
+
+
+def test_time_left_within_a_unit_counts_down(clock):
+    with phase("p", 4, quiet=True) as shown:
+        for _ in range(3):
+            clock[0] += 10
+            shown.update()
+        clock[0] += 4
+        assert shown.line() == "p: 3 of 4 units, 00:06 left"
+        clock[0] += 20
+        assert shown.line() == "p: 3 of 4 units, 00:00 left"
+
+
+def test_time_left_after_units_done_at_once_is_unknown(clock):
+    with phase("p", 100, quiet=True) as shown:
+        clock[0] += 10
+        shown.update(50)
+        assert shown.line() == "p: 50 of 100 units"
 
 
 def test_quiet_says_nothing_and_an_error_passes(monkeypatch, capsys):
@@ -44,6 +79,7 @@ def test_quiet_says_nothing_and_an_error_passes(monkeypatch, capsys):
     monkeypatch.setattr(command, "verbosity", -1)
     with phase("p", 2) as shown:
         shown.update()
+    announce("a line")
     assert bar([1]).disable and capsys.readouterr().err == ""
 
 

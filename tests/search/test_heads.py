@@ -23,6 +23,7 @@ from search.model.config import ModelSearch
 from search.model.layers import serving_backend
 from search.model.limits import Limits
 from search.published.search import HeadSearch, run
+from search.published.space import dense_tiles, target_tiles
 from tests.processes import Process
 from tests.runtime.tiny import FAMILIES
 from tests.runtime.tiny import tiny_model as tiny_of_family
@@ -62,7 +63,10 @@ def test_the_winner_has_the_smallest_error_and_keeps_to_the_budget(by_head):
     assert (artifact.prefill.dense_below, artifact.prefill.dense_tail) == (500, 0)
     np.testing.assert_array_equal(arrays["chosen.error"], np.min(errors, axis=0))
     assert 0.5 < artifact.search.summary.density <= arrays["chosen.density"].max()
-    assert arrays["chosen.density"].max() <= artifact.search.target_density
+    target = target_tiles(PUBLISHED["budget"], PUBLISHED["length"], 0)
+    assert arrays["chosen.density"].max() <= target / dense_tiles(PUBLISHED["length"])
+    assert artifact.search.budget == PUBLISHED["budget"]
+    assert artifact.search.spent == pytest.approx(artifact.search.summary.density)
     assert sum(artifact.search.summary.winners.values()) == 18
 
 

@@ -74,4 +74,6 @@ def heads_of(
         fisher = {"text_fisher": text, "answer_fisher": answer}
         curves[tail] = curves_of(change, error=error, **fisher, texts=1, asked=1)
         costs[tail] = cost
-    return Heads(curves=curves, costs=costs, all_keys=float(np.nanmax([*costs.values()])))
+    return Heads(
+        curves=curves, costs=costs, all_keys=float(np.nanmax([*costs.values()])), unit="flops"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -88,6 +89,20 @@ def test_a_set_that_fails_says_how_much_more_and_another_reports():
     assert 0.5 < 1.5 * HEADS.predicted(accepted.measured.allocation) / JUST_ABOVE <= 0.91
 
 
+def test_set_that_fails_is_reported_with_the_budget_that_it_raises(capsys):
+    passed({"first": 1.5, "second": 1.0}, JUST_ABOVE)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    says = (
+        r"held-out set 1 fails: any: KL to dense attention is [\d.]+ nats a token, the limit "
+        r"\(--max-kl\) is [\d.]+; budget raised from 0\.150 to 0\.(\d+) of dense attention's "
+        r"operations"
+    )
+    matched = re.fullmatch(says, lines[0])
+    assert matched is not None, lines[0]
+    assert 0.15 < float(f"0.{matched[1]}") < 1
+
+
 def test_without_another_set_the_one_that_raised_reports_and_is_not_held_out():
     accepted, _ = passed({"first": 1.5}, JUST_ABOVE)
     assert accepted.chosen_on == [accepted.reported_on[4]] and not accepted.held_out
@@ -119,7 +134,6 @@ def test_all_answers_together_fail_where_each_task_passes():
 
 
 def test_what_never_passes_is_a_finding():
-    with pytest.raises(
-        Finding, match=r"the gate: any: KL to dense attention is .* times the budget; ask for a"
-    ):
+    says = r"the gate: any: KL to dense attention is .* of dense attention's operations spent; ask"
+    with pytest.raises(Finding, match=says):
         passed({"first": 1e9}, 1e-9)

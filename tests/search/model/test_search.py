@@ -22,6 +22,7 @@ from artifacts.commands import show
 from profiling.inside.head_fidelity import fidelity
 from profiling.ledger import Ledger
 from profiling.models.loading import load_model
+from profiling.pattern_map import figure
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import digest, make_prompts
 from profiling.quality.sequences import Reference, sequences
@@ -152,6 +153,23 @@ def test_the_report_says_what_was_found_and_what_to_type_next(found, tiny_model)
     assert f"accuracy dense 0.00, artifact 0.00 of {passkey.answers} questions" in said
     assert f"perplexity {prose.perplexity_ratio - 1:+.2%}" in said
     assert said.endswith(f"headwise gate {found} --model {tiny_model} --task text:FILE\n")
+
+
+def test_budget_has_the_same_words_in_report_page_and_map(found):
+    artifact, arrays = artifacts.load_pair(found)
+    search = artifact.search
+    front = artifact.prefill.front
+    assert search.budget == "0.65"
+    # What the gate spent, and what is in the front and in the sidecar.
+    served = float(arrays["chosen.flops"].sum()) / front.dense_cost
+    assert search.spent == pytest.approx(served, abs=1e-4) and search.spent <= 0.65
+    spending = f"budget asked 0.65, spent {search.spent:.3f} of dense attention's operations"
+    density = f"density {np.nanmean(arrays['chosen.density']):.3f} of tiles"
+    report = (found.parents[1] / "report.txt").read_text()
+    page = " ".join(show.run(show.Config(file=found)).text.split())
+    title = figure(artifact, None).get_suptitle().replace("\n", " ")
+    for text in (report, page, title):
+        assert spending in text and density in text
 
 
 def test_a_head_shows_its_curve_its_neighbours_and_its_picture(found):
@@ -347,7 +365,7 @@ def test_in_seconds_candidates_are_timed_and_what_is_found_is_timed_again(
         "2.0 -> 1.0 s to the first token at 512 tokens (2.00x the fastest dense attention's); "
         "attention alone 10.00x; not proven: 0 right answers of 4 contexts; "
     )
-    assert block[1].startswith("budget   asked 0.7, spent 0.")
+    assert block[1].startswith("budget asked 0.7, spent 0.")
     assert block[2].startswith(f"wrote {out}, ") and "headwise gate " in block[3]
     verdict = artifacts.Verdict(proven=False, why="0 right answers of 4 contexts")
     assert artifact.evidence.verdict == verdict
@@ -387,7 +405,7 @@ def test_without_a_gain_a_longer_prompt_is_advised_and_a_file_from_before_stays(
     block = last_block(capsys)
     # The model has 1,024 positions.
     assert block[0] == "not worth serving at 512 tokens: 1.00x; try --length 1024"
-    assert block[1].startswith("budget   asked 0.25, spent ")
+    assert block[1].startswith("budget asked 0.25, spent ")
     # A prefill of which nothing would be sparse is not timed.
     assert not clock.prefills
     assert {path.name: path.read_bytes() for path in out.parent.iterdir()} == before
