@@ -1,8 +1,10 @@
 """headwise search: find a sparse pattern for every attention head and write the artifact.
 
 One budget is spent over all heads, in seconds of this machine, and held-out prompts check the
-result, task by task. The last lines begin with the verdict; below 1.05 times the fastest dense
-attention no file is written and the exit status is 3, unless --keep.
+result, task by task. The last lines begin with the verdict. Below 1.05 times the fastest dense
+attention, or where the first token comes later, no file is written and the exit status is 3, unless
+--keep. Where noise hides whether the first token comes sooner, the file is written, the verdict
+says so and the exit status is 3.
 
     torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml    two processes
 """
@@ -40,7 +42,7 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command: 0, and 3 where the artifact is not worth serving and so is not written."""
+    """Run the command: 0, and 3 where the artifact is not worth serving, or not proven faster."""
     if argv is None:
         argv = sys.argv[1:]
     p = parser()
@@ -64,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     if recorded is None:
         return 0
     print(report(config, recorded))
-    if recorded.written:
+    if recorded.is_proven_faster or config.keep:
         return 0
     return FOUND
 

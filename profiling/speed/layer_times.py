@@ -34,6 +34,9 @@ _ANCHORS = 3
 _SDPAS = 2
 # Interleaved rounds of each; their means count.
 _ROUNDS = 2
+# Times as long as the anchor that sdpa takes on a shorter prompt, from which on it is not timed on
+# the longest one: it is not the faster of the two there either.
+_SLOWER = 1.25
 # The anchor may have moved so much before predictions are said to be of another speed of the
 # machine.
 MOVED = 0.15
@@ -66,7 +69,8 @@ class Timed:
     layers: so many, evenly spread; all if None.
 
     Dense attention is timed on a few of them, as ANCHOR and, with `sdpa`, as SDPA where torch can
-    serve the layer.
+    serve the layer. On the longest of several prompts SDPA is left out where it is clearly slower
+    than ANCHOR on the next shorter one.
     """
 
     tokens: int
@@ -98,6 +102,7 @@ def time_layers(
         backend: as for kernels.attention.sparse_attention.
     """
     clocks = [_Clock(each, searched, backend) for each in asked]
+    ascending = sorted(clocks, key=lambda clock: clock.tokens)
     serving = next(iter(asked[0].plans.values()))
 
     def visit(inputs: LayerInputs) -> Tensor | None:
@@ -105,7 +110,9 @@ def time_layers(
             return None
         # Beforehand, so that what is timed first finds its inputs where the others do.
         out = _by_plan(inputs, serving[inputs.layer], backend)()
-        for clock in clocks:
+        for shorter, clock in zip([None, *ascending], ascending, strict=False):
+            if clock is ascending[-1] and shorter is not None and not clock.seconds:
+                clock.leave_out_slow_sdpa(shorter)
             clock.time(inputs)
         if inputs.layer in clocks[0].layers:
             look(inputs)
@@ -120,6 +127,7 @@ class _Clock:
     """Adds up the seconds of one Timed, layer by layer."""
 
     def __init__(self, asked: Timed, searched: Sequence[int], backend: str) -> None:
+        self.tokens = asked.tokens
         self.layers = spread(searched, asked.layers)
         self.seconds: dict[str, float] = {}
         self._asked = asked
@@ -131,10 +139,18 @@ class _Clock:
         if asked.sdpa:
             self._timed[SDPA] = spread(self.layers, _SDPAS)
 
+    def leave_out_slow_sdpa(self, shorter: _Clock) -> None:
+        """Drop SDPA where it is clearly slower than the anchor on a shorter prompt."""
+        taken = {
+            name: seconds * len(shorter._timed[name]) for name, seconds in shorter.seconds.items()
+        }
+        if SDPA in taken and taken[SDPA] > _SLOWER * taken[ANCHOR]:
+            self._timed.pop(SDPA, None)
+
     def time(self, inputs: LayerInputs) -> None:
         """One layer, where it is among those that are timed."""
         layer = inputs.layer
-        before = slice(0, self._asked.tokens)
+        before = slice(0, self.tokens)
         prompt = replace(
             inputs, q=inputs.q[:, :, before], k=inputs.k[:, :, before], v=inputs.v[:, :, before]
         )

@@ -106,10 +106,19 @@ class Recorded:
 
     @property
     def is_worth_serving(self) -> bool:
-        """True if attention gains, and a whole prefill is no slower."""
+        """False if attention gains too little, or whole prefills are slower beyond noise."""
         if self.speed is not None and self.speed.first_token is not None:
-            return self.gain >= WORTH and self.speed.first_token.ratio >= 1
+            _, high = self.speed.first_token.interval
+            return self.gain >= WORTH and high >= 1
         return self.gain >= WORTH
+
+    @property
+    def is_proven_faster(self) -> bool:
+        """True if it is worth serving, and whole prefills are faster beyond noise."""
+        if self.speed is not None and self.speed.first_token is not None:
+            low, _ = self.speed.first_token.interval
+            return self.is_worth_serving and low > 1
+        return self.is_worth_serving
 
 
 def build(

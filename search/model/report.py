@@ -11,7 +11,7 @@ from profiling.speed.layer_times import ANCHOR, SDPA
 from search.model.acceptance import Accepted
 from search.model.config import ModelSearch
 from search.model.record import Outcome, Recorded
-from search.model.speed import CHOSEN, Speed, pace
+from search.model.speed import CHOSEN, FirstToken, Speed, pace
 from search.model.task_losses import line, pooled, remedy, summary, verdict
 
 # Factor by which a longer prompt is advised where one is too short to gain.
@@ -66,11 +66,17 @@ def headline(config: ModelSearch, recorded: Recorded) -> str:
             f"not worth serving at {length:,} tokens: {_too_little(recorded)}; "
             f"{_advice(config, outcome)}"
         )
+    gain = _gain(recorded, length)
+    if not recorded.is_proven_faster:
+        gain = (
+            f"not proven faster: {gain}; on a quiet machine headwise evaluate {config.out} --model "
+            f"{config.model} --speed-only times it again"
+        )
     tasks = outcome.accepted.measured.tasks
     proof = verdict(tasks)
     if proof.proven:
-        return f"{_gain(recorded, length)}; {summary(tasks)}"
-    return f"{_gain(recorded, length)}; not proven: {proof.why}; {remedy(tasks, config.samples)}"
+        return f"{gain}; {summary(tasks)}"
+    return f"{gain}; not proven: {proof.why}; {remedy(tasks, config.samples)}"
 
 
 def _gain(recorded: Recorded, length: int) -> str:
@@ -89,7 +95,8 @@ def _gain(recorded: Recorded, length: int) -> str:
         )
     return (
         f"{_of(whole.dense)} -> {_of(whole.headwise)} s to the first token at {length:,} tokens "
-        f"({whole.ratio:.2f}x the fastest dense attention's); attention alone {gain:.2f}x"
+        f"({whole.ratio:.2f}x the fastest dense attention's, {_interval(whole)}); attention alone "
+        f"{gain:.2f}x"
     )
 
 
@@ -100,8 +107,17 @@ def _too_little(recorded: Recorded) -> str:
         return f"{recorded.gain:.2f}x fewer FLOPs of attention, counted and not timed"
     whole = speed.first_token
     if whole is not None and whole.ratio < 1:
-        return f"{whole.ratio:.2f}x to the first token, attention alone {recorded.gain:.2f}x"
+        return (
+            f"{whole.ratio:.2f}x to the first token ({_interval(whole)}), attention alone "
+            f"{recorded.gain:.2f}x"
+        )
     return f"{recorded.gain:.2f}x"
+
+
+def _interval(whole: FirstToken) -> str:
+    """The interval of the speed-up of whole prefills, and the number of rounds."""
+    low, high = whole.interval
+    return f"{low:.2f} to {high:.2f} in {whole.speedup.rounds} rounds"
 
 
 def _advice(config: ModelSearch, outcome: Outcome) -> str:
@@ -180,7 +196,7 @@ def _seconds(config: ModelSearch, outcome: Outcome, speed: Speed) -> list[str]:
     lines = [f"on {device_name(outcome.run.device)} at {outcome.run.length:,} tokens"]
     whole = speed.first_token
     if whole is not None:
-        lines.append(f"to the first token, median of {whole.rounds} interleaved rounds:")
+        lines.append(f"to the first token, median of {whole.speedup.rounds} interleaved rounds:")
         lines += rows({whole.baseline: whole.dense, HEADWISE: whole.headwise})
     baselines = {MODEL: SDPA, KERNEL: ANCHOR}
     dense = {name: seconds[timed] for name, timed in baselines.items() if timed in seconds}
@@ -189,6 +205,13 @@ def _seconds(config: ModelSearch, outcome: Outcome, speed: Speed) -> list[str]:
     lines += rows({**dense, HEADWISE: seconds[CHOSEN]})
     predicted = outcome.allocation.cost * pace(outcome.run, outcome.costs, speed.longest)
     lines[-1] += f"  (predicted {predicted:.3f} s, {predicted / seconds[CHOSEN] - 1:+.0%})"
+    if SDPA not in seconds and speed.by_sdpa is not None:
+        tokens, timings = speed.by_sdpa
+        slower = timings.seconds[SDPA] / timings.seconds[ANCHOR]
+        lines.append(
+            f"  default attention (sdpa): {slower:.2f} times as long as Headwise's dense kernel at "
+            f"{tokens:,} tokens, not timed at {outcome.run.length:,}"
+        )
     return lines
 
 

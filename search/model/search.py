@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -78,6 +79,7 @@ def search_model(
     config: ModelSearch, loaded: LoadedModel, model: ModelInfo, ranks: Ranks | None = None
 ) -> Recorded | None:
     """Search a model that is loaded and fingerprinted; None in ranks after the first."""
+    began = time.monotonic()
     config = settled(config, loaded.model)
     check_logits(loaded.model)
     layers = searched_layers(loaded)
@@ -111,6 +113,7 @@ def search_model(
             seen=seen,
             ranks=ranks,
             ledger=ledger,
+            began=began,
         )
 
         # Curves: each prompt is one dense pass forward and back, on which heads try candidates.

@@ -39,7 +39,8 @@ class SearchRun:
     """A search as one rank runs it; settings are fixed from here on.
 
     prompts: calibration prompts by length. candidates: by length. layers: those that get patterns.
-    tails: dense tails that are compared. seen: windows of calibration and held-out prompts."""
+    tails: dense tails that are compared. seen: windows of calibration and held-out prompts. began:
+    when the search began, by time.monotonic()."""
 
     loaded: LoadedModel
     model: ModelInfo
@@ -53,6 +54,7 @@ class SearchRun:
     seen: Seen
     ranks: Ranks
     ledger: Ledger
+    began: float
 
     @property
     def length(self) -> int:

@@ -6,7 +6,7 @@ file keeps the times."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,15 @@ from kernels.index import TILE
 from profiling.environment import environment
 from profiling.ledger import Unit
 from profiling.progress import phase
-from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense
+from profiling.speed.baselines import (
+    HEADWISE,
+    KERNEL,
+    LEAST,
+    MODEL,
+    Speedup,
+    dense,
+    of_rounds,
+)
 from profiling.speed.latency import interleaved, prefill
 from profiling.speed.layer_times import ANCHOR, SDPA, Timed, Timings, all_threads, time_layers
 from runtime import Headwise
@@ -34,28 +42,48 @@ CHOSEN = "chosen"
 _SHARES = (1 / 2, 1 / 4, 1 / 8)
 _LAYERS = 6
 _SHORTEST = 256
-# Rounds of whole prefills: the least, the most, and the seconds after which no more are begun.
-_LEAST = 2
-_MOST = 6
-_SECONDS = 10.0
+# Rounds of whole prefills: the least, the most, and the fraction of the search's time so far that
+# those beyond the least may take.
+_LEAST = 3
+_MOST = LEAST
+_SHARE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstToken:
-    """Seconds from a prompt to its first token, medians of interleaved rounds.
+    """Seconds from a prompt to its first token, in interleaved rounds.
 
-    baseline: the fastest dense baseline, MODEL or KERNEL of profiling.speed.baselines.
+    baseline: the fastest dense baseline, MODEL or KERNEL of profiling.speed.baselines. seconds: of
+    each round, of the baseline and of HEADWISE.
     """
 
     baseline: str
-    dense: float
-    headwise: float
-    rounds: int
+    seconds: Mapping[str, Sequence[float]]
+
+    @property
+    def dense(self) -> float:
+        """Median seconds of the baseline."""
+        return median(self.seconds[self.baseline])
+
+    @property
+    def headwise(self) -> float:
+        """Median seconds with the artifact."""
+        return median(self.seconds[HEADWISE])
+
+    @property
+    def speedup(self) -> Speedup:
+        """Speed-up over the baseline, of the ratios within rounds."""
+        return of_rounds(self.seconds, HEADWISE)
 
     @property
     def ratio(self) -> float:
-        """Speed-up over the fastest dense baseline."""
-        return self.dense / self.headwise
+        """Median of the ratios within rounds."""
+        return self.speedup.value
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Bounds of the ratio; of fewer than six rounds the least and the most."""
+        return self.speedup.bounds[self.baseline]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +101,12 @@ class Speed:
     def longest(self) -> Timings:
         """Attention over the whole prompt."""
         return self.attention[max(self.attention)]
+
+    @property
+    def by_sdpa(self) -> tuple[int, Timings] | None:
+        """The most tokens at which sdpa was timed, with the times; None where it was not."""
+        timed = [item for item in self.attention.items() if SDPA in item[1].seconds]
+        return max(timed, key=lambda item: item[0], default=None)
 
     @property
     def gain(self) -> float:
@@ -109,7 +143,7 @@ def time_attention(run: SearchRun, accepted: Accepted) -> Speed:
         timed.append(Timed(tokens=length, plans=plans, layers=_LAYERS, sdpa=True))
 
     def measure() -> list[Any]:
-        with phase("timing", 1, "passes") as shown:
+        with phase("timing attention", 1, "passes") as shown:
             timings = time_layers(
                 run.loaded, sequence.ids[:tokens], timed, run.layers, backend=run.backend
             )
@@ -149,10 +183,9 @@ def time_first_token(
         ids = torch.tensor([sequence.ids[: sequence.context]], device=model.device)
         taken: dict[str, list[float]] = {name: [] for name in methods}
         began = time.monotonic()
+        limit = _SHARE * (began - run.began)
         with all_threads(), phase("timing whole prefills", _MOST, "rounds") as shown:
-            for done in range(_MOST):
-                if done >= _LEAST and time.monotonic() - began > _SECONDS:
-                    break
+            while another_round(shown.done, time.monotonic() - began, limit):
                 # No untimed run first: the search has run the model, and long prefills take their
                 # time.
                 round_ = interleaved(
@@ -165,12 +198,23 @@ def time_first_token(
 
     depends = {"baseline": baseline, "dense below": artifact.prefill.dense_below}
     taken = run.ledger.once(_unit(run, accepted, "times of whole prefills", depends), measure)
-    return FirstToken(
-        baseline=baseline,
-        dense=median(taken[baseline]),
-        headwise=median(taken[HEADWISE]),
-        rounds=len(taken[HEADWISE]),
-    )
+    return FirstToken(baseline=baseline, seconds=taken)
+
+
+def another_round(done: int, seconds: float, limit: float) -> bool:
+    """True while one more round of whole prefills is due.
+
+    Three are always made, for a verdict by an interval: six of the search's forty passes or more.
+    More are made as long as all together take at most `limit`.
+
+    Args:
+        done: rounds so far.
+        seconds: that they took.
+        limit: seconds that rounds beyond the least may take, all together.
+    """
+    if done < _LEAST:
+        return True
+    return done < _MOST and seconds + seconds / done <= limit
 
 
 def pace(run: SearchRun, costs: Costs, timings: Timings) -> float:
