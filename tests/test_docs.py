@@ -410,3 +410,29 @@ def test_command_lines_parse(page, capsys):
     if page.suffix == ".md":
         faults += [fault(words, capsys, whole=False) for words in inline_commands(page)]
     assert [each for each in faults if each] == []
+
+
+def field_paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Path of each field of an artifact, a pattern by its kind; counts by kind are no fields."""
+    if isinstance(value, list):
+        for each in value:
+            yield from field_paths(each, path)
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            if path == ("patterns",):
+                name = each["kind"]
+            yield (*path, name)
+            if name != "winners":
+                yield from field_paths(each, (*path, name))
+
+
+def test_the_example_of_an_artifact_has_its_fields():
+    block = next(block for block in blocks(DOCS / "artifact.md") if block.language == "yaml")
+    golden = yaml.safe_load((ROOT / "tests/artifacts/golden/v1.yaml").read_text(encoding="utf-8"))
+    example = yaml.safe_load(block.text)
+    assert set(field_paths(example)) <= set(field_paths(golden))
+    # Parts of no use for a reader of the example.
+    assert set(golden) - set(example) == {"costs", "edits"}
+    names = {name for row in example["prefill"]["layers"] for name in row}
+    assert names == set(example["patterns"])
+    assert {len(row) for row in example["prefill"]["layers"]} == {example["model"]["num_heads"]}
