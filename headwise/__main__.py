@@ -17,7 +17,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "every day": {
         "doctor": (
             "profiling.doctor",
-            "what this machine can do, how long a search takes on it, and what it gains",
+            "what this machine can do, and how long a search of a model takes on it",
         ),
         "search": ("search.heads", "a pattern for every head of a model"),
         "gate": (
@@ -77,7 +77,7 @@ _EPILOG = """\
 headwise VERB --help says more. All of them exit with 0 where all is good, 1 for a bug of ours, 2
 for a mistake in what was typed or read, and 3 for a finding, such as a gate that fails.
 
-  headwise doctor
+  headwise doctor --model MODEL
   headwise search --model MODEL --out cfg.yaml
   headwise gate cfg.yaml --model MODEL
 """

@@ -52,7 +52,7 @@ def search(folder: Path) -> None:
     output(*SEARCH, "cfg.yaml", *options.split(), folder=folder)
     output(SCRIPT, "validate", "cfg.yaml", "--level", "error", folder=folder)
     assert "LlamaForCausalLM: 3 layers" in output(SCRIPT, "show", "cfg.yaml", folder=folder)
-    assert "\nall is well\n" in output(SCRIPT, "doctor", folder=folder)
+    assert "all is well" in output(SCRIPT, "doctor", "--model", "model", folder=folder)
 
 
 def serve(folder: Path) -> None:

@@ -29,7 +29,7 @@ SMALL = {
     "gate": "--length 512 --dtype float32 --task prose --max-kl 9 --max-perplexity 9",
     "evaluate": "--length 512 --dtype float32 --task passkey --samples 1 --no-speed "
     "--methods headwise",
-    "doctor": "",
+    "doctor": "--model tiny --dtype float32",
 }
 # Not run: they install, build, or are another program's.
 LEFT_OUT = ("make", "pip", "python3", "vllm")

@@ -84,10 +84,11 @@ def shape_of(config: Any, dtype: str = "bfloat16") -> Shape:
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             itemsize=getattr(torch, dtype).itemsize,
         )
-    except (AttributeError, ValueError, TypeError) as error:
+    # RuntimeError: a size that differs by layer.
+    except (AttributeError, ValueError, TypeError, RuntimeError) as error:
         reason = one_line(str(error).strip().splitlines()[0])[:200]
         raise HeadwiseError(
-            f"no memory can be predicted from this {type(config).__name__}: {reason}"
+            f"{type(config).__name__} has not the sizes that are needed to predict: {reason}"
         ) from error
 
 

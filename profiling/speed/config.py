@@ -15,8 +15,6 @@ from artifacts import HeadwiseError
 from artifacts.cli import arguments
 from artifacts.cli.options import arg, at_least, check_ranges, option, shared
 
-# Tokens of the prompt that headwise doctor times.
-DOCTOR_LENGTH = 4096
 # Tokens of a prompt, and of new ones behind a past.
 _LENGTHS = (4096, 8192, 16_384, 32_768)
 _CHUNKS = (16, 64, 200, 1000)

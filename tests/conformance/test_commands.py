@@ -30,7 +30,7 @@ SMALL = "--model model --dtype float32 --samples 1"
 WIDE = "--max-kl 99 --max-perplexity 99 --max-nll 99 --max-lost 1"
 # A small run of each verb in a folder with a model, its artifact cfg.yaml, a key and a text.
 RUNS = {
-    "doctor": "",
+    "doctor": "--model model --dtype float32",
     "search": f"{SMALL} --out new.yaml --length 512 --budget 0.8 --cost flops --no-picture "
     f"--task prose {WIDE}",
     "gate": f"cfg.yaml {SMALL} --task prose {WIDE}",

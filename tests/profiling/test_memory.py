@@ -66,7 +66,7 @@ def test_the_command_says_what_fits(tmp_path, capsys):
     [
         ("nowhere", "no shape in"),
         ('{"model_type": "nothing"}', "is no configuration of transformers"),
-        ('{"model_type": "clip"}', "no memory can be predicted from this CLIPConfig"),
+        ('{"model_type": "clip"}', "CLIPConfig has not the sizes that are needed to predict"),
     ],
 )
 def test_what_is_no_shape_of_a_model(plan, said):
