@@ -9,6 +9,7 @@ import torch
 import kernels.dispatch as dispatch
 from artifacts import HeadwiseError, ModelInfo
 from kernels.attention import sparse_attention
+from kernels.breaker import CannotBuildError
 from kernels.index import TILE
 from kernels.patterns.dense import dense_index
 from profiling.models.loading import LoadedModel
@@ -40,18 +41,22 @@ def serving_backend(
     """
     probe = torch.zeros(1, 1, TILE, model.head_dim, dtype=getattr(torch, dtype), device=device)
     index = dense_index(1, 1, TILE, TILE, probe.device)
-    while True:
-        reasons = dispatch.why_not(probe, probe, probe)
-        name = backend
-        if backend == "auto":
-            name = next(each for each, reason in reasons.items() if reason is None)
+    reasons = dispatch.why_not(probe, probe, probe)
+    if backend == "auto":
+        names = [name for name, reason in reasons.items() if reason is None]
+    else:
+        names = [backend]
+    for name in names:
         try:
-            # The first call shows whether a kernel compiles; one that does not has a reason then.
+            # The first call shows whether a kernel compiles.
             sparse_attention(probe, probe, probe, index, backend=name)
             break
         except ValueError as error:
             if backend != "auto":
                 raise HeadwiseError(f"--backend {backend}: {error}") from None
+            if not isinstance(error.__cause__, CannotBuildError):
+                raise
+            reasons[name] = str(error.__cause__)
     if name == "reference" != backend and not quiet:
         if probe.device.type == "cpu":
             fastest = "cpu"
