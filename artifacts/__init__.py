@@ -3,7 +3,6 @@
 Data only: imports neither torch nor, until arrays are read or written, numpy.
 """
 
-from artifacts.cli import interrupt  # isort: split  # noqa: F401, before all that takes time
 from artifacts.errors import ArtifactError, Finding, HeadwiseError
 from artifacts.schema.artifact import Artifact, Prefill, Sidecar
 from artifacts.schema.costs import DeviceCosts

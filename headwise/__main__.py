@@ -10,6 +10,7 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.cli.command import ArgumentParser, run_command
+from artifacts.cli.interrupt import while_importing
 
 # Group -> verb -> (module, what it does). A module of several verbs takes the verb as its first
 # word.
@@ -124,12 +125,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def start() -> None:
     """The console script."""
-    # Imports before run_command can be interrupted at any moment (artifacts.cli.interrupt).
-    for word in sys.argv[1:]:
-        if word in VERBS:
-            _module(VERBS[word])
-        if not word.startswith("-"):
-            break
+    with while_importing():
+        for word in sys.argv[1:]:
+            if word in VERBS:
+                _module(VERBS[word])
+            if not word.startswith("-"):
+                break
     run_command(main)
 
 

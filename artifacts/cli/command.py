@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from artifacts.cli.interrupt import INTERRUPTED as INTERRUPTED
-from artifacts.cli.interrupt import listen_as_usual
 from artifacts.errors import Finding, HeadwiseError, one_line, reason
 
 BAD_USE = HeadwiseError.status
@@ -210,13 +209,12 @@ def run_command(
 ) -> NoReturn:
     """Run a command's main and exit; a HeadwiseError becomes `error: ...` on stderr and status 2.
 
-    An interruption ends with one line and status 130, from the command's start on
-    (cli.interrupt), a closed pipe silently with 141, and output that is closed or cannot be
-    written as a mistake of the user; any other exception keeps its traceback."""
+    An interruption ends with one line and status 130, a closed pipe silently with 141, and output
+    that is closed or cannot be written as a mistake of the user; any other exception keeps its
+    traceback."""
     code: Any
     try:
         _prepare_output()
-        listen_as_usual()
         try:
             code = main(None if argv is None else list(argv))
         except SystemExit as done:

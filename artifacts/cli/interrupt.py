@@ -1,7 +1,6 @@
-"""Ctrl-C from a command's first moment, during its imports too: one line and status 130.
+"""Ctrl-C while a command imports what it needs: one line and status 130.
 
-The packages that have commands import this before anything else. It does nothing in a process that
-is none of them."""
+Code that is being imported may swallow a KeyboardInterrupt, or turn it into another error."""
 
 from __future__ import annotations
 
@@ -27,37 +26,24 @@ def starts_a_command(arguments: list[str]) -> bool:
 
 
 def quit_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """End the process without a word from what is being imported."""
+    """Signal handler that ends the process with one line."""
     with contextlib.suppress(OSError):
         os.write(2, b"interrupted\n")
     os._exit(INTERRUPTED)
 
 
-def until_it_runs() -> None:
-    """Take Ctrl-C until listen_as_usual(), in a command's process where nobody else takes it."""
-    if (
-        starts_a_command(sys.orig_argv)
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):
-        with contextlib.suppress(ValueError):
-            # Only in the main thread.
-            signal.signal(signal.SIGINT, quit_at_once)
-
-
-def listen_as_usual() -> None:
-    """KeyboardInterrupt from now on."""
-    if signal.getsignal(signal.SIGINT) is quit_at_once:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 @contextlib.contextmanager
 def while_importing() -> Iterator[None]:
-    """Take Ctrl-C as before a command runs, for what it imports once its options are checked."""
-    until_it_runs()
+    """End the process on Ctrl-C, in a command's process where nobody else handles it."""
+    usual = signal.default_int_handler
+    if not starts_a_command(sys.orig_argv) or signal.getsignal(signal.SIGINT) is not usual:
+        yield
+        return
+    with contextlib.suppress(ValueError):
+        # Only the main thread may set it.
+        signal.signal(signal.SIGINT, quit_at_once)
     try:
         yield
     finally:
-        listen_as_usual()
-
-
-until_it_runs()
+        if signal.getsignal(signal.SIGINT) is quit_at_once:
+            signal.signal(signal.SIGINT, usual)
