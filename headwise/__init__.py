@@ -19,7 +19,7 @@ from headwise.models import load_model
 from runtime import load
 
 if TYPE_CHECKING:
-    from runtime import apply_dense
+    from runtime import apply_dense, undo
 
     __version__: str
 
@@ -32,15 +32,16 @@ __all__ = [
     "load",
     "load_model",
     "search",
+    "undo",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "apply_dense":
-        # It imports torch.
-        from runtime import apply_dense
+    if name in ("apply_dense", "undo"):
+        # They import torch.
+        import runtime
 
-        return apply_dense
+        return getattr(runtime, name)
     if name == "__version__":
         from importlib.metadata import version
 

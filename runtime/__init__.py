@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any
 from runtime.load import Headwise, load
 
 if TYPE_CHECKING:
-    from runtime.apply import Handle, apply_dense
+    from runtime.apply import Handle, apply_dense, undo
     from runtime.memory import memory_report
 
-__all__ = ["Handle", "Headwise", "apply_dense", "load", "memory_report"]
+__all__ = ["Handle", "Headwise", "apply_dense", "load", "memory_report", "undo"]
 
 # These import torch.
 _LATER = {
     "Handle": "runtime.apply",
     "apply_dense": "runtime.apply",
     "memory_report": "runtime.memory",
+    "undo": "runtime.apply",
 }
 
 

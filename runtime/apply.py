@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
     from artifacts.store.sidecar import Array
 
+# Models are applied to and undone one at a time: each reads what the other changes.
+_changing = threading.Lock()
 # Names under which calls are counted, and what stats() calls them; all others are reasons for dense
 # attention.
 _SERVED = {"sparse": "sparse", "chosen": "decode", "kept": "kept"}
@@ -52,13 +55,30 @@ def apply_dense(model: nn.Module, *, by: str = "kernel") -> Handle:
         The handle: leaving it as a context manager, or its undo(), restores the model.
 
     Raises:
-        HeadwiseError: the model cannot be served or has an artifact applied already; `by` is
+        HeadwiseError: the model cannot be served or has something applied already; `by` is
             unknown.
     """
     known = ("auto", "kernel", "model")
     if by not in known:
         raise HeadwiseError(f"by must be one of {', '.join(known)}, got {by!r}")
     return attach(model, Settings(dense_below=sys.maxsize, dense_by=by))
+
+
+def undo(model: nn.Module) -> None:
+    """Take off what is applied to a model, an artifact or apply_dense, and restore its attention.
+
+    Its handle is not needed. Does nothing to a model to which nothing is applied.
+
+    Raises:
+        HeadwiseError: not a model.
+    """
+    if not isinstance(model, nn.Module):
+        raise HeadwiseError(f"undo takes the model, got {type(model).__name__}")
+    with _changing:
+        modules = list(model.modules())
+        applied = {layer.settings for module in modules if (layer := layer_of(module))}
+        for settings in applied:
+            forget(settings, modules)
 
 
 def attach(
@@ -76,6 +96,19 @@ def attach(
     if settings.backend not in ("auto", *BACKENDS):
         known = ", ".join(BACKENDS)
         raise HeadwiseError(f"unknown backend {settings.backend!r}; known: auto, {known}")
+    with _changing:
+        layers, settings = _plan(model, settings, artifact, arrays, check_weights)
+        return Handle(artifact, model, layers, settings)
+
+
+def _plan(
+    model: nn.Module,
+    settings: Settings,
+    artifact: Artifact | None,
+    arrays: Mapping[str, Array] | None,
+    check_weights: bool,
+) -> tuple[dict[nn.Module, Layer], Settings]:
+    """State of each attention module, and the settings with what depends on the model."""
     modules = _attention_layers(model)
     eager = text_config(model)._attn_implementation == "eager"
     dense_by = settings.dense_by
@@ -112,7 +145,7 @@ def attach(
         module: Layer(settings, number, plans.get(number), roles.get(number))
         for number, module in modules.items()
     }
-    return Handle(artifact, model, layers, settings)
+    return layers, settings
 
 
 class Handle:
@@ -135,32 +168,43 @@ class Handle:
         self._sparse_layers = sum(_is_sparse(layer) for layer in layers.values())
         config = text_config(model)
         register()
-        with ExitStack() as undo:
-            former = _implementations(model.config)
-            undo.callback(setattr, model.config, "_attn_implementation", former)
-            undo.callback(forget, config, list(layers))
-            remember(config, layers, settings)
-            former = _implementations(config)
-            config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
+        former = _implementations(config)
+        with ExitStack() as failed:
             # Where one of these fails the model is as it was.
-            self._undo = undo.pop_all()
+            failed.callback(forget, settings, layers)
+            whole = (model.config, _implementations(model.config))
+            remember(config, layers, settings, former=(whole, (config, former)))
+            config._attn_implementation = {**former, "": _Name(ATTENTION_NAME, former[""])}
+            failed.pop_all()
         if any(parameter.is_cpu for parameter in model.parameters()):
             keep_freed_memory()
 
+    @property
+    def _applied_to(self) -> PreTrainedModel | None:
+        """The model; None once this application was undone, by headwise.undo(model) too."""
+        model = self._model
+        if model is None or settings_of(text_config(model)) is not self.settings:
+            return None
+        return model
+
     def __repr__(self) -> str:
-        if self._model is None:
+        model = self._applied_to
+        if model is None:
             return "<Handle: undone>"
-        name = self._model.name_or_path or "without a name"
+        name = model.name_or_path or "without a name"
         artifact = "no artifact"
         if self._artifact is not None:
             artifact = f"artifact {(self._artifact.content_sha256 or 'unsaved')[:12]}"
         layers = f"{self._sparse_layers} of {self._layers} layers sparse"
-        return f"<Handle: {type(self._model).__name__} {one_line(name)}, {artifact}, {layers}>"
+        return f"<Handle: {type(model).__name__} {one_line(name)}, {artifact}, {layers}>"
 
     def undo(self) -> None:
         """Restore the model's former attention, nested configurations too. Any number of times."""
+        model = self._model
         self._model = None
-        self._undo.close()
+        if model is not None:
+            with _changing:
+                forget(self.settings, model.modules())
 
     def __enter__(self) -> Self:
         return self
@@ -170,9 +214,10 @@ class Handle:
 
     def new_cache(self, *, offload: str = "auto") -> Cache:
         """Make an empty cache for one generation: see Headwise.new_cache."""
-        if self._model is None:
-            raise HeadwiseError("this artifact is no longer applied: its handle was undone")
-        return make_cache(self._artifact, self._model, offload)
+        model = self._applied_to
+        if model is None:
+            raise HeadwiseError("this artifact is no longer applied: it was undone")
+        return make_cache(self._artifact, model, offload)
 
     def cache_bytes(self, cache: Cache) -> CacheBytes:
         """Count the bytes of a cache on the device and in the bank, headroom included."""
@@ -225,7 +270,14 @@ def _attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     modules = attention_layers(model)
     name = type(model).__name__
     if any(layer_of(module) is not None for module in modules.values()):
-        raise HeadwiseError(f"this {name} has an artifact applied already: undo that first")
+        attention = text_config(model)._attn_implementation
+        ended = ""
+        if attention != ATTENTION_NAME:
+            ended = f", which set_attn_implementation({attention!r}) has ended"
+        raise HeadwiseError(
+            f"this {name} has an artifact or apply_dense applied already{ended}: "
+            f"headwise.undo(model) takes it off"
+        )
     if settings_of(text_config(model)) is not None:
         raise HeadwiseError(
             f"this {name} shares its configuration object with a model that has an artifact "

@@ -56,5 +56,6 @@ class NewTokens(StandIn):
         raise HeadwiseError(
             "this cache drops keys and values, and only Headwise's attention can read what it "
             "keeps: apply the artifact to the model (load(cfg).apply(model)) before the cache is "
-            "used"
+            "used; where set_attn_implementation() has ended an application, headwise.undo(model) "
+            "first"
         )

@@ -91,6 +91,6 @@ def dtype_of(model: Any) -> str:
 def device_of(model: Any) -> str:
     """The device of a model as --device names it: the current GPU is cuda."""
     device = model.device
-    if device == torch.empty(0, device=device.type).device:
+    if device == torch.empty(0, device=device.type, dtype=torch.float32).device:
         return str(device.type)
     return str(device)

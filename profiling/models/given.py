@@ -35,7 +35,9 @@ def given_model(
     if name is None:
         name = _own_name(model)
     if any(layer_of(module) is not None for module in layers.values()):
-        raise HeadwiseError(f"{name} has an artifact applied: undo that first")
+        raise HeadwiseError(
+            f"{name} has an artifact or apply_dense applied: headwise.undo(model) takes it off"
+        )
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

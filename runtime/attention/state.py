@@ -11,10 +11,10 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -309,7 +309,18 @@ NOTHING = Layer(Settings(dense_below=sys.maxsize, dense_by="model"), -1, None)
 # Where a module keeps its state: a table of all modules would be part of every compiled graph.
 _ATTRIBUTE = "_headwise_layer"
 # Configurations compare by value and do not hash, so they are held by identity.
-_configs: dict[int, tuple[weakref.ref[Any], Settings]] = {}
+_configs: dict[int, _Applied] = {}
+
+
+class _Applied(NamedTuple):
+    """What is applied to the model of a configuration.
+
+    config: of the model's language part. former: configurations, and what their attention was
+    before, as _attn_implementation takes it."""
+
+    config: weakref.ref[Any]
+    settings: Settings
+    former: tuple[tuple[weakref.ref[Any], dict[str, Any]], ...]
 
 
 def layer_of(module: nn.Module) -> Layer | None:
@@ -321,21 +332,36 @@ def layer_of(module: nn.Module) -> Layer | None:
 def settings_of(config: Any) -> Settings | None:
     """Settings of the model of this very configuration object, None where nothing is applied."""
     entry = _configs.get(id(config))
-    if entry is None or entry[0]() is not config:
+    if entry is None or entry.config() is not config:
         return None
-    return entry[1]
+    return entry.settings
 
 
-def remember(config: Any, modules: dict[nn.Module, Layer], settings: Settings) -> None:
-    """Keep the state of a model's attention modules and of its configuration."""
+def remember(
+    config: Any,
+    modules: Mapping[nn.Module, Layer],
+    settings: Settings,
+    former: Iterable[tuple[Any, dict[str, Any]]] = (),
+) -> None:
+    """Keep the state of a model's attention modules and of its language part's configuration.
+
+    former: see _Applied; configurations themselves in place of references."""
     key = id(config)
-    _configs[key] = (weakref.ref(config, lambda _: _configs.pop(key, None)), settings)
+    reference = weakref.ref(config, lambda _: _configs.pop(key, None))
+    before = tuple((weakref.ref(each), attention) for each, attention in former)
+    _configs[key] = _Applied(reference, settings, before)
     for module, layer in modules.items():
         setattr(module, _ATTRIBUTE, layer)
 
 
-def forget(config: Any, modules: list[nn.Module]) -> None:
-    """Drop what remember() kept."""
-    _configs.pop(id(config), None)
+def forget(settings: Settings, modules: Iterable[nn.Module]) -> None:
+    """Drop what remember() kept, and restore the attention of the configurations."""
     for module in modules:
-        vars(module).pop(_ATTRIBUTE, None)
+        if (layer := layer_of(module)) is not None and layer.settings is settings:
+            delattr(module, _ATTRIBUTE)
+    for key, applied in list(_configs.items()):
+        if applied.settings is settings:
+            _configs.pop(key, None)
+            for reference, attention in applied.former:
+                if (config := reference()) is not None:
+                    config._attn_implementation = attention

@@ -30,7 +30,8 @@ def call(request):
     """call(**arguments) -> (the mask of headwise_mask, the mask of the function it stands in for);
     128 queries of one sequence unless told otherwise."""
     config = LlamaConfig()
-    remember(config, {}, Settings(dense_below=DENSE_BELOW, model_attention=request.param))
+    settings = Settings(dense_below=DENSE_BELOW, model_attention=request.param)
+    remember(config, {}, settings)
     other = {"sdpa": sdpa_mask, "eager": eager_mask}[request.param]
 
     def call(**given):
@@ -39,7 +40,7 @@ def call(request):
         return headwise_mask(**given), other(**given)
 
     yield call
-    forget(config, [])
+    forget(settings, [])
 
 
 WINDOW = sliding_window_causal_mask_function(16)
