@@ -157,7 +157,9 @@ def _bytes(loaded: LoadedModel, method: Method, context: _Context, token: int) -
     """Bytes of the kept tokens of a context, `token` each, without headroom and scores."""
     cache = method.cache(loaded.model)
     loaded.model(
-        torch.tensor([context.prompts[0].context]), past_key_values=cache, logits_to_keep=1
+        torch.tensor([context.prompts[0].context], dtype=torch.long),
+        past_key_values=cache,
+        logits_to_keep=1,
     )
     return sum(layer.mean_kept for layer in memory_report(cache).layers) * token
 

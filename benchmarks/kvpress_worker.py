@@ -42,8 +42,10 @@ def main() -> None:
                 press: Any = None if made is None else getattr(kvpress, made[0])(**made[1])
                 cache = DynamicCache(config=model.config)
                 inputs = {
-                    "context_ids": torch.tensor([context["ids"]]),
-                    "questions_ids": [torch.tensor([turn]) for turn in context["turns"]],
+                    "context_ids": torch.tensor([context["ids"]], dtype=torch.long),
+                    "questions_ids": [
+                        torch.tensor([turn], dtype=torch.long) for turn in context["turns"]
+                    ],
                 }
                 with torch.no_grad():
                     answers = pipeline._forward(

@@ -217,7 +217,7 @@ def _by_model(loaded: LoadedModel, prompt: Prompt) -> Served:
 
     model = loaded.model
     cache = DynamicCache(config=text_config(model))
-    ids = torch.tensor([prompt.input_ids])
+    ids = torch.tensor([prompt.input_ids], dtype=torch.long)
     tokens: list[int] = []
     start = time.perf_counter()
     taken = 0.0

@@ -66,7 +66,7 @@ def export(loaded: LoadedModel, folder: Path) -> None:
     heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layers = config.num_hidden_layers
-    past = [torch.zeros(1, heads, _PAST, dim) for _ in range(2 * layers)]
+    past = [torch.zeros(1, heads, _PAST, dim, dtype=torch.float32) for _ in range(2 * layers)]
     ids = torch.ones(1, _NEW, dtype=torch.long)
     seen = torch.ones(1, _PAST + _NEW, dtype=torch.long)
     example = (ids, seen, torch.arange(_PAST, _PAST + _NEW)[None], *past)

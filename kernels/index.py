@@ -382,7 +382,9 @@ class SparseIndex:
             mask.scatter_(-1, torch.where(listed <= at, listed, n), True)
             tile = torch.arange(n, device=device)
             if self.dense_tail:
-                first = torch.tensor(self.first_dense()).to(device, non_blocking=True)
+                first = torch.tensor(self.first_dense(), dtype=torch.long).to(
+                    device, non_blocking=True
+                )
                 dense = at >= first[:, None, None]
                 mask[..., :n] |= dense & (tile <= at)
             yield rows, mask[..., :n] & (tile >= at - self.reach)
@@ -399,7 +401,11 @@ class SparseIndex:
         columns = self.columns.shape[-1]
         groups = num_tiles(columns)
         touched = torch.zeros(
-            self.batch, self.num_heads, groups * (n + 1), device=self.columns.device
+            self.batch,
+            self.num_heads,
+            groups * (n + 1),
+            device=self.columns.device,
+            dtype=torch.float32,
         )
         group = torch.arange(columns, device=self.columns.device) // TILE
         touched.scatter_(-1, group * (n + 1) + (self.columns.long() // TILE).clamp_max(n), 1.0)

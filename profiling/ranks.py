@@ -126,7 +126,7 @@ class Ranks:
 
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
         with self._together():
-            distributed.all_gather(sizes, torch.tensor([len(data)]))
+            distributed.all_gather(sizes, torch.tensor([len(data)], dtype=torch.long))
         longest = max(int(size) for size in sizes)
         padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.count)]
         with self._together():
@@ -275,7 +275,7 @@ def _number(name: str, default: int) -> int:
 def _nothing() -> Any:
     import torch
 
-    return torch.zeros(1)
+    return torch.zeros(1, dtype=torch.float32)
 
 
 def _last_line(error: RuntimeError) -> str:

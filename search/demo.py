@@ -91,7 +91,7 @@ def _compared(loaded: LoadedModel, config: Path, length: int, repeats: int) -> N
     headwise = load(config)
     (prompt,) = make_prompts("passkey", loaded.tokenizer, length=length, samples=1, seed=_SEED)
     kept = fidelity(model, headwise.artifact, prompt, headwise.arrays)
-    ids = torch.tensor([prompt.input_ids], device=model.device)
+    ids = torch.tensor([prompt.input_ids], dtype=torch.long, device=model.device)
     methods = {name: partial(dense, model, name) for name in (MODEL, KERNEL)} | {
         HEADWISE: partial(headwise.apply, model)
     }

@@ -18,6 +18,7 @@ from artifacts import HeadwiseError
 from profiling.inside.capture import capture
 from profiling.inside.residual import ResidualStream
 from search import heads
+from tests.default_dtype import OTHERS, default_dtype
 from tests.tiny_text_model import save_tiny
 
 LENGTH = 512
@@ -102,6 +103,44 @@ def test_a_search_finds_what_the_command_finds(whole, folder, tmp_path):
     assert heads.main(words) == 0
     assert artifacts.load(tmp_path / "cfg.yaml").content_sha256 == whole.content_sha256
     assert whole.search is not None and f"lengths={LENGTH}" in whole.search.command
+
+
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+def test_search_gate_and_evaluate_under_another_default_dtype_find_the_same(
+    dtype, whole, folder, tmp_path
+):
+    out = tmp_path / "cfg.yaml"
+    measured = {"length": LENGTH, "tasks": ["prose"]}
+    quick = {"quick": True, "speed": False}
+    results = []
+    for default in (dtype, torch.get_default_dtype()):
+        with default_dtype(default):
+            model, tokenizer = loaded(folder)
+            if default is dtype:
+                found = headwise.search(model, tokenizer, out=out, **OPTIONS)
+                assert found is not None
+                assert found.artifact.content_sha256 == whole.content_sha256
+            gated = headwise.gate(model, tokenizer, out, **measured, **LIMITS)
+            report = tmp_path / str(default)
+            figures = headwise.evaluate(model, tokenizer, out, out=report, **measured, **quick)
+            results.append((gated.tasks, figures["figures"]))
+    assert results[0] == results[1]
+
+
+def test_search_gate_and_evaluate_under_autocast_are_refused_in_a_line(folder, tmp_path):
+    model, tokenizer = loaded(folder)
+    before = state(model)
+    for function in (headwise.search, headwise.gate, headwise.evaluate):
+        artifact = [] if function is headwise.search else ["cfg.yaml"]
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(
+                HeadwiseError, match=r"under torch\.autocast.*model\.to\(torch"
+            ) as caught,
+        ):
+            function(model, tokenizer, *artifact, out=tmp_path / "out")
+        assert "\n" not in str(caught.value)
+    assert state(model) == before and not list(tmp_path.iterdir())
 
 
 class Killed(Exception):

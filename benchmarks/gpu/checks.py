@@ -53,7 +53,9 @@ class Inputs:
         )
 
     def _normal(self, heads: int, length: int) -> Tensor:
-        return torch.randn(1, heads, length, self.head_dim, device=self.device).to(self.dtype)
+        return torch.randn(
+            1, heads, length, self.head_dim, device=self.device, dtype=torch.float32
+        ).to(self.dtype)
 
 
 Check = Callable[[Inputs], tuple[float, float]]
@@ -134,7 +136,9 @@ def decode(*, chosen: bool, queries: int = 1) -> Check:
         q, k, v = inputs.tensors(queries)
         tokens = None
         if chosen:
-            order = torch.rand(1, KV_HEADS, inputs.length, device=q.device).argsort(-1)
+            order = torch.rand(
+                1, KV_HEADS, inputs.length, device=q.device, dtype=torch.float32
+            ).argsort(-1)
             tokens = order[..., : inputs.length // 3].sort(-1).values.to(torch.int32)
         found = decode_attention(q, k, v, tokens=tokens, scores="sum", backend="triton")
         expected = decode_attention(

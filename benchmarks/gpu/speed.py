@@ -139,7 +139,7 @@ def rehearsed_sizes() -> Sizes:
 def rates(device: str, sizes: Sizes) -> dict[str, Any]:
     """Bytes a second of a copy, read and written, and operations a second of matrix products."""
     n = sizes.matrix
-    a = torch.randn(n, n, device=device).to(getattr(torch, sizes.dtype))
+    a = torch.randn(n, n, device=device, dtype=torch.float32).to(getattr(torch, sizes.dtype))
     source = torch.empty(sizes.copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     runs = {"copy": lambda: target.copy_(source), "product": lambda: a @ a}
@@ -246,7 +246,9 @@ def _of_heads(count: int) -> tuple[str, ...]:
 def _density(config: Any, length: int, device: str, dtype: str) -> float:
     """Density of those patterns on noise: as scattered as a random model's."""
     heads = config.num_attention_heads
-    q = torch.randn(1, heads, length, config.head_dim, device=device).to(getattr(torch, dtype))
+    q = torch.randn(1, heads, length, config.head_dim, device=device, dtype=torch.float32).to(
+        getattr(torch, dtype)
+    )
     k = q[:, : config.num_key_value_heads]
     patterns = _patterns(length)
     plan = LayerPlan(

@@ -32,7 +32,7 @@ def sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """See kernels.attention.launch. Returns out (B, H, Q, E) and fp32 lse (B, H, Q)."""
     batch, num_heads, q_len, _ = q.shape
-    lse = torch.full((batch, num_heads, q_len), float("-inf"), device=q.device)
+    lse = torch.full((batch, num_heads, q_len), float("-inf"), device=q.device, dtype=torch.float32)
     if out is None:
         out = q.new_zeros(batch, q_len, num_heads, v.shape[-1]).transpose(1, 2)
     else:

@@ -302,7 +302,9 @@ def _results(
     else:
         for row, rest in _between(ragged, batch, q_len):
             out[row, :, rest].zero_()
-    return out, torch.full((batch, num_heads, q_len), float("-inf"), device=q.device)
+    return out, torch.full(
+        (batch, num_heads, q_len), float("-inf"), device=q.device, dtype=torch.float32
+    )
 
 
 def _between(ragged: Ragged, batch: int, q_len: int) -> Iterator[tuple[int, slice]]:

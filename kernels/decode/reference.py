@@ -46,11 +46,11 @@ def decode_attention(
     else:
         rows = tokens.long().view(batch, -1, 1, tokens.shape[-1])
     if starts is None:
-        first = torch.zeros(batch, device=q.device)
+        first = torch.zeros(batch, device=q.device, dtype=torch.long)
     else:
         first = starts
     if ends is None:
-        last = torch.full((batch,), k_len, device=q.device)
+        last = torch.full((batch,), k_len, device=q.device, dtype=torch.long)
     else:
         last = ends
     at = last.view(-1, 1, 1, 1) - q_len + torch.arange(q_len, device=q.device).view(-1, 1)
@@ -83,7 +83,7 @@ def with_sums(
     how |= {"scale": scale, "softcap": softcap, "scores": "sum"}
     outs = []
     sums = []
-    scores = torch.zeros(k.shape[:3], device=k.device)
+    scores = torch.zeros(k.shape[:3], device=k.device, dtype=torch.float32)
     for begin in range(0, q_len, _QUERIES):
         end = min(begin + _QUERIES, q_len)
         seen = k_len - q_len + end

@@ -141,7 +141,8 @@ def _made(
 ) -> tuple[Copy, int]:
     with torch.inference_mode(False):
         before, limit, never = (
-            torch.as_tensor(x, device="cpu") for x in (range(first, first + rows), most, held)
+            torch.as_tensor(x, device="cpu", dtype=torch.long)
+            for x in (range(first, first + rows), most, held)
         )
         counts = torch.minimum(limit[:, None], (before - never[:, None]).clamp_min(0)).repeat(
             batch, 1

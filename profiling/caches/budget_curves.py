@@ -107,7 +107,9 @@ def _of_prompt(
             if inputs.sliding_window is None and inputs.sinks is None:
                 error[inputs.layer], kept[inputs.layer] = _walk(inputs, stream, shares)
 
-        capture(model, torch.tensor([prompt.input_ids], device=model.device), visit)
+        capture(
+            model, torch.tensor([prompt.input_ids], device=model.device, dtype=torch.long), visit
+        )
     # Known when the block is through: what a norm behind the attention makes of its output.
     for layer in np.flatnonzero(np.isfinite(kept).all((1, 2))):
         error[layer] *= float(stream.gain(int(layer)))
@@ -123,7 +125,7 @@ def _walk(
     v = inputs.v
     s_len = inputs.q.shape[2]
     options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap}
-    scores = torch.zeros(k.shape[:3], device=k.device)
+    scores = torch.zeros(k.shape[:3], device=k.device, dtype=torch.float32)
     blocks = math.ceil(s_len / MAX_QUERIES)
     first = min(blocks - 1, math.ceil(blocks * _FIRST))
     places = {int(place) for place in np.linspace(first, blocks - 1, _PLACES)}

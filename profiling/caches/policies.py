@@ -78,7 +78,12 @@ class RandomEviction(SnapKV):
         The same seed and n give the same votes.
         """
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.kept)
-        votes = torch.rand(*call.k.shape[:2], self.kept - self.record.window, generator=generator)
+        votes = torch.rand(
+            *call.k.shape[:2],
+            self.kept - self.record.window,
+            generator=generator,
+            dtype=torch.float32,
+        )
         votes[:, :, :SINKS] = 1
         return votes.to(call.k.device)
 

@@ -86,7 +86,7 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
             unit = ledger.unit(f"{method.name} {method.identity}", depends)
             quality = ledger.once(unit, measure)
         if texts:
-            losses[method.name] = torch.as_tensor(quality["losses"])
+            losses[method.name] = torch.as_tensor(quality["losses"], dtype=torch.float32)
         rows.append(_row(config, method.name, timed, prompts, quality, losses))
     hashes = {name: each.artifact.content_sha256 for name, each in artifacts.items()}
     return rows, _record(config, hashes, rows, timed, losses)

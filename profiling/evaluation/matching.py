@@ -122,7 +122,11 @@ class PatternCosts:
                 for kind in _CHOOSING
             }
 
-        capture(loaded.model, torch.tensor([prompt.input_ids], device=loaded.model.device), visit)
+        capture(
+            loaded.model,
+            torch.tensor([prompt.input_ids], device=loaded.model.device, dtype=torch.long),
+            visit,
+        )
 
     @property
     def target(self) -> float:
@@ -206,7 +210,7 @@ def tile_gaps(inputs: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
     heads, length = inputs.q.shape[1:3]
     group = heads // inputs.k.shape[1]
     rows = num_tiles(length)
-    gaps = torch.full((heads, rows, rows), torch.inf)
+    gaps = torch.full((heads, rows, rows), torch.inf, dtype=torch.float32)
     for head in range(heads):
         q = inputs.q[0, head].float()
         k = inputs.k[0, head // group].float()
@@ -217,7 +221,8 @@ def tile_gaps(inputs: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
             if inputs.softcap is not None:
                 logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
             logits[:, first:].masked_fill_(
-                torch.ones(last - first, last - first).triu(1).bool().to(q.device), -torch.inf
+                torch.ones(last - first, last - first, dtype=torch.bool, device=q.device).triu(1),
+                -torch.inf,
             )
             best = logits[:, :first].unflatten(1, (row, TILE)).amax(-1)
             anchor = torch.maximum(best[:, 0], logits[:, first:].amax(-1))
@@ -234,6 +239,6 @@ def _largest(kind: str, length: int) -> Pattern:
 
 def _fixed_density(pattern: Fixed | MemoryUnits, length: int, dense_tail: int) -> float:
     # What these compute follows from shapes and sizes, whatever q and k hold.
-    tensor = torch.zeros(1, 1, length, 1)
+    tensor = torch.zeros(1, 1, length, 1, dtype=torch.float32)
     index = LayerPlan([pattern], 1, dense_tail=dense_tail).build(tensor, tensor)
     return float(index.density())

@@ -57,7 +57,7 @@ class Timed:
 def prompt_ids(loaded: LoadedModel, length: int) -> torch.Tensor:
     """A prompt to time, (1, length), the same for every method."""
     prompt = make_prompts(_TASK, loaded.tokenizer, length=length, samples=1, seed=_SEED)[0]
-    return torch.tensor([prompt.input_ids], device=loaded.model.device)
+    return torch.tensor([prompt.input_ids], device=loaded.model.device, dtype=torch.long)
 
 
 @torch.no_grad()

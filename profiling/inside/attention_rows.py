@@ -46,10 +46,10 @@ def pooled_map(inputs: LayerInputs, head: int, cell: int) -> Tensor:
     """Pool attention by cells of `cell` queries and keys, (P, P) fp32: mean mass per query."""
     length = inputs.q.shape[2]
     size = -(-length // cell)
-    pooled = torch.zeros(size, size, device=inputs.q.device)
+    pooled = torch.zeros(size, size, device=inputs.q.device, dtype=torch.float32)
     for queries, attention in rows(inputs, head, torch.arange(length, device=inputs.q.device)):
         pooled.index_add_(0, queries // cell, by_cell(attention, size, cell))
-    counts = torch.full((size,), cell, device=pooled.device)
+    counts = torch.full((size,), cell, device=pooled.device, dtype=torch.float32)
     counts[-1] = length - (size - 1) * cell
     return pooled / counts[:, None]
 
@@ -80,7 +80,9 @@ def cover(index: SparseIndex, head: int, cell: int) -> Tensor:
     columns = index.columns[0, head]
     real = columns[columns < index.k_len].long()
     of_columns = torch.bincount(real // TILE, minlength=n).float() / TILE
-    computed, could = (torch.zeros(size, size, device=columns.device) for _ in range(2))
+    computed, could = (
+        torch.zeros(size, size, device=columns.device, dtype=torch.float32) for _ in range(2)
+    )
     tile = torch.arange(n, device=columns.device)
     for chunk, mask in index.row_masks():
         at = torch.arange(chunk.start, chunk.stop, device=columns.device)

@@ -28,7 +28,7 @@ def random_scores(q: Tensor, k: Tensor, scale: float, layer: int, *, seed: int =
     """Order tiles at random by layer, head and row; the same for every prompt of a length."""
     rows = num_tiles(k.shape[2])
     generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
-    return torch.rand(q.shape[1], rows, rows, generator=generator).to(q.device)
+    return torch.rand(q.shape[1], rows, rows, generator=generator, dtype=torch.float32).to(q.device)
 
 
 def mass_scores(q: Tensor, k: Tensor, scale: float, layer: int) -> Tensor:
@@ -38,7 +38,7 @@ def mass_scores(q: Tensor, k: Tensor, scale: float, layer: int) -> Tensor:
     row.
     """
     rows = num_tiles(k.shape[2])
-    mass = torch.zeros(q.shape[1], rows, rows, device=q.device)
+    mass = torch.zeros(q.shape[1], rows, rows, device=q.device, dtype=torch.float32)
     for row in range(rows):
         mass[:, row, : row + 1] = row_mass(q, k, scale, row)
     return mass
@@ -63,7 +63,7 @@ def row_mass(q: Tensor, k: Tensor, scale: float, row: int) -> Tensor:
 def top_k_index(scores: Tensor, length: int, density: float, *, tail: int = 0) -> SparseIndex:
     """Keep the highest tiles of each row, `density` of its causal tiles; own and first included."""
     rows = scores.shape[1]
-    seen = torch.arange(1, rows + 1, device=scores.device)
+    seen = torch.arange(1, rows + 1, dtype=torch.float32, device=scores.device)
     return _index(
         scores,
         (density * seen).round().clamp(min=2).long()[None].expand(scores.shape[0], -1),

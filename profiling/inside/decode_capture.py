@@ -110,7 +110,7 @@ def capture_decode(
                         fed = made[step - 1]
                     else:
                         fed = given[length - 1 + step]
-                    ids = torch.tensor([[fed]], device=input_ids.device)
+                    ids = torch.tensor([[fed]], device=input_ids.device, dtype=torch.long)
                     output = model(input_ids=ids, past_key_values=cache, use_cache=True)
                     cache = output.past_key_values
                     done(step)
@@ -126,7 +126,7 @@ def _next(logits: Tensor, step: int, continuation: Sequence[int], avoid: Collect
         return continuation[step]
     if avoid:
         logits = logits.index_fill(
-            0, torch.tensor(sorted(avoid), device=logits.device), float("-inf")
+            0, torch.tensor(sorted(avoid), device=logits.device, dtype=torch.long), float("-inf")
         )
     return int(logits.argmax())
 

@@ -45,7 +45,7 @@ _LOGITS = 1 << 24
 # Tokens by which the logits that a model computes are compared with those that are put together
 # here.
 _TRIED = 16
-_NONE = torch.zeros(0)
+_NONE = torch.zeros(0, dtype=torch.float32)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -223,7 +223,7 @@ def _losses(
     gradient = torch.zeros_like(states)
     length = states.shape[1] - 1
     width = head(states[:, :1]).shape[-1]
-    nll = torch.full((length,), torch.nan, device=states.device)
+    nll = torch.full((length,), torch.nan, device=states.device, dtype=torch.float32)
     likeliest = torch.zeros(length, dtype=torch.long, device=states.device)
     kept = torch.zeros(len(keep), width, dtype=torch.float16, device=states.device)
     # Where some tokens are answers, nobody asks for what is predicted of the others: logits are

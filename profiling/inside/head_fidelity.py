@@ -64,7 +64,7 @@ def fidelity(
         for name in ("error", "recall", "density"):
             getattr(measured, name)[inputs.layer] = getattr(of_layer, name)
 
-    capture(model, torch.tensor([prompt.input_ids], device=model.device), visit)
+    capture(model, torch.tensor([prompt.input_ids], device=model.device, dtype=torch.long), visit)
     return measured
 
 
@@ -108,7 +108,7 @@ def recall(
         return dense[0]
 
     if any(plans.values()):
-        capture(model, torch.tensor([prompt.context], device=model.device), visit)
+        capture(model, torch.tensor([prompt.context], device=model.device, dtype=torch.long), visit)
     return {name: float(np.concatenate(heads).mean()) for name, heads in kept.items()}
 
 
@@ -130,7 +130,7 @@ def index_fidelity(
         exact = expected[0, head].float()
         error[head] = float((out[0, head].float() - exact).norm() / exact.norm().clamp_min(1e-30))
     recall = kept_mass(lse[0], dense_lse[0], inputs.sinks).mean(-1).cpu().numpy()
-    density = index.density()[0] - skipped[0] / (2 * index.causal_tiles)
+    density = index.density()[0] - skipped[0].float() / (2 * index.causal_tiles)
     return Fidelity(error=error, recall=recall, density=density.cpu().numpy())
 
 
@@ -141,7 +141,7 @@ def worked_tiles(inputs: LayerInputs, index: SparseIndex, *, backend: str = "aut
         return counted
     skipped = index.diagonals.new_zeros(index.diagonals.shape[:2])
     attend(inputs, index, backend, skipped=skipped)
-    return counted - skipped / 2
+    return counted - skipped.double() / 2
 
 
 def dense_of_layer(inputs: LayerInputs, *, backend: str = "auto") -> tuple[Tensor, Tensor]:

@@ -57,7 +57,7 @@ class ResidualStream:
         """
         heads, _, _, width = change.shape
         if layer not in self._grams:
-            basis = torch.eye(heads * width, device=change.device)
+            basis = torch.eye(heads * width, device=change.device, dtype=torch.float32)
             written = _project(self._modules[layer], basis, self._dtype).unflatten(
                 0, (heads, width)
             )

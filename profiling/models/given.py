@@ -10,6 +10,7 @@ from typing import Any
 from artifacts import HeadwiseError
 from profiling.models.loading import LoadedModel, check_attention, commit_of
 from runtime.attention.state import layer_of
+from runtime.autocast import autocast_on
 from runtime.layers import attention_layers
 
 
@@ -27,7 +28,7 @@ def given_model(
 
     Raises:
         HeadwiseError: it is no such model, its attention cannot be reached, or an artifact is
-            applied to it.
+            applied to it, or torch.autocast is on.
     """
     layers = attention_layers(model)
     if not callable(tokenizer):
@@ -37,6 +38,11 @@ def given_model(
     if any(layer_of(module) is not None for module in layers.values()):
         raise HeadwiseError(
             f"{name} has an artifact or apply_dense applied: headwise.undo(model) takes it off"
+        )
+    if autocast_on(model.device):
+        raise HeadwiseError(
+            f"{name} cannot be measured under torch.autocast: leave autocast and load the model in "
+            f"the dtype that it runs in, such as model.to(torch.bfloat16)"
         )
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -77,7 +77,11 @@ def survey(
     check_heads(loaded, heads)
     cell = TILE * -(-num_tiles(length) // CELLS)
     queries = (
-        torch.linspace(0, length - 1, min(length, QUERIES), device=model.device).round().long()
+        torch.linspace(
+            0, length - 1, min(length, QUERIES), device=model.device, dtype=torch.float32
+        )
+        .round()
+        .long()
     )
     if artifact is None:
         plans = {}
@@ -117,7 +121,9 @@ def survey(
             )
 
     with bar(total=len(layers), desc="surveying", unit="layer") as progress:
-        capture(model, torch.tensor([prompt.input_ids], device=model.device), visit)
+        capture(
+            model, torch.tensor([prompt.input_ids], device=model.device, dtype=torch.long), visit
+        )
     if not sparsity:
         raise HeadwiseError(
             f"every layer of {loaded.name} is a sliding-window layer: none sees the whole prompt"

@@ -77,7 +77,7 @@ def decoded(
         tokens = [[given[-1]]]
         if right:
             tokens.append([right[len(forced) - 1]])
-        ids = torch.tensor(tokens, device=model.device)
+        ids = torch.tensor(tokens, device=model.device, dtype=torch.long)
         logits = model(ids, past_key_values=cache, use_cache=True).logits[:, -1]
     if right:
         stacked = torch.stack(forced)

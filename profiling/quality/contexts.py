@@ -31,7 +31,7 @@ def by_context(prompts: Sequence[Prompt]) -> list[list[int]]:
 @torch.no_grad()
 def fed(model: Any, ids: Ids, cache: Any) -> Tensor:
     """Feed ids that follow what the cache holds, densely; return the logits (N, V) after each."""
-    tokens = torch.tensor([ids], device=model.device)
+    tokens = torch.tensor([ids], device=model.device, dtype=torch.long)
     rows = [
         model(chunk, past_key_values=cache, use_cache=True).logits[0]
         for chunk in tokens.split(PIECE, dim=1)
@@ -93,8 +93,8 @@ def _prefill(
     model: Any, context: Ids, kept: list[int], cache: Any, chunk: int | None
 ) -> tuple[Tensor, Any]:
     """Prefill a context; return the logits (N, V) at the positions `kept`, and the cache."""
-    ids = torch.tensor([context], device=model.device)
-    positions = torch.tensor(kept, device=model.device)
+    ids = torch.tensor([context], device=model.device, dtype=torch.long)
+    positions = torch.tensor(kept, device=model.device, dtype=torch.long)
     if chunk is None or chunk >= len(context):
         output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=positions)
         return output.logits[0], output.past_key_values

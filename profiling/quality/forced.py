@@ -35,7 +35,7 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 @torch.no_grad()
 def negative_log_likelihood(model: Any, prompt: Prompt) -> Tensor:
     """Compute -log p of each of S tokens but the first, (S - 1) fp32, in one prefill."""
-    ids = torch.tensor([prompt.input_ids], device=model.device)
+    ids = torch.tensor([prompt.input_ids], device=model.device, dtype=torch.long)
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
     return token_losses(logits, ids[0, 1:])
 
@@ -68,7 +68,7 @@ class ForcedAnswer:
 
 def forced(logits: Tensor, right: Ids) -> ForcedAnswer:
     """Score an answer of A ids by the logits (A, V) before each of them."""
-    targets = torch.tensor(right, device=logits.device)
+    targets = torch.tensor(right, device=logits.device, dtype=torch.long)
     hits = logits.argmax(-1) == targets
     losses = token_losses(logits, targets)
     return ForcedAnswer(nll=tuple(losses.tolist()), hits=tuple(hits.tolist()))

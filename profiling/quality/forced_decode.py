@@ -39,7 +39,7 @@ def begin(
     """Prefill texts of one length, several at a time, by the attention that is applied."""
     for start in range(0, len(texts), _TOGETHER):
         together = [text.input_ids for text in texts[start : start + _TOGETHER]]
-        ids = torch.tensor(together, device=model.device)
+        ids = torch.tensor(together, device=model.device, dtype=torch.long)
         filled = cache()
         output = model(ids[:, :-forced], past_key_values=filled, use_cache=True, logits_to_keep=1)
         yield Begun(ids, filled, output.logits[:, -1])

@@ -185,7 +185,11 @@ class Reference:
         # The context's last token is followed by a later turn, or by an answer, which counts for
         # itself.
         last = self.sequences[number].context - 1
-        return torch.linspace(0, last - 1, min(self._most, last)).long().to(self._model.device)
+        return (
+            torch.linspace(0, last - 1, min(self._most, last), dtype=torch.float32)
+            .long()
+            .to(self._model.device)
+        )
 
     def know(self, number: int, log_probs: Tensor, nll: Tensor, likeliest: Tensor) -> None:
         """Take dense attention's predictions from a pass that was made anyway.
@@ -210,7 +214,7 @@ class Reference:
         positions = self.positions(number)
         dense = self._dense_predicted(number)
         other = self._predicted(number, self._attending(plans, sequence))
-        ids = torch.tensor(sequence.ids, device=positions.device)
+        ids = torch.tensor(sequence.ids, device=positions.device, dtype=torch.long)
         targets = ids[positions + 1][:, None]
         answers = ids[self._before_answers(number) + 1]
         sizes = [stop - start for start, stop in sequence.answers]
@@ -265,7 +269,7 @@ class Reference:
 
     @torch.inference_mode()
     def _predicted(self, number: int, applied: AbstractContextManager[object]) -> _Predicted:
-        ids = torch.tensor(self.sequences[number].ids, device=self._model.device)
+        ids = torch.tensor(self.sequences[number].ids, device=self._model.device, dtype=torch.long)
         spread = self.positions(number)
         before = self._before_answers(number)
         kept = torch.cat([spread, before])

@@ -185,7 +185,9 @@ def _decode(
         sums.done(step)
         shown.update(step >= 0)
 
-    ids = torch.tensor([prompt.input_ids[: config.length]], device=loaded.model.device)
+    ids = torch.tensor(
+        [prompt.input_ids[: config.length]], device=loaded.model.device, dtype=torch.long
+    )
     known = () if config.greedy else continuation(config, loaded.tokenizer, prompt)
     with stream:
         capture_decode(

@@ -91,20 +91,24 @@ def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator(size.device).manual_seed(size.seed)
 
     def noise(heads: int, dim: int = size.head_dim) -> Tensor:
-        return torch.randn(1, heads, length, dim, generator=generator, device=size.device)
+        return torch.randn(
+            1, heads, length, dim, generator=generator, device=size.device, dtype=torch.float32
+        )
 
     half = size.head_dim // 2
     # Cosines at the quantiles of a Cauchy distribution add up to about exp(-distance / reach).
-    share = (torch.arange(half, device=size.device) + 0.5) / half
+    share = (torch.arange(half, device=size.device, dtype=torch.float32) + 0.5) / half
     frequencies = (share * (torch.pi / 2)).tan() / (_REACH * length)
     angles = torch.arange(length, device=size.device)[:, None] * frequencies
-    phase = torch.zeros(length, size.head_dim, device=size.device)
+    phase = torch.zeros(length, size.head_dim, device=size.device, dtype=torch.float32)
     phase[:, :half], phase[:, half : 2 * half] = _PHASE * angles.cos(), _PHASE * angles.sin()
     direction = (
         torch.nn.functional.normalize(noise(1, size.head_dim)[:, :, :1], dim=-1)
         * size.head_dim**0.5
     )
-    heavy = torch.rand(length, 1, generator=generator, device=size.device) < _HEAVY
+    heavy = (
+        torch.rand(length, 1, generator=generator, device=size.device, dtype=torch.float32) < _HEAVY
+    )
     dtype = getattr(torch, size.dtype)
     q = (noise(size.heads) + phase + direction / 2).to(dtype)
     k = (noise(size.kv_heads) + phase + direction * heavy).to(dtype)

@@ -99,11 +99,24 @@ def measure_decode(size: Size, *, chosen: int, repeats: int) -> DecodeSpeed:
     """
     generator = torch.Generator(size.device).manual_seed(size.seed)
     shape = (1, size.kv_heads, size.length, size.head_dim)
-    q = torch.randn(1, size.heads, 1, size.head_dim, generator=generator, device=size.device)
-    k, v = (torch.randn(shape, generator=generator, device=size.device) for _ in range(2))
+    q = torch.randn(
+        1,
+        size.heads,
+        1,
+        size.head_dim,
+        generator=generator,
+        device=size.device,
+        dtype=torch.float32,
+    )
+    k, v = (
+        torch.randn(shape, generator=generator, device=size.device, dtype=torch.float32)
+        for _ in range(2)
+    )
     q, k, v = (x.to(getattr(torch, size.dtype)) for x in (q, k, v))
     chosen = min(chosen, size.length)
-    order = torch.rand(shape[:3], generator=generator, device=size.device).argsort(-1)[..., :chosen]
+    order = torch.rand(
+        shape[:3], generator=generator, device=size.device, dtype=torch.float32
+    ).argsort(-1)[..., :chosen]
     tokens = order.sort(-1).values.to(torch.int32)
     for name, rows in (("all keys", None), ("chosen keys", tokens)):
         _check(decode_attention(q, k, v, tokens=rows, scores="sum"), q, k, v, rows, name)

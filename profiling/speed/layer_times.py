@@ -119,7 +119,11 @@ def time_layers(
         return out
 
     with all_threads():
-        capture(loaded.model, torch.tensor([list(ids)], device=loaded.model.device), visit)
+        capture(
+            loaded.model,
+            torch.tensor([list(ids)], device=loaded.model.device, dtype=torch.long),
+            visit,
+        )
     return [Timings(seconds=clock.seconds, layers=tuple(clock.layers)) for clock in clocks]
 
 

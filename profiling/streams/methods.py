@@ -58,7 +58,7 @@ class Cached:
         self._model = loaded.model
         self._chunk = chunk
         self._headwise = with_policy(loaded, method.policy)
-        self._ids = torch.tensor([stream.ids], device=self._model.device)
+        self._ids = torch.tensor([stream.ids], device=self._model.device, dtype=torch.long)
         self._probes = [token for span in stream.probes for token in range(*span)]
         self.cache = self._headwise.new_cache(self._model)
 
@@ -102,7 +102,7 @@ class Recomputed:
         self._model = loaded.model
         self._whole = method.whole
         self._probes = stream.probes
-        self._ids = torch.tensor([stream.ids], device=self._model.device)
+        self._ids = torch.tensor([stream.ids], device=self._model.device, dtype=torch.long)
 
     def applied(self) -> AbstractContextManager[object]:
         """Nothing: the model as it is."""

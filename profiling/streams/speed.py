@@ -27,7 +27,7 @@ def speeds(
     tokens: int,
 ) -> dict[str, list[float]]:
     """Time `tokens` fed to a full cache, or one forward over `whole` tokens, per token."""
-    ids = torch.tensor([stream.ids[: whole + 1]], device=loaded.model.device)
+    ids = torch.tensor([stream.ids[: whole + 1]], device=loaded.model.device, dtype=torch.long)
     current: list[Callable[[], None]] = []
     contexts = {}
     counts = {}

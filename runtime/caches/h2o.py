@@ -93,7 +93,7 @@ class H2O(Policy):
         keys, values, scores, _ = self._add(
             keys=call.k,
             values=call.v,
-            scores=torch.zeros(shape, device=device),
+            scores=torch.zeros(shape, device=device, dtype=torch.float32),
             positions=positions.expand(shape),
         )
         result = decode_attention(call.q, keys, values, scores="sum", **call.options)

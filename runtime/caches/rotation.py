@@ -64,7 +64,7 @@ class Rotation:
             return self._known[key]
         assert self._rotary is not None
         kind = {"layer_type": self._layer_type} if self._takes_type else {}
-        probe = torch.zeros(1, device=device)
+        probe = torch.zeros(1, device=device, dtype=torch.float32)
         zero = torch.zeros(1, 1, dtype=torch.long, device=device)
         factor = self._rotary(probe, zero, **kind)[0]
         cos, sin = (part / factor for part in self._rotary(probe, by.to(device)[None], **kind))
@@ -77,7 +77,9 @@ class Rotation:
         """Check that rotations add up, whatever the model's code does."""
         assert self._rotary is not None
         device = next((buffer.device for buffer in self._rotary.buffers()), torch.device("cpu"))
-        x = torch.randn(1, 1, 1, head_dim, generator=torch.Generator().manual_seed(0)).to(device)
+        x = torch.randn(
+            1, 1, 1, head_dim, generator=torch.Generator().manual_seed(0), dtype=torch.float32
+        ).to(device)
         there = self.shift(x, torch.tensor([7]))
         further = torch.tensor([-3])
         direct = self.shift(x, torch.tensor([4]))

@@ -114,7 +114,9 @@ class Window(Policy):
         """Attention of one token that is stored already; the order of slots does not matter."""
         shift = self._shift(self.seen - 1)
         if self.sinks and self.rotation is not None and shift:
-            self.keys[:, :, : self.sinks] = self.rotation.shift(self.first, torch.tensor([shift]))
+            self.keys[:, :, : self.sinks] = self.rotation.shift(
+                self.first, torch.tensor([shift], dtype=torch.long)
+            )
         return call.attend(call.q, self.keys[:, :, : self.kept], self.values[:, :, : self.kept])[0]
 
     def _chunk(self, call: Step, new_sinks: int) -> Tensor:
@@ -127,7 +129,7 @@ class Window(Policy):
         if not self.sinks:
             return call.attend(call.q, k, v, window=self.window)[0]
         out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
-        lse = torch.full(call.q.shape[:3], float("-inf"), device=call.q.device)
+        lse = torch.full(call.q.shape[:3], float("-inf"), device=call.q.device, dtype=torch.float32)
         if new_sinks < call.length:
             queries = call.q[:, :, new_sinks:]
             out[:, :, new_sinks:], lse[:, :, new_sinks:] = call.attend(
@@ -141,7 +143,7 @@ class Window(Policy):
         sinks = min(self.sinks, self.seen + call.length)
         shifts = [self._shift(self.seen + i) for i in range(call.length)]
         if self.rotation is not None and any(shifts):
-            q = self.rotation.shift(q, -torch.tensor(shifts))
+            q = self.rotation.shift(q, -torch.tensor(shifts, dtype=torch.long))
         seen = None
         if self.seen < self.sinks:
             positions = torch.arange(self.seen, self.seen + call.length, device=q.device)

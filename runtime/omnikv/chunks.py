@@ -51,7 +51,9 @@ class Past:
         tokens = best_places(scores[:, None], [most], [None], forced=0)[:, 0].long()
         counts = tuple(max(min(most, past - first), 0) for first in firsts)
         if min(counts) < most:
-            missing = torch.tensor([most - count for count in counts], device=tokens.device)
+            missing = torch.tensor(
+                [most - count for count in counts], device=tokens.device, dtype=torch.long
+            )
             column = torch.arange(most, device=tokens.device) - missing[:, None]
             tokens = tokens.gather(1, column.clamp_(min=0))
         return cls(q_len, past, tokens.clamp_(max=past - 1), counts, tuple(firsts))

@@ -109,9 +109,11 @@ class Selector:
         cache = filter_cache(keys)
         if self.section.selector != "last" and cache is not None:
             rows = cache.remember(scores)
-            weights = torch.ones(rows.shape[1], device=rows.device)
+            weights = torch.ones(rows.shape[1], device=rows.device, dtype=torch.float32)
             if self.section.selector == "exponential":
-                weights = _DECAY ** torch.arange(rows.shape[1] - 1, -1, -1, device=rows.device)
+                weights = _DECAY ** torch.arange(
+                    rows.shape[1] - 1, -1, -1, device=rows.device, dtype=torch.float32
+                )
             scores = (rows * weights[:, None]).sum(1)
         k_len = scores.shape[-1]
         if starts is not None:

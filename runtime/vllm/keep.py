@@ -220,7 +220,7 @@ class Snap(Keeps):
         queries = query.unflatten(1, (len(self.policies), -1))
         for policy, numbers in heads_of.items():
             count = left_of(policy, prompt, prompt)
-            heads = torch.tensor(numbers, device=query.device)
+            heads = torch.tensor(numbers, device=query.device, dtype=torch.long)
             voting = queries[:, heads].flatten(1, 2)[:, :, -policy.window :]
             keys = k[:, heads].to(query.dtype)
             values = v[:, heads].to(query.dtype)
@@ -236,10 +236,12 @@ class Snap(Keeps):
         policies = self.policies
         if len(set(policies)) == 1:
             policies = policies[:1]
-        lengths = torch.tensor([(chunk.prompt, chunk.k_len) for chunk in group.chunks])
+        lengths = torch.tensor(
+            [(chunk.prompt, chunk.k_len) for chunk in group.chunks], dtype=torch.long
+        )
         prompts, ends = lengths[:, :, None, None].unbind(1)
         kept = [[left_of(each, c.prompt, c.prompt) for each in policies] for c in group.chunks]
-        left = torch.tensor(kept)[..., None]
+        left = torch.tensor(kept, dtype=torch.long)[..., None]
         rows = torch.arange(int((left + ends - prompts).max()))
         rows = torch.where(rows < left, rows, prompts - left + rows)
         rows = torch.where(rows < ends, rows, PAD).to(torch.int32)

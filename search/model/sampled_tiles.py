@@ -66,4 +66,7 @@ def sampled(by_out: Tensor | None, length: int, tails: Sequence[int], seed: int)
         drawn = int(generator.choice(stop - start, p=chance / chance.sum()))
         rows.append(start + drawn)
         weights.append(1 / chance[drawn])
-    return Sample(rows=torch.tensor(rows), weights=torch.tensor(weights, dtype=torch.float64))
+    return Sample(
+        rows=torch.tensor(rows, dtype=torch.long),
+        weights=torch.tensor(weights, dtype=torch.float64),
+    )

@@ -115,7 +115,7 @@ def _score(
     """Score some layers of one sequence, and keep each in the resume file."""
     loaded = run.loaded
     sequence = reference.sequences[number]
-    ids = torch.tensor([sequence.ids], device=loaded.model.device)
+    ids = torch.tensor([sequence.ids], device=loaded.model.device, dtype=torch.long)
     answers = torch.zeros(len(sequence.ids), dtype=torch.bool, device=loaded.model.device)
     for start, stop in sequence.answers:
         answers[start:stop] = True

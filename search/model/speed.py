@@ -180,7 +180,9 @@ def time_first_token(
     }
 
     def measure() -> dict[str, list[float]]:
-        ids = torch.tensor([sequence.ids[: sequence.context]], device=model.device)
+        ids = torch.tensor(
+            [sequence.ids[: sequence.context]], device=model.device, dtype=torch.long
+        )
         taken: dict[str, list[float]] = {name: [] for name in methods}
         began = time.monotonic()
         limit = _SHARE * (began - run.began)

@@ -111,7 +111,7 @@ def run(config: HeadSearch) -> Artifact:
             if left:
                 capture(
                     loaded.model,
-                    torch.tensor([prompt.input_ids], device=loaded.model.device),
+                    torch.tensor([prompt.input_ids], device=loaded.model.device, dtype=torch.long),
                     visit,
                 )
         scores = {layer: ledger.get(unit) for layer, unit in units.items()}

@@ -131,6 +131,6 @@ def dense_tiles(length: int) -> int:
 
 def _a_shape_tiles(sizes: Sequence[int], length: int, dense_tail: int) -> int:
     # An A-shape reads the shapes of q and k alone.
-    tensor = torch.empty(1).expand(1, 1, length, 1)
+    tensor = torch.empty(1, dtype=torch.float32).expand(1, 1, length, 1)
     plan = LayerPlan([make("a_shape", sink=sizes[0], window=sizes[1])], 1, dense_tail=dense_tail)
     return int(plan.build(tensor, tensor).computed_tiles())

@@ -24,6 +24,7 @@ from profiling.inside.head_fidelity import (
 from profiling.prompts.prompt import Prompt
 from runtime.fingerprint import fingerprint
 from runtime.layers import layer_plans
+from tests.default_dtype import OTHERS, default_dtype
 from tests.profiling.inside.plain import output, random_inputs, weights
 from tests.runtime.tiny import tiny_model
 
@@ -120,6 +121,22 @@ def test_a_tile_that_is_skipped_counts_half():
     density = torch.from_numpy(layer_fidelity(given, plan).density).double()
     assert index.causal_tiles / 2 < tiles.min() < tiles.max() == index.causal_tiles
     torch.testing.assert_close(tiles.double() / index.causal_tiles, density, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+def test_fidelity_under_another_default_dtype_is_the_same(dtype):
+    given = random_inputs(LENGTH, heads=6, scale=0.25)
+    plan = LayerPlan([make("skip_softmax", scale_factor=n) for n in (1.0, 300.0)] * 3, 2)
+    index = plan.build(given.q, given.k, scale=given.scale)
+    expected = layer_fidelity(given, plan)
+    tiles = worked_tiles(given, index)
+    pooled = pooled_map(given, 0, 64)
+    with default_dtype(dtype):
+        found = layer_fidelity(given, plan)
+        torch.testing.assert_close(worked_tiles(given, index), tiles, atol=0, rtol=0)
+        torch.testing.assert_close(pooled_map(given, 0, 64), pooled, atol=0, rtol=0)
+    for name in ("error", "recall", "density"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), strict=True)
 
 
 WIDE, NARROW = AShape(sink=64, window=512), AShape(sink=64, window=64)

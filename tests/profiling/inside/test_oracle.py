@@ -19,6 +19,7 @@ from profiling.inside.chosen_tiles import (
     top_p_index,
 )
 from profiling.inside.oracle import choosing, oracle, top_k_attention
+from tests.default_dtype import OTHERS, default_dtype
 from tests.profiling.conftest import tiny
 from tests.profiling.inside.plain import output, random_inputs, weights
 from tests.profiling.inside.test_capture import tokens
@@ -49,6 +50,15 @@ def test_it_attends_to_the_highest_scores(length, density, tail):
     found = top_k_attention(x.q, x.k, x.v, density=density, tail=tail, scale=0.2)
     expected = output(x, highest(x, density, tail)).float()
     torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", OTHERS, ids=str)
+def test_tiles_are_counted_the_same_under_another_default_dtype(dtype):
+    scores = torch.rand(2, 300, 300)
+    expected = top_k_index(scores, 300 * TILE, 0.37).computed_tiles()
+    with default_dtype(dtype):
+        found = top_k_index(scores, 300 * TILE, 0.37)
+        torch.testing.assert_close(found.computed_tiles(), expected, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
