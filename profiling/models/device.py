@@ -68,13 +68,13 @@ def described(device: str) -> str:
     name = device_name(device)
     if device.partition(":")[0] == "cpu":
         return f"cpu ({torch.get_num_threads()} threads, {name})"
-    return f"{torch.empty(0, device=device).device} {name}"
+    return f"{torch.empty(0, device=device, dtype=torch.float32).device} {name}"
 
 
 def check_device(device: str) -> None:
     """Raise HeadwiseError for a device that torch cannot use."""
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, device=device, dtype=torch.float32)
     # torch has an AssertionError for a build without CUDA.
     except (RuntimeError, AssertionError) as error:
         reason = one_line(str(error).strip().splitlines()[0])[:150]
