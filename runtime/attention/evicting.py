@@ -16,6 +16,7 @@ from kernels.dense import dense_attention
 from kernels.patterns import LayerPlan
 from runtime.attention.layout import kernel_for
 from runtime.attention.state import Call, attempt, enough_queries
+from runtime.autocast import without_autocast
 
 
 def attend_evicting(call: Call, cache: Any) -> Tensor:
@@ -35,13 +36,14 @@ def attend_evicting(call: Call, cache: Any) -> Tensor:
         scale = call.scale
     options: dict[str, Any] = {"scale": scale, "softcap": call.softcap}
     fresh = None if call.context is None else call.context.fresh
-    out: Tensor = cache.attend(
-        call.query,
-        fresh,
-        **options,
-        backend=call.layer.settings.backend,
-        prefill=partial(_prefill, call, options),
-    )
+    with without_autocast(call.query.device):
+        out: Tensor = cache.attend(
+            call.query,
+            fresh,
+            **options,
+            backend=call.layer.settings.backend,
+            prefill=partial(_prefill, call, options),
+        )
     return out.transpose(1, 2)
 
 

@@ -19,8 +19,9 @@ from runtime.attention.evicting import attend_evicting
 from runtime.attention.layout import Part, kernel_of
 from runtime.attention.mask import context_of, headwise_mask, starts_of
 from runtime.attention.state import MIN_QUERIES, NOTHING, Call, attempt, layer_of
+from runtime.autocast import in_one_dtype
 from runtime.omnikv.bank import fetched
-from runtime.standin import NewTokens
+from runtime.standin import NewTokens, StandIn
 
 ATTENTION_NAME = "headwise"
 SLIDES = "the layer slides, and the artifact has patterns for it"
@@ -52,6 +53,8 @@ def headwise_attention(
     query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E)."""
     layer = layer_of(module)
     state = layer or NOTHING
+    if layer is not None:
+        query, key, value = _in_one_dtype(query, key, value)
     given = (module, state, query, key, value, attention_mask, dropout, scaling, more)
     if torch.compiler.is_compiling():
         # A process that compiles nothing does without torch's compiler: seconds, and Triton.
@@ -102,6 +105,15 @@ def headwise_attention(
         name = out
     layer.count(name)
     return default_attention(call)
+
+
+def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values in the dtype that attention computes in.
+
+    A stand-in has it already, from its cache."""
+    if isinstance(key, StandIn):
+        return query.to(key.dtype), key, value
+    return in_one_dtype(query, key, value)
 
 
 def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:

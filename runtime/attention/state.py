@@ -23,6 +23,7 @@ from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
 from kernels.breaker import CannotBuildError
 from kernels.patterns import LayerPlan
+from runtime.autocast import without_autocast
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.select import Role
 
@@ -249,11 +250,6 @@ class Call:
                 return "gradients are required (use torch.no_grad or inference_mode)"
         if self.more.get("position_bias") is not None:
             return "the layer uses a position bias"
-        if query.dtype != key.dtype or query.dtype != value.dtype:
-            return (
-                f"queries, keys and values differ in type: {query.dtype}, "
-                f"{key.dtype}, {value.dtype}"
-            )
         return None
 
 
@@ -262,7 +258,8 @@ def attempt(call: Call, serve: Callable[..., _Served], *more: object) -> _Served
 
     A strict application raises that reason."""
     try:
-        return serve(call, *more)
+        with without_autocast(call.query.device):
+            return serve(call, *more)
     except HeadwiseError:
         raise
     except Exception as error:

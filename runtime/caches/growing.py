@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from runtime.autocast import in_one_dtype
 from runtime.caches.policy import grown, with_headroom
 from runtime.omnikv.bank import Bank, OffloadedTensor
 
@@ -46,14 +47,19 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append (B, G, Q, D) and (B, G, Q, E); returns views (B, G, n + Q, ...) of all."""
+        """Append (B, G, Q, D) and (B, G, Q, E); returns views (B, G, n + Q, ...) of all.
+
+        Under autocast they are kept in its dtype.
+        """
+        key_states, value_states = in_one_dtype(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         past = self.get_seq_length()
         end = past + key_states.shape[-2]
         keys, values = self._memory or (self.keys, self.values)
-        keys = grown(keys, past, end, with_headroom(end))
-        values = grown(values, past, end, with_headroom(end))
+        # The dtype changes where autocast is turned on or off between two calls.
+        keys = grown(keys.to(key_states.dtype), past, end, with_headroom(end))
+        values = grown(values.to(value_states.dtype), past, end, with_headroom(end))
         keys[:, :, past:end] = key_states
         values[:, :, past:end] = value_states
         self._memory = keys, values
@@ -196,6 +202,7 @@ class BankedLayer(GrowingLayer):
 
         Returns all keys and values, or stand-ins where the past is in the bank.
         """
+        key_states, value_states = in_one_dtype(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         past = self.get_seq_length()

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from artifacts import HeadwiseError
+from runtime.autocast import in_one_dtype
 from runtime.caches.policy import Policy, Step
 from runtime.standin import NewTokens
 
@@ -103,6 +104,7 @@ class PolicyLayer(CacheLayerMixin):
             raise HeadwiseError(
                 "this cache holds tokens that no attention saw: a forward before was interrupted"
             )
+        key_states, value_states = in_one_dtype(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._slots += key_states.shape[2]
@@ -122,7 +124,8 @@ class PolicyLayer(CacheLayerMixin):
             )
         k, v = self._new
         self._new = None
-        call = Step(q=q, k=k, v=v, **options)
+        # What is kept has the dtype of the first tokens, also where autocast was turned on or off.
+        call = Step(q=q.to(self.dtype), k=k.to(self.dtype), v=v.to(self.dtype), **options)
         if spans is None:
             spans = [(0, call.length)] * q.shape[0]
         first = self._slots - call.length
@@ -132,7 +135,7 @@ class PolicyLayer(CacheLayerMixin):
                 if runs and runs[-1][1] == start:
                     start = runs.pop()[0]
                 runs.append((start, first + end))
-        return self._attend(call, spans)
+        return self._attend(call, spans).to(q.dtype)
 
     def holds(self, runs: Sequence[Spans]) -> bool:
         """True if all earlier tokens are in these slots, [begin, end) by sequence."""
@@ -147,7 +150,7 @@ class PolicyLayer(CacheLayerMixin):
         for part in self._parts:
             begin, end = spans[part.rows[0]]
             if begin < end:
-                rows = torch.tensor(part.rows, device=q.device)
+                rows = torch.tensor(part.rows, device=q.device, dtype=torch.long)
                 tokens = call.slots(begin, end, rows)
                 out[rows, :, begin:end] = self._by_heads(part.policies, tokens)
         return out
@@ -159,7 +162,8 @@ class PolicyLayer(CacheLayerMixin):
         grouped = call.q.unflatten(1, (call.k.shape[1], -1))
         if grouped.device not in self._heads:
             self._heads[grouped.device] = [
-                torch.tensor(group.heads, device=grouped.device) for group in self.groups
+                torch.tensor(group.heads, device=grouped.device, dtype=torch.long)
+                for group in self.groups
             ]
         out = grouped.new_empty(*grouped.shape[:4], call.v.shape[3])
         indices = self._heads[grouped.device]

@@ -158,7 +158,7 @@ class Bank:
             shape = (self.layers, size, self.batch, self.row.width)
             with torch.inference_mode(False):
                 self.slots = torch.empty(shape, dtype=self.row.dtype, device=self.lane.device)
-                self._held = torch.full((self.batch, size), _EMPTY)
+                self._held = torch.full((self.batch, size), _EMPTY, dtype=torch.long)
         slots = self.slots
         held = self._held
         assert held is not None
@@ -191,7 +191,7 @@ class Bank:
         most = int(counts.max())
         slots = self.slots[call.layer]
         slots[most : most + new] = call.rows
-        k, v = self.row.unpack(slots[: most + new])
+        k, v = self.row.unpack(slots[: most + new].to(call.rows.dtype))
         if int(counts.min()) == most:
             return k, v, None
         place = torch.arange(most + new, dtype=torch.int32)
@@ -204,7 +204,7 @@ class Bank:
         batch, count = tokens.shape
         shape = (count, batch, self.row.width)
         rows = torch.empty(shape, dtype=self.row.dtype, device=self.lane.device)
-        layer = torch.tensor([call.layer])
+        layer = torch.tensor([call.layer], dtype=torch.long)
         sequences = torch.arange(batch).repeat_interleave(count)
         places = torch.arange(count).repeat(batch)
 
@@ -212,7 +212,7 @@ class Bank:
             self._deliver(layer, sequences, tokens.flatten(), places, rows[None])
 
         self.lane.start(tokens, gather)()
-        return self.row.unpack(torch.cat([rows, call.rows]))
+        return self.row.unpack(torch.cat([rows.to(call.rows.dtype), call.rows]))
 
     def crop(self, length: int) -> None:
         """Forget fetched rows of the tokens from `length` on."""
@@ -292,7 +292,7 @@ class Bank:
             to = torch.zeros_like(layers)
         targets = (to[:, None] * slots.shape[1] + places) * self.batch + sequences
         bounds = [0, *accumulate(page.shape[1] for page in self.pages)]
-        cuts = torch.searchsorted(tokens, torch.tensor(bounds)).tolist()
+        cuts = torch.searchsorted(tokens, torch.tensor(bounds, dtype=torch.long)).tolist()
         self.lane.arrived()
         staged = self.lane.staging(layers.numel() * tokens.numel(), self.row.width, self.row.dtype)
         order = []

@@ -324,8 +324,8 @@ def test_a_terminal_without_the_letters(headwise):
     assert done.returncode == 0 and "mod\\xe8le" in done.stdout
 
 
-def test_ctrl_c_is_one_line_from_the_first_moment(tmp_path):
-    """During the imports, and of the console script, which imports before it runs."""
+def test_ctrl_c_while_a_command_imports_is_one_line(tmp_path):
+    """Of the console script, which imports a command before it runs it, too."""
     (tmp_path / "torch.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)"
     )
@@ -347,3 +347,21 @@ def test_ctrl_c_is_one_line_from_the_first_moment(tmp_path):
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("package", ["artifacts", "headwise", "kernels", "profiling", "search"])
+def test_importing_a_package_leaves_ctrl_c_alone(package, tmp_path):
+    """Also in a process whose script is called headwise."""
+    script = tmp_path / "headwise"
+    script.write_text(
+        "import signal, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "before = signal.getsignal(signal.SIGINT)\n"
+        f"import {package}\n"
+        "assert signal.getsignal(signal.SIGINT) is before is signal.default_int_handler\n"
+    )
+    subprocess.run(
+        [sys.executable, str(script)],
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        check=True,
+    )

@@ -1,5 +1,12 @@
 """Applying and undoing: the model is checked first, and given back as it was, whatever happened."""
 
+import copy
+import gc
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed.tensor
@@ -7,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 import artifacts
+import headwise
 from artifacts import HeadwiseError
 from runtime import Headwise, apply_dense, load
 from tests.runtime.batches import real_from
@@ -123,6 +131,112 @@ def test_a_second_application_is_refused_and_leaves_the_first_one(build, apply, 
         model(ids(200))
         assert outer.stats()["sparse"] == 2
     assert implementations(model) == ["sdpa"]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_undo_without_the_handle_restores_the_model(implementation, build, apply, ids):
+    model, prompt = build(), ids(200)
+    expected = model(prompt).logits
+    headwise.undo(model)
+    for applied in (apply, apply_dense):
+        model.set_attn_implementation(implementation)
+        applied(model)
+        headwise.undo(model)
+        assert implementations(model) == [implementation]
+        headwise.undo(model)
+        applied(model)
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(
+            HeadwiseError,
+            match=r"set_attn_implementation\('sdpa'\) has ended: headwise\.undo\(model\) takes",
+        ):
+            apply(model)
+        headwise.undo(model)
+        assert implementations(model) == [implementation]
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(model(prompt).logits, expected)
+
+
+@pytest.mark.parametrize("part", ["model", "model.language_model"])
+def test_undo_takes_the_whole_model_or_its_language_part(part, apply, ids):
+    model = pictured_model("Gemma3")
+    before = implementations(model)
+    apply(model)
+    headwise.undo(model.get_submodule(part))
+    assert implementations(model) == before
+    with apply(model, strict=True) as handle:
+        model(ids(200))
+        assert handle.stats()["sparse"] == 2
+
+
+def test_a_handle_whose_model_was_undone_leaves_a_later_application_alone(build, apply, ids):
+    model = build()
+    with apply(model) as first:
+        headwise.undo(model)
+        assert repr(first) == "<Handle: undone>"
+        with pytest.raises(HeadwiseError, match="no longer applied"):
+            first.new_cache()
+        second = apply(model, strict=True)
+    first.undo()
+    model(ids(200))
+    assert second.stats()["sparse"] == 2
+    second.undo()
+    assert implementations(model) == ["sdpa"]
+
+
+def test_undo_of_a_copy_or_of_another_model_leaves_the_first_applied(build, apply, ids):
+    model = build()
+    with apply(model, strict=True) as handle:
+        headwise.undo(copy.deepcopy(model))
+        headwise.undo(build(seed=1))
+        headwise.undo(type(model)(model.config))
+        model(ids(200))
+        assert handle.stats()["sparse"] == 2
+    with pytest.raises(HeadwiseError, match="undo takes the model, got str"):
+        headwise.undo("model")
+
+
+def test_a_model_to_which_something_is_applied_is_freed_with_its_last_reference(build, apply):
+    model = build()
+    apply(model)
+    reference = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_apply_from_eight_threads_at_once_gives_one_handle(build, artifact_for):
+    model = build(num_hidden_layers=8)
+    artifact = Headwise(artifact_for(model))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for attempt in range(10):
+            start = threading.Barrier(8)
+
+            def apply(number, attempt=attempt, start=start):
+                start.wait()
+                try:
+                    if attempt % 2:
+                        return apply_dense(model)
+                    return artifact.apply(model, backend="reference")
+                except HeadwiseError as error:
+                    return error
+
+            with ThreadPoolExecutor(8) as pool:
+                results = list(pool.map(apply, range(8)))
+            refused = [each for each in results if isinstance(each, HeadwiseError)]
+            assert len(refused) == 7
+            assert all("applied already: headwise.undo(model)" in str(each) for each in refused)
+            assert model.config._attn_implementation == "headwise"
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(headwise.undo, [model] * 8))
+            assert implementations(model) == ["sdpa"]
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import torch
 
 import artifacts
 from artifacts import HeadwiseError
+from kernels.attention import cpu
+from kernels.breaker import CannotBuildError
 from kernels.native import build
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import load_model
@@ -129,6 +131,25 @@ def test_kernels_that_do_not_compile_are_told_in_one_line(tiny_model, monkeypatc
     monkeypatch.undo()
     assert serving_backend("auto", model, "float32", "cpu") == "cpu"
     assert capfd.readouterr().err == ""
+
+
+def test_serving_backend_asks_each_backend_once_and_raises_what_is_no_build_failure(
+    tiny_model, monkeypatch, capfd
+):
+    loaded = load_model(str(tiny_model), dtype="float32")
+    model = fingerprint(loaded.model, name=loaded.name)
+
+    def failing(*_, **__):
+        raise error
+
+    monkeypatch.setattr(cpu, "sparse_attention", failing)
+    # A build that fails for this call alone: `supports` goes on to say that the kernel serves.
+    error: Exception = CannotBuildError("its kernel failed to build: no registers")
+    assert serving_backend("auto", model, "float32", "cpu") == "reference"
+    assert "its kernel failed to build: no registers" in capfd.readouterr().err
+    error = ValueError("no layout")
+    with pytest.raises(ValueError, match="no layout"):
+        serving_backend("auto", model, "float32", "cpu")
 
 
 LENGTH = 512
