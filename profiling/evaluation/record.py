@@ -92,14 +92,20 @@ def _measures(model: str, all_figures: Sequence[Figure]) -> list[dict[str, Any]]
 
 def _seen(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Count the prompts of each task and length that the search had seen, where any."""
-    overlaps = {
-        (each.task, each.length): (each.overlapping, len(each.records))
-        for each in outcomes
-        if each.overlapping
-    }
+    # Every method has the same prompts, and every depth its own.
+    by_depth = {(each.task, each.length, each.depth): each for each in outcomes}
+    seen: dict[tuple[str, int], list[Outcome]] = {}
+    for (task, length, _), outcome in by_depth.items():
+        seen.setdefault((task, length), []).append(outcome)
     return [
-        {"task": task, "length": length, "overlapping": overlapping, "samples": samples}
-        for (task, length), (overlapping, samples) in overlaps.items()
+        {
+            "task": task,
+            "length": length,
+            "overlapping": overlapping,
+            "samples": sum(len(each.records) for each in own),
+        }
+        for (task, length), own in seen.items()
+        if (overlapping := sum(each.overlapping for each in own))
     ]
 
 

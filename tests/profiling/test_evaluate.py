@@ -265,8 +265,9 @@ def test_windows_that_the_search_saw_are_told(command, loaded, searched, tmp_pat
     info = artifact.search.model_copy(update={"calibration": calibration})
     arrays |= artifacts.window_arrays(digests)
     artifacts.save(artifact.model_copy(update={"search": info}), tmp_path / "cfg.yaml", arrays)
-    asked = f"--no-speed --samples 2 --task passkey --text {text} --methods headwise"
-    assert command(asked)["seen_by_search"] == [
+    asked = "--no-speed --samples 2 --task passkey --task niah_single_2 --depths 0 1"
+    assert command(f"{asked} --text {text} --methods headwise")["seen_by_search"] == [
+        {"task": "niah_single_2:text.txt", "length": LENGTH, "overlapping": 4, "samples": 4},
         {"task": "text:text.txt", "length": LENGTH, "overlapping": 2, "samples": 2},
     ]
     said = "2 of 2 prompts of text:text.txt at 900 tokens overlap"
