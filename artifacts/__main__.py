@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 
-from artifacts.cli.command import ArgumentParser, run_command, set_verbosity
+from artifacts.cli.command import ArgumentParser, one_process, run_command, set_verbosity
 
 VERBS = (
     "show", "validate", "diff", "set", "merge", "convert", "schema", "sign", "verify",
@@ -70,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     if left_over:
         usage = " ".join(below.format_usage().split())
         below.error(f"unrecognized arguments: {' '.join(left_over)}; {usage}")
+    one_process(below.prog)
     verb = given.pop("module")
     outcome = verb.run(config_of(verb.Config, given))
     sys.stdout.write(outcome.text)

@@ -7,7 +7,6 @@ Without torchrun there is one rank, and torch.distributed is not initialised.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 
 from artifacts import HeadwiseError
 from artifacts.cli import command
-from artifacts.cli.command import INTERRUPTED
+from artifacts.cli.command import INTERRUPTED, launch_number
 from profiling.values import from_bytes, to_bytes
 
 # The longest that a rank waits for the others at the end of a phase. One that has died is noticed
@@ -218,7 +217,7 @@ def ranks(*, timeout: float = TIMEOUT) -> Iterator[Ranks]:
     Args:
         timeout: seconds that a rank waits for the others.
     """
-    count = _number("WORLD_SIZE", 1)
+    count = launch_number("WORLD_SIZE", 1)
     if count == 1:
         yield Ranks()
         return
@@ -227,7 +226,7 @@ def ranks(*, timeout: float = TIMEOUT) -> Iterator[Ranks]:
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    local = _number("LOCAL_RANK", 0)
+    local = launch_number("LOCAL_RANK", 0)
     if torch.cuda.is_available() and local < torch.cuda.device_count():
         torch.cuda.set_device(local)
     store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
@@ -253,23 +252,6 @@ def ranks(*, timeout: float = TIMEOUT) -> Iterator[Ranks]:
         joined._fails(error)
         raise
     distributed.destroy_process_group()
-
-
-def one_process(command: str) -> None:
-    """Raise HeadwiseError where torchrun starts several ranks of a one-process command."""
-    if (count := _number("WORLD_SIZE", 1)) > 1:
-        raise HeadwiseError(
-            f"{command} is for one process, got {count} of a launch: start it without torchrun"
-        )
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise HeadwiseError(
-            f"the environment's {name} must be a number, as torchrun sets it, got {text!r}"
-        )
-    return int(text)
 
 
 def _nothing() -> Any:

@@ -21,7 +21,6 @@ from profiling.models.device import device_of, settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.answers import answer
-from profiling.ranks import one_process
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds, rows, sentence
 from profiling.speed.latency import interleaved, medians, prefill
 from runtime import load
@@ -71,7 +70,6 @@ def run(config: ModelSearch, *, repeats: int) -> bool:
     Raises:
         HeadwiseError: anything that the user has to put right, or the gate, that nothing passes.
     """
-    one_process("headwise demo")
     config = settled(config)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)

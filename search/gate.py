@@ -24,7 +24,7 @@ import numpy as np
 
 from artifacts import Artifact, Evidence, HeadwiseError, Verdict, load_pair
 from artifacts.cli import arguments
-from artifacts.cli.command import FOUND, ArgumentParser, run_command
+from artifacts.cli.command import FOUND, ArgumentParser, one_process, run_command
 from artifacts.cli.options import add_arguments, config_of, nested, option, shared
 from artifacts.files import check_writable
 from kernels.patterns import LayerPlan
@@ -125,6 +125,7 @@ def run(config: GateConfig, loaded: LoadedModel | None = None) -> GateResult:
         HeadwiseError: the model is another one, without `out` of other weights, with it of another
         shape.
     """
+    one_process("headwise gate")
     if config.out is not None:
         check_writable(config.out)
     artifact, arrays = load_pair(config.config)

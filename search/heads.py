@@ -35,7 +35,7 @@ _OF_MODEL = tuple(
 
 def parser() -> ArgumentParser:
     """The command line of headwise search."""
-    p = ArgumentParser(prog="headwise search", description=__doc__)
+    p = ArgumentParser(prog="headwise search", description=__doc__, shares_work=True)
     add_arguments(p, ModelSearch)
     add_arguments(p, HeadSearch, ("preset",))
     return p

@@ -74,9 +74,15 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with one-line errors, no abbreviations, kept line breaks, -q, -v and --version."""
+    """argparse with one-line errors, no abbreviations, kept line breaks, -q, -v and --version.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Attributes:
+        shares_work: True if the command shares its work over the ranks of torchrun. Any other
+            command refuses to run in several, each of which would write the same files.
+    """
+
+    def __init__(self, *args: Any, shares_work: bool = False, **kwargs: Any) -> None:
+        self.shares_work = shares_work
         kwargs.setdefault("formatter_class", _Formatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
@@ -85,9 +91,16 @@ class ArgumentParser(argparse.ArgumentParser):
         self.add_argument("--version", action=_Version)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse; what -q or -v of an earlier call set is set back."""
+        """As argparse; what -q or -v of an earlier call set is set back.
+
+        Raises:
+            HeadwiseError: torchrun starts several ranks of a command that does not share its work.
+        """
         set_verbosity(0)
-        return super().parse_args(args, namespace)
+        parsed = super().parse_args(args, namespace)
+        if not self.shares_work:
+            one_process(self.prog)
+        return parsed
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse; `--json cfg.yaml` is no request to write over an artifact."""
@@ -169,6 +182,24 @@ def set_verbosity(level: int) -> None:
         if level > 0:
             logging.basicConfig(format="%(message)s")
     verbosity = level
+
+
+def launch_number(name: str, default: int) -> int:
+    """Return a number that torchrun sets in the environment, such as WORLD_SIZE."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise HeadwiseError(
+            f"the environment's {name} must be a number, as torchrun sets it, got {text!r}"
+        )
+    return int(text)
+
+
+def one_process(command: str) -> None:
+    """Raise HeadwiseError where torchrun starts several ranks of a one-process command."""
+    if (count := launch_number("WORLD_SIZE", 1)) > 1:
+        raise HeadwiseError(
+            f"{command} is for one process, got {count} of a launch: start it without torchrun"
+        )
 
 
 def natural(text: str) -> int:

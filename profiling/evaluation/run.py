@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from artifacts import Artifact, HeadwiseError, Measurement, load_pair, update
+from artifacts.cli.command import one_process
 from artifacts.files import check_writable
 from profiling.evaluation.config import (
     DEFAULT_METHODS,
@@ -59,6 +60,7 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
     Raises:
         HeadwiseError: anything that the user has to put right.
     """
+    one_process("headwise evaluate")
     start = time.monotonic()
     first, *further = config.configs
     artifact, arrays = load_pair(first)

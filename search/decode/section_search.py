@@ -18,7 +18,6 @@ from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.held_out import Seen, held_out
 from profiling.prompts.prompt import Prompt
-from profiling.ranks import one_process
 from runtime.fingerprint import check
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ class SectionSearch:
             HeadwiseError: one of them cannot be read, they do not go together, or `out` cannot be
             written.
         """
-        one_process(f"headwise {command}")
         check_writable(out)
         artifact, arrays = load_pair(file)
         loaded = load_model(model, dtype=dtype, device=device)

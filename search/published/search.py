@@ -27,6 +27,7 @@ from artifacts import (
     window_arrays,
 )
 from artifacts.analysis.sections import save_searched
+from artifacts.cli.command import one_process
 from artifacts.files import check_writable
 from kernels.index import with_dense_tail
 from kernels.patterns import Pattern
@@ -38,7 +39,6 @@ from profiling.models.loading import load_model
 from profiling.progress import phase
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt, digest, make_prompts, parse_task
-from profiling.ranks import one_process
 from runtime.fingerprint import fingerprint
 from search.model.layers import searched_layers, serving_backend
 from search.model.prompts import check_positions

@@ -251,10 +251,21 @@ def test_the_page_of_commands_is_current():
     )
 
 
-@pytest.mark.parametrize("verb", ["filters", "kv", "demo"])
-def test_a_command_for_one_process_says_so_to_a_launch_of_several(verb, refused, monkeypatch):
+def test_search_alone_shares_its_work_over_ranks():
+    assert {verb for verb, parser in PARSERS.items() if parser.shares_work} == {"search"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(f"{verb} {TYPED[verb]}" for verb in OURS if verb != "search"),
+        "search --model model --out new.yaml --preset paper --budget 0.5",
+    ],
+)
+def test_command_without_shared_work_refuses_several_ranks(words, refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused("is for one process, got 2 of a launch", verb, TYPED[verb])
+    refused(f"headwise {words.split()[0]}", words)
+    refused("is for one process, got 2 of a launch: start it without torchrun", words)
 
 
 def raising(error: BaseException) -> Any:
