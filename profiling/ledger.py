@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +23,7 @@ from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from artifacts.files import atomic_write
 from artifacts.store.pair import locked
+from profiling.environment import versions
 from profiling.ranks import Ranks
 from profiling.values import from_bytes, to_bytes
 
@@ -74,11 +74,7 @@ class Ledger:
         self._ranks = ranks or Ranks()
         # In their order: of several that differ the first is named.
         self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings or {})))
-        self._versions = {
-            "format": _FORMAT,
-            "headwise": version("headwise"),
-            "torch": version("torch"),
-        }
+        self._versions = {"format": _FORMAT, **versions()}
         with ExitStack() as stack:
             if self._ranks.is_first:
                 # The system's: it ends with its holder, however that ends.
@@ -105,7 +101,7 @@ class Ledger:
         return self.get(unit) is not None
 
     def unit(self, name: str, depends: Mapping[str, Any] | None = None) -> Unit:
-        """Name a job; it depends on these values (JSON), the settings and the versions."""
+        """Name a job; it depends on these values (JSON), the settings and package versions."""
         content = [name, dict(depends or {}), self._settings, self._versions]
         return Unit(name=name, key=hashlib.sha256(_canonical(content)).hexdigest())
 

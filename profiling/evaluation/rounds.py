@@ -45,15 +45,15 @@ class Step(NamedTuple):
 
 
 def places_of(
-    model: str, artifact: Artifact, tasks: Sequence[str], lengths: Sequence[int]
+    artifact: Artifact, tasks: Sequence[str], lengths: Sequence[int]
 ) -> tuple[list[tuple[str, int]], list[str]]:
     """List tasks with lengths, the most telling first, and those left out as served densely.
 
     Raises:
         HeadwiseError: a length that was asked for, or every one, is shorter than the artifact
-        serves sparsely.
+            serves sparsely.
     """
-    known = [each for each in settings(model) if each.asked]
+    known = [each for each in settings(artifact.model.name) if each.asked]
     if not tasks and not lengths and known:
         places = [(TEXT, usual_length(known)), *((each.task, each.length) for each in known)]
         least = artifact.prefill.dense_below

@@ -78,7 +78,7 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
     left_out: list[str] = []
     if config.minutes is not None:
         served = _served(config, artifact)
-        places, left_out = places_of(loaded.name, served, quality.tasks, quality.lengths)
+        places, left_out = places_of(served, quality.tasks, quality.lengths)
         quality = replace(quality, lengths=tuple(sorted({length for _, length in places})))
     with open_ledger(config.out, fresh=config.fresh) as ledger:
         methods = Methods(

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_what_is_put_is_there_after_the_process(out):
     assert list(out.parent.iterdir()) == []
 
 
-def test_a_unit_is_known_by_all_that_it_depends_on(out, monkeypatch):
+def test_a_unit_is_known_by_all_that_it_depends_on(out):
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
         same = ledger.unit("layer 0", {"seed": 0})
         assert ledger.get(same) is not None
@@ -84,7 +85,14 @@ def test_a_unit_is_known_by_all_that_it_depends_on(out, monkeypatch):
             assert ledger.get(ledger.unit(name, inputs)) is None
     with Ledger(out, "filters", settings=SETTINGS) as other_command:
         assert not len(other_command)
-    monkeypatch.setattr("profiling.ledger.version", lambda name: "99")
+
+
+@pytest.mark.parametrize("package", ["headwise", "torch", "transformers"])
+def test_ledger_unit_of_another_package_version_is_not_reused(out, package, monkeypatch):
+    def other_version(name):
+        return "99" if name == package else version(name)
+
+    monkeypatch.setattr("profiling.environment.version", other_version)
     with Ledger(out, "heads", settings=SETTINGS) as ledger:
         assert ledger.get(ledger.unit("layer 0", {"seed": 0})) is None
 

@@ -90,6 +90,7 @@ def test_what_fits_is_measured_and_the_rest_is_named(command, monkeypatch):
 
 def test_tasks_and_lengths_are_the_models_settings(searched, monkeypatch):
     artifact = load(searched / "cfg.yaml")
+    name = artifact.model.name
     base = Setting(task="a", length=LENGTH, measure="score", count=9, dense=0.5, low=0.1, high=0.9)
     sure = replace(base, dense=0.95, low=0.6, measure="choice", chance=0.5, difference=-0.1)
     some = (
@@ -100,11 +101,11 @@ def test_tasks_and_lengths_are_the_models_settings(searched, monkeypatch):
         replace(sure, task="guessed", dense=0.5, low=0.2, chance=0.25),
         replace(sure, task="given up", difference=None),
     )
-    monkeypatch.setattr(rounds, "settings", {"m": some, "smollm2": some[:1]}.__getitem__)
-    places, left = rounds.places_of("m", artifact, (), ())
+    monkeypatch.setattr(rounds, "settings", {name: some, "smollm2": some[:1]}.__getitem__)
+    places, left = rounds.places_of(artifact, (), ())
     assert places == [("prose", LENGTH), ("a", LENGTH), ("forced", LENGTH)]
     assert left == ["short at 20 tokens, which the artifact serves densely"]
-    longer, _ = rounds.places_of("m", artifact, (), (600,))
+    longer, _ = rounds.places_of(artifact, (), (600,))
     assert longer == [(task, 600) for task in ("prose", "a", "short", "forced")]
-    monkeypatch.setattr(rounds, "settings", {"new": (), "smollm2": some[:1]}.__getitem__)
-    assert rounds.places_of("new", artifact, (), (600,))[0] == [("prose", 600), ("a", 600)]
+    monkeypatch.setattr(rounds, "settings", {name: (), "smollm2": some[:1]}.__getitem__)
+    assert rounds.places_of(artifact, (), (600,))[0] == [("prose", 600), ("a", 600)]
