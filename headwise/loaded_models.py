@@ -165,5 +165,11 @@ def evaluate(
 
 def _call(function: str, options: dict[str, Any]) -> str:
     """A call as it stands in records, in place of a command line."""
-    given = "".join(f", {name}={value!r}" for name, value in options.items())
+    from search.model.config import without_password
+
+    shown = {
+        name: without_password(value) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+    given = "".join(f", {name}={value!r}" for name, value in shown.items())
     return f"headwise.{function}(model, tokenizer{given})"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import artifacts
 import headwise
 from artifacts import HeadwiseError
+from headwise.loaded_models import _call
 from profiling.inside.capture import capture
 from profiling.inside.residual import ResidualStream
 from search import heads
@@ -141,6 +142,11 @@ def test_search_gate_and_evaluate_under_autocast_are_refused_in_a_line(folder, t
             function(model, tokenizer, *artifact, out=tmp_path / "out")
         assert "\n" not in str(caught.value)
     assert state(model) == before and not list(tmp_path.iterdir())
+
+
+def test_call_of_a_search_is_recorded_without_the_password_of_its_storage():
+    call = _call("search", {"out": "a.yaml", "storage": "mysql://me:secret@db/x"})
+    assert call == "headwise.search(model, tokenizer, out='a.yaml', storage='mysql://me@db/x')"
 
 
 class Killed(Exception):

@@ -62,10 +62,6 @@ class CostTable:
     command: str
     costs: tuple[Cost, ...]
 
-    def has(self, pattern: str) -> bool:
-        """True if anything was measured for this kind of pattern."""
-        return any(cost.pattern == pattern for cost in self.costs)
-
     def seconds(
         self, pattern: str, *, tiles: float, length: int, head_dim: int, dtype: str, heads: int
     ) -> float:

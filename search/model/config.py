@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from artifacts import HeadwiseError
 from artifacts.cli import arguments
@@ -25,9 +26,25 @@ CLOSED = 2
 TAILS = (64, 256)
 
 
+# The password of a URL ends at the last @, as unescaped ones may be in it.
+_PASSWORD = re.compile(r"(?P<user>://(?!/)[^:]*):(?P<secret>.*)@", re.DOTALL)
+_QUERY_PASSWORD = re.compile(
+    r"(?P<name>[?&][^=&]*(?:pass|pwd|secret|token|key|credential)[^=&]*=)(?P<secret>[^&]*)",
+    re.DOTALL | re.IGNORECASE,
+)
+
+
 def without_password(url: str) -> str:
-    """A storage's URL with `user:password@` cut to `user@`."""
-    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1@", url)
+    """A storage's URL with `user:password@` cut to `user@`, and passwords of its query to `***`."""
+    return _PASSWORD.sub(r"\g<user>@", _QUERY_PASSWORD.sub(r"\g<name>***", url))
+
+
+def passwords(url: str) -> list[str]:
+    """The passwords in a storage's URL, as they are written and as they are read."""
+    without_query = _QUERY_PASSWORD.sub(r"\g<name>", url)
+    found = [match["secret"] for match in _QUERY_PASSWORD.finditer(url)]
+    found += [match["secret"] for match in _PASSWORD.finditer(without_query)]
+    return [each for secret in found if secret for each in (secret, unquote(secret))]
 
 
 def _share(text: str) -> float:

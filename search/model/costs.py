@@ -22,8 +22,17 @@ from search.model.candidates import LAST_Q
 class Costs:
     """Costs of heads on one prompt of `length` tokens.
 
-    table: seconds by tiles; None where FLOPs are counted. scale, overhead: the model's own layers
-    take `scale` times the table's seconds, and `overhead` seconds more for each head."""
+    The model's own layers take `scale` times the table's seconds, and `overhead` more.
+
+    Attributes:
+        unit: seconds or FLOPs.
+        length: of the prompt, in tokens.
+        head_dim: of the model.
+        dtype: of the attention.
+        table: seconds by tiles; None where FLOPs are counted.
+        scale: factor of the table's seconds.
+        overhead: seconds of each head.
+    """
 
     unit: CostUnit
     length: int
@@ -49,13 +58,7 @@ class Costs:
         scale: float = 1.0,
         overhead: float = 0.0,
     ) -> Costs:
-        """Seconds by a device's cost table.
-
-        Raises:
-            HeadwiseError: the table lacks the model's head dim and dtype for a searched kind.
-        """
-        for kind in ("a_shape", "vertical_slash", "block_sparse", "dense"):
-            table.line(kind, length=length, head_dim=model.head_dim, dtype=dtype)
+        """Seconds by a device's cost table, which has all kinds of the candidates."""
         return cls(
             unit="seconds",
             length=length,
@@ -76,17 +79,19 @@ class Costs:
     def of(self, candidates: Sequence[Pattern], tiles: np.ndarray) -> np.ndarray:
         """Costs of heads with each candidate, index build included.
 
-        tiles, result: (..., C)."""
+        Args:
+            candidates: C patterns.
+            tiles: (..., C), that each computes.
+
+        Returns:
+            (..., C).
+        """
         if self.table is None:
             return tiles.astype(np.float64) * self._flops_per_tile
         seconds = np.full(tiles.shape, np.nan)
         for c, pattern in enumerate(candidates):
-            kind = pattern.kind
-            # A table measured for all models has no kind that skips: that then costs as dense does.
-            if kind == "skip_softmax" and not self.table.has(kind):
-                kind = "dense"
             x, y = self.table.line(
-                kind, length=self.length, head_dim=self.head_dim, dtype=self.dtype
+                pattern.kind, length=self.length, head_dim=self.head_dim, dtype=self.dtype
             )
             own = _interpolate(tiles[..., c].astype(np.float64), x, y)
             seconds[..., c] = own + self._estimate(pattern)

@@ -7,6 +7,8 @@ all at the budget that was asked for."""
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from artifacts import HeadwiseError
@@ -14,7 +16,7 @@ from artifacts.errors import shorten
 from profiling.progress import Phase, phase
 from profiling.quality.sequences import Reference
 from search.model.allocation import Allocation, Heads
-from search.model.config import without_password
+from search.model.config import passwords, without_password
 from search.model.search_run import Measured, SearchRun
 from search.model.task_losses import TaskLoss
 
@@ -70,19 +72,24 @@ def refine(
 
 
 def check_storage(url: str | None) -> None:
-    """Raise HeadwiseError where Optuna cannot open this storage."""
+    """Raise HeadwiseError where Optuna cannot open this storage; the error shows no password."""
     if url is None:
         return
     import optuna
 
+    shown = f"cannot use the storage {without_password(url)!r}"
+    if re.search("://(?!/)[^:@]*:[^@]*@[^?]*@", url):
+        # SQLAlchemy would look up the rest of the password as a host.
+        raise HeadwiseError(f"{shown}: its password has an @, which must be written %40")
     try:
         optuna.get_all_study_summaries(url)
     # Whatever the database's driver raises, one that is missing included.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        for password in passwords(url):
+            reason = reason.replace(password, "***")
         raise HeadwiseError(
-            f"cannot use the storage {without_password(url)!r}: {shorten(reason)}; it is a URL "
-            "such as sqlite:///study.db"
+            f"{shown}: {shorten(reason)}; it is a URL such as sqlite:///study.db"
         ) from None
 
 

@@ -76,14 +76,14 @@ def run(config: ModelSearch, loaded: LoadedModel | None = None) -> Recorded | No
 
 
 def search_model(
-    config: ModelSearch, loaded: LoadedModel, model: ModelInfo, ranks: Ranks | None = None
+    config: ModelSearch, loaded: LoadedModel, model: ModelInfo, joined: Ranks | None = None
 ) -> Recorded | None:
     """Search a model that is loaded and fingerprinted; None in ranks after the first."""
     began = time.monotonic()
     config = settled(config, loaded.model)
     check_logits(loaded.model)
     layers = searched_layers(loaded)
-    ranks = ranks or Ranks()
+    joined = joined or Ranks()
 
     # Prompts. The first held-out set is made before any work, to refuse a text that is too short.
     lengths = lengths_of(config, model)
@@ -93,14 +93,14 @@ def search_model(
     held_out = chain([next(held_out)], held_out)
 
     backend = serving_backend(
-        config.backend, model, config.dtype, config.device, quiet=not ranks.is_first
+        config.backend, model, config.dtype, config.device, quiet=not joined.is_first
     )
-    if ranks.is_first:
+    if joined.is_first:
         check_storage(config.storage)
     candidates = {length: candidate_grid(length) for length in lengths}
     settings = _settings(config, model, prompts, backend, candidates)
-    with Ledger(config.out, "heads", settings=settings, fresh=config.fresh, ranks=ranks) as ledger:
-        run = SearchRun(
+    with Ledger(config.out, "heads", settings=settings, fresh=config.fresh, ranks=joined) as ledger:
+        search_run = SearchRun(
             loaded=loaded,
             model=model,
             prompts=prompts,
@@ -111,7 +111,7 @@ def search_model(
             device=config.device,
             backend=backend,
             seen=seen,
-            ranks=ranks,
+            ranks=joined,
             ledger=ledger,
             began=began,
         )
@@ -121,32 +121,32 @@ def search_model(
         gradient_fault = None
         for length in lengths:
             # Scoring leaves dense attention's predictions in the reference.
-            reference = run.reference(prompts[length])
-            curves[length], fault = score_prompts(run, length, reference)
+            reference = search_run.reference(prompts[length])
+            curves[length], fault = score_prompts(search_run, length, reference)
             gradient_fault = gradient_fault or fault
         # Lengths ascend: what follows is for the longest prompts.
         calibration = reference
-        by_tail = curves[run.length]
-        if gradient_fault and ranks.is_first:
+        by_tail = curves[search_run.length]
+        if gradient_fault and joined.is_first:
             _report_fault(gradient_fault)
 
         # Costs: counted, or timed on the layers of a real prompt.
         if config.cost == "flops":
-            costs = Costs.flops(model, length=run.length, dtype=run.dtype)
+            costs = Costs.flops(model, length=search_run.length, dtype=search_run.dtype)
         else:
             costs = time_candidates(
-                run, calibration.sequences[0], by_tail, config.share, command=config.command
+                search_run, calibration.sequences[0], by_tail, config.share, command=config.command
             )
 
         # Allocation: the budget, and what the heads can spend it on.
-        heads = Heads.of(by_tail, costs, run.patterns)
+        heads = Heads.of(by_tail, costs, search_run.patterns)
         total, reason = spendable(
-            heads, config.share, asked=config.budget is not None, length=run.length
+            heads, config.share, asked=config.budget is not None, length=search_run.length
         )
 
         # Refinement: ways to spend the budget, on the calibration prompts.
         trials = refine(
-            run,
+            search_run,
             heads,
             total,
             calibration,
@@ -157,11 +157,11 @@ def search_model(
         )
 
         # Gate: losses on held-out prompts, and more budget where a task loses too much.
-        accepted = gate(run, heads, config.limits, total, trials[0], held_out)
-        if not ranks.is_first:
+        accepted = gate(search_run, heads, config.limits, total, trials[0], held_out)
+        if not joined.is_first:
             return None
         outcome = Outcome(
-            run=run,
+            run=search_run,
             curves=curves,
             costs=costs,
             heads=heads,
@@ -175,10 +175,10 @@ def search_model(
         # Timing: attention alone, then whole prefills of the artifact by the runtime.
         speed = None
         if config.cost == "seconds":
-            speed = time_attention(run, accepted)
+            speed = time_attention(search_run, accepted)
         artifact, arrays = build(config, outcome, speed)
         if speed is not None and config.max_memory is None:
-            first_token = time_first_token(run, accepted, artifact, speed)
+            first_token = time_first_token(search_run, accepted, artifact, speed)
             speed = replace(speed, first_token=first_token)
 
         # Record.

@@ -11,6 +11,7 @@ import pytest
 from artifacts import HeadwiseError
 from profiling.ranks import Ranks
 from search.model.allocation import Allocation, Heads
+from search.model.config import passwords, without_password
 from search.model.refine import balance, check_storage, refine
 from search.model.search_run import Measured
 from search.model.task_losses import ContextLoss, TaskLoss
@@ -147,8 +148,57 @@ def test_a_storage_holds_an_ordinary_study_of_these_trials(tmp_path):
     assert not (tmp_path / "none.db").exists()
 
 
+# Each has "secret" and "hidden" in passwords alone.
+SECRET_URLS = [
+    "nosuch://me:secret@nowhere/db",
+    "nosuch://me:secret@hidden@nowhere/db",
+    "nosuch://me:secret:hidden@nowhere:3306/db",
+    "nosuch://me:secret/hidden?a=b#c@nowhere/db",
+    "nosuch://me:secret%40hidden@nowhere/db",
+    "nosuch://:secret@nowhere/db",
+    "nosuch://me@here.org:secret@nowhere/db",
+    "nosuch://me:secret@nowhere/db?a=b&password=secret@hidden",
+    "sqlite://me:secret@/db?sslpassword=secrethidden",
+    "nosuch://nowhere/db?Passwd=secret%20hidden&a=b",
+    "nosuch://nowhere/db?auth_token=secret/hidden",
+]
+
+
 def test_a_storage_that_cannot_be_opened_is_one_line_without_its_password():
-    for url in ("study", "nosuch://me:secret@nowhere/db"):
+    for url in ("study", *SECRET_URLS):
         with pytest.raises(HeadwiseError, match="cannot use the storage") as error:
             check_storage(url)
-        assert "\n" not in str(error.value) and "secret" not in str(error.value)
+        said = str(error.value)
+        assert "\n" not in said and "secret" not in said and "hidden" not in said
+
+
+def test_storage_whose_password_has_an_at_sign_is_refused_before_any_connection():
+    with pytest.raises(HeadwiseError, match=r"'mysql://me@db:3306/x': .* must be written %40"):
+        check_storage("mysql://me:secret@hidden@db:3306/x")
+
+
+@pytest.mark.parametrize("url", SECRET_URLS)
+def test_without_password_shows_no_part_of_a_password(url):
+    for word in (url, f"--storage={url}"):
+        shown = without_password(word)
+        assert "secret" not in shown and "hidden" not in shown and shown.startswith(word[:6])
+    assert any("secret" in password for password in passwords(url))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://me:secret@db:5432/x?timeout=3", "postgresql://me@db:5432/x?timeout=3"),
+        ("postgresql://me:s%40cret@db/x", "postgresql://me@db/x"),
+        ("postgresql://me@db:5432/x", "postgresql://me@db:5432/x"),
+        (
+            "postgresql://db/x?user=me&PASSWORD=secret&a=b",
+            "postgresql://db/x?user=me&PASSWORD=***&a=b",
+        ),
+        ("sqlite:///study.db", "sqlite:///study.db"),
+        ("sqlite:////home/a:b@c/study.db", "sqlite:////home/a:b@c/study.db"),
+        ("passkey@depth=0.5:text.txt", "passkey@depth=0.5:text.txt"),
+    ],
+)
+def test_without_password_keeps_the_rest_of_a_url(url, shown):
+    assert without_password(url) == shown
