@@ -31,7 +31,7 @@ def load(
 ) -> Headwise:
     """Load an artifact; with a target, the point of its front that meets it.
 
-    Warns once if the gate has not proven it.
+    Warns once if no gate has proven its patterns.
 
     Args:
         path: the YAML file.
@@ -49,11 +49,9 @@ def load(
     """
     artifact, arrays = artifacts.load_pair(path, verify=verify, names=())
     verdict = artifact.evidence.verdict
-    if verdict is not None and not verdict.proven:
-        _warn_once(
-            f"{one_line(str(path))} is not proven: {verdict.why}, too few to see a loss of one in "
-            f"five"
-        )
+    sparse = any(pattern.kind != "dense" for pattern in artifact.patterns.values())
+    if sparse and (verdict is None or not verdict.proven):
+        _warn_once(f"{one_line(str(path))} is {artifact.evidence.proof}")
     try:
         artifact = artifacts.at_target(
             artifact,
@@ -136,6 +134,7 @@ class Headwise:
             dense_by="auto" if by_kernel else "model",
             strict=strict,
             backend=backend,
+            evidence=self.artifact.evidence,
         )
         return attach(model, settings, self.artifact, self.arrays, check_weights=check_weights)
 

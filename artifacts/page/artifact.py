@@ -206,11 +206,7 @@ def _evidence(evidence: Evidence, width: int) -> list[str]:
         return ["evidence: none measured yet"]
     lines = ["evidence"]
     if evidence.verdict is not None:
-        if evidence.verdict.proven:
-            proven = "proven"
-        else:
-            proven = "not proven"
-        lines += labelled("  verdict", f"{proven}: {evidence.verdict.why}", width, indent=15)
+        lines += labelled("  verdict", evidence.proof, width, indent=15)
     for label, prompts in (
         ("chosen on", evidence.chosen_on),
         ("reported on", evidence.reported_on),

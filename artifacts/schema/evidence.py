@@ -152,6 +152,37 @@ class Evidence(Record):
         default=(), description="numbers against a baseline"
     )
 
+    @property
+    def measured_length(self) -> int | None:
+        """Longest prompt on which the losses of `tasks` were measured, in tokens; None without."""
+        return max((task.length for task in self.tasks if task.length is not None), default=None)
+
+    @property
+    def proof(self) -> str:
+        """What the gate has proven, and up to how many tokens, in words."""
+        if self.verdict is None:
+            return "not proven: no gate has run on its patterns"
+        tokens = self.measured_length
+        up_to = ""
+        if tokens is not None:
+            up_to = f" up to {tokens:,} tokens"
+        if self.verdict.proven:
+            return f"proven{up_to}: {self.verdict.why}"
+        if tokens is not None:
+            up_to = f"; measured{up_to}"
+        return f"not proven: {self.verdict.why}, too few to see a loss of one in five{up_to}"
+
+    def beyond(self, tokens: int) -> str | None:
+        """The warning for a prompt that is longer than the longest that was measured, else None."""
+        most = self.measured_length
+        if most is None or tokens <= most:
+            return None
+        return (
+            f"a prompt of {tokens:,} tokens is longer than the {most:,} up to which the artifact's "
+            "losses were measured: what it loses there is not known (headwise gate --length "
+            "measures it)"
+        )
+
     def with_measurements(
         self, entries: Iterable[Measurement], *, command: str | None = None
     ) -> Evidence:

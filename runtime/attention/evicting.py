@@ -64,6 +64,7 @@ def _prefill(
     if plan is not None and _is_long(q, k, settings.dense_below, plan.dense_tail):
         kernel, no_kernel = kernel_for(settings.backend, q, k, v)
         if no_kernel is None:
+            settings.check_length(k.shape[2])
             if heads is not None:
                 plan = plan.of(heads)
             out = attempt(call, _by_patterns, plan, options, q, k, v, kernel)

@@ -293,7 +293,9 @@ def attend_sparse(call: Call, kernel: str) -> Tensor:
     context = call.context
     plan = call.layer.plan
     assert context is not None and plan is not None
-    long = context.long(call.layer.settings.dense_below, plan.dense_tail)
+    settings = call.layer.settings
+    long = context.long(settings.dense_below, plan.dense_tail)
+    settings.check_length(max(part.k_len for part in long))
     q = call.query
     k = call.key
     v = call.value

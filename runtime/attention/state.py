@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from artifacts import HeadwiseError
+from artifacts import Evidence, HeadwiseError
 from artifacts.errors import one_line, shorten
 from kernels.breaker import CannotBuildError
 from kernels.patterns import LayerPlan
@@ -77,7 +77,8 @@ class Settings:
     dense_by: kernel of dense calls: "auto" the faster of Headwise's and the model's, "kernel"
     Headwise's, "model" the model's. model_attention: the model's, "sdpa" or "eager". spread: the
     model lies on several devices, and masks are moved. evicts: the artifact has a kv_cache section,
-    so caches may need no mask."""
+    so caches may need no mask. evidence: the artifact's, for the length up to which it was
+    measured."""
 
     dense_below: int
     strict: bool = False
@@ -87,6 +88,7 @@ class Settings:
     decode: OmniKV | None = None
     evicts: bool = False
     spread: bool = False
+    evidence: Evidence = field(default_factory=Evidence)
     calls: Calls = field(default_factory=Calls)
     warned: set[str] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -115,6 +117,12 @@ class Settings:
         if self.strict:
             raise HeadwiseError(f"cannot serve this call sparsely: {line}")
         self.warn_once(reason, f"serving densely: {line}")
+
+    def check_length(self, tokens: int) -> None:
+        """Warn once of a sparse prefill that is longer than what was measured."""
+        line = self.evidence.beyond(tokens)
+        if line is not None:
+            self.warn_once("longer than measured", line)
 
     def warn_once(self, reason: str, line: str | None = None) -> None:
         """Warn of a reason, the first time."""

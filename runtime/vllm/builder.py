@@ -146,4 +146,5 @@ class SparseBuilder(_Parent):
             counts = [(SPARSE, chunk.q_len) for chunk in batch.sparse]
             counts += [(engine.dense or "short", chunk.q_len) for chunk in dense]
             engine.counters.step(counts, reads)
+            engine.check_length(batch.sparse)
         return batch

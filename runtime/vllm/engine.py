@@ -55,6 +55,9 @@ class ServedLayer:
 class Engine:
     """Artifact of an engine's additional configuration at work in one process."""
 
+    # True once a prefill longer than what was measured has been logged.
+    _long_reported = False
+
     def __init__(self, options: Options, config: Any) -> None:
         """Load and check for an engine's VllmConfig; HeadwiseError where it cannot be served."""
         headwise = options.load()
@@ -146,6 +149,14 @@ class Engine:
         prefill = self.artifact.prefill
         long = chunk.k_len >= prefill.dense_below and self.dense is None
         return long and enough_queries(chunk.q_len, chunk.k_len, prefill.dense_tail)
+
+    def check_length(self, chunks: Iterable[Chunk]) -> None:
+        """Log once if one of these sparse prefills is longer than what was measured."""
+        longest = max((chunk.k_len for chunk in chunks), default=0)
+        line = self.artifact.evidence.beyond(longest)
+        if line is not None and not self._long_reported:
+            self._long_reported = True
+            log.warning("%s", line)
 
     def log(self, modules: Iterable[Any]) -> None:
         """Log one line, once: the sparse ones of these layers, and reasons for the others."""

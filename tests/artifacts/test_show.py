@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from artifacts import Evidence, load, save
+from artifacts import Evidence, TaskFigures, Verdict, load, save
 from artifacts.__main__ import main
 
 
@@ -33,8 +33,10 @@ def test_the_page(saved, page):
     text = page(saved)
     assert all(len(line) <= 80 for line in text.splitlines())
     prose = " ".join(text.split())
-    for figure in ("3 layers of 4 query and 2 KV heads", "1 prompt of 4,096 tokens", "0.2400"):
+    for figure in ("3 layers of 4 query and 2 KV heads", "1 prompt of 4,096 tokens"):
         assert figure in prose
+    assert "budget asked 0.25 for each head, spent 0.310 of dense attention's operations" in prose
+    assert "density 0.240 of tiles" in prose
     assert "vertical_slash      4  50.0%  vs_100_1800 x3, vs_30_2048_q32 x1\n" in text
     assert "prefill   2.5 s    3.75 s  dense sdpa   8,192        5\n" in text
     recall = np.linspace(0.5, 1.0, 12).reshape(3, 4).mean(1)
@@ -87,6 +89,24 @@ def test_many_heads_are_wrapped(tmp_path, make, page):
     save(changed, tmp_path / "a.yaml")
     wrapped = [f"{'B' * 32}\n"] * 3 + [f"{'B' * 31}D\n"]
     assert "         ".join(wrapped) in page(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("proven", "length", "says"),
+    [
+        (True, 8192, "verdict proven up to 8,192 tokens: because"),
+        (False, 8192, "loss of one in five; measured up to 8,192 tokens"),
+    ],
+)
+def test_page_says_up_to_which_length_it_is_proven(proven, length, says, tmp_path, make, page):
+    artifact = make()
+    tasks = tuple(
+        TaskFigures(task="prose", length=tokens, prompts=2, kl=0.01) for tokens in (length, 512)
+    )
+    verdict = Verdict(proven=proven, why="because")
+    evidence = Evidence(verdict=verdict, tasks=tasks)
+    save(artifact.model_copy(update={"evidence": evidence}), tmp_path / "a.yaml")
+    assert says in " ".join(page(tmp_path / "a.yaml").split())
 
 
 def test_a_name_moves_no_cursor(tmp_path, make, page):

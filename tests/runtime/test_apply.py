@@ -280,17 +280,76 @@ def test_an_unknown_backend_and_what_is_no_model_are_refused(build, artifact_for
         headwise.apply(torch.nn.Linear(1, 1))
 
 
-def test_an_unproven_artifact_is_loaded_with_one_warning(build, artifact_for, tmp_path, warnings):
-    artifact = artifact_for(build())
-    for name, proven in (("proven", True), ("open", False)):
-        verdict = artifacts.Verdict(proven=proven, why="14 right answers of 4 contexts")
-        evidence = artifact.evidence.model_copy(update={"verdict": verdict})
-        artifacts.save(
-            artifact.model_copy(update={"evidence": evidence}), tmp_path / f"{name}.yaml"
+def with_evidence(artifact, *, length=None, proven=True):
+    """The artifact with a gate's evidence on prompts of this length."""
+    verdict = artifacts.Verdict(proven=proven, why="14 right answers of 4 contexts")
+    tasks = ()
+    if length is not None:
+        tasks = tuple(
+            artifacts.TaskFigures(task="prose", length=tokens, prompts=2, kl=0.01)
+            for tokens in (length, length // 2)
         )
+    evidence = artifacts.Evidence(verdict=verdict, tasks=tasks)
+    return artifact.model_copy(update={"evidence": evidence})
+
+
+def test_load_of_an_unproven_artifact_warns_once(build, artifact_for, tmp_path, warnings):
+    artifact = artifact_for(build())
+    artifacts.save(with_evidence(artifact), tmp_path / "proven.yaml")
+    artifacts.save(with_evidence(artifact, length=150, proven=False), tmp_path / "open.yaml")
+    artifacts.save(artifact, tmp_path / "import.yaml")
+    artifacts.save(artifact_for(build(), dense=True), tmp_path / "dense.yaml")
     load(tmp_path / "proven.yaml")
+    load(tmp_path / "dense.yaml")
     assert warnings() == []
     for _ in range(2):
         load(tmp_path / "open.yaml")
-    (warning,) = warnings()
-    assert "open.yaml is not proven: 14 right answers of 4 contexts" in warning
+        load(tmp_path / "import.yaml")
+    few, none = warnings()
+    assert "open.yaml is not proven: 14 right answers of 4 contexts, too few" in few
+    assert few.endswith("; measured up to 150 tokens")
+    assert none.endswith("import.yaml is not proven: no gate has run on its patterns")
+
+
+@pytest.mark.parametrize("proven", [True, False])
+@pytest.mark.parametrize("way", ["whole", "chunks", "padded batch", "policy"])
+def test_prompt_longer_than_measured_is_warned_of_once(
+    way, proven, build, artifact_for, ids, warnings
+):
+    model = build()
+    made = with_evidence(artifact_for(model), length=160, proven=proven)
+    if way == "policy":
+        rows = ("all",) * model.config.num_hidden_layers
+        section = artifacts.KVCache(policies={"all": artifacts.SnapKV()}, layers=rows)
+        made = made.model_copy(update={"kv_cache": section})
+
+    def run(handle, tokens):
+        cache = handle.new_cache()
+        if way == "chunks":
+            model(tokens[:, :80], past_key_values=cache)
+            model(tokens[:, 80:], past_key_values=cache)
+        elif way == "padded batch":
+            two = tokens.repeat(2, 1)
+            mask = torch.ones_like(two)
+            mask[0, :60] = 0
+            model(two, attention_mask=mask, past_key_values=cache)
+        else:
+            model(tokens, past_key_values=cache)
+
+    with Headwise(made).apply(model, backend="reference") as handle:
+        # A decode step behind the longest measured prompt is no longer prompt.
+        run(handle, ids(160))
+        assert handle.stats()["sparse"] and warnings() == []
+        run(handle, ids(200))
+        run(handle, ids(240))
+        (line,) = warnings()
+    assert "a prompt of 200 tokens is longer than the 160 up to which" in line
+
+
+def test_prompt_of_an_artifact_without_evidence_is_not_warned_of(
+    build, artifact_for, ids, warnings
+):
+    model = build()
+    with Headwise(artifact_for(model)).apply(model, backend="reference") as handle:
+        model(ids(400))
+        assert handle.stats()["sparse"] and warnings() == []

@@ -157,7 +157,9 @@ def engine(ours, stored):
     patterns = [make("vertical_slash", vertical=70, slash=70), make("a_shape", sink=64, window=64)]
     at_work: Any = object.__new__(Engine)
     at_work.__dict__.update(
-        artifact=SimpleNamespace(prefill=SimpleNamespace(dense_below=128, dense_tail=0)),
+        artifact=SimpleNamespace(
+            prefill=SimpleNamespace(dense_below=128, dense_tail=0), evidence=artifacts.Evidence()
+        ),
         longest=512,
         chooser=None,
         counters=Counters(),

@@ -201,6 +201,18 @@ def test_a_kernel_that_fails_leaves_the_step_to_dense_attention(engine, monkeypa
     assert engine.at_work.counters.report()["fallbacks"] == {"out of memory": 2}
 
 
+def test_prompt_longer_than_measured_is_logged_once(engine, caplog):
+    task = artifacts.TaskFigures(task="prose", length=200, prompts=2, kl=0.01)
+    engine.at_work.artifact.evidence = artifacts.Evidence(tasks=(task,))
+    with caplog.at_level(logging.WARNING, logger="vllm.headwise"):
+        engine.builder.build(0, step((200, 200), (1, 400)))
+        assert caplog.records == []
+        for _ in range(2):
+            engine.builder.build(0, step((150, 150), (250, 250)))
+    (record,) = caplog.records
+    assert "a prompt of 250 tokens is longer than the 200 up to which" in record.message
+
+
 def test_layers_of_vllm_are_the_parents_as_a_whole(engine, monkeypatch):
     engine.layer.update(owned=False, plan=None)
     asked: list[Any] = []
