@@ -136,7 +136,7 @@ class LayerTiming:
             headwise_s = same + full * min(fastest, density * sparse)
             search_s = None
             if self.size.device == "cpu":
-                search_s = _PREFILLS * dense_s
+                search_s = search_seconds(dense_s)
             row = {"dense_s": dense_s, "headwise_s": headwise_s, "search_s": search_s}
             rows.append({"tokens": length, **row})
         return rows
@@ -157,6 +157,11 @@ class LayerTiming:
             rows.append([f"{row['tokens']:,}", *times])
         title = f"{name}, {shape.layers} layers, {weights / 2**30:.1f} GiB of weights{memory}"
         return "\n".join([f"{title}; {reliable}", *aligned(rows)])
+
+
+def search_seconds(prefill: float) -> float:
+    """Estimate the seconds of a default search on a CPU from those of a dense prefill."""
+    return _PREFILLS * prefill
 
 
 def time_layer(config: Any, *, dtype: str, device: str, load: float) -> LayerTiming:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import numpy as np
@@ -16,6 +17,8 @@ from kernels.native import build
 from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
+from profiling.speed.baselines import HEADWISE, KERNEL
+from profiling.speed.machine import search_seconds
 from runtime import load
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers
@@ -24,6 +27,7 @@ from search.heads import main
 from search.model.config import ModelSearch
 from search.model.layers import serving_backend
 from search.model.limits import Limits
+from search.model.speed import FirstToken
 from search.published.search import HeadSearch, run
 from search.published.space import dense_tiles, target_tiles
 from tests.processes import Process
@@ -155,7 +159,12 @@ def test_serving_backend_asks_each_backend_once_and_raises_what_is_no_build_fail
 LENGTH = 512
 
 
-def test_a_demo_searches_by_default_applies_and_compares(tiny_model, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def loaded(tiny_model):
+    return load_model(str(tiny_model), dtype="float32")
+
+
+def test_demo_searches_applies_and_ends_with_key_and_picture(tiny_model, loaded, tmp_path, capsys):
     # A random model has no head that can do without much.
     limits = Limits(max_kl=100, max_perplexity=100, max_nll=100, max_lost=1)
     out = tmp_path / "demo" / "cfg.yaml"
@@ -171,26 +180,85 @@ def test_a_demo_searches_by_default_applies_and_compares(tiny_model, tmp_path, c
         keep=True,
         command="the command",
     )
-    assert demo.run(config, repeats=1)
+    assert demo.run(config, loaded)
     artifact = artifacts.load(out)
     said = capsys.readouterr().out
     assert artifact.search is not None and artifact.search.allocation == "model"
     assert artifact.evidence.reported_on.name == "held-out"
     assert artifact.evidence.measurements, "the search is by the seconds of this machine"
     assert said.startswith("$ the command\n") and f"wrote {out}" in said
-    after = said[said.index(f"seconds to the first token after {LENGTH} tokens") :]
-    answers = [line.split()[0] for line in after.splitlines() if " answers " in line]
-    assert answers == ["dense", "headwise"]
+    *_, key, picture = said.splitlines()
+    assert re.match(rf"pass key \d+ hidden in {LENGTH} tokens: not found by dense attention", key)
+    assert "not found by Headwise, which answers '" in key
+    assert picture == f"picture of the patterns: {out.with_suffix('.png')}"
     assert out.with_suffix(".png").is_file()
 
 
-def test_a_demo_searches_as_heads_does(tmp_path, monkeypatch):
-    asked: list[ModelSearch] = []
-    monkeypatch.setattr(demo, "run", lambda given, repeats: asked.append(given) or len(asked) == 1)
-    assert demo.main(["--out", str(tmp_path)]) == 0
-    # What is not worth serving is not written, and nothing is compared.
-    assert demo.main(["--out", str(tmp_path)]) == 3
-    command = f"headwise search --model smollm2 --length 8192 --out {tmp_path / 'cfg.yaml'}"
+def test_demo_reports_a_key_that_both_find(loaded, by_head, monkeypatch):
+    monkeypatch.setattr(demo, "answer", lambda model, tokenizer, prompt: prompt.answer)
+    line = demo._pass_key(loaded, by_head, LENGTH)
+    says = rf"pass key (\d+) hidden in {LENGTH} tokens: found by both, dense attention and Headwise"
+    assert re.fullmatch(says, line), line
+
+
+def test_demo_reports_seconds_of_the_search():
+    rounds = {KERNEL: [2.0, 2.2, 2.4], HEADWISE: [1.0, 1.0, 1.0]}
+    assert demo._first_token(FirstToken(baseline=KERNEL, seconds=rounds), 4096) == (
+        "first token of a prompt of 4,096 tokens: 2.20 s dense (dense by Headwise's kernel), 1.00 "
+        "s with Headwise, 2.20 times as fast (2.00 to 2.40 in 3 rounds)"
+    )
+
+
+def test_demo_estimates_a_search_by_prefills_of_shorter_prompts(loaded, monkeypatch):
+    def clock(runs, **_):
+        for prefill in runs.values():
+            prefill()
+        return {name: [2e-4 * int(name) + 1e-7 * int(name) ** 2] * 2 for name in runs}
+
+    monkeypatch.setattr(demo, "in_turn", clock)
+    monkeypatch.setattr(demo, "_PROBES", (128, 256))
+    expected = search_seconds(linear=2e-4 * 8192, attention=1e-7 * 8192**2)
+    assert demo.seconds_of_search(loaded, 8192) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds", "positions", "length", "budget", "says"),
+    [
+        (
+            "",
+            100,
+            8192,
+            8192,
+            None,
+            "searching at 8,192 tokens: a search takes about 2 min",
+        ),
+        ("", 1200, 8192, 4096, 0.5, "at 4,096 tokens: a search at 8,192 would take about 20 min"),
+        ("", 1, 2048, 2048, None, "searching at 2,048 tokens: the model has 2,048 positions"),
+        ("--model other", 1200, 8192, 4096, None, "at 4,096 tokens"),
+        ("--length 1024", 1200, 8192, 1024, None, ""),
+    ],
+)
+def test_demo_takes_the_length_that_is_a_matter_of_minutes(
+    words, seconds, positions, length, budget, says, loaded, tmp_path, monkeypatch, capsys
+):
+    ran: list[ModelSearch] = []
+    monkeypatch.setattr(demo, "load_model", lambda name: loaded)
+    monkeypatch.setattr(demo, "seconds_of_search", lambda loaded, tokens: seconds)
+    monkeypatch.setattr(demo, "run", lambda config, loaded: ran.append(config) or len(ran) == 1)
+    monkeypatch.setattr(loaded.model.config, "max_position_embeddings", positions)
+    assert demo.main([*words.split(), "--out", str(tmp_path)]) == 0
+    # What is not proven faster is a finding.
+    assert demo.main([*words.split(), "--out", str(tmp_path)]) == 3
+    model = "other" if "other" in words else "smollm2"
+    asked = "" if budget is None else f" --budget {budget}"
     out = tmp_path / "cfg.yaml"
-    default = ModelSearch(model="smollm2", out=out, lengths=(8192,), command=command)
-    assert asked == [default, default]
+    config = ModelSearch(
+        model=model,
+        out=out,
+        lengths=(length,),
+        budget=budget,
+        command=f"headwise search --model {model} --length {length}{asked} --out {out}",
+    )
+    assert ran == [config, config]
+    said = capsys.readouterr().out
+    assert says in said and bool(said) == bool(says)
