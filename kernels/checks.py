@@ -144,7 +144,12 @@ def _overlaps(out: Tensor) -> bool:
 
 
 def _check_lengths(q: Sequence[int], k: Sequence[int], index: SparseIndex, *, paged: bool) -> None:
-    """q, k: the shapes of both."""
+    """Raise ValueError where the index is of other lengths.
+
+    Args:
+        q: its shape.
+        k: its shape.
+    """
     if index.ragged is not None:
         if fault := index.ragged.fault(q, None if paged else k):
             raise ValueError(fault)

@@ -21,9 +21,11 @@ _captured: list[Tensor] = []
 class Copy:
     """A tensor copied to a GPU without waiting, the stream that copies it, and its event.
 
-    to: the GPU, where the copy was first wanted while a graph was captured: no tensor of that graph
-    holds anything before it is replayed, nor after, so that the tensor stays on the host and each
-    who asks gets a copy."""
+    Attributes:
+        to: the GPU, where the copy was first wanted while a graph was captured: no tensor of that
+            graph holds anything before it is replayed, nor after, so that the tensor stays on the
+            host and each who asks gets a copy.
+    """
 
     tensor: Tensor
     stream: torch.cuda.Stream | None = None

@@ -85,7 +85,8 @@ def choose(
 ) -> ModuleType:
     """The module that serves the call: the one asked for, or for "auto" the fastest that can.
 
-    failed: backends that have tried this call in vain, and why.
+    Args:
+        failed: backends that have tried this call in vain, and why.
     """
 
     def reason_of(name: str, module: ModuleType) -> str | None:

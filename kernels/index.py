@@ -67,12 +67,15 @@ class SparseIndex:
     offsets[b, h, r + 1]]. ND, T and NC may be 0 except that every head has diagonal 0. A key that
     two entries name is computed once.
 
-    dense_tail: last queries of each head that see every key, rounded up to whole tiles; () is none.
-    window: a query sees itself and the window - 1 keys before it; tiles outside are not computed.
-    skip: (B, H) fp32 natural log of a threshold, at most 0 (-inf: nothing is skipped); None: no
-        head skips. For each key left out a query loses at most exp(skip) of its largest weight.
-    ragged: B is then its number of sequences, q_len and k_len the largest, and tiles and columns
-        count from the first key of their own sequence.
+    Attributes:
+        dense_tail: last queries of each head that see every key, rounded up to whole tiles; () is
+            none.
+        window: a query sees itself and the window - 1 keys before it; tiles outside are not
+            computed.
+        skip: (B, H) fp32 natural log of a threshold, at most 0 (-inf: nothing is skipped); None: no
+            head skips. For each key left out a query loses at most exp(skip) of its largest weight.
+        ragged: B is then its number of sequences, q_len and k_len the largest, and tiles and
+            columns count from the first key of their own sequence.
     """
 
     q_len: int

@@ -20,7 +20,9 @@ _LOG2E = 1.4426950408889634
 class KernelCall:
     """One launch: module, kernel, grid, arguments, compiled-in constants and Triton's options.
 
-    plain: whether no call of its op does with less; where it does not build, the op is not served.
+    Attributes:
+        plain: whether no call of its op does with less; where it does not build, the op is not
+            served.
     """
 
     module: str

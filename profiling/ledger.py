@@ -34,7 +34,11 @@ _SUFFIX = ".unit"
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A piece of work. key: 64 hex digits, of its name and all that its result depends on."""
+    """A piece of work.
+
+    Attributes:
+        key: 64 hex digits, of its name and all that its result depends on.
+    """
 
     name: str
     key: str
@@ -68,7 +72,7 @@ class Ledger:
 
         Raises:
             HeadwiseError: another process is at work for the same output, or an interrupted one had
-            other settings.
+                other settings.
         """
         self.folder = out.with_name(f"{out.name}.{command}.ledger")
         self._ranks = ranks or Ranks()

@@ -36,8 +36,9 @@ def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
     """Draw an artifact's pattern map.
 
     Args:
-        config: the artifact; its sidecar holds the recall of every head, but for an import. stem:
-        <stem>.png, <stem>.svg and <stem>.csv are written, also where it is given as one of these.
+        config: the artifact; its sidecar holds the recall of every head, but for an import.
+        stem: <stem>.png, <stem>.svg and <stem>.csv are written, also where it is given as one of
+            these.
 
     Returns:
         The three paths. The CSV has a line for each head: layer, head, pattern, kind, recall,
@@ -82,7 +83,8 @@ def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
 def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
     """Draw the map as a matplotlib figure.
 
-    recall: (layers, heads); None draws full colours.
+    Args:
+        recall: (layers, heads); None draws full colours.
     """
     import matplotlib
 

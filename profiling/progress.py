@@ -26,7 +26,14 @@ class Phase:
     """One phase as it goes on. Counts are of its units."""
 
     def __init__(self, name: str, total: int, unit: str, bar: tqdm[Any] | None) -> None:
-        """bar: where there is a terminal."""
+        """Start a phase.
+
+        Args:
+            name: what the phase is called.
+            total: how many units it has.
+            unit: what they are, in the plural.
+            bar: where there is a terminal.
+        """
         self.name = name
         self.total = total
         self.unit = unit

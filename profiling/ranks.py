@@ -34,8 +34,9 @@ class Ranks:
     def __init__(self, rank: int = 0, count: int = 1, local: int = 0, store: Any = None) -> None:
         """Describe one rank.
 
-        local: the rank among those on this machine. store: torch.distributed's, which tells
-        failures.
+        Args:
+            local: the rank among those on this machine.
+            store: torch.distributed's, which tells failures.
         """
         self.rank = rank
         self.count = count

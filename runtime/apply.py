@@ -91,7 +91,8 @@ def attach(
 ) -> Handle:
     """Check the model, plan every layer once, and switch the model over. See Headwise.apply.
 
-    settings: what the user asked for; the handle's also have what depends on the model.
+    Args:
+        settings: what the user asked for; the handle's also have what depends on the model.
     """
     if settings.backend not in ("auto", *BACKENDS):
         known = ", ".join(BACKENDS)
@@ -151,7 +152,8 @@ def _plan(
 class Handle:
     """An artifact, or dense attention, applied to a model. A context manager; undo() ends it.
 
-    settings: options of the application, and the counts of its calls.
+    Attributes:
+        settings: options of the application, and the counts of its calls.
     """
 
     def __init__(

@@ -87,7 +87,9 @@ def fingerprint(model: PreTrainedModel, *, name: str, revision: str | None = Non
 def check(expected: ModelInfo, model: PreTrainedModel, *, weights: bool = True) -> None:
     """Raise HeadwiseError unless `model` is the expected one.
 
-    weights: compare the weights, too, after all else."""
+    Args:
+        weights: compare the weights, too, after all else.
+    """
     info = config_info(text_config(model), type(model).__name__, expected.name)
     compare(expected, info)
     if weights and expected.weights_sha256 is not None:

@@ -207,7 +207,8 @@ def kernel_patterns(
 ) -> dict[str, Pattern]:
     """Patterns of an artifact by name, ready to be built.
 
-    arrays: those of its sidecar, which static patterns are read from.
+    Args:
+        arrays: those of its sidecar, which static patterns are read from.
 
     Raises:
         ArtifactError: an array of a static pattern is missing or is no list of positions.

@@ -16,9 +16,13 @@ OFFLOADS = ("auto", "never", "packed")
 class LayerMemory(NamedTuple):
     """Memory of one layer.
 
-    device: bytes on the device. seen: slots, padding included. kept: tokens kept, the most of any
-    head; mean_kept: the mean. A layer in a context bank keeps all tokens there; its bytes are in
-    the report's totals only."""
+    Attributes:
+        device: bytes on the device.
+        seen: slots, padding included.
+        kept: tokens kept, the most of any head.
+        mean_kept: the mean. A layer in a context bank keeps all tokens there; its bytes are in the
+            report's totals only.
+    """
 
     layer: int
     device: int

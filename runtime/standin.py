@@ -41,7 +41,9 @@ class StandIn(Tensor):
 class NewTokens(StandIn):
     """Keys (B, G, slots, D) or values of a cache that drops tokens; they cannot be read.
 
-    layer: the PolicyLayer that made it."""
+    Attributes:
+        layer: the PolicyLayer that made it.
+    """
 
     layer: Any
 

@@ -62,8 +62,11 @@ _NAMED = 10
 class GateConfig:
     """An artifact to check, and the prompts to check it on.
 
-    tasks, length: None for the default tasks and the length that was searched. out: where an
-    artifact that passes is written for this model, whose weights may be other ones."""
+    Attributes:
+        tasks, length: None for the default tasks and the length that was searched.
+        out: where an artifact that passes is written for this model, whose weights may be other
+            ones.
+    """
 
     config: Path = shared(arguments.add_artifact)
     model: str = shared(arguments.add_model)
@@ -97,10 +100,13 @@ class GateConfig:
 class GateResult:
     """Losses of an artifact on held-out prompts, and their verdict.
 
-    fault: the limit that it is beyond; None where there is none. heads: where there is a fault, the
-    ten with the most error beyond what was searched, as (layer, head, error, error that the search
-    measured). left_out: sections that were measured on the former weights, of an artifact that was
-    written for others."""
+    Attributes:
+        fault: the limit that it is beyond; None where there is none.
+        heads: where there is a fault, the ten with the most error beyond what was searched, as
+            (layer, head, error, error that the search measured).
+        left_out: sections that were measured on the former weights, of an artifact that was written
+            for others.
+    """
 
     tasks: tuple[TaskLoss, ...]
     fault: str | None
@@ -123,7 +129,7 @@ def run(config: GateConfig, loaded: LoadedModel | None = None) -> GateResult:
 
     Raises:
         HeadwiseError: the model is another one, without `out` of other weights, with it of another
-        shape.
+            shape.
     """
     one_process("headwise gate")
     if config.out is not None:

@@ -40,7 +40,8 @@ _BY_HEAD = ("prefill.layers", "kv_cache.layers")
 class HeadChange:
     """Heads that changed from one pattern (or policy) to another; None where a layer is left alone.
 
-    where: for each layer the heads.
+    Attributes:
+        where: for each layer the heads.
     """
 
     before: str | None
@@ -65,10 +66,11 @@ class FieldChange:
 class Difference:
     """All that differs.
 
-    heads, kv_heads: changes of patterns and of cache policies, most heads first; None where shapes
-        differ and heads cannot be compared.
-    length: of the prompts that `density` is for, before and after, in tokens.
-    recall: means of chosen.recall, where both have it.
+    Attributes:
+        heads, kv_heads: changes of patterns and of cache policies, most heads first; None where
+            shapes differ and heads cannot be compared.
+        length: of the prompts that `density` is for, before and after, in tokens.
+        recall: means of chosen.recall, where both have it.
     """
 
     heads: tuple[HeadChange, ...] | None
@@ -104,9 +106,9 @@ def compare(
 ) -> Difference:
     """Compare two artifacts, without times, command lines and the sidecar's name.
 
-    length: of the prompts to count density at; None is the longest that either was searched on, and
-    where neither was,
-        four times the longer dense_below.
+    Args:
+        length: of the prompts to count density at; None is the longest that either was searched on,
+            and where neither was, four times the longer dense_below.
     """
     length = length or _length(before, after)
     same = all(

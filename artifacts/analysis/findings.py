@@ -19,11 +19,12 @@ SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 class Finding:
     """Finding of one rule.
 
-    code: of the rule, to ignore it by.
-    severity: "error" is a contradiction or a loss on every prompt, "warning" most likely a mistake,
-        "note" worth knowing.
-    where: the field or array.
-    message: what, why, what to do.
+    Attributes:
+        code: of the rule, to ignore it by.
+        severity: "error" is a contradiction or a loss on every prompt, "warning" most likely a
+            mistake, "note" worth knowing.
+        where: the field or array.
+        message: what, why, what to do.
     """
 
     code: str

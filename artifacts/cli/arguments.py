@@ -83,7 +83,9 @@ def add_task(
 ) -> None:
     """--task with parameters, such as passkey@depth=0.5 or text:FILE.
 
-    several: repeatable, a list or None."""
+    Args:
+        several: repeatable, a list or None.
+    """
     if several:
         p.add_argument(
             "--task",

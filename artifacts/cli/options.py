@@ -116,7 +116,8 @@ def add_arguments(
 ) -> None:
     """Give the parser the options that a Config's fields declare; other fields are no options.
 
-    names: only these fields, of a Config that shares the parser with others.
+    Args:
+        names: only these fields, of a Config that shares the parser with others.
     """
     sets: dict[str, Any] = {}
     for each in fields(config):

@@ -33,10 +33,10 @@ Write = Callable[["Artifact", Mapping[str, "Array"], Path], Export]
 class Format:
     """A format.
 
-    about: description for the help.
-    options: fields of Given that `read` heeds beside the model.
-
-    patterns: it is about heads' patterns in prefill, so that recall can be measured.
+    Attributes:
+        about: description for the help.
+        options: fields of Given that `read` heeds beside the model.
+        patterns: it is about heads' patterns in prefill, so that recall can be measured.
     """
 
     about: str

@@ -40,7 +40,9 @@ MORE_COLUMNS = 130
 class Entry:
     """Head as its file has it: [name, a, b, score], and the sizes and fractions in it.
 
-    shares: those of a flex_vertical_and_slash. score: None where it is null.
+    Attributes:
+        shares: those of a flex_vertical_and_slash.
+        score: None where it is null.
     """
 
     as_json: list[Any]

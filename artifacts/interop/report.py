@@ -22,8 +22,10 @@ HARMLESS = ("computes more", "same")
 class Note:
     """One thing that is not the same on the two sides.
 
-    effect: what it does to the heads. "same" is a form that differs and an effect that does not.
-    heads: on how many; 0 where it is about the whole file.
+    Attributes:
+        effect: what it does to the heads. "same" is a form that differs and an effect that does
+            not.
+        heads: on how many; 0 where it is about the whole file.
     """
 
     effect: Effect
@@ -35,9 +37,10 @@ class Note:
 class Report:
     """Fidelity of a conversion.
 
-    heads: that the file speaks of, or layers, as `unit` says.
-    exact: those that are the same on both sides.
-    measure: the command that measures what the conversion costs in recall, given a model.
+    Attributes:
+        heads: that the file speaks of, or layers, as `unit` says.
+        exact: those that are the same on both sides.
+        measure: the command that measures what the conversion costs in recall, given a model.
     """
 
     heads: int

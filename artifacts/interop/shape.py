@@ -30,12 +30,13 @@ T = TypeVar("T")
 class Given:
     """Options of the user on the model and on how to read a file; None where not given.
 
-    config: the model's config.json.
-    layers to max_positions: as ModelInfo has them.
-    dense_below, dense_tail: as in prefill.
-    sinks, window: of streaming heads, in tokens.
-    threshold: of a KV head's score, from which on it keeps everything;
-    sparsity: instead, the share of KV heads that stream, those with the smallest scores.
+    Attributes:
+        config: the model's config.json.
+        layers, heads, kv_heads, head_dim, max_positions: as ModelInfo has them.
+        dense_below, dense_tail: as in prefill.
+        sinks, window: of streaming heads, in tokens.
+        threshold: of a KV head's score, from which on it keeps everything.
+        sparsity: instead, the share of KV heads that stream, those with the smallest scores.
     """
 
     config: Path | None = None

@@ -61,11 +61,12 @@ def num_tiles(length: int) -> int:
 class Layout:
     """Key tiles that each row of query tiles computes; diagonals count from the row's own tile.
 
-    near: nearest diagonals, the own tile included.
-    end, step: before diagonal `end` every `step`-th as well.
-    columns: first keys, in tokens.
-    last: last queries, which see every key.
-    units: tiles elsewhere, chosen by the prompt.
+    Attributes:
+        near: nearest diagonals, the own tile included.
+        end, step: before diagonal `end` every `step`-th as well.
+        columns: first keys, in tokens.
+        last: last queries, which see every key.
+        units: tiles elsewhere, chosen by the prompt.
     """
 
     near: int

@@ -35,10 +35,11 @@ _ATTEMPTS = 100
 class Pair:
     """An artifact as it was read.
 
-    data: the bytes of the YAML file.
-    arrays: the sidecar's, each read on demand; empty where there is none.
-    signed_by: fingerprint of the key that signed it; None where no signature was asked for.
-    fault: of the sidecar, whose arrays are left out then (see look()).
+    Attributes:
+        data: the bytes of the YAML file.
+        arrays: the sidecar's, each read on demand; empty where there is none.
+        signed_by: fingerprint of the key that signed it; None where no signature was asked for.
+        fault: of the sidecar, whose arrays are left out then (see look()).
     """
 
     artifact: Artifact

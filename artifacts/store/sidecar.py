@@ -88,7 +88,8 @@ class Entry:
 class Sidecar(Mapping[str, "Array"]):
     """Arrays of a sidecar with the right hash, each read on demand and anew each time.
 
-    entries: what the header says of each array, by name.
+    Attributes:
+        entries: what the header says of each array, by name.
     """
 
     def __init__(self, file: Path, sha256: str) -> None:

@@ -66,8 +66,11 @@ def attention(
 ) -> Check:
     """The check of one sort of call.
 
-    missing: tokens of the past, which have no queries. page: tokens of a page that keys and values
-    lie in. cuts: three sequences end to end."""
+    Args:
+        missing: tokens of the past, which have no queries.
+        page: tokens of a page that keys and values lie in.
+        cuts: three sequences end to end.
+    """
 
     def check(inputs: Inputs) -> tuple[float, float]:
         n = inputs.length

@@ -61,9 +61,14 @@ _TINY = {
 class Sizes:
     """What is measured, and how often.
 
-    matrix: rows and columns of the products. copied: bytes of a copy. heads, kv_heads, head_dim: of
-    a layer's attention. chosen: keys that a token reads in sparse decode. lengths: in tokens, of
-    attention, decode and prefills. models: shapes by name."""
+    Attributes:
+        matrix: rows and columns of the products.
+        copied: bytes of a copy.
+        heads, kv_heads, head_dim: of a layer's attention.
+        chosen: keys that a token reads in sparse decode.
+        attention_lengths, decode_lengths, prefill_lengths: in tokens.
+        models: shapes by name.
+    """
 
     dtype: str
     matrix: int

@@ -130,8 +130,12 @@ def _one_head(
 def _skipped(logits: Tensor, tiles: Tensor, own: int, bound: float) -> Tensor:
     """Mask (n,) of the keys that lie in skipped tiles of a row.
 
-    logits: (Q, n). tiles: (n,) of each key, -1 of columns. own: the row's tile. bound: the log of
-    the threshold."""
+    Args:
+        logits: (Q, n).
+        tiles: (n,) of each key, -1 of columns.
+        own: the row's tile.
+        bound: the log of the threshold.
+    """
     anchor = logits[:, (tiles <= 0) | (tiles == own)].amax(-1)
     # Where the anchor is not a number, or infinite, nothing is known to be below it.
     limit = torch.where(anchor.isfinite(), anchor + bound, float("nan"))

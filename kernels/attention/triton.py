@@ -327,7 +327,8 @@ def tables(
 
     Nothing is read on the host.
 
-    alone: of `rows` = 2, the heads whose programs serve one query tile all the same.
+    Args:
+        alone: of `rows` = 2, the heads whose programs serve one query tile all the same.
     """
     device = index.diagonals.device
     (batch, num_heads, width) = index.diagonals.shape

@@ -62,10 +62,14 @@ class Launch:
 class How:
     """Constants that are compiled into the attention kernel, no more than a call needs.
 
-    d0 + d1 and e0 + e1 cover the head dim d and the value dim e (split, split_values). walk, tiles,
-    columns: which sorts of entries some head of the launch has beside diagonal 0. page: tokens of a
-    page, 0 for none. split: a program takes a part of its keys. safe: see `careful`. The others are
-    a Launch's, or say that a call has that argument."""
+    d0 + d1 and e0 + e1 cover the head dim d and the value dim e (split, split_values).
+
+    Attributes:
+        walk, tiles, columns: which sorts of entries some head of the launch has beside diagonal 0.
+        page: tokens of a page, 0 for none.
+        split: a program takes a part of its keys.
+        safe: see `careful`. The others are a Launch's, or say that a call has that argument.
+    """
 
     d: int
     d0: int
@@ -313,7 +317,9 @@ def few(programs: int, device: torch.device) -> bool:
 def at_once(build: Launch, key_bytes: int, query_bytes: int, device: torch.device) -> int:
     """Programs that a device runs at a time.
 
-    key_bytes: of a key and its value; query_bytes: of a query.
+    Args:
+        key_bytes: of a key and its value.
+        query_bytes: of a query.
     """
     return multiprocessors(device) * resident(build, key_bytes, query_bytes, _shared(device))
 
@@ -371,7 +377,8 @@ def combine(
 ) -> KernelCall:
     """The launch that merges the parts of `rows` query rows of each KV head.
 
-    holes: some rows belong to nobody, and have been written.
+    Args:
+        holes: some rows belong to nobody, and have been written.
     """
     if sinks is not None:
         sinks = sinks.float()

@@ -135,9 +135,12 @@ def _edges(place, named, H: tl.constexpr):
 def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
     """Key tile of entry i of the inner tiles or the edges, and a bit for each query tile.
 
-    left: the inner tile that is an edge, too, for want of another beside it; -1 for none. `wants`
-    depends on no load that the tile depends on: Triton copies ahead only what is looked up for one
-    purpose."""
+    `wants` depends on no load that the tile depends on: Triton copies ahead only what is looked up
+    for one purpose.
+
+    Args:
+        left: the inner tile that is an edge, too, for want of another beside it; -1 for none.
+    """
     held, at, _, _, _, _, _, dense, dense_last, _, _ = place
     walk, walk_width, _, _, inner, cut, tiles, listed = named
     wants = 3

@@ -93,9 +93,13 @@ def tables_kernel(
 ):  # fmt: skip
     """The tables of one head; what they are sparse_attention_kernel says.
 
-    diagonals (B, H, ND) and columns (B, H, NC) int32, as in a SparseIndex; alone (H) int32 if
-    ALONE: 1 for each head whose programs serve one query tile, not two; reach: the farthest
-    diagonal that is looked at; window: the whole tiles that it holds, or more than there are."""
+    Args:
+        diagonals: (B, H, ND) int32, as in a SparseIndex.
+        columns: (B, H, NC) int32, as in a SparseIndex.
+        alone: (H) int32 if ALONE: 1 for each head whose programs serve one query tile, not two.
+        reach: the farthest diagonal that is looked at.
+        window: the whole tiles that it holds, or more than there are.
+    """
     head = tl.program_id(0).to(tl.int64)
     # The farthest tile before a program's first that no window cuts.
     whole = window - ROWS

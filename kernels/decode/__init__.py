@@ -19,9 +19,10 @@ __all__ = ["MAX_QUERIES", "Decoded", "decode_attention"]
 class Decoded(NamedTuple):
     """Results of decode_attention.
 
-    out: (B, H, Q, E) in q's dtype, a transposed view of a contiguous (B, Q, H, E).
-    lse: (B, H, Q) fp32, the natural log-sum-exp of each query's logits, its sink's included.
-    scores: (B, G, C), or (B, G, K) without tokens, fp32; None if not asked for.
+    Attributes:
+        out: (B, H, Q, E) in q's dtype, a transposed view of a contiguous (B, Q, H, E).
+        lse: (B, H, Q) fp32, the natural log-sum-exp of each query's logits, its sink's included.
+        scores: (B, G, C), or (B, G, K) without tokens, fp32; None if not asked for.
     """
 
     out: Tensor

@@ -71,7 +71,7 @@ def dense_attention(
 
     Raises:
         RuntimeError: in its backward pass, where that is to be differentiated again. ValueError: as
-        kernels.attention.sparse_attention and kernels.gradient.attention_gradients do.
+            kernels.attention.sparse_attention and kernels.gradient.attention_gradients do.
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5

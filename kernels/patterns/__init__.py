@@ -182,6 +182,9 @@ class LayerPlan:
     ) -> SparseIndex:
         """The index of all heads for queries (B, H, Q, D), the last Q of the K positions.
 
+        Sizes that grow are those for K keys, or for each sequence's own number of them: what a
+        sequence gets does not depend on the others of its batch.
+
         Args:
             q, k: queries and keys; with `ragged` each of its sequences has its queries last. With a
                 block table k is a cache (pages, page size, G, D) of q's dtype, or of 8 bits, which
@@ -192,9 +195,6 @@ class LayerPlan:
             block_table: (sequences, at least ceil(K / page size)) int32: the page that holds keys i
                 * page size and on. Patterns that choose by keys read them where they lie.
             k_len: with a block table and without `ragged`, K.
-
-        Sizes that grow are those for K keys, or for each sequence's own number of them: what a
-        sequence gets does not depend on the others of its batch.
 
         Raises:
             ValueError: shapes that do not go together, or heads that the plan was not made for.

@@ -19,10 +19,13 @@ from kernels.patterns.paged import Keys
 class Inputs(NamedTuple):
     """Heads of one kind in a layer, and the tensors by which they choose.
 
-    heads: the h query heads of q. q: (B, H, Q, D), the last Q of the K positions. k: (B, G, K, D)
-    keys, or pages that hold them; query head i reads KV head i // (H // G). scale: factor on the
-    logits. window: in a sliding layer, how many keys a query sees, itself included: nothing is
-    chosen for what lies beyond. The index may name it all the same; it has a window of its own.
+    Attributes:
+        heads: the h query heads of q.
+        q: (B, H, Q, D), the last Q of the K positions.
+        k: (B, G, K, D) keys, or pages that hold them; query head i reads KV head i // (H // G).
+        scale: factor on the logits.
+        window: in a sliding layer, how many keys a query sees, itself included: nothing is chosen
+            for what lies beyond. The index may name it all the same; it has a window of its own.
     """
 
     heads: Sequence[int]
@@ -93,9 +96,10 @@ class Pattern:
 class Growth:
     """Sizes that hold at `length` keys and elsewhere go with powers of the number of keys.
 
-    powers: by kind and field, from 0 (the size stays) to 1 (its fraction of the keys stays); other
-        fields keep their size. Lengths count in whole tiles, so that a cache that grows does not
-        plan anew for every token.
+    Attributes:
+        powers: by kind and field, from 0 (the size stays) to 1 (its fraction of the keys stays);
+            other fields keep their size. Lengths count in whole tiles, so that a cache that grows
+            does not plan anew for every token.
     """
 
     length: int

@@ -130,8 +130,12 @@ def _best_tiles(
 ) -> Tensor:
     """The best of the tiles `keys` for some rows, without their own: (B, h, rows, any width).
 
-    They are counted from 1. own: (rows, 1), the row's own among the tiles. from_first: True if
-    these begin with the first tile of all."""
+    They are counted from 1.
+
+    Args:
+        own: (rows, 1), the row's own among the tiles.
+        from_first: True if these begin with the first tile of all.
+    """
     tile = torch.arange(keys.shape[2], device=own.device)
     # The own tile takes part in front of all others: it is always among the best, and its mass
     # counts.

@@ -23,7 +23,8 @@ _AT_ONCE = 256 * TILE
 class Paged:
     """Keys (B, G, K, D) in pages of `cache` (P, S, G, D), named by int32 `table` (B, ceil(K / S)).
 
-    dtype: what they are read as, which holds what the cache holds exactly.
+    Attributes:
+        dtype: what they are read as, which holds what the cache holds exactly.
     """
 
     cache: Tensor

@@ -26,8 +26,9 @@ def _no_factor(value: object) -> str | None:
 class SkipSoftmax(Pattern):
     """Every causal tile but those whose largest weight is below a threshold.
 
-    scale_factor: the threshold is scale_factor / K on K keys, as BLASST calibrates it and ModelOpt
-        stores it; from 1 on nothing is skipped. SparseIndex.skip has the comparison.
+    Attributes:
+        scale_factor: the threshold is scale_factor / K on K keys, as BLASST calibrates it and
+            ModelOpt stores it; from 1 on nothing is skipped. SparseIndex.skip has the comparison.
     """
 
     kind: ClassVar[str] = "skip_softmax"

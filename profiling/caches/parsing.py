@@ -19,7 +19,11 @@ CACHES = ", ".join((*POLICY_KINDS, f"{RANDOM} (snapkv's fields, tokens drawn by 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheKind:
-    """A policy; random: SnapKV's sizes, but tokens drawn at random."""
+    """A policy.
+
+    Attributes:
+        random: SnapKV's sizes, but tokens drawn at random.
+    """
 
     policy: Policy
     random: bool = False

@@ -48,7 +48,8 @@ def changed(interval: Interval) -> str:
 class Part:
     """Perplexity of the forced tokens from one position on, and their loss less the dense one.
 
-    change: None of dense attention itself.
+    Attributes:
+        change: None of dense attention itself.
     """
 
     start: int

@@ -50,7 +50,8 @@ class Timed:
 def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], dict[str, Any]]:
     """Load the model and compare the methods; return their rows, dense first, and the record.
 
-    ledger: keeps the quality of the methods that are done.
+    Args:
+        ledger: keeps the quality of the methods that are done.
 
     Raises:
         HeadwiseError: the artifact has no decode section, or is for another model.
@@ -226,7 +227,11 @@ def _record(
     timed: Timed,
     losses: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """Make the JSON record: figures and settings. hashes: content hashes by artifact."""
+    """Make the JSON record: figures and settings.
+
+    Args:
+        hashes: content hashes by artifact.
+    """
     if losses:
         by_method = by_position(losses, losses[MODEL])
     else:
@@ -277,7 +282,11 @@ def _row(
     quality: Mapping[str, Any],
     losses: Mapping[str, Tensor],
 ) -> Row:
-    """Make a method's row. losses: (T, F) of the methods so far, dense first, then an artifact."""
+    """Make a method's row.
+
+    Args:
+        losses: (T, F) of the methods so far, dense first, then an artifact.
+    """
     fields = _timed_fields(config, name, timed)
     given = quality["answers"]
     if prompts:

@@ -78,7 +78,8 @@ def step_seconds(
 ) -> dict[str, list[float]]:
     """Time `steps` tokens of each sequence, the methods interleaved.
 
-    batches: sequences in each method's cache; 1 if None.
+    Args:
+        batches: sequences in each method's cache; 1 if None.
     """
     model = loaded.model
     current: list[Any] = []

@@ -20,11 +20,16 @@ class Row:
     Bytes are those of the cache of the timed context.
 
     Of dense attention by our kernel only time and bytes are measured: it is there where they are
-    asked for. change, apart: of the loss, in nats a token, against dense and against the first
-    artifact on the same tokens, over texts. losses: of 64 tokens, by text. tokens: that a KV head
-    of a sparse layer read in a step, on average over all that was decoded. batch: the most
-    sequences whose caches fit into the memory asked for. batch_rate: tokens a second of all of
-    them.
+    asked for.
+
+    Attributes:
+        change, apart: of the loss, in nats a token, against dense and against the first artifact on
+            the same tokens, over texts.
+        losses: of 64 tokens, by text.
+        tokens: that a KV head of a sparse layer read in a step, on average over all that was
+            decoded.
+        batch: the most sequences whose caches fit into the memory asked for.
+        batch_rate: tokens a second of all of them.
     """
 
     method: str
@@ -43,7 +48,11 @@ class Row:
 
 
 def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: int) -> str:
-    """Align the rows as text. seconds: of each method's rounds."""
+    """Align the rows as text.
+
+    Args:
+        seconds: of each method's rounds.
+    """
     rates = {row.method: [1 / row.batch_rate] for row in rows if row.batch_rate}
     to_first = any(row.apart for row in rows)
     if trials:

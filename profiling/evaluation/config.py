@@ -48,13 +48,12 @@ _DEPTHS: Range = (lambda depths: all(0 <= depth <= 1 for depth in depths), "from
 class Evaluation:
     """Settings of the quality part.
 
-    samples: prompts of each task and length, or contexts with all their questions, and of each
-    depth where there is a grid: of each of `seeds` seeds, from `seed` on.
-
-    share: of a prompt's keys and values that caches under policies keep. density: what single kinds
-    are fitted to and
-        oracles compute; the artifact's own if None. fidelity: also how near each is to dense
-        attention's predictions.
+    Attributes:
+        samples: prompts of each task and length, or contexts with all their questions, and of each
+            depth where there is a grid: of each of `seeds` seeds, from `seed` on.
+        share: of a prompt's keys and values that caches under policies keep.
+        density: what single kinds are fitted to and oracles compute; the artifact's own if None.
+        fidelity: also how near each is to dense attention's predictions.
     """
 
     tasks: tuple[str, ...] = DEFAULT_TASKS
@@ -77,9 +76,12 @@ class Evaluation:
 class Speed:
     """Settings of the speed part: methods that are timed next to both dense attentions.
 
-    repeats: rounds, interleaved. steps: tokens of a round of decode.
-    decode: also tokens after a prompt. memory: also peak memory at the longest length.
-    crossover: also the length from which Headwise is faster.
+    Attributes:
+        repeats: rounds, interleaved.
+        steps: tokens of a round of decode.
+        decode: also tokens after a prompt.
+        memory: also peak memory at the longest length.
+        crossover: also the length from which Headwise is faster.
     """
 
     lengths: tuple[int, ...]

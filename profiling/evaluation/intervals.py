@@ -76,8 +76,10 @@ def share_of(
 ) -> Interval:
     """The sum of values over the sum of sizes, with Student's interval of its linear approximation.
 
-    values, sizes: of each unit, such as answers lost and answers in all of a context; units of size
-    0 count as well."""
+    Args:
+        values, sizes: of each unit, such as answers lost and answers in all of a context; units of
+            size 0 count as well.
+    """
     numbers = _checked(values)
     weights = _checked(sizes)
     total = max(1.0, float(weights.sum()))

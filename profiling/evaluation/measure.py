@@ -44,9 +44,11 @@ QUESTIONS = "questions"
 
 @dataclass(frozen=True, kw_only=True)
 class Set:
-    """Prompts of one task at one length. depth: the place in the grid, None without one.
+    """Prompts of one task at one length.
 
-    overlapping: how many of the prompts the artifact's search has seen, for want of others.
+    Attributes:
+        depth: the place in the grid, None without one.
+        overlapping: how many of the prompts the artifact's search has seen, for want of others.
     """
 
     task: str
@@ -60,7 +62,8 @@ class Set:
 class Outcome:
     """Records of profiling.quality.trials of a method on a set, prompt by prompt.
 
-    seeds: how many they are of, as many prompts of each, one seed after the other.
+    Attributes:
+        seeds: how many they are of, as many prompts of each, one seed after the other.
     """
 
     task: str

@@ -23,11 +23,12 @@ TOP_P = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One row of METHODS. sizes: a name of SIZES, where one size is fitted for all heads.
+    """One row of METHODS.
 
-    chosen: how tiles are chosen by what they hold: "random", "top_k" or "top_p"; "keys" are single
-    keys. The choice
-        costs more than attention, so that they are never timed.
+    Attributes:
+        sizes: a name of SIZES, where one size is fitted for all heads.
+        chosen: how tiles are chosen by what they hold: "random", "top_k" or "top_p"; "keys" are
+            single keys. The choice costs more than attention, so that they are never timed.
     """
 
     says: str
@@ -141,7 +142,11 @@ TAIL = 64
 
 
 def method_names(artifact: Artifact, beside: Iterable[str] = ()) -> tuple[str, ...]:
-    """List all methods of an artifact, dense first. beside: other artifacts by name."""
+    """List all methods of an artifact, dense first.
+
+    Args:
+        beside: other artifacts by name.
+    """
     caches = [
         *CACHES,
         *([OMNIKV] if artifact.decode else []),

@@ -73,11 +73,13 @@ class Methods:
         beside: Mapping[str, Headwise] | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        """share: of the prompt's keys and values that the caches of CACHES keep.
+        """Prepare the methods of an artifact.
 
-        density: what sizes are fitted to; None for the artifact's own. beside: other artifacts of
-        the model by name,
-            each a method, with the same dense tail as all others.
+        Args:
+            share: of the prompt's keys and values that the caches of CACHES keep.
+            density: what sizes are fitted to; None for the artifact's own.
+            beside: other artifacts of the model by name, each a method, with the same dense tail
+                as all others.
         """
         self._loaded = loaded
         self.arrays = dict(arrays or {})

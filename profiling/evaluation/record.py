@@ -169,10 +169,12 @@ def _rounds(
 ) -> list[dict[str, Any]]:
     """Put methods that were timed in other rounds, on a busier machine, on one scale.
 
-    Calls `told` with a method's times and the factor.
+    The scale is that of one dense figure, Headwise's kernel in its last rounds; a method's seconds
+    are brought to it by their ratio.
 
-    It makes a method's seconds those of one dense figure, Headwise's kernel's in its last rounds,
-    by their ratio.
+    Args:
+        times: of each method at each length.
+        fields: makes the fields of a row out of a method's times and the factor to that scale.
     """
     dense = {length: timed.median for (name, length), timed in times.items() if name == KERNEL}
     return [

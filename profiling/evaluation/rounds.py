@@ -37,7 +37,11 @@ _COMPARISONS = 4
 
 
 class Step(NamedTuple):
-    """A task at a length under one half of the methods; further: the half in FURTHER."""
+    """A task at a length under one half of the methods.
+
+    Attributes:
+        further: the half in FURTHER.
+    """
 
     task: str
     length: int
@@ -84,8 +88,9 @@ class Rounds:
     ) -> None:
         """Prepare rounds; run them with `run`.
 
-        config: methods and seeds; tasks and lengths are those of each step. end: of
-        time.monotonic().
+        Args:
+            config: methods and seeds; tasks and lengths are those of each step.
+            end: of time.monotonic().
         """
         self._config = config
         self._loaded = loaded

@@ -78,16 +78,18 @@ class Figure:
     A unit is a context with all its questions, a window of a text, or the same thing at every
     depth: never a token.
 
-    difference, difference_low, difference_high: mean of method - dense over the same units; of a
-        perplexity, its ratio to dense's less 1. None for dense, and where dense was not run.
-    questions: asked in those units, or windows of a text.
-    needed: units that tell a loss of 5 points in 80% of runs, by the spread of the difference; of
-        scores alone.
-    p: of the difference, by sign_flip. corrected: Holm-corrected over all comparisons of the page.
-    verdict: "better" or "worse" than dense where the corrected p is below 0.05 and the difference
-        shows in three decimals, "" otherwise.
-    few: too few units for any verdict.
-    by_seed: the difference of each seed's prompts alone, where there are several.
+    Attributes:
+        difference, difference_low, difference_high: mean of method - dense over the same units; of
+            a perplexity, its ratio to dense's less 1. None for dense, and where dense was not run.
+        questions: asked in those units, or windows of a text.
+        needed: units that tell a loss of 5 points in 80% of runs, by the spread of the difference;
+            of scores alone.
+        p: of the difference, by sign_flip.
+        corrected: Holm-corrected over all comparisons of the page.
+        verdict: "better" or "worse" than dense where the corrected p is below 0.05 and the
+            difference shows in three decimals, "" otherwise.
+        few: too few units for any verdict.
+        by_seed: the difference of each seed's prompts alone, where there are several.
     """
 
     task: str
@@ -270,7 +272,8 @@ def _through(interval: Interval, function: Callable[[float], float]) -> Interval
 class Curve:
     """Perplexity of a text by position.
 
-    positions: the middle of each block of tokens.
+    Attributes:
+        positions: the middle of each block of tokens.
     """
 
     task: str

@@ -136,9 +136,12 @@ def _served(config: Config, artifact: Artifact) -> Artifact:
 
 
 def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -> Evaluation:
-    """Tasks, methods and counts of a run; beside: names of the other artifacts.
+    """Tasks, methods and counts of a run.
 
     With --minutes tasks and lengths are those that were asked for, which may be none.
+
+    Args:
+        beside: names of the other artifacts.
     """
     quick = config.quick
     limited = config.minutes is not None

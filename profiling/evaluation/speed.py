@@ -34,7 +34,9 @@ _SEED = 424_242
 class Timed:
     """Seconds of a method's rounds, and of both dense attentions in the same rounds.
 
-    steps: tokens of a round of decode. cache: bytes of the cache after the prompt.
+    Attributes:
+        steps: tokens of a round of decode.
+        cache: bytes of the cache after the prompt.
     """
 
     seconds: tuple[float, ...]
@@ -150,7 +152,8 @@ def decode_times(
 class Crossover:
     """Length from which Headwise beats the fastest dense baseline; None where it never did.
 
-    measured: (length, how many times as fast as that), ascending.
+    Attributes:
+        measured: (length, how many times as fast as that), ascending.
     """
 
     length: int | None

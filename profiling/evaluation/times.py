@@ -38,8 +38,10 @@ _VERSION = 3
 class Times:
     """Measurements by (method, length); memory in bytes.
 
-    attention: seconds of attention alone of a method with patterns, and of both dense ones beside
-    it, by name."""
+    Attributes:
+        attention: seconds of attention alone of a method with patterns, and of both dense ones
+            beside it, by name.
+    """
 
     prefill: dict[tuple[str, int], Timed]
     attention: dict[tuple[str, int], dict[str, float]]
@@ -60,7 +62,8 @@ def measure(
 ) -> Times:
     """Measure what the ledger lacks for this machine, or everything `again`.
 
-    spec, revision: what the model was loaded from.
+    Args:
+        spec, revision: what the model was loaded from.
     """
     return _Clock(config, loaded, methods, ledger, again).run(
         lambda m, at: peak_of(loaded, m, at, spec=spec, revision=revision)

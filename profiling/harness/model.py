@@ -38,10 +38,12 @@ class HeadwiseLM(HFLM):
         """Load the model and apply the artifact.
 
         Args:
-            pretrained: what `hf` takes, or smollm2 or gemma3 from their packages. config: the
-            artifact, or `dense` for the model's own attention. check_weights: see
-            runtime.Headwise.apply. target_speedup, target_kl, target_recall: the point of the
-            artifact's front, see runtime.load. dtype, kwargs: see HFLM.
+            pretrained: what `hf` takes, or smollm2 or gemma3 from their packages.
+            config: the artifact, or `dense` for the model's own attention.
+            check_weights: see runtime.Headwise.apply.
+            target_speedup, target_kl, target_recall: the point of the artifact's front, see
+                runtime.load.
+            dtype, kwargs: see HFLM.
 
         Raises:
             HeadwiseError: no config; an artifact that cannot be read or is for another model.

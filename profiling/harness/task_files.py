@@ -25,9 +25,12 @@ PREFIX = "headwise"
 class Written(NamedTuple):
     """Result of write_task.
 
-    names: of the tasks in the harness: its answers, and its forced choice where the prompts have
-    one. changed: how many prompts have other tokens once they are text. turned: how many ask in a
-    later turn, which the harness has no way to feed after its context.
+    Attributes:
+        names: of the tasks in the harness: its answers, and its forced choice where the prompts
+            have one.
+        changed: how many prompts have other tokens once they are text.
+        turned: how many ask in a later turn, which the harness has no way to feed after its
+            context.
     """
 
     names: tuple[str, ...]
@@ -51,8 +54,7 @@ def write_task(
 
     Raises:
         HeadwiseError: see make_prompts; the prompts ask for no answer after their end, or for
-        others inside; the folder
-            cannot be made.
+            others inside; the folder cannot be made.
     """
     prompts = make_prompts(task, tokenizer, length=length, samples=samples, seed=seed)
     if why := _unfit(prompts):

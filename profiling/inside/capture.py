@@ -33,10 +33,15 @@ CAPTURE_NAME = "headwise_capture"
 class LayerInputs:
     """Inputs of one attention layer after position encoding, for reading during the visit.
 
-    q: (1, H, S, D); k: (1, G, S, D); v: (1, G, S, E), not repeated for grouped queries. scale:
-    factor on q k^T. sliding_window: keys that a query sees, itself included (or a chunk's size);
-    None where it sees all. softcap: c in c * tanh(scores / c), None without. sinks: (H,) logits of
-    a virtual key without value, None without.
+    Attributes:
+        q: (1, H, S, D).
+        k: (1, G, S, D).
+        v: (1, G, S, E), not repeated for grouped queries.
+        scale: factor on q k^T.
+        sliding_window: keys that a query sees, itself included (or a chunk's size); None where it
+            sees all.
+        softcap: c in c * tanh(scores / c), None without.
+        sinks: (H,) logits of a virtual key without value, None without.
     """
 
     layer: int
@@ -59,11 +64,10 @@ def capture(model: PreTrainedModel, input_ids: Tensor, visit: Visit) -> None:
 
     Args:
         model: any transformers causal model whose attention goes through AttentionInterface. It is
-        left as it
-            was, also where `visit` raises.
-        input_ids: (1, S) on the model's device, without padding. visit: may do anything but write
-        to the tensors. The pass goes on with the output that it returns, or with
-            dense attention's where it returns None.
+            left as it was, also where `visit` raises.
+        input_ids: (1, S) on the model's device, without padding.
+        visit: may do anything but write to the tensors. The pass goes on with the output that it
+            returns, or with dense attention's where it returns None.
 
     Raises:
         HeadwiseError: no attention arrives, or one that is not causal or has a bias.

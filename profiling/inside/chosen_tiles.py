@@ -34,8 +34,12 @@ def random_scores(q: Tensor, k: Tensor, scale: float, layer: int, *, seed: int =
 def mass_scores(q: Tensor, k: Tensor, scale: float, layer: int) -> Tensor:
     """Compute the fraction of attention that each row of query tiles spends on each key tile.
 
-    q: (1, H, S, D); k: (1, G, S, D). Returns (H, R, R) fp32, whose causal part sums to 1 in each
-    row.
+    Args:
+        q: (1, H, S, D).
+        k: (1, G, S, D).
+
+    Returns:
+        (H, R, R) fp32, whose causal part sums to 1 in each row.
     """
     rows = num_tiles(k.shape[2])
     mass = torch.zeros(q.shape[1], rows, rows, device=q.device, dtype=torch.float32)

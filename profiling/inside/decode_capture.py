@@ -29,8 +29,9 @@ CAPTURE_NAME = "headwise_decode_capture"
 class StepInputs(LayerInputs):
     """Inputs of one layer for one query: q (1, H, 1, D), k (1, G, K, D), v (1, G, K, E).
 
-    visible: (K) bool, None where the query sees every key. A sliding layer's cache holds its window
-    only.
+    Attributes:
+        visible: (K) bool, None where the query sees every key. A sliding layer's cache holds its
+            window only.
     """
 
     visible: Tensor | None
@@ -75,11 +76,14 @@ def capture_decode(
     new one.
 
     Args:
-        model: as for `capture`. input_ids: (1, S) on the model's device, S at least tail + 2.
-        visit: may do anything but write to the tensors. steps: how many, at least 1. tail: how many
-        of the prompt's tokens before its last one are fed singly as well; these are steps -tail to
-        -1. continuation: new tokens that are given; after them the model's own follow, chosen
-        greedily. avoid: tokens that the model may not choose, such as those that end a text.
+        model: as for `capture`.
+        input_ids: (1, S) on the model's device, S at least tail + 2.
+        visit: may do anything but write to the tensors.
+        steps: how many, at least 1.
+        tail: how many of the prompt's tokens before its last one are fed singly as well; these are
+            steps -tail to -1.
+        continuation: new tokens that are given; after them the model's own follow, chosen greedily.
+        avoid: tokens that the model may not choose, such as those that end a text.
 
     Returns:
         The `steps` new tokens.

@@ -63,7 +63,13 @@ def blockwise_attention(
 ) -> Tensor:
     """softmax(softcap(scale q k^T) under the mask, beside the sinks) v; causal without a mask.
 
-    q: (1, H, S, D); k: (1, G, S, D); v: (1, G, S, E). Returns (1, H, S, E) in q's dtype.
+    Args:
+        q: (1, H, S, D).
+        k: (1, G, S, D).
+        v: (1, G, S, E).
+
+    Returns:
+        (1, H, S, E) in q's dtype.
     """
     heads = q.shape[1]
     length = q.shape[2]

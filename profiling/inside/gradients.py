@@ -52,9 +52,12 @@ _NONE = torch.zeros(0, dtype=torch.float32)
 class LayerGradients:
     """One layer on the way back, for reading during the visit.
 
-    out: (1, H, S, E) dense attention's output. lse: (1, H, S) its log-sum-exp. by_out: (1, H, S, E)
-    the gradient of the loss by `out`: adding d to what a head puts out at token t adds by_out[t] .
-    d to the loss, to first order."""
+    Attributes:
+        out: (1, H, S, E) dense attention's output.
+        lse: (1, H, S) its log-sum-exp.
+        by_out: (1, H, S, E) the gradient of the loss by `out`: adding d to what a head puts out at
+            token t adds by_out[t] . d to the loss, to first order.
+    """
 
     inputs: LayerInputs
     out: Tensor
@@ -66,11 +69,12 @@ class LayerGradients:
 class DensePass:
     """Predictions of the model on the tokens.
 
-    nll: (S - 1,) fp32 -log p of each token but the first.
-    likeliest: (S - 1,) the likeliest in its place. Where some tokens are marked as an answer's,
-        both are of these and of those after the positions that are kept.
-    log_probs: (P, V) fp16 at the positions that were asked for.
-    gradients: whether layers were visited on the way back; if not, `fault` says why.
+    Attributes:
+        nll: (S - 1,) fp32 -log p of each token but the first.
+        likeliest: (S - 1,) the likeliest in its place. Where some tokens are marked as an answer's,
+            both are of these and of those after the positions that are kept.
+        log_probs: (P, V) fp16 at the positions that were asked for.
+        gradients: whether layers were visited on the way back; if not, `fault` says why.
     """
 
     nll: Tensor

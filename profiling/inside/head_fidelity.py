@@ -27,8 +27,11 @@ from runtime.layers import layer_plans
 class Fidelity:
     """Per head, (L, H) fp32, NaN in layers left alone.
 
-    error: relative L2 distance of the output; recall: attention mass kept; density: share of the
-    causal tiles computed, those that skip-softmax skips by half."""
+    Attributes:
+        error: relative L2 distance of the output.
+        recall: attention mass kept.
+        density: share of the causal tiles computed, those that skip-softmax skips by half.
+    """
 
     error: np.ndarray
     recall: np.ndarray
@@ -45,8 +48,9 @@ def fidelity(
 ) -> Fidelity:
     """Measure an artifact's patterns on one dense pass, each layer on dense attention's inputs.
 
-    arrays: those of the artifact's sidecar, which static patterns are read from. backend: as for
-    kernels.attention.sparse_attention.
+    Args:
+        arrays: those of the artifact's sidecar, which static patterns are read from.
+        backend: as for kernels.attention.sparse_attention.
     """
     plans = layer_plans(artifact, arrays)
     shape = (artifact.model.num_layers, artifact.model.num_heads)
@@ -158,7 +162,11 @@ def dense_of_layer(inputs: LayerInputs, *, backend: str = "auto") -> tuple[Tenso
 def attend(
     inputs: LayerInputs, index: SparseIndex, backend: str, *, skipped: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend over an index: output (1, H, S, E), log-sum-exp (1, H, S). skipped: as the op's."""
+    """Attend over an index: output (1, H, S, E), log-sum-exp (1, H, S).
+
+    Args:
+        skipped: as the op's.
+    """
     options: dict[str, Any] = {
         "scale": inputs.scale,
         "softcap": inputs.softcap,
@@ -173,7 +181,8 @@ def attend(
 def kept_mass(lse: Tensor, dense_lse: Tensor, sinks: Tensor | None) -> Tensor:
     """Compute the fraction of dense attention's mass that a pattern keeps, (H, ..., S).
 
-    sinks: (H,) learned sinks that both log-sum-exps have in them; they are no keys.
+    Args:
+        sinks: (H,) learned sinks that both log-sum-exps have in them; they are no keys.
     """
     if sinks is not None:
         sink = sinks.float().view(-1, *[1] * (lse.dim() - 1))

@@ -103,8 +103,15 @@ def top_k_attention(
 ) -> Tensor:
     """softmax over the top keys of each query, causal.
 
-    q: (1, H, Q, D); k and v: (1, G, Q, D). Returns (1, H, Q, D) in q's dtype. Queries of a block of
-    64 have as many keys each: `density` of what its last one sees."""
+    Queries of a block of 64 have as many keys each: `density` of what its last one sees.
+
+    Args:
+        q: (1, H, Q, D).
+        k, v: (1, G, Q, D).
+
+    Returns:
+        (1, H, Q, D) in q's dtype.
+    """
     heads = q.shape[1]
     groups = k.shape[1]
     length = q.shape[2]

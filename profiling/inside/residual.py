@@ -44,8 +44,10 @@ class ResidualStream:
     def relative(self, layer: int, change: Tensor, at: int | slice = -1) -> Tensor:
         """Compute squared sizes of changes (..., H * E) relative to the stream's: (...).
 
-        at: the token, or tokens in the last dimension but one, that the changes are of; the newest
-        if not given. What a change comes to once added is this times `gain` after the block.
+        Args:
+            at: the token, or tokens in the last dimension but one, that the changes are of; the
+                newest if not given. What a change comes to once added is this times `gain` after
+                the block.
         """
         written = _project(self._modules[layer], change, self._dtype)
         return written.square().sum(-1) / self._sizes[layer][at]
@@ -137,7 +139,9 @@ def _size(states: Tensor) -> Tensor:
 def _project(module: nn.Module, change: Tensor, dtype: torch.dtype) -> Tensor:
     """Apply an attention module's output projection to a change of its heads' outputs.
 
-    dtype: of the model's activations, for a projection that is not a plain linear map."""
+    Args:
+        dtype: of the model's activations, for a projection that is not a plain linear map.
+    """
     for child in reversed(list(module.children())):
         if not any(_width(part) == change.shape[-1] for part in child.modules()):
             continue

@@ -56,8 +56,9 @@ def peak_of(
 ) -> int:
     """Bytes that a prefill by the method takes next to the model, keys and values included.
 
-    spec, revision: what the model was loaded from, for a process of its own; on a GPU none is
-    needed.
+    Args:
+        spec, revision: what the model was loaded from, for a process of its own; on a GPU none is
+            needed.
 
     Raises:
         HeadwiseError: that process failed.
@@ -104,8 +105,9 @@ def peak_apart(
 ) -> Grown:
     """Measure a prefill in a process of its own; `name` stands for it in messages.
 
-    config: the artifact to apply; None for dense attention in transformers' own cache, by
-        Headwise's kernel with `own`.
+    Args:
+        config: the artifact to apply; None for dense attention in transformers' own cache, by
+            Headwise's kernel with `own`.
 
     Raises:
         HeadwiseError: that process failed.

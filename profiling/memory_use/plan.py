@@ -27,7 +27,9 @@ _ROOM = 8
 class Shape:
     """Sizes of a model that memory follows from.
 
-    parameters: numbers, all weights. itemsize: bytes of a number.
+    Attributes:
+        parameters: numbers, all weights.
+        itemsize: bytes of a number.
     """
 
     layers: int
@@ -96,9 +98,11 @@ def plan(shape: Shape, length: int, *, banked: int = 0, growing: bool = True) ->
     """Predict the peak memory of a prefill of `length` tokens.
 
     Args:
-        shape: the model. length: tokens of the prompt. banked: full-attention layers whose keys and
-        values go to the bank in CPU memory (`offload`). growing: the cache is one of new_cache,
-        which keeps an eighth free.
+        shape: the model.
+        length: tokens of the prompt.
+        banked: full-attention layers whose keys and values go to the bank in CPU memory
+            (`offload`).
+        growing: the cache is one of new_cache, which keeps an eighth free.
     """
     e = shape.itemsize
     full = shape.layers - shape.sliding

@@ -18,8 +18,11 @@ from profiling.progress import bar
 class Row:
     """Bytes of one prefill next to the model.
 
-    peak: at most; cache: those of the cache; passing: the rest, measured; predicted: the rest,
-    predicted.
+    Attributes:
+        peak: at most.
+        cache: those of the cache.
+        passing: the rest, measured.
+        predicted: the rest, predicted.
     """
 
     method: str

@@ -30,7 +30,8 @@ from profiling.models.packages import PACKAGES, package_files, package_revision
 class LoadedModel:
     """A model in evaluation mode with its tokenizer.
 
-    name: as its user called it, without folders.
+    Attributes:
+        name: as its user called it, without folders.
     """
 
     model: Any
@@ -77,8 +78,7 @@ def load_model(
 
     Raises:
         HeadwiseError: one line for all that can be wrong with the above, and for a model that is
-        not causal or has
-            no attention that goes through transformers' AttentionInterface.
+            not causal or has no attention that goes through transformers' AttentionInterface.
     """
     device = resolve_device(device)
     if dtype == "auto":

@@ -14,7 +14,8 @@ from artifacts import HeadwiseError
 class ModelPackage:
     """A GGUF file in one package, or cut over several.
 
-    parts: (import name, file) in order.
+    Attributes:
+        parts: (import name, file) in order.
     """
 
     requirements: tuple[str, ...]

@@ -29,7 +29,8 @@ def _heads(text: str) -> tuple[tuple[int, int], ...]:
 class Heatmaps:
     """Options of the pictures; None takes the default that depends on the rest.
 
-    heads: (layer, head) of the maps.
+    Attributes:
+        heads: (layer, head) of the maps.
     """
 
     config: Path | None = shared(

@@ -31,7 +31,8 @@ Layout = Literal["constrained", "compressed"]
 def new_figure(width: float, height: float, caption: str, *, layout: Layout = "constrained") -> Any:
     """An empty figure of that many inches, with a caption in small print below.
 
-    layout: matplotlib's; "compressed" for a grid of square panels.
+    Args:
+        layout: matplotlib's; "compressed" for a grid of square panels.
     """
     import matplotlib
 

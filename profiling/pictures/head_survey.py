@@ -50,7 +50,12 @@ class HeadMap:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Survey:
-    """sparsity: (L, H), NaN where not measured; the maps."""
+    """Sparsity of all heads, and attention maps of some.
+
+    Attributes:
+        sparsity: (L, H), NaN where not measured.
+        maps: of the heads that were asked for.
+    """
 
     sparsity: np.ndarray
     maps: list[HeadMap]
@@ -65,12 +70,14 @@ def survey(
 ) -> Survey:
     """One dense pass over a prompt.
 
-    heads: (layer, head) of the maps; artifact: its patterns are drawn over them; arrays: of its
-    sidecar.
+    Args:
+        heads: (layer, head) of the maps.
+        artifact: its patterns are drawn over them.
+        arrays: of its sidecar.
 
     Raises:
         HeadwiseError: a head that is not there or in a layer that slides; a model whose layers all
-        do.
+            do.
     """
     model = loaded.model
     length = len(prompt.input_ids)

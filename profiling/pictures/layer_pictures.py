@@ -32,8 +32,10 @@ def draw_layers(
 ) -> list[Path]:
     """Draw a profile: similarity of each task and on average, ability, hit rate, variability.
 
-    decode: an artifact's section, whose filter layers are marked. Each picture is written as PNG
-    and SVG, its numbers as CSV.
+    Each picture is written as PNG and SVG, its numbers as CSV.
+
+    Args:
+        decode: an artifact's section, whose filter layers are marked.
     """
     paths: list[Path] = []
     filters = () if decode is None else decode.filter_layers
@@ -69,7 +71,9 @@ def similarity_figure(
 ) -> Any:
     """Layer x layer similarity (OmniKV, Figure 8): row i chooses, column j attends.
 
-    mass: (L, L), NaN for layers left out; filters: rows to mark.
+    Args:
+        mass: (L, L), NaN for layers left out.
+        filters: rows to mark.
     """
     from matplotlib.patches import Patch
 

@@ -108,7 +108,8 @@ def _listed(
 ) -> tuple[Ids, list[tuple[int, int]]]:
     """Join head, lines and question; return the ids and the span of each needed line.
 
-    more: makes the lines of one more item.
+    Args:
+        more: makes the lines of one more item.
     """
     encode = request.encode
     before = encode(head)

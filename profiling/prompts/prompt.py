@@ -100,7 +100,7 @@ def parse_task(text: str) -> Task:
 
     Raises:
         HeadwiseError: none of these, a parameter that the task does not have, or the file is not
-        there.
+            there.
     """
     head, colon, file = text.partition(":")
     name, at, given = head.partition("@")

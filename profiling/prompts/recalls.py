@@ -45,8 +45,9 @@ class Thing:
 class Again:
     """Form of an item that comes back: text before the value, and after it.
 
-    gives: whether it gives the value to a new name, as which it is one to come back to.
-    label: of these answers, where a form has several kinds of them.
+    Attributes:
+        gives: whether it gives the value to a new name, as which it is one to come back to.
+        label: of these answers, where a form has several kinds of them.
     """
 
     before: str
@@ -57,11 +58,15 @@ class Again:
 
 @dataclass(frozen=True)
 class Form:
-    """Forms of a task's items. asks, source: see Kind.
+    """Forms of a task's items.
 
-    things: without end, none twice; those of one prompt. new: of a thing that is new, text before
-    the value and after it. again: of one that comes back, in turn. every: of the items of the
-    second half one in so many comes back. turn: what a later turn asks; empty for nothing.
+    Attributes:
+        asks, source: see Kind.
+        things: without end, none twice; those of one prompt.
+        new: of a thing that is new, text before the value and after it.
+        again: of one that comes back, in turn.
+        every: of the items of the second half one in so many comes back.
+        turn: what a later turn asks; empty for nothing.
     """
 
     asks: str

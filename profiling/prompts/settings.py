@@ -26,9 +26,10 @@ TEXT = "prose"
 class Setting:
     """A task at a length by one measure, `score` or `choice`: over `count` prompts, or contexts.
 
-    dense, low, high: of dense attention with its 95% interval.
-    chance: what guessing gives.
-    difference: of sinks and half a window; None where a task was given up.
+    Attributes:
+        dense, low, high: of dense attention with its 95% interval.
+        chance: what guessing gives.
+        difference: of sinks and half a window; None where a task was given up.
     """
 
     task: str

@@ -78,7 +78,12 @@ _SLACK = 24
 
 
 class Chapter(NamedTuple):
-    """item: what is bought; sold: of what was bought before, what is sold again."""
+    """A chapter of a story.
+
+    Attributes:
+        item: what is bought.
+        sold: of what was bought before, what is sold again.
+    """
 
     place: str
     person: str

@@ -118,7 +118,9 @@ def far_copies(ids: Ids, *, context: int = _CONTEXT, far: int | None = None) -> 
 
     What a pattern drops shows there, whatever the rest of a text is.
 
-    far: how many tokens the latest occurrence must at least be back; a quarter of the text if None.
+    Args:
+        far: how many tokens the latest occurrence must at least be back; a quarter of the text if
+            None.
     """
     if far is None:
         least = len(ids) // _FAR

@@ -24,7 +24,11 @@ _EXTRA = 2
 def answer(
     model: Any, tokenizer: Any, prompt: Prompt, *, cache: Callable[[], Any] | None = None
 ) -> str:
-    """Answer one prompt greedily. cache: makes the cache; transformers' own if None."""
+    """Answer one prompt greedily.
+
+    Args:
+        cache: makes the cache; transformers' own if None.
+    """
     return answers(model, tokenizer, [prompt], label="", cache=cache)[0]
 
 
@@ -37,7 +41,11 @@ def answers(
     cache: Callable[[], Any] | None = None,
     chunk: int | None = None,
 ) -> list[str]:
-    """Answer all prompts greedily, with progress. cache, chunk: see prefilled."""
+    """Answer all prompts greedily, with progress.
+
+    Args:
+        cache, chunk: see prefilled.
+    """
     stops = ends(model, tokenizer)
     texts = [""] * len(prompts)
     starts = prefilled(model, prompts, cache=cache, chunk=chunk)

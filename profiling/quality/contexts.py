@@ -42,8 +42,11 @@ def fed(model: Any, ids: Ids, cache: Any) -> Tensor:
 class Prefilled(NamedTuple):
     """A prompt that was prefilled.
 
-    number: which of the prompts. cache: its own, which holds all of it. scored: logits (N, V)
-    before each token of its answer spans. last: logits (V) after its last token.
+    Attributes:
+        number: which of the prompts.
+        cache: its own, which holds all of it.
+        scored: logits (N, V) before each token of its answer spans.
+        last: logits (V) after its last token.
     """
 
     number: int

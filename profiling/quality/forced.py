@@ -44,7 +44,9 @@ def negative_log_likelihood(model: Any, prompt: Prompt) -> Tensor:
 class ForcedAnswer:
     """One answer, each token after the right ones before it.
 
-    nll: -log p of each token, in nats. hits: True for each that was the likeliest.
+    Attributes:
+        nll: -log p of each token, in nats.
+        hits: True for each that was the likeliest.
     """
 
     nll: tuple[float, ...]

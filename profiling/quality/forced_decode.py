@@ -59,7 +59,8 @@ def steps(model: Any, begun: Begun, forced: int) -> Iterator[tuple[Tensor, Tenso
 def forced_losses(model: Any, begun: Iterator[Begun] | Sequence[Begun], forced: int) -> Tensor:
     """Compute -log p of the last `forced` tokens of each text (T, F), decoded one by one.
 
-    begun: of `begin`; caches of a sequence are copied, so that it serves again.
+    Args:
+        begun: of `begin`; caches of a sequence are copied, so that it serves again.
     """
     losses = []
     for batch in begun:
@@ -79,7 +80,9 @@ def dense_losses(model: Any, texts: Sequence[Prompt], forced: int) -> Tensor:
 class Divergence:
     """Divergence of a cache from a full one at each forced token, prompt by prompt (prompts * F).
 
-    kl: KL(full || cache) in nats. loss, full_loss: -log p of the tokens under each.
+    Attributes:
+        kl: KL(full || cache) in nats.
+        loss, full_loss: -log p of the tokens under each.
     """
 
     kl: np.ndarray

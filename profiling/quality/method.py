@@ -24,15 +24,20 @@ from runtime.layers import text_config
 class Method:
     """A method for one model at one length.
 
-    make: makes the artifact in memory, None for dense attention; dense: which one that is.
-    identity: a hash of all that its results depend on but model, prompt and number format.
-    density: fraction of the causal area that prefill computes, mean over heads, on the calibration
-    prompt. kept: fraction of the prompt's keys and values that decode attends to. Both are None
-    where nobody counted. evicts: its cache is no plain one, so that its effect shows in decode
-    only. sizes: in words. offload: where keys and values that are not chosen are kept, as for
-    Headwise.new_cache. check_weights: the model's weights must be the artifact's. applied: puts it
-    on a model where it is no artifact and no dense attention; never timed. changed: makes another
-    cache of the artifact's new one.
+    Attributes:
+        make: makes the artifact in memory, None for dense attention.
+        dense: which one that is.
+        identity: a hash of all that its results depend on but model, prompt and number format.
+        density: fraction of the causal area that prefill computes, mean over heads, on the
+            calibration prompt.
+        kept: fraction of the prompt's keys and values that decode attends to. Both are None where
+            nobody counted.
+        evicts: its cache is no plain one, so that its effect shows in decode only.
+        sizes: in words.
+        offload: where keys and values that are not chosen are kept, as for Headwise.new_cache.
+        check_weights: the model's weights must be the artifact's.
+        applied: puts it on a model where it is no artifact and no dense attention; never timed.
+        changed: makes another cache of the artifact's new one.
     """
 
     name: str
@@ -86,7 +91,8 @@ class Method:
 def of_policy(loaded: LoadedModel, name: str, kind: CacheKind | None) -> Method:
     """Method of dense attention by Headwise's kernel over a cache of one policy.
 
-    kind: the policy of all layers that are no sliding-window layers; None keeps everything.
+    Args:
+        kind: the policy of all layers that are no sliding-window layers; None keeps everything.
     """
     if kind is None:
         return Method(name=name, make=lambda: None, identity=digest(name, None), dense=KERNEL)

@@ -45,9 +45,12 @@ LEAST = -1e4
 class TokenSequence:
     """Tokens of one forward pass.
 
-    ids: S of them. context: the first so many are prefilled; the rest attends to everything.
-    answers: half-open ranges of ids that are right answers. labels: the kind of each, where there
-    are several. task: as profiling.prompts.prompt.Task.name has it.
+    Attributes:
+        ids: S of them.
+        context: the first so many are prefilled; the rest attends to everything.
+        answers: half-open ranges of ids that are right answers.
+        labels: the kind of each, where there are several.
+        task: as profiling.prompts.prompt.Task.name has it.
     """
 
     task: str
@@ -109,9 +112,12 @@ def sequences(prompts: Sequence[Prompt], tokenizer: Any) -> list[TokenSequence]:
 class Losses:
     """Losses of one sequence under some attention, next to those under dense attention.
 
-    kl: (P,) KL(dense || other) in nats at positions spread over the context. nll, dense_nll: (P,)
-    -log p of the tokens that follow them. Of the answers, (A,) each: their number of tokens, -log
-    p, and if every token was the likeliest.
+    Attributes:
+        kl: (P,) KL(dense || other) in nats at positions spread over the context.
+        nll, dense_nll: (P,) -log p of the tokens that follow them.
+        answer_tokens: (A,) tokens of each answer.
+        answer_nll, answer_dense_nll: (A,) -log p of each answer.
+        right, dense_right: (A,) True if every token of an answer was the likeliest.
     """
 
     kl: np.ndarray
@@ -135,9 +141,10 @@ class Agreement:
 
     For lengths at which the model itself gives no right answers: dense attention's are kept.
 
-    kl: mean KL(dense || other) in nats over positions of the context. same: the fraction of these
-    whose likeliest token is dense attention's. as_dense: the fraction of the answers of which
-    every token is; None without any.
+    Attributes:
+        kl: mean KL(dense || other) in nats over positions of the context.
+        same: the fraction of these whose likeliest token is dense attention's.
+        as_dense: the fraction of the answers of which every token is; None without any.
     """
 
     kl: float
@@ -152,8 +159,10 @@ Plans = Mapping[int, LayerPlan]
 class _Predicted(NamedTuple):
     """Predictions on a sequence.
 
-    log_probs: (P, V) at its positions. nll: of all tokens of its answers, one after the other.
-    likeliest: tokens at the positions, and in place of the answers' tokens.
+    Attributes:
+        log_probs: (P, V) at its positions.
+        nll: of all tokens of its answers, one after the other.
+        likeliest: tokens at the positions, and in place of the answers' tokens.
     """
 
     log_probs: Tensor

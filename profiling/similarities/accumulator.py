@@ -35,15 +35,22 @@ def worst_of(steps: int) -> int:
 class Accumulator:
     """The figures of one prompt, as sums over its steps; pass `visit` and `done` to capture_decode.
 
-    length: of the prompt; top_k: how many keys a layer chooses; finds: what each step takes from
-    the prompt, None where that is not known; stream: of the model that decodes.
+    Args:
+        length: of the prompt.
+        top_k: how many keys a layer chooses.
+        finds: what each step takes from the prompt, None where that is not known.
+        stream: of the model that decodes.
 
-    layers, sliding: the layers measured and those left out, in order. mass: S by "max" and by
-    "mean", summed over the steps, (N, N) fp64. error: how far the output of layer j's KV head g is
-    off when it sees the choice by "max" of layer i <= j alone, as ResidualStream.by_head, summed
-    over the steps, (N, N, G) fp32, NaN for i > j; worst: the same over the worst steps, a `WORST`
-    of all. hit: mean fraction of the finds' blocks in the choices, (N) fp64, None without finds.
-    missed: for each step the attention on old tokens that were not frozen, (N)."""
+    Attributes:
+        layers, sliding: the layers measured and those left out, in order.
+        mass: S by "max" and by "mean", summed over the steps, (N, N) fp64.
+        error: how far the output of layer j's KV head g is off when it sees the choice by "max" of
+            layer i <= j alone, as ResidualStream.by_head, summed over the steps, (N, N, G) fp32,
+            NaN for i > j.
+        worst: the same over the worst steps, a `WORST` of all.
+        hit: mean fraction of the finds' blocks in the choices, (N) fp64, None without finds.
+        missed: for each step the attention on old tokens that were not frozen, (N).
+    """
 
     def __init__(
         self, *, length: int, top_k: int, finds: Sequence[Find | None], stream: ResidualStream

@@ -41,8 +41,10 @@ def measure(
 ) -> Profile:
     """Measure on a model that is loaded; the model is left as it was.
 
-    ledger: keeps what each prompt gave; its settings say which model that is of. prompts: by the
-    names of all tasks, each of `prompt_length` tokens; those of the configuration's seed if None.
+    Args:
+        ledger: keeps what each prompt gave; its settings say which model that is of.
+        prompts: by the names of all tasks, each of `prompt_length` tokens; those of the
+            configuration's seed if None.
     """
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     config = resolve(config, loaded.name, model.max_positions)

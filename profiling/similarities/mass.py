@@ -16,8 +16,9 @@ from torch import Tensor
 def kept(means: Tensor, chosen: Tensor) -> Tensor:
     """Compute S[i, j], layer j's attention on keys that layer i chose, (N, N) fp64.
 
-    means: (N, K), each layer's attention averaged over its query heads; chosen: (N, k) key
-    positions.
+    Args:
+        means: (N, K), each layer's attention averaged over its query heads.
+        chosen: (N, k) key positions.
     """
     # Row by row: all at once would gather N x N x k.
     return torch.stack([means[:, keys].sum(1, dtype=torch.float64) for keys in chosen])
@@ -26,8 +27,10 @@ def kept(means: Tensor, chosen: Tensor) -> Tensor:
 def attended(probabilities: Tensor, v: Tensor, keys: Tensor | None = None) -> Tensor:
     """A query's output from all keys, or from some keys (k,) alone: (G, n, E) fp32.
 
-    probabilities: (G, n, K), of which a row sums to less than 1 beside attention sinks; v: (G, K,
-    E)."""
+    Args:
+        probabilities: (G, n, K), of which a row sums to less than 1 beside attention sinks.
+        v: (G, K, E).
+    """
     if keys is None:
         return torch.bmm(probabilities, v.float())
     weights = probabilities[:, :, keys]
@@ -49,7 +52,11 @@ def covered(span: tuple[int, int], chosen: Tensor) -> Tensor:
 def ability(mass: np.ndarray, reach: int) -> np.ndarray:
     """Compute filtering ability (OmniKV, Figure 6a): mean kept by the `reach` layers after.
 
-    mass: (L, L), NaN where not measured. Returns (L), NaN where no layer was measured within reach.
+    Args:
+        mass: (L, L), NaN where not measured.
+
+    Returns:
+        (L), NaN where no layer was measured within reach.
     """
     means = np.full(len(mass), np.nan)
     for layer in range(len(mass)):
@@ -62,7 +69,8 @@ def ability(mass: np.ndarray, reach: int) -> np.ndarray:
 def agreement(masses: Sequence[np.ndarray]) -> np.ndarray:
     """Correlate layer similarities between tasks, (T, T); NaN where they are constant.
 
-    masses: one (L, L) a task, NaN where not measured.
+    Args:
+        masses: one (L, L) a task, NaN where not measured.
     """
     pairs = [mass[np.triu_indices(len(mass), 1)] for mass in masses]
     values = np.stack([pair[np.isfinite(pair)] for pair in pairs])

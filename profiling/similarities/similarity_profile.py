@@ -39,7 +39,8 @@ FORMAT = 5
 class Profile:
     """Arrays by the names above.
 
-    about: model, layers, tasks with their prompts' sha256, settings and versions.
+    Attributes:
+        about: model, layers, tasks with their prompts' sha256, settings and versions.
     """
 
     arrays: dict[str, np.ndarray]
@@ -75,7 +76,8 @@ class Profile:
     def error(self, task: str | None = None, worst: float = 0.0) -> np.ndarray:
         """(L, L, G) errors by KV head in one task, or their mean over all tasks; NaN for i after j.
 
-        worst: how much the worst steps count, of 1 in all.
+        Args:
+            worst: how much the worst steps count, of 1 in all.
         """
         if task is None:
             names = self.tasks

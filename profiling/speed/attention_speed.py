@@ -42,7 +42,9 @@ _REACH = 1 / 64
 class Speed:
     """One pattern at one size: medians in seconds; flops count computed tiles.
 
-    sdpa_seconds: torch's fastest dense attention. kernel_seconds: Headwise's kernel over every key.
+    Attributes:
+        sdpa_seconds: torch's fastest dense attention.
+        kernel_seconds: Headwise's kernel over every key.
     """
 
     pattern: str

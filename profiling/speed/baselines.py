@@ -71,7 +71,9 @@ def ratio_of_pairs(these: Sequence[float], those: Sequence[float]) -> Ratio:
 class Speedup:
     """Speed-up over each dense attention that was timed in the same rounds, by its name.
 
-    bounds: of each the interval of speed.ratios, where there are rounds. rounds: how many.
+    Attributes:
+        bounds: of each the interval of speed.ratios, where there are rounds.
+        rounds: how many.
     """
 
     over: Mapping[str, float]

@@ -26,7 +26,8 @@ DEFAULT_LENGTHS = {"cpu": (2048, 4096, 8192, 16_384), "cuda": (8192, 32_768, 131
 class Size:
     """Size of one timed call; dtype by torch's name.
 
-    past: tokens before, whose keys are there.
+    Attributes:
+        past: tokens before, whose keys are there.
     """
 
     length: int
@@ -104,7 +105,8 @@ def head_pair(text: str) -> tuple[int, int]:
 class Bench:
     """Options of the measurement; empty ones take defaults by what is measured.
 
-    heads: pairs of query and KV heads.
+    Attributes:
+        heads: pairs of query and KV heads.
     """
 
     what: str = arg(nargs="?", choices=("attention", "decode"), default="attention")

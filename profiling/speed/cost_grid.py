@@ -22,7 +22,7 @@ def run(grid: Grid, out: Path, *, command: str, fresh: bool = False) -> CostTabl
 
     Raises:
         HeadwiseError: a backend computed something wrong, or the interrupted run measured
-        otherwise.
+            otherwise.
     """
     where = environment(grid.device)
     sizes = list(grid.sizes())

@@ -30,8 +30,10 @@ _ABOUT = ("device", "backend", "versions", "command")
 class Cost:
     """One measurement, of all query heads of a layer at once; tiles and seconds are of the layer.
 
-    dense_seconds: of Headwise's kernel over every key, in the same rounds: by it a machine that
-    became slower is known."""
+    Attributes:
+        dense_seconds: of Headwise's kernel over every key, in the same rounds: by it a machine that
+            became slower is known.
+    """
 
     pattern: str
     dtype: str
@@ -166,7 +168,8 @@ def embed(
 ) -> tuple[tuple[DeviceCosts, ...], dict[str, np.ndarray]]:
     """The tables as an artifact carries them: its section `costs`, and the arrays for its sidecar.
 
-    optimised: the one of them that the search's objective is made of, where it counts seconds.
+    Args:
+        optimised: the one of them that the search's objective is made of, where it counts seconds.
     """
     section = []
     arrays = dict[str, np.ndarray]()

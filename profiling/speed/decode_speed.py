@@ -27,8 +27,10 @@ _MASS_ERROR = 1e-3
 class DecodeSpeed:
     """One size: median seconds of a call, and the bytes of the keys and values that it has to read.
 
-    sdpa_seconds: torch's attention as models call it. dense_seconds: the fastest way to it in
-    torch."""
+    Attributes:
+        sdpa_seconds: torch's attention as models call it.
+        dense_seconds: the fastest way to it in torch.
+    """
 
     chosen: int
     sdpa_seconds: float

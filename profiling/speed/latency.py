@@ -45,7 +45,10 @@ def in_turn(
 ) -> dict[str, list[float]]:
     """Time each alternative, `repeats` interleaved rounds after one untimed round, if any.
 
-    With 0 repeats there is one round, and it is timed. quiet: without a progress bar.
+    With 0 repeats there is one round, and it is timed.
+
+    Args:
+        quiet: without a progress bar.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     if warm_up and repeats:

@@ -46,7 +46,8 @@ MOVED = 0.15
 class Timings:
     """Seconds of one prompt's attention over all searched layers, index builds included, by name.
 
-    layers: those that were timed; the seconds are theirs, scaled to all.
+    Attributes:
+        layers: those that were timed; the seconds are theirs, scaled to all.
     """
 
     seconds: Mapping[str, float]
@@ -66,11 +67,12 @@ class Timings:
 class Timed:
     """Plans by name that are timed on a prompt's first `tokens`.
 
-    layers: so many, evenly spread; all if None.
-
     Dense attention is timed on a few of them, as ANCHOR and, with `sdpa`, as SDPA where torch can
     serve the layer. On the longest of several prompts SDPA is left out where it is clearly slower
     than ANCHOR on the next shorter one.
+
+    Attributes:
+        layers: so many, evenly spread; all if None.
     """
 
     tokens: int

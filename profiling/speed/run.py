@@ -112,7 +112,7 @@ def costs(config: Bench, command: str) -> None:
 
     Raises:
         HeadwiseError: a file is missing or cannot be written, before anything is measured; a wrong
-        result.
+            result.
     """
     if config.costs is not None:
         check_writable(config.costs)

@@ -24,7 +24,8 @@ _BLOCKS = 200
 class StreamMethod:
     """A name of METHODS, or streaming:S with S sinks.
 
-    whole: tokens that it holds, None for all.
+    Attributes:
+        whole: tokens that it holds, None for all.
     """
 
     name: str
@@ -74,7 +75,8 @@ def method_of(name: str, *, sinks: int, window: int) -> StreamMethod:
 class Streamed:
     """Options of a stream.
 
-    timed: tokens of each round that are timed one by one, 0 for none.
+    Attributes:
+        timed: tokens of each round that are timed one by one, 0 for none.
     """
 
     model: str = shared(arguments.add_model)

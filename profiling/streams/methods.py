@@ -28,10 +28,13 @@ from runtime import memory_report
 class Stretch:
     """Figures of a method on some tokens of a stream.
 
-    nll: sum of -log p of the `tokens` that it predicted; seconds: for `turns`, that is tokens fed
-    or forwards made. probed, right: of each token of the probes -log p, and whether it was the
-    likeliest (1) or not (0). cache_bytes: of keys and values at the end; process_bytes: of the
-    device, or of the process on the CPU.
+    Attributes:
+        nll: sum of -log p of the `tokens` that it predicted.
+        seconds: for `turns`, that is tokens fed or forwards made.
+        probed, right: of each token of the probes -log p, and whether it was the likeliest (1) or
+            not (0).
+        cache_bytes: of keys and values at the end.
+        process_bytes: of the device, or of the process on the CPU.
     """
 
     nll: float = 0.0
@@ -54,7 +57,11 @@ class Cached:
     def __init__(
         self, loaded: LoadedModel, method: StreamMethod, stream: TokenStream, chunk: int
     ) -> None:
-        """chunk: tokens fed at a time, which changes nothing but the time it takes."""
+        """Prepare a method.
+
+        Args:
+            chunk: tokens fed at a time, which changes nothing but the time it takes.
+        """
         self._model = loaded.model
         self._chunk = chunk
         self._headwise = with_policy(loaded, method.policy)

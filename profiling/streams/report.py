@@ -28,13 +28,15 @@ _POINTS = 200
 class Row:
     """One method's figures; None where they were not measured.
 
-    perplexity: over all tokens, of the recomputed window over the probes. last_quarter: over the
-    stream's end. ratio, low, high: of perplexities on the probes past the window, to the recomputed
-    window's, with its 95% interval
-        by Student's t over stretches of the stream as long as the window: what stands in one window
-        is one sample. No bounds of fewer than two.
-    accuracy: share of the probes, answers to questions, of which every token was the likeliest.
-    token_seconds: for each token fed, or each forward; cache_bytes: at the end.
+    Attributes:
+        perplexity: over all tokens, of the recomputed window over the probes.
+        last_quarter: over the stream's end.
+        ratio, low, high: of perplexities on the probes past the window, to the recomputed window's,
+            with its 95% interval by Student's t over stretches of the stream as long as the window:
+            what stands in one window is one sample. No bounds of fewer than two.
+        accuracy: share of the probes, answers to questions, of which every token was the likeliest.
+        token_seconds: for each token fed, or each forward.
+        cache_bytes: at the end.
     """
 
     method: str
@@ -80,13 +82,21 @@ class Series:
 
 
 def rows(series: Sequence[Series], stream: TokenStream, whole: int, task: str) -> list[Row]:
-    """Make the rows of all methods. whole: tokens that the windows hold."""
+    """Make the rows of all methods.
+
+    Args:
+        whole: tokens that the windows hold.
+    """
     base = next((each for each in series if each.method == "recomputed"), None)
     return [_row(each, base, stream, whole, task) for each in series]
 
 
 def _row(series: Series, base: Series | None, stream: TokenStream, whole: int, task: str) -> Row:
-    """Make one method's row. base: the recomputed window."""
+    """Make one method's row.
+
+    Args:
+        base: the recomputed window.
+    """
     low = high = ratio = accuracy = None
     if base is not None and series is not base:
         ratio, low, high = _ratio_to(series, base, stream, whole)

@@ -29,8 +29,11 @@ _END = ".\n\n"
 class TokenStream:
     """Tokens 0 to N, of which all but the last are fed, each to predict the next.
 
-    probes: half-open spans of tokens that every method is asked to predict: what methods are
-    compared on. repeats: how often the text had to be begun again."""
+    Attributes:
+        probes: half-open spans of tokens that every method is asked to predict: what methods are
+            compared on.
+        repeats: how often the text had to be begun again.
+    """
 
     ids: tuple[int, ...]
     probes: tuple[tuple[int, int], ...]

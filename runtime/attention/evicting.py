@@ -57,7 +57,10 @@ def _prefill(
 ) -> Tensor:
     """Attend to whole prompts for a policy: (B, H, Q, E), long ones by the layer's patterns.
 
-    q, k, v: of the policy's sequences and KV heads. heads: these, None for all of the layer."""
+    Args:
+        q, k, v: of the policy's sequences and KV heads.
+        heads: these, None for all of the layer.
+    """
     layer = call.layer
     settings = layer.settings
     plan = layer.plan

@@ -119,7 +119,8 @@ def _in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ..
 def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
     """Way of a prefill ("sparse", "kernel" or "default"), its kernel, and its name in stats().
 
-    why_dense: the reason why it is not sparse, where that is known already.
+    Args:
+        why_dense: the reason why it is not sparse, where that is known already.
     """
     kernel, no_kernel = kernel_of(call)
     if why_dense is None:
@@ -154,7 +155,9 @@ def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
 def _why_dense(call: Call, no_kernel: str | None) -> str | None:
     """Reason why a prefill is dense, None where it is sparse; refuses one that should be sparse.
 
-    no_kernel: the reason why no kernel serves it, None where one does."""
+    Args:
+        no_kernel: the reason why no kernel serves it, None where one does.
+    """
     few = too_few(call)
     if few is not None:
         return few

@@ -52,12 +52,15 @@ class Context:
     sequence may be empty; ranges is None where one has holes. Every layer of the forward gets the
     same context.
 
-    fresh: for a cache that drops tokens, the queries' slots that hold tokens, [begin, end) by
-        sequence, counted from q_start; None elsewhere.
-    held: with `fresh`, the slots [begin, end) of each sequence that are real before the queries;
-        None for all slots.
-    window: how many tokens a query of a sliding-window layer sees, itself included; None for all.
-    kernels: kernel and reason by the kind of a call's tensors: see kernel_of."""
+    Attributes:
+        fresh: for a cache that drops tokens, the queries' slots that hold tokens, [begin, end) by
+            sequence, counted from q_start; None elsewhere.
+        held: with `fresh`, the slots [begin, end) of each sequence that are real before the
+            queries; None for all slots.
+        window: how many tokens a query of a sliding-window layer sees, itself included; None for
+            all.
+        kernels: kernel and reason by the kind of a call's tensors: see kernel_of.
+    """
 
     q_start: int
     q_len: int

@@ -171,8 +171,9 @@ def real_slots(real: Tensor) -> Rows:
 class _MaskRequest:
     """A causal mask that transformers asks for, over a window or every token.
 
-    given: the arguments of `dense`, the function that makes it. gone: slots that a sliding-window
-    layer has dropped; all others are counted from there.
+    Attributes:
+        given: the arguments of `dense`, the function that makes it.
+        gone: slots that a sliding-window layer has dropped; all others are counted from there.
     """
 
     def __init__(self, window: int | None, settings: Settings, given: dict[str, Any]) -> None:

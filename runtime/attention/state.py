@@ -74,11 +74,14 @@ class Calls:
 class Settings:
     """Options of one application of an artifact to a model, shared by its layers.
 
-    dense_by: kernel of dense calls: "auto" the faster of Headwise's and the model's, "kernel"
-    Headwise's, "model" the model's. model_attention: the model's, "sdpa" or "eager". spread: the
-    model lies on several devices, and masks are moved. evicts: the artifact has a kv_cache section,
-    so caches may need no mask. evidence: the artifact's, for the length up to which it was
-    measured."""
+    Attributes:
+        dense_by: kernel of dense calls: "auto" the faster of Headwise's and the model's, "kernel"
+            Headwise's, "model" the model's.
+        model_attention: the model's, "sdpa" or "eager".
+        spread: the model lies on several devices, and masks are moved.
+        evicts: the artifact has a kv_cache section, so caches may need no mask.
+        evidence: the artifact's, for the length up to which it was measured.
+    """
 
     dense_below: int
     strict: bool = False
@@ -137,7 +140,9 @@ class Settings:
 class Layer:
     """State of one attention module.
 
-    plan: its prefill, None for a layer left alone. role: its decode, None for a layer left alone.
+    Attributes:
+        plan: its prefill, None for a layer left alone.
+        role: its decode, None for a layer left alone.
     """
 
     settings: Settings
@@ -176,7 +181,11 @@ class Call:
     query (B, H, Q, D), key (B, G, K, D), value (B, G, K, E). `more` are the keyword arguments that
     only some models give. Of those are softcap, sinks (H,), which are learned logits that take part
     in the softmax and have no value (GPT-OSS), and window, how many tokens a query of a
-    sliding-window layer sees, itself included. context: by the mask; None where it has none."""
+    sliding-window layer sees, itself included.
+
+    Attributes:
+        context: by the mask; None where it has none.
+    """
 
     module: nn.Module
     layer: Layer

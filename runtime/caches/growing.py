@@ -101,7 +101,8 @@ class FilterLayer(GrowingLayer):
     before any. It has more rows than the window, so that the window is whole again after drafts
     were rejected.
 
-    served: the layers that attend to what it chooses and are in banks, bank by bank.
+    Attributes:
+        served: the layers that attend to what it chooses and are in banks, bank by bank.
     """
 
     def __init__(

@@ -114,8 +114,10 @@ class PolicyLayer(CacheLayerMixin):
     def attend(self, q: Tensor, spans: Spans | None, **options: Any) -> Tensor:
         """Attend to what is kept and the new tokens: (B, H, Q, E), zeros for padding.
 
-        q: (B, H, Q, D). spans: the new slots of each sequence that hold tokens; None for all.
-        options: the other fields of a Step.
+        Args:
+            q: (B, H, Q, D).
+            spans: the new slots of each sequence that hold tokens; None for all.
+            options: the other fields of a Step.
         """
         if self._new is None:
             raise HeadwiseError(

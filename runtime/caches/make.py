@@ -167,8 +167,9 @@ def policy_layers(
 ) -> dict[int, CacheLayerMixin]:
     """Make the cache layers of all layers, by number: rolling buffers for those that slide.
 
-    choosing: the artifact has a decode section, which has caches of its own for layers that are
-    full.
+    Args:
+        choosing: the artifact has a decode section, which has caches of its own for layers that are
+            full.
 
     Raises:
         HeadwiseError: see check_rows; positions cannot be counted inside the cache of this model.

@@ -114,9 +114,13 @@ class Policy(ABC):
     Every tensor is an attribute (B, G, slots, ...) that exists from the first token on: rows are
     selected, bytes counted and tokens dropped by this. No step may copy all of them.
 
-    record: the policy in the artifact. seen: tokens so far, in each sequence. kept: tokens held of
-    each sequence and KV head. settled: the shortest length that it can be cropped to, since others
-    were dropped. keys (B, G, size, D) and values (B, G, size, E): the first `kept` slots are valid.
+    Attributes:
+        record: the policy in the artifact.
+        seen: tokens so far, in each sequence.
+        kept: tokens held of each sequence and KV head.
+        settled: the shortest length that it can be cropped to, since others were dropped.
+        keys: (B, G, size, D), of which the first `kept` slots are valid.
+        values: (B, G, size, E), of which the first `kept` slots are valid.
     """
 
     keys: Tensor

@@ -65,7 +65,9 @@ class Bank:
     tokens stand behind those of the longest sequence, in order, so that few queries at once stay
     causal.
 
-    layers: number of layers. keep: a layer of so many tokens stays on the device.
+    Attributes:
+        layers: number of layers.
+        keep: a layer of so many tokens stays on the device.
     """
 
     row: Row

@@ -25,8 +25,9 @@ from runtime.omnikv.bank import OffloadedTensor
 class Past:
     """A filter layer's choice among the `before` tokens before a chunk.
 
-    tokens (B, n) int64: the last counts[b] of row b, ascending; those before are any. firsts: the
-    first real token of each sequence.
+    Attributes:
+        tokens: (B, n) int64, the last counts[b] of row b, ascending; those before are any.
+        firsts: the first real token of each sequence.
     """
 
     q_len: int
@@ -59,10 +60,16 @@ class Past:
         return cls(q_len, past, tokens.clamp_(max=past - 1), counts, tuple(firsts))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Causal attention of a chunk to the chosen past and to itself: (B, H, Q, E).
+        """Causal attention of a chunk to the chosen past and to itself.
 
-        q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E); zeros for padded queries. options: scale,
-        softcap and backend.
+        Args:
+            q: (B, H, Q, D).
+            k: (B, G, K, D).
+            v: (B, G, K, E).
+            options: scale, softcap and backend.
+
+        Returns:
+            (B, H, Q, E), zeros for padded queries.
         """
         # The filter layer may lie on another device.
         tokens = self.tokens.to(q.device, non_blocking=True)

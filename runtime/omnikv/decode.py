@@ -163,7 +163,8 @@ class OmniKV(Selector):
     def after_prefill(self, role: Role, q: Tensor, k: Tensor, **options: Any) -> None:
         """Show a filter layer's selector the last queries of a prefill, each from its own position.
 
-        options: starts, scale and softcap, as attend has them.
+        Args:
+            options: starts, scale and softcap, as attend has them.
         """
         cache = filter_cache(k)
         if self.section.selector == "last" or not role.filters or cache is None:

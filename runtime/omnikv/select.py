@@ -28,8 +28,9 @@ _DECAY = 0.5
 class Role:
     """Role of a full-attention layer in decode: filter layer, served by one, or neither.
 
-    filters: it chooses tokens. filter: the layer that chooses for it. With neither it attends to
-    every token.
+    Attributes:
+        filters: it chooses tokens.
+        filter: the layer that chooses for it. With neither it attends to every token.
     """
 
     filters: bool = False
@@ -76,8 +77,10 @@ class Reads:
 class Selector:
     """Filter layers' choice of tokens by an artifact's decode section.
 
-    group: the processes that share the heads of a layer, which choose alike: by the scores of all.
-    reads: tokens chosen so far.
+    Attributes:
+        group: the processes that share the heads of a layer, which choose alike: by the scores of
+            all.
+        reads: tokens chosen so far.
     """
 
     def __init__(
@@ -103,8 +106,9 @@ class Selector:
     def choose(self, scores: Tensor, q_len: int, starts: Tensor | None, keys: Tensor) -> Tensor:
         """Tokens (B, C) int32, ascending and padded, for the layers that a filter layer serves.
 
-        scores: (B, K) of all heads, which are written to. keys: as the layer's cache returned them.
-        Sequence b starts at key starts[b].
+        Args:
+            scores: (B, K) of all heads, which are written to.
+            keys: as the layer's cache returned them. Sequence b starts at key starts[b].
         """
         cache = filter_cache(keys)
         if self.section.selector != "last" and cache is not None:
@@ -164,8 +168,9 @@ def _best(
 ) -> Tensor:
     """Best tokens (B, C) int32, ascending and padded, by scores (B, K), which are written to.
 
-    newest: (B or 1, Q) the tokens that ask: always among the best, since a query sees itself.
-    ends, counts: see best_places.
+    Args:
+        newest: (B or 1, Q) the tokens that ask: always among the best, since a query sees itself.
+        ends, counts: see best_places.
     """
     scores.scatter_(-1, newest.long().expand(len(scores), -1), float("inf"))
     best = best_places(scores[:, None], [most], [None], forced=0, ends=ends, counts=counts)

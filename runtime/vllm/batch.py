@@ -25,8 +25,9 @@ KEY = "headwise"
 class Chunk(NamedTuple):
     """`q_len` new tokens of a request from row `q_start` on, the last of its `k_len`.
 
-    prompt: tokens of the request's prompt, 0 where no layer asks for it. Where it is known, a chunk
-    is all prompt or all generated.
+    Attributes:
+        prompt: tokens of the request's prompt, 0 where no layer asks for it. Where it is known, a
+            chunk is all prompt or all generated.
     """
 
     request: int
@@ -56,9 +57,11 @@ class Chunk(NamedTuple):
 class Group(NamedTuple):
     """Requests with equally many new tokens, which are served in one launch.
 
-    rows: their rows of the T. table (n, N) and ends (n,) int32: their pages and numbers of keys.
-    k_len: upper bound of `ends`; None in a step that is captured to be replayed for others. kept:
-    tokens left in layers that drop some, by policy.
+    Attributes:
+        rows: their rows of the T. table (n, N) and ends (n,) int32: their pages and numbers of
+            keys.
+        k_len: upper bound of `ends`; None in a step that is captured to be replayed for others.
+        kept: tokens left in layers that drop some, by policy.
     """
 
     chunks: tuple[Chunk, ...]
@@ -97,9 +100,13 @@ Rest = tuple[tuple[Group, ...], list[Chunk]]
 class Batch:
     """Step of the layers served here.
 
-    requests: all of them. sparse: chunks of prompts that patterns serve. chosen: decode by chosen
-    tokens. lengths: (R,) int32 keys of each request, on the device; None where the chunks' own are
-    exact. captured: the step is to be replayed for other requests.
+    Attributes:
+        requests: all of them.
+        sparse: chunks of prompts that patterns serve.
+        chosen: decode by chosen tokens.
+        lengths: (R,) int32 keys of each request, on the device; None where the chunks' own are
+            exact.
+        captured: the step is to be replayed for other requests.
     """
 
     block_table: Tensor

@@ -40,7 +40,8 @@ examples:
 def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[str]:
     """Reasons why the artifact cannot serve a model over `size` processes, most specific first.
 
-    config, text: the configuration of the model and that of its language part.
+    Args:
+        config, text: the configuration of the model and that of its language part.
     """
     architecture = next(iter(getattr(config, "architectures", None) or ()), type(config).__name__)
     model = config_info(text, architecture, artifact.model.name)

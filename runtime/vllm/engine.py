@@ -36,11 +36,14 @@ _EIGHT_BITS = {
 class ServedLayer:
     """Attention layer of vLLM in this process, and how it is served.
 
-    number: None where its name has none or several. why_dense: reason why no prefill is sparse.
-    plan: of its heads here, None where no patterns serve. keeps: its policy, None if it keeps every
-    token. owned: all its requests are served here; those of any other layer are vLLM's. ours: its
-    pages are laid out for our kernels. eight_bits: dtype of a cache of 8 bits, which vLLM hands out
-    as bytes.
+    Attributes:
+        number: None where its name has none or several.
+        why_dense: reason why no prefill is sparse.
+        plan: of its heads here, None where no patterns serve.
+        keeps: its policy, None if it keeps every token.
+        owned: all its requests are served here; those of any other layer are vLLM's.
+        ours: its pages are laid out for our kernels.
+        eight_bits: dtype of a cache of 8 bits, which vLLM hands out as bytes.
     """
 
     number: int | None

@@ -102,7 +102,8 @@ class Chooser:
 
         Drafts of one request take more scores than a single token does.
 
-        step: any tokens, with one page that stands for all.
+        Args:
+            step: any tokens, with one page that stands for all.
         """
         if layer not in self.roles or not self.roles[layer].filters:
             return

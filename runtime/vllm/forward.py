@@ -163,7 +163,9 @@ class SparseImpl(_Parent):
 
         vLLM then leaves as much free: for the index of the last chunk of the longest prompt, scores
         and slots of decode by chosen tokens at the longest context, and what a policy copies.
-        query: (T, H, D) with the most tokens that a step has.
+
+        Args:
+            query: (T, H, D) with the most tokens that a step has.
         """
         k_len = self._engine.longest
         query = query[-k_len:]

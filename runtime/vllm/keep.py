@@ -186,7 +186,9 @@ class Snap(Keeps):
     def voting(self, page: int, chunk: Chunk, query: Tensor) -> Tensor | None:
         """Last queries (1, H, at most `window`, D) of a prompt, None before its last chunk.
 
-        page: the first one of the request. query: (1, H, Q, D) of the chunk.
+        Args:
+            page: the first one of the request.
+            query: (1, H, Q, D) of the chunk.
         """
         first = max(chunk.prompt - self.window, 0)
         begin = chunk.k_len - chunk.q_len

@@ -21,11 +21,13 @@ TARGETS = ("target_speedup", "target_kl", "target_recall")
 class Options(Record):
     """{"headwise": "cfg.yaml"} is short for {"headwise": {"artifact": "cfg.yaml"}}.
 
-    content_sha256: the artifact has to have this hash: all processes of a cluster serve the same.
-    verify: a public key; the artifact has to be signed by its holder.
-    target_speedup, target_kl, target_recall: a point of the artifact's front, see runtime.load.
-    dense: no section of the artifact, but Headwise's kernel over every key in every layer that it
-        can serve: a baseline for speed, beside vLLM's own attention.
+    Attributes:
+        content_sha256: the artifact has to have this hash: all processes of a cluster serve the
+            same.
+        verify: a public key; the artifact has to be signed by its holder.
+        target_speedup, target_kl, target_recall: a point of the artifact's front, see runtime.load.
+        dense: no section of the artifact, but Headwise's kernel over every key in every layer that
+            it can serve: a baseline for speed, beside vLLM's own attention.
     """
 
     artifact: Text

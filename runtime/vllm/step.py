@@ -60,10 +60,12 @@ def store(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
 class LayerStep:
     """Inputs and output of a layer in a step.
 
-    query, output: (T, H, D). k, v: (P, S, G, D), pages that hold the step's own keys and values,
-    too. v_scale: of the values; that of the keys is part of `options`: scale, softcap and sinks, as
-    kernels.attention.sparse_attention has them. own: the step's keys and values (T, G, D) before
-    they were stored, where vLLM hands them on.
+    Attributes:
+        query, output: (T, H, D).
+        k, v: (P, S, G, D), pages that hold the step's own keys and values, too.
+        v_scale: of the values; that of the keys is part of `options`: scale, softcap and sinks, as
+            kernels.attention.sparse_attention has them.
+        own: the step's keys and values (T, G, D) before they were stored, where vLLM hands them on.
     """
 
     batch: Batch

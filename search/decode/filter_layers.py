@@ -34,9 +34,10 @@ class Choice:
 class Rules:
     """Rules of a choice.
 
-    sparse: at least this share of the full-attention layers is sparse.
-    filters: at most so many filter layers.
-    dense_first: at least so many full-attention layers before the first filter.
+    Attributes:
+        sparse: at least this share of the full-attention layers is sparse.
+        filters: at most so many filter layers.
+        dense_first: at least so many full-attention layers before the first filter.
     """
 
     filters: int = option(
@@ -71,7 +72,11 @@ def total(cost: np.ndarray, layers: Sequence[int], choice: Choice) -> float:
 
 
 def kept(mass: np.ndarray, layers: Sequence[int], choice: Choice) -> float:
-    """The mean mass kept over all full-attention layers; mass: (L, L)."""
+    """The mean mass kept over all full-attention layers.
+
+    Args:
+        mass: (L, L).
+    """
     return 1 - total(1 - mass, layers, choice) / len(layers)
 
 

@@ -46,7 +46,10 @@ def _budget(text: str) -> int | float:
 class FilterSearch:
     """Config of a search for filter layers.
 
-    profile: measured if None. worst: weight of the worst steps, of 1 in all."""
+    Attributes:
+        profile: measured if None.
+        worst: weight of the worst steps, of 1 in all.
+    """
 
     measured: SimilarityConfig
     model: str = shared(arguments.add_model)
@@ -96,7 +99,9 @@ class Score:
 class FilterResult:
     """A choice on the prompts that it was made by, and on held-out ones beside an even choice.
 
-    even: as many filter layers at even distances, on the held-out prompts."""
+    Attributes:
+        even: as many filter layers at even distances, on the held-out prompts.
+    """
 
     made_by: Score
     held_out: Score

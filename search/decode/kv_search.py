@@ -100,8 +100,12 @@ class KVSearch:
 class KVResult:
     """A searched section and the same total spent evenly, on held-out prompts.
 
-    share: of all tokens that the section keeps. better: True if it was better beyond chance on one
-    set of prompts, which decides what is written. searched, even: on another set."""
+    Attributes:
+        share: of all tokens that the section keeps.
+        better: True if it was better beyond chance on one set of prompts, which decides what is
+            written.
+        searched, even: on another set.
+    """
 
     section: KVCache
     share: float

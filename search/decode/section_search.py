@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 class SectionSearch:
     """A search for a section of the artifact in `file`, which is written to `out`.
 
-    seen: windows of the prompts so far."""
+    Attributes:
+        seen: windows of the prompts so far.
+    """
 
     command: str
     file: Path
@@ -45,7 +47,7 @@ class SectionSearch:
 
         Raises:
             HeadwiseError: one of them cannot be read, they do not go together, or `out` cannot be
-            written.
+                written.
         """
         check_writable(out)
         artifact, arrays = load_pair(file)
@@ -65,7 +67,8 @@ class SectionSearch:
     ) -> dict[str, list[Prompt]]:
         """Prompts of each task that no search has seen; sets of other numbers differ.
 
-        lengths: in tokens, by task.
+        Args:
+            lengths: in tokens, by task.
 
         Raises:
             HeadwiseError: a text is too short for that.

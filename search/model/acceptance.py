@@ -34,9 +34,11 @@ _CONTEXTS = 1
 class Accepted:
     """An allocation that the gate passes, with its losses on `reported_on`.
 
-    fault: the first loss beyond a limit, for which the budget was raised; None if it was not.
-    points: of the frontier, `measured` among them, run on a part of reported_on.
-    chosen_on: held-out sequences that raised the budget."""
+    Attributes:
+        fault: the first loss beyond a limit, for which the budget was raised; None if it was not.
+        points: of the frontier, `measured` among them, run on a part of reported_on.
+        chosen_on: held-out sequences that raised the budget.
+    """
 
     fault: str | None
     measured: Measured

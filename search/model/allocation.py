@@ -28,9 +28,13 @@ _MARGIN = 1.01
 class Allocation:
     """One candidate for each head, and the dense tail that goes with them.
 
-    candidates: (L, H) index in the grid, -1 in layers without patterns. cost: of all heads
-    together. price: loss that a unit of cost has to save to be spent. weight: (L,) of the layers'
-    losses. prompt_weights: of the losses of each kind of prompt."""
+    Attributes:
+        candidates: (L, H) index in the grid, -1 in layers without patterns.
+        cost: of all heads together.
+        price: loss that a unit of cost has to save to be spent.
+        weight: (L,) of the layers' losses.
+        prompt_weights: of the losses of each kind of prompt.
+    """
 
     candidates: np.ndarray
     tail: int
@@ -66,7 +70,10 @@ class Allocation:
 class Heads:
     """Curves and costs of all heads of a model, by dense tail.
 
-    costs: (L, H, C) each, in `unit`. all_keys: the cost of one head that computes everything."""
+    Attributes:
+        costs: (L, H, C) each, in `unit`.
+        all_keys: the cost of one head that computes everything.
+    """
 
     curves: Mapping[int, Curves]
     costs: Mapping[int, np.ndarray]

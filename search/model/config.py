@@ -61,15 +61,17 @@ def _share(text: str) -> float:
 class ModelSearch:
     """Config of a search with one budget for the model; None takes a default of the model's.
 
-    budget: cost of all heads' attention, as a fraction of dense attention's by the same kernels;
-        None: a quarter, or more where not even the cheapest candidates keep to that.
-    lengths: of prompts; the patterns are for the longest, the others show how sizes go with it.
-    samples: prompts of each task and length.
-    dense_tail: None lets the search choose among TAILS.
-    n_trials: runs of refinement, in all.
-    storage: of Optuna's study, any URL that it takes; None keeps it in memory.
-    max_memory: bytes of weights that stay on the device, None all; the other layers come in one at
-        a time."""
+    Attributes:
+        budget: cost of all heads' attention, as a fraction of dense attention's by the same
+            kernels; None: a quarter, or more where not even the cheapest candidates keep to that.
+        lengths: of prompts; the patterns are for the longest, the others show how sizes go with it.
+        samples: prompts of each task and length.
+        dense_tail: None lets the search choose among TAILS.
+        n_trials: runs of refinement, in all.
+        storage: of Optuna's study, any URL that it takes; None keeps it in memory.
+        max_memory: bytes of weights that stay on the device, None all; the other layers come in
+            one at a time.
+    """
 
     model: str = shared(arguments.add_model)
     out: Path = shared(arguments.add_out, "artifact to write, such as cfg.yaml")

@@ -22,21 +22,25 @@ _OF_ALL = ("change", "error", "recall", "tiles")
 class Curves:
     """(L, H, C) fp64 each for one dense tail, NaN in layers without patterns; means over prompts.
 
-    change: squared change of the head's part of the residual stream, relative to the stream's
-    squared size, mean over the tokens. Each query's output is first multiplied by the factor that
-    brings it nearest to dense attention's: a missed sink changes the output's scale, and is not
-    counted. Changes add up over heads and layers as far as they are independent.
-    error: relative L2 of the head's output.
-    recall: attention mass kept.
-    tiles: 64 x 64 tiles computed.
-    text_fisher: of prompts that are text, half the squared first-order change of the loss on their
-    tokens, query by query, in nats a token. By the empirical Fisher information this is the KL to
-    dense attention to second order.
-    answer_fisher: of prompts that have answers, the same of the answers' log-odds, for each answer
-    token.
-    first_order: of prompts that are text, the first-order change of the loss itself, nats a token.
-    text_tokens: that `first_order` is of.
-    texts, asked: prompts of either kind whose gradients are known."""
+    Attributes:
+        change: squared change of the head's part of the residual stream, relative to the stream's
+            squared size, mean over the tokens. Each query's output is first multiplied by the
+            factor that brings it nearest to dense attention's: a missed sink changes the output's
+            scale, and is not counted. Changes add up over heads and layers as far as they are
+            independent.
+        error: relative L2 of the head's output.
+        recall: attention mass kept.
+        tiles: 64 x 64 tiles computed.
+        text_fisher: of prompts that are text, half the squared first-order change of the loss on
+            their tokens, query by query, in nats a token. By the empirical Fisher information this
+            is the KL to dense attention to second order.
+        answer_fisher: of prompts that have answers, the same of the answers' log-odds, for each
+            answer token.
+        first_order: of prompts that are text, the first-order change of the loss itself, nats a
+            token.
+        text_tokens: that `first_order` is of.
+        texts, asked: prompts of either kind whose gradients are known.
+    """
 
     change: np.ndarray
     error: np.ndarray

@@ -21,9 +21,12 @@ _ROUNDING = 1e-12
 class Spent:
     """Entries that a total buys, one for each part, and their price.
 
-    price: loss that a unit of cost has to save to be spent, the slope of the first step that did
-    not fit. At this price each part's best entry is the one it got, or, where a later and flatter
-    step still fitted, one that costs less. 0 where every part has its best entry."""
+    Attributes:
+        price: loss that a unit of cost has to save to be spent, the slope of the first step that
+            did not fit. At this price each part's best entry is the one it got, or, where a later
+            and flatter step still fitted, one that costs less. 0 where every part has its best
+            entry.
+    """
 
     entries: list[int]
     price: float

@@ -23,11 +23,14 @@ _GROUP = "limits on held-out prompts, task by task"
 class Limits:
     """Limits on the losses of each task; None: no limit.
 
-    max_kl: mean nats a token to dense attention. max_perplexity: rise over dense attention's, of
-    text. max_nll: rise of -log p of the right answer, nats for each of its tokens. max_lost: share
-    of the answers that dense attention gets right by which the patterns get fewer right, those that
-    they win counted; one answer alone fails nothing. A rise or a share fails only where its 95%
-    interval lies above 0."""
+    Attributes:
+        max_kl: mean nats a token to dense attention.
+        max_perplexity: rise over dense attention's, of text.
+        max_nll: rise of -log p of the right answer, nats for each of its tokens.
+        max_lost: share of the answers that dense attention gets right by which the patterns get
+            fewer right, those that they win counted; one answer alone fails nothing. A rise or a
+            share fails only where its 95% interval lies above 0.
+    """
 
     max_kl: float | None = option(
         "nats a token to dense attention", default=MAX_KL, within=_ABOVE_0, group=_GROUP

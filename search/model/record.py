@@ -49,9 +49,13 @@ WORTH = 1.05
 class Outcome:
     """The result of a search's phases, before it is timed and written.
 
-    curves: by length and dense tail. least_reason: why more than was asked for
-    could be spent, None where it was not. trials: how many refinement made.
-    calibration: sequences of the longest length. gradient_fault: why gradients are missing."""
+    Attributes:
+        curves: by length and dense tail.
+        least_reason: why more than was asked for could be spent, None where it was not.
+        trials: how many refinement made.
+        calibration: sequences of the longest length.
+        gradient_fault: why gradients are missing.
+    """
 
     run: SearchRun
     curves: Mapping[int, Mapping[int, Curves]]
@@ -90,7 +94,10 @@ class Outcome:
 class Recorded:
     """A search's artifact and its speed.
 
-    speed: None where FLOPs were counted. written: True if there is a file of it."""
+    Attributes:
+        speed: None where FLOPs were counted.
+        written: True if there is a file of it.
+    """
 
     outcome: Outcome
     artifact: Artifact
@@ -243,7 +250,11 @@ def _front(outcome: Outcome, speed: Speed | None) -> list[tuple[FrontPoint, Allo
 
 
 def _search_info(config: ModelSearch, outcome: Outcome, windows: int) -> SearchInfo:
-    """The artifact's section on its search. windows: how many it has seen."""
+    """The artifact's section on its search.
+
+    Args:
+        windows: how many it has seen.
+    """
     run = outcome.run
     allocation = outcome.allocation
     curves = outcome.heads.curves[allocation.tail]

@@ -29,7 +29,9 @@ def as_artifact_pattern(pattern: Pattern) -> ArtifactPattern:
 def rows_of(layers: Iterable[Sequence[Pattern] | None]) -> tuple[Rows, dict[str, ArtifactPattern]]:
     """An artifact's rows for these patterns, and the patterns by name.
 
-    layers: the patterns of each, None for a layer without."""
+    Args:
+        layers: the patterns of each, None for a layer without.
+    """
     rows: list[tuple[str, ...] | None] = []
     patterns: dict[str, ArtifactPattern] = {}
     for layer in layers:

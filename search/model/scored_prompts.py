@@ -82,9 +82,10 @@ def score_prompts(
 
 
 def _deal(units: Sequence[tuple[int, int]], ranks: Ranks) -> set[tuple[int, int]]:
-    """This rank's (sequence, layer) units: whole sequences, and some layers of those left over.
+    """Return this rank's pairs of sequence and layer.
 
-    Ranks that share a sequence each make its dense pass, and score other layers of it.
+    These are whole sequences, and some layers of the sequences left over. Ranks that share a
+    sequence each make its dense pass, and score other layers of it.
     """
     by_number: dict[int, list[tuple[int, int]]] = {}
     for unit in units:

@@ -35,11 +35,17 @@ _HEADS = 1024
 class Scores:
     """Sums over a prompt's tokens for one dense tail, (H, C) fp64 each.
 
-    change: squared change of the head's part of the residual stream, relative to the stream's; each
-    query's output is first multiplied by the factor that brings it nearest to dense attention's.
-    squared: squared change of its output. size: the output's own squared size. recall: attention
-    mass kept. first_order: change of the loss to first order. fisher: half the sum over queries of
-    its square. tiles: 64 x 64 tiles computed, skipped ones by half."""
+    Attributes:
+        change: squared change of the head's part of the residual stream, relative to the stream's;
+            each query's output is first multiplied by the factor that brings it nearest to dense
+            attention's.
+        squared: squared change of its output.
+        size: the output's own squared size.
+        recall: attention mass kept.
+        first_order: change of the loss to first order.
+        fisher: half the sum over queries of its square.
+        tiles: 64 x 64 tiles computed, skipped ones by half.
+    """
 
     change: np.ndarray
     squared: np.ndarray
@@ -226,7 +232,10 @@ def _row(
 ) -> dict[str, np.ndarray]:
     """(H, C) of each sum, over the queries of one tile.
 
-    dense, by_out: (H, queries, E). dense_lse: (H, queries)."""
+    Args:
+        dense, by_out: (H, queries, E).
+        dense_lse: (H, queries).
+    """
     heads = inputs.q.shape[1]
     groups = inputs.k.shape[1]
     count = len(joined.indices)

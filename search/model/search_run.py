@@ -38,9 +38,14 @@ class Measured:
 class SearchRun:
     """A search as one rank runs it; settings are fixed from here on.
 
-    prompts: calibration prompts by length. candidates: by length. layers: those that get patterns.
-    tails: dense tails that are compared. seen: windows of calibration and held-out prompts. began:
-    when the search began, by time.monotonic()."""
+    Attributes:
+        prompts: calibration prompts by length.
+        candidates: by length.
+        layers: those that get patterns.
+        tails: dense tails that are compared.
+        seen: windows of calibration and held-out prompts.
+        began: when the search began, by time.monotonic().
+    """
 
     loaded: LoadedModel
     model: ModelInfo

@@ -53,8 +53,9 @@ _SHARE = 0.1
 class FirstToken:
     """Seconds from a prompt to its first token, in interleaved rounds.
 
-    baseline: the fastest dense baseline, MODEL or KERNEL of profiling.speed.baselines. seconds: of
-    each round, of the baseline and of HEADWISE.
+    Attributes:
+        baseline: the fastest dense baseline, MODEL or KERNEL of profiling.speed.baselines.
+        seconds: of each round, of the baseline and of HEADWISE.
     """
 
     baseline: str
@@ -90,8 +91,11 @@ class FirstToken:
 class Speed:
     """Speed against dense attention.
 
-    attention: of attention alone, by tokens. searched: the tokens that were searched for, the
-    longest first. first_token: of a whole prefill of the longest; None where none was timed."""
+    Attributes:
+        attention: of attention alone, by tokens.
+        searched: the tokens that were searched for, the longest first.
+        first_token: of a whole prefill of the longest; None where none was timed.
+    """
 
     attention: Mapping[int, Timings]
     searched: tuple[int, ...]

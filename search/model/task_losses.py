@@ -28,9 +28,12 @@ POOL = "all answers"
 class ContextLoss:
     """Losses of one sequence.
 
-    digest: of the sequence. text: mean rise of -log p of its tokens; None where answers are asked
-    for. rise, tokens: of its answers' -log p in all, and their number of tokens. answers,
-    dense_right, lost, won: as in TaskLoss."""
+    Attributes:
+        digest: of the sequence.
+        text: mean rise of -log p of its tokens; None where answers are asked for.
+        rise, tokens: of its answers' -log p in all, and their number of tokens.
+        answers, dense_right, lost, won: as in TaskLoss.
+    """
 
     digest: str
     kl: float
@@ -65,13 +68,18 @@ class ContextLoss:
 class TaskLoss:
     """Losses of one task's sequences against dense attention, as an artifact's TaskFigures.
 
-    task: its name; where its answers are of several kinds, one of them after a slash. kl: mean over
-    the sequences. perplexity_ratio: to dense attention's, of text; None where answers are asked
-    for. nll_rise: mean rise of -log p of the answers, nats a token, None without answers. answers:
-    how many. dense_right, lost, won: answers that dense attention gets right; those of them that
-    the patterns get wrong; those that only the patterns get right. nll_rise_low, nll_rise_high,
-    fewer_low, fewer_high: the 95% intervals of `nll_rise` and `fewer` over contexts; None with
-    fewer than four. contexts: losses of each sequence."""
+    Attributes:
+        task: its name; where its answers are of several kinds, one of them after a slash.
+        kl: mean over the sequences.
+        perplexity_ratio: to dense attention's, of text; None where answers are asked for.
+        nll_rise: mean rise of -log p of the answers, nats a token, None without answers.
+        answers: how many.
+        dense_right, lost, won: answers that dense attention gets right; those of them that the
+            patterns get wrong; those that only the patterns get right.
+        nll_rise_low, nll_rise_high, fewer_low, fewer_high: the 95% intervals of `nll_rise` and
+            `fewer` over contexts; None with fewer than four.
+        contexts: losses of each sequence.
+    """
 
     task: str
     prompts: int
@@ -149,7 +157,11 @@ class TaskLoss:
         return self.kl + max(0.0, self.nll_rise or 0.0)
 
     def figures(self, length: int) -> TaskFigures:
-        """As an artifact has them. length: of the prompts, in tokens."""
+        """As an artifact has them.
+
+        Args:
+            length: of the prompts, in tokens.
+        """
         known = {name: getattr(self, name) for name in TaskFigures.model_fields if name != "length"}
         if not self.answers:
             known |= dict.fromkeys(("answers", "dense_right", "lost", "won"))
@@ -227,7 +239,11 @@ def verdict(tasks: Sequence[TaskLoss]) -> Verdict:
 
 
 def remedy(tasks: Sequence[TaskLoss], samples: int) -> str:
-    """Advice for more answers. samples: the value of --samples."""
+    """Advice for more answers.
+
+    Args:
+        samples: the value of --samples.
+    """
     most = _most_right(_asked(tasks))
     if not most.dense_right:
         return (

@@ -15,8 +15,10 @@ PAPER_BUDGET = "a_shape:1024,4096"
 class HeadSearch:
     """Config of the search; the defaults are the paper's.
 
-    preset: the option by which a command asks for this search. dense_below: None is half of the
-    length."""
+    Attributes:
+        preset: the option by which a command asks for this search.
+        dense_below: None is half of the length.
+    """
 
     preset: str | None = option(
         "paper: MInference's own search, of one prompt of one --task and --length (default "

@@ -123,7 +123,9 @@ def run(config: HeadSearch) -> Artifact:
 def score(inputs: LayerInputs, *, target: int, dense_tail: int, backend: str) -> Scores:
     """The scores of all heads and candidates of a layer, q (1, H, S, D), k (1, G, S, D) and v.
 
-    target: tiles that a head may compute, with the last `dense_tail` queries that see every key.
+    Args:
+        target: tiles that a head may compute, with the last `dense_tail` queries that see every
+            key.
     """
     heads, length = inputs.q.shape[1:3]
     dense = dense_of_layer(inputs, backend=backend)
@@ -175,7 +177,11 @@ def _write(
     target: int,
     backend: str,
 ) -> Artifact:
-    """Choose a pattern for every head and write the artifact with its sidecar. scores: by layer."""
+    """Choose a pattern for every head and write the artifact with its sidecar.
+
+    Args:
+        scores: by layer.
+    """
     shape = (model.num_layers, model.num_heads)
     chosen = np.full(shape, -1)
     measures = {name: np.full((*shape, len(SPACE)), np.nan) for name in _MEASURES}

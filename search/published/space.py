@@ -88,11 +88,11 @@ def target_tiles(budget: str, length: int, dense_tail: int) -> int:
 
     Args:
         budget: "a_shape:SINK,WINDOW" for what that pattern computes, or a fraction of dense causal
-        attention.
+            attention.
 
     Raises:
         HeadwiseError: a budget that cannot be read, is more than dense, or is less than any pattern
-        needs.
+            needs.
     """
     dense = dense_tiles(length)
     least = _a_shape_tiles((1, 1), length, dense_tail)
