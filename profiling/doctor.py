@@ -49,9 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     # Before this process works itself.
     load = os.getloadavg()[0]
     with while_importing():
+        from profiling import machine
         from profiling.models.device import settled
         from profiling.models.loading import load_config
-        from profiling.speed import machine
     config = settled(config_of(Doctor, vars(options)))
     name = config.model or _USUAL
     model = None

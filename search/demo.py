@@ -19,6 +19,7 @@ from artifacts.cli.options import add_arguments, check_ranges, config_of, shared
 from artifacts.errors import shorten
 from artifacts.files import out_folder
 from kernels.index import TILE
+from profiling.machine import search_seconds
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
@@ -26,7 +27,6 @@ from profiling.quality.answers import answer, is_right
 from profiling.speed.baselines import KERNEL, LABELS, dense
 from profiling.speed.latency import in_turn, prefill
 from profiling.speed.layer_times import all_threads
-from profiling.speed.machine import search_seconds
 from runtime import load
 from runtime.fingerprint import fingerprint
 from runtime.layers import text_config

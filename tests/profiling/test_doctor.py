@@ -11,9 +11,9 @@ import pytest
 
 from artifacts import HeadwiseError
 from kernels.native import build
-from profiling import doctor
+from profiling import doctor, machine
 from profiling.memory_use.plan import Shape
-from profiling.speed import attention_speed, machine
+from profiling.speed import attention_speed
 from profiling.speed.attention_speed import Speed
 from profiling.speed.config import Size
 from tests.tiny_text_model import save_tiny
