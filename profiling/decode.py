@@ -42,15 +42,18 @@ def main(argv: list[str] | None = None) -> int:
         from profiling.decoding.run import run
         from profiling.decoding.table import table
         from profiling.ledger import Ledger
+        from profiling.prompts.held_out import overlap_sentence
     # With the file that is written a ledger lies beside it; timed rounds are never taken from one.
     kept = isinstance(options.json, Path) and options.json != arguments.STDOUT
     with Ledger(options.json, "decode", fresh=options.fresh) if kept else nullcontext() as ledger:
         rows, record = run(config, ledger)
         record = {"command": arguments.as_typed("decode", argv), **record}
-        text = table(rows, record["all_seconds"], config.trials)
-        arguments.deliver(
-            "\n".join([text, *position_lines(record.get("by_position", {}))]), record, options.json
-        )
+        lines = [
+            table(rows, record["all_seconds"], config.trials),
+            *position_lines(record["by_position"]),
+            *(overlap_sentence(**each) for each in record["seen_by_search"]),
+        ]
+        arguments.deliver("\n".join(lines), record, options.json)
         if ledger is not None:
             ledger.remove()
     return 0

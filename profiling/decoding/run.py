@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from artifacts import Artifact, HeadwiseError, load
+from artifacts import Artifact, HeadwiseError, load, load_pair
 from profiling.caches.parsing import parse_cache
 from profiling.decoding.config import Comparison
 from profiling.decoding.losses import apart, by_position, in_blocks
@@ -25,7 +25,8 @@ from profiling.environment import environment
 from profiling.ledger import Ledger
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
-from profiling.prompts.prompt import Prompt, digest, make_prompts
+from profiling.prompts.held_out import Seen, unseen_prompts
+from profiling.prompts.prompt import Prompt, digest, parse_task
 from profiling.quality.answers import answers, is_right
 from profiling.quality.forced_decode import Begun, begin, dense_losses, forced_losses
 from profiling.quality.method import Method, of_policy
@@ -62,12 +63,21 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     compared = methods(artifacts, config.offload)
     compared += [of_policy(loaded, text, parse_cache(text)) for text in config.policies]
     timed = _timed(config, loaded, compared)
+    files = [file for file in (config.config, *config.beside) if file is not None]
+    seen = Seen.by(load_pair(file)[1] for file in files)
+    overlaps: list[dict[str, Any]] = []
     prompts: list[Prompt] = []
     if config.trials:
-        prompts = _prompts(config, loaded, config.task, config.task_length, config.trials)
+        prompts, known = _prompts(
+            config, loaded, seen, config.task, config.task_length, config.trials
+        )
+        overlaps += known
     texts: list[Prompt] = []
     if config.text:
-        texts = _prompts(config, loaded, f"text:{config.text}", config.text_length, config.texts)
+        texts, known = _prompts(
+            config, loaded, seen, f"text:{config.text}", config.text_length, config.texts
+        )
+        overlaps += known
     begun = cache(partial(_shared, config, loaded, texts))
     depends: dict[str, Any] = {}
     if ledger is not None:
@@ -90,7 +100,8 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
             losses[method.name] = torch.as_tensor(quality["losses"], dtype=torch.float32)
         rows.append(_row(config, method.name, timed, prompts, quality, losses))
     hashes = {name: each.artifact.content_sha256 for name, each in artifacts.items()}
-    return rows, _record(config, hashes, rows, timed, losses)
+    record = _record(config, hashes, rows, timed, losses)
+    return rows, {**record, "seen_by_search": overlaps}
 
 
 def _artifacts(config: Comparison) -> dict[str, Headwise]:
@@ -255,9 +266,23 @@ def _record(
 
 
 def _prompts(
-    config: Comparison, loaded: LoadedModel, task: str, length: int, samples: int
-) -> list[Prompt]:
-    return make_prompts(task, loaded.tokenizer, length=length, samples=samples, seed=config.seed)
+    config: Comparison, loaded: LoadedModel, seen: Seen, task: str, length: int, samples: int
+) -> tuple[list[Prompt], list[dict[str, Any]]]:
+    """Make prompts that no search has seen; if some were, the arguments of `overlap_sentence`."""
+    made = unseen_prompts(
+        task, loaded.tokenizer, length=length, samples=samples, seed=config.seed, seen=seen
+    )
+    overlaps: list[dict[str, Any]] = []
+    if made.overlapping:
+        overlaps.append(
+            {
+                "task": parse_task(task).name,
+                "length": length,
+                "overlapping": made.overlapping,
+                "samples": samples,
+            }
+        )
+    return made.prompts, overlaps
 
 
 def _timed_fields(config: Comparison, name: str, timed: Timed) -> dict[str, Any]:

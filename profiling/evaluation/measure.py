@@ -323,7 +323,7 @@ class _Units:
         self._before = f"{record}/{weights}/{dtype}/{loaded.model.device.type}"
 
     def __call__(self, method: Method, prompt: Prompt) -> Unit:
-        fields = {**asdict(prompt), "finds": None, "task": None}
+        fields = {**asdict(prompt), "finds": None, "text_spans": None, "task": None}
         digest = hashlib.sha256(canonical_json(fields)).hexdigest()[:16]
         return self._ledger.unit(
             f"{self._before}/{method.name}.{method.identity}/{len(prompt.input_ids)}/{digest}"

@@ -56,8 +56,14 @@ def babilong(request: Request) -> list[Prompt]:
         hidden = encode.each([f" {fact}" for fact in story.facts])
         room = request.room(head, *hidden, question)
         depths = sorted(rng.random() for _ in hidden)
-        ids, _ = haystacks.hide(hidden, depths, hay(room, rng), 0)
-        return Prompt(request.ids(head, ids, question), story.answer, choices=_PLACES)
+        start = len(request.ids(head))
+        ids, spans = haystacks.hide(hidden, depths, hay(room, rng), start)
+        return Prompt(
+            request.ids(head, ids, question),
+            story.answer,
+            choices=_PLACES,
+            text_spans=request.text_spans(start, start + len(ids), spans),
+        )
 
     return request.prompts(make_prompt)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from artifacts import HeadwiseError
 from profiling.prompts.kind import Request
-from profiling.prompts.texts import read_text
+from profiling.prompts.texts import disjoint_starts, read_text
 from profiling.prompts.tokens import Encoder, Ids, flat
 from profiling.prompts.words import sentences
 
@@ -51,7 +51,11 @@ def filler(encode: Encoder) -> Haystack:
 
 
 def of_file(request: Request) -> Haystack:
-    """A stretch of the user's text, from a random sentence on."""
+    """Windows of the user's text, each from the start of a sentence on.
+
+    They are disjoint as far as the text is long enough, and lie at random places beyond that. The
+    tokens are those of the whole text, as in windows that other tasks make of it.
+    """
     file = request.file
     text = read_text(file)
     if not text.strip():
@@ -61,18 +65,25 @@ def of_file(request: Request) -> Haystack:
         for part in _SENTENCE_END.split(text)
         for at in range(0, len(part), _LONGEST)
     ]
-    pieces = request.encode.each(sentences_of_text)
-    ends = list(itertools.accumulate(map(len, pieces)))
+    pieces = [ids for ids in request.encode.parts(sentences_of_text) if ids]
+    bounds = [0, *itertools.accumulate(map(len, pieces))]
+    size = bounds[-1]
+    # A window starts up to one sentence late, and ends up to one sentence late.
+    width = request.length + 2 * max(map(len, pieces))
+    starts = iter(disjoint_starts(request.rng(), size, width))
 
-    def stretch(room: int, rng: random.Random) -> list[Ids]:
-        if ends[-1] < room:
-            raise request.too_short(ends[-1], room)
-        # The last sentence from which on there is enough.
-        last = bisect.bisect_right([0, *ends], ends[-1] - room) - 1
-        start = rng.randint(0, last)
-        return fill(pieces[start:], room)
+    def window(room: int, rng: random.Random) -> list[Ids]:
+        if size < room:
+            raise request.too_short(size, room)
+        start = next(starts, None)
+        if start is None:
+            # Up to the last sentence from which on there is enough.
+            first = rng.randint(0, bisect.bisect_right(bounds, size - room) - 1)
+        else:
+            first = bisect.bisect_left(bounds, start)
+        return fill(pieces[first:], room)
 
-    return stretch
+    return window
 
 
 def of(request: Request) -> Haystack:

@@ -1,9 +1,10 @@
 """Prompts that a search has not seen: evidence is kept apart from calibration here alone.
 
-Generated prompts of another seed are other prompts. Texts are another matter: their windows may
-overlap, so what has been seen is remembered by digests of its tokens, in the artifact too; renamed
-and edited files stay honest. Every 64th window of 64 tokens is, so that nothing that is held out
-shares 127 tokens in a row with what was seen.
+Generated prompts of another seed are other prompts. Windows of a text may overlap, so the text that
+has been seen is remembered by digests of its tokens, in the artifact too: a renamed or edited file
+is recognized. What is hidden in a text is no part of it, nor are instructions and questions, which
+all prompts of a task share. Every 64th window of 64 tokens is remembered, so no held-out prompt
+shares 127 tokens in a row of its text with what was seen.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from artifacts import HeadwiseError, seen_windows
 from profiling.prompts.prompt import Prompt, Task, make_prompts, parse_task, per_context
+from profiling.prompts.tokens import Ids, flat
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
-# Made anew from a file or a text by every seed, and so possibly out of what a search has seen.
-_OF_TEXTS = ("text", "prose", "jsonl")
-# A prompt's windows of so many tokens, one after the other, are remembered.
+# Tokens of a window that is remembered.
 _ALIKE = 64
 # Seeds of searches that differ by little must not meet.
 SEED = 1_000_003
@@ -31,13 +31,8 @@ GATE_SET = 4
 _ROUNDS = 40
 
 
-def of_texts(task: str | Task) -> bool:
-    """True if prompts come out of a text or file, where other seeds' may overlap."""
-    return (parse_task(task) if isinstance(task, str) else task).kind in _OF_TEXTS
-
-
 class Seen:
-    """Windows of 64 tokens by which prompts are known again."""
+    """Windows of 64 tokens by which prompts are recognized."""
 
     def __init__(self, prompts: Iterable[Prompt] = (), *, digests: Iterable[str] = ()) -> None:
         self._known = set(map(bytes.fromhex, digests))
@@ -54,6 +49,7 @@ class Seen:
         return sorted(digest.hex() for digest in self._known)
 
     def add(self, *prompts: Prompt) -> None:
+        """Remember the windows of some prompts."""
         for prompt in prompts:
             self._known.update(_windows(prompt, _ALIKE))
 
@@ -66,9 +62,16 @@ class Seen:
         return bool(self._known) and any(digest in self._known for digest in _windows(prompt, 1))
 
 
+def text_of(prompt: Prompt) -> Ids:
+    """The tokens that other prompts may share: the text of a prompt, or all of a generated one."""
+    if not prompt.text_spans:
+        return prompt.input_ids
+    return flat(prompt.input_ids[start:end] for start, end in prompt.text_spans)
+
+
 def _windows(prompt: Prompt, step: int) -> Iterator[bytes]:
     """The digests of a prompt's windows, one in every `step` tokens."""
-    ids = array("i", prompt.input_ids)
+    ids = array("i", text_of(prompt))
     data = ids.tobytes()
     size = ids.itemsize
     ends = range(_ALIKE * size, len(data) + 1, step * size)
@@ -79,40 +82,60 @@ def overlap_sentence(task: str, length: int, overlapping: int, samples: int) -> 
     """Say that some prompts of a task were seen by the search."""
     return (
         f"{overlapping} of {samples} prompts of {task} at {length} tokens overlap what the search "
-        f"looked at: take a "
-        "longer text, or fewer samples"
+        "looked at: take a longer text, or fewer samples"
     )
 
 
 class Unseen(NamedTuple):
-    """Prompts, and how many of them the searches have seen for want of others.
+    """Prompts that searches have not seen, as far as there are any.
 
-    apart: whether those that took the place of others share nothing with the rest.
+    Attributes:
+        prompts: as many as were asked for.
+        overlapping: how many of them the searches have seen.
+        disjoint: True if those that replace others share nothing with the rest.
     """
 
     prompts: list[Prompt]
     overlapping: int
-    apart: bool = True
+    disjoint: bool = True
 
 
 def unseen_prompts(
-    task: str | Task, tokenizer: Any, *, length: int, samples: int, seed: int, seen: Seen
+    task: str | Task,
+    tokenizer: Any,
+    *,
+    length: int,
+    samples: int,
+    seed: int,
+    seen: Seen,
+    others: Seen | None = None,
 ) -> Unseen:
     """Make prompts as make_prompts does, seen ones replaced by those of other seeds.
 
-    What replaces them is apart from the rest where the text is long enough for that.
+    Args:
+        task: as profiling.prompts.prompt.parse_task reads it.
+        tokenizer: the model's.
+        length: in tokens.
+        samples: number of prompts.
+        seed: of the first prompts.
+        seen: what searches looked at.
+        others: what the prompts must not overlap either, where the text is long enough.
     """
+    if isinstance(task, str):
+        task = parse_task(task)
 
     def made(turn: int) -> list[Prompt]:
         at = seed + SEED * turn
         return make_prompts(task, tokenizer, length=length, samples=samples, seed=at)
 
     first = made(0)
-    if not of_texts(task):
+    if not task.has_text:
         return Unseen(first, 0)
-    chosen = [prompt for prompt in first if not seen.overlaps(prompt)]
-    taken = Seen(chosen)
-    near = list[Prompt]()
+    taken = Seen(digests=others.digests if others else ())
+    new = [prompt for prompt in first if not seen.overlaps(prompt)]
+    chosen = [prompt for prompt in new if not taken.overlaps(prompt)]
+    near = [prompt for prompt in new if prompt not in chosen]
+    taken.add(*chosen)
     replacements = (
         prompt for turn in range(1, _ROUNDS) for prompt in made(turn) if not seen.overlaps(prompt)
     )
@@ -122,12 +145,12 @@ def unseen_prompts(
         else:
             chosen.append(prompt)
             taken.add(prompt)
-    apart = len(chosen) == samples
+    disjoint = len(chosen) == samples
     chosen += [prompt for prompt in dict.fromkeys(near) if prompt not in chosen][
         : samples - len(chosen)
     ]
     known = [prompt for prompt in first if prompt not in chosen][: samples - len(chosen)]
-    return Unseen(chosen + known, len(known), apart)
+    return Unseen(chosen + known, len(known), disjoint)
 
 
 def held_out(
@@ -140,7 +163,7 @@ def held_out(
     seen: Seen,
     number: int = 0,
 ) -> list[Prompt]:
-    """Prompts of the tasks that nothing has seen, none of them for want of others.
+    """Make prompts of the tasks that nothing has seen.
 
     Args:
         tasks: as profiling.prompts.prompt.parse_task reads them.
@@ -159,12 +182,11 @@ def held_out(
     for task in dict.fromkeys(tasks):
         many = samples * per_context(task)
         made = unseen_prompts(task, tokenizer, length=length, samples=many, seed=at, seen=seen)
-        if made.overlapping or not made.apart:
+        if made.overlapping or not made.disjoint:
             raise HeadwiseError(
                 f"{parse_task(task).name} is too short to hold prompts out: {samples} x {length} "
-                f"tokens that no search "
-                "looks at are needed; take a longer text (text:FILE), a shorter --length or fewer "
-                "--samples"
+                "tokens that no search looks at are needed; take a longer text, a shorter --length "
+                "or fewer --samples"
             )
         prompts += made.prompts
     return prompts
@@ -179,18 +201,17 @@ def seeded_prompts(
     seeds: Sequence[int],
     seen: Seen,
 ) -> Unseen:
-    """Make unseen prompts of each seed; a text's windows of one seed are none of another's."""
-    known = Seen(digests=seen.digests)
+    """Make unseen prompts of each seed, of a text disjoint ones where it is long enough."""
+    others = Seen()
     by_seed = list[Unseen]()
     for seed in seeds:
         by_seed.append(
-            unseen_prompts(task, tokenizer, length=length, samples=samples, seed=seed, seen=known)
+            unseen_prompts(
+                task, tokenizer, length=length, samples=samples, seed=seed, seen=seen, others=others
+            )
         )
-        if of_texts(task) and len(seeds) > 1:
-            known.add(*by_seed[-1].prompts)
-    prompts = [prompt for made in by_seed for prompt in made.prompts]
-    if of_texts(task):
-        overlaps = sum(map(seen.overlaps, prompts))
-    else:
-        overlaps = 0
-    return Unseen(prompts, overlaps)
+        others.add(*by_seed[-1].prompts)
+    return Unseen(
+        [prompt for made in by_seed for prompt in made.prompts],
+        sum(made.overlapping for made in by_seed),
+    )

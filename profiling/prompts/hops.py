@@ -49,6 +49,7 @@ def _prompt(request: Request, hay: Hay, rng: random.Random) -> Prompt:
     text = hay.tokens(room, rng)
     depths = sorted(rng.randint(0, room) for _ in hidden)
     ids = list(request.ids(head))
+    start = len(ids)
     spans = {}
     done = 0
     for depth, fact in zip(depths, rng.sample(range(len(hidden)), len(hidden)), strict=True):
@@ -57,7 +58,9 @@ def _prompt(request: Request, hay: Hay, rng: random.Random) -> Prompt:
         done = depth
         ids += hidden[fact]
     finds = Find(f" {b}", spans[0]), Find(f" {c}", spans[1], lead=f". {b}'s {other} is")
-    return Prompt.to_find((*ids, *text[done:], *asked), *finds)
+    ids += text[done:]
+    text_spans = request.text_spans(start, len(ids), spans.values())
+    return Prompt.to_find((*ids, *asked), *finds, text_spans=text_spans)
 
 
 def _chains(count: int, text: str, rng: random.Random) -> list[list[tuple[str, str, str]]]:

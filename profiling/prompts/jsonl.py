@@ -32,7 +32,14 @@ def jsonl(request: Request) -> list[Prompt]:
         longest = max(longest, len(ids) + before)
         if len(ids) >= room > 0:
             references = () if answer is None else (answer,)
-            made.append(Prompt(request.ids(ids[len(ids) - room :]), answer, references=references))
+            made.append(
+                Prompt(
+                    request.ids(ids[len(ids) - room :]),
+                    answer,
+                    references=references,
+                    text_spans=((before, request.length),),
+                )
+            )
             if len(made) == request.samples:
                 return made
     raise HeadwiseError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,10 @@ SHARE = "the fraction of the answers that are named"
 RULER = "RULER, Hsieh et al. 2024"
 
 
+# A half-open range of token positions.
+Span = tuple[int, int]
+
+
 class LengthTooShort(HeadwiseError):
     """A length into which a task's prompt does not go."""
 
@@ -25,12 +29,15 @@ class LengthTooShort(HeadwiseError):
 class Find:
     """One thing that an answer takes out of the prompt.
 
-    expected: the text that a right greedy answer has for it, its leading space included. span:
-    half-open range of token positions of the block that says it. lead: what leads on to it from the
-    find before it; empty for the first, for which the prompt's end asks."""
+    Attributes:
+        expected: the text that a right greedy answer has for it, its leading space included.
+        span: half-open range of token positions of the block that states it.
+        lead: the text between the answer to the find before it and `expected`; empty for the first
+            one, for which the prompt's end asks.
+    """
 
     expected: str
-    span: tuple[int, int]
+    span: Span
     lead: str = ""
 
 
@@ -38,20 +45,28 @@ class Find:
 class Prompt:
     """Token ids, special tokens included, with the right answer where it is known.
 
-    turn: how many of the last ids come in a later turn. The ids before them, the context, are
-    prefilled under the
-        method; these are fed after it with dense attention over the cache, and the prefill did not
-        know them. Prompts with the same context share its prefill.
-    scored: half-open ranges of the context's tokens that are answers too: the model is asked for
-    them inside the
-        prompt, so what the method's prefill makes of the tokens before them is what is measured.
-    labels: which kind of answer each scored range is, where a prompt has several kinds. task: what
-    the prompt was made of, as Task.name; empty where it was made by hand. finds: where in the
-    prompt the answer lies, in the order in which it is put together; empty where unknown. metric:
-    how an answer is scored, as profiling.prompts.metrics knows it; `begins` is with `answer`.
-    references: what the metric compares an answer with, where that is not `answer`. choices: the
-    classes or options that an answer chooses from. new_tokens: how many tokens the task's authors
-    let a model answer with; at least a few more than `answer` has.
+    Attributes:
+        input_ids: all ids of the prompt.
+        answer: the right answer; None where there is none or it is unknown.
+        finds: where in the prompt the answer lies, in the order in which it is put together; empty
+            where unknown.
+        metric: how an answer is scored, as profiling.prompts.metrics names it; `begins` compares
+            with `answer`.
+        references: what the metric compares an answer with, where that is not `answer`.
+        choices: the classes or options that an answer chooses from.
+        new_tokens: how many tokens the task's authors let a model answer with; at least a few more
+            than `answer` has.
+        turn: how many of the last ids are fed in a later turn. The ids before them, the context,
+            are prefilled under the method, which does not see the turn; the turn is fed after it
+            with dense attention over the cache. Prompts with the same context share its prefill.
+        scored: half-open ranges of the context's tokens that are answers too: the model is asked
+            for them inside the prompt, so they measure the method's prefill of the tokens before
+            them.
+        labels: which kind of answer each scored range is, where a prompt has several kinds.
+        text_spans: half-open ranges of the tokens that come from a text, whose windows in other
+            prompts may overlap; empty where the prompt is generated. Joined, they are one window of
+            the text, without what is hidden in it.
+        task: the task that made the prompt, as Task.name; empty where it was made by hand.
     """
 
     input_ids: Ids
@@ -62,8 +77,9 @@ class Prompt:
     choices: tuple[str, ...] = ()
     new_tokens: int | None = None
     turn: int = 0
-    scored: tuple[tuple[int, int], ...] = ()
+    scored: tuple[Span, ...] = ()
     labels: tuple[str, ...] = ()
+    text_spans: tuple[Span, ...] = ()
     task: str = ""
 
     def __post_init__(self) -> None:
@@ -91,7 +107,10 @@ class Prompt:
     def to_find(cls, input_ids: Ids, *finds: Find, **scoring: Any) -> Prompt:
         """Make a prompt whose answer is its finds, one after the other.
 
-        scoring: fields from `metric` on.
+        Args:
+            input_ids: all ids of the prompt.
+            finds: in the order of the answer.
+            scoring: other fields, from `metric` on.
         """
         return cls(
             input_ids,
@@ -105,7 +124,13 @@ class Prompt:
 class Request:
     """A request to a task's generator: `samples` prompts of `length` tokens each.
 
-    name: of the kind. text: the user's file, where one was given.
+    Attributes:
+        name: of the kind.
+        encode: the tokenizer.
+        text: the user's file, where one was given.
+        length: of a prompt, in tokens.
+        samples: number of prompts.
+        seed: of all random numbers.
     """
 
     name: str
@@ -132,6 +157,22 @@ class Request:
     def ids(self, *parts: Ids) -> Ids:
         """Join the tokenizer's prefix and the parts."""
         return (*self.encode.prefix, *flat(parts))
+
+    def text_spans(self, start: int, end: int, hidden: Iterable[Span]) -> tuple[Span, ...]:
+        """Return the ranges of the user's text in positions `start` to `end` of a prompt.
+
+        Args:
+            start: of the haystack.
+            end: of the haystack.
+            hidden: ranges of what is hidden in it.
+
+        Returns:
+            The ranges between the hidden ones; none where the haystack is generated.
+        """
+        if self.text is None:
+            return ()
+        bounds = [start, *(at for span in sorted(hidden) for at in span), end]
+        return tuple(zip(bounds[::2], bounds[1::2], strict=True))
 
     def room(self, *parts: Ids, least: int = 0) -> int:
         """Tokens left next to the prefix and these parts.
@@ -197,13 +238,19 @@ QUESTIONS = Parameter("questions", int, "how many questions share a context (8)"
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of task: a generator and a metric.
+    """One kind of task: a generator and a metric. docs/tasks.md describes them all.
 
-    make: generates the prompts; called with the request, and by name with the parameters that were
-    given. metric: scores the answers, as profiling.prompts.metrics names it.
-
-    asks, scored, source: for people: the question, the metric in words, the paper. docs/tasks.md
-    has more.
+    Attributes:
+        name: the first word of a task.
+        make: generates the prompts; called with the request, and by name with the parameters that
+            were given.
+        asks: the question, in words.
+        source: the paper.
+        metric: scores the answers, as profiling.prompts.metrics names it.
+        scored: the metric in words.
+        takes_file: whether a task may or must name a file, out of which its prompts are made.
+        has_text: True if the prompts are windows of a text of its own where no file is named.
+        parameters: what may follow an @.
     """
 
     name: str
@@ -213,6 +260,7 @@ class Kind:
     metric: str = "begins"
     scored: str = BEGINS
     takes_file: Literal["no", "may", "must"] = "no"
+    has_text: bool = False
     parameters: tuple[Parameter, ...] = ()
 
     @property

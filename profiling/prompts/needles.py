@@ -121,14 +121,21 @@ def _prompt(
         depths = [rng.random() for _ in pairs]
     else:
         depths = [depth] * len(pairs)
-    ids, spans = haystacks.hide(hidden, depths, text(room, rng), len(request.ids(head)))
+    start = len(request.ids(head))
+    ids, spans = haystacks.hide(hidden, depths, text(room, rng), start)
     finds = [
         Find(f" {pairs[at][1]}", spans[at], lead="," if which else "")
         for which, at in enumerate(right)
     ]
     answers = tuple(pairs[at][1] for at in right)
     whole = request.ids(head, ids, question)
-    return Prompt.to_find(whole, *finds, references=answers, new_tokens=_NEW_TOKENS)
+    return Prompt.to_find(
+        whole,
+        *finds,
+        references=answers,
+        new_tokens=_NEW_TOKENS,
+        text_spans=request.text_spans(start, start + len(ids), spans),
+    )
 
 
 def _needle(variant: Variant, key: str, value: str) -> str:

@@ -73,17 +73,23 @@ TASKS = ", ".join(KINDS) + " (headwise tasks explains them)"
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of task with its file and parameters.
-
-    name: the same on every machine, with the last part of the file's path only.
-    """
+    """A kind of task with its file and parameters."""
 
     kind: str
     file: Path | None = None
     parameters: tuple[tuple[str, float | int], ...] = ()
 
     @property
+    def has_text(self) -> bool:
+        """True if prompts are made out of a text or file, so that those of other seeds may overlap.
+
+        Generated prompts of another seed are other prompts.
+        """
+        return self.file is not None or KINDS[self.kind].has_text
+
+    @property
     def name(self) -> str:
+        """The same on every machine: it has the last part of the file's path only."""
         parameters = ",".join(f"{name}={value}" for name, value in self.parameters)
         if parameters:
             suffix = f"@{parameters}"
@@ -153,14 +159,16 @@ def make_prompts(
     """Make `samples` prompts of exactly `length` tokens.
 
     Args:
-        task: as parse_task reads it. tokenizer: any transformers tokenizer; what it starts a
-        sequence with counts among the `length` tokens. length: in tokens. samples: how many
-        prompts; different ones. seed: the same seed, tokenizer and file give the same prompts.
+        task: as parse_task reads it.
+        tokenizer: any transformers tokenizer; what it starts a sequence with counts among the
+            `length` tokens.
+        length: in tokens.
+        samples: how many prompts; different ones.
+        seed: the same seed, tokenizer and file give the same prompts.
 
     Raises:
         HeadwiseError: unknown task; a file that is missing, empty, malformed or too short; a length
-        that the
-            question alone fills.
+            that the question alone fills.
     """
     if isinstance(task, str):
         task = parse_task(task)
@@ -179,6 +187,7 @@ def make_prompts(
     prompts = kind.make(request, **dict(task.parameters))
     assert len(prompts) == samples
     assert all(len(prompt.input_ids) == length for prompt in prompts)
+    assert all(bool(prompt.text_spans) == task.has_text for prompt in prompts)
     return [replace(prompt, task=task.name, metric=kind.metric) for prompt in prompts]
 
 

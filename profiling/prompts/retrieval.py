@@ -9,7 +9,7 @@ import random
 import uuid
 
 from profiling.prompts.kind import DEPTH, QUESTION_FIRST, Find, Kind, Prompt, Request
-from profiling.prompts.texts import read_ids, read_text
+from profiling.prompts.texts import disjoint_starts, read_ids, read_text
 from profiling.prompts.tokens import Encoder, Ids
 from profiling.prompts.words import sentences
 
@@ -57,9 +57,14 @@ def passkey(request: Request, *, depth: float | None = None) -> list[Prompt]:
             at = anywhere
         else:
             at = round(depth * room)
-        before = request.ids(head, text[:at])
-        span = len(before), len(before) + len(needle)
-        return Prompt.to_find((*before, *needle, *text[at:], *question), Find(f" {key}", span))
+        start = len(request.ids(head))
+        span = start + at, start + at + len(needle)
+        end = start + room + len(needle)
+        return Prompt.to_find(
+            request.ids(head, text[:at], needle, text[at:], question),
+            Find(f" {key}", span),
+            text_spans=request.text_spans(start, end, [span]),
+        )
 
     return request.prompts(make_prompt)
 
@@ -103,7 +108,10 @@ def _uuid(rng: random.Random) -> str:
 
 
 class Hay:
-    """Tokens to hide something in: of the user's text from a random place, or generated."""
+    """Tokens to hide something in: windows of the user's text, or generated.
+
+    Windows are disjoint as far as the text is long enough, and lie at random places beyond that.
+    """
 
     def __init__(self, request: Request) -> None:
         """Read the text.
@@ -117,6 +125,7 @@ class Hay:
         else:
             self.text = ""
         self._ids = read_ids(request.encode, request.text) if request.text else None
+        self._starts = iter(disjoint_starts(request.rng(), len(self._ids or ()), request.length))
 
     def tokens(self, room: int, rng: random.Random) -> Ids:
         """Take `room` tokens.
@@ -128,7 +137,9 @@ class Hay:
             return _generated(self._request.encode, room, rng)
         if len(self._ids) < room:
             raise self._request.too_short(len(self._ids), room)
-        start = rng.randint(0, len(self._ids) - room)
+        start = next(self._starts, None)
+        if start is None:
+            start = rng.randint(0, len(self._ids) - room)
         return self._ids[start : start + room]
 
 

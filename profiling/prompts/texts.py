@@ -60,7 +60,22 @@ def _stretches(request: Request, ids: Ids, name: str) -> list[Prompt]:
     shift = rng.randint(0, len(ids) % room)
     apart = list(range(shift, starts, room))
     chosen = rng.sample(apart if len(apart) >= samples else range(starts), samples)
-    return [Prompt(request.ids(ids[start : start + room]), None) for start in chosen]
+    span = (length - room, length)
+    return [
+        Prompt(request.ids(ids[start : start + room]), None, text_spans=(span,)) for start in chosen
+    ]
+
+
+def disjoint_starts(rng: random.Random, size: int, width: int) -> list[int]:
+    """Return the starts of disjoint windows of a text, all that there are, in random order.
+
+    Args:
+        rng: shifts all windows by the same amount, and orders them.
+        size: of the text, in tokens.
+        width: of a window, in tokens.
+    """
+    starts = range(rng.randint(0, size % width), size - width + 1, width)
+    return rng.sample(starts, len(starts))
 
 
 def prose(request: Request) -> list[Prompt]:
@@ -172,6 +187,7 @@ KINDS = (
     Kind(
         name="prose",
         make=prose,
+        has_text=True,
         asks=(
             "nothing: windows of Python's own documentation, where no text of the user's is at hand"
         ),

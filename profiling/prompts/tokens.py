@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,6 +31,21 @@ class Encoder:
         if text not in known:
             known[text] = self(text())
         return known[text]
+
+    def parts(self, parts: Sequence[str]) -> list[Ids]:
+        """Return the ids of a text, cut between its parts.
+
+        A token that reaches into the next part belongs to the one that it starts in. Tokenizers
+        that do not tell where their tokens start encode each part by itself.
+        """
+        if self._backend is None:
+            return self.each(parts)
+        encoding = self._backend.encode("".join(parts), add_special_tokens=False)
+        ids = encoding.ids
+        starts = [start for start, _ in encoding.offsets]
+        cuts = [bisect_left(starts, end) for end in accumulate(map(len, parts), initial=0)]
+        cuts[-1] = len(starts)
+        return [tuple(ids[start:end]) for start, end in pairwise(cuts)]
 
     def each(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text."""

@@ -8,7 +8,7 @@ from typing import Any
 from artifacts import HeadwiseError, ModelInfo
 from artifacts.schema.search import MAX_WINDOWS
 from profiling.models.loading import LoadedModel
-from profiling.prompts.held_out import GATE_SET, Seen, held_out, of_texts
+from profiling.prompts.held_out import GATE_SET, Seen, held_out
 from profiling.prompts.kind import LengthTooShort
 from profiling.prompts.prompt import (
     CALIBRATED_TASKS,
@@ -107,7 +107,7 @@ def held_out_prompts(
             times = CONTEXTS
             if parse_task(task).kind in ("text", "prose"):
                 times = 2
-            if of_texts(task):
+            if parse_task(task).has_text:
                 while times > 1 and not _has(task, loaded, samples=times * samples, **options):
                     times //= 2
             prompts += held_out((task,), loaded.tokenizer, samples=samples * times, **options)

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import asdict
 
 import pytest
 import torch
 
-from artifacts import Artifact, Decode, HeadwiseError, OmniKV, Prefill, save
+from artifacts import (
+    Artifact,
+    Decode,
+    HeadwiseError,
+    OmniKV,
+    Prefill,
+    load_pair,
+    save,
+    window_arrays,
+)
 from profiling import decode
 from profiling.decoding import run as decoding
 from profiling.decoding.losses import by_position, position_lines
-from profiling.prompts.prompt import make_prompts
+from profiling.prompts.held_out import Seen
+from profiling.prompts.prompt import Prompt, make_prompts
+from profiling.prompts.texts import read_ids
+from profiling.prompts.tokens import Encoder
+from profiling.prompts.words import sentences
 from profiling.quality.forced_decode import begin, dense_losses, forced_losses
 from runtime.fingerprint import fingerprint
 
@@ -113,6 +127,39 @@ def test_several_artifacts_are_compared_on_the_same_prompts(made, asked, rows):
     ):
         with pytest.raises(HeadwiseError, match=said):
             rows(f"{asked} --dense-prefill --beside {uniform} {more}")
+
+
+@pytest.mark.parametrize("task", ["passkey", "text"])
+def test_decode_prompts_that_a_search_saw_are_replaced_or_counted(
+    searched, loaded, tmp_path, task, capsys
+):
+    source = sentences(random.Random(0))
+    file = tmp_path / "words.txt"
+    file.write_text("".join(f"{i}. {next(source)}" for i in range(100)))
+    own = make_prompts(f"{task}:{file}", loaded.tokenizer, length=600, samples=1, seed=1000)
+    artifact, arrays = load_pair(searched / "cfg.yaml")
+    artifact = artifact.model_copy(
+        update={"decode": Decode(omnikv=OmniKV(filter_layers=(0,), budget=0.5))}
+    )
+    config = tmp_path / "cfg.yaml"
+    out = tmp_path / "figures.json"
+
+    def overlaps(seen):
+        digests = Seen(seen).digests
+        calibration = artifact.search.calibration.model_copy(update={"seen_windows": len(digests)})
+        search = artifact.search.model_copy(update={"calibration": calibration})
+        known = arrays | window_arrays(digests)
+        save(artifact.model_copy(update={"search": search}), config, known)
+        words = f"{config} --model {searched / 'tiny'} --repeats 0 --json {out} --dtype float32 "
+        words += f"--task {task}:{file} --task-length 600 --trials 1"
+        decode.main(words.split())
+        return json.loads(out.read_text())["seen_by_search"]
+
+    assert overlaps(own) == []
+    whole = [Prompt(read_ids(Encoder(loaded.tokenizer), file), None)]
+    asked = {"task": f"{task}:words.txt", "length": 600}
+    assert overlaps(whole) == [{**asked, "overlapping": 1, "samples": 1}]
+    assert "1 of 1 prompts of" in capsys.readouterr().out
 
 
 def test_a_kernel_that_fails_is_no_row_of_dense_attention(made, asked, rows, tmp_path, monkeypatch):

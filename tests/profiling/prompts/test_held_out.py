@@ -12,12 +12,16 @@ import pytest
 
 from artifacts import HeadwiseError, window_arrays
 from profiling.prompts import held_out as module
-from profiling.prompts.held_out import Seen, seeded_prompts, unseen_prompts
-from profiling.prompts.prompt import Prompt, make_prompts
+from profiling.prompts.held_out import GATE_SET, Seen, seeded_prompts, text_of, unseen_prompts
+from profiling.prompts.prompt import KINDS, Prompt, make_prompts
 from profiling.prompts.words import sentences
-from tests.profiling.tokenizers import byte_level
+from tests.profiling.tokenizers import byte_level, metaspace
 
 LENGTH = 1000
+# Into which every task goes.
+LONG = 3000
+# Every task that takes a file.
+OF_FILES = [name for name, kind in KINDS.items() if kind.takes_file != "no"]
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +161,105 @@ def test_windows_that_a_search_saw_are_replaced(tokenizer, tmp_path):
     assert not any(common(a, b) for i, a in enumerate(made.prompts) for b in made.prompts[:i])
     assert made == unseen_prompts(task, tokenizer, seen=Seen(seen), **asked)
     assert unseen_prompts(task, tokenizer, seen=Seen(), **asked).prompts == usual
+
+
+def file_task(kind: str, path: Path, lengths: int) -> str:
+    """Write a file of so many prompts in which no stretch comes twice; return its task."""
+    source = sentences(random.Random(0))
+    text = "".join(f"{i}. {next(source)}" for i in range(lengths * LONG // 20))
+    if kind == "jsonl":
+        records = [text[at : at + 2 * LONG] for at in range(0, lengths * LONG, 2 * LONG)]
+        path.write_text("\n".join(json.dumps({"text": record}) for record in records))
+    else:
+        path.write_text(text[: lengths * LONG])
+    return f"{kind}:{path}"
+
+
+def runs(prompt: Prompt) -> set[tuple[int, ...]]:
+    """All runs of 127 tokens of a prompt's text."""
+    ids = text_of(prompt)
+    return {ids[at : at + 127] for at in range(len(ids) - 126)}
+
+
+def count_overlaps(prompts: list[Prompt], others: list[Prompt]) -> int:
+    """Number of prompts that share 127 tokens of text in a row with one of the others."""
+    known = set().union(*map(runs, others))
+    return sum(not known.isdisjoint(runs(prompt)) for prompt in prompts)
+
+
+@pytest.mark.parametrize("kind", OF_FILES)
+def test_text_spans_of_a_file_task_are_one_window_of_the_file(kind, tokenizer, tmp_path):
+    task = file_task(kind, tmp_path / "a.txt", 8)
+    text = (tmp_path / "a.txt").read_text()
+    for prompt in make_prompts(task, tokenizer, length=LONG, samples=3, seed=0):
+        window = tokenizer.decode(text_of(prompt))
+        assert len(window) > LONG // 2 and window in text
+        inside = {at for span in prompt.text_spans for at in range(*span)}
+        rest = [token for at, token in enumerate(prompt.input_ids) if at not in inside]
+        other = tokenizer.decode(rest)
+        assert not any(other[at : at + 30] in text for at in range(len(other) - 29))
+
+
+@pytest.mark.parametrize("kind", OF_FILES)
+def test_held_out_prompts_of_a_long_file_share_nothing_with_other_sets(kind, tokenizer, tmp_path):
+    task = file_task(kind, tmp_path / "a.txt", 60)
+    asked = {"length": LONG, "samples": 2}
+    sets = [make_prompts(task, tokenizer, seed=0, **asked)]
+    seen = Seen(sets[0])
+    for number in (0, 1, GATE_SET):
+        sets.append(module.held_out([task], tokenizer, seed=0, seen=seen, number=number, **asked))
+        seen.add(*sets[-1])
+    made = seeded_prompts(task, tokenizer, seeds=(0, 1), seen=seen, **asked)
+    assert made.overlapping == 0
+    sets.append(made.prompts)
+    for first, second in combinations(sets, 2):
+        assert count_overlaps(first, second) == 0
+    assert all(count_overlaps([a], [b]) == 0 for a, b in combinations(made.prompts, 2))
+
+
+@pytest.mark.parametrize("kind", OF_FILES)
+def test_seeded_prompts_of_a_short_file_count_all_overlaps(kind, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_ROUNDS", 4)
+    task = file_task(kind, tmp_path / "a.txt", 6)
+    seen = make_prompts(task, tokenizer, length=LONG, samples=2, seed=0)
+    asked = {"length": LONG, "samples": 2, "seeds": (0, 1)}
+    made = seeded_prompts(task, tokenizer, seen=Seen(seen), **asked)
+    assert made.overlapping == count_overlaps(made.prompts, seen)
+    whole = Seen(make_prompts(task, tokenizer, length=LONG, samples=3, seed=3) + seen)
+    assert seeded_prompts(task, tokenizer, seen=whole, **asked).overlapping > 0
+
+
+def test_overlaps_are_the_same_at_every_depth_of_a_hidden_key(tokenizer, tmp_path):
+    file = file_task("passkey", tmp_path / "a.txt", 6).partition(":")[2]
+    seen = Seen(make_prompts(f"text:{file}", tokenizer, length=LONG, samples=1, seed=0))
+    asked = {"length": LONG, "samples": 1, "seeds": (0, 1), "seen": seen}
+    made = [
+        seeded_prompts(f"passkey@depth={depth}:{file}", tokenizer, **asked) for depth in (0, 0.3, 1)
+    ]
+    assert len({tuple(map(text_of, each.prompts)) for each in made}) == 1
+
+
+@pytest.mark.parametrize("kind", [name for name in OF_FILES if name != "jsonl"])
+def test_overlaps_are_found_across_tasks_of_one_file(kind, tmp_path):
+    tokenizer = metaspace()
+    file = file_task(kind, tmp_path / "a.txt", 4).partition(":")[2]
+    whole = make_prompts(f"text:{file}", tokenizer, length=2 * LONG, samples=1, seed=0)
+    task = f"{kind}:{file}"
+    found = 0
+    for seed in range(4):
+        (prompt,) = make_prompts(task, tokenizer, length=LONG, samples=1, seed=seed)
+        (window,) = make_prompts(f"text:{file}", tokenizer, length=LONG, samples=1, seed=seed)
+        for own, theirs in ((prompt, whole), (window, [prompt])):
+            if count_overlaps([own], theirs):
+                found += 1
+                assert Seen(theirs).overlaps(own)
+    assert found
+
+
+@pytest.mark.parametrize("kind", ["niah_single_1", "vt"])
+def test_repeated_filler_of_a_generated_task_is_no_overlap(kind, tokenizer):
+    seen, other = prompts_of(kind, tokenizer, 2)
+    assert count_overlaps([other], [seen]) == 1
+    asked = {"length": LENGTH, "samples": 2, "seed": 1, "seen": Seen([seen])}
+    assert unseen_prompts(kind, tokenizer, **asked).overlapping == 0
+    assert len(module.held_out([kind], tokenizer, **asked)) == 2
