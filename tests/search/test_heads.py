@@ -18,7 +18,7 @@ from profiling.inside.head_fidelity import fidelity
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
 from profiling.speed.baselines import HEADWISE, KERNEL
-from profiling.speed.machine import search_seconds
+from profiling.machine import search_seconds
 from runtime import load
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers
@@ -217,7 +217,7 @@ def test_demo_estimates_a_search_by_prefills_of_shorter_prompts(loaded, monkeypa
 
     monkeypatch.setattr(demo, "in_turn", clock)
     monkeypatch.setattr(demo, "_PROBES", (128, 256))
-    expected = search_seconds(linear=2e-4 * 8192, attention=1e-7 * 8192**2)
+    expected = search_seconds(2e-4 * 8192 + 1e-7 * 8192**2)
     assert demo.seconds_of_search(loaded, 8192) == pytest.approx(expected)
 
 
