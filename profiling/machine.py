@@ -85,11 +85,13 @@ def check(device: str) -> str | None:
 class LayerTiming:
     """Timing of one layer of a model on a prompt, by Headwise's dense kernel.
 
-    size: of its attention.
-    layer_s: seconds of the whole layer, the median of several rounds.
-    attention: its attention alone.
-    positions: of the model.
-    noise: why the figures are unreliable; None on a quiet machine.
+    Attributes:
+        shape: shape of the whole model.
+        size: size of the layer's attention.
+        layer_s: seconds of the whole layer, the median of several rounds.
+        attention: times of the layer's attention alone.
+        positions: positions that the model was trained for.
+        noise: why the figures are unreliable; None on a quiet machine.
     """
 
     shape: Shape
@@ -167,7 +169,11 @@ def search_seconds(prefill: float) -> float:
 def time_layer(config: Any, *, dtype: str, device: str, load: float) -> LayerTiming:
     """Time one layer of a model of this configuration, with random weights.
 
-    load: average load of the machine before anything was measured.
+    Args:
+        config: configuration of the model.
+        dtype: dtype of weights and activations.
+        device: device that the layer runs on.
+        load: average load of the machine before anything was measured.
 
     Raises:
         HeadwiseError: no such layer can be built.

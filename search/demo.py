@@ -53,7 +53,11 @@ _SEED = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Config of the demo, and the folder of its files; length: None chooses it."""
+    """Config of the demo, and the folder of its files.
+
+    Attributes:
+        length: tokens of the prompts; None chooses it by the speed of the machine.
+    """
 
     out: Path = shared(
         arguments.add_out,

@@ -57,7 +57,8 @@ def predicted(config: Memory) -> dict[int, Plan]:
 def run(config: Memory) -> list[Row]:
     """Measure each length with each method, one process at a time.
 
-    config: settled, see profiling.models.device.
+    Args:
+        config: one whose device and dtype are decided, see profiling.models.device.
 
     Raises:
         HeadwiseError: the model or the artifact cannot be loaded, or a process failed.

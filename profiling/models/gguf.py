@@ -34,10 +34,11 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file states before its tensors' data.
+    """Header of a GGUF file.
 
-    name: `general.name`; None if it is not set.
-    elements: numbers in all tensors.
+    Attributes:
+        name: `general.name`; None if it is not set.
+        elements: numbers in all tensors.
     """
 
     name: str | None
@@ -63,7 +64,9 @@ def read_header(path: Path) -> Header:
     """Read the header of a little-endian GGUF file, without its vocabulary.
 
     Raises:
-        OSError, ValueError, KeyError, OverflowError, RecursionError, struct.error: it is damaged.
+        OSError: the file cannot be read.
+        ValueError: the file is damaged; so is one that raises KeyError, OverflowError,
+            RecursionError or struct.error.
     """
     name = None
     elements = 0

@@ -42,10 +42,14 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Where a model is.
+    """Location of a model.
 
-    place: what transformers loads from, a folder or a hub id; None of a GGUF file.
-    gguf: the GGUF file, or what it was cut into, in order.
+    Attributes:
+        name: name of the model in reports and artifacts.
+        revision: revision of a hub id or a package.
+        place: folder or hub id that transformers loads from; None for a GGUF file.
+        gguf: the GGUF file, or its parts in order.
+        on_hub: True for a hub id.
     """
 
     name: str

@@ -329,8 +329,12 @@ _configs: dict[int, _Applied] = {}
 class _Applied(NamedTuple):
     """What is applied to the model of a configuration.
 
-    config: of the model's language part. former: configurations, and what their attention was
-    before, as _attn_implementation takes it."""
+    Attributes:
+        config: configuration of the model's language part.
+        settings: options of the application.
+        former: configurations, and what their attention was before, as _attn_implementation takes
+            it.
+    """
 
     config: weakref.ref[Any]
     settings: Settings
@@ -359,7 +363,12 @@ def remember(
 ) -> None:
     """Keep the state of a model's attention modules and of its language part's configuration.
 
-    former: see _Applied; configurations themselves in place of references."""
+    Args:
+        config: configuration of the model's language part.
+        modules: state by attention module.
+        settings: options of the application.
+        former: as in _Applied, with configurations in place of references.
+    """
     key = id(config)
     reference = weakref.ref(config, lambda _: _configs.pop(key, None))
     before = tuple((weakref.ref(each), attention) for each, attention in former)
