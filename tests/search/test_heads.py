@@ -15,10 +15,10 @@ from kernels.attention import cpu
 from kernels.breaker import CannotBuildError
 from kernels.native import build
 from profiling.inside.head_fidelity import fidelity
+from profiling.machine import search_seconds
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
 from profiling.speed.baselines import HEADWISE, KERNEL
-from profiling.machine import search_seconds
 from runtime import load
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, sliding_layers
