@@ -51,12 +51,13 @@ def main(argv: list[str] | None = None) -> int:
     with while_importing():
         from profiling import machine
         from profiling.models.device import settled
-        from profiling.models.loading import load_config
+        from profiling.models.loading import load_config, name_of
     config = settled(config_of(Doctor, vars(options)))
-    name = config.model or _USUAL
+    spec = config.model or _USUAL
     model = None
     try:
-        model = load_config(name, revision=config.revision)
+        model = load_config(spec, revision=config.revision)
+        name = name_of(spec, revision=config.revision)
     except HeadwiseError as error:
         if config.model is not None:
             raise

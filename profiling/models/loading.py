@@ -137,6 +137,11 @@ def load_config(spec: str, *, revision: str | None = None) -> Any:
     return _without_weights(spec, revision, AutoConfig.from_pretrained, read_config)
 
 
+def name_of(spec: str, *, revision: str | None = None) -> str:
+    """The name that load_model gives a model, without loading it; errors as there."""
+    return _find(spec, revision).name
+
+
 def _without_weights(
     spec: str,
     revision: str | None,
