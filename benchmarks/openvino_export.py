@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from artifacts import HeadwiseError
 from profiling.models.cache import made_once
 from profiling.models.loading import LoadedModel, load_model
-from runtime.layers import attention_layers, sliding_layers, text_config
+from runtime.layers import attention_layers, full_layers, text_config
 
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 _FILE = "openvino_model.xml"
@@ -59,7 +59,7 @@ def export(loaded: LoadedModel, folder: Path) -> None:
     model = loaded.model
     config = text_config(loaded.model)
     modules = attention_layers(model)
-    if sliding_layers(modules) or len(modules) != config.num_hidden_layers:
+    if len(full_layers(modules)) != config.num_hidden_layers:
         raise HeadwiseError(
             f"cannot export {loaded.name}: not all of its layers attend to every token"
         )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from torch import nn
 
-import artifacts
 from artifacts import Artifact, HeadwiseError
 from artifacts.errors import one_line
 from kernels.dispatch import BACKENDS
@@ -19,13 +18,13 @@ from kernels.patterns import LayerPlan
 from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, register
 from runtime.attention.state import Layer, Settings, forget, layer_of, remember, settings_of
-from runtime.caches.make import check_rows, make_cache
+from runtime.caches.make import make_cache
 from runtime.fingerprint import check
 from runtime.layers import (
     attention_layers,
     check_sections,
+    full_layers,
     layer_plans,
-    sliding_layers,
     text_config,
 )
 from runtime.memory import CacheBytes, cache_bytes
@@ -117,22 +116,17 @@ def _plan(
     decode = None
     plans: dict[int, LayerPlan] = {}
     if artifact is not None:
-        check_sections(artifact, modules)
         check(artifact.model, model, weights=check_weights)
-        if artifact.kv_cache is not None:
-            check_rows(artifact.kv_cache, modules)
-            evicts = True
+        check_sections(artifact, modules)
+        evicts = artifact.kv_cache is not None
         if artifact.decode is not None:
-            decode = _decode(artifact.decode.omnikv, modules, settings.backend)
+            omnikv = artifact.decode.omnikv
+            decode = OmniKV(omnikv, full_layers(modules), backend=settings.backend)
         if eager and model._supports_sdpa:
             # sdpa could serve this model, so eager was asked for: dense calls keep it. apply_dense
             # names its kernel itself.
             dense_by = "model"
         plans = layer_plans(artifact, arrays)
-    if missing := plans.keys() - modules.keys():
-        raise HeadwiseError(
-            f"the artifact has patterns for layer {min(missing)}, which has no attention here"
-        )
     roles = {} if decode is None else decode.roles
     settings = replace(
         settings,
@@ -140,7 +134,6 @@ def _plan(
         model_attention="eager" if eager else "sdpa",
         decode=decode,
         evicts=evicts,
-        spread=len({parameter.device for parameter in model.parameters()}) > 1,
     )
     layers = {
         module: Layer(settings, number, plans.get(number), roles.get(number))
@@ -286,20 +279,6 @@ def _attention_layers(model: nn.Module) -> dict[int, nn.Module]:
             f"applied: give it a copy"
         )
     return modules
-
-
-def _decode(section: artifacts.OmniKV, modules: dict[int, nn.Module], backend: str) -> OmniKV:
-    """The decode section on the layers that see every token."""
-    sliding = sliding_layers(modules)
-    full = [layer for layer in modules if layer not in sliding]
-    for layer in section.filter_layers:
-        if layer not in full:
-            why = "slides" if layer in sliding else "has no attention here"
-            raise HeadwiseError(
-                f"filter layer {layer} {why}: decode can filter in the layers "
-                f"{', '.join(map(str, full))}"
-            )
-    return OmniKV(section, full, backend=backend)
 
 
 def _is_sparse(layer: Layer) -> bool:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from artifacts import HeadwiseError, Static
+from artifacts.errors import ranges
 from artifacts.store.arrays import check_static
 from kernels.patterns import Growth, LayerPlan, Pattern, make
 
@@ -23,6 +24,21 @@ if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
 _INTERFACE = "transformers' attention interface"
+
+# What a layer's queries see: every earlier token, those of a sliding window, or something else
+# (chunks, a choice of the layer's own, nothing at all), which patterns, filters and policies leave
+# alone.
+Kind = Literal["full", "sliding", "other"]
+# Of transformers' types of layers. A hybrid layer has attention and a recurrent state.
+_KINDS: dict[str, Kind] = {
+    "full_attention": "full",
+    "hybrid": "full",
+    "sliding_attention": "sliding",
+    "hybrid_sliding": "sliding",
+}
+SLIDES = "slides over a window already"
+# Models whose full_attention layers slide where the configuration has a window.
+_TYPED_FULL_SLIDES = ("minimax",)
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -96,32 +112,123 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     return dict(sorted(layers.items()))
 
 
-def sliding_layers(modules: dict[int, nn.Module]) -> set[int]:
+def layer_kind(config: Any, layer: int, module: nn.Module | None = None) -> Kind:
+    """What the queries of a layer see, by the configuration of a model's language part.
+
+    Args:
+        config: the configuration.
+        layer: the layer's number.
+        module: its attention, which is asked where the configuration has no types of layers.
+    """
+    named = _layer_type(config, layer)
+    own = _config_of(config, layer)
+    window = getattr(own, "sliding_window", None)
+    if named is not None:
+        if named == "full_attention" and window and config.model_type in _TYPED_FULL_SLIDES:
+            return "sliding"
+        return _KINDS.get(named, "other")
+    # As transformers makes masks then: all layers slide, or all attend within chunks.
+    if window is not None or getattr(module, "sliding_window", None) is not None:
+        return "sliding"
+    return "full" if getattr(own, "attention_chunk_size", None) is None else "other"
+
+
+def _layer_type(config: Any, layer: int) -> str | None:
+    """Type of a layer by its configuration, None where that has no types of layers."""
+    # Mllama has no types: these layers attend to images.
+    if layer in (getattr(config, "cross_attention_layers", None) or ()):
+        return "cross_attention"
+    types = getattr(config, "layer_types", None)
+    if not types:
+        return None
+    return str(types[layer]) if layer < len(types) else "unknown"
+
+
+def layer_kinds(modules: Mapping[int, nn.Module]) -> dict[int, Kind]:
+    """Kinds of attention layers by number."""
+    return {layer: layer_kind(module.config, layer, module) for layer, module in modules.items()}
+
+
+def full_layers(modules: Mapping[int, nn.Module]) -> list[int]:
+    """The attention layers that see every token, in order."""
+    return [layer for layer, kind in sorted(layer_kinds(modules).items()) if kind == "full"]
+
+
+def sliding_layers(modules: Mapping[int, nn.Module]) -> set[int]:
     """Sliding-window layers among the attention layers."""
-    return {layer for layer, module in modules.items() if _slides(module)}
+    return {layer for layer, kind in layer_kinds(modules).items() if kind == "sliding"}
+
+
+def why_not_full(config: Any, layer: int, module: nn.Module | None = None) -> str | None:
+    """Reason why a layer does not see every token, None where it does.
+
+    Arguments: see layer_kind."""
+    kind = layer_kind(config, layer, module)
+    if kind == "full":
+        return None
+    if kind == "sliding":
+        return SLIDES
+    return f"is of the type {_layer_type(config, layer) or 'chunked_attention'}"
+
+
+def section_faults(artifact: Artifact, reasons: Mapping[int, str | None]) -> Iterator[str]:
+    """Lines on the layers that a section must not name, or does not name and must.
+
+    Args:
+        artifact: artifact whose sections are checked.
+        reasons: why layers of the model do not see every token, by why_not_full.
+    """
+    others = {layer: why for layer, why in reasons.items() if why not in (None, SLIDES)}
+    for layer, row in enumerate(artifact.prefill.layers):
+        # A layer that slides is served without its patterns: see docs/served.md.
+        if row is not None and layer in others:
+            yield f"prefill.layers[{layer}] must be null: the layer {others[layer]}"
+    if artifact.kv_cache is not None:
+        for layer, names in enumerate(artifact.kv_cache.layers):
+            why = reasons.get(layer)
+            if names is not None and why is not None:
+                yield f"kv_cache.layers[{layer}] must be null: the layer {why}"
+            if names is None and why is None:
+                yield (
+                    f"kv_cache.layers[{layer}] must name a policy, such as full: the layer sees "
+                    "every token"
+                )
+    if artifact.decode is not None:
+        omnikv = artifact.decode.omnikv
+        full = [layer for layer, why in reasons.items() if why is None]
+        if not full:
+            yield "decode must be left out: no layer of this model sees every token"
+            return
+        for layer in omnikv.filter_layers:
+            if (why := reasons.get(layer)) is not None:
+                yield f"filter layer {layer} {why}: decode can filter in the layers {ranges(full)}"
+        for layer in omnikv.dense_layers:
+            if layer in others:
+                yield f"decode.omnikv.dense_layers must not name {layer}: it {others[layer]}"
 
 
 def window_of(module: nn.Module) -> int:
-    """Tokens that a sliding-window layer sees, the newest included.
+    """Most tokens that a layer sees which slides or attends within chunks, the newest included.
 
     Raises:
         HeadwiseError: it does not say so."""
-    for holder in (module, getattr(module, "config", None)):
-        window = getattr(holder, "sliding_window", None)
+    layer: Any = module.layer_idx
+    config = _config_of(module.config, layer)
+    for holder, name in (
+        (module, "sliding_window"),
+        (config, "sliding_window"),
+        (config, "attention_chunk_size"),
+    ):
+        window = getattr(holder, name, None)
         if isinstance(window, int):
             return window
-    raise HeadwiseError(f"{type(module).__name__} slides, and does not say over which window")
+    raise HeadwiseError(f"{type(module).__name__} does not say over which window it slides")
 
 
-def _slides(module: nn.Module) -> bool:
-    if getattr(module, "sliding_window", None) is not None or "sliding" in str(
-        getattr(module, "layer_type", "")
-    ):
-        return True
-    # Where a configuration has no types of layers, transformers has all of them slide (Mistral).
-    config = getattr(module, "config", None)
-    typed = getattr(config, "layer_types", None) is not None
-    return not typed and getattr(config, "sliding_window", None) is not None
+def _config_of(config: Any, layer: int) -> Any:
+    """Configuration of one layer; that of all where layers do not differ."""
+    layers = getattr(config, "per_layer_config", None)
+    return layers[layer] if layers and layer < len(layers) else config
 
 
 def eager_attention(module: nn.Module) -> Any | None:
@@ -131,20 +238,36 @@ def eager_attention(module: nn.Module) -> Any | None:
 
 def check_sections(artifact: Artifact, modules: Mapping[int, nn.Module]) -> None:
     """Raise HeadwiseError for a layer on which a section of the artifact cannot be served."""
+    for section in ("kv_cache", "decode"):
+        if getattr(artifact, section) is not None:
+            check_section(section, modules)
+    reasons: dict[int, str | None] = dict.fromkeys(
+        range(artifact.model.num_layers), "has no attention here"
+    )
     for number, module in modules.items():
-        where = f"layer {number} ({type(module).__name__})"
-        # Learned logits that take part in the softmax and have no value (GPT-OSS).
-        sinks = getattr(module, "sinks", None) is not None
-        for section, given in (("kv_cache", artifact.kv_cache), ("decode", artifact.decode)):
-            if sinks and given is not None:
-                raise HeadwiseError(
-                    f"{where} has attention sinks of its own: the {section} section cannot serve it"
-                )
-        if artifact.kv_cache is not None and caches_latents(module):
+        reasons[number] = why_not_full(module.config, number, module)
+    for fault in section_faults(artifact, reasons):
+        raise HeadwiseError(fault)
+
+
+def check_section(section: str, modules: Mapping[int, nn.Module]) -> None:
+    """Raise HeadwiseError for a layer that no "kv_cache" or no "decode" section can serve."""
+    for number, module in modules.items():
+        why = None
+        if getattr(module, "sinks", None) is not None:
+            # Learned logits that take part in the softmax and have no value (GPT-OSS).
+            why = "has attention sinks of its own"
+        elif getattr(module, "is_kv_shared_layer", False):
+            why = "reads the keys and values of another layer"
+        elif section == "kv_cache" and caches_latents(module):
+            why = (
+                "caches what it makes keys and values of (multi-head latent attention), for all "
+                "heads together"
+            )
+        if why is not None:
             raise HeadwiseError(
-                f"{where} caches what it makes keys and values of (multi-head latent attention), "
-                f"for all heads "
-                "together: the kv_cache section cannot serve it"
+                f"layer {number} ({type(module).__name__}) {why}: the {section} section cannot "
+                "serve it"
             )
 
 

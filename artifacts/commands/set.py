@@ -139,11 +139,10 @@ def _step(node: Any, rest: str, path: str) -> tuple[Any, str]:
             return int(number), left.removeprefix(".")
     here = path[: len(path) - len(rest)].rstrip(".") or "the artifact"
     held = "no fields"
-    if isinstance(node, dict | list):
-        if isinstance(node, dict):
-            held = ", ".join(list(node)[:12])
-        else:
-            held = f"{len(node)} entries, [0] and so on"
+    if node and isinstance(node, dict):
+        held = ", ".join(list(node)[:12])
+    if node and isinstance(node, list):
+        held = f"{len(node)} entries, [0] and so on"
     raise ArtifactError(f"{shorten(path)}: {here} has no {shorten(rest)}, it has: {held}")
 
 

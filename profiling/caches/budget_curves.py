@@ -87,7 +87,7 @@ def measure(
     )
     if not np.isfinite(error).any():
         raise HeadwiseError(
-            f"every layer of {loaded.name} is a sliding-window layer: there is no budget to choose"
+            f"no layer of {loaded.name} sees every token: there is no budget to choose"
         )
     return BudgetCurves(shares=tuple(shares), error=error, kept=kept)
 

@@ -21,7 +21,7 @@ from runtime import Headwise
 from runtime.caches.policy import Step
 from runtime.caches.snapkv import SnapKV
 from runtime.fingerprint import fingerprint
-from runtime.layers import attention_layers, sliding_layers, text_config
+from runtime.layers import attention_layers, full_layers, text_config
 
 _NAME = "policy"
 
@@ -34,16 +34,13 @@ def with_policy(loaded: LoadedModel, policy: Policy | None) -> Headwise:
         policy: what a layer keeps; None keeps everything, in a cache without a kv_cache section.
 
     Raises:
-        HeadwiseError: every layer of the model slides, so that none can have a policy.
+        HeadwiseError: no layer of the model sees every token, so that none can have a policy.
     """
     if policy is None:
         return with_section(loaded, None)
-    modules = attention_layers(loaded.model)
-    free = modules.keys() - sliding_layers(modules)
+    free = full_layers(attention_layers(loaded.model))
     if not free:
-        raise HeadwiseError(
-            f"every layer of {loaded.name} is a sliding-window layer: none can have a policy"
-        )
+        raise HeadwiseError(f"no layer of {loaded.name} sees every token: none can have a policy")
     layers = range(text_config(loaded.model).num_hidden_layers)
     rows = tuple(_NAME if layer in free else None for layer in layers)
     return with_section(loaded, KVCache(policies={_NAME: policy}, layers=rows))

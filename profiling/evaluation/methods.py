@@ -50,7 +50,7 @@ from profiling.prompts.held_out import Seen
 from profiling.quality.method import Method, digest
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
 from runtime import Headwise
-from runtime.layers import attention_layers, sliding_layers
+from runtime.layers import attention_layers, full_layers
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
@@ -333,8 +333,7 @@ class Methods:
         return self._patterns_of().model_copy(update={"patterns": {}, "prefill": empty})
 
     def _section(self, policy: Policy) -> KVCache:
-        modules = attention_layers(self._loaded.model)
-        free = modules.keys() - sliding_layers(modules)
+        free = full_layers(attention_layers(self._loaded.model))
         rows = tuple(
             "all" if layer in free else None for layer in range(self.artifact.model.num_layers)
         )

@@ -161,7 +161,9 @@ def attending_with(
 
 def _forward(model: PreTrainedModel, input_ids: Tensor, use_cache: bool) -> Any:
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        return model(input_ids=input_ids, use_cache=use_cache, logits_to_keep=1)
+        # Given as a number, Gemma 4 cuts the queries of its last layers to as many.
+        last = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)
+        return model(input_ids=input_ids, use_cache=use_cache, logits_to_keep=last)
     return model.base_model(input_ids=input_ids, use_cache=use_cache)
 
 
@@ -233,9 +235,6 @@ def inputs_of(
         layer = int(layer)
     mask = _known(run, layer, attention_mask)
     _refuse(module, layer, query, key, kwargs)
-    window = kwargs.get("sliding_window") or getattr(module, "sliding_window", None)
-    if mask is not None:
-        window = mask.local_size
     if scaling is not None:
         scale = float(scaling)
     else:
@@ -246,7 +245,7 @@ def inputs_of(
         k=key,
         v=value,
         scale=scale,
-        sliding_window=None if window is None else int(window),
+        sliding_window=None if mask is None else mask.local_size,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )

@@ -18,6 +18,7 @@ import torch
 from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
 from artifacts.page.layout import aligned
+from runtime.layers import layer_kind
 
 # What Headwise's growing cache keeps free for new tokens, as a fraction of those it holds.
 _ROOM = 8
@@ -72,10 +73,10 @@ def shape_of(config: Any, dtype: str = "bfloat16") -> Shape:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         heads = int(text.num_attention_heads)
-        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+        layers = int(text.num_hidden_layers)
         return Shape(
-            layers=int(text.num_hidden_layers),
-            sliding=sum("sliding" in kind for kind in kinds),
+            layers=layers,
+            sliding=sum(layer_kind(text, layer) == "sliding" for layer in range(layers)),
             window=int(getattr(text, "sliding_window", None) or 0),
             hidden=int(text.hidden_size),
             heads=heads,

@@ -104,8 +104,8 @@ def survey(
         if inputs.sliding_window is not None:
             if wanted:
                 raise HeadwiseError(
-                    f"layer {inputs.layer} of {loaded.name} is a sliding-window layer: choose "
-                    f"heads of another layer"
+                    f"layer {inputs.layer} of {loaded.name} does not see every token: choose heads "
+                    "of another layer"
                 )
             return
         sparsity[inputs.layer] = sparsity_of(inputs, queries).cpu().numpy()
@@ -132,9 +132,7 @@ def survey(
             model, torch.tensor([prompt.input_ids], device=model.device, dtype=torch.long), visit
         )
     if not sparsity:
-        raise HeadwiseError(
-            f"every layer of {loaded.name} is a sliding-window layer: none sees the whole prompt"
-        )
+        raise HeadwiseError(f"no layer of {loaded.name} sees every token of a prompt")
     whole = np.full((max(layers) + 1, len(next(iter(sparsity.values())))), np.nan, dtype=np.float32)
     whole[list(sparsity)] = np.stack(list(sparsity.values()))
     return Survey(sparsity=whole, maps=[maps[at] for at in dict.fromkeys(heads)])

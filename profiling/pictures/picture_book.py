@@ -6,11 +6,9 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from artifacts import Artifact, HeadwiseError, load_pair
 from artifacts.files import check_writable, out_folder
-from profiling.inside.capture import LayerInputs, capture
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.pictures.config import PICTURES, Heatmaps
@@ -22,7 +20,7 @@ from profiling.similarities.config import DEFAULT_LENGTH, SimilarityConfig
 from profiling.similarities.layer_similarity import measure
 from profiling.similarities.similarity_profile import load_profile, save_profile
 from runtime.fingerprint import check
-from runtime.layers import text_config
+from runtime.layers import attention_layers, full_layers, text_config
 
 
 def run(config: Heatmaps) -> list[Path]:
@@ -144,11 +142,10 @@ class PictureBook:
         if heads is None and self._artifact is not None and "chosen.recall" in self._arrays:
             heads = tuple(typical_heads(self._artifact, self._arrays["chosen.recall"]))
         if heads is None:
-            heads = tuple(
-                some_heads(
-                    _full_layers(self._loaded), text_config(self._loaded.model).num_attention_heads
-                )
-            )
+            full = full_layers(attention_layers(self._loaded.model))
+            if not full:
+                raise HeadwiseError(f"no layer of {self._loaded.name} sees every token of a prompt")
+            heads = tuple(some_heads(full, text_config(self._loaded.model).num_attention_heads))
         return survey(self._loaded, self._prompt, heads, self._artifact, self._arrays)
 
     @property
@@ -169,19 +166,3 @@ class PictureBook:
         config = self._config
         first = f"{self._loaded.name}, {config.dtype} on {config.device}; {prompts}"
         return "\n".join([first, *more, f"drawn: {config.command}"])
-
-
-def _full_layers(loaded: LoadedModel) -> list[int]:
-    """The layers that see every key: two tokens show it."""
-    layers: list[int] = []
-
-    def visit(inputs: LayerInputs) -> None:
-        if inputs.sliding_window is None:
-            layers.append(inputs.layer)
-
-    capture(loaded.model, torch.zeros(1, 2, dtype=torch.long, device=loaded.model.device), visit)
-    if not layers:
-        raise HeadwiseError(
-            f"every layer of {loaded.name} is a sliding-window layer: none sees the whole prompt"
-        )
-    return layers

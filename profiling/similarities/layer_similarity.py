@@ -203,9 +203,7 @@ def _decode(
             avoid=_ends(loaded.model),
         )
     if not sums.layers:
-        raise HeadwiseError(
-            f"every layer of {loaded.name} is a sliding-window layer: none sees the whole prompt"
-        )
+        raise HeadwiseError(f"no layer of {loaded.name} sees every token of a prompt")
     return sums
 
 

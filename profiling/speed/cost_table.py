@@ -116,9 +116,8 @@ class CostTable:
     def _nearest(self, rows: Sequence[Cost], length: int, measurement: str) -> list[Cost]:
         if not rows:
             known = sorted({(c.pattern, c.head_dim, c.dtype) for c in self.costs})
-            raise HeadwiseError(
-                f"the cost table has no {measurement}; it has: {', '.join(map(str, known))}"
-            )
+            held = ", ".join(map(str, known)) or "nothing"
+            raise HeadwiseError(f"the cost table has no {measurement}; it has: {held}")
         best = min({c.length for c in rows}, key=lambda n: abs(np.log(n / length)))
         return [c for c in rows if c.length == best]
 
@@ -248,7 +247,8 @@ def _rows(
     wanted = [field.name for field in fields(Cost)]
     if sorted(arrays) != sorted(wanted):
         raise HeadwiseError(
-            f"{where}: a cost table has the columns {', '.join(wanted)}, got {', '.join(arrays)}"
+            f"{where}: a cost table has the columns {', '.join(wanted)}, "
+            f"got {', '.join(arrays) or 'none'}"
         )
     values = {name: arrays[name].tolist() for name in wanted}
     for name in _NAMED:

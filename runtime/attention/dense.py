@@ -119,33 +119,29 @@ def default_attention(call: Call) -> tuple[Tensor, Tensor | None]:
         eager = eager_attention(module)
     else:
         eager = None
+    # sdpa takes queries without a mask for the first of the keys. Here they are the last: a model
+    # may have cut them.
+    if mask is None and call.causal and q.shape[2] not in (1, k.shape[2]):
+        mask = _seen(q, k)
     if eager is None:
         if isinstance(mask, PrefillMask):
-            plain = mask.for_dense()
-        else:
-            plain = mask
-        result = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, plain, **given)
+            mask = mask.for_dense()
+        result = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, **given)
         return result
     if isinstance(mask, PrefillMask):
-        plain = mask.read()
-    else:
-        plain = mask
-    if plain is None and q.shape[2] > 1 and call.causal:
-        # sdpa's meaning of no mask: queries start at the first key.
-        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        plain = seen.tril()[None, None]
-    if plain is not None and plain.dtype == torch.bool:
+        mask = mask.read()
+    if mask is None and q.shape[2] > 1 and call.causal:
+        mask = _seen(q, k)
+    if mask is not None and mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
-        plain = torch.where(plain, zero, torch.finfo(q.dtype).min)
-    result = eager(module, q, k, v, plain, **given)
+        mask = torch.where(mask, zero, torch.finfo(q.dtype).min)
+    result = eager(module, q, k, v, mask, **given)
     return result
 
 
-def causal_mask(q: Tensor, k: Tensor) -> Tensor | None:
-    """(1, 1, Q, K) for queries that are the last Q of the keys; None where sdpa needs none."""
+def _seen(q: Tensor, k: Tensor) -> Tensor:
+    """Causal mask (1, 1, Q, K) of queries that are the last Q of the keys, as booleans."""
     q_len = q.shape[2]
     k_len = k.shape[2]
-    if q_len in (1, k_len):
-        return None
     seen = torch.ones(q_len, k_len, dtype=torch.bool, device=q.device)
     return seen.tril(k_len - q_len)[None, None]

@@ -14,7 +14,7 @@ from kernels.attention import launch
 from kernels.decode import MAX_QUERIES
 from kernels.decode import cpu as native
 from kernels.dense import dense_attention
-from runtime.attention.dense import causal_mask, default_attention, faster
+from runtime.attention.dense import default_attention, faster
 from runtime.attention.evicting import attend_evicting
 from runtime.attention.layout import Part, kernel_of
 from runtime.attention.mask import context_of, headwise_mask, starts_of
@@ -128,7 +128,7 @@ def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
     if why_dense is None:
         return "sparse", kernel, "sparse"
     context = call.context
-    if no_kernel is not None or context is None or not context.parts:
+    if no_kernel is not None or context is None or not context.parts or not pays(call):
         return "default", "", why_dense
     settings = call.layer.settings
     if context.window is not None:
@@ -150,6 +150,21 @@ def choose(call: Call, why_dense: str | None = None) -> tuple[str, str, str]:
     ):
         return "kernel", kernel, "dense by kernel"
     return "default", "", why_dense
+
+
+def pays(call: Call) -> bool:
+    """True where a prefill has keys enough for a kernel of Headwise."""
+    settings = call.layer.settings
+    q_len = call.q_shape[2]
+    k_len = call.k_shape[2]
+    if settings.kernel_from is not None and k_len >= settings.kernel_from:
+        return True
+    if q_len < MIN_QUERIES:
+        return False
+    window = None if call.context is None else call.context.window
+    if window is not None and k_len > window:
+        return settings.dense_kernels
+    return k_len >= settings.dense_below
 
 
 def _why_dense(call: Call, no_kernel: str | None) -> str | None:
@@ -225,6 +240,8 @@ def attend_chosen(call: Call) -> Tensor | None:
     context = call.context
     if context is None or context.ranges is None:
         return None
+    if query.shape[2] <= MAX_QUERIES or not pays(call):
+        return None
     kernel, reason = kernel_of(call)
     if reason is not None:
         return None
@@ -250,24 +267,22 @@ def attend_step(call: Call) -> Tensor | None:
     k_len = call.k_shape[2]
     if not call.layer.settings.steps or not q.is_cpu:
         return None
+    # A short prompt.
+    if q_len == k_len > 1:
+        return None
     if k_len < _MIN_KEYS_FLOAT32 and q.dtype == torch.float32:
         return None
     # A window that holds every key is no window.
     if call.window is not None and k_len > call.window:
         return None
     starts: Tensor | None = None
-    if mask is None:
-        # sdpa lets query i see keys 0..i then; the kernel's queries are the last of the keys.
-        if q_len > 1:
-            return None
-    elif mask.shape[-1] != k_len:
+    if mask is not None and mask.shape[-1] != k_len:
         # A layer whose cache is not as long as the others': sdpa refuses that mask, and the kernel
         # would not look.
         return None
-    else:
-        known, starts = starts_of(mask)
-        if not known:
-            return None
+    known, starts = starts_of(mask)
+    if not known:
+        return None
     if call.sinks is not None or call.special is not None:
         return None
     k_batch, kv_heads, _, k_dim = call.k_shape
@@ -343,5 +358,4 @@ def _attend_alone(call: Call, part: Part) -> Tensor:
         if part.q_len <= MAX_QUERIES:
             kernel = call.layer.settings.backend
         return attend_by_kernel(alone, kernel)
-    alone.mask = causal_mask(alone.query, alone.key)
     return default_attention(alone)[0]

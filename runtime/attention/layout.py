@@ -124,6 +124,15 @@ class Context:
         context: Context = self._cache[part]
         return context
 
+    def cut(self, begin: int, end: int) -> Context:
+        """Context of the queries begin .. end alone, of a forward without `fresh`."""
+        stop = self.q_start + end
+        ranges = None
+        if self.ranges is not None:
+            ranges = tuple((min(first, stop), min(last, stop)) for first, last in self.ranges)
+        start = self.q_start + begin
+        return Context(start, end - begin, self.k_len, ranges, window=self.window)
+
     def launch(self, parts: tuple[Part, ...]) -> tuple[slice | None, Ragged | None]:
         """Slots of the keys (None: all) and Ragged (None: whole rows) of one launch for these."""
         launch: tuple[slice | None, Ragged | None] | None = self._cache.get(parts)

@@ -5,8 +5,8 @@ Shapes: B batch, Q query length, K key length (all slots of the cache).
 transformers makes one mask a forward and hands it to every layer. For a long padded prefill sdpa's
 is a (B, 1, Q, K) tensor, 10 GB a sequence at 100K tokens. `headwise_mask` returns a PrefillMask in
 its place: a tensor of that shape and type without memory that holds the ranges of real tokens. Code
-that reads it as a tensor gets the true mask (made once a forward), so all between mask and
-attention goes on working."""
+that reads it as a tensor gets the true mask (made once a forward). A slice of queries is another
+PrefillMask: Gemma 4 cuts the queries of its last layers, and the mask with them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from kernels.copies import on_device
-from kernels.decode import MAX_QUERIES
 from runtime.attention.layout import Context, Rows
 from runtime.attention.state import MIN_QUERIES, Settings, settings_of
 from runtime.standin import StandIn
@@ -28,26 +27,29 @@ class PrefillMask(StandIn):
     """Causal mask (B, 1, Q, K) over sequences of contiguous tokens, without memory until read."""
 
     context: Context
-    _make: Callable[..., Tensor | None]
+    _dense: Callable[..., Tensor | None]
+    _given: dict[str, Any]
     _made: dict[bool, Tensor | None]
 
     @staticmethod
     def __new__(
         cls,
         context: Context,
-        make: Callable[..., Tensor | None],
+        dense: Callable[..., Tensor | None],
+        given: dict[str, Any],
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> PrefillMask:
         mask = cls.of((context.batch, 1, context.q_len, context.k_len), dtype, device)
         mask.context = context
-        mask._make = make
+        mask._dense = dense
+        mask._given = given
         mask._made = {}
         return mask
 
     def for_dense(self) -> Tensor | None:
-        """The mask that dense attention would have got, None where it needs none."""
+        """The mask that dense attention would have got, None where sdpa needs none."""
         return self._once(True)
 
     def read(self) -> Tensor:
@@ -58,46 +60,80 @@ class PrefillMask(StandIn):
 
     def _once(self, may_skip: bool) -> Tensor | None:
         if may_skip not in self._made:
-            self._made[may_skip] = self._make(may_skip)
+            skip = {} if may_skip else {"allow_is_causal_skip": False}
+            self._made[may_skip] = self._dense(**self._given | skip)
         mask = self._made[may_skip]
         if mask is None:
             return None
         return mask.to(self.device)
 
-    def _moved(self, device: torch.device) -> PrefillMask:
-        moved = PrefillMask(self.context, self._make, dtype=self.dtype, device=device)
+    def _on(self, device: torch.device) -> PrefillMask:
+        moved = PrefillMask(self.context, self._dense, self._given, dtype=self.dtype, device=device)
         moved._made = self._made
         return moved
+
+    def _cut(self, begin: int, end: int) -> PrefillMask:
+        """The mask of the queries begin .. end of these."""
+        context = self.context.cut(begin, end)
+        given = self._given | {
+            "q_offset": self._given["q_offset"] + begin,
+            "q_length": context.q_len,
+        }
+        # Without a mask sdpa lets a single query see all slots, those not filled yet, too.
+        if context.q_start + context.q_len < context.k_len:
+            given["allow_is_causal_skip"] = False
+        return PrefillMask(context, self._dense, given, dtype=self.dtype, device=self.device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # A model spread over devices moves the mask to each: that must not make it.
-        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
-            return args[0]._moved(torch.device(kwargs.get("device") or args[0].device))
+        # torch.cat has a list of tensors here.
+        if isinstance(mask := args[0], PrefillMask):
+            made = mask._without_reading(func, args[1:], kwargs)
+            if made is not None:
+                return made
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-
-# Attribute of a decode step's mask, a plain tensor, that holds its context.
-_CONTEXT = "headwise_context"
+    def _without_reading(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PrefillMask | None:
+        """Result of an operation that leaves a mask a PrefillMask, None for any other."""
+        aten = torch.ops.aten
+        # A model spread over devices moves the mask to each.
+        if func is aten._to_copy.default and kwargs.get("dtype") in (None, self.dtype):
+            return self._on(torch.device(kwargs.get("device") or self.device))
+        if func in (aten.alias.default, aten.detach.default):
+            return self._on(self.device)
+        if func is aten.slice.Tensor:
+            given = [*args, *(0, None, None, 1)[len(args) :]]
+            dim, step = given[0], given[3]
+            size = self.shape[dim]
+            places = range(size)[given[1] : given[2] : step]
+            if len(places) == size:
+                return self._on(self.device)
+            # What a cache that drops tokens is given has every new token.
+            if dim % self.dim() == 2 and step == 1 and places and self.context.fresh is None:
+                return self._cut(places.start, places.stop)
+        return None
 
 
 def context_of(mask: Tensor | None) -> Context | None:
-    """Context of a prefill's mask; None for any other mask."""
+    """Context of a mask of ours; None for any other mask."""
     return mask.context if isinstance(mask, PrefillMask) else None
 
 
 def starts_of(mask: Tensor | None) -> tuple[bool, Tensor | None]:
     """True and the first real key of each sequence, (B,) int32 or None where all are 0.
 
-    The tensor is not to be written to. False where the mask does not tell: it was made elsewhere,
-    or sequences have holes or end before the last key."""
+    The tensor is not to be written to. False where the queries do not see every key from there to
+    their own: the mask was made elsewhere, hides keys behind a window, or has sequences with holes
+    or ones that end before the last key."""
     if mask is None:
         return True, None
-    context = context_of(mask) or getattr(mask, _CONTEXT, None)
-    if context is None:
+    context = context_of(mask)
+    if context is None or (context.window is not None and context.k_len > context.window):
         return False, None
     known, firsts = context.firsts
     if firsts is None:
@@ -108,7 +144,7 @@ def starts_of(mask: Tensor | None) -> tuple[bool, Tensor | None]:
 def headwise_mask(batch_size: int, q_length: int, kv_length: int, **more: Any) -> Any:
     """Mask function registered with transformers.
 
-    A long causal prefill gets a PrefillMask, any other call the mask of dense attention."""
+    A causal prefill gets a PrefillMask, any other call the mask of dense attention."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
     if torch.compiler.is_compiling() and q_length >= MIN_QUERIES:
@@ -125,11 +161,20 @@ def headwise_mask(batch_size: int, q_length: int, kv_length: int, **more: Any) -
     else:
         settings = settings_of(more.get("config"))
     if settings is None:
-        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**given)
+        return _plain(ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], given)
     window = more.get("local_size")
     if not is_causal(given["mask_function"], window):
-        return ALL_MASK_ATTENTION_FUNCTIONS[settings.model_attention](**given)
+        return _plain(ALL_MASK_ATTENTION_FUNCTIONS[settings.model_attention], given)
     return _MaskRequest(window, settings, given).mask()
+
+
+def _plain(dense: Callable[..., Tensor | None], given: dict[str, Any]) -> Tensor | None:
+    """The mask of dense attention.
+
+    None says that the queries are the last of the keys, never, as sdpa has it, the first."""
+    if 1 != given["q_length"] != given["kv_length"]:
+        given = given | {"allow_is_causal_skip": False}
+    return dense(**given)
 
 
 def is_causal(mask_function: Callable[..., Any], window: int | None) -> bool:
@@ -200,65 +245,46 @@ class _MaskRequest:
         """A PrefillMask, or the mask of dense attention."""
         if self.settings.evicts:
             context = self._evicting()
-        else:
+        elif self.q_len > 1:
             context = self._prefill()
+        else:
+            context = None
         if context is not None:
             return self._lazy(context)
-        mask = self.dense(**self.given)
-        if mask is None or self.settings.evicts:
+        mask = _plain(self.dense, self.given)
+        if mask is None or self.settings.evicts or self.q_len > 1:
             return mask
         return self._step(mask)
 
     def _prefill(self) -> Context | None:
-        """Context of a prefill that a kernel of Headwise may serve, None for any other call.
-
-        At least wherever function.choose() can take a kernel: without a context it never does."""
-        settings = self.settings
-        window = self.window
-        q_len = self.q_len
-        k_len = self.k_len
-        if self.gone and window is None:
+        """Context of a prefill; None where slots are missing or sequences have holes."""
+        end = self.start + self.q_len
+        if self.gone and self.window is None:
             return None
-        least = settings.kernel_from
-        every_key = least is not None and q_len > MAX_QUERIES and k_len >= least
-        if window is not None and k_len > window:
-            by_patterns_or_window = settings.dense_kernels
-        else:
-            by_patterns_or_window = k_len >= settings.dense_below
-        if not every_key and not (by_patterns_or_window and q_len >= MIN_QUERIES):
-            return None
-        end = self.start + q_len
-        if end > self.gone + k_len:
+        if end > self.gone + self.k_len:
             return None
         ranges = self._ranges(self.gone, end)
         if ranges is None:
             return None
-        return Context(self.start - self.gone, q_len, k_len, ranges, window=window)
+        return Context(self.start - self.gone, self.q_len, self.k_len, ranges, window=self.window)
 
     def _step(self, mask: Tensor) -> Tensor:
-        """The mask of dense attention, with the context that decode reads on it."""
+        """The mask of dense attention, or a PrefillMask where the decode step reads its context."""
         settings = self.settings
         window = self.window
-        q_len = self.q_len
-        k_len = self.k_len
-        near = window is None or k_len <= window
-        on_cpu = mask.device.type == "cpu"
-        kernel = settings.dense_kernels and q_len <= MAX_QUERIES and on_cpu and near
-        chooses = settings.decode is not None and window is None
-        if not kernel and not chooses:
+        # Of a static cache the step is compiled, with a plain mask.
+        if not self.given.get("allow_is_causal_skip", True):
             return mask
-        end = self.gone + k_len
-        if self.start + q_len != end:
+        near = window is None or self.k_len <= window
+        kernel = settings.dense_kernels and mask.device.type == "cpu" and near
+        chooses = settings.decode is not None and window is None
+        end = self.gone + self.k_len
+        if not (kernel or chooses) or self.start + 1 != end:
             return mask
         ranges = self._ranges(self.gone, end)
         if ranges is None:
             return mask
-        context = Context(k_len - q_len, q_len, k_len, ranges, window=window)
-        if settings.spread:
-            # An attribute of a tensor does not go along to another device.
-            return self._lazy(context)
-        setattr(mask, _CONTEXT, context)
-        return mask
+        return self._lazy(Context(self.k_len - 1, 1, self.k_len, ranges, window=window))
 
     def _evicting(self) -> Context | None:
         """Context for a cache that drops tokens; None where new tokens have holes."""
@@ -292,15 +318,8 @@ class _MaskRequest:
     def _lazy(self, context: Context) -> PrefillMask:
         # The counter of a static cache has moved on by the time the mask is read.
         given = self.given | {"q_offset": self.start}
-        dense = self.dense
-
-        def make(may_skip: bool) -> Tensor | None:
-            if may_skip:
-                return dense(**given)
-            return dense(**given | {"allow_is_causal_skip": False})
-
         dtype = torch.bool
         if self.settings.model_attention == "eager":
             dtype = given.get("dtype", torch.float32)
         device = torch.device(given.get("device", "cpu"))
-        return PrefillMask(context, make, dtype=dtype, device=device)
+        return PrefillMask(context, self.dense, given, dtype=dtype, device=device)

@@ -78,7 +78,6 @@ class Settings:
         dense_by: kernel of dense calls: "auto" the faster of Headwise's and the model's, "kernel"
             Headwise's, "model" the model's.
         model_attention: the model's, "sdpa" or "eager".
-        spread: the model lies on several devices, and masks are moved.
         evicts: the artifact has a kv_cache section, so caches may need no mask.
         evidence: the artifact's, for the length up to which it was measured.
     """
@@ -90,7 +89,6 @@ class Settings:
     model_attention: str = "sdpa"
     decode: OmniKV | None = None
     evicts: bool = False
-    spread: bool = False
     evidence: Evidence = field(default_factory=Evidence)
     calls: Calls = field(default_factory=Calls)
     warned: set[str] = field(default_factory=set)

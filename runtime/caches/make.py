@@ -21,7 +21,8 @@ from runtime.layers import (
     attention_layers,
     caches_latents,
     check_sections,
-    sliding_layers,
+    full_layers,
+    layer_kinds,
     text_config,
     window_of,
 )
@@ -82,12 +83,10 @@ def _plain_layers(cache: Cache, modules: dict[int, nn.Module]) -> dict[int, torc
     """Devices of the layers whose cache grows and nothing else: those that ours can replace."""
     from transformers.cache_utils import DynamicLayer
 
-    sliding = sliding_layers(modules)
     plain = {}
-    for number, module in modules.items():
-        if number in sliding or number >= len(cache.layers):
-            continue
-        if type(cache.layers[number]) is DynamicLayer:
+    for number in full_layers(modules):
+        if number < len(cache.layers) and type(cache.layers[number]) is DynamicLayer:
+            module = modules[number]
             parameter = next(module.parameters(), None)
             plain[number] = torch.device("cpu") if parameter is None else parameter.device
     return plain
@@ -139,55 +138,35 @@ def _banked_layers(count: int, keep: int) -> list[BankedLayer]:
     return [BankedLayer(bank, place) for place in range(count)]
 
 
-def check_rows(section: KVCache, modules: dict[int, nn.Module]) -> None:
-    """Check that rows name policies for all full-attention layers and for no others.
-
-    Raises:
-        HeadwiseError: a layer that slides has a row, or one that does not has none.
-    """
-    sliding = sliding_layers(modules)
-    for number in modules:
-        if number < len(section.layers):
-            row = section.layers[number]
-        else:
-            row = None
-        if number in sliding and row is not None:
-            raise HeadwiseError(
-                f"kv_cache.layers[{number}] must be null: the layer slides over a window already"
-            )
-        if number not in sliding and row is None:
-            raise HeadwiseError(
-                f"kv_cache.layers[{number}] must name a policy, such as full: the layer sees every "
-                f"token"
-            )
-
-
 def policy_layers(
     section: KVCache, model: nn.Module, modules: dict[int, nn.Module], *, choosing: bool
 ) -> dict[int, CacheLayerMixin]:
-    """Make the cache layers of all layers, by number: rolling buffers for those that slide.
+    """Make the cache layers by number: policies where layers see every token, rolling buffers where
+    they slide. Other layers keep transformers' own.
 
     Args:
         choosing: the artifact has a decode section, which has caches of its own for layers that are
             full.
 
     Raises:
-        HeadwiseError: see check_rows; positions cannot be counted inside the cache of this model.
+        HeadwiseError: positions cannot be counted inside the cache of this model.
     """
     from runtime.caches.layer import KVHeads, PolicyLayer
 
-    check_rows(section, modules)
-    sliding = sliding_layers(modules)
+    kinds = layer_kinds(modules)
     layers: dict[int, CacheLayerMixin] = {}
     # Layers of the same type share what makes their policies, such as a rotation.
     makers: dict[tuple[str, str], Callable[[], Policy]] = {}
     for number, module in modules.items():
-        if number in sliding:
+        if kinds[number] == "other":
+            continue
+        if kinds[number] == "sliding":
             rolling = KVHeads(None, partial(Window, 0, window_of(module)))
             layers[number] = PolicyLayer([rolling], sliding=True)
             continue
         row = section.layers[number]
-        names = (row,) if isinstance(row, str) else row or ()
+        assert row is not None
+        names = (row,) if isinstance(row, str) else row
         if choosing and all(section.policies[name].kind == "full" for name in names):
             continue
         groups = []

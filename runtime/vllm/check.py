@@ -20,6 +20,7 @@ from artifacts.errors import one_line, ranges, shorten
 from kernels import dispatch
 from runtime.caches.make import POLICIES
 from runtime.fingerprint import compare, config_info
+from runtime.layers import section_faults, why_not_full
 from runtime.omnikv.select import Role, roles_of
 from runtime.vllm.counters import SPARSE
 from runtime.vllm.keep import Keeps, keeps_of, policies_of
@@ -51,6 +52,7 @@ def misfits(artifact: Artifact, config: Any, text: Any, size: int) -> Iterator[s
         compare(artifact.model, model)
     except HeadwiseError as error:
         yield str(error)
+    yield from section_faults(artifact, reasons_by_layer(text, artifact.model.num_layers))
     for name, policy in ({} if artifact.kv_cache is None else artifact.kv_cache.policies).items():
         if (reason := POLICIES[policy.kind].why_not_in_vllm(policy)) is not None:
             yield f"kv_cache.policies.{name} is {policy.kind}: {reason}: {_WITHOUT}"
@@ -137,14 +139,11 @@ def summary(
     return lines
 
 
-def full_layers(config: Any, count: int) -> list[int]:
-    """Layers that do not slide, by the configuration of a model's language part."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return [layer for layer in range(count) if "sliding" not in kinds[layer]]
-    if getattr(config, "sliding_window", None) is None:
-        return list(range(count))
-    return []
+def reasons_by_layer(config: Any, count: int) -> dict[int, str | None]:
+    """Reasons why layers do not see every token, by the configuration of a model's language part.
+
+    None where a layer does."""
+    return {layer: why_not_full(config, layer) for layer in range(count)}
 
 
 def grouped(layers: Iterable[tuple[int, str]]) -> dict[str, str]:
@@ -190,25 +189,27 @@ def run(config: Config) -> Outcome:
     below = artifact.prefill.dense_below
     lines = [
         f"ok: vLLM would serve {config.model} by {config.file} from {below} tokens on",
-        *_layers(artifact, full_layers(text, artifact.model.num_layers)),
+        *_layers(artifact, text),
         *_notes(),
         command(config.model, given | options.point, size),
     ]
     return Outcome(text="".join(f"{one_line(line)}\n" for line in lines))
 
 
-def _layers(artifact: Artifact, full: list[int]) -> list[str]:
-    """Lines on the layers of a model in which these layers see every token."""
+def _layers(artifact: Artifact, config: Any) -> list[str]:
+    """Lines on the layers of a model, by the configuration of its language part."""
     keeps = keeps_of(artifact)
+    reasons = reasons_by_layer(config, artifact.model.num_layers)
     served = []
-    for layer in range(artifact.model.num_layers):
-        if layer in full:
+    for layer, not_full in reasons.items():
+        if not_full is None:
             why = why_dense(artifact, layer, keeps.get(layer))
         else:
-            why = "it slides"
+            why = f"it {not_full}"
         served.append((layer, why or SPARSE))
     roles = {}
     if artifact.decode is not None:
+        full = [layer for layer, not_full in reasons.items() if not_full is None]
         roles = roles_of(artifact.decode.omnikv, full)
     return summary(grouped(served), keeps, roles)
 

@@ -18,7 +18,7 @@ from runtime.attention.state import enough_queries
 from runtime.layers import layer_plans, part_of
 from runtime.omnikv.select import Selector
 from runtime.vllm.batch import Chunk
-from runtime.vllm.check import engine_misfits, full_layers, grouped, summary, why_dense
+from runtime.vllm.check import engine_misfits, grouped, reasons_by_layer, summary, why_dense
 from runtime.vllm.counters import SPARSE, Counters, log, metrics
 from runtime.vllm.filters import Chooser
 from runtime.vllm.keep import Keeps, keeps_of
@@ -81,6 +81,10 @@ class Engine:
         self.longest = int(config.model_config.max_model_len)
         self.size = int(config.parallel_config.tensor_parallel_size)
         self.counters = Counters(metrics())
+        # Reasons why layers do not see every token, None where they do.
+        self._not_full = reasons_by_layer(
+            config.model_config.hf_text_config, self.artifact.model.num_layers
+        )
         self.chooser = self._chooser(config)
         # By vLLM's names.
         self.layers: dict[str, ServedLayer] = {}
@@ -124,6 +128,8 @@ class Engine:
             why = why_unserved(module)
             if number is None or number >= model.num_layers:
                 why = "no layer of the artifact's model"
+            elif (not_full := self._not_full[number]) is not None:
+                why = f"it {not_full}"
             elif module.impl.ours and both_ways:
                 why = "some of its tokens see each other both ways"
             elif module.impl.ours and name in shared:
@@ -199,7 +205,7 @@ class Engine:
             from vllm.distributed import get_tp_group
 
             group = get_tp_group().device_group
-        full = full_layers(config.model_config.hf_text_config, self.artifact.model.num_layers)
+        full = [layer for layer, why in self._not_full.items() if why is None]
         selector = Selector(self.artifact.decode.omnikv, full, group=group)
         requests = int(config.scheduler_config.max_num_seqs)
         return Chooser(selector, requests=requests, longest=self.longest)
@@ -248,6 +254,7 @@ def why_unserved(module: Any) -> str | None:
     """Reason why an attention layer is not served here, whatever the artifact says of it."""
     if str(getattr(module.attn_type, "value", module.attn_type)) != "decoder":
         return "no causal self-attention"
+    # vLLM gives its layers windows of its own accord, too.
     if module.sliding_window is not None:
         return "it slides"
     if module.impl.alibi_slopes is not None:

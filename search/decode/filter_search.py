@@ -17,7 +17,7 @@ from profiling.prompts.prompt import Prompt, parse_task
 from profiling.similarities.config import SimilarityConfig
 from profiling.similarities.layer_similarity import measure, prompt_length, prompts_of, resolve
 from profiling.similarities.similarity_profile import Profile, load_profile
-from runtime.layers import attention_layers, sliding_layers
+from runtime.layers import attention_layers, check_section, full_layers
 from search.decode.filter_layers import Choice, Rules, best_choice, evenly_spaced, kept, total
 from search.decode.section_search import SectionSearch
 
@@ -169,7 +169,8 @@ def _held_out(search: SectionSearch, measured: SimilarityConfig) -> dict[str, li
 def _check_rules(config: FilterSearch, loaded: LoadedModel) -> None:
     """Raise HeadwiseError, before any measurement, where the model's layers leave no choice."""
     modules = attention_layers(loaded.model)
-    layers = sorted(set(modules) - sliding_layers(modules))
+    check_section("decode", modules)
+    layers = full_layers(modules)
     if layers:
         best_choice(np.zeros((max(layers) + 1,) * 2), layers, config.rules)
 

@@ -26,7 +26,7 @@ from profiling.models.loading import LoadedModel
 from profiling.progress import phase
 from profiling.prompts.prompt import Prompt, digest, make_prompts
 from profiling.quality.forced_decode import Divergence, divergence
-from runtime.layers import attention_layers, sliding_layers, window_of
+from runtime.layers import attention_layers, check_section, layer_kinds, window_of
 from search.decode.section_search import SectionSearch, beyond_chance
 from search.model.hulls import spend
 
@@ -127,6 +127,7 @@ def run(config: KVSearch) -> tuple[Artifact, KVResult]:
     )
     loaded = search.loaded
     # What cannot be written is refused before anything is measured.
+    check_section("kv_cache", attention_layers(loaded.model))
     everywhere = with_policy(loaded, H2O()).artifact.kv_cache
     assert everywhere is not None
     with_cache(search.artifact, everywhere)
@@ -280,17 +281,18 @@ def with_cache(artifact: Artifact, section: KVCache) -> Artifact:
 
 
 def _share_of_bytes(config: KVSearch, model: ModelInfo, loaded: LoadedModel) -> float:
-    """The fraction of tokens for full-attention layers, after the windows of sliding layers."""
+    """The fraction of tokens for full-attention layers, after the windows of others."""
     assert config.target_bytes is not None and config.context is not None
     modules = attention_layers(loaded.model)
-    sliding = sliding_layers(modules)
+    kinds = layer_kinds(modules)
+    local = [modules[layer] for layer, kind in kinds.items() if kind != "full"]
     token = 2 * model.num_kv_heads * model.head_dim * loaded.model.dtype.itemsize
-    windows = sum(min(config.context, window_of(modules[layer])) * token for layer in sliding)
-    full = (len(modules) - len(sliding)) * config.context * token
+    windows = sum(min(config.context, window_of(module)) * token for module in local)
+    full = (len(modules) - len(local)) * config.context * token
     share = (config.target_bytes - windows) / full
     if share <= 0:
         raise HeadwiseError(
-            f"--target-bytes {config.target_bytes} is too small: sliding layers alone hold "
-            f"{windows} bytes"
+            f"--target-bytes {config.target_bytes} is too small: layers that slide or attend "
+            f"within chunks hold {windows} bytes"
         )
     return min(share, 1.0)

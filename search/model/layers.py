@@ -13,7 +13,7 @@ from kernels.breaker import CannotBuildError
 from kernels.index import TILE
 from kernels.patterns.dense import dense_index
 from profiling.models.loading import LoadedModel
-from runtime.layers import attention_layers, sliding_layers
+from runtime.layers import attention_layers, full_layers
 
 
 def searched_layers(loaded: LoadedModel) -> tuple[int, ...]:
@@ -22,12 +22,9 @@ def searched_layers(loaded: LoadedModel) -> tuple[int, ...]:
     Raises:
         HeadwiseError: there is none.
     """
-    modules = attention_layers(loaded.model)
-    searched = tuple(sorted(modules.keys() - sliding_layers(modules)))
+    searched = tuple(full_layers(attention_layers(loaded.model)))
     if not searched:
-        raise HeadwiseError(
-            f"every layer of {loaded.name} slides over a window already: nothing to search"
-        )
+        raise HeadwiseError(f"no layer of {loaded.name} sees every token: nothing to search")
     return searched
 
 

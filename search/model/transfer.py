@@ -13,7 +13,7 @@ from artifacts.analysis.merging import section_of
 from artifacts.store.front_rows import FRONT_ROWS
 from profiling.models.loading import LoadedModel
 from runtime.fingerprint import config_info, fingerprint
-from runtime.layers import attention_layers, sliding_layers, text_config
+from runtime.layers import attention_layers, full_layers, text_config
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
@@ -35,12 +35,11 @@ def check_shape(artifact: Artifact, loaded: LoadedModel) -> None:
                 f"{loaded.name} is no fine-tune of {expected.name}: {field} is {wanted} in the "
                 f"artifact, {value} in it"
             )
-    modules = attention_layers(loaded.model)
-    free = modules.keys() - sliding_layers(modules)
+    free = full_layers(attention_layers(loaded.model))
     for layer, row in enumerate(artifact.prefill.layers):
         if row is not None and layer not in free:
             raise HeadwiseError(
-                f"layer {layer} has patterns in the artifact, but slides or has no attention in "
+                f"layer {layer} has patterns in the artifact, but does not see every token in "
                 "the model"
             )
 

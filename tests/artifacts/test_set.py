@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from artifacts import ArtifactError, HeadwiseError, load, load_pair, save
+from artifacts import Artifact, ArtifactError, HeadwiseError, Prefill, load, load_pair, save
 from artifacts.__main__ import main
 from artifacts.analysis.findings import Case
 from artifacts.analysis.lint import lint
@@ -65,6 +65,16 @@ def test_names_with_dots(tmp_path, every_kind):
     save(every_kind[0], tmp_path / "cfg.yaml", every_kind[1])
     found = changed(tmp_path / "cfg.yaml", "patterns.bs_40_c99.5.blocks=41")
     assert found.patterns["bs_40_c99.5"].blocks == 41
+
+
+def test_changed_names_no_fields_where_a_table_is_empty(tmp_path, every_kind):
+    artifact = every_kind[0]
+    origin = {"format": "minference", "file": "f.json", "sha256": "0" * 64}
+    layers = (None,) * artifact.model.num_layers
+    prefill = Prefill(dense_below=0, layers=layers, imported=origin)
+    save(Artifact(model=artifact.model, search=None, patterns={}, prefill=prefill), tmp_path / "a")
+    with pytest.raises(ArtifactError, match=r"patterns has no 'x\.blocks', it has: no fields$"):
+        changed(tmp_path / "a", "patterns.x.blocks=1")
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ def test_seconds_follow_the_measurements():
     says = r"no a_shape with head dim 64 in bfloat16; it has: .*'block_sparse'"
     with pytest.raises(HeadwiseError, match=says):
         table.seconds("a_shape", tiles=1, heads=1, **at)
+    with pytest.raises(HeadwiseError, match=r"has no a_shape .*; it has: nothing$"):
+        replace(table, costs=()).seconds("a_shape", tiles=1, heads=1, **at)
 
 
 HERE = CostTable(

@@ -16,7 +16,7 @@ import artifacts
 from kernels.patterns import Growth, LayerPlan, make
 from runtime import Headwise
 from runtime.fingerprint import fingerprint
-from runtime.layers import attention_layers, sliding_layers
+from runtime.layers import attention_layers, full_layers
 from tests.runtime.batches import attending
 from tests.runtime.omnikv import DECODE, LateLane
 from tests.runtime.tiny import DENSE_BELOW, SIZES, tiny_model
@@ -131,9 +131,9 @@ def keeping(artifact_for):
         table = policies if isinstance(policies, dict) else {"it": policies}
         artifact = artifact_for(model, dense=patterns is None, rows=patterns)
         if rows is None:
-            sliding = sliding_layers(attention_layers(model))
+            full = full_layers(attention_layers(model))
             rows = [
-                None if layer in sliding else next(iter(table))
+                next(iter(table)) if layer in full else None
                 for layer in range(artifact.model.num_layers)
             ]
             table = table if any(rows) else {}

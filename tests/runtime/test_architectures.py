@@ -14,7 +14,7 @@ import torch
 import artifacts
 from artifacts import HeadwiseError
 from runtime import Headwise, apply_dense
-from runtime.layers import attention_layers, sliding_layers
+from runtime.layers import attention_layers, full_layers
 from tests.runtime.batches import LAYOUTS, fed, given, real_of
 from tests.runtime.omnikv import CLOSE, steps
 from tests.runtime.tiny import (
@@ -107,9 +107,9 @@ def test_a_compiled_batch_is_served_as_it_is_uncompiled(
 def whole(model: Any, layer: int) -> dict[str, Any]:
     """Sections, by name, under which a model computes what it does without them."""
     modules = attention_layers(model)
-    sliding = sliding_layers(modules)
+    full = full_layers(modules)
     layers = range(model.config.num_hidden_layers)
-    rows = tuple("full" if layer in modules and layer not in sliding else None for layer in layers)
+    rows = tuple("full" if layer in full else None for layer in layers)
     every = artifacts.OmniKV(filter_layers=(layer,), dense_layers=(), budget=200)
     return {
         "kv_cache": artifacts.KVCache(policies={"full": artifacts.Full()}, layers=rows),
@@ -121,7 +121,7 @@ def whole(model: Any, layer: int) -> dict[str, Any]:
 def test_sections_that_leave_nothing_out_change_nothing(family, build, artifact_for, ids):
     model, prompt, forced = build(family), ids(150), ids(2, seed=1)
     expected = steps(model, prompt, forced)
-    first = min(set(attention_layers(model)) - sliding_layers(attention_layers(model)))
+    first = full_layers(attention_layers(model))[0]
     sections = whole(model, first)
     served = [{} if family in SINKS else {"decode": sections["decode"]}]
     if family in PRUNABLE:

@@ -161,7 +161,7 @@ def test_inference_mode_may_end_between_two_steps(offload, build, decoding, ids)
 
 def test_a_section_that_does_not_fit_the_model_is_refused(build, decoding):
     model = build("Gemma3")
-    with pytest.raises(HeadwiseError, match=r"layer 0 slides.* layers 1, 2"):
+    with pytest.raises(HeadwiseError, match=r"filter layer 0 slides.* layers 1-2"):
         decoding(model, filter_layers=(0,), dense_layers=()).apply(model)
 
 

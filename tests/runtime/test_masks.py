@@ -118,12 +118,9 @@ IMAGE = blockwise_overlay(BEHIND)
 IMAGES = or_masks(causal_mask_function, IMAGE)
 CHUNKED = chunked_causal_mask_function(16, torch.zeros(1, dtype=torch.int64))
 OTHERS = {
-    "few queries that slide": {"mask_function": WINDOW, "local_size": 16, "q_length": 63},
     "two windows": {"mask_function": WINDOW, "local_size": 20},
     "chunked": {"mask_function": CHUNKED, "local_size": 16},
     "evicted": {"attention_mask": padding([(0, 128)], 128), "kv_offset": 1},
-    "short": {"kv_length": 127, "q_length": 127},
-    "few queries": {"q_length": 63, "q_offset": 65},
     "packed": {"mask_function": and_masks(causal_mask_function, PACKED)},
     "packed both ways": {"mask_function": PACKED},
     "union": {"mask_function": or_masks(causal_mask_function, PACKED)},
@@ -137,6 +134,84 @@ OTHERS = {
 def test_everything_else_is_what_it_was(name, call):
     mask, expected = call(**OTHERS[name], allow_is_causal_skip=False)
     assert not isinstance(mask, PrefillMask) and torch.equal(mask, expected)
+
+
+CUTS = {
+    "whole": {},
+    "padded": {"batch_size": 3, "attention_mask": padding([(0, 128), (30, 128), (0, 100)], 128)},
+    "behind a past": {"q_length": 40, "q_offset": 88},
+    "few queries": {"q_length": 5, "q_offset": 123},
+    "static": {"kv_length": 200, "q_offset": torch.tensor(0)},
+    "static, padded": {
+        "batch_size": 2,
+        "kv_length": 200,
+        "attention_mask": padding([(0, 128), (60, 128)], 128),
+    },
+    "window": {"mask_function": WINDOW, "local_size": 16},
+    "window with tokens gone": {
+        "mask_function": WINDOW,
+        "local_size": 16,
+        "q_length": 60,
+        "kv_length": 75,
+        "q_offset": 65,
+        "kv_offset": 50,
+    },
+}
+SLICES = [slice(-1, None), slice(-3, None), slice(2, 4), slice(0, 2), slice(1, None)]
+
+
+@pytest.mark.parametrize("queries", SLICES, ids=str)
+@pytest.mark.parametrize("name", CUTS)
+def test_prefill_mask_cut_along_queries_stays_one(name, queries, call):
+    mask, _ = call(**CUTS[name])
+    true = mask.read()
+    mask._made.clear()
+    cut = mask[:, :, queries]
+    assert isinstance(cut, PrefillMask) and not mask._made
+    assert torch.equal(cut.read(), true[:, :, queries])
+    # What its context says of the real queries is the mask, too.
+    rows = torch.zeros(cut.shape, dtype=torch.bool)
+    for row, q_start, q_len, k_start, k_len in cut.context.parts:
+        seen = torch.ones(q_len, k_len, dtype=torch.bool).tril(k_len - q_len)
+        if cut.context.window is not None:
+            seen = seen.triu(k_len - q_len - cut.context.window + 1)
+        rows[row, 0, q_start : q_start + q_len, k_start : k_start + k_len] = seen
+    real = rows.any(-1)
+    expected = true[:, :, queries]
+    if true.is_floating_point():
+        expected = expected == 0
+    assert real.any() and torch.equal(rows[real], expected[real])
+    known, starts = starts_of(cut)
+    if known:
+        firsts = torch.zeros(len(cut)) if starts is None else starts
+        last = torch.arange(cut.shape[3]) >= firsts[:, None]
+        assert torch.equal(expected[:, 0, -1], last)
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_prefill_mask_sliced_whole_stays_the_same(name, call):
+    mask, _ = call(**CUTS[name])
+    for whole in (mask[:, :, -0:], mask[..., : mask.shape[3]], mask[:, :, -999:], mask.detach()):
+        assert isinstance(whole, PrefillMask) and whole.context is mask.context
+    assert not mask._made
+    true = mask.read()
+    for other in (mask[:, :, ::2], mask[:, :, :0], mask[..., 1:]):
+        assert type(other) is torch.Tensor
+    assert torch.equal(mask[:, :, ::2], true[:, :, ::2])
+
+
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("queries", [slice(None), *SLICES], ids=str)
+def test_prefill_mask_for_dense_attends_as_its_mask(name, queries, call):
+    """None from it is sdpa's: no mask, or causal from the first key."""
+    mask = call(**CUTS[name])[0][:, :, queries]
+    for_dense, true = mask.for_dense(), mask.read()
+    if for_dense is not None:
+        assert torch.equal(for_dense, true)
+        return
+    q_len, k_len = mask.shape[2:]
+    seen = torch.ones(q_len, k_len, dtype=torch.bool)
+    assert torch.equal(true, (seen.tril() if q_len > 1 else seen)[None, None].expand(mask.shape))
 
 
 @settings(max_examples=25, deadline=None)

@@ -21,7 +21,7 @@ from profiling.prompts.prompt import make_prompts
 from profiling.speed.baselines import HEADWISE, KERNEL
 from runtime import load
 from runtime.fingerprint import fingerprint
-from runtime.layers import attention_layers, sliding_layers
+from runtime.layers import attention_layers, full_layers
 from search import demo
 from search.heads import main
 from search.model.config import ModelSearch
@@ -108,7 +108,7 @@ def test_what_is_found_for_an_architecture_serves_it(family, tmp_path):
     modules = attention_layers(model)
     rows = artifacts.load(out).prefill.layers
     found = {layer for layer, row in enumerate(rows) if row is not None}
-    assert found == set(modules) - sliding_layers(modules)
+    assert found == set(full_layers(modules))
     with torch.no_grad(), load(out).apply(model, strict=True) as handle:
         model(torch.randint(3, 250, (1, 512)))
         assert handle.stats()["sparse"] == len(found)

@@ -48,7 +48,7 @@ def test_what_is_no_policy(text, said):
 
 
 def test_a_model_that_slides_throughout_is_refused():
-    with pytest.raises(HeadwiseError, match="every layer of Mistral is a sliding-window layer"):
+    with pytest.raises(HeadwiseError, match="no layer of Mistral sees every token"):
         with_policy(loaded("Mistral"), Streaming())
 
 
@@ -151,5 +151,5 @@ def test_layers_that_slide_are_left_out():
     assert found.layers == [1]
     assert np.isnan(found.error[[0, 2]]).all() and np.isfinite(found.error[1]).all()
     assert (np.diff(found.kept[1], axis=-1) > 0).all()
-    with pytest.raises(HeadwiseError, match="every layer of Mistral is a sliding-window layer"):
+    with pytest.raises(HeadwiseError, match="no layer of Mistral sees every token"):
         measure(loaded("Mistral"), [random_prompt(100)], SHARES)

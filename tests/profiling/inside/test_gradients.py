@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from profiling.inside.capture import Run, attend_densely, attending_with, layer_mask, masks_of
 from profiling.inside.gradients import gradient_pass
-from runtime.layers import attention_layers, sliding_layers
+from runtime.layers import attention_layers, full_layers
 from tests.runtime.tiny import FAMILIES, tiny_model
 from tests.sampling import sampled
 
@@ -45,7 +45,7 @@ def gradients(model, ids, answers=TEXT, **options):
 def searched(model: Any) -> set[int]:
     """Layers with a window of their own are computed, and not visited."""
     modules = attention_layers(model)
-    return set(modules) - sliding_layers(modules)
+    return set(full_layers(modules))
 
 
 def loss_of(logits: Tensor, ids: Tensor, answers: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ import torch
 
 import artifacts
 from runtime import load
-from runtime.vllm.check import engine_misfits, full_layers, main
+from runtime.vllm.check import engine_misfits, main
 from runtime.vllm.options import Options, options_of
 from tests.runtime.omnikv import DECODE
 from tests.runtime.test_load import saved as front
+from tests.runtime.tiny import LINEAR, SHARED
 
 __all__ = ["front"]
 
@@ -165,14 +166,6 @@ def test_a_point_of_the_front_is_served(front, target, capsys):
     assert given.load().artifact == load(cfg, **given.point).artifact
 
 
-def test_layers_that_slide_are_not_full():
-    kinds = ["full_attention"] * 5 + ["sliding_attention"]
-    sliding = SimpleNamespace(layer_types=kinds, sliding_window=64)
-    assert full_layers(sliding, 6) == [0, 1, 2, 3, 4]
-    assert full_layers(SimpleNamespace(layer_types=None, sliding_window=64), 6) == []
-    assert full_layers(SimpleNamespace(layer_types=None, sliding_window=None), 2) == [0, 1]
-
-
 def test_batches_in_parts_are_refused():
     artifact: Any = SimpleNamespace(decode=object(), kv_cache=None)
     parallel = SimpleNamespace(pipeline_parallel_size=1, use_ubatching=True)
@@ -187,3 +180,52 @@ def test_a_configuration_that_cannot_be_read(front, tmp_path):
 
 def test_vllm_itself():
     pytest.importorskip("vllm", reason="not installed here: `.ci/vllm` runs tests/vllm")
+
+
+HYBRID = {"num_hidden_layers": 4, "head_dim": 64, **SHARED, **LINEAR}
+HYBRID |= {"layer_types": ["linear_attention", "full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "section", "reason"),
+    [
+        ("Qwen3Next", HYBRID, {}, None),
+        (
+            "Qwen3Next",
+            HYBRID,
+            {"decode": artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(2,)))},
+            "filter layer 2 is of the type linear_attention: decode can filter in the layers 1, 3",
+        ),
+        (
+            "Qwen3Next",
+            HYBRID,
+            {"kv_cache": artifacts.KVCache(policies={"f": FULL}, layers=("f", "f", None, "f"))},
+            "kv_cache.layers[0] must be null: the layer is of the type linear_attention",
+        ),
+        (
+            "Mistral",
+            {"sliding_window": 64, "head_dim": 64},
+            {"decode": artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(0,)))},
+            "decode must be left out: no layer of this model sees every token",
+        ),
+    ],
+)
+def test_check_names_layers_that_do_not_see_every_token(
+    family, sizes, section, reason, build, artifact_for, tmp_path, capsys
+):
+    model = build(family, **sizes)
+    model.save_pretrained(tmp_path / "model")
+    if family == "Mistral":
+        rows = [None] * 2
+    else:
+        rows = None
+    artifact = artifact_for(model, rows=rows).model_copy(update=section)
+    artifacts.save(artifact, tmp_path / "cfg.yaml")
+    status = main([str(tmp_path / "cfg.yaml"), "--model", str(tmp_path / "model")])
+    lines = capsys.readouterr().out.splitlines()
+    if reason is None:
+        assert status == 0
+        assert "layers 1, 3 sparse" in lines
+        assert "layers 0, 2 dense: it is of the type linear_attention" in lines
+    else:
+        assert status == 3 and f"no: {reason}" in lines

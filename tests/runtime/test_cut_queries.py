@@ -1,0 +1,153 @@
+"""Models that cut the queries of some layers to the last ones, whose logits are asked for.
+
+Gemma 4 does so in the layers that read the keys and values of others, and cuts the mask with them.
+Gemma 3n shares keys and values without cutting."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import StaticCache
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+import artifacts
+from artifacts import HeadwiseError
+from runtime import Headwise, apply_dense
+from runtime.attention.function import headwise_attention
+from runtime.attention.mask import PrefillMask
+from runtime.attention.state import Layer, Settings, forget, remember
+from tests.runtime.omnikv import CLOSE
+from tests.runtime.tiny import DENSE_BELOW
+
+KINDS = ["sliding_attention", "full_attention"] * 3
+SHARED = {
+    "num_hidden_layers": 6,
+    "layer_types": KINDS,
+    "sliding_window": 32,
+    "num_kv_shared_layers": 4,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 97,
+}
+FAMILIES = {
+    "Gemma4": SHARED,
+    "Gemma3n": SHARED
+    | {
+        "config": "Gemma3nTextConfig",
+        "head_dim": 64,
+        "intermediate_size": [96] * 6,
+        "activation_sparsity_pattern": [0.0] * 6,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+    },
+}
+WAYS = ["auto", "kernel", "model"]
+
+
+@pytest.fixture(params=FAMILIES)
+def shared(request, build):
+    return build(request.param, **FAMILIES[request.param])
+
+
+@pytest.mark.parametrize("by", WAYS)
+@pytest.mark.parametrize("length", [9, 40, 300])
+def test_apply_dense_few_logits_equal_those_of_all(by, length, shared, ids):
+    prompt = ids(length, batch=2)
+    real = torch.ones_like(prompt)
+    real[1, : length // 3] = 0
+    for mask in (None, torch.ones_like(prompt), real):
+        expected = shared(prompt, attention_mask=mask).logits
+        with apply_dense(shared, by=by):
+            for kept in (0, 1, 3, 8):
+                found = shared(prompt, attention_mask=mask, logits_to_keep=kept).logits
+                torch.testing.assert_close(found, expected[:, -kept:], **CLOSE)
+
+
+@pytest.mark.parametrize("by", WAYS)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_apply_dense_chunks_and_drafts_of_cut_queries_equal_the_whole(by, cache, build, ids):
+    model, tokens = build("Gemma4", **SHARED), ids(120)
+    expected = model(tokens).logits
+    with apply_dense(model, by=by) as handle:
+        past = handle.new_cache()
+        if cache == "static":
+            past = StaticCache(config=model.config, max_cache_len=200)
+        start = 0
+        for width, kept in ((70, 3), (30, 2), (5, 4), (1, 1), (9, 9), (5, 1)):
+            part = tokens[:, start : start + width]
+            start += width
+            found = model(part, past_key_values=past, logits_to_keep=kept).logits
+            torch.testing.assert_close(found, expected[:, start - kept : start], **CLOSE)
+
+
+@pytest.mark.parametrize("by", WAYS)
+def test_generate_with_prompt_lookup_gives_the_greedy_tokens(by, build, ids):
+    model = build("Gemma4", **SHARED)
+    prompt = ids(20).repeat(1, 3)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(prompt, **options)
+    with apply_dense(model, by=by) as handle:
+        for more in ({}, {"prompt_lookup_num_tokens": 4}):
+            for cache in (None, handle.new_cache()):
+                found = model.generate(prompt, past_key_values=cache, **options, **more)
+                assert torch.equal(found, expected)
+
+
+def test_generate_with_an_assistant_gives_the_greedy_tokens(build, ids):
+    model, prompt = build("Gemma4", **SHARED), ids(60)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(prompt, **options)
+    with apply_dense(model):
+        for seed in (0, 1):
+            assistant = build("Gemma4", seed=seed, **SHARED)
+            found = model.generate(prompt, assistant_model=assistant, **options)
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kept", [0, 70])
+def test_apply_serves_shared_layers_by_patterns_without_making_a_mask(
+    kept, shared, apply, masked, ids, monkeypatch
+):
+    prompt = ids(600)
+    with masked(shared):
+        expected = shared(prompt).logits
+    made = []
+    monkeypatch.setattr(PrefillMask, "_once", lambda mask, may_skip: made.append(mask.shape))
+    with apply(shared, strict=True, backend="auto") as handle:
+        found = shared(prompt, logits_to_keep=kept).logits
+        assert handle.stats()["sparse"] == 3
+    assert not made
+    torch.testing.assert_close(found, expected[:, -kept:], **CLOSE)
+
+
+@pytest.mark.parametrize("section", ["kv_cache", "decode"])
+def test_apply_refuses_a_section_where_layers_share_keys_and_values(section, shared, artifact_for):
+    rows = tuple("f" if kind == "full_attention" else None for kind in KINDS)
+    sections = {
+        "kv_cache": artifacts.KVCache(policies={"f": artifacts.Full()}, layers=rows),
+        "decode": artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,), budget=64)),
+    }
+    headwise = Headwise(artifact_for(shared).model_copy(update={section: sections[section]}))
+    cause = rf"^layer 2 \(\w+\) reads the keys and values of another layer: the {section} section"
+    for ask in (headwise.apply, headwise.new_cache):
+        with pytest.raises(HeadwiseError, match=cause):
+            ask(shared)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("queries", [2, 16, 40])
+def test_attention_without_a_mask_takes_queries_for_the_last_of_the_keys(attention, queries, build):
+    """Also where nothing is applied to the module."""
+    config = build().config
+    module = LlamaAttention(config, 0).eval()
+    q, k, v = torch.randn(1, 4, queries, 32), torch.randn(1, 2, 50, 32), torch.randn(1, 2, 50, 32)
+    seen = torch.ones(queries, 50, dtype=torch.bool).tril(50 - queries)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, enable_gqa=True
+    )
+    settings = Settings(dense_below=DENSE_BELOW, model_attention=attention)
+    for layer in (None, Layer(settings, 0, None)):
+        if layer is not None:
+            remember(config, {module: layer}, settings)
+        found, _ = headwise_attention(module, q, k, v, None, scaling=32**-0.5)
+        forget(config, [module])
+        torch.testing.assert_close(found.transpose(1, 2), expected, **CLOSE)

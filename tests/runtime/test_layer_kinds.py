@@ -1,0 +1,231 @@
+"""The kind of each layer is what the model's own mask shows, for every causal architecture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import artifacts
+from artifacts import HeadwiseError
+from runtime import Headwise
+from runtime.layers import attention_layers, layer_kind, window_of
+from tests.runtime.batches import attending
+from tests.runtime.every_architecture import WINDOW, architectures, tiny_causal
+from tests.runtime.omnikv import CLOSE
+from tests.runtime.tiny import HYBRID
+from tests.sampling import sampled
+
+LENGTH = 50
+# Of these there must be a tiny model; older versions of transformers do not have all.
+KNOWN = (
+    "cohere2",
+    "exaone4",
+    "exaone_moe",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gpt_oss",
+    "inkling_text",
+    "kolibri1",
+    "llama4_text",
+    "minimax",
+    "mistral",
+    "mllama",
+    "nemotron_h",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+)
+# Models whose attention does not follow its configuration: Doge makes masks of its own, and Moshi's
+# window is that of its cache alone.
+OTHERWISE = ("doge", "moshi")
+
+
+def seen_masks(model: Any) -> dict[int, torch.Tensor]:
+    """(Q, K) booleans of each layer of a forward, as the model's own code makes them."""
+    masks = {}
+
+    def attention(module, q, k, v, attention_mask=None, **kwargs):
+        if attention_mask is None:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        elif attention_mask.dtype == torch.bool:
+            mask = attention_mask[0, 0]
+        else:
+            mask = attention_mask[0, 0] == 0
+        masks[getattr(module, "layer_idx", None)] = mask
+        for unknown in ("softcap", "s_aux"):
+            kwargs.pop(unknown, None)
+        return sdpa_attention_forward(module, q, k, v, attention_mask, **kwargs)
+
+    with attending(model, attention), torch.no_grad():
+        model(input_ids=torch.randint(3, 97, (1, LENGTH)), use_cache=False)
+    return masks
+
+
+@pytest.mark.parametrize(
+    "model_type", sampled(architectures(), *(name for name in KNOWN if name in architectures()))
+)
+@pytest.mark.filterwarnings("ignore")
+def test_layer_kind_is_what_the_mask_of_the_model_shows(model_type):
+    if model_type in OTHERWISE:
+        pytest.skip("the masks do not follow the configuration")
+    try:
+        model = tiny_causal(model_type)
+        modules = attention_layers(model)
+        masks = seen_masks(model)
+    except HeadwiseError as error:
+        pytest.skip(f"refused: {error}")
+    except Exception as error:
+        if model_type in KNOWN:
+            raise
+        pytest.skip(f"no tiny model: {error!r}")
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    for layer, module in modules.items():
+        kind = layer_kind(module.config, layer, module)
+        if kind == "full":
+            assert torch.equal(masks[layer], causal), layer
+        if kind == "sliding":
+            assert window_of(module) in (WINDOW, WINDOW + 1)
+            assert torch.equal(masks[layer], causal.triu(1 - window_of(module))), layer
+        types = getattr(module.config, "layer_types", None)
+        # Layers of other inputs are not called, and those that choose keys have a causal mask.
+        chooses = types is not None and types[layer] == "indexed_attention"
+        if kind == "other" and layer in masks and not chooses:
+            assert not torch.equal(masks[layer], causal), layer
+
+
+LLAMA4 = {
+    "config": "Llama4TextConfig",
+    "intermediate_size_mlp": 96,
+    "head_dim": 32,
+    "num_local_experts": 2,
+    "attention_chunk_size": 64,
+    "layer_types": ["chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+}
+FULL = {"f": artifacts.Full()}
+
+
+def kv_cache(*rows: str | None) -> dict[str, Any]:
+    table = FULL if any(rows) else {}
+    return {"kv_cache": artifacts.KVCache(policies=table, layers=rows)}
+
+
+def decode(*filters: int, dense: tuple[int, ...] = ()) -> dict[str, Any]:
+    omnikv = artifacts.OmniKV(filter_layers=filters, dense_layers=dense, budget=64)
+    return {"decode": artifacts.Decode(omnikv=omnikv)}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "rows", "section", "fault"),
+    [
+        (
+            "Llama4",
+            LLAMA4,
+            [["dense"] * 4, None],
+            {},
+            "prefill.layers[0] must be null: the layer is of the type chunked_attention",
+        ),
+        (
+            "Llama4",
+            LLAMA4,
+            [None, None],
+            kv_cache("f", "f"),
+            "kv_cache.layers[0] must be null: the layer is of the type chunked_attention",
+        ),
+        (
+            "Llama4",
+            LLAMA4,
+            [None, None],
+            decode(0),
+            "filter layer 0 is of the type chunked_attention: decode can filter in the layers 1",
+        ),
+        (
+            "Llama4",
+            LLAMA4,
+            [None, None],
+            decode(1, dense=(0,)),
+            "decode.omnikv.dense_layers must not name 0: it is of the type chunked_attention",
+        ),
+        (
+            "Exaone4",
+            HYBRID,
+            [None, None],
+            kv_cache(None, None),
+            "kv_cache.layers[1] must name a policy, such as full: the layer sees every token",
+        ),
+        (
+            "Exaone4",
+            HYBRID,
+            [None, None],
+            kv_cache("f", "f"),
+            "kv_cache.layers[0] must be null: the layer slides over a window already",
+        ),
+        (
+            "Qwen3Next",
+            {},
+            [["dense"] * 4, None],
+            {},
+            "prefill.layers[0] must be null: the layer has no attention here",
+        ),
+        (
+            "Qwen3Next",
+            {},
+            [None, None],
+            kv_cache("f", "f"),
+            "kv_cache.layers[0] must be null: the layer has no attention here",
+        ),
+        (
+            "Mistral",
+            {"sliding_window": 32},
+            [None, None],
+            decode(0),
+            "decode must be left out: no layer of this model sees every token",
+        ),
+        (
+            "Llama4",
+            LLAMA4 | {"layer_types": ["chunked_attention"] * 2},
+            [None, None],
+            decode(0),
+            "decode must be left out: no layer of this model sees every token",
+        ),
+    ],
+)
+def test_apply_refuses_a_section_that_names_a_layer_of_another_kind(
+    family, sizes, rows, section, fault, build, artifact_for
+):
+    model = build(family, **sizes)
+    artifact = artifact_for(model, rows=rows).model_copy(update=section)
+    with pytest.raises(HeadwiseError) as error:
+        Headwise(artifact).apply(model)
+    assert str(error.value) == fault
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("Llama4", LLAMA4), ("Exaone4", HYBRID), ("Qwen3Next", {})]
+)
+def test_apply_serves_the_full_layer_behind_one_of_another_kind(
+    family, sizes, build, artifact_for, masked, ids
+):
+    model, tokens = build(family, **sizes), ids(203)
+    expected = model(tokens).logits
+    dense = artifact_for(model, rows=[None, None])
+    for section in (kv_cache(None, "f"), decode(1)):
+        with Headwise(dense.model_copy(update=section)).apply(model) as handle:
+            past = handle.new_cache()
+            found = model(tokens[:, :200], past_key_values=past).logits
+            torch.testing.assert_close(found, expected[:, :200], **CLOSE)
+            found = model(tokens[:, 200:], past_key_values=past).logits
+            torch.testing.assert_close(found, expected[:, 200:], **CLOSE)
+    with masked(model):
+        expected = model(tokens).logits
+    with Headwise(artifact_for(model)).apply(model, strict=True, backend="reference") as handle:
+        torch.testing.assert_close(model(tokens).logits, expected, **CLOSE)
+        assert handle.stats()["sparse"] == 1
