@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 130
-_OURS = ("artifacts", "profiling", "runtime", "search")
+_OURS = ("artifacts", "headwise", "profiling", "runtime", "search")
 
 
 def starts_a_command(arguments: list[str]) -> bool:
