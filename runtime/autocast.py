@@ -26,13 +26,18 @@ def in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     float64 alone. Otherwise it is the smallest of the tensors': what a rotation has widened
     returns to the dtype of the model's weights, as in transformers' flash attention.
     """
-    device = tensors[0].device
-    dtype = tensors[0].dtype
+    first = tensors[0]
+    dtype = first.dtype
+    alike = True
     for x in tensors:
-        if x.dtype.itemsize < dtype.itemsize:
-            dtype = x.dtype
-    if autocast_on(device) and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device.type)
+        if x.dtype != dtype:
+            alike = False
+            if x.dtype.itemsize < dtype.itemsize:
+                dtype = x.dtype
+    if autocast_on(first.device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(first.device.type)
+    elif alike:
+        return tensors
     return tuple(x.to(dtype) for x in tensors)
 
 

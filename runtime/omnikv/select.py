@@ -115,9 +115,8 @@ class Selector:
             rows = cache.remember(scores)
             weights = torch.ones(rows.shape[1], device=rows.device, dtype=torch.float32)
             if self.section.selector == "exponential":
-                weights = _DECAY ** torch.arange(
-                    rows.shape[1] - 1, -1, -1, device=rows.device, dtype=torch.float32
-                )
+                ages = torch.arange(rows.shape[1] - 1, -1, -1, device=rows.device)
+                weights = _DECAY ** ages.float()
             scores = (rows * weights[:, None]).sum(1)
         k_len = scores.shape[-1]
         if starts is not None:
