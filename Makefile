@@ -23,7 +23,7 @@ test-all: $(VENV)/.installed $(VENV)/.models
 	bash .ci/wheel
 
 demo: $(VENV)/.installed $(VENV)/.models
-	$(BIN)/python -m search.demo --out demo/
+	$(BIN)/python -m headwise demo --out demo/
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -175,27 +175,39 @@ def _choose_length(loaded: LoadedModel) -> tuple[int, str]:
     return shorter, f"a search at {longest:,} would take {minutes} on this machine"
 
 
-def _sized(demo: Demo, config: ModelSearch, loaded: LoadedModel) -> ModelSearch:
-    """Complete the search of a demo; print the length that is chosen, and why."""
-    length = demo.length
+def _sized(config: ModelSearch, loaded: LoadedModel) -> ModelSearch:
+    """Complete the search of a demo without --length; print the length, and why it was chosen."""
+    length, why = _choose_length(loaded)
+    print(f"searching at {length:,} tokens: {why}", flush=True)
     budget = None
-    asked = ""
-    if length is None:
-        length, why = _choose_length(loaded)
-        print(f"searching at {length:,} tokens: {why}", flush=True)
-        if demo.model == _MODEL and length == _LENGTHS[1]:
-            budget = _SHORT_BUDGET
-            asked = f" --budget {budget:g}"
-    command = f"headwise search --model {demo.model} --length {length}{asked} --out {config.out}"
-    return replace(config, lengths=(length,), budget=budget, command=command)
+    if config.model == _MODEL and length == _LENGTHS[1]:
+        budget = _SHORT_BUDGET
+    return replace(config, lengths=(length,), budget=budget)
+
+
+def _command(config: ModelSearch) -> str:
+    """The same search as a command."""
+    assert config.lengths is not None
+    budget = ""
+    if config.budget is not None:
+        budget = f" --budget {config.budget:g}"
+    return (
+        f"headwise search --model {config.model} --length {config.lengths[0]}{budget} "
+        f"--out {config.out}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command."""
     demo = config_of(Demo, vars(parser().parse_args(argv)))
-    config = settled(ModelSearch(model=demo.model, out=demo.out / "cfg.yaml"))
+    lengths = None
+    if demo.length is not None:
+        lengths = (demo.length,)
+    config = settled(ModelSearch(model=demo.model, out=demo.out / "cfg.yaml", lengths=lengths))
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    if run(_sized(demo, config, loaded), loaded):
+    if lengths is None:
+        config = _sized(config, loaded)
+    if run(replace(config, command=_command(config)), loaded):
         return 0
     return FOUND
 

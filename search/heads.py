@@ -1,10 +1,8 @@
 """headwise search: find a sparse pattern for every attention head and write the artifact.
 
-One budget is spent over all heads, in seconds of this machine, and held-out prompts check the
-result, task by task. The last lines begin with the verdict. Below 1.05 times the fastest dense
-attention, or where the first token comes later, no file is written and the exit status is 3, unless
---keep. Where noise hides whether the first token comes sooner, the file is written, the verdict
-says so and the exit status is 3.
+One budget, in seconds of this machine, is spent over all heads; held-out prompts check the result.
+Exit status 3: attention is less than 1.05 times as fast as the fastest dense attention, the first
+token is slower (both write no file without --keep), or noise hides which first token is faster.
 
     torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml    two processes
 """

@@ -113,7 +113,7 @@ class PrefillMask(StandIn):
             places = range(size)[given[1] : given[2] : step]
             if len(places) == size:
                 return self._on(self.device)
-            # What a cache that drops tokens is given has every new token.
+            # A cache that drops tokens takes in every query's token: its mask is not cut.
             if dim % self.dim() == 2 and step == 1 and places and self.context.fresh is None:
                 return self._cut(places.start, places.stop)
         return None

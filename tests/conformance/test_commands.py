@@ -177,7 +177,7 @@ def test_a_file_that_is_not_there_is_named(verb, word, other, says, refused):
         ("filters --profile nowhere", "there is no similarity profile"),
         ("kv --forced 256", "--forced must be below --length (256), got 256"),
         ("kv --target-bytes 64MiB", "not allowed with argument"),
-        ("demo --length 0", "--length must be at least 1, got 0"),
+        ("demo --length 0", "--length must be at least 128, got 0"),
         ("show --head 9.0", "no head 9.0: 3 layers have 6 heads each"),
         ("convert --sinks four", "four"),
         ("schema --json none/out.json", "cannot write 'none/out.json'"),

@@ -136,6 +136,19 @@ def test_everything_else_is_what_it_was(name, call):
     assert not isinstance(mask, PrefillMask) and torch.equal(mask, expected)
 
 
+@pytest.mark.parametrize("name", ["chunked", "static"])
+def test_headwise_mask_of_the_first_keys_is_never_left_out(name, call):
+    """sdpa would take queries without a mask for the first of the keys, attention for the last."""
+    chunked = {"mask_function": CHUNKED, "local_size": 16} if name == "chunked" else {}
+    mask, expected = call(q_length=8, kv_length=12, **chunked)
+    true = causal_mask_function(0, 0, torch.arange(8)[:, None], torch.arange(12))
+    if mask.is_floating_point():
+        mask = mask == 0
+    else:
+        assert expected is None
+    assert torch.equal(mask[0, 0].bool(), true)
+
+
 CUTS = {
     "whole": {},
     "padded": {"batch_size": 3, "attention_mask": padding([(0, 128), (30, 128), (0, 100)], 128)},

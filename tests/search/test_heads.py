@@ -16,6 +16,7 @@ from kernels.breaker import CannotBuildError
 from kernels.native import build
 from profiling.inside.head_fidelity import fidelity
 from profiling.machine import search_seconds
+from profiling.models.device import default_dtype
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
 from profiling.speed.baselines import HEADWISE, KERNEL
@@ -242,7 +243,7 @@ def test_demo_takes_the_length_that_is_a_matter_of_minutes(
     words, seconds, positions, length, budget, says, loaded, tmp_path, monkeypatch, capsys
 ):
     ran: list[ModelSearch] = []
-    monkeypatch.setattr(demo, "load_model", lambda name: loaded)
+    monkeypatch.setattr(demo, "load_model", lambda name, **options: loaded)
     monkeypatch.setattr(demo, "seconds_of_search", lambda loaded, tokens: seconds)
     monkeypatch.setattr(demo, "run", lambda config, loaded: ran.append(config) or len(ran) == 1)
     monkeypatch.setattr(loaded.model.config, "max_position_embeddings", positions)
@@ -257,6 +258,8 @@ def test_demo_takes_the_length_that_is_a_matter_of_minutes(
         out=out,
         lengths=(length,),
         budget=budget,
+        device="cpu",
+        dtype=default_dtype("cpu"),
         command=f"headwise search --model {model} --length {length}{asked} --out {out}",
     )
     assert ran == [config, config]
