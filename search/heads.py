@@ -1,8 +1,8 @@
 """headwise search: find a sparse pattern for every attention head and write the artifact.
 
 One budget, in seconds of this machine, is spent over all heads; held-out prompts check the result.
-Exit status 3: attention is less than 1.05 times as fast as the fastest dense attention, the first
-token is slower (both write no file without --keep), or noise hides which first token is faster.
+Exit status 3: attention is less than 1.05 times as fast as the fastest dense attention, or the
+first token is slower (no file without --keep), or noise hides which is faster.
 
     torchrun --nproc_per_node 2 -m search.heads --model MODEL --out cfg.yaml    two processes
 """
