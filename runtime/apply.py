@@ -17,8 +17,9 @@ from kernels.dispatch import BACKENDS
 from kernels.patterns import LayerPlan
 from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, register
-from runtime.attention.state import Layer, Settings, forget, layer_of, remember, settings_of
-from runtime.caches.make import make_cache
+from runtime.attention.state import Calls, Layer, Settings, forget, layer_of, remember, settings_of
+from runtime.caches.make import check_cache_layers, make_cache
+from runtime.caches.rehearsal import rehearse, rehearsed
 from runtime.fingerprint import check
 from runtime.layers import (
     attention_layers,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
 # Models are applied to and undone one at a time: each reads what the other changes.
-_changing = threading.Lock()
+_changing = threading.RLock()
 # Names under which calls are counted, and what stats() calls them; all others are reasons for dense
 # attention.
 _SERVED = {"sparse": "sparse", "chosen": "decode", "kept": "kept"}
@@ -98,6 +99,11 @@ def attach(
         raise HeadwiseError(f"unknown backend {settings.backend!r}; known: auto, {known}")
     with _changing:
         layers, settings = _plan(model, settings, artifact, arrays, check_weights)
+        if settings.evicts and rehearsed(model) is None:
+            own = replace(settings, calls=Calls(), warned=set())
+            apart = {module: replace(layer, settings=own) for module, layer in layers.items()}
+            with Handle(artifact, model, apart, own):
+                rehearse(model)
         return Handle(artifact, model, layers, settings)
 
 
@@ -118,7 +124,9 @@ def _plan(
     if artifact is not None:
         check(artifact.model, model, weights=check_weights)
         check_sections(artifact, modules)
-        evicts = artifact.kv_cache is not None
+        if artifact.kv_cache is not None:
+            check_cache_layers(model, modules)
+            evicts = True
         if artifact.decode is not None:
             omnikv = artifact.decode.omnikv
             decode = OmniKV(omnikv, full_layers(modules), backend=settings.backend)

@@ -75,7 +75,7 @@ def _kept(layer: CacheLayerMixin, seen: int) -> tuple[int, float]:
     """Tokens that a layer keeps: the most of any head, and the mean."""
     policies = getattr(layer, "policies", None)
     if policies is not None:
-        return max((policy.kept for policy in policies), default=0), layer.mean_kept
+        return max((max(policy.kept) for policy in policies), default=0), layer.mean_kept
     keys = getattr(layer, "keys", None)
     kept = 0
     if keys is not None and keys.numel():

@@ -38,6 +38,22 @@ class StandIn(Tensor):
         return func(*args, **kwargs)
 
 
+class MisfitError(HeadwiseError):
+    """A model does with keys and values what no cache that drops tokens can serve."""
+
+
+class UnreadableError(MisfitError):
+    """Keys or values were read outside Headwise's attention.
+
+    Attributes:
+        layer: the PolicyLayer that holds them.
+    """
+
+    def __init__(self, message: str, layer: Any) -> None:
+        super().__init__(message)
+        self.layer = layer
+
+
 class NewTokens(StandIn):
     """Keys (B, G, slots, D) or values of a cache that drops tokens; they cannot be read.
 
@@ -54,10 +70,11 @@ class NewTokens(StandIn):
         return tensor
 
     def read(self) -> Tensor:
-        """Raise HeadwiseError."""
-        raise HeadwiseError(
+        """Raise UnreadableError."""
+        raise UnreadableError(
             "this cache drops keys and values, and only Headwise's attention can read what it "
             "keeps: apply the artifact to the model (load(cfg).apply(model)) before the cache is "
             "used; where set_attn_implementation() has ended an application, headwise.undo(model) "
-            "first"
+            "first",
+            self.layer,
         )

@@ -5,9 +5,12 @@ Shapes: B batch, G KV heads, R rows of a cache, D head dim, E value dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from kernels.copies import on_device
 from kernels.native import build
 
 
@@ -22,52 +25,81 @@ def drop_lowest(
     scores: Tensor,
     positions: Tensor,
     *,
-    rows: int,
-    latest: int,
-    queries: int | None = None,
+    rows: Sequence[int],
+    latest: Sequence[int],
+    queries: Sequence[int] | None = None,
     backend: str = "auto",
 ) -> None:
     """Drop one of the first `rows` tokens of each KV head: the lowest of those before the latest.
 
     The last of them takes its row; nothing else moves (H2O, Algorithm 1, where a token is evicted).
+    Sequences may differ in length.
 
     Args:
         keys: (B, G, R, D), contiguous, as are all.
         values: (B, G, R, E).
         scores: (B, G, R) fp32.
         positions: (B, G, R) int32, in the text.
-        rows: how many rows hold tokens; rows - 1 do afterwards.
-        latest: tokens from this position on are not dropped; there must be others.
-        queries: tokens are ranked by their score over (queries - position), how many queries saw
-            them; by the score if None.
+        rows: how many rows of each sequence hold tokens; rows - 1 do afterwards. 0 drops none of
+            that sequence.
+        latest: of each sequence; tokens from this position on are not dropped; there must be
+            others.
+        queries: of each sequence; tokens are ranked by their score over (queries - position), how
+            many queries saw them; by the score if None.
         backend: "auto" and "cpu" take native code for tensors on the CPU, others torch.
 
     Raises:
-        ValueError: tensors that do not go together or are not contiguous; fewer than two rows, or
-            more than there are.
+        ValueError: tensors that do not go together or are not contiguous; numbers that are not one
+            for each sequence; one row of a sequence, or more than there are.
     """
-    _check(keys, values, scores, positions, rows)
+    _check(keys, values, scores, positions, rows, latest, queries)
     if backend in ("auto", "cpu") and serves(keys):
-        torch.ops.headwise.drop_lowest(keys, values, scores, positions, rows, latest, queries or 0)
+        torch.ops.headwise.drop_lowest(
+            keys, values, scores, positions, list(rows), list(latest), list(queries or ())
+        )
         return
-    ranked = ranks(scores[:, :, :rows], positions[:, :, :rows], latest=latest, queries=queries)
-    victims = ranked.argmin(dim=2, keepdim=True)
+    slots = torch.arange(max(rows), device=keys.device)
+    ranked = ranks(
+        scores[:, :, : len(slots)], positions[:, :, : len(slots)], latest=latest, queries=queries
+    )
+    ends = on_device(tuple(rows), keys.device)[:, None, None]
+    victims = ranked.masked_fill(slots >= ends, torch.inf).argmin(dim=2, keepdim=True)
+    lasts = (ends - 1).expand_as(victims)
+    # The last row of a sequence that drops nothing stays where it is.
+    lasts = torch.where(ends > 0, lasts, victims)
     for tensor in (keys, values, scores, positions):
-        last = tensor[:, :, rows - 1 : rows]
-        places = victims
+        source = lasts
+        target = victims
         if tensor.dim() == 4:
-            places = victims[..., None].expand_as(last)
-        tensor.scatter_(2, places, last.clone())
+            source = lasts[..., None].expand(-1, -1, -1, tensor.shape[3])
+            target = victims[..., None].expand_as(source)
+        tensor.scatter_(2, target, tensor.gather(2, source))
 
 
-def ranks(scores: Tensor, positions: Tensor, *, latest: int, queries: int | None = None) -> Tensor:
-    """(B, G, R): what drop_lowest goes by, infinite for the latest."""
+def ranks(
+    scores: Tensor,
+    positions: Tensor,
+    *,
+    latest: Sequence[int],
+    queries: Sequence[int] | None = None,
+) -> Tensor:
+    """(B, G, R): what drop_lowest goes by, infinite for the latest of each sequence."""
     if queries is not None:
-        scores = scores / (queries - positions)
-    return scores.masked_fill(positions >= latest, torch.inf)
+        seen_by = on_device(tuple(queries), scores.device, torch.int32)[:, None, None] - positions
+        scores = scores / seen_by
+    first = on_device(tuple(latest), scores.device, torch.int32)[:, None, None]
+    return scores.masked_fill(positions >= first, torch.inf)
 
 
-def _check(keys: Tensor, values: Tensor, scores: Tensor, positions: Tensor, rows: int) -> None:
+def _check(
+    keys: Tensor,
+    values: Tensor,
+    scores: Tensor,
+    positions: Tensor,
+    rows: Sequence[int],
+    latest: Sequence[int],
+    queries: Sequence[int] | None,
+) -> None:
     if scores.dtype != torch.float32 or positions.dtype != torch.int32:
         raise ValueError(
             f"scores must be float32 and positions int32, got {scores.dtype} and {positions.dtype}"
@@ -84,5 +116,12 @@ def _check(keys: Tensor, values: Tensor, scores: Tensor, positions: Tensor, rows
         raise ValueError(
             "keys, values, scores and positions must be contiguous: they are written in place"
         )
-    if not 1 < rows <= scores.shape[2]:
-        raise ValueError(f"rows must be 2 to {scores.shape[2]}, got {rows}")
+    batch, _, room = scores.shape
+    for name, numbers in (("rows", rows), ("latest", latest), ("queries", queries)):
+        if numbers is not None and len(numbers) != batch:
+            raise ValueError(
+                f"{name} must be {batch} numbers, one for each sequence, got {len(numbers)}"
+            )
+    for count in rows:
+        if count == 1 or not 0 <= count <= room:
+            raise ValueError(f"rows must be 0 or 2 to {room}, got {count}")

@@ -169,15 +169,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_with_sums(const at::Ten
   return {out, lse, scores};
 }
 
-// See kernels.decode.dropping.drop_lowest. queries 0 leaves scores as they are.
-void drop_lowest(at::Tensor keys, at::Tensor values, at::Tensor scores, at::Tensor positions, int64_t rows,
-                 int64_t latest, int64_t queries) {
-  const int64_t heads = scores.size(0) * scores.size(1), room = scores.size(2);
+// See kernels.decode.dropping.drop_lowest. Without queries scores stay as they are.
+void drop_lowest(at::Tensor keys, at::Tensor values, at::Tensor scores, at::Tensor positions, at::IntArrayRef all_rows,
+                 at::IntArrayRef all_latest, at::IntArrayRef all_queries) {
+  const int64_t kv_heads = scores.size(1), heads = scores.size(0) * kv_heads, room = scores.size(2);
   float* const score = scores.mutable_data_ptr<float>();
   int32_t* const position = positions.mutable_data_ptr<int32_t>();
   char *const k = static_cast<char*>(keys.mutable_data_ptr()), *const v = static_cast<char*>(values.mutable_data_ptr());
   const int64_t k_row = keys.size(3) * keys.element_size(), v_row = values.size(3) * values.element_size();
   for (int64_t head = 0; head < heads; ++head) {
+    const int64_t sequence = head / kv_heads, rows = all_rows[sequence], latest = all_latest[sequence];
+    const int64_t queries = all_queries.empty() ? 0 : all_queries[sequence];
+    if (!rows) continue;
     float *s = score + head * room, lowest = -NEG_INF;
     int32_t* p = position + head * room;
     int64_t victim = rows - 1;
@@ -198,8 +201,8 @@ void drop_lowest(at::Tensor keys, at::Tensor values, at::Tensor scores, at::Tens
 TORCH_LIBRARY_FRAGMENT(headwise, m) {
   m.def("attention_with_sums(Tensor q, Tensor k, Tensor v, float scale, float softcap, str engine) "
         "-> (Tensor, Tensor, Tensor)");
-  m.def("drop_lowest(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) scores, Tensor(d!) positions, int rows, "
-        "int latest, int queries) -> ()");
+  m.def("drop_lowest(Tensor(a!) keys, Tensor(b!) values, Tensor(c!) scores, Tensor(d!) positions, "
+        "int[] rows, int[] latest, int[] queries) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(headwise, CPU, m) {

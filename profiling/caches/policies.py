@@ -74,10 +74,11 @@ class RandomEviction(SnapKV):
 
         The same seed and n give the same votes.
         """
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.kept)
+        kept = self.kept[0]
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + kept)
         votes = torch.rand(
             *call.k.shape[:2],
-            self.kept - self.record.window,
+            kept - self.record.window,
             generator=generator,
             dtype=torch.float32,
         )

@@ -44,7 +44,8 @@ def attend_evicting(call: Call, cache: Any) -> Tensor:
             backend=call.layer.settings.backend,
             prefill=partial(_prefill, call, options),
         )
-    return out.transpose(1, 2)
+    # Some models view the result in another shape, as sdpa's is contiguous.
+    return out.transpose(1, 2).contiguous()
 
 
 def _prefill(

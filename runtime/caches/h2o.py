@@ -10,11 +10,13 @@ Shapes: B batch, H query heads, G KV heads, Q new tokens, n tokens kept, D head 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Self
 
 import torch
 from torch import Tensor
 
 import artifacts
+from kernels.copies import on_device
 from kernels.decode import decode_attention
 from kernels.decode.dropping import drop_lowest, ranks
 from runtime.caches.policy import Policy, Step, tokens
@@ -51,6 +53,10 @@ class H2O(Policy):
             "frees whole pages of all heads"
         )
 
+    def snapshot(self) -> Self:
+        """See Policy.snapshot: the last token takes the row of a dropped one."""
+        return self.select(range(len(self.seen)))
+
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend."""
         outs = [self._attend(part) for part in self._parts(call)]
@@ -79,7 +85,7 @@ class H2O(Policy):
 
     def _fits(self, more: int) -> bool:
         """True if so many more tokens can be kept next to all that are."""
-        return self.kept + more <= self._budget(self.seen + more)
+        return self.kept[0] + more <= self._budget(self.seen[0] + more)
 
     def _budget(self, seen: int) -> int:
         return tokens(self.record.heavy, seen) + tokens(self.record.recent, seen)
@@ -88,31 +94,39 @@ class H2O(Policy):
         """Attend to all tokens (B, H, Q, E), add to the scores, drop the lowest."""
         shape = call.k.shape[:3]
         device = call.k.device
-        end = self.seen + call.length
-        positions = torch.arange(self.seen, end, dtype=torch.int32, device=device)
+        if len(set(self.seen)) == 1:
+            first = self.seen[0]
+            positions = torch.arange(first, first + call.length, dtype=torch.int32, device=device)
+        else:
+            positions = on_device(self.seen, device, torch.int32)[:, None, None]
         keys, values, scores, _ = self._add(
             keys=call.k,
             values=call.v,
-            scores=torch.zeros(shape, device=device, dtype=torch.float32),
+            scores=torch.zeros(shape, dtype=torch.float32, device=device),
             positions=positions.expand(shape),
         )
-        result = decode_attention(call.q, keys, values, scores="sum", **call.options)
+        ends = self._ends(device)
+        result = decode_attention(call.q, keys, values, scores="sum", ends=ends, **call.options)
         assert result.scores is not None
         scores += result.scores
-        self._evict(self._budget(self.seen), call.backend)
+        self._evict(call.backend)
         self.settled = self.seen
         return result.out
 
-    def _evict(self, keep: int, backend: str) -> None:
-        """Drop the lowest scores among the tokens before the latest until `keep` are left."""
-        latest = self.seen - tokens(self.record.recent, self.seen)
+    def _evict(self, backend: str) -> None:
+        """Drop the lowest scores among the tokens before the latest until the budget is kept."""
+        keep = [self._budget(seen) for seen in self.seen]
+        latest = [seen - tokens(self.record.recent, seen) for seen in self.seen]
         queries = self.seen if self.record.normalised else None
-        if self.kept - keep > _FEW:
-            scores = self.scores[:, :, : self.kept]
-            positions = self.positions[:, :, : self.kept]
+        if self.kept[0] - keep[0] > _FEW:
+            # After many tokens at once, when all sequences are alike.
+            scores = self.scores[:, :, : self.kept[0]]
+            positions = self.positions[:, :, : self.kept[0]]
             ranked = ranks(scores, positions, latest=latest, queries=queries)
-            self._keep(ranked.topk(keep, dim=2).indices.sort(dim=2).values)
+            self._keep(ranked.topk(keep[0], dim=2).indices.sort(dim=2).values)
         memory = self.keys, self.values, self.scores, self.positions
-        while self.kept > keep:
-            drop_lowest(*memory, rows=self.kept, latest=latest, queries=queries, backend=backend)
-            self.kept -= 1
+        while any(kept > most for kept, most in zip(self.kept, keep, strict=True)):
+            both = list(zip(self.kept, keep, strict=True))
+            rows = [kept if kept > most else 0 for kept, most in both]
+            drop_lowest(*memory, rows=rows, latest=latest, queries=queries, backend=backend)
+            self.kept = tuple(kept - (kept > most) for kept, most in both)

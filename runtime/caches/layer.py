@@ -1,4 +1,4 @@
-"""Cache layer of transformers under policies: unlike lengths and unlike KV heads, sorted apart.
+"""Cache layer of transformers under policies: padding, unlike KV heads, drafts.
 
 Importing this imports transformers.
 
@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from artifacts import HeadwiseError
 from runtime.autocast import in_one_dtype
 from runtime.caches.policy import Policy, Step
-from runtime.standin import NewTokens
+from runtime.standin import MisfitError, NewTokens
 
 Spans = Sequence[tuple[int, int]]
 
@@ -34,10 +34,25 @@ class KVHeads:
 
 @dataclass(frozen=True)
 class _Part:
-    """Sequences that have seen equally many tokens, and their policies, one a group."""
+    """Sequences of a batch that are served together, and their policies, one a group."""
 
     rows: tuple[int, ...]
     policies: tuple[Policy, ...]
+
+    def select(self, places: Sequence[int]) -> _Part:
+        """Copy with the sequences at these places."""
+        rows = tuple(self.rows[place] for place in places)
+        return _Part(rows, tuple(policy.select(places) for policy in self.policies))
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """The last call while drafts are verified, and the layer's state before it."""
+
+    call: Step
+    spans: Spans
+    parts: tuple[_Part, ...]
+    runs: list[list[tuple[int, int]]]
 
 
 class PolicyLayer(CacheLayerMixin):
@@ -45,6 +60,12 @@ class PolicyLayer(CacheLayerMixin):
 
     update() returns stand-ins, by which Headwise's attention finds the layer. transformers counts
     slots, padding included; a policy counts the tokens of a sequence.
+
+    Sequences of a batch are served together where each has one new token, whatever their lengths
+    (a decode step), or where all are alike (a prompt): `_parts`.
+
+    Assisted decoding announces that tokens will be taken back (activate_past_recording). From then
+    on the state before the last call is held until crop() says how many of its tokens stay.
     """
 
     def __init__(self, groups: Sequence[KVHeads], *, sliding: bool = False, **kwargs: Any) -> None:
@@ -54,11 +75,14 @@ class PolicyLayer(CacheLayerMixin):
         self.groups = tuple(groups)
         # Each group's KV heads where they are needed: made once, for no step may wait for a device.
         self._heads: dict[torch.device, list[Tensor]] = {}
+        # The name is transformers': Cache.is_recording_past reads it, generate() resets it.
+        self.record_past = False
         self._start()
 
     def _start(self) -> None:
         self._slots = 0
         self._new: tuple[Tensor, Tensor] | None = None
+        self._draft: _Draft | None = None
         self._parts: tuple[_Part, ...] = ()
         # The slots of each sequence that hold tokens, in runs [begin, end).
         self._runs: list[list[tuple[int, int]]] = []
@@ -76,11 +100,9 @@ class PolicyLayer(CacheLayerMixin):
         count = 0
         for part in self._parts:
             for group, policy in zip(self.groups, part.policies, strict=True):
-                heads = len(part.rows)
-                if group.heads is not None:
-                    heads *= len(group.heads)
-                kept += heads * policy.kept
-                count += heads
+                heads = 1 if group.heads is None else len(group.heads)
+                kept += heads * sum(policy.kept)
+                count += heads * len(part.rows)
         if count:
             return kept / count
         return 0.0
@@ -89,7 +111,8 @@ class PolicyLayer(CacheLayerMixin):
         self.dtype = key_states.dtype
         self.device = key_states.device
         rows = range(key_states.shape[0])
-        self._parts = (_Part(tuple(rows), tuple(group.make() for group in self.groups)),)
+        policies = tuple(group.make().start(len(rows)) for group in self.groups)
+        self._parts = (_Part(tuple(rows), policies),)
         self._runs = [[] for _ in rows]
         self.is_initialized = True
 
@@ -107,6 +130,8 @@ class PolicyLayer(CacheLayerMixin):
         key_states, value_states = in_one_dtype(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        # A call that was not cropped stays whole.
+        self._draft = None
         self._slots += key_states.shape[2]
         self._new = key_states.detach(), value_states.detach()
         return NewTokens(self, key_states, self._slots), NewTokens(self, value_states, self._slots)
@@ -120,7 +145,7 @@ class PolicyLayer(CacheLayerMixin):
             options: the other fields of a Step.
         """
         if self._new is None:
-            raise HeadwiseError(
+            raise MisfitError(
                 "two layers read one layer's keys and values: a cache that drops tokens serves one "
                 "only"
             )
@@ -130,6 +155,18 @@ class PolicyLayer(CacheLayerMixin):
         call = Step(q=q.to(self.dtype), k=k.to(self.dtype), v=v.to(self.dtype), **options)
         if spans is None:
             spans = [(0, call.length)] * q.shape[0]
+        if self.record_past:
+            before = tuple(
+                replace(part, policies=tuple(policy.snapshot() for policy in part.policies))
+                for part in self._parts
+            )
+            # Whoever repeats the call wants its tokens, not its output.
+            again = replace(call, prefill=_no_prefill)
+            self._draft = _Draft(again, spans, before, [list(runs) for runs in self._runs])
+        return self._take(call, spans).to(q.dtype)
+
+    def _take(self, call: Step, spans: Spans) -> Tensor:
+        """Attend to what is kept and a call's tokens, the last slots: (B, H, Q, E)."""
         first = self._slots - call.length
         for runs, (begin, end) in zip(self._runs, spans, strict=True):
             if begin < end:
@@ -137,14 +174,17 @@ class PolicyLayer(CacheLayerMixin):
                 if runs and runs[-1][1] == start:
                     start = runs.pop()[0]
                 runs.append((start, first + end))
-        return self._attend(call, spans).to(q.dtype)
+        return self._attend(call, spans)
 
     def holds(self, runs: Sequence[Spans]) -> bool:
         """True if all earlier tokens are in these slots, [begin, end) by sequence."""
         return [tuple(mine) for mine in self._runs] == [tuple(theirs) for theirs in runs]
 
     def _attend(self, call: Step, spans: Spans) -> Tensor:
-        self._part(spans)
+        if call.length == 1:
+            self._join(spans)
+        else:
+            self._split(spans)
         if len(self._parts) == 1 and spans[0] == (0, call.length):
             return self._by_heads(self._parts[0].policies, call)
         q = call.q
@@ -158,7 +198,7 @@ class PolicyLayer(CacheLayerMixin):
         return out
 
     def _by_heads(self, policies: Sequence[Policy], call: Step) -> Tensor:
-        """Attention (n, H, Q, E) of n sequences alike, group by group."""
+        """Attention (n, H, Q, E) of the n sequences of a part, group by group."""
         if self.groups[0].heads is None:
             return policies[0].attend(call)
         grouped = call.q.unflatten(1, (call.k.shape[1], -1))
@@ -180,21 +220,34 @@ class PolicyLayer(CacheLayerMixin):
             out[:, heads] = policy.attend(own).unflatten(1, (len(heads), -1))
         return out.flatten(1, 2)
 
-    def _part(self, spans: Spans) -> None:
-        """Split parts whose sequences have unlike new tokens."""
+    def _join(self, spans: Spans) -> None:
+        """Put the sequences that have a new token into one part: each has one."""
+        new = {row for row, (begin, end) in enumerate(spans) if begin < end}
+        joined: list[_Part] = []
+        apart: list[_Part] = []
+        for part in self._parts:
+            for parts, wanted in ((joined, True), (apart, False)):
+                places = [place for place, row in enumerate(part.rows) if (row in new) == wanted]
+                if len(places) == len(part.rows):
+                    parts.append(part)
+                elif places:
+                    parts.append(part.select(places))
+        self._parts = (*_joined(joined), *apart)
+
+    def _split(self, spans: Spans) -> None:
+        """Split parts whose sequences have unlike new tokens, or unlike lengths before them."""
         parts = []
         for part in self._parts:
-            alike: dict[tuple[int, int], list[int]] = {}
+            alike: dict[Any, list[int]] = {}
             for place, row in enumerate(part.rows):
                 begin, end = spans[row]
                 span = (begin, end) if begin < end else (0, 0)
-                alike.setdefault(span, []).append(place)
+                lengths = [(policy.seen[place], policy.kept[place]) for policy in part.policies]
+                alike.setdefault((span, *lengths), []).append(place)
             if len(alike) == 1:
                 parts.append(part)
-                continue
-            for places in alike.values():
-                rows = tuple(part.rows[place] for place in places)
-                parts.append(_Part(rows, _selected(part.policies, places)))
+            else:
+                parts.extend(part.select(places) for places in alike.values())
         self._parts = tuple(parts)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -207,18 +260,26 @@ class PolicyLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def activate_past_recording(self) -> None:
+        """Hold the state before each call from now on, so that crop() can take back its tokens."""
+        self.record_past = True
+
     @property
     def is_croppable(self) -> bool:
-        """True if crop() can take back the last slot: no policy has dropped others for it."""
-        if len(self._parts) > 1:
-            return False
-        return all(policy.settled < policy.seen or policy.seen == 0 for policy in self.policies)
+        """True if crop() can take back the last slot."""
+        if self._draft is not None or self._slots == 0:
+            return True
+        return _keep(self._parts, self._slots, self._slots - 1)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -`tokens_to_remove` slots.
 
+        While past states are recorded, the last call is served again without them where others were
+        dropped since.
+
         Raises:
-            HeadwiseError: other tokens were dropped since, or sequences are padded.
+            HeadwiseError: other tokens were dropped since, or sequences are padded, and the slots
+                are more than the last call's, or past states are not recorded.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -227,26 +288,43 @@ class PolicyLayer(CacheLayerMixin):
         # transformers 5.16 counts drafts in a tensor, which would change with the slots that are
         # added to it.
         left = max(self._slots + int(tokens_to_remove), 0)
-        if left == self._slots:
-            return
-        if left == 0:
+        removed = self._slots - left
+        if left == 0 and removed:
             self._start()
             return
-        if len(self._parts) > 1 or self.policies[0].seen != self._slots:
-            raise HeadwiseError(
-                f"cannot take {-tokens_to_remove} slots back from a batch with padding"
-            )
-        if any(policy.settled > left for policy in self.policies):
-            raise HeadwiseError(
-                f"cannot take {-tokens_to_remove} tokens back: the cache has dropped others since; "
-                "drafts need policies that keep every token, or a window that is not full yet"
-            )
+        if removed and not _keep(self._parts, self._slots, left):
+            draft = self._draft
+            before = self._slots - (draft.call.length if draft else 0)
+            if draft is None or (left < before and not _keep(draft.parts, before, left)):
+                raise HeadwiseError(self._why_not_crop(removed))
+            self._repeat(draft, max(left - before, 0))
+        self._draft = None
+        if left == self._slots:
+            return
         for policy in self.policies:
             policy.truncate(left)
         self._slots = left
         self._runs = [
             [(begin, min(end, left)) for begin, end in runs if begin < left] for runs in self._runs
         ]
+
+    def _repeat(self, draft: _Draft, length: int) -> None:
+        """Return to the state before the last call, and serve its first `length` slots."""
+        self._slots += length - draft.call.length
+        self._parts = draft.parts
+        self._runs = draft.runs
+        if length:
+            spans = [(min(begin, length), min(end, length)) for begin, end in draft.spans]
+            self._take(draft.call.slots(0, length), spans)
+
+    def _why_not_crop(self, count: int) -> str:
+        if len(self._parts) > 1 or self.policies[0].seen != (self._slots,) * len(self._runs):
+            return f"cannot take {count} slots back from a batch with padding"
+        return (
+            f"cannot take {count} tokens back: the cache has dropped others since; call "
+            f"cache.activate_past_recording() before the tokens come, or keep every token (policy "
+            f"full)"
+        )
 
     def reset(self) -> None:
         self._start()
@@ -260,6 +338,7 @@ class PolicyLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences, each as often as it is named."""
+        self._draft = None
         places = {row: (part, place) for part in self._parts for place, row in enumerate(part.rows)}
         wanted: dict[int, tuple[_Part, list[int], list[int]]] = {}
         for new, row in enumerate(indices.tolist()):
@@ -268,12 +347,30 @@ class PolicyLayer(CacheLayerMixin):
             taken.append(place)
             rows.append(new)
         self._parts = tuple(
-            _Part(tuple(rows), _selected(part.policies, taken))
-            for part, taken, rows in wanted.values()
+            replace(part.select(taken), rows=tuple(rows)) for part, taken, rows in wanted.values()
         )
         self._runs = [list(self._runs[row]) for row in indices.tolist()]
 
 
-def _selected(policies: Sequence[Policy], rows: Sequence[int]) -> tuple[Policy, ...]:
-    at = torch.tensor(list(rows), dtype=torch.long)
-    return tuple(policy.select(at) for policy in policies)
+def _joined(parts: Sequence[_Part]) -> tuple[_Part, ...]:
+    """One part with the sequences of all, in the order of the batch; none of none."""
+    if len(parts) < 2:
+        return tuple(parts)
+    rows = sorted(row for part in parts for row in part.rows)
+    places = [[rows.index(row) for row in part.rows] for part in parts]
+    groups = zip(*(part.policies for part in parts), strict=True)
+    return (_Part(tuple(rows), tuple(Policy.join(policies, places) for policies in groups)),)
+
+
+def _keep(parts: Sequence[_Part], slots: int, left: int) -> bool:
+    """True if no policy has dropped tokens since the first `left` slots, which have no padding."""
+    return len(parts) == 1 and all(
+        seen == slots and settled <= left
+        for policy in parts[0].policies
+        for seen, settled in zip(policy.seen, policy.settled, strict=True)
+    )
+
+
+def _no_prefill(q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, ...] | None = None) -> Tensor:
+    """Output of the right shape, of no meaning."""
+    return q.new_empty(*q.shape[:3], v.shape[3])

@@ -5,7 +5,6 @@ transformers is imported where it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ import artifacts
 from artifacts import Artifact, HeadwiseError, KVCache
 from runtime.caches.h2o import H2O
 from runtime.caches.policy import Full, Policy
+from runtime.caches.rehearsal import rehearsed
 from runtime.caches.snapkv import SnapKV
 from runtime.caches.window import Window
 from runtime.layers import (
@@ -138,6 +138,29 @@ def _banked_layers(count: int, keep: int) -> list[BankedLayer]:
     return [BankedLayer(bank, place) for place in range(count)]
 
 
+def check_cache_layers(model: nn.Module, modules: dict[int, nn.Module]) -> None:
+    """Check that transformers caches keys and values alone in the layers that policies serve.
+
+    Raises:
+        HeadwiseError: a layer caches more than keys and values of its own, or none.
+    """
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    layers = DynamicCache(config=text_config(model)).layers
+    kinds = layer_kinds(modules)
+    for number, module in modules.items():
+        if kinds[number] == "other":
+            continue
+        kind = type(layers[number]) if number < len(layers) else None
+        if kind not in (DynamicLayer, DynamicSlidingWindowLayer):
+            name = "no cache" if kind is None else kind.__name__
+            raise HeadwiseError(
+                f"layer {number} ({type(module).__name__}) has {name} in transformers, not a cache "
+                f"of its own keys and values alone: the kv_cache section cannot serve it"
+            )
+
+
 def policy_layers(
     section: KVCache, model: nn.Module, modules: dict[int, nn.Module], *, choosing: bool
 ) -> dict[int, CacheLayerMixin]:
@@ -149,14 +172,16 @@ def policy_layers(
             full.
 
     Raises:
-        HeadwiseError: positions cannot be counted inside the cache of this model.
+        HeadwiseError: the model computes with keys between cache and attention; positions cannot be
+            counted inside the cache of this model.
     """
     from runtime.caches.layer import KVHeads, PolicyLayer
 
+    known = rehearsed(model)
+    if known is not None and known.failure is not None:
+        raise HeadwiseError(known.failure)
     kinds = layer_kinds(modules)
     layers: dict[int, CacheLayerMixin] = {}
-    # Layers of the same type share what makes their policies, such as a rotation.
-    makers: dict[tuple[str, str], Callable[[], Policy]] = {}
     for number, module in modules.items():
         if kinds[number] == "other":
             continue
@@ -171,13 +196,10 @@ def policy_layers(
             continue
         groups = []
         for name in dict.fromkeys(names):
-            key = (name, str(getattr(module, "layer_type", "")))
-            if key not in makers:
-                record = section.policies[name]
-                makers[key] = POLICIES[record.kind].maker(record, model, module)
+            record = section.policies[name]
             heads = None
             if len(set(names)) > 1:
                 heads = tuple(head for head, other in enumerate(names) if other == name)
-            groups.append(KVHeads(heads, makers[key]))
+            groups.append(KVHeads(heads, POLICIES[record.kind].maker(record, model, module)))
         layers[number] = PolicyLayer(groups)
     return layers

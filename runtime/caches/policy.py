@@ -9,13 +9,16 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
+import torch
 from torch import Tensor, is_inference_mode_enabled, nn
 
+from kernels.copies import on_device
+from kernels.decode import decode_attention
 from kernels.dense import dense_attention
 from runtime.allocator import in_huge_pages
 
@@ -53,6 +56,18 @@ def grown(memory: Tensor, used: int, needed: int, size: int) -> Tensor:
     new = in_huge_pages(memory.new_empty(*memory.shape[:2], size, *memory.shape[3:]))
     new[:, :, :used] = memory[:, :, :used]
     return new
+
+
+def write(memory: Tensor, new: Tensor, slots: tuple[int, ...]) -> None:
+    """Write new tokens (B, G, Q, ...) from the slot of each sequence on, in place.
+
+    Where the slots differ, Q is 1.
+    """
+    if len(set(slots)) == 1:
+        memory[:, :, slots[0] : slots[0] + new.shape[2]] = new
+    else:
+        rows = on_device(tuple(range(len(slots))), memory.device)
+        memory[rows, :, on_device(slots, memory.device)] = new[:, :, 0]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,19 +108,33 @@ class Step:
         return replace(self, q=q, k=k, v=v)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        window: int | None = None,
+        ends: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention of the last queries of keys: out (B, H, Q, E) and lse (B, H, Q)."""
+        """Causal attention of the last queries of keys: out (B, H, Q, E) and lse (B, H, Q).
+
+        ends (B,) int32: the keys of each sequence where they are not equally many; Q is then 1.
+        """
+        if ends is not None:
+            return decode_attention(q, k, v, ends=ends, **self.options)[:2]
         return dense_attention(q, k, v, window=window, **self.options)
 
 
 class Policy(ABC):
-    """Keys and values of some KV heads, for sequences that have seen equally many tokens.
+    """Keys and values of some KV heads, for the sequences of a batch.
 
     A policy is a subclass with one rule, in `attend`: take in the call's tokens (`_add`), attend to
-    what is kept, drop the rest (`_keep`). It may also give
+    what is kept, drop the rest (`_keep`). A call of one token is of sequences of any lengths
+    (`_ends`); in a call of more tokens all sequences have seen and kept equally many. It may also
+    give
     - `maker`, if it is made of more than its record,
     - `size`, if it can say better how much memory it needs,
+    - `snapshot`, if `attend` overwrites tokens that are kept,
     - `why_not_in_vllm`, if vLLM serves it (runtime.vllm.keep lists how).
     Batches of unlike lengths, beams, drafts and KV heads of unlike policies are PolicyLayer's.
     A new policy also stands in POLICIES (runtime.caches.make) and in the list of the conformance
@@ -116,11 +145,11 @@ class Policy(ABC):
 
     Attributes:
         record: the policy in the artifact.
-        seen: tokens so far, in each sequence.
-        kept: tokens held of each sequence and KV head.
-        settled: the shortest length that it can be cropped to, since others were dropped.
-        keys: (B, G, size, D), of which the first `kept` slots are valid.
-        values: (B, G, size, E), of which the first `kept` slots are valid.
+        seen: tokens so far, of each sequence.
+        kept: tokens held of each KV head, of each sequence.
+        settled: the shortest length that a sequence can be cropped to, since others were dropped.
+        keys: (B, G, size, D); the first `kept` slots of a sequence are valid.
+        values: (B, G, size, E).
     """
 
     keys: Tensor
@@ -128,9 +157,14 @@ class Policy(ABC):
 
     def __init__(self, record: Any = None) -> None:
         self.record = record
-        self.seen = 0
-        self.kept = 0
-        self.settled = 0
+        self.start(1)
+
+    def start(self, batch: int) -> Self:
+        """Begin with `batch` sequences without tokens."""
+        self.seen: tuple[int, ...] = (0,) * batch
+        self.kept: tuple[int, ...] = (0,) * batch
+        self.settled: tuple[int, ...] = (0,) * batch
+        return self
 
     @classmethod
     def maker(cls, record: Any, model: nn.Module, module: nn.Module) -> Callable[[], Policy]:
@@ -154,45 +188,91 @@ class Policy(ABC):
         """Tensors held, by attribute."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
-    def select(self, rows: Tensor) -> Self:
+    def select(self, rows: Sequence[int]) -> Self:
         """Copy that shares no memory, with these sequences, each as often as it is named."""
         selected = copy.copy(self)
+        for name in ("seen", "kept", "settled"):
+            setattr(selected, name, tuple(getattr(self, name)[row] for row in rows))
+        index = torch.tensor(list(rows), dtype=torch.long)
         for name, tensor in self.tensors().items():
-            setattr(selected, name, tensor.index_select(0, rows.to(tensor.device)))
+            setattr(selected, name, tensor.index_select(0, index.to(tensor.device)))
         return selected
 
+    def snapshot(self) -> Self:
+        """State before a call, to return to it; `attend` writes behind the tokens that it keeps."""
+        return copy.copy(self)
+
+    @staticmethod
+    def join(policies: Sequence[Policy], places: Sequence[Sequence[int]]) -> Policy:
+        """Copy with the sequences of several policies of one group: those of each at its places."""
+        joined = copy.copy(policies[0])
+        order = sorted(
+            (place, policy, row)
+            for policy, rows in enumerate(places)
+            for row, place in enumerate(rows)
+        )
+        for name in ("seen", "kept", "settled"):
+            lengths = tuple(getattr(policies[policy], name)[row] for _, policy, row in order)
+            setattr(joined, name, lengths)
+        names = {name for policy in policies for name in policy.tensors()}
+        for name in names:
+            tensors = [policy.tensors().get(name) for policy in policies]
+            # A policy without tokens has none yet.
+            held = [tensor for tensor in tensors if tensor is not None]
+            size = max(tensor.shape[2] for tensor in held)
+            like = held[0]
+            memory = in_huge_pages(like.new_empty(len(order), like.shape[1], size, *like.shape[3:]))
+            for tensor, rows in zip(tensors, places, strict=True):
+                if tensor is not None:
+                    index = torch.tensor(list(rows), dtype=torch.long, device=tensor.device)
+                    memory[index, :, : tensor.shape[2]] = tensor
+            setattr(joined, name, memory)
+        return joined
+
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens, `settled` or more."""
-        self.kept -= self.seen - length
-        self.seen = length
+        """Forget all but the first `length` tokens of each sequence, `settled` or more."""
+        lengths = zip(self.kept, self.seen, strict=True)
+        self.kept = tuple(kept - (seen - length) for kept, seen in lengths)
+        self.seen = (length,) * len(self.seen)
+
+    def _ends(self, device: torch.device) -> Tensor | None:
+        """Tokens kept of each sequence (B,) int32; None where they are equally many."""
+        if len(set(self.kept)) == 1:
+            return None
+        return on_device(self.kept, device, torch.int32)
 
     def _reserve(self, needed: int, **new: Tensor) -> None:
         """Reserve memory for `needed` tokens like `new` (B, G, Q, ...), by attribute."""
         for name, rows in new.items():
             memory = vars(self).get(name, rows[:, :, :0])
-            setattr(self, name, grown(memory, self.kept, needed, self.size(needed)))
+            setattr(self, name, grown(memory, max(self.kept), needed, self.size(needed)))
 
     def _add(self, **new: Tensor) -> list[Tensor]:
-        """Append new tokens (B, G, Q, ...) by attribute; returns all tokens (B, G, n + Q, ...)."""
+        """Append new tokens (B, G, Q, ...) by attribute; returns all tokens (B, G, n + Q, ...).
+
+        n is that of the sequence with the most.
+        """
         past = self.kept
         count = new["keys"].shape[2]
-        self._reserve(past + count, **new)
-        self.seen += count
-        self.kept += count
-        held = [vars(self)[name][:, :, : self.kept] for name in new]
+        longest = max(past) + count
+        self._reserve(longest, **new)
+        self.seen = tuple(seen + count for seen in self.seen)
+        self.kept = tuple(kept + count for kept in past)
+        held = [vars(self)[name][:, :, :longest] for name in new]
         for memory, rows in zip(held, new.values(), strict=True):
-            memory[:, :, past:] = rows
+            write(memory, rows, past)
         return held
 
     def _keep(self, slots: Tensor) -> None:
         """Keep the tokens in slots (B, G, n), in new memory: that of all others is freed."""
-        self.kept = slots.shape[2]
+        kept = slots.shape[2]
+        self.kept = (kept,) * len(self.seen)
         for name, tensor in self.tensors().items():
             index = slots
             if tensor.dim() == 4:
                 index = slots[..., None].expand(-1, -1, -1, tensor.shape[3])
             rows = tensor.gather(2, index)
-            setattr(self, name, grown(rows, self.kept, self.kept + 1, self.size(self.kept)))
+            setattr(self, name, grown(rows, kept, kept + 1, self.size(kept)))
         self.settled = self.seen
 
 
@@ -209,4 +289,4 @@ class Full(Policy):
         keys, values = self._add(keys=call.k, values=call.v)
         if call.length > 1:
             return call.prefill(call.q, keys, values)
-        return call.attend(call.q, keys, values)[0]
+        return call.attend(call.q, keys, values, ends=self._ends(keys.device))[0]

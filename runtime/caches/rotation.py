@@ -1,107 +1,290 @@
-"""Rotates keys and queries on to other positions, with the model's own rotary embedding.
+"""Rotates keys and queries on to other positions, as the model's own rotary embedding does.
 
-Rotations add up: what was rotated to position p and then by d stands at p + d (RoFormer, section
+Rotations add up: what was rotated to position p and then by d is at p + d (RoFormer, section
 3.2.2).
 
-Shapes: B batch, H heads, n tokens, D head dim.
+Models differ in which embedding a layer has, how much of a head it rotates, which part, and which
+elements form a pair. None of this is read from the model's code. One forward gives the keys of the
+same tokens at two positions: a layer's rotation is the one that takes the first to the second.
+
+Shapes: B batch, H heads, n tokens, D head dim, R rotated elements of a head.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from artifacts import HeadwiseError
+from kernels.copies import on_device
+from runtime.caches.rehearsal import POSITIONS, keys_at_two_positions
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Largest relative error of a layer's keys under its rotation; half precision rounds them twice.
 _CLOSE = 1e-3
+_CLOSE_HALF = 0.03
+# Types of rotary embeddings whose angles depend on the longest position of a call.
+_BY_LENGTH = ("dynamic", "longrope")
 
 
+@dataclass(frozen=True, eq=False)
 class Rotation:
-    """Rotary embedding of one kind of layer.
+    """Rotary embedding of a layer.
 
-    Raises:
-        HeadwiseError: the model has none that rotates by the position alone.
+    Attributes:
+        rotary: the model's module, (x, position_ids) -> cosines and sines, or complex numbers.
+        options: its other arguments.
+        axes: how many positions a token has (3 in models with images), all the same; 0 for one.
+        repeated: "halves" or "neighbors" where the module gives each pair's angle twice.
+        interleaved: neighbors form a pair; else an element of the first half and one of the second.
+        last: the rotated part is the end of a head, else its beginning.
+        sign: -1 where the model rotates backwards.
     """
 
-    def __init__(self, model: nn.Module, module: nn.Module) -> None:
-        """Take the rotation of `module`, an attention layer of `model`."""
-        self._name = type(model).__name__
-        code = inspect.unwrap(type(module).forward)
-        self._apply: Any = code.__globals__.get("apply_rotary_pos_emb")
-        self._rotary = _rotary(model, module)
-        if self._apply is None or self._rotary is None:
-            raise self._refused("it has no rotary embedding")
-        self._layer_type = getattr(module, "layer_type", None)
-        self._takes_type = "layer_type" in inspect.signature(self._rotary.forward).parameters
-        kinds = getattr(self._rotary, "rope_type", "default")
-        if isinstance(kinds, dict):
-            kind = kinds.get(self._layer_type, "default")
-        else:
-            kind = kinds
-        if kind in ("dynamic", "longrope"):
-            raise self._refused(f"its rotary embedding of type {kind!r} changes with the length")
-        self._known: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        self._check(getattr(module, "head_dim", None) or 64)
+    rotary: nn.Module
+    options: dict[str, Any]
+    axes: int = 0
+    repeated: str = ""
+    interleaved: bool = False
+    last: bool = False
+    sign: int = 1
+    # Of the last positions of sequences: all layers of a step ask for the same.
+    _known: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
-    def shift(self, x: Tensor, by: Tensor) -> Tensor:
-        """Rotate tokens (B, H, n, D) on by `by` (n) or (1) positions, which may be negative."""
-        cos, sin = self._angles(by, x.device)
-        # Some models' code casts to the dtype of what it rotates: fp32 throughout.
-        rotated, _ = self._apply(x.float(), x.float(), cos, sin)
-        result: Tensor = rotated.to(x.dtype)
+    def shift(self, x: Tensor, by: tuple[int, ...] | Tensor) -> Tensor:
+        """Rotate tokens (B, H, n, D) on by some positions, which may be negative.
+
+        Args:
+            by: of each sequence, or of each token (n,).
+        """
+        if isinstance(by, Tensor):
+            cos, sin = self._shifts(by[None])
+        else:
+            cos, sin = self._known_shifts(by, x.device)
+        size = 2 * cos.shape[-1]
+        if self.last:
+            rotated = slice(x.shape[-1] - size, None)
+        else:
+            rotated = slice(0, size)
+        part = x[..., rotated].float()
+        if self.interleaved:
+            one, other = part.unflatten(-1, (-1, 2)).unbind(-1)
+        else:
+            one, other = part.chunk(2, dim=-1)
+        turned = one * cos - other * sin, other * cos + one * sin
+        result = x.clone()
+        if self.interleaved:
+            result[..., rotated] = torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)
+        else:
+            result[..., rotated] = torch.cat(turned, dim=-1).to(x.dtype)
         return result
 
-    def _angles(self, by: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (1, n, D), without an embedding's factor on attention: x has it."""
-        if by.numel() == 1:
-            key = tuple(by.tolist())
-        else:
-            key = None
-        if key is not None and key in self._known and self._known[key][0].device == device:
-            return self._known[key]
-        assert self._rotary is not None
-        kind = {"layer_type": self._layer_type} if self._takes_type else {}
-        probe = torch.zeros(1, device=device, dtype=torch.float32)
-        zero = torch.zeros(1, 1, dtype=torch.long, device=device)
-        factor = self._rotary(probe, zero, **kind)[0]
-        cos, sin = (part / factor for part in self._rotary(probe, by.to(device)[None], **kind))
-        if key is not None:
-            # All layers of a step ask for the same one.
-            self._known = {key: (cos, sin)}
+    def _known_shifts(self, by: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        found = self._known.get((by, device))
+        if found is None:
+            if len(by) == 1:
+                # Neither waits for the device.
+                positions = torch.full((1, 1), by[0], dtype=torch.long, device=device)
+            else:
+                positions = on_device(by, device)[:, None]
+            found = self._shifts(positions)
+            self._known.clear()
+            self._known[by, device] = found
+        return found
+
+    def _shifts(self, by: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B, 1, n, R / 2), without an embedding's factor: keys have it."""
+        cos, sin = self._pairs(by)
+        factor, _ = self._pairs(torch.zeros_like(by[:1, :1]))
+        return (cos / factor)[:, None], (sin / factor)[:, None] * self.sign
+
+    def _pairs(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B, n, R / 2) of positions (B, n)."""
+        cos, sin = self._all(positions)
+        if self.repeated == "halves":
+            return cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
+        if self.repeated == "neighbors":
+            return cos[..., 0::2], sin[..., 0::2]
         return cos, sin
 
-    def _check(self, head_dim: int) -> None:
-        """Check that rotations add up, whatever the model's code does."""
-        assert self._rotary is not None
-        device = next((buffer.device for buffer in self._rotary.buffers()), torch.device("cpu"))
-        x = torch.randn(
-            1, 1, 1, head_dim, generator=torch.Generator().manual_seed(0), dtype=torch.float32
-        ).to(device)
-        there = self.shift(x, torch.tensor([7]))
-        further = torch.tensor([-3])
-        direct = self.shift(x, torch.tensor([4]))
-        if not torch.allclose(self.shift(there, further), direct, atol=_CLOSE):
-            raise self._refused("its rotary embedding is not a rotation by the position")
-
-    def _refused(self, why: str) -> HeadwiseError:
-        return HeadwiseError(
-            f"positions of {self._name} cannot be counted inside the cache: {why}; set positions: "
-            f"original"
-        )
+    def _all(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if self.axes:
+            positions = positions.expand(self.axes, -1, -1)
+        x = torch.zeros(1, dtype=torch.float32, device=positions.device)
+        made = self.rotary(x, positions, **self.options)
+        if isinstance(made, Tensor):
+            return made.real, made.imag
+        cos, sin = made
+        if cos.dim() == 4:
+            return cos[0], sin[0]
+        return cos, sin
 
 
-def _rotary(model: nn.Module, module: nn.Module) -> nn.Module | None:
-    """Rotary embedding of an attention layer: its own, or that of the innermost model around it."""
-    name = next((name for name, part in model.named_modules() if part is module), "")
+# Rotations found, by model and layer: None for a layer that does not rotate, or the reason why none
+# fits.
+_found: weakref.WeakKeyDictionary[nn.Module, dict[int, Rotation | str | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def rotation_of(model: PreTrainedModel, module: nn.Module) -> Rotation | None:
+    """Rotation of an attention layer's keys; None where the layer does not rotate them.
+
+    The first call for a model is a forward of a few tokens.
+
+    Raises:
+        HeadwiseError: the layer has no rotation by the position alone.
+    """
+    number = cast(int, module.layer_idx)
+    known = _found.setdefault(model, {})
+    if number not in known:
+        candidates = list(_candidates(model, module))
+        reason = _unfit(candidates, module)
+        if reason is None:
+            rehearsal = keys_at_two_positions(model)
+            reason = rehearsal.failure
+        if reason is not None:
+            raise _refused(model, reason)
+        known[number] = _fitting(candidates, rehearsal.keys, number, known)
+    result = known[number]
+    if isinstance(result, str):
+        raise _refused(model, result)
+    return result
+
+
+def _refused(model: nn.Module, reason: str) -> HeadwiseError:
+    return HeadwiseError(
+        f"positions of {type(model).__name__} cannot be counted inside the cache: {reason}; set "
+        f"positions: original"
+    )
+
+
+def _candidates(model: nn.Module, module: nn.Module) -> Iterator[Rotation]:
+    """Rotary embeddings of the models around a layer, the innermost first.
+
+    One that takes a type of layer is a candidate with each, the layer's own first.
+    """
+    own = _layer_type(module)
+    kinds = [own, *dict.fromkeys(getattr(module.config, "layer_types", None) or ())]
+    name = next(name for name, part in model.named_modules() if part is module)
     while True:
-        part = model.get_submodule(name)
-        for child in ("rotary_emb", "rotary_embedding"):
-            rotary = getattr(part, child, None)
-            if isinstance(rotary, nn.Module):
-                return rotary
+        for child in model.get_submodule(name).children():
+            for rotary in child if isinstance(child, nn.ModuleList) else (child,):
+                if "Rotary" not in type(rotary).__name__:
+                    continue
+                takes = inspect.signature(rotary.forward).parameters
+                if "layer_type" in takes:
+                    for kind in dict.fromkeys(kind for kind in kinds if kind is not None):
+                        yield Rotation(rotary, {"layer_type": kind})
+                elif "position_ids" in takes:
+                    yield Rotation(rotary, {})
         if not name:
-            return None
+            return
         name = name.rpartition(".")[0]
+
+
+def _layer_type(module: nn.Module) -> str | None:
+    kinds = getattr(module.config, "layer_types", None)
+    if kinds:
+        kind: str = kinds[module.layer_idx]
+        return kind
+    return getattr(module, "layer_type", None)
+
+
+def _unfit(candidates: list[Rotation], module: nn.Module) -> str | None:
+    """Reason why no candidate can be a layer's rotation, None where one can."""
+    if not candidates:
+        return "it has no rotary embedding"
+    for candidate in candidates:
+        kind = getattr(candidate.rotary, "rope_type", "default")
+        if isinstance(kind, dict):
+            kind = kind.get(_layer_type(module), "default")
+        if kind in _BY_LENGTH:
+            return f"its rotary embedding of type {kind!r} changes with the length"
+    return None
+
+
+def _fitting(
+    candidates: list[Rotation],
+    keys: dict[int, Tensor],
+    number: int,
+    known: dict[int, Rotation | str | None],
+) -> Rotation | str | None:
+    """The candidate that takes a layer's keys from one position to the other.
+
+    Args:
+        candidates: rotary embeddings of the models around the layer.
+        keys: those of the rehearsal, by layer.
+        number: number of the layer.
+        known: rotations of other layers, of which one is taken if it is the same; a string is a
+            reason.
+    """
+    if all(_error(None, each) <= _limit(each) for each in keys.values()):
+        return "its keys do not depend on position_ids"
+    own = keys[number]
+    options: list[Rotation | None] = [None]
+    for candidate in candidates:
+        options += _variants(candidate, own)
+    errors = [_error(option, own) for option in options]
+    best = min(range(len(options)), key=errors.__getitem__)
+    if not errors[best] <= _limit(own):
+        return f"the keys of layer {number} are not rotated by their position alone"
+    result = options[best]
+    for other in known.values():
+        if isinstance(other, Rotation) and result is not None and _same(result, other):
+            return other
+    return result
+
+
+def _variants(candidate: Rotation, keys: Tensor) -> Iterator[Rotation]:
+    """A rotary embedding with each way to lay out what it rotates."""
+    positions = torch.tensor([POSITIONS], dtype=torch.long, device=keys.device)
+    for axes in (0, 3):
+        with_axes = replace(candidate, axes=axes)
+        try:
+            cos, _ = with_axes._all(positions)
+        except Exception:
+            continue
+        repeated = ""
+        if cos.shape[-1] % 2 == 0:
+            one, other = cos.chunk(2, dim=-1)
+            if torch.equal(one, other):
+                repeated = "halves"
+            elif torch.equal(cos[..., 0::2], cos[..., 1::2]):
+                repeated = "neighbors"
+        size = cos.shape[-1] if repeated else 2 * cos.shape[-1]
+        if size > keys.shape[-1]:
+            return
+        for interleaved, last, sign in product((False, True), (False, True), (1, -1)):
+            yield replace(
+                with_axes, repeated=repeated, interleaved=interleaved, last=last, sign=sign
+            )
+        return
+
+
+def _error(rotation: Rotation | None, keys: Tensor) -> float:
+    """Relative error of the second keys as the first ones, rotated."""
+    first, second = keys.chunk(2)
+    if rotation is not None:
+        first = rotation.shift(first, (POSITIONS[1] - POSITIONS[0],))
+    scale = second.float().norm().clamp(min=torch.finfo(torch.float32).tiny)
+    return float((first.float() - second.float()).norm() / scale)
+
+
+def _limit(keys: Tensor) -> float:
+    return _CLOSE if keys.dtype in (torch.float32, torch.float64) else _CLOSE_HALF
+
+
+def _same(one: Rotation, other: Rotation) -> bool:
+    ours, theirs = vars(one).copy(), vars(other).copy()
+    del ours["_known"], theirs["_known"]
+    return ours == theirs

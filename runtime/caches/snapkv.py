@@ -68,20 +68,23 @@ class SnapKV(Policy):
 
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend."""
-        past = self.kept
+        first = max(self.kept) == 0
         keys, values = self._add(keys=call.k, values=call.v)
-        if not past and call.length > 1:
+        if call.length == 1:
+            return call.attend(call.q, keys, values, ends=self._ends(keys.device))[0]
+        if first:
             out = call.prefill(call.q, call.k, call.v)
         else:
             out = call.attend(call.q, keys, values)[0]
-        kept = left_of(self.record, self.kept, self.seen)
-        if call.length >= max(2, self.record.window) and kept < self.kept:
+        held = self.kept[0]
+        kept = left_of(self.record, held, self.seen[0])
+        if call.length >= self.record.window and kept < held:
             self._keep(elect(self._votes(call), kept, self.record.window))
         return out
 
     def _votes(self, call: Step) -> Tensor:
         """Votes (B, G, n - W) of the window's queries."""
         q = call.q[:, :, -self.record.window :]
-        k = self.keys[:, :, : self.kept]
-        v = self.values[:, :, : self.kept]
+        k = self.keys[:, :, : self.kept[0]]
+        v = self.values[:, :, : self.kept[0]]
         return votes_of(self.record, q, k, v, **call.options)

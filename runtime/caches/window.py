@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 import artifacts
+from kernels.copies import on_device
 from kernels.merging import with_few_keys
-from runtime.caches.policy import Policy, Step, grown
-from runtime.caches.rotation import Rotation
+from runtime.caches.policy import Policy, Step, grown, write
+from runtime.caches.rotation import Rotation, rotation_of
 
 
 class Window(Policy):
@@ -40,6 +42,7 @@ class Window(Policy):
         super().__init__()
         self.sinks = sinks
         self.window = window
+        self.slots = sinks + window
         self.rotation = rotation
 
     @classmethod
@@ -49,7 +52,7 @@ class Window(Policy):
         """See Policy.maker; HeadwiseError where positions cannot be counted inside the cache."""
         rotation = None
         if record.positions == "cache" and record.sinks:
-            rotation = Rotation(model, module)
+            rotation = rotation_of(model, module)
         return partial(cls, record.sinks, record.window, rotation)
 
     @classmethod
@@ -64,72 +67,105 @@ class Window(Policy):
 
     def attend(self, call: Step) -> Tensor:
         """See Policy.attend: sinks are stored before it, tokens that overwrite others after it."""
-        past = self.seen
+        if call.length == 1:
+            return self._one(call)
+        past = self.seen[0]
         total = past + call.length
-        slots = self.sinks + self.window
         new_sinks = min(max(self.sinks - past, 0), call.length)
-        self._reserve(min(total, slots), keys=call.k, values=call.v)
+        self._reserve(min(total, self.slots), keys=call.k, values=call.v)
         if new_sinks:
             self._add_sinks(call, new_sinks)
-        out = None
-        if call.length > 1 or new_sinks:
-            out = self._chunk(call, new_sinks)
+        out = self._chunk(call, new_sinks)
         for begin, end, at in self._runs(max(past, self.sinks, total - self.window), total):
             self.keys[:, :, at] = call.k[:, :, begin - past : end - past]
             self.values[:, :, at] = call.v[:, :, begin - past : end - past]
-        self.seen = total
-        self.kept = min(total, slots)
-        if total > slots:
-            self.settled = total
-        if out is None:
-            return self._one(call)
+        self._count(call.length)
         return out
 
     def size(self, needed: int) -> int:
         """See Policy.size."""
-        return min(super().size(needed), self.sinks + self.window)
+        return min(super().size(needed), self.slots)
+
+    def snapshot(self) -> Self:
+        """See Policy.snapshot: a token is written where the oldest was."""
+        return self.select(range(len(self.seen)))
+
+    def _count(self, length: int) -> None:
+        """Count `length` more tokens of each sequence."""
+        self.seen = tuple(seen + length for seen in self.seen)
+        self.kept = tuple(min(seen, self.slots) for seen in self.seen)
+        lengths = zip(self.seen, self.settled, strict=True)
+        self.settled = tuple(seen if seen > self.slots else settled for seen, settled in lengths)
+
+    def _one(self, call: Step) -> Tensor:
+        """Store one token of each sequence and attend; the order of slots does not matter."""
+        past = self.seen
+        self._reserve(min(max(past) + 1, self.slots), keys=call.k, values=call.v)
+        slots = tuple(map(self._slot, past))
+        write(self.keys, call.k, slots)
+        write(self.values, call.v, slots)
+        if fresh := tuple(row for row, seen in enumerate(past) if seen < self.sinks):
+            self._reserve_first(call.k)
+            rows = on_device(fresh, call.k.device)
+            places = on_device(tuple(past[row] for row in fresh), call.k.device)
+            self.first[rows, :, places] = call.k[rows, :, 0]
+        self._count(1)
+        shifts = tuple(map(self._shift, past))
+        if self.sinks and self.rotation is not None and any(shifts):
+            if len(set(shifts)) == 1:
+                shifts = shifts[:1]
+            self.keys[:, :, : self.sinks] = self.rotation.shift(self.first, shifts)
+        longest = max(self.kept)
+        return call.attend(
+            call.q,
+            self.keys[:, :, :longest],
+            self.values[:, :, :longest],
+            ends=self._ends(call.k.device),
+        )[0]
 
     def _add_sinks(self, call: Step, count: int) -> None:
         """Store the first `count` tokens of a call, which are sinks."""
-        past = self.seen
-        first = vars(self).get("first", call.k[:, :, :0])
-        self.first = grown(first, past, self.sinks, self.sinks)
+        past = self.seen[0]
+        self._reserve_first(call.k)
         self.first[:, :, past : past + count] = call.k[:, :, :count]
         self.keys[:, :, past : past + count] = call.k[:, :, :count]
         self.values[:, :, past : past + count] = call.v[:, :, :count]
 
+    def _reserve_first(self, k: Tensor) -> None:
+        """Reserve memory for the sinks' keys as the model rotated them."""
+        first = vars(self).get("first", k[:, :, :0])
+        self.first = grown(first, first.shape[2], self.sinks, self.sinks)
+
+    def _slot(self, token: int) -> int:
+        """Slot of a token of the text."""
+        if token < self.sinks:
+            return token
+        return self.sinks + (token - self.sinks) % self.window
+
     def _runs(self, begin: int, end: int) -> Iterator[tuple[int, int, slice]]:
         """Tokens begin to end of the window as runs [begin, end) in adjacent slots."""
         while begin < end:
-            slot = self.sinks + (begin - self.sinks) % self.window
-            stop = min(end, begin + self.sinks + self.window - slot)
+            slot = self._slot(begin)
+            stop = min(end, begin + self.slots - slot)
             yield begin, stop, slice(slot, slot + stop - begin)
             begin = stop
 
     def _shift(self, token: int) -> int:
         """Positions by which a query sees the sinks nearer than they are in the text."""
-        return max(0, token - (self.sinks + self.window - 1))
-
-    def _one(self, call: Step) -> Tensor:
-        """Attention of one token that is stored already; the order of slots does not matter."""
-        shift = self._shift(self.seen - 1)
-        if self.sinks and self.rotation is not None and shift:
-            self.keys[:, :, : self.sinks] = self.rotation.shift(
-                self.first, torch.tensor([shift], dtype=torch.long)
-            )
-        return call.attend(call.q, self.keys[:, :, : self.kept], self.values[:, :, : self.kept])[0]
+        return max(0, token - (self.slots - 1))
 
     def _chunk(self, call: Step, new_sinks: int) -> Tensor:
         """Attention of a chunk of which the first `new_sinks` tokens, sinks, are stored."""
         # The oldest token of the window is out of the first query's sight.
-        begin = max(self.sinks, self.seen - self.window + 1)
-        past = [at for _, _, at in self._runs(begin, self.seen)]
+        seen = self.seen[0]
+        begin = max(self.sinks, seen - self.window + 1)
+        past = [at for _, _, at in self._runs(begin, seen)]
         k = torch.cat([*(self.keys[:, :, at] for at in past), call.k[:, :, new_sinks:]], dim=2)
         v = torch.cat([*(self.values[:, :, at] for at in past), call.v[:, :, new_sinks:]], dim=2)
         if not self.sinks:
             return call.attend(call.q, k, v, window=self.window)[0]
         out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
-        lse = torch.full(call.q.shape[:3], float("-inf"), device=call.q.device, dtype=torch.float32)
+        lse = torch.full(call.q.shape[:3], float("-inf"), dtype=torch.float32, device=call.q.device)
         if new_sinks < call.length:
             queries = call.q[:, :, new_sinks:]
             out[:, :, new_sinks:], lse[:, :, new_sinks:] = call.attend(
@@ -140,13 +176,14 @@ class Window(Policy):
     def _with_sinks(self, call: Step, out: Tensor, lse: Tensor) -> Tensor:
         """Merge attention over the window with that over the sinks: (B, H, Q, E)."""
         q = call.q
-        sinks = min(self.sinks, self.seen + call.length)
-        shifts = [self._shift(self.seen + i) for i in range(call.length)]
-        if self.rotation is not None and any(shifts):
-            q = self.rotation.shift(q, -torch.tensor(shifts, dtype=torch.long))
+        past = self.seen[0]
+        sinks = min(self.sinks, past + call.length)
+        positions = torch.arange(past, past + call.length, device=q.device)
+        if self.rotation is not None and self._shift(past + call.length - 1):
+            shifts = (positions - (self.slots - 1)).clamp(min=0)
+            q = self.rotation.shift(q, -shifts)
         seen = None
-        if self.seen < self.sinks:
-            positions = torch.arange(self.seen, self.seen + call.length, device=q.device)
+        if past < self.sinks:
             seen = torch.arange(sinks, device=q.device) <= positions[:, None]
         k = self.first[:, :, :sinks]
         v = self.values[:, :, :sinks]

@@ -49,6 +49,12 @@ class Case:
         """True if 12 tokens that come one by one can be taken back."""
         return not isinstance(self.record, H2O)
 
+    @property
+    def by_token(self) -> bool:
+        """True if it keeps the same tokens whatever calls they come in."""
+        kind = self.record.kind
+        return kind in ("full", "streaming") or (kind == "h2o" and self.record.eviction == "greedy")
+
     def __str__(self) -> str:
         if self.sliding:
             return f"rolling-{self.sliding}"
@@ -111,7 +117,7 @@ def assert_holds(cache: Any, kept: list[Any]) -> None:
         (policy,) = layer.policies
         for row, heads in enumerate(sequences):
             for head, expected in enumerate(heads):
-                held = policy.values[row, head, : policy.kept]
+                held = policy.values[row, head, : policy.kept[row]]
                 assert len(held) == len(expected)
                 held = held[held[:, 0].argsort()]
                 torch.testing.assert_close(held, expected[expected[:, 0].argsort()], **CLOSE)
@@ -164,8 +170,8 @@ def test_sequences_of_unlike_lengths_are_served_as_each_alone(case, build, keepi
             alone.append(out[0, len(prompt) :])
         cache = handle.new_cache()
         batch = model.generate(tokens, attention_mask=real, past_key_values=cache, **options)
-        # Sequences alike stay together.
-        assert all(len(layer.policies) == 4 for layer in layers_under(case, cache))
+        # A step serves them together.
+        assert all(len(layer.policies) == 1 for layer in layers_under(case, cache))
     assert torch.equal(batch[:, 40:], torch.stack(alone))
 
 
@@ -226,32 +232,81 @@ def test_no_token_is_taken_back_once_others_were_dropped_for_it(case, build, kee
             HeadwiseError, match=r"cannot take 1 tokens back: .* dropped others since"
         ):
             layers_under(case, cache)[0].crop(-1)
-        # Drafts are refused as well, and nothing has changed.
-        asked = "^Assisted decoding requires a cache that can be cropped"
-        with pytest.raises(ValueError, match=rf"^cannot take \d+ tokens back|{asked}"):
-            model.generate(
-                ids(10).repeat(1, 4),
-                past_key_values=handle.new_cache(),
-                max_new_tokens=30,
-                prompt_lookup_num_tokens=4,
-                **GREEDY,
-            )
         found = fed(model, tokens[:, :3], (1,), cache)
         torch.testing.assert_close(found, expected[:, 17:], **CLOSE)
 
 
-@pytest.mark.parametrize(
-    "record", [Full(), Streaming(sinks=4, window=300), SnapKV(budget=300, window=8)], ids=str
-)
-def test_drafts_change_nothing_while_every_token_is_kept(record, build, keeping, ids):
-    model, prompt = build(num_hidden_layers=1), ids(10).repeat(1, 4)
-    options = {"max_new_tokens": 30, **GREEDY}
-    with keeping(model, record).apply(model) as handle:
-        expected = model.generate(prompt, past_key_values=handle.new_cache(), **options)
+@every_policy
+def test_tokens_are_taken_back_from_the_last_call_while_past_states_are_recorded(
+    case, build, keeping, ids
+):
+    """As in assisted decoding: drafts behind the prompt, then behind a token."""
+    model = case.build(build)
+    tokens = ids(60)
+    drafts = ids(6, seed=1)
+    with keeping(model, case.record).apply(model) as handle:
+        expected = fed(model, tokens, (40, 2, 1, 5, 1), handle.new_cache())
         cache = handle.new_cache()
-        found = model.generate(prompt, past_key_values=cache, prompt_lookup_num_tokens=4, **options)
-        assert all(layer.is_croppable for layer in cache.layers)
-    assert torch.equal(found, expected)
+        cache.activate_past_recording()
+        found = []
+        for begin, end, wrong in ((0, 40, 6), (40, 42, 3), (42, 43, 5), (43, 48, 0), (48, 49, 1)):
+            given = torch.cat([tokens[:, begin:end], drafts[:, :wrong]], dim=1)
+            logits = model(given, past_key_values=cache).logits
+            found.append(logits[:, : end - begin])
+            assert cache.layers[0].is_croppable
+            cache.crop(-wrong)
+            assert cache.get_seq_length() == end
+        # What is not taken back stays.
+        found.append(fed(model, tokens[:, 49:], (1,), cache))
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, **CLOSE)
+
+
+@every_policy
+def test_drafts_of_a_padded_batch_are_taken_back(case, build, keeping, ids):
+    model = case.build(build)
+    tokens = ids(40, batch=3)
+    real = real_from(40, 0, 11, 30)
+    with keeping(model, case.record).apply(model) as handle:
+        expected = fed(model, tokens, (30, 2, 1), handle.new_cache(), attention_mask=real)
+        cache = handle.new_cache()
+        fed(model, tokens[:, :30], (30,), cache, attention_mask=real[:, :30])
+        cache.activate_past_recording()
+        drafted = torch.cat([tokens[:, :32], ids(3, batch=3, seed=1)], dim=1)
+        mask = torch.cat([real[:, :32], torch.ones(3, 3, dtype=torch.long)], dim=1)
+        fed(model, drafted[:, 30:], (5,), cache, attention_mask=mask)
+        cache.crop(-3)
+        found = fed(model, tokens[:, 32:], (1,), cache, attention_mask=real)
+    torch.testing.assert_close(found, expected[:, 32:], **CLOSE)
+
+
+@pytest.mark.parametrize("drafting", ["prompt lookup", "assistant"])
+@every_policy
+def test_assisted_decoding_verifies_drafts_in_calls_of_the_accepted_tokens(
+    case, drafting, build, keeping, ids
+):
+    model = case.build(build)
+    prompt = ids(10).repeat(1, 4)
+    more: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
+    if drafting == "assistant":
+        more = {"assistant_model": case.build(build, seed=1)}
+    options = {"max_new_tokens": 30, **GREEDY}
+    sizes: list[int] = []
+    with keeping(model, case.record).apply(model) as handle:
+        cache = handle.new_cache()
+        crop = cache.crop
+
+        def counted(count: int) -> None:
+            crop(count)
+            sizes.append(cache.get_seq_length() - sum(sizes))
+
+        cache.crop = counted
+        out = model.generate(prompt, past_key_values=cache, **more, **options)
+        assert out.shape[1] == 70 and sum(sizes) == 69
+        again = fed(model, out[:, :-1], sizes, handle.new_cache())
+        assert torch.equal(again[:, 39:].argmax(-1), out[:, 40:])
+        if case.by_token:
+            plain = model.generate(prompt, past_key_values=handle.new_cache(), **options)
+            assert torch.equal(out, plain)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +349,7 @@ def test_a_kv_head_is_served_as_in_a_layer_of_its_own(case, mine, build, keeping
     # Two query heads share each KV head.
     served = slice(2 * mine, 2 * mine + 2)
     torch.testing.assert_close(found[:, :, served], alone[:, :, served], **CLOSE)
-    kept = [policy.kept for policy in cache.layers[0].policies]
+    kept = [policy.kept[0] for policy in cache.layers[0].policies]
     assert memory_report(cache).layers[0].mean_kept == sum(kept) / 2
 
 
@@ -302,11 +357,11 @@ def heads_of(model: Any, headwise: Any, tokens: Tensor) -> tuple[Tensor, Any]:
     """Outputs (B, n, H, D) of the heads of the only layer, in chunks and one by one; the cache."""
     outs: list[Tensor] = []
     module = model.model.layers[0].self_attn.o_proj
-    hook = module.register_forward_pre_hook(
-        lambda _, given: outs.append(given[0].unflatten(-1, (4, -1)))
-    )
     with headwise.apply(model) as handle:
         cache = handle.new_cache()
+        hook = module.register_forward_pre_hook(
+            lambda _, given: outs.append(given[0].unflatten(-1, (4, -1)))
+        )
         fed(model, tokens, (20, 11, 1), cache)
     hook.remove()
     return torch.cat(outs, dim=1), cache
@@ -323,13 +378,14 @@ def test_memory_is_that_of_the_tokens_kept(case, sizes, build, keeping, ids):
         fed(model, ids(600), sizes, cache)
     for layer, report in zip(cache.layers, memory_report(cache).layers, strict=True):
         (policy,) = layer.policies
-        headroom = policy.size(policy.kept) - policy.kept
-        assert headroom <= max(256, policy.kept // 8)
+        (kept,) = policy.kept
+        headroom = policy.size(kept) - kept
+        assert headroom <= max(256, kept // 8)
         # Scores and positions, and sinks as they came, are a few bytes more.
-        assert report.device <= 1.02 * token * (policy.kept + headroom) + 4 * token
-        assert report.kept == policy.kept and report.seen == 600
+        assert report.device <= 1.02 * token * (kept + headroom) + 4 * token
+        assert report.kept == kept and report.seen == 600
         if case in DROPPING:
-            assert policy.kept < 250
+            assert kept < 250
 
 
 def policy_of(case: Case, build: Callable[..., Any]) -> Any:
@@ -365,7 +421,7 @@ def test_a_thousand_steps_leave_nothing_behind(case, build):
     tracemalloc.stop()
     # Python's smallest object has 16 bytes; other threads of the process allocate some thousand.
     assert grown < 16 * 880
-    assert policy.seen == 1100
+    assert policy.seen == (1100,)
     # New memory is rare: it has headroom in proportion to what is kept.
     assert moved <= 100
 
@@ -379,7 +435,7 @@ def test_a_step_writes_its_own_rows_only(case, build):
         attend(policy, 1)
         before = {name: tensor.clone() for name, tensor in policy.tensors().items()}
         places = {name: tensor.data_ptr() for name, tensor in policy.tensors().items()}
-        kept = policy.kept
+        (kept,) = policy.kept
         attend(policy, 1)
         for name in ("keys", "values"):
             tensor = policy.tensors()[name]

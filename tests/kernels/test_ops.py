@@ -135,7 +135,7 @@ def test_the_last_token_takes_the_row_of_the_lowest(dtype, backend):
     for head, victim in enumerate((3, 0)):
         for x in right:
             x[0, head, victim] = x[0, head, 5]
-    drop_lowest(keys, values, scores, positions, rows=6, latest=20, backend=backend)
+    drop_lowest(keys, values, scores, positions, rows=[6], latest=[20], backend=backend)
     for found, one in zip((keys, values, scores, positions), right, strict=True):
         assert torch.equal(found, one)
 
@@ -145,11 +145,11 @@ def test_ranks_are_divided_by_how_many_queries_saw_a_token(backend):
     scores = torch.tensor([[[4.0, 3.0, 1.0, 0.1]]])
     positions = torch.tensor([[[0, 5, 8, 9]]], dtype=torch.int32)
     torch.testing.assert_close(
-        ranks(scores, positions, latest=9, queries=10)[0, 0, :3], torch.tensor([0.4, 0.6, 0.5])
+        ranks(scores, positions, latest=[9], queries=[10])[0, 0, :3], torch.tensor([0.4, 0.6, 0.5])
     )
-    for queries, victim in ((10, 0), (None, 2)):
+    for queries, victim in (([10], 0), (None, 2)):
         held = [torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8), scores.clone(), positions.clone()]
-        drop_lowest(*held, rows=4, latest=9, queries=queries, backend=backend)
+        drop_lowest(*held, rows=[4], latest=[9], queries=queries, backend=backend)
         assert held[3][0, 0, victim] == 9
 
 
@@ -165,11 +165,38 @@ def test_native_code_and_torch_drop_the_same():
     native = (keys, values, scores, positions)
     plain = [x.clone() for x in native]
     for rows in range(300, 100, -1):
-        queries = 300 if rows % 2 else None
+        # The second sequence is shorter by 50, and every third time drops none.
+        queries = [300, 260] if rows % 2 else None
+        counts = [rows, rows - 50 if rows % 3 else 0]
         for held, backend in ((native, "cpu"), (plain, "reference")):
-            drop_lowest(*held, rows=rows, latest=260, queries=queries, backend=backend)
+            drop_lowest(*held, rows=counts, latest=[260, 220], queries=queries, backend=backend)
     for one, other in zip(native, plain, strict=True):
-        assert torch.equal(one[:, :, :100], other[:, :, :100])
+        assert torch.equal(one[:, :, :50], other[:, :, :50])
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_drop_lowest_of_unlike_lengths_drops_as_each_sequence_alone(backend):
+    torch.manual_seed(1)
+    keys, values, scores = torch.randn(3, 2, 20, 8), torch.randn(3, 2, 20, 8), torch.rand(3, 2, 20)
+    positions = torch.arange(20, dtype=torch.int32).expand(3, 2, -1).contiguous()
+    # Of what lies behind a sequence nothing is read.
+    scores[0, :, 9:] = -1.0
+    rows, latest, queries = [9, 20, 0], [7, 15, 0], [9, 21, 30]
+    held = (keys, values, scores, positions)
+    together = [x.clone() for x in held]
+    drop_lowest(*together, rows=rows, latest=latest, queries=queries, backend=backend)
+    for row in range(3):
+        alone = [x[row : row + 1].clone() for x in held]
+        if rows[row]:
+            drop_lowest(
+                *alone,
+                rows=rows[row : row + 1],
+                latest=latest[row : row + 1],
+                queries=queries[row : row + 1],
+                backend=backend,
+            )
+        for one, other in zip(together, alone, strict=True):
+            assert torch.equal(one[row : row + 1], other)
 
 
 def unlike_tiles(length: int, heads: int = 3, kv_heads: int = 1) -> tuple[Tensor, Tensor, Tensor]:

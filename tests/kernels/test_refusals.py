@@ -206,8 +206,11 @@ def test_dense_attention_names_what_is_wrong():
         ({"scores": torch.zeros(1, 2, 9).double()}, "got torch.float64"),
         ({"positions": torch.zeros(1, 2, 8, dtype=torch.int32)}, r"\(1, 2, 8\)"),
         ({"keys": torch.zeros(1, 9, 2, 8).transpose(1, 2)}, "must be contiguous"),
-        ({"rows": 10}, "rows must be 2 to 9, got 10"),
-        ({"rows": 1}, "rows must be 2 to 9, got 1"),
+        ({"rows": [10]}, "rows must be 0 or 2 to 9, got 10"),
+        ({"rows": [1]}, "rows must be 0 or 2 to 9, got 1"),
+        ({"rows": [5, 5]}, "rows must be 1 numbers, one for each sequence, got 2"),
+        ({"latest": []}, "latest must be 1 numbers, one for each sequence, got 0"),
+        ({"queries": [1, 2, 3]}, "queries must be 1 numbers, one for each sequence, got 3"),
     ],
 )
 def test_dropping_names_what_is_wrong(change, message):
@@ -216,7 +219,8 @@ def test_dropping_names_what_is_wrong(change, message):
         "values": torch.zeros(1, 2, 9, 4),
         "scores": torch.zeros(1, 2, 9),
         "positions": torch.zeros(1, 2, 9, dtype=torch.int32),
-        "rows": 5,
+        "rows": [5],
+        "latest": [1],
     }
     with pytest.raises(ValueError, match=message):
-        drop_lowest(**{**held, "latest": 1, **change})
+        drop_lowest(**{**held, **change})

@@ -63,7 +63,7 @@ def kept_places(model: LoadedModel, cache: Any, ids: torch.Tensor) -> list[torch
         if layer.is_sliding:
             continue
         (policy,) = layer.policies
-        apart = torch.cdist(policy.keys[0, :, : policy.kept], whole.keys[0])
+        apart = torch.cdist(policy.keys[0, :, : policy.kept[0]], whole.keys[0])
         found.append(apart.argmin(-1))
         assert apart.min(-1).values.max() < 0.05
     return found

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import artifacts
-from artifacts import Full, HeadwiseError, SnapKV, Streaming
+from artifacts import H2O, Full, HeadwiseError, SnapKV, Streaming
 from runtime import Headwise, memory_report
 from tests.runtime.batches import fed, real_from
 from tests.runtime.omnikv import CLOSE
@@ -117,7 +117,7 @@ def test_padding_on_the_right_is_no_hole(build, keeping, ids):
         cache = handle.new_cache()
         model(tokens, past_key_values=cache, attention_mask=real[:, :20])
         model(more, past_key_values=cache, attention_mask=real)
-        assert sorted(policy.seen for policy in cache.layers[0].policies) == [17, 25]
+        assert sorted(policy.seen for policy in cache.layers[0].policies) == [(17,), (25,)]
 
 
 @pytest.mark.parametrize(
@@ -200,6 +200,50 @@ def test_a_prompt_that_cost_nothing_is_taken_back(build, keeping, ids):
         fed(model, tokens, (50, 1, 40), cache)
         cache.crop(-60)
         for state in (layer.policies[0] for layer in cache.layers):
-            assert (state.seen, state.kept) == (40, 40)
+            assert (state.seen, state.kept) == ((40,), (40,))
         found = fed(model, tokens[:, 40:], (10,), cache)
     torch.testing.assert_close(found, model(tokens).logits[:, 40:], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "policies", [{"it": STREAM}, {"it": STREAM, "h2o": H2O(heavy=3, recent=4)}]
+)
+def test_a_step_serves_the_sequences_that_have_a_token(policies, build, keeping, ids):
+    """Of unlike lengths, one not begun yet, one that ends early; heads under one policy or two."""
+    model, tokens = build(num_hidden_layers=1), ids(34, batch=4)
+    real = real_from(34, 0, 9, 25, 18)
+    real[3, 26:] = 0
+    rows = [tuple(policies)] if len(policies) > 1 else None
+    with keeping(model, policies, rows=rows).apply(model) as handle:
+        cache = handle.new_cache()
+        found = fed(model, tokens, (20, 1), cache, attention_mask=real)
+        # The sequence that ended is apart.
+        assert len(cache.layers[0].policies) == 2 * len(policies)
+        for row, mask in enumerate(real):
+            mine = mask.nonzero()[:, 0]
+            first = max(20 - int(mine[0]), 1)
+            alone = fed(model, tokens[row, mine][None], (first, 1), handle.new_cache())
+            torch.testing.assert_close(found[row, mine], alone[0], **CLOSE)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        more = torch.ones(2, 36, dtype=torch.long)
+        more[:, :34] = real[[2, 0]]
+        again = fed(model, ids(2, batch=2), (1,), cache, attention_mask=more)
+    assert again.isfinite().all()
+
+
+def test_the_forward_of_apply_is_not_counted_and_leaves_no_state(build, keeping):
+    model = build("SmolLM3")
+    calls = []
+    hook = model.model.register_forward_pre_hook(lambda *given: calls.append(1))
+    headwise = keeping(model, Streaming(sinks=4, window=12))
+    with headwise.apply(model) as handle:
+        assert handle.stats() == {"sparse": 0, "kept": 0, "dense": {}}
+        caches = [handle.new_cache() for _ in range(3)]
+        assert handle.stats() == {"sparse": 0, "kept": 0, "dense": {}}
+        # A model is rehearsed once.
+        assert len(calls) == 1
+        for cache in caches:
+            assert cache.get_seq_length() == 0
+    with headwise.apply(model):
+        assert len(calls) == 1
+    hook.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from artifacts import HeadwiseError
 from profiling.models.loading import load_tokenizer
 from profiling.prompts.held_out import GATE_SET, Seen
+from profiling.prompts.words import sentences
 from search.model.acceptance import ROUNDS
 from search.model.config import ModelSearch
 from search.model.prompts import calibration_prompts, held_out_prompts, held_out_sets
@@ -44,6 +46,21 @@ def test_of_a_file_of_questions_four_contexts_are_held_out_where_it_has_as_many(
             (task,), LOADED, length=256, samples=1, seed=0, seen=Seen(), number=0
         )
         assert len({prompt.context for prompt in found}) == expected
+
+
+@pytest.mark.parametrize(("lengths", "expected"), [(40, 4), (5, 2)])
+def test_held_out_prompts_of_a_hidden_key_are_fewer_where_the_file_is_short(
+    lengths, expected, tmp_path
+):
+    source = sentences(random.Random(0))
+    text = "".join(f"{number}. {next(source)}" for number in range(4000))
+    file = tmp_path / "book.txt"
+    file.write_text(text[: lengths * 1024])
+    config = replace(CONFIG, tasks=(f"passkey:{file}",))
+    seen = Seen(calibration_prompts(config, LOADED, 1024))
+    options: Any = {"length": 1024, "samples": 1, "seed": 0, "seen": seen}
+    prompts = held_out_prompts(config.tasks, LOADED, number=GATE_SET, **options)
+    assert len(prompts) == expected and not any(map(seen.overlaps, prompts))
 
 
 def test_more_windows_than_an_artifact_lists_are_refused_before_any_work(monkeypatch):

@@ -1,0 +1,166 @@
+"""Caches under policies in every causal architecture of transformers: served, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import artifacts
+from artifacts import Full, HeadwiseError, Streaming
+from runtime import Headwise
+from runtime.fingerprint import fingerprint
+from runtime.layers import attention_layers, sliding_layers, text_config
+from tests.runtime.batches import fed
+from tests.runtime.every import MODEL_TYPES, every_model, one_layer
+
+CLOSE: dict[str, Any] = {"atol": 2e-3, "rtol": 1e-3}
+STREAM = Streaming(sinks=4, window=12)
+# Reason why a cache cannot serve a model, by what the message has.
+CAUSES = {
+    "falcon_h1": "LinearAttentionAndFullAttentionLayer in transformers, not a cache of its own",
+    "zaya": "LinearAttentionAndFullAttentionLayer in transformers, not a cache of its own",
+    "inkling_text": "LinearAttentionAndSlidingWindowAttentionLayer in transformers, not a cache",
+    "gemma3n_text": "DummyLayer in transformers, not a cache of its own",
+    "minimax": "MiniMaxForCausalLM cannot be called with such a cache: MiniMax uses cache",
+    "diffllama": r"layer 0 \(DiffLlamaAttention\) computes with keys or values between its cache",
+    "jetmoe": r"layer 0 \(JetMoeAttention\) computes with keys or values between its cache",
+    "doge": r"layer 0 \(DogeAttention\) computes with keys or values between its cache",
+}
+# Rotations that differ in what is rotated, and by which embedding.
+ROTATIONS = {
+    "phi": {"partial_rotary_factor": 0.5},
+    "stablelm": {"partial_rotary_factor": 0.25},
+    "persimmon": {},
+    "glm4": {},
+    "cohere": {},
+    "ernie4_5": {},
+    "nanochat": {},
+    "olmo3": {},
+    "gemma3_text": {},
+    "gemma4_text": {},
+    "modernbert-decoder": {},
+}
+# Models whose own cache slides and whose own mask does not: they differ from themselves.
+UNLIKE_THEMSELVES = {"moshi"}
+exhaustive = pytest.mark.exhaustive
+
+
+def keeping(model: Any, policy: Any) -> Headwise:
+    """One policy for all layers that see every token."""
+    modules = attention_layers(model)
+    free = modules.keys() - sliding_layers(modules)
+    count = text_config(model).num_hidden_layers
+    rows = tuple("it" if number in free else None for number in range(count))
+    return Headwise(
+        artifacts.Artifact(
+            model=fingerprint(model, name="tiny"),
+            search=None,
+            patterns={},
+            kv_cache=artifacts.KVCache(policies={"it": policy} if free else {}, layers=rows),
+            prefill=artifacts.Prefill(dense_below=1_000_000, layers=(None,) * count),
+        )
+    )
+
+
+def streamed(model: Any, tokens: Tensor, at: int) -> Tensor:
+    """Logits of a token by the definition of STREAM, in a model of one layer.
+
+    Keys and values of a token are those that it has alone, so what a token sees can be given as a
+    text by itself, in which positions are those of the cache.
+    """
+    first = range(min(STREAM.sinks, at + 1))
+    last = range(max(STREAM.sinks, at + 1 - STREAM.window), at + 1)
+    return model(tokens[:, [*first, *last]], use_cache=False).logits[0, -1]
+
+
+def assert_streams(model: Any, tokens: Tensor) -> None:
+    """Assert that a model of one layer is served by STREAM, or is refused in one line."""
+    with keeping(model, STREAM).apply(model) as handle:
+        for sizes in ((40, 1), (1,), (30, 5, 1)):
+            found = fed(model, tokens, sizes, handle.new_cache())[0]
+            for at in (3, 10, 15, 16, 20, 34, 39, 43):
+                torch.testing.assert_close(found[at], streamed(model, tokens, at), **CLOSE)
+
+
+@pytest.mark.parametrize("model_type", sorted(ROTATIONS.keys() & set(MODEL_TYPES)))
+def test_streaming_counts_positions_in_the_cache_by_each_kind_of_rotation(model_type, ids):
+    model = one_layer(model_type, **ROTATIONS[model_type])
+    assert_streams(model, ids(44))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "phi", "glm4", "gemma4_text", "persimmon", "olmo3", "smollm3"]
+)
+def test_streaming_in_bfloat16_is_close_to_float32(model_type, ids):
+    model = one_layer(model_type).bfloat16()
+    with keeping(model, STREAM).apply(model) as handle:
+        found = fed(model, ids(44), (40, 1), handle.new_cache()).float()
+    exact = one_layer(model_type)
+    with keeping(exact, STREAM).apply(exact) as handle:
+        expected = fed(exact, ids(44), (40, 1), handle.new_cache())
+    assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("model_type", sorted(CAUSES.keys() & set(MODEL_TYPES)))
+def test_a_cache_that_cannot_serve_a_model_is_refused_before_the_first_prompt(model_type):
+    model = every_model(model_type)
+    former = model.config._attn_implementation
+    with (
+        pytest.raises(HeadwiseError, match=CAUSES[model_type]) as error,
+        keeping(model, Full()).apply(model) as handle,
+    ):
+        handle.new_cache()
+    assert "\n" not in str(error.value)
+    assert model.config._attn_implementation == former
+
+
+def refused(error: HeadwiseError) -> bool:
+    """True if an error is one line that does not blame the caller."""
+    return "\n" not in str(error) and "apply the artifact" not in str(error)
+
+
+@exhaustive
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "model_type", [each for each in MODEL_TYPES if each not in UNLIKE_THEMSELVES]
+)
+def test_every_model_is_served_as_without_a_policy_or_refused(model_type, ids):
+    model = every_model(model_type)
+    tokens = ids(44)
+    try:
+        expected = fed(model, tokens, (40, 1))
+    except Exception as error:
+        # Models that take no cache of transformers, or more than tokens.
+        expected = None
+        why = error
+    for policy in (Full(), Streaming(sinks=4, window=60, positions="original")):
+        try:
+            with keeping(model, policy).apply(model) as handle:
+                cache = handle.new_cache()
+                if expected is None:
+                    pytest.skip(str(why))
+                found = fed(model, tokens, (40, 1), cache)
+        except HeadwiseError as error:
+            assert refused(error)
+            continue
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@exhaustive
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_model_streams_by_positions_in_the_cache_or_is_refused(model_type, ids):
+    try:
+        model = one_layer(model_type)
+        fed(model, ids(44), (40, 1))
+    except Exception as error:
+        pytest.skip(f"not with one layer: {error}")
+    try:
+        if len(attention_layers(model)) > 1 or sliding_layers(attention_layers(model)):
+            pytest.skip("more than one layer, or one that slides")
+        assert_streams(model, ids(44))
+    except HeadwiseError as error:
+        assert refused(error)
