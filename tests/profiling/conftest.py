@@ -31,11 +31,9 @@ SMALLER: dict[str, dict[str, Any]] = {
     "GptOss": HYBRID,
     "Lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "Llama4": {
-        "config": "Llama4TextConfig",
         "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
         "attention_chunk_size": 16,
-        "intermediate_size_mlp": 96,
-        "num_local_experts": 2,
+        "no_rope_layers": [1, 1, 0],
     },
 }
 

@@ -201,7 +201,10 @@ def test_heads_of_a_layer_that_slides(tmp_path):
     )
     out = tmp_path / "out"
     asked = f"--model {model} --length 400 --dtype float32 --out {out} --picture maps"
-    for heads, said in (("2.0", "layer 2 of hybrid is a sliding-window"), ("0.6", "no head 0.6")):
+    for heads, said in (
+        ("2.0", "layer 2 of hybrid does not see every token"),
+        ("0.6", "no head 0.6"),
+    ):
         with pytest.raises(HeadwiseError, match=said):
             heatmaps.main(f"{asked} --heads {heads}".split())
     heatmaps.main(f"{asked} --picture sparsity".split())

@@ -17,21 +17,13 @@ from runtime.attention.function import headwise_attention
 from runtime.attention.mask import PrefillMask
 from runtime.attention.state import Layer, Settings, forget, remember
 from tests.runtime.omnikv import CLOSE
-from tests.runtime.tiny import DENSE_BELOW
+from tests.runtime.tiny import DENSE_BELOW, GEMMA4_SHARED
 
-KINDS = ["sliding_attention", "full_attention"] * 3
-SHARED = {
-    "num_hidden_layers": 6,
-    "layer_types": KINDS,
-    "sliding_window": 32,
-    "num_kv_shared_layers": 4,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": 97,
-}
 FAMILIES = {
-    "Gemma4": SHARED,
-    "Gemma3n": SHARED
+    "Gemma4": GEMMA4_SHARED,
+    "Gemma3n": GEMMA4_SHARED
     | {
+        "vocab_size_per_layer_input": 97,
         "config": "Gemma3nTextConfig",
         "head_dim": 64,
         "intermediate_size": [96] * 6,
@@ -65,7 +57,7 @@ def test_apply_dense_few_logits_equal_those_of_all(by, length, shared, ids):
 @pytest.mark.parametrize("by", WAYS)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_apply_dense_chunks_and_drafts_of_cut_queries_equal_the_whole(by, cache, build, ids):
-    model, tokens = build("Gemma4", **SHARED), ids(120)
+    model, tokens = build("Gemma4", **GEMMA4_SHARED), ids(120)
     expected = model(tokens).logits
     with apply_dense(model, by=by) as handle:
         past = handle.new_cache()
@@ -81,7 +73,7 @@ def test_apply_dense_chunks_and_drafts_of_cut_queries_equal_the_whole(by, cache,
 
 @pytest.mark.parametrize("by", WAYS)
 def test_generate_with_prompt_lookup_gives_the_greedy_tokens(by, build, ids):
-    model = build("Gemma4", **SHARED)
+    model = build("Gemma4", **GEMMA4_SHARED)
     prompt = ids(20).repeat(1, 3)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     expected = model.generate(prompt, **options)
@@ -93,12 +85,12 @@ def test_generate_with_prompt_lookup_gives_the_greedy_tokens(by, build, ids):
 
 
 def test_generate_with_an_assistant_gives_the_greedy_tokens(build, ids):
-    model, prompt = build("Gemma4", **SHARED), ids(60)
+    model, prompt = build("Gemma4", **GEMMA4_SHARED), ids(60)
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     expected = model.generate(prompt, **options)
     with apply_dense(model):
         for seed in (0, 1):
-            assistant = build("Gemma4", seed=seed, **SHARED)
+            assistant = build("Gemma4", seed=seed, **GEMMA4_SHARED)
             found = model.generate(prompt, assistant_model=assistant, **options)
             assert torch.equal(found, expected)
 
@@ -121,7 +113,7 @@ def test_apply_serves_shared_layers_by_patterns_without_making_a_mask(
 
 @pytest.mark.parametrize("section", ["kv_cache", "decode"])
 def test_apply_refuses_a_section_where_layers_share_keys_and_values(section, shared, artifact_for):
-    rows = tuple("f" if kind == "full_attention" else None for kind in KINDS)
+    rows = tuple("f" if kind == "full_attention" else None for kind in GEMMA4_SHARED["layer_types"])
     sections = {
         "kv_cache": artifacts.KVCache(policies={"f": artifacts.Full()}, layers=rows),
         "decode": artifacts.Decode(omnikv=artifacts.OmniKV(filter_layers=(1,), budget=64)),

@@ -115,11 +115,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 97,
     },
+    "Exaone4": {"head_dim": 64, **HYBRID},
+    "Llama4": {
+        "config": "Llama4TextConfig",
+        "intermediate_size_mlp": 96,
+        "head_dim": 64,
+        "num_local_experts": 2,
+        "attention_chunk_size": 64,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+    },
     "Glm": {"head_dim": 64},
     "Glm4Moe": {"head_dim": 64, **ROUTED, "n_shared_experts": 1},
     "Glm4MoeLite": LATENT | ROUTED,
     "DeepseekV2": LATENT | ROUTED,
     "DeepseekV3": LATENT | ROUTED,
+}
+
+# Gemma 4 as E2B and E4B: the last layers read the keys and values of others.
+GEMMA4_SHARED = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 32,
+    "num_kv_shared_layers": 4,
+    "hidden_size_per_layer_input": 16,
 }
 
 _OWN = "and never asks transformers' attention interface"

@@ -23,7 +23,7 @@ from profiling.speed.baselines import HEADWISE, KERNEL
 from runtime import load
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, full_layers
-from search import demo
+from search import demo, filters, kv
 from search.heads import main
 from search.model.config import ModelSearch
 from search.model.layers import serving_backend
@@ -32,7 +32,7 @@ from search.model.speed import FirstToken
 from search.published.search import HeadSearch, run
 from search.published.space import dense_tiles, target_tiles
 from tests.processes import Process
-from tests.runtime.tiny import FAMILIES
+from tests.runtime.tiny import FAMILIES, GEMMA4_SHARED
 from tests.runtime.tiny import tiny_model as tiny_of_family
 from tests.sampling import sampled
 from tests.search.conftest import PUBLISHED
@@ -40,7 +40,7 @@ from tests.tiny_text_model import save_tokenizer
 
 # Architectures: one without a trait of its own, and one for each of a fused projection, a softcap,
 # layers that slide, sinks, another layout of modules, and experts. The runtime's matrix has all.
-TRAITS = ("Llama", "Phi3", "Gemma2", "Gemma3", "GptOss", "GPTNeoX", "Qwen3Moe")
+TRAITS = ("Llama", "Phi3", "Gemma2", "Gemma3", "GptOss", "GPTNeoX", "Qwen3Moe", "Exaone4", "Llama4")
 
 
 def test_writes_a_pair_and_the_picture_and_scores_are_what_the_artifact_has_on_the_prompt(
@@ -113,6 +113,29 @@ def test_what_is_found_for_an_architecture_serves_it(family, tmp_path):
     with torch.no_grad(), load(out).apply(model, strict=True) as handle:
         model(torch.randint(3, 250, (1, 512)))
         assert handle.stats()["sparse"] == len(found)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_search_where_layers_share_keys_and_values_serves_all_of_them(tmp_path):
+    """Also Gemma 4's layers whose queries transformers cuts to those whose logits are asked for."""
+    model = tiny_of_family(
+        "Gemma4", vocab_size=260, vocab_size_per_layer_input=260, **GEMMA4_SHARED
+    )
+    out = tmp_path / "cfg.yaml"
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    options = "--preset paper --length 512 --budget 0.6 --dtype float32 --no-picture"
+    assert main(["--model", str(tmp_path / "model"), "--out", str(out), *options.split()]) == 0
+    assert [row is not None for row in artifacts.load(out).prefill.layers] == [False, True] * 3
+    with torch.no_grad(), load(out).apply(model, strict=True) as handle:
+        model(torch.randint(3, 97, (1, 512)))
+        assert handle.stats()["sparse"] == 3
+    for command, section in ((filters, "decode"), (kv, "kv_cache")):
+        words = [str(out), "--model", str(tmp_path / "model"), "--out", str(tmp_path / "new.yaml")]
+        if command is kv:
+            words += ["--target-share", "0.5"]
+        with pytest.raises(HeadwiseError, match=f"layer 2 .*: the {section} section cannot"):
+            command.main(words)
 
 
 def test_kernels_that_do_not_compile_are_told_in_one_line(tiny_model, monkeypatch, capfd):

@@ -19,7 +19,7 @@ from profiling.inside.decode_capture import capture_decode
 from profiling.memory_use import peak_memory
 from tests.profiling.conftest import tiny
 from tests.profiling.inside.plain import output
-from tests.runtime.tiny import refused_model
+from tests.runtime.tiny import GEMMA4_SHARED, refused_model, tiny_model
 
 ROOT = Path(__file__).parents[3]
 FAMILIES = ["Llama", "Qwen2", "Qwen3", "GPTNeoX", "Mistral", "Gemma3", "Gemma2", "GptOss"]
@@ -131,6 +131,19 @@ def test_a_chunked_layer_is_local():
         capture(model, tokens(), lambda x: windows.append(x.sliding_window))
     assert windows == WINDOWS["Llama4"]
     torch.testing.assert_close(got[0], expected, atol=2e-5, rtol=1e-4)
+
+
+def test_capture_sees_every_query_of_layers_that_share_keys_and_values():
+    model = tiny_model("Gemma4", **GEMMA4_SHARED)
+    queries = {}
+    capture(model, tokens(75), lambda x: queries.update({x.layer: x.q.shape[2]}))
+    assert queries == dict.fromkeys(range(6), 75)
+
+
+def test_capture_of_a_full_layer_that_holds_a_window_sees_no_window():
+    windows = []
+    capture(tiny_model("Exaone4"), tokens(), lambda x: windows.append(x.sliding_window))
+    assert windows == [32, None]
 
 
 def grown() -> int:
