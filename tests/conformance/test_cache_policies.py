@@ -288,7 +288,7 @@ def test_assisted_decoding_verifies_drafts_in_calls_of_the_accepted_tokens(
     prompt = ids(10).repeat(1, 4)
     more: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
     if drafting == "assistant":
-        more = {"assistant_model": case.build(build, seed=1)}
+        more = {"assistant_model": build(num_hidden_layers=1, seed=1)}
     options = {"max_new_tokens": 30, **GREEDY}
     sizes: list[int] = []
     with keeping(model, case.record).apply(model) as handle:

@@ -23,7 +23,7 @@ CAUSES = {
     "falcon_h1": "LinearAttentionAndFullAttentionLayer in transformers, not a cache of its own",
     "zaya": "LinearAttentionAndFullAttentionLayer in transformers, not a cache of its own",
     "inkling_text": "LinearAttentionAndSlidingWindowAttentionLayer in transformers, not a cache",
-    "gemma3n_text": "DummyLayer in transformers, not a cache of its own",
+    "gemma3n_text": "reads the keys and values of another layer",
     "minimax": "MiniMaxForCausalLM cannot be called with such a cache: MiniMax uses cache",
     "diffllama": r"layer 0 \(DiffLlamaAttention\) computes with keys or values between its cache",
     "jetmoe": r"layer 0 \(JetMoeAttention\) computes with keys or values between its cache",
@@ -41,7 +41,6 @@ ROTATIONS = {
     "olmo3": {},
     "gemma3_text": {},
     "gemma4_text": {},
-    "modernbert-decoder": {},
 }
 # Models whose own cache slides and whose own mask does not: they differ from themselves.
 UNLIKE_THEMSELVES = {"moshi"}
