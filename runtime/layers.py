@@ -29,9 +29,11 @@ _INTERFACE = "transformers' attention interface"
 # (chunks, a choice of the layer's own, nothing at all), which patterns, filters and policies leave
 # alone.
 Kind = Literal["full", "sliding", "other"]
-# Of transformers' types of layers. A hybrid layer has attention and a recurrent state.
+# Of transformers' types of layers. A hybrid layer has attention and a recurrent state; "attention"
+# is the former name of full_attention.
 _KINDS: dict[str, Kind] = {
     "full_attention": "full",
+    "attention": "full",
     "hybrid": "full",
     "sliding_attention": "sliding",
     "hybrid_sliding": "sliding",
