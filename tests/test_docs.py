@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from artifacts.cli.command import ArgumentParser
-from search import reference
+from headwise import command_page
 from search.__main__ import VERBS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -355,7 +355,7 @@ def parser_of(words: list[str]) -> tuple[ArgumentParser, list[str]] | None:
         if verb == "lm-eval":
             # Its arguments are the harness's.
             return None
-        return reference._parser(verb, VERBS[verb]), words[2:]
+        return command_page._parser(verb, VERBS[verb]), words[2:]
     if "-m" in words:
         at = words.index("-m")
         name = words[at + 1]

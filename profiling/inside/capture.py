@@ -162,7 +162,7 @@ def attending_with(
 def _forward(model: PreTrainedModel, input_ids: Tensor, use_cache: bool) -> Any:
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         # Given as a number, Gemma 4 cuts the queries of its last layers to as many.
-        last = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)
+        last = torch.tensor([input_ids.shape[1] - 1], dtype=torch.long, device=input_ids.device)
         return model(input_ids=input_ids, use_cache=use_cache, logits_to_keep=last)
     return model.base_model(input_ids=input_ids, use_cache=use_cache)
 

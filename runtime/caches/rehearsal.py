@@ -114,7 +114,7 @@ def _failed(model: PreTrainedModel, error: Exception) -> Rehearsal:
         _forward(model, None)
     except Exception:
         # The model wants more than tokens, or is not ready to be called.
-        return Rehearsal(failure=f"a forward of one token failed: {reason}")
+        return Rehearsal(failure=f"a forward of a few tokens failed: {reason}")
     return Rehearsal(
         failure=f"{type(model).__name__} cannot be called with such a cache: {reason}", misfit=True
     )
