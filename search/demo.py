@@ -7,6 +7,7 @@ them is a matter of minutes on this machine, by a quick measurement, else 4,096;
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from artifacts.cli.options import add_arguments, check_ranges, config_of, shared
 from artifacts.errors import shorten
 from artifacts.files import out_folder
 from kernels.index import TILE
+from kernels.native import build
 from profiling.machine import search_seconds
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
@@ -204,6 +206,9 @@ def main(argv: list[str] | None = None) -> int:
     if demo.length is not None:
         lengths = (demo.length,)
     config = settled(ModelSearch(model=demo.model, out=demo.out / "cfg.yaml", lengths=lengths))
+    if config.device == "cpu":
+        # The first use compiles the kernels, meanwhile the weights are converted.
+        threading.Thread(target=build.load, daemon=True).start()
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     if lengths is None:
         config = _sized(config, loaded)
