@@ -65,6 +65,10 @@ def flat(x: LayerInputs) -> Tensor:
 )
 def test_captured_tensors_reproduce_each_layers_output(family, length):
     model = tiny(family)
+    if family != "GptOss":
+        # In float32 rounding of earlier layers exceeds the bound on some processors. The code of
+        # GPT-OSS has steps that are float32 whatever the weights are.
+        model = model.double()
     expected = attention_outputs(model, tokens(length))
     found = []
     got = []
@@ -76,6 +80,7 @@ def test_captured_tensors_reproduce_each_layers_output(family, length):
     capture(model, tokens(length), visit)
     assert [x.layer for x in found] == [0, 1, 2]
     assert [x.sliding_window for x in found] == WINDOWS.get(family, [None] * 3)
+    expected = [each.float() for each in expected]
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
     for x in found:
         assert x.k.shape[1] == (4 if family == "GPTNeoX" else 2), "keys must come unrepeated"
