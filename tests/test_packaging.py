@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SITE = Path(sysconfig.get_paths()["purelib"])
 PACKAGES = ("artifacts", "headwise", "kernels", "profiling", "runtime", "search")
-FOLDERS = (*PACKAGES, "benchmarks", "docs", "notebooks", "tests")
+FOLDERS = (*PACKAGES, "benchmarks", "docs", "examples", "notebooks", "tests")
 FILES = (
     *("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "constraints.txt", "mkdocs.yml"),
     *("requirements-vllm.txt", "requirements-docs.txt", "CITATION.cff", "SECURITY.md"),
