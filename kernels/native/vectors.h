@@ -309,15 +309,23 @@ struct WithSink {
   }
 };
 
-// softcap * tanh(scale * s / softcap), with tanh |x| = (1 - t) / (1 + t) for t = e^(-2 |x|).
+// softcap * tanh(scale * s / softcap), with tanh |x| = (1 - t) / (1 + t) for t = e^(-2 |x|). Where |x| is small 1 - t cancels;
+// there tanh is an odd polynomial, with the coefficients of Cephes.
 inline void cap(float* s, int n, Softmax how) {
   const float inner = how.scale / how.softcap;
   const Exp2<6> exp2(2 * LOG2E);
   for (int j = 0; j < n; j += LANES) {
     const vf x = load(s + j) * inner;
-    const vf t = exp2(x < 0 ? x : -x);
-    const vf y = (1.0f - t) / (1.0f + t) * how.softcap;
-    store(s + j, x < 0 ? -y : y);
+    const vf size = x < 0 ? -x : x;
+    const vf square = x * x;
+    vf series = square * -5.70498872745e-3f + 2.06390887954e-2f;
+    series = series * square - 5.37397155531e-2f;
+    series = series * square + 1.33314422036e-1f;
+    series = series * square - 3.33332819422e-1f;
+    const vf t = exp2(-size);
+    const vf far = (1.0f - t) / (1.0f + t);
+    const vf y = size < 0.625f ? series * square * x + x : (x < 0 ? -far : far);
+    store(s + j, y * how.softcap);
   }
 }
 

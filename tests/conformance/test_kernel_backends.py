@@ -121,9 +121,7 @@ def test_attention(dtype, server, name):
     given = problem(case, HOST)
     with threads(2):
         out, lse = served(case, given, op)
-    # Logits of rising keys reach this, those of normal ones about 4.
-    logits = max(1.0, case.rise * case.k_len / 4)
-    check(out, given.out, "out", dtype, logits)
+    check(out, given.out, "out", dtype)
     check(lse, given.lse, "lse", dtype)
 
 
