@@ -165,7 +165,7 @@ def evaluate(
 
 def _call(function: str, options: dict[str, Any]) -> str:
     """A call as it stands in records, in place of a command line."""
-    from search.model.config import without_password
+    from search.study import without_password
 
     shown = {
         name: without_password(value) if isinstance(value, str) else value

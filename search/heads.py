@@ -18,9 +18,10 @@ from artifacts.cli import arguments
 from artifacts.cli.command import FOUND, ArgumentParser, run_command
 from artifacts.cli.interrupt import while_importing
 from artifacts.cli.options import add_arguments, config_of
-from search.model.config import ModelSearch, without_password
+from search.model.config import ModelSearch
 from search.model.limits import Limits
 from search.published.config import HeadSearch
+from search.study import without_password
 
 # Options of the search with one budget for the model that --preset paper lacks.
 _OF_MODEL = tuple(

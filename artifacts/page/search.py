@@ -57,8 +57,6 @@ def _how(search: SearchInfo) -> str:
     parts = [f"headwise {search.tool_version}", f"preset {search.preset}"]
     if search.cost is not None and search.cost.unit == "seconds":
         parts.append(f"by seconds of {search.cost.device}")
-    if search.n_trials is not None:
-        parts.append(plural(search.n_trials, "trial"))
     return ", ".join([*parts, f"seed {search.seed}"])
 
 

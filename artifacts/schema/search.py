@@ -104,9 +104,6 @@ class SearchInfo(Record):
         default=None,
         description="what the search counted as cost; null: tiles, alike for all kinds",
     )
-    n_trials: Natural | None = Field(
-        default=None, description="Optuna trials behind the result; null: there was no study"
-    )
     gradient_fault: Text | None = Field(
         default=None,
         description=(

@@ -20,6 +20,7 @@ from profiling.similarities.similarity_profile import Profile, load_profile
 from runtime.layers import attention_layers, check_section, full_layers
 from search.decode.filter_layers import Choice, Rules, best_choice, evenly_spaced, kept, total
 from search.decode.section_search import SectionSearch
+from search.study import STORAGE_HELP, Study, check_storage
 
 
 def _budget(text: str) -> int | float:
@@ -79,6 +80,7 @@ class FilterSearch:
         within=POSITIVE,
         advanced=True,
     )
+    storage: str | None = option(STORAGE_HELP, default=None, metavar="URL", advanced=True)
     rules: Rules = nested(Rules)
     fresh: bool = shared(arguments.add_fresh, default=False)
 
@@ -123,6 +125,7 @@ def run(config: FilterSearch) -> tuple[Artifact, FilterResult]:
     profile = None
     if config.profile is not None:
         profile = load_profile(config.profile)
+    check_storage(config.storage)
     config = replace(config, measured=settled(config.measured))
     search = SectionSearch.begin(
         "filters",
@@ -151,6 +154,7 @@ def run(config: FilterSearch) -> tuple[Artifact, FilterResult]:
         choice = best_choice(error, profile.layers, config.rules)
         again = replace(measured, top_k=profile.about["top_k"])
         result = compare(choice, profile, measure(again, loaded, ledger, prompts=held_out))
+        _record(config, result)
         section = Decode(omnikv=_section(config, result))
         arrays = {"similarity.mass": profile.mass(), "similarity.error": profile.error().sum(-1)}
         written = search.write(lambda now: now.model_copy(update={"decode": section}), arrays)
@@ -199,6 +203,30 @@ def compare(choice: Choice, profile: Profile, held_out: Profile) -> FilterResult
         even=score(even, held_out),
         profile=profile,
     )
+
+
+def _record(config: FilterSearch, result: FilterResult) -> None:
+    """Keep each scored choice as a trial."""
+    study = Study(
+        storage=config.storage,
+        name=config.out.stem,
+        space={
+            "choice": ["searched", "evenly spaced"],
+            "prompts": ["chosen on", "held out"],
+        },
+        losses=("error", "missed mass"),
+    )
+    for choice, prompts, score in (
+        ("searched", "chosen on", result.made_by),
+        ("searched", "held out", result.held_out),
+        ("evenly spaced", "held out", result.even),
+    ):
+        study.add(
+            {"choice": choice, "prompts": prompts},
+            {"error": score.error, "missed mass": 1 - score.kept},
+            filter_layers=list(score.choice.filter_layers),
+            dense_layers=list(score.choice.dense_layers),
+        )
 
 
 def _section(config: FilterSearch, result: FilterResult) -> OmniKV:

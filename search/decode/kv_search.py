@@ -29,6 +29,7 @@ from profiling.quality.forced_decode import Divergence, divergence
 from runtime.layers import attention_layers, check_section, layer_kinds, window_of
 from search.decode.section_search import SectionSearch, beyond_chance
 from search.model.hulls import spend
+from search.study import STORAGE_HELP, Study, check_storage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ class KVSearch:
         default=True,
         advanced=True,
     )
+    storage: str | None = option(STORAGE_HELP, default=None, metavar="URL", advanced=True)
     seed: int = shared(arguments.add_seed, default=0)
     dtype: str = shared(arguments.add_dtype, default="auto")
     device: str = shared(arguments.add_device, default="auto")
@@ -122,6 +124,7 @@ def run(config: KVSearch) -> tuple[Artifact, KVResult]:
         HeadwiseError: a user's mistake; nothing is written then.
     """
     config = settled(config)
+    check_storage(config.storage)
     search = SectionSearch.begin(
         "kv", config.config, config.out, config.model, dtype=config.dtype, device=config.device
     )
@@ -170,6 +173,7 @@ def run(config: KVSearch) -> tuple[Artifact, KVResult]:
             even=evenly,
             curves=curves,
         )
+        _record(config, result, share, decided, evenly_decided)
         arrays = {
             "kv.shares": np.array(curves.shares),
             "kv.error": curves.error,
@@ -180,6 +184,33 @@ def run(config: KVSearch) -> tuple[Artifact, KVResult]:
         written = search.write(lambda now: with_cache(now, section), arrays)
         ledger.remove()
     return written, result
+
+
+def _record(
+    config: KVSearch,
+    result: KVResult,
+    share: float,
+    decided: Sequence[Divergence],
+    evenly_decided: Sequence[Divergence],
+) -> None:
+    """Keep both ways to spend the total as trials, on the deciding and the reporting prompts."""
+    study = Study(
+        storage=config.storage,
+        name=config.out.stem,
+        space={"share": (0.0, 1.0), "budgets": ["searched", "even"]},
+        losses=("KL", "perplexity ratio"),
+    )
+    for budgets, prompts, score in (
+        ("searched", "deciding", Divergence.joined(decided)),
+        ("even", "deciding", Divergence.joined(evenly_decided)),
+        ("searched", "reporting", result.searched),
+        ("even", "reporting", result.even),
+    ):
+        study.add(
+            {"share": result.share if budgets == "searched" else share, "budgets": budgets},
+            {"KL": score.mean_kl, "perplexity ratio": score.perplexity_ratio},
+            prompts=prompts,
+        )
 
 
 def _held_out(search: SectionSearch, config: KVSearch, number: int) -> list[Prompt]:

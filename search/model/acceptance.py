@@ -15,8 +15,9 @@ from profiling.prompts.prompt import Prompt
 from profiling.quality.sequences import Reference, TokenSequence
 from search.model.allocation import Allocation, Heads
 from search.model.limits import Limits
-from search.model.search_run import Measured, SearchRun
+from search.model.search_run import Measured, SearchRun, add_trial
 from search.model.task_losses import TaskLoss
+from search.study import Study
 
 # Budgets of the frontier's other points, relative to the accepted one.
 _FRONT = (0.5, 2.0)
@@ -59,6 +60,7 @@ def gate(
     total: float,
     best: Allocation,
     held_out: Iterator[list[Prompt]],
+    study: Study,
 ) -> Accepted:
     """Raise the budget until held-out losses are within the limits; add the frontier's points.
 
@@ -73,6 +75,7 @@ def gate(
         total: the budget before it is raised.
         best: its best allocation.
         held_out: sets of prompts, each unlike those before.
+        study: gets each measured allocation as a trial.
 
     Raises:
         Finding: nothing passes.
@@ -84,6 +87,7 @@ def gate(
     for number, reference in enumerate(_references(run, held_out), start=1):
         name = f"held-out set {number}"
         measured, sequences, fault = _judge(run, limits, reference, allocation, name)
+        add_trial(study, heads, measured, name)
         if fault is None:
             break
         if number == ROUNDS or budget >= heads.total(1.0):
@@ -101,10 +105,13 @@ def gate(
                 f"{name} fails: {fault}; budget raised from {heads.share(before):.3f} to "
                 f"{heads.describe(budget)}"
             )
+    points = _front(run, heads, reference, measured.allocation, budget)
+    for point in points:
+        add_trial(study, heads, point, f"first contexts of {name}")
     return Accepted(
         fault=first_fault,
         measured=measured,
-        points=_front(run, heads, reference, measured.allocation, budget),
+        points=points,
         chosen_on=chosen_on,
         reported_on=reference.sequences,
     )

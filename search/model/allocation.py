@@ -22,6 +22,8 @@ from search.model.rows import Rows, pick, rows_of
 
 # A total has to be so many times what the cheapest candidates cost, for there to be a choice.
 _MARGIN = 1.01
+# The weight of a kind of prompts is at most this, and at least its inverse.
+LARGEST_WEIGHT = 8.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,7 +34,6 @@ class Allocation:
         candidates: (L, H) index in the grid, -1 in layers without patterns.
         cost: of all heads together.
         price: loss that a unit of cost has to save to be spent.
-        weight: (L,) of the layers' losses.
         prompt_weights: of the losses of each kind of prompt.
     """
 
@@ -40,7 +41,6 @@ class Allocation:
     tail: int
     cost: float
     price: float
-    weight: np.ndarray
     prompt_weights: Mapping[str, float]
 
     @property
@@ -123,19 +123,13 @@ class Heads:
 
     def reallocate(self, allocation: Allocation, total: float) -> Allocation:
         """Spend another total with an allocation's weights and dense tail."""
-        return self.allocate(
-            total,
-            allocation.tail,
-            weight=allocation.weight,
-            prompt_weights=allocation.prompt_weights,
-        )
+        return self.allocate(total, allocation.tail, prompt_weights=allocation.prompt_weights)
 
     def allocate(
         self,
         total: float,
         tail: int,
         *,
-        weight: np.ndarray | None = None,
         prompt_weights: Mapping[str, float] | None = None,
     ) -> Allocation:
         """Spend one budget over the model: the least weighted loss for at most `total`.
@@ -143,7 +137,6 @@ class Heads:
         Args:
             total: budget of all heads together.
             tail: the dense tail.
-            weight: (L,) of each layer's loss; ones if None.
             prompt_weights: weight of the loss of each kind of prompt; ones if None.
 
         Raises:
@@ -151,10 +144,8 @@ class Heads:
         """
         curves = self.curves[tail]
         costs = self.costs[tail]
-        if weight is None:
-            weight = np.ones(len(costs))
         layers = np.flatnonzero(self.searched)
-        loss = curves.loss(prompt_weights)[layers] * weight[layers, None, None]
+        loss = curves.loss(prompt_weights)[layers]
         own = costs[layers]
         spent = spend(loss.reshape(-1, loss.shape[-1]), own.reshape(-1, loss.shape[-1]), total)
         entries = np.array(spent.entries).reshape(loss.shape[:2])
@@ -165,7 +156,6 @@ class Heads:
             tail=tail,
             cost=float(np.take_along_axis(own, entries[..., None], axis=-1).sum()),
             price=spent.price,
-            weight=weight,
             prompt_weights=dict(prompt_weights or dict.fromkeys(curves.losses(), 1.0)),
         )
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote
 
 from artifacts import HeadwiseError
 from artifacts.cli import arguments
@@ -14,37 +12,14 @@ from artifacts.schema.search import CostUnit
 from profiling.memory_use.config import bytes_of
 from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, parse_task
 from search.model.limits import Limits
+from search.study import STORAGE_HELP
 
 DEFAULT_BUDGET = 0.25
-DEFAULT_TRIALS = 1
-# Trials that are known in closed form, before any is drawn.
-CLOSED = 2
 # Dense tails that are compared where none is asked for, in tokens. Not 0: default tasks ask
 # elsewhere than at the end of a prompt, so that they see no worth in a tail, and users' prompts end
 # with a question more often than not: without a tail SmolLM2 lost 5 of 6 pass keys at 4,096 tokens,
 # where an artifact of shorter prompts is served, too.
 TAILS = (64, 256)
-
-
-# The password of a URL ends at the last @, as unescaped ones may be in it.
-_PASSWORD = re.compile(r"(?P<user>://(?!/)[^:]*):(?P<secret>.*)@", re.DOTALL)
-_QUERY_PASSWORD = re.compile(
-    r"(?P<name>[?&][^=&]*(?:pass|pwd|secret|token|key|credential)[^=&]*=)(?P<secret>[^&]*)",
-    re.DOTALL | re.IGNORECASE,
-)
-
-
-def without_password(url: str) -> str:
-    """A storage's URL with `user:password@` cut to `user@`, and passwords of its query to `***`."""
-    return _PASSWORD.sub(r"\g<user>@", _QUERY_PASSWORD.sub(r"\g<name>***", url))
-
-
-def passwords(url: str) -> list[str]:
-    """The passwords in a storage's URL, as they are written and as they are read."""
-    without_query = _QUERY_PASSWORD.sub(r"\g<name>", url)
-    found = [match["secret"] for match in _QUERY_PASSWORD.finditer(url)]
-    found += [match["secret"] for match in _PASSWORD.finditer(without_query)]
-    return [each for secret in found if secret for each in (secret, unquote(secret))]
 
 
 def _share(text: str) -> float:
@@ -67,8 +42,7 @@ class ModelSearch:
         lengths: of prompts; the patterns are for the longest, the others show how sizes go with it.
         samples: prompts of each task and length.
         dense_tail: None lets the search choose among TAILS.
-        n_trials: runs of refinement, in all.
-        storage: of Optuna's study, any URL that it takes; None keeps it in memory.
+        storage: of an Optuna study of all that is measured, any URL that it takes; None keeps none.
         max_memory: bytes of weights that stay on the device, None all; the other layers come in
             one at a time.
     """
@@ -104,18 +78,7 @@ class ModelSearch:
         choices=("seconds", "flops"),
         advanced=True,
     )
-    n_trials: int = option(
-        "ways to spend the budget that are tried on the whole model",
-        default=DEFAULT_TRIALS,
-        within=at_least(1),
-        advanced=True,
-    )
-    storage: str | None = option(
-        "where Optuna keeps the study of its draws, from --n-trials 3 on",
-        default=None,
-        metavar="URL",
-        advanced=True,
-    )
+    storage: str | None = option(STORAGE_HELP, default=None, metavar="URL", advanced=True)
     limits: Limits = nested(Limits)
     seed: int = shared(arguments.add_seed, default=0, within=at_least(0))
     dtype: str = shared(arguments.add_dtype, default="auto")
@@ -165,11 +128,6 @@ class ModelSearch:
         if not 0 < self.share <= 1:
             raise HeadwiseError(
                 f"--budget must be above 0 and at most 1 (dense attention), got {self.share:g}"
-            )
-        if self.storage is not None and self.n_trials < CLOSED + 1:
-            raise HeadwiseError(
-                "--storage keeps the study of Optuna's draws, which begin at "
-                f"--n-trials {CLOSED + 1}; got {self.n_trials}"
             )
 
     @property

@@ -52,7 +52,6 @@ class Outcome:
     Attributes:
         curves: by length and dense tail.
         least_reason: why more than was asked for could be spent, None where it was not.
-        trials: how many refinement made.
         calibration: sequences of the longest length.
         gradient_fault: why gradients are missing.
     """
@@ -62,7 +61,6 @@ class Outcome:
     costs: Costs
     heads: Heads
     least_reason: str | None
-    trials: int
     accepted: Accepted
     calibration: Sequence[TokenSequence]
     gradient_fault: str | None
@@ -281,7 +279,6 @@ def _search_info(config: ModelSearch, outcome: Outcome, windows: int) -> SearchI
         budget=f"{config.share:g}",
         spent=outcome.spent,
         cost=SearchCost(unit=outcome.costs.unit, device=outcome.costs.device or config.device),
-        n_trials=outcome.trials,
         gradient_fault=outcome.gradient_fault,
         device=config.device,
         dtype=config.dtype,
@@ -305,6 +302,5 @@ def _score_arrays(outcome: Outcome) -> dict[str, np.ndarray]:
     names = [pattern_name(as_artifact_pattern(pattern)) for pattern in outcome.run.patterns]
     return {
         **score_arrays(allocation.candidates, names, measures),
-        "allocation.weight": allocation.weight.astype(np.float64),
-        "allocation.price": np.full(len(allocation.weight), allocation.price),
+        "allocation.price": np.full(len(allocation.candidates), allocation.price),
     }

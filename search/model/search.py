@@ -34,11 +34,12 @@ from search.model.costs import Costs
 from search.model.layers import searched_layers, serving_backend
 from search.model.prompts import calibration_prompts, held_out_sets, lengths_of
 from search.model.record import Outcome, Recorded, build, write
-from search.model.refine import check_storage, refine
+from search.model.refine import refine
 from search.model.scored_prompts import score_prompts
-from search.model.search_run import SearchRun
+from search.model.search_run import SearchRun, study_of
 from search.model.speed import time_attention, time_first_token
 from search.model.timed_costs import time_candidates
+from search.study import check_storage
 
 # Raised where the resume file would keep another value under the same name.
 _VERSION = 6
@@ -55,7 +56,7 @@ def run(config: ModelSearch, loaded: LoadedModel | None = None) -> Recorded | No
         HeadwiseError: a user's mistake, or a gate that nothing passes; no file is written.
     """
     # Missing packages are reported before any work.
-    if config.n_trials > 1:
+    if config.storage is not None:
         import_module("optuna")
     if config.picture:
         import_module("matplotlib")
@@ -144,20 +145,18 @@ def search_model(
             heads, config.share, asked=config.budget is not None, length=search_run.length
         )
 
-        # Refinement: ways to spend the budget, on the calibration prompts.
-        trials = refine(
-            search_run,
-            heads,
-            total,
+        study = study_of(
             calibration,
-            trials=config.n_trials,
-            seed=config.seed,
-            storage=config.storage,
-            study_name=config.out.stem,
+            list(by_tail),
+            config.storage if joined.is_first else None,
+            config.out.stem,
         )
 
+        # Refinement: text and answers are balanced by a run on the calibration prompts.
+        allocation = refine(search_run, heads, total, calibration, study)
+
         # Gate: losses on held-out prompts, and more budget where a task loses too much.
-        accepted = gate(search_run, heads, config.limits, total, trials[0], held_out)
+        accepted = gate(search_run, heads, config.limits, total, allocation, held_out, study)
         if not joined.is_first:
             return None
         outcome = Outcome(
@@ -166,7 +165,6 @@ def search_model(
             costs=costs,
             heads=heads,
             least_reason=reason,
-            trials=len(trials),
             accepted=accepted,
             calibration=calibration.sequences,
             gradient_fault=gradient_fault,

@@ -17,8 +17,9 @@ from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt
 from profiling.quality.sequences import Losses, Reference, sequences
 from profiling.ranks import Ranks
-from search.model.allocation import Allocation
+from search.model.allocation import LARGEST_WEIGHT, Allocation, Heads
 from search.model.task_losses import TaskLoss, by_task
+from search.study import Study
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,9 +30,56 @@ class Measured:
     tasks: tuple[TaskLoss, ...]
 
     @property
-    def loss(self) -> float:
-        """Mean over the tasks, nats a token."""
-        return float(np.mean([task.loss for task in self.tasks]))
+    def by_kind(self) -> dict[str, float]:
+        """Mean loss of the tasks of each kind that there is, `text` and `answer`, nats a token."""
+        kinds: dict[str, list[float]] = {}
+        for task in self.tasks:
+            kinds.setdefault("answer" if task.answers else "text", []).append(task.loss)
+        return {kind: float(np.mean(losses)) for kind, losses in kinds.items()}
+
+
+def study_of(calibration: Reference, tails: Sequence[int], storage: str | None, name: str) -> Study:
+    """The study of a search's allocations: losses of text and answers, and the cost."""
+    kinds = {True: "text", False: "answer"}
+    return Study(
+        storage=storage,
+        name=name,
+        space={
+            "cost": (0.0, 1.0),
+            "answer_weight": (0.0, LARGEST_WEIGHT**2),
+            "dense_tail": sorted(tails),
+        },
+        losses=(*dict.fromkeys(kinds[each.is_text] for each in calibration.sequences), "cost"),
+    )
+
+
+def add_trial(study: Study, heads: Heads, measured: Measured, prompts: str) -> None:
+    """Add a measured allocation to the study.
+
+    Args:
+        study: of the search.
+        heads: curves and costs.
+        measured: the allocation and its losses.
+        prompts: the name of the set that it was measured on.
+    """
+    if study.storage is None:
+        return
+    allocation = measured.allocation
+    tiles = heads.curves[allocation.tail].tiles
+    weights = allocation.prompt_weights
+    cost = min(1.0, heads.share(allocation.cost))
+    study.add(
+        {
+            "cost": cost,
+            "answer_weight": weights.get("answer", 1.0) / weights.get("text", 1.0),
+            "dense_tail": allocation.tail,
+        },
+        {**measured.by_kind, "cost": cost},
+        prompts=prompts,
+        density=float(np.nanmean(allocation.pick(tiles / tiles.max(axis=-1, keepdims=True)))),
+        tasks={task.task: task.loss for task in measured.tasks},
+        **{heads.unit: allocation.cost},
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

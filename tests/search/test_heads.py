@@ -197,7 +197,6 @@ def test_demo_searches_applies_and_ends_with_key_and_picture(tiny_model, loaded,
         out=out,
         lengths=(LENGTH,),
         tasks=("prose",),
-        n_trials=1,
         limits=limits,
         dtype="float32",
         # Nor has it anything to gain at such a length.

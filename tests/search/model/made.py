@@ -13,6 +13,7 @@ from search.model.allocation import Allocation, Heads
 from search.model.curves import Curves
 from search.model.search_run import Measured
 from search.model.task_losses import TaskLoss
+from search.study import Study
 
 LAYERS = 3
 
@@ -44,6 +45,11 @@ class FormulaRun:
             tasks = tuple(self.formula(reference, allocation, numbers))
             results.append(Measured(allocation=allocation, tasks=tasks))
         return results
+
+
+def no_study() -> Study:
+    """A study without a storage."""
+    return Study(storage=None, name="none", space={}, losses=())
 
 
 def curves_of(change: np.ndarray, **changes: Any) -> Curves:

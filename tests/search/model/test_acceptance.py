@@ -14,7 +14,7 @@ from search.model.acceptance import Accepted, gate
 from search.model.allocation import Allocation
 from search.model.limits import Limits
 from search.model.task_losses import ContextLoss, TaskLoss
-from tests.search.model.made import FormulaRun, heads_of
+from tests.search.model.made import FormulaRun, heads_of, no_study
 
 HEADS = heads_of(0, tails=(0, 64, 256), heads=4, candidates=8)
 TOTAL = HEADS.total(0.15)
@@ -53,7 +53,7 @@ def passed(
     Returns what it accepts, and (set, cost, numbers) of all that was run, in order."""
     run = FormulaRun(lambda prompts, one, numbers: losses(one, factors[prompts.name]))
     held_out = cast(Any, iter([Prompts(name) for name in factors]))
-    accepted = gate(cast(Any, run), HEADS, Limits(max_kl=limit), TOTAL, BEST, held_out)
+    accepted = gate(cast(Any, run), HEADS, Limits(max_kl=limit), TOTAL, BEST, held_out, no_study())
     return accepted, [(prompts.name, one.cost, numbers) for prompts, one, numbers in run.measured]
 
 
@@ -130,7 +130,7 @@ def test_all_answers_together_fail_where_each_task_passes():
     run = FormulaRun(lambda prompts, one, numbers: [lost[prompts.sequences[numbers[0]].task]])
     sets = cast(Any, iter([Prompts("first")]))
     with pytest.raises(Finding, match=r"all answers: accuracy falls from 1\.00 to 0\.85 of 80"):
-        gate(cast(Any, run), HEADS, Limits(), TOTAL, BEST, sets)
+        gate(cast(Any, run), HEADS, Limits(), TOTAL, BEST, sets, no_study())
 
 
 def test_what_never_passes_is_a_finding():

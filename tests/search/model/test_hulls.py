@@ -13,7 +13,7 @@ from artifacts import HeadwiseError
 from kernels.patterns import make
 from search.model.allocation import Heads
 from search.model.hulls import hull, slope, spend
-from tests.search.model.made import LAYERS, heads_of
+from tests.search.model.made import heads_of
 
 TAIL = 64
 SEARCHED = [0, 2]
@@ -124,16 +124,14 @@ def combinations(heads: Heads, values: np.ndarray) -> list[tuple[float, float, n
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("weights", [(1, 1, 1), (4, 1, 0.25)])
-def test_one_budget_is_spent_best(seed, weights):
+def test_one_budget_is_spent_best(seed):
     heads = heads_of(seed)
-    weight = np.array(weights, dtype=float)
     kinds = {"text": 1.0, "answer": 3.0}
-    loss = heads.curves[TAIL].loss(kinds) * weight[:, None, None]
+    loss = heads.curves[TAIL].loss(kinds)
     every = combinations(heads, loss)
     price = float(np.random.default_rng(seed).exponential())
     total, _, choice = min(every, key=lambda one: one[1] + price * one[0])
-    found = heads.allocate(total, TAIL, weight=weight, prompt_weights=kinds)
+    found = heads.allocate(total, TAIL, prompt_weights=kinds)
     assert found.candidates[1].tolist() == [-1, -1]
     np.testing.assert_array_equal(found.candidates[SEARCHED], choice)
     assert found.cost == pytest.approx(total)
@@ -144,7 +142,7 @@ def test_one_budget_is_spent_best(seed, weights):
 def test_a_digest_tells_what_is_served():
     heads = heads_of(0, tails=(0, 64))
     some = heads.allocate(3.0, TAIL)
-    heavier = heads.allocate(3.0, TAIL, weight=2 * np.ones(LAYERS))
+    heavier = heads.allocate(3.0, TAIL, prompt_weights={"text": 2.0, "answer": 2.0})
     assert some.digest == heavier.digest and len(some.digest) == 32
     assert len({some.digest, replace(some, tail=0).digest, heads.allocate(100.0, TAIL).digest}) == 3
 

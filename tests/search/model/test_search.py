@@ -55,7 +55,6 @@ def options(model: Path, at: Path, *more: str, **changes: str | None) -> list[st
         "task": " ".join(TASKS),
         "budget": "0.65",
         "cost": "flops",
-        "n_trials": "3",
         "dtype": "float32",
         # A random model has no head that can do without much.
         **dict.fromkeys(LIMITS, "9"),
@@ -101,7 +100,7 @@ def found(tiny_model, tmp_path_factory):
 
 
 # A search that takes less, for those that are to find the same again.
-SMALL: dict[str, str | None] = {"task": "passkey", "n_trials": "1"}
+SMALL: dict[str, str | None] = {"task": "passkey"}
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +138,7 @@ def test_it_writes_a_valid_pair_and_nothing_else(found):
     assert artifact.sidecar is not None and artifact.search is not None
     assert {path.name for path in found.parent.iterdir()} == {"cfg.yaml", artifact.sidecar.file}
     search = artifact.search
-    assert (search.allocation, search.n_trials, search.cost.unit) == ("model", 3, "flops")
+    assert (search.allocation, search.cost.unit) == ("model", "flops")
     assert search.calibration.tasks == TASKS and search.calibration.lengths == (LENGTH,)
     assert sum(search.summary.winners.values()) == 18
     assert artifact.prefill.dense_below == LENGTH // 2 and artifact.costs == ()
@@ -329,7 +328,7 @@ def clock(monkeypatch):
 
 
 # By such a clock an allocation takes as long whatever it computes, so that cheap ones look dear.
-TIMED: dict[str, str | None] = {"cost": "seconds", "n_trials": "1", "budget": "0.7"}
+TIMED: dict[str, str | None] = {"cost": "seconds", "budget": "0.7"}
 
 
 def last_block(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -476,7 +475,7 @@ def test_without_a_gain_a_longer_prompt_is_advised_and_a_file_from_before_stays(
 
 
 def test_by_flops_it_is_the_count_that_decides(tiny_model, out, capsys):
-    assert main(options(tiny_model, out, n_trials="1", budget="0.99")) == 3
+    assert main(options(tiny_model, out, budget="0.99")) == 3
     says = (
         r"not worth serving at 512 tokens: 1\.0\dx fewer FLOPs of attention, counted and not "
         r"timed; try a smaller --budget"
@@ -589,7 +588,23 @@ def test_another_budget_goes_on_from_the_curves_of_one_that_failed(
             main(options(tiny_model, out, **changes))
         assert "\n" not in str(error.value)
     assert list(out.parent.iterdir()) == [ledger_of(out)]
-    assert main(options(tiny_model, out, budget="0.7", n_trials="2")) == 0 and scored == []
+    assert main(options(tiny_model, out, budget="0.7")) == 0 and scored == []
+
+
+def test_search_with_storage_records_each_measured_allocation(tiny_model, out):
+    import optuna
+
+    url = f"sqlite:///{out.parent}/study.db"
+    assert main(options(tiny_model, out, storage=url)) == 0
+    study = optuna.load_study(study_name="cfg", storage=url)
+    assert study.metric_names == ["answer", "text", "cost"]
+    points = artifacts.load(out).prefill.front.points
+    sets = [trial.user_attrs["prompts"] for trial in study.trials]
+    assert sets[:2] == ["calibration prompts", "held-out set 1"] and len(sets) >= 2 + len(points)
+    accepted = study.trials[1]
+    assert accepted.values[2] == accepted.params["cost"] <= 0.65
+    assert 0 < accepted.user_attrs["density"] < 1 and accepted.user_attrs["flops"] > 0
+    assert set(accepted.user_attrs["tasks"]) == set(TASKS)
 
 
 def test_layers_that_come_in_one_at_a_time_give_the_same(small, tiny_model, tmp_path):

@@ -1,0 +1,96 @@
+"""The Optuna study of a search's measurements."""
+
+from __future__ import annotations
+
+import pytest
+
+from artifacts import HeadwiseError
+from search.study import Study, check_storage, passwords, without_password
+
+SPACE = {"cost": (0.0, 1.0), "dense_tail": [64, 256]}
+
+
+def test_study_without_storage_keeps_nothing():
+    study = Study(storage=None, name="cfg", space=SPACE, losses=("text",))
+    study.add({"cost": 0.5, "dense_tail": 64}, {"text": 1.0})
+
+
+def test_study_in_storage_holds_params_losses_and_attributes(tmp_path):
+    import optuna
+
+    url = f"sqlite:///{tmp_path}/study.db"
+    check_storage(url)
+    # The second study of the name replaces the first.
+    for _ in range(2):
+        study = Study(storage=url, name="cfg", space=SPACE, losses=("text", "cost"))
+        study.add({"cost": 0.25, "dense_tail": 64}, {"text": 2.0, "cost": 0.25}, density=0.3)
+        study.add({"cost": 0.5, "dense_tail": 256}, {"text": 1.0, "cost": 0.5})
+        study.add({"cost": 0.4, "dense_tail": 256}, {"text": 3.0, "cost": 0.4})
+        study.add({"cost": 0.4, "dense_tail": 256}, {"cost": 0.4}, prompts="failed early")
+    kept = optuna.load_study(study_name="cfg", storage=url)
+    assert kept.metric_names == ["text", "cost"]
+    assert [trial.state.name for trial in kept.trials] == 3 * ["COMPLETE"] + ["FAIL"]
+    assert kept.trials[0].params == {"cost": 0.25, "dense_tail": 64}
+    assert kept.trials[0].values == [2.0, 0.25]
+    assert kept.trials[0].user_attrs == {"text": 2.0, "cost": 0.25, "density": 0.3}
+    assert kept.trials[3].user_attrs["prompts"] == "failed early"
+    # The third costs more than the first and loses more.
+    assert {trial.number for trial in kept.best_trials} == {0, 1}
+    importance = optuna.importance.get_param_importances(kept, target=lambda trial: trial.values[0])
+    assert set(importance) == set(SPACE)
+
+
+# Each has "secret" and "hidden" in passwords alone.
+SECRET_URLS = [
+    "nosuch://me:secret@nowhere/db",
+    "nosuch://me:secret@hidden@nowhere/db",
+    "nosuch://me:secret:hidden@nowhere:3306/db",
+    "nosuch://me:secret/hidden?a=b#c@nowhere/db",
+    "nosuch://me:secret%40hidden@nowhere/db",
+    "nosuch://:secret@nowhere/db",
+    "nosuch://me@here.org:secret@nowhere/db",
+    "nosuch://me:secret@nowhere/db?a=b&password=secret@hidden",
+    "sqlite://me:secret@/db?sslpassword=secrethidden",
+    "nosuch://nowhere/db?Passwd=secret%20hidden&a=b",
+    "nosuch://nowhere/db?auth_token=secret/hidden",
+]
+
+
+def test_a_storage_that_cannot_be_opened_is_one_line_without_its_password():
+    for url in ("study", *SECRET_URLS):
+        with pytest.raises(HeadwiseError, match="cannot use the storage") as error:
+            check_storage(url)
+        said = str(error.value)
+        assert "\n" not in said and "secret" not in said and "hidden" not in said
+
+
+def test_storage_whose_password_has_an_at_sign_is_refused_before_any_connection():
+    with pytest.raises(HeadwiseError, match=r"'mysql://me@db:3306/x': .* must be written %40"):
+        check_storage("mysql://me:secret@hidden@db:3306/x")
+
+
+@pytest.mark.parametrize("url", SECRET_URLS)
+def test_without_password_shows_no_part_of_a_password(url):
+    for word in (url, f"--storage={url}"):
+        shown = without_password(word)
+        assert "secret" not in shown and "hidden" not in shown and shown.startswith(word[:6])
+    assert any("secret" in password for password in passwords(url))
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://me:secret@db:5432/x?timeout=3", "postgresql://me@db:5432/x?timeout=3"),
+        ("postgresql://me:s%40cret@db/x", "postgresql://me@db/x"),
+        ("postgresql://me@db:5432/x", "postgresql://me@db:5432/x"),
+        (
+            "postgresql://db/x?user=me&PASSWORD=secret&a=b",
+            "postgresql://db/x?user=me&PASSWORD=***&a=b",
+        ),
+        ("sqlite:///study.db", "sqlite:///study.db"),
+        ("sqlite:////home/a:b@c/study.db", "sqlite:////home/a:b@c/study.db"),
+        ("passkey@depth=0.5:text.txt", "passkey@depth=0.5:text.txt"),
+    ],
+)
+def test_without_password_keeps_the_rest_of_a_url(url, shown):
+    assert without_password(url) == shown
