@@ -38,7 +38,7 @@ gpu:
 # The site in build/site; no page fetches anything from elsewhere. It is built from a copy, in which pages and notebooks
 # stand together. In an environment of its own, of which `make test` needs nothing.
 docs: $(VENV)/.installed $(DOCS_VENV)/.installed
-	$(BIN)/python -m headwise.command_page --out docs/commands.md
+	$(BIN)/python -m headwise.command_page docs/commands.md
 	rm -rf build/docs && mkdir -p build && cp -r docs build/docs
 	cp -r notebooks CHANGELOG.md CONTRIBUTING.md SECURITY.md build/docs
 	sed -i 's#](\.\./#](#g; s#](docs/#](#g' build/docs/*.md

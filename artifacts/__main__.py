@@ -34,6 +34,16 @@ examples:
 
 def parser(asked: Collection[str] = VERBS) -> ArgumentParser:
     """The command line of headwise; verbs that are not asked for are only listed."""
+    return _parsers(asked)[0]
+
+
+def parser_of(verb: str) -> ArgumentParser:
+    """The command line of a verb."""
+    return _parsers((verb,))[1][verb]
+
+
+def _parsers(asked: Collection[str]) -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
+    """The parser of all verbs, and that of each."""
     from importlib import import_module
 
     from artifacts.cli.options import add_arguments
@@ -45,6 +55,7 @@ def parser(asked: Collection[str] = VERBS) -> ArgumentParser:
         epilog=_EPILOG,
     )
     subparsers = p.add_subparsers(dest="verb", metavar="VERB", required=True)
+    parsers = {}
     verbs: dict[str, Verb] = {name: import_module(f"artifacts.commands.{name}") for name in VERBS}
     for name, verb in verbs.items():
         says = f"{verb.SHORT[0].upper()}{verb.SHORT[1:]}."
@@ -52,7 +63,8 @@ def parser(asked: Collection[str] = VERBS) -> ArgumentParser:
         if name in asked:
             add_arguments(below, verb.Config)
         below.set_defaults(module=verb, parser=below)
-    return p
+        parsers[name] = below
+    return p, parsers
 
 
 def main(argv: list[str] | None = None) -> int:

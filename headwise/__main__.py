@@ -103,6 +103,17 @@ def parser() -> ArgumentParser:
     return p
 
 
+def parser_of(verb: str) -> ArgumentParser:
+    """The command line of a verb."""
+    module = VERBS[verb]
+    made: ArgumentParser
+    if module in SHARED:
+        made = _module(module).parser_of(verb)
+    else:
+        made = _module(module).parser()
+    return made
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the verb that the command line names; without one, list them."""
     words = list(sys.argv[1:] if argv is None else argv)

@@ -21,8 +21,7 @@ import pytest
 import yaml
 
 from artifacts.cli.command import ArgumentParser
-from headwise import command_page
-from headwise.__main__ import VERBS
+from headwise.__main__ import VERBS, parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -315,8 +314,12 @@ def commands(block: Block) -> Iterator[list[str]]:
     """Words of each command line of ours in a block."""
     lines = iter(re.sub(r"\s*\\\n\s*", " ", block.text).splitlines())
     for line in lines:
+        # An option's help, folded.
+        if line.startswith(" " * 12):
+            continue
         line = line.strip().removeprefix("$ ").removeprefix("!")
-        if not re.match(r"(?:headwise|python|torchrun|\S+/python) ", line):
+        # A help text begins with "headwise VERB: what it does".
+        if not re.match(r"(?:headwise|python|torchrun|\S+/python) (?![\w-]+: )", line):
             continue
         # Two spaces separate a command from what is said of it.
         line = re.split(r"\s{2,}", line)[0]
@@ -341,7 +344,7 @@ def inline_commands(page: Path) -> Iterator[list[str]]:
         yield shlex.split(line, comments=True)
 
 
-def parser_of(words: list[str]) -> tuple[ArgumentParser, list[str]] | None:
+def parser_of_words(words: list[str]) -> tuple[ArgumentParser, list[str]] | None:
     """Parser of a command line and the words that it parses; None for another program's."""
     if words[0] == "headwise":
         verb = words[1]
@@ -349,7 +352,7 @@ def parser_of(words: list[str]) -> tuple[ArgumentParser, list[str]] | None:
         if verb == "lm-eval":
             # Its arguments are the harness's.
             return None
-        return command_page._parser(verb, VERBS[verb]), words[2:]
+        return parser_of(verb), words[2:]
     if "-m" in words:
         at = words.index("-m")
         name = words[at + 1]
@@ -377,7 +380,7 @@ def fault(words: list[str], capsys: pytest.CaptureFixture[str], *, whole: bool) 
         words = [PLACEHOLDERS.get(word, word) for word in words if word not in ("...", "[options]")]
         if words[1:2] in ([], ["VERB"]):
             return None
-    found = parser_of(words)
+    found = parser_of_words(words)
     if found is None:
         return None
     parser, arguments = found

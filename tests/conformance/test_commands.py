@@ -19,8 +19,8 @@ from artifacts import ArtifactError, Finding, HeadwiseError
 from artifacts.cli.command import ADVANCED, FOUND, run_command
 from artifacts.store.signing import make_key
 from artifacts.store.write import sign
-from headwise.__main__ import GROUPS, VERBS, main
-from headwise.command_page import _parser, page
+from headwise.__main__ import GROUPS, VERBS, main, parser_of
+from headwise.command_page import page
 from tests.search.conftest import by_head, tiny_model
 
 __all__ = ["by_head", "tiny_model"]
@@ -65,7 +65,7 @@ RUNS = {
 # .ci/lm-eval the other, which is the command line of another program.
 ELSEWHERE = {"demo": "--model model --out out", "lm-eval": ""}
 TYPED = {**RUNS, **ELSEWHERE}
-PARSERS = {verb: _parser(verb, module) for verb, module in VERBS.items()}
+PARSERS = {verb: parser_of(verb) for verb in VERBS}
 OURS = [verb for verb in VERBS if verb != "lm-eval"]
 
 
@@ -246,9 +246,10 @@ def test_the_help_of_a_search_fits_two_screens(monkeypatch):
     assert len(lines) <= 48 and max(map(len, lines)) <= 100 and f"{ADVANCED}:" in lines
 
 
-def test_the_page_of_commands_is_current():
+def test_command_page_matches_help(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == page(), (
-        "python -m headwise.command_page --out docs/commands.md"
+        "python -m headwise.command_page docs/commands.md"
     )
 
 
