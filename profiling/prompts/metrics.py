@@ -34,6 +34,12 @@ def score(prompt: Prompt, text: str) -> float:
     return METRICS[prompt.metric](text, references)
 
 
+def is_final(prompt: Prompt, text: str) -> bool:
+    """True if the score is 1 and no further text can lower it."""
+    has_answer = bool(prompt.references) or prompt.answer is not None
+    return has_answer and prompt.metric in ("begins", "all") and score(prompt, text) == 1
+
+
 def _begins(prompt: Prompt, text: str, references: Sequence[str]) -> float:
     """Score 1 where the text begins with an answer, or names all finds in their order."""
     if len(prompt.finds) < 2:

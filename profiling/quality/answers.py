@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from profiling.progress import bar
-from profiling.prompts.metrics import score
+from profiling.prompts.metrics import is_final, score
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Ids
 from profiling.quality.contexts import Prefilled, prefilled
@@ -51,23 +51,37 @@ def answers(
     starts = prefilled(model, prompts, cache=cache, chunk=chunk)
     for start in bar(starts, desc=label, total=len(prompts)):
         limit = new_tokens(tokenizer, prompts[start.number])
-        given, _ = decoded(model, start, limit, stops)
+        given, _ = decoded(model, tokenizer, prompts[start.number], start, limit, stops)
         texts[start.number] = text_of(tokenizer, given)
     return texts
 
 
 @torch.no_grad()
 def decoded(
-    model: Any, start: Prefilled, limit: int, stops: set[int], right: Ids = ()
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    start: Prefilled,
+    limit: int,
+    stops: set[int],
+    right: Ids = (),
 ) -> tuple[list[int], Tensor | None]:
     """Decode greedily and, in a second sequence, feed the right answer (teacher forcing).
 
-    Both go on from the prefill and share its cache, which is used up.
+    Both continue from the prefill and share its cache, which is used up.
 
     Returns:
-        The model's own tokens, `limit` at most, the last one of `stops` where it ended; and the
-        logits (A, V) before each token of the right answer, None without one.
+        The model's own tokens, `limit` at most, up to one of `stops` or to where the answer's score
+        is final; and the logits (A, V) before each token of the right answer, None without one.
     """
+
+    def ended() -> bool:
+        if not given:
+            return limit == 0
+        if len(given) >= limit or given[-1] in stops:
+            return True
+        return is_final(prompt, text_of(tokenizer, given))
+
     cache = start.cache
     logits = start.last[None]
     if right:
@@ -75,12 +89,14 @@ def decoded(
         logits = logits.expand(2, -1)
     given: list[int] = []
     forced: list[Tensor] = []
+    is_ended = ended()
     while True:
-        if not _ended(given, limit, stops):
+        if not is_ended:
             given.append(int(logits[0].argmax()))
+            is_ended = ended()
         if len(forced) < len(right):
             forced.append(logits[1])
-        if _ended(given, limit, stops) and len(forced) == len(right):
+        if is_ended and len(forced) == len(right):
             break
         tokens = [[given[-1]]]
         if right:
@@ -92,10 +108,6 @@ def decoded(
     else:
         stacked = None
     return given, stacked
-
-
-def _ended(given: Sequence[int], limit: int, stops: set[int]) -> bool:
-    return len(given) >= limit or (len(given) > 0 and given[-1] in stops)
 
 
 def text_of(tokenizer: Any, given: Sequence[int]) -> str:

@@ -38,7 +38,7 @@ FORCED = 128
 # Far copies that a text must have for their loss to be a figure.
 _COPIES = 8
 # Raised where the same prompt under the same method would give another record.
-VERSION = 5
+VERSION = 6
 
 
 def trials(
@@ -81,7 +81,7 @@ def _answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> d
     else:
         wrong = []
     limit = new_tokens(tokenizer, prompt)
-    given, logits = decoded(model, start, limit, ends(model, tokenizer), right)
+    given, logits = decoded(model, tokenizer, prompt, start, limit, ends(model, tokenizer), right)
     text = text_of(tokenizer, given)
     record = {"text": text, "score": score(prompt, text)}
     if logits is None:

@@ -228,3 +228,18 @@ def test_a_choice_is_right_where_no_wrong_answer_is_as_likely(loaded):
         assert found["nll"] == pytest.approx(cost.item(), rel=1e-4)
     for prompt in (Prompt(ids, "ab"), Prompt(ids, "ab", choices=("c", "d"))):
         assert trial(model, tokenizer, prompt)["choice"] is None
+
+
+def test_answers_stop_where_the_score_is_final():
+    model = tiny("Llama")
+    tokenizer = byte_level()
+    ids = tuple(range(3, 40))
+    free = Prompt(ids, None, metric="all", references=("no such text",), new_tokens=12)
+    (whole,) = answers(model, tokenizer, [free], label="")
+    half = whole[: max(1, len(whole) // 2)]
+    named = replace(free, references=(half,))
+    (cut,) = answers(model, tokenizer, [named], label="")
+    assert whole.startswith(cut) and half in cut and len(cut) < len(whole)
+    # A metric that more text can lower reads the whole answer.
+    (numbered,) = answers(model, tokenizer, [replace(named, metric="numbered")], label="")
+    assert numbered == whole
