@@ -39,7 +39,7 @@ from search.model.search import search_model
 from search.model.speed import FirstToken
 
 _MODEL = "smollm2"
-# Tokens of the prompts, the first that a search takes at most so many seconds for.
+# Tokens of the prompts: the first length whose search takes at most _SECONDS.
 _LENGTHS = (8192, 4096)
 _SECONDS = 150.0
 # At the shorter length SmolLM2 needs about half of dense attention's seconds to pass the gate (0.5,
@@ -47,7 +47,7 @@ _SECONDS = 150.0
 _SHORT_BUDGET = 0.5
 # Tokens of the prompts by which the length is chosen.
 _PROBES = (512, 2048)
-# Half of what the patterns are searched for: up to here SmolLM2 finds every key itself.
+# Half of the searched length: up to here dense SmolLM2 finds every key.
 PASSKEY_LENGTH = 4096
 # Of the prompt that is shown: not one of those that were searched on.
 _SEED = 1000
@@ -89,7 +89,7 @@ def run(config: ModelSearch, loaded: LoadedModel) -> bool:
         Whether the artifact is proven faster, or was to be kept whatever its speed.
 
     Raises:
-        HeadwiseError: anything that the user has to put right, or the gate, that nothing passes.
+        HeadwiseError: bad input, or no allocation passes the gate.
     """
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     print(f"$ {config.command}", flush=True)
@@ -127,16 +127,16 @@ def _first_token(whole: FirstToken, length: int) -> str:
 def _pass_key(loaded: LoadedModel, config: Path, length: int) -> str:
     """Whether dense attention and the artifact find the same pass key."""
     (prompt,) = make_prompts("passkey", loaded.tokenizer, length=length, samples=1, seed=_SEED)
-    given = {"dense attention": answer(loaded.model, loaded.tokenizer, prompt)}
+    answers = {"dense attention": answer(loaded.model, loaded.tokenizer, prompt)}
     with load(config).apply(loaded.model):
-        given["Headwise"] = answer(loaded.model, loaded.tokenizer, prompt)
-    found = {name: is_right(prompt, text) for name, text in given.items()}
+        answers["Headwise"] = answer(loaded.model, loaded.tokenizer, prompt)
+    right = {name: is_right(prompt, text) for name, text in answers.items()}
     hidden = f"pass key {prompt.answer} hidden in {length:,} tokens:"
-    if all(found.values()):
-        return f"{hidden} found by both, {' and '.join(given)}"
+    if all(right.values()):
+        return f"{hidden} found by both, {' and '.join(answers)}"
     parts = [
-        f"found by {name}" if found[name] else f"not found by {name}, which answers {shorten(text)}"
-        for name, text in given.items()
+        f"found by {name}" if right[name] else f"not found by {name}, which answers {shorten(text)}"
+        for name, text in answers.items()
     ]
     return f"{hidden} {', '.join(parts)}"
 
@@ -165,7 +165,7 @@ def seconds_of_search(loaded: LoadedModel, length: int) -> float:
 
 
 def _choose_length(loaded: LoadedModel) -> tuple[int, str]:
-    """The tokens of the demo's prompts, and why so many."""
+    """The tokens of the demo's prompts, and the reason."""
     longest, shorter = _LENGTHS
     positions = getattr(text_config(loaded.model), "max_position_embeddings", None) or longest
     if positions < longest:

@@ -8,7 +8,7 @@ lost.
     headwise gate cfg.yaml --model FINE_TUNE --out new.yaml
 
 Where dense attention gets so few answers right that a loss of one in five would often not be seen,
-nothing is proven: the first line says so, and the exit status is 3, as of a gate that fails.
+nothing is proven: the first line reports it, and the exit status is 3, as for a gate that fails.
 
 With --out an artifact that passes is written for the model that it was checked on: a fine-tune, or
 the model of an import, which does not say which it is for."""
@@ -83,7 +83,7 @@ class GateConfig:
     )
     length: int | None = shared(
         arguments.add_length,
-        "tokens of a prompt (default: what was searched)",
+        "tokens of a prompt (default: the searched length)",
         default=None,
     )
     samples: int = option(
@@ -102,7 +102,7 @@ class GateResult:
 
     Attributes:
         fault: the limit that it is beyond; None where there is none.
-        heads: where there is a fault, the ten with the most error beyond what was searched, as
+        heads: where there is a fault, the ten whose error exceeds the searched one most, as
             (layer, head, error, error that the search measured).
         left_out: sections that were measured on the former weights, of an artifact that was written
             for others.
@@ -121,7 +121,7 @@ class GateResult:
 
 
 def run(config: GateConfig, loaded: LoadedModel | None = None) -> GateResult:
-    """Check an artifact against its limits; one that passes is written to `out`, if given.
+    """Check an artifact against its limits; one that passes is written to `out` if that is set.
 
     Args:
         config: of the check.
@@ -193,7 +193,7 @@ def plans_of(artifact: Artifact, arrays: Mapping[str, Array], length: int) -> di
 
 
 def _length(config: GateConfig, artifact: Artifact) -> int:
-    """The prompts' length: as asked for, or what was searched.
+    """The prompts' length: --length, or the searched length.
 
     Raises:
         HeadwiseError: none is known, or all would be dense.
@@ -203,9 +203,7 @@ def _length(config: GateConfig, artifact: Artifact) -> int:
     elif artifact.search is not None:
         length = max(artifact.search.calibration.lengths)
     else:
-        raise HeadwiseError(
-            f"{config.config} says of no search at which length it holds: give --length"
-        )
+        raise HeadwiseError(f"{config.config} has no search section, so --length is required")
     dense_below = artifact.prefill.dense_below
     if length < dense_below:
         raise HeadwiseError(

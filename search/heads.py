@@ -41,7 +41,7 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command: 0, and 3 where the artifact is not worth serving, or not proven faster."""
+    """Run the command: 0, or 3 where the artifact is too slow to serve or not proven faster."""
     if argv is None:
         argv = sys.argv[1:]
     p = parser()
@@ -84,7 +84,7 @@ def _run_published(options: dict[str, Any], command: str) -> None:
 
 
 def _only(values: list[Any] | None, flag: str) -> Any:
-    """The value of an option that --preset paper takes once; None if it was not given."""
+    """The value of an option that --preset paper takes once; None if it is absent."""
     if values is None:
         return None
     if len(values) > 1:

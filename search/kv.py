@@ -34,7 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     config = config_of(KVSearch, options)
     _, result = run(config)
     then = f"headwise evaluate {config.out} --model {config.model} --out report/"
-    text = f"{report(result)}\nwrote {config.out} ({command})\nnext, beside other caches: {then}"
+    text = (
+        f"{report(result)}\nwrote {config.out} ({command})\nnext, compare with other caches: {then}"
+    )
     arguments.deliver(text, {"command": command, **record(result)}, options["json"])
     return 0
 
@@ -69,7 +71,7 @@ def report(result: KVResult) -> str:
     """The budgets chosen, and their losses next to the same total spent evenly."""
     budgets = ", ".join(f"{name} x{count}" for name, count in _budgets(result).items())
     lines = [
-        f"{result.share:.4f} of all tokens are kept: {budgets}",
+        f"{result.share:.4f} of all tokens are retained, by {budgets}",
         "held-out prompts that decided nothing, against a full cache:",
         f"  searched   KL {result.searched.mean_kl:.5f}  perplexity "
         f"{100 * (result.searched.perplexity_ratio - 1):+.2f}%",
@@ -77,8 +79,10 @@ def report(result: KVResult) -> str:
         f"{100 * (result.even.perplexity_ratio - 1):+.2f}%",
     ]
     if not result.better:
-        where = "on the held-out prompts that decide (--samples gives more)"
-        lines.append(f"even is what is written: {where} searched was not better beyond chance")
+        lines.append(
+            "the even budgets are written: the searched ones were not better beyond chance on the "
+            "held-out prompts that decide (more --samples may show it)"
+        )
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""An Optuna study of what a search measures, kept in a storage that optuna-dashboard opens.
+"""An Optuna study of a search's measurements, kept in a storage that optuna-dashboard opens.
 
 Each allocation of `headwise search`, each section of `headwise kv` and each choice of `headwise
 filters` is one trial. Its losses are the values, all to be minimized, so that the dashboard shows

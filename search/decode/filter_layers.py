@@ -19,7 +19,7 @@ from artifacts.cli.options import BETWEEN_0_AND_1, at_least, check_ranges, optio
 
 @dataclass(frozen=True)
 class Choice:
-    """Filter layers, and full-attention layers that stay dense beside them."""
+    """Filter layers, and full-attention layers that stay dense."""
 
     filter_layers: tuple[int, ...]
     dense_layers: tuple[int, ...]
@@ -35,16 +35,14 @@ class Rules:
     """Rules of a choice.
 
     Attributes:
-        sparse: at least this share of the full-attention layers is sparse.
-        filters: at most so many filter layers.
-        dense_first: at least so many full-attention layers before the first filter.
+        sparse: least fraction of full-attention layers that are sparse.
+        filters: the most filter layers.
+        dense_first: the fewest full-attention layers before the first filter.
     """
 
-    filters: int = option(
-        "at most so many filter layers", default=6, within=at_least(1), advanced=True
-    )
+    filters: int = option("most filter layers", default=6, within=at_least(1), advanced=True)
     sparse: float = option(
-        "least share of sparse layers", default=0.6, within=BETWEEN_0_AND_1, advanced=True
+        "least fraction of sparse layers", default=0.6, within=BETWEEN_0_AND_1, advanced=True
     )
     dense_first: int = option(
         "first layers that are dense", default=0, within=at_least(0), advanced=True
@@ -86,7 +84,7 @@ def best_choice(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> Choice
     Args:
         cost: (L, L); only rows and columns of `layers` are read, above the diagonal.
         layers: the full-attention layers, ascending.
-        rules: what the choice must hold to.
+        rules: constraints on the choice.
 
     Raises:
         HeadwiseError: the rules leave no layer to filter or to be sparse.
@@ -107,9 +105,8 @@ def _by_full(cost: np.ndarray, layers: Sequence[int], rules: Rules) -> list[Choi
     full = rules.full(len(layers))
     if full >= n or full < rules.dense_first + 1:
         raise HeadwiseError(
-            f"{n} full-attention layers of which {full} may attend to everything do not leave "
-            f"{rules.dense_first} dense first ones, a filter layer and a sparse one: change the "
-            "share of sparse layers"
+            f"--dense-first {rules.dense_first} with --sparse {rules.sparse:g} leaves no filter "
+            f"layer and no sparse layer among {n} full-attention layers"
         )
     pairs = np.ix_(layers, layers)
     if np.isnan(cost[pairs][np.triu_indices(n, 1)]).any():

@@ -99,7 +99,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class FilterResult:
-    """A choice on the prompts that it was made by, and on held-out ones beside an even choice.
+    """A choice on its own prompts and on held-out ones, with an evenly spaced choice to compare.
 
     Attributes:
         even: as many filter layers at even distances, on the held-out prompts.
@@ -117,7 +117,7 @@ class FilterResult:
 
 
 def run(config: FilterSearch) -> tuple[Artifact, FilterResult]:
-    """Measure, choose, compare, and write the artifact; a killed run goes on where it was.
+    """Measure, choose, compare, and write the artifact. A killed run resumes.
 
     Raises:
         HeadwiseError: a user's mistake; nothing is written then.
@@ -180,7 +180,7 @@ def _check_rules(config: FilterSearch, loaded: LoadedModel) -> None:
 
 
 def _like(measured: SimilarityConfig, profile: Profile | None) -> SimilarityConfig:
-    """The configuration of the choice's own prompts: a profile's, where one is given."""
+    """The configuration of the choice's own prompts; a profile's if there is one."""
     if profile is None:
         return measured
     names = ("length", "samples", "steps", "seed")

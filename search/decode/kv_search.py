@@ -48,7 +48,7 @@ class KVSearch:
         default=None,
         either="total",
         within=SHARE,
-        help="keep this share of all tokens, such as 0.2",
+        help="fraction of all tokens to keep, such as 0.2",
     )
     target_bytes: int | None = option(
         "bytes of a sequence's cache at --context tokens, such as 64MiB",
@@ -90,7 +90,7 @@ class KVSearch:
         check_ranges(self)
         if (self.target_bytes is None) != (self.context is None):
             raise HeadwiseError(
-                "--target-bytes and --context go together: bytes of a cache of so many tokens"
+                "--target-bytes needs --context, and --context needs --target-bytes"
             )
         if self.forced >= self.length:
             raise HeadwiseError(
@@ -104,8 +104,7 @@ class KVResult:
 
     Attributes:
         share: of all tokens that the section keeps.
-        better: True if it was better beyond chance on one set of prompts, which decides what is
-            written.
+        better: True if it was better beyond chance on the set of prompts that decides.
         searched, even: on another set.
     """
 
@@ -118,7 +117,7 @@ class KVResult:
 
 
 def run(config: KVSearch) -> tuple[Artifact, KVResult]:
-    """Measure, choose, compare, and write the artifact; a killed run goes on where it was.
+    """Measure, choose, compare, and write the artifact. A killed run resumes.
 
     Raises:
         HeadwiseError: a user's mistake; nothing is written then.
@@ -224,7 +223,7 @@ def by_error(curves: BudgetCurves, share: float, normalised: bool = True) -> tup
     """The section of least error at a fraction of all tokens, and the fraction that it uses.
 
     Raises:
-        HeadwiseError: the share is below what the smallest budgets need.
+        HeadwiseError: the smallest budgets need more.
     """
     layers = curves.layers
     sizes = (*curves.shares, 1.0)
@@ -234,7 +233,8 @@ def by_error(curves: BudgetCurves, share: float, normalised: bool = True) -> tup
     costs = costs.reshape(-1, len(sizes))
     if share < sizes[0]:
         raise HeadwiseError(
-            f"a share of {share:.4f} is below the least that was measured, {sizes[0]:.4f}"
+            f"--target-share must be at least the smallest measured budget, {sizes[0]:.4f}, "
+            f"got {share:.4f}"
         )
     at = spend(costs, sizes, share * len(costs)).entries
     names = [_name(sizes[entry]) for entry in at]
@@ -276,11 +276,11 @@ def diverged(
     """Measure the divergence of decode under a section from a full cache, prompt by prompt."""
     full = partial(with_section(loaded, None).new_cache, loaded.model)
     headwise = with_section(loaded, section)
-    # The full cache under the same attention, so that only what is dropped differs.
-    kept = partial(headwise.new_cache, loaded.model)
+    # The full cache under the same attention, so that only eviction differs.
+    evicting = partial(headwise.new_cache, loaded.model)
 
     def measured(prompt: Prompt) -> dict[str, Any]:
-        return asdict(divergence(loaded.model, full, kept, prompt, forced))
+        return asdict(divergence(loaded.model, full, evicting, prompt, forced))
 
     divergences = []
     with (

@@ -71,7 +71,7 @@ def gate(
     Args:
         run: the search.
         heads: curves and costs.
-        limits: on what a task may lose.
+        limits: the most that a task may lose.
         total: the budget before it is raised.
         best: its best allocation.
         held_out: sets of prompts, each unlike those before.
@@ -133,7 +133,7 @@ def _judge(
 
     Args:
         run: the search.
-        limits: on what a task may lose.
+        limits: the most that a task may lose.
         reference: the held-out set.
         allocation: to measure.
         name: of the set, for the progress.
@@ -158,10 +158,10 @@ def _judge(
 
 
 def _raised(heads: Heads, allocation: Allocation, budget: float, strain: float) -> float:
-    """The budget at which the loss comes to _AIM of the limits.
+    """The budget at which the predicted loss is _AIM of the limits.
 
     Losses are taken to be proportional to those that the curves predict, kinds of prompts alike
-    (docs/search.md has what was measured).
+    (docs/search.md has the measurements).
 
     Args:
         heads: curves and costs.

@@ -20,7 +20,7 @@ from search.model.curves import Curves
 from search.model.hulls import spend
 from search.model.rows import Rows, pick, rows_of
 
-# A total has to be so many times what the cheapest candidates cost, for there to be a choice.
+# Smallest total relative to the cost of the cheapest candidates, so that there is a choice.
 _MARGIN = 1.01
 # The weight of a kind of prompts is at most this, and at least its inverse.
 LARGEST_WEIGHT = 8.0
@@ -160,27 +160,29 @@ class Heads:
         )
 
 
-def spendable(heads: Heads, share: float, *, asked: bool, length: int) -> tuple[float, str | None]:
-    """The total that may be spent, and the reason where it is more than the share.
+def spendable(
+    heads: Heads, share: float, *, is_explicit: bool, length: int
+) -> tuple[float, str | None]:
+    """The total that may be spent, and the reason if it exceeds the budget.
 
     Args:
         heads: curves and costs.
         share: the budget, as a fraction of dense attention's cost.
-        asked: True if the user named it: it is then refused where the cheapest candidates cost
-            more, and raised otherwise.
+        is_explicit: True if the user set the budget. One below the cheapest candidates is then
+            refused; else it is raised.
         length: of the prompts, for the message.
 
     Raises:
         HeadwiseError: a budget that was asked for is less than the cheapest candidates.
     """
     total = heads.total(share)
-    least = min(heads.least(tail) for tail in heads.curves)
-    if total > least * _MARGIN:
+    cheapest = min(heads.least(tail) for tail in heads.curves)
+    if total > cheapest * _MARGIN:
         return total, None
-    reason = f"the cheapest candidates cost {heads.describe(least)}"
-    if asked:
+    reason = f"the cheapest candidates cost {heads.describe(cheapest)}"
+    if is_explicit:
         raise HeadwiseError(
             f"--budget {share:g} is impossible at {length} tokens: {reason}; ask for a good deal "
             "more, or a longer --length"
         )
-    return max(_MARGIN * least, least + share * (heads.total(1.0) - least)), reason
+    return max(_MARGIN * cheapest, cheapest + share * (heads.total(1.0) - cheapest)), reason

@@ -25,7 +25,7 @@ _COVERAGES = (0.9, 0.95, 0.98)
 # It multiplies every tile: as dear to score as ten sparse candidates. Of 0.2, 0.04 and 0.008 this
 # one alone loses 0.3% more at a quarter of the seconds, by the curves (SmolLM2, 8,192 tokens).
 _THRESHOLD = 0.04
-# Queries that an estimate looks at: those of the paper, and some more for heads whose last ones are
+# Queries of an estimate: those of the paper, and some more for heads whose last ones are
 # not like the rest.
 LAST_Q = 64
 BROAD_LAST_Q = 256

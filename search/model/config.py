@@ -16,7 +16,7 @@ from search.study import STORAGE_HELP
 
 DEFAULT_BUDGET = 0.25
 # Dense tails that are compared where none is asked for, in tokens. Not 0: default tasks ask
-# elsewhere than at the end of a prompt, so that they see no worth in a tail, and users' prompts end
+# elsewhere than at the end of a prompt, so they see no gain in a tail, and users' prompts end
 # with a question more often than not: without a tail SmolLM2 lost 5 of 6 pass keys at 4,096 tokens,
 # where an artifact of shorter prompts is served, too.
 TAILS = (64, 256)
@@ -112,7 +112,7 @@ class ModelSearch:
     )
     fresh: bool = shared(arguments.add_fresh, default=False)
     keep: bool = option(
-        "write the artifact though it is not worth serving",
+        "write the artifact even if it is too slow to serve",
         default=False,
         action="store_true",
     )

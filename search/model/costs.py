@@ -117,7 +117,7 @@ class Costs:
         return 4.0 * TILE * TILE * self.head_dim
 
     def _estimate(self, pattern: Pattern) -> float:
-        """Seconds of an estimate that looks at more queries than the table's patterns do."""
+        """Seconds of an estimate that reads more queries than the table's patterns do."""
         rows = (getattr(pattern, "last_q", LAST_Q) - LAST_Q) / TILE
         return max(rows, 0.0) * num_tiles(self.length) * self._all_keys / _causal_tiles(self.length)
 

@@ -92,8 +92,8 @@ def _measurements(
     now = pace(run, costs, speed.longest)
     if abs(now - 1) > MOVED:
         print(
-            f"dense attention takes {now:.2f} times what it took when candidates were timed: other "
-            "work ran beside one of the two; the same command on a quiet machine measures costs "
+            f"dense attention takes {now:.2f} times as long as when candidates were timed: other "
+            "work ran during one of the two; the same command on a quiet machine measures costs "
             "again",
             file=sys.stderr,
         )

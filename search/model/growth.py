@@ -27,7 +27,7 @@ _FLOOR = 1e-9
 def fit(
     curves: Mapping[int, Curves],
     candidates: Mapping[int, Sequence[Pattern]],
-    chosen: np.ndarray,
+    choice: np.ndarray,
     length: int,
 ) -> Growth | None:
     """Fit the power by which each kind's sizes grow for heads to lose as much at every length.
@@ -40,7 +40,7 @@ def fit(
     Args:
         curves: by length, of the same tasks and candidates.
         candidates: by length; candidate c is the same fraction at all.
-        chosen: (L, H) candidate of each head at `length`, -1 in layers without patterns.
+        choice: (L, H) candidate of each head at `length`, -1 in layers without patterns.
         length: that the artifact's sizes are for.
 
     Returns:
@@ -50,8 +50,8 @@ def fit(
         return None
     powers: dict[str, list[float]] = {kind: [] for kind in GROWING}
     for short, long in combinations(sorted(curves), 2):
-        for layer, head in np.argwhere(chosen >= 0):
-            pattern = candidates[long][chosen[layer, head]]
+        for layer, head in np.argwhere(choice >= 0):
+            pattern = candidates[long][choice[layer, head]]
             if pattern.kind in GROWING and getattr(pattern, "coverage", None) is None:
                 changes = {n: curves[n].change[layer, head] for n in (short, long)}
                 power = _power(pattern, candidates, changes, short, long)

@@ -35,11 +35,12 @@ class Spent:
 def spend(losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float) -> Spent:
     """Choose an entry for each part: costs sum to at most `total`, and losses to the least.
 
-    Up to the first step that does not fit, the choice is the best for what it costs. Flatter steps
+    Up to the first step that does not fit, the choice is the best at its cost. Flatter steps
     that still fit are then taken, the steepest first, until none is left that fits.
 
     Args:
-        losses: (parts, entries), each part's loss with each entry; what is not finite is not taken.
+        losses: (parts, entries), each part's loss with each entry; one that is not finite is never
+            taken.
         costs: (entries,) or, where parts differ, (parts, entries).
         total: what all parts may cost together.
 
@@ -48,13 +49,13 @@ def spend(losses: np.ndarray, costs: Sequence[float] | np.ndarray, total: float)
     """
     wide = np.broadcast_to(np.asarray(costs, dtype=np.float64), losses.shape)
     hulls = [hull(cost, loss) for cost, loss in zip(wide, losses, strict=True)]
-    least = float(sum(cost[line[0]] for cost, line in zip(wide, hulls, strict=True)))
-    if least > total * (1 + _ROUNDING):
+    cheapest = float(sum(cost[line[0]] for cost, line in zip(wide, hulls, strict=True)))
+    if cheapest > total * (1 + _ROUNDING):
         raise HeadwiseError(
-            f"a total of {total:g} is too small for {len(losses)} parts: the least is {least:g}"
+            f"a total of {total:g} is too small for {len(losses)} parts: the least is {cheapest:g}"
         )
     at = [0] * len(losses)
-    left = total - least
+    left = total - cheapest
     price = 0.0
     steps: list[tuple[float, int]] = []
 

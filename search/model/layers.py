@@ -31,7 +31,7 @@ def searched_layers(loaded: LoadedModel) -> tuple[int, ...]:
 def serving_backend(
     backend: str, model: ModelInfo, dtype: str, device: str, *, quiet: bool = False
 ) -> str:
-    """The backend that scores candidates and will serve; says so where it is only the reference.
+    """The backend that scores candidates and will serve; reports the reference on stderr.
 
     Raises:
         HeadwiseError: the backend that was asked for cannot.

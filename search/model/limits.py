@@ -27,9 +27,8 @@ class Limits:
         max_kl: mean nats a token to dense attention.
         max_perplexity: rise over dense attention's, of text.
         max_nll: rise of -log p of the right answer, nats for each of its tokens.
-        max_lost: share of the answers that dense attention gets right by which the patterns get
-            fewer right, those that they win counted; one answer alone fails nothing. A rise or a
-            share fails only where its 95% interval lies above 0.
+        max_lost: right answers lost, less those won, as a fraction of dense attention's. One answer
+            alone fails nothing. A rise or a fraction fails only if its 95% interval is above 0.
     """
 
     max_kl: float | None = option(
@@ -45,7 +44,7 @@ class Limits:
         group=_GROUP,
     )
     max_lost: float | None = option(
-        "share of right answers fewer than dense attention",
+        "right answers lost, as a fraction of dense attention's",
         default=MAX_LOST,
         within=SHARE,
         group=_GROUP,
@@ -100,7 +99,7 @@ class Limits:
                 f"{self.max_nll:g}"
             )
             losses.append((task.nll_rise / self.max_nll, not task.nll_rise_low <= 0, text))
-        # Near a tie answers turn both ways: those that are won stand against those that are lost.
+        # Near a tie answers turn both ways, so answers won offset answers lost.
         if self.max_lost is not None and task.lost - task.won > 1 and task.fewer_low is not None:
             text = (
                 f"accuracy falls from {task.dense_accuracy:.2f} to {task.accuracy:.2f} of "

@@ -43,8 +43,7 @@ def check_positions(length: int, model: ModelInfo) -> None:
     if length > model.max_positions:
         raise HeadwiseError(
             f"--length {length} is more than the {model.max_positions} positions of {model.name}; "
-            "choose a shorter one, or pass --beyond-positions to go past what the model was "
-            "trained on"
+            "choose a shorter one, or pass --beyond-positions to exceed the trained length"
         )
 
 
@@ -57,7 +56,7 @@ def calibration_prompts(config: ModelSearch, loaded: LoadedModel, length: int) -
     names = [parse_task(task).name for task in dict.fromkeys(config.tasks)]
     for name in names:
         if names.count(name) > 1:
-            raise HeadwiseError(f"--task has two tasks {name}: give their files different names")
+            raise HeadwiseError(f"--task has two tasks {name}: their files need different names")
 
     def make(tokens: int) -> list[Prompt]:
         return whole_contexts(
@@ -98,12 +97,12 @@ def held_out_prompts(
     Raises:
         HeadwiseError: the length is too short for a task, or a text for the length.
     """
-    asked = tuple(dict.fromkeys(tasks))
+    names = tuple(dict.fromkeys(tasks))
 
     def make(tokens: int) -> list[Prompt]:
         options: dict[str, Any] = {"length": tokens, "seed": seed, "seen": seen, "number": number}
         prompts = []
-        for task in asked:
+        for task in names:
             times = CONTEXTS
             if parse_task(task).kind in ("text", "prose"):
                 times = 2
@@ -113,7 +112,7 @@ def held_out_prompts(
             prompts += held_out((task,), loaded.tokenizer, samples=samples * times, **options)
         return prompts
 
-    return _made(make, length, "held-out", by_default=asked == GATE_TASKS)
+    return _made(make, length, "held-out", by_default=names == GATE_TASKS)
 
 
 def _made(

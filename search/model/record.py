@@ -41,7 +41,7 @@ from search.model.search_run import SearchRun
 from search.model.speed import Speed
 from search.model.task_losses import lost_answers, mean_kl
 
-# Speed-up over the fastest dense baseline below which an artifact is not worth serving.
+# Speed-up over the fastest dense baseline below which an artifact is not served.
 WORTH = 1.05
 
 
@@ -119,7 +119,7 @@ class Recorded:
 
     @property
     def is_proven_faster(self) -> bool:
-        """True if it is worth serving, and whole prefills are faster beyond noise."""
+        """True if it gains enough, and whole prefills are faster beyond noise."""
         if self.speed is not None and self.speed.first_token is not None:
             low, _ = self.speed.first_token.interval
             return self.is_worth_serving and low > 1
@@ -185,7 +185,7 @@ def write(
     arrays: Mapping[str, np.ndarray],
     speed: Speed | None,
 ) -> Recorded:
-    """Add the evidence, and write the artifact if it is worth serving, or is to be kept."""
+    """Add the evidence, and write the artifact if it gains enough or `keep` is set."""
     proof = evidence(outcome.run, outcome.accepted, outcome.costs, speed, command=config.command)
     artifact = artifact.model_copy(update={"evidence": proof})
     recorded = Recorded(outcome=outcome, artifact=artifact, speed=speed)

@@ -42,9 +42,9 @@ def report_published(artifact: Artifact, out: Path, model: str) -> str:
     """The report of a search with a budget for each head, which measures nothing end to end.
 
     Args:
-        artifact: as it was written.
+        artifact: the written one.
         out: where.
-        model: as it was named to the search.
+        model: its name on the command line.
     """
     search = artifact.search
     assert search is not None, "a search has just written it"
@@ -80,7 +80,7 @@ def headline(config: ModelSearch, recorded: Recorded) -> str:
 
 
 def _gain(recorded: Recorded, length: int) -> str:
-    """The gain of an artifact that is worth serving."""
+    """The gain of an artifact that gains enough."""
     speed = recorded.speed
     gain = recorded.gain
     if speed is None:
@@ -101,7 +101,7 @@ def _gain(recorded: Recorded, length: int) -> str:
 
 
 def _too_little(recorded: Recorded) -> str:
-    """The gain of an artifact that is not worth serving."""
+    """The gain of an artifact that gains too little."""
     speed = recorded.speed
     if speed is None:
         return f"{recorded.gain:.2f}x fewer FLOPs of attention, counted and not timed"
@@ -123,11 +123,11 @@ def _interval(whole: FirstToken) -> str:
 def _advice(config: ModelSearch, outcome: Outcome) -> str:
     """Advice for a gain: a smaller budget or a longer prompt."""
     length = outcome.run.length
-    most = outcome.run.model.max_positions
+    positions = outcome.run.model.max_positions
     if config.budget is not None and outcome.raise_reason is None:
         return "try a smaller --budget"
-    if length < most:
-        return f"try --length {min(_LONGER * length, most)}"
+    if length < positions:
+        return f"try --length {min(_LONGER * length, positions)}"
     return "the model takes no longer prompts"
 
 
@@ -142,7 +142,7 @@ def _budget(recorded: Recorded) -> str:
 
 
 def _patterns(artifact: Artifact) -> list[str]:
-    """The kinds of patterns that heads got, and what they keep and compute."""
+    """The kinds of patterns that heads got, with their recall and density."""
     search = artifact.search
     prefill = artifact.prefill
     assert search is not None, "a search has just made it"

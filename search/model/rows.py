@@ -50,15 +50,15 @@ def winners(rows: Rows, patterns: Mapping[str, ArtifactPattern]) -> dict[str, in
     return dict(Counter(patterns[name].kind for row in rows for name in row or ()).most_common())
 
 
-def pick(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """(L, H) of (L, H, C): values of the chosen candidates, NaN where `chosen` is -1."""
-    taken = np.take_along_axis(values, np.maximum(chosen, 0)[..., None], axis=-1)[..., 0]
-    picked: np.ndarray = np.where(chosen < 0, np.nan, taken)
+def pick(values: np.ndarray, choice: np.ndarray) -> np.ndarray:
+    """(L, H) of (L, H, C): values of the chosen candidates, NaN where `choice` is -1."""
+    taken = np.take_along_axis(values, np.maximum(choice, 0)[..., None], axis=-1)[..., 0]
+    picked: np.ndarray = np.where(choice < 0, np.nan, taken)
     return picked
 
 
 def score_arrays(
-    chosen: np.ndarray,
+    choice: np.ndarray,
     names: Sequence[str],
     measures: Mapping[str, np.ndarray],
     sizes: Sequence[Mapping[str, np.ndarray]] | None = None,
@@ -66,14 +66,14 @@ def score_arrays(
     """The sidecar's arrays: each head's candidate, and the scores of all, (L, H) each.
 
     Args:
-        chosen: (L, H) candidate of each head, -1 in layers without patterns.
+        choice: (L, H) candidate of each head, -1 in layers without patterns.
         names: of the candidates.
         measures: (L, H, C) by name, NaN in layers without patterns.
         sizes: for each candidate (L, H) by name, where heads differ in them.
     """
-    arrays: dict[str, np.ndarray] = {"chosen.candidate": chosen.astype(np.int32)}
+    arrays: dict[str, np.ndarray] = {"chosen.candidate": choice.astype(np.int32)}
     for measure, values in measures.items():
-        arrays[f"chosen.{measure}"] = pick(values, chosen).astype(np.float32)
+        arrays[f"chosen.{measure}"] = pick(values, choice).astype(np.float32)
     for c, name in enumerate(names):
         for measure, values in measures.items():
             arrays[f"candidates.{c}.{name}.{measure}"] = values[..., c].astype(np.float32)

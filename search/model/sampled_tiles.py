@@ -1,4 +1,4 @@
-"""Query tiles of a prompt that stand for all of them.
+"""A sample of a prompt's query tiles.
 
 One of each stretch of neighbouring tiles is drawn, those with large gradients more often, and
 weighted by how often it is drawn. Stretches end where a dense tail begins.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.index import TILE, first_dense, num_tiles
 
-# One query tile in so many is drawn, but never fewer tiles of a prompt than this.
+# One query tile in this many is drawn, but never fewer than _LEAST of a prompt.
 _EVERY = 8
 _LEAST = 16
 # Half of the chance that a tile is drawn goes by its gradient, half to all tiles alike: no weight
@@ -40,7 +40,7 @@ def sampled(by_out: Tensor | None, length: int, tails: Sequence[int], seed: int)
         by_out: (1, H, S, E) gradients; without them (None) all tiles are alike.
         length: tokens of the prefill.
         tails: dense tails that are compared: each one's tiles are drawn from by themselves.
-        seed: of the draw; the same seed and gradients give the same tiles.
+        seed: of the draw; the tiles depend on seed and gradients alone.
     """
     n = num_tiles(length)
     generator = np.random.default_rng(seed)

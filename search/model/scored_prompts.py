@@ -60,8 +60,8 @@ def score_prompts(
             scores[key] = value
     # No rank repeats what another one has finished.
     finished = ranks.gather_all([list(key) for key in scores])
-    known = {(int(number), int(layer)) for keys in finished for number, layer in keys}
-    left = sorted(key for key in units if key not in known)
+    done = {(int(number), int(layer)) for keys in finished for number, layer in keys}
+    left = sorted(key for key in units if key not in done)
     mine = _deal(left, ranks)
     with phase("scoring candidates", len(units), "layers", quiet=not ranks.is_first) as shown:
         shown.reach(len(units) - len(left))
@@ -172,7 +172,7 @@ def _score(
 def _sums(scores: Scores, gain: float, layer: int, loaded: LoadedModel) -> np.ndarray:
     """(7, H, C) in the order of the fields of Scores."""
     values = np.stack([getattr(scores, name) for name in _SUMS])
-    # A norm between attention and stream scales what the heads add.
+    # A norm between attention and stream scales the heads' sum.
     values[_SUMS.index("change")] *= gain
     if not np.isfinite(values).all():
         dtype = str(loaded.model.dtype).removeprefix("torch.")

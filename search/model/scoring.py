@@ -241,7 +241,7 @@ def _row(
     count = len(joined.indices)
     start = row * TILE
     stop = row * TILE + dense.shape[1]
-    # Candidates of a head stand side by side.
+    # Candidates of a head are adjacent.
     skipped = inputs.q.new_zeros((1, heads * count), dtype=torch.int32)
     many = (
         inputs.q[:, :, start:stop]
@@ -268,10 +268,10 @@ def _row(
     # Before the difference is taken in place.
     without_scale = _without_scale(sparse, dense[:, None])
     difference = sparse.sub_(dense[:, None])
-    kept = kept_mass(lse[0].unflatten(0, (heads, count)), dense_lse[:, None], inputs.sinks)
+    recall = kept_mass(lse[0].unflatten(0, (heads, count)), dense_lse[:, None], inputs.sinks)
     sums = {
         "squared": torch.linalg.vector_norm(difference, dim=(2, 3)).double().square(),
-        "recall": kept.sum(-1),
+        "recall": recall.sum(-1),
         "skipped": skipped.view(heads, count),
         "change": stream.by_head(inputs.layer, without_scale, slice(start, stop)),
     }
@@ -292,7 +292,7 @@ def _without_scale(sparse: Tensor, dense: Tensor) -> Tensor:
 
 
 def _tail_tiles(indices: Sequence[SparseIndex], tail: int) -> np.ndarray:
-    """(H, C) tiles that a dense tail computes beyond what the indices do in its rows."""
+    """(H, C) tiles that a dense tail adds to those of the indices in its rows."""
     if not tail:
         return np.zeros((indices[0].num_heads, len(indices)))
     more = []

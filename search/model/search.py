@@ -2,7 +2,7 @@
 
 Prompts, curves, costs, allocation, refinement, gate, timing, record: `search_model` calls them in
 this order, and docs/search.md describes them. Ranks of torchrun share curves, refinement and gate.
-Finished work is kept in the resume file beside the output."""
+Finished work is kept in the resume file next to the output."""
 
 from __future__ import annotations
 
@@ -139,10 +139,10 @@ def search_model(
                 search_run, calibration.sequences[0], by_tail, config.share, command=config.command
             )
 
-        # Allocation: the budget, and what the heads can spend it on.
+        # Allocation: the budget, spent over the heads.
         heads = Heads.of(by_tail, costs, search_run.patterns)
         total, reason = spendable(
-            heads, config.share, asked=config.budget is not None, length=search_run.length
+            heads, config.share, is_explicit=config.budget is not None, length=search_run.length
         )
 
         study = study_of(

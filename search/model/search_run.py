@@ -139,7 +139,7 @@ class SearchRun:
         """Measure allocations on the sequences of a reference; the ranks share the passes.
 
         Args:
-            reference: what the losses are relative to.
+            reference: the baseline of the losses.
             allocations: to run.
             numbers: of the sequences to run on; all if None.
             name: of the phase to show; none is shown if empty, as inside of another phase.

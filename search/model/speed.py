@@ -78,8 +78,8 @@ class FirstToken:
 
     @property
     def ratio(self) -> float:
-        """Median of the ratios within rounds."""
-        return self.speedup.value
+        """Baseline's median seconds over Headwise's, so that it agrees with both."""
+        return self.dense / self.headwise
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -155,8 +155,8 @@ def time_attention(run: SearchRun, accepted: Accepted) -> Speed:
         return [{"seconds": dict(each.seconds), "layers": list(each.layers)} for each in timings]
 
     unit = _unit(run, accepted, "times of attention", {"lengths": [each.tokens for each in timed]})
-    kept = run.ledger.once(unit, measure)
-    timings = [Timings(seconds=each["seconds"], layers=tuple(each["layers"])) for each in kept]
+    timing = run.ledger.once(unit, measure)
+    timings = [Timings(seconds=each["seconds"], layers=tuple(each["layers"])) for each in timing]
     return Speed(
         attention={each.tokens: times for each, times in zip(timed, timings, strict=True)},
         searched=(tokens, *sorted(searched, reverse=True)),

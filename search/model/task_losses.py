@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil, exp
+from operator import attrgetter
 
 import numpy as np
 
@@ -116,17 +117,17 @@ class TaskLoss:
         text = [context.text for context in contexts if context.text is not None]
         if text:
             loss = replace(loss, perplexity_ratio=exp(float(np.mean(text))))
-        asked = [context for context in contexts if context.answers]
-        rises = [context.rise for context in asked]
-        tokens = [context.tokens for context in asked]
-        if asked:
+        answered = [context for context in contexts if context.answers]
+        rises = [context.rise for context in answered]
+        tokens = [context.tokens for context in answered]
+        if answered:
             loss = replace(loss, nll_rise=sum(rises) / sum(tokens))
-        if len(asked) < CONTEXTS:
+        if len(answered) < CONTEXTS:
             return loss
         rise = share_of(rises, tokens)
         fewer = share_of(
-            [float(context.lost - context.won) for context in asked],
-            [float(context.dense_right) for context in asked],
+            [float(context.lost - context.won) for context in answered],
+            [float(context.dense_right) for context in answered],
         )
         return replace(
             loss,
@@ -162,10 +163,12 @@ class TaskLoss:
         Args:
             length: of the prompts, in tokens.
         """
-        known = {name: getattr(self, name) for name in TaskFigures.model_fields if name != "length"}
+        figures = {
+            name: getattr(self, name) for name in TaskFigures.model_fields if name != "length"
+        }
         if not self.answers:
-            known |= dict.fromkeys(("answers", "dense_right", "lost", "won"))
-        return TaskFigures(**known, length=length)
+            figures |= dict.fromkeys(("answers", "dense_right", "lost", "won"))
+        return TaskFigures(**figures, length=length)
 
 
 def by_task(sequences: Sequence[TokenSequence], losses: Sequence[Losses]) -> list[TaskLoss]:
@@ -173,8 +176,8 @@ def by_task(sequences: Sequence[TokenSequence], losses: Sequence[Losses]) -> lis
     tasks: dict[str, list[ContextLoss]] = {}
     for sequence, loss in zip(sequences, losses, strict=True):
         for label in dict.fromkeys(sequence.labels):
-            own = np.array([each == label for each in sequence.labels])
-            context = ContextLoss.of(sequence, loss.of(own))
+            is_label = np.array([each == label for each in sequence.labels])
+            context = ContextLoss.of(sequence, loss.of(is_label))
             tasks.setdefault(f"{sequence.task}/{label}", []).append(context)
         if not sequence.labels:
             tasks.setdefault(sequence.task, []).append(ContextLoss.of(sequence, loss))
@@ -187,14 +190,15 @@ def pooled(tasks: Sequence[TaskLoss]) -> list[TaskLoss]:
     One task's answers may be too few for a loss to show. Answers of one context, of whatever kinds,
     are one unit of the interval.
     """
-    asked = [task for task in tasks if any(context.answers for context in task.contexts)]
-    if len(asked) < 2:
+    with_answers = [task for task in tasks if any(each.answers for each in task.contexts)]
+    if len(with_answers) < 2:
         return []
     contexts = sorted(
-        (context for task in asked for context in task.contexts), key=lambda each: each.digest
+        (context for task in with_answers for context in task.contexts),
+        key=attrgetter("digest"),
     )
     joined = []
-    for _, group in groupby(contexts, key=lambda each: each.digest):
+    for _, group in groupby(contexts, key=attrgetter("digest")):
         parts = list(group)
         sums = {
             name: sum(getattr(part, name) for part in parts)
@@ -230,12 +234,12 @@ def line(task: TaskLoss) -> str:
 
 def verdict(tasks: Sequence[TaskLoss]) -> Verdict:
     """Proven if a loss of one in five answers would show in a task, or in all answers together."""
-    asked = _asked(tasks)
-    if not asked:
+    answered = _answered(tasks)
+    if not answered:
         return Verdict(proven=True, why="text alone, no answers were asked for")
-    most = _most_right(asked)
-    why = f"{plural(most.dense_right, 'right answer')} of {plural(most.prompts, 'context')}"
-    return Verdict(proven=not all(map(_too_few, asked)), why=why)
+    largest = _most_right(answered)
+    why = f"{plural(largest.dense_right, 'right answer')} of {plural(largest.prompts, 'context')}"
+    return Verdict(proven=not all(map(_too_few, answered)), why=why)
 
 
 def remedy(tasks: Sequence[TaskLoss], samples: int) -> str:
@@ -244,33 +248,35 @@ def remedy(tasks: Sequence[TaskLoss], samples: int) -> str:
     Args:
         samples: the value of --samples.
     """
-    most = _most_right(_asked(tasks))
-    if not most.dense_right:
+    largest = _most_right(_answered(tasks))
+    if not largest.dense_right:
         return (
             "dense attention gets none right: take a --task that it can answer, or a shorter "
             "--length"
         )
-    if most.prompts < CONTEXTS:
-        return f"a longer file would give the {CONTEXTS} contexts that answers take"
-    return f"--samples {samples * ceil(ENOUGH / most.dense_right)} would see a loss of one in five"
+    if largest.prompts < CONTEXTS:
+        return f"answers take {CONTEXTS} contexts, which needs a longer file"
+    return (
+        f"--samples {samples * ceil(ENOUGH / largest.dense_right)} would see a loss of one in five"
+    )
 
 
 def summary(tasks: Sequence[TaskLoss]) -> str:
     """The finding on tasks that passed the gate, in a few words."""
-    asked = _asked(tasks)
-    if not asked:
+    answered = _answered(tasks)
+    if not answered:
         worst = max(task.perplexity_ratio or 1.0 for task in tasks)
         return f"text holds (perplexity {worst - 1:+.2%})"
-    return f"answers hold ({_interval(_most_right(asked))})"
+    return f"answers hold ({_interval(_most_right(answered))})"
 
 
-def _asked(tasks: Sequence[TaskLoss]) -> list[TaskLoss]:
+def _answered(tasks: Sequence[TaskLoss]) -> list[TaskLoss]:
     """Tasks with answers, and all answers together."""
     return [task for task in (*tasks, *pooled(tasks)) if task.answers]
 
 
-def _most_right(asked: Sequence[TaskLoss]) -> TaskLoss:
-    return max(asked, key=lambda task: task.dense_right)
+def _most_right(answered: Sequence[TaskLoss]) -> TaskLoss:
+    return max(answered, key=lambda task: task.dense_right)
 
 
 def _too_few(task: TaskLoss) -> bool:
@@ -279,7 +285,7 @@ def _too_few(task: TaskLoss) -> bool:
 
 
 def _interval(task: TaskLoss) -> str | None:
-    """The 95% interval of the change in right answers, as a share of dense attention's."""
+    """The 95% interval of the change in right answers, as a fraction of dense attention's."""
     if not task.dense_right or task.fewer_low is None or task.fewer_high is None:
         return None
     # 0 - x, so that no change is +0%.

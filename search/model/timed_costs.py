@@ -27,7 +27,7 @@ from search.model.search_run import SearchRun
 
 # Layers on which candidates and allocations are timed.
 _LAYERS = 5
-# Candidates of a kind that are timed, from the smallest to the largest: a line gives the others.
+# Candidates of a kind that are timed, small to large; a line predicts the others.
 _OF_A_KIND = 4
 # Budgets of the allocations that are timed, relative to the one that was asked for.
 _SHARES = (1.0, 0.5, 2.0)
@@ -107,8 +107,7 @@ def _time(
     table = _table(run, len(ids), timings, patterns, tiles, command)
     by_table = Costs.measured(table, model, length=run.length, dtype=run.dtype)
     heads = Heads.of(curves, by_table, run.patterns)
-    # Summed over the timed layers, to each of which an allocation gives another share, and scaled
-    # to all.
+    # Summed over the timed layers, which differ in cost, and scaled to all layers.
     to_all_layers = len(run.layers) / len(timings.layers)
     layers = list(timings.layers)
     costs = [mix.pick(heads.costs[mix.tail])[layers].sum() for mix in mixed]
@@ -122,8 +121,8 @@ def _time(
 def _mixed_allocations(heads: Heads, share: float) -> list[Allocation]:
     """Allocations of some budgets, which mix kinds as a layer does; costs may be of any unit."""
     tail = min(heads.curves)
-    least = heads.least(tail) * (1 + 1e-9)
-    totals = [max(heads.total(share * factor), least) for factor in _SHARES]
+    cheapest = heads.least(tail) * (1 + 1e-9)
+    totals = [max(heads.total(share * factor), cheapest) for factor in _SHARES]
     return [heads.allocate(total, tail) for total in totals]
 
 
@@ -149,8 +148,8 @@ def _table(
             head_dim=run.model.head_dim,
             heads=heads,
             kv_heads=run.model.num_kv_heads,
-            # Layers differ in what the same sizes compute, and one's times jump about: their means
-            # are a point.
+            # The same sizes compute different tiles by layer, and one layer's times are noisy:
+            # the means over layers are a point.
             density=float(np.mean(tiles[key])) / heads / causal,
             tiles=round(np.mean(tiles[key])),
             # An index build is part of what serving takes, and is timed with it.
@@ -172,7 +171,7 @@ def _table(
 def line_through(predicted: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
     """Fit (factor, constant) by least squares of relative errors.
 
-    Neither is below 0, and the factor is at least half of what it would be without a constant:
+    Neither is below 0, and the factor is at least half of its value without a constant:
     where prompts are short and times jump about, sizes must not look as if they were free."""
     x = np.asarray(predicted, dtype=np.float64)
     y = np.asarray(measured, dtype=np.float64)
@@ -185,8 +184,8 @@ def line_through(predicted: Sequence[float], measured: Sequence[float]) -> tuple
         np.stack([ratio, 1 / y], axis=-1), np.ones_like(y), rcond=None
     )
     # The factor falls with the constant in a straight line: this much takes half of it away.
-    most = best_factor(0.0) / 2 / (ratio / y).sum() * (ratio**2).sum()
-    constant = min(max(float(constant), 0.0), float(most))
+    limit = best_factor(0.0) / 2 / (ratio / y).sum() * (ratio**2).sum()
+    constant = min(max(float(constant), 0.0), float(limit))
     return best_factor(constant), constant
 
 
@@ -200,10 +199,10 @@ def _some_of_each_kind(candidates: Sequence[Pattern]) -> list[Pattern]:
         if getattr(pattern, "coverage", None) is None and not broad:
             kinds.setdefault(pattern.kind, []).append(pattern)
     kinds.setdefault("dense", [make("dense")])
-    chosen = []
+    sample = []
     for patterns in kinds.values():
-        chosen += spread(sorted(patterns, key=_size), _OF_A_KIND)
-    return chosen
+        sample += spread(sorted(patterns, key=_size), _OF_A_KIND)
+    return sample
 
 
 def _size(pattern: Pattern) -> float:

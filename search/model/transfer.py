@@ -57,17 +57,17 @@ def write_for(
     decode and kv_cache, and times are left out: they were measured on the former weights.
 
     Returns:
-        The names of what is left out.
+        The names of the omitted sections.
     """
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
     if artifact.model.weights_sha256 in (None, model.weights_sha256):
-        known = {
+        checked = {
             "verdict": evidence.verdict,
             "chosen_on": None,
             "reported_on": evidence.reported_on,
             "tasks": evidence.tasks,
         }
-        evidence = artifact.evidence.model_copy(update=known)
+        evidence = artifact.evidence.model_copy(update=checked)
         save(artifact.model_copy(update={"model": model, "evidence": evidence}), out, dict(arrays))
         return ()
     prefill = artifact.prefill.model_copy(update={"front": None})
@@ -80,12 +80,12 @@ def write_for(
         "decode": None,
         "kv_cache": None,
     }
-    kept = {
+    own_arrays = {
         name: np.asarray(array)
         for name, array in arrays.items()
         if section_of(name) == "prefill" and name != FRONT_ROWS
     }
-    save(artifact.model_copy(update=changes), out, kept)
+    save(artifact.model_copy(update=changes), out, own_arrays)
     sections = {
         "front": artifact.prefill.front,
         "decode": artifact.decode,

@@ -60,7 +60,7 @@ from the candidate's start; within: whether it keeps to the budget."""
 
 
 def run(config: HeadSearch) -> Artifact:
-    """Search, and write `config.out` with its sidecar; a killed run goes on where it was.
+    """Search, and write `config.out` with its sidecar; a killed run resumes.
 
     Raises:
         HeadwiseError: a user's mistake; no file is written then.
@@ -183,14 +183,14 @@ def _write(
         scores: by layer.
     """
     shape = (model.num_layers, model.num_heads)
-    chosen = np.full(shape, -1)
+    choice = np.full(shape, -1)
     measures = {name: np.full((*shape, len(SPACE)), np.nan) for name in _MEASURES}
     grown = [{name: np.zeros(shape, dtype=int) for name in sizes(start)} for start in SPACE]
     picked: list[list[Pattern] | None] = [None] * model.num_layers
     for layer, of_layer in scores.items():
-        chosen[layer] = choose(of_layer, layer)
+        choice[layer] = choose(of_layer, layer)
         picked[layer] = [
-            moved(SPACE[c], of_layer["steps"][head, c]) for head, c in enumerate(chosen[layer])
+            moved(SPACE[c], of_layer["steps"][head, c]) for head, c in enumerate(choice[layer])
         ]
         for name in _MEASURES:
             measures[name][layer] = of_layer[name]
@@ -199,7 +199,7 @@ def _write(
                 grown[c][name][layer, head] = size
     rows, patterns = rows_of(picked)
     arrays = score_arrays(
-        chosen, [pattern_name(as_artifact_pattern(start)) for start in SPACE], measures, grown
+        choice, [pattern_name(as_artifact_pattern(start)) for start in SPACE], measures, grown
     )
     windows = Seen([prompt]).digests
     search = SearchInfo(
@@ -224,7 +224,7 @@ def _write(
             winners=winners(rows, patterns),
         ),
     )
-    # Sizes are token counts: at half the length they cover about twice the share, and there
+    # Sizes are token counts: at half the length they cover about twice the fraction, and there
     # sparsity stops paying.
     prefill = Prefill(
         dense_below=config.length // 2 if config.dense_below is None else config.dense_below,

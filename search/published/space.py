@@ -46,10 +46,10 @@ def bounds(start: Pattern, length: int) -> tuple[int, int]:
     largest = max(sizes(start).values())
     step = _step(start)
     if start.kind == "block_sparse":
-        most = num_tiles(length)
+        largest_step = num_tiles(length)
     else:
-        most = length
-    return -((largest - 1) // step), max(0, -(-(most - largest) // step))
+        largest_step = length
+    return -((largest - 1) // step), max(0, -(-(largest_step - largest) // step))
 
 
 def _step(start: Pattern) -> int:
@@ -67,9 +67,9 @@ def change_space(
     Tiles are counted from the index on the layer's own q and k: a head whose diagonals lie
     scattered gets fewer of them than one whose diagonals share tiles. A head whose smallest pattern
     computes more gets that one."""
-    least, most = bounds(start, length)
-    low = [least] * num_heads
-    high = [most] * num_heads
+    lowest, highest = bounds(start, length)
+    low = [lowest] * num_heads
+    high = [highest] * num_heads
     while low != high:
         middle = [(a + b + 1) // 2 for a, b in zip(low, high, strict=True)]
         index = with_dense_tail(build([moved(start, steps) for steps in middle]), dense_tail)
@@ -95,7 +95,7 @@ def target_tiles(budget: str, length: int, dense_tail: int) -> int:
             needs.
     """
     dense = dense_tiles(length)
-    least = _a_shape_tiles((1, 1), length, dense_tail)
+    smallest = _a_shape_tiles((1, 1), length, dense_tail)
     if budget.startswith("a_shape:"):
         words = budget.removeprefix("a_shape:").split(",")
         if len(words) != 2 or not all(word.isdecimal() and int(word) > 0 for word in words):
@@ -115,11 +115,11 @@ def target_tiles(budget: str, length: int, dense_tail: int) -> int:
                 f"budget {budget} must be a fraction of dense attention, above 0 and at most 1"
             )
         target = int(fraction * dense)
-    if target < least:
+    if target < smallest:
         raise HeadwiseError(
             f"budget {budget} is impossible at {length} tokens: the smallest pattern (first and "
-            f"last tile of {TILE} keys, {dense_tail} queries dense) computes {least / dense:.3f} "
-            "of dense attention; ask for more, or for a longer --length"
+            f"last tile of {TILE} keys, {dense_tail} queries dense) computes "
+            f"{smallest / dense:.3f} of dense attention; ask for more, or for a longer --length"
         )
     return target
 

@@ -174,7 +174,7 @@ def test_a_file_that_is_not_there_is_named(verb, word, other, says, refused):
         ("gate --length 100", "--length 100 is below the artifact's dense_below of 500"),
         ("gate --max-lost 2", "--max-lost must be above 0 and at most 1"),
         ("filters --budget 1.5", "--budget must be a number of tokens or a share between 0 and 1"),
-        ("filters --dense-first 3", "do not leave 3 dense"),
+        ("filters --dense-first 3", "--dense-first 3"),
         ("filters --profile nowhere", "there is no similarity profile"),
         ("kv --forced 256", "--forced must be below --length (256), got 256"),
         ("kv --target-bytes 64MiB", "not allowed with argument"),

@@ -65,7 +65,7 @@ def test_no_choice_costs_less(n, first, most, sparse, seed, hybrid):
     rules = Rules(sparse=sparse, dense_first=first, filters=most)
     every = every_choice(layers, rules)
     if not every:
-        with pytest.raises(HeadwiseError, match="do not leave"):
+        with pytest.raises(HeadwiseError, match="leaves no filter layer"):
             best_choice(cost, layers, rules)
         return
     best = best_choice(cost, layers, rules)
@@ -96,9 +96,7 @@ def test_what_a_choice_is_compared_with():
 
 
 def test_too_few_layers_and_holes_are_refused():
-    with pytest.raises(
-        HeadwiseError, match="3 full-attention layers of which 1 may attend to everything do"
-    ):
+    with pytest.raises(HeadwiseError, match="--dense-first 1 with --sparse 0.6 leaves no"):
         best_choice(np.ones((3, 3)), [0, 1, 2], Rules(dense_first=1))
     cost = np.ones((4, 4))
     cost[1, 3] = np.nan

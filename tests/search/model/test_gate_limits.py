@@ -292,7 +292,7 @@ def test_all_answers_together_may_be_enough_and_three_contexts_never_are():
     assert verdict(few).why == "80 right answers of 4 contexts"
     many = [TaskLoss.of("a", contexts_of(300, 3))]
     assert not verdict(many).proven
-    assert remedy(many, 1) == "a longer file would give the 4 contexts that answers take"
+    assert remedy(many, 1) == "answers take 4 contexts, which needs a longer file"
 
 
 def test_of_what_passes_text_and_answers_are_told():

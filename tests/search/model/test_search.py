@@ -671,7 +671,7 @@ def test_without_a_budget_there_is_always_one():
     costs = {tail: 0.5 + 0.5 * costs / np.nanmax(costs) for tail, costs in heads.costs.items()}
     heads = replace(heads, costs=costs, all_keys=1.0)
     least = min(map(heads.least, heads.curves))
-    total, why = spendable(heads, 0.25, asked=False, length=128)
+    total, why = spendable(heads, 0.25, is_explicit=False, length=128)
     assert least < total < heads.total(1.0) and total == pytest.approx(
         least + 0.25 * (heads.total(1.0) - least)
     )
