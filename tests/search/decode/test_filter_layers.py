@@ -96,7 +96,7 @@ def test_what_a_choice_is_compared_with():
 
 
 def test_too_few_layers_and_holes_are_refused():
-    with pytest.raises(HeadwiseError, match="--dense-first 1 with --sparse 0.6 leaves no"):
+    with pytest.raises(HeadwiseError, match=r"--dense-first 1 with --sparse 0\.6 leaves no"):
         best_choice(np.ones((3, 3)), [0, 1, 2], Rules(dense_first=1))
     cost = np.ones((4, 4))
     cost[1, 3] = np.nan
