@@ -1,46 +1,30 @@
-"""Counters of a process for stats() and for vLLM's metrics.
+"""Counters of a process for stats() and its log.
 
 Everything is counted on the host: no count runs an operation on a device or waits for one.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from runtime.attention.state import message
-
 SPARSE = "sparse"
 # Below vLLM's own logger, whose level and format it has.
 log = logging.getLogger("vllm.headwise")
-# By section of the report.
-_METRICS = {
-    "prefills": "Prompts and chunks of prompts, by how they were served",
-    "prefill_tokens": "Tokens of prompts, by how they were served",
-    "decode": "Requests that decode by chosen tokens, once a step",
-    "fallbacks": "Steps of a layer that were left to dense attention, by reason",
-}
-
-
-@functools.cache
-def metrics() -> dict[str, Any]:
-    """Counters in the registry that vLLM's /metrics shows, by section of the report."""
-    from prometheus_client import Counter as Metric
-
-    return {name: Metric(f"headwise:{name}", says, ["served"]) for name, says in _METRICS.items()}
 
 
 class Counters:
     """Counts that only grow. One thread serves."""
 
-    def __init__(self, metrics: dict[str, Any] | None = None) -> None:
-        # By section of the report and by what is counted there; metrics has the same.
+    def __init__(self) -> None:
+        # By section of the report and by what is counted there.
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._metrics = metrics or {}
         self._tokens_read = 0
+        self._prefills = 0
+        # The next line on prefills is logged at this number of them.
+        self._logs_at = 1
         self._warned: set[str] = set()
 
     @property
@@ -52,22 +36,31 @@ class Counters:
         return None
 
     def step(self, prefills: Iterable[tuple[str, int]], reads: Sequence[int] = ()) -> None:
-        """Count the requests of a step.
+        """Count the requests of a step. Prefills are logged each time their number has doubled.
 
         Args:
             prefills: ("sparse" or the reason why it is dense, tokens) of each prefill.
             reads: tokens that each request reads which decodes by chosen tokens.
         """
         for served, tokens in prefills:
-            self._add("prefills", served)
-            self._add("prefill_tokens", served, tokens)
+            self._prefills += 1
+            self._counts["prefills", served] += 1
+            self._counts["prefill_tokens", served] += tokens
         if reads:
             self._tokens_read += sum(reads)
-            self._add("decode", "chosen", len(reads))
+            self._counts["decode", "chosen"] += len(reads)
+        if self._prefills >= self._logs_at:
+            self._logs_at = 2 * self._prefills
+            report = self.report()
+            ways = ", ".join(
+                f"{count} {served} ({report['prefill_tokens'][served]} tokens)"
+                for served, count in report["prefills"].items()
+            )
+            log.info("Headwise has served %d prefills: %s", self._prefills, ways)
 
     def fell_back(self, reason: str, detail: str = "") -> None:
         """Count a step that a layer left to dense attention. Each reason is logged once."""
-        self._add("fallbacks", reason)
+        self._counts["fallbacks", reason] += 1
         if detail:
             line = f"{reason}: {detail}"
         else:
@@ -77,19 +70,13 @@ class Counters:
             log.warning("a layer's step is served densely: %s", line)
 
     def report(self) -> dict[str, Any]:
-        """Counts by section (_METRICS) and way of serving: {"sparse": n, reason: n}."""
+        """Counts by section and way of serving: {"sparse": n, reason: n}.
+
+        The sections are prefills and prefill_tokens (a chunk of a prompt counts as one), decode
+        (requests that decode by chosen tokens, once a step) and fallbacks (steps of a layer that
+        were left to dense attention); the last two only where something was counted.
+        """
         report: dict[str, Any] = {"prefills": {}, "prefill_tokens": {}}
         for (section, served), count in self._counts.items():
             report.setdefault(section, {})[served] = count
         return report
-
-    def _add(self, section: str, served: str, count: int = 1) -> None:
-        self._counts[section, served] += count
-        if section not in self._metrics:
-            return
-        try:
-            self._metrics[section].labels(served).inc(count)
-        except Exception as error:
-            # Prometheus writes files in PROMETHEUS_MULTIPROC_DIR. No metric ends the engine.
-            self._metrics = {}
-            log.warning("Headwise's counters in /metrics stop: %s", message(error))

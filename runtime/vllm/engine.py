@@ -19,7 +19,7 @@ from runtime.layers import layer_plans, part_of
 from runtime.omnikv.select import Selector
 from runtime.vllm.batch import Chunk
 from runtime.vllm.check import engine_misfits, grouped, reasons_by_layer, summary, why_dense
-from runtime.vllm.counters import SPARSE, Counters, log, metrics
+from runtime.vllm.counters import SPARSE, Counters, log
 from runtime.vllm.filters import Chooser
 from runtime.vllm.keep import Keeps, keeps_of
 from runtime.vllm.options import HASH_KEY, Options, options_of
@@ -80,7 +80,7 @@ class Engine:
         # Most tokens of a sequence.
         self.longest = int(config.model_config.max_model_len)
         self.size = int(config.parallel_config.tensor_parallel_size)
-        self.counters = Counters(metrics())
+        self.counters = Counters()
         # Reasons why layers do not see every token, None where they do.
         self._not_full = reasons_by_layer(
             config.model_config.hf_text_config, self.artifact.model.num_layers

@@ -44,18 +44,7 @@ def test_without_an_artifact_everything_is_the_parents(model):
         served.tokens([prompt(300)])
 
 
-def test_stats_are_in_vllms_metrics(model, artifact):
-    from vllm.v1.metrics.prometheus import get_prometheus_registry
-
-    def metric(name):
-        return (
-            get_prometheus_registry().get_sample_value(
-                f"headwise:{name}_total", {"served": "sparse"}
-            )
-            or 0
-        )
-
-    before = metric("prefills"), metric("prefill_tokens")
+def test_stats_count_prefills(model, artifact):
     path = artifact()
     with engine(model, path) as served:
         config, _, _ = attention(served)
@@ -63,24 +52,7 @@ def test_stats_are_in_vllms_metrics(model, artifact):
         assert config.additional_config[HASH_KEY] == artifacts.load(path).content_sha256
         served.tokens([prompt(300)])
         assert stats()["prefills"] == {"sparse": 1}
-        assert (metric("prefills"), metric("prefill_tokens")) == (before[0] + 1, before[1] + 300)
-
-
-def test_metrics_that_cannot_be_written_do_not_end_the_engine(tmp_path):
-    code = (
-        "from runtime.vllm.counters import Counters, metrics\n"
-        "counters = Counters(metrics())\n"
-        "for _ in range(2):\n"
-        "    counters.step([('sparse', 300)])\n"
-        "print(counters.report()['prefills'])\n"
-    )
-    # Prometheus looks for this folder when a counter first counts.
-    missing = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "missing")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **missing}
-    )
-    assert done.stdout == "{'sparse': 2}\n", done.stderr[-500:]
-    assert done.stderr.count("counters in /metrics stop: ") == 1
+        assert stats()["prefill_tokens"] == {"sparse": 300}
 
 
 def test_the_command_that_check_prints_starts_here(model, artifact, capsys):

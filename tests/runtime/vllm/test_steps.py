@@ -336,6 +336,21 @@ def test_counters_run_no_operation():
     }
 
 
+def test_prefills_are_logged_each_time_their_number_has_doubled(caplog):
+    counters = Counters()
+    with caplog.at_level(logging.INFO, logger="vllm.headwise"):
+        for _ in range(7):
+            counters.step([("sparse", 200)])
+            counters.step([], [40])
+        counters.step([("short", 10)])
+    assert caplog.messages == [
+        "Headwise has served 1 prefills: 1 sparse (200 tokens)",
+        "Headwise has served 2 prefills: 2 sparse (400 tokens)",
+        "Headwise has served 4 prefills: 4 sparse (800 tokens)",
+        "Headwise has served 8 prefills: 7 sparse (1400 tokens), 1 short (10 tokens)",
+    ]
+
+
 def peak_memory(run: Callable[[], Any]) -> int:
     """Most bytes that torch has allocated at a time in `run`, beyond those before."""
     with torch.profiler.profile(profile_memory=True) as profile:
