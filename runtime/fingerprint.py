@@ -10,8 +10,8 @@ its time does not grow with the size of the weights. Elements are rounded to bfl
 under 2**-14 (subnormal in float16) count as zero: a bfloat16 or float16 checkpoint gives one hash
 however it is loaded. A float32 checkpoint gives one for float32 and bfloat16, and may give another
 as float16, which rounds twice. Tied weights count once. Only plain floating-point tensors are
-hashed: of a model that is quantised or has adapters around its weights only the configuration can
-be compared, with check_weights=False."""
+hashed, on any devices and also where accelerate has moved them out. Of a model that is quantized or
+has adapters only the configuration can be compared, with check_weights=False."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SAMPLES = 64
-# Where PEFT's modules keep the one that they stand around.
+# Where PEFT's modules keep the one that they wrap.
 _INSIDE = {"base_layer", "original_module"}
 # Positions of a model whose configuration sets no limit.
 UNLIMITED = 2**31 - 1
@@ -75,7 +75,8 @@ def fingerprint(model: PreTrainedModel, *, name: str, revision: str | None = Non
     """Record a model for an artifact; weights that are not plain get no hash, with a warning.
 
     Raises:
-        HeadwiseError: a weight is nowhere to be read."""
+        HeadwiseError: a weight is on the meta device, and not by accelerate's offloading.
+    """
     info = config_info(text_config(model), type(model).__name__, name, revision)
     why = why_not_hashed(model)
     if why is not None:
@@ -97,21 +98,21 @@ def check(expected: ModelInfo, model: PreTrainedModel, *, weights: bool = True) 
 
 
 def why_not_hashed(model: PreTrainedModel) -> str | None:
-    """Reason why a model's weights are not hashed; None for plain floating-point tensors."""
+    """What of a model's weights is not hashed; None if all are plain floating-point tensors."""
     config = getattr(model.config, "quantization_config", None)
     if config is not None:
         if isinstance(config, dict):
             method = config.get("quant_method")
         else:
             method = config.quant_method
-        return f"they are quantised ({getattr(method, 'value', method)})"
+        return f"quantized weights ({getattr(method, 'value', method)})"
     for name, weight in model.named_parameters():
         if not _INSIDE.isdisjoint(name.split(".")):
-            return f"an adapter stands around {name}"
+            return f"an adapter around {name}"
         if type(weight.data) is not Tensor:
-            return f"{name} is a {type(weight.data).__name__}"
+            return f"{name} of type {type(weight.data).__name__}"
         if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
-            return f"{name} is {weight.dtype}"
+            return f"{name} of {weight.dtype}"
     return None
 
 
@@ -134,14 +135,11 @@ def weights_sha256(model: PreTrainedModel) -> str:
     """Hash every parameter's name, shape and a sample of its elements: see the top of this file.
 
     Raises:
-        HeadwiseError: the weights are not plain tensors, or one is nowhere to be read.
+        HeadwiseError: a weight is not a plain tensor, or is on the meta device.
     """
     why = why_not_hashed(model)
     if why is not None:
-        raise HeadwiseError(
-            f"the weights cannot be compared: {why}; apply with check_weights=False, which "
-            f"compares the configuration alone: other weights of the same shape then pass"
-        )
+        raise _refusal(why)
     digest = hashlib.sha256()
     samples: list[Tensor] = []
     homes = {
@@ -153,12 +151,15 @@ def weights_sha256(model: PreTrainedModel) -> str:
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
         if not weight.numel():
             continue
-        if weight.is_meta and id(weight) in homes:
-            module, key = homes[id(weight)]
-            with brought_in(module):
-                samples.append(_sample(name, getattr(module, key)))
-        else:
-            samples.append(_sample(name, weight))
+        if not weight.is_meta:
+            samples.append(_sample(weight))
+            continue
+        module, key = homes[id(weight)]
+        with brought_in(module):
+            weight = getattr(module, key)
+            if weight.is_meta:
+                raise _refusal(f"{name} on the meta device")
+            samples.append(_sample(weight))
     for sample in _gathered(samples):
         digest.update(sample.numpy().astype("<i2").tobytes())
     return digest.hexdigest()
@@ -172,13 +173,16 @@ def brought_in(module: nn.Module) -> AbstractContextManager[None]:
     return aligned
 
 
-def _sample(name: str, weight: Tensor) -> Tensor:
+def _refusal(why: str) -> HeadwiseError:
+    return HeadwiseError(
+        f"check_weights=True compares plain floating-point weights, got {why}: use "
+        "check_weights=False, which compares the configuration alone: other weights of the same "
+        "shape then pass"
+    )
+
+
+def _sample(weight: Tensor) -> Tensor:
     """Evenly strided elements as the bits of bfloat16, (at most SAMPLES,) int16."""
-    if weight.is_meta:
-        raise HeadwiseError(
-            f"the weights cannot be fingerprinted: {name} is nowhere to be read; "
-            "load the whole model, or apply with check_weights=False"
-        )
     weight = weight.detach()
     count = min(SAMPLES, weight.numel())
     at = torch.arange(count, device=weight.device) * (weight.numel() // count)

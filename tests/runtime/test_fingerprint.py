@@ -60,7 +60,8 @@ def test_tied_weights_count_once(build):
 
 def test_weights_that_are_not_there_are_refused(build):
     model = build().to("meta")
-    with pytest.raises(HeadwiseError, match=r"cannot be fingerprinted: lm_head\.weight"):
+    told = r"got lm_head\.weight on the meta device: use check_weights=False"
+    with pytest.raises(HeadwiseError, match=told):
         weights_sha256(model)
 
 
@@ -144,16 +145,16 @@ def said(model):
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        (adapted, "an adapter stands around model.layers.0.self_attn.q_proj.base_layer.weight"),
-        (saved, "an adapter stands around model.norm.original_module.weight"),
-        (stored, "model.layers.0.self_attn.q_proj.weight is a Stored"),
-        (fp8, "model.layers.0.self_attn.q_proj.weight is torch.float8_e4m3fn"),
-        (said, "they are quantised (awq)"),
+        (adapted, "an adapter around model.layers.0.self_attn.q_proj.base_layer.weight"),
+        (saved, "an adapter around model.norm.original_module.weight"),
+        (stored, "model.layers.0.self_attn.q_proj.weight of type Stored"),
+        (fp8, "model.layers.0.self_attn.q_proj.weight of torch.float8_e4m3fn"),
+        (said, "quantized weights (awq)"),
     ],
 )
 def test_weights_that_are_not_plain_are_not_compared(changed, why, build, artifact_for, warnings):
     headwise, model = Headwise(artifact_for(build())), changed(build())
-    told = f"cannot be compared: {re.escape(why)}; apply with check_weights=False"
+    told = f"plain floating-point weights, got {re.escape(why)}: use check_weights=False"
     with pytest.raises(HeadwiseError, match=f"{told}.*other weights of the same") as error:
         headwise.apply(model)
     assert "\n" not in str(error.value)
