@@ -28,7 +28,7 @@ from artifacts.schema.patterns import (
     pattern_name,
 )
 from artifacts.schema.search import Calibration, SearchCost, SearchInfo, Summary
-from artifacts.store.front_rows import at_target, front_arrays, front_rows
+from artifacts.store.front_rows import at_point, front_arrays, front_rows
 from artifacts.store.read import load, load_arrays, load_pair
 from artifacts.store.windows import seen_windows, window_arrays
 from artifacts.store.write import save, update
@@ -74,7 +74,7 @@ __all__ = [
     "TriShape",
     "Verdict",
     "VerticalSlash",
-    "at_target",
+    "at_point",
     "front_arrays",
     "front_rows",
     "grown",

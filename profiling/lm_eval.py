@@ -14,8 +14,7 @@ _EPILOG = """\
   pretrained        also smollm2 and gemma3, from their packages
   config            the artifact, or `dense` for the model's own attention
   check_weights     false accepts other weights of the same architecture
-  target_speedup, target_kl, target_recall
-                    a point of the artifact's front
+  point             of the artifact's front: speedup=X, kl=X or recall=X
 
 Our tasks for --include_path are written by `headwise tasks --lm-eval FOLDER`; docs/evaluation.md
 has an example.

@@ -24,28 +24,26 @@ _log = logging.getLogger("headwise")
 def load(
     path: str | PathLike[str],
     *,
-    target_speedup: float | None = None,
-    target_kl: float | None = None,
-    target_recall: float | None = None,
+    point: str | None = None,
     verify: str | PathLike[str] | bytes | None = None,
 ) -> Headwise:
-    """Load an artifact; with a target, the point of its front that meets it.
+    """Load an artifact; with `point`, at a point of its front.
 
     Warns once if no gate has proven its patterns.
 
     Args:
         path: the YAML file.
-        target_speedup: at least so many times as fast as dense attention (attention alone,
-            predicted at the front's length): of these points the one nearest to dense.
-        target_kl: at most so many nats a token from dense: of these the fastest.
-        target_recall: at least this fraction of the attention mass kept: of these the fastest.
+        point: "speedup=1.5" for at least 1.5 times the speed of dense attention (attention alone,
+            predicted at the front's length): of these points the one nearest to dense. "kl=0.01"
+            for at most 0.01 nats a token from dense, "recall=0.95" for at least 0.95 of the
+            attention mass: of these points the fastest.
         verify: a public key: a file that its holder did not sign is refused.
 
     Raises:
         ArtifactError: the file or its sidecar is missing, damaged, or of a newer schema; it is not
             signed by the key.
-        HeadwiseError: several targets, one that no point meets (the line names the nearest), or no
-            front to choose from; `verify` is no public key.
+        HeadwiseError: `point` cannot be parsed, no point meets it (the line has the ranges), or
+            there is no front; `verify` is no public key.
     """
     artifact, arrays = artifacts.load_pair(path, verify=verify, names=())
     verdict = artifact.evidence.verdict
@@ -53,13 +51,7 @@ def load(
     if sparse and (verdict is None or not verdict.proven):
         _warn_once(f"{one_line(str(path))} is {artifact.evidence.proof}")
     try:
-        artifact = artifacts.at_target(
-            artifact,
-            arrays,
-            target_speedup=target_speedup,
-            target_kl=target_kl,
-            target_recall=target_recall,
-        )
+        artifact = artifacts.at_point(artifact, arrays, point)
     except HeadwiseError as error:
         raise HeadwiseError(f"{one_line(str(path))}: {error}") from None
     return Headwise(artifact, arrays)

@@ -8,11 +8,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from artifacts.errors import HeadwiseError
+from artifacts.errors import HeadwiseError, shorten
 from artifacts.schema.evidence import check_lost
 from artifacts.schema.fields import AtLeast0, Count, Natural, Positive, Record, Share
 
 MAX_POINTS = 32
+# Requests for a point of a front.
+POINT = "speedup=X, kl=X or recall=X with a number X from 0 on"
 
 
 class Point(Record):
@@ -87,48 +89,27 @@ class Front(Record):
             check_lost(point.lost, self.dense_right)
         return self
 
-    def choose(
-        self,
-        *,
-        target_speedup: float | None = None,
-        target_kl: float | None = None,
-        target_recall: float | None = None,
-    ) -> int:
-        """The number of the best point for one target.
-
-        Args:
-            target_speedup: at least so many times as fast as dense attention: of these the point
-                with the least kl.
-            target_kl: at most so many nats a token from dense: of these the fastest.
-            target_recall: at least this share of the attention mass kept: of these the fastest.
+    def choose(self, point: str) -> int:
+        """Return the number of the best of the points that meet a request, see read_point.
 
         Raises:
-            HeadwiseError: no target or several, one that is no number, or one that no point meets.
+            HeadwiseError: `point` is not POINT, or no point meets it.
         """
-        given = {
-            "target_speedup": target_speedup,
-            "target_kl": target_kl,
-            "target_recall": target_recall,
-        }
-        targets = {name: value for name, value in given.items() if value is not None}
-        if len(targets) != 1:
-            raise HeadwiseError(
-                f"give one of {', '.join(given)}, got {', '.join(targets) or 'none'}"
-            )
-        ((name, target),) = targets.items()
-        if isinstance(target, bool) or not isinstance(target, int | float) or not target >= 0:
-            raise HeadwiseError(f"{name} must be a number from 0 on, got {target!r}")
+        asked = read_point(point)
+        if asked is None:
+            raise HeadwiseError(f"point must be {POINT}, got {shorten(point)}")
+        name, limit = asked
         points = list(enumerate(self.points))
         match name:
-            case "target_speedup":
+            case "speedup":
                 # The dearest of those that are fast enough is the nearest to dense.
-                met = [i for i, point in reversed(points) if point.speedup >= target]
-            case "target_kl":
-                met = [i for i, point in points if point.kl <= target]
+                met = [i for i, each in reversed(points) if each.speedup >= limit]
+            case "kl":
+                met = [i for i, each in points if each.kl <= limit]
             case _:
-                met = [i for i, point in points if point.recall >= target]
+                met = [i for i, each in points if each.recall >= limit]
         if not met:
-            raise HeadwiseError(f"no point of the front meets {name} {target:g}: {self.offers()}")
+            raise HeadwiseError(f"no point of the front meets {name}={limit:g}: {self.offers()}")
         return met[0]
 
     def offers(self) -> str:
@@ -141,3 +122,21 @@ class Front(Record):
             f"{first.speedup:.3g}, kl from {last.kl:.3g} to {first.kl:.3g} nats a token and recall "
             f"from {min(recalls):.3g} to {max(recalls):.3g}, at {self.length:,} tokens"
         )
+
+
+def read_point(point: str) -> tuple[str, float] | None:
+    """Parse a request for a point of a front; None if it is not POINT.
+
+    Args:
+        point: "speedup=1.5" for attention at least 1.5 times as fast as dense: of these points the
+            one with the least kl; "kl=0.01" for at most 0.01 nats a token from dense, or
+            "recall=0.95" for at least 0.95 of the attention mass: of these the fastest.
+    """
+    name, _, number = str(point).partition("=")
+    try:
+        limit = float(number)
+    except ValueError:
+        return None
+    if name not in ("speedup", "kl", "recall") or not limit >= 0:
+        return None
+    return name, limit

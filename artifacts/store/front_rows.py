@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from artifacts.errors import ArtifactError, HeadwiseError
+from artifacts.errors import ArtifactError, HeadwiseError, shorten
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.fields import Rows
 
@@ -80,31 +80,28 @@ def served_point(artifact: Artifact, arrays: Mapping[str, Array] | None) -> int 
     )
 
 
-def at_target(
-    artifact: Artifact, arrays: Mapping[str, Array] | None = None, **targets: float | None
-) -> Artifact:
-    """Artifact with the rows of the point that Front.choose gives; unchanged without targets.
+def at_point(artifact: Artifact, arrays: Mapping[str, Array] | None, point: str | None) -> Artifact:
+    """Artifact with the rows of the point that Front.choose returns; unchanged if `point` is None.
 
     All else stays: `search`, `evidence` and hashes are still those of the file and its own rows.
 
     Args:
         artifact: with a front.
         arrays: the sidecar's, `front.rows` among them.
-        targets: see Front.choose.
+        point: see read_point.
 
     Raises:
         HeadwiseError: there is no front, or see Front.choose.
         ArtifactError: the sidecar has no rows of the front.
     """
-    given = [name for name, value in targets.items() if value is not None]
-    if not given:
+    if point is None:
         return artifact
     if artifact.prefill.front is None:
         raise HeadwiseError(
-            f"{given[0]}: the artifact has no front to choose from: load it without, or search "
-            "with one budget for the whole model"
+            f"point {shorten(point)}: the artifact has no front to choose from: load it without, "
+            "or search with one budget for the whole model"
         )
-    number = artifact.prefill.front.choose(**targets)
+    number = artifact.prefill.front.choose(point)
     served: dict[str, object] = {"layers": front_rows(artifact, arrays, number)}
     if (tail := artifact.prefill.front.points[number].dense_tail) is not None:
         served["dense_tail"] = tail

@@ -29,9 +29,7 @@ class HeadwiseLM(HFLM):
         pretrained: Any,
         config: str | None = None,
         check_weights: bool = True,
-        target_speedup: float | None = None,
-        target_kl: float | None = None,
-        target_recall: float | None = None,
+        point: str | None = None,
         dtype: Any = "auto",
         **kwargs: Any,
     ) -> None:
@@ -41,8 +39,7 @@ class HeadwiseLM(HFLM):
             pretrained: what `hf` takes, or smollm2 or gemma3 from their packages.
             config: the artifact, or `dense` for the model's own attention.
             check_weights: see runtime.Headwise.apply.
-            target_speedup, target_kl, target_recall: the point of the artifact's front, see
-                runtime.load.
+            point: of the artifact's front, see runtime.load.
             dtype, kwargs: see HFLM.
 
         Raises:
@@ -54,12 +51,7 @@ class HeadwiseLM(HFLM):
             )
         headwise = None
         if config != DENSE:
-            headwise = load(
-                config,
-                target_speedup=target_speedup,
-                target_kl=target_kl,
-                target_recall=target_recall,
-            )
+            headwise = load(config, point=point)
         if isinstance(pretrained, str) and pretrained in PACKAGES:
             pretrained = local_folder(pretrained, dtype=str(dtype))
         super().__init__(pretrained=pretrained, dtype=dtype, **kwargs)

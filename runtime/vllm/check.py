@@ -17,6 +17,7 @@ from artifacts.cli.command import FOUND, ArgumentParser, run_command
 from artifacts.cli.options import add_arguments, at_least, check_ranges, config_of, option, shared
 from artifacts.commands import Outcome
 from artifacts.errors import one_line, ranges, shorten
+from artifacts.schema.front import POINT, read_point
 from kernels import dispatch
 from runtime.caches.make import POLICIES
 from runtime.fingerprint import compare, config_info
@@ -24,7 +25,7 @@ from runtime.layers import section_faults, why_not_full
 from runtime.omnikv.select import Role, roles_of
 from runtime.vllm.counters import SPARSE
 from runtime.vllm.keep import Keeps, keeps_of, policies_of
-from runtime.vllm.options import KEY, TARGETS, Options
+from runtime.vllm.options import KEY, Options
 
 # docs/vllm.md has the same versions.
 TRIED = ("0.32.0", "0.33.0")
@@ -163,9 +164,12 @@ class Config:
     tensor_parallel_size: int = option(
         "over how many processes heads are sharded", default=1, within=at_least(1), metavar="N"
     )
-    target_speedup: float | None = option("point of the front: so fast", default=None, metavar="X")
-    target_kl: float | None = option("point of the front: so near", default=None, metavar="X")
-    target_recall: float | None = option("point of the front: so whole", default=None, metavar="X")
+    point: str | None = option(
+        "point of the artifact's front: speedup=X (at least), kl=X (at most), recall=X (at least)",
+        default=None,
+        within=(lambda point: read_point(point) is not None, POINT),
+        metavar="NAME=X",
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -177,10 +181,11 @@ def run(config: Config) -> Outcome:
     Raises:
         HeadwiseError: the artifact or the model's configuration cannot be read.
     """
-    targets = {name: getattr(config, name) for name in TARGETS}
-    options = Options(artifact=str(config.file.absolute()), **targets)
+    options = Options(artifact=str(config.file.absolute()), point=config.point)
     artifact = options.load().artifact
     given = {"artifact": options.artifact, "content_sha256": artifact.content_sha256}
+    if config.point is not None:
+        given["point"] = config.point
     whole = _model_config(config.model)
     text = whole.get_text_config(decoder=True)
     size = config.tensor_parallel_size
@@ -191,7 +196,7 @@ def run(config: Config) -> Outcome:
         f"ok: vLLM would serve {config.model} by {config.file} from {below} tokens on",
         *_layers(artifact, text),
         *_notes(),
-        command(config.model, given | options.point, size),
+        command(config.model, given, size),
     ]
     return Outcome(text="".join(f"{one_line(line)}\n" for line in lines))
 

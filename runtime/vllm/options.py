@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 
 from artifacts import HeadwiseError
 from artifacts.errors import one_line, shorten
 from artifacts.schema.fields import Record, Text
+from artifacts.schema.front import POINT, read_point
 from artifacts.schema.validation import explain
 from runtime import Headwise, load
 
 KEY = "headwise"
 # Added to the engine's configuration, which enters the key of vLLM's compile cache.
 HASH_KEY = "headwise_content_sha256"
-TARGETS = ("target_speedup", "target_kl", "target_recall")
+
+
+def _check_point(point: str) -> str:
+    if read_point(point) is None:
+        raise ValueError(f"must be {POINT}")
+    return point
 
 
 class Options(Record):
@@ -25,7 +31,7 @@ class Options(Record):
         content_sha256: the artifact has to have this hash: all processes of a cluster serve the
             same.
         verify: a public key; the artifact has to be signed by its holder.
-        target_speedup, target_kl, target_recall: a point of the artifact's front, see runtime.load.
+        point: of the artifact's front, see runtime.load.
         dense: no section of the artifact, but Headwise's kernel over every key in every layer that
             it can serve: a baseline for speed, beside vLLM's own attention.
     """
@@ -33,19 +39,12 @@ class Options(Record):
     artifact: Text
     content_sha256: Text | None = None
     verify: Text | None = None
-    target_speedup: float | None = None
-    target_kl: float | None = None
-    target_recall: float | None = None
+    point: Annotated[str, AfterValidator(_check_point)] | None = None
     dense: bool = False
-
-    @property
-    def point(self) -> dict[str, float]:
-        """Targets that are given."""
-        return self.model_dump(include=set(TARGETS), exclude_none=True)
 
     def load(self) -> Headwise:
         """Load the artifact at its point; HeadwiseError as runtime.load, and for another hash."""
-        headwise = load(self.artifact, verify=self.verify, **self.point)
+        headwise = load(self.artifact, point=self.point, verify=self.verify)
         content = headwise.artifact.content_sha256
         if self.content_sha256 not in (None, content):
             has = f"{one_line(self.artifact)} has the content hash {content}"

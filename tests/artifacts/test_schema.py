@@ -95,7 +95,7 @@ def test_rows_of_points_come_back(every_kind, tmp_path):
     fast = (("a_64_512",) * 4, None, *[("bs_9",) * 4] * 3)
     assert artifacts.front_rows(artifact, arrays, 0) == fast
     assert artifacts.front_rows(artifact, arrays, 1) == artifact.prefill.layers
-    assert artifacts.at_target(artifact, arrays, target_speedup=4).prefill.layers == fast
+    assert artifacts.at_point(artifact, arrays, "speedup=4").prefill.layers == fast
     for rows, says in (
         ([(("nine",),)], "the front names 'nine', which patterns does not hold"),
         ([(("bs_9",),), (("bs_9",), ("bs_9",))], "the front's points have rows of unlike lengths"),

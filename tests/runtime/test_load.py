@@ -1,5 +1,5 @@
-"""From an artifact's file to the patterns that are built: the point of its front that a target asks
-for, every kind, arrays from the sidecar."""
+"""From an artifact's file to the patterns that are built: a point of its front, every kind, arrays
+from the sidecar."""
 
 from __future__ import annotations
 
@@ -50,41 +50,45 @@ def saved(build, artifact_for, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("target", "name"),
+    ("point", "name"),
     [
-        ({}, MIDDLE),
-        ({"target_speedup": 4.1}, FAST),
-        ({"target_speedup": 4}, MIDDLE),
-        ({"target_speedup": 0.0}, EXACT),
-        ({"target_kl": 0.35}, FAST),
-        ({"target_kl": 0.2}, MIDDLE),
-        ({"target_kl": 0.19}, EXACT),
-        ({"target_recall": 0.5}, FAST),
-        ({"target_recall": 0.9}, MIDDLE),
+        (None, MIDDLE),
+        ("speedup=4.1", FAST),
+        ("speedup=4", MIDDLE),
+        ("speedup=0.0", EXACT),
+        ("kl=0.35", FAST),
+        ("kl=0.2", MIDDLE),
+        ("kl=0.19", EXACT),
+        ("recall=0.5", FAST),
+        ("recall=0.9", MIDDLE),
     ],
 )
-def test_a_target_chooses_a_point(saved, target, name):
+def test_load_with_a_point_has_its_rows(saved, point, name):
     model, path = saved
-    headwise = load(path, **target)
+    headwise = load(path, point=point)
     assert headwise.artifact.prefill.layers == rows(model, name)
     assert headwise.artifact.prefill.front == load(path).artifact.prefill.front
 
 
 @pytest.mark.parametrize(
-    ("target", "values"),
+    ("point", "values"),
     [
-        ({"target_speedup": 9}, ["cfg.yaml", "target_speedup 9", "from 2 to 8"]),
-        ({"target_kl": 0.05}, ["target_kl 0.05", "from 0.1 to 0.3"]),
-        ({"target_recall": 0.99}, ["target_recall 0.99", "from 0.7 to 0.95"]),
-        ({"target_kl": 0.1, "target_recall": 0.9}, ["one of", "target_kl", "target_recall"]),
-        ({"target_kl": -1.0}, ["target_kl", "-1.0"]),
-        ({"target_kl": float("nan")}, ["target_kl", "nan"]),
-        ({"target_speedup": "2x"}, ["target_speedup", "'2x'"]),
+        ("speedup=9", ["cfg.yaml", "meets speedup=9", "from 2 to 8"]),
+        ("kl=0.05", ["meets kl=0.05", "from 0.1 to 0.3"]),
+        ("recall=0.99", ["meets recall=0.99", "from 0.7 to 0.95"]),
+        ("kl=0.1,recall=0.9", ["point must be speedup=X, kl=X or", "got 'kl=0.1,recall=0.9'"]),
+        ("kl=-1.0", ["point must be", "got 'kl=-1.0'"]),
+        ("kl=nan", ["point must be", "got 'kl=nan'"]),
+        ("speedup=2x", ["point must be", "got 'speedup=2x'"]),
+        ("cost=2", ["point must be", "got 'cost=2'"]),
+        ("kl", ["point must be", "got 'kl'"]),
+        (0.1, ["point must be", "got 0.1"]),
+        ("kl=\n0", ["meets kl=0:"]),
     ],
 )
-def test_a_target_that_cannot_be_met_is_one_line(saved, target, values):
+def test_load_refuses_a_point_in_one_line(saved, point, values):
     with pytest.raises(HeadwiseError) as caught:
-        load(saved[1], **target)
+        load(saved[1], point=point)
     text = str(caught.value)
     assert text.isprintable() and all(value in text for value in values)
 
@@ -105,9 +109,9 @@ def test_a_handle_says_its_model_its_artifact_and_its_sparse_layers(build, artif
 
 def test_no_front_to_choose_from(build, artifact_for, tmp_path):
     artifacts.save(artifact_for(build()), tmp_path / "cfg.yaml")
-    why = r"cfg\.yaml: target_kl: the artifact has no front to choose from"
+    why = r"cfg\.yaml: point 'kl=0\.1': the artifact has no front to choose from"
     with pytest.raises(HeadwiseError, match=why):
-        load(tmp_path / "cfg.yaml", target_kl=0.1)
+        load(tmp_path / "cfg.yaml", point="kl=0.1")
 
 
 GOLDEN = Path(__file__).parents[1] / "artifacts" / "golden" / "v1.yaml"

@@ -38,7 +38,7 @@ def decoding(**changes: Any) -> dict[str, Any]:
 def test_options():
     assert options_of(None) is None and options_of({"other": 1}) is None
     assert options_of({"headwise": "a.yaml"}) == Options(artifact="a.yaml")
-    given = {"artifact": "a.yaml", "target_kl": 1, "verify": "/key", "dense": True}
+    given = {"artifact": "a.yaml", "point": "kl=1", "verify": "/key", "dense": True}
     assert options_of({"headwise": given}) == Options(**given)
 
 
@@ -47,7 +47,11 @@ def test_options():
     [
         (3, "must be a path or an object, got 3"),
         ({}, "artifact: missing"),
-        ({"artifact": "a", "target_kl": float("nan")}, "target_kl"),
+        (
+            {"artifact": "a", "point": "kl=nan"},
+            "point: must be speedup=X, kl=X or .*, got 'kl=nan'",
+        ),
+        ({"artifact": "a", "point": 1}, "point"),
         ({"artifact": "a", "dense": "yes"}, "dense"),
         ({"artifact": "a", "budget": 1}, "budget: unknown field"),
     ],
@@ -156,14 +160,16 @@ def test_the_command_of_this_machine_serves_the_artifact(
     assert given.load().artifact == artifacts.load(tmp_path / "cfg.yaml")
 
 
-@pytest.mark.parametrize("target", [("--target-speedup", "8"), ("--target-kl", "0.2")])
-def test_a_point_of_the_front_is_served(front, target, capsys):
+@pytest.mark.parametrize("point", ["speedup=8", "kl=0.2"])
+def test_a_point_of_the_front_is_served(front, point, capsys):
     model, cfg = front
     model.save_pretrained(cfg.parent / "model")
-    assert main([str(cfg), "--model", str(cfg.parent / "model"), *target]) == 0
+    assert main([str(cfg), "--model", str(cfg.parent / "model"), "--point", point]) == 0
     given = options_of(json.loads(shlex.split(capsys.readouterr().out)[-1]))
-    assert given is not None and given.point == {target[0][2:].replace("-", "_"): float(target[1])}
-    assert given.load().artifact == load(cfg, **given.point).artifact
+    assert given is not None and given.point == point
+    assert given.load().artifact == load(cfg, point=point).artifact
+    with pytest.raises(artifacts.HeadwiseError, match=r"--point must be speedup=X.*got kl$"):
+        main([str(cfg), "--model", str(cfg.parent / "model"), "--point", "kl"])
 
 
 def test_batches_in_parts_are_refused():

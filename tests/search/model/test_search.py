@@ -244,7 +244,7 @@ def test_points_of_the_front_are_served(found, tiny_model):
     with torch.no_grad():
         dense = loaded.model(ids).logits
         for point in (front.points[0], front.points[-1]):
-            with load(found, target_kl=point.kl).apply(loaded.model, strict=True):
+            with load(found, point=f"kl={point.kl}").apply(loaded.model, strict=True):
                 far.append(float((loaded.model(ids).logits - dense).norm()))
     assert far[0] > far[1]
 
