@@ -63,7 +63,7 @@ def attention_gradients(
         scale = q.shape[-1] ** -0.5
     else:
         scale = float(scale)
-    check_numbers(scale, softcap, window, skip_below)
+    _check_numbers(scale, softcap, window, skip_below)
     if backend not in ("auto", "cpu", "reference"):
         raise ValueError(f"unknown backend {backend!r}; known: auto, cpu, reference")
     if backend == "reference":
@@ -89,7 +89,7 @@ def attention_gradients(
     )
 
 
-def check_numbers(
+def _check_numbers(
     scale: float, softcap: float | None, window: int | None, skip_below: float
 ) -> None:
     """Raise ValueError, in one line with the value, where one is out of its range."""

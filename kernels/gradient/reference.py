@@ -1,4 +1,4 @@
-"""Dense attention and its gradients in plain torch, a block of queries at a time: the oracle.
+"""Gradients of dense attention in plain torch, a block of queries at a time: the oracle.
 
 Shapes: B batch, H query heads, G KV heads, M = H // G, Q query length, K key length, R rows of a
 block, D head dim, E value dim."""
@@ -24,21 +24,6 @@ class _Block(NamedTuple):
     queries: slice
     keys: slice
     logits: Tensor
-
-
-def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """(B, H, Q, E) in q's dtype, and the natural log-sum-exp (B, H, Q), at least in fp32."""
-    q_heads = _by_group(q, k.shape[1])
-    k_heads = _wide(k)
-    v_heads = _wide(v)
-    out = q_heads.new_empty(*q_heads.shape[:-1], v.shape[-1])
-    lse = q_heads.new_empty(q_heads.shape[:-1])
-    for block in _blocks(q_heads, k_heads, scale, softcap, window):
-        lse[..., block.queries] = block.logits.logsumexp(-1)
-        out[..., block.queries, :] = block.logits.softmax(-1) @ v_heads[:, :, None, block.keys]
-    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
 
 def attention_gradients(

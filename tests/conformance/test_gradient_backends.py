@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kernels.gradient import attention_gradients, cpu, reference
-from kernels.gradient.dense import DenseAttention, dense_attention
 from tests.conformance.attention_cases import Case, last, square
 from tests.conformance.tensors import laid_out
 from tests.conformance.test_kernel_backends import ENGINES, skip_without, threads
@@ -122,15 +121,6 @@ def test_gradients_are_those_of_plain_softmax(dtype, server, name):
     check(found, right, TOLERANCES[dtype])
 
 
-def test_the_forward_that_the_reference_has_is_attention():
-    for name in ("batch 2", "D 192, E 128", "window 100, soft-cap, 130 of 700", "strided"):
-        case = CASES[name]
-        (q, k, v, out, lse, _), _ = problem(case, torch.float32)
-        found, found_lse = reference.dense_attention(q, k, v, **how(case))
-        torch.testing.assert_close(found, out, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(found_lse, lse, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["520 of 1300", "batch 2"])
 def test_blocks_of_the_reference_do_not_show(name, monkeypatch):
     _, right = problem(CASES[name], torch.float32)
@@ -199,38 +189,6 @@ def _by_hand(
         for x in (ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad_out)
     )
     return ds @ keys, dk, dv
-
-
-@pytest.mark.parametrize("name", ["window 100, soft-cap, 130 of 700", "transposed", "9 heads on 3"])
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_dense_attention_is_differentiable(dtype, name):
-    (q, k, v, right_out, _, grad_out), right = problem(CASES[name], dtype)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = dense_attention(*leaves, **how(CASES[name]))
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.float(), right_out.float(), atol=TOLERANCES[dtype][0], rtol=2e-2)
-    check(torch.autograd.grad(out, leaves, grad_out), right, TOLERANCES[dtype])
-
-
-def test_gradcheck():
-    torch.manual_seed(0)
-    shapes = ((1, 2, 5, 2), (1, 1, 66, 2), (1, 1, 66, 1))
-    leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
-    assert torch.autograd.gradcheck(lambda *x: dense_attention(*x, window=5, softcap=3.0), leaves)
-
-
-def test_it_is_differentiated_once():
-    q, k, v = (torch.randn(1, 2, 10, 8).requires_grad_() for _ in range(3))
-    out = DenseAttention.apply(q, k, v, 0.5, None, None, 0.0)
-    with pytest.raises(RuntimeError, match="differentiated once: create_graph must be False"):
-        torch.autograd.grad(out.sum(), q, create_graph=True)
-
-
-def test_only_what_is_asked_for_is_returned():
-    q, k, v = (torch.randn(1, 2, 70, 8) for _ in range(3))
-    dense_attention(q.requires_grad_(), k, v).sum().backward()
-    assert q.grad is not None and k.grad is None
-    assert not dense_attention(q.detach(), k, v).requires_grad
 
 
 def test_defaults():
