@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
@@ -34,7 +33,6 @@ from runtime.omnikv.decode import OmniKV
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-    from artifacts.store.sidecar import Array
 
 # Models are applied to and undone one at a time: each reads what the other changes.
 _changing = threading.RLock()
@@ -85,7 +83,6 @@ def attach(
     model: nn.Module,
     settings: Settings,
     artifact: Artifact | None = None,
-    arrays: Mapping[str, Array] | None = None,
     *,
     check_weights: bool = True,
 ) -> Handle:
@@ -98,7 +95,7 @@ def attach(
         known = ", ".join(BACKENDS)
         raise HeadwiseError(f"unknown backend {settings.backend!r}; known: auto, {known}")
     with _changing:
-        layers, settings = _plan(model, settings, artifact, arrays, check_weights)
+        layers, settings = _plan(model, settings, artifact, check_weights)
         if settings.evicts and rehearsed(model) is None:
             own = replace(settings, calls=Calls(), warned=set())
             apart = {module: replace(layer, settings=own) for module, layer in layers.items()}
@@ -111,7 +108,6 @@ def _plan(
     model: nn.Module,
     settings: Settings,
     artifact: Artifact | None,
-    arrays: Mapping[str, Array] | None,
     check_weights: bool,
 ) -> tuple[dict[nn.Module, Layer], Settings]:
     """State of each attention module, and the settings with what depends on the model."""
@@ -134,7 +130,7 @@ def _plan(
             # sdpa could serve this model, so eager was asked for: dense calls keep it. apply_dense
             # names its kernel itself.
             dense_by = "model"
-        plans = layer_plans(artifact, arrays)
+        plans = layer_plans(artifact)
     roles = {} if decode is None else decode.roles
     settings = replace(
         settings,

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from artifacts import HeadwiseError, Static
+from artifacts import HeadwiseError
 from artifacts.errors import ranges
-from artifacts.store.arrays import check_static
-from kernels.patterns import Growth, LayerPlan, Pattern, make
+from kernels.patterns import Growth, LayerPlan, make
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from artifacts import Artifact
-    from artifacts.store.sidecar import Array
 
 _INTERFACE = "transformers' attention interface"
 
@@ -327,36 +325,9 @@ def _has_alibi(cls: type[nn.Module], config: Any) -> bool:
     )
 
 
-def kernel_patterns(
-    artifact: Artifact, arrays: Mapping[str, Array] | None = None
-) -> dict[str, Pattern]:
-    """Patterns of an artifact by name, ready to be built.
-
-    Args:
-        arrays: those of its sidecar, which static patterns are read from.
-
-    Raises:
-        ArtifactError: an array of a static pattern is missing or is no list of positions.
-    """
-    check_static(artifact.patterns, arrays)
-    patterns = {}
-    for name, pattern in artifact.patterns.items():
-        if isinstance(pattern, Static):
-            assert arrays is not None
-            columns, diagonals = (tuple(arrays[array].tolist()) for array in pattern.arrays)
-            patterns[name] = make("static", columns=columns, diagonals=diagonals)
-        else:
-            patterns[name] = make(**pattern.model_dump())
-    return patterns
-
-
-def layer_plans(
-    artifact: Artifact, arrays: Mapping[str, Array] | None = None
-) -> dict[int, LayerPlan]:
-    """Plans by layer, each for all of its heads; layers left alone have none.
-
-    Arguments and errors: see kernel_patterns."""
-    patterns = kernel_patterns(artifact, arrays)
+def layer_plans(artifact: Artifact) -> dict[int, LayerPlan]:
+    """Plans by layer, each for all of its heads; layers left alone have none."""
+    patterns = {name: make(**record.model_dump()) for name, record in artifact.patterns.items()}
     growth = None
     if artifact.prefill.growth is not None:
         growth = Growth(

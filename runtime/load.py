@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from functools import cache
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import artifacts
 from artifacts.errors import HeadwiseError, one_line
+from artifacts.store.read import read_pair
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import Cache
 
-    from artifacts.store.sidecar import Array
     from runtime.apply import Handle
 
 _log = logging.getLogger("headwise")
@@ -45,16 +45,17 @@ def load(
         HeadwiseError: `point` cannot be parsed, no point meets it (the line has the ranges), or
             there is no front; `verify` is no public key.
     """
-    artifact, arrays = artifacts.load_pair(path, verify=verify, names=())
+    pair = read_pair(Path(path), verify=verify)
+    artifact = pair.artifact
     verdict = artifact.evidence.verdict
     sparse = any(pattern.kind != "dense" for pattern in artifact.patterns.values())
     if sparse and (verdict is None or not verdict.proven):
         _warn_once(f"{one_line(str(path))} is {artifact.evidence.proof}")
     try:
-        artifact = artifacts.at_point(artifact, arrays, point)
+        artifact = artifacts.at_point(artifact, pair.arrays, point)
     except HeadwiseError as error:
         raise HeadwiseError(f"{one_line(str(path))}: {error}") from None
-    return Headwise(artifact, arrays)
+    return Headwise(artifact)
 
 
 @cache
@@ -65,12 +66,9 @@ def _warn_once(line: str) -> None:
 class Headwise:
     """An artifact that can be applied to the model it was made for, as often as wanted."""
 
-    def __init__(
-        self, artifact: artifacts.Artifact, arrays: Mapping[str, Array] | None = None
-    ) -> None:
-        """Hold an artifact and its sidecar's arrays, which only static patterns need."""
+    def __init__(self, artifact: artifacts.Artifact) -> None:
+        """Hold an artifact."""
         self.artifact = artifact
-        self.arrays = arrays
 
     def apply(
         self,
@@ -128,7 +126,7 @@ class Headwise:
             backend=backend,
             evidence=self.artifact.evidence,
         )
-        return attach(model, settings, self.artifact, self.arrays, check_weights=check_weights)
+        return attach(model, settings, self.artifact, check_weights=check_weights)
 
     def new_cache(self, model: nn.Module, *, offload: str = "auto") -> Cache:
         """Make an empty cache for the model's `past_key_values`, by the artifact's sections.

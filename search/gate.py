@@ -156,7 +156,7 @@ def run(config: GateConfig, loaded: LoadedModel | None = None) -> GateResult:
         number=GATE_SET,
     )
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
-    plans = plans_of(artifact, arrays, length)
+    plans = plans_of(artifact, length)
     losses = []
     with phase("held-out prompts", len(reference.sequences), "prompts") as shown:
         for number in range(len(reference.sequences)):
@@ -185,11 +185,11 @@ def run(config: GateConfig, loaded: LoadedModel | None = None) -> GateResult:
     return replace(result, left_out=left_out)
 
 
-def plans_of(artifact: Artifact, arrays: Mapping[str, Array], length: int) -> dict[int, LayerPlan]:
+def plans_of(artifact: Artifact, length: int) -> dict[int, LayerPlan]:
     """The layer plans that an artifact serves a prompt of this length with."""
     if length < artifact.prefill.dense_below:
         return {}
-    return layer_plans(artifact, arrays)
+    return layer_plans(artifact)
 
 
 def _length(config: GateConfig, artifact: Artifact) -> int:
@@ -217,9 +217,7 @@ def _worst(
     loaded: LoadedModel, artifact: Artifact, arrays: Mapping[str, Array], prompts: Sequence[Prompt]
 ) -> tuple[tuple[int, int, float, float], ...]:
     """(layer, head, error, error the search measured) of the heads furthest beyond their search."""
-    errors = np.mean(
-        [fidelity(loaded.model, artifact, prompt, arrays).error for prompt in prompts], axis=0
-    )
+    errors = np.mean([fidelity(loaded.model, artifact, prompt).error for prompt in prompts], axis=0)
     before = np.zeros_like(errors)
     if "chosen.error" in arrays:
         before = np.asarray(arrays["chosen.error"])

@@ -128,10 +128,7 @@ def compare(
         kv_heads=policies,
         total=before.model.num_layers * before.model.num_heads,
         length=length,
-        density=(
-            mean_density(before, length, arrays_before),
-            mean_density(after, length, arrays_after),
-        ),
+        density=(mean_density(before, length), mean_density(after, length)),
         recall=_recall(arrays_before, arrays_after),
         added=tuple(name for name in SECTIONS if name in there[1] - there[0]),
         removed=tuple(name for name in SECTIONS if name in there[0] - there[1]),

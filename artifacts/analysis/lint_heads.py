@@ -73,9 +73,7 @@ def near_dense(case: Case) -> Findings:
 
 def _as_dense(case: Case, length: int) -> Counter[str]:
     """Heads of each sparse pattern that compute about as much as dense attention at a length."""
-    rows = zip(
-        case.artifact.prefill.layers, densities(case.artifact, length, case.arrays), strict=True
-    )
+    rows = zip(case.artifact.prefill.layers, densities(case.artifact, length), strict=True)
     return Counter(
         name
         for names, shares in rows

@@ -143,7 +143,7 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
         if artifact.search is not None:
             length = artifact.search.calibration.lengths[-1]
         length = min(length, LONGEST)
-        sparsity = _sparsity(artifact, arrays, dense, length)
+        sparsity = _sparsity(artifact, dense, length)
         group["target_sparsity"] = {"prefill": sparsity}
         by_score = f"{sparsity:.4g} of the tiles at {length:,} tokens, skipped by score"
         notes.heads("chooses otherwise", by_score, total - exact)
@@ -188,15 +188,13 @@ def _common_factor(artifact: Artifact, dense: Collection[int]) -> float | None:
     return None
 
 
-def _sparsity(
-    artifact: Artifact, arrays: Mapping[str, Array], dense: Collection[int], length: int
-) -> float:
+def _sparsity(artifact: Artifact, dense: Collection[int], length: int) -> float:
     """The share of tiles that the heads outside the dense layers leave out at a length."""
     rows = tuple(
         None if layer in dense else row for layer, row in enumerate(artifact.prefill.layers)
     )
     prefill = artifact.prefill.model_copy(update={"layers": rows})
-    computed = mean_density(artifact.model_copy(update={"prefill": prefill}), length, arrays)
+    computed = mean_density(artifact.model_copy(update={"prefill": prefill}), length)
     if computed is None:
         return 0.0
     return round(max(0.0, 1 - computed), 4)

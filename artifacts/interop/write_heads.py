@@ -19,17 +19,15 @@ from artifacts.interop.head_file import (
     parse,
 )
 from artifacts.interop.report import Export, Notes
-from artifacts.interop.source import array, header, original
+from artifacts.interop.source import array, original
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.patterns import (
     DEFAULT_LAST_Q,
-    TILE,
     AnyPattern,
     BlockSparse,
     Dense,
     Effect,
     SkipSoftmax,
-    Static,
     VerticalSlash,
 )
 
@@ -69,7 +67,7 @@ def write(
             recall = 0.0
             if recalls is not None and recalls[layer, head] == recalls[layer, head]:
                 recall = float(recalls[layer, head])
-            nearest, changes = _nearest(pattern, artifact, arrays, format)
+            nearest, changes = _nearest(pattern, artifact, format)
             listed[-1][str(head)] = [*nearest.as_json[:3], recall]
             exact += not changes
             for effect, what in changes:
@@ -113,10 +111,10 @@ def _still(read: Entry, pattern: AnyPattern | None, format: HeadFormat) -> bool:
 
 
 def _nearest(
-    pattern: AnyPattern | None, artifact: Artifact, arrays: Mapping[str, Array], format: HeadFormat
+    pattern: AnyPattern | None, artifact: Artifact, format: HeadFormat
 ) -> tuple[Entry, list[tuple[Effect, str]]]:
     """Entry nearest to a pattern (None: the layer slides), and the differences that remain."""
-    nearest, changes = _for_minference(pattern, artifact, arrays)
+    nearest, changes = _for_minference(pattern, artifact)
     if format == "minference":
         return nearest, changes
     a, b = nearest.sizes
@@ -138,7 +136,7 @@ def _nearest(
 
 
 def _for_minference(
-    pattern: AnyPattern | None, artifact: Artifact, arrays: Mapping[str, Array]
+    pattern: AnyPattern | None, artifact: Artifact
 ) -> tuple[Entry, list[tuple[Effect, str]]]:
     changes: list[tuple[Effect, str]] = []
     most = artifact.model.max_positions
@@ -167,18 +165,6 @@ def _for_minference(
                     effect = "keeps less"
                 changes = [(effect, f"always {BLOCKS} blocks, {limit}")]
             return entry("block_sparse", blocks, 1), changes
-        case Static():
-            columns, diagonals = (header(arrays).get(name) for name in pattern.arrays)
-            if columns is None:
-                a = FEW_COLUMNS + 1
-            else:
-                a = max(columns.size, 1)
-            if diagonals is None:
-                b = most
-            else:
-                b = max(TILE * diagonals.size, 1)
-            what = "static columns and diagonals are written by their number: each prompt chooses"
-            return entry("vertical_and_slash", a, b), [("chooses otherwise", what)]
         case None:
             changes = [
                 ("not carried over", "a layer that slides over its own window is written as dense")

@@ -1,9 +1,7 @@
 """Records of the attention patterns an artifact can name.
 
-A kind's record owns what others ask of it: fields, short name, letter and colour, the tiles that
-its sizes make it compute, and its form as a stream of sinks and a window. kernels.patterns has the
-same kinds and sizes as code. A static pattern's entries are too many for a page: its record names
-the arrays of the sidecar that hold them.
+A kind's record owns what others ask of it: fields, short name, letter and colour, and the tiles
+that its sizes make it compute. kernels.patterns has the same kinds and sizes as code.
 """
 
 from __future__ import annotations
@@ -39,15 +37,6 @@ AtMost = Annotated[
             "take only as much as holds this share, at most the sizes (FlexPrefill, XAttention; "
             "`_c95` in the name); null: the sizes"
         )
-    ),
-]
-# No dot, which ends the name inside an array's; short enough for static_<name> to be a pattern's
-# name.
-IndicesName = Annotated[
-    str,
-    matching(
-        "[A-Za-z0-9][A-Za-z0-9_-]{0,47}",
-        "a letter or digit and then up to 47 letters, digits, '_' or '-'",
     ),
 ]
 
@@ -225,24 +214,6 @@ class Strided(PatternRecord):
         return Layout(near=near, end=end, step=self.stride, columns=self.sink)
 
 
-class Static(PatternRecord):
-    """columns and diagonals that are the same on every prompt; named `static_NAME`"""
-
-    named: ClassVar[str] = "static_{indices}"
-    letter: ClassVar[str] = "F"
-    colour: ClassVar[str] = "#000000"
-
-    kind: Literal["static"] = Field(default="static", description=__doc__)
-    indices: IndicesName = Field(
-        description="the name of the sidecar's arrays that list them, see [Arrays](#arrays)"
-    )
-
-    @property
-    def arrays(self) -> tuple[str, str]:
-        """Names of its arrays: key columns in tokens, diagonals in tiles from the query's own."""
-        return f"static.{self.indices}.columns", f"static.{self.indices}.diagonals"
-
-
 class VerticalSlash(PatternRecord):
     """the columns and diagonals of most attention (MInference 1.0); named `vs_1000_6096`"""
 
@@ -351,7 +322,6 @@ AnyPattern = (
     | TriShape
     | Dilated
     | Strided
-    | Static
     | VerticalSlash
     | BlockSparse
     | MemoryUnits

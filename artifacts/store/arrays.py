@@ -1,13 +1,12 @@
-"""Checks of required arrays: static patterns, cost tables, the front, seen windows."""
+"""Checks of required arrays: cost tables, the front, seen windows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from artifacts.errors import ArtifactError, shorten
 from artifacts.schema.artifact import Artifact
-from artifacts.schema.patterns import AnyPattern, Static
 from artifacts.store.front_rows import FRONT_ROWS
 from artifacts.store.windows import SEEN_WINDOWS
 
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
     from artifacts.store.sidecar import Array, Entry
 
 T = TypeVar("T")
-# A static pattern for prompts of 2^31 tokens could not use more.
-MAX_POSITIONS = 2**22
 
 
 def check_arrays(
@@ -35,7 +32,6 @@ def check_arrays(
     Raises:
         ArtifactError: the first that is missing or not as it has to be.
     """
-    check_static(artifact.patterns, arrays, entries)
     for number in range(len(artifact.costs)):
         if fault := _cost_fault(number, entries or arrays or {}):
             raise ArtifactError(f"costs[{number}]: {fault}")
@@ -43,35 +39,6 @@ def check_arrays(
         raise ArtifactError(f"prefill.front: {fault}")
     if fault := _windows_fault(artifact, entries or arrays or {}):
         raise ArtifactError(f"search.calibration.seen_windows: {fault}")
-
-
-def check_static(
-    patterns: Mapping[str, AnyPattern],
-    arrays: Mapping[str, Array] | None,
-    entries: Mapping[str, Entry] | None = None,
-) -> None:
-    """Check that every static pattern has its arrays, and that they list positions.
-
-    Raises:
-        ArtifactError: the first that is missing or is not one row of ascending int32 positions from
-            0 on.
-    """
-    looked_at = set[str]()
-    for name, pattern in patterns.items():
-        if isinstance(pattern, Static) and pattern.indices not in looked_at:
-            looked_at.add(pattern.indices)
-            for array in pattern.arrays:
-                if fault := _static_fault(array, arrays, entries):
-                    raise ArtifactError(f"patterns.{name}: {fault}")
-
-
-def needed(artifact: Artifact) -> Iterator[str]:
-    """The names of the arrays without which the artifact's patterns cannot be applied."""
-    for pattern in artifact.patterns.values():
-        if isinstance(pattern, Static):
-            yield from pattern.arrays
-    if artifact.prefill.front is not None:
-        yield FRONT_ROWS
 
 
 def columns(arrays: Mapping[str, T], number: int) -> dict[str, T]:
@@ -82,32 +49,6 @@ def columns(arrays: Mapping[str, T], number: int) -> dict[str, T]:
         for name, array in arrays.items()
         if name.startswith(begins)
     }
-
-
-def _static_fault(
-    name: str, arrays: Mapping[str, Array] | None, entries: Mapping[str, Entry] | None
-) -> str | None:
-    if arrays is None:
-        return f"the array {name} must be in the sidecar, and there is none"
-    if name not in arrays:
-        near = sorted(other for other in arrays if other.startswith("static."))[:3]
-        return (
-            f"the sidecar has no array {name}; of static patterns it has: "
-            f"{', '.join(near) or 'none'}"
-        )
-    entry = (entries or arrays)[name]
-    if entry.dtype != "int32" or len(entry.shape) != 1:
-        return f"{name} must be one row of int32, got {entry.dtype} of shape {entry.shape}"
-    if entry.size > MAX_POSITIONS:
-        return f"{name} has {entry.size} positions, a static pattern may have {MAX_POSITIONS}"
-    array = arrays[name]
-    if array.size and array[0] < 0:
-        return f"{name} must hold positions from 0 on, got {array[0]}"
-    rising = array[1:] > array[:-1]
-    if not rising.all():
-        at = int(rising.argmin()) + 1
-        return f"{name} must be ascending, got {array[at]} after {array[at - 1]}"
-    return None
 
 
 def _cost_fault(number: int, arrays: Mapping[str, Any]) -> str | None:

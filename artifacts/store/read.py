@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from artifacts.files import read_regular
 from artifacts.schema.artifact import SCHEMA_VERSION, Artifact
 from artifacts.schema.validation import to_artifact
 from artifacts.store import strict_yaml
-from artifacts.store.arrays import check_arrays, needed
+from artifacts.store.arrays import check_arrays
 from artifacts.store.hashing import canonical_json, content_of
 from artifacts.store.pair import MAX_BYTES
 from artifacts.store.sidecar import Entry, Sidecar
@@ -63,7 +63,7 @@ def load(
 
     Args:
         path: the YAML file.
-        check_sidecar: also hash the sidecar, and check the arrays that patterns need; without it
+        check_sidecar: also hash the sidecar, and check the arrays that sections need; without it
             the sidecar need not be there.
         verify: a public key, by its file or as its bytes: a file that its holder did not sign is
             refused before anything else in it is read. None asks for no signature.
@@ -90,24 +90,20 @@ def load_arrays(path: str | os.PathLike[str], *, verify: Key | None = None) -> d
 
 
 def load_pair(
-    path: str | os.PathLike[str], *, verify: Key | None = None, names: Collection[str] | None = None
+    path: str | os.PathLike[str], *, verify: Key | None = None
 ) -> tuple[Artifact, dict[str, Array]]:
     """An artifact and its arrays, which belong together even if the pair is replaced meanwhile.
 
     Args:
         path: the YAML file.
         verify: as for load().
-        names: arrays to read where they exist, beside those that patterns need; None reads all.
 
     Raises:
         ArtifactError: as load().
     """
     pair = read_pair(Path(path), verify=verify)
-    wanted = set(pair.arrays)
-    if names is not None:
-        wanted &= {*names, *needed(pair.artifact)}
     with naming(Path(path)):
-        return pair.artifact, {name: pair.arrays[name] for name in wanted}
+        return pair.artifact, dict(pair.arrays)
 
 
 def read_pair(path: Path, *, verify: Key | None = None) -> Pair:

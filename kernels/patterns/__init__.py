@@ -22,7 +22,6 @@ from kernels.patterns.fixed import FIXED, AShape, Dilated, Strided, TriShape
 from kernels.patterns.memory_units import MemoryUnits
 from kernels.patterns.paged import Keys, Paged, of_sequence
 from kernels.patterns.skip_softmax import SkipSoftmax
-from kernels.patterns.static import Static, freeze
 from kernels.patterns.vertical_slash import VerticalSlash
 from kernels.ragged import Ragged
 
@@ -40,11 +39,9 @@ __all__ = [
     "MemoryUnits",
     "Pattern",
     "SkipSoftmax",
-    "Static",
     "Strided",
     "TriShape",
     "VerticalSlash",
-    "freeze",
     "largest",
     "make",
 ]
@@ -52,7 +49,6 @@ __all__ = [
 _ALL: tuple[type[Pattern], ...] = (
     Dense,
     *FIXED,
-    Static,
     VerticalSlash,
     BlockSparse,
     MemoryUnits,

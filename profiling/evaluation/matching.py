@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,9 +21,6 @@ from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
 from runtime.layers import layer_plans
-
-if TYPE_CHECKING:
-    from artifacts.store.sidecar import Array
 
 # Prompts that sizes are fitted on: of no evaluation's seed.
 CALIBRATION_TASK = "passkey"
@@ -81,7 +78,6 @@ class PatternCosts:
         self,
         loaded: LoadedModel,
         artifact: Artifact,
-        arrays: Mapping[str, Array] | None,
         length: int,
     ) -> None:
         """Measure an artifact that has patterns, at `length` tokens.
@@ -102,7 +98,7 @@ class PatternCosts:
         without = artifact.model_copy(
             update={"prefill": artifact.prefill.model_copy(update={"dense_tail": 0})}
         )
-        plans = layer_plans(without, arrays)
+        plans = layer_plans(without)
         prompt = make_prompts(
             CALIBRATION_TASK, loaded.tokenizer, length=length, samples=1, seed=CALIBRATION_SEED
         )[0]

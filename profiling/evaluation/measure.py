@@ -247,7 +247,7 @@ def _agreement(
         if missing:
             reference = Reference(loaded.model, sequences([context], loaded.tokenizer))
             plans = {
-                method.name: layer_plans(method.headwise.artifact, method.headwise.arrays)
+                method.name: layer_plans(method.headwise.artifact)
                 for method in missing
                 if method.headwise is not None
             }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -20,7 +19,6 @@ from artifacts import (
     Pattern,
     Prefill,
     SnapKV,
-    Static,
     Streaming,
     load_pair,
     pattern_name,
@@ -55,6 +53,8 @@ from runtime.layers import attention_layers, full_layers
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
+# An artifact and the arrays of its sidecar.
+Pair = tuple[Artifact, Mapping[str, "Array"]]
 # Raised where the way sizes are fitted changes: what was measured before is of another method.
 _VERSION = 2
 
@@ -70,16 +70,17 @@ class Methods:
         *,
         share: float = 0.2,
         density: float | None = None,
-        beside: Mapping[str, Headwise] | None = None,
+        beside: Mapping[str, Pair] | None = None,
         ledger: Ledger | None = None,
     ) -> None:
         """Prepare the methods of an artifact.
 
         Args:
+            arrays: of its sidecar: the windows that its search has seen.
             share: of the prompt's keys and values that the caches of CACHES keep.
             density: what sizes are fitted to; None for the artifact's own.
-            beside: other artifacts of the model by name, each a method, with the same dense tail
-                as all others.
+            beside: other artifacts of the model by name, with their arrays: each a method, with
+                the same dense tail as all others.
         """
         self._loaded = loaded
         self.arrays = dict(arrays or {})
@@ -91,19 +92,13 @@ class Methods:
         self._ledger = ledger
         self._found: dict[str, Any] = {}
         self._costs: dict[int, PatternCosts] = {}
-        entries = {
-            name: hashlib.sha256(self.arrays[name].tobytes()).hexdigest()
-            for pattern in artifact.patterns.values()
-            if isinstance(pattern, Static)
-            for name in pattern.arrays
-        }
         weights = artifact.model.weights_sha256
         dtype = str(loaded.model.dtype)
-        self._of = digest(weights, _identity(self._patterns_of()), entries, dtype, _VERSION)
+        self._of = digest(weights, _identity(self._patterns_of()), dtype, _VERSION)
         tail = prefill.dense_tail or TAIL
         self._beside = {
-            name: Methods(loaded, _with_tail(other.artifact, tail), other.arrays, ledger=ledger)
-            for name, other in (beside or {}).items()
+            name: Methods(loaded, _with_tail(other, tail), its_arrays, ledger=ledger)
+            for name, (other, its_arrays) in (beside or {}).items()
         }
 
     @property
@@ -186,7 +181,7 @@ class Methods:
         if kind == HEADWISE:
             artifact = _with_tail(self._patterns_of(), own_tail)
             density = self._own_density(length, own_tail)
-            make = partial(Headwise, artifact, self.arrays)
+            make = partial(Headwise, artifact)
             sizes = f"{len(self.artifact.patterns)} patterns"
         else:
             artifact, density = self._uniform(kind, length, tail)
@@ -318,7 +313,7 @@ class Methods:
             identified = identity
         return Method(
             name=name,
-            make=partial(Headwise, artifact, self.arrays),
+            make=partial(Headwise, artifact),
             density=density,
             kept=kept,
             identity=identified,
@@ -342,9 +337,7 @@ class Methods:
     def _costs_at(self, length: int) -> PatternCosts:
         if length not in self._costs:
             # One length at a time: estimates of a long prompt are not small.
-            self._costs = {
-                length: PatternCosts(self._loaded, self._patterns_of(), self.arrays, length)
-            }
+            self._costs = {length: PatternCosts(self._loaded, self._patterns_of(), length)}
         return self._costs[length]
 
     def _remember(self, name: str, length: int, find: Callable[[], Any]) -> Any:
@@ -360,19 +353,19 @@ class Methods:
         return f"{name}/{length}/{CALIBRATION_SEED}/{self._of}"
 
 
-def beside_of(files: Iterable[Path], artifact: Artifact) -> dict[str, Headwise]:
-    """Other artifacts by the names of their files.
+def beside_of(files: Iterable[Path], artifact: Artifact) -> dict[str, Pair]:
+    """Other artifacts and their arrays by the names of their files.
 
     Raises:
         HeadwiseError: a file that cannot be read, or whose name a method has.
     """
-    artifacts: dict[str, Headwise] = {}
+    artifacts: dict[str, Pair] = {}
     for file in files:
         if file.stem in method_names(artifact, artifacts):
             raise HeadwiseError(
                 f"{shorten(str(file))}: there is a method {file.stem} already, rename the file"
             )
-        artifacts[file.stem] = Headwise(*load_pair(file))
+        artifacts[file.stem] = load_pair(file)
     return artifacts
 
 

@@ -72,7 +72,7 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
         loaded = load_model(
             config.model, dtype=config.dtype, device=config.device, revision=config.revision
         )
-    for each in (artifact, *(other.artifact for other in beside.values())):
+    for each in (artifact, *(other for other, _ in beside.values())):
         check(each.model, loaded.model)
     places: list[tuple[str, int]] = []
     left_out: list[str] = []

@@ -99,7 +99,7 @@ def attention_seconds(
     Over the layers for which all of these methods have patterns; nothing where there are none.
     """
     served = {method.name: method.headwise for method in methods if method.headwise is not None}
-    plans = {name: layer_plans(each.artifact, each.arrays) for name, each in served.items()}
+    plans = {name: layer_plans(each.artifact) for name, each in served.items()}
     layers = sorted(set.intersection(*(set(each) for each in plans.values())))
     if not layers:
         return {}

@@ -42,17 +42,15 @@ def fidelity(
     model: Any,
     artifact: Artifact,
     prompt: Prompt,
-    arrays: Mapping[str, np.ndarray] | None = None,
     *,
     backend: str = "auto",
 ) -> Fidelity:
     """Measure an artifact's patterns on one dense pass, each layer on dense attention's inputs.
 
     Args:
-        arrays: those of the artifact's sidecar, which static patterns are read from.
         backend: as for kernels.attention.sparse_attention.
     """
-    plans = layer_plans(artifact, arrays)
+    plans = layer_plans(artifact)
     shape = (artifact.model.num_layers, artifact.model.num_heads)
     measured = Fidelity(
         **{

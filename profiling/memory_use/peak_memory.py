@@ -27,7 +27,6 @@ from artifacts import Artifact, HeadwiseError, save
 from artifacts.cli import arguments
 from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.options import add_arguments, config_of, option, shared
-from artifacts.store.windows import SEEN_WINDOWS
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.quality.method import Method
@@ -41,13 +40,17 @@ _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
 
 
-def _without_windows(artifact: Artifact) -> Artifact:
-    """The artifact as it is served, without the windows that its search has seen."""
-    if artifact.search is None:
-        return artifact
-    calibration = artifact.search.calibration.model_copy(update={"seen_windows": 0})
+def _without_arrays(artifact: Artifact) -> Artifact:
+    """The artifact as it is served, without what refers to arrays of a sidecar."""
+    prefill = artifact.prefill.model_copy(update={"front": None})
+    used = {name for row in prefill.layers for name in row or ()}
+    patterns = {name: artifact.patterns[name] for name in artifact.patterns if name in used}
+    search = artifact.search
+    if search is not None:
+        calibration = search.calibration.model_copy(update={"seen_windows": 0})
+        search = search.model_copy(update={"calibration": calibration, "cost": None})
     return artifact.model_copy(
-        update={"search": artifact.search.model_copy(update={"calibration": calibration})}
+        update={"prefill": prefill, "patterns": patterns, "search": search, "costs": ()}
     )
 
 
@@ -71,12 +74,7 @@ def peak_of(
         config = None
         if method.headwise is not None:
             config = Path(folder) / "cfg.yaml"
-            served = {
-                name: table
-                for name, table in (method.headwise.arrays or {}).items()
-                if name != SEEN_WINDOWS
-            }
-            save(_without_windows(method.headwise.artifact), config, served or None)
+            save(_without_arrays(method.headwise.artifact), config)
         dtype = str(model.dtype).removeprefix("torch.")
         own = method.dense == KERNEL
         return peak_apart(

@@ -6,7 +6,7 @@ window hold NaN, or are missing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,14 +66,12 @@ def survey(
     prompt: Prompt,
     heads: Sequence[tuple[int, int]] = (),
     artifact: Artifact | None = None,
-    arrays: Mapping[str, np.ndarray] | None = None,
 ) -> Survey:
     """One dense pass over a prompt.
 
     Args:
         heads: (layer, head) of the maps.
         artifact: its patterns are drawn over them.
-        arrays: of its sidecar.
 
     Raises:
         HeadwiseError: a head that is not there or in a layer that slides; a model whose layers all
@@ -93,7 +91,7 @@ def survey(
     if artifact is None:
         plans = {}
     else:
-        plans = layer_plans(artifact, arrays)
+        plans = layer_plans(artifact)
     sparsity = dict[int, np.ndarray]()
     maps = dict[tuple[int, int], HeadMap]()
     layers = attention_layers(model)

@@ -146,7 +146,7 @@ class PictureBook:
             if not full:
                 raise HeadwiseError(f"no layer of {self._loaded.name} sees every token of a prompt")
             heads = tuple(some_heads(full, text_config(self._loaded.model).num_attention_heads))
-        return survey(self._loaded, self._prompt, heads, self._artifact, self._arrays)
+        return survey(self._loaded, self._prompt, heads, self._artifact)
 
     @property
     def _prompted(self) -> str:

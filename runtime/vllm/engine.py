@@ -92,7 +92,7 @@ class Engine:
         self.asks_prompts = False
         # Numbers of layers, by how they are served.
         self._reasons: dict[str, str] = {}
-        self._plans = layer_plans(self.artifact, headwise.arrays)
+        self._plans = layer_plans(self.artifact)
         self._config = weakref.ref(config)
         # The builder that counts the prefills, which all builders see.
         self.counting: Any = None

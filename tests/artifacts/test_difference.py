@@ -150,11 +150,3 @@ def test_a_missing_sidecar_is_said(pair, make):
     text = run(Config(**files)).text
     assert text.startswith("sidecar    ") and "is missing from" in text
     assert "dense_below: 4096 -> 5000" in text
-
-
-def test_static_patterns_are_compared_by_name_and_array(make):
-    artifact, arrays = build_every_kind()
-    name = "static.mean.diagonals"
-    found = compare(artifact, artifact, arrays, arrays | {name: arrays[name][:-1]})
-    assert found and found.heads == () and found.arrays["changed"] == (name,)
-    assert found.density[0] != found.density[1]

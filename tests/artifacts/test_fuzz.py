@@ -42,10 +42,10 @@ COUNT = int(os.environ.get("FUZZ", 450))
 HANG = 20
 FILES = Path(__file__).parent / "interop"
 TEXTS = (
-    "", "dense", "static_mean", "../x.safetensors", "/etc/passwd", "x.safetensors", "a" * 64,
+    "", "dense", "../x.safetensors", "/etc/passwd", "x.safetensors", "a" * 64,
     "a" * 65, "0" * 64, "\0",
     "\u2028", "\x1b[31m", "\U0001f4a5", "1e5", "null", "2025-01-31T12:00:00Z",
-    "static.mean.columns", "kv_retrieval",
+    "chosen.recall", "kv_retrieval",
 )  # fmt: skip
 NUMBERS = (
     0, -1, 1, 2, 3, 2**31, 2**63, 2**64, 10**39, -0.0, 0.5, 1.0, 1.0001, 1e308, 5e-324,

@@ -15,7 +15,6 @@ from artifacts import (
     Full,
     Growth,
     KVCache,
-    Static,
     Streaming,
     Summary,
     VerticalSlash,
@@ -39,7 +38,6 @@ from artifacts.store.write import SCHEMA_FILE
         ),
         (BlockSparse(blocks=100, coverage=1.0), "bs_100_c100"),
         (BlockSparse(blocks=100, coverage=1e-5), "bs_100_c0.001"),
-        (Static(indices="mean-2"), "static_mean-2"),
     ],
 )
 def test_names_of_patterns_beyond_those_of_the_golden_artifact(pattern, name):

@@ -46,14 +46,6 @@ KINDS_DRAWN = {
         large={"sink": 200, "window": 300, "stride": 3},
         small={"sink": 70, "window": 90, "stride": 2},
     ),
-    "static": Kind(
-        drawn={
-            "columns": st.sets(st.integers(0, 600)).map(lambda at: tuple(sorted(at))),
-            "diagonals": st.sets(st.integers(0, 9)).map(lambda at: tuple(sorted(at))),
-        },
-        large={"columns": (3, 99, 300), "diagonals": (0, 2)},
-        small={"columns": (99,), "diagonals": ()},
-    ),
     "vertical_slash": Kind(
         drawn={
             "vertical": _SIZE,
@@ -94,7 +86,7 @@ LAYER = (
     make("vertical_slash", vertical=600, slash=350, last_q=32),
     make("block_sparse", blocks=1),
     make("tri_shape", sink=1, window=1, last=70),
-    make("static", columns=(65, 130, 131, 250), diagonals=(0, 2, 9)),
+    make("vertical_slash", vertical=90, slash=200, coverage=0.8),
     make("strided", sink=70, window=65, stride=3),
     make("dilated", sink=1, window=500, dilation=2),
     make("block_sparse", blocks=9, coverage=0.7),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.index import PAD, TILE, num_tiles
-from kernels.patterns import LayerPlan, MemoryUnits, freeze, make
+from kernels.patterns import LayerPlan, MemoryUnits, make
 
 LENGTHS = [(1, 1), (63, 63), (1000, 1000), (63, 257), (200, 450)]
 PATTERNS = [
@@ -21,9 +21,6 @@ PATTERNS = [
     ("dilated", {"sink": 1, "window": 9999, "dilation": 1}),
     ("strided", {"sink": 70, "window": 130, "stride": 4}),
     ("strided", {"sink": 1, "window": 9999, "stride": 2}),
-    ("static", {"columns": (70, 71, 200, 9999), "diagonals": (0, 2, 5, 99)}),
-    ("static", {"columns": (), "diagonals": ()}),
-    ("static", {"columns": (0, 257, 450), "diagonals": (1, 5, 8)}),
 ]
 
 
@@ -31,16 +28,12 @@ def definition(kind: str, sizes: dict[str, Any], q_len: int, k_len: int) -> Tens
     """The mask (Q, K) of a pattern by its definition."""
     key, query = torch.arange(k_len), torch.arange(k_len - q_len, k_len)[:, None]
     tiles_back = query // TILE - key // TILE
-    if kind == "static":
-        single = torch.isin(key, torch.tensor(sizes["columns"], dtype=torch.int64)) | (key < TILE)
-        mask = single | torch.isin(tiles_back, torch.tensor([0, *sizes["diagonals"]]))
-    else:
-        near = tiles_back <= -(-(sizes["window"] - 1) // TILE)
-        if kind == "dilated":
-            near &= tiles_back % sizes["dilation"] == 0
-        if kind == "strided":
-            near |= tiles_back % sizes["stride"] == 0
-        mask = near | (key < max(sizes["sink"], TILE))
+    near = tiles_back <= -(-(sizes["window"] - 1) // TILE)
+    if kind == "dilated":
+        near &= tiles_back % sizes["dilation"] == 0
+    if kind == "strided":
+        near |= tiles_back % sizes["stride"] == 0
+    mask = near | (key < max(sizes["sink"], TILE))
     if kind == "tri_shape":
         mask = mask | (query // TILE >= max(k_len - sizes["last"], 0) // TILE)
     return mask & (key <= query)
@@ -66,48 +59,6 @@ def test_a_dense_tail_goes_with_that_of_the_pattern():
     patterns = [make("tri_shape", sink=1, window=1, last=200), make("a_shape", sink=1, window=1)]
     assert LayerPlan(patterns, 1).build(q, k).dense_tail == (200, 0)
     assert LayerPlan(patterns, 1, dense_tail=64).build(q, k).dense_tail == (200, 64)
-
-
-def prompt(length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(seed)
-    return torch.randn(2, 4, length, 16), torch.randn(2, 2, length, 16)
-
-
-FROZEN = [
-    make("vertical_slash", vertical=90, slash=100),
-    make("vertical_slash", vertical=70, slash=300, last_q=20, coverage=0.9),
-    make("strided", sink=70, window=100, stride=3),
-    make("dense"),
-]
-
-
-def test_frozen_on_the_same_prompt_it_is_the_same():
-    q, k = prompt(700)
-    index = LayerPlan(FROZEN, 2).build(q, k)
-    frozen = LayerPlan(freeze(index), 2).build(q, k)
-    frozen.validate()
-    mask = index.to_mask()[:1].expand(2, -1, -1, -1)
-    assert torch.equal(frozen.to_mask(), mask), "of the first prompt of the batch, for all of them"
-
-
-@pytest.mark.parametrize("length", [1, 63, 500, 1500])
-def test_frozen_it_is_cut_for_shorter_prompts_and_goes_on_for_longer(length):
-    index = LayerPlan(FROZEN[:2] * 2, 2).build(*prompt(700))
-    frozen = freeze(index)
-    # The very same entries, not only the same keys.
-    for head, pattern in enumerate(frozen):
-        assert set(pattern.columns) == set(index.columns[0, head].tolist()) - {PAD}
-        assert set(pattern.diagonals) == set(index.diagonals[0, head].tolist()) - {PAD}
-    mask = LayerPlan(frozen, 2).build(*prompt(length, seed=1)).to_mask()
-    for head, pattern in enumerate(frozen):
-        sizes = {"columns": pattern.columns, "diagonals": pattern.diagonals}
-        assert torch.equal(mask[0, head], definition("static", sizes, length, length))
-
-
-def test_what_lists_tiles_row_by_row_cannot_be_frozen():
-    index = LayerPlan([*FROZEN[:3], make("block_sparse", blocks=3)], 2).build(*prompt(300))
-    with pytest.raises(ValueError, match="head 3 lists tiles row by row"):
-        freeze(index)
 
 
 SIZES = {"sink": 70, "window": 130, "units": 2, "representatives": 3}

@@ -33,7 +33,7 @@ def problem(q_len: int, k_len: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 PATTERNS = [*LAYER, *LAYER[:2]]
 A_SHAPE = make("a_shape", sink=1, window=1)
-STATIC = make("static", columns=(1, 2), diagonals=(3,))
+SKIP = make("skip_softmax", scale_factor=3.0)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_sizes_at_a_length(k_len, vertical, slash, blocks, window):
     assert GROWTH.grown(make("a_shape", sink=64, window=101), k_len) == make(
         "a_shape", sink=64, window=window
     )
-    assert GROWTH.grown(STATIC, k_len) is STATIC
+    assert GROWTH.grown(SKIP, k_len) is SKIP
 
 
 def test_a_layer_is_built_with_the_sizes_of_its_keys():
@@ -109,7 +109,7 @@ def test_lengths_of_the_same_tiles_share_a_plan_and_few_are_remembered(monkeypat
         (A_SHAPE, 64, {"sink": 1.5}, "a_shape's sink must be from 0 to 1, got 1.5"),
         (A_SHAPE, 64, {"sink": float("nan")}, "from 0 to 1, got nan"),
         # Only sizes grow.
-        (STATIC, 64, {"columns": 1.0}, "no size 'columns'; it has: none"),
+        (SKIP, 64, {"scale_factor": 1.0}, "no size 'scale_factor'; it has: none"),
         (make("block_sparse", blocks=1), 64, {"coverage": 1.0}, "has no size 'coverage'; it has: "),
     ],
 )

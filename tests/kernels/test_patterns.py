@@ -359,11 +359,6 @@ def test_an_index_of_a_million_tokens_is_small(kind, sizes):
         ("block_sparse", {"blocks": 1, "coverage": 1.01}, "at most 1, got 1.01"),
         ("block_sparse", {"blocks": 1, "coverage": float("nan")}, "at most 1, got nan"),
         ("vertical_slash", {"vertical": 1, "slash": 1, "coverage": True}, "at most 1, got True"),
-        ("static", {"columns": [1], "diagonals": ()}, "a tuple of integers, got list"),
-        ("static", {"columns": (), "diagonals": (0, 2, 1)}, "ascending, got 1 after 2"),
-        ("static", {"columns": (-1,), "diagonals": ()}, "from 0 to 2147483646, got -1"),
-        ("static", {"columns": (2**31 - 1,), "diagonals": ()}, "2147483646, got 2147483647"),
-        ("static", {"columns": (1.0,), "diagonals": ()}, "2147483646, got 1.0"),
     ],
 )
 def test_make_names_what_is_wrong(kind, sizes, message):

@@ -6,16 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 import artifacts
-from artifacts import ArtifactError, Front, HeadwiseError, Point
+from artifacts import Front, HeadwiseError, Point
 from kernels.patterns import make
-from runtime import Headwise, apply_dense, load
-from runtime.layers import kernel_patterns
-from tests.artifacts.conftest import build_every_kind
+from runtime import apply_dense, load
+from runtime.layers import layer_plans
 
 FAST, MIDDLE, EXACT = "a_64_64", "bs_2", "vs_70_70"
 
@@ -119,48 +116,13 @@ GOLDEN = Path(__file__).parents[1] / "artifacts" / "golden" / "v1.yaml"
 
 def test_every_kind_is_made_as_it_is_written():
     """Of the golden artifact, which has them all."""
-    headwise = load(GOLDEN)
-    artifact, arrays = headwise.artifact, headwise.arrays
-    made = kernel_patterns(artifact, arrays)
-    assert list(made) == list(artifact.patterns) == list(build_every_kind()[0].patterns)
-    columns = (*range(64), 99, 512, 700)
-    assert made["static_mean"] == make("static", columns=columns, diagonals=(0, 1, 2, 9))
-    assert made["vs_100_1800_c95"] == make(
-        "vertical_slash", vertical=100, slash=1800, coverage=0.95
-    )
-    assert made["bs_9"] == make("block_sparse", blocks=9)
-    for name, pattern in artifact.patterns.items():
-        assert made[name].kind == pattern.kind
-        if pattern.kind != "static":
-            assert made[name] == make(**pattern.model_dump())
-
-
-def test_static_patterns_need_their_arrays():
-    artifact, arrays = build_every_kind()
-    why = r"static_mean: the array static\.mean\.columns must be in the sidecar"
-    with pytest.raises(ArtifactError, match=why):
-        kernel_patterns(artifact)
-    del arrays["static.mean.diagonals"]
-    with pytest.raises(ArtifactError, match=r"the sidecar has no array static\.mean\.diagonals"):
-        kernel_patterns(artifact, arrays)
-
-
-def test_an_a_shape_frozen_serves_as_the_a_shape(build, artifact_for, ids, tmp_path):
-    """64 sinks and a window of 64 are the first tile, the own tile and the one before it."""
-    model, prompt = build(), ids(300)
-    plain = artifact_for(model, rows=rows(model, "a_64_64"))
-    prefill = plain.prefill.model_copy(update={"layers": rows(model, "frozen")})
-    patterns = {"frozen": artifacts.Static(indices="local")}
-    arrays = {
-        "static.local.columns": np.arange(64, dtype=np.int32),
-        "static.local.diagonals": np.array([0, 1], dtype=np.int32),
-    }
-    static = plain.model_copy(update={"patterns": patterns, "prefill": prefill})
-    artifacts.save(static, tmp_path / "cfg.yaml", arrays)
-    dense = model(prompt).logits
-    with Headwise(plain).apply(model, strict=True, backend="reference"):
-        expected = model(prompt).logits
-    with load(tmp_path / "cfg.yaml").apply(model, strict=True, backend="reference") as handle:
-        assert torch.equal(model(prompt).logits, expected)
-        assert handle.stats()["sparse"] == model.config.num_hidden_layers
-    assert not torch.equal(expected, dense)
+    artifact = load(GOLDEN).artifact
+    plans = layer_plans(artifact)
+    for layer, row in enumerate(artifact.prefill.layers):
+        if row is None:
+            assert layer not in plans
+            continue
+        written = [artifact.patterns[name].model_dump() for name in row]
+        assert list(plans[layer].patterns) == [make(**fields) for fields in written]
+    assert plans[3].patterns[1] == make("vertical_slash", vertical=100, slash=1800, coverage=0.95)
+    assert plans[0].patterns[3] == make("block_sparse", blocks=9)

@@ -231,7 +231,7 @@ def test_lost_answers_fail_where_means_may_pass(model, unseen, tmp_path):
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
     heads = retrieving(loaded, artifact, length, length // 4)
     assert len(heads) > 1
-    served = plans_of(artifact, arrays, length)
+    served = plans_of(artifact, length)
     for layer, head in heads:
         plan = served[layer]
         patterns = list(plan.patterns)

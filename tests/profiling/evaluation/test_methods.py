@@ -94,7 +94,7 @@ def test_the_density_of_a_method_is_what_its_index_computes(made):
     own = Methods(loaded, artifact).make("a_shape", LENGTH).density
     less = Methods(loaded, artifact, density=0.6).make("a_shape", LENGTH).density
     assert own is not None and less is not None and 0.3 < less <= 0.6 < own
-    costs, tail = PatternCosts(loaded, artifact, None, LENGTH), artifact.prefill.dense_tail
+    costs, tail = PatternCosts(loaded, artifact, LENGTH), artifact.prefill.dense_tail
     q = torch.empty(1).expand(1, 1, LENGTH, 1)
     for name in ("a_shape", "dilated", "strided", "tri_shape"):
         fields, density = costs.fit(name, dense_tail=tail)
@@ -110,7 +110,7 @@ def test_one_threshold_keeps_as_many_tiles_as_are_asked_for(made):
     loaded, artifact = made
     model = copy.deepcopy(loaded.model)
     look_at_themselves(model)
-    costs = PatternCosts(replace(loaded, model=model), artifact, None, LENGTH)
+    costs = PatternCosts(replace(loaded, model=model), artifact, LENGTH)
     fields, density = costs.fit("skip_softmax", dense_tail=64, target=0.95)
     assert fields["kind"] == "skip_softmax" and 0.9 < density <= 0.95
     lower = make("skip_softmax", scale_factor=fields["scale_factor"] * 0.97)

@@ -211,7 +211,7 @@ def test_evidence_is_what_held_out_prompts_say(found, tiny_model):
     calibration = [p for task in TASKS for p in make_prompts(task, loaded.tokenizer, **sizes)]
     prompts = held_out_prompts(TASKS, loaded, **sizes, seen=Seen(calibration), number=0)
     reference = Reference(loaded.model, sequences(prompts, loaded.tokenizer))
-    plans = plans_of(artifact, arrays, LENGTH)
+    plans = plans_of(artifact, LENGTH)
     losses = [reference.losses(number, plans) for number in range(len(reference.sequences))]
     assert artifact.search is not None and artifact.evidence is not None
     assert artifact.search.calibration.sha256 == digest(calibration)
