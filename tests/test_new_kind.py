@@ -1,4 +1,4 @@
-"""CONTRIBUTING's walk "Add a pattern": four files of a copy of the packages get a new kind, and it
+"""CONTRIBUTING's walk "Add a pattern": four places of a copy of the packages get a new kind, and it
 is searched, stored, drawn and served there."""
 
 from __future__ import annotations
@@ -11,56 +11,86 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("artifacts", "kernels", "profiling", "runtime", "search", "tests")
 
-# By file: the line that the text goes before, and the text.
+# By file: the line that the text goes before, and the text; no line for a file that is new.
 WALK = {
     "artifacts/schema/patterns.py": {
-        "AnyPattern = (": '''class Comb(PatternRecord):
-    """every n-th diagonal of tiles; named `comb_4`"""
+        "AnyPattern = ": '''class Band(PatternRecord):
+    """the nearest diagonals of tiles, and the first tile of keys; named `band_4`"""
 
-    named: ClassVar[str] = "comb_{step}"
-    letter: ClassVar[str] = "C"
+    named: ClassVar[str] = "band_{tiles}"
+    letter: ClassVar[str] = "N"
     colour: ClassVar[str] = "#117733"
 
-    kind: Literal["comb"] = Field(default="comb", description=__doc__)
-    step: Count = Field(description="n, from the query's own tile")
+    kind: Literal["band"] = Field(default="band", description=__doc__)
+    tiles: Count = Field(description="diagonals of tiles, the query's own among them")
 
     def layout(self, length: int) -> Layout:
-        return Layout(near=1, end=num_tiles(length), step=self.step, columns=TILE)
+        return Layout(near=self.tiles, columns=TILE)
 
 
 ''',
-        "    | SkipSoftmax\n": "    | Comb\n",
+        " | SkipSoftmax\n": " | Band",
     },
-    "kernels/patterns/fixed.py": {
-        "FIXED: ": '''@dataclass(frozen=True, kw_only=True)
-class Comb(Fixed):
-    """Every `step`-th diagonal of tiles, and the first tile of keys."""
+    "kernels/patterns/band.py": {
+        "": '''"""Band: the nearest diagonals of tiles, and the first tile of keys."""
 
-    kind: ClassVar[str] = "comb"
+from __future__ import annotations
 
-    step: int
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+
+from kernels.copies import on_device
+from kernels.index import PAD, TILE, SparseIndex, no_lists, num_rows
+from kernels.patterns.base import Builder, Inputs, Pattern
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band(Pattern):
+    """The `tiles` nearest diagonals of tiles, and the first tile of keys."""
+
+    kind: ClassVar[str] = "band"
+
+    tiles: int
 
     @classmethod
-    def entries(
-        cls, patterns: Sequence[Self], k_len: int, device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        steps = [p.step for p in patterns]
-        counts = [-(-num_tiles(k_len) // step) for step in steps]
-        return counted(counts, steps, device), sink_columns([1] * len(patterns), k_len, device)
+    def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
+        batch, _, q_len, _ = inputs.q.shape
+        k_len = inputs.k.shape[2]
+        device = inputs.q.device
 
+        def entries(counts: list[int]) -> torch.Tensor:
+            at = torch.arange(max(counts), dtype=torch.int32, device=device)
+            limit = on_device(tuple(counts), device, torch.int32)[:, None]
+            return torch.where(at < limit, at, PAD).expand(batch, -1, -1).contiguous()
 
+        def build(patterns: Sequence[Self]) -> SparseIndex:
+            return SparseIndex.built(
+                q_len=q_len,
+                k_len=k_len,
+                diagonals=entries([p.tiles for p in patterns]),
+                **no_lists(batch, len(patterns), num_rows(q_len, k_len), device=device),
+                columns=entries([min(TILE, k_len)] * len(patterns)),
+            )
+
+        return build
 ''',
-        "AShape, TriShape": "Comb, ",
+    },
+    "kernels/patterns/__init__.py": {
+        "from kernels.patterns.base import": "from kernels.patterns.band import Band\n",
+        "Dense, AShape, Vert": "Band, ",
     },
     "search/model/candidates.py": {
-        '        make("dense"),': '        make("comb", step=4),\n',
+        '        make("dense"),': '        make("band", tiles=4),\n',
     },
     "tests/kernels/kinds.py": {
-        '    "dense": Kind': """    "comb": Kind(
-        drawn={"step": _FEW}, large={"step": 2}, small={"step": 5}
+        '    "dense": Kind': """    "band": Kind(
+        drawn={"tiles": _FEW}, large={"tiles": 5}, small={"tiles": 2}
     ),
 """,
-        '    make("dense")': '    make("comb", step=3),\n',
+        '    make("dense")': '    make("band", tiles=3),\n',
     },
 }
 
@@ -87,33 +117,33 @@ assert Path(artifacts.__file__).is_relative_to(here), artifacts.__file__
 
 # The index, by the words of the kind, and attention over it.
 length = 500
-comb = make("comb", step=3)
+band = make("band", tiles=3)
 torch.manual_seed(0)
 q = torch.randn(1, 4, length, 64)
 k, v = torch.randn(2, 1, 2, length, 64)
-index = LayerPlan([comb] * 4, 2).build(q, k)
+index = LayerPlan([band] * 4, 2).build(q, k)
 query = torch.arange(length)[:, None]
 key = torch.arange(length)
-mask = (key <= query) & (((query // 64 - key // 64) % 3 == 0) | (key < 64))
+mask = (key <= query) & ((query // 64 - key // 64 < 3) | (key < 64))
 assert torch.equal(index.to_mask(), mask.expand(1, 4, -1, -1))
 wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 for backend in ("auto", "reference"):
     torch.testing.assert_close(sparse_attention(q, k, v, index, backend=backend), wanted)
 
 # A candidate of the search, and what an artifact writes and serves of it.
-assert make("comb", step=4) in candidate_grid(4096)
-record = as_artifact_pattern(comb)
+assert make("band", tiles=4) in candidate_grid(4096)
+record = as_artifact_pattern(band)
 assert density(record, length) == float(index.computed_tiles()[0, 0]) / index.causal_tiles
-row = ("comb_3",) * 4
+row = ("band_3",) * 4
 prefill = artifacts.Prefill(dense_below=0, layers=(row, None, row))
-artifacts.save(build(patterns={"comb_3": record}, prefill=prefill), here / "cfg.yaml")
+artifacts.save(build(patterns={"band_3": record}, prefill=prefill), here / "cfg.yaml")
 loaded, arrays = artifacts.load_pair(here / "cfg.yaml")
 assert torch.equal(layer_plans(loaded)[0].build(q, k).to_mask(), index.to_mask())
 
 # The page, the map, and the picture of a head.
 page = render(loaded, file="cfg.yaml", arrays=arrays, sidecar="none")
-assert "map: C comb" in page and "CCCC" in page, page
-assert {text.get_text() for text in figure(loaded, None).axes[0].texts} == {"C"}
+assert "map: N band" in page and "NNNN" in page, page
+assert {text.get_text() for text in figure(loaded, None).axes[0].texts} == {"N"}
 assert picture(record, length)
 
 # Suites that every kind goes through.
@@ -126,13 +156,13 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", *suites]))
 """
 
 
-def test_a_new_kind_touches_four_files_and_is_served(tmp_path):
+def test_a_new_kind_touches_four_places_and_is_served(tmp_path):
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for file, additions in WALK.items():
         path = tmp_path / file
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
         for before, addition in additions.items():
             assert before in text, f"{file} has no {before!r}: change CONTRIBUTING and this walk"
             text = text.replace(before, addition + before, 1)

@@ -40,7 +40,7 @@ def density(
     layout = pattern.layout(length)
     if layout is None:
         return None
-    rows = _sparse_rows(length, max(dense_tail, layout.last))
+    rows = _sparse_rows(length, dense_tail)
     computed = _tiles(layout, length, rows)
     whole = causal - rows * (rows + 1) // 2
     return (whole + computed) / causal
@@ -77,35 +77,14 @@ def mean_density(artifact: Artifact, length: int) -> float | None:
 
 
 def _tiles(layout: Layout, length: int, rows: int) -> int:
-    """Tiles computed in the first `rows` rows: diagonals, other tiles of first columns, units.
+    """Tiles computed in the first `rows` rows: diagonals, and other tiles of first columns.
 
-    Row r computes N(r + 1) diagonals, with N(b) = min(near, b) + those of the others before b; of
-    the column tiles t it computes those that are not among them."""
-    near = layout.near
-    step = layout.step
-    end = layout.end
-
-    def diagonals(last: int) -> int:
-        """The sum of N(b) for b from 1 to `last`."""
-        every = min(last, end)
-        among = min(last, near, end)
-        beyond = _steps(every, step) + (last - every) * -(-end // step)
-        shared = _steps(among, step) + (last - among) * -(-min(near, end) // step)
-        nearest = min(last, near)
-        return nearest * (nearest + 1) // 2 + (last - nearest) * near + beyond - shared
-
+    Row r has r + 1 causal tiles. It computes the column tiles, and as many of the others as there
+    are near diagonals."""
     held = 0
     if layout.columns:
         held = min(num_tiles(min(max(layout.columns, TILE), length)), rows)
     behind = (rows * (rows + 1) - (rows - held) * (rows - held + 1)) // 2
-    # Units lie between the first columns and the nearest diagonals: all there are, up to `units`.
-    most = max(rows - near - num_tiles(layout.columns), 0)
-    units = min(layout.units, most)
-    chosen = units * (units + 1) // 2 + (most - units) * units
-    return behind + diagonals(rows - held) + chosen
-
-
-def _steps(last: int, step: int) -> int:
-    """Multiples of `step` below b, counted and summed for b from 1 to `last`."""
-    whole, rest = divmod(last, step)
-    return step * whole * (whole + 1) // 2 + rest * (whole + 1)
+    others = rows - held
+    near = min(others, layout.near)
+    return behind + near * (near + 1) // 2 + (others - near) * layout.near

@@ -24,10 +24,10 @@ from artifacts.schema.artifact import Artifact
 from artifacts.schema.patterns import (
     DEFAULT_LAST_Q,
     AnyPattern,
+    AShape,
     BlockSparse,
     Dense,
     Effect,
-    SkipSoftmax,
     VerticalSlash,
 )
 
@@ -141,6 +141,8 @@ def _for_minference(
     changes: list[tuple[Effect, str]] = []
     most = artifact.model.max_positions
     match pattern:
+        case AShape(sink=sink, window=window):
+            return entry("stream_llm", sink, window), []
         case VerticalSlash(vertical=vertical, slash=slash, last_q=last_q, coverage=coverage):
             if last_q != DEFAULT_LAST_Q:
                 changes.append(
@@ -169,13 +171,8 @@ def _for_minference(
             changes = [
                 ("not carried over", "a layer that slides over its own window is written as dense")
             ]
-        case SkipSoftmax():
-            changes = [("computes more", "skip-softmax is written as dense: nothing is skipped")]
         case Dense():
             changes = [("same", f"dense is written as {most:,} diagonals")]
-        case _ if pattern.streamed is not None:
-            sizes = dict(pattern)
-            return entry("stream_llm", sizes["sink"], sizes["window"]), list(pattern.streamed)
         case _:
             changes = [("computes more", f"{pattern.kind} is written as dense")]
     return entry("vertical_and_slash", FEW_COLUMNS + 1, most), changes

@@ -158,17 +158,14 @@ def picture(pattern: AnyPattern, length: int) -> list[str]:
                 for i in range(_SAMPLES)
                 for j in range(_SAMPLES)
             ]
-            seen = [_computes(layout, length, query, key) for query, key in pairs if key <= query]
+            seen = [_computes(layout, query, key) for query, key in pairs if key <= query]
             marks += _MARKS[-(-sum(seen) * (len(_MARKS) - 1) // len(seen))]
         lines.append(f"  {marks}")
     return lines
 
 
-def _computes(layout: Layout | None, length: int, query: int, key: int) -> bool:
+def _computes(layout: Layout | None, query: int, key: int) -> bool:
     """True where a pattern computes a pair; choices are taken as first columns or nearest."""
-    if layout is None or query >= length - layout.last:
+    if layout is None:
         return True
-    first = max(layout.columns, TILE)
-    away = query // TILE - key // TILE
-    near = layout.near + layout.units
-    return key < first or away < near or (away < layout.end and away % layout.step == 0)
+    return key < max(layout.columns, TILE) or query // TILE - key // TILE < layout.near

@@ -18,13 +18,11 @@ from artifacts.schema.fields import LARGEST, Count, Coverage, Record, matching
 # The kernels compute in tiles of so many queries by so many keys.
 TILE = 64
 DEFAULT_LAST_Q = 64
-DEFAULT_REPRESENTATIVES = 4
 
 # What becomes of a head whose pattern is written in a form that is not quite its own.
 Effect = Literal[
     "keeps less", "computes more", "chooses otherwise", "not carried over", "filled in", "same"
 ]
-Changes = tuple[tuple[Effect, str], ...]
 
 Sink = Annotated[Count, Field(description="the first keys, in tokens")]
 Window = Annotated[
@@ -48,22 +46,15 @@ def num_tiles(length: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Key tiles that each row of query tiles computes; diagonals count from the row's own tile.
+    """Key tiles that each row of query tiles computes.
 
     Attributes:
-        near: nearest diagonals, the own tile included.
-        end, step: before diagonal `end` every `step`-th as well.
+        near: nearest diagonals of tiles, the row's own tile included.
         columns: first keys, in tokens.
-        last: last queries, which see every key.
-        units: tiles elsewhere, chosen by the prompt.
     """
 
     near: int
-    end: int = 0
-    step: int = 1
     columns: int = 0
-    last: int = 0
-    units: int = 0
 
 
 def nearest(window: int, length: int) -> int:
@@ -87,8 +78,6 @@ class PatternRecord(Record):
     """Tokens that a unit of each size covers; other fields cover none."""
     local: ClassVar[bool] = False
     """The last queries see sinks and a window alone, whatever the prompt."""
-    streamed: ClassVar[Changes | None] = None
-    """Changes where it is written as StreamingLLM's sink and window; None: written as dense."""
 
     def layout(self, length: int) -> Layout | None:
         """Tiles computed on a prompt of `length` tokens; None where sizes do not tell.
@@ -122,7 +111,6 @@ class AShape(PatternRecord):
     lettered: ClassVar[bool] = False
     covers: ClassVar[Mapping[str, int]] = {"sink": 1, "window": 1}
     local: ClassVar[bool] = True
-    streamed: ClassVar[Changes | None] = ()
 
     kind: Literal["a_shape"] = Field(default="a_shape", description=__doc__)
     sink: Sink
@@ -131,87 +119,6 @@ class AShape(PatternRecord):
     def layout(self, length: int) -> Layout:
         """See PatternRecord.layout."""
         return Layout(near=nearest(self.window, length), columns=self.sink)
-
-
-class TriShape(PatternRecord):
-    """an A-shape whose last queries see every key (SCBench); named `tri_1024_4096_128`"""
-
-    named: ClassVar[str] = "tri_{sink}_{window}_{last}"
-    letter: ClassVar[str] = "T"
-    colour: ClassVar[str] = "#56B4E9"
-    covers: ClassVar[Mapping[str, int]] = {"sink": 1, "window": 1, "last": 1}
-    streamed: ClassVar[Changes | None] = (
-        (
-            "keeps less",
-            "a tri-shape is written as stream_llm: its last queries see the window alone",
-        ),
-    )
-
-    kind: Literal["tri_shape"] = Field(default="tri_shape", description=__doc__)
-    sink: Sink
-    window: Window
-    last: Count = Field(description="the last queries, which see every key")
-
-    def layout(self, length: int) -> Layout:
-        """See PatternRecord.layout."""
-        near = nearest(self.window, length)
-        return Layout(near=near, columns=self.sink, last=self.last)
-
-
-class Dilated(PatternRecord):
-    """the first keys, and every n-th tile of a window; named `dil_1024_4096_2`"""
-
-    named: ClassVar[str] = "dil_{sink}_{window}_{dilation}"
-    letter: ClassVar[str] = "L"
-    colour: ClassVar[str] = "#F0E442"
-    covers: ClassVar[Mapping[str, int]] = {"sink": 1, "window": 1}
-    local: ClassVar[bool] = True
-    streamed: ClassVar[Changes | None] = (
-        (
-            "computes more",
-            "a dilated window is written as stream_llm: the whole window",
-        ),
-    )
-
-    kind: Literal["dilated"] = Field(default="dilated", description=__doc__)
-    sink: Sink
-    window: Window
-    dilation: Count = Field(
-        description="n: of the window's tiles of 64 keys every n-th, the query's own among them"
-    )
-
-    def layout(self, length: int) -> Layout:
-        """See PatternRecord.layout."""
-        end = nearest(self.window, length)
-        return Layout(near=1, end=end, step=self.dilation, columns=self.sink)
-
-
-class Strided(PatternRecord):
-    """an A-shape, and diagonals of tiles beyond it; named `str_1024_4096_8`"""
-
-    named: ClassVar[str] = "str_{sink}_{window}_{stride}"
-    letter: ClassVar[str] = "S"
-    colour: ClassVar[str] = "#CC79A7"
-    covers: ClassVar[Mapping[str, int]] = {"sink": 1, "window": 1}
-    streamed: ClassVar[Changes | None] = (
-        (
-            "keeps less",
-            "a strided pattern is written as stream_llm: nothing beyond its window",
-        ),
-    )
-
-    kind: Literal["strided"] = Field(default="strided", description=__doc__)
-    sink: Sink
-    window: Window
-    stride: Count = Field(
-        description="beyond the window every `stride`-th diagonal of tiles of 64 keys"
-    )
-
-    def layout(self, length: int) -> Layout:
-        """See PatternRecord.layout."""
-        near = nearest(self.window, length)
-        end = num_tiles(length)
-        return Layout(near=near, end=end, step=self.stride, columns=self.sink)
 
 
 class VerticalSlash(PatternRecord):
@@ -263,41 +170,6 @@ class BlockSparse(PatternRecord):
         return Layout(near=max(self.blocks, 2) - 1, columns=TILE)
 
 
-class MemoryUnits(PatternRecord):
-    """sinks, a window and tiles looked up in the past (InfLLM); named `mu_128_4096_32`"""
-
-    named: ClassVar[str] = "mu_{sink}_{window}_{units}"
-    letter: ClassVar[str] = "M"
-    colour: ClassVar[str] = "#999999"
-    covers: ClassVar[Mapping[str, int]] = {"sink": 1, "window": 1, "units": TILE}
-    streamed: ClassVar[Changes | None] = (
-        (
-            "keeps less",
-            "memory units are written as stream_llm: what they look up is left out",
-        ),
-    )
-
-    kind: Literal["memory_units"] = Field(default="memory_units", description=__doc__)
-    sink: Count = Field(description="the first keys, in whole tiles of 64 tokens")
-    window: Window
-    units: Count = Field(
-        description="tiles of 64 keys between sinks and window that 64 queries look up"
-    )
-    representatives: Count = Field(
-        default=DEFAULT_REPRESENTATIVES,
-        description=(
-            "keys that stand for a tile: those that the queries after it "
-            "want; other than 4 `_r8` in the name"
-        ),
-    )
-
-    def layout(self, length: int) -> Layout:
-        """See PatternRecord.layout."""
-        near = nearest(self.window, length)
-        columns = num_tiles(self.sink) * TILE
-        return Layout(near=near, columns=columns, units=self.units)
-
-
 class SkipSoftmax(PatternRecord):
     """all scores, but values only where scores are high enough (BLASST); named `skip_40`"""
 
@@ -316,17 +188,7 @@ class SkipSoftmax(PatternRecord):
     )
 
 
-AnyPattern = (
-    Dense
-    | AShape
-    | TriShape
-    | Dilated
-    | Strided
-    | VerticalSlash
-    | BlockSparse
-    | MemoryUnits
-    | SkipSoftmax
-)
+AnyPattern = Dense | AShape | VerticalSlash | BlockSparse | SkipSoftmax
 Pattern = Annotated[AnyPattern, Field(discriminator="kind")]
 RECORDS: dict[str, type[PatternRecord]] = {
     cls.model_fields["kind"].default: cls for cls in get_args(AnyPattern)
@@ -338,7 +200,7 @@ KindName = Annotated[str, matching("|".join(KINDS), f"one of {', '.join(KINDS)}"
 def pattern_name(pattern: AnyPattern) -> str:
     """The short canonical name, such as a_1024_4096.
 
-    With _q32 for a last_q of 32, _c95 for a coverage of 0.95 and _r8 for 8 representatives.
+    With _q32 for a last_q of 32 and _c95 for a coverage of 0.95.
     """
     fields = dict(pattern)
     name = pattern.named.format(
@@ -351,8 +213,6 @@ def pattern_name(pattern: AnyPattern) -> str:
         name += f"_q{last_q}"
     if (coverage := fields.get("coverage")) is not None:
         name += f"_c{_exact(coverage, 100)}"
-    if (count := fields.get("representatives", DEFAULT_REPRESENTATIVES)) != DEFAULT_REPRESENTATIVES:
-        name += f"_r{count}"
     return name
 
 

@@ -15,11 +15,10 @@ from torch import Tensor
 from kernels.copies import on_device
 from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
 from kernels.joining import cat_heads, cat_sequences
+from kernels.patterns.a_shape import AShape
 from kernels.patterns.base import NOT_SIZES, Builder, Growth, Inputs, Pattern
 from kernels.patterns.block_sparse import BlockSparse
 from kernels.patterns.dense import Dense, dense_index
-from kernels.patterns.fixed import FIXED, AShape, Dilated, Strided, TriShape
-from kernels.patterns.memory_units import MemoryUnits
 from kernels.patterns.paged import Keys, Paged, of_sequence
 from kernels.patterns.skip_softmax import SkipSoftmax
 from kernels.patterns.vertical_slash import VerticalSlash
@@ -32,28 +31,17 @@ __all__ = [
     "BlockSparse",
     "Builder",
     "Dense",
-    "Dilated",
     "Growth",
     "Inputs",
     "LayerPlan",
-    "MemoryUnits",
     "Pattern",
     "SkipSoftmax",
-    "Strided",
-    "TriShape",
     "VerticalSlash",
     "largest",
     "make",
 ]
 
-_ALL: tuple[type[Pattern], ...] = (
-    Dense,
-    *FIXED,
-    VerticalSlash,
-    BlockSparse,
-    MemoryUnits,
-    SkipSoftmax,
-)
+_ALL: tuple[type[Pattern], ...] = (Dense, AShape, VerticalSlash, BlockSparse, SkipSoftmax)
 KINDS: dict[str, type[Pattern]] = {cls.kind: cls for cls in _ALL}
 
 

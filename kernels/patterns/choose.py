@@ -119,34 +119,29 @@ def offsets_of(
     rows: int,
     first: int,
     device: torch.device,
-    *,
-    held: tuple[int, ...] = (),
 ) -> tuple[Tensor, int]:
     """Offsets of each row's list, (B, h, R + 1) int64, and the number of entries in all.
 
     Head i lists at most most[i] tiles, and no more than lie before the row's own, at key tile first
-    + r; held[i] of those are never listed. Not to be written to."""
-    offsets, total = _made(most, held or (0,) * len(most), batch, rows, first, device)
+    + r. Not to be written to."""
+    offsets, total = _made(most, batch, rows, first, device)
     return offsets.read(), total
 
 
 @kept(lambda made: made[0].nbytes, 1 << 26)
 def _made(
     most: tuple[int, ...],
-    held: tuple[int, ...],
     batch: int,
     rows: int,
     first: int,
     device: torch.device,
 ) -> tuple[Copy, int]:
     with torch.inference_mode(False):
-        before, limit, never = (
+        before, limit = (
             torch.as_tensor(x, device="cpu", dtype=torch.long)
-            for x in (range(first, first + rows), most, held)
+            for x in (range(first, first + rows), most)
         )
-        counts = torch.minimum(limit[:, None], (before - never[:, None]).clamp_min(0)).repeat(
-            batch, 1
-        )
+        counts = torch.minimum(limit[:, None], before).repeat(batch, 1)
         ends = counts.flatten().cumsum(0).view(batch * len(most), rows)
         made = torch.cat([ends[:, :1] - counts[:, :1], ends], dim=1).view(
             batch, len(most), rows + 1

@@ -30,8 +30,6 @@ DEFAULT_METHODS = (
     "vertical_slash-tail",
     "a_shape",
     "a_shape-tail",
-    "dilated",
-    "strided",
 )
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Name of all tasks that need no file.

@@ -15,8 +15,7 @@ import torch
 
 from artifacts import Artifact, HeadwiseError
 from kernels.index import TILE, SparseIndex, first_dense, num_tiles, with_dense_tail
-from kernels.patterns import KINDS, Inputs, LayerPlan, MemoryUnits, Pattern, SkipSoftmax, make
-from kernels.patterns.fixed import Fixed
+from kernels.patterns import KINDS, AShape, Inputs, LayerPlan, Pattern, SkipSoftmax, make
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
@@ -28,42 +27,26 @@ CALIBRATION_SEED = 7_777_777
 _CHOOSING = ("vertical_slash", "block_sparse")
 # A threshold falls to 1 / e in so many steps, and ten times at most.
 _STEPS = 50
-# Sizes whose n counts tiles.
-_BY_TILES = ("block_sparse", "infllm")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A line of patterns: n and the density aimed at give the sizes; larger n never costs less."""
+    """A line of patterns: n gives the sizes; larger n never costs less."""
 
     kind: str
-    at: Callable[[int, float], Mapping[str, int | float]]
-
-
-def _strided(n: int, target: float) -> Mapping[str, int]:
-    # Diagonals at every stride-th tile are one stride-th of the area: about half of what may be
-    # computed.
-    return {"sink": n, "window": 2 * n, "stride": max(2, round(2 / target))}
+    at: Callable[[int], Mapping[str, int | float]]
 
 
 SIZES: dict[str, Sizes] = {
     # 1,024 sinks and 4,096 tokens of window, as MInference's budget has it.
-    "a_shape": Sizes("a_shape", lambda n, _: {"sink": n, "window": 4 * n}),
-    "tri_shape": Sizes("tri_shape", lambda n, _: {"sink": n, "window": 4 * n, "last": TILE}),
-    # 1,024 sinks and every second of 8,192 tokens.
-    "dilated": Sizes("dilated", lambda n, _: {"sink": n, "window": 8 * n, "dilation": 2}),
-    "strided": Sizes("strided", _strided),
+    "a_shape": Sizes("a_shape", lambda n: {"sink": n, "window": 4 * n}),
     # 1,000 columns and 6,096 diagonals, MInference's most frequent choice.
-    "vertical_slash": Sizes("vertical_slash", lambda n, _: {"vertical": n, "slash": 6 * n}),
-    "vertical": Sizes("vertical_slash", lambda n, _: {"vertical": n, "slash": 1}),
-    "slash": Sizes("vertical_slash", lambda n, _: {"vertical": 1, "slash": n}),
-    "block_sparse": Sizes("block_sparse", lambda n, _: {"blocks": n}),
-    # As many tokens looked up as in the window, and 128 sinks, as InfLLM has it.
-    "infllm": Sizes(
-        "memory_units", lambda n, _: {"sink": 2 * TILE, "window": n * TILE, "units": n}
-    ),
+    "vertical_slash": Sizes("vertical_slash", lambda n: {"vertical": n, "slash": 6 * n}),
+    "vertical": Sizes("vertical_slash", lambda n: {"vertical": n, "slash": 1}),
+    "slash": Sizes("vertical_slash", lambda n: {"vertical": 1, "slash": n}),
+    "block_sparse": Sizes("block_sparse", lambda n: {"blocks": n}),
     # The threshold, which PatternCosts.fit makes a share of the length.
-    "skip_softmax": Sizes("skip_softmax", lambda n, _: {"scale_factor": math.exp(-n / _STEPS)}),
+    "skip_softmax": Sizes("skip_softmax", lambda n: {"scale_factor": math.exp(-n / _STEPS)}),
 }
 
 
@@ -148,8 +131,8 @@ class PatternCosts:
                 for gaps, rows in self._gaps.values()
             ]
             return sum(kept) / len(kept)
-        if isinstance(pattern, Fixed | MemoryUnits):
-            return _fixed_density(pattern, self.length, dense_tail)
+        if isinstance(pattern, AShape):
+            return _a_shape_density(pattern, self.length, dense_tail)
         means = [
             float(
                 with_dense_tail(kinds[pattern.kind]([pattern] * self.heads), dense_tail)
@@ -173,19 +156,20 @@ class PatternCosts:
             target = self.target
 
         def fields(n: int) -> dict[str, Any]:
-            sizes = dict(line.at(n, target))
+            sizes = dict(line.at(n))
             if "scale_factor" in sizes:
                 sizes["scale_factor"] = round(sizes["scale_factor"] * self.length, 4)
             return {"kind": line.kind, **sizes}
 
         cost = partial(self.density, dense_tail=dense_tail)
         low = 1
-        if name in _BY_TILES:
+        if name == "skip_softmax":
+            high = 10 * _STEPS
+        elif name == "block_sparse":
+            # Its n counts tiles.
             high = num_tiles(self.length)
         else:
             high = self.length
-        if name == "skip_softmax":
-            high = 10 * _STEPS
         while low < high:
             middle = (low + high + 1) // 2
             if cost(make(**fields(middle))) <= target:
@@ -233,8 +217,8 @@ def _largest(kind: str, length: int) -> Pattern:
     return make(kind, vertical=length, slash=length)
 
 
-def _fixed_density(pattern: Fixed | MemoryUnits, length: int, dense_tail: int) -> float:
-    # What these compute follows from shapes and sizes, whatever q and k hold.
+def _a_shape_density(pattern: AShape, length: int, dense_tail: int) -> float:
+    # What it computes follows from shapes and sizes, whatever q and k hold.
     tensor = torch.zeros(1, 1, length, 1, dtype=torch.float32)
     index = LayerPlan([pattern], 1, dense_tail=dense_tail).build(tensor, tensor)
     return float(index.density())

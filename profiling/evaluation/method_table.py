@@ -58,29 +58,6 @@ METHODS: dict[str, Kind] = {
     "a_shape": Kind(
         says="sinks and a window", source="StreamingLLM, Xiao et al. 2024", sizes="a_shape"
     ),
-    "tri_shape": Kind(
-        says="sinks, a window, and the last tile dense",
-        source="SCBench, Li et al. 2024",
-        sizes="tri_shape",
-    ),
-    "dilated": Kind(
-        says="sinks and every second tile of a window",
-        source="Longformer, Beltagy 2020",
-        sizes="dilated",
-    ),
-    "strided": Kind(
-        says="sinks, a window and every n-th diagonal",
-        source="Sparse Transformers, Child 2019",
-        sizes="strided",
-    ),
-    "infllm": Kind(
-        says=(
-            "sinks, a window, and tiles of the past looked up by a few of their "
-            "keys; its decode is a full cache's"
-        ),
-        source="InfLLM, Xiao et al. 2024",
-        sizes="infllm",
-    ),
     "skip_softmax": Kind(
         says=(
             "one threshold for all heads: tiles of low scores get no softmax "

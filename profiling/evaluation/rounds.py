@@ -26,7 +26,6 @@ FURTHER = (
     "top_p_tiles",
     "headwise-tail",
     "oracle",
-    "strided",
     "dense+random",
     "dense+omnikv",
 )

@@ -146,7 +146,7 @@ ARRAYS = [
     ("front.rows", lambda a: a.astype("int64"), "must be int16 of shape (2, 5, 4), got int64"),
     ("front.rows", lambda a: at(a, 0, 1, 0), "the layers that prefill.layers leaves alone"),
     ("front.rows", lambda a: at(a, 1, 2, 0, -1), "the layers that prefill.layers leaves alone"),
-    ("front.rows", lambda a: at(a, 0, 2, 3, 12), "front.rows names pattern 12, there are 12"),
+    ("front.rows", lambda a: at(a, 0, 2, 3, 8), "front.rows names pattern 8, there are 8"),
     ("cost.0.pattern", lambda a: a[:1], "must be columns of one length, got [(1,), (2,)]"),
     ("calibration.seen_windows", lambda a: None, "says 2, and the sidecar has no array"),
 ]
@@ -259,7 +259,7 @@ FIELDS = {
         {f"p{i:04}" * 180: {"kind": "dense"} for i in range(4_000)}
     ),
     "patterns without sizes": lambda f: f.update(
-        patterns={f"p{i}": {"kind": "strided"} for i in range(16_000)}
+        patterns={f"p{i}": {"kind": "a_shape"} for i in range(16_000)}
     ),
     "near misses": lambda f: f.update(
         patterns={f"{i:05}".translate(LETTERS) * 12: {"kind": "dense"} for i in range(16_000)}
@@ -353,18 +353,18 @@ def test_what_was_made_to_break_a_reader_is_refused_and_costs_little(saved, name
         assert "fields are not as the schema has them" in said
 
 
-LARGE = ("strided far away", "much evidence", "a sidecar of 220 MiB")
+LARGE = ("windows far away", "much evidence", "a sidecar of 220 MiB")
 
 
 def large():
     """Artifacts that are as large, or as odd, as they may be, and the arrays of one."""
     small, _ = build_every_kind()
     wide = {"num_layers": 16, "num_heads": 1024, "num_kv_heads": 8, "max_positions": 2**31 - 1}
-    strides = [artifacts.Strided(sink=64, window=64 + i, stride=2 + i) for i in range(500)]
+    windows = [artifacts.AShape(sink=64, window=64 + 4096 * i) for i in range(500)]
     rows = tuple(tuple(f"p{(1024 * i + head) % 500}" for head in range(1024)) for i in range(16))
     far = small.model_copy(
         update={
-            "patterns": {f"p{i}": pattern for i, pattern in enumerate(strides)},
+            "patterns": {f"p{i}": pattern for i, pattern in enumerate(windows)},
             "prefill": artifacts.Prefill(dense_below=2**23, layers=rows),
             "search": build().search,
             "model": small.model.model_copy(update=wide),
@@ -375,7 +375,7 @@ def large():
     many = tuple(entry.model_copy(update={"value": float(i)}) for i in range(600))
     zeros = np.zeros((1, SIZE * 11), dtype=np.int8)
     return {
-        "strided far away": (far, {}),
+        "windows far away": (far, {}),
         "much evidence": (build(evidence=artifacts.Evidence(measurements=many)), {}),
         "a sidecar of 220 MiB": (build(), {"chosen.recall": zeros, "imported.prefill": zeros}),
     }

@@ -52,7 +52,7 @@ def test_every_kind_its_front_and_its_policies(tmp_path, every_kind, page):
     save(artifact, tmp_path / "cfg.yaml", arrays)
     text = page(tmp_path / "cfg.yaml", columns=100)
     letters = [row[1] for row in map_rows(text)]
-    assert letters == ["VVAB", "....", "DTLS", "BVBD", "DDKM"]
+    assert letters == ["VVAB", "....", "DBBV", "BVBD", "DDKV"]
     front = text[text.index("front at 4,096 tokens") :].splitlines()[2:4]
     assert [line.split()[:6] for line in front] == [
         ["0.5", "s", "4.00x", "0.25", "0.9000", "0.2000"],

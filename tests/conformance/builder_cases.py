@@ -181,10 +181,10 @@ BY_NUMBER = (
 )
 EVERY = (
     *BY_NUMBER[:2],
-    make("memory_units", sink=1, window=70, units=2, representatives=3),
+    make("a_shape", sink=1, window=70),
     make("vertical_slash", vertical=150, slash=300, last_q=30, coverage=0.8),
     make("block_sparse", blocks=9, coverage=0.7),
-    make("memory_units", sink=70, window=200, units=3),
+    make("vertical_slash", vertical=64, slash=200, last_q=100),
 )
 
 

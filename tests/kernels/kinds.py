@@ -31,21 +31,6 @@ KINDS_DRAWN = {
         large={"sink": 200, "window": 300},
         small={"sink": 70, "window": 10},
     ),
-    "tri_shape": Kind(
-        drawn={"sink": _SIZE, "window": _SIZE, "last": _SIZE},
-        large={"sink": 200, "window": 300, "last": 90},
-        small={"sink": 70, "window": 10, "last": 1},
-    ),
-    "dilated": Kind(
-        drawn={"sink": _SIZE, "window": _SIZE, "dilation": _FEW},
-        large={"sink": 200, "window": 300, "dilation": 3},
-        small={"sink": 70, "window": 200, "dilation": 2},
-    ),
-    "strided": Kind(
-        drawn={"sink": _SIZE, "window": _SIZE, "stride": _FEW},
-        large={"sink": 200, "window": 300, "stride": 3},
-        small={"sink": 70, "window": 90, "stride": 2},
-    ),
     "vertical_slash": Kind(
         drawn={
             "vertical": _SIZE,
@@ -61,16 +46,6 @@ KINDS_DRAWN = {
         large={"blocks": 6},
         small={"blocks": 5, "coverage": 0.9},
     ),
-    "memory_units": Kind(
-        drawn={
-            "sink": _SIZE,
-            "window": _SIZE,
-            "units": _FEW,
-            "representatives": st.integers(1, 70),
-        },
-        large={"sink": 70, "window": 90, "units": 4},
-        small={"sink": 1, "window": 30, "units": 2},
-    ),
     "skip_softmax": Kind(
         drawn={"scale_factor": st.floats(0.1, 900)},
         large={"scale_factor": 2.0},
@@ -85,13 +60,13 @@ LAYER = (
     make("dense"),
     make("vertical_slash", vertical=600, slash=350, last_q=32),
     make("block_sparse", blocks=1),
-    make("tri_shape", sink=1, window=1, last=70),
+    make("a_shape", sink=130, window=1),
     make("vertical_slash", vertical=90, slash=200, coverage=0.8),
-    make("strided", sink=70, window=65, stride=3),
-    make("dilated", sink=1, window=500, dilation=2),
+    make("block_sparse", blocks=2, coverage=0.5),
+    make("vertical_slash", vertical=150, slash=64, last_q=16),
     make("block_sparse", blocks=9, coverage=0.7),
     make("skip_softmax", scale_factor=3.0),
     make("a_shape", sink=1, window=1),
-    make("memory_units", sink=1, window=70, units=2),
+    make("a_shape", sink=1, window=500),
 )
 """Every kind, small and large."""

@@ -17,11 +17,7 @@ GROWTH = Growth(
     powers={
         "vertical_slash": {"vertical": 0.5, "slash": 1.0},
         "block_sparse": {"blocks": 1.0},
-        "a_shape": {"window": 0.5},
-        "tri_shape": {"last": 0.25},
-        "strided": {"stride": 1.0},
-        "dilated": {"window": 1.0, "sink": 0.0},
-        "memory_units": {"units": 1.0},
+        "a_shape": {"window": 0.5, "sink": 0.0},
     },
 )
 

@@ -151,22 +151,6 @@ def test_what_waits_and_what_is_made_is_counted():
     assert counts.torch == 3 and counts.largest == 4000
 
 
-UNITS = make("memory_units", sink=70, window=130, units=2, representatives=3)
-
-
-def test_more_heads_take_no_more_operations():
-    """Heads of one size go together; those of another size are as many operations again."""
-    counts = []
-    for heads in (2, 8):
-        q, k = torch.randn(1, heads, 300, 8), torch.randn(1, 2, 300, 8)
-        plan = LayerPlan([UNITS] * heads, 2)
-        plan.build(q, k)
-        with Operations() as operations:
-            plan.build(q, k)
-        counts.append(operations.counts.torch)
-    assert counts[0] == counts[1]
-
-
 @pytest.mark.usefixtures("builder")
 @pytest.mark.parametrize("patterns", [BY_NUMBER, EVERY])
 def test_nothing_as_large_as_the_past_is_made(patterns, monkeypatch):

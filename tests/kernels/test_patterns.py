@@ -18,7 +18,6 @@ from kernels.patterns import (
     block_sparse,
     last_queries,
     make,
-    memory_units,
 )
 from kernels.patterns.choose import best_places
 from kernels.patterns.last_queries import estimate
@@ -260,9 +259,9 @@ def test_neither_company_nor_little_memory_changes_a_head(bytes_of_scratch, monk
         make("block_sparse", blocks=4, coverage=0.8),
         make("block_sparse", blocks=3),
         make("block_sparse", blocks=4),
-        make("memory_units", sink=70, window=130, units=2),
-        make("memory_units", sink=70, window=70, units=2, representatives=1),
-        make("memory_units", sink=1, window=130, units=1),
+        make("vertical_slash", vertical=70, slash=300, last_q=20),
+        make("vertical_slash", vertical=90, slash=100, coverage=0.9),
+        make("skip_softmax", scale_factor=30.0),
         make("dense"),
     ]
     q, k = problem(450, 450, heads=8)
@@ -272,7 +271,6 @@ def test_neither_company_nor_little_memory_changes_a_head(bytes_of_scratch, monk
     ]
     for module in (last_queries, block_sparse):
         monkeypatch.setitem(module._SCRATCH_BYTES, "cpu", bytes_of_scratch)
-    monkeypatch.setattr(memory_units, "_SCRATCH_BYTES", bytes_of_scratch)
     together = LayerPlan(patterns, 2).build(q, k).to_mask()
     assert torch.equal(together, torch.cat(alone, dim=1))
 
@@ -334,7 +332,7 @@ def test_a_build_reads_no_data_back(q_len, k_len):
     [
         ("vertical_slash", {"vertical": 1000, "slash": 6096, "coverage": 0.95}),
         ("block_sparse", {"blocks": 100}),
-        ("strided", {"sink": 1024, "window": 4096, "stride": 8}),
+        ("a_shape", {"sink": 1024, "window": 4096}),
     ],
 )
 def test_an_index_of_a_million_tokens_is_small(kind, sizes):
@@ -354,7 +352,7 @@ def test_an_index_of_a_million_tokens_is_small(kind, sizes):
         ("a_shape", {"sink": 0, "window": 1}, "sink must be a positive integer, got 0"),
         ("a_shape", {"sink": 1, "window": 1.5}, "window must be a positive integer, got 1.5"),
         ("block_sparse", {"blocks": True}, "blocks must be a positive integer, got True"),
-        ("strided", {"sink": 1, "window": 1}, "strided needs a size 'stride'"),
+        ("a_shape", {"sink": 1}, "a_shape needs a size 'window'"),
         ("block_sparse", {"blocks": 1, "coverage": 0.0}, "at most 1, got 0.0"),
         ("block_sparse", {"blocks": 1, "coverage": 1.01}, "at most 1, got 1.01"),
         ("block_sparse", {"blocks": 1, "coverage": float("nan")}, "at most 1, got nan"),

@@ -39,10 +39,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 KINDS = {
     **SPARSE,
-    "tri": artifacts.TriShape(sink=64, window=64, last=32),
-    "dilated": artifacts.Dilated(sink=64, window=64, dilation=2),
-    "strided": artifacts.Strided(sink=64, window=64, stride=3),
-    "units": artifacts.MemoryUnits(sink=64, window=64, units=1, representatives=8),
     "skip": artifacts.SkipSoftmax(scale_factor=100.0),
     "vs_covered": artifacts.VerticalSlash(vertical=100, slash=100, coverage=0.9),
     "bs_covered": artifacts.BlockSparse(blocks=3, coverage=0.9),

@@ -254,7 +254,7 @@ def test_an_index_of_a_chunk_is_built_from_the_pages(engine, monkeypatch):
     patterns = [
         make("vertical_slash", vertical=70, slash=70),
         make("block_sparse", blocks=2),
-        make("memory_units", sink=1, window=1, units=1),
+        make("block_sparse", blocks=3, coverage=0.8),
         make("a_shape", sink=64, window=64),
     ]
     engine.layer["plan"] = LayerPlan(patterns, G)
