@@ -15,8 +15,8 @@ tile on the causal diagonal. A key is computed for a row if one of three things 
   in those rows whose tiles hold them already. At 1M tokens a head's verticals take kilobytes; a
   list for each row would take 64 MB.
 
-Beside them, the rows that hold a head's last `dense_tail` queries compute every tile up to their
-own: a prompt's question is asked there. A sliding `window` takes away what lies too far back.
+Beside them, the rows that hold the last `dense_tail` queries compute every tile up to their own: a
+prompt's question is asked there. A sliding `window` takes away what lies too far back.
 
 A head with a bound in `skip` leaves out tiles whose scores say that they do not matter
 (skip-softmax; BLASST, arXiv 2512.12087). A query's anchor is its highest logit among its row's
@@ -31,7 +31,7 @@ which lies beyond every causal limit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -68,8 +68,7 @@ class SparseIndex:
     two entries name is computed once.
 
     Attributes:
-        dense_tail: last queries of each head that see every key, rounded up to whole tiles; () is
-            none.
+        dense_tail: last queries that see every key, rounded up to whole tiles; 0 is none.
         window: a query sees itself and the window - 1 keys before it; tiles outside are not
             computed.
         skip: (B, H) fp32 natural log of a threshold, at most 0 (-inf: nothing is skipped); None: no
@@ -84,7 +83,7 @@ class SparseIndex:
     tiles: Tensor
     offsets: Tensor
     columns: Tensor
-    dense_tail: tuple[int, ...] = ()
+    dense_tail: int = 0
     window: int | None = None
     skip: Tensor | None = None
     ragged: Ragged | None = None
@@ -199,15 +198,14 @@ class SparseIndex:
         """The index of some neighbouring heads alone."""
         found = self.changed(
             **{name: getattr(self, name)[:, heads] for name in ("diagonals", "offsets", "columns")},
-            dense_tail=self.dense_tail[heads],
             skip=None if self.skip is None else self.skip[:, heads],
         )
         object.__setattr__(found, "_widths", self.widths()[heads])
         return found
 
-    def first_dense(self) -> list[int]:
-        """Key tile of each head's first dense row, past the last row if none; not if ragged."""
-        return first_dense(self.dense_tail or (0,) * self.num_heads, self.k_len)
+    def first_dense(self) -> int:
+        """Key tile of the first dense row, past the last row if none; not if ragged."""
+        return first_dense(self.dense_tail, self.k_len)
 
     @property
     def nbytes(self) -> int:
@@ -293,8 +291,8 @@ class SparseIndex:
         skip = self.skip
         heads = tuple(self.diagonals.shape[:2])
         device = self.diagonals.device
-        if tail and (len(tail) != self.num_heads or not all(is_count(n, 0) for n in tail)):
-            raise ValueError(f"dense_tail must be () or {self.num_heads} counts, got {tail}")
+        if not is_count(tail, 0):
+            raise ValueError(f"dense_tail must be a number of queries, got {tail!r}")
         if skip is not None and (skip.dtype, tuple(skip.shape), skip.device) != (
             torch.float32,
             heads,
@@ -385,11 +383,7 @@ class SparseIndex:
             mask.scatter_(-1, torch.where(listed <= at, listed, n), True)
             tile = torch.arange(n, device=device)
             if self.dense_tail:
-                first = torch.tensor(self.first_dense(), dtype=torch.long).to(
-                    device, non_blocking=True
-                )
-                dense = at >= first[:, None, None]
-                mask[..., :n] |= dense & (tile <= at)
+                mask[..., :n] |= (at >= self.first_dense()) & (tile <= at)
             yield rows, mask[..., :n] & (tile >= at - self.reach)
 
     def _before(self, rows: range, device: torch.device) -> Tensor:
@@ -459,14 +453,15 @@ def is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def first_dense(dense_tail: Sequence[int], k_len: int) -> list[int]:
-    """Key tile of each head's first dense row: the one that holds the first of its last queries."""
-    return [max(k_len - n, 0) // TILE if n else num_tiles(k_len) for n in dense_tail]
+def first_dense(dense_tail: int, k_len: int) -> int:
+    """Key tile of the first dense row: the one that holds the first of the last queries."""
+    if not dense_tail:
+        return num_tiles(k_len)
+    return max(k_len - dense_tail, 0) // TILE
 
 
 def with_dense_tail(index: SparseIndex, queries: int) -> SparseIndex:
     """The index with every key computed for the tiles of the last `queries` queries."""
     if not queries:
         return index
-    tails = index.dense_tail or (0,) * index.num_heads
-    return index.changed(dense_tail=tuple(max(n, queries) for n in tails))
+    return index.changed(dense_tail=max(index.dense_tail, queries))

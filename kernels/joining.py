@@ -22,21 +22,15 @@ def cat_heads(
 ) -> SparseIndex:
     """One index from parts with some heads each; head i is head order[i] of all of them.
 
-    `order` lies where the parts do; `host_order` is the same on the host.
+    All have one dense tail. `order` lies where the parts do; `host_order` is the same on the host.
     """
     if len(parts) == 1:
         return parts[0]
     joined = _joined(parts, 1)
     # Lists stay where they are: only what says where they begin goes with its head.
     made = {name: x if name == "tiles" else x.index_select(1, order) for name, x in joined.items()}
-    tails = [n for part in parts for n in part.dense_tail or (0,) * part.num_heads]
     widths = [width for part in parts for width in part.widths()]
-    return _changed(
-        parts,
-        tuple(widths[i] for i in host_order),
-        **made,
-        dense_tail=tuple(tails[i] for i in host_order) if any(tails) else (),
-    )
+    return _changed(parts, tuple(widths[i] for i in host_order), **made)
 
 
 def cat_sequences(parts: Sequence[SparseIndex], ragged: Ragged) -> SparseIndex:

@@ -325,7 +325,7 @@ void run_for(const std::string& engine, const at::Tensor& q, const at::Tensor& k
 // head, fp32. sinks: a logit of each head, fp32. Writes out and lse where a sequence is, adds to skipped.
 void sparse_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& diagonals,
                       const at::Tensor& tiles, const at::Tensor& offsets, const at::Tensor& columns,
-                      at::IntArrayRef sequences, at::IntArrayRef dense_tail, int64_t window,
+                      at::IntArrayRef sequences, int64_t dense_tail, int64_t window,
                       const std::optional<at::Tensor>& block_table, const std::optional<at::Tensor>& skip,
                       const std::optional<at::Tensor>& sinks, double scale, double softcap, std::string engine,
                       at::Tensor out, at::Tensor lse, std::optional<at::Tensor> skipped) {
@@ -333,7 +333,7 @@ void sparse_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   if (out.is_non_overlapping_and_dense() && out.nbytes() > size_t(32) << 20)
     on_huge_pages(out.mutable_data_ptr(), out.nbytes());
   constexpr int64_t NONE = int64_t(1) << 40;
-  Index index{diagonals, {tiles, offsets}, columns, {}, dense_tail.vec(), window ? window : NONE, NONE, q.size(1)};
+  Index index{diagonals, {tiles, offsets}, columns, {}, dense_tail, window ? window : NONE, NONE, q.size(1)};
   if (skip) index.skip = skip->const_data_ptr<float>();
   int32_t* left_out = skipped ? skipped->mutable_data_ptr<int32_t>() : nullptr;
   if (window) index.reach = (window - 1 + TILE - 1) / TILE;
@@ -354,7 +354,7 @@ void sparse_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor
 TORCH_LIBRARY_FRAGMENT(headwise, m) {
   m.def(
       "sparse_attention(Tensor q, Tensor k, Tensor v, Tensor diagonals, Tensor tiles, Tensor offsets, Tensor columns, "
-      "int[] sequences, int[] dense_tail, int window, Tensor? block_table, Tensor? skip, Tensor? sinks, float scale, "
+      "int[] sequences, int dense_tail, int window, Tensor? block_table, Tensor? skip, Tensor? sinks, float scale, "
       "float softcap, str engine, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? skipped) -> ()");
   m.def("engines(ScalarType dtype) -> str[]", &engines);
   m.def("why_no_tiles() -> str", [] { return tiles::fault(); });

@@ -86,7 +86,7 @@ struct Index {
   Lists listed;
   Entries columns;
   std::vector<Sequence> sequences;
-  std::vector<int64_t> dense_tail;  // a head's number of queries, or empty
+  int64_t dense_tail;  // last queries that see every key
   int64_t window, reach, heads;
   const float* skip = nullptr;  // of each (sequence, head) the log of its threshold
 
@@ -99,8 +99,8 @@ struct Index {
     const int64_t far = std::min(one.tiles() - 1, reach);
     const bool gapless = diagonals.width > far && diagonals.row(s * heads + h)[far] == far;
     if (gapless && !(bound(s, h) > NEG_INF)) return one.offset();
-    if (dense_tail.empty() || !dense_tail[h]) return one.K;
-    return std::max(std::max<int64_t>(one.K - dense_tail[h], 0) / TILE * TILE, one.offset());
+    if (!dense_tail) return one.K;
+    return std::max(std::max<int64_t>(one.K - dense_tail, 0) / TILE * TILE, one.offset());
   }
 
   // First and last key tile that queries [first, last] see where they see every key of their window.

@@ -100,7 +100,7 @@ def _one_head(
         seen = torch.isin(positions // TILE, torch.cat([at - diagonals, tiles[row]])) | torch.isin(
             positions, columns
         )
-        if at >= index.first_dense()[head]:
+        if at >= index.first_dense():
             seen[:] = True
         keys = positions[seen & (positions < last)]
         distance = positions[first:last, None] - keys
@@ -109,7 +109,7 @@ def _one_head(
             logits = softcap * torch.tanh(logits / softcap)
         outside = (distance < 0) | (distance >= (index.window or k_len))
         logits = logits.masked_fill(outside, float("-inf"))
-        if bound > float("-inf") and at < index.first_dense()[head]:
+        if bound > float("-inf") and at < index.first_dense():
             tile = torch.cat([at - diagonals, tiles[row]])
             out_of = _skipped(
                 logits, torch.where(torch.isin(keys // TILE, tile), keys // TILE, -1), at, bound

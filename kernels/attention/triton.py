@@ -129,7 +129,7 @@ def prepare(
             or window is not None
             or block_table is not None
             or skip is not None
-            or any(index.dense_tail)
+            or index.dense_tail > 0
         )
         most = 128
         if has_tiles and has_columns:
@@ -179,9 +179,6 @@ def prepare(
     offsets = index.offsets
     if index.tiles.numel():
         offsets = offsets.contiguous()
-    dense_tail = made
-    if any(index.dense_tail):
-        dense_tail = on_device(index.dense_tail, q.device, torch.int32)
     places = made
     if ragged is not None:
         places = ragged.table(q.device)
@@ -190,7 +187,7 @@ def prepare(
         "tiles": index.tiles.contiguous(),
         "offsets": offsets,
         "columns": columns.contiguous(),
-        "dense_tail": dense_tail,
+        "dense_tail": index.dense_tail,
         "pages": given(block_table, made),
         "places": places,
         "sinks": given(sinks, lse),
@@ -238,7 +235,7 @@ def prepare(
             d=dim, d0=d0, d1=d1, e=v_dim, e0=e0, e1=e1,
             rows=each.rows, keys=each.keys, stages=each.stages, precision=each.precision,
             page=page,
-            walk=diagonals > 1, tiles=listed > 0, columns=columned > 0, tail=any(index.dense_tail),
+            walk=diagonals > 1, tiles=listed > 0, columns=columned > 0, tail=index.dense_tail > 0,
             window=window is not None, ragged=ragged is not None, softcap=softcap is not None,
             sinks=sinks is not None,
             skip=skip is not None, subset=subset, split=splits > 1,
@@ -275,7 +272,7 @@ def _splits(
 ) -> int:
     """Parts into which a launch cuts the keys of a program, by the most that it may have."""
     diagonals, listed, columned = sizes
-    if any(index.dense_tail):
+    if index.dense_tail:
         keys = index.k_len
     else:
         keys = min(index.k_len, (diagonals + listed) * TILE + columned)

@@ -197,8 +197,7 @@ def _program(
     dense = 0
     dense_last = 0
     if H.tail:
-        tail = tl.load(dense_tail + head)
-        first_dense = tl.where(tail > 0, tl.maximum(k_len - tail, 0) // TILE, k_len + 1)
+        first_dense = tl.maximum(k_len - dense_tail, 0) // TILE
         dense = (at >= first_dense).to(tl.int32)
         dense_last = (at + H.rows - 1 >= first_dense).to(tl.int32)
 
@@ -318,7 +317,7 @@ def _program(
         "q_len", "k_len",
         "first_row", "num_rows", "window", "walk_width", "table_width", "table_size",
         "columns_width", "pages_width",
-        "search_steps",
+        "search_steps", "dense_tail",
     ]
 )  # fmt: skip
 def sparse_attention_kernel(
@@ -342,7 +341,7 @@ def sparse_attention_kernel(
     entries of each of these it has; by the last: columns before the unbroken run of diagonals; by
     the first: columns before all tiles that it sees. held (table_width): whether the head has that
     diagonal. tiles (T) int32 and offsets (B, H, R + 1) int64 if H.tiles, as in a SparseIndex.
-    dense_tail (H) int32 if H.tail: how many of the last queries see every key. pages (B,
+    dense_tail: how many of the last queries see every key, if H.tail. pages (B,
     pages_width) int32 if H.page > 0; k_batch and v_batch are then the strides of a page. places (B,
     5) int32 if H.ragged: batch row, first query, queries, first key and keys of each sequence; B is
     then the number of sequences, and num_rows, q_len of q and the widths of all tables are those of

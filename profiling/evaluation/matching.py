@@ -124,7 +124,7 @@ class PatternCosts:
         Of skip-softmax it is the fraction of tiles that are not skipped.
         """
         if isinstance(pattern, SkipSoftmax):
-            dense = first_dense([dense_tail], self.length)[0]
+            dense = first_dense(dense_tail, self.length)
             bound = pattern.bound(self.length)
             kept = [
                 float(((gaps >= bound) | (rows >= dense)).float().mean())

@@ -92,7 +92,7 @@ def score_layer(
     heads = inputs.q.shape[1]
     count = len(candidates)
     # A tail's first tile: rows from there on compute everything.
-    firsts = dict(zip(tails, first_dense(tails, length), strict=True))
+    firsts = {tail: first_dense(tail, length) for tail in tails}
     names = ("change", "squared", "recall", "first_order", "fisher", "skipped")
     sums = {tail: {name: np.zeros((heads, count)) for name in names} for tail in tails}
     sizes = np.zeros((heads, 1))
@@ -297,14 +297,14 @@ def _tail_tiles(indices: Sequence[SparseIndex], tail: int) -> np.ndarray:
         return np.zeros((indices[0].num_heads, len(indices)))
     more = []
     for index in indices:
-        (first,) = first_dense((tail,), index.k_len)
+        first = first_dense(tail, index.k_len)
         n = num_tiles(index.k_len)
         causal = n * (n + 1) // 2 - first * (first + 1) // 2
         rows = replace(
             index,
             q_len=index.k_len - first * TILE,
             offsets=index.offsets[:, :, first:],
-            dense_tail=(),
+            dense_tail=0,
         )
         more.append(causal - rows.computed_tiles()[0].double())
     return torch.stack(more, dim=-1).cpu().numpy()

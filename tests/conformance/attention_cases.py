@@ -41,10 +41,10 @@ LAYERS = {"layer": LAYER, "listless": LISTLESS, "every kind": kinds.LAYER}
 class Case:
     """A call; `index` is one of LAYERS, or "random:D,T,C" (entries of each sort).
 
-    Keys and values are of dtype `cache`, or of the queries'. `dense_tail` holds for all heads, or
-    for head i if it is a tuple; `given` hands `out` to the call. `skip` is the bound of every head
-    but the first; q and k are then such that tiles of keys are wanted more or less. Logits rise by
-    `rise` nats from key to key. `launch` and `splits` are Triton's alone."""
+    Keys and values are of dtype `cache`, or of the queries'; `given` hands `out` to the call.
+    `skip` is the bound of every head but the first; q and k are then such that tiles of keys are
+    wanted more or less. Logits rise by `rise` nats from key to key. `launch` and `splits` are
+    Triton's alone."""
 
     q_len: int
     k_len: int
@@ -60,7 +60,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     cache: torch.dtype | None = None
     index: str = "layer"
-    dense_tail: int | tuple[int, ...] | None = None
+    dense_tail: int = 0
     window: int | None = None
     skip: float | None = None
     ragged: Ragged | None = None
@@ -143,7 +143,7 @@ _SKIPPING = {
         450, heads=2, index="random:7,0,0", skip=-3.0, launch=_launch(1, 16)
     ),
     "skip, lists, columns, 130 of 320, tail": last(
-        130, 320, heads=3, index="random:3,4,60", skip=-2.0, softcap=30.0, dense_tail=(0, 0, 70)
+        130, 320, heads=3, index="random:3,4,60", skip=-2.0, softcap=30.0, dense_tail=70
     ),
     "skip, window, padded, pages": padded(
         450, 30, 300, heads=2, index="random:8,0,0", skip=-3.0, window=280, page=16, queries=200
@@ -156,9 +156,12 @@ _FORMS = {
         )
         for rows, keys in ((1, 64), (2, 64), (2, 16), (1, 128))
     },
-    "pairs of tiles, tails": square(
-        300, heads=2, index="random:5,0,90", dense_tail=(70, 130), launch=_launch(2, 128)
-    ),
+    **{
+        f"pairs of tiles, tail {tail}": square(
+            300, heads=2, index="random:5,0,90", dense_tail=tail, launch=_launch(2, 128)
+        )
+        for tail in (70, 130)
+    },
     "pairs of tiles, pages": last(
         260, 300, heads=2, index="random:4,0,0", page=64, launch=_launch(2, 128)
     ),
@@ -171,20 +174,20 @@ _FORMS = {
         heads=2,
         index="random:3,3,60",
         window=230,
-        dense_tail=(0, 70),
+        dense_tail=70,
         launch=_launch(1, 128),
     ),
 }
-# A row of tiles is dense or not, head by head; with lists a program has one row, without it has
-# two.
+# A row of tiles is dense or not; with lists a program has one row, without it has two.
 _TAILS = {
     **{
-        f"tails 0, 10, 70, 300; {q} of 300, {sorts}": last(
-            q, 300, heads=4, dense_tail=(0, 10, 70, 300), index=f"random:{sorts}"
+        f"tail {tail}, {q} of 300, {sorts}": last(
+            q, 300, heads=2, dense_tail=tail, index=f"random:{sorts}"
         )
+        for tail in (10, 70, 300)
         for q, sorts in ((300, "2,0,90"), (37, "1,0,0"), (130, "1,2,0"))
     },
-    "tails of unlike heads": square(200, heads=5, dense_tail=(70, 1, 0, 64, 65)),
+    **{f"tail {n}": square(200, heads=5, dense_tail=n) for n in (1, 64, 65)},
     "tail, pages": last(140, 200, dense_tail=70, page=32),
 }
 _WINDOWS = {
@@ -216,12 +219,12 @@ _RAGGED = {
     ),
     # Soft-capped sliding-window layers of a ragged batch whose last queries see everything.
     **{
-        f"{name}, window, tails, soft-cap": case(
+        f"{name}, window, tail, soft-cap": case(
             heads=4,
             kv_heads=2,
             index="random:2,2,60",
             window=66,
-            dense_tail=(0, 10, 70, 300),
+            dense_tail=70,
             softcap=20.0,
             page=page,
         )
@@ -242,12 +245,12 @@ _PARTS = {
             (5, 65, 300, "random:1,0,280"),
         )
     },
-    "3 parts, pairs of tiles, tails": last(
+    "3 parts, pairs of tiles, tail": last(
         150,
         450,
         heads=2,
         index="random:5,0,90",
-        dense_tail=(0, 100),
+        dense_tail=100,
         launch=_launch(2, 128),
         splits=3,
     ),
@@ -263,13 +266,13 @@ _PARTS = {
         index="random:4,2,60",
         splits=3,
     ),
-    "3 parts, packed, pages, tails": packed(
+    "3 parts, packed, pages, tail": packed(
         (33, 150),
         (1, 70),
         heads=2,
         page=16,
         index="random:2,2,60",
-        dense_tail=(0, 70),
+        dense_tail=70,
         given=True,
         sinks=True,
         splits=3,
@@ -281,7 +284,7 @@ _EIGHT_BITS = {
     f"{str(cache)[6:]}, {name}": replace(_BASE[name], cache=cache)
     for cache, name in (
         (torch.float8_e4m3fn, "pages, q of k, batch 2"),
-        (torch.float8_e4m3fn, "3 parts, packed, pages, tails"),
+        (torch.float8_e4m3fn, "3 parts, packed, pages, tail"),
         (torch.float8_e5m2, "D 33, E 17"),
         (torch.float8_e5m2, "strided"),
         (torch.float8_e5m2, "padded, sinks, window, pages"),
@@ -295,9 +298,9 @@ LONG = {
     "length 4097": square(4097, heads=2),
     "1 of 1000": last(1, 1000, heads=7),
     "70 of 4097": last(70, 4097, heads=5),
-    "tail, 65 of 4100": last(65, 4100, batch=2, heads=2, dense_tail=(4100, 20)),
+    "tail, 65 of 4100": last(65, 4100, batch=2, heads=2, dense_tail=20),
     "tail, 200 of 4100, sinks, window, soft-cap": last(
-        200, 4100, heads=2, dense_tail=(0, 70), sinks=True, window=3000, softcap=20.0
+        200, 4100, heads=2, dense_tail=70, sinks=True, window=3000, softcap=20.0
     ),
     # What was added up is rescaled again and again.
     "rising": square(900, heads=4, kv_heads=2, rise=0.012),
@@ -436,12 +439,7 @@ def _index(case: Case, q: Tensor, k: Tensor) -> SparseIndex:
             _random_index(case, 1, q_len, k_len, q.device) for q_len, k_len in case.ragged.lengths
         ]
         index = cat_sequences(parts, case.ragged)
-    tail = case.dense_tail
-    if isinstance(tail, int):
-        tail = (tail,) * case.heads
-    if tail is not None:
-        index = replace(index, dense_tail=tail)
-    index = replace(index, window=case.window)
+    index = replace(index, dense_tail=case.dense_tail, window=case.window)
     if case.skip is not None:
         bounds = torch.full(index.diagonals.shape[:2], case.skip, device=q.device)
         bounds[:, 0] = -torch.inf

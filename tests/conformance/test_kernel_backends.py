@@ -175,7 +175,7 @@ def without_skipped(index: SparseIndex, mask: Tensor, logits: Tensor) -> tuple[T
     key = torch.arange(index.k_len)
     for head, bound in enumerate(index.skip[0].tolist()):
         columns = torch.isin(key, index.columns[0, head])
-        for at in range(index.first_row, min(num_tiles(index.k_len), index.first_dense()[head])):
+        for at in range(index.first_row, min(num_tiles(index.k_len), index.first_dense())):
             queries = slice(max(at * TILE - offset, 0), (at + 1) * TILE - offset)
             listed = index.listed()[0, head, at - index.first_row].tolist()
             tiles = {*(at - d for d in index.diagonals[0, head].tolist()), *listed}

@@ -44,7 +44,7 @@ def executed(index: SparseIndex, b: int, head: int, row: int) -> tuple[set[int],
         b, head, row
     ].tolist()
     tiles = {t for t in named if 0 <= t <= at}
-    last = index.dense_tail[head] if index.dense_tail else 0
+    last = index.dense_tail
     if last and at >= max(index.k_len - last, 0) // TILE:
         tiles = set(range(at + 1))
     near = at - (-(-(index.window - 1) // TILE) if index.window else at)
@@ -201,7 +201,8 @@ def test_a_head_takes_what_its_own_rows_list():
         ({"offsets": torch.ones(1, 2, 4).long()}, "ascending from 0 to at most 0"),
         (lists(torch.tensor([3, 3]).int().expand(1, 2, 3, 2)), "tiles must be strictly ascending"),
         ({"window": 0}, "window must be at least 1, got 0"),
-        ({"dense_tail": (1.5, 2)}, r"must be \(\) or 2 counts, got \(1.5, 2\)"),
+        ({"dense_tail": -1}, "dense_tail must be a number of queries, got -1"),
+        ({"dense_tail": 1.5}, "dense_tail must be a number of queries, got 1.5"),
         ({"skip": torch.full((1, 2), 0.5)}, "skip must be at most 0, got 0.5"),
         ({"skip": torch.zeros(1, 3)}, r"skip must be float32 \(1, 2\) .* \(1, 3\)"),
         (
