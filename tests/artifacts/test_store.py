@@ -138,6 +138,6 @@ def test_what_serves_reads_the_front_alone(tmp_path, every_kind, monkeypatch):
     monkeypatch.setattr(
         Sidecar, "__getitem__", lambda self, name: read.append(name) or real(self, name)
     )
-    runtime.load(path, target_speedup=4)
+    runtime.load(path, point="speedup=4")
     assert set(read) == {"front.rows"}
     assert load_pair(path)[1].keys() == every_kind[1].keys()
