@@ -91,7 +91,6 @@ class PatternCosts:
                 return
             index = plan.build(inputs.q, inputs.k, scale=inputs.scale)
             self._own[inputs.layer] = index
-            self._gaps[inputs.layer] = tile_gaps(inputs)
             heads = range(inputs.q.shape[1])
             self._prepared[inputs.layer] = {
                 kind: KINDS[kind].prepare(
@@ -101,11 +100,20 @@ class PatternCosts:
                 for kind in _CHOOSING
             }
 
-        capture(
-            loaded.model,
-            torch.tensor([prompt.input_ids], device=loaded.model.device, dtype=torch.long),
-            visit,
-        )
+        ids = torch.tensor([prompt.input_ids], device=loaded.model.device, dtype=torch.long)
+        self._capture = partial(capture, loaded.model, ids)
+        self._capture(visit)
+
+    def _tile_gaps(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Gaps by layer. They take a pass and minutes at long lengths, so only where needed."""
+
+        def visit(inputs: LayerInputs) -> None:
+            if inputs.layer in self._own:
+                self._gaps[inputs.layer] = tile_gaps(inputs)
+
+        if not self._gaps:
+            self._capture(visit)
+        return self._gaps
 
     @property
     def target(self) -> float:
@@ -128,7 +136,7 @@ class PatternCosts:
             bound = pattern.bound(self.length)
             kept = [
                 float(((gaps >= bound) | (rows >= dense)).float().mean())
-                for gaps, rows in self._gaps.values()
+                for gaps, rows in self._tile_gaps().values()
             ]
             return sum(kept) / len(kept)
         if isinstance(pattern, AShape):
