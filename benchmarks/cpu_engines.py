@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from artifacts.cli.command import FOUND, run_command
-from kernels.attention import cpu, sparse_attention
+from kernels.attention import AttentionCall, cpu, sparse_attention
 from kernels.patterns.dense import dense_index
 from profiling.environment import environment
 from profiling.speed.latency import in_turn, medians
@@ -118,12 +118,9 @@ def _measured(
     """Median seconds of all that are right, and the names of those that are wrong."""
     q, k, v = inputs
     index = dense_index(1, q.shape[1], q.shape[2], k.shape[2], q.device)
-    scale = q.shape[3] ** -0.5
 
     def engine(name: str) -> Callable[[], Tensor]:
-        return lambda: cpu.sparse_attention(q, k, v, index, scale=scale, softcap=None, engine=name)[
-            0
-        ]
+        return lambda: cpu.run(AttentionCall(q, k, v, index), engine=name)[0]
 
     runs = {name: engine(name) for name in cpu.engines(torch.bfloat16) if name != "float"}
     if with_sdpa:

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.attention import sparse_attention
-from kernels.checks import MAX_QUERIES, check_dense
+from kernels.attention import attend
+from kernels.call import MAX_QUERIES, AttentionCall
+from kernels.checks import check_query_length, check_tensors
 from kernels.decode import decode_attention
 from kernels.index import check_window
 from kernels.patterns.dense import dense_index
@@ -36,7 +37,7 @@ def dense_attention(
     """Causal attention over every key, or a sliding window; queries are the last of their keys.
 
     A few queries go to decode, which reads keys and values where they lie; more of them to
-    sparse_attention with an index that is made once for each shape.
+    kernels.attention with an index that is made once for each shape.
 
     Args:
         q, k, v, scale, softcap, block_table, sinks, out, backend: as for sparse_attention.
@@ -45,20 +46,21 @@ def dense_attention(
             block table.
 
     Returns:
-        Output and log-sum-exp, as sparse_attention.
+        Output and log-sum-exp, as kernels.attention.attend.
 
     Raises:
         ValueError: as sparse_attention; a block table without the lengths of its sequences.
     """
-    check_dense(q=q, k=k, v=v)
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(
-            f"q, k and v must be 4-D (B, heads, length, dim), got {q.dim()}, {k.dim()}, {v.dim()}-D"
-        )
+    check_tensors(q=q, k=k, v=v)
     check_window(window)
     if block_table is not None and ragged is None:
         raise ValueError("a block table needs the lengths of its sequences: give a Ragged")
-    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "backend": backend}
+    how: dict[str, Any] = {
+        "scale": scale,
+        "softcap": softcap,
+        "block_table": block_table,
+        "sinks": sinks,
+    }
     if out is None and _few(q, k, ragged, paged=block_table is not None):
         starts = ends = None
         if ragged is not None:
@@ -66,7 +68,7 @@ def dense_attention(
             starts = table[:, 3]
             ends = table[:, 3] + table[:, 4]
         few = decode_attention(
-            q, k, v, starts=starts, ends=ends, window=window, block_table=block_table, **how
+            q, k, v, starts=starts, ends=ends, window=window, backend=backend, **how
         )
         return few.out, few.lse
     batch = q.shape[0]
@@ -76,12 +78,10 @@ def dense_attention(
         batch = len(ragged)
         q_len = max(ragged.q_lens)
         k_len = max(ragged.k_lens)
-    elif not 0 < q_len <= k_len:
-        raise ValueError(f"query length must be between 1 and key length {k_len}, got {q_len}")
+    else:
+        check_query_length(q_len, k_len)
     index = dense_index(batch, q.shape[1], q_len, k_len, q.device, window=window, ragged=ragged)
-    return sparse_attention(
-        q, k, v, index, block_table=block_table, out=out, return_lse=True, **how
-    )
+    return attend(AttentionCall(q, k, v, index, out=out, **how), backend)
 
 
 def _few(q: Tensor, k: Tensor, ragged: Ragged | None, *, paged: bool) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.breaker import any_failed, building, check
+from kernels.registry import any_failed, building, check_built
 
 _LOG2E = 1.4426950408889634
 
@@ -67,7 +67,7 @@ def run_calls(calls: Sequence[KernelCall], device: torch.device, *op: object) ->
     """
     if any_failed():
         for call in calls:
-            check(*call.build(op))
+            check_built(*call.build(op))
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))

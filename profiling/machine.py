@@ -16,8 +16,9 @@ import torch
 from artifacts import HeadwiseError
 from artifacts.errors import one_line
 from artifacts.page.layout import aligned
-from kernels import dispatch
+from kernels import registry
 from kernels.attention import cpu
+from kernels.call import Operands
 from kernels.native import build, prebuilt
 from profiling.environment import device_name
 from profiling.memory_use.plan import Shape, shape_of
@@ -72,7 +73,8 @@ def check(device: str) -> str | None:
     """Compare the kernel of a device with the fp32 reference: None, or the fault."""
     size = Size(length=300, head_dim=64, heads=4, kv_heads=2, dtype="bfloat16", device=device)
     try:
-        if reason := dispatch.why_slow(*inputs(size)):
+        _, reason = registry.fast("attention", Operands(*inputs(size)))
+        if reason is not None:
             return f"attention runs by the slow reference, hundreds of times slower: {reason}"
         measure(size, patterns_for(size.length, 0.3), repeats=0)
     # A kernel that does not run can fail in any way.

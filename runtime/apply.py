@@ -12,8 +12,8 @@ from torch import nn
 
 from artifacts import Artifact, HeadwiseError
 from artifacts.errors import one_line
-from kernels.dispatch import BACKENDS
 from kernels.patterns import LayerPlan
+from kernels.registry import BACKENDS
 from runtime.allocator import keep_freed_memory
 from runtime.attention.function import ATTENTION_NAME, register
 from runtime.attention.state import Calls, Layer, Settings, forget, layer_of, remember, settings_of

@@ -5,53 +5,13 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-import math
-from typing import Literal, overload
-
 from torch import Tensor
 
-import kernels.dispatch as dispatch
-from kernels.backend import AttentionBackend
-from kernels.checks import check
+from kernels import registry
+from kernels.call import AttentionCall
 from kernels.index import SparseIndex
 
-__all__ = ["launch", "sparse_attention"]
-
-
-@overload
-def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: SparseIndex,
-    *,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    return_lse: Literal[False] = ...,
-    block_table: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    out: Tensor | None = ...,
-    skipped: Tensor | None = ...,
-    backend: str = ...,
-) -> Tensor: ...
-
-
-@overload
-def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: SparseIndex,
-    *,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    return_lse: Literal[True],
-    block_table: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    out: Tensor | None = ...,
-    skipped: Tensor | None = ...,
-    backend: str = ...,
-) -> tuple[Tensor, Tensor]: ...
+__all__ = ["AttentionCall", "attend", "sparse_attention"]
 
 
 def sparse_attention(
@@ -62,13 +22,12 @@ def sparse_attention(
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    return_lse: bool = False,
     block_table: Tensor | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
     skipped: Tensor | None = None,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Causal attention over the keys that the index names (MInference 1.0, Algorithm 5).
 
     Args:
@@ -81,8 +40,6 @@ def sparse_attention(
         index: SparseIndex for H heads and either B, Q and K or, if it is ragged, its own sequences.
         scale: factor on the logits; D ** -0.5 if None.
         softcap: logits become softcap * tanh(logits / softcap).
-        return_lse: also return the natural log-sum-exp of each query's computed logits, its sink's
-            included.
         block_table: (sequences, at least ceil(K / page size)) int32: the page that holds keys i *
             page size and on. A serving engine's cache is read where it lies.
         sinks: (H,) a learned logit of each query head that takes its share of every softmax and has
@@ -93,9 +50,8 @@ def sparse_attention(
         backend: "auto" takes the fastest that serves the call; a name takes that one or raises.
 
     Returns:
-        (B, H, Q, E) in q's dtype, a transposed view of a contiguous (B, Q, H, E); with return_lse
-        also (B, H, Q) fp32. Rows of q that belong to no sequence of a ragged index get zeros and a
-        log-sum-exp of -inf.
+        (B, H, Q, E) in q's dtype, a transposed view of a contiguous (B, Q, H, E). Rows of q that
+        belong to no sequence of a ragged index get zeros.
 
     Non-finite inputs: NaN or infinity in a query, a key or a value reaches exactly the outputs that
     depend on it.
@@ -105,8 +61,7 @@ def sparse_attention(
             entries are not as SparseIndex.validate wants them; a scale or soft-cap that is not
             positive and finite; a named backend that cannot serve the call.
     """
-    check(q, k, v, index, block_table, out, sinks, skipped)
-    attended, lse = launch(
+    call = AttentionCall(
         q,
         k,
         v,
@@ -117,53 +72,19 @@ def sparse_attention(
         sinks=sinks,
         out=out,
         skipped=skipped,
-        backend=backend,
     )
-    if return_lse:
-        return attended, lse
-    return attended
+    return attend(call, backend)[0]
 
 
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: SparseIndex,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    block_table: Tensor | None = None,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
-    skipped: Tensor | None = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
-    """sparse_attention and its log-sum-exp, for tensors and an index that are known to fit.
+def attend(call: AttentionCall, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """The output of a call as sparse_attention returns it, and its log-sum-exp.
+
+    Returns:
+        (B, H, Q, E), and (B, H, Q) fp32: the natural log-sum-exp of each query's computed logits,
+        its sink's included; -inf for rows of q that belong to no sequence.
 
     Raises:
-        ValueError: a scale or soft-cap that is not positive and finite; a named backend that cannot
-            serve the call.
+        ValueError: a named backend that cannot serve the call.
     """
-    if scale is None:
-        factor = q.shape[-1] ** -0.5
-    else:
-        factor = float(scale)
-    for name, value in (("scale", factor), ("softcap", softcap)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a positive finite number, got {value}")
-
-    def call(module: AttentionBackend) -> tuple[Tensor, Tensor]:
-        return module.sparse_attention(
-            q,
-            k,
-            v,
-            index,
-            scale=factor,
-            softcap=softcap,
-            block_table=block_table,
-            sinks=sinks,
-            out=out,
-            skipped=skipped,
-        )
-
-    return dispatch.serve(backend, call, q, k, v, sinks=sinks)
+    attended: tuple[Tensor, Tensor] = registry.run("attention", call, backend)
+    return attended

@@ -8,22 +8,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.call import AttentionCall, Operands, derivative_wanted
 from kernels.copies import contiguous, with_rows
-from kernels.dispatch import derivative_wanted
-from kernels.index import SparseIndex
 from kernels.native import build
 from kernels.ragged import Ragged
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def supports(call: Operands) -> str | None:
     """The reason why this backend cannot serve the call; None where it can."""
-    if q.device.type != "cpu":
-        return f"it serves tensors on the CPU, not on {q.device.type}"
-    if q.dtype not in _DTYPES:
-        return f"it serves float32, float16 and bfloat16, not {q.dtype}"
-    return derivative_wanted(q, k, v) or build.load()
+    q = call.q
+    # Each step of decode asks: to look at a device takes longer than this.
+    if not q.is_cpu or q.dtype not in _DTYPES:
+        return unread(q.device, q.dtype)
+    return derivative_wanted(call) or build.load()
+
+
+def unread(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why native code does not read tensors of such a device and dtype."""
+    if device.type != "cpu":
+        return f"it serves tensors on the CPU, not on {device.type}"
+    if dtype not in _DTYPES:
+        return f"it serves float32, float16 and bfloat16, not {dtype}"
+    return None
 
 
 def engines(dtype: torch.dtype) -> list[str]:
@@ -44,25 +52,15 @@ def why_no_tiles() -> str | None:
     return str(torch.ops.headwise.why_no_tiles()) or None
 
 
-def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: SparseIndex,
-    *,
-    scale: float,
-    softcap: float | None,
-    block_table: Tensor | None = None,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
-    skipped: Tensor | None = None,
-    engine: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See kernels.attention.launch; `engine` takes another than the fastest.
+def run(call: AttentionCall, *, engine: str | None = None) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a call; `engine` takes another than the fastest.
 
     float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by
     the engine "float". Keys and values of 8 bits become q's dtype."""
-    q, k, v = map(with_rows, (q, k, v))
+    index = call.index
+    out = call.out
+    sinks = call.sinks
+    q, k, v = map(with_rows, (call.q, call.k, call.v))
     batch, num_heads, q_len, _ = q.shape
     lse = torch.empty(batch, num_heads, q_len, dtype=torch.float32)
     if out is None:
@@ -78,7 +76,7 @@ def sparse_attention(
         sinks = sinks.float()
     torch.ops.headwise.sparse_attention(
         *(q, k, v, *entries, ragged.flat, index.dense_tail, index.window or 0),
-        *map(contiguous, (block_table, index.skip, sinks)),
-        *(scale, softcap or 0.0, engine or engines(q.dtype)[0], out, lse, skipped),
+        *map(contiguous, (call.block_table, index.skip, sinks)),
+        *(call.factor, call.softcap or 0.0, engine or engines(q.dtype)[0], out, lse, call.skipped),
     )
     return out, lse

@@ -8,29 +8,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.call import AttentionCall, Operands
 from kernels.index import TILE, SparseIndex
 from kernels.ragged import Ragged
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def supports(call: Operands) -> str | None:
     """The reason why this backend cannot serve the call: always None."""
     return None
 
 
-def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: SparseIndex,
-    *,
-    scale: float,
-    softcap: float | None,
-    block_table: Tensor | None = None,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
-    skipped: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See kernels.attention.launch. Returns out (B, H, Q, E) and fp32 lse (B, H, Q)."""
+def run(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Output (B, H, Q, E) and fp32 log-sum-exp (B, H, Q) of a call."""
+    q = call.q
+    k = call.k
+    v = call.v
+    index = call.index
+    out = call.out
     batch, num_heads, q_len, _ = q.shape
     lse = torch.full((batch, num_heads, q_len), float("-inf"), device=q.device, dtype=torch.float32)
     if out is None:
@@ -43,16 +37,16 @@ def sparse_attention(
         row = ragged.rows[s]
         first_query = ragged.q_starts[s]
         first_key = ragged.k_starts[s]
-        if block_table is None:
+        if call.block_table is None:
             keys, values = (x[row, :, first_key : first_key + one.k_len] for x in (k, v))
         else:
-            pages = block_table[s, : -(-one.k_len // k.shape[1])].long()
+            pages = call.block_table[s, : -(-one.k_len // k.shape[1])].long()
             keys, values = (x[pages].flatten(0, 1)[: one.k_len].transpose(0, 1) for x in (k, v))
         queries = slice(first_query, first_query + one.q_len)
         for head in range(num_heads):
             sink = None
-            if sinks is not None:
-                sink = sinks[head].float()
+            if call.sinks is not None:
+                sink = call.sinks[head].float()
             group = num_heads // keys.shape[0]
             out[row, head, queries], lse[row, head, queries], left_out = _one_head(
                 q[row, head, queries].float(),
@@ -60,12 +54,12 @@ def sparse_attention(
                 values[head // group].float(),
                 one,
                 head,
-                scale,
-                softcap,
+                call.factor,
+                call.softcap,
                 sink,
             )
-            if skipped is not None:
-                skipped[s, head] += left_out
+            if call.skipped is not None:
+                call.skipped[s, head] += left_out
     return out, lse
 
 

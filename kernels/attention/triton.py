@@ -27,31 +27,33 @@ from kernels.attention.triton_launch import (
     unavailable,
     unread,
 )
-from kernels.breaker import failure
+from kernels.call import AttentionCall, Operands, derivative_wanted
 from kernels.copies import on_device, with_rows
-from kernels.dispatch import derivative_wanted
 from kernels.index import TILE, SparseIndex, num_tiles
 from kernels.ragged import Ragged
+from kernels.registry import failure
 from kernels.triton_calls import KernelCall, given, run_calls, softmax_factors
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_DIM = 512
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def supports(call: Operands) -> str | None:
     """The reason why this backend cannot serve the call; None where it can.
 
     Looks for triton only if the tensors are on a GPU.
     """
+    q = call.q
+    v = call.v
     if reason := unavailable(q.device):
         return reason
     if q.dtype not in _DTYPES:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
     if (widest := max(q.shape[-1], v.shape[-1])) > _MAX_DIM:
         return f"it serves head dims up to {_MAX_DIM}, not {widest}"
-    if reason := unread(k):
+    if reason := unread(call.k):
         return reason
-    if reason := derivative_wanted(q, k, v) or failure(*_build(q, v)):
+    if reason := derivative_wanted(call) or failure(*_build(q, v)):
         return reason
     if not serves(target := architecture(q.device), dim=widest, itemsize=q.element_size()):
         return (
@@ -61,13 +63,12 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, **how: Any
+def run(
+    call: AttentionCall, *, launch: Launch | None = None, splits: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See kernels.attention.launch; keywords are those of `prepare`."""
-    q, k, v = map(with_rows, (q, k, v))
-    calls = prepare(q, k, v, index, **how)
-    run_calls(calls, q.device, *_build(q, v))
+    """Output and log-sum-exp of a call; see `prepare`."""
+    calls = prepare(call, launch=launch, splits=splits)
+    run_calls(calls, call.q.device, *_build(call.q, call.v))
     return calls[-1].arguments["out"], calls[-1].arguments["lse"]
 
 
@@ -77,25 +78,18 @@ def _build(q: Tensor, v: Tensor) -> tuple[object, ...]:
 
 
 def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    index: SparseIndex,
-    *,
-    scale: float,
-    softcap: float | None,
-    block_table: Tensor | None = None,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
-    skipped: Tensor | None = None,
-    launch: Launch | None = None,
-    splits: int | None = None,
+    call: AttentionCall, *, launch: Launch | None = None, splits: int | None = None
 ) -> list[KernelCall]:
     """The launches of a call: an index's tables, attention, and the merge of parts, if any.
 
-    With a block table k and v are caches (pages, page size, G, dim). `launch` takes another build
-    than the table's, `splits` cuts keys into so many parts.
+    `launch` takes another build than the table's, `splits` cuts keys into so many parts.
     """
+    index = call.index
+    softcap = call.softcap
+    block_table = call.block_table
+    sinks = call.sinks
+    skipped = call.skipped
+    q, k, v = map(with_rows, (call.q, call.k, call.v))
     num_heads, q_len, dim, v_dim = *q.shape[1:], v.shape[-1]
     columns = index.columns
     ragged = index.ragged
@@ -149,7 +143,7 @@ def prepare(
         parts = [list(range(num_heads))]
     has = [[max(widths[head][sort] for head in part) for sort in range(3)] for part in parts]
     launches = [build(has_tiles > 0, has_columns > 0) for _, has_tiles, has_columns in has]
-    out, lse = _results(q, v_dim, ragged, out)
+    out, lse = _results(q, v_dim, ragged, call.out)
     rows = max(each.rows for each in launches)
     alone = (part for part, each in zip(parts, launches, strict=True) if each.rows < rows)
     first = tables(index, rows, window, alone=next(alone, []))
@@ -193,7 +187,7 @@ def prepare(
         "sinks": given(sinks, lse),
         "skip": given(skip, lse),
         "skipped": given(skipped, made),
-        **partial, **softmax_factors(scale, softcap),
+        **partial, **softmax_factors(call.factor, softcap),
     }  # fmt: skip
     for name, tensor, axes in (
         ("q", q, (0, 1, 2)),
@@ -246,7 +240,7 @@ def prepare(
         }  # fmt: skip
         programs = index.batch * chunks * per_chunk
         options = build_options(each)
-        call = _call(
+        attention = _call(
             "triton_kernel",
             "sparse_attention_kernel",
             programs,
@@ -254,7 +248,7 @@ def prepare(
             {"H": compiled},
             options,
         )
-        calls.append(replace(call, plain=compiled.plain and launch is None))
+        calls.append(replace(attention, plain=compiled.plain and launch is None))
     if splits > 1:
         calls.append(
             combine(arguments, out, lse, sinks, rows=group * q_len, splits=splits, holes=holes)

@@ -5,29 +5,14 @@ E value dim."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 
-import kernels.dispatch as dispatch
-from kernels.backend import DecodeBackend
-from kernels.checks import MAX_QUERIES, check_decode
+from kernels import registry
+from kernels.call import MAX_QUERIES, DecodeCall, Decoded
 
-__all__ = ["MAX_QUERIES", "Decoded", "decode_attention"]
-
-
-class Decoded(NamedTuple):
-    """Results of decode_attention.
-
-    Attributes:
-        out: (B, H, Q, E) in q's dtype, a transposed view of a contiguous (B, Q, H, E).
-        lse: (B, H, Q) fp32, the natural log-sum-exp of each query's logits, its sink's included.
-        scores: (B, G, C), or (B, G, K) without tokens, fp32; None if not asked for.
-    """
-
-    out: Tensor
-    lse: Tensor
-    scores: Tensor | None
+__all__ = ["MAX_QUERIES", "DecodeCall", "Decoded", "decode_attention"]
 
 
 def decode_attention(
@@ -83,30 +68,19 @@ def decode_attention(
             of range; a named backend that cannot serve the call. On the CPU also tokens that do not
             ascend, and starts, ends or pages that lie outside the cache.
     """
-    check_decode(q, k, v, tokens, starts, ends, window, scale, softcap, scores, block_table, sinks)
-    if scale is None:
-        factor = q.shape[-1] ** -0.5
-    else:
-        factor = float(scale)
-
-    def call(module: DecodeBackend) -> Decoded:
-        if q.shape[2] > MAX_QUERIES:
-            return Decoded(*module.with_sums(q, k, v, scale=factor, softcap=softcap))
-        return Decoded(
-            *module.decode_attention(
-                q,
-                k,
-                v,
-                tokens=tokens,
-                starts=starts,
-                ends=ends,
-                window=window,
-                scale=factor,
-                softcap=softcap,
-                scores=scores,
-                block_table=block_table,
-                sinks=sinks,
-            )
-        )
-
-    return dispatch.serve(backend, call, q, k, v, op="decode", sinks=sinks)
+    call = DecodeCall(
+        q,
+        k,
+        v,
+        tokens=tokens,
+        starts=starts,
+        ends=ends,
+        window=window,
+        scale=scale,
+        softcap=softcap,
+        scores=scores,
+        block_table=block_table,
+        sinks=sinks,
+    )
+    decoded: Decoded = registry.run("decode", call, backend)
+    return decoded

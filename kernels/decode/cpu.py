@@ -10,16 +10,13 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Tensor
 
 from kernels.attention import cpu as attention
+from kernels.call import MAX_QUERIES, DecodeCall, Decoded
 from kernels.copies import contiguous, with_rows
 from kernels.native import build
 
-
-def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """The reason why this backend cannot serve the call; None where it can."""
-    return attention.supports(q, k, v)
+supports = attention.supports
 
 
 @functools.cache
@@ -31,61 +28,47 @@ def engines(dtype: torch.dtype) -> list[str]:
     return found
 
 
-def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    tokens: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    scores: str,
-    block_table: Tensor | None,
-    sinks: Tensor | None = None,
-    engine: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See kernels.decode.decode_attention; `engine` takes another than the fastest.
+def run(call: DecodeCall, *, engine: str | None = None) -> Decoded:
+    """Results of a call; `engine` takes another than the fastest.
 
     float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by
     the engine "float"."""
-    q, k, v = map(with_rows, (q, k, v))
+    q = call.q
+    if q.shape[2] > MAX_QUERIES:
+        return _with_sums(call, engine)
+    sinks = call.sinks
     if sinks is not None:
         sinks = sinks.float()
-    given = map(contiguous, (tokens, starts, ends, block_table, sinks))
+    scores = call.scores
     out, lse, mass = torch.ops.headwise.decode_attention(
-        q,
-        k,
-        v,
-        *given,
-        window or 0,
-        scale,
-        softcap or 0.0,
+        with_rows(q),
+        with_rows(call.k),
+        with_rows(call.v),
+        contiguous(call.tokens),
+        contiguous(call.starts),
+        contiguous(call.ends),
+        contiguous(call.block_table),
+        contiguous(sinks),
+        call.window or 0,
+        call.factor,
+        call.softcap or 0.0,
         scores,
         engine or engines(q.dtype)[0],
     )
     if scores == "none":
         mass = None
-    return out, lse, mass
+    return Decoded(out, lse, mass)
 
 
-def with_sums(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    engine: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """decode_attention with summed scores for any number of queries, the last Q of K.
+def _with_sums(call: DecodeCall, engine: str | None) -> Decoded:
+    """Results of a prompt, with summed scores.
 
     Rows of attention exist for 64 queries of a head at a time, one such tile a thread. `engine`
     takes another than the fastest (kernels.attention.cpu.engines)."""
-    q, k, v = map(with_rows, (q, k.to(q.dtype), v.to(q.dtype)))
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.headwise.attention_with_sums(
-        q, k, v, scale, softcap or 0.0, engine or attention.engines(q.dtype)[0]
+    dtype = call.q.dtype
+    q, k, v = map(with_rows, (call.q, call.k.to(dtype), call.v.to(dtype)))
+    return Decoded(
+        *torch.ops.headwise.attention_with_sums(
+            q, k, v, call.factor, call.softcap or 0.0, engine or attention.engines(dtype)[0]
+        )
     )
-    return found

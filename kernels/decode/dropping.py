@@ -6,17 +6,68 @@ Shapes: B batch, G KV heads, R rows of a cache, D head dim, E value dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kernels import registry
+from kernels.checks import unfit
 from kernels.copies import on_device
 from kernels.native import build
 
 
-def serves(x: Tensor) -> bool:
-    """True if native code (sums.cpp) drops tokens of x's cache; else torch does."""
-    return x.device.type == "cpu" and build.load() is None
+@dataclass(frozen=True, eq=False, slots=True)
+class EvictCall:
+    """A call of drop_lowest, whose arguments it has.
+
+    Raises:
+        ValueError: arguments that do not go together, in one line with the values.
+    """
+
+    keys: Tensor
+    values: Tensor
+    scores: Tensor
+    positions: Tensor
+    rows: Sequence[int]
+    latest: Sequence[int]
+    queries: Sequence[int] | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tensors that are written in place."""
+        return self.keys, self.values, self.scores, self.positions
+
+    def __post_init__(self) -> None:
+        scores = self.scores
+        positions = self.positions
+        if scores.dtype != torch.float32 or positions.dtype != torch.int32:
+            raise ValueError(
+                f"scores must be float32 and positions int32, got {scores.dtype} and "
+                f"{positions.dtype}"
+            )
+        if not self.keys.dim() == self.values.dim() == 4 or any(
+            x.shape[:3] != scores.shape for x in self.memory
+        ):
+            raise unfit(keys=self.keys, values=self.values, scores=scores, positions=positions)
+        if not all(x.is_contiguous() for x in self.memory):
+            raise ValueError(
+                "keys, values, scores and positions must be contiguous: they are written in place"
+            )
+        batch, _, room = scores.shape
+        each = {"rows": self.rows, "latest": self.latest, "queries": self.queries}
+        for name, numbers in each.items():
+            if numbers is not None and len(numbers) != batch:
+                raise ValueError(
+                    f"{name} must be {batch} numbers, one for each sequence, got {len(numbers)}"
+                )
+        for count in self.rows:
+            if count == 1 or not 0 <= count <= room:
+                raise ValueError(f"rows must be 0 or 2 to {room}, got {count}")
 
 
 def drop_lowest(
@@ -46,34 +97,63 @@ def drop_lowest(
             others.
         queries: of each sequence; tokens are ranked by their score over (queries - position), how
             many queries saw them; by the score if None.
-        backend: "auto" and "cpu" take native code for tensors on the CPU, others torch.
+        backend: "cpu" is native code, "reference" torch on any device; "auto" takes the first that
+            serves the call.
 
     Raises:
         ValueError: tensors that do not go together or are not contiguous; numbers that are not one
-            for each sequence; one row of a sequence, or more than there are.
+            for each sequence; one row of a sequence, or more than there are; a named backend that
+            cannot serve the call.
     """
-    _check(keys, values, scores, positions, rows, latest, queries)
-    if backend in ("auto", "cpu") and serves(keys):
+    call = EvictCall(keys, values, scores, positions, rows, latest, queries)
+    registry.run("evict", call, backend)
+
+
+class Native:
+    """Eviction in native code, on the CPU (sums.cpp)."""
+
+    @staticmethod
+    def supports(call: EvictCall) -> str | None:
+        """The reason why this backend cannot serve the call; None where it can."""
+        if call.device.type != "cpu":
+            return f"it drops tokens of a cache on the CPU, not on {call.device.type}"
+        return build.load()
+
+    @staticmethod
+    def run(call: EvictCall) -> None:
+        """See drop_lowest."""
         torch.ops.headwise.drop_lowest(
-            keys, values, scores, positions, list(rows), list(latest), list(queries or ())
+            *call.memory, list(call.rows), list(call.latest), list(call.queries or ())
         )
-        return
-    slots = torch.arange(max(rows), device=keys.device)
-    ranked = ranks(
-        scores[:, :, : len(slots)], positions[:, :, : len(slots)], latest=latest, queries=queries
-    )
-    ends = on_device(tuple(rows), keys.device)[:, None, None]
-    victims = ranked.masked_fill(slots >= ends, torch.inf).argmin(dim=2, keepdim=True)
-    lasts = (ends - 1).expand_as(victims)
-    # The last row of a sequence that drops nothing stays where it is.
-    lasts = torch.where(ends > 0, lasts, victims)
-    for tensor in (keys, values, scores, positions):
-        source = lasts
-        target = victims
-        if tensor.dim() == 4:
-            source = lasts[..., None].expand(-1, -1, -1, tensor.shape[3])
-            target = victims[..., None].expand_as(source)
-        tensor.scatter_(2, target, tensor.gather(2, source))
+
+
+class Reference:
+    """Eviction in torch, on any device."""
+
+    @staticmethod
+    def supports(call: EvictCall) -> str | None:
+        """The reason why this backend cannot serve the call: always None."""
+        return None
+
+    @staticmethod
+    def run(call: EvictCall) -> None:
+        """See drop_lowest."""
+        slots = torch.arange(max(call.rows), device=call.device)
+        scores = call.scores[:, :, : len(slots)]
+        positions = call.positions[:, :, : len(slots)]
+        ranked = ranks(scores, positions, latest=call.latest, queries=call.queries)
+        ends = on_device(tuple(call.rows), call.device)[:, None, None]
+        victims = ranked.masked_fill(slots >= ends, torch.inf).argmin(dim=2, keepdim=True)
+        lasts = (ends - 1).expand_as(victims)
+        # The last row of a sequence that drops nothing stays where it is.
+        lasts = torch.where(ends > 0, lasts, victims)
+        for tensor in call.memory:
+            source = lasts
+            target = victims
+            if tensor.dim() == 4:
+                source = lasts[..., None].expand(-1, -1, -1, tensor.shape[3])
+                target = victims[..., None].expand_as(source)
+            tensor.scatter_(2, target, tensor.gather(2, source))
 
 
 def ranks(
@@ -89,39 +169,3 @@ def ranks(
         scores = scores / seen_by
     first = on_device(tuple(latest), scores.device, torch.int32)[:, None, None]
     return scores.masked_fill(positions >= first, torch.inf)
-
-
-def _check(
-    keys: Tensor,
-    values: Tensor,
-    scores: Tensor,
-    positions: Tensor,
-    rows: Sequence[int],
-    latest: Sequence[int],
-    queries: Sequence[int] | None,
-) -> None:
-    if scores.dtype != torch.float32 or positions.dtype != torch.int32:
-        raise ValueError(
-            f"scores must be float32 and positions int32, got {scores.dtype} and {positions.dtype}"
-        )
-    tensors = (keys, values, scores, positions)
-    if not keys.dim() == values.dim() == 4 or any(
-        tensor.shape[:3] != scores.shape for tensor in tensors
-    ):
-        raise ValueError(
-            f"shapes do not go together: "
-            f"{', '.join(str(tuple(tensor.shape)) for tensor in tensors)}"
-        )
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        raise ValueError(
-            "keys, values, scores and positions must be contiguous: they are written in place"
-        )
-    batch, _, room = scores.shape
-    for name, numbers in (("rows", rows), ("latest", latest), ("queries", queries)):
-        if numbers is not None and len(numbers) != batch:
-            raise ValueError(
-                f"{name} must be {batch} numbers, one for each sequence, got {len(numbers)}"
-            )
-    for count in rows:
-        if count == 1 or not 0 <= count <= room:
-            raise ValueError(f"rows must be 0 or 2 to {room}, got {count}")

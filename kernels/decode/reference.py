@@ -5,39 +5,57 @@ E value dim."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from kernels.call import DecodeCall, Decoded, Operands
 
 # Queries of a prompt whose rows of attention exist at a time.
 _QUERIES = 64
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def supports(call: Operands) -> str | None:
     """The reason why this backend cannot serve the call: always None."""
     return None
 
 
-def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    tokens: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    scores: str,
-    block_table: Tensor | None,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See kernels.decode.decode_attention. Returns out, lse and scores (B, G, C or K)."""
-    if block_table is not None:
-        k = _unpaged(k, block_table)
-        v = _unpaged(v, block_table)
+def run(call: DecodeCall) -> Decoded:
+    """Results of a call: out, log-sum-exp and scores (B, G, C or K)."""
+    if call.is_prompt:
+        return _with_sums(call)
+    k = call.k
+    v = call.v
+    if call.block_table is not None:
+        k = _unpaged(k, call.block_table)
+        v = _unpaged(v, call.block_table)
+    return _attend(call, call.q, k, v)
+
+
+def _with_sums(call: DecodeCall) -> Decoded:
+    """Results of a prompt, with summed scores, some queries at a time."""
+    q_len = call.q.shape[2]
+    k_len = call.k.shape[2]
+    outs = []
+    sums = []
+    scores = torch.zeros(call.k.shape[:3], device=call.device, dtype=torch.float32)
+    for begin in range(0, q_len, _QUERIES):
+        end = min(begin + _QUERIES, q_len)
+        seen = k_len - q_len + end
+        keys = call.k[:, :, :seen]
+        values = call.v[:, :, :seen]
+        out, lse, mass = _attend(call, call.q[:, :, begin:end], keys, values)
+        assert mass is not None
+        outs.append(out.transpose(1, 2))
+        sums.append(lse)
+        scores = scores + torch.nn.functional.pad(mass, (0, k_len - seen))
+    return Decoded(torch.cat(outs, dim=1).transpose(1, 2), torch.cat(sums, dim=2), scores)
+
+
+def _attend(call: DecodeCall, q: Tensor, k: Tensor, v: Tensor) -> Decoded:
+    """Results for some of a call's queries, the last of these keys (B, G, K, D)."""
+    tokens = call.tokens
+    starts = call.starts
+    ends = call.ends
     (batch, num_heads, q_len, _) = q.shape
     num_kv_heads = k.shape[1]
     k_len = k.shape[2]
@@ -55,44 +73,23 @@ def decode_attention(
         last = ends
     at = last.view(-1, 1, 1, 1) - q_len + torch.arange(q_len, device=q.device).view(-1, 1)
     seen = (rows >= first.view(-1, 1, 1, 1)) & (rows <= at) & (rows < k_len)
-    if window is not None:
-        seen &= rows > at - window
+    if call.window is not None:
+        seen &= rows > at - call.window
     seen = seen.expand(batch, num_kv_heads, -1, -1)
     keys, values = (_chosen(x, rows, seen) for x in (k, v))
     queries = q.float().view(batch, num_kv_heads, -1, q_len, q.shape[-1])
-    logits = torch.einsum("bgnqd,bgkd->bgnqk", queries, keys) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = torch.einsum("bgnqd,bgkd->bgnqk", queries, keys) * call.factor
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
     logits = logits.masked_fill(~seen[:, :, None], float("-inf"))
     lse = logits.logsumexp(-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.float().view(num_kv_heads, -1, 1))
+    if call.sinks is not None:
+        lse = torch.logaddexp(lse, call.sinks.float().view(num_kv_heads, -1, 1))
     shares = (logits - lse.where(lse > float("-inf"), 0)[..., None]).exp()
     out = _weighted(shares, values, seen).to(q.dtype).reshape(batch, num_heads, q_len, -1)
-    mass = {"none": None, "sum": shares.sum((2, 3)), "max": shares.amax((2, 3))}[scores]
-    return out.transpose(1, 2).contiguous().transpose(1, 2), lse.view(batch, num_heads, q_len), mass
-
-
-def with_sums(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """decode_attention with summed scores for any number of queries, some at a time."""
-    q_len = q.shape[2]
-    k_len = k.shape[2]
-    how: dict[str, Any] = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table"))
-    how |= {"scale": scale, "softcap": softcap, "scores": "sum"}
-    outs = []
-    sums = []
-    scores = torch.zeros(k.shape[:3], device=k.device, dtype=torch.float32)
-    for begin in range(0, q_len, _QUERIES):
-        end = min(begin + _QUERIES, q_len)
-        seen = k_len - q_len + end
-        out, lse, mass = decode_attention(q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen], **how)
-        assert mass is not None
-        outs.append(out.transpose(1, 2))
-        sums.append(lse)
-        scores = scores + torch.nn.functional.pad(mass, (0, k_len - seen))
-    return torch.cat(outs, dim=1).transpose(1, 2), torch.cat(sums, dim=2), scores
+    mass = {"none": None, "sum": shares.sum((2, 3)), "max": shares.amax((2, 3))}[call.scores]
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    return Decoded(out, lse.view(batch, num_heads, q_len), mass)
 
 
 def _weighted(shares: Tensor, values: Tensor, seen: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ E value dim, R = Q * H / G query rows of a KV head, S splits."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +20,17 @@ from kernels.attention.triton_launch import (
     unavailable,
     unread,
 )
-from kernels.breaker import failure
-from kernels.checks import MAX_QUERIES
+from kernels.call import (
+    MAX_QUERIES,
+    AttentionCall,
+    DecodeCall,
+    Decoded,
+    Operands,
+    derivative_wanted,
+)
 from kernels.copies import with_rows
-from kernels.dispatch import derivative_wanted
 from kernels.patterns.dense import dense_index
+from kernels.registry import failure
 from kernels.triton_calls import KernelCall, given, run_calls, softmax_factors
 
 _MODULE = f"{__package__}.triton_kernel"
@@ -59,20 +64,22 @@ class Build:
     precision: str = "ieee"
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def supports(call: Operands) -> str | None:
     """The reason why this backend cannot serve the call; None where it can.
 
     Looks for triton only if the tensors are on a GPU.
     """
+    q = call.q
+    v = call.v
     if q.shape[2] > MAX_QUERIES:
-        return attention.supports(q, k, v) or failure(*_sums_build(q))
+        return attention.supports(call) or failure(*_sums_build(q))
     if reason := unavailable(q.device):
         return reason
     if q.dtype not in _DTYPES:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
     if (widest := max(q.shape[-1], v.shape[-1])) > _MAX_DIM:
         return f"it serves head dims up to {_MAX_DIM}, not {widest}"
-    return unread(k) or derivative_wanted(q, k, v) or failure(*_build(q, v))
+    return unread(call.k) or derivative_wanted(call) or failure(*_build(q, v))
 
 
 def _build(q: Tensor, v: Tensor) -> tuple[object, ...]:
@@ -118,35 +125,27 @@ def resident(build: Build, *, dim: int, tokens: bool, paged: bool) -> int:
     return 4 - tokens - paged
 
 
-def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, **how: Any
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """See kernels.decode.decode_attention; keywords are those of `prepare`."""
-    q, k, v = map(with_rows, (q, k, v))
-    launches, out, lse, mass = prepare(q, k, v, **how)
-    run_calls(launches, q.device, *_build(q, v))
-    return out, lse, mass
+def run(call: DecodeCall, *, splits: int | None = None) -> Decoded:
+    """Results of a call; see `prepare`."""
+    if call.is_prompt:
+        return _with_sums(call)
+    launches, decoded = prepare(call, splits=splits)
+    run_calls(launches, call.q.device, *_build(call.q, call.v))
+    return decoded
 
 
-def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    tokens: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-    scores: str,
-    block_table: Tensor | None,
-    sinks: Tensor | None = None,
-    splits: int | None = None,
-) -> tuple[list[KernelCall], Tensor, Tensor, Tensor | None]:
-    """The launches that serve a call, and what they write: out, log-sum-exp and scores.
+def prepare(call: DecodeCall, *, splits: int | None = None) -> tuple[list[KernelCall], Decoded]:
+    """The launches that serve a call, and what they write.
 
     `splits` takes another number of splits than the device's."""
+    tokens = call.tokens
+    starts = call.starts
+    ends = call.ends
+    window = call.window
+    softcap = call.softcap
+    scores = call.scores
+    block_table = call.block_table
+    q, k, v = map(with_rows, (call.q, call.k, call.v))
     (batch, num_heads, q_len, dim) = q.shape
     v_dim = v.shape[-1]
     paged = block_table is not None
@@ -231,7 +230,7 @@ def prepare(
             "q": q, "k": k, "v": v, "tokens": listed, **bounds,
             "pages": given(block_table, lse),
             "tops": tops, "totals": totals, "partial": partial, "kept": kept,
-            **softmax_factors(scale, softcap), **strides, **sizes, "splits": splits,
+            **softmax_factors(call.factor, softcap), **strides, **sizes, "splits": splits,
             "tokens_batch": tokens_batch,
             "tokens_head": tokens_head,
             "pages_width": pages_width,
@@ -246,7 +245,7 @@ def prepare(
         options={"num_warps": build.warps, "num_stages": build.stages, "enable_fp_fusion": True},
         plain=not (any(which.values()) or paged or softcap or mass is not None),
     )  # fmt: skip
-    launches = [split, combine(split.arguments, out, lse, sinks, rows=rows, splits=splits)]
+    launches = [split, combine(split.arguments, out, lse, call.sinks, rows=rows, splits=splits)]
     if mass is not None:
         common = {name: split.arguments[name] for name in ("kept", *bounds, *sizes)}
         score = KernelCall(
@@ -259,19 +258,19 @@ def prepare(
             plain=False,
         )
         launches.append(score)
-    return launches, out, lse, mass
+    return launches, Decoded(out, lse, mass)
 
 
-def with_sums(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """decode_attention with summed scores for any number of queries: attention, then the sums."""
-    q, k, v = map(with_rows, (q, k, v))
+def _with_sums(call: DecodeCall) -> Decoded:
+    """Results of a prompt, with summed scores: attention, then the sums."""
+    q, k, v = map(with_rows, (call.q, call.k, call.v))
     index = dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
-    out, lse = attention.sparse_attention(q, k, v, index, scale=scale, softcap=softcap)
-    call, scores = prepare_sums(q, k, lse, scale=scale, softcap=softcap)
-    run_calls([call], q.device, *_sums_build(q))
-    return out, lse, scores
+    scale = call.factor
+    softcap = call.softcap
+    out, lse = attention.run(AttentionCall(q, k, v, index, scale=scale, softcap=softcap))
+    sums, scores = prepare_sums(q, k, lse, scale=scale, softcap=softcap)
+    run_calls([sums], q.device, *_sums_build(q))
+    return Decoded(out, lse, scores)
 
 
 def prepare_sums(

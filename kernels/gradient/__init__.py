@@ -5,15 +5,12 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
-from kernels.backend import GradientBackend
-from kernels.gradient import cpu, reference
+from kernels import registry
+from kernels.call import GradientCall
 
-__all__ = ["attention_gradients"]
+__all__ = ["GradientCall", "attention_gradients"]
 
 
 def attention_gradients(
@@ -58,24 +55,7 @@ def attention_gradients(
         ValueError: shapes, dtypes or devices that do not go together; a number out of its range; a
             named backend that cannot serve the call.
     """
-    _check(q, k, v, out, lse, grad_out)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    else:
-        scale = float(scale)
-    _check_numbers(scale, softcap, window, skip_below)
-    if backend not in ("auto", "cpu", "reference"):
-        raise ValueError(f"unknown backend {backend!r}; known: auto, cpu, reference")
-    if backend == "reference":
-        reason = None
-    else:
-        reason = cpu.supports(q)
-    if backend == "cpu" and reason:
-        raise ValueError(f"backend 'cpu' cannot serve this call: {reason}")
-    module: GradientBackend = cpu
-    if backend == "reference" or reason:
-        module = reference
-    return module.attention_gradients(
+    call = GradientCall(
         q,
         k,
         v,
@@ -87,51 +67,5 @@ def attention_gradients(
         window=window,
         skip_below=skip_below,
     )
-
-
-def _check_numbers(
-    scale: float, softcap: float | None, window: int | None, skip_below: float
-) -> None:
-    """Raise ValueError, in one line with the value, where one is out of its range."""
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a positive finite number, got {value}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
-    if not 0 <= skip_below < 1:
-        raise ValueError(f"skip_below must be at least 0 and below 1, got {skip_below}")
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> None:
-    tensors = {"q": q, "k": k, "v": v, "out": out, "grad_out": grad_out}
-    if any(x.dim() != 4 for x in tensors.values()):
-        dims = ", ".join(f"{name} {x.dim()}-D" for name, x in tensors.items())
-        raise ValueError(f"all but lse must be 4-D (B, heads, length, dim), got {dims}")
-    found = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (tensors | {"lse": lse}).items())
-    shape = (*q.shape[:3], v.shape[-1])
-    if (
-        k.shape[:3] != v.shape[:3]
-        or (k.shape[0], k.shape[-1]) != (q.shape[0], q.shape[-1])
-        or not tuple(out.shape) == tuple(grad_out.shape) == shape
-        or lse.shape != q.shape[:3]
-    ):
-        raise ValueError(f"shapes do not go together: {found}")
-    if not all(q.shape) or not all(v.shape):
-        raise ValueError(f"every size must be positive, got {found}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads do not divide into {k.shape[1]} KV heads")
-    if q.shape[2] > k.shape[2]:
-        raise ValueError(
-            f"queries are the last of the keys: got {q.shape[2]} queries and {k.shape[2]} keys"
-        )
-    if len(dtypes := {x.dtype for x in tensors.values()}) > 1 or not q.is_floating_point():
-        raise ValueError(
-            f"all but lse must share a floating dtype, got {', '.join(sorted(map(str, dtypes)))}"
-        )
-    wide = torch.promote_types(q.dtype, torch.float32)
-    if lse.dtype not in (torch.float32, wide):
-        raise ValueError(f"lse must be {wide}, got {lse.dtype}")
-    if len(devices := {x.device for x in (*tensors.values(), lse)}) > 1:
-        raise ValueError(
-            f"all tensors of a call must share a device, got {', '.join(sorted(map(str, devices)))}"
-        )
+    gradients: tuple[Tensor, Tensor, Tensor] = registry.run("gradient", call, backend)
+    return gradients

@@ -9,62 +9,30 @@ import torch
 from torch import Tensor
 
 from kernels.attention import cpu as attention
+from kernels.call import GradientCall
 from kernels.copies import with_rows
 from kernels.native import build
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-
-def supports(q: Tensor) -> str | None:
+def supports(call: GradientCall) -> str | None:
     """The reason why this backend cannot serve the call; None where it can."""
-    if q.device.type != "cpu":
-        return f"it serves tensors on the CPU, not on {q.device.type}"
-    if q.dtype not in _DTYPES:
-        return f"it serves float32, float16 and bfloat16, not {q.dtype}"
-    return build.load()
+    return attention.unread(call.q.device, call.q.dtype) or build.load()
 
 
-def attention_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    skip_below: float,
-    engine: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See kernels.gradient.attention_gradients; `engine` takes another than the fastest.
+def run(call: GradientCall, *, engine: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by q, k and v of a call; `engine` takes another than the fastest.
 
     float16 is computed in float32. bfloat16 multiplies in bfloat16 and adds in float32, except by
     the engine "float"."""
-    q, k, v, out, grad_out = map(with_rows, (q, k, v, out, grad_out))
+    tensors = (call.q, call.k, call.v, call.out, call.grad_out)
+    q, k, v, out, grad_out = (with_rows(x.detach()) for x in tensors)
     # Laid out as what they are the gradients of, as autograd likes it; each has a place of its own
     # in memory.
     dq, dk, dv = (_like(x) for x in (q, k, v))
     torch.ops.headwise.attention_gradients(
-        *(
-            q.detach(),
-            k.detach(),
-            v.detach(),
-            out.detach(),
-            lse.detach().contiguous(),
-            grad_out.detach(),
-        ),
-        *(
-            window or 0,
-            scale,
-            softcap or 0.0,
-            skip_below,
-            engine or attention.engines(q.dtype)[0],
-            dq,
-            dk,
-            dv,
-        ),
+        *(q, k, v, out, call.lse.detach().contiguous(), grad_out),
+        *(call.window or 0, call.factor, call.softcap or 0.0, call.skip_below),
+        *(engine or attention.engines(q.dtype)[0], dq, dk, dv),
     )
     return dq, dk, dv
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.call import GradientCall
 from kernels.index import TILE
 
 # Scores held at a time: 64 MiB in fp32.
@@ -26,28 +27,27 @@ class _Block(NamedTuple):
     logits: Tensor
 
 
-def attention_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    skip_below: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See kernels.gradient.attention_gradients; at least in fp32."""
-    q_heads, out_heads, by_out = (_by_group(x, k.shape[1]) for x in (q, out, grad_out))
+def supports(call: GradientCall) -> str | None:
+    """The reason why this backend cannot serve the call: always None."""
+    return None
+
+
+def run(call: GradientCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by q, k and v of a call; at least in fp32."""
+    q = call.q
+    k = call.k
+    v = call.v
+    scale = call.factor
+    softcap = call.softcap
+    skip_below = call.skip_below
+    q_heads, out_heads, by_out = (_by_group(x, k.shape[1]) for x in (q, call.out, call.grad_out))
     k_heads = _wide(k)
     v_heads = _wide(v)
-    lse_heads = _wide(lse).unflatten(1, (k.shape[1], -1))
+    lse_heads = _wide(call.lse).unflatten(1, (k.shape[1], -1))
     delta = (out_heads * by_out).sum(-1)
     dq, dk, dv = (torch.zeros_like(x) for x in (q_heads, k_heads, v_heads))
     offset = k.shape[2] - q.shape[2]
-    for queries, keys, logits in _blocks(q_heads, k_heads, scale, softcap, window):
+    for queries, keys, logits in _blocks(q_heads, k_heads, scale, softcap, call.window):
         p = (logits - lse_heads[..., queries, None]).exp()
         if skip_below > 0:
             p = _without_small_tiles(p, offset + queries.start, keys.start, skip_below)

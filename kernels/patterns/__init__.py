@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kernels.checks import check_groups, check_query_length, check_tensors
 from kernels.copies import on_device
 from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
 from kernels.joining import cat_heads, cat_sequences
@@ -102,10 +103,7 @@ class LayerPlan:
         Raises:
             ValueError: heads that do not divide; growth of a field that is no size of its kind.
         """
-        if not patterns or num_kv_heads < 1 or len(patterns) % num_kv_heads:
-            raise ValueError(
-                f"{len(patterns)} query heads do not divide into {num_kv_heads} KV heads"
-            )
+        check_groups(len(patterns), num_kv_heads)
         self.patterns = tuple(patterns)
         self.num_kv_heads = num_kv_heads
         self.dense_tail = dense_tail
@@ -183,10 +181,7 @@ class LayerPlan:
         Raises:
             ValueError: shapes that do not go together, or heads that the plan was not made for.
         """
-        if not q.dim() == k.dim() == 4:
-            raise ValueError(
-                f"q and k must be 4-D (B, heads, length, dim), got {q.dim()} and {k.dim()}-D"
-            )
+        check_tensors(q=q, k=k)
         keys: Keys = k
         if block_table is not None:
             if ragged is None:
@@ -220,10 +215,7 @@ class LayerPlan:
         return with_dense_tail(index.changed(window=window), self.dense_tail)
 
     def _build(self, q: Tensor, k: Keys, scale: float, window: int | None) -> SparseIndex:
-        if not 0 < q.shape[2] <= k.shape[2]:
-            raise ValueError(
-                f"query length must be between 1 and key length {k.shape[2]}, got {q.shape[2]}"
-            )
+        check_query_length(q.shape[2], k.shape[2])
         if (
             self.dense_tail
             and max(k.shape[2] - self.dense_tail, 0) // TILE <= (k.shape[2] - q.shape[2]) // TILE

@@ -5,18 +5,16 @@ Shapes: B batch, h heads of this kind, R query tiles, N key tiles, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from kernels.breaker import CannotBuildError
+from kernels import registry
 from kernels.copies import on_device
 from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_tiles
-from kernels.patterns import cpu, triton
 from kernels.patterns.base import SHARE, Builder, Inputs, Pattern
 from kernels.patterns.choose import best_places, offsets_of, put
 from kernels.patterns.paged import Keys, of_heads, part
@@ -66,6 +64,7 @@ def select(
     k_len: int,
     scale: float,
     window: int | None = None,
+    backend: str = "auto",
 ) -> SparseIndex:
     """The index of each row's best tiles by mean queries (B, h, R, D) and keys (B, h, N, D)."""
     (batch, heads, rows, _) = queries.shape
@@ -79,44 +78,97 @@ def select(
     # The own tile is not listed.
     most = tuple(min(max(p.blocks, 2) - 1, reach) for p in patterns)
     offsets, total = offsets_of(most, batch, rows, first, device)
-    if cpu.serves(queries):
-        blocks = [p.blocks for p in patterns]
-        coverage = [p.coverage for p in patterns]
-        tiles = cpu.best_tiles(
+    tiles: Tensor = registry.run(
+        "tiles",
+        TilesCall(
             queries,
             keys,
-            blocks,
-            coverage,
-            offsets,
+            blocks=[p.blocks for p in patterns],
+            coverage=[p.coverage for p in patterns],
+            offsets=offsets,
             first=first,
             reach=reach,
             scale=scale,
             total=total,
-        )
-    else:
-        tiles = torch.empty(total + 1, dtype=torch.int32, device=device)
-        for some in chunks(rows if total else 0, 4 * batch * heads * n, device):
-            # No row of the chunk sees a tile outside these.
-            seen = slice(max(first + some.start - reach, 0), first + some.stop)
-            own = torch.arange(some.start, some.stop, device=device)[:, None] + (first - seen.start)
-            best = _best_tiles(
-                queries[:, :, some], keys[:, :, seen], own, reach, seen.start == 0, patterns, scale
-            )
-            # Place 0 is the own tile, then come those that are seen.
-            put(
-                tiles,
-                offsets[:, :, some.start : some.stop + 1],
-                torch.where(best < PAD, best + (seen.start - 1), PAD),
-            )
+        ),
+        backend,
+    )
     return SparseIndex.built(
         widths=tuple((1, width, 0) for width in most),
         q_len=q_len,
         k_len=k_len,
         diagonals=torch.zeros(batch, heads, 1, dtype=torch.int32, device=device),
-        tiles=tiles[:total],
+        tiles=tiles,
         offsets=offsets,
         columns=empty_entries(batch, heads, 0, device=device),
     )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TilesCall:
+    """A choice of the best key tiles before each row's own, by means of queries and keys.
+
+    A backend gives the tiles, (total,) int32: of each row ascending and padded with PAD.
+
+    Attributes:
+        queries: (B, h, R, D) fp32 means; row r stands at key tile first + r.
+        keys: (B, h, N, D) fp32 means.
+        blocks: of each head, most tiles of a row, its own included.
+        coverage: of each head, None or the share of the attention that its tiles hold.
+        offsets: (B, h, R + 1) int64, where the lists lie; there is room for all that may be chosen.
+        first: key tile of row 0.
+        reach: how many tiles before its own a row sees.
+        scale: factor on the logits.
+        total: entries of all lists.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    blocks: Sequence[int]
+    coverage: Sequence[float | None]
+    offsets: Tensor
+    first: int
+    reach: int
+    scale: float
+    total: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.queries.device
+
+
+class ReferenceTiles:
+    """The choice of tiles in torch, on any device."""
+
+    @staticmethod
+    def supports(call: TilesCall) -> str | None:
+        """The reason why this backend cannot serve the call: always None."""
+        return None
+
+    @staticmethod
+    def run(call: TilesCall) -> Tensor:
+        """See TilesCall."""
+        queries = call.queries
+        (batch, heads, rows, _) = queries.shape
+        n = call.keys.shape[2]
+        first = call.first
+        reach = call.reach
+        device = queries.device
+        tiles = torch.empty(call.total + 1, dtype=torch.int32, device=device)
+        for some in chunks(rows if call.total else 0, 4 * batch * heads * n, device):
+            # No row of the chunk sees a tile outside these.
+            seen = slice(max(first + some.start - reach, 0), first + some.stop)
+            own = torch.arange(some.start, some.stop, device=device)[:, None] + (first - seen.start)
+            best = _best_tiles(
+                queries[:, :, some], call.keys[:, :, seen], own, reach, seen.start == 0, call
+            )
+            # Place 0 is the own tile, then come those that are seen.
+            put(
+                tiles,
+                call.offsets[:, :, some.start : some.stop + 1],
+                torch.where(best < PAD, best + (seen.start - 1), PAD),
+            )
+        return tiles[: call.total]
 
 
 def _best_tiles(
@@ -125,8 +177,7 @@ def _best_tiles(
     own: Tensor,
     reach: int,
     from_first: bool,
-    patterns: Sequence[BlockSparse],
-    scale: float,
+    call: TilesCall,
 ) -> Tensor:
     """The best of the tiles `keys` for some rows, without their own: (B, h, rows, any width).
 
@@ -144,39 +195,69 @@ def _best_tiles(
     )
     products = scores.flatten(0, 1)[..., 1:]
     torch.bmm(queries.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out=products)
-    coverage = [p.coverage for p in patterns]
+    coverage = call.coverage
     if covered := tuple(head for head, share in enumerate(coverage) if share is not None):
         at = on_device(covered, own.device)
         unseen = (tile > own) | (tile < own - reach)
-        logits = scores[..., 1:].index_select(1, at).mul_(scale).masked_fill_(unseen, float("-inf"))
+        logits = (
+            scores[..., 1:].index_select(1, at).mul_(call.scale).masked_fill_(unseen, float("-inf"))
+        )
         scores[..., 1:].index_copy_(1, at, logits.softmax(dim=-1))
     scores[..., :1] = scores[..., 1:].gather(-1, own.expand(*queries.shape[:3], 1))
     scores[..., 1:].masked_fill_((tile >= own) | (tile < own - reach), float("-inf"))
-    return best_places(
-        scores, [max(p.blocks, 2) for p in patterns], coverage, forced=1 + from_first
-    )[..., 1:]
+    sizes = [max(blocks, 2) for blocks in call.blocks]
+    return best_places(scores, sizes, coverage, forced=1 + from_first)[..., 1:]
 
 
-def mean_of_tiles(x: Keys, heads: Sequence[int], *, lead: int) -> Tensor:
+@dataclass(frozen=True, eq=False, slots=True)
+class MeansCall:
+    """A call of mean_of_tiles, whose arguments it has."""
+
+    x: Keys
+    heads: Sequence[int]
+    lead: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+
+def mean_of_tiles(x: Keys, heads: Sequence[int], *, lead: int, backend: str = "auto") -> Tensor:
     """Mean over each tile of positions of some heads of x, fp32 (B, h, tiles, D).
 
-    `lead` positions of the first tile are missing.
+    `lead` positions of the first tile are missing. `backend` is as for sparse_attention; the
+    reference is torch.
     """
-    low = min(heads)
-    high = max(heads) + 1
-    if not cpu.serves(x) and triton.serves(x):
-        # Where it turns out not to build, torch serves this call and those to come.
-        with suppress(CannotBuildError):
-            return triton.mean_of_tiles(x, heads, lead=lead)
-    pooled = _pool_all(of_heads(x, slice(low, high)), lead=lead)
-    if list(heads) == list(range(low, high)):
-        return pooled
-    return pooled.index_select(1, on_device(tuple(head - low for head in heads), pooled.device))
+    means: Tensor = registry.run("means", MeansCall(x, heads, lead), backend)
+    return means
 
 
-def _pool_all(x: Keys, *, lead: int) -> Tensor:
-    if cpu.serves(x):
-        return cpu.mean_pool(x, lead=lead)
+def pooled(call: MeansCall, pool: Callable[[Keys, int], Tensor]) -> Tensor:
+    """Means by a function of neighbouring heads and the positions that are missing."""
+    low = min(call.heads)
+    high = max(call.heads) + 1
+    means = pool(of_heads(call.x, slice(low, high)), call.lead)
+    if list(call.heads) == list(range(low, high)):
+        return means
+    places = tuple(head - low for head in call.heads)
+    return means.index_select(1, on_device(places, means.device))
+
+
+class ReferenceMeans:
+    """Means in torch, on any device."""
+
+    @staticmethod
+    def supports(call: MeansCall) -> str | None:
+        """The reason why this backend cannot serve the call: always None."""
+        return None
+
+    @staticmethod
+    def run(call: MeansCall) -> Tensor:
+        """See mean_of_tiles."""
+        return pooled(call, _pool)
+
+
+def _pool(x: Keys, lead: int) -> Tensor:
     cut = min((TILE - lead) % TILE, x.shape[2])
     tiles = (x.shape[2] - cut) // TILE
     some = chunks(tiles, 4 * TILE * x.shape[0] * x.shape[1] * x.shape[3], x.device)

@@ -6,20 +6,35 @@ Shapes: B batch, h heads of one kind, n entries to choose from, W the most that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.breaker import CannotBuildError
+from kernels import registry
 from kernels.copies import Copy, kept, on_device
 from kernels.index import PAD
-from kernels.patterns import cpu, triton
 
 # Mass is added up in whole numbers: what fp32 adds up to depends on the order, and on a GPU the
 # order on the run.
 _UNITS = 2.0**40
 _LOWER_HALF = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ChoiceCall:
+    """A call of best_places, whose arguments it has."""
+
+    scores: Tensor
+    sizes: Sequence[int]
+    coverage: Sequence[float | None]
+    forced: int
+    ends: Tensor | None
+    counts: Tensor | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.scores.device
 
 
 def best_places(
@@ -30,6 +45,7 @@ def best_places(
     forced: int,
     ends: Tensor | None = None,
     counts: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Places of the best entries of fp32 scores (B, h, ..., n), ascending: (B, h, ..., W) int32.
 
@@ -44,43 +60,59 @@ def best_places(
         ends: (B,) int32, the entry behind the last of each row of a sequence: what stands there is
             not read. n if None.
         counts: (B,) int32, how many entries any head of a sequence takes at most, beside `sizes`.
+        backend: as for sparse_attention; the reference is torch.
 
     Returns:
         The places, padded with PAD. Nothing waits for the device. The smaller place of two with
         equal scores comes first; where a GPU is left to torch, as it is with a coverage, topk
         decides, each time alike.
     """
-    if cpu.serves(scores):
-        return cpu.best_places(scores, sizes, coverage, forced=forced, ends=ends, counts=counts)
-    if triton.chooses(scores, coverage):
-        # Where it turns out not to build, torch serves this call and those to come.
-        with suppress(CannotBuildError):
-            return triton.best_places(scores, sizes, forced=forced, ends=ends, counts=counts)
-    width = min(max(sizes), scores.shape[-1])
-    if ends is not None:
-        behind = torch.arange(scores.shape[-1], device=scores.device) >= _each_sequence(
-            ends, scores
-        )
-        scores = scores.masked_fill(behind, float("-inf"))
-    marked = scores.clone()
-    first = marked[..., :forced]
-    first.masked_fill_(first != float("-inf"), float("inf"))
-    best = _best_first(marked, width)
-    score = scores.gather(-1, best)
-    place = torch.arange(width, device=scores.device)
-    kept = (place < _each_head(sizes, scores)) & (score != float("-inf"))
-    if counts is not None:
-        kept &= place < _each_sequence(counts, scores)
-    if any(share is not None for share in coverage):
-        units = score.clamp_min(0).mul_(_UNITS).to(torch.int64)
-        before = units.cumsum(dim=-1).sub_(units).to(torch.float64).div_(_UNITS)
-        total = scores.clamp_min(0).sum(dim=-1, keepdim=True, dtype=torch.float64)
-        # All of the mass is more than any sum of it: rounding must not leave out the last of it.
-        shares = [2.0 if share is None or share >= 1 else share for share in coverage]
-        wanted = (before < total * _each_head(shares, scores, torch.float64)) & (score > 0)
-        whole = _each_head([share is None for share in coverage], scores, torch.bool)
-        kept &= wanted | whole | (best < forced)
-    return torch.where(kept, best, PAD).to(torch.int32).sort(dim=-1).values
+    places: Tensor = registry.run(
+        "choose", ChoiceCall(scores, sizes, coverage, forced, ends, counts), backend
+    )
+    return places
+
+
+class Reference:
+    """The choice in torch, on any device."""
+
+    @staticmethod
+    def supports(call: ChoiceCall) -> str | None:
+        """The reason why this backend cannot serve the call: always None."""
+        return None
+
+    @staticmethod
+    def run(call: ChoiceCall) -> Tensor:
+        """See best_places."""
+        scores = call.scores
+        sizes = call.sizes
+        coverage = call.coverage
+        forced = call.forced
+        width = min(max(sizes), scores.shape[-1])
+        if call.ends is not None:
+            behind = torch.arange(scores.shape[-1], device=scores.device) >= _each_sequence(
+                call.ends, scores
+            )
+            scores = scores.masked_fill(behind, float("-inf"))
+        marked = scores.clone()
+        first = marked[..., :forced]
+        first.masked_fill_(first != float("-inf"), float("inf"))
+        best = _best_first(marked, width)
+        score = scores.gather(-1, best)
+        place = torch.arange(width, device=scores.device)
+        kept = (place < _each_head(sizes, scores)) & (score != float("-inf"))
+        if call.counts is not None:
+            kept &= place < _each_sequence(call.counts, scores)
+        if any(share is not None for share in coverage):
+            units = score.clamp_min(0).mul_(_UNITS).to(torch.int64)
+            before = units.cumsum(dim=-1).sub_(units).to(torch.float64).div_(_UNITS)
+            total = scores.clamp_min(0).sum(dim=-1, keepdim=True, dtype=torch.float64)
+            # All of the mass is more than any sum of it: rounding must not leave out the last.
+            shares = [2.0 if share is None or share >= 1 else share for share in coverage]
+            wanted = (before < total * _each_head(shares, scores, torch.float64)) & (score > 0)
+            whole = _each_head([share is None for share in coverage], scores, torch.bool)
+            kept &= wanted | whole | (best < forced)
+        return torch.where(kept, best, PAD).to(torch.int32).sort(dim=-1).values
 
 
 def _best_first(scores: Tensor, width: int) -> Tensor:

@@ -7,51 +7,105 @@ head dim."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from kernels.attention.cpu import engines
+from kernels.attention.cpu import engines, unread
 from kernels.copies import contiguous, with_rows
 from kernels.native import build
+from kernels.patterns.block_sparse import MeansCall, TilesCall, pooled
+from kernels.patterns.choose import ChoiceCall
+from kernels.patterns.last_queries import EstimateCall
 from kernels.patterns.paged import Keys
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+def _declined(x: Keys) -> str | None:
+    return unread(x.device, x.dtype) or build.load()
 
 
-def serves(x: Keys) -> bool:
-    """True if native code serves builders on these tensors or pages; else torch does."""
-    return x.device.type == "cpu" and x.dtype in _DTYPES and build.load() is None
+class Estimate:
+    """Attention of the last queries."""
+
+    @staticmethod
+    def supports(call: EstimateCall) -> str | None:
+        """The reason why this backend cannot serve the call; None where it can."""
+        return _declined(call.q)
+
+    @staticmethod
+    def run(call: EstimateCall) -> tuple[Tensor, Tensor]:
+        """See kernels.patterns.last_queries.estimate."""
+        masses: tuple[Tensor, Tensor] = torch.ops.headwise.vertical_slash_estimate(
+            with_rows(call.q),
+            *_where(call.k),
+            call.heads,
+            call.last_q,
+            call.scale,
+            call.window or 0,
+            engines(call.q.dtype)[0],
+        )
+        return masses
 
 
-def estimate(
-    q: Tensor,
-    k: Keys,
-    heads: Sequence[int],
-    last_q: Sequence[int],
-    *,
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
-    """See kernels.patterns.last_queries.estimate."""
-    fastest = engines(q.dtype)[0]
-    found: tuple[Tensor, Tensor] = torch.ops.headwise.vertical_slash_estimate(
-        with_rows(q),
-        *_where(k),
-        heads,
-        last_q,
-        scale,
-        window or 0,
-        fastest,
-    )
-    return found
+class Means:
+    """Means over tiles."""
+
+    @staticmethod
+    def supports(call: MeansCall) -> str | None:
+        """The reason why this backend cannot serve the call; None where it can."""
+        return _declined(call.x)
+
+    @staticmethod
+    def run(call: MeansCall) -> Tensor:
+        """See kernels.patterns.block_sparse.mean_of_tiles."""
+        return pooled(call, _pool)
 
 
-def mean_pool(x: Keys, *, lead: int) -> Tensor:
+class Tiles:
+    """The choice of tiles by their means."""
+
+    @staticmethod
+    def supports(call: TilesCall) -> str | None:
+        """The reason why this backend cannot serve the call; None where it can."""
+        return _declined(call.queries)
+
+    @staticmethod
+    def run(call: TilesCall) -> Tensor:
+        """See kernels.patterns.block_sparse.TilesCall."""
+        tiles: Tensor = torch.ops.headwise.best_tiles(
+            call.queries.contiguous(),
+            call.keys.contiguous(),
+            call.blocks,
+            [share or 0.0 for share in call.coverage],
+            *(call.offsets, call.first, call.reach, call.scale, call.total),
+        )
+        return tiles
+
+
+class Choice:
+    """The choice of the best entries of each row."""
+
+    @staticmethod
+    def supports(call: ChoiceCall) -> str | None:
+        """The reason why this backend cannot serve the call; None where it can."""
+        return _declined(call.scores)
+
+    @staticmethod
+    def run(call: ChoiceCall) -> Tensor:
+        """See kernels.patterns.choose.best_places."""
+        places: Tensor = torch.ops.headwise.best_places(
+            call.scores.contiguous(),
+            call.sizes,
+            [share or 0.0 for share in call.coverage],
+            call.forced,
+            *map(contiguous, (call.ends, call.counts)),
+        )
+        return places
+
+
+def _pool(x: Keys, lead: int) -> Tensor:
     """Mean over each tile, fp32 (B, heads, tiles, D); of the first `lead` positions miss."""
-    pooled: Tensor = torch.ops.headwise.mean_pool(*_where(x), lead)
-    return pooled
+    means: Tensor = torch.ops.headwise.mean_pool(*_where(x), lead)
+    return means
 
 
 def _where(k: Keys) -> tuple[Tensor, Tensor | None, int]:
@@ -59,45 +113,3 @@ def _where(k: Keys) -> tuple[Tensor, Tensor | None, int]:
     if isinstance(k, Tensor):
         return with_rows(k), None, k.shape[2]
     return k.cache, k.table.contiguous(), k.k_len
-
-
-def best_places(
-    scores: Tensor,
-    sizes: Sequence[int],
-    coverage: Sequence[float | None],
-    *,
-    forced: int,
-    ends: Tensor | None,
-    counts: Tensor | None,
-) -> Tensor:
-    """See kernels.patterns.choose.best_places."""
-    shares = [share or 0.0 for share in coverage]
-    lists = map(contiguous, (ends, counts))
-    found: Tensor = torch.ops.headwise.best_places(
-        scores.contiguous(), sizes, shares, forced, *lists
-    )
-    return found
-
-
-def best_tiles(
-    queries: Tensor,
-    keys: Tensor,
-    blocks: Sequence[int],
-    coverage: Sequence[float | None],
-    offsets: Tensor,
-    *,
-    first: int,
-    reach: int,
-    scale: float,
-    total: int,
-) -> Tensor:
-    """The best key tiles before each row's own, ascending, padded with PAD: (total,) int32.
-
-    queries (B, h, R, D) and keys (B, h, N, D) are fp32 means; row r stands at key tile first + r
-    and sees `reach` tiles before it. Its list lies where offsets (B, h, R + 1) int64 say, and has
-    room for all that may be chosen."""
-    shares = [share or 0.0 for share in coverage]
-    found: Tensor = torch.ops.headwise.best_tiles(
-        queries.contiguous(), keys.contiguous(), blocks, shares, offsets, first, reach, scale, total
-    )
-    return found

@@ -7,21 +7,35 @@ see."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.breaker import CannotBuildError
+from kernels import registry
 from kernels.copies import on_device
-from kernels.patterns import cpu, triton
 from kernels.patterns.paged import Keys, of_heads, of_sequence, parts
 
 # Bytes of attention rows held at once: on a GPU enough to be busy at 128K tokens and little at 1M;
 # on a CPU what stays near its cores and is not handed back to the system after each use.
 _SCRATCH_BYTES = {"cpu": 1 << 24}
 _SCRATCH_BYTES_ELSEWHERE = 1 << 29
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EstimateCall:
+    """A call of `estimate`, whose arguments it has."""
+
+    q: Tensor
+    k: Keys
+    heads: Sequence[int]
+    last_q: Sequence[int]
+    scale: float
+    window: int | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +59,7 @@ def estimate(
     *,
     scale: float,
     window: int | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attention mass of each column and diagonal from the last queries (Algorithm 2, lines 1-6).
 
@@ -55,41 +70,57 @@ def estimate(
         last_q: for each of them, by how many last queries; Q if there are no more.
         scale: factor on the logits.
         window: how many keys a query sees, itself included; None for all.
+        backend: as for sparse_attention; the reference is torch.
 
     Returns:
         vertical (B, h, K): mass on key j; slash (B, h, K): mass at distance s = query position -
         key position. fp32; each adds up to the number of last queries.
     """
-    if cpu.serves(q):
-        return cpu.estimate(q, k, heads, last_q, scale=scale, window=window)
-    if triton.serves(q):
-        # Where it turns out not to build, torch serves this call and those to come.
-        with suppress(CannotBuildError):
-            return triton.estimate(q, k, heads, last_q, scale=scale, window=window)
-    batch = q.shape[0]
-    group = q.shape[1] // k.shape[1]
-    k_len = k.shape[2]
-    last_q = [min(last, q.shape[2]) for last in last_q]
-    room = _SCRATCH_BYTES.get(q.device.type, _SCRATCH_BYTES_ELSEWHERE)
-    runs = _runs(heads, group, last_q, room // ((q.element_size() + 4) * k_len))
-    vertical = torch.zeros(batch, len(heads), k_len, dtype=torch.float32, device=q.device)
-    slash = torch.zeros_like(vertical)
-    for run in runs:
-        members = on_device(run.members, q.device)
-        chosen = on_device(tuple(heads[at] for at in run.members), q.device)
-        if window is None:
-            seen = k_len
-        else:
-            seen = min(k_len, run.last + window - 1)
-        for b in range(batch):
-            # Scaled before the product: a product of fp16 could be too large.
-            queries = q[b, :, -run.last :].index_select(0, chosen).mul_(scale)
-            keys = of_heads(of_sequence(k, b, b, 0, k_len), slice(run.kv.start, run.kv.stop))
-            some = (each[0] for each in parts(keys, k_len - seen))
-            columns, distances = _masses(queries, some, len(run.kv), seen, run.last, window)
-            vertical[b, :, k_len - seen :].index_copy_(0, members, columns)
-            slash[b, :, :seen].index_copy_(0, members, distances)
-    return vertical, slash
+    masses: tuple[Tensor, Tensor] = registry.run(
+        "estimate", EstimateCall(q, k, heads, last_q, scale, window), backend
+    )
+    return masses
+
+
+class Reference:
+    """The estimate in torch, on any device."""
+
+    @staticmethod
+    def supports(call: EstimateCall) -> str | None:
+        """The reason why this backend cannot serve the call: always None."""
+        return None
+
+    @staticmethod
+    def run(call: EstimateCall) -> tuple[Tensor, Tensor]:
+        """See `estimate`."""
+        q = call.q
+        k = call.k
+        heads = call.heads
+        window = call.window
+        batch = q.shape[0]
+        group = q.shape[1] // k.shape[1]
+        k_len = k.shape[2]
+        last_q = [min(last, q.shape[2]) for last in call.last_q]
+        room = _SCRATCH_BYTES.get(q.device.type, _SCRATCH_BYTES_ELSEWHERE)
+        runs = _runs(heads, group, last_q, room // ((q.element_size() + 4) * k_len))
+        vertical = torch.zeros(batch, len(heads), k_len, dtype=torch.float32, device=q.device)
+        slash = torch.zeros_like(vertical)
+        for run in runs:
+            members = on_device(run.members, q.device)
+            chosen = on_device(tuple(heads[at] for at in run.members), q.device)
+            if window is None:
+                seen = k_len
+            else:
+                seen = min(k_len, run.last + window - 1)
+            for b in range(batch):
+                # Scaled before the product: a product of fp16 could be too large.
+                queries = q[b, :, -run.last :].index_select(0, chosen).mul_(call.scale)
+                keys = of_heads(of_sequence(k, b, b, 0, k_len), slice(run.kv.start, run.kv.stop))
+                some = (each[0] for each in parts(keys, k_len - seen))
+                columns, distances = _masses(queries, some, len(run.kv), seen, run.last, window)
+                vertical[b, :, k_len - seen :].index_copy_(0, members, columns)
+                slash[b, :, :seen].index_copy_(0, members, distances)
+        return vertical, slash
 
 
 def _masses(

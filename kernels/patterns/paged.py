@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kernels.checks import EIGHT_BITS
+from kernels.checks import EIGHT_BITS, check_pages
 from kernels.index import TILE
 
 # Keys that torch copies out of pages at a time, whole tiles.
@@ -60,18 +60,7 @@ class Paged:
         k_len = max(known)
         if not size:
             raise ValueError("a page must have at least one token")
-        needed = -(-k_len // size)
-        if (
-            table.dim() != 2
-            or table.dtype != torch.int32
-            or len(table) != len(known)
-            or table.shape[1] < needed
-        ):
-            wanted = f"int32 ({len(known)}, at least {needed})"
-            found = f"{table.dtype} {tuple(table.shape)}"
-            raise ValueError(f"the block table must be {wanted}, got {found}")
-        if cache.stride(-1) != 1:
-            raise ValueError("the last dimension of a paged cache must be contiguous")
+        check_pages(table, len(known), -(-k_len // size), cache)
         if cache.dtype not in (dtype, *EIGHT_BITS):
             raise ValueError(
                 f"a cache must be of the queries' dtype, {dtype}, or of 8 bits, got {cache.dtype}"

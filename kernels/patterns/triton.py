@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from kernels.attention.triton_launch import architecture, choose, split, unavailable
-from kernels.breaker import failure
 from kernels.copies import on_device, with_rows
-from kernels.dispatch import say_once
 from kernels.index import TILE, num_tiles
+from kernels.patterns.block_sparse import MeansCall
+from kernels.patterns.choose import ChoiceCall
+from kernels.patterns.last_queries import EstimateCall
 from kernels.patterns.paged import Keys
+from kernels.registry import failure
 from kernels.triton_calls import KernelCall, given, run_calls
 
 _MODULE = f"{__package__}.triton_kernels"
@@ -39,52 +41,97 @@ _MOST_CHUNKS = 64
 _CHUNK = 4096
 
 
-def serves(x: Keys) -> bool:
-    """True if Triton serves builders on these tensors: half precision on a GPU of its own."""
-    fits = x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= _MAX_DIM
-    return fits and unavailable(x.device) is None and _built(x.device)
+def _declined(x: Keys) -> str | None:
+    """The reason why Triton does not read tensors or pages; None where it does."""
+    if reason := unavailable(x.device):
+        return reason
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return f"it builds indices in float16 and bfloat16, not in {x.dtype}"
+    if x.shape[-1] > _MAX_DIM:
+        return f"it builds indices for head dims up to {_MAX_DIM}, not {x.shape[-1]}"
+    return failure("builders", str(x.device))
 
 
-def _built(device: torch.device) -> bool:
-    """True if no kernel of the builders has failed to build for the device; else torch serves."""
-    reason = failure("builders", str(device))
-    if reason is not None:
-        say_once("triton for builders", reason)
-    return reason is None
+class Estimate:
+    """Attention of the last queries. The order of sums is always the same."""
+
+    @staticmethod
+    def supports(call: EstimateCall) -> str | None:
+        """The reason why this backend cannot serve the call; None where it can."""
+        return _declined(call.q)
+
+    @staticmethod
+    def run(call: EstimateCall) -> tuple[Tensor, Tensor]:
+        """See kernels.patterns.last_queries.estimate."""
+        q = call.q
+        k_len = call.k.shape[2]
+        how = plan(call)
+        shape = (q.shape[0], len(call.heads))
+        distances = how.arguments["tiles"] * TILE
+        partial = torch.empty(
+            *shape, how.blocks * TILE, how.chunks, dtype=torch.float32, device=q.device
+        )
+        launch(how.normalisers(partial), q.device)
+        # Nobody writes to keys that no query sees.
+        new = torch.empty if call.window is None else torch.zeros
+        vertical = new(*shape, k_len, dtype=torch.float32, device=q.device)
+        near, far = torch.empty(2, *shape, distances, dtype=torch.float32, device=q.device)
+        launch(how.masses(partial, vertical, near, far), q.device)
+        slash = torch.zeros_like(vertical)
+        seen = min(near.shape[-1], k_len)
+        torch.add(near[..., :seen], far[..., :seen], out=slash[..., :seen])
+        return vertical, slash
 
 
-def chooses(scores: Tensor, coverage: Sequence[float | None]) -> bool:
-    """True if Triton makes this choice: on a GPU, by number alone."""
-    wanted = scores.numel() > 0 and all(share is None for share in coverage)
-    return wanted and unavailable(scores.device) is None and _built(scores.device)
+class Means:
+    """Means over tiles."""
+
+    @staticmethod
+    def supports(call: MeansCall) -> str | None:
+        """The reason why this backend cannot serve the call; None where it can."""
+        return _declined(call.x)
+
+    @staticmethod
+    def run(call: MeansCall) -> Tensor:
+        """See kernels.patterns.block_sparse.mean_of_tiles."""
+        made, kernel = means(call.x, call.heads, lead=call.lead)
+        launch(kernel, call.device)
+        return made
 
 
-def best_places(
-    scores: Tensor, sizes: Sequence[int], *, forced: int, ends: Tensor | None, counts: Tensor | None
-) -> Tensor:
-    """See kernels.patterns.choose.best_places."""
-    places, launch = choice(scores, sizes, forced=forced, ends=ends, counts=counts)
-    run(launch, scores.device)
-    return places
+class Choice:
+    """The choice of the best entries of each row, by number alone."""
+
+    @staticmethod
+    def supports(call: ChoiceCall) -> str | None:
+        """The reason why this backend cannot serve the call; None where it can."""
+        if reason := unavailable(call.device):
+            return reason
+        if not call.scores.numel():
+            return "there is nothing to choose from"
+        if any(share is not None for share in call.coverage):
+            return "it chooses by number, not by coverage"
+        return failure("builders", str(call.device))
+
+    @staticmethod
+    def run(call: ChoiceCall) -> Tensor:
+        """See kernels.patterns.choose.best_places."""
+        places, kernel = choice(call)
+        launch(kernel, call.device)
+        return places
 
 
-def choice(
-    scores: Tensor,
-    sizes: Sequence[int],
-    *,
-    forced: int,
-    ends: Tensor | None = None,
-    counts: Tensor | None = None,
-) -> tuple[Tensor, KernelCall]:
+def choice(call: ChoiceCall) -> tuple[Tensor, KernelCall]:
     """Memory for the places, and the launch that fills it."""
+    scores = call.scores
     n = scores.shape[-1]
-    width = min(max(sizes), n)
+    width = min(max(call.sizes), n)
     places = torch.empty(*scores.shape[:-1], width, dtype=torch.int32, device=scores.device)
     chunk = min(max(128, 1 << (n - 1).bit_length()), _CHUNK)
     arguments = {
-        "scores": scores.contiguous(), "sizes": on_device(tuple(sizes), scores.device),
+        "scores": scores.contiguous(), "sizes": on_device(tuple(call.sizes), scores.device),
         "places": places,
-        "ends": given(ends, places), "counts": given(counts, places),
+        "ends": given(call.ends, places), "counts": given(call.counts, places),
         "heads": scores.shape[1], "rows": scores.shape[2:-1].numel(), "n": n, "width": width,
     }  # fmt: skip
     return places, KernelCall(
@@ -93,48 +140,13 @@ def choice(
         grid=(scores.shape[:-1].numel(),),
         arguments=arguments,
         constants={
-            "FORCED": forced,
-            "ENDS": ends is not None,
-            "COUNTS": counts is not None,
+            "FORCED": call.forced,
+            "ENDS": call.ends is not None,
+            "COUNTS": call.counts is not None,
             "CHUNK": chunk,
         },
         options={"num_warps": max(1, chunk // 512), "enable_fp_fusion": True},
     )
-
-
-def estimate(
-    q: Tensor,
-    k: Keys,
-    heads: Sequence[int],
-    last_q: Sequence[int],
-    *,
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
-    """See kernels.patterns.last_queries.estimate. The order of sums is always the same."""
-    how = plan(q, k, heads, last_q, scale=scale, window=window)
-    shape = (q.shape[0], len(heads))
-    distances = how.arguments["tiles"] * TILE
-    partial = torch.empty(
-        *shape, how.blocks * TILE, how.chunks, dtype=torch.float32, device=q.device
-    )
-    run(how.normalisers(partial), q.device)
-    # Nobody writes to keys that no query sees.
-    new = torch.empty if window is None else torch.zeros
-    vertical = new(*shape, k.shape[2], dtype=torch.float32, device=q.device)
-    near, far = torch.empty(2, *shape, distances, dtype=torch.float32, device=q.device)
-    run(how.masses(partial, vertical, near, far), q.device)
-    slash = torch.zeros_like(vertical)
-    seen = min(near.shape[-1], k.shape[2])
-    torch.add(near[..., :seen], far[..., :seen], out=slash[..., :seen])
-    return vertical, slash
-
-
-def mean_of_tiles(x: Keys, heads: Sequence[int], *, lead: int) -> Tensor:
-    """See kernels.patterns.block_sparse.mean_of_tiles."""
-    found, launch = means(x, heads, lead=lead)
-    run(launch, x.device)
-    return found
 
 
 def means(x: Keys, heads: Sequence[int], *, lead: int) -> tuple[Tensor, KernelCall]:
@@ -236,20 +248,16 @@ class Plan:
         )
 
 
-def plan(
-    q: Tensor,
-    k: Keys,
-    heads: Sequence[int],
-    last_q: Sequence[int],
-    *,
-    scale: float,
-    window: int | None,
-) -> Plan:
+def plan(call: EstimateCall) -> Plan:
     """Launches of an estimate."""
+    q = call.q
+    k = call.k
+    heads = call.heads
+    window = call.window
     batch, num_heads, q_len, dim = q.shape
     k_len = k.shape[2]
     group_size = num_heads // k.shape[1]
-    last = [min(n, q_len) for n in last_q]
+    last = [min(n, q_len) for n in call.last_q]
     # Of several blocks their sums take the registers of a second head.
     at_once = 1
     if dim <= _MOST_FOR_TWO and max(last) <= TILE:
@@ -268,7 +276,8 @@ def plan(
         **_where(q, k),
         "members": on_device(tuple(n for group in members for member in group for n in member),
         q.device),
-        "scale": scale * _LOG2E, "heads": len(heads), "groups": groups, "group_size": group_size,
+        "scale": call.scale * _LOG2E, "heads": len(heads), "groups": groups,
+        "group_size": group_size,
         "tiles": tiles, "chunk": chunk, "chunks": chunks, "rows": blocks * TILE,
         "window": window or 0,
     }  # fmt: skip
@@ -306,6 +315,6 @@ def _members(
     return [some + [(*some[0][:2], 0)] * (size - len(some)) for some in groups]
 
 
-def run(call: KernelCall, device: torch.device) -> None:
+def launch(call: KernelCall, device: torch.device) -> None:
     """Launch a kernel of the builders."""
     run_calls([call], device, "builders", str(device))

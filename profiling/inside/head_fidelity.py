@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from artifacts import Artifact
-from kernels.attention import sparse_attention
+from kernels import attention
+from kernels.call import AttentionCall
 from kernels.index import SparseIndex
 from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
@@ -165,15 +166,17 @@ def attend(
     Args:
         skipped: as the op's.
     """
-    options: dict[str, Any] = {
-        "scale": inputs.scale,
-        "softcap": inputs.softcap,
-        "sinks": inputs.sinks,
-        "backend": backend,
-    }
-    return sparse_attention(
-        inputs.q, inputs.k, inputs.v, index, return_lse=True, skipped=skipped, **options
+    call = AttentionCall(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        index,
+        scale=inputs.scale,
+        softcap=inputs.softcap,
+        sinks=inputs.sinks,
+        skipped=skipped,
     )
+    return attention.attend(call, backend)
 
 
 def kept_mass(lse: Tensor, dense_lse: Tensor, sinks: Tensor | None) -> Tensor:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from artifacts import Artifact, HeadwiseError
-from kernels.attention import sparse_attention
+from kernels.attention import attend
+from kernels.call import AttentionCall
 from kernels.index import TILE, SparseIndex, num_tiles
 from kernels.patterns import LayerPlan
 from kernels.patterns.dense import dense_index
@@ -155,9 +156,10 @@ def _built(inputs: LayerInputs, plan: LayerPlan) -> tuple[SparseIndex, torch.Ten
     whole = dense_index(
         1, len(plan.patterns), inputs.q.shape[2], inputs.k.shape[2], inputs.q.device
     )
-    options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap, "return_lse": True}
+    options: dict[str, Any] = {"scale": inputs.scale, "softcap": inputs.softcap}
     (_, every), (_, kept) = (
-        sparse_attention(inputs.q, inputs.k, inputs.v, which, **options) for which in (whole, index)
+        attend(AttentionCall(inputs.q, inputs.k, inputs.v, which, **options))
+        for which in (whole, index)
     )
     return index, (kept - every)[0].exp().clamp(max=1.0).mean(-1)
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from artifacts import HeadwiseError
-from kernels.attention import reference, sparse_attention
+from kernels.attention import AttentionCall, attend, sparse_attention
 from kernels.index import SparseIndex, num_rows
 from kernels.patterns import LayerPlan, Pattern, make
 from profiling.speed.baselines import KERNEL, MODEL, Speedup, speedup
@@ -227,9 +227,8 @@ def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, name
     for k_len, part, queries in ends[index.k_len > index.q_len :]:
         keys = k[:, :1, :k_len].float()
         values = v[:, :1, :k_len].float()
-        expected, _ = reference.sparse_attention(
-            q[:, :1, queries].float(), keys, values, part, scale=q.shape[-1] ** -0.5, softcap=None
-        )
+        call = AttentionCall(q[:, :1, queries].float(), keys, values, part)
+        expected, _ = attend(call, "reference")
         error = float((out[:, :1, queries].float() - expected).abs().max())
         allowed = max(
             _ROUNDING_STEPS * torch.finfo(out.dtype).eps * max(1.0, float(expected.abs().max())),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from kernels import dispatch
+from kernels import registry
+from kernels.call import Operands
 from kernels.patterns import KINDS
 from profiling.environment import environment
 from profiling.ledger import Ledger
@@ -69,4 +70,4 @@ def backend_of(size: Size) -> str:
     probe = torch.empty(
         1, 1, 1, size.head_dim, dtype=getattr(torch, size.dtype), device=size.device
     )
-    return dispatch.choose("auto", probe, probe, probe).__name__.rpartition(".")[2]
+    return registry.fast("attention", Operands(probe, probe, probe))[0] or "reference"

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import dispatch
+from kernels import registry
+from kernels.call import Operands
 from kernels.dense import dense_attention
 from runtime.attention.mask import PrefillMask
 from runtime.attention.state import MIN_KEYS_DENSE, Call
@@ -45,7 +46,7 @@ def fastest_dense(
     if by == "auto":
         by = faster(q, k, v)
         # sdpa has no soft-cap, and computes every key under a window's mask.
-        if softcap is not None or (window is not None and dispatch.why_slow(q, k, v) is None):
+        if softcap is not None or (window is not None and _is_fast(q, k, v)):
             by = "kernel"
     if by == "kernel":
         return dense_attention(q, k, v, scale=scale, softcap=softcap, window=window)[0]
@@ -63,7 +64,12 @@ def faster(q: Tensor, k: Tensor, v: Tensor) -> str:
     where no fast kernel serves, it is sdpa."""
     if q.device.type != "cpu" or k.shape[2] < MIN_KEYS_DENSE:
         return "sdpa"
-    return "kernel" if dispatch.why_slow(q, k, v) is None else "sdpa"
+    return "kernel" if _is_fast(q, k, v) else "sdpa"
+
+
+def _is_fast(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True where a kernel other than the reference serves."""
+    return registry.fast("attention", Operands(q, k, v))[1] is None
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None = None) -> Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from artifacts import HeadwiseError
-from kernels.attention import launch
+from kernels import registry
+from kernels.call import AttentionCall
 from kernels.dense import dense_attention
 from kernels.patterns import LayerPlan
 from runtime.attention.layout import kernel_for
@@ -89,7 +90,8 @@ def _by_patterns(
 ) -> Tensor:
     """(B, H, Q, E) of prompts over the index of a plan."""
     index = plan.build(q, k, scale=options["scale"])
-    return launch(q, k, v, index, **options, backend=kernel)[0]
+    out: Tensor = registry.run_by("attention", kernel, AttentionCall(q, k, v, index, **options))[0]
+    return out
 
 
 def _is_long(q: Tensor, k: Tensor, dense_below: int, dense_tail: int) -> bool:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.attention import launch
-from kernels.decode import MAX_QUERIES
-from kernels.decode import cpu as native
+from kernels import registry
+from kernels.call import MAX_QUERIES, AttentionCall, DecodeCall
 from kernels.dense import dense_attention
 from runtime.attention.dense import default_attention, faster
 from runtime.attention.evicting import attend_evicting
@@ -286,23 +285,17 @@ def attend_step(call: Call) -> Tensor | None:
     if call.sinks is not None or call.special is not None:
         return None
     k_batch, kv_heads, _, k_dim = call.k_shape
-    if k_batch != batch or k_dim != dim or call.k_shape[:3] != v.shape[:3]:
+    if k_batch != batch or k_dim != dim or not k_len or heads % kv_heads:
         return None
-    if heads % kv_heads or not k_len or native.supports(q, k, v) is not None:
+    v_batch, v_heads, v_len, _ = v.shape
+    if v_batch != batch or v_heads != kv_heads or v_len != k_len:
         return None
-    out, _, _ = native.decode_attention(
-        q,
-        k,
-        v,
-        tokens=None,
-        starts=starts,
-        ends=None,
-        window=None,
-        block_table=None,
-        scores="none",
-        scale=dim**-0.5 if call.scale is None else call.scale,
-        softcap=call.softcap,
-    )
+    # What its checks would find has been seen.
+    step = DecodeCall(q, k, v, starts=starts, scale=call.scale, softcap=call.softcap, checked=False)
+    native = registry.implementation("decode", "cpu")
+    if native.supports(step) is not None:
+        return None
+    out: Tensor = native.run(step).out
     return out.transpose(1, 2)
 
 
@@ -322,8 +315,10 @@ def attend_sparse(call: Call, kernel: str) -> Tensor:
         k = k[:, :, keys]
         v = v[:, :, keys]
     index = plan.build(q, k, scale=call.scale, ragged=ragged)
-    options: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks}
-    out: Tensor = launch(q, k, v, index, **options, backend=kernel)[0].transpose(1, 2)
+    attention = AttentionCall(
+        q, k, v, index, scale=call.scale, softcap=call.softcap, sinks=call.sinks
+    )
+    out: Tensor = registry.run_by("attention", kernel, attention)[0].transpose(1, 2)
     for part in context.parts:
         if part not in long:
             row, queries, _ = part.slots

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kernels import dispatch
+from kernels import registry
+from kernels.call import Operands
 from kernels.ragged import Ragged
 from runtime.attention.state import Call, enough_queries
 
@@ -188,13 +189,11 @@ def kernel_for(backend: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str 
     "auto" takes no reference, which is slower than dense; it serves only where asked for."""
     if k.shape[:3] != v.shape[:3]:
         return "", f"keys and values do not go together: {tuple(k.shape)}, {tuple(v.shape)}"
+    operands = Operands(q, k, v)
     if backend != "auto":
-        reason = dispatch.backend(backend).supports(q, k, v)
+        reason = registry.implementation("attention", backend).supports(operands)
         if reason is not None:
             return "", f"kernel {backend}: {reason}"
         return backend, None
-    reason = dispatch.why_slow(q, k, v)
-    if reason is not None:
-        return "", reason
     # By its name: a kernel that turns out not to build is not replaced by the reference.
-    return dispatch.fastest(q, k, v), None
+    return registry.fast("attention", operands)

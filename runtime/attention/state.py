@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from artifacts import Evidence, HeadwiseError
 from artifacts.errors import one_line, shorten
-from kernels.breaker import CannotBuildError
 from kernels.patterns import LayerPlan
+from kernels.registry import CannotBuildError
 from runtime.autocast import without_autocast
 from runtime.omnikv.decode import OmniKV
 from runtime.omnikv.select import Role

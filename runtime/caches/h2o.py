@@ -109,7 +109,8 @@ class H2O(Policy):
         result = decode_attention(call.q, keys, values, scores="sum", ends=ends, **call.options)
         assert result.scores is not None
         scores += result.scores
-        self._evict(call.backend)
+        # What has no eviction of its own leaves it to torch.
+        self._evict("reference" if call.backend == "reference" else "auto")
         self.settled = self.seen
         return result.out
 

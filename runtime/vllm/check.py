@@ -18,7 +18,8 @@ from artifacts.cli.options import add_arguments, at_least, check_ranges, config_
 from artifacts.commands import Outcome
 from artifacts.errors import one_line, ranges, shorten
 from artifacts.schema.front import POINT, read_point
-from kernels import dispatch
+from kernels import registry
+from kernels.call import Operands
 from runtime.caches.make import POLICIES
 from runtime.fingerprint import compare, config_info
 from runtime.layers import section_faults, why_not_full
@@ -109,7 +110,8 @@ def engine_misfits(artifact: Artifact, config: Any) -> Iterator[str]:
         yield "--kv-transfer-config is not served where kv_cache drops tokens"
     device = config.device_config.device
     empty = torch.empty(1, 1, 1, artifact.model.head_dim, dtype=model.dtype, device=device)
-    if missing := dispatch.why_slow(empty, empty, empty):
+    _, missing = registry.fast("attention", Operands(empty, empty, empty))
+    if missing is not None:
         yield f"no prefill can be sparse here: {missing}"
 
 

@@ -11,7 +11,8 @@ import torch
 
 from artifacts import Artifact, HeadwiseError
 from artifacts.errors import shorten
-from kernels import dispatch
+from kernels import registry
+from kernels.call import Operands
 from kernels.patterns import LayerPlan
 from runtime.allocator import keep_freed_memory
 from runtime.attention.state import enough_queries
@@ -271,7 +272,7 @@ def why_unserved(module: Any) -> str | None:
     size = module.head_size
     device = module._k_scale.device
     key = torch.empty(1, 1, 1, size, dtype=eight_bits, device=device)
-    return dispatch.why_slow(key.to(module.dtype), key, key)
+    return registry.fast("attention", Operands(key.to(module.dtype), key, key))[1]
 
 
 _latest: Engine | None = None

@@ -6,10 +6,9 @@ import sys
 
 import torch
 
-import kernels.dispatch as dispatch
 from artifacts import HeadwiseError, ModelInfo
-from kernels.attention import sparse_attention
-from kernels.breaker import CannotBuildError
+from kernels import registry
+from kernels.call import AttentionCall
 from kernels.index import TILE
 from kernels.patterns.dense import dense_index
 from profiling.models.loading import LoadedModel
@@ -37,31 +36,20 @@ def serving_backend(
         HeadwiseError: the backend that was asked for cannot.
     """
     probe = torch.zeros(1, 1, TILE, model.head_dim, dtype=getattr(torch, dtype), device=device)
-    index = dense_index(1, 1, TILE, TILE, probe.device)
-    reasons = dispatch.why_not(probe, probe, probe)
-    if backend == "auto":
-        names = [name for name, reason in reasons.items() if reason is None]
-    else:
-        names = [backend]
-    for name in names:
+    # The first call shows whether a kernel compiles.
+    call = AttentionCall(probe, probe, probe, dense_index(1, 1, TILE, TILE, probe.device))
+    if backend != "auto":
         try:
-            # The first call shows whether a kernel compiles.
-            sparse_attention(probe, probe, probe, index, backend=name)
-            break
+            registry.run("attention", call, backend)
         except ValueError as error:
-            if backend != "auto":
-                raise HeadwiseError(f"--backend {backend}: {error}") from None
-            if not isinstance(error.__cause__, CannotBuildError):
-                raise
-            reasons[name] = str(error.__cause__)
-    if name == "reference" != backend and not quiet:
-        if probe.device.type == "cpu":
-            fastest = "cpu"
-        else:
-            fastest = "triton"
+            raise HeadwiseError(f"--backend {backend}: {error}") from None
+        return backend
+    reasons: dict[str, str] = {}
+    name, _ = registry.serve("attention", call, reasons.__setitem__)
+    if name == "reference" and not quiet:
         print(
             "only the reference backend serves here, many times slower than the kernels: "
-            f"{reasons[fastest]}",
+            f"{next(iter(reasons.values()))}",
             file=sys.stderr,
         )
     return name

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention import sparse_attention
+from kernels.attention import attend
+from kernels.call import AttentionCall
 from kernels.index import PAD, TILE, SparseIndex, first_dense, lists, num_tiles
 from kernels.patterns import KINDS, Builder, Inputs, Pattern, largest
 from profiling.inside.capture import LayerInputs
@@ -252,7 +253,7 @@ def _row(
     sinks = None
     if inputs.sinks is not None:
         sinks = inputs.sinks.repeat_interleave(count)
-    out, lse = sparse_attention(
+    call = AttentionCall(
         many,
         inputs.k[:, :, :stop],
         inputs.v[:, :, :stop],
@@ -260,10 +261,9 @@ def _row(
         scale=inputs.scale,
         softcap=inputs.softcap,
         sinks=sinks,
-        return_lse=True,
         skipped=skipped,
-        backend=backend,
     )
+    out, lse = attend(call, backend)
     sparse = out[0].float().unflatten(0, (heads, count))
     # Before the difference is taken in place.
     without_scale = _without_scale(sparse, dense[:, None])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.attention import launch, sparse_attention
+from kernels.attention import AttentionCall, attend
 from kernels.attention import triton as backend
 from kernels.attention.triton_launch import Launch
 from kernels.index import PAD, TILE, SparseIndex, empty_entries, lists, num_rows, num_tiles
@@ -363,16 +363,14 @@ def problem(case: Case, device: torch.device) -> Problem:
     }
     skipped = torch.zeros(index.diagonals.shape[:2], dtype=torch.int32, device=device)
     exact = (q.float(), k.float(), v.float(), index)
-    out, lse = sparse_attention(
-        *exact, **rest, return_lse=True, backend="reference", skipped=skipped
-    )
+    out, lse = attend(AttentionCall(*exact, **rest, skipped=skipped), "reference")
     assert case.skip is None or bool(skipped.any())
     if case.page is not None:
         index, k, v, rest["block_table"] = _paged_call(index, k, v, case.page)
     return Problem(q, k, v, index, rest, out, lse, skipped)
 
 
-def served(case: Case, given: Problem, op: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+def served(case: Case, given: Problem, op: Callable[[AttentionCall], Any]) -> tuple[Tensor, Tensor]:
     """out and lse of a backend's op; layout, dtypes and the count of tiles are as they must be."""
     skipped = torch.zeros_like(given.skipped)
     rest = {**given.rest, "skipped": skipped}
@@ -380,7 +378,7 @@ def served(case: Case, given: Problem, op: Callable[..., Any]) -> tuple[Tensor, 
     around = torch.full(shape, float("nan"), dtype=case.dtype, device=given.q.device)
     if case.given:
         rest["out"] = around[..., 1:-2]
-    out, lse = op(given.q, given.k, given.v, given.index, **rest)
+    out, lse = op(AttentionCall(given.q, given.k, given.v, given.index, **rest))
     assert torch.equal(skipped, given.skipped)
     assert out.dtype == case.dtype and lse.dtype == torch.float32
     if case.given:
@@ -393,9 +391,9 @@ def served(case: Case, given: Problem, op: Callable[..., Any]) -> tuple[Tensor, 
 def run(case: Case, device: torch.device) -> tuple[float, float]:
     """Largest errors of Triton's out and lse; infinite where nothing was written."""
     given = problem(case, device)
-    op = partial(launch, backend="triton")
+    op = partial(attend, backend="triton")
     if case.launch is not None or case.splits is not None:
-        op = partial(backend.sparse_attention, launch=case.launch, splits=case.splits)
+        op = partial(backend.run, launch=case.launch, splits=case.splits)
     out, lse = served(case, given, op)
     return float(difference(out, given.out).max()), float(difference(lse, given.lse).max())
 

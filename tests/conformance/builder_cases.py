@@ -6,10 +6,9 @@ head dim."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,13 +16,14 @@ from torch import Tensor
 from kernels.attention import triton as attention
 from kernels.index import PAD, SparseIndex, no_lists, num_tiles
 from kernels.patterns import LayerPlan, make, triton
-from kernels.patterns.block_sparse import mean_of_tiles
+from kernels.patterns.block_sparse import MeansCall, mean_of_tiles
 from kernels.patterns.choose import best_places
 from kernels.patterns.last_queries import estimate
 from kernels.patterns.paged import Paged
 from kernels.triton_calls import run_calls
 from tests.conformance import tensors
 from tests.conformance.tensors import difference
+from tests.kernels.recording import BUILDERS, served_by
 
 # Of masses of up to 1: the sums have another order.
 ERROR = 1e-5
@@ -33,11 +33,9 @@ def largest(found: Tensor, expected: Tensor) -> float:
     return float(difference(found, expected).max())
 
 
-@contextmanager
-def no_native_code() -> Iterator[None]:
+def no_native_code() -> AbstractContextManager[None]:
     """Triton for half precision and torch for the rest."""
-    with mock.patch("kernels.patterns.cpu.serves", return_value=False):
-        yield
+    return served_by("triton", "reference", ops=BUILDERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +91,7 @@ ESTIMATES = {
 }
 
 
-def estimate_error(case: Estimate, device: torch.device) -> float:
+def estimate_error(case: Estimate, device: torch.device, backend: str = "triton") -> float:
     """The largest absolute error of both masses against torch's of the same inputs in fp32."""
     torch.manual_seed(0)
     q, k = (
@@ -103,9 +101,9 @@ def estimate_error(case: Estimate, device: torch.device) -> float:
     if case.transposed:
         q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
     how = {"scale": 2 * case.head_dim**-0.5, "window": case.window}
-    with no_native_code():
-        found = estimate(q, k, case.heads, case.last_q, **how)
-        expected = estimate(q.float(), k.float(), case.heads, case.last_q, **how)
+    found = estimate(q, k, case.heads, case.last_q, **how, backend=backend)
+    exact = (q.float(), k.float())
+    expected = estimate(*exact, case.heads, case.last_q, **how, backend="reference")
     return max(largest(*pair) for pair in zip(found, expected, strict=True))
 
 
@@ -120,14 +118,16 @@ MEANS = {
 }
 
 
-def means_error(case: tuple[Sequence[int], Sequence[int], int], device: torch.device) -> float:
+def means_error(
+    case: tuple[Sequence[int], Sequence[int], int], device: torch.device, backend: str = "triton"
+) -> float:
     """The largest absolute error of means against torch's of the same inputs in fp32."""
     shape, heads, lead = case
     torch.manual_seed(0)
     x = torch.randn(shape, device=device).half()
-    with no_native_code():
-        found, expected = (mean_of_tiles(each, heads, lead=lead) for each in (x, x.float()))
-    assert triton.serves(x) and found.shape == expected.shape
+    found = mean_of_tiles(x, heads, lead=lead, backend=backend)
+    expected = mean_of_tiles(x.float(), heads, lead=lead, backend="reference")
+    assert found.shape == expected.shape
     return largest(found, expected)
 
 
@@ -143,7 +143,9 @@ CHOICES = {
 }
 
 
-def choice_error(case: tuple[Sequence[int], Sequence[int], int], device: torch.device) -> float:
+def choice_error(
+    case: tuple[Sequence[int], Sequence[int], int], device: torch.device, backend: str = "triton"
+) -> float:
     """Places that differ from torch's stable choice, among ties and -inf, and those with NaN."""
     shape, sizes, forced = case
     torch.manual_seed(0)
@@ -158,12 +160,10 @@ def choice_error(case: tuple[Sequence[int], Sequence[int], int], device: torch.d
         )
         each = {"ends": ends[: shape[0]], "counts": counts[: shape[0]]} if ragged else {}
         there = {name: x.to(device) for name, x in each.items()}
-        with no_native_code():
-            found = best_places(scores.to(device), sizes, **how, **there).cpu()
-            poisoned = scores.masked_fill(torch.rand(shape) < 0.2, float("nan"))
-            taken = best_places(poisoned.to(device), sizes, **how, **there).cpu()
-            with mock.patch("kernels.patterns.triton.chooses", return_value=False):
-                expected = best_places(scores, sizes, **how, **each)
+        found = best_places(scores.to(device), sizes, **how, **there, backend=backend).cpu()
+        poisoned = scores.masked_fill(torch.rand(shape) < 0.2, float("nan"))
+        taken = best_places(poisoned.to(device), sizes, **how, **there, backend=backend).cpu()
+        expected = best_places(scores, sizes, **how, **each, backend="reference")
         at = taken.clamp(max=shape[-1] - 1).long()
         wild = (taken < 0) | (taken != PAD) & poisoned.gather(-1, at).isnan()
         wrong += int((found != expected).sum() + wild.sum())
@@ -281,7 +281,8 @@ def paged_error(case: Build, device: torch.device) -> float:
     with no_native_code():
         found = differences(case, device)
         # Torch would have served in its place, unnoticed.
-        assert triton.serves(torch.empty(1, dtype=torch.float16, device=device))
+        half = torch.empty(1, 1, 1, case.head_dim, dtype=torch.float16, device=device)
+        assert triton.Means.supports(MeansCall(half, (0,), 0)) is None
     return sum(map(abs, found.values()))
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.checks import MAX_QUERIES
-from kernels.decode import Decoded, decode_attention, reference, triton
+from kernels.call import MAX_QUERIES
+from kernels.decode import DecodeCall, Decoded, decode_attention, reference, triton
 from kernels.index import PAD
 from tests.conformance.tensors import difference, laid_out, paged
 
@@ -244,17 +244,11 @@ def errors(found: Decoded, expected: Decoded, rows: int) -> tuple[float, float, 
     return out, lse, scores / rows
 
 
-def serve(backend: Any, case: Case, **form: Any) -> Callable[..., Decoded]:
+def serve(backend: Any, **form: Any) -> Callable[..., Decoded]:
     """A backend's module as the op, with arguments of its own."""
 
     def op(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Decoded:
-        scale = rest.pop("scale") or case.head_dim**-0.5
-        if case.q_len > MAX_QUERIES and backend is not reference:
-            return Decoded(
-                *backend.with_sums(q, k, v, scale=scale, softcap=rest["softcap"], **form)
-            )
-        rest = {"block_table": None, "scale": scale, **rest, **form}
-        return Decoded(*backend.decode_attention(q, k, v, **rest))
+        return backend.run(DecodeCall(q, k, v, **rest), **form)
 
     return op
 
@@ -263,14 +257,14 @@ def by_triton(case: Case) -> Callable[..., Decoded]:
     """The op by its name, or with as many parts of the keys as the case asks for."""
     if case.splits is None:
         return functools.partial(decode_attention, backend="triton")
-    return serve(triton, case, splits=case.splits)
+    return serve(triton, splits=case.splits)
 
 
 @functools.cache
 def oracle(case: Case, device: torch.device, scores: str) -> Decoded:
     """Results of the reference for the rounded inputs, in fp32."""
     qkv, rest, _ = problem(case, device)
-    return serve(reference, case)(*(x.float() for x in qkv), **rest, scores=scores)
+    return serve(reference)(*(x.float() for x in qkv), **rest, scores=scores)
 
 
 def run(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.attention import launch, triton
+from kernels.attention import AttentionCall, attend, triton
 from kernels.decode import decode_attention
 from kernels.index import no_lists
 from kernels.patterns import LayerPlan, make
@@ -72,17 +72,18 @@ def call(
     k, v = (x.to(stored or dtype) for x in (k, v))
     scores = "sum" if op == "scores" else "none"
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def served(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if op != "attention":
             bound = {} if op == "scores" else {"window": window}
             found = decode_attention(q, k, v, **bound, scores=scores, backend=backend)
             assert found.scores is None or found.scores.shape == k.shape[:3]
             return found.out, found.lse
+        attention = AttentionCall(q, k, v, index)
         if form == "parts":
-            return triton.sparse_attention(q, k, v, index, scale=32**-0.5, softcap=None, splits=3)
-        return launch(q, k, v, index, scale=32**-0.5, softcap=None, backend=backend)
+            return triton.run(attention, splits=3)
+        return attend(attention, backend)
 
-    return Call(q, k, v, seen, attend)
+    return Call(q, k, v, seen, served)
 
 
 def faults(given: Call, clean: tuple[Tensor, Tensor], place: str, at: int, bad: float) -> list[str]:

@@ -5,13 +5,10 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import logging
 import mmap
 from dataclasses import replace
 from functools import cache
-from inspect import Parameter
 from typing import Any
 
 import pytest
@@ -19,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-import kernels.dispatch as dispatch
-from kernels import backend
-from kernels.attention import cpu, sparse_attention
+from kernels import registry
+from kernels.attention import AttentionCall, attend, cpu, sparse_attention
+from kernels.call import Operands
 from kernels.checks import EIGHT_BITS
+from kernels.decode import DecodeCall, decode_attention
 from kernels.decode import cpu as decode_cpu
-from kernels.decode import decode_attention
-from kernels.dispatch import BACKENDS
 from kernels.index import PAD, SparseIndex, lists
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
@@ -33,7 +29,6 @@ from kernels.ragged import Ragged
 from tests.conformance.test_kernel_backends import SERVERS, skip_without
 from tests.kernels.test_refusals import int32
 
-NOTHING = dict.fromkeys(("tokens", "starts", "ends", "window", "block_table")) | {"scores": "none"}
 NO_COMPILER = "no C++ compiler found (install g++, or set CXX)"
 
 
@@ -62,24 +57,22 @@ def test_defaults_are_causal_softmax_attention():
 def test_a_broken_index_reads_and_writes_nothing_outside():
     """Entries that the op refuses, handed past it: native code stops at wild columns and tiles."""
     q, k, v, index = inputs()
-    rest = {"scale": 0.125, "softcap": None}
     for columns, wild in ((int32(-5, 3), -5), (int32(3, 80, -7, 90), -7)):
-        broken = replace(index, columns=columns.expand(1, 2, -1))
+        broken = index.changed(columns=columns.expand(1, 2, -1))
         with pytest.raises(ValueError, match=f"column {wild} is none of the 200 keys"):
-            cpu.sparse_attention(q, k, v, broken, **rest)
-    wild_entries = replace(
-        index,
+            cpu.run(AttentionCall(q, k, v, broken))
+    wild_entries = index.changed(
         diagonals=int32(0, -(2**31), PAD).expand(1, 2, 3),
         **lists(int32(-1, -(10**9), PAD).expand(1, 2, 4, 3)),
         columns=int32(3, PAD).expand(1, 2, 2),
     )
     offsets = torch.tensor([-5, 10**12, 3, -(10**12), 1]).expand(1, 2, 5)
-    beyond = replace(wild_entries, offsets=offsets)
+    beyond = wild_entries.changed(offsets=offsets)
     for broken in (wild_entries, beyond):
-        out, _ = cpu.sparse_attention(q, k, v, broken, **rest)
+        out, _ = cpu.run(AttentionCall(q, k, v, broken))
         assert out.isfinite().all()
     with pytest.raises(ValueError, match="offsets must be ascending from 0 to at most 24"):
-        sparse_attention(q, k, v, beyond)
+        sparse_attention(q, k, v, replace(beyond))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -103,7 +96,7 @@ def test_padding_says_nothing_and_entries_may_be_views(backend):
 def test_no_batch_gives_no_output(backend):
     q, k, v, _ = inputs()
     index = LayerPlan([make("dense")] * 2, 1).build(q[:0], k[:0])
-    out, lse = sparse_attention(q[:0], k[:0], v[:0], index, return_lse=True, backend=backend)
+    out, lse = attend(AttentionCall(q[:0], k[:0], v[:0], index), backend)
     assert out.shape == (0, 2, 200, 64) and lse.shape == (0, 2, 200)
 
 
@@ -119,9 +112,7 @@ def test_soft_cap_holds_at_both_ends(softcap):
     q, k, v, index = inputs()
     for factor in (1e-4, 1e3):
         (out, lse), (expected, expected_lse) = (
-            sparse_attention(
-                q * factor, k * factor, v, index, softcap=softcap, return_lse=True, backend=backend
-            )
+            attend(AttentionCall(q * factor, k * factor, v, index, softcap=softcap), backend)
             for backend in ("cpu", "reference")
         )
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
@@ -148,7 +139,7 @@ def test_offsets_beyond_two_billion_elements(dtype):
 
 
 def test_auto_falls_back_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(dispatch, "say_once", cache(dispatch.say_once.__wrapped__))
+    monkeypatch.setattr(registry, "say_once", cache(registry.say_once.__wrapped__))
     q, k, v, index = inputs()
     expected = sparse_attention(q, k, v, index, backend="reference")
     monkeypatch.setattr("kernels.native.build.load", lambda: NO_COMPILER)
@@ -159,7 +150,7 @@ def test_auto_falls_back_and_says_so_once(monkeypatch, caplog):
         f"backend 'cpu' not used: {NO_COMPILER}"
     ]
     for op in ("attention", "decode"):
-        assert dispatch.why_not(q, k, v, op) == {
+        assert registry.why_not(op, Operands(q, k, v)) == {
             "triton": "it serves tensors on a GPU, not on cpu",
             "cpu": NO_COMPILER,
             "reference": None,
@@ -178,25 +169,25 @@ def test_gradients_are_refused_not_lost():
     assert q.grad is not None and q.grad.abs().sum() > 0
     reason = "it has no backward pass (use torch.no_grad or torch.inference_mode)"
     for op in (cpu, decode_cpu):
-        assert op.supports(q, k, v) == reason
+        assert op.supports(Operands(q, k, v)) == reason
         with torch.no_grad():
-            assert op.supports(q, k, v) is None
+            assert op.supports(Operands(q, k, v)) is None
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode"])
 def test_tangents_are_carried_not_lost(op):
     q, k, v, index = inputs(length=16)
 
-    def attend(values):
+    def attended(values):
         if op == "prefill":
             return sparse_attention(q, k, values, index)
         return decode_attention(q, k, values).out
 
     with forward_ad.dual_level():
-        out = forward_ad.unpack_dual(attend(forward_ad.make_dual(v, torch.ones_like(v))))
+        out = forward_ad.unpack_dual(attended(forward_ad.make_dual(v, torch.ones_like(v))))
         # Weights add up to 1.
         torch.testing.assert_close(out.tangent, torch.ones_like(out.primal))
-    _, tangent = torch.func.jvp(attend, (v,), (torch.ones_like(v),))
+    _, tangent = torch.func.jvp(attended, (v,), (torch.ones_like(v),))
     torch.testing.assert_close(tangent, torch.ones_like(tangent))
     with forward_ad.dual_level(), pytest.raises(ValueError, match="no forward-mode derivative"):
         sparse_attention(q, k, forward_ad.make_dual(v, torch.ones_like(v)), index, backend="cpu")
@@ -204,12 +195,11 @@ def test_tangents_are_carried_not_lost(op):
 
 def test_an_engine_that_does_not_serve_is_named():
     q, k, v, index = inputs()
-    rest = {"scale": 1.0, "softcap": None, "engine": "dot"}
     reason = "engine 'dot' does not serve Float on this processor"
     with pytest.raises(ValueError, match=reason):
-        cpu.sparse_attention(q, k, v, index, **rest)
+        cpu.run(AttentionCall(q, k, v, index), engine="dot")
     with pytest.raises(ValueError, match=reason):
-        decode_cpu.decode_attention(q[:, :, -1:], k, v, **NOTHING, **rest)
+        decode_cpu.run(DecodeCall(q[:, :, -1:], k, v), engine="dot")
 
 
 def test_an_index_is_looked_at_once_and_a_built_one_never(monkeypatch):
@@ -239,48 +229,18 @@ def test_every_code_of_eight_bits_is_what_torch_reads(op, dtype, server, stored)
     q = torch.eye(256, dtype=dtype)[None, :, None]
     index = dense_index(1, 256, 1, 1, q.device)
 
-    def attend(k, v):
-        rest = {"scale": 1.0, "softcap": None, "engine": engine}
+    def attended(k, v):
         if op == "decode":
-            return decode_cpu.decode_attention(q, k, v, **NOTHING, **rest)[:2]
-        return cpu.sparse_attention(q, k, v, index, **rest)
+            return decode_cpu.run(DecodeCall(q, k, v, scale=1.0), engine=engine)[:2]
+        return cpu.run(AttentionCall(q, k, v, index, scale=1.0), engine=engine)
 
     codes = torch.arange(256, dtype=torch.uint8).view(stored)[None, None, None]
     wide = codes.float()
     finite = codes.where(wide.isfinite(), torch.zeros((), dtype=stored))
-    out, lse = attend(finite, codes)
+    out, lse = attended(finite, codes)
     assert torch.equal(lse[0, :, 0], finite.float()[0, 0, 0])
     expected = wide.to(dtype).expand(1, 256, 1, 256)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
     # Values that are all finite go another way.
-    out, _ = attend(finite, finite)
+    out, _ = attended(finite, finite)
     assert torch.equal(out, finite.to(dtype).expand_as(out))
-
-
-MODULES = [
-    *((f"attention.{name}", backend.AttentionBackend) for name in BACKENDS),
-    *((f"decode.{name}", backend.DecodeBackend) for name in BACKENDS),
-    *((f"gradient.{name}", backend.GradientBackend) for name in ("cpu", "reference")),
-]
-
-
-@pytest.mark.parametrize(("name", "protocol"), MODULES)
-def test_a_backend_has_the_ops_of_its_protocol(name, protocol):
-    module = importlib.import_module(f"kernels.{name}")
-    ops = [op for op, value in vars(protocol).items() if op[0] != "_" and callable(value)]
-    assert ops
-    for op in ops:
-        declared = dict(list(inspect.signature(getattr(protocol, op)).parameters.items())[1:])
-        given = dict(inspect.signature(getattr(module, op)).parameters)
-        if any(p.kind is Parameter.VAR_KEYWORD for p in given.values()):
-            # Handed on to `prepare`, which has them.
-            prepare = inspect.signature(module.prepare).parameters
-            given = {n: p for n, p in given.items() if p.kind is not Parameter.VAR_KEYWORD}
-            given = {**prepare, **given}
-        for argument, wanted in declared.items():
-            assert argument in given, f"{name}.{op} has no {argument}"
-            assert given[argument].kind is wanted.kind, f"{name}.{op}: {argument}"
-            if wanted.default is not Parameter.empty:
-                assert given[argument].default == wanted.default, f"{name}.{op}: {argument}"
-        for argument in given.keys() - declared.keys():
-            assert given[argument].default is not Parameter.empty, f"{name}.{op} wants {argument}"

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.attention import AttentionCall
 from kernels.attention import triton as backend
 from kernels.attention.triton_launch import serves
+from kernels.decode import DecodeCall
 from kernels.decode import triton as decode
 from kernels.index import SparseIndex, lists
 from kernels.patterns import LayerPlan, make
 from kernels.patterns import triton as builders
+from kernels.patterns.choose import ChoiceCall
 from kernels.ragged import Ragged
 from kernels.triton_calls import KernelCall
 from tests.conformance import attention_cases, decode_cases
@@ -94,9 +97,8 @@ def launched(target: str, case: attention_cases.Case) -> list[KernelCall]:
     """The launches of a call: tables, attention, and the merge of parts."""
     given = attention_cases.problem(case, HOST)
     with recorded(architecture(target)) as calls:
-        backend.sparse_attention(
-            given.q, given.k, given.v, given.index, **given.rest, splits=case.splits
-        )
+        call = AttentionCall(given.q, given.k, given.v, given.index, **given.rest)
+        backend.run(call, splits=case.splits)
     return calls
 
 
@@ -181,7 +183,7 @@ def test_tables_of_unlike_heads_and_a_choice_for_unlike_sequences(target):
     tiles = lists(torch.zeros(1, 4, 4, 1, dtype=torch.int32))
     index = SparseIndex(q_len=256, k_len=256, diagonals=entries, **tiles, columns=entries)
     scores, each = torch.empty(1, 4, 3, 16_385), torch.empty(1, dtype=torch.int32)
-    _, choice = builders.choice(scores, [50] * 4, forced=1, ends=each, counts=each)
+    _, choice = builders.choice(ChoiceCall(scores, [50] * 4, [None] * 4, 1, each, each))
     for call in (backend.tables(index, 2, None, alone=(1,)), choice):
         assert compiled(call, target).excess(target, HALF) is None, call.kernel
 
@@ -230,7 +232,7 @@ def test_decode(target, dim, name, dtype):
     case = sized(case, dim, dtype)
     qkv, rest, _ = decode_cases.problem(case, HOST)
     with recorded(architecture(target)) as calls:
-        decode_cases.serve(decode, case)(*qkv, **rest, scores=scores)
+        decode_cases.serve(decode)(*qkv, **rest, scores=scores)
     if name.startswith("a prompt"):
         assert compiled(calls[-1], target).fault(target, dtype) is None
         return
@@ -251,9 +253,8 @@ def test_a_growing_cache_compiles_nothing_new():
         q = torch.empty(2, 6, 1, 64)
         k = torch.empty(2, 2, length, 64)
         tokens = torch.zeros(2, chosen, dtype=torch.int32)
-        rest = dict.fromkeys(("starts", "ends", "softcap", "block_table"))
-        rest |= {"window": length, "scale": 1.0, "scores": "sum"}
-        return decode.prepare(q, k, k, tokens=tokens, **rest)[0]
+        call = DecodeCall(q, k, k, tokens=tokens, window=length, scale=1.0, scores="sum")
+        return decode.prepare(call)[0]
 
     for before, after in zip(launches(1024, 512), launches(4097, 701), strict=True):
         assert before.constants == after.constants and before.options == after.options

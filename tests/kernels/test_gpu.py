@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kernels import copies
-from kernels.attention import reference, sparse_attention, triton
+from kernels.attention import AttentionCall, attend, sparse_attention, triton
 from kernels.attention.triton_launch import architecture, choose, serves
 from kernels.index import PAD, TILE
 from kernels.patterns import LayerPlan, make
@@ -140,13 +140,12 @@ def test_auto_takes_triton_and_repeats_to_the_bit():
         [make("vertical_slash", vertical=300, slash=500), make("block_sparse", blocks=8)] * 4, 2
     )
     index = plan.build(q, k)
-    first, lse = sparse_attention(q, k, v, index, return_lse=True)
+    first, lse = attend(AttentionCall(q, k, v, index))
     for _ in range(3):
         again = sparse_attention(q, k, v, index, backend="triton")
         assert torch.equal(first, again)
-    expected, expected_lse = reference.sparse_attention(
-        q.float(), k.float(), v.float(), index, scale=128**-0.5, softcap=None
-    )
+    exact = AttentionCall(q.float(), k.float(), v.float(), index)
+    expected, expected_lse = attend(exact, "reference")
     assert float((first.float() - expected).abs().max()) <= TOLERANCES["out", torch.bfloat16][0]
     assert float((lse - expected_lse).abs().max()) <= TOLERANCES["lse", torch.bfloat16][0]
 
@@ -303,9 +302,7 @@ def test_dense_index_is_causal_attention_at_long_length():
     length = 32_768
     q = torch.randn(1, 2, length, 128, dtype=torch.bfloat16, device=DEVICE)
     k, v = (torch.randn(1, 1, length, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    out = triton.sparse_attention(
-        q, k, v, dense_index(1, 2, length, length, DEVICE), scale=128**-0.5, softcap=None
-    )[0]
+    out, _ = triton.run(AttentionCall(q, k, v, dense_index(1, 2, length, length, DEVICE)))
     expected = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
     )
@@ -327,7 +324,7 @@ def test_offsets_beyond_two_billion_elements(vast_cache):
     k = v = vast_cache
     q = torch.randn(1, heads, 100, dim, dtype=torch.bfloat16, device=DEVICE)
     index = LayerPlan([make("a_shape", sink=64, window=300)] * heads, heads).build(q, k)
-    out, lse = triton.sparse_attention(q, k, v, index, scale=dim**-0.5, softcap=None)
+    out, lse = triton.run(AttentionCall(q, k, v, index))
     # What the last head's last queries see: the first tile and an unbroken run of the last ones.
     last = slice(heads - 1, heads)
     recent = torch.arange(length - 7 * TILE, length, device=DEVICE)

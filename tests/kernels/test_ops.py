@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention import sparse_attention
-from kernels.decode.dropping import drop_lowest, ranks, serves
+from kernels.attention import AttentionCall, attend, sparse_attention
+from kernels.decode.dropping import drop_lowest, ranks
 from kernels.dense import dense_attention
 from kernels.index import TILE, num_tiles
 from kernels.joining import cat_heads
 from kernels.merging import with_few_keys
+from kernels.native import build
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
@@ -35,7 +36,7 @@ def expected(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     index = dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device, window=window)
-    return sparse_attention(q, k, v, index, sinks=sinks, return_lse=True, backend="reference")
+    return attend(AttentionCall(q, k, v, index, sinks=sinks), "reference")
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
@@ -153,7 +154,7 @@ def test_ranks_are_divided_by_how_many_queries_saw_a_token(backend):
         assert held[3][0, 0, victim] == 9
 
 
-@pytest.mark.skipif(not serves(torch.empty(1)), reason="no native code on this machine")
+@pytest.mark.skipif(build.load() is not None, reason="no native code on this machine")
 def test_native_code_and_torch_drop_the_same():
     torch.manual_seed(0)
     keys, values, scores = (

@@ -34,7 +34,7 @@ def inputs(length: int = 200) -> tuple[Tensor, Tensor, Tensor, SparseIndex]:
 
 INDEX = inputs()[3]
 ATTENTION = [
-    ({"q": torch.zeros(2, 200, 64)}, "got 3, 4, 4-D"),
+    ({"q": torch.zeros(2, 200, 64)}, "got q 3-D, k 4-D, v 4-D"),
     ({"q": torch.zeros(2, 2, 200, 64)}, r"q \(2, 2, 200, 64\), k \(1, 1, 200, 64\)"),
     ({"q": torch.zeros(1, 2, 200, 80)}, "shapes do not go together"),
     ({"v": torch.zeros(1, 1, 199, 64)}, "shapes do not go together"),
@@ -137,7 +137,7 @@ def decode_inputs(**change: Any) -> dict[str, Any]:
 ONES = torch.ones(2, dtype=torch.int32)
 PAGES = {"k": torch.ones(2, 8, 2, 16), "v": torch.ones(2, 8, 2, 8)}
 DECODE = [
-    ({"q": torch.ones(4, 3, 16)}, "got 3, 4, 4-D"),
+    ({"q": torch.ones(4, 3, 16)}, "got q 3-D, k 4-D, v 4-D"),
     ({"q": torch.ones(2, 4, 3, 8)}, r"q \(2, 4, 3, 8\), k \(2, 2, 40, 16\), v \(2, 2, 40, 8\)"),
     ({"q": torch.ones(2, 3, 3, 16)}, "3 query heads do not divide into 2 KV heads"),
     ({"q": torch.ones(2, 4, 0, 16)}, "decode takes 1 to 16 queries, got 0"),
@@ -158,7 +158,7 @@ DECODE = [
     ({"scores": "mean"}, "scores must be 'none', 'sum' or 'max', got 'mean'"),
     ({"backend": "cuda"}, "unknown backend 'cuda'; known: auto, triton, cpu, reference"),
     ({"backend": "triton"}, "'triton' cannot serve this call: it serves tensors on a GPU, not on"),
-    ({"block_table": ONES, **PAGES}, r"int32 \(2, n\), got torch.int32 \(2,\)"),
+    ({"block_table": ONES, **PAGES}, r"int32 \(2, at least 1\), got torch.int32 \(2,\)"),
     (
         {"block_table": ONES[:, None], **PAGES, "k": torch.ones(2, 8, 2, 32)[..., ::2]},
         "the last dimension of a paged cache must be contiguous",

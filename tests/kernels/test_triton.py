@@ -17,6 +17,7 @@ import torch
 from kernels import copies
 from kernels.attention import triton, triton_launch
 from kernels.attention.triton_launch import choose, serves, split, split_values
+from kernels.call import AttentionCall, Operands
 from kernels.copies import Copy, Kept
 from kernels.decode import triton as decode
 from kernels.patterns.dense import dense_index
@@ -33,7 +34,8 @@ def test_tensors_on_the_cpu_are_declined_without_a_look_at_triton(monkeypatch):
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         if name != "attention.triton_launch":
-            assert module.supports(x, x, x) == "it serves tensors on a GPU, not on cpu"
+            reason = module.supports(Operands(x, x, x))
+            assert reason == "it serves tensors on a GPU, not on cpu"
 
 
 X = torch.ones(1, 1, 4, 64)
@@ -54,7 +56,7 @@ X = torch.ones(1, 1, 4, 64)
 def test_reasons_to_decline_a_gpu_tensor(q, k, reason, monkeypatch):
     monkeypatch.setattr(triton_launch, "_INTERPRETED", True)
     for backend in (triton, decode):
-        assert backend.supports(q, k, q) == reason
+        assert backend.supports(Operands(q, k, q)) == reason
 
 
 @pytest.mark.parametrize(
@@ -111,9 +113,8 @@ def test_every_target_has_a_build(target):
 def test_what_a_build_works_out_is_part_of_its_name(monkeypatch):
     """Triton's cache on disk knows builds by name, those of other releases among them."""
     x = torch.ones(1, 1, 4, 8)
-    how = triton.prepare(x, x, x, dense_index(1, 1, 4, 4, x.device), scale=1.0, softcap=None)[
-        1
-    ].constants["H"]
+    call = AttentionCall(x, x, x, dense_index(1, 1, 4, 4, x.device))
+    how = triton.prepare(call)[1].constants["H"]
     name = repr(how)
     monkeypatch.setattr(triton_launch.How, "few", 8)
     assert repr(how) != name

@@ -79,7 +79,7 @@ def test_a_dense_chunk_in_static_slots_sees_what_sdpa_shows_it(
 
     model = build()
     expected = run()
-    monkeypatch.setattr("kernels.dispatch.why_slow", lambda *_: "no fast kernel: no compiler")
+    monkeypatch.setattr("kernels.registry.fast", lambda *_: ("", "no fast kernel: no compiler"))
     with apply(model, backend="auto"):
         assert torch.equal(run(), expected)
     # A short prompt in a long cache is nothing to warn of.

@@ -12,13 +12,12 @@ import torch
 from transformers import DynamicCache
 
 from artifacts import HeadwiseError
-from kernels import breaker, dispatch
+from kernels import registry
 from kernels.attention import cpu, reference
-from kernels.breaker import building, failure
 from kernels.native import build as native
 from kernels.patterns import LayerPlan
+from kernels.registry import building, failure
 from runtime import apply_dense
-from runtime.attention import function
 from tests.runtime.batches import fed
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
 
@@ -47,14 +46,14 @@ class Failing:
         return self.function(*args, **kwargs)
 
 
-@pytest.mark.parametrize("where", ["launch", "build"])
+@pytest.mark.parametrize("where", ["run_by", "build"])
 @pytest.mark.parametrize(("error", "name"), FAULTS, ids=str)
 def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
     error, name, where, build, apply, ids, warnings, monkeypatch
 ):
     model, prompt = build(), ids(200)
     dense = model(prompt).logits
-    at = function if where == "launch" else LayerPlan
+    at = registry if where == "run_by" else LayerPlan
     with apply(model) as handle:
         sparse = model(prompt).logits
         failing = Failing(getattr(at, where), {1, 2, 5}, error)
@@ -74,7 +73,7 @@ def test_a_kernel_that_fails_is_served_densely_and_the_next_call_is_not(
 @pytest.mark.parametrize("error", [ValueError("q must be"), AssertionError("bug")], ids=str)
 def test_mistakes_of_ours_are_not_hidden(error, build, apply, ids, monkeypatch):
     model = build()
-    monkeypatch.setattr(function, "launch", Failing(function.launch, {1}, error))
+    monkeypatch.setattr(registry, "run_by", Failing(registry.run_by, {1}, error))
     with apply(model), pytest.raises(type(error)):
         model(ids(200))
 
@@ -171,23 +170,21 @@ def test_cache_layers_of_unlike_lengths_are_served_as_without_us(
 def unbuilt(monkeypatch):
     """The fastest backend, here in place of a GPU's, fails as a Triton build does: at its first
     launch, not before. The reference, which is slower than dense attention, must not be asked."""
-    monkeypatch.setattr(breaker, "_failed", {})
-    dispatch.say_once.cache_clear()
+    monkeypatch.setattr(registry, "_failed", {})
+    registry.say_once.cache_clear()
     tried: list[int] = []
 
-    def fails(*args, **options):
+    def fails(call):
         tried.append(1)
         with building("attention", "here"):
             raise RuntimeError("PassManager::run failed\nat line 3")
 
     former = cpu.supports
-    monkeypatch.setattr(cpu, "sparse_attention", fails)
-    monkeypatch.setattr(
-        cpu, "supports", lambda q, k, v: former(q, k, v) or failure("attention", "here")
-    )
-    monkeypatch.setattr(reference, "sparse_attention", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.setattr(cpu, "run", fails)
+    monkeypatch.setattr(cpu, "supports", lambda call: former(call) or failure("attention", "here"))
+    monkeypatch.setattr(reference, "run", lambda call: pytest.fail("asked"))
     yield tried
-    dispatch.say_once.cache_clear()
+    registry.say_once.cache_clear()
 
 
 def test_a_kernel_that_does_not_build_is_tried_once(unbuilt, build, apply, ids, warnings):

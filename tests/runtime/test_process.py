@@ -244,7 +244,7 @@ def test_a_fault_is_said_once_by_all_threads(build, artifact_for, ids, warnings,
         raise RuntimeError("std::bad_alloc")
 
     model, prompt = build(), ids(200)
-    monkeypatch.setattr("runtime.attention.function.launch", fails)
+    monkeypatch.setattr("kernels.registry.run_by", fails)
     with Headwise(artifact_for(model)).apply(model) as handle, ThreadPoolExecutor(4) as pool:
 
         def run(_):

@@ -12,8 +12,8 @@ import torch
 import artifacts
 from artifacts import HeadwiseError
 from kernels.attention import cpu
-from kernels.breaker import CannotBuildError
 from kernels.native import build
+from kernels.registry import CannotBuildError
 from profiling.inside.head_fidelity import fidelity
 from profiling.machine import search_seconds
 from profiling.models.device import default_dtype
@@ -170,7 +170,7 @@ def test_serving_backend_asks_each_backend_once_and_raises_what_is_no_build_fail
     def failing(*_, **__):
         raise error
 
-    monkeypatch.setattr(cpu, "sparse_attention", failing)
+    monkeypatch.setattr(cpu, "run", failing)
     # A build that fails for this call alone: `supports` goes on to say that the kernel serves.
     error: Exception = CannotBuildError("its kernel failed to build: no registers")
     assert serving_backend("auto", model, "float32", "cpu") == "reference"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import artifacts
-from kernels.attention.reference import sparse_attention as reference
+from kernels.attention import AttentionCall, reference
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from runtime.vllm.builder import SparseBuilder
@@ -126,8 +126,8 @@ class Parent:
                 table = common.block_table_tensor[i, None, : -(-k_len // PAGE)]
                 q = query[start:end].transpose(0, 1)[None]
                 index = dense_index(1, H, end - start, k_len, q.device)
-                options: dict[str, Any] = {"softcap": None, "block_table": table}
-                out, _ = reference(q, k, v, index, scale=self.scale, **options)
+                call = AttentionCall(q, k, v, index, scale=self.scale, block_table=table)
+                out, _ = reference.run(call)
                 output[start:end] = out[0].transpose(0, 1)
         return output
 
@@ -263,7 +263,7 @@ def by_plan(patterns: list[Any], inputs: Inputs, sinks: Tensor | None = None) ->
     """Attention (Q, H, D) of a chunk by patterns, with learned logits of each query head."""
     q, k, v = (x.transpose(0, 1)[None] for x in inputs)
     index = LayerPlan(patterns, G).build(q, k, scale=Parent.scale)
-    out, lse = reference(q, k, v, index, scale=Parent.scale, softcap=None)
+    out, lse = reference.run(AttentionCall(q, k, v, index, scale=Parent.scale))
     if sinks is not None:
         out = out * (1 - 1 / (1 + torch.exp(lse - sinks[:, None])))[..., None]
     return out[0].transpose(0, 1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention import sparse_attention
+from kernels.attention import AttentionCall, attend, sparse_attention
 from kernels.index import TILE, num_tiles
 from kernels.patterns import LayerPlan, Pattern, make
 from kernels.patterns.dense import dense_index
@@ -86,9 +86,7 @@ def direct(
         assert skipped.any() or pattern.kind != "skip_softmax" or length < 320
         # The mass on keys: a learned sink is none.
         kept, every = (
-            sparse_attention(q, k, v, one, scale=whole.scale, return_lse=True, backend="reference")[
-                1
-            ][0].double()
+            attend(AttentionCall(q, k, v, one, scale=whole.scale), "reference")[1][0].double()
             for one in (index, dense_index(1, heads, length, length, q.device))
         )
         change = out[0].double() - dense

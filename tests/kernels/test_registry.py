@@ -9,33 +9,34 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import breaker, dispatch, triton_calls
+from kernels import registry, triton_calls
 from kernels.attention import sparse_attention, triton
-from kernels.breaker import CannotBuildError, building, failure
+from kernels.call import Operands
 from kernels.decode import cpu as decode
 from kernels.decode import decode_attention
 from kernels.decode import triton as decode_triton
 from kernels.patterns.dense import dense_index
+from kernels.registry import CannotBuildError, building, failure
 from tests.kernels.recording import recorded
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(breaker, "_failed", {})
-    monkeypatch.setattr(dispatch, "say_once", cache(dispatch.say_once.__wrapped__))
+    monkeypatch.setattr(registry, "_failed", {})
+    monkeypatch.setattr(registry, "say_once", cache(registry.say_once.__wrapped__))
 
 
 def test_a_build_that_fails_is_tried_once(monkeypatch, caplog):
     """A CPU in place of a GPU: its fastest backend fails as a Triton build does."""
     tried = []
 
-    def fails(*args, **how):
+    def fails(call):
         tried.append(1)
         with building("decode", "here"):
             raise RuntimeError("PassManager::run failed\nat line 3")
 
-    monkeypatch.setattr(decode, "decode_attention", fails)
-    monkeypatch.setattr(decode, "supports", lambda q, k, v: failure("decode", "here"))
+    monkeypatch.setattr(decode, "run", fails)
+    monkeypatch.setattr(decode, "supports", lambda call: failure("decode", "here"))
     x = torch.randn(1, 2, 5, 16)
     expected = decode_attention(x, x, x, backend="reference")
     reason = "its kernel failed to build: RuntimeError: PassManager::run failed"
@@ -44,11 +45,11 @@ def test_a_build_that_fails_is_tried_once(monkeypatch, caplog):
             assert torch.equal(decode_attention(x, x, x).out, expected.out)
     assert len(tried) == 1
     assert caplog.messages == [f"backend 'cpu' not used: {reason}"]
-    assert dispatch.why_not(x, x, x, "decode")["cpu"] == reason
-    assert breaker.failures() == {"decode, here": reason}
+    assert registry.why_not("decode", Operands(x, x, x))["cpu"] == reason
+    assert registry._failed == {("decode", "here"): reason}
     for known in (True, False):
         if not known:
-            breaker._failed.clear()
+            registry._failed.clear()
         with pytest.raises(ValueError, match=f"backend 'cpu' cannot serve this call: {reason}"):
             decode_attention(x, x, x, backend="cpu")
     assert len(tried) == 2
@@ -100,7 +101,7 @@ def test_a_variant_that_fails_takes_no_other_with_it(builds):
         attend()
     assert [how.window for how in tried] == [True, False, False]
     x = torch.ones(1, 2, 70, 16)
-    assert triton.supports(x, x, x) is None
+    assert triton.supports(Operands(x, x, x)) is None
     with pytest.raises(
         ValueError, match="backend 'triton' cannot serve this call: its kernel failed to build"
     ):
@@ -114,7 +115,7 @@ def test_decode_that_fails_with_scores_serves_without(builds):
         decode_attention(x[:, :, -1:], x, x, scores="sum", backend=name) for name in ("auto", "cpu")
     )
     torch.testing.assert_close(found.out, expected.out)
-    assert decode_triton.supports(x, x, x) is None
+    assert decode_triton.supports(Operands(x, x, x)) is None
 
 
 def test_sums_of_a_prompt_that_do_not_build_are_another_backend_s(builds):
@@ -124,7 +125,7 @@ def test_sums_of_a_prompt_that_do_not_build_are_another_backend_s(builds):
         found = decode_attention(x, x, x, scores="sum")
         expected = decode_attention(x, x, x, scores="sum", backend="cpu")
         torch.testing.assert_close(found.scores, expected.scores)
-    assert "failed to build" in str(decode_triton.supports(x, x, x))
+    assert "failed to build" in str(decode_triton.supports(Operands(x, x, x)))
     with pytest.raises(ValueError, match="'triton' cannot serve this call: its kernel failed"):
         decode_attention(x, x, x, scores="sum", backend="triton")
 
@@ -136,6 +137,6 @@ def test_where_the_least_fails_nothing_is_tried_again(builds):
             attend(window=window), attend(window=window, backend="reference")
         )
     x = torch.ones(1, 2, 70, 16)
-    assert len(tried) == 1 and "failed to build" in str(triton.supports(x, x, x))
+    assert len(tried) == 1 and "failed to build" in str(triton.supports(Operands(x, x, x)))
     # Of another head dim it may build.
-    assert triton.supports(x[..., :8], x[..., :8], x[..., :8]) is None
+    assert triton.supports(Operands(x[..., :8], x[..., :8], x[..., :8])) is None

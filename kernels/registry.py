@@ -1,0 +1,236 @@
+"""Registry of backends: op x backend -> module, why one cannot serve a call, and failed builds.
+
+What serves an op is a module or a class with `supports(call)`, the reason why it cannot serve the
+call or None, and `run(call)`. A call is an object with its arguments, checked when it is made, and
+with its `device`. Importing a module must not fail where its library is absent: that is a reason of
+`supports`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Backend(NamedTuple):
+    """A backend.
+
+    Attributes:
+        device: type of the devices that it is made for; None for any device. One made for another
+            device is no loss that a user need hear of.
+        ops: by op the module that serves it, or "module:Class".
+    """
+
+    device: str | None
+    ops: dict[str, str]
+
+
+# Fastest first, the reference last.
+BACKENDS = {
+    "triton": Backend(
+        "cuda",
+        {
+            "attention": "kernels.attention.triton",
+            "decode": "kernels.decode.triton",
+            "estimate": "kernels.patterns.triton:Estimate",
+            "means": "kernels.patterns.triton:Means",
+            "choose": "kernels.patterns.triton:Choice",
+        },
+    ),
+    "cpu": Backend(
+        "cpu",
+        {
+            "attention": "kernels.attention.cpu",
+            "decode": "kernels.decode.cpu",
+            "gradient": "kernels.gradient.cpu",
+            "estimate": "kernels.patterns.cpu:Estimate",
+            "means": "kernels.patterns.cpu:Means",
+            "tiles": "kernels.patterns.cpu:Tiles",
+            "choose": "kernels.patterns.cpu:Choice",
+            "evict": "kernels.decode.dropping:Native",
+        },
+    ),
+    "reference": Backend(
+        None,
+        {
+            "attention": "kernels.attention.reference",
+            "decode": "kernels.decode.reference",
+            "gradient": "kernels.gradient.reference",
+            "estimate": "kernels.patterns.last_queries:Reference",
+            "means": "kernels.patterns.block_sparse:ReferenceMeans",
+            "tiles": "kernels.patterns.block_sparse:ReferenceTiles",
+            "choose": "kernels.patterns.choose:Reference",
+            "evict": "kernels.decode.dropping:Reference",
+        },
+    ),
+}
+# Of these the reference is fast enough on any device: only a failed build is reported.
+_QUIET = ("estimate", "means", "tiles", "choose", "evict")
+
+_log = logging.getLogger("headwise")
+_failed: dict[tuple[object, ...], str] = {}
+
+
+class CannotBuildError(RuntimeError):
+    """A kernel that cannot be compiled or does not fit the device; another has to serve."""
+
+
+@functools.cache
+def implementation(op: str, name: str) -> Any:
+    """What serves an op by a backend, imported on first use; ValueError names the known ones."""
+    known = [known for known, backend in BACKENDS.items() if op in backend.ops]
+    if name not in known:
+        raise ValueError(f"unknown backend {name!r}; known: auto, {', '.join(known)}")
+    module, _, member = BACKENDS[name].ops[op].partition(":")
+    served = importlib.import_module(module)
+    if member:
+        return getattr(served, member)
+    return served
+
+
+@functools.cache
+def order(op: str, device: str) -> tuple[str, ...]:
+    """The backends of an op, first those made for this type of device, the reference last."""
+    names = [name for name, backend in BACKENDS.items() if op in backend.ops]
+    ranks = {device: 0, None: 2}
+    return tuple(sorted(names, key=lambda name: ranks.get(BACKENDS[name].device, 1)))
+
+
+def why_not(op: str, call: Any) -> dict[str, str | None]:
+    """For each backend of an op the reason why it cannot serve a call, None where it can."""
+    return {
+        name: implementation(op, name).supports(call)
+        for name, backend in BACKENDS.items()
+        if op in backend.ops
+    }
+
+
+def fast(op: str, call: Any) -> tuple[str, str | None]:
+    """The backend that "auto" takes for a call, and None; ("", why) where only the reference can.
+
+    Args:
+        op: its name.
+        call: the call, or kernels.call.Operands before there is one.
+    """
+    reasons = {}
+    for name in order(op, call.device.type):
+        reason = implementation(op, name).supports(call)
+        if reason is None and name != "reference":
+            return name, None
+        reasons[name] = reason
+    known = [f"{name}: {reasons[name]}" for name in BACKENDS if reasons.get(name) is not None]
+    return "", "no fast kernel: " + "; ".join(known)
+
+
+def run(op: str, call: Any, backend: str = "auto") -> Any:
+    """The result of an op.
+
+    Args:
+        op: its name.
+        call: its arguments.
+        backend: "auto" takes the fastest that serves the call, and reports once why faster ones do
+            not; a name takes that one or raises.
+
+    Raises:
+        ValueError: the named backend is unknown or cannot serve the call.
+    """
+    if backend == "auto":
+        return serve(op, call)[1]
+    reason = implementation(op, backend).supports(call)
+    if reason is not None:
+        raise _refusal(backend, reason)
+    return run_by(op, backend, call)
+
+
+def run_by(op: str, backend: str, call: Any) -> Any:
+    """The result of an op by a backend that is known to support the call.
+
+    Raises:
+        ValueError: its kernel cannot be built.
+    """
+    try:
+        return implementation(op, backend).run(call)
+    except CannotBuildError as error:
+        raise _refusal(backend, error) from error
+
+
+def serve(
+    op: str, call: Any, report: Callable[[str, str], object] | None = None
+) -> tuple[str, Any]:
+    """The backend that serves a call, the fastest that can, and the result.
+
+    Args:
+        op: its name.
+        call: its arguments.
+        report: gets each faster backend and the reason why it does not serve; None logs what is a
+            loss, once.
+    """
+    device = call.device.type
+    for name in order(op, device):
+        served = implementation(op, name)
+        reason = served.supports(call)
+        if reason is None:
+            try:
+                return name, served.run(call)
+            except CannotBuildError as error:
+                # What builds for other calls is asked for them again: only `supports` declines all.
+                reason = str(error)
+        if report is not None:
+            report(name, reason)
+        elif BACKENDS[name].device == device and (op not in _QUIET or reason in _failed.values()):
+            say_once(name, reason)
+    raise AssertionError("the reference serves every call")
+
+
+def _refusal(backend: str, reason: object) -> ValueError:
+    return ValueError(f"backend {backend!r} cannot serve this call: {reason}")
+
+
+@functools.cache
+def say_once(backend: str, reason: str) -> None:
+    """Log one line, however often the same is the case."""
+    _log.warning("backend %r not used: %s", backend, reason)
+
+
+def failure(*kernel: object) -> str | None:
+    """The reason why a kernel cannot be built; None if it can, or has not been tried."""
+    return _failed.get(kernel)
+
+
+def any_failed() -> bool:
+    """True if there is a kernel that cannot be built."""
+    return bool(_failed)
+
+
+def check_built(*kernel: object) -> None:
+    """Raise CannotBuildError if the kernel is known to fail."""
+    if (reason := failure(*kernel)) is not None:
+        raise CannotBuildError(reason)
+
+
+@contextmanager
+def building(*kernel: object) -> Iterator[None]:
+    """Around a launch: what goes wrong in its build is remembered for these names.
+
+    Raises:
+        CannotBuildError: the build failed. What a device reports while it runs (no memory left, an
+            illegal address) is none of the build's and goes through.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        lines = lines or ["no message"]
+        # What the driver says of a kernel that runs.
+        if lines[0].startswith("Triton Error ["):
+            raise
+        _failed[kernel] = f"its kernel failed to build: {type(error).__name__}: {lines[0]}"
+        raise CannotBuildError(_failed[kernel]) from error
