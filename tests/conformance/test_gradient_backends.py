@@ -207,34 +207,34 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"q": torch.zeros(4, 10, 8)}, "got q 3-D, k 4-D"),
-        ({"k": torch.zeros(1, 2, 20, 7)}, r"k \(1, 2, 20, 7\)"),
-        ({"out": torch.zeros(1, 4, 10, 8)}, r"out \(1, 4, 10, 8\)"),
-        ({"grad_out": torch.zeros(1, 4, 9, 6)}, r"grad_out \(1, 4, 9, 6\)"),
-        ({"lse": torch.zeros(1, 4, 20)}, r"lse \(1, 4, 20\)"),
-        ({"k": torch.zeros(1, 3, 20, 8), "v": torch.zeros(1, 3, 20, 6)}, "4 query .* 3 KV heads"),
-        ({"k": torch.zeros(1, 2, 9, 8), "v": torch.zeros(1, 2, 9, 6)}, "10 queries and 9 keys"),
-        (
-            {"k": torch.zeros(1, 0, 20, 8), "v": torch.zeros(1, 0, 20, 6)},
-            r"must be positive.* k \(1, 0, 20, 8\)",
-        ),
-        (
-            {"grad_out": torch.zeros(1, 4, 10, 6).half()},
-            "floating dtype, got torch.float32, torch.float16",
-        ),
-        ({"lse": torch.zeros(1, 4, 10).half()}, "lse must be torch.float32, got torch.float16"),
-        ({"lse": torch.zeros(1, 4, 10, device="meta")}, "must share a device, got cpu, meta"),
-        ({"scale": 0.0}, "got 0.0"),
-        ({"softcap": float("inf")}, "got inf"),
-        ({"window": 0}, "window must be at least 1, got 0"),
-        ({"skip_below": 1.0}, "skip_below must be at least 0 and below 1, got 1.0"),
-        ({"skip_below": float("nan")}, "skip_below .* got nan"),
-        ({"backend": "fast"}, "unknown backend 'fast'; known: auto, cpu, reference"),
-    ],
-)
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"q": torch.zeros(4, 10, 8)}, "got q 3-D, k 4-D"),
+    ({"k": torch.zeros(1, 2, 20, 7)}, r"k \(1, 2, 20, 7\)"),
+    ({"out": torch.zeros(1, 4, 10, 8)}, r"out \(1, 4, 10, 8\)"),
+    ({"grad_out": torch.zeros(1, 4, 9, 6)}, r"grad_out \(1, 4, 9, 6\)"),
+    ({"lse": torch.zeros(1, 4, 20)}, r"lse \(1, 4, 20\)"),
+    ({"k": torch.zeros(1, 3, 20, 8), "v": torch.zeros(1, 3, 20, 6)}, "4 query .* 3 KV heads"),
+    ({"k": torch.zeros(1, 2, 9, 8), "v": torch.zeros(1, 2, 9, 6)}, "10 queries and 9 keys"),
+    (
+        {"k": torch.zeros(1, 0, 20, 8), "v": torch.zeros(1, 0, 20, 6)},
+        r"must be positive.* k \(1, 0, 20, 8\)",
+    ),
+    (
+        {"grad_out": torch.zeros(1, 4, 10, 6).half()},
+        "floating dtype, got torch.float32, torch.float16",
+    ),
+    ({"lse": torch.zeros(1, 4, 10).half()}, "lse must be torch.float32, got torch.float16"),
+    ({"lse": torch.zeros(1, 4, 10, device="meta")}, "must share a device, got cpu, meta"),
+    ({"scale": 0.0}, "got 0.0"),
+    ({"softcap": float("inf")}, "got inf"),
+    ({"window": 0}, "window must be at least 1, got 0"),
+    ({"skip_below": 1.0}, "skip_below must be at least 0 and below 1, got 1.0"),
+    ({"skip_below": float("nan")}, "skip_below .* got nan"),
+    ({"backend": "fast"}, "unknown backend 'fast'; known: auto, cpu, reference"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSALS)
 def test_what_does_not_go_together_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         attention_gradients(**{**GOOD, **changes})

@@ -5,21 +5,29 @@ Shapes: B batch, H query heads, G KV heads, Q query length, K key length, D head
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels import registry
 from kernels.attention import sparse_attention
 from kernels.decode import MAX_QUERIES, decode_attention
 from kernels.decode.dropping import drop_lowest
 from kernels.dense import dense_attention
+from kernels.gradient import attention_gradients
 from kernels.index import SparseIndex
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
+from tests.conformance import test_gradient_backends as gradients
+
+KERNELS = Path(registry.__file__).parent
 
 
 def int32(*values: int) -> Tensor:
@@ -139,6 +147,7 @@ PAGES = {"k": torch.ones(2, 8, 2, 16), "v": torch.ones(2, 8, 2, 8)}
 DECODE = [
     ({"q": torch.ones(4, 3, 16)}, "got q 3-D, k 4-D, v 4-D"),
     ({"q": torch.ones(2, 4, 3, 8)}, r"q \(2, 4, 3, 8\), k \(2, 2, 40, 16\), v \(2, 2, 40, 8\)"),
+    ({"q": torch.ones(3, 4, 3, 16)}, r"q \(3, 4, 3, 16\), k \(2, 2, 40, 16\), v \(2, 2, 40, 8\)"),
     ({"q": torch.ones(2, 3, 3, 16)}, "3 query heads do not divide into 2 KV heads"),
     ({"q": torch.ones(2, 4, 0, 16)}, "decode takes 1 to 16 queries, got 0"),
     ({"q": torch.ones(2, 4, 17, 16)}, "decode takes 1 to 16 queries, got 17"),
@@ -224,3 +233,64 @@ def test_dropping_names_what_is_wrong(change, message):
     }
     with pytest.raises(ValueError, match=message):
         drop_lowest(**{**held, **change})
+
+
+def raised(error: ValueError) -> tuple[str, int]:
+    """File and line of the statement that raised an error."""
+    trace = error.__traceback__
+    assert trace is not None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return Path(trace.tb_frame.f_code.co_filename).name, trace.tb_lineno
+
+
+def refusals() -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
+    """Calls that are refused, of every op."""
+    q, k, v, index = inputs()
+    good = {"q": q, "k": k, "v": v, "index": index}
+    yield from ((sparse_attention, good | change) for change, _ in ATTENTION)
+    yield sparse_attention, good | {"k": None}
+    yield sparse_attention, good | {"v": v.to_sparse()}
+    yield sparse_attention, good | {"sinks": torch.zeros(3)}
+    outside = replace(index, ragged=Ragged.left_padded([200], 200, 201))
+    yield sparse_attention, good | {"index": replace(outside, k_len=200)}
+    yield from ((decode_attention, decode_inputs(**change)) for change, _ in DECODE)
+    yield from ((attention_gradients, gradients.GOOD | change) for change, _ in gradients.REFUSALS)
+
+
+def test_every_check_of_a_call_is_met_by_a_case():
+    """No sentence is there for nothing: each statement that raises is one that raises here."""
+    met = set()
+    for op, arguments in refusals():
+        with pytest.raises(ValueError) as error:
+            op(**arguments)
+        met.add(raised(error.value))
+    raises = {
+        (file, node.lineno)
+        for file in ("call.py", "checks.py")
+        for node in ast.walk(ast.parse((KERNELS / file).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Raise)
+    }
+    assert raises and raises <= met, sorted(raises - met)
+
+
+def test_a_sentence_is_written_once():
+    """Of all that kernels refuse: what several calls check is one function."""
+    found: dict[str, str] = {}
+    for path in sorted(KERNELS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "ValueError":
+                sentence = "".join(words(node.args[0]))
+                where = f"{path.name}, line {node.lineno}"
+                # A reason that is handed on is no sentence.
+                if sentence != "{}":
+                    assert sentence not in found, (where, found[sentence])
+                    found[sentence] = where
+    assert len(found) > 50
+
+
+def words(message: ast.expr) -> Iterator[str]:
+    """What a message says but for its values."""
+    parts = message.values if isinstance(message, ast.JoinedStr) else [message]
+    for part in parts:
+        yield str(part.value) if isinstance(part, ast.Constant) else "{}"

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from artifacts import HeadwiseError
 from kernels import registry
 from kernels.attention import cpu, reference
+from kernels.decode import cpu as decode_cpu
 from kernels.native import build as native
 from kernels.patterns import LayerPlan
 from kernels.registry import building, failure
@@ -185,6 +186,26 @@ def unbuilt(monkeypatch):
     monkeypatch.setattr(reference, "run", lambda call: pytest.fail("asked"))
     yield tried
     registry.say_once.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu"])
+def test_a_forward_asks_a_kernel_once_and_each_step_of_a_layer_once(
+    backend, build, apply, ids, monkeypatch
+):
+    """The first layer of a prefill decides for all of the forward."""
+    model, prompt, cache = build(), ids(300), DynamicCache()
+    asked: list[str] = []
+    for op, module in (("attention", cpu), ("decode", decode_cpu)):
+        supports = module.supports
+        monkeypatch.setattr(
+            module, "supports", lambda call, op=op, ask=supports: asked.append(op) or ask(call)
+        )
+    with apply(model, backend=backend) as handle:
+        model(prompt, past_key_values=cache)
+        assert handle.stats()["sparse"] == 2 and asked == ["attention"]
+        model(ids(1), past_key_values=cache)
+        assert handle.stats()["dense"] == {"decode by kernel": 2}
+    assert asked == ["attention", "decode", "decode"]
 
 
 def test_a_kernel_that_does_not_build_is_tried_once(unbuilt, build, apply, ids, warnings):

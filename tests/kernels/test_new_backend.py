@@ -1,0 +1,173 @@
+"""CONTRIBUTING's walk "Add a backend": by a module and one line it serves the cases of every op."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+
+import pytest
+import torch
+
+from kernels import registry
+from kernels.attention import attend, sparse_attention
+from kernels.call import Operands
+from kernels.decode import decode_attention
+from kernels.decode.dropping import drop_lowest
+from kernels.gradient import attention_gradients
+from kernels.patterns.block_sparse import BlockSparse, mean_of_tiles, select
+from kernels.patterns.dense import dense_index
+from kernels.registry import BACKENDS, Backend
+from tests.conformance import attention_cases, builder_cases, decode_cases, interpreted
+from tests.conformance import test_gradient_backends as gradients
+from tests.conformance.test_kernel_backends import HOST
+from tests.kernels import toy
+from tests.kernels.recording import served_by
+
+OPS = tuple(BACKENDS["reference"].ops)
+
+
+@pytest.fixture
+def added(monkeypatch) -> Iterator[ModuleType]:
+    """The toy backend, registered."""
+    monkeypatch.setitem(BACKENDS, "toy", Backend("cpu", dict.fromkeys(OPS, "tests.kernels.toy")))
+    toy.served.clear()
+    forget()
+    yield toy
+    forget()
+
+
+def forget() -> None:
+    """Have the registry read its table anew."""
+    registry.order.cache_clear()
+    registry.implementation.cache_clear()
+
+
+def attention() -> None:
+    for name in interpreted.KEPT["attention"]:
+        case = interpreted.in_its_dtype(attention_cases.SMALL, name)
+        given = attention_cases.problem(case, HOST)
+        out, lse = attention_cases.served(case, given, partial(attend, backend="toy"))
+        attention_cases.check(out, given.out, "out", case.dtype)
+        attention_cases.check(lse, given.lse, "lse", case.dtype)
+
+
+def decode() -> None:
+    for name in interpreted.KEPT["decode"]:
+        case = interpreted.in_its_dtype(decode_cases.SMALL | decode_cases.PROMPTS, name)
+        for kind in case.kinds:
+            op = partial(decode_attention, backend="toy")
+            assert decode_cases.close(decode_cases.run(case, HOST, op, kind), case.dtype), name
+
+
+def gradient() -> None:
+    for name in ("length 65", "soft-cap 2", "window 100, soft-cap, 130 of 700"):
+        found = gradients.gradients(gradients.CASES[name], torch.float32, "toy")
+        _, right = gradients.problem(gradients.CASES[name], torch.float32)
+        gradients.check(found, right, gradients.TOLERANCES[torch.float32])
+
+
+def estimate() -> None:
+    for case in builder_cases.ESTIMATES.values():
+        # Half precision is Triton's, which adds up in fp32: torch rounds the logits to 16 bits.
+        exact = replace(case, dtype=torch.float32)
+        assert builder_cases.estimate_error(exact, HOST, "toy") <= builder_cases.ERROR
+
+
+def means() -> None:
+    for case in builder_cases.MEANS.values():
+        assert builder_cases.means_error(case, HOST, "toy") <= builder_cases.ERROR
+
+
+def choose() -> None:
+    for case in builder_cases.CHOICES.values():
+        # For torch NaN is the largest number.
+        assert builder_cases.choice_error(case, HOST, "toy", poisoned=False) == 0
+
+
+def tiles() -> None:
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, 2, length, 32) for length in (200, 450))
+    averages = [mean_of_tiles(x, [0, 1], lead=lead) for x, lead in ((q, 58), (k, 0))]
+    patterns = [BlockSparse(blocks=2), BlockSparse(blocks=5, coverage=0.7)]
+    how = {"q_len": 200, "k_len": 450, "scale": 0.3}
+    found, wanted = (
+        select(*averages, patterns, **how, backend=backend) for backend in ("toy", "reference")
+    )
+    assert torch.equal(found.listed(), wanted.listed())
+
+
+def evict() -> None:
+    torch.manual_seed(0)
+    memory = [torch.randn(2, 3, 30, 8), torch.randn(2, 3, 30, 4), torch.rand(2, 3, 30)]
+    memory.append(torch.arange(30, dtype=torch.int32).expand(2, 3, -1).contiguous())
+    found, wanted = ([x.clone() for x in memory] for _ in range(2))
+    for held, backend in ((found, "toy"), (wanted, "reference")):
+        drop_lowest(*held, rows=[30, 20], latest=[25, 16], queries=[30, 21], backend=backend)
+    for one, other, before in zip(found, wanted, memory, strict=True):
+        assert torch.equal(one, other) and not torch.equal(one, before)
+
+
+CASES = (attention, decode, gradient, estimate, means, tiles, choose, evict)
+
+
+@pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases.__name__)
+def test_a_backend_of_one_line_serves_the_cases_of_every_op(cases, added):
+    cases()
+    assert added.served[cases.__name__] > 0
+
+
+def test_the_cases_are_of_all_ops():
+    assert {cases.__name__ for cases in CASES} == set(OPS) == set(toy.OPS.values())
+    assert all(backend.ops.keys() <= set(OPS) for backend in BACKENDS.values())
+
+
+def test_a_new_backend_is_known_by_its_name_and_taken_by_auto(added):
+    q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
+    index = dense_index(1, 2, 70, 70, q.device)
+    expected = sparse_attention(q, k, v, index, backend="reference")
+    # Before those that are made for no device, after the faster ones of its own.
+    assert registry.order("attention", "cpu") == ("cpu", "toy", "triton", "reference")
+    assert registry.fast("attention", Operands(q, k, v)) == ("cpu", None)
+    with served_by("toy", "reference", ops=OPS):
+        assert registry.fast("attention", Operands(q, k, v)) == ("toy", None)
+        assert torch.equal(sparse_attention(q, k, v, index), expected)
+    assert added.served["attention"] == 1
+    known = "unknown backend 'abacus'; known: auto, triton, cpu, reference, toy"
+    with pytest.raises(ValueError, match=known):
+        sparse_attention(q, k, v, index, backend="abacus")
+    reason = "backend 'toy' cannot serve this call: it is a toy for the CPU, not for meta"
+    with pytest.raises(ValueError, match=reason):
+        decode_attention(*(x.to("meta") for x in (q[:, :, -1:], k, v)), backend="toy")
+
+
+@pytest.mark.parametrize(
+    ("name", "op"), [(name, op) for name, backend in BACKENDS.items() for op in backend.ops]
+)
+def test_what_serves_an_op_has_supports_and_run(name, op):
+    """Both take a call; what else `run` takes has a default."""
+    served = registry.implementation(op, name)
+    for function in (served.supports, served.run):
+        (first, *others) = inspect.signature(function).parameters.values()
+        assert first.name == "call"
+        assert not others or function is served.run
+        assert all(other.default is None for other in others)
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu"])
+def test_a_backend_is_asked_once_a_call(backend, monkeypatch):
+    asked = []
+    for op in ("attention", "decode", "gradient"):
+        served = registry.implementation(op, "cpu")
+        supports = served.supports
+        monkeypatch.setattr(
+            served, "supports", lambda call, op=op, ask=supports: asked.append(op) or ask(call)
+        )
+    q, k, v = (torch.randn(1, 2, 70, 16) for _ in range(3))
+    index = dense_index(1, 2, 70, 70, q.device)
+    sparse_attention(q, k, v, index, backend=backend)
+    decode_attention(q[:, :, -1:], k, v, backend=backend)
+    attention_gradients(q, k, v, q, q[..., 0].contiguous(), q, backend=backend)
+    assert asked == ["attention", "decode", "gradient"]
