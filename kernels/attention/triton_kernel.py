@@ -341,7 +341,7 @@ def sparse_attention_kernel(
     entries of each of these it has; by the last: columns before the unbroken run of diagonals; by
     the first: columns before all tiles that it sees. held (table_width): whether the head has that
     diagonal. tiles (T) int32 and offsets (B, H, R + 1) int64 if H.tiles, as in a SparseIndex.
-    dense_tail: how many of the last queries see every key, if H.tail. pages (B,
+    If H.tail the last dense_tail queries of a sequence see every key. pages (B,
     pages_width) int32 if H.page > 0; k_batch and v_batch are then the strides of a page. places (B,
     5) int32 if H.ragged: batch row, first query, queries, first key and keys of each sequence; B is
     then the number of sequences, and num_rows, q_len of q and the widths of all tables are those of
