@@ -28,6 +28,7 @@ ALLOWED = {
     "artifacts",
     "pydantic",
     "pydantic_core",
+    "rfc8785",
     "runtime",
     "typing_extensions",
     "typing_inspection",
