@@ -25,8 +25,7 @@ tool's file.
 
 formats:
 {"".join(f"  {name:<24} {form.about}" + chr(10) for name, form in FORMATS.items())}
-The report says how many heads (or layers) are the same on both sides, and what happens to the
-others:
+The report says how many heads are the same on both sides, and what happens to the others:
 
   same              another form, the same effect
   computes more     nothing is lost but time
@@ -42,9 +41,8 @@ examples:
   headwise convert best_pattern.json --config Llama-3-8B/config.json --out cfg.yaml
   headwise convert best_pattern.json --kv-heads 8 --head-dim 128 --max-positions 262144 \\
       --model my/Llama-3-8B --out cfg.yaml
-  headwise convert cfg.yaml --to sparse_attention_config --out sparse_attention_config.json
+  headwise convert cfg.yaml --to minference --out best_pattern.json
   headwise convert full_attention_heads.tsv --config Llama-3-8B --sparsity 0.5 --out kv.yaml
-  headwise convert cfg.yaml --to index_topk_pattern --out overrides.json
   headwise merge cfg.yaml --kv-cache kv.yaml --out both.yaml
 """
 _MODEL = "the model, for imports (what the file does not say)"
@@ -94,7 +92,7 @@ class Config:
         "first tokens a streaming head keeps (128)", default=None, group=_HOW
     )
     window: int | None = option(
-        "last tokens a streaming head sees, itself one (257, KVzip 256)", default=None, group=_HOW
+        "last tokens a streaming head sees, itself one (257)", default=None, group=_HOW
     )
     threshold: float | None = option(
         "KV heads from here on keep all (0.5)", default=None, group=_HOW

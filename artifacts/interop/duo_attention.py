@@ -89,7 +89,6 @@ def read(source: Source, given: Given) -> Import:
     return import_heads(
         source,
         given,
-        format="duo_attention",
         table=table,
         keep=[
             [(layer, head) in full for head in range(len(table[0]))] for layer in range(len(table))

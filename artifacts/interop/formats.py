@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, one_line
-from artifacts.interop import (
-    duo_attention,
-    kascade,
-    kvzip,
-    layers,
-    modelopt,
-    read_heads,
-    write_heads,
-)
+from artifacts.interop import duo_attention, modelopt, read_heads, write_heads
 from artifacts.interop.report import Export, Import
 from artifacts.interop.shape import Given
 from artifacts.interop.source import Source
@@ -47,19 +38,11 @@ class Format:
 
 
 _HEADS = ("dense_below", "dense_tail")
-_KV_HEADS = ("sinks", "window", "threshold", "sparsity")
 FORMATS: dict[str, Format] = {
     "minference": Format(
         about="MInference's JSON list of head patterns, also within AngelSlim's best_pattern",
-        read=partial(read_heads.read, format="minference"),
-        write=partial(write_heads.write, format="minference"),
-        options=_HEADS,
-        patterns=True,
-    ),
-    "sparse_attention_config": Format(
-        about="the same list for vLLM and SGLang: sparse_attention_config.json",
-        read=partial(read_heads.read, format="sparse_attention_config"),
-        write=partial(write_heads.write, format="sparse_attention_config"),
+        read=read_heads.read,
+        write=write_heads.write,
         options=_HEADS,
         patterns=True,
     ),
@@ -74,28 +57,7 @@ FORMATS: dict[str, Format] = {
         about="DuoAttention's full_attention_heads.tsv, its config.json beside it",
         read=duo_attention.read,
         write=duo_attention.write,
-        options=_KV_HEADS,
-    ),
-    "kvzip": Format(
-        about="KVzip's head scores, a .pt file",
-        read=kvzip.read,
-        write=kvzip.write,
-        options=_KV_HEADS,
-    ),
-    "index_topk_pattern": Format(
-        about="FFSSFS...: config.json of transformers, vLLM, SGLang, TensorRT-LLM",
-        read=layers.read_index_pattern,
-        write=layers.write_index_pattern,
-    ),
-    "sparse_vllm": Format(
-        about="Sparse-vLLM's full_attention_layers, a flat JSON of its options",
-        read=layers.read_sparse_vllm,
-        write=layers.write_sparse_vllm,
-    ),
-    "kascade": Format(
-        about="Kascade's anchor layers, MODEL_layers_0_2_8.npy",
-        read=kascade.read,
-        write=kascade.write,
+        options=("sinks", "window", "threshold", "sparsity"),
     ),
 }
 
@@ -111,10 +73,8 @@ def guess(file: Path) -> str:
             f"{one_line(str(file))}: is an artifact by its name: say with --to what to write from "
             f"it"
         )
-    by_suffix = {".tsv": "duo_attention", ".pt": "kvzip", ".npy": "kascade"}
-    by_name = {
-        "sparse_attention_config.json": "sparse_attention_config",
-        "selected_full_layers.json": "sparse_vllm",
-        "config.json": "index_topk_pattern",
-    }
-    return by_suffix.get(file.suffix) or by_name.get(file.name) or "minference"
+    if file.suffix == ".tsv":
+        return "duo_attention"
+    if file.name == "config.json":
+        return "modelopt"
+    return "minference"

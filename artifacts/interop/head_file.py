@@ -1,4 +1,4 @@
-"""MInference's list of head patterns, and the same list as vLLM and SGLang read it.
+"""MInference's list of head patterns, also within AngelSlim's file.
 
 A JSON list of layers, each a mapping from a query head's number to [name, a, b, score]:
 
@@ -8,10 +8,7 @@ A JSON list of layers, each a mapping from a query head's number to [name, a, b,
 * flex_vertical_and_slash: a and b are [share, most], as FlexPrefill takes columns and diagonals.
 
 A head or a layer that is left out gets vertical_and_slash 1000, 6096. The score is the search's own
-and nothing reads it: a recall, or how many of an output's elements were off. vLLM and SGLang, which
-look for the file beside a model as sparse_attention_config.json, know vertical_and_slash alone,
-read 30 columns as 130, and serve only prompts above a threshold so, which stands in the model's
-config.json under dual_chunk_attention_config.
+and nothing reads it: a recall, or how many of an output's elements were off.
 
 AngelSlim keeps MInference's entries in a JSON object: best_pattern is a mapping from a layer's
 number to the layer's mapping, and model_fingerprint has fields of the config.json of the model that
@@ -22,18 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from artifacts.errors import ArtifactError, shorten
 from artifacts.schema.fields import LARGEST, MOST
 from artifacts.schema.patterns import AnyPattern, AShape, BlockSparse, VerticalSlash
 
-HeadFormat = Literal["minference", "sparse_attention_config"]
 NAMES = ("vertical_and_slash", "stream_llm", "block_sparse", "flex_vertical_and_slash")
 BLOCKS = 100
-# vLLM and SGLang add 100 columns to these.
-FEW_COLUMNS = 30
-MORE_COLUMNS = 130
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +52,10 @@ class Entry:
             return None
         return float(self.as_json[3])
 
-    def pattern(self, format: HeadFormat) -> AnyPattern:
-        """Pattern that the tool of this format makes of the entry."""
+    def pattern(self) -> AnyPattern:
+        """Pattern that MInference makes of the entry."""
         a, b = self.sizes
         match self.name:
-            case "vertical_and_slash" if format == "sparse_attention_config" and a == FEW_COLUMNS:
-                return VerticalSlash(vertical=MORE_COLUMNS, slash=b)
             case "vertical_and_slash":
                 return VerticalSlash(vertical=a, slash=b)
             case "flex_vertical_and_slash":
@@ -83,14 +74,14 @@ def entry(name: str, a: int, b: int, score: float | None = None) -> Entry:
 LEFT_OUT = entry("vertical_and_slash", 1000, 6096)
 
 
-def parse(document: Any, format: HeadFormat) -> list[dict[int, Entry]]:
+def parse(document: Any) -> list[dict[int, Entry]]:
     """The entries of each layer by head.
 
     Raises:
         ArtifactError: it is no such list; the line has the layer, the head, the value and what
             would be right.
     """
-    if format == "minference" and is_angelslim(document):
+    if is_angelslim(document):
         layers = _listed(document)
     else:
         layers = document
@@ -98,7 +89,7 @@ def parse(document: Any, format: HeadFormat) -> list[dict[int, Entry]]:
         raise ArtifactError(f"must be a list with a mapping for each layer, got {shorten(layers)}")
     if len(layers) > MOST:
         raise ArtifactError(f"has {len(layers)} layers, the most that make sense are {MOST}")
-    return [_layer(layer, row, format) for layer, row in enumerate(layers)]
+    return [_layer(layer, row) for layer, row in enumerate(layers)]
 
 
 def complete(
@@ -148,7 +139,7 @@ def _listed(document: Mapping[str, Any]) -> list[Any]:
     return [by_layer.get(layer, {}) for layer in range(max(by_layer) + 1)]
 
 
-def _layer(layer: int, row: Any, format: HeadFormat) -> dict[int, Entry]:
+def _layer(layer: int, row: Any) -> dict[int, Entry]:
     if not isinstance(row, dict):
         raise ArtifactError(
             f"layer {layer}: must be a mapping from heads to patterns, got {shorten(row)}"
@@ -160,7 +151,7 @@ def _layer(layer: int, row: Any, format: HeadFormat) -> dict[int, Entry]:
                 f"layer {layer}: a head must be a number from 0 on, got {shorten(key)}"
             )
         try:
-            entries[int(key)] = _entry(value, format)
+            entries[int(key)] = _entry(value)
         except ArtifactError as error:
             raise ArtifactError(f"layer {layer}, head {key}: {error}") from None
     return entries
@@ -177,19 +168,12 @@ def _is_index(key: str) -> bool:
     )
 
 
-def _entry(value: Any, format: HeadFormat) -> Entry:
+def _entry(value: Any) -> Entry:
     if not isinstance(value, list) or len(value) != 4:
         raise ArtifactError(f"must be [name, a, b, score], got {shorten(value)}")
     name, a, b, score = value
-    names: tuple[str, ...] = NAMES[:1]
-    if format == "minference":
-        names = NAMES
-    if name not in names:
-        if format == "minference":
-            hint = ""
-        else:
-            hint = ": vLLM and SGLang read no other; is it MInference's own file?"
-        raise ArtifactError(f"must be one of {', '.join(names)}, got {shorten(name)}{hint}")
+    if name not in NAMES:
+        raise ArtifactError(f"must be one of {', '.join(NAMES)}, got {shorten(name)}")
     if score is not None and not _is_number(score):
         raise ArtifactError(f"the score must be a number or null, got {shorten(score)}")
     if name != "flex_vertical_and_slash":

@@ -1,4 +1,4 @@
-"""Policies of KV heads by score, which DuoAttention's and KVzip's files share.
+"""Policies of KV heads by score, as DuoAttention's table has them.
 
 A streaming head keeps sinks and a window at their positions in the text. What is written is the
 scores that were imported, as long as a threshold parts them as the artifact's policies do;
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError
 from artifacts.interop.report import Import, Notes
@@ -50,7 +50,6 @@ def import_heads(
     source: Source,
     given: Given,
     *,
-    format: Literal["duo_attention", "kvzip"],
     table: Table,
     keep: Sequence[Sequence[bool]],
     stream: Streaming,
@@ -63,7 +62,6 @@ def import_heads(
     Args:
         source: the file.
         given: what the user says of the model.
-        format: the file's.
         table: scores, a row for each layer, a value for each KV head.
         keep: whether a head keeps everything, of the table's shape.
         stream: the policy of the other heads.
@@ -94,7 +92,7 @@ def import_heads(
     section = KVCache(
         policies={name: policy for name, policy in policies.items() if counts[name]},
         layers=rows,
-        imported=source.imported(format),
+        imported=source.imported("duo_attention"),
     )
     by_chance = sum(keep[layer][head] and rows[layer] is not None for layer, head in drawn)
     return Import(

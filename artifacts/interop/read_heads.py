@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from artifacts.analysis.density import mean_density
 from artifacts.errors import ArtifactError, shorten
 from artifacts.interop.head_file import (
-    FEW_COLUMNS,
-    MORE_COLUMNS,
     Entry,
-    HeadFormat,
     complete,
     fingerprint,
     is_angelslim,
@@ -30,11 +27,6 @@ from artifacts.schema.patterns import (
     pattern_name,
 )
 
-if TYPE_CHECKING:
-    pass
-
-# vLLM's and SGLang's own, where the model's config.json says nothing.
-_THRESHOLD = 32768
 # Where MInference has no limit: sparse from where the patterns leave out a fifth.
 _WORTH_IT = 0.8
 # Fields of AngelSlim's model_fingerprint that are sizes, and their names in ModelInfo.
@@ -46,11 +38,11 @@ _FINGERPRINT_SIZES = {
 }
 
 
-def read(source: Source, given: Given, *, format: HeadFormat) -> Import:
-    """Read a file of MInference's or AngelSlim's, or one for vLLM and SGLang.
+def read(source: Source, given: Given) -> Import:
+    """Read a file of MInference's or AngelSlim's.
 
-    Where nobody says from which length on it serves sparsely, that is as the tool does it, or,
-    where it has no such limit, from where the patterns leave out a fifth of the causal area.
+    Where nobody says from which length on it serves sparsely, that is from where the patterns
+    leave out a fifth of the causal area: the tool has no such limit.
 
     Raises:
         ArtifactError: the file is no such list, or does not fit the model.
@@ -58,7 +50,7 @@ def read(source: Source, given: Given, *, format: HeadFormat) -> Import:
     import numpy as np
 
     document = source.json()
-    layers = parse(document, format)
+    layers = parse(document)
     most_heads = max((head + 1 for row in layers for head in row), default=0)
     if not most_heads:
         raise ArtifactError("names no head")
@@ -83,9 +75,8 @@ def read(source: Source, given: Given, *, format: HeadFormat) -> Import:
         "the file leaves it out: vertical_and_slash 1000, 6096, as MInference does",
         filled_in,
     )
-    read_as = [
-        [_pattern(each, format, shape, is_angelslim(document)) for each in row] for row in table
-    ]
+    angelslim = is_angelslim(document)
+    read_as = [[_pattern(each, angelslim) for each in row] for row in table]
     for _, changes in chain.from_iterable(read_as):
         for effect, what in changes:
             notes.heads(effect, what)
@@ -110,11 +101,11 @@ def read(source: Source, given: Given, *, format: HeadFormat) -> Import:
             dense_below=given.dense_below or 0,
             dense_tail=given.dense_tail or 0,
             layers=rows,
-            imported=source.imported(format, scores),
+            imported=source.imported("minference", scores),
         ),
     )
     if given.dense_below is None:
-        length = _dense_below(artifact, format, shape.config, notes)
+        length = _dense_below(artifact, notes)
         artifact = artifact.model_copy(
             update={"prefill": artifact.prefill.model_copy(update={"dense_below": length})}
         )
@@ -154,11 +145,9 @@ def _check_fingerprint(fields: Mapping[str, Any], shape: Shape) -> None:
             raise ArtifactError(f"model_fingerprint.{field} {both}: which one is it?")
 
 
-def _pattern(
-    read: Entry, format: HeadFormat, shape: Shape, angelslim: bool
-) -> tuple[AnyPattern, list[tuple[Effect, str]]]:
+def _pattern(read: Entry, angelslim: bool) -> tuple[AnyPattern, list[tuple[Effect, str]]]:
     """The pattern of an entry, and what is not the same."""
-    pattern = read.pattern(format)
+    pattern = read.pattern()
     changes: list[tuple[Effect, str]] = []
     if angelslim and read.name == "block_sparse":
         changes.append(
@@ -171,34 +160,13 @@ def _pattern(
         changes.append(
             ("computes more", "columns and diagonals share one coverage here: the larger")
         )
-    if (
-        read.name == "vertical_and_slash"
-        and read.sizes[0] == FEW_COLUMNS
-        and format == "sparse_attention_config"
-    ):
-        changes.append(
-            (
-                "same",
-                f"{FEW_COLUMNS} columns are read as {MORE_COLUMNS} by vLLM and SGLang, and so here",
-            )
-        )
-    if isinstance(pattern, VerticalSlash):
-        last_q = _chunked(shape.config, "sparse_attention_last_q", 1024)
-        if format == "sparse_attention_config" and last_q:
-            pattern = pattern.model_copy(update={"last_q": last_q})
-        if pattern.vertical < TILE or pattern.slash < TILE:
-            always = (
-                f"the first {TILE} columns and the nearest {TILE} diagonals are always kept here"
-            )
-            changes.append(("computes more", always))
+    if isinstance(pattern, VerticalSlash) and min(pattern.vertical, pattern.slash) < TILE:
+        always = f"the first {TILE} columns and the nearest {TILE} diagonals are always kept here"
+        changes.append(("computes more", always))
     return pattern, changes
 
 
-def _dense_below(
-    artifact: Artifact, format: HeadFormat, config: Mapping[str, Any], notes: Notes
-) -> int:
-    if format == "sparse_attention_config":
-        return 1 + (_chunked(config, "sparse_attention_threshold", 2**31) or _THRESHOLD)
+def _dense_below(artifact: Artifact, notes: Notes) -> int:
     length = 1024
     while (
         length < artifact.model.max_positions and (mean_density(artifact, length) or 0) > _WORTH_IT
@@ -210,18 +178,6 @@ def _dense_below(
         f"limit",
     )
     return length
-
-
-def _chunked(config: Mapping[str, Any], name: str, most: int) -> int | None:
-    """A number that the model's config.json has for vLLM and SGLang; None where it has none."""
-    section = config.get("dual_chunk_attention_config")
-    if isinstance(section, dict):
-        value = section.get(name)
-    else:
-        value = None
-    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most:
-        return value
-    return None
 
 
 def _scores_of(scores: Sequence[float]) -> Literal["recall", "other"] | None:

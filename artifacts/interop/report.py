@@ -38,7 +38,7 @@ class Report:
     """Fidelity of a conversion.
 
     Attributes:
-        heads: that the file speaks of, or layers, as `unit` says.
+        heads: that the file speaks of: query heads, or KV heads, as `unit` says.
         exact: those that are the same on both sides.
         measure: the command that measures what the conversion costs in recall, given a model.
     """

@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from artifacts.interop.head_file import (
     BLOCKS,
-    FEW_COLUMNS,
-    LEFT_OUT,
-    MORE_COLUMNS,
     Entry,
-    HeadFormat,
     complete,
     entry,
     parse,
@@ -34,10 +30,11 @@ from artifacts.schema.patterns import (
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
+# Of a dense head, beside every diagonal: vLLM, which loads such files, reads 30 columns as 130.
+_FEW_COLUMNS = 31
 
-def write(
-    artifact: Artifact, arrays: Mapping[str, Array], out: Path, *, format: HeadFormat
-) -> Export:
+
+def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     """Write the list of head patterns, each head with a score.
 
     A head that was imported and not changed since is written as it was read, with its score;
@@ -60,19 +57,20 @@ def write(
                 read = originals[layer][head]
             else:
                 read = None
-            if read is not None and _still(read, pattern, format):
+            # A layer that slides is as it was read, whatever the file says of it.
+            if read is not None and pattern in (None, read.pattern()):
                 exact += 1
                 listed[-1][str(head)] = read.as_json
                 continue
             recall = 0.0
             if recalls is not None and recalls[layer, head] == recalls[layer, head]:
                 recall = float(recalls[layer, head])
-            nearest, changes = _nearest(pattern, artifact, format)
+            nearest, changes = _nearest(pattern, artifact)
             listed[-1][str(head)] = [*nearest.as_json[:3], recall]
             exact += not changes
             for effect, what in changes:
                 notes.heads(effect, what)
-    _settings(artifact, format, notes)
+    _settings(artifact, notes)
     notes.left_out(artifact, "prefill")
     return Export(
         files={out: json.dumps(listed).encode() + b"\n"},
@@ -84,60 +82,19 @@ def _originals(artifact: Artifact, arrays: Mapping[str, Array]) -> list[list[Ent
     """The entries that were imported; None where there are none."""
     imported = artifact.prefill.imported
     model = artifact.model
-    source = original("prefill", imported, arrays, "minference", "sparse_attention_config")
+    source = original("prefill", imported, arrays, "minference")
     if source is None or imported is None:
         return None
-    layers = parse(source.json(), "minference")
+    layers = parse(source.json())
     if len(layers) <= model.num_layers:
         return complete(layers, model.num_layers, model.num_heads)
     return None
 
 
-def _still(read: Entry, pattern: AnyPattern | None, format: HeadFormat) -> bool:
-    """True where the tool makes the artifact's pattern of an entry."""
-    if format != "minference" and read.name != "vertical_and_slash":
-        return False
-    if pattern is None:
-        return True
-    meant = read.pattern(format)
-    if (
-        isinstance(pattern, VerticalSlash)
-        and isinstance(meant, VerticalSlash)
-        and format != "minference"
-    ):
-        # Their last_q stands in the model's config.json.
-        meant = meant.model_copy(update={"last_q": pattern.last_q})
-    return meant == pattern
-
-
 def _nearest(
-    pattern: AnyPattern | None, artifact: Artifact, format: HeadFormat
-) -> tuple[Entry, list[tuple[Effect, str]]]:
-    """Entry nearest to a pattern (None: the layer slides), and the differences that remain."""
-    nearest, changes = _for_minference(pattern, artifact)
-    if format == "minference":
-        return nearest, changes
-    a, b = nearest.sizes
-    if nearest.name == "stream_llm":
-        changes.append(
-            ("chooses otherwise", "an A-shape is written as vertical_and_slash of the same sizes")
-        )
-    if nearest.name == "block_sparse":
-        a, b = LEFT_OUT.sizes
-        changes = [
-            (
-                "chooses otherwise",
-                f"block_sparse is written as vertical_and_slash {a}, {b}, as MInference does",
-            )
-        ]
-    if a == FEW_COLUMNS:
-        changes.append(("computes more", f"{FEW_COLUMNS} columns are read as {MORE_COLUMNS}"))
-    return entry("vertical_and_slash", a, b), changes
-
-
-def _for_minference(
     pattern: AnyPattern | None, artifact: Artifact
 ) -> tuple[Entry, list[tuple[Effect, str]]]:
+    """Entry nearest to a pattern (None: the layer slides), and the differences that remain."""
     changes: list[tuple[Effect, str]] = []
     most = artifact.model.max_positions
     match pattern:
@@ -175,25 +132,15 @@ def _for_minference(
             changes = [("same", f"dense is written as {most:,} diagonals")]
         case _:
             changes = [("computes more", f"{pattern.kind} is written as dense")]
-    return entry("vertical_and_slash", FEW_COLUMNS + 1, most), changes
+    return entry("vertical_and_slash", _FEW_COLUMNS, most), changes
 
 
-def _settings(artifact: Artifact, format: HeadFormat, notes: Notes) -> None:
+def _settings(artifact: Artifact, notes: Notes) -> None:
     """Settings of prefill beside the heads' patterns."""
     prefill = artifact.prefill
     if prefill.dense_tail:
         notes.file("keeps less", f"the last {prefill.dense_tail} queries do not see every key")
-    if format == "sparse_attention_config":
-        threshold = f'"sparse_attention_threshold": {max(prefill.dense_below - 1, 0)}'
-        notes.file(
-            "same", f"set {threshold} under dual_chunk_attention_config in the model's config.json"
-        )
-        last = {p.last_q for p in artifact.patterns.values() if isinstance(p, VerticalSlash)}
-        if last - {DEFAULT_LAST_Q}:
-            notes.file(
-                "same", f'set "sparse_attention_last_q" there: one of {sorted(last)} for all heads'
-            )
-    elif prefill.dense_below and prefill.imported is None:
+    if prefill.dense_below and prefill.imported is None:
         notes.file(
             "keeps less", f"prompts below {prefill.dense_below} tokens are served sparsely, too"
         )

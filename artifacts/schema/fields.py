@@ -95,16 +95,9 @@ Rows = tuple[tuple[PatternName, ...] | None, ...]
 class Imported(Record):
     """The file of another tool that a section was taken over from."""
 
-    format: Literal[
-        "minference",
-        "sparse_attention_config",
-        "modelopt",
-        "duo_attention",
-        "kvzip",
-        "index_topk_pattern",
-        "sparse_vllm",
-        "kascade",
-    ] = Field(description="the file's format")
+    format: Literal["minference", "modelopt", "duo_attention"] = Field(
+        description="the file's format"
+    )
     file: Text = Field(description="the file's bare name")
     sha256: Sha256 = Field(description="of the file's bytes")
     scores: Literal["recall", "other"] | None = Field(

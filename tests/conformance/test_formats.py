@@ -5,17 +5,13 @@ Files and published values are those that each tool's own code writes and reads.
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import artifacts
 from artifacts import (
@@ -45,22 +41,13 @@ SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "max_positions": 8192}
 # What an import of each format is told.
 OPTIONS = {
     "minference": {"config": MODEL},
-    "sparse_attention_config": {"config": MODEL},
     "duo_attention": {"config": MODEL},
     "modelopt": SHAPE | {"layers": 3},
-    "kvzip": SHAPE | {"sparsity": 0.5},
-    "index_topk_pattern": SHAPE,
-    "sparse_vllm": SHAPE | {"layers": 6},
-    "kascade": SHAPE,
 }
 
 
 def chosen(artifact: Artifact) -> str:
-    """The pattern of each head or policy of each KV head; layers that filter or stay dense, and
-    tokens chosen."""
-    if artifact.decode is not None:
-        omnikv = artifact.decode.omnikv
-        return f"{omnikv.filter_layers} {omnikv.dense_layers} {omnikv.budget}"
+    """The pattern of each head, or the policy of each KV head."""
     section = artifact.prefill if artifact.kv_cache is None else artifact.kv_cache
     return " / ".join(" ".join(row) for row in section.layers)
 
@@ -92,30 +79,6 @@ class Case:
 def of_file(format: str, name: str, *outcomes: str, **more: Any) -> Case:
     file = FILES / name
     return Case(format, file.name, file.read_bytes(), *outcomes, **more)
-
-
-def index_pattern(config: dict[str, Any], expected: str, there: str, back: str) -> Case:
-    """A config.json, which names layers in one of several ways and comes back in all of them."""
-    data = json.dumps({"index_topk": 1024, **config}).encode()
-    outcomes = (expected, there, back)
-    return Case("index_topk_pattern", "config.json", data, *outcomes, comes_back=False)
-
-
-def kvzip(dtype: torch.dtype) -> Case:
-    """As KVzip cuts: 3 of 6 kept, less the one at the cut."""
-    stream = io.BytesIO()
-    torch.save(torch.tensor([[0.03, 1.0], [0.4, 0.11], [0.9, 0.2]], dtype=dtype), stream)
-    name = f"{str(dtype).removeprefix('torch.')}-scbench-0.pt"
-    kept = "stream_128_256 full / stream_128_256 stream_128_256 / full stream_128_256"
-    there = "2 of 6 KV heads: 0 chooses otherwise, 0 same, 4 chooses otherwise"
-    back = "2 of 6 KV heads: 0 same, 4 keeps less"
-    return Case("kvzip", name, stream.getvalue(), kept, there, back)
-
-
-def npy(table: Any) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, np.array(table, dtype="<i4"))
-    return stream.getvalue()
 
 
 CASES = [
@@ -153,14 +116,6 @@ CASES = [
         options={"head_dim": 64},
         comes_back=False,
     ),
-    # vLLM and SGLang read the same list in their own way: 30 columns as 130.
-    of_file(
-        "sparse_attention_config",
-        "sparse_attention_config.json",
-        " / ".join(["vs_1000_6096_q32 vs_130_800_q32 vs_3048_8144_q32 vs_100_800_q32"] * 2),
-        "8 of 8 heads: 2 same",
-        "8 of 8 heads: 0 same",
-    ),
     # 5.5 exp(7 / 2) = 182.135.
     of_file(
         "modelopt",
@@ -178,61 +133,6 @@ CASES = [
         "2 of 4 KV heads: 0 same, 2 keeps less",
         "2 of 4 KV heads: 0 same, 2 computes more",
     ),
-    *map(kvzip, (torch.float16, torch.bfloat16, torch.float32)),
-    index_pattern(
-        {"num_hidden_layers": 6, "index_topk_pattern": "FFSSFS"},
-        "(1, 4) () 1024",
-        "0 of 6 layers: 3 chooses otherwise, 3 computes more",
-        "0 of 6 layers: 3 chooses otherwise, 3 keeps less",
-    ),
-    index_pattern(
-        {
-            "num_hidden_layers": 6,
-            "indexer_types": ["full", "full", "shared", "shared", "full", "shared"],
-            "index_topk_pattern": "FSSSSS",
-        },
-        "(1, 4) () 1024",
-        "0 of 6 layers: 3 chooses otherwise, 3 computes more",
-        "0 of 6 layers: 3 chooses otherwise, 3 keeps less",
-    ),
-    # FFSSSFSSSF and FFFSSSFSSS, as the tools read frequencies.
-    index_pattern(
-        {"num_hidden_layers": 10, "index_topk_freq": 4},
-        "(1, 5) (9,) 1024",
-        "0 of 10 layers: 4 computes more, 6 chooses otherwise",
-        "0 of 10 layers: 4 keeps less, 6 chooses otherwise",
-    ),
-    index_pattern(
-        {"num_hidden_layers": 10, "index_topk_freq": 4, "index_skip_topk_offset": 3},
-        "(2, 6) () 1024",
-        "0 of 10 layers: 4 computes more, 6 chooses otherwise",
-        "0 of 10 layers: 4 keeps less, 6 chooses otherwise",
-    ),
-    of_file(
-        "sparse_vllm",
-        "omnikv.json",
-        "(0, 3) (2,) 2048",
-        "3 of 6 layers: 0 not carried over, 3 keeps less",
-        "6 of 6 layers: ",
-    ),
-    # A file of the tool's own search.
-    of_file(
-        "sparse_vllm",
-        "selected_full_layers.json",
-        "(0, 3) () 512",
-        "5 of 5 layers: ",
-        "5 of 5 layers: ",
-        options=SHAPE,
-    ),
-    # Layer 0 alone does the same on both sides.
-    Case(
-        "kascade",
-        "Toy-1B_layers_0_2.npy",
-        npy([[0, 1]] * 4),
-        "(0, 2) () 0.1",
-        "2 of 8 heads: 0 keeps less, 2 computes more, 4 chooses otherwise",
-        "2 of 8 heads: 0 same, 2 keeps less, 4 chooses otherwise",
-    ),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -243,7 +143,7 @@ def convert(file: Path, out: Path, **options: Any) -> dict[str, Any]:
 
 
 def outcome(report: dict[str, Any]) -> str:
-    """Heads or layers that are the same on both sides, and effects on the others."""
+    """Heads that are the same on both sides, and effects on the others."""
     effects = {f"{note['heads']} {note['effect']}" for note in report["notes"]}
     counts = f"{report['exact']} of {report['heads']} {report['unit']}s"
     return f"{counts}: {', '.join(sorted(effects))}"
@@ -269,10 +169,8 @@ def case_of(path: str) -> Case:
 
 def test_every_format_is_here_and_files_are_known_by_their_names():
     assert {case.format for case in CASES} == set(FORMATS)
-    # By these names they are also other tools' configurations.
-    said = {"config.json": "index_topk_pattern", "omnikv.json": "minference"}
     for case in CASES:
-        assert guess(Path(case.name)) == said.get(case.name, case.format)
+        assert guess(Path(case.name)) == case.format
 
 
 @every_case
@@ -352,33 +250,22 @@ def test_changed_heads_are_written_anew_with_their_recall(tmp_path):
 VS = "vertical_and_slash"
 
 
-@pytest.mark.parametrize(
-    ("target", "first", "says"),
-    [
-        (
-            "minference",
-            [[VS, 100, 1800], [VS, 30, 2048], ["stream_llm", 64, 512], ["block_sparse", 9, 1]],
-            "always 100 blocks, here 9",
-        ),
-        # As MInference itself substitutes what vLLM lacks.
-        (
-            "sparse_attention_config",
-            [[VS, 100, 1800], [VS, 30, 2048], [VS, 64, 512], [VS, 1000, 6096]],
-            "an A-shape is written as vertical_and_slash of the same sizes",
-        ),
-    ],
-)
-def test_what_was_searched_is_written_as_the_nearest_there_is(target, first, says, tmp_path):
+def test_what_was_searched_is_written_as_the_nearest_there_is(tmp_path):
     artifact, arrays = build_every_kind()
     artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
-    report = convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target=target)
+    report = convert(tmp_path / "cfg.yaml", tmp_path / "out.json", target="minference")
     listed = json.loads((tmp_path / "out.json").read_text())
-    assert [listed[0][str(head)][:3] for head in range(4)] == first
+    assert [listed[0][str(head)][:3] for head in range(4)] == [
+        [VS, 100, 1800],
+        [VS, 30, 2048],
+        ["stream_llm", 64, 512],
+        ["block_sparse", 9, 1],
+    ]
     assert listed[0]["0"][3] == pytest.approx(0.5)
     # Dense, and a layer that slides over a window of its own: more diagonals than there are tokens.
     assert [listed[1][str(head)][:3] for head in range(4)] == [[VS, 31, 8192]] * 4
-    assert (report["heads"], report["exact"]) == (20, 2 if target == "minference" else 1)
-    assert says in notes(report)
+    assert (report["heads"], report["exact"]) == (20, 2)
+    assert "always 100 blocks, here 9" in notes(report)
     assert "the kv_cache section has no place in this format" in notes(report)
     assert "written is prefill.layers, of a front of 2 points" in notes(report)
 
@@ -436,9 +323,6 @@ def test_flags_say_the_shape_and_what_is_served_densely(tmp_path):
     artifact = load(tmp_path / "cfg.yaml")
     assert (artifact.model.num_kv_heads, artifact.model.head_dim) == (1, 8)
     assert (artifact.prefill.dense_below, artifact.prefill.dense_tail) == (1024, 64)
-    # vLLM's threshold is in the model's own configuration.
-    imported(tmp_path, case_of("sparse_attention_config.json"))
-    assert load(tmp_path / "cfg.yaml").prefill.dense_below == 16384 + 1
 
 
 def test_some_kv_heads_stream_by_a_threshold_with_the_sizes_of_flags(tmp_path):
@@ -522,28 +406,21 @@ def test_modelopt_without_thresholds_or_as_it_once_was(given, tmp_path):
 
 
 def test_sections_of_two_tools_are_merged_and_both_files_come_back(tmp_path):
-    one, two = case_of("modelopt/config.json"), case_of("selected_full_layers.json")
-    layers = json.dumps(json.loads(two.data) | {"num_hidden_layers": 3, "topk": 64}).encode()
-    layers = layers.replace(b"[0, 3]", b"[0, 2]").replace(b"0,3", b"0,2")
-    (tmp_path / two.name).write_bytes(layers)
-    convert(tmp_path / two.name, tmp_path / "two.yaml", source="sparse_vllm", **SHAPE)
-    imported(tmp_path, one)
+    table = b"0.25\t1\n1\t0\n0\t1\n"
+    (tmp_path / "kv.tsv").write_bytes(table)
+    convert(tmp_path / "kv.tsv", tmp_path / "two.yaml", **SHAPE)
+    imported(tmp_path, case_of("modelopt/config.json"))
     both = tmp_path / "both.yaml"
-    words = ["merge", tmp_path / "cfg.yaml", "--decode", tmp_path / "two.yaml", "--out", both]
+    words = ["merge", tmp_path / "cfg.yaml", "--kv-cache", tmp_path / "two.yaml", "--out", both]
     assert main([str(word) for word in words]) == 0
-    for target, data, other in (
-        ("modelopt", one.data, "decode"),
-        ("sparse_vllm", layers, "prefill"),
-    ):
-        report = convert(both, tmp_path / "back.json", target=target)
-        assert notes(report) == [f"the {other} section has no place in this format"]
-        assert json.loads((tmp_path / "back.json").read_bytes()) == json.loads(data)
-    # A section that was changed since is written anew.
-    main(["set", str(both), "decode.omnikv.budget=0.25", "--out", str(tmp_path / "set.yaml")])
-    report = convert(tmp_path / "set.yaml", tmp_path / "new.json", target="sparse_vllm")
-    made = json.loads((tmp_path / "new.json").read_text())
-    assert made["full_attention_layers"] == "0,2" and made["decode_keep_tokens"] == 2048
-    assert report["exact"] < report["heads"]
+    (tmp_path / "out").mkdir()
+    report = convert(both, tmp_path / "out" / "back.json", target="modelopt")
+    assert notes(report) == ["the kv_cache section has no place in this format"]
+    data = case_of("modelopt/config.json").data
+    assert (tmp_path / "out" / "back.json").read_bytes() == data
+    report = convert(both, tmp_path / "out" / "back.tsv", target="duo_attention")
+    assert "the prefill section has no place in this format" in notes(report)
+    assert np.loadtxt(tmp_path / "out" / "back.tsv").tolist() == [[0.25, 1], [1, 0], [0, 1]]
 
 
 REFUSED = [
@@ -561,45 +438,6 @@ LARGE = [
 ]
 
 
-class Evil:
-    """A pickle that would call a function."""
-
-    def __reduce__(self) -> Any:
-        return print, ("called",)
-
-
-def pt(value: Any) -> bytes:
-    """A .pt file of a value, of bytes the archive of a file that holds them."""
-    stream = io.BytesIO()
-    if isinstance(value, bytes):
-        with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("archive/data.pkl", value)
-    else:
-        torch.save(value, stream)
-    return stream.getvalue()
-
-
-LAYER_0 = "M_layers_0.npy"
-NO_TENSOR = "is no .pt file of one tensor"
-MAPS = [
-    ("kascade", "map.npy", npy([[0, 1]]), "the name must say the anchors"),
-    ("kascade", "M_layers_1.npy", npy([[0, 1], [0, 1]]), "0 among them, got 1"),
-    ("kascade", "M_layers_0_5.npy", npy([[0, 1], [0, 1]]), "layers from 0 to 1"),
-    ("kascade", LAYER_0, npy([[0, 2], [0, 1]]), "must hold KV heads from 0 to 1, got 0 to 2"),
-    ("kascade", LAYER_0, npy([0, 1]), "must be int32 of shape"),
-    ("kascade", LAYER_0, npy([[0, 1]])[:-1], "bytes for 2 heads of 4 each"),
-    ("kascade", LAYER_0, b"nonsense", "is no .npy file"),
-    ("kvzip", "x.pt", b"nonsense", NO_TENSOR),
-    ("kvzip", "x.pt", pt(torch.zeros(3)), "must be of shape"),
-    ("kvzip", "x.pt", pt(torch.full((2, 2), 2.0)), "must hold scores from 0 to 1, got 2 to 2"),
-    ("kvzip", "x.pt", pt(torch.full((2, 2), torch.nan)), "must hold scores from 0 to 1"),
-    ("kvzip", "x.pt", pt(torch.zeros(2, 2, dtype=torch.int64)), "of floating-point numbers"),
-    ("kvzip", "x.pt", pt({"a": torch.zeros(2)}), NO_TENSOR),
-    ("kvzip", "x.pt", pt(torch.zeros(1).expand(2**30, 2**30)), "must be of shape"),
-    ("kvzip", "x.pt", pt(torch.zeros(2, 2).to_sparse()), NO_TENSOR),
-    ("kvzip", "x.pt", pt(pickle.dumps(Evil())), NO_TENSOR),
-    ("kvzip", "x.pt", pt(bytes(2**23)), "unpacks to 8388608 bytes"),
-]
 TEXTS = [
     (
         format,
@@ -613,8 +451,8 @@ TEXTS = [
 
 @pytest.mark.parametrize(
     ("format", "name", "data", "says"),
-    [*TEXTS, *MAPS],
-    ids=[f"{format}-{says[-40:]}" for format, _, _, says in (*TEXTS, *MAPS)],
+    TEXTS,
+    ids=[f"{format}-{says[-40:]}" for format, _, _, says in TEXTS],
 )
 def test_files_that_are_refused(format, name, data, says, tmp_path, capsys):
     file = tmp_path / name
@@ -639,7 +477,6 @@ def test_files_that_are_refused(format, name, data, says, tmp_path, capsys):
         ({"config": MODEL, "dense_below": -1}, "--dense-below must be at least 0, got -1"),
         ({"source": "minference", "target": "minference"}, "give --from for an import or --to"),
         ({"source": "duo_attention", "config": MODEL, "sparsity": 1.5}, "from 0 to 1, got 1.5"),
-        ({"source": "sparse_attention_config", "config": MODEL}, "must be one of vertical_and_sl"),
     ],
 )
 def test_options_that_are_refused(options, says, tmp_path):
@@ -653,7 +490,6 @@ def test_options_that_are_refused(options, says, tmp_path):
     [
         (None, "say with --to what to write from it"),
         ("duo_attention", "has no kv_cache section"),
-        ("kascade", "has no decode section"),
     ],
 )
 def test_exports_that_are_refused(target, says, tmp_path):
