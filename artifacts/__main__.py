@@ -1,4 +1,4 @@
-"""headwise: look at artifacts, check, compare, change, combine and convert them."""
+"""headwise: look at artifacts, check, compare, convert and sign them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Collection
 
 from artifacts.cli.command import ArgumentParser, one_process, run_command, set_verbosity
 
-VERBS = (
-    "show", "validate", "diff", "set", "merge", "convert", "schema", "sign", "verify",
-)  # fmt: skip
+VERBS = ("show", "validate", "diff", "convert", "schema", "sign", "verify")
 _EPILOG = """\
 An artifact is what `headwise search` writes: FILE.yaml, to be read and diffed, and a
 .safetensors file beside it. Move or copy the two together, and keep their names.
@@ -24,8 +22,7 @@ examples:
   headwise show cfg.yaml                          a page: model, search, winners, layers, evidence
   headwise validate cfg.yaml                      are both files whole, and is it sensible?
   headwise diff old.yaml new.yaml                 which heads changed, and what that does to density
-  headwise set cfg.yaml prefill.dense_below=4096 --out new.yaml
-  headwise merge cfg.yaml --decode f.yaml --out both.yaml
+  headwise validate --rehash cfg.yaml             keep a change that was made in an editor
   headwise convert best_pattern.json --config config.json --out cfg.yaml
   headwise verify cfg.yaml --key me.key.pub       is it from whom it should be?
   headwise VERB --help                            every verb has examples of its own
@@ -51,7 +48,7 @@ def _parsers(asked: Collection[str]) -> tuple[ArgumentParser, dict[str, Argument
 
     p = ArgumentParser(
         prog="headwise",
-        description="Look at Headwise artifacts, check, compare, change, combine and convert them.",
+        description="Look at Headwise artifacts, check, compare, convert and sign them.",
         epilog=_EPILOG,
     )
     subparsers = p.add_subparsers(dest="verb", metavar="VERB", required=True)

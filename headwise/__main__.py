@@ -63,8 +63,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "artifacts": {
         "validate": ("artifacts", "whether its files are whole, and what is odd about it"),
         "diff": ("artifacts", "what changed from one to another"),
-        "set": ("artifacts", "another value for a field"),
-        "merge": ("artifacts", "sections of several in one"),
         "convert": ("artifacts", "other tools' files of head patterns, both ways"),
         "schema": ("artifacts", "the JSON Schema, with what every field means"),
         "sign": ("artifacts", "a signature beside an artifact"),

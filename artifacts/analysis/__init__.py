@@ -1,1 +1,1 @@
-"""Density, differences, merging and lint of artifacts."""
+"""Density, differences, sections and lint of artifacts."""

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from artifacts.analysis.merging import section_of
 from artifacts.errors import ArtifactError
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.costs import DeviceCosts
@@ -19,8 +18,17 @@ if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
 _OF_OTHERS = ("decode", "kv_cache")
+# The arrays of a section, by how their names begin; all others are those of prefill.
+_ARRAYS = {"decode": ("similarity.",), "kv_cache": ("kv_cache.", "imported.full_attention")}
 # What a person calls a model does not make it another one.
 _NAMES = {"name", "revision"}
+
+
+def section_of(array: str) -> str:
+    """Section that a sidecar's array belongs to, by its name: decode, kv_cache or prefill."""
+    return next(
+        (section for section, begins in _ARRAYS.items() if array.startswith(begins)), "prefill"
+    )
 
 
 def save_searched(
@@ -63,6 +71,22 @@ def _with_sections(
     return with_seen(
         merged, {**theirs, **arrays, **tables}, seen_windows(old_arrays) if kept else ()
     )
+
+
+def put_section(
+    imported: Artifact, arrays: Mapping[str, Array], old: Artifact, old_arrays: Mapping[str, Array]
+) -> tuple[Artifact, dict[str, Array]]:
+    """The artifact `old` with the section that an import is about, and with its arrays.
+
+    With other patterns go the search, the evidence and the costs of those before."""
+    section = "prefill" if imported.kv_cache is None else "kv_cache"
+    fields = {
+        "prefill": ("search", "patterns", "prefill", "evidence", "costs"),
+        "kv_cache": ("kv_cache",),
+    }[section]
+    changes = {name: getattr(imported, name) for name in fields}
+    kept = {name: array for name, array in old_arrays.items() if section_of(name) != section}
+    return old.model_copy(update=changes), {**kept, **arrays}
 
 
 def with_seen(

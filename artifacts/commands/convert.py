@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
+from artifacts.analysis.sections import put_section
 from artifacts.cli.command import FOUND
 from artifacts.cli.options import arg, option
-from artifacts.commands import Outcome, answer, json_flag, out_arg
+from artifacts.commands import Outcome, answer, json_flag
 from artifacts.errors import ArtifactError, naming, one_line
 from artifacts.files import atomic_write, check_writable
 from artifacts.interop.formats import FORMATS, Format, guess
@@ -16,12 +18,13 @@ from artifacts.interop.report import Report
 from artifacts.interop.shape import Given
 from artifacts.interop.source import Source
 from artifacts.store.read import read_pair
-from artifacts.store.write import save
+from artifacts.store.write import save, update
 
 SHORT = "read another tool's file into an artifact, or write one from it"
 EXAMPLES = f"""\
 FILE is another tool's file, and OUT an artifact; or, with --to, FILE is an artifact and OUT the
-tool's file.
+tool's file. With --into the section that FILE is about replaces that of an artifact, which keeps
+its others; the model's shape is then the artifact's.
 
 formats:
 {"".join(f"  {name:<24} {form.about}" + chr(10) for name, form in FORMATS.items())}
@@ -43,7 +46,7 @@ examples:
       --model my/Llama-3-8B --out cfg.yaml
   headwise convert cfg.yaml --to minference --out best_pattern.json
   headwise convert full_attention_heads.tsv --config Llama-3-8B --sparsity 0.5 --out kv.yaml
-  headwise merge cfg.yaml --kv-cache kv.yaml --out both.yaml
+  headwise convert full_attention_heads.tsv --sparsity 0.5 --into cfg.yaml
 """
 _MODEL = "the model, for imports (what the file does not say)"
 _HOW = "how an import is read"
@@ -56,7 +59,22 @@ class Config:
     file: Path = arg(
         metavar="FILE", type=Path, help="another tool's file, or with --to an artifact's YAML"
     )
-    out: Path = out_arg("the artifact's YAML file, or with --to the tool's file")
+    out: Path | None = arg(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        default=None,
+        either="out",
+        help="the artifact's YAML file, or with --to the tool's file",
+    )
+    into: Path | None = arg(
+        "--into",
+        metavar="FILE",
+        type=Path,
+        default=None,
+        either="out",
+        help="put the section into this artifact, which keeps its others",
+    )
     source: str | None = arg(
         "--from", choices=tuple(FORMATS), default=None, help="what FILE is (default: by its name)"
     )
@@ -116,11 +134,14 @@ def run(config: Config) -> Outcome:
         HeadwiseError: FILE cannot be read as what it should be, or OUT cannot be written.
     """
     _check(config)
-    check_writable(config.out)
+    out = config.into or config.out
+    if out is None:
+        raise ArtifactError("give --out FILE or --into FILE")
+    check_writable(out)
     if config.target:
-        report, wrote = _export(config, FORMATS[config.target])
+        report, wrote = _export(config, out, FORMATS[config.target])
     else:
-        report, wrote = _import(config)
+        report, wrote = _import(config, out)
     lost = config.strict and report.lossy
     if lost:
         first = "wrote nothing: --strict, and something is lost"
@@ -137,6 +158,8 @@ def run(config: Config) -> Outcome:
 def _check(config: Config) -> None:
     if config.target and config.source:
         raise ArtifactError("give --from for an import or --to for an export, not both")
+    if config.target and config.into:
+        raise ArtifactError("--into is for imports: give --out with --to")
     for name, least in (("sinks", 0), ("dense_below", 0), ("dense_tail", 0), ("window", 1)):
         value = getattr(config, name)
         if value is not None and value < least:
@@ -149,30 +172,43 @@ def _check(config: Config) -> None:
             raise ArtifactError(f"--{name} must be from 0 to 1, got {value}")
 
 
-def _import(config: Config) -> tuple[Report, list[str]]:
+def _import(config: Config, out: Path) -> tuple[Report, list[str]]:
     source = config.source or guess(config.file)
     form = FORMATS[source]
     for name in ("dense_below", "dense_tail", "sinks", "window", "threshold", "sparsity"):
         if name not in form.options and getattr(config, name) is not None:
             raise ArtifactError(f"--{name.replace('_', '-')} means nothing for {source}")
-    given = Given(**{each.name: getattr(config, each.name) for each in fields(Given)})
+    given = _given(config)
     file = Source.read(config.file)
     with naming(config.file):
         made = form.read(file, given)
-    report = replace(made.report, measure=_measure(config, form, config.out, None))
+    report = replace(made.report, measure=_measure(config, form, out, None))
     if config.strict and report.lossy:
         return report, []
-    saved = save(made.artifact, config.out, made.arrays)
+    if config.into:
+        saved = update(out, partial(put_section, made.artifact, made.arrays))
+    else:
+        saved = save(made.artifact, out, made.arrays)
     if saved.sidecar:
-        beside = [str(config.out.with_name(saved.sidecar.file))]
+        beside = [str(out.with_name(saved.sidecar.file))]
     else:
         beside = []
-    return report, [str(config.out), *beside]
+    return report, [str(out), *beside]
 
 
-def _export(config: Config, form: Format) -> tuple[Report, list[str]]:
+def _given(config: Config) -> Given:
+    """What is known of the model: by flags, and with --into by the artifact."""
+    known = {each.name: getattr(config, each.name) for each in fields(Given)}
+    if config.into:
+        model = read_pair(config.into).artifact.model
+        sizes = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
+        known |= {name.removeprefix("num_"): getattr(model, name) for name in sizes}
+    return Given(**known)
+
+
+def _export(config: Config, out: Path, form: Format) -> tuple[Report, list[str]]:
     pair = read_pair(config.file)
-    made = form.write(pair.artifact, pair.arrays, config.out)
+    made = form.write(pair.artifact, pair.arrays, out)
     model = pair.artifact.model
     flags = (
         f"--layers {model.num_layers} --heads {model.num_heads} --kv-heads {model.num_kv_heads} "

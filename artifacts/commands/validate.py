@@ -13,6 +13,7 @@ from artifacts.cli.options import arg
 from artifacts.commands import Outcome, answer, file_arg, json_flag
 from artifacts.errors import plural
 from artifacts.store.read import read_pair
+from artifacts.store.write import rehash
 
 SHORT = (
     "check fields, hashes and sidecar, and say what is odd; exit status 2 "
@@ -29,8 +30,12 @@ line: severity, code, where; what is odd, why it matters, what to do.
 
 The exit status is 3 if there is a finding of --level or above (warning).
 
+After a change by hand --rehash writes the file anew with the right content hash. It refuses what is
+not valid. What the search found and what was measured is of the artifact before the change.
+
 examples:
   headwise validate cfg.yaml
+  headwise validate --rehash cfg.yaml   after an edit of cfg.yaml
   headwise validate cfg.yaml --level error && scp cfg.yaml cfg.*.safetensors server:
   headwise validate cfg.yaml --ignore no-evidence one-prompt
   headwise validate cfg.yaml --json     hash, sidecar, findings, every array with dtype and shape
@@ -48,6 +53,12 @@ class Config:
     ignore: tuple[str, ...] = arg(
         "--ignore", metavar="CODE", nargs="+", default=(), help="leave these codes out"
     )
+    rehash: bool = arg(
+        "--rehash",
+        action="store_true",
+        default=False,
+        help="write the file anew with the right content hash, after a change by hand",
+    )
     as_json: Path | None = json_flag()
 
 
@@ -56,7 +67,10 @@ def run(config: Config) -> Outcome:
 
     Raises:
         ArtifactError: the pair is not whole.
+        HeadwiseError: with --rehash, the file cannot be written.
     """
+    if config.rehash:
+        rehash(config.file)
     pair = read_pair(config.file)
     artifact = pair.artifact
     entries = pair.entries

@@ -64,13 +64,8 @@ def read(source: Source, given: Given) -> Import:
     shape = model_shape(given, source.path, own=whole, least_layers=max(ignored, default=0) + 1)
     model = shape.model
     target = targets.get("prefill", _TARGET)
-    factor = _factor(group, target)
     length = min(model.max_positions, LONGEST)
-    pattern: SkipSoftmax | BlockSparse
-    if factor is not None:
-        pattern = SkipSoftmax(scale_factor=factor)
-    else:
-        pattern = BlockSparse(blocks=_blocks(target, length))
+    pattern = _pattern(group, target, length)
     name = pattern_name(pattern)
     notes = Notes()
     named = [
@@ -79,7 +74,7 @@ def read(source: Source, given: Given) -> Import:
     ]
     rows = shape.leave(named, notes, model.num_heads)
     sparse = sum(row is not None and row[0] == name for row in rows) * model.num_heads
-    if factor is None:
+    if isinstance(pattern, BlockSparse):
         computed = f"{name} computes {1 - target:.4g} at {length:,} tokens; there by score"
         notes.heads("chooses otherwise", computed, sparse)
     else:
@@ -127,7 +122,7 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     total = model.num_layers * model.num_heads
     notes = Notes()
     source = original("prefill", artifact.prefill.imported, arrays, "modelopt")
-    if source is not None and not artifact.edits:
+    if source is not None and _unchanged(artifact, source):
         notes.left_out(artifact, "prefill")
         return Export(files={out: source.data}, report=notes.report(total, total))
     dense = _dense_layers(artifact)
@@ -159,6 +154,28 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     notes.left_out(artifact, "prefill")
     made = {_KEY: {"config_groups": {"group_0": group}, "producer": {"name": "headwise"}}}
     return Export(files={out: json.dumps(made).encode() + b"\n"}, report=notes.report(total, exact))
+
+
+def _pattern(group: Mapping[str, Any], target: float, length: int) -> SkipSoftmax | BlockSparse:
+    """Pattern of the heads that skip tiles, for prompts of a length."""
+    factor = _factor(group, target)
+    if factor is None:
+        return BlockSparse(blocks=_blocks(target, length))
+    return SkipSoftmax(scale_factor=factor)
+
+
+def _unchanged(artifact: Artifact, source: Source) -> bool:
+    """True where every head has the pattern that the imported file gives it."""
+    whole = source.mapping()
+    group, _ = _parted_groups(whole.get(_KEY, whole))
+    ignored = _ignored(group)
+    target = _targets(group).get("prefill", _TARGET)
+    pattern = _pattern(group, target, min(artifact.model.max_positions, LONGEST))
+    return all(
+        artifact.patterns[name] == (Dense() if layer in ignored else pattern)
+        for layer, row in enumerate(artifact.prefill.layers)
+        for name in row or ()
+    )
 
 
 def _dense_layers(artifact: Artifact) -> list[int]:

@@ -96,7 +96,7 @@ class Sidecar(Record):
 
 
 class Edit(Record):
-    """A field that a person set to another value: `headwise set`."""
+    """A field that a person set to another value, as written down by hand."""
 
     field: Text = Field(description="its path, such as `prefill.dense_below`")
     before: Text = Field(description="what it was, as JSON, of long values the beginning")

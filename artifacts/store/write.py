@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 SCHEMA_FILE = f"headwise-v{SCHEMA_VERSION}.schema.json"
 _HEADER = (
     f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
-    "# Written by headwise; `headwise show FILE` prints it, `set` changes it. "
-    "A change by hand breaks the hash.\n"
+    "# Written by headwise; `headwise show FILE` prints it. A change by hand breaks the hash: "
+    "`headwise validate --rehash FILE`.\n"
 )
 
 
@@ -92,6 +92,25 @@ def update(
     with locked(target, timeout):
         artifact, arrays = change(*load_pair(path))
         return _prepared(artifact, target, arrays)()
+
+
+def rehash(path: str | os.PathLike[str]) -> Artifact:
+    """Write the artifact at `path` anew with the hash of its content, after a change by hand.
+
+    Returns:
+        The artifact as save() returns it.
+
+    Raises:
+        ArtifactError: as load(), but for a wrong content hash.
+        HeadwiseError: as update().
+    """
+    path = Path(path)
+    check_writable(path)
+    with locked(path):
+        pair = read_pair(path, check_content=False)
+        with naming(path):
+            arrays = dict(pair.arrays)
+        return _prepared(pair.artifact, path, arrays)()
 
 
 def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tuple[Path, str]:

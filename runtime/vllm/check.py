@@ -32,7 +32,7 @@ from runtime.vllm.options import KEY, Options
 TRIED = ("0.32.0", "0.33.0")
 # Ways to make drafts: without a model, or with one whose layers are the parent's.
 _DRAFTS = ("ngram", "suffix", "eagle", "eagle3", "mtp", "draft_model", "medusa")
-_WITHOUT = "leave the section out (headwise merge CFG --kv-cache none --out NEW)"
+_WITHOUT = "set kv_cache to null in CFG, then headwise validate --rehash CFG"
 _EPILOG = """\
 examples:
   headwise check cfg.yaml --model HuggingFaceTB/SmolLM2-135M-Instruct

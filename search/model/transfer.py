@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from artifacts import Artifact, Evidence, HeadwiseError, save
-from artifacts.analysis.merging import section_of
+from artifacts.analysis.sections import section_of
 from artifacts.store.front_rows import FRONT_ROWS
 from profiling.models.loading import LoadedModel
 from runtime.fingerprint import config_info, fingerprint

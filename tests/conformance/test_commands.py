@@ -54,8 +54,6 @@ RUNS = {
     "bench": "--length 128 --head-dims 64 --heads 2/1 --repeats 1",
     "validate": "cfg.yaml --level error",
     "diff": "cfg.yaml cfg.yaml",
-    "set": "cfg.yaml prefill.dense_below=64 --out new.yaml",
-    "merge": "cfg.yaml --decode none --out new.yaml",
     "convert": "cfg.yaml --to minference --out heads.json",
     "schema": "",
     "sign": "cfg.yaml --key new.key --new-key",
@@ -201,7 +199,7 @@ def test_a_value_that_cannot_be_is_named(words, says, refused):
     [
         ("serch", "did you mean 'search'?"),
         ("xyzzy", "headwise --help lists them"),
-        ("merge cfg.yaml other.yaml --out new.yaml", "unrecognized arguments: other.yaml; usage: "),
+        ("convert cfg.yaml b.yaml --out new.yaml", "unrecognized arguments: b.yaml; usage: "),
         ("show", "see headwise show --help"),
     ],
 )

@@ -405,22 +405,56 @@ def test_modelopt_without_thresholds_or_as_it_once_was(given, tmp_path):
     assert mean_density(load(tmp_path / "cfg.yaml"), 8192) == pytest.approx(0.5, abs=0.02)
 
 
-def test_sections_of_two_tools_are_merged_and_both_files_come_back(tmp_path):
-    table = b"0.25\t1\n1\t0\n0\t1\n"
-    (tmp_path / "kv.tsv").write_bytes(table)
-    convert(tmp_path / "kv.tsv", tmp_path / "two.yaml", **SHAPE)
-    imported(tmp_path, case_of("modelopt/config.json"))
+def test_sections_of_two_tools_in_one_artifact_and_both_files_come_back(tmp_path):
+    """Into an artifact whose search, evidence and decode are of its own model."""
+    artifact, arrays = build_every_kind()
+    own = artifacts.KVCache(policies={"f": artifacts.Full()}, layers=("f",) * 5)
     both = tmp_path / "both.yaml"
-    words = ["merge", tmp_path / "cfg.yaml", "--kv-cache", tmp_path / "two.yaml", "--out", both]
-    assert main([str(word) for word in words]) == 0
+    artifacts.save(artifact.model_copy(update={"kv_cache": own}), both, arrays)
+    table = "0.25\t1\n1\t0\n0\t1\n1\t1\n1\t1\n"
+    (tmp_path / "kv.tsv").write_text(table)
+    data = case_of("modelopt/config.json").data
+    data = data.replace(b'"num_hidden_layers": 3', b'"num_hidden_layers": 5')
+    (tmp_path / "config.json").write_bytes(data)
+    report = convert(tmp_path / "config.json", None, into=both)
+    after, left = load_pair(both)
+    assert (after.model, after.decode, after.kv_cache) == (artifact.model, artifact.decode, own)
+    assert after.search is None and not after.evidence and after.costs == ()
+    assert left.keys() == {"imported.prefill", *(n for n in arrays if n.startswith("similarity."))}
+    assert report["heads"] == 20
+    artifacts.update(both, lambda a, b: (a.model_copy(update={"decode": None}), b))
+    convert(tmp_path / "kv.tsv", None, into=both)
+    with_table = load(both)
+    assert with_table.patterns == after.patterns and len(with_table.kv_cache.policies) == 2
     (tmp_path / "out").mkdir()
     report = convert(both, tmp_path / "out" / "back.json", target="modelopt")
     assert notes(report) == ["the kv_cache section has no place in this format"]
-    data = case_of("modelopt/config.json").data
     assert (tmp_path / "out" / "back.json").read_bytes() == data
     report = convert(both, tmp_path / "out" / "back.tsv", target="duo_attention")
     assert "the prefill section has no place in this format" in notes(report)
-    assert np.loadtxt(tmp_path / "out" / "back.tsv").tolist() == [[0.25, 1], [1, 0], [0, 1]]
+    there, back = (np.loadtxt(tmp_path / name) for name in ("kv.tsv", "out/back.tsv"))
+    assert there.tolist() == back.tolist()
+    # A section that was changed since is written anew.
+    row = ("dense",) * 4
+    layers = (row, row, *with_table.prefill.layers[2:])
+    prefill = with_table.prefill.model_copy(update={"layers": layers})
+    artifacts.update(both, lambda a, b: (a.model_copy(update={"prefill": prefill}), b))
+    convert(both, tmp_path / "new.json", target="modelopt")
+    group = json.loads((tmp_path / "new.json").read_text())[KEY]["config_groups"]["group_0"]
+    assert group["ignore"] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+
+
+def test_section_that_does_not_fit_the_artifact_is_refused(tmp_path):
+    both = tmp_path / "both.yaml"
+    artifacts.save(build(), both)
+    before = both.read_bytes()
+    for rows, says in (("1\t1\n", "has 1 layers, the model has 3"), ("1\n1\n1\n", "KV heads")):
+        (tmp_path / "kv.tsv").write_text(rows)
+        with pytest.raises(ArtifactError, match=says):
+            convert(tmp_path / "kv.tsv", None, into=both)
+    with pytest.raises(ArtifactError, match="--into is for imports"):
+        convert(both, None, target="duo_attention", into=both)
+    assert both.read_bytes() == before
 
 
 REFUSED = [

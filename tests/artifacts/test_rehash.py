@@ -1,0 +1,74 @@
+"""validate --rehash: a valid change by hand gets the right hash, an invalid one is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from artifacts import ArtifactError, HeadwiseError, load, load_pair
+from artifacts.__main__ import main
+from artifacts.commands.validate import Config, run
+from tests.artifacts.conftest import files_of
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def test_rehash_keeps_a_valid_change_and_the_arrays(saved):
+    before, arrays = load_pair(saved)
+    edit(saved, "dense_below: 4096", "dense_below: 2048  # by hand")
+    with pytest.raises(ArtifactError, match=r"content_sha256: says .* --rehash`"):
+        load(saved)
+    run(Config(file=saved, rehash=True))
+    after, same = load_pair(saved)
+    assert after.prefill.dense_below == 2048 and after.content_sha256 != before.content_sha256
+    changed = {"prefill", "content_sha256"}
+    assert after.model_dump(exclude=changed) == before.model_dump(exclude=changed)
+    assert {name: array.tobytes() for name, array in same.items()} == {
+        name: array.tobytes() for name, array in arrays.items()
+    }
+
+
+def test_rehash_of_a_whole_file_changes_no_byte(saved):
+    before = files_of(saved.parent)
+    run(Config(file=saved, rehash=True))
+    assert files_of(saved.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("dense_below: 4096", "dense_below: many", "prefill.dense_below: must be a whole number"),
+        ("dense_below: 4096", "dense_belw: 4096", "dense_belw: unknown field"),
+        ("bs_9: {", "bs_8: {kind: dense}\n  bs_9: {", "patterns.bs_8 is used by no head"),
+        ("num_heads: 4", "num_heads: 8", "prefill.layers[0] has 4 names, the model has 8 query"),
+        ("seed: 7", "seed: [7", "not valid YAML"),
+        ("sha256: ccc", "sha256: ddd\n    sha256: ccc", "is given twice"),
+        ("sidecar: {file: cfg", "sidecar: {file: other", "sidecar.file: 'other."),
+    ],
+)
+def test_rehash_refuses_what_is_not_valid(saved, old, new, says):
+    edit(saved, old, new)
+    before = files_of(saved.parent)
+    with pytest.raises(HeadwiseError) as caught:
+        run(Config(file=saved, rehash=True))
+    assert says in str(caught.value) and str(caught.value).isprintable()
+    assert files_of(saved.parent) == before
+
+
+def test_rehash_refuses_a_changed_sidecar(saved):
+    (sidecar,) = saved.parent.glob("*.safetensors")
+    sidecar.write_bytes(sidecar.read_bytes()[:-1] + b"?")
+    with pytest.raises(ArtifactError, match=r"sidecar\.sha256: says"):
+        run(Config(file=saved, rehash=True))
+
+
+def test_rehash_from_the_command_line(saved, capsys):
+    edit(saved, "dense_below: 4096", "dense_below: 2048")
+    main(["validate", str(saved), "--rehash", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["content_sha256"] == load(saved).content_sha256
