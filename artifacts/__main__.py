@@ -16,11 +16,11 @@ exit status:
   0  good
   1  a bug of ours, with a traceback
   2  bad input, said in one line
-  3  findings or differences
+  3  differences
 
 examples:
   headwise show cfg.yaml                          a page: model, search, winners, layers, evidence
-  headwise validate cfg.yaml                      are both files whole, and is it sensible?
+  headwise validate cfg.yaml                      are both files whole and valid?
   headwise diff old.yaml new.yaml                 which heads changed, and what that does to density
   headwise validate --rehash cfg.yaml             keep a change that was made in an editor
   headwise convert best_pattern.json --config config.json --out cfg.yaml

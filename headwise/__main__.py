@@ -61,7 +61,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
     },
     "artifacts": {
-        "validate": ("artifacts", "whether its files are whole, and what is odd about it"),
+        "validate": ("artifacts", "whether its files are whole and the record valid"),
         "diff": ("artifacts", "what changed from one to another"),
         "convert": ("artifacts", "other tools' files of head patterns, both ways"),
         "schema": ("artifacts", "the JSON Schema, with what every field means"),

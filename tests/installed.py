@@ -50,7 +50,7 @@ def check_packages() -> None:
 def search(folder: Path) -> None:
     options = "--preset paper --length 512 --budget 0.6 --task passkey --dtype float32"
     output(*SEARCH, "cfg.yaml", *options.split(), folder=folder)
-    output(SCRIPT, "validate", "cfg.yaml", "--level", "error", folder=folder)
+    output(SCRIPT, "validate", "cfg.yaml", folder=folder)
     assert "LlamaForCausalLM: 3 layers" in output(SCRIPT, "show", "cfg.yaml", folder=folder)
     assert "all is well" in output(SCRIPT, "doctor", "--model", "model", folder=folder)
 

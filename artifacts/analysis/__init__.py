@@ -1,1 +1,1 @@
-"""Density, differences, sections and lint of artifacts."""
+"""Density, differences and sections of artifacts."""

@@ -2,7 +2,7 @@
 
 A verb's module has `Config`, a frozen dataclass that declares the verb's arguments; SHORT, what it
 does in a line; EXAMPLES, the end of its help; and `run(config)`, which gives what to print and the
-exit status: 0 fine, 3 findings or differences. Bad input is an error, with status 2."""
+exit status: 0 fine, 3 differences or losses. Bad input is an error, with status 2."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ What each field means is said where it is declared; docs/schema.md is made of it
 from __future__ import annotations
 
 import difflib
+from collections import Counter
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Literal, Self
 
@@ -177,7 +179,24 @@ class Artifact(Record):
                 raise ValueError(f"kv_cache.{fault}")
             if self.decode is not None and (fault := _both(self.decode.omnikv, self.kv_cache)):
                 raise ValueError(fault)
+        if fault := self._miscounted():
+            raise ValueError(fault)
         return self
+
+    def _miscounted(self) -> str | None:
+        """Reason why the summary is not of the rows; None if it is, or nothing was searched."""
+        if self.search is None:
+            return None
+        rows = Counter(
+            str(self.patterns[name].kind) for row in self.prefill.layers for name in row or ()
+        )
+        stated = {kind: count for kind, count in self.search.summary.winners.items() if count}
+        if stated == dict(rows):
+            return None
+        return (
+            f"search.summary.winners says {_counts(stated)}, prefill.layers has {_counts(rows)}: "
+            "after a change of rows by hand, write what they have"
+        )
 
     def _check_rows(self) -> set[str]:
         """Check that rows fit the model and name known patterns; returns the names."""
@@ -244,6 +263,10 @@ def _both(omnikv: OmniKV, kv_cache: KVCache) -> str | None:
                 "full, or name the layer in decode.omnikv.dense_layers"
             )
     return None
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind} {counts[kind]}" for kind in sorted(counts)) or "none"
 
 
 def _unknown(name: str, known: list[str]) -> str:

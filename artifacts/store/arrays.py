@@ -1,4 +1,4 @@
-"""Checks of required arrays: cost tables, the front, seen windows."""
+"""Checks of arrays: those that sections need, and the scores of heads."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from artifacts.store.sidecar import Array, Entry
 
 T = TypeVar("T")
+# Arrays with a value for every query head, by how their names begin.
+_PER_HEAD = ("chosen.", "candidates.", "imported.score")
+_PER_KV_HEAD = "imported.full_attention"
+# Of the heads that have a pattern; NaN in a layer that is left alone.
+_SCORES = ("chosen.recall", "chosen.error", "chosen.density")
 
 
 def check_arrays(
@@ -21,7 +26,7 @@ def check_arrays(
     arrays: Mapping[str, Array] | None,
     entries: Mapping[str, Entry] | None = None,
 ) -> None:
-    """Check the arrays of every section that needs some.
+    """Check the arrays of every section that needs some, and those of heads.
 
     Args:
         artifact: whose sections.
@@ -39,6 +44,8 @@ def check_arrays(
         raise ArtifactError(f"prefill.front: {fault}")
     if fault := _windows_fault(artifact, entries or arrays or {}):
         raise ArtifactError(f"search.calibration.seen_windows: {fault}")
+    if fault := _heads_fault(artifact, entries or arrays or {}):
+        raise ArtifactError(fault)
 
 
 def columns(arrays: Mapping[str, T], number: int) -> dict[str, T]:
@@ -96,6 +103,46 @@ def _front_fault(
             f"patterns.{shorten(unused)} is used by no head, of "
             f"prefill.layers or of a point: remove it"
         )
+    return None
+
+
+def check_scores(artifact: Artifact, arrays: Mapping[str, Array]) -> None:
+    """Check that heads have scores where they have patterns; this reads the arrays of scores.
+
+    Raises:
+        ArtifactError: a layer has only one of the two.
+    """
+    for name in _SCORES:
+        if name not in arrays:
+            continue
+        table = arrays[name]
+        # A score that is not NaN equals itself.
+        scored = (table == table).any(axis=1).tolist()
+        rows = zip(scored, artifact.prefill.layers, strict=False)
+        for layer, (has_scores, row) in enumerate(rows):
+            if has_scores != (row is not None):
+                raise ArtifactError(
+                    f"{name} has scores without patterns or patterns without scores in layer "
+                    f"{layer}: YAML and sidecar are of two searches"
+                )
+
+
+def _heads_fault(artifact: Artifact, arrays: Mapping[str, Any]) -> str | None:
+    """Reason why an array of heads is of another model, or None."""
+    model = artifact.model
+    for name, array in sorted(arrays.items()):
+        if name == _PER_KV_HEAD:
+            heads = model.num_kv_heads
+        elif name.startswith(_PER_HEAD):
+            heads = model.num_heads
+        else:
+            continue
+        shape = tuple(array.shape)
+        if shape[:2] != (model.num_layers, heads) or (name in _SCORES and len(shape) > 2):
+            return (
+                f"{shorten(name)} has the shape {shorten(shape)}, the model has "
+                f"{model.num_layers} layers of {heads} heads: the sidecar is of another model"
+            )
     return None
 
 

@@ -17,7 +17,7 @@ from artifacts.files import atomic_write, check_writable
 from artifacts.schema.artifact import SCHEMA_VERSION, Artifact
 from artifacts.schema.validation import to_artifact
 from artifacts.store import strict_yaml
-from artifacts.store.arrays import check_arrays
+from artifacts.store.arrays import check_arrays, check_scores
 from artifacts.store.pair import MAX_BYTES, TIMEOUT, locked, replace_pair, sidecar_name
 from artifacts.store.read import content_sha256, load_pair, read_pair
 from artifacts.store.sidecar import to_bytes
@@ -140,6 +140,7 @@ def _prepared(
             "content_sha256": "",
         }
         check_arrays(to_artifact(fields), arrays)
+        check_scores(artifact, arrays or {})
         if arrays:
             data = to_bytes(arrays)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,18 @@ SMALL = to_artifact(strict_yaml.parse((HERE / "small.yaml").read_text()))
 
 
 def build(**changes: Any) -> artifacts.Artifact:
-    """The small artifact with some fields of its own."""
-    return artifacts.Artifact(**dict(SMALL) | changes)
+    """The small artifact with some fields of its own, and a summary that counts its rows."""
+    fields = dict(SMALL) | changes
+    if fields["search"] is not None:
+        fields["search"] = counting(fields["search"], fields["prefill"].layers, fields["patterns"])
+    return artifacts.Artifact(**fields)
+
+
+def counting(search: artifacts.SearchInfo, rows: Any, patterns: Any) -> artifacts.SearchInfo:
+    """The section with a summary that counts the heads of each kind in the rows."""
+    winners = dict(Counter(patterns[name].kind for row in rows for name in row or ()))
+    summary = search.summary.model_copy(update={"winners": winners})
+    return search.model_copy(update={"summary": summary})
 
 
 def as_yaml(fields: Any, **how: Any) -> str:

@@ -89,9 +89,10 @@ def test_sections_fields_arrays(pair, make):
     decode = build_every_kind()[0].decode.omnikv.model_copy(
         update={"filter_layers": (0,), "dense_layers": ()}
     )
+    recall = np.array([[1.0] * 4, [np.nan] * 4, [1.0] * 4])
     data = found(
         pair(
-            more={"similarity.mass": np.ones((3, 3)), "chosen.recall": np.ones((3, 4))},
+            more={"similarity.mass": np.ones((3, 3)), "chosen.recall": recall},
             decode=artifacts.Decode(omnikv=decode),
             evidence=artifacts.Evidence(),
             prefill=make().prefill.model_copy(update={"dense_below": 5000}),

@@ -22,7 +22,7 @@ from artifacts.cli.command import FOUND
 from artifacts.schema.validation import to_artifact
 from artifacts.store import strict_yaml
 from artifacts.store.hashing import content_sha256
-from tests.artifacts.conftest import as_yaml, build, build_every_kind, replace_field
+from tests.artifacts.conftest import as_yaml, build, build_every_kind, counting, replace_field
 from tests.sampling import sampled
 
 HERE = Path(__file__).parent
@@ -149,6 +149,9 @@ ARRAYS = [
     ("front.rows", lambda a: at(a, 0, 2, 3, 8), "front.rows names pattern 8, there are 8"),
     ("cost.0.pattern", lambda a: a[:1], "must be columns of one length, got [(1,), (2,)]"),
     ("calibration.seen_windows", lambda a: None, "says 2, and the sidecar has no array"),
+    ("chosen.recall", lambda a: a[:4], "the shape (4, 4), the model has 5 layers of 4 heads"),
+    ("candidates.0.recall", lambda a: np.ones((5, 3)), "the shape (5, 3), the model has 5 layers"),
+    ("imported.full_attention", lambda a: np.ones((5, 4)), "the model has 5 layers of 2 heads"),
 ]
 
 
@@ -156,7 +159,7 @@ ARRAYS = [
 def test_arrays_that_cannot_be(tmp_path, every_kind, monkeypatch, name, change, says):
     """Refused when they are written, and when a file that another writer made is read."""
     artifact, arrays = every_kind
-    arrays[name] = change(arrays[name])
+    arrays[name] = change(arrays.get(name))
     arrays = {key: array for key, array in arrays.items() if array is not None}
     path = tmp_path / "cfg.yaml"
     with pytest.raises(ArtifactError) as refused:
@@ -166,6 +169,24 @@ def test_arrays_that_cannot_be(tmp_path, every_kind, monkeypatch, name, change, 
         unchecked.setattr("artifacts.store.write.check_arrays", lambda artifact, arrays: None)
         save(artifact, path, arrays)
     assert says in line(path)
+
+
+@pytest.mark.parametrize(("value", "layer"), [(0.5, 1), (np.nan, 0)])
+def test_scores_of_another_search_are_refused(tmp_path, every_kind, monkeypatch, value, layer):
+    """By save, and by validate; what serves reads no scores."""
+    artifact, arrays = every_kind
+    arrays["chosen.density"] = np.full((5, 4), value)
+    path = tmp_path / "cfg.yaml"
+    says = f"patterns without scores in layer {layer}: "
+    with pytest.raises(ArtifactError, match=says):
+        save(artifact, path, arrays)
+    assert list(tmp_path.iterdir()) == []
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr("artifacts.store.write.check_scores", lambda artifact, arrays: None)
+        save(artifact, path, arrays)
+    with pytest.raises(ArtifactError, match=says) as refused:
+        main(["validate", str(path)])
+    assert str(refused.value).startswith(f"{path}: ")
 
 
 def test_a_wrong_copy_is_refused_before_anything_is_written(tmp_path, make):
@@ -361,12 +382,13 @@ def large():
     small, _ = build_every_kind()
     wide = {"num_layers": 16, "num_heads": 1024, "num_kv_heads": 8, "max_positions": 2**31 - 1}
     windows = [artifacts.AShape(sink=64, window=64 + 4096 * i) for i in range(500)]
+    named = [f"p{i}" for i in range(500)]
     rows = tuple(tuple(f"p{(1024 * i + head) % 500}" for head in range(1024)) for i in range(16))
     far = small.model_copy(
         update={
             "patterns": {f"p{i}": pattern for i, pattern in enumerate(windows)},
             "prefill": artifacts.Prefill(dense_below=2**23, layers=rows),
-            "search": build().search,
+            "search": counting(build().search, rows, {name: windows[0] for name in named}),
             "model": small.model.model_copy(update=wide),
             **{"costs": (), "decode": None, "kv_cache": None},
         }
@@ -377,7 +399,7 @@ def large():
     return {
         "windows far away": (far, {}),
         "much evidence": (build(evidence=artifacts.Evidence(measurements=many)), {}),
-        "a sidecar of 220 MiB": (build(), {"chosen.recall": zeros, "imported.prefill": zeros}),
+        "a sidecar of 220 MiB": (build(), {"similarity.mass": zeros, "imported.prefill": zeros}),
     }
 
 

@@ -27,6 +27,7 @@ from artifacts.commands.schema import schema, tables
 from artifacts.schema.artifact import SCHEMA_VERSION
 from artifacts.schema.validation import to_artifact
 from artifacts.store.write import SCHEMA_FILE
+from tests.artifacts.conftest import counting
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,8 @@ def test_a_pattern_that_only_the_front_uses_is_used(every_kind, tmp_path):
 
     def changed(**prefill):
         new = artifact.prefill.model_copy(update={"layers": rows, **prefill})
-        return artifact.model_copy(update={"prefill": new})
+        search = counting(artifact.search, rows, artifact.patterns)
+        return artifact.model_copy(update={"prefill": new, "search": search})
 
     assert save(changed(), tmp_path / "cfg.yaml", arrays).prefill.layers == rows
     nowhere = arrays | artifacts.front_arrays(artifact.patterns, [rows, rows])

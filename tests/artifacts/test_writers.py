@@ -176,12 +176,13 @@ def test_killed_at_each_call_and_at_any_instant_a_whole_pair_is_there():
 def test_a_search_keeps_the_sections_of_others(saved, make):
     update(saved, with_decode)
     again = make(created_at="2026-01-01T00:00:00Z", evidence=artifacts.Evidence())
-    result = save_searched(again, saved, {"chosen.recall": np.zeros((3, 4), np.float32)})
+    recall = np.array([[0.0] * 4, [np.nan] * 4, [0.0] * 4], np.float32)
+    result = save_searched(again, saved, {"chosen.recall": recall})
     artifact, arrays = load_pair(saved)
     assert artifact == result and artifact.decode == DECODE
     assert artifact.created_at.startswith("2026") and artifact.evidence == artifacts.Evidence()
     assert arrays.keys() == {"chosen.recall", "similarity.mass"}
-    assert not arrays["chosen.recall"].any()
+    np.testing.assert_array_equal(arrays["chosen.recall"], recall)
 
 
 def test_a_search_keeps_what_the_searches_of_kept_sections_have_seen(saved, make, arrays):

@@ -52,7 +52,7 @@ RUNS = {
     "memory": "--plan model --length 1024",
     "tasks": "--model model --task passkey --length 256",
     "bench": "--length 128 --head-dims 64 --heads 2/1 --repeats 1",
-    "validate": "cfg.yaml --level error",
+    "validate": "cfg.yaml",
     "diff": "cfg.yaml cfg.yaml",
     "convert": "cfg.yaml --to minference --out heads.json",
     "schema": "",

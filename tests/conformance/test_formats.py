@@ -180,8 +180,7 @@ def test_import(case, tmp_path):
     assert chosen(artifact) == case.expected
     assert outcome(report) == case.there
     assert artifact.search is None and artifact.model.weights_sha256 is None
-    valid = validate.run(validate.Config(file=tmp_path / "cfg.yaml", level="error"))
-    assert valid.status == 0
+    assert validate.run(validate.Config(file=tmp_path / "cfg.yaml")).status == 0
 
 
 @every_case

@@ -223,9 +223,8 @@ def test_an_artifact_of_another_model_is_refused(searched, tmp_path):
 def scored(tmp_path):
     """An artifact with scores, of a model whose name is a broken formula and moves the cursor."""
     artifact, arrays = build_every_kind()
-    arrays |= {
-        f"chosen.{name}": np.full((5, 4), 0.5, dtype=np.float32) for name in ("error", "density")
-    }
+    half = np.where(np.isnan(arrays["chosen.recall"]), np.nan, 0.5).astype(np.float32)
+    arrays |= {"chosen.error": half, "chosen.density": half}
     named = artifact.model_copy(
         update={"model": artifact.model.model_copy(update={"name": "$\\frac{a$ \x1b[2J"})}
     )
@@ -273,7 +272,7 @@ def test_a_full_disk_leaves_nothing(scored, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("sketched")
 def test_an_artifact_without_scores_is_drawn_without_shades(tmp_path):
     artifact, arrays = build_every_kind()
-    arrays |= {"chosen.recall": np.zeros((1, 1), dtype=np.float32)}
+    del arrays["chosen.recall"]
     artifacts.save(artifact, tmp_path / "cfg.yaml", arrays)
     _, _, numbers = draw_pattern_map(tmp_path / "cfg.yaml", tmp_path / "map")
     rows = list(csv.DictReader(numbers.open(newline="")))

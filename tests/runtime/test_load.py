@@ -13,6 +13,7 @@ from artifacts import Front, HeadwiseError, Point
 from kernels.patterns import make
 from runtime import apply_dense, load
 from runtime.layers import layer_plans
+from tests.runtime.conftest import search_info
 
 FAST, MIDDLE, EXACT = "a_64_64", "bs_2", "vs_70_70"
 
@@ -39,7 +40,7 @@ def saved(build, artifact_for, tmp_path):
     front = Front(length=200, unit="flops", dense_cost=8.0, measured_on="held_out", points=points)
     cost = artifacts.SearchCost(unit="flops", device="any")
     prefill = artifact.prefill.model_copy(update={"layers": rows(model, MIDDLE), "front": front})
-    search = artifact.search.model_copy(update={"cost": cost})
+    search = search_info(prefill.layers, kept).model_copy(update={"cost": cost})
     changes = {"patterns": kept, "search": search, "prefill": prefill}
     beside = artifacts.front_arrays(kept, [rows(model, name) for name, *_ in figures])
     artifacts.save(artifact.model_copy(update=changes), tmp_path / "cfg.yaml", beside)

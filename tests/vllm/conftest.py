@@ -84,7 +84,7 @@ def artifact(transformers, tmp_path):
         used = {name for row in rows if row is not None for name in row}
         made = artifacts.Artifact(
             model=fingerprint(transformers.model, name="tiny"),
-            search=search_info(),
+            search=search_info(rows, PATTERNS),
             patterns={name: pattern for name, pattern in PATTERNS.items() if name in used},
             prefill=artifacts.Prefill(dense_below=DENSE_BELOW, layers=rows),
             **sections,

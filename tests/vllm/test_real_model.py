@@ -29,7 +29,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     )
     artifact = artifacts.Artifact(
         model=fingerprint(loaded.model, name=loaded.name),
-        search=search_info(),
+        search=search_info(rows, PATTERNS),
         patterns={name: PATTERNS[name] for name in names},
         prefill=artifacts.Prefill(dense_below=512, layers=rows),
     )

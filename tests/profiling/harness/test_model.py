@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
     for name, more in (("cfg", {}), ("kept", {"kv_cache": kept})):
         made = artifacts.Artifact(
             model=fingerprint(load_model(str(model), dtype="float32").model, name="tiny"),
-            search=search_info(),
+            search=search_info(ROWS, PATTERNS),
             patterns=PATTERNS,
             prefill=artifacts.Prefill(dense_below=500, dense_tail=0, layers=ROWS),
             **more,
