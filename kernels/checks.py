@@ -129,12 +129,6 @@ def check_factors(scale: float | None, softcap: float | None) -> None:
             raise ValueError(f"{name} must be a positive finite number, got {factor}")
 
 
-def check_skip_below(skip_below: float) -> None:
-    """Raise ValueError for what is no probability below 1."""
-    if not 0 <= skip_below < 1:
-        raise ValueError(f"skip_below must be at least 0 and below 1, got {skip_below}")
-
-
 def unfit(**tensors: Tensor) -> ValueError:
     """The error of tensors whose shapes are not those of one call."""
     return ValueError(f"shapes do not go together: {shapes_of(**tensors)}")
