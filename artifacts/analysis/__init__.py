@@ -1,1 +1,1 @@
-"""Density, differences and sections of artifacts."""
+"""Density and sections of artifacts."""

@@ -148,17 +148,6 @@ class Sidecar(Mapping[str, "Array"]):
     def __len__(self) -> int:
         return len(self.entries)
 
-    def digest(self, name: str) -> str:
-        """The SHA-256 of an array's bytes, without holding them in memory."""
-        entry = self.entries[name]
-        digest = hashlib.sha256()
-        left = entry.nbytes
-        self._stream.seek(entry.begin)
-        while left and (chunk := self._stream.read(min(left, _CHUNK))):
-            digest.update(chunk)
-            left -= len(chunk)
-        return digest.hexdigest()
-
     def _unchanged(self) -> bool:
         """True while the file is as it was hashed, also if it was moved or removed."""
         if (now := self._state()) != self._before:

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 import artifacts
-from artifacts import AShape, load_pair, save
+from artifacts import AShape, HeadwiseError, load_pair, save
 from artifacts.analysis.density import mean_density
-from artifacts.analysis.difference import compare
 from artifacts.cli.arguments import STDOUT
 from artifacts.commands.diff import Config, run
-from tests.artifacts.conftest import build_arrays, build_every_kind
+from tests.artifacts.conftest import build_every_kind
 
 
 @pytest.fixture
@@ -31,47 +30,53 @@ def pair(tmp_path, make, arrays):
 def found(files, **options):
     outcome = run(Config(**files, as_json=STDOUT, **options))
     data = json.loads(outcome.text)
-    assert data["differs"] == bool(outcome.status)
+    assert outcome.status == (3 if data["differs"] else 0)
     return data
 
 
-def test_the_same(pair, make):
-    files = pair(
-        created_at="2026-01-01T00:00:00Z",
-        search=make().search.model_copy(update={"command": "other"}),
-    )
+def test_diff_of_equal_content_ignores_times_and_commands(pair, make):
+    search = make().search.model_copy(update={"command": "other"})
+    files = pair(created_at="2026-01-01T00:00:00Z", search=search)
     outcome = run(Config(**files))
     assert (outcome.status, outcome.text) == (0, "no difference\n")
-    assert not found(files)["fields"]
+    assert found(files)["sections"] == []
 
 
-def changed_heads(make):
+def test_diff_ignores_commands_of_measurements_and_cost_tables(tmp_path, every_kind):
+    artifact, arrays = every_kind
+    again = artifact.costs[0].model_copy(update={"command": "another day"})
+    save(artifact, tmp_path / "a.yaml", arrays)
+    save(artifact.model_copy(update={"costs": (again,)}), tmp_path / "b.yaml", arrays)
+    files = {"before": tmp_path / "a.yaml", "after": tmp_path / "b.yaml"}
+    assert not found(files)["differs"]
+    front = artifact.prefill.front.model_copy(update={"dense_right": 15})
+    prefill = artifact.prefill.model_copy(update={"front": front})
+    save(artifact.model_copy(update={"prefill": prefill}), tmp_path / "b.yaml", arrays)
+    data = found(files)
+    assert data["sections"] == ["prefill"] and data["heads"]["changed"] == 0
+
+
+def test_diff_counts_heads_by_kind_and_density(pair, make):
     small = make()
     a, _, c, d = small.prefill.layers[0]
     rows = ((c, d, c, d), None, (a, a, d, "dense"))
-    patterns = {
-        name: pattern for name, pattern in small.patterns.items() if name in {a, c, d, "dense"}
-    }
-    return {"patterns": patterns, "prefill": small.prefill.model_copy(update={"layers": rows})}
-
-
-def test_heads_and_what_it_does_to_density(pair, make):
-    files = pair(**changed_heads(make))
+    patterns = {name: small.patterns[name] for name in (a, c, d, "dense")}
+    prefill = small.prefill.model_copy(update={"layers": rows})
+    files = pair(patterns=patterns, prefill=prefill)
     data = found(files, length=8192)
-    assert {(change["before"], change["after"]): change["where"] for change in data["heads"]} == {
-        ("vs_100_1800", "a_64_512"): {"0": [0]},
-        ("vs_30_2048_q32", "bs_9"): {"0": [1]},
-        ("a_64_512", "bs_9"): {"2": [2]},
-    }
-    assert data["total"] == 12 and data["length"] == 8192
+    assert data["heads"]["changed"] == 3 and data["length"] == 8192
     before, after = (mean_density(load_pair(file)[0], 8192) for file in files.values())
     assert data["density"] == [before, after] and before != after
+    assert data["sections"] == ["search", "patterns", "prefill"]
+    old, new = data["heads"]["kinds"]
+    assert old == {"vertical_slash": 4, "a_shape": 2, "block_sparse": 1, "dense": 1}
+    assert new == {"vertical_slash": 2, "a_shape": 2, "block_sparse": 3, "dense": 1}
     text = run(Config(**files)).text
-    assert "heads      3 of 12 have another pattern\n  vs_100_1800 -> a_64_512: 1: 0 (0)\n" in text
-    assert "at 4,096 tokens" in text and "field      patterns.vs_30_2048_q32: {'kind'" in text
+    assert "heads      3 have another pattern\n  block_sparse     1 -> 3\n" in text
+    assert "at 4,096 tokens" in text and "a_shape" not in text
 
 
-def test_a_new_name_is_no_new_pattern_and_a_new_size_is_one(pair, make):
+def test_diff_takes_a_new_name_for_no_new_pattern_and_a_new_size_for_one(pair, make):
     small = make()
     patterns = dict(small.patterns)
     patterns["nine"] = patterns.pop("bs_9")
@@ -81,73 +86,60 @@ def test_a_new_name_is_no_new_pattern_and_a_new_size_is_one(pair, make):
         for row in small.prefill.layers
     )
     data = found(pair(patterns=patterns, prefill=small.prefill.model_copy(update={"layers": rows})))
-    where = {"0": [2], "2": [2]}
-    assert data["heads"] == [{"before": "a_64_512", "after": "a_64_512", "where": where}]
+    assert data["heads"]["changed"] == 2 and data["sections"] == ["patterns", "prefill"]
 
 
-def test_sections_fields_arrays(pair, make):
+def test_diff_names_sections_and_arrays_and_evidence(pair, make):
     decode = build_every_kind()[0].decode.omnikv.model_copy(
         update={"filter_layers": (0,), "dense_layers": ()}
     )
-    recall = np.array([[1.0] * 4, [np.nan] * 4, [1.0] * 4])
-    data = found(
-        pair(
-            more={"similarity.mass": np.ones((3, 3)), "chosen.recall": recall},
-            decode=artifacts.Decode(omnikv=decode),
-            evidence=artifacts.Evidence(),
-            prefill=make().prefill.model_copy(update={"dense_below": 5000}),
-        )
+    verdict = artifacts.Verdict(proven=True, why="because")
+    files = pair(
+        more={"similarity.mass": np.ones((3, 3))},
+        decode=artifacts.Decode(omnikv=decode),
+        evidence=artifacts.Evidence(verdict=verdict),
     )
-    assert (data["added"], data["removed"]) == (["decode"], ["evidence.measurements"])
-    assert data["fields"] == [{"field": "prefill.dense_below", "before": 4096, "after": 5000}]
-    arrays = data["arrays"]
-    assert (arrays["added"], arrays["removed"]) == (["similarity.mass"], [])
-    assert arrays["changed"] == ["chosen.recall"]
-    assert data["heads"] == [] and data["recall"] == [pytest.approx(0.75), 1.0]
+    data = found(files)
+    assert data["sections"] == ["decode", "evidence", "sidecar"]
+    assert data["heads"]["changed"] == 0
+    assert data["evidence"] == ["not proven: no gate has run on its patterns", "proven: because"]
+    text = run(Config(**files)).text
+    assert "sections   decode, evidence, sidecar\nevidence   not proven" in text
 
 
-def test_growth_front_and_costs(make):
-    other, arrays = build_every_kind()
-    plain = make(
-        model=other.model,
-        patterns=other.patterns,
-        prefill=other.prefill.model_copy(update={"growth": None, "front": None}),
-    )
-    found = compare(plain, other, {}, arrays, length=16_384)
-    sections = "prefill.growth prefill.front costs decode kv_cache evidence.tasks"
-    assert set(found.added) == set(sections.split())
-    assert "prefill.growth.length" not in [change.field for change in found.fields]
-    assert found.heads == () and found.density[0] != found.density[1]
-    front = other.prefill.front.model_copy(update={"dense_cost": 9.0})
-    prefill = other.prefill.model_copy(update={"front": front})
-    changed = other.model_copy(update={"prefill": prefill})
-    (change,) = compare(other, changed, arrays, arrays).fields
-    assert (change.field, change.before, change.after) == ("prefill.front.dense_cost", 2.0, 9.0)
-    again = other.costs[0].model_copy(update={"command": "another day"})
-    assert not compare(other, other.model_copy(update={"costs": (again,)}), arrays, arrays)
+def test_diff_sees_arrays_alone(pair):
+    recall = np.array([[1.0] * 4, [np.nan] * 4, [1.0] * 4], np.float32)
+    assert found(pair(more={"chosen.recall": recall}))["sections"] == ["sidecar"]
 
 
-def test_kv_heads(make):
+def test_diff_sees_policies_of_kv_heads(tmp_path, make):
     policies = {"f": artifacts.Full(), "s": artifacts.Streaming(sinks=4, window=100)}
-    a = make(kv_cache=artifacts.KVCache(policies=policies, layers=("f", "s", ("f", "s"))))
-    b = make(kv_cache=artifacts.KVCache(policies=policies, layers=(("f", "s"), "s", ("f", "s"))))
-    (change,) = compare(a, b, {}, {}).kv_heads
-    assert (change.before, change.after, change.where) == ("f", "s", {0: (1,)})
-    assert sum(change.heads for change in compare(a, make(), {}, {}).kv_heads) == 6
+    for name, first in (("a", ("f", "s")), ("b", "f")):
+        layers = (first, "s", ("f", "s"))
+        section = artifacts.KVCache(policies=policies, layers=layers)
+        save(make(kv_cache=section), tmp_path / f"{name}.yaml")
+    data = found({"before": tmp_path / "a.yaml", "after": tmp_path / "b.yaml"})
+    assert data["sections"] == ["kv_cache"]
 
 
-def test_unlike_shapes(make):
-    other, arrays = build_every_kind()
-    found = compare(make(), other, build_arrays(), arrays)
-    assert found and found.heads is None
-    changes = {change.field: (change.before, change.after) for change in found.fields}
-    assert changes["model.num_layers"] == (3, 5)
+def test_diff_of_unlike_shapes_compares_no_heads(pair):
+    files = pair()
+    artifact, arrays = build_every_kind()
+    save(artifact, files["after"], arrays)
+    data = found(files)
+    assert data["differs"] and data["heads"]["changed"] is None and "model" in data["sections"]
+    assert "cannot be compared" in run(Config(**files)).text
 
 
-def test_a_missing_sidecar_is_said(pair, make):
+def test_diff_names_a_missing_sidecar(pair, make):
     files = pair(prefill=make().prefill.model_copy(update={"dense_below": 5000}))
     for file in files["before"].parent.glob("b.*.safetensors"):
         file.unlink()
     text = run(Config(**files)).text
     assert text.startswith("sidecar    ") and "is missing from" in text
-    assert "dense_below: 4096 -> 5000" in text
+    assert "sections   prefill\n" in text
+
+
+def test_diff_refuses_a_length_below_1(pair):
+    with pytest.raises(HeadwiseError, match="--length must be at least 1, got 0"):
+        run(Config(**pair(), length=0))
