@@ -10,7 +10,6 @@ from artifacts.schema.decode import Decode, OmniKV, Similarity
 from artifacts.schema.evidence import Evidence, Measurement, PromptSet, TaskFigures, Verdict
 from artifacts.schema.fields import Imported
 from artifacts.schema.front import Front, Point
-from artifacts.schema.growth import Growth, grown
 from artifacts.schema.kv_cache import H2O, Full, KVCache, SnapKV, Streaming
 from artifacts.schema.model import ModelInfo
 from artifacts.schema.patterns import (
@@ -20,6 +19,7 @@ from artifacts.schema.patterns import (
     Pattern,
     SkipSoftmax,
     VerticalSlash,
+    grown,
     pattern_name,
 )
 from artifacts.schema.search import Calibration, SearchCost, SearchInfo, Summary
@@ -42,7 +42,6 @@ __all__ = [
     "Finding",
     "Front",
     "Full",
-    "Growth",
     "HeadwiseError",
     "Imported",
     "KVCache",

@@ -34,7 +34,7 @@ def search(
         name: of the model, in the artifact; None for its own.
         revision: of the model on the hub; None for the one that it was loaded from.
         options: fields of search.model.config.ModelSearch and of its limits, such as
-            lengths=4096, budget=0.3, cost="flops", max_kl=0.1.
+            length=4096, budget=0.3, cost="flops", max_kl=0.1.
 
     Returns:
         The artifact, its losses and its speed; `written` is False where it is not worth serving,

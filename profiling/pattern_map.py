@@ -180,9 +180,8 @@ def _origin(artifact: Artifact) -> str:
             return f"imported from {imported.file} ({imported.format})"
         return "no pattern was searched"
     tasks = ", ".join(search.calibration.tasks)
-    lengths = ", ".join(str(length) for length in search.calibration.lengths)
     return (
-        f"{tasks}, {lengths} tokens, {search.spending}; {search.summary.tiles}, "
+        f"{tasks}, {search.calibration.length} tokens, {search.spending}; {search.summary.tiles}, "
         f"recall {search.summary.recall:.3f}; {search.dtype} on {search.device}, "
         f"{search.kernel_backend} kernels"
     )

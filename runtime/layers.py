@@ -14,7 +14,7 @@ from torch import nn
 
 from artifacts import HeadwiseError
 from artifacts.errors import ranges
-from kernels.patterns import Growth, LayerPlan, make
+from kernels.patterns import LayerPlan, make
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -328,16 +328,16 @@ def _has_alibi(cls: type[nn.Module], config: Any) -> bool:
 def layer_plans(artifact: Artifact) -> dict[int, LayerPlan]:
     """Plans by layer, each for all of its heads; layers left alone have none."""
     patterns = {name: make(**record.model_dump()) for name, record in artifact.patterns.items()}
-    growth = None
-    if artifact.prefill.growth is not None:
-        growth = Growth(
-            length=artifact.prefill.growth.length, powers=artifact.prefill.growth.powers
-        )
-    tail = artifact.prefill.dense_tail
+    prefill = artifact.prefill
     kv_heads = artifact.model.num_kv_heads
     return {
-        layer: LayerPlan([patterns[name] for name in row], kv_heads, dense_tail=tail, growth=growth)
-        for layer, row in enumerate(artifact.prefill.layers)
+        layer: LayerPlan(
+            [patterns[name] for name in row],
+            kv_heads,
+            dense_tail=prefill.dense_tail,
+            length=prefill.length,
+        )
+        for layer, row in enumerate(prefill.layers)
         if row is not None
     }
 
@@ -347,5 +347,5 @@ def part_of(plan: LayerPlan | None, heads: slice, num_kv_heads: int) -> LayerPla
     if plan is None:
         return None
     return LayerPlan(
-        plan.patterns[heads], num_kv_heads, dense_tail=plan.dense_tail, growth=plan.growth
+        plan.patterns[heads], num_kv_heads, dense_tail=plan.dense_tail, length=plan.length
     )

@@ -184,17 +184,16 @@ def _sized(config: ModelSearch, loaded: LoadedModel) -> ModelSearch:
     budget = None
     if config.model == _MODEL and length == _LENGTHS[1]:
         budget = _SHORT_BUDGET
-    return replace(config, lengths=(length,), budget=budget)
+    return replace(config, length=length, budget=budget)
 
 
 def _command(config: ModelSearch) -> str:
     """The same search as a command."""
-    assert config.lengths is not None
     budget = ""
     if config.budget is not None:
         budget = f" --budget {config.budget:g}"
     return (
-        f"headwise search --model {config.model} --length {config.lengths[0]}{budget} "
+        f"headwise search --model {config.model} --length {config.length}{budget} "
         f"--out {config.out}"
     )
 
@@ -202,15 +201,12 @@ def _command(config: ModelSearch) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command."""
     demo = config_of(Demo, vars(parser().parse_args(argv)))
-    lengths = None
-    if demo.length is not None:
-        lengths = (demo.length,)
-    config = settled(ModelSearch(model=demo.model, out=demo.out / "cfg.yaml", lengths=lengths))
+    config = settled(ModelSearch(model=demo.model, out=demo.out / "cfg.yaml", length=demo.length))
     if config.device == "cpu":
         # The first use compiles the kernels, meanwhile the weights are converted.
         threading.Thread(target=build.load, daemon=True).start()
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    if lengths is None:
+    if demo.length is None:
         config = _sized(config, loaded)
     if run(replace(config, command=_command(config)), loaded):
         return 0

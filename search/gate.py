@@ -201,7 +201,7 @@ def _length(config: GateConfig, artifact: Artifact) -> int:
     if config.length is not None:
         length = config.length
     elif artifact.search is not None:
-        length = max(artifact.search.calibration.lengths)
+        length = artifact.search.calibration.length
     else:
         raise HeadwiseError(f"{config.config} has no search section, so --length is required")
     dense_below = artifact.prefill.dense_below

@@ -27,8 +27,7 @@ from search.study import without_password
 _OF_MODEL = tuple(
     field.name
     for field in (*fields(ModelSearch), *fields(Limits))
-    if field.name
-    not in {"tasks", "lengths", "limits", *(shared.name for shared in fields(HeadSearch))}
+    if field.name not in {"tasks", "limits", *(shared.name for shared in fields(HeadSearch))}
 )
 
 
@@ -71,25 +70,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run_published(options: dict[str, Any], command: str) -> None:
-    """Run the search of --preset paper, which is of one task and one length, and report."""
+    """Run the search of --preset paper, which is of one task, and report."""
     with while_importing():
         from search.model.report import report_published
         from search.published.search import run
-    single = {
-        "length": _only(options["lengths"], "--length"),
-        "calibration": _only(options["tasks"], "--task"),
-    }
-    artifact = run(config_of(HeadSearch, options | single, command=command))
+    tasks = options["tasks"]
+    if tasks is not None and len(tasks) > 1:
+        raise HeadwiseError(f"--task takes one value with --preset paper, got {len(tasks)}")
+    calibration = tasks[0] if tasks else None
+    artifact = run(config_of(HeadSearch, options | {"calibration": calibration}, command=command))
     print(report_published(artifact, options["out"], options["model"]))
-
-
-def _only(values: list[Any] | None, flag: str) -> Any:
-    """The value of an option that --preset paper takes once; None if it is absent."""
-    if values is None:
-        return None
-    if len(values) > 1:
-        raise HeadwiseError(f"{flag} takes one value with --preset paper, got {len(values)}")
-    return values[0]
 
 
 if __name__ == "__main__":

@@ -82,11 +82,10 @@ def test_rows_of_an_artifact():
 
 def test_sizes_are_counted_as_they_are_at_the_length():
     """What keeps its share of the prompt keeps its density."""
-    growth = artifacts.Growth(length=4096, powers={"a_shape": {"window": 1.0, "sink": 1.0}})
-    rows: tuple[tuple[str, ...] | None, ...] = (("a_1024_2048",) * 4, None, ("a_1024_2048",) * 4)
-    prefill = artifacts.Prefill(dense_below=0, growth=growth, layers=rows)
-    pattern = artifacts.AShape(sink=1024, window=2048)
-    artifact = build(patterns={"a_1024_2048": pattern}, prefill=prefill)
+    rows: tuple[tuple[str, ...] | None, ...] = (("a_64_16384",) * 4, None, ("a_64_16384",) * 4)
+    prefill = artifacts.Prefill(dense_below=0, length=1 << 15, layers=rows)
+    pattern = artifacts.AShape(sink=64, window=1 << 14)
+    artifact = build(patterns={"a_64_16384": pattern}, prefill=prefill)
     found = mean_density(artifact, 1 << 18)
-    assert found == pytest.approx(density(artifacts.AShape(sink=1 << 16, window=1 << 17), 1 << 18))
-    assert found == pytest.approx(mean_density(artifact, 4096), abs=0.02)
+    assert found == pytest.approx(density(artifacts.AShape(sink=64, window=1 << 17), 1 << 18))
+    assert found == pytest.approx(mean_density(artifact, 1 << 15), abs=0.02)

@@ -8,13 +8,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-import artifacts.schema.growth as growth_data
 import artifacts.schema.patterns as data
 import kernels.patterns as code
 
 # The small ones shrink to what must stay one.
 SIZES = st.integers(1, 9) | st.integers(1, 10_000)
-POWERS = st.floats(0, 1)
 LENGTHS = st.integers(1, 640) | st.integers(1, 2**24)
 
 
@@ -41,17 +39,25 @@ def test_every_kind_has_a_colour_and_a_letter_of_its_own():
     assert len({cls.colour for cls in records}) == len(records)
 
 
-@given(st.data(), st.sampled_from(sorted(growth_data.SIZES)), LENGTHS, LENGTHS)
-def test_sizes_grow_alike(drawn, kind, at, length):
-    names = growth_data.SIZES[kind]
+@given(st.data(), st.sampled_from(sorted(data.RECORDS)), LENGTHS, LENGTHS)
+def test_sizes_grow_alike(drawn, kind, searched, length):
+    record_class = data.RECORDS[kind]
+    assert record_class.growing == code.KINDS[kind].growing
+    sizes = {
+        name: drawn.draw(SIZES)
+        for name, field in record_class.model_fields.items()
+        if field.annotation is int and name != "last_q"
+    }
+    fixed = {}
+    if kind == "vertical_slash":
+        fixed = {"last_q": 32, "coverage": 0.9}
     if kind == "skip_softmax":
-        return
-    sizes = {name: drawn.draw(SIZES) for name in names}
-    some = [name for name in names if drawn.draw(st.booleans())]
-    powers = {kind: {name: drawn.draw(POWERS) for name in some}}
-    fixed = {"last_q": 32, "coverage": 0.9} if kind == "vertical_slash" else {}
-    record = data.RECORDS[kind](**sizes, **fixed)
-    assert growth_data.grown(record, None, length) == record
-    grown = growth_data.grown(record, growth_data.Growth(length=at, powers=powers), length)
-    made = code.Growth(length=at, powers=powers).grown(code.make(**record.model_dump()), length)
-    assert code.make(**grown.model_dump()) == made
+        fixed = {"scale_factor": 3.0}
+    record = record_class(**sizes, **fixed)
+    assert data.grown(record, None, length) == record
+    plan = code.LayerPlan([code.make(**record.model_dump())], 1, length=searched)
+    grown = data.grown(record, searched, length)
+    assert code.make(**grown.model_dump()) == plan.at(length).patterns[0]
+    assert (grown == record) == (length <= searched or not record_class.growing) or (
+        data.num_tiles(length) == data.num_tiles(searched)
+    )

@@ -25,7 +25,7 @@ from tests.tiny_text_model import save_tiny
 LENGTH = 512
 LIMITS = {"max_kl": 9, "max_perplexity": 9, "max_nll": 9, "max_lost": 1}
 OPTIONS: dict[str, Any] = {
-    "lengths": LENGTH,
+    "length": LENGTH,
     "tasks": "prose",
     "budget": 0.8,
     "cost": "flops",
@@ -103,7 +103,7 @@ def test_a_search_finds_what_the_command_finds(whole, folder, tmp_path):
         words += [f"--{name.replace('_', '-')}", str(limit)]
     assert heads.main(words) == 0
     assert artifacts.load(tmp_path / "cfg.yaml").content_sha256 == whole.content_sha256
-    assert whole.search is not None and f"lengths={LENGTH}" in whole.search.command
+    assert whole.search is not None and f"length={LENGTH}" in whole.search.command
 
 
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
@@ -232,7 +232,7 @@ def test_a_wrapped_projection_weighs_as_the_map_that_it_is(folder):
     [
         (headwise.search, {"budgets": 0.3}, "unknown option 'budgets'; known: "),
         (headwise.search, {"dtype": "float32"}, "unknown option 'dtype'"),
-        (headwise.search, {"lengths": "long"}, "lengths must be a whole number, got 'long'"),
+        (headwise.search, {"length": "long"}, "length must be a whole number, got 'long'"),
         (headwise.search, {"samples": 0}, "--samples must be at least 1, got 0"),
         (headwise.search, {"cost": "euros"}, "cost must be one of seconds, flops, got 'euros'"),
         (headwise.search, {"max_kl": "low"}, "max_kl must be a number, got 'low'"),

@@ -11,8 +11,7 @@ says."""
 from __future__ import annotations
 
 from artifacts.schema.artifact import Artifact
-from artifacts.schema.growth import grown
-from artifacts.schema.patterns import TILE, AnyPattern, Layout, num_tiles
+from artifacts.schema.patterns import TILE, AnyPattern, Layout, grown, num_tiles
 
 # Longer than any model's prompts; a file may claim any length, and counting takes time and memory
 # for each tile.
@@ -61,7 +60,7 @@ def densities(artifact: Artifact, length: int) -> list[list[float | None] | None
     by_name: dict[str, float | None] = dict.fromkeys(artifact.patterns, 1.0)
     if length >= prefill.dense_below:
         for name, pattern in artifact.patterns.items():
-            sized = grown(pattern, prefill.growth, min(length, LONGEST))
+            sized = grown(pattern, prefill.length, min(length, LONGEST))
             by_name[name] = density(sized, length, dense_tail=prefill.dense_tail)
     return [None if row is None else [by_name[name] for name in row] for row in prefill.layers]
 

@@ -89,7 +89,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
 
 def _length(before: Artifact, after: Artifact) -> int:
     """The longest that either was searched on; else four times the longer dense_below."""
-    searched = [max(a.search.calibration.lengths) for a in (before, after) if a.search is not None]
+    searched = [a.search.calibration.length for a in (before, after) if a.search is not None]
     return max(searched or [4 * max(a.prefill.dense_below, 1024) for a in (before, after)])
 
 

@@ -136,7 +136,7 @@ def write(artifact: Artifact, arrays: Mapping[str, Array], out: Path) -> Export:
     if factor is None:
         length = model.max_positions
         if artifact.search is not None:
-            length = artifact.search.calibration.lengths[-1]
+            length = artifact.search.calibration.length
         length = min(length, LONGEST)
         sparsity = _sparsity(artifact, dense, length)
         group["target_sparsity"] = {"prefill": sparsity}

@@ -144,10 +144,10 @@ def _settings(artifact: Artifact, notes: Notes) -> None:
         notes.file(
             "keeps less", f"prompts below {prefill.dense_below} tokens are served sparsely, too"
         )
-    if prefill.growth is not None:
-        at = prefill.growth.length
+    if prefill.length is not None:
         notes.file(
-            "not carried over", f"sizes go with the length here; written are those of {at} tokens"
+            "not carried over",
+            f"sizes grow on prompts of more than {prefill.length} tokens; the file's do not",
         )
     if prefill.front is not None:
         notes.file(

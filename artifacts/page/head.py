@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from artifacts.errors import ArtifactError, number
 from artifacts.page.layout import aligned
 from artifacts.schema.artifact import Artifact
-from artifacts.schema.growth import grown
-from artifacts.schema.patterns import TILE, AnyPattern, Layout
+from artifacts.schema.patterns import TILE, AnyPattern, Layout, grown
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
@@ -48,10 +47,10 @@ def render_head(artifact: Artifact, arrays: Mapping[str, Array], layer: int, hea
     if row is None:
         raise ArtifactError(f"layer {layer} is left as it is: no head of it has a pattern")
     if artifact.search:
-        length = max(artifact.search.calibration.lengths)
+        length = artifact.search.calibration.length
     else:
         length = model.max_positions
-    pattern = grown(artifact.patterns[row[head]], artifact.prefill.growth, length)
+    pattern = grown(artifact.patterns[row[head]], artifact.prefill.length, length)
     return "\n".join(
         [
             f"layer {layer}, head {head}: {row[head]}",

@@ -42,12 +42,11 @@ def origin(artifact: Artifact) -> Iterator[Row]:
         f"{_how(search)}; {search.device}, {search.dtype}, {search.kernel_backend} kernels",
     )
     yield "", f"$ {search.command}"
-    if len(calibration.tasks) + len(calibration.lengths) > 2:
+    if len(calibration.tasks) > 1:
         each = " each"
     else:
         each = ""
-    lengths = ", ".join(f"{length:,}" for length in calibration.lengths)
-    prompts = f"{plural(calibration.samples, 'prompt')}{each} of {lengths} tokens"
+    prompts = f"{plural(calibration.samples, 'prompt')}{each} of {calibration.length:,} tokens"
     yield "calibration", f"{', '.join(calibration.tasks)}, {prompts}"
     yield "budget", search.spending.removeprefix("budget ")
     yield "result", f"{means}; means over {plural(searched, 'head')}"
@@ -68,17 +67,8 @@ def lengths(artifact: Artifact) -> Iterator[Row]:
         f"{prefill.dense_tail:,} queries see every key"
     )
     yield "prefill", sparse
-    if growth := prefill.growth:
-        powers = "; ".join(
-            f"{kind} {', '.join(f'{field} ^{power:g}' for field, power in fields.items())}"
-            for kind, fields in growth.powers.items()
-            if fields
-        )
-        yield (
-            "",
-            f"sizes hold at {growth.length:,} tokens and go with powers of the length: "
-            f"{powers or 'none'}",
-        )
+    if prefill.length:
+        yield "", f"sizes grow in proportion on prompts of more than {prefill.length:,} tokens"
 
 
 def costs(artifact: Artifact) -> Iterator[Row]:

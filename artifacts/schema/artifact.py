@@ -18,6 +18,7 @@ from artifacts.schema.costs import DeviceCosts
 from artifacts.schema.decode import Decode, OmniKV
 from artifacts.schema.evidence import Evidence
 from artifacts.schema.fields import (
+    Count,
     Imported,
     Natural,
     PatternName,
@@ -28,7 +29,6 @@ from artifacts.schema.fields import (
     matching,
 )
 from artifacts.schema.front import Front
-from artifacts.schema.growth import Growth
 from artifacts.schema.kv_cache import KVCache
 from artifacts.schema.model import ModelInfo
 from artifacts.schema.patterns import Pattern
@@ -70,9 +70,13 @@ class Prefill(Record):
             "whatever the pattern: a question is asked there; 0: none"
         ),
     )
-    growth: Growth | None = Field(
+    length: Count | None = Field(
         default=None,
-        description="how sizes go with the prompt's length; null: they stay as they are",
+        description=(
+            "tokens of the prompts that the sizes were searched on: on more keys K windows, "
+            "columns, diagonals and blocks are multiplied by K / `length`, both in whole tiles of "
+            "64; null: sizes stay as they are"
+        ),
     )
     layers: Rows = Field(
         description=(

@@ -76,6 +76,8 @@ class PatternRecord(Record):
     """Maps write the letter on the colour, which comes near to a pale shade of another kind's."""
     covers: ClassVar[Mapping[str, int]] = {}
     """Tokens that a unit of each size covers; other fields cover none."""
+    growing: ClassVar[tuple[str, ...]] = ()
+    """Sizes that grow in proportion on prompts longer than `prefill.length`."""
     local: ClassVar[bool] = False
     """The last queries see sinks and a window alone, whatever the prompt."""
 
@@ -110,6 +112,7 @@ class AShape(PatternRecord):
     colour: ClassVar[str] = "#E69F00"
     lettered: ClassVar[bool] = False
     covers: ClassVar[Mapping[str, int]] = {"sink": 1, "window": 1}
+    growing: ClassVar[tuple[str, ...]] = ("window",)
     local: ClassVar[bool] = True
 
     kind: Literal["a_shape"] = Field(default="a_shape", description=__doc__)
@@ -129,6 +132,7 @@ class VerticalSlash(PatternRecord):
     colour: ClassVar[str] = "#0072B2"
     lettered: ClassVar[bool] = False
     covers: ClassVar[Mapping[str, int]] = {"vertical": 1, "slash": 1}
+    growing: ClassVar[tuple[str, ...]] = ("vertical", "slash")
 
     kind: Literal["vertical_slash"] = Field(default="vertical_slash", description=__doc__)
     vertical: Count = Field(description="key columns; the first 64 are always among them")
@@ -157,6 +161,7 @@ class BlockSparse(PatternRecord):
     colour: ClassVar[str] = "#009E73"
     lettered: ClassVar[bool] = False
     covers: ClassVar[Mapping[str, int]] = {"blocks": TILE}
+    growing: ClassVar[tuple[str, ...]] = ("blocks",)
 
     kind: Literal["block_sparse"] = Field(default="block_sparse", description=__doc__)
     blocks: Count = Field(
@@ -214,6 +219,18 @@ def pattern_name(pattern: AnyPattern) -> str:
     if (coverage := fields.get("coverage")) is not None:
         name += f"_c{_exact(coverage, 100)}"
     return name
+
+
+def grown(pattern: AnyPattern, searched: int | None, length: int) -> AnyPattern:
+    """The pattern on `length` keys, its sizes searched on `searched` keys; None: they stay.
+
+    On more keys the growing sizes are multiplied by the ratio of the lengths, both in whole tiles;
+    kernels.patterns does the same to its patterns."""
+    if searched is None or num_tiles(length) <= num_tiles(searched):
+        return pattern
+    ratio = num_tiles(length) / num_tiles(searched)
+    sizes = {name: min(round(getattr(pattern, name) * ratio), LARGEST) for name in pattern.growing}
+    return pattern.model_copy(update=sizes)
 
 
 def _exact(value: float, times: int = 1) -> str:

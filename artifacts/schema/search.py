@@ -28,10 +28,8 @@ class Calibration(Record):
     tasks: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(
         description="`kv_retrieval`, `passkey`, `text`, `jsonl` and so on"
     )
-    lengths: Annotated[tuple[Count, ...], Field(min_length=1)] = Field(
-        description="the prompts' lengths, in tokens"
-    )
-    samples: Count = Field(description="prompts of each task and length")
+    length: Count = Field(description="tokens of a prompt")
+    samples: Count = Field(description="prompts of each task")
     sha256: Sha256 = Field(description="over the prompts' token ids")
     seen_windows: Annotated[int, Field(ge=0, le=MAX_WINDOWS)] = Field(
         default=0,

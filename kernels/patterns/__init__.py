@@ -17,7 +17,7 @@ from kernels.copies import on_device
 from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
 from kernels.joining import cat_heads, cat_sequences
 from kernels.patterns.a_shape import AShape
-from kernels.patterns.base import NOT_SIZES, Builder, Growth, Inputs, Pattern
+from kernels.patterns.base import NOT_SIZES, Builder, Inputs, Pattern
 from kernels.patterns.block_sparse import BlockSparse
 from kernels.patterns.dense import Dense, dense_index
 from kernels.patterns.paged import Keys, Paged, of_sequence
@@ -32,7 +32,6 @@ __all__ = [
     "BlockSparse",
     "Builder",
     "Dense",
-    "Growth",
     "Inputs",
     "LayerPlan",
     "Pattern",
@@ -89,7 +88,7 @@ class LayerPlan:
         num_kv_heads: int,
         *,
         dense_tail: int = 0,
-        growth: Growth | None = None,
+        length: int | None = None,
     ) -> None:
         """Plan one pattern a query head.
 
@@ -97,46 +96,46 @@ class LayerPlan:
             patterns: in the order of the query heads.
             num_kv_heads: KV heads that they read.
             dense_tail: the last so many queries of a call see every key in any case.
-            growth: how the patterns' sizes go with the number of keys; None leaves them as they
-                are.
+            length: number of keys that the sizes are for; on more keys they grow in proportion.
+                None: they stay as they are.
 
         Raises:
-            ValueError: heads that do not divide; growth of a field that is no size of its kind.
+            ValueError: heads that do not divide.
         """
         check_groups(len(patterns), num_kv_heads)
         self.patterns = tuple(patterns)
         self.num_kv_heads = num_kv_heads
         self.dense_tail = dense_tail
-        self.growth = growth
+        self.length = length
         self._kinds: dict[type[Pattern], list[int]] = {}
         for head, pattern in enumerate(patterns):
             self._kinds.setdefault(type(pattern), []).append(head)
         self._parts: dict[tuple[int, ...], LayerPlan] = {}
         self._lengths: dict[int, LayerPlan] = {}
-        if growth is not None:
-            self.at(growth.length)
 
     def of(self, kv_heads: tuple[int, ...]) -> LayerPlan:
         """The plan of these KV heads and the query heads that read them."""
         if kv_heads not in self._parts:
             some = [self.patterns[head] for head in self.query_heads(kv_heads)]
             self._parts[kv_heads] = LayerPlan(
-                some, len(kv_heads), dense_tail=self.dense_tail, growth=self.growth
+                some, len(kv_heads), dense_tail=self.dense_tail, length=self.length
             )
         return self._parts[kv_heads]
 
     def at(self, k_len: int) -> LayerPlan:
-        """The plan with its patterns' sizes on `k_len` keys; itself where nothing grows."""
-        if self.growth is None:
-            return self
+        """The plan with its patterns' sizes on `k_len` keys; itself where nothing grows.
+
+        Lengths count in whole tiles: a cache that grows does not plan anew for every token."""
         tiles = num_tiles(k_len)
+        if self.length is None or tiles <= num_tiles(self.length):
+            return self
         # Several requests may be served at once, each with a length of its own.
         with _growing:
             # Taken out and put back, so that the one not asked for longest is the first.
             plan = self._lengths.pop(tiles, None)
             if plan is None:
                 grown = {
-                    pattern: self.growth.grown(pattern, k_len)
+                    pattern: pattern.scaled(tiles / num_tiles(self.length))
                     for pattern in dict.fromkeys(self.patterns)
                 }
                 some = [grown[pattern] for pattern in self.patterns]

@@ -27,6 +27,7 @@ class AShape(Pattern):
     first tile is always kept."""
 
     kind: ClassVar[str] = "a_shape"
+    growing: ClassVar[tuple[str, ...]] = ("window",)
 
     sink: int
     window: int

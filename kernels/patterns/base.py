@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
-from kernels.index import SparseIndex, num_tiles
+from kernels.index import SparseIndex
 from kernels.patterns.paged import Keys
 
 
@@ -67,14 +67,25 @@ class Pattern:
     """Base of all patterns: fields are positive integers, in tokens unless a pattern says not.
 
     A field of another type has its rule in its metadata, as "fault": a function from the value to
-    what is wrong with it, or None."""
+    what is wrong with it, or None.
+
+    Attributes:
+        growing: the sizes that grow in proportion to the number of keys, on more keys than the
+            pattern was searched on. Sinks do not.
+    """
 
     kind: ClassVar[str]
+    growing: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if fault := field.metadata.get("fault", _no_size)(getattr(self, field.name)):
                 raise ValueError(f"{self.kind}: {field.name} {fault}")
+
+    def scaled(self, ratio: float) -> Self:
+        """The pattern with its growing sizes multiplied by `ratio`."""
+        sizes = {name: round(getattr(self, name) * ratio) for name in self.growing}
+        return replace(self, **sizes)
 
     @classmethod
     def prepare(cls, largest: Sequence[Self], inputs: Inputs) -> Builder:
@@ -90,53 +101,3 @@ class Pattern:
             and the widths of the index follow from sizes and lengths alone.
         """
         raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Growth:
-    """Sizes that hold at `length` keys and elsewhere go with powers of the number of keys.
-
-    Attributes:
-        powers: by kind and field, from 0 (the size stays) to 1 (its fraction of the keys stays);
-            other fields keep their size. Lengths count in whole tiles, so that a cache that grows
-            does not plan anew for every token.
-    """
-
-    length: int
-    powers: Mapping[str, Mapping[str, float]]
-
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"growth: length must be at least 1, got {self.length}")
-        for kind, powers in self.powers.items():
-            for field, power in powers.items():
-                if not 0 <= power <= 1:
-                    raise ValueError(
-                        f"growth: the power of {kind}'s {field} must be from 0 to 1, got {power!r}"
-                    )
-
-    def ratio(self, k_len: int) -> float:
-        """Tiles of `k_len` keys over those of `length`."""
-        return num_tiles(k_len) / num_tiles(self.length)
-
-    def grown(self, pattern: Pattern, k_len: int) -> Pattern:
-        """The pattern for `k_len` keys: a size s becomes max(1, round(s * ratio ** power)).
-
-        Raises:
-            ValueError: the pattern's kind has no such field, or it is no size.
-        """
-        powers = self.powers.get(pattern.kind)
-        if not powers:
-            return pattern
-        sizes = {field.name for field in fields(pattern) if "fault" not in field.metadata}
-        if unknown := sorted(set(powers) - sizes):
-            known = ", ".join(sorted(sizes)) or "none"
-            raise ValueError(f"growth: {pattern.kind} has no size {unknown[0]!r}; it has: {known}")
-        ratio = self.ratio(k_len)
-        return replace(
-            pattern,
-            **{
-                name: max(1, round(getattr(pattern, name) * ratio**power))
-                for name, power in powers.items()
-            },
-        )

@@ -35,6 +35,7 @@ class BlockSparse(Pattern):
     blocks are the same."""
 
     kind: ClassVar[str] = "block_sparse"
+    growing: ClassVar[tuple[str, ...]] = ("blocks",)
 
     blocks: int
     coverage: float | None = field(default=None, metadata=SHARE)

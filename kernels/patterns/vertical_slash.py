@@ -30,6 +30,7 @@ class VerticalSlash(Pattern):
     count towards both sizes."""
 
     kind: ClassVar[str] = "vertical_slash"
+    growing: ClassVar[tuple[str, ...]] = ("vertical", "slash")
 
     vertical: int
     slash: int

@@ -225,7 +225,7 @@ class Methods:
         former = self.artifact.prefill.layers
         rows = tuple(None if row is None else (pattern_name(pattern),) * len(row) for row in former)
         # Its size was fitted at this length.
-        update = {"dense_tail": tail, "layers": rows, "growth": None, "front": None}
+        update = {"dense_tail": tail, "layers": rows, "length": None, "front": None}
         prefill = self.artifact.prefill.model_copy(update=update)
         patterns = {pattern_name(pattern): pattern}
         return self._patterns_of().model_copy(
@@ -378,11 +378,7 @@ def _with_tail(artifact: Artifact, tail: int) -> Artifact:
 def _identity(artifact: Artifact) -> str:
     """Hash all of an artifact that a method's results depend on."""
     patterns = {name: pattern.model_dump() for name, pattern in artifact.patterns.items()}
-    left_out = {"imported", "dense_below", "front"}
-    if not artifact.prefill.growth:
-        # What never grows keeps the name it had before sizes could.
-        left_out.add("growth")
-    prefill = artifact.prefill.model_dump(mode="json", exclude=left_out)
+    prefill = artifact.prefill.model_dump(mode="json", exclude={"imported", "dense_below", "front"})
     decode = None
     if artifact.decode is not None:
         decode = artifact.decode.model_dump(mode="json", exclude={"omnikv": {"similarity"}})

@@ -107,8 +107,7 @@ class PictureBook:
         ):
             calibration = self._artifact.search.calibration
             tasks = ", ".join(calibration.tasks)
-            lengths = ", ".join(map(str, calibration.lengths))
-            prompts = f"as searched on {tasks}, {lengths} tokens"
+            prompts = f"as searched on {tasks}, {calibration.length} tokens"
             skipped = 1 - self._arrays["chosen.density"]
             label = "fraction of tiles\nnot computed"
             paths += draw_grid(

@@ -39,8 +39,8 @@ class ModelSearch:
     Attributes:
         budget: cost of all heads' attention, as a fraction of dense attention's by the same
             kernels; None: a quarter, or more where not even the cheapest candidates keep to that.
-        lengths: of prompts; the patterns are for the longest, the others show how sizes go with it.
-        samples: prompts of each task and length.
+        length: tokens of a prompt.
+        samples: prompts of each task.
         dense_tail: None lets the search choose among TAILS.
         storage: of an Optuna study of all that is measured, any URL that it takes; None keeps none.
         max_memory: bytes of weights that stay on the device, None all; the other layers come in
@@ -55,17 +55,12 @@ class ModelSearch:
         f"yours",
         default=CALIBRATED_TASKS,
     )
-    lengths: tuple[int, ...] | None = shared(
+    length: int | None = shared(
         arguments.add_length,
-        "tokens of a prompt; patterns are for the longest, others show how sizes go with the "
-        "length (default: the model's positions, at most 8192)",
-        several=True,
-        dest="lengths",
+        "tokens of a prompt (default: the model's positions, at most 8192)",
         default=None,
     )
-    samples: int = option(
-        "prompts of each task and length", default=1, within=at_least(1), advanced=True
-    )
+    samples: int = option("prompts of each task", default=1, within=at_least(1), advanced=True)
     budget: float | None = option(
         f"fraction of dense attention's cost to spend (default {DEFAULT_BUDGET}, or the least)",
         default=None,
@@ -123,8 +118,8 @@ class ModelSearch:
         check_ranges(self)
         for task in self.tasks:
             parse_task(task)
-        if self.lengths is not None and min(self.lengths) < 128:
-            raise HeadwiseError(f"--length must be at least 128, got {min(self.lengths)}")
+        if self.length is not None and self.length < 128:
+            raise HeadwiseError(f"--length must be at least 128, got {self.length}")
         if not 0 < self.share <= 1:
             raise HeadwiseError(
                 f"--budget must be above 0 and at most 1 (dense attention), got {self.share:g}"

@@ -22,20 +22,20 @@ from search.model.acceptance import ROUNDS
 from search.model.config import ModelSearch
 from search.model.task_losses import CONTEXTS
 
-# The longest default length: beyond it a search takes long, and sizes go with the length.
+# The longest default length: beyond it a search takes long.
 _LONGEST = 8192
 
 
-def lengths_of(config: ModelSearch, model: ModelInfo) -> tuple[int, ...]:
-    """The lengths of prompts, ascending, each once.
+def length_of(config: ModelSearch, model: ModelInfo) -> int:
+    """The prompts' length in tokens.
 
     Raises:
-        HeadwiseError: one is beyond the model's positions.
+        HeadwiseError: it is beyond the model's positions.
     """
-    lengths = tuple(sorted(set(config.lengths or (min(_LONGEST, model.max_positions),))))
+    length = config.length or min(_LONGEST, model.max_positions)
     if not config.beyond_positions:
-        check_positions(lengths[-1], model)
-    return lengths
+        check_positions(length, model)
+    return length
 
 
 def check_positions(length: int, model: ModelInfo) -> None:
@@ -48,7 +48,7 @@ def check_positions(length: int, model: ModelInfo) -> None:
 
 
 def calibration_prompts(config: ModelSearch, loaded: LoadedModel, length: int) -> list[Prompt]:
-    """The calibration prompts of one length.
+    """The calibration prompts.
 
     Raises:
         HeadwiseError: two tasks have one name; the length is too short for a task.

@@ -1,4 +1,4 @@
-"""The artifact of a search: rows, frontier, growth, costs, evidence and every score.
+"""The artifact of a search: rows, frontier, costs, evidence and every score.
 
 Shapes: L layers, H query heads, C candidates."""
 
@@ -35,7 +35,6 @@ from search.model.config import ModelSearch
 from search.model.costs import Costs
 from search.model.curves import Curves
 from search.model.evidence import evidence
-from search.model.growth import fit
 from search.model.rows import as_artifact_pattern, score_arrays, winners
 from search.model.search_run import SearchRun
 from search.model.speed import Speed
@@ -50,14 +49,14 @@ class Outcome:
     """The result of a search's phases, before it is timed and written.
 
     Attributes:
-        curves: by length and dense tail.
+        curves: by dense tail.
         least_reason: why more than was asked for could be spent, None where it was not.
-        calibration: sequences of the longest length.
+        calibration: sequences of the calibration prompts.
         gradient_fault: why gradients are missing.
     """
 
     run: SearchRun
-    curves: Mapping[int, Mapping[int, Curves]]
+    curves: Mapping[int, Curves]
     costs: Costs
     heads: Heads
     least_reason: str | None
@@ -83,7 +82,7 @@ class Outcome:
     def density(self, tail: int) -> np.ndarray:
         """(L, H, C) tiles computed, relative to dense attention's."""
         tiles = self.heads.curves[tail].tiles
-        dense = [pattern.kind for pattern in self.run.patterns].index("dense")
+        dense = [pattern.kind for pattern in self.run.candidates].index("dense")
         density: np.ndarray = tiles / tiles[..., dense : dense + 1]
         return density
 
@@ -132,11 +131,11 @@ def build(
     """The artifact, still without evidence, and its sidecar's arrays."""
     run = outcome.run
     allocation = outcome.allocation
-    rows, patterns = allocation.rows(run.patterns)
+    rows, patterns = allocation.rows(run.candidates)
     points = _front(outcome, speed)
     point_rows = []
     for _, other in points:
-        layers, named = other.rows(run.patterns)
+        layers, named = other.rows(run.candidates)
         patterns |= named
         point_rows.append(layers)
     table = outcome.costs.table
@@ -144,12 +143,6 @@ def build(
     arrays |= front_arrays(patterns, point_rows)
     windows = run.seen.digests
     arrays |= window_arrays(windows)
-    growth = fit(
-        {length: curves[allocation.tail] for length, curves in outcome.curves.items()},
-        run.candidates,
-        allocation.candidates,
-        run.length,
-    )
     measured_on: Literal["held_out", "calibration"] = "calibration"
     if outcome.accepted.held_out:
         measured_on = "held_out"
@@ -165,7 +158,7 @@ def build(
         dense_below=_dense_below(config, outcome, speed),
         dense_tail=allocation.tail,
         layers=rows,
-        growth=growth,
+        length=run.length,
         front=front,
     )
     artifact = Artifact(
@@ -258,16 +251,16 @@ def _search_info(config: ModelSearch, outcome: Outcome, windows: int) -> SearchI
     curves = outcome.heads.curves[allocation.tail]
     calibration = Calibration(
         tasks=tuple(dict.fromkeys(sequence.task for sequence in outcome.calibration)),
-        lengths=tuple(run.candidates),
+        length=run.length,
         samples=config.samples,
-        sha256=digest([prompt for prompts in run.prompts.values() for prompt in prompts]),
+        sha256=digest(run.prompts),
         seen_windows=windows,
     )
     summary = Summary(
         recall=min(1.0, float(np.nanmean(allocation.pick(curves.recall)))),
         error=float(np.nanmean(allocation.pick(curves.error))),
         density=min(1.0, float(np.nanmean(allocation.pick(outcome.density(allocation.tail))))),
-        winners=winners(*allocation.rows(run.patterns)),
+        winners=winners(*allocation.rows(run.candidates)),
     )
     return SearchInfo(
         tool_version=version("headwise"),
@@ -299,7 +292,7 @@ def _score_arrays(outcome: Outcome) -> dict[str, np.ndarray]:
         "density": outcome.density(allocation.tail),
         outcome.costs.unit: outcome.heads.costs[allocation.tail],
     }
-    names = [pattern_name(as_artifact_pattern(pattern)) for pattern in outcome.run.patterns]
+    names = [pattern_name(as_artifact_pattern(pattern)) for pattern in outcome.run.candidates]
     return {
         **score_arrays(allocation.candidates, names, measures),
         "allocation.price": np.full(len(allocation.candidates), allocation.price),

@@ -149,11 +149,10 @@ def _patterns(artifact: Artifact) -> list[str]:
     scores = search.summary
     heads = sum(scores.winners.values())
     without = sum(row is None for row in prefill.layers)
-    lengths = ", ".join(f"{length:,}" for length in search.calibration.lengths)
     tasks = ", ".join(search.calibration.tasks)
     lines = [
-        f"{artifact.model.name}: patterns for {heads} heads, searched on {tasks} at {lengths} "
-        f"tokens"
+        f"{artifact.model.name}: patterns for {heads} heads, searched on {tasks} at "
+        f"{search.calibration.length:,} tokens"
     ]
     if without:
         lines.append(

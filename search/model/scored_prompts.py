@@ -33,9 +33,7 @@ from search.model.search_run import SearchRun
 _SUMS = tuple(field.name for field in fields(Scores))
 
 
-def score_prompts(
-    run: SearchRun, length: int, reference: Reference
-) -> tuple[dict[int, Curves], str | None]:
+def score_prompts(run: SearchRun, reference: Reference) -> tuple[dict[int, Curves], str | None]:
     """Score all sequences of a reference, which learns dense attention's predictions on the way.
 
     Returns:
@@ -68,7 +66,7 @@ def score_prompts(
         for number in sorted({number for number, _ in mine}):
             layers = {layer for own, layer in mine if own == number}
             shown.note(reference.sequences[number].task)
-            scores |= _score(run, run.candidates[length], reference, number, layers, units, shown)
+            scores |= _score(run, run.candidates, reference, number, layers, units, shown)
         by_name = {f"{number}/{layer}": value for (number, layer), value in scores.items()}
         values = ranks.gather(by_name)
         shown.reach(len(units))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from itertools import chain
@@ -32,7 +31,7 @@ from search.model.candidates import candidate_grid
 from search.model.config import ModelSearch
 from search.model.costs import Costs
 from search.model.layers import searched_layers, serving_backend
-from search.model.prompts import calibration_prompts, held_out_sets, lengths_of
+from search.model.prompts import calibration_prompts, held_out_sets, length_of
 from search.model.record import Outcome, Recorded, build, write
 from search.model.refine import refine
 from search.model.scored_prompts import score_prompts
@@ -87,10 +86,10 @@ def search_model(
     joined = joined or Ranks()
 
     # Prompts. The first held-out set is made before any work, to refuse a text that is too short.
-    lengths = lengths_of(config, model)
-    prompts = {length: calibration_prompts(config, loaded, length) for length in lengths}
-    seen = Seen(chain.from_iterable(prompts.values()))
-    held_out = held_out_sets(config, loaded, lengths[-1], seen)
+    length = length_of(config, model)
+    prompts = calibration_prompts(config, loaded, length)
+    seen = Seen(prompts)
+    held_out = held_out_sets(config, loaded, length, seen)
     held_out = chain([next(held_out)], held_out)
 
     backend = serving_backend(
@@ -98,12 +97,13 @@ def search_model(
     )
     if joined.is_first:
         check_storage(config.storage)
-    candidates = {length: candidate_grid(length) for length in lengths}
-    settings = _settings(config, model, prompts, backend, candidates)
+    candidates = candidate_grid(length)
+    settings = _settings(config, model, length, prompts, backend, candidates)
     with Ledger(config.out, "heads", settings=settings, fresh=config.fresh, ranks=joined) as ledger:
         search_run = SearchRun(
             loaded=loaded,
             model=model,
+            length=length,
             prompts=prompts,
             candidates=candidates,
             layers=layers,
@@ -118,36 +118,29 @@ def search_model(
         )
 
         # Curves: each prompt is one dense pass forward and back, on which heads try candidates.
-        curves = {}
-        gradient_fault = None
-        for length in lengths:
-            # Scoring leaves dense attention's predictions in the reference.
-            reference = search_run.reference(prompts[length])
-            curves[length], fault = score_prompts(search_run, length, reference)
-            gradient_fault = gradient_fault or fault
-        # Lengths ascend: what follows is for the longest prompts.
-        calibration = reference
-        by_tail = curves[search_run.length]
+        # Scoring leaves dense attention's predictions in the reference.
+        calibration = search_run.reference(prompts)
+        curves, gradient_fault = score_prompts(search_run, calibration)
         if gradient_fault and joined.is_first:
             _report_fault(gradient_fault)
 
         # Costs: counted, or timed on the layers of a real prompt.
         if config.cost == "flops":
-            costs = Costs.flops(model, length=search_run.length, dtype=search_run.dtype)
+            costs = Costs.flops(model, length=length, dtype=search_run.dtype)
         else:
             costs = time_candidates(
-                search_run, calibration.sequences[0], by_tail, config.share, command=config.command
+                search_run, calibration.sequences[0], curves, config.share, command=config.command
             )
 
         # Allocation: the budget, spent over the heads.
-        heads = Heads.of(by_tail, costs, search_run.patterns)
+        heads = Heads.of(curves, costs, candidates)
         total, reason = spendable(
-            heads, config.share, is_explicit=config.budget is not None, length=search_run.length
+            heads, config.share, is_explicit=config.budget is not None, length=length
         )
 
         study = study_of(
             calibration,
-            list(by_tail),
+            list(curves),
             config.storage if joined.is_first else None,
             config.out.stem,
         )
@@ -188,26 +181,27 @@ def search_model(
 def _settings(
     config: ModelSearch,
     model: ModelInfo,
-    prompts: Mapping[int, list[Prompt]],
+    length: int,
+    prompts: list[Prompt],
     backend: str,
-    candidates: Mapping[int, tuple[Pattern, ...]],
+    candidates: tuple[Pattern, ...],
 ) -> dict[str, Any]:
     """Settings that every unit of the resume file depends on.
 
     Files are in it by name and contents, for paths differ between machines."""
-    grids = repr(sorted(candidates.items())).encode()
+    grid = repr(candidates).encode()
     return {
         "version": _VERSION,
         "model": model.name,
         "weights": model.weights_sha256,
         "tasks": list(dict.fromkeys(parse_task(task).name for task in config.tasks)),
-        "lengths": list(prompts),
-        "prompts": digest(list(chain.from_iterable(prompts.values()))),
+        "length": length,
+        "prompts": digest(prompts),
         "dtype": config.dtype,
         "device": config.device.partition(":")[0],
         "backend": backend,
         "dense tails": list(config.tails),
-        "candidates": hashlib.sha256(grids).hexdigest()[:16],
+        "candidates": hashlib.sha256(grid).hexdigest()[:16],
     }
 
 

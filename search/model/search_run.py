@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,8 +87,9 @@ class SearchRun:
     """A search as one rank runs it; settings are fixed from here on.
 
     Attributes:
-        prompts: calibration prompts by length.
-        candidates: by length.
+        length: tokens of a prompt.
+        prompts: of the calibration.
+        candidates: patterns that heads try.
         layers: those that get patterns.
         tails: dense tails that are compared.
         seen: windows of calibration and held-out prompts.
@@ -97,8 +98,9 @@ class SearchRun:
 
     loaded: LoadedModel
     model: ModelInfo
-    prompts: Mapping[int, list[Prompt]]
-    candidates: Mapping[int, tuple[Pattern, ...]]
+    length: int
+    prompts: list[Prompt]
+    candidates: tuple[Pattern, ...]
     layers: tuple[int, ...]
     tails: tuple[int, ...]
     dtype: str
@@ -109,19 +111,9 @@ class SearchRun:
     ledger: Ledger
     began: float
 
-    @property
-    def length(self) -> int:
-        """The longest length, which patterns are for."""
-        return max(self.candidates)
-
-    @property
-    def patterns(self) -> tuple[Pattern, ...]:
-        """The candidates of the longest length."""
-        return self.candidates[self.length]
-
     def plans(self, allocation: Allocation) -> dict[int, LayerPlan]:
         """The layer plans that serve an allocation."""
-        return allocation.plans(self.patterns, self.model.num_kv_heads)
+        return allocation.plans(self.candidates, self.model.num_kv_heads)
 
     def reference(self, prompts: Sequence[Prompt]) -> Reference:
         """Dense attention's predictions on prompts, computed when they are needed."""

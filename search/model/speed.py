@@ -93,12 +93,10 @@ class Speed:
 
     Attributes:
         attention: of attention alone, by tokens.
-        searched: the tokens that were searched for, the longest first.
         first_token: of a whole prefill of the longest; None where none was timed.
     """
 
     attention: Mapping[int, Timings]
-    searched: tuple[int, ...]
     first_token: FirstToken | None = None
 
     @property
@@ -114,12 +112,8 @@ class Speed:
 
     @property
     def gain(self) -> float:
-        """Speed-up of attention over the fastest dense baseline.
-
-        Of the searched lengths at which the artifact is served the best counts; where there is
-        none, the longest does."""
-        served = [tokens for tokens in self.searched if tokens >= self.dense_below]
-        return max(self.attention[tokens].ratio(CHOSEN) for tokens in served or self.searched[:1])
+        """Speed-up of attention over the fastest dense baseline, on the whole prompt."""
+        return self.longest.ratio(CHOSEN)
 
     @property
     def dense_below(self) -> int:
@@ -137,14 +131,11 @@ def time_attention(run: SearchRun, accepted: Accepted) -> Speed:
     sequence = accepted.reported_on[0]
     tokens = sequence.context
     plans = {CHOSEN: run.plans(accepted.measured.allocation)}
-    searched = {
-        length for length in run.candidates if _SHORTEST <= length < min(tokens, run.length)
-    }
-    shares = {round(tokens * share) // TILE * TILE for share in _SHARES}
-    shorter = searched | {length for length in shares if length >= _SHORTEST}
+    shorter = {round(tokens * share) // TILE * TILE for share in _SHARES}
     timed = [Timed(tokens=tokens, plans=plans, sdpa=True)]
     for length in sorted(shorter, reverse=True):
-        timed.append(Timed(tokens=length, plans=plans, layers=_LAYERS, sdpa=True))
+        if length >= _SHORTEST:
+            timed.append(Timed(tokens=length, plans=plans, layers=_LAYERS, sdpa=True))
 
     def measure() -> list[Any]:
         with phase("timing attention", 1, "passes") as shown:
@@ -157,10 +148,8 @@ def time_attention(run: SearchRun, accepted: Accepted) -> Speed:
     unit = _unit(run, accepted, "times of attention", {"lengths": [each.tokens for each in timed]})
     timing = run.ledger.once(unit, measure)
     timings = [Timings(seconds=each["seconds"], layers=tuple(each["layers"])) for each in timing]
-    return Speed(
-        attention={each.tokens: times for each, times in zip(timed, timings, strict=True)},
-        searched=(tokens, *sorted(searched, reverse=True)),
-    )
+    attention = {each.tokens: times for each, times in zip(timed, timings, strict=True)}
+    return Speed(attention=attention)
 
 
 def time_first_token(

@@ -209,7 +209,7 @@ def _write(
         seed=config.seed,
         calibration=Calibration(
             tasks=(parse_task(config.calibration).name,),
-            lengths=(config.length,),
+            length=config.length,
             samples=1,
             sha256=digest([prompt]),
             seen_windows=len(windows),

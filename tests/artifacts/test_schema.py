@@ -11,9 +11,9 @@ from pydantic import ValidationError
 import artifacts
 from artifacts import (
     ArtifactError,
+    AShape,
     BlockSparse,
     Full,
-    Growth,
     KVCache,
     Streaming,
     Summary,
@@ -25,6 +25,7 @@ from artifacts import (
 from artifacts.__main__ import main
 from artifacts.commands.schema import schema, tables
 from artifacts.schema.artifact import SCHEMA_VERSION
+from artifacts.schema.fields import LARGEST
 from artifacts.schema.validation import to_artifact
 from artifacts.store.write import SCHEMA_FILE
 from tests.artifacts.conftest import counting
@@ -68,23 +69,20 @@ def test_a_row_is_one_policy_for_all_kv_heads_or_one_for_each():
     assert section.heads(2, 2) == ("full", "stream")
 
 
-def test_sizes_at_a_length():
-    growth = Growth(
-        length=4096, powers={"vertical_slash": {"vertical": 0.5, "slash": 1.0}, "block_sparse": {}}
-    )
+def test_grown_on_more_keys_scales_sizes_in_proportion():
     pattern = VerticalSlash(vertical=100, slash=1000, last_q=32, coverage=0.9)
     assert grown(pattern, None, 9) == pattern
     for length, vertical, slash in (
+        (1, 100, 1000),
         (4096, 100, 1000),
-        (4033, 100, 1000),
-        (16_384, 200, 4000),
-        (1, 12, 16),
+        (4097, 102, 1016),
+        (16_384, 400, 4000),
     ):
         sizes = {"vertical": vertical, "slash": slash}
-        assert grown(pattern, growth, length) == pattern.model_copy(update=sizes)
-    assert grown(BlockSparse(blocks=9), growth, 16_384) == BlockSparse(blocks=9)
-    least = VerticalSlash(vertical=1, slash=1)
-    assert grown(least, growth, 1) == least
+        assert grown(pattern, 4096, length) == pattern.model_copy(update=sizes)
+    assert grown(BlockSparse(blocks=9), 4096, 16_384) == BlockSparse(blocks=36)
+    assert grown(AShape(sink=64, window=9), 4096, 8192) == AShape(sink=64, window=18)
+    assert grown(VerticalSlash(vertical=1, slash=1 << 30), 1, 1 << 20).slash == LARGEST
 
 
 def test_rows_of_points_come_back(every_kind, tmp_path):

@@ -13,7 +13,7 @@ import torch
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 import artifacts
-from kernels.patterns import Growth, LayerPlan, make
+from kernels.patterns import LayerPlan, make
 from runtime import Headwise
 from runtime.fingerprint import fingerprint
 from runtime.layers import attention_layers, full_layers
@@ -72,10 +72,9 @@ def sparse_rows(config: Any) -> list[list[str] | None]:
 
 @pytest.fixture
 def artifact_for():
-    """artifact_for(model, dense=, dense_below=, rows=, growth=) -> an artifact with mixed patterns
-    for it."""
+    """artifact_for(model, dense=, dense_below=, rows=, searched=) -> one with mixed patterns."""
 
-    def artifact_for(model, *, dense=False, dense_below=DENSE_BELOW, rows=None, growth=None):
+    def artifact_for(model, *, dense=False, dense_below=DENSE_BELOW, rows=None, searched=None):
         rows = sparse_rows(model.config.get_text_config()) if rows is None else rows
         if dense:
             rows = [None if row is None else ["dense"] * len(row) for row in rows]
@@ -86,7 +85,7 @@ def artifact_for():
             model=fingerprint(model, name="tiny"),
             search=search_info(layers, table),
             patterns={name: pattern for name, pattern in table.items() if name in used},
-            prefill=artifacts.Prefill(dense_below=dense_below, growth=growth, layers=layers),
+            prefill=artifacts.Prefill(dense_below=dense_below, length=searched, layers=layers),
         )
 
     return artifact_for
@@ -160,9 +159,8 @@ def masked():
     """`with masked(model)`: unpadded prefill through sdpa with the mask that each layer's index
     comes to."""
 
-    def masked(model, growth=None):
+    def masked(model, searched=None):
         rows = sparse_rows(model.config.get_text_config())
-        grows = None if growth is None else Growth(length=growth.length, powers=growth.powers)
 
         def attention(module, q, k, v, mask, **kwargs):
             row = rows[module.layer_idx]
@@ -172,7 +170,7 @@ def masked():
             q_len, k_len = q.shape[2], k.shape[2]
             if row is not None and q_len >= 64 and k_len >= DENSE_BELOW:
                 patterns = [make(**SPARSE[name].model_dump()) for name in row]
-                plan = LayerPlan(patterns, k.shape[1], growth=grows)
+                plan = LayerPlan(patterns, k.shape[1], length=searched)
                 mask = plan.build(q, k, scale=scale).to_mask()
             elif softcap is None and sinks is None:
                 return sdpa_attention_forward(module, q, k, v, mask, **kwargs)

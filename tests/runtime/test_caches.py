@@ -9,48 +9,38 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-import artifacts
 from kernels.patterns import LayerPlan
 from runtime import Headwise
 from tests.runtime.batches import fed, real_from
 from tests.runtime.omnikv import CLOSE
 
-GROWTH = artifacts.Growth(
-    length=128,
-    powers={
-        "a_shape": {"window": 1.0},
-        "vertical_slash": {"vertical": 0.5, "slash": 1.0},
-        "block_sparse": {"blocks": 1.0},
-    },
-)
-
 
 @pytest.mark.parametrize(
-    ("family", "chunks", "growth"),
+    ("family", "chunks", "searched"),
     [
         ("Llama", (70, 64, 166), None),
         ("Llama", (200, 36, 64), None),
         ("Gemma3", (100, 130, 69, 1), None),
-        ("Llama", (300,), GROWTH),
-        ("Gemma3", (600,), GROWTH),
-        ("Llama", (150, 150, 200), GROWTH),
+        ("Llama", (300,), 128),
+        ("Gemma3", (600,), 128),
+        ("Llama", (150, 150, 200), 128),
     ],
 )
-def test_a_sparse_chunk_sees_the_whole_past(family, chunks, growth, build, apply, masked, ids):
+def test_a_sparse_chunk_sees_the_whole_past(family, chunks, searched, build, apply, masked, ids):
     """Slots of a static cache that are not filled yet are not seen; sizes that grow go with the
     keys of a chunk."""
     model, prompt = build(family), ids(sum(chunks))
-    with masked(model, growth=growth):
+    with masked(model, searched=searched):
         expected = fed(model, prompt, chunks)
     made = [DynamicCache(config=model.config)]
     if family == "Llama":
         made.append(StaticCache(config=model.config, max_cache_len=520))
     for cache in made:
-        with apply(model, growth=growth, strict=True) as handle:
+        with apply(model, searched=searched, strict=True) as handle:
             found = fed(model, prompt, chunks, cache)
             assert handle.stats()["sparse"] > 0
         torch.testing.assert_close(found, expected, **CLOSE)
-    if growth is not None:
+    if searched is not None:
         with masked(model):
             as_found = fed(model, prompt, chunks)
         assert (as_found - expected).abs().max() > 1e-2

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.patterns import Growth, LayerPlan, make
+from kernels.patterns import LayerPlan, make
 from runtime import Headwise
 from runtime.allocator import in_huge_pages, keep_freed_memory
 from runtime.attention import state
@@ -258,8 +258,7 @@ def test_a_fault_is_said_once_by_all_threads(build, artifact_for, ids, warnings,
 
 
 def test_a_plan_that_grows_is_made_by_one_thread_at_a_time():
-    growth = Growth(length=1024, powers={"vertical_slash": {"vertical": 1.0, "slash": 0.5}})
-    plan = LayerPlan([make("vertical_slash", vertical=100, slash=100)] * 2, 1, growth=growth)
+    plan = LayerPlan([make("vertical_slash", vertical=100, slash=100)] * 2, 1, length=256)
     lengths = [64 * (1 + n % 40) for n in range(4000)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(plan.at, lengths))

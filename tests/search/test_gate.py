@@ -101,8 +101,7 @@ def test_one_that_loses_more_than_allowed_fails_names_the_worst_heads_and_is_not
 
 def test_what_grows_is_judged_at_the_length_of_the_prompts(tiny_model, tmp_path):
     """Windows that are a tile at 64 tokens and all of the prompt at 700 lose nothing there."""
-    growth = artifacts.Growth(length=64, powers={"a_shape": {"window": 1.0}})
-    grown = artifact_of(tiny_model, tmp_path / "grown.yaml", NARROW, growth=growth)
+    grown = artifact_of(tiny_model, tmp_path / "grown.yaml", NARROW, length=64)
     assert main([str(grown), *options(tiny_model)]) == 0
 
 
@@ -236,7 +235,7 @@ def test_lost_answers_fail_where_means_may_pass(model, unseen, tmp_path):
         plan = served[layer]
         patterns = list(plan.patterns)
         patterns[head] = make("a_shape", sink=TILE, window=length // 4)
-        sizes = {"dense_tail": plan.dense_tail, "growth": plan.growth}
+        sizes = {"dense_tail": plan.dense_tail, "length": plan.length}
         plans = {**served, layer: LayerPlan(patterns, plan.num_kv_heads, **sizes)}
         losses = [reference.losses(number, plans) for number in range(len(reference.sequences))]
         tasks = by_task(reference.sequences, losses)

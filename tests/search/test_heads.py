@@ -195,7 +195,7 @@ def test_demo_searches_applies_and_ends_with_key_and_picture(tiny_model, loaded,
     config = ModelSearch(
         model=str(tiny_model),
         out=out,
-        lengths=(LENGTH,),
+        length=LENGTH,
         tasks=("prose",),
         limits=limits,
         dtype="float32",
@@ -278,7 +278,7 @@ def test_demo_takes_the_length_that_is_a_matter_of_minutes(
     config = ModelSearch(
         model=model,
         out=out,
-        lengths=(length,),
+        length=length,
         budget=budget,
         device="cpu",
         dtype=default_dtype("cpu"),

@@ -65,7 +65,7 @@ def test_held_out_prompts_of_a_hidden_key_are_fewer_where_the_file_is_short(
 
 def test_more_windows_than_an_artifact_lists_are_refused_before_any_work(monkeypatch):
     """Of later sets, which are made when one has failed, there are as many as it lists."""
-    config = replace(CONFIG, tasks=("passkey",), lengths=(1024,))
+    config = replace(CONFIG, tasks=("passkey",), length=1024)
     sets = list(held_out_sets(config, LOADED, 1024, Seen()))
     one = len(Seen(sets[0]).digests)
     two = len(Seen([*sets[0], *sets[1]]).digests)
@@ -109,7 +109,7 @@ def test_a_length_too_short_for_default_tasks_is_refused_by_a_length_that_is_eno
 def test_the_default_tasks_are_made_at_128k_tokens():
     """Calibration, and a held-out set: no text is too short, and nothing is in both."""
     config = ModelSearch(
-        model="smollm2", out=Path("cfg.yaml"), lengths=(131_072,), beyond_positions=True
+        model="smollm2", out=Path("cfg.yaml"), length=131_072, beyond_positions=True
     )
     loaded: Any = SimpleNamespace(tokenizer=load_tokenizer("smollm2"))
     made = calibration_prompts(config, loaded, 131_072)

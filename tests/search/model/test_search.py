@@ -139,7 +139,7 @@ def test_it_writes_a_valid_pair_and_nothing_else(found):
     assert {path.name for path in found.parent.iterdir()} == {"cfg.yaml", artifact.sidecar.file}
     search = artifact.search
     assert (search.allocation, search.cost.unit) == ("model", "flops")
-    assert search.calibration.tasks == TASKS and search.calibration.lengths == (LENGTH,)
+    assert search.calibration.tasks == TASKS and search.calibration.length == LENGTH
     assert sum(search.summary.winners.values()) == 18
     assert artifact.prefill.dense_below == LENGTH // 2 and artifact.costs == ()
 
@@ -628,20 +628,16 @@ def test_fresh_discards_what_is_there(found, tiny_model, out, scored):
     assert len(scored) == 3 and content(out) != content(found)
 
 
-def test_lengths_in_any_order_and_tasks_twice_are_one_search_and_sizes_grow(
-    tiny_model, tmp_path, scored, monkeypatch
-):
+def test_tasks_twice_are_one_search(tiny_model, tmp_path, scored, monkeypatch):
     out = tmp_path / "cfg.yaml"
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "remove", lambda self: None)
-        assert main(options(tiny_model, out, length="256 512", **SMALL)) == 0
-    assert len(scored) == 6
+        assert main(options(tiny_model, out, **SMALL)) == 0
+    before = len(scored)
     artifact = artifacts.load(out)
-    assert artifact.search is not None and artifact.search.calibration.lengths == (256, 512)
-    assert artifact.prefill.growth is None or artifact.prefill.growth.length == 512
-    again = SMALL | {"length": "512 256 512", "task": "passkey passkey"}
-    assert main(options(tiny_model, out, **again)) == 0
-    assert len(scored) == 6 and content(out) == artifact.content_sha256
+    assert main(options(tiny_model, out, **SMALL | {"task": "passkey passkey"})) == 0
+    assert len(scored) == before and content(out) == artifact.content_sha256
+    assert artifact.prefill.length == artifact.search.calibration.length
 
 
 def test_without_gradients_it_goes_by_the_change_and_says_so(
