@@ -29,6 +29,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 # Whether the kernels are right on this machine's GPU, and how fast, in build/gpu. It installs nothing: PYTHON has a
 # torch for it.
