@@ -1,4 +1,4 @@
-"""headwise: one command for everything. What a verb needs is loaded when it is called."""
+"""The command headwise: a table of verbs, whose modules are imported when they are called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from artifacts import HeadwiseError
 from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.interrupt import while_importing
 
-# Group -> verb -> (module, what it does). A module of several verbs takes the verb as its first
+# Group -> verb -> (module, description). A module of several verbs takes the verb as its first
 # word.
 GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "every day": {
@@ -70,11 +70,11 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
 }
 VERBS = {verb: module for group in GROUPS.values() for verb, (module, _) in group.items()}
-# Modules with verbs of their own.
+# Modules with several verbs.
 SHARED = frozenset(("artifacts",))
 _EPILOG = """\
 headwise VERB --help says more. All of them exit with 0 where all is good, 1 for a bug of ours, 2
-for a mistake in what was typed or read, and 3 for a finding, such as a gate that fails.
+for bad input, and 3 for a finding, such as a gate that fails.
 
   headwise doctor --model MODEL
   headwise search --model MODEL --out cfg.yaml

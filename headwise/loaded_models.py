@@ -1,6 +1,6 @@
 """Search, gate and evaluate a model object, as the commands do for a model's name.
 
-What a command imports is imported by the call."""
+Each call imports the modules that it needs."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def search(
     """Find a pattern for every head of a loaded model, as `headwise search` does.
 
     Args:
-        model: a causal language model of transformers, where it is to run. It is left as it was,
+        model: a causal language model of transformers, on its device. Its state is restored,
             also after an error.
         tokenizer: its tokenizer.
-        out: the artifact to write; an interrupted search goes on from the resume file beside it.
+        out: the artifact to write; an interrupted search resumes from the file next to it.
         name: of the model, in the artifact; None for its own.
         revision: of the model on the hub; None for the one that it was loaded from.
         options: fields of search.model.config.ModelSearch and of its limits, such as
             length=4096, budget=0.3, cost="flops", max_kl=0.1.
 
     Returns:
-        The artifact, its losses and its speed; `written` is False where it is not worth serving,
+        The artifact, its losses and its speed; `written` is False where serving it gains too little,
         and `is_proven_faster` where noise hides whether it is faster. None in ranks of torchrun
         after the first.
 
@@ -127,7 +127,7 @@ def evaluate(
         model: as for `search`.
         tokenizer: its tokenizer.
         artifact: the YAML file, or several.
-        out: the folder of the report; an interrupted evaluation goes on from its resume file.
+        out: the folder of the report; an interrupted evaluation resumes from the file in it.
         name: of the model, in the report; None for its own.
         revision: of the model on the hub; None for the one that it was loaded from.
         options: fields of profiling.evaluation.config.Config, such as length=4096, quick=True,
@@ -164,12 +164,12 @@ def evaluate(
 
 
 def _call(function: str, options: dict[str, Any]) -> str:
-    """A call as it stands in records, in place of a command line."""
+    """The call, as records show it in place of a command line."""
     from search.study import without_password
 
     shown = {
         name: without_password(value) if isinstance(value, str) else value
         for name, value in options.items()
     }
-    given = "".join(f", {name}={value!r}" for name, value in shown.items())
-    return f"headwise.{function}(model, tokenizer{given})"
+    arguments = "".join(f", {name}={value!r}" for name, value in shown.items())
+    return f"headwise.{function}(model, tokenizer{arguments})"
