@@ -37,9 +37,9 @@ def search(
             length=4096, budget=0.3, cost="flops", max_kl=0.1.
 
     Returns:
-        The artifact, its losses and its speed; `written` is False where serving it gains too little,
-        and `is_proven_faster` where noise hides whether it is faster. None in ranks of torchrun
-        after the first.
+        The artifact, its losses and its speed; `written` is False where serving it gains too
+        little, and `is_proven_faster` where noise hides whether it is faster. None in ranks of
+        torchrun after the first.
 
     Raises:
         HeadwiseError: an option is unknown, or anything that the command refuses.

@@ -3,10 +3,11 @@
     python benchmarks/gpu/run.py --out build/gpu
 
 Each step runs in a process of its own, so that a crash costs that step alone: the device and its
-rates; every kernel once against the reference; the tests marked `core`; attention at 8K to 128K
-with the published sizes against the fastest of torch's dense kernels; decode; prefills of a 1B and
-an 8B shape. FOLDER/report.json has the figures, with device and versions. --rehearse runs the same
-on the CPU in Triton's interpreter, at tiny sizes: its times mean nothing."""
+rates; every kernel once against the reference; the tests marked `core`; a whole default search of
+a 1B shape at 4,096 tokens; attention at 8K to 128K with the published sizes against the fastest of
+torch's dense kernels; decode; prefills of a 1B and an 8B shape. FOLDER/report.json has the
+figures, with device and versions. --rehearse runs the same on the CPU in Triton's interpreter, at
+tiny sizes: its times mean nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = ("device", "kernels", "tests", "attention", "decode", "model")
+STEPS = ("device", "kernels", "tests", "search", "attention", "decode", "model")
 TESTS = ("-m", "gpu and core", "tests/kernels/test_gpu.py", "tests/kernels/test_gpu_decode.py")
 REHEARSED_TESTS = ("-k", "growth", "tests/kernels/test_growth.py")
 PACKAGES = ("headwise", "torch", "triton", "transformers")
@@ -50,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--lengths", nargs="+", type=int, default=LENGTHS, metavar="N", help="tokens that are timed"
     )
-    p.add_argument("--minutes", type=float, default=5, help="of a step, at most (default 5)")
+    p.add_argument("--minutes", type=float, default=8, help="of a step, at most (default 8)")
     p.add_argument("--device", default="cuda")
     p.add_argument("--rehearse", action="store_true", help="on the CPU, interpreted, at tiny sizes")
     p.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
@@ -134,6 +135,7 @@ def measured(
     import checks
     import speed
     import torch
+    import whole_search
 
     if small:
         device = "cpu"
@@ -157,6 +159,8 @@ def measured(
             if wrong:
                 result["failed"] = ", ".join(wrong)
             return result
+        if step == "search":
+            return {"rows": whole_search.search(device, sizes)}
         run = {"attention": speed.attention, "decode": speed.decode, "model": speed.model}[step]
         return {"rows": run(device, sizes)}
 

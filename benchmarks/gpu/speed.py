@@ -52,7 +52,7 @@ _TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
     "head_dim": 64,
-    "vocab_size": 97,
+    "vocab_size": 260,
     "max_position_embeddings": 1024,
 }
 
@@ -68,6 +68,8 @@ class Sizes:
         chosen: keys that a token reads in sparse decode.
         attention_lengths, decode_lengths, prefill_lengths: in tokens.
         models: shapes by name.
+        searched: name of the shape that is searched, and the tokens of a prompt.
+        search_options: of headwise.search.
     """
 
     dtype: str
@@ -82,6 +84,8 @@ class Sizes:
     decode_lengths: Sequence[int]
     prefill_lengths: Sequence[int]
     models: Mapping[str, Mapping[str, Any]]
+    searched: tuple[str, int]
+    search_options: Mapping[str, Any]
     attention_repeats: int
     decode_repeats: int
     prefill_repeats: int
@@ -114,6 +118,8 @@ def measured_sizes(lengths: Sequence[int]) -> Sizes:
         decode_lengths=lengths,
         prefill_lengths=lengths,
         models=SHAPES,
+        searched=("1B", 4096),
+        search_options={},
         attention_repeats=3,
         decode_repeats=20,
         prefill_repeats=3,
@@ -135,6 +141,8 @@ def rehearsed_sizes() -> Sizes:
         decode_lengths=(200,),
         prefill_lengths=(70,),
         models={"tiny": _TINY},
+        searched=("tiny", 512),
+        search_options={"tasks": ("passkey",)},
         attention_repeats=0,
         decode_repeats=1,
         prefill_repeats=0,
