@@ -15,9 +15,6 @@ _EPILOG = """\
   config            the artifact, or `dense` for the model's own attention
   check_weights     false accepts other weights of the same architecture
   point             of the artifact's front: speedup=X, kl=X or recall=X
-
-Our tasks for --include_path are written by `headwise tasks --lm-eval FOLDER`; docs/evaluation.md
-has an example.
 """
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from artifacts import HeadwiseError
@@ -12,14 +11,14 @@ from artifacts.cli import arguments
 from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.options import add_arguments, at_least, check_ranges, config_of, option, shared
 from profiling.prompts.kind import Kind
-from profiling.prompts.prompt import KINDS, Prompt, Task, make_prompts, parse_task
+from profiling.prompts.prompt import KINDS, Prompt, make_prompts, parse_task
 
 _MARK = "\n... {} tokens ...\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPrompts:
-    """The prompts to show, or to write for lm-evaluation-harness; no task lists all of them."""
+    """The prompts to show; without a task the command lists all tasks."""
 
     task: str | None = shared(
         arguments.add_task,
@@ -45,11 +44,6 @@ class TaskPrompts:
         "show the start and the end of a prompt only",
         default=False,
         action="store_true",
-    )
-    lm_eval: Path | None = option(
-        "write them for lm-evaluation-harness's --include_path",
-        default=None,
-        metavar="FOLDER",
     )
 
     def __post_init__(self) -> None:
@@ -117,36 +111,11 @@ def main(argv: list[str] | None = None) -> int:
     from profiling.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(config.model)
-    settings = {"length": config.length, "samples": config.samples, "seed": config.seed}
-    if config.lm_eval is not None:
-        _write(task, tokenizer, config.lm_eval, **settings)
-        return 0
-    prompts = make_prompts(task, tokenizer, **settings)
+    prompts = make_prompts(
+        task, tokenizer, length=config.length, samples=config.samples, seed=config.seed
+    )
     print("\n\n".join(shown(prompt, tokenizer, whole=not config.ends) for prompt in prompts))
     return 0
-
-
-def _write(
-    task: Task,
-    tokenizer: Any,
-    folder: Path,
-    *,
-    length: int,
-    samples: int,
-    seed: int,
-) -> None:
-    """Write the task and its prompts for lm-evaluation-harness."""
-    from profiling.harness.task_files import write_task
-
-    written = write_task(folder, task, tokenizer, length=length, samples=samples, seed=seed)
-    for name in written.names:
-        print(f"wrote the task {name} into {folder}")
-    if written.changed:
-        told = "have other tokens as text"
-        print(f"note: {written.changed} of {samples} prompts {told}", file=sys.stderr)
-    if written.turned:
-        told = "ask in a later turn: the harness prefills the question with its context"
-        print(f"note: {written.turned} of {samples} prompts {told}", file=sys.stderr)
 
 
 def _described(kind: Kind) -> str:

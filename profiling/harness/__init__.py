@@ -1,1 +1,1 @@
-"""Headwise in lm-evaluation-harness: its model, and our tasks as files that the harness reads."""
+"""The model `headwise` of lm-evaluation-harness."""
