@@ -5,13 +5,8 @@ prompt under every method is a file of a ledger in the report's folder: a killed
 it was, and methods, tasks, lengths and samples can be added later without running again what is
 there.
 
-With --minutes the methods are timed, then tasks are asked, the most telling first: of each as many
-prompts as any mark takes, then twice and four times as many. What does not fit is left out and
-named.
-
 headwise evaluate cfg.yaml --model smollm2 --length 4096 8192 --text book.txt --out report/
 headwise evaluate cfg.yaml other.yaml --model smollm2 --quick --out report/
-headwise evaluate cfg.yaml --model smollm2 --minutes 30 --out report/
 headwise evaluate cfg.yaml --model smollm2 --length 8192 --speed-only --out report/
 """
 

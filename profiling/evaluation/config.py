@@ -11,7 +11,6 @@ from pathlib import Path
 from artifacts import HeadwiseError
 from artifacts.cli import arguments
 from artifacts.cli.options import (
-    POSITIVE,
     SHARE,
     Range,
     arg,
@@ -36,8 +35,6 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 ALL_TASKS = "all"
 # The task that has a grid of depths.
 GRID = "niah_single_2"
-# Seeds with --minutes.
-LIMITED_SEEDS = 3
 _LENGTHS: Range = (lambda lengths: min(lengths) >= 1, "at least 1")
 _DEPTHS: Range = (lambda depths: all(0 <= depth <= 1 for depth in depths), "from 0 to 1")
 
@@ -108,9 +105,6 @@ class Config:
         "folder of the report: index.html, evaluation.json, the resume file",
         metavar="FOLDER",
     )
-    minutes: float | None = option(
-        "ask as many prompts as fit, in place of --samples", default=None, within=POSITIVE
-    )
     tasks: tuple[str, ...] | None = shared(
         arguments.add_task,
         f"what is asked, `all` for all that need no file (default {' '.join(DEFAULT_TASKS)})",
@@ -157,9 +151,9 @@ class Config:
         advanced=True,
     )
     seed: int = shared(arguments.add_seed, default=Evaluation.seed)
-    seeds: int | None = option(
-        f"number of seeds, from --seed on (default 1, with --minutes {LIMITED_SEEDS})",
-        default=None,
+    seeds: int = option(
+        "number of seeds, from --seed on",
+        default=Evaluation.seeds,
         within=at_least(1),
         advanced=True,
     )
@@ -219,27 +213,14 @@ class Config:
         for task in self.tasks or ():
             if task != ALL_TASKS:
                 parse_task(task)
-        if self.minutes is not None and (
-            self.quick or self.samples is not None or self.text is not None
-        ):
-            raise HeadwiseError(
-                "--minutes chooses the prompts: leave --quick, --samples and --text away (--task "
-                "text:FILE is a text)"
-            )
-        asked = any(
-            each is not None for each in (self.tasks, self.text, self.samples, self.minutes)
-        )
+        asked = any(each is not None for each in (self.tasks, self.text, self.samples))
         extra = asked or self.fidelity or self.set_dense_below or not self.speed
         if self.speed_only and extra:
             raise HeadwiseError(
-                "--speed-only asks nothing: leave --task, --text, --samples, --minutes, "
-                "--fidelity, --no-speed and "
-                "--set-dense-below away"
+                "--speed-only asks nothing: leave --task, --text, --samples, --fidelity, "
+                "--no-speed and --set-dense-below away"
             )
-        if self.set_dense_below and (
-            not self.speed or not self.crossover or self.minutes is not None
-        ):
+        if self.set_dense_below and not (self.speed and self.crossover):
             raise HeadwiseError(
-                "--set-dense-below needs the crossover: leave --no-speed, --no-crossover and "
-                "--minutes away"
+                "--set-dense-below needs the crossover: leave --no-speed and --no-crossover away"
             )

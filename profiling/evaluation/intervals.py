@@ -156,14 +156,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return corrected
 
 
-def least_units(looks: int) -> int:
-    """Compute the fewest units that can be significant among so many comparisons (Holm).
-
-    n units that all favour one side have a p of 2^(1 - n).
-    """
-    return 2 + math.floor(math.log2(max(1, looks) / (1 - CONFIDENCE)))
-
-
 def prompts_needed(differences: Sequence[float], loss: float = 0.05, *, power: float = 0.8) -> int:
     """Compute the prompts that tell a mean loss at 95%, by the spread of paired differences.
 

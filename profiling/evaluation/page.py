@@ -304,9 +304,6 @@ def _made_with(record: dict[str, Any]) -> str:
             f" Searched with seed: "
             f"{', '.join(f'{name} {seed}' for name, seed in searches.items())}."
         )
-    left = record.get("left_out", {"what": []})
-    if left["what"]:
-        sentences.append(f"Left out of {left['minutes']:g} minutes: {'; '.join(left['what'])}.")
     sentences += seen_sentences(record)
     sentences.append(f"Artifact {record['artifact']['content_sha256']}")
     sentences.append(record["command"])

@@ -28,7 +28,6 @@ from profiling.evaluation.rows import (
 from profiling.evaluation.speed import Timed
 from profiling.evaluation.times import Times
 from profiling.models.loading import LoadedModel
-from profiling.prompts.settings import HIGH, LOW, settings
 from profiling.speed.baselines import EVIDENCE, HEADWISE, KERNEL, MODEL, Speedup, speedup
 
 
@@ -60,7 +59,7 @@ def record_of(
             _method(methods, name, length) for length in config.lengths for name in config.methods
         ],
         "figures": [asdict(figure) for figure in all_figures],
-        "measures": _measures(artifact.model.name, all_figures),
+        "measures": _measures(all_figures),
         "curves": [asdict(curve) for curve in curves(outcomes)],
         "grid": [asdict(cell) for cell in grid(outcomes)],
         "seen_by_search": _seen(outcomes),
@@ -68,9 +67,8 @@ def record_of(
     }
 
 
-def _measures(model: str, all_figures: Sequence[Figure]) -> list[dict[str, Any]]:
-    """Choose the measure of each task with a forced choice, by settings or dense's score."""
-    known = {(each.task, each.length): each.measure for each in settings(model)}
+def _measures(all_figures: Sequence[Figure]) -> list[dict[str, Any]]:
+    """Choose the measure of each task with a forced choice, by dense's score."""
     dense = {
         (each.task, each.length, each.measure): each.value
         for each in all_figures
@@ -78,11 +76,7 @@ def _measures(model: str, all_figures: Sequence[Figure]) -> list[dict[str, Any]]
     }
     measures = []
     for task, length in [place[:2] for place in dense if place[2] == CHOICE]:
-        shows = LOW <= dense.get((task, length, SCORE), 0.0) <= HIGH
-        by_score = shows
-        if (task, length) in known:
-            by_score = known[task, length] == "score"
-        if by_score:
+        if 0.4 <= dense.get((task, length, SCORE), 0.0) <= 0.9:
             measure = SCORE
         else:
             measure = CHOICE

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from artifacts import Artifact, HeadwiseError, Measurement, load_pair, update
@@ -15,7 +13,6 @@ from profiling.evaluation.config import (
     DEFAULT_METHODS,
     DEPTHS,
     GRID,
-    LIMITED_SEEDS,
     Config,
     Evaluation,
     Speed,
@@ -25,13 +22,11 @@ from profiling.evaluation.method_table import method_names
 from profiling.evaluation.methods import Methods, beside_of
 from profiling.evaluation.page import write_report
 from profiling.evaluation.record import attached, record_of
-from profiling.evaluation.rounds import FIRST, FURTHER, Rounds, places_of
 from profiling.evaluation.times import Times, measure
 from profiling.ledger import Ledger
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import DEFAULT_TASKS
-from profiling.prompts.settings import TEXT, settings, usual_length
 from profiling.speed.baselines import LEAST
 from runtime.fingerprint import check
 
@@ -41,9 +36,6 @@ _QUICK_SAMPLES = 2
 _QUICK_REPEATS = 2
 _QUICK_DEPTHS = (0.0, 0.5, 1.0)
 _QUICK_TASKS = ("line_turns@questions=4", *DEFAULT_TASKS[1:])
-# Of a model's settings the most telling, and a text beside them: as many contexts as of
-# _QUICK_TASKS.
-_QUICK_SETTINGS = 3
 _SPEED_METHODS = ("dense", "headwise")
 
 
@@ -61,7 +53,6 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
         HeadwiseError: anything that the user has to put right.
     """
     one_process("headwise evaluate")
-    start = time.monotonic()
     first, *further = config.configs
     artifact, arrays = load_pair(first)
     beside = beside_of(further, artifact)
@@ -74,12 +65,6 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
         )
     for each in (artifact, *(other for other, _ in beside.values())):
         check(each.model, loaded.model)
-    places: list[tuple[str, int]] = []
-    left_out: list[str] = []
-    if config.minutes is not None:
-        served = _served(config, artifact)
-        places, left_out = places_of(served, quality.tasks, quality.lengths)
-        quality = replace(quality, lengths=tuple(sorted({length for _, length in places})))
     with open_ledger(config.out, fresh=config.fresh) as ledger:
         methods = Methods(
             loaded,
@@ -90,24 +75,11 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
             beside=beside,
             ledger=ledger,
         )
-        if config.minutes is None:
-            outcomes = evaluate(quality, loaded, methods, ledger)
-            times = _timed(config, quality, loaded, methods, ledger)
-        else:
-            times = _timed(config, quality, loaded, methods, ledger)
-            rounds = Rounds(quality, loaded, methods, ledger, start + 60 * config.minutes)
-            left_out += rounds.run(places)
-            outcomes = rounds.outcomes
-            quality = replace(
-                quality,
-                tasks=tuple(dict.fromkeys(step.task for step in rounds.prompts)),
-                samples=max(rounds.prompts.values()),
-            )
+        outcomes = evaluate(quality, loaded, methods, ledger)
+        times = _timed(config, quality, loaded, methods, ledger)
     record = record_of(
         artifact, methods, quality, outcomes, times, loaded=loaded, command=config.command
     )
-    if config.minutes is not None:
-        record["left_out"] = {"minutes": config.minutes, "what": left_out}
     write_report(config.out, record)
     if config.attach or config.set_dense_below:
         _write_into(config, record)
@@ -116,7 +88,7 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
 
 def _check(config: Config, artifact: Artifact, quality: Evaluation, known: tuple[str, ...]) -> None:
     """Raise HeadwiseError for what the artifact cannot be asked, before a model is loaded."""
-    if not config.sparse_always and config.minutes is None:
+    if not config.sparse_always:
         check_lengths(artifact, quality.lengths)
     if config.attach or config.set_dense_below:
         check_writable(config.configs[0])
@@ -127,24 +99,13 @@ def _check(config: Config, artifact: Artifact, quality: Evaluation, known: tuple
             )
 
 
-def _served(config: Config, artifact: Artifact) -> Artifact:
-    """The artifact as lengths are chosen for it: with --sparse-always none is too short."""
-    if not config.sparse_always:
-        return artifact
-    prefill = artifact.prefill.model_copy(update={"dense_below": 0})
-    return artifact.model_copy(update={"prefill": prefill})
-
-
 def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -> Evaluation:
     """Tasks, methods and counts of a run.
-
-    With --minutes tasks and lengths are those that were asked for, which may be none.
 
     Args:
         beside: names of the other artifacts.
     """
     quick = config.quick
-    limited = config.minutes is not None
     known = method_names(artifact, beside)
     tasks: Sequence[str] = config.tasks or ()
     lengths: Sequence[int] = config.length or ()
@@ -160,20 +121,15 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
     if config.speed_only:
         usual = _SPEED_METHODS
         lengths = lengths or [artifact.model.max_positions]
-    elif limited:
-        usual = (*FIRST, *FURTHER)
     else:
-        tasks, lengths = _asked(config, artifact)
+        tasks = tasks or (_QUICK_TASKS if quick else DEFAULT_TASKS)
+        lengths = lengths or [_usual_length(config, artifact)]
     if config.text:
         tasks = [f"{task}:{config.text}" if task == GRID else task for task in tasks]
-        tasks.append(f"text:{config.text}")
+        tasks = [*tasks, f"text:{config.text}"]
     methods = config.methods or tuple(name for name in usual if name in known)
     if "all" in methods:
         methods = known
-    if limited:
-        usual_seeds = LIMITED_SEEDS
-    else:
-        usual_seeds = Evaluation.seeds
     usual_depths: tuple[float, ...] = DEPTHS
     if quick:
         usual_depths = _QUICK_DEPTHS
@@ -186,38 +142,17 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
         share=config.share,
         density=config.density,
         seed=config.seed,
-        seeds=config.seeds or usual_seeds,
+        seeds=config.seeds,
         fidelity=config.fidelity,
     )
 
 
-def _asked(config: Config, artifact: Artifact) -> tuple[list[str], list[int]]:
-    """Choose tasks and lengths: those asked for, else the model's settings, else the defaults.
-
-    Where the artifact serves that length densely, the length is that of a model without settings.
-    """
-    least = artifact.prefill.dense_below
+def _usual_length(config: Config, artifact: Artifact) -> int:
+    """The model's positions; with --quick fewer, but never what the artifact serves densely."""
     longest = artifact.model.max_positions
     if config.quick:
-        usual = min(max(_QUICK_LENGTH, least), longest)
-    else:
-        usual = longest
-    lengths = list(config.length or [usual])
-    rows = [each for each in settings(artifact.model.name) if each.asked]
-    if config.tasks:
-        return list(config.tasks), lengths
-    if not rows:
-        if config.quick:
-            tasks = _QUICK_TASKS
-        else:
-            tasks = DEFAULT_TASKS
-        return list(tasks), lengths
-    if not config.length and (known := usual_length(rows)) >= least:
-        rows = [each for each in rows if each.length == known]
-        lengths = [known]
-    if config.quick:
-        rows = rows[:_QUICK_SETTINGS]
-    return [*(each.task for each in rows), TEXT], lengths
+        return min(max(_QUICK_LENGTH, artifact.prefill.dense_below), longest)
+    return longest
 
 
 def _timed(
@@ -225,9 +160,9 @@ def _timed(
 ) -> Times | None:
     if not config.speed:
         return None
-    short = config.quick or config.speed_only or config.minutes is not None
+    short = config.quick or config.speed_only
     usual = Speed.repeats
-    if config.speed_only or config.minutes is not None:
+    if config.speed_only:
         usual = LEAST
     if config.quick:
         usual = _QUICK_REPEATS

@@ -39,8 +39,6 @@ CASES = [
     ("evaluate c.yaml --model m --out o --seeds 0", "--seeds must be at least 1, got 0"),
     ("evaluate c.yaml --model m --out o --share 0", "--share must be above 0"),
     ("evaluate c.yaml --model m --out o --depths 2", "--depths must be from 0 to 1"),
-    ("evaluate c.yaml --model m --out o --minutes 0", "--minutes must be a positive number"),
-    ("evaluate c.yaml --model m --out o --minutes 1 --quick", "leave --quick, --samples and"),
     ("evaluate c.yaml --model m --out o --task riddle", "unknown task 'riddle'"),
     ("evaluate c.yaml --model m --out o --no-speed --set-dense-below", "needs the crossover"),
     ("evaluate c.yaml --model m --out o --speed-only --task prose", "--speed-only asks nothing"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -22,7 +21,6 @@ from profiling.evaluation.speed import Timed
 from profiling.models.loading import load_model
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import DEFAULT_TASKS, Prompt
-from profiling.prompts.settings import Setting
 from profiling.prompts.texts import read_ids
 from profiling.prompts.tokens import Encoder
 from tests.profiling.conftest import LENGTH
@@ -166,34 +164,20 @@ def test_fidelity_is_beside_dense_attention_and_kept(command, searched, monkeypa
     assert command(asked)["figures"] == record["figures"]
 
 
-def test_a_model_with_settings_is_asked_those_tasks(searched, monkeypatch):
-    row = Setting(task="vt", length=LENGTH, measure="score", count=9, dense=0.5, low=0.2, high=0.8)
-    some = [
-        row,
-        replace(row, task="chain", dense=0.1),
-        replace(row, task="cwe"),
-        replace(row, task="fwe", length=1800),
-    ]
-    monkeypatch.setattr(evaluation_run, "settings", lambda model: some if model == "tiny" else [])
+def test_tasks_and_length_by_default(searched):
+    artifact = artifacts.load(searched / "cfg.yaml")
+    longest = artifact.model.max_positions
 
     def asked(more=""):
         words = f"{searched}/cfg.yaml --model elsewhere --out report {more}".split()
         config = config_of(Config, vars(parser().parse_args(words)))
-        quality = evaluation_run.quality_of(config, artifacts.load(config.configs[0]))
+        quality = evaluation_run.quality_of(config, artifact)
         return quality.tasks, quality.lengths
 
-    every = ("vt", "cwe", "fwe", "prose")
-    assert asked() == asked("--quick") == (("vt", "cwe", "prose"), (LENGTH,))
-    assert asked("--quick --length 700")[0] == every
-    assert asked("--speed-only")[0] == ()
-    assert asked("--length 700 800") == (every, (700, 800))
-    usual = asked("--task passkey")
-    assert usual[0] == ("passkey",) and LENGTH not in usual[1]
-    # What the artifact serves densely there is asked at the length of models without settings.
-    monkeypatch.setattr(
-        evaluation_run, "settings", lambda model: [replace(each, length=20) for each in some]
-    )
-    assert asked() == (every, usual[1])
+    assert asked() == (DEFAULT_TASKS, (longest,))
+    assert asked("--quick")[0] != DEFAULT_TASKS
+    assert asked("--speed-only") == ((), (longest,))
+    assert asked("--length 800 700 --task passkey") == (("passkey",), (700, 800))
 
 
 def test_a_killed_run_goes_on_and_what_is_there_is_not_run_again(command, invented, monkeypatch):
