@@ -22,7 +22,7 @@ from profiling.evaluation.record import (
     speedup_of,
     summary_tasks,
 )
-from profiling.evaluation.rows import ALL, BASELINE, CHOICE, SCORE
+from profiling.evaluation.rows import ALL, BASELINE, SCORE
 from profiling.evaluation.summary import (
     accuracy_sentences,
     crossover_sentences,
@@ -150,7 +150,7 @@ def _chart(record: dict[str, Any], length: int) -> str:
     bars = [each for each in figures if each is not None]
     low = 0.0
     high = 1.0
-    if measure not in (SCORE, CHOICE):
+    if measure != SCORE:
         low = min(each["low"] for each in bars)
         high = max(each["high"] for each in bars)
 

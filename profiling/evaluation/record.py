@@ -16,11 +16,9 @@ from profiling.evaluation.methods import Methods
 from profiling.evaluation.rows import (
     ALL,
     BASELINE,
-    CHOICE,
     NLL,
     PERPLEXITY,
     SCORE,
-    Figure,
     curves,
     figures,
     grid,
@@ -42,7 +40,6 @@ def record_of(
     command: str,
 ) -> dict[str, Any]:
     """Everything that was found and what it was found with."""
-    all_figures = figures(outcomes)
     device = str(loaded.model.device)
     dtype = str(loaded.model.dtype).removeprefix("torch.")
     return {
@@ -58,30 +55,12 @@ def record_of(
         "methods": [
             _method(methods, name, length) for length in config.lengths for name in config.methods
         ],
-        "figures": [asdict(figure) for figure in all_figures],
-        "measures": _measures(all_figures),
+        "figures": [asdict(figure) for figure in figures(outcomes)],
         "curves": [asdict(curve) for curve in curves(outcomes)],
         "grid": [asdict(cell) for cell in grid(outcomes)],
         "seen_by_search": _seen(outcomes),
         **timed_record(times),
     }
-
-
-def _measures(all_figures: Sequence[Figure]) -> list[dict[str, Any]]:
-    """Choose the measure of each task with a forced choice, by dense's score."""
-    dense = {
-        (each.task, each.length, each.measure): each.value
-        for each in all_figures
-        if each.method == BASELINE
-    }
-    measures = []
-    for task, length in [place[:2] for place in dense if place[2] == CHOICE]:
-        if 0.4 <= dense.get((task, length, SCORE), 0.0) <= 0.9:
-            measure = SCORE
-        else:
-            measure = CHOICE
-        measures.append({"task": task, "length": length, "measure": measure})
-    return measures
 
 
 def _seen(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -209,18 +188,11 @@ def figure(
 def summary_tasks(record: dict[str, Any], length: int) -> list[tuple[str, str]]:
     """List (task, measure) of a summary's columns: all answers first, then each task."""
     here = [each for each in record["figures"] if each["length"] == length]
-    of = {
-        each["task"]: each["measure"]
-        for each in record.get("measures", [])
-        if each["length"] == length
-    }
     tasks = dict.fromkeys(each["task"] for each in here)
     columns = []
     for task in sorted(tasks, key=lambda name: name != ALL):
         measures = {each["measure"] for each in here if each["task"] == task}
-        columns += [
-            (task, measure) for measure in (of.get(task, SCORE), PERPLEXITY) if measure in measures
-        ]
+        columns += [(task, measure) for measure in (SCORE, PERPLEXITY) if measure in measures]
         if task == ALL and NLL in measures:
             columns.append((task, NLL))
     return columns

@@ -28,7 +28,6 @@ BASELINE = "dense"
 SCORE = "score"
 ACCURACY = "token accuracy"
 NLL = "nll of the answer"
-CHOICE = "forced choice"
 PERPLEXITY = "perplexity"
 DECODED = f"perplexity, last {FORCED} tokens"
 COPIES = "nll of far copies"
@@ -43,7 +42,6 @@ NEARNESS = (ANSWERS, SAME, KL, RECALL)
 MEASURES = {
     **{
         SCORE: True,
-        CHOICE: True,
         ACCURACY: True,
         NLL: False,
         PERPLEXITY: False,
@@ -54,7 +52,6 @@ MEASURES = {
 }
 _FIELDS = {
     SCORE: "score",
-    CHOICE: "choice",
     ACCURACY: "token_accuracy",
     NLL: "nll",
     PERPLEXITY: "blocks",
@@ -67,7 +64,7 @@ _FIELDS = {
 }
 _PERPLEXITIES = (PERPLEXITY, DECODED)
 # From 0 to 1.
-_SCORES = (SCORE, CHOICE, ACCURACY, ANSWERS, SAME, RECALL)
+_SCORES = (SCORE, ACCURACY, ANSWERS, SAME, RECALL)
 _SHOWN = 5e-4
 
 
@@ -248,7 +245,7 @@ def _figure(
     apart = [a - b for a, b in zip(own, base, strict=True)]
     if perplexity:
         difference = _through(difference, math.expm1)
-    if measure in (SCORE, CHOICE) and len(apart) > 1:
+    if measure == SCORE and len(apart) > 1:
         needed = prompts_needed(apart)
     else:
         needed = None

@@ -15,11 +15,11 @@ from profiling.evaluation.record import (
     speedup_of,
     summary_tasks,
 )
-from profiling.evaluation.rows import ALL, BASELINE, CHOICE, NEARNESS, PERPLEXITY, SCORE
+from profiling.evaluation.rows import ALL, BASELINE, NEARNESS, PERPLEXITY, SCORE
 from profiling.prompts.held_out import overlap_sentence
 from profiling.speed.baselines import COLUMNS, HEADWISE, LABELS, Speedup, cells, sentence, speedup
 
-_MEASURES = {SCORE: "Accuracy", CHOICE: "Forced choice", PERPLEXITY: "Perplexity"}
+_MEASURES = {SCORE: "Accuracy", PERPLEXITY: "Perplexity"}
 
 
 def speed_sentences(record: dict[str, Any], length: int) -> list[str]:

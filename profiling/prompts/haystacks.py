@@ -25,7 +25,6 @@ _SENTENCE_END = re.compile("(?<=[.!?\n])(?=\\s)|(?<=[\u3002\uff01\uff1f])")
 # A text without full stops is cut all the same.
 _LONGEST = 500
 _BATCH = 256
-_ITEMS = 32
 
 
 def noise(encode: Encoder) -> Haystack:
@@ -139,19 +138,6 @@ def hide(
     for piece in pieces[done:]:
         ids += piece
     return tuple(ids), [spans[which] for which in range(len(hidden))]
-
-
-def whole_items(encode: Encoder, items: Iterable[str], room: int) -> list[Ids]:
-    """The ids of the first items, all of each, that fit `room` tokens together."""
-    source = iter(items)
-    taken: list[Ids] = []
-    while batch := list(itertools.islice(source, _ITEMS)):
-        for ids in encode.each(batch):
-            if len(ids) > room:
-                return taken
-            taken.append(ids)
-            room -= len(ids)
-    return taken
 
 
 def laid_out(request: Request, *parts: Ids) -> Ids:

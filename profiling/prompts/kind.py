@@ -19,6 +19,7 @@ RULER = "RULER, Hsieh et al. 2024"
 
 # A half-open range of token positions.
 Span = tuple[int, int]
+Metric = Literal["begins", "all"]
 
 
 class LengthTooShort(HeadwiseError):
@@ -50,10 +51,8 @@ class Prompt:
         answer: the right answer; None where there is none or it is unknown.
         finds: where in the prompt the answer lies, in the order in which it is put together; empty
             where unknown.
-        metric: how an answer is scored, as profiling.prompts.metrics names it; `begins` compares
-            with `answer`.
+        metric: how profiling.prompts.metrics scores an answer; `begins` compares with `answer`.
         references: what the metric compares an answer with, where that is not `answer`.
-        choices: the classes or options that an answer chooses from.
         new_tokens: how many tokens the task's authors let a model answer with; at least a few more
             than `answer` has.
         turn: how many of the last ids are fed in a later turn. The ids before them, the context,
@@ -72,9 +71,8 @@ class Prompt:
     input_ids: Ids
     answer: str | None
     finds: tuple[Find, ...] = ()
-    metric: str = "begins"
+    metric: Metric = "begins"
     references: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
     new_tokens: int | None = None
     turn: int = 0
     scored: tuple[Span, ...] = ()
@@ -246,7 +244,7 @@ class Kind:
             were given.
         asks: the question, in words.
         source: the paper.
-        metric: scores the answers, as profiling.prompts.metrics names it.
+        metric: how profiling.prompts.metrics scores the answers.
         scored: the metric in words.
         takes_file: whether a task may or must name a file, out of which its prompts are made.
         has_text: True if the prompts are windows of a text of its own where no file is named.
@@ -257,7 +255,7 @@ class Kind:
     make: Callable[..., list[Prompt]]
     asks: str
     source: str
-    metric: str = "begins"
+    metric: Metric = "begins"
     scored: str = BEGINS
     takes_file: Literal["no", "may", "must"] = "no"
     has_text: bool = False

@@ -17,7 +17,6 @@ from typing import Any
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
 from profiling.prompts import (
-    babi,
     frequencies,
     hops,
     jsonl,
@@ -25,7 +24,6 @@ from profiling.prompts import (
     needles,
     recalls,
     retrieval,
-    stories,
     texts,
     turns,
     variables,
@@ -54,8 +52,6 @@ _FILES: tuple[ModuleType, ...] = (
     needles,
     variables,
     frequencies,
-    stories,
-    babi,
     texts,
     jsonl,
 )

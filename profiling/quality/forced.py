@@ -17,8 +17,6 @@ from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder, Ids
 from profiling.quality.contexts import Prefilled
 
-# Choices of a prompt that are compared, the right one among them.
-CHOICES = 8
 # Logits turned to fp32 at once: a vocabulary is large.
 _ROWS = 128
 
@@ -105,14 +103,3 @@ def answer_ids(tokenizer: Any, prompt: Prompt) -> Ids:
 def asks(prompt: Prompt) -> bool:
     """True if the prompt has an answer that follows its end."""
     return bool((prompt.continuation or "").strip())
-
-
-def compared(prompt: Prompt) -> tuple[str, ...]:
-    """Answers that a forced choice compares: the right one and CHOICES - 1 at most, in order.
-
-    Empty where the right one is not among the prompt's choices.
-    """
-    if prompt.answer not in prompt.choices:
-        return ()
-    wrong = [choice for choice in prompt.choices if choice != prompt.answer][: CHOICES - 1]
-    return tuple(choice for choice in prompt.choices if choice == prompt.answer or choice in wrong)

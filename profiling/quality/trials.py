@@ -5,9 +5,7 @@ Shapes: S prompt length.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -19,11 +17,10 @@ from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.texts import far_copies
 from profiling.quality.answers import decoded, ends, new_tokens, text_of
-from profiling.quality.contexts import Prefilled, fed, prefilled
+from profiling.quality.contexts import Prefilled, prefilled
 from profiling.quality.forced import (
     answer_ids,
     asks,
-    compared,
     forced,
     negative_log_likelihood,
     scored_answers,
@@ -38,7 +35,7 @@ FORCED = 128
 # Far copies that a text must have for their loss to be a figure.
 _COPIES = 8
 # Raised where the same prompt under the same method would give another record.
-VERSION = 6
+VERSION = 7
 
 
 def trials(
@@ -62,7 +59,7 @@ def _answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> d
     """Score the greedy answer and, where it is known, the right one under teacher forcing.
 
     A prompt with answer spans is scored by these alone: the fraction that is right, and their
-    means. choice: 1 where the right answer is likelier, a token on average, than each wrong one.
+    means.
     """
     if prompt.scored:
         inside = scored_answers(prompt, start)
@@ -76,38 +73,14 @@ def _answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> d
         right = answer_ids(tokenizer, prompt)
     else:
         right = ()
-    if right:
-        wrong = _wrong_losses(model, tokenizer, prompt, start)
-    else:
-        wrong = []
     limit = new_tokens(tokenizer, prompt)
     given, logits = decoded(model, tokenizer, prompt, start, limit, ends(model, tokenizer), right)
     text = text_of(tokenizer, given)
     record = {"text": text, "score": score(prompt, text)}
     if logits is None:
-        return record | {"token_accuracy": None, "nll": None, "choice": None}
+        return record | {"token_accuracy": None, "nll": None}
     fit = forced(logits, right)
-    if wrong:
-        choice = float(fit.mean < min(wrong))
-    else:
-        choice = None
-    return record | {"token_accuracy": fit.token_accuracy, "nll": fit.mean, "choice": choice}
-
-
-@torch.no_grad()
-def _wrong_losses(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> list[float]:
-    """Compute the mean -log p of a token of each wrong choice; the prefill's cache stays."""
-    losses = []
-    for choice in compared(prompt):
-        if choice == prompt.answer:
-            continue
-        ids = answer_ids(tokenizer, replace(prompt, answer=choice, finds=()))
-        logits = start.last[None]
-        if len(ids) > 1:
-            after = fed(model, ids[:-1], copy.deepcopy(start.cache))
-            logits = torch.cat([logits, after])
-        losses.append(forced(logits, ids).mean)
-    return losses
+    return record | {"token_accuracy": fit.token_accuracy, "nll": fit.mean}
 
 
 @torch.no_grad()

@@ -123,10 +123,9 @@ def invented(monkeypatch):
             asked.append(method.name)
             value = (sum(prompt.input_ids) + len(method.name)) % 5 / 4
             answer = {"text": "", "score": value, "token_accuracy": value, "nll": 1 + value}
-            choice = {"choice": value if prompt.choices else None}
             loss = {"blocks": [1 + value], "forced": 1 + value, "copies": None}
             asks = prompt.answer is not None or prompt.scored
-            yield number, answer | choice if asks else loss
+            yield number, answer if asks else loss
 
     monkeypatch.setattr("profiling.evaluation.measure.trials", trials)
     return asked

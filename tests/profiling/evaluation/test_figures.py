@@ -195,7 +195,6 @@ def record(**changes: Any) -> dict[str, Any]:
             figure("vertical", 0.6, few=True),
             figure("oracle", 0.95, "better"),
         ],
-        "measures": [],
         "seen_by_search": [],
         **timed_record(times()),
         **changes,

@@ -20,9 +20,9 @@ from tests.sampling import sampled
 
 ROOT = Path(__file__).parents[3]
 # What fits into short prompts of tokenizers that know few words.
-FEWER = {"cwe": "cwe@words=3,common=4,uncommon=2", "story_retrieval": "story_retrieval@asked=3"}
-# Of lines and chapters as they come: too short a prompt says what to try.
-WHOLE = ("line_turns", "line_asked", "chain", "facts", "label_map", "story", "babilong")
+FEWER = {"cwe": "cwe@words=3,common=4,uncommon=2"}
+# Of lines as they come: too short a prompt says what to try.
+WHOLE = ("line_turns", "line_asked", "chain", "facts", "label_map")
 # Prose takes a tokenizer some seconds at first.
 GENERATED = [
     FEWER.get(name, name)
@@ -53,7 +53,7 @@ CASES = [
 ]
 # Needles stand for one another, and other tasks are made with the second tokenizer where they are
 # solved.
-SPACED = ("passkey", "kv_retrieval", "story_multihop", "babilong_qa1", "text:STORY")
+SPACED = ("passkey", "kv_retrieval", "text:STORY")
 NEEDLES = [task for task in EVERY if task.startswith("niah") and "multikey_1" not in task]
 USUAL = [
     (tokenizer, task)
@@ -113,7 +113,7 @@ LENGTHS = [
     if name != "prose" and kind.takes_file != "must"
 ]
 # One of each file of tasks at 128K tokens, and one at 1M.
-KEPT = [(name, LONG) for name in ("kv_retrieval", "line_turns", "vt", "cwe", "babilong_qa2")]
+KEPT = [(name, LONG) for name in ("kv_retrieval", "line_turns", "vt", "cwe")]
 
 
 @pytest.mark.parametrize(("name", "length"), sampled(LENGTHS, *KEPT, ("kv_retrieval", LONGEST)))

@@ -17,7 +17,7 @@ from profiling.evaluation.methods import Methods
 from profiling.prompts.prompt import Find, Prompt, make_prompts
 from profiling.quality.answers import answers, ends, new_tokens
 from profiling.quality.contexts import PIECE
-from profiling.quality.forced import answer_ids, compared, forced, negative_log_likelihood
+from profiling.quality.forced import answer_ids, forced, negative_log_likelihood
 from profiling.quality.method import Method
 from profiling.quality.trials import BLOCK, trials
 from runtime.fingerprint import fingerprint
@@ -93,11 +93,6 @@ def test_the_loss_of_a_text_is_the_models_own(loaded):
         loss = loaded.model(ids, labels=ids).loss
     losses = negative_log_likelihood(loaded.model, Prompt(tuple(ids[0].tolist()), None))
     assert losses.shape == (599,) and losses.mean().item() == pytest.approx(loss.item(), rel=1e-4)
-
-
-def test_a_forced_choice_compares_eight_at_most():
-    many = Prompt((1,), "last", choices=(*"abcdefghij", "last"))
-    assert compared(many) == (*"abcdefg", "last")
 
 
 @pytest.mark.parametrize(
@@ -217,19 +212,6 @@ def test_a_prompt_with_references_alone_is_scored_and_has_no_fit(loaded):
     assert limits == [9, len(loaded.tokenizer("wx", add_special_tokens=False)["input_ids"]) + 2]
 
 
-def test_a_choice_is_right_where_no_wrong_answer_is_as_likely(loaded):
-    model, tokenizer = loaded.model, loaded.tokenizer
-    ids = tuple(range(60, 90))
-    choices = ("ab", "cde", "xyz w", "q")
-    costs = [answer_losses(model, tokenizer, Prompt(ids, choice)).mean() for choice in choices]
-    for choice, cost in zip(choices, costs, strict=True):
-        found = trial(model, tokenizer, Prompt(ids, choice, choices=choices))
-        assert found["choice"] == float(cost == min(costs))
-        assert found["nll"] == pytest.approx(cost.item(), rel=1e-4)
-    for prompt in (Prompt(ids, "ab"), Prompt(ids, "ab", choices=("c", "d"))):
-        assert trial(model, tokenizer, prompt)["choice"] is None
-
-
 def test_answers_stop_where_the_score_is_final():
     model = tiny("Llama")
     tokenizer = byte_level()
@@ -240,6 +222,3 @@ def test_answers_stop_where_the_score_is_final():
     named = replace(free, references=(half,))
     (cut,) = answers(model, tokenizer, [named], label="")
     assert whole.startswith(cut) and half in cut and len(cut) < len(whole)
-    # A metric that more text can lower reads the whole answer.
-    (numbered,) = answers(model, tokenizer, [replace(named, metric="numbered")], label="")
-    assert numbered == whole
