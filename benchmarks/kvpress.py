@@ -146,7 +146,8 @@ def _of_ours(
     found = []
     with method.apply(loaded.model):
         for each in bar(contexts, desc=method.name):
-            records = dict(trials(loaded.model, loaded.tokenizer, each.prompts, method))
+            run = trials(loaded.model, loaded.tokenizer, each.prompts, method)
+            records = {trial.number: trial.record for trial in run}
             answers = [records[number]["text"] for number in range(len(each.prompts))]
             found.append({"answers": answers, "bytes": _bytes(loaded, method, each, token)})
     return found

@@ -223,7 +223,7 @@ def _export(config: Config, out: Path, form: Format) -> tuple[Report, list[str]]
 
 
 def _measure(config: Config, form: Format, artifact: Path, flags: str | None) -> str:
-    """Shell line that measures recall of an import, or of an export read back."""
+    """Shell line that measures what an import costs, or of an export read back."""
     if not form.patterns:
         return ""
     if config.model:
@@ -231,7 +231,7 @@ def _measure(config: Config, form: Format, artifact: Path, flags: str | None) ->
     else:
         model = "MODEL"
     run = f"headwise evaluate {shlex.quote(str(artifact))}"
-    options = f"--model {model} --fidelity --no-speed --out report/"
+    options = f"--model {model} --no-speed --out report/"
     if flags is None:
         return f"measure it with: {run} {options}"
     back = (

@@ -47,8 +47,7 @@ class Evaluation:
         samples: prompts of each task and length, or contexts with all their questions, and of each
             depth where there is a grid: of each of `seeds` seeds, from `seed` on.
         share: of a prompt's keys and values that caches under policies keep.
-        density: what single kinds are fitted to and oracles compute; the artifact's own if None.
-        fidelity: also how near each is to dense attention's predictions.
+        density: what single kinds are fitted to; the artifact's own if None.
     """
 
     tasks: tuple[str, ...] = DEFAULT_TASKS
@@ -60,7 +59,6 @@ class Evaluation:
     density: float | None = None
     seed: int = 1000
     seeds: int = 1
-    fidelity: bool = False
 
     def __post_init__(self) -> None:
         for task in self.tasks:
@@ -76,7 +74,6 @@ class Speed:
         steps: tokens of a round of decode.
         decode: also tokens after a prompt.
         memory: also peak memory at the longest length.
-        crossover: also the length from which Headwise is faster.
     """
 
     lengths: tuple[int, ...]
@@ -85,8 +82,6 @@ class Speed:
     steps: int = 16
     decode: bool = True
     memory: bool = True
-    crossover: bool = True
-    low: int = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,16 +131,11 @@ class Config:
         within=_DEPTHS,
         advanced=True,
     )
-    fidelity: bool = option(
-        "also agreement with dense attention: answers, tokens, KL, recall",
-        default=False,
-        action="store_true",
-    )
     share: float = option(
         "fraction of tokens that caches keep", default=Evaluation.share, within=SHARE, advanced=True
     )
     density: float | None = option(
-        "of single kinds and oracles (default: the artifact's own)",
+        "of single kinds (default: the artifact's own)",
         default=None,
         within=SHARE,
         advanced=True,
@@ -173,13 +163,6 @@ class Config:
     memory: bool = arg(
         "--no-memory", default=True, action="store_false", help="no peak memory", advanced=True
     )
-    crossover: bool = arg(
-        "--no-crossover",
-        default=True,
-        action="store_false",
-        help="no search for the crossover",
-        advanced=True,
-    )
     again: bool = arg(
         "--time-again",
         default=False,
@@ -187,20 +170,8 @@ class Config:
         help="time anew, whatever the resume file has",
         advanced=True,
     )
-    sparse_always: bool = option(
-        "use the patterns below the artifact's dense_below too",
-        default=False,
-        action="store_true",
-        advanced=True,
-    )
     attach: bool = option(
         "write the summary into the first artifact's evidence", default=False, action="store_true"
-    )
-    set_dense_below: bool = option(
-        "write the crossover into the first artifact",
-        default=False,
-        action="store_true",
-        advanced=True,
     )
     fresh: bool = option("discard the resume file", default=False, action="store_true")
     dtype: str = shared(arguments.add_dtype, default="auto")
@@ -214,13 +185,7 @@ class Config:
             if task != ALL_TASKS:
                 parse_task(task)
         asked = any(each is not None for each in (self.tasks, self.text, self.samples))
-        extra = asked or self.fidelity or self.set_dense_below or not self.speed
-        if self.speed_only and extra:
+        if self.speed_only and (asked or not self.speed):
             raise HeadwiseError(
-                "--speed-only asks nothing: leave --task, --text, --samples, --fidelity, "
-                "--no-speed and --set-dense-below away"
-            )
-        if self.set_dense_below and not (self.speed and self.crossover):
-            raise HeadwiseError(
-                "--set-dense-below needs the crossover: leave --no-speed and --no-crossover away"
+                "--speed-only asks nothing: leave --task, --text, --samples and --no-speed away"
             )

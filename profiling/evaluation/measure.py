@@ -8,32 +8,28 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from artifacts import Artifact, HeadwiseError
 from artifacts.store.hashing import canonical_json
 from profiling.evaluation.config import ALL_TASKS, GRID, Evaluation
 from profiling.evaluation.methods import Methods
-from profiling.inside.head_fidelity import recall
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.prompts.held_out import Seen, seeded_prompts
 from profiling.prompts.prompt import KINDS, Prompt, parse_task, per_context
-from profiling.prompts.tokens import Ids
 from profiling.quality.contexts import by_context
 from profiling.quality.method import Method
-from profiling.quality.sequences import Reference, sequences
-from profiling.quality.trials import VERSION, trials
+from profiling.quality.sequences import kl_divergence
+from profiling.quality.trials import VERSION, context_log_probs, trials
 from profiling.speed.baselines import MODEL
-from runtime.layers import layer_plans
 
-# Raised where the same prompt under the same method would give another record of its agreement with
-# dense attention.
-_AGREEMENT = 2
 OUTPUT = "evaluation.json"
 # Of each record: the unit that prompts share which are no samples of their own, its seed, its
 # number of questions.
@@ -91,8 +87,7 @@ def check_lengths(artifact: Artifact, lengths: Sequence[int]) -> None:
             raise HeadwiseError(
                 f"--length {length} is below the artifact's dense_below of "
                 f"{artifact.prefill.dense_below}, so it "
-                "would be served densely: ask for longer prompts, or for the patterns all the same "
-                "with --sparse-always"
+                "would be served densely: ask for longer prompts"
             )
         if length > artifact.model.max_positions:
             raise HeadwiseError(
@@ -157,29 +152,22 @@ def evaluate(
         for length in config.lengths
         for each in prompt_sets(config, loaded.tokenizer, length, methods.seen)
     ]
-    of = _Units(ledger, methods.artifact, loaded, f"trial/{VERSION}")
+    of = _Units(ledger, methods.artifact, loaded)
     total = len(config.methods) * sum(each.length * len(each.prompts) for each in sets)
-    if config.fidelity:
-        total += sum(map(len, _contexts(sets)))
     outcomes = []
     # In prompt tokens: they are what takes time.
     with phase("evaluation", total, "tokens") as shown:
         for length in config.lengths:
             here = [each for each in sets if each.length == length]
             made = [methods.make(name, length) for name in config.methods]
-            for method in made:
-                _run(loaded, method, here, of, ledger, shown)
-            like = None
-            if config.fidelity:
-                like = _Units(ledger, methods.artifact, loaded, f"agreement/{_AGREEMENT}")
-                _agreement(loaded, made, here, like, ledger, shown)
+            _run(loaded, made, here, of, ledger, shown)
             outcomes += [
                 Outcome(
                     task=each.task,
                     length=length,
                     depth=each.depth,
                     method=method.name,
-                    records=_records(each, method, made[0], ledger, of, like),
+                    records=tuple(ledger.get(of(method, prompt)) for prompt in each.prompts),
                     overlapping=each.overlapping,
                     prompts=each.prompts,
                     seeds=config.seeds,
@@ -192,110 +180,41 @@ def evaluate(
 
 def _run(
     loaded: LoadedModel,
-    method: Method,
-    sets: Sequence[Set],
-    of: _Units,
-    ledger: Ledger,
-    shown: Phase,
-) -> None:
-    left = []
-    for each in sets:
-        for prompt in each.prompts:
-            if (unit := of(method, prompt)) in ledger:
-                shown.skip(each.length)
-            else:
-                left.append((each, prompt, unit))
-    if not left:
-        return
-    with method.asked(loaded.model):
-        for numbers in by_context([prompt for _, prompt, _ in left]):
-            shared = [left[number] for number in numbers]
-            shown.note(f"{method.name} {shared[0][0].task} {shared[0][0].length}")
-            new = {unit.key: (unit, prompt) for _, prompt, unit in shared if unit not in ledger}
-            units = [unit for unit, _ in new.values()]
-            for number, record in trials(
-                loaded.model, loaded.tokenizer, [p for _, p in new.values()], method
-            ):
-                ledger.put(units[number], record)
-            shown.update(sum(each.length for each, _, _ in shared))
-
-
-def _compares(method: Method) -> bool:
-    """True if the method's prefill differs from dense attention's; evicting caches do not."""
-    return method.name != MODEL and not method.evicts
-
-
-def _contexts(sets: Sequence[Set]) -> dict[Ids, Prompt]:
-    """A prompt of each context."""
-    return {prompt.context: prompt for each in sets for prompt in each.prompts}
-
-
-def _agreement(
-    loaded: LoadedModel,
     methods: Sequence[Method],
     sets: Sequence[Set],
     of: _Units,
     ledger: Ledger,
     shown: Phase,
 ) -> None:
-    """Measure the agreement of each method with dense attention on each context."""
-    compared = [method for method in methods if _compares(method)]
-    for prompt in _contexts(sets).values():
-        shown.note(f"fidelity {prompt.task} {len(prompt.context)}")
-        context = _context(prompt)
-        missing = [method for method in compared if of(method, context) not in ledger]
-        if missing:
-            reference = Reference(loaded.model, sequences([context], loaded.tokenizer))
-            plans = {
-                method.name: layer_plans(method.headwise.artifact)
-                for method in missing
-                if method.headwise is not None
-            }
-            kept = recall(loaded.model, prompt, plans)
-            for method in missing:
-                agreement = reference.agreement(0, method.apply(loaded.model))
-                record = {**asdict(agreement), "recall": kept.get(method.name)}
-                ledger.put(of(method, context), record)
-        shown.update(len(prompt.context))
-
-
-def _context(prompt: Prompt) -> Prompt:
-    """Keep of a prompt its context and the answers inside it, which are compared."""
-    return Prompt(prompt.context, None, scored=prompt.scored, labels=prompt.labels)
-
-
-def _records(
-    prompt_set: Set, method: Method, dense: Method, ledger: Ledger, of: _Units, like: _Units | None
-) -> tuple[dict[str, Any], ...]:
-    """Read a method's records on a set, with its agreement with dense where that was asked for."""
-    records = [dict(ledger.get(of(method, prompt))) for prompt in prompt_set.prompts]
-    if like is None or method is dense:
-        return tuple(records)
-    if _compares(method):
-        near = [ledger.get(like(method, _context(prompt))) for prompt in prompt_set.prompts]
-        records = [{**record, **other} for record, other in zip(records, near, strict=True)]
-    return tuple(
-        as_dense(
-            prompt_set.prompts,
-            records,
-            [ledger.get(of(dense, prompt)) for prompt in prompt_set.prompts],
-        )
-    )
-
-
-def as_dense(
-    prompts: Sequence[Prompt],
-    records: Sequence[Mapping[str, Any]],
-    dense: Sequence[Mapping[str, Any]],
-) -> list[dict[str, Any]]:
-    """Add `as_dense` to records with an answer after the prompt: 1 where its text is dense's."""
-    joined = []
-    for prompt, own, other in zip(prompts, records, dense, strict=True):
-        record = dict(own)
-        if not prompt.scored and "text" in own:
-            record["as_dense"] = float(own["text"] == other["text"])
-        joined.append(record)
-    return joined
+    """Run each context under each method that lacks it, dense attention first."""
+    placed = [(each, prompt) for each in sets for prompt in each.prompts]
+    for numbers in by_context([prompt for _, prompt in placed]):
+        first = placed[numbers[0]][0]
+        prompts = [placed[number][1] for number in numbers]
+        tokens = first.length * len(numbers)
+        expected: Tensor | None = None
+        for method in methods:
+            # By key: equal prompts of several depths are run once.
+            units = {of(method, prompt).key: prompt for prompt in prompts}
+            left = [prompt for prompt in units.values() if of(method, prompt) not in ledger]
+            if not left:
+                shown.skip(tokens)
+                continue
+            shown.note(f"{method.name} {first.task} {first.length}")
+            is_dense = method.name == MODEL
+            if expected is None and not is_dense and not method.evicts:
+                with methods[0].asked(loaded.model):
+                    expected = context_log_probs(loaded.model, left[0].context)
+            with method.asked(loaded.model):
+                for trial in trials(loaded.model, loaded.tokenizer, left, method):
+                    record = trial.record
+                    if is_dense:
+                        expected = trial.log_probs
+                    elif expected is not None and trial.log_probs is not None:
+                        divergence = kl_divergence(expected, trial.log_probs)
+                        record = {**record, "kl": max(float(divergence.mean()), 0.0)}
+                    ledger.put(of(method, left[trial.number]), record)
+            shown.update(tokens)
 
 
 def _units(outcome: Outcome) -> Iterator[tuple[Any, ...]]:
@@ -314,13 +233,11 @@ def _units(outcome: Outcome) -> Iterator[tuple[Any, ...]]:
 class _Units:
     """A prompt under a method as a unit of the ledger: by all that its record depends on."""
 
-    def __init__(
-        self, ledger: Ledger, artifact: Artifact, loaded: LoadedModel, record: str
-    ) -> None:
+    def __init__(self, ledger: Ledger, artifact: Artifact, loaded: LoadedModel) -> None:
         self._ledger = ledger
         weights = (artifact.model.weights_sha256 or artifact.model.name)[:16]
         dtype = str(loaded.model.dtype).removeprefix("torch.")
-        self._before = f"{record}/{weights}/{dtype}/{loaded.model.device.type}"
+        self._before = f"trial/{VERSION}/{weights}/{dtype}/{loaded.model.device.type}"
 
     def __call__(self, method: Method, prompt: Prompt) -> Unit:
         fields = {**asdict(prompt), "finds": None, "text_spans": None, "task": None}

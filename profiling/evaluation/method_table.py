@@ -17,9 +17,6 @@ from artifacts.schema.kv_cache import Policy
 from profiling.caches.parsing import RANDOM, SINKS
 from profiling.speed.baselines import KERNEL, MODEL
 
-# The attention mass that top-p keeps.
-TOP_P = 0.95
-
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
@@ -27,14 +24,11 @@ class Kind:
 
     Attributes:
         sizes: a name of SIZES, where one size is fitted for all heads.
-        chosen: how tiles are chosen by what they hold: "random", "top_k" or "top_p"; "keys" are
-            single keys. The choice costs more than attention, so that they are never timed.
     """
 
     says: str
     source: str
     sizes: str | None = None
-    chosen: str | None = None
 
 
 METHODS: dict[str, Kind] = {
@@ -49,40 +43,8 @@ METHODS: dict[str, Kind] = {
     "block_sparse": Kind(
         says="block-sparse for all heads", source="MInference 1.0, ablation", sizes="block_sparse"
     ),
-    "vertical": Kind(
-        says="columns alone for all heads", source="MInference 1.0, ablation", sizes="vertical"
-    ),
-    "slash": Kind(
-        says="diagonals alone for all heads", source="MInference 1.0, ablation", sizes="slash"
-    ),
     "a_shape": Kind(
         says="sinks and a window", source="StreamingLLM, Xiao et al. 2024", sizes="a_shape"
-    ),
-    "skip_softmax": Kind(
-        says=(
-            "one threshold for all heads: tiles of low scores get no softmax "
-            "and no values, and are not counted"
-        ),
-        source="BLASST, 2025",
-        sizes="skip_softmax",
-    ),
-    "random_tiles": Kind(
-        says="tiles drawn at random at the artifact's density", source="baseline", chosen="random"
-    ),
-    "oracle": Kind(
-        says="of each query the keys of the highest exact scores",
-        source="upper limit",
-        chosen="keys",
-    ),
-    "oracle_tiles": Kind(
-        says="tiles of the most attention mass, the same number",
-        source="upper limit",
-        chosen="top_k",
-    ),
-    "top_p_tiles": Kind(
-        says=f"as many of those tiles as hold {TOP_P:g} of each row's mass",
-        source="Twilight, Lin et al. 2025",
-        chosen="top_p",
     ),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,12 +35,9 @@ from profiling.evaluation.method_table import (
     OMNIKV,
     OWN,
     TAIL,
-    TOP_P,
     method_names,
     says,
 )
-from profiling.inside.chosen_tiles import attend_to, mass_scores, random_scores, share_beside
-from profiling.inside.oracle import choosing, oracle
 from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.prompts.held_out import Seen
@@ -176,8 +172,6 @@ class Methods:
             tail = own_tail or TAIL
         else:
             tail = 0
-        if kind != HEADWISE and METHODS[kind].chosen:
-            return self._chosen(name, kind, length, tail)
         if kind == HEADWISE:
             artifact = _with_tail(self._patterns_of(), own_tail)
             density = self._own_density(length, own_tail)
@@ -231,43 +225,6 @@ class Methods:
         return self._patterns_of().model_copy(
             update={"patterns": patterns, "prefill": prefill}
         ), fitted["density"]
-
-    def _chosen(self, name: str, kind: str, length: int, tail: int) -> Method:
-        """Make a method of tiles or keys chosen by scores or at random, of equal density."""
-        choice = METHODS[kind].chosen
-        density = self._density or self._own_density(length, tail)
-        fraction = share_beside(density, length, tail)
-        applied: Callable[[Any], AbstractContextManager[object]]
-        if choice == "keys":
-            applied = partial(oracle, density=fraction, tail=tail)
-        else:
-            by_mass = choice == "top_p"
-            if by_mass:
-                amount = TOP_P
-            else:
-                amount = fraction
-            attend = partial(
-                attend_to,
-                scores=random_scores if choice == "random" else mass_scores,
-                share=amount,
-                by_mass=by_mass,
-                tail=tail,
-            )
-            applied = partial(choosing, attend=attend)
-        made = Method(
-            name=name,
-            make=lambda: None,
-            density=density,
-            kept=1.0,
-            identity=digest("chosen", 1, kind, tail, density),
-            sizes=f"density {density:.3f}",
-            applied=applied,
-        )
-        if choice == "top_p":
-            # As many tiles as hold the mass: their density is not known beforehand.
-            identity = digest("chosen", 1, kind, tail, None)
-            made = replace(made, density=None, identity=identity, sizes=f"mass {TOP_P:g}")
-        return made
 
     def _with_cache(self, base: Method, name: str, cache: str, length: int) -> Method:
         if base.name == "dense":

@@ -25,8 +25,6 @@ from profiling.evaluation.record import (
 from profiling.evaluation.rows import ALL, BASELINE, SCORE
 from profiling.evaluation.summary import (
     accuracy_sentences,
-    crossover_sentences,
-    nearness,
     other_methods,
     seen_sentences,
     speed_sentences,
@@ -122,20 +120,13 @@ def _sentences(record: dict[str, Any]) -> list[str]:
     length = record["settings"]["lengths"][-1]
     return [
         *speed_sentences(record, length),
-        *crossover_sentences(record),
         *accuracy_sentences(record, length)[:1],
         *other_methods(record, length),
     ]
 
 
 def _length(record: dict[str, Any], length: int) -> str:
-    parts = [f"<h2>{length:,} tokens</h2>", _chart(record, length), _summary(record, length)]
-    head, *rows = nearness(record, length) or [[]]
-    if rows:
-        body = [["<td>" + escape(cell) for cell in row] for row in rows]
-        says = "Agreement with dense attention's predictions, right or wrong, with 95% intervals."
-        parts.append(_table(["method", *head[1:]], body, says))
-    return "".join(parts)
+    return f"<h2>{length:,} tokens</h2>" + _chart(record, length) + _summary(record, length)
 
 
 def _chart(record: dict[str, Any], length: int) -> str:

@@ -16,6 +16,7 @@ from profiling.evaluation.methods import Methods
 from profiling.evaluation.rows import (
     ALL,
     BASELINE,
+    KL,
     NLL,
     PERPLEXITY,
     SCORE,
@@ -100,7 +101,7 @@ def _method(methods: Methods, name: str, length: int) -> dict[str, Any]:
 def timed_record(times: Times | None) -> dict[str, Any]:
     """Make the record of times; methods of other rounds by the ratio to one dense figure."""
     if times is None:
-        return {"prefill": [], "attention": [], "decode": [], "memory": [], "crossover": None}
+        return {"prefill": [], "attention": [], "decode": [], "memory": []}
     prefill = _rounds(times.prefill, lambda timed, slow: {"seconds": timed.median * slow})
     attention = [
         {
@@ -124,16 +125,11 @@ def timed_record(times: Times | None) -> dict[str, Any]:
         {"method": name, "length": length, "bytes": held}
         for (name, length), held in times.memory.items()
     ]
-    if times.crossover is None:
-        crossover = None
-    else:
-        crossover = asdict(times.crossover)
     return {
         "prefill": prefill,
         "attention": attention,
         "decode": decode,
         "memory": memory,
-        "crossover": crossover,
     }
 
 
@@ -192,9 +188,12 @@ def summary_tasks(record: dict[str, Any], length: int) -> list[tuple[str, str]]:
     columns = []
     for task in sorted(tasks, key=lambda name: name != ALL):
         measures = {each["measure"] for each in here if each["task"] == task}
-        columns += [(task, measure) for measure in (SCORE, PERPLEXITY) if measure in measures]
-        if task == ALL and NLL in measures:
-            columns.append((task, NLL))
+        wanted = [SCORE, PERPLEXITY]
+        if task == ALL:
+            wanted += [NLL, KL]
+        if PERPLEXITY in measures:
+            wanted.append(KL)
+        columns += [(task, measure) for measure in wanted if measure in measures]
     return columns
 
 
@@ -265,15 +264,6 @@ def attached(record: dict[str, Any]) -> list[dict[str, Any]]:
                 name = f"{kind}: {task}"
                 values = ours["value"], baseline["value"]
                 entries.append(_entry(name, *values, length, ours["count"], "", common))
-    if record["crossover"] and record["crossover"]["length"]:
-        entries.append(
-            {
-                **common,
-                "name": "faster than dense from",
-                "value": float(record["crossover"]["length"]),
-                "unit": "tokens",
-            }
-        )
     return [entry for entry in entries if math.isfinite(entry["value"])]
 
 

@@ -30,25 +30,15 @@ ACCURACY = "token accuracy"
 NLL = "nll of the answer"
 PERPLEXITY = "perplexity"
 DECODED = f"perplexity, last {FORCED} tokens"
-COPIES = "nll of far copies"
-ANSWERS = "answers as dense's"
-SAME = "tokens as dense's"
 KL = "KL to dense"
-RECALL = "recall"
-# How near a method is to dense attention, right or wrong: of dense attention itself there is
-# nothing to compare with.
-NEARNESS = (ANSWERS, SAME, KL, RECALL)
 # Whether more of it is better.
 MEASURES = {
-    **{
-        SCORE: True,
-        ACCURACY: True,
-        NLL: False,
-        PERPLEXITY: False,
-        DECODED: False,
-        COPIES: False,
-    },
-    **{ANSWERS: True, SAME: True, KL: False, RECALL: True},
+    SCORE: True,
+    ACCURACY: True,
+    NLL: False,
+    PERPLEXITY: False,
+    DECODED: False,
+    KL: False,
 }
 _FIELDS = {
     SCORE: "score",
@@ -56,15 +46,11 @@ _FIELDS = {
     NLL: "nll",
     PERPLEXITY: "blocks",
     DECODED: "forced",
-    COPIES: "copies",
-    ANSWERS: "as_dense",
-    SAME: "same",
     KL: "kl",
-    RECALL: "recall",
 }
 _PERPLEXITIES = (PERPLEXITY, DECODED)
 # From 0 to 1.
-_SCORES = (SCORE, ACCURACY, ANSWERS, SAME, RECALL)
+_SCORES = (SCORE, ACCURACY)
 _SHOWN = 5e-4
 
 
@@ -197,12 +183,10 @@ def _by_seed(
 
 
 def _values(records: Sequence[dict[str, Any]], measure: str) -> dict[Any, float]:
-    """One number a unit; nothing where any prompt has none, but for texts that copy nothing."""
+    """One number a unit; nothing where any prompt has none."""
     units: dict[Any, list[float]] = {}
     for record in records:
         value = record.get(_FIELDS[measure])
-        if value is None and measure == COPIES:
-            continue
         if value is None:
             return {}
         units.setdefault(record[UNIT], []).append(float(np.mean(value)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,16 +80,15 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
         artifact, methods, quality, outcomes, times, loaded=loaded, command=config.command
     )
     write_report(config.out, record)
-    if config.attach or config.set_dense_below:
-        _write_into(config, record)
+    if config.attach:
+        _attach(config, record)
     return record
 
 
 def _check(config: Config, artifact: Artifact, quality: Evaluation, known: tuple[str, ...]) -> None:
     """Raise HeadwiseError for what the artifact cannot be asked, before a model is loaded."""
-    if not config.sparse_always:
-        check_lengths(artifact, quality.lengths)
-    if config.attach or config.set_dense_below:
+    check_lengths(artifact, quality.lengths)
+    if config.attach:
         check_writable(config.configs[0])
     for name in quality.methods:
         if name not in known:
@@ -143,7 +141,6 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
         density=config.density,
         seed=config.seed,
         seeds=config.seeds,
-        fidelity=config.fidelity,
     )
 
 
@@ -173,9 +170,6 @@ def _timed(
         steps=config.steps,
         decode=not config.speed_only,
         memory=config.memory and not short,
-        crossover=config.crossover
-        and "headwise" in quality.methods
-        and (not short or config.set_dense_below),
     )
     return measure(
         speed,
@@ -188,27 +182,12 @@ def _timed(
     )
 
 
-def _write_into(config: Config, record: dict[str, Any]) -> None:
-    """Write the evidence, and dense_below where a crossover was found, into the first artifact."""
-    if config.attach:
-        entries = tuple(Measurement(**entry) for entry in attached(record))
-    else:
-        entries = ()
-    crossover = record["crossover"] and record["crossover"]["length"]
-    if config.set_dense_below and crossover is None:
-        print(
-            "dense_below stays as it is: no length was found from which Headwise is faster",
-            file=sys.stderr,
-        )
+def _attach(config: Config, record: dict[str, Any]) -> None:
+    """Write the evidence into the first artifact."""
+    entries = tuple(Measurement(**entry) for entry in attached(record))
 
     def change(artifact: Artifact, arrays: dict[str, Any]) -> tuple[Artifact, dict[str, Any]]:
-        fields: dict[str, Any] = {}
-        if entries:
-            fields["evidence"] = artifact.evidence.with_measurements(
-                entries, command=config.command
-            )
-        if config.set_dense_below and crossover is not None:
-            fields["prefill"] = artifact.prefill.model_copy(update={"dense_below": crossover})
-        return artifact.model_copy(update=fields), arrays
+        evidence = artifact.evidence.with_measurements(entries, command=config.command)
+        return artifact.model_copy(update={"evidence": evidence}), arrays
 
     update(config.configs[0], change)

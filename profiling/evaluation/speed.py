@@ -1,4 +1,4 @@
-"""Speed of methods next to both dense attentions: prefill, attention, decode, crossover.
+"""Speed of methods next to both dense attentions: prefill, attention, decode.
 
 Every method's times stand next to those that dense attention had in the same rounds, by the default
 attention and by Headwise's kernel: speeds of unlike rounds are never divided by each other.
@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 
-from artifacts import HeadwiseError
-from profiling.evaluation.methods import Methods
 from profiling.models.loading import LoadedModel
 from profiling.prompts.prompt import make_prompts
 from profiling.quality.method import Method
-from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, Speedup, speedup
+from profiling.speed.baselines import KERNEL, MODEL, Speedup, speedup
 from profiling.speed.latency import interleaved
 from profiling.speed.layer_times import ANCHOR, SDPA, time_layers
 from profiling.speed.layer_times import Timed as Asked
@@ -146,54 +144,3 @@ def decode_times(
         )
         for m in methods
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Crossover:
-    """Length from which Headwise beats the fastest dense baseline; None where it never did.
-
-    Attributes:
-        measured: (length, how many times as fast as that), ascending.
-    """
-
-    length: int | None
-    measured: tuple[tuple[int, float], ...]
-
-
-def crossover(
-    loaded: LoadedModel, methods: Methods, *, low: int, high: int, repeats: int
-) -> Crossover:
-    """Bisect lengths from `low` to `high` tokens, down to a 16th of `high` or 64 tokens.
-
-    Raises:
-        HeadwiseError: the bounds leave nothing to search.
-    """
-    if not 64 <= low < high:
-        raise HeadwiseError(
-            f"a crossover is looked for between at least 64 tokens and more, got {low} and {high}"
-        )
-    speedups: dict[int, float] = {}
-
-    def faster(length: int) -> bool:
-        three = [methods.make(name, length) for name in (MODEL, KERNEL, HEADWISE)]
-        speedups[length] = prefill_times(loaded, three, length, repeats=repeats)[
-            HEADWISE
-        ].speedup.value
-        return speedups[length] > 1
-
-    step = max(64, high // 16 // 64 * 64)
-    where: int | None = None
-    if faster(high):
-        where = high
-        if faster(low):
-            where = low
-        below = low
-        while where - below > step:
-            middle = (below + where) // 2 // 64 * 64
-            if middle in (below, where):
-                break
-            if faster(middle):
-                where = middle
-            else:
-                below = middle
-    return Crossover(length=where, measured=tuple(sorted(speedups.items())))

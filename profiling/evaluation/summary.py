@@ -15,7 +15,7 @@ from profiling.evaluation.record import (
     speedup_of,
     summary_tasks,
 )
-from profiling.evaluation.rows import ALL, BASELINE, NEARNESS, PERPLEXITY, SCORE
+from profiling.evaluation.rows import BASELINE, PERPLEXITY, SCORE
 from profiling.prompts.held_out import overlap_sentence
 from profiling.speed.baselines import COLUMNS, HEADWISE, LABELS, Speedup, cells, sentence, speedup
 
@@ -112,28 +112,6 @@ def other_methods(record: dict[str, Any], length: int) -> list[str]:
     return [f"Of the other methods, by {named(task, measure)}: {'; '.join(parts)}."]
 
 
-def crossover_sentences(record: dict[str, Any]) -> list[str]:
-    """The length from which prefill is faster, where it was looked for."""
-    crossover = record["crossover"]
-    if not crossover:
-        return []
-    lengths = [length for length, _ in crossover["measured"]]
-    if crossover["length"] is None:
-        return [
-            "Prefill was slower than the fastest dense baseline at every length that was timed, "
-            f"up to {max(lengths):,} tokens."
-        ]
-    shortest = crossover["length"] == min(lengths)
-    if shortest:
-        already = ", the shortest that was timed"
-    else:
-        already = ""
-    return [
-        f"Prefill is faster than the fastest dense baseline from {crossover['length']:,} tokens "
-        f"on{already}."
-    ]
-
-
 def seen_sentences(record: dict[str, Any]) -> list[str]:
     """A sentence for each task of which the search had seen prompts."""
     return [overlap_sentence(**each) for each in record["seen_by_search"]]
@@ -159,12 +137,7 @@ def table(record: dict[str, Any]) -> str:
         if summary_tasks(record, length):
             head += " (+ better, - worse than dense beyond chance, ? too few prompts to tell)"
         blocks.append("\n".join([*sentences, "", head, *aligned(_rows(record, length))]))
-        near = nearness(record, length)
-        if near:
-            blocks.append(
-                "\n".join([f"{length:,} tokens, vs dense attention's predictions", *aligned(near)])
-            )
-    blocks += [*crossover_sentences(record), *seen_sentences(record)]
+    blocks += seen_sentences(record)
     return "\n\n".join(blocks)
 
 
@@ -192,33 +165,3 @@ def _rows(record: dict[str, Any], length: int) -> list[list[str]]:
         row += [shown(figure(record, task, length, name, measure)) for task, measure in columns]
         rows.append(row)
     return rows
-
-
-def nearness(record: dict[str, Any], length: int) -> list[list[str]]:
-    """Make a table of each method's agreement with dense; empty where not asked for.
-
-    A cell is the mean and its 95% interval over prompts.
-    """
-    here = [
-        each
-        for each in record["figures"]
-        if each["length"] == length and each["measure"] in NEARNESS
-    ]
-    columns = sorted(
-        dict.fromkeys((each["task"], each["measure"]) for each in here),
-        key=lambda column: (column[0] != ALL, column[0], NEARNESS.index(column[1])),
-    )
-    if not columns:
-        return []
-    rows = []
-    for name in dict.fromkeys(each["method"] for each in here):
-        cells = [figure(record, task, length, name, measure) for task, measure in columns]
-        rows.append([name, *("-" if each is None else _bounded(each) for each in cells)])
-    return [["", *(f"{task} {measure}" for task, measure in columns)], *rows]
-
-
-def _bounded(figure: dict[str, Any]) -> str:
-    value, low, high = (f"{figure[name]:.4f}" for name in ("value", "low", "high"))
-    if figure["count"] > 1:
-        return f"{value} ({low} to {high})"
-    return value

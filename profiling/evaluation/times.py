@@ -11,10 +11,8 @@ from profiling.environment import environment
 from profiling.evaluation.config import Speed
 from profiling.evaluation.methods import Methods
 from profiling.evaluation.speed import (
-    Crossover,
     Timed,
     attention_seconds,
-    crossover,
     decode_times,
     prefill_times,
 )
@@ -47,7 +45,6 @@ class Times:
     attention: dict[tuple[str, int], dict[str, float]]
     decode: dict[tuple[str, int], Timed]
     memory: dict[tuple[str, int], int]
-    crossover: Crossover | None
 
 
 def measure(
@@ -95,17 +92,14 @@ class _Clock:
         prefill: dict[tuple[str, int], Timed] = {}
         decode: dict[tuple[str, int], Timed] = {}
         memory: dict[tuple[str, int], int] = {}
-        crossover = None
-        searched = config.crossover and config.low < longest
         attention: dict[tuple[str, int], dict[str, float]] = {}
-        total = (2 + config.decode) * len(config.lengths) + config.memory + searched
+        total = (2 + config.decode) * len(config.lengths) + config.memory
         with phase("speed", total, "measurements") as shown:
             for length in config.lengths:
-                named = (
+                made = [
                     self._methods.make(name, length)
                     for name in dict.fromkeys((*_DENSE, *config.methods))
-                )
-                made = [method for method in named if method.applied is None]
+                ]
                 prefill |= self._timed("prefill", made, length)
                 shown.update()
                 attention |= self._attention(made, length)
@@ -121,18 +115,11 @@ class _Clock:
                             "memory", length, method.identity, partial(peak, method, length)
                         )
                     shown.update()
-            if searched:
-                identity = self._methods.make(HEADWISE, longest).identity
-                crossover = self._kept(
-                    f"crossover/{config.low}/{config.repeats}", longest, identity, self._crossover
-                )
-                shown.update()
         return Times(
             prefill=prefill,
             attention=attention,
             decode=decode,
             memory=memory,
-            crossover=Crossover(**_tuples(crossover)) if crossover else None,
         )
 
     def _timed(
@@ -173,17 +160,6 @@ class _Clock:
                     units[method.name], {name: seconds[name] for name in names if name in seconds}
                 )
         return {(m.name, length): self._ledger.get(units[m.name]) for m in methods}
-
-    def _crossover(self) -> dict[str, Any]:
-        config = self._config
-        result = crossover(
-            self._loaded,
-            self._methods,
-            low=config.low,
-            high=max(config.lengths),
-            repeats=config.repeats,
-        )
-        return asdict(result)
 
     def _kept(self, measurement: str, length: int, identity: str, find: Callable[[], Any]) -> Any:
         unit = self._unit(measurement, length, identity)

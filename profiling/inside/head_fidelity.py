@@ -5,7 +5,6 @@ Shapes: L layers, H query heads, S prompt length, E value dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,30 +88,6 @@ def layer_fidelity(
     return index_fidelity(
         inputs, plan.build(inputs.q, inputs.k, scale=inputs.scale), dense=dense, backend=backend
     )
-
-
-def recall(
-    model: Any, prompt: Prompt, plans: Mapping[str, Mapping[int, LayerPlan]]
-) -> dict[str, float]:
-    """Compute the mean fraction of dense attention's mass that patterns keep, by plans' name.
-
-    One dense pass for all; plans without patterns have none.
-    """
-    kept: dict[str, list[np.ndarray]] = {}
-
-    def visit(inputs: LayerInputs) -> Tensor | None:
-        dense = None
-        for name, layers in plans.items():
-            if (plan := layers.get(inputs.layer)) is not None:
-                dense = dense or dense_of_layer(inputs)
-                kept.setdefault(name, []).append(layer_fidelity(inputs, plan, dense=dense).recall)
-        if dense is None:
-            return None
-        return dense[0]
-
-    if any(plans.values()):
-        capture(model, torch.tensor([prompt.context], device=model.device, dtype=torch.long), visit)
-    return {name: float(np.concatenate(heads).mean()) for name, heads in kept.items()}
 
 
 def index_fidelity(

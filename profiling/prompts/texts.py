@@ -31,8 +31,6 @@ _LIBRARY += ("multiprocessing", "unittest", "urllib", "xml/dom", "xml/sax")
 _LEAST = 80
 # Tokens before a token by which it is known to be a copy, and the least distance back as a
 # fraction of the text: one in so many.
-_CONTEXT = 4
-_FAR = 4
 # Where statements have others, in the order of their fields.
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 
@@ -126,30 +124,6 @@ def _statements(tree: ast.Module) -> list[ast.AST]:
         for name in _BLOCKS:
             nodes += getattr(node, name, ())
     return nodes
-
-
-def far_copies(ids: Ids, *, context: int = _CONTEXT, far: int | None = None) -> list[int]:
-    """Find positions of tokens that, with the `context` before them, repeat a far earlier place.
-
-    What a pattern drops shows there, whatever the rest of a text is.
-
-    Args:
-        far: how many tokens the latest occurrence must at least be back; a quarter of the text if
-            None.
-    """
-    if far is None:
-        least = len(ids) // _FAR
-    else:
-        least = far
-    latest: dict[Ids, int] = {}
-    copies = []
-    for at in range(context, len(ids)):
-        piece = ids[at - context : at + 1]
-        before = latest.get(piece)
-        if before is not None and at - before >= least:
-            copies.append(at)
-        latest[piece] = at
-    return copies
 
 
 def read_ids(encode: Encoder, file: Path) -> Ids:

@@ -28,6 +28,15 @@ def by_context(prompts: Sequence[Prompt]) -> list[list[int]]:
     return list(groups.values())
 
 
+def spread_positions(length: int, count: int) -> Tensor:
+    """Choose `count` positions, at most, spread over a context of `length` tokens.
+
+    The last one is none of them: a later turn follows it, or an answer, which counts for itself.
+    """
+    last = length - 1
+    return torch.linspace(0, last - 1, min(count, last), dtype=torch.float32).long()
+
+
 @torch.no_grad()
 def fed(model: Any, ids: Ids, cache: Any) -> Tensor:
     """Feed ids that follow what the cache holds, densely; return the logits (N, V) after each."""
@@ -46,12 +55,14 @@ class Prefilled(NamedTuple):
         number: which of the prompts.
         cache: its own, which holds all of it.
         scored: logits (N, V) before each token of its answer spans.
+        spread: logits (P, V) at spread_positions of its context.
         last: logits (V) after its last token.
     """
 
     number: int
     cache: Any
     scored: Tensor
+    spread: Tensor
     last: Tensor
 
 
@@ -62,6 +73,7 @@ def prefilled(
     *,
     cache: Callable[[], Any] | None = None,
     chunk: int | None = None,
+    spread: int = 0,
 ) -> Iterator[Prefilled]:
     """Prefill prompts in the order of by_context; each goes on from a copy of its context's cache.
 
@@ -70,10 +82,12 @@ def prefilled(
         prompts: of any lengths.
         cache: makes the cache of a context; the model's own if None.
         chunk: tokens of a context that are prefilled at a time; all if None.
+        spread: how many positions of a context to return the logits of, at most.
     """
     for numbers in by_context(prompts):
         context = prompts[numbers[0]].context
         positions = [_before_scored(prompts[number]) for number in numbers]
+        positions.append(spread_positions(len(context), spread).tolist())
         kept = [*chain.from_iterable(positions), len(context) - 1]
         if cache:
             past = cache()
@@ -89,7 +103,7 @@ def prefilled(
             last = rows[-1][0]
             if turn := prompts[number].input_ids[len(context) :]:
                 last = fed(model, turn, own)[-1]
-            yield Prefilled(number, own, scored, last)
+            yield Prefilled(number, own, scored, rows[-2], last)
 
 
 def _prefill(

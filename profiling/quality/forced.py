@@ -31,11 +31,17 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def text_logits(model: Any, ids: Ids) -> Tensor:
+    """Compute the logits (S - 1, V) before each of S tokens but the first, in one prefill."""
+    tokens = torch.tensor([ids], device=model.device, dtype=torch.long)
+    logits: Tensor = model(input_ids=tokens, use_cache=False).logits[0, :-1]
+    return logits
+
+
 def negative_log_likelihood(model: Any, prompt: Prompt) -> Tensor:
     """Compute -log p of each of S tokens but the first, (S - 1) fp32, in one prefill."""
-    ids = torch.tensor([prompt.input_ids], device=model.device, dtype=torch.long)
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-    return token_losses(logits, ids[0, 1:])
+    logits = text_logits(model, prompt.input_ids)
+    return token_losses(logits, torch.tensor(prompt.input_ids[1:], device=logits.device))
 
 
 @dataclass(frozen=True, kw_only=True)

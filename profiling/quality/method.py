@@ -13,7 +13,7 @@ from artifacts import SnapKV
 from artifacts.store.hashing import canonical_json
 from profiling.caches.parsing import CacheKind
 from profiling.caches.policies import drawing, with_policy
-from profiling.inside.oracle import choosing
+from profiling.inside.dense_decode import dense_decode
 from profiling.models.loading import LoadedModel
 from profiling.speed.baselines import KERNEL, MODEL, dense
 from runtime import Headwise
@@ -36,7 +36,6 @@ class Method:
         sizes: in words.
         offload: where keys and values that are not chosen are kept, as for Headwise.new_cache.
         check_weights: the model's weights must be the artifact's.
-        applied: puts it on a model where it is no artifact and no dense attention; never timed.
         changed: makes another cache of the artifact's new one.
     """
 
@@ -50,7 +49,6 @@ class Method:
     dense: str = MODEL
     offload: str = "auto"
     check_weights: bool = False
-    applied: Callable[[Any], AbstractContextManager[object]] | None = None
     changed: Callable[[Any], Any] | None = None
 
     @cached_property
@@ -60,8 +58,6 @@ class Method:
 
     def apply(self, model: Any) -> AbstractContextManager[Any]:
         """Put the method on the model, until the context is left."""
-        if self.applied is not None:
-            return self.applied(model)
         if self.headwise is None:
             return dense(model, self.dense)
         return self.headwise.apply(model, check_weights=self.check_weights, strict=True)
@@ -71,9 +67,9 @@ class Method:
 
         Headwise's kernel decodes what sdpa prefills, many times as fast.
         """
-        plain = self.applied is None and self.headwise is None and self.dense == MODEL
+        plain = self.headwise is None and self.dense == MODEL
         if plain and str(text_config(model)._attn_implementation) == "sdpa":
-            return choosing(model, None)
+            return dense_decode(model)
         return self.apply(model)
 
     def cache(self, model: Any) -> Any:

@@ -27,7 +27,7 @@ from kernels.patterns.dense import dense_index
 from profiling.inside.capture import LayerInputs, Visit, attending
 from profiling.prompts.prompt import Prompt
 from profiling.prompts.tokens import Encoder, Ids
-from profiling.quality.contexts import by_context
+from profiling.quality.contexts import by_context, spread_positions
 from profiling.quality.forced import answer_ids, asks, token_losses
 
 # Positions of a sequence that are compared; their dense log-probabilities are held in fp16.
@@ -135,23 +135,6 @@ class Losses:
         return replace(self, **{name: getattr(self, name)[answers] for name in own})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """Agreement with dense attention on one sequence, whatever the right answers are.
-
-    For lengths at which the model itself gives no right answers: dense attention's are kept.
-
-    Attributes:
-        kl: mean KL(dense || other) in nats over positions of the context.
-        same: the fraction of these whose likeliest token is dense attention's.
-        as_dense: the fraction of the answers of which every token is; None without any.
-    """
-
-    kl: float
-    same: float
-    as_dense: float | None
-
-
 Plans = Mapping[int, LayerPlan]
 """The patterns of each layer that has some; other layers are dense."""
 
@@ -191,14 +174,7 @@ class Reference:
 
     def positions(self, number: int) -> Tensor:
         """Choose the (P,) positions of a sequence that are compared, spread over its context."""
-        # The context's last token is followed by a later turn, or by an answer, which counts for
-        # itself.
-        last = self.sequences[number].context - 1
-        return (
-            torch.linspace(0, last - 1, min(self._most, last), dtype=torch.float32)
-            .long()
-            .to(self._model.device)
-        )
+        return spread_positions(self.sequences[number].context, self._most).to(self._model.device)
 
     def know(self, number: int, log_probs: Tensor, nll: Tensor, likeliest: Tensor) -> None:
         """Take dense attention's predictions from a pass that was made anyway.
@@ -240,26 +216,6 @@ class Reference:
             dense_right=np.array([bool(e.all()) for e in _split(dense_right, sizes)], dtype=bool),
         )
 
-    def agreement(self, number: int, applied: AbstractContextManager[object]) -> Agreement:
-        """Run the model within a context that puts other attention on it, and compare."""
-        dense = self._dense_predicted(number)
-        other = self._predicted(number, applied)
-        # Rounded as the dense ones are held, so that the same attention differs by nothing.
-        other = other._replace(log_probs=other.log_probs.half())
-        same = other.likeliest == dense.likeliest
-        positions = len(dense.log_probs)
-        sizes = [stop - start for start, stop in self.sequences[number].answers]
-        answers = [bool(each.all()) for each in _split(same[positions:], sizes)]
-        if answers:
-            agreed = sum(answers) / len(answers)
-        else:
-            agreed = None
-        return Agreement(
-            kl=float(_divergence(dense, other).mean()),
-            same=float(same[:positions].float().mean()),
-            as_dense=agreed,
-        )
-
     def _dense_predicted(self, number: int) -> _Predicted:
         """Dense attention's predictions on a sequence; a pass of its own where none are known."""
         if number not in self._dense:
@@ -286,8 +242,7 @@ class Reference:
             output = self._model(input_ids=ids[None], use_cache=False, logits_to_keep=kept)
         logits, of_answers = output.logits[0].split([len(spread), len(before)])
         nll = token_losses(of_answers, ids[before + 1]).clamp_max_(-LEAST)
-        log_probs = logits.float().log_softmax(-1).clamp_min_(LEAST)
-        return _Predicted(log_probs, nll, output.logits[0].argmax(-1))
+        return _Predicted(log_probabilities(logits), nll, output.logits[0].argmax(-1))
 
 
 def _split(values: Tensor, sizes: list[int]) -> Sequence[Tensor]:
@@ -302,6 +257,11 @@ def _divergence(dense: _Predicted, other: _Predicted) -> Tensor:
     pairs = zip(dense.log_probs.split(_ROWS), other.log_probs.split(_ROWS), strict=True)
     rows = [kl_divergence(expected.float(), found.float()) for expected, found in pairs]
     return torch.cat(rows).clamp_min_(0)
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Compute log p (..., V) in fp32; what a model forbids has LEAST."""
+    return logits.float().log_softmax(-1).clamp_min_(LEAST)
 
 
 def kl_divergence(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:

@@ -8,47 +8,78 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from profiling.prompts.metrics import score
 from profiling.prompts.prompt import Prompt
-from profiling.prompts.texts import far_copies
+from profiling.prompts.tokens import Ids
 from profiling.quality.answers import decoded, ends, new_tokens, text_of
-from profiling.quality.contexts import Prefilled, prefilled
+from profiling.quality.contexts import Prefilled, prefilled, spread_positions
 from profiling.quality.forced import (
     answer_ids,
     asks,
     forced,
-    negative_log_likelihood,
     scored_answers,
+    text_logits,
+    token_losses,
 )
 from profiling.quality.forced_decode import begin, forced_losses
 from profiling.quality.method import Method
+from profiling.quality.sequences import log_probabilities
 
 # Tokens of a text whose loss is kept as one number.
 BLOCK = 256
 # Last tokens of a text that are decoded one by one under caches that drop or choose.
 FORCED = 128
-# Far copies that a text must have for their loss to be a figure.
-_COPIES = 8
+# Positions of a context whose predictions are compared with dense attention's.
+POSITIONS = 64
 # Raised where the same prompt under the same method would give another record.
 VERSION = 7
 
 
+class Trial(NamedTuple):
+    """One prompt under one method.
+
+    Attributes:
+        number: of the prompt.
+        record: what was measured, as plain data.
+        log_probs: log-probabilities (P, V) at POSITIONS positions of its context; None where the
+            method's cache evicts.
+    """
+
+    number: int
+    record: dict[str, Any]
+    log_probs: Tensor | None
+
+
 def trials(
     model: Any, tokenizer: Any, prompts: Sequence[Prompt], method: Method
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Run prompts under a method that is applied to the model; yield numbers and plain records."""
+) -> Iterator[Trial]:
+    """Run prompts under a method that is applied to the model."""
     questions = [number for number, prompt in enumerate(prompts) if _is_question(prompt)]
     asked = [prompts[number] for number in questions]
-    for start in prefilled(model, asked, cache=lambda: method.cache(model)):
-        yield questions[start.number], _answered(model, tokenizer, asked[start.number], start)
+    starts = prefilled(model, asked, cache=lambda: method.cache(model), spread=POSITIONS)
+    for start in starts:
+        record = _answered(model, tokenizer, asked[start.number], start)
+        log_probs = None
+        if not method.evicts:
+            log_probs = log_probabilities(start.spread)
+        yield Trial(questions[start.number], record, log_probs)
     for number, prompt in enumerate(prompts):
         if not _is_question(prompt):
-            yield number, _text_losses(model, prompt, method)
+            yield Trial(number, *_text_losses(model, prompt, method))
+
+
+@torch.no_grad()
+def context_log_probs(model: Any, context: Ids) -> Tensor:
+    """Compute a trial's log-probabilities (P, V) alone, in one prefill of the context."""
+    kept = spread_positions(len(context), POSITIONS).to(model.device)
+    ids = torch.tensor([context], device=model.device, dtype=torch.long)
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[0]
+    return log_probabilities(logits)
 
 
 def _is_question(prompt: Prompt) -> bool:
@@ -83,30 +114,24 @@ def _answered(model: Any, tokenizer: Any, prompt: Prompt, start: Prefilled) -> d
     return record | {"token_accuracy": fit.token_accuracy, "nll": fit.mean}
 
 
-@torch.no_grad()
-def _text_losses(model: Any, prompt: Prompt, method: Method) -> dict[str, Any]:
-    """Compute -log p of a text: means of blocks, of the last FORCED tokens, and of far copies.
+def _text_losses(
+    model: Any, prompt: Prompt, method: Method
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Compute -log p of a text: means of blocks, and of the last FORCED tokens.
 
     Under a method that evicts the last tokens are decoded one by one, which alone shows what such
-    a cache does; the others are None.
+    a cache does; blocks and log-probabilities are None.
     """
     last = min(FORCED, len(prompt.input_ids) // 2)
     if method.evicts:
         begun = begin(model, lambda: method.cache(model), [prompt], last)
         losses = forced_losses(model, begun, last)
-        return {"blocks": None, "forced": float(losses.mean()), "copies": None}
-    losses = negative_log_likelihood(model, prompt)
-    # losses[i] is of token i + 1.
-    copied = [position - 1 for position in far_copies(prompt.input_ids)]
-    if len(copied) >= _COPIES:
-        copies = float(losses[copied].mean())
-    else:
-        copies = None
-    return {
-        "blocks": _block_means(losses),
-        "forced": float(losses[-last:].mean()),
-        "copies": copies,
-    }
+        return {"blocks": None, "forced": float(losses.mean())}, None
+    logits = text_logits(model, prompt.input_ids)
+    losses = token_losses(logits, torch.tensor(prompt.input_ids[1:], device=logits.device))
+    record = {"blocks": _block_means(losses), "forced": float(losses[-last:].mean())}
+    at = spread_positions(len(prompt.input_ids), POSITIONS).to(logits.device)
+    return record, log_probabilities(logits[at])
 
 
 def _block_means(losses: Tensor) -> list[float]:

@@ -14,6 +14,7 @@ import torch
 from profiling import evaluate
 from profiling.models.loading import load_model
 from profiling.prompts.words import sentences
+from profiling.quality.trials import Trial
 from search.published.search import HeadSearch, run
 from tests.profiling.tokenizers import MAKERS
 from tests.runtime.tiny import tiny_model
@@ -123,9 +124,9 @@ def invented(monkeypatch):
             asked.append(method.name)
             value = (sum(prompt.input_ids) + len(method.name)) % 5 / 4
             answer = {"text": "", "score": value, "token_accuracy": value, "nll": 1 + value}
-            loss = {"blocks": [1 + value], "forced": 1 + value, "copies": None}
+            loss = {"blocks": [1 + value], "forced": 1 + value}
             asks = prompt.answer is not None or prompt.scored
-            yield number, answer if asks else loss
+            yield Trial(number, answer if asks else loss, None)
 
     monkeypatch.setattr("profiling.evaluation.measure.trials", trials)
     return asked

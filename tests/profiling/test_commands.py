@@ -40,7 +40,6 @@ CASES = [
     ("evaluate c.yaml --model m --out o --share 0", "--share must be above 0"),
     ("evaluate c.yaml --model m --out o --depths 2", "--depths must be from 0 to 1"),
     ("evaluate c.yaml --model m --out o --task riddle", "unknown task 'riddle'"),
-    ("evaluate c.yaml --model m --out o --no-speed --set-dense-below", "needs the crossover"),
     ("evaluate c.yaml --model m --out o --speed-only --task prose", "--speed-only asks nothing"),
     ("heatmaps --out o", "nothing to draw from: give --profile DIR or --model M"),
     ("heatmaps --out o --profile x --picture maps", "the picture 'maps' needs --model"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from profiling.evaluation.measure import Outcome, as_dense
+from profiling.evaluation.measure import Outcome
 from profiling.evaluation.page import page
 from profiling.evaluation.record import timed_record
 from profiling.evaluation.rows import ALL, KL, NLL, PERPLEXITY, SCORE, curves, figures, grid
@@ -139,15 +139,6 @@ def test_a_divergence_is_a_figure_without_a_test_and_never_below_0():
     assert found.high > 0.2
 
 
-def test_answers_after_a_prompt_are_compared_as_texts():
-    scored = Prompt((1, 2, 3, 4), None, scored=((1, 2),))
-    asked = [Prompt((1, 2), "a"), Prompt((1, 3), "b"), Prompt((1, 4), None), scored]
-    own = [{"text": "x"}, {"text": ""}, {"blocks": []}, {"text": "", "as_dense": 0.5}]
-    dense = [{"text": "x"}, {"text": "y"}, {"blocks": []}, {"text": ""}]
-    found = [record.get("as_dense") for record in as_dense(asked, own, dense)]
-    assert found == [1.0, 0.0, None, 0.5]
-
-
 def times() -> Times:
     """Two methods of equal cost, one of them timed while the machine was twice as busy."""
     quiet = {"model": (4.0, 4.0, 4.0), "kernel": (2.0, 2.0, 2.0)}
@@ -159,7 +150,7 @@ def times() -> Times:
         ("headwise", 64): Timed(seconds=(1.0, 1.0, 1.0), **quiet),
     }
     attention = {("headwise", 64): {"headwise": 0.25, "dense": 3.0, "dense_kernel": 1.0}}
-    return Times(prefill=prefill, attention=attention, decode=prefill, memory={}, crossover=None)
+    return Times(prefill=prefill, attention=attention, decode=prefill, memory={})
 
 
 def test_seconds_of_other_rounds_compare():

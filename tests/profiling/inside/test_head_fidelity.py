@@ -18,12 +18,10 @@ from profiling.inside.head_fidelity import (
     dense_of_layer,
     fidelity,
     layer_fidelity,
-    recall,
     worked_tiles,
 )
 from profiling.prompts.prompt import Prompt
 from runtime.fingerprint import fingerprint
-from runtime.layers import layer_plans
 from tests.default_dtype import OTHERS, default_dtype
 from tests.profiling.inside.plain import output, random_inputs, weights
 from tests.runtime.tiny import tiny_model
@@ -169,14 +167,3 @@ def test_what_a_pattern_keeps_is_known_of_each_head(model):
     # The sink's tile, a row's own and the one before it: 12 of the 15 causal tiles.
     np.testing.assert_allclose(found.density[1:], 12 / 15)
     assert (found.recall[1:] < 0.99).all() and (found.error[1:] > 0.01).all()
-
-
-def test_recall_of_several_is_of_patterns_alone(model):
-    plans = {
-        "few": layer_plans(artifact(model, NARROW, NARROW)),
-        "whole": layer_plans(artifact(model, WIDE, WIDE)),
-    }
-    found = recall(model, PROMPT, {"dense": {}, **plans})
-    assert found == {"few": found["few"], "whole": pytest.approx(1, abs=1e-5)}
-    assert 0.3 < found["few"] < 0.99
-    assert recall(model, PROMPT, {"dense": {}}) == {}

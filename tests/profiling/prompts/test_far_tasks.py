@@ -13,7 +13,6 @@ import pytest
 
 from profiling.prompts import texts
 from profiling.prompts.prompt import Prompt, make_prompts
-from profiling.prompts.texts import far_copies
 from tests.profiling.tokenizers import byte_level
 
 INSIDE = ("line_asked", "chain", "label_map")
@@ -93,14 +92,6 @@ def test_a_question_may_stand_before_the_text_only(tokenizer, task):
         assert key
         name = next(group for group in key.groups() if group)
         assert text.index(name) < 300 and text.count(name) == 2 and name not in text[-100:]
-
-
-def test_far_copies_are_those_that_were_not_said_lately():
-    piece, other = tuple(range(10)), tuple(range(100, 200))
-    ids = (*piece, *other, *piece, *piece)
-    assert far_copies(ids, far=100) == list(range(114, 120))
-    assert far_copies(ids, far=5) == [*range(114, 120), *range(124, 130)]
-    assert far_copies(ids, far=200) == [] and far_copies(ids) == far_copies(ids, far=32)
 
 
 def test_statements_come_in_the_order_of_the_whole_tree():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -134,27 +133,6 @@ def test_losses_are_those_of_all_logits(model, one):
     for right in (everything.right, everything.dense_right):
         assert right.tolist() == [False, True, False, False]
     assert everything.kl.max() < 2e-3
-
-
-def test_agreement_is_what_all_logits_say(model, one):
-    reference = Reference(model, [one])
-    sparse = planned(plans(), CONTEXT)
-    found = reference.agreement(0, attending(model, sparse))
-    dense = logits_of(model, one, planned({}, CONTEXT))
-    moved = logits_of(model, one, sparse)
-    # Every position of the context, but for its last: they are fewer than the 256 compared at most.
-    at = slice(0, CONTEXT - 1)
-    kl = (dense.exp() * (dense - moved))[at].sum(-1).mean()
-    assert found.kl == pytest.approx(float(kl), rel=2e-2)
-    same = dense.argmax(-1) == moved.argmax(-1)
-    share = float(same[at].double().mean())
-    assert found.same == pytest.approx(share) and 0 < share < 1
-    answers = [bool(same[start - 1 : stop - 1].all()) for start, stop in one.answers]
-    assert found.as_dense == pytest.approx(sum(answers) / 4)
-    itself = reference.agreement(0, nullcontext())
-    assert itself.same == itself.as_dense == 1 and itself.kl == pytest.approx(0, abs=1e-5)
-    text = Reference(model, [replace(one, answers=())])
-    assert text.agreement(0, nullcontext()).as_dense is None
 
 
 def test_what_a_pass_made_anyway_is_taken(model, one):

@@ -19,7 +19,7 @@ from profiling.quality.answers import answers, ends, new_tokens
 from profiling.quality.contexts import PIECE
 from profiling.quality.forced import answer_ids, forced, negative_log_likelihood
 from profiling.quality.method import Method
-from profiling.quality.trials import BLOCK, trials
+from profiling.quality.trials import BLOCK, POSITIONS, context_log_probs, trials
 from runtime.fingerprint import fingerprint
 from tests.profiling.conftest import tiny
 from tests.profiling.tokenizers import MAKERS, byte_level
@@ -31,7 +31,7 @@ DENSE = Method(
 
 def trial(model: Any, tokenizer: Any, prompt: Prompt, method: Method = DENSE) -> dict[str, Any]:
     """Run one trial of a prompt under a method that is applied to the model."""
-    return next(trials(model, tokenizer, [prompt], method))[1]
+    return next(trials(model, tokenizer, [prompt], method)).record
 
 
 def answer_losses(model: Any, tokenizer: Any, prompt: Prompt) -> Tensor:
@@ -127,8 +127,13 @@ def test_questions_of_a_context_share_its_prefill_and_are_answered_as_if_alone(f
         fed.append((args[0] if args else keywords["input_ids"]).shape[1])
 
     with model.register_forward_pre_hook(count, with_kwargs=True):
-        records = dict(trials(model, tokenizer, prompts, DENSE))
+        run = list(trials(model, tokenizer, prompts, DENSE))
     assert fed.count(40) == 2 and max(length for length in fed if length != 40) == PIECE
+    records = {each.number: each.record for each in run}
+    for each in run:
+        expected = context_log_probs(model, prompts[each.number].context)
+        assert expected.shape[0] == 39
+        torch.testing.assert_close(each.log_probs, expected, atol=1e-4, rtol=1e-4)
     own = [generated(model, tokenizer, asking(prompt.input_ids)) for prompt in prompts]
     for number, prompt in enumerate(prompts):
         assert records[number]["text"] == own[number]
@@ -170,6 +175,12 @@ def test_a_text_gives_a_loss_for_each_block(loaded):
     blocks = [losses[:BLOCK].mean().item(), losses[BLOCK:].mean().item()]
     assert found["blocks"] == pytest.approx(blocks)
     assert found["forced"] == pytest.approx(losses[-128:].mean().item(), rel=1e-5)
+    log_probs = next(trials(loaded.model, loaded.tokenizer, [prompt], DENSE)).log_probs
+    assert log_probs is not None and len(log_probs) == POSITIONS
+    with torch.no_grad():
+        whole = loaded.model(ids[None]).logits[0].log_softmax(-1)
+    torch.testing.assert_close(log_probs[0], whole[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(log_probs[-1], whole[698], atol=1e-4, rtol=1e-4)
     kept = replace(DENSE, name="x", identity="x", evicts=True)
     decoded = trial(loaded.model, loaded.tokenizer, prompt, kept)
     assert decoded["blocks"] is None

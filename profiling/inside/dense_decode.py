@@ -1,0 +1,45 @@
+"""Dense attention that prefills by sdpa, and decodes single tokens by Headwise's kernel."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from profiling.inside.capture import attending_with
+from runtime.attention.dense import fastest_dense
+
+NAME = "headwise_dense_decode"
+
+
+def dense_decode(model: Any) -> AbstractContextManager[None]:
+    """Attend densely until the context is left: sdpa takes several times as long for one query."""
+    from transformers.masking_utils import sdpa_mask
+
+    return attending_with(model, NAME, _attention, sdpa_mask)
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    window = kwargs.get("sliding_window")
+    one_query = query.shape[2] == 1 and (window or attention_mask is None)
+    if one_query and kwargs.get("s_aux") is None and kwargs.get("softcap") is None:
+        if scaling is None:
+            scale = query.shape[-1] ** -0.5
+        else:
+            scale = scaling
+        out = fastest_dense(query, key, value, scale=scale, window=window, by="kernel")
+        return out.transpose(1, 2), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **kwargs
+    )[0], None
