@@ -32,11 +32,12 @@ def main(argv: list[str] | None = None) -> int:
     command = arguments.as_typed("evaluate", argv)
     config = config_of(Config, options, command=command)
     with while_importing():
+        from profiling.evaluation.measure import OUTPUT
+        from profiling.evaluation.report import PAGE, markdown
         from profiling.evaluation.run import run
-        from profiling.evaluation.summary import table
     record = run(config)
-    print(table(record))
-    print(f"\nwrote {config.out / 'index.html'} and {config.out / 'evaluation.json'}")
+    print(markdown(record))
+    print(f"\nwrote {config.out / PAGE} and {config.out / OUTPUT}")
     return 0
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from artifacts import Artifact, HeadwiseError
 from artifacts.store.hashing import canonical_json
 from profiling.evaluation.config import ALL_TASKS, GRID, Evaluation
 from profiling.evaluation.methods import Methods
+from profiling.evaluation.rows import Row, rows_of
 from profiling.ledger import Ledger, Unit
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
@@ -31,11 +32,6 @@ from profiling.quality.trials import VERSION, context_log_probs, trials
 from profiling.speed.baselines import MODEL
 
 OUTPUT = "evaluation.json"
-# Of each record: the unit that prompts share which are no samples of their own, its seed, its
-# number of questions.
-UNIT = "unit"
-SEED = "seed"
-QUESTIONS = "questions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,22 +50,16 @@ class Set:
     overlapping: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Records of profiling.quality.trials of a method on a set, prompt by prompt.
+class Measured(NamedTuple):
+    """What an evaluation measured.
 
     Attributes:
-        seeds: how many they are of, as many prompts of each, one seed after the other.
+        rows: by length, task, depth and method.
+        seen_by_search: of each task and length whose prompts the search had seen how many.
     """
 
-    task: str
-    length: int
-    depth: float | None
-    method: str
-    records: tuple[dict[str, Any], ...]
-    overlapping: int = 0
-    prompts: tuple[Prompt, ...] = ()
-    seeds: int = 1
+    rows: list[Row]
+    seen_by_search: list[dict[str, Any]]
 
 
 def tasks_of(names: Sequence[str]) -> tuple[str, ...]:
@@ -140,13 +130,8 @@ def open_ledger(folder: Path, *, fresh: bool) -> Ledger:
     return Ledger(folder / OUTPUT, "evaluate", fresh=fresh)
 
 
-def evaluate(
-    config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger
-) -> list[Outcome]:
-    """Run every prompt under every method that the resume file lacks.
-
-    Outcomes come by length, task, depth and method.
-    """
+def evaluate(config: Evaluation, loaded: LoadedModel, methods: Methods, ledger: Ledger) -> Measured:
+    """Run every prompt under every method that the resume file lacks."""
     sets = [
         each
         for length in config.lengths
@@ -154,28 +139,18 @@ def evaluate(
     ]
     of = _Units(ledger, methods.artifact, loaded)
     total = len(config.methods) * sum(each.length * len(each.prompts) for each in sets)
-    outcomes = []
+    rows: list[Row] = []
     # In prompt tokens: they are what takes time.
     with phase("evaluation", total, "tokens") as shown:
         for length in config.lengths:
             here = [each for each in sets if each.length == length]
             made = [methods.make(name, length) for name in config.methods]
             _run(loaded, made, here, of, ledger, shown)
-            outcomes += [
-                Outcome(
-                    task=each.task,
-                    length=length,
-                    depth=each.depth,
-                    method=method.name,
-                    records=tuple(ledger.get(of(method, prompt)) for prompt in each.prompts),
-                    overlapping=each.overlapping,
-                    prompts=each.prompts,
-                    seeds=config.seeds,
-                )
-                for each in here
-                for method in made
-            ]
-    return outcomes
+            for each in here:
+                for method in made:
+                    records = [ledger.get(of(method, prompt)) for prompt in each.prompts]
+                    rows += _rows(each, method, records, config.seeds)
+    return Measured(rows, _seen_by_search(sets))
 
 
 def _run(
@@ -217,17 +192,54 @@ def _run(
             shown.update(tokens)
 
 
-def _units(outcome: Outcome) -> Iterator[tuple[Any, ...]]:
-    """Identify the unit of each record: its context, or in a grid its number at all depths."""
-    places = {
-        at: number for number, group in enumerate(by_context(outcome.prompts)) for at in group
-    }
-    for at in range(len(outcome.records)):
-        if outcome.depth is None and outcome.prompts:
-            ids = array("i", outcome.prompts[at].context).tobytes()
-            yield outcome.task, hashlib.sha256(ids).hexdigest()
-        else:
-            yield outcome.task, places.get(at, at)
+def _rows(
+    prompt_set: Set, method: Method, records: Sequence[Mapping[str, Any]], seeds: int
+) -> Iterator[Row]:
+    """Rows of a method's records on a set, prompt by prompt, as many of each seed."""
+    units = _units(prompt_set)
+    each = len(prompt_set.prompts) // seeds
+    for at, (prompt, record) in enumerate(zip(prompt_set.prompts, records, strict=True)):
+        yield from rows_of(
+            record,
+            task=prompt_set.task,
+            length=prompt_set.length,
+            method=method.name,
+            prompt=f"{prompt_set.depth}/{at}",
+            unit=units[at],
+            seed=at // each,
+            questions=len(prompt.scored) or 1,
+            depth=prompt_set.depth,
+        )
+
+
+def _units(prompt_set: Set) -> list[str]:
+    """Name the unit of each prompt: its context, or in a grid its number, the same at all depths.
+
+    Every method has the same, which may have run on fewer prompts.
+    """
+    units = [""] * len(prompt_set.prompts)
+    for number, group in enumerate(by_context(prompt_set.prompts)):
+        for at in group:
+            if prompt_set.depth is None:
+                ids = array("i", prompt_set.prompts[at].context).tobytes()
+                units[at] = f"{prompt_set.task}/{hashlib.sha256(ids).hexdigest()}"
+            else:
+                units[at] = f"{prompt_set.task}/{number}"
+    return units
+
+
+def _seen_by_search(sets: Sequence[Set]) -> list[dict[str, Any]]:
+    """Count the prompts of each task and length that the search had seen, where any."""
+    counts: dict[tuple[str, int], list[int]] = {}
+    for each in sets:
+        count = counts.setdefault((each.task, each.length), [0, 0])
+        count[0] += each.overlapping
+        count[1] += len(each.prompts)
+    return [
+        {"task": task, "length": length, "overlapping": overlapping, "samples": samples}
+        for (task, length), (overlapping, samples) in counts.items()
+        if overlapping
+    ]
 
 
 class _Units:
@@ -245,26 +257,3 @@ class _Units:
         return self._ledger.unit(
             f"{self._before}/{method.name}.{method.identity}/{len(prompt.input_ids)}/{digest}"
         )
-
-
-def groups(
-    outcomes: Sequence[Outcome],
-) -> Iterator[tuple[str, int, dict[str, list[dict[str, Any]]]]]:
-    """(task, length, records by method), depths together.
-
-    Each record says its UNIT: prompts of one context, and the same thing at several depths, are
-    one. It is the same under every method, which may have run on fewer of them. And the number of
-    its SEED, and its QUESTIONS: answers inside a prompt count one by one."""
-    by_place: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
-    for outcome in outcomes:
-        methods = by_place.setdefault((outcome.task, outcome.length), {})
-        each = len(outcome.records) // outcome.seeds
-        own = methods.setdefault(outcome.method, [])
-        for at, (record, unit) in enumerate(zip(outcome.records, _units(outcome), strict=True)):
-            if outcome.prompts:
-                scored = outcome.prompts[at].scored
-            else:
-                scored = ()
-            own.append({**record, UNIT: unit, SEED: at // each, QUESTIONS: len(scored) or 1})
-    for (task, length), methods in by_place.items():
-        yield task, length, methods

@@ -19,8 +19,8 @@ from profiling.evaluation.config import (
 from profiling.evaluation.measure import check_lengths, evaluate, open_ledger, tasks_of
 from profiling.evaluation.method_table import method_names
 from profiling.evaluation.methods import Methods, beside_of
-from profiling.evaluation.page import write_report
-from profiling.evaluation.record import attached, record_of
+from profiling.evaluation.record import evidence_entries, record_of
+from profiling.evaluation.report import write_report
 from profiling.evaluation.times import Times, measure
 from profiling.ledger import Ledger
 from profiling.models.device import settled
@@ -74,10 +74,10 @@ def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
             beside=beside,
             ledger=ledger,
         )
-        outcomes = evaluate(quality, loaded, methods, ledger)
+        measured = evaluate(quality, loaded, methods, ledger)
         times = _timed(config, quality, loaded, methods, ledger)
     record = record_of(
-        artifact, methods, quality, outcomes, times, loaded=loaded, command=config.command
+        artifact, methods, quality, measured, times, loaded=loaded, command=config.command
     )
     write_report(config.out, record)
     if config.attach:
@@ -184,7 +184,7 @@ def _timed(
 
 def _attach(config: Config, record: dict[str, Any]) -> None:
     """Write the evidence into the first artifact."""
-    entries = tuple(Measurement(**entry) for entry in attached(record))
+    entries = tuple(Measurement(**entry) for entry in evidence_entries(record))
 
     def change(artifact: Artifact, arrays: dict[str, Any]) -> tuple[Artifact, dict[str, Any]]:
         evidence = artifact.evidence.with_measurements(entries, command=config.command)

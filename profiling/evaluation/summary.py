@@ -1,167 +1,303 @@
-"""An evaluation as text: seconds to the first token, attention, accuracy, all methods."""
+"""Estimates from the rows of an evaluation, each with interval and difference to dense."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from artifacts.page.layout import aligned
-from profiling.evaluation.record import (
-    attention_of,
-    entry,
-    figure,
-    methods_at,
-    named,
-    number,
-    speedup_of,
-    summary_tasks,
+import numpy as np
+
+from profiling.evaluation.intervals import (
+    CONFIDENCE,
+    Interval,
+    holm,
+    mean_interval,
+    paired_difference,
+    prompts_needed,
+    sign_flip,
+    student,
 )
-from profiling.evaluation.rows import BASELINE, PERPLEXITY, SCORE
-from profiling.prompts.held_out import overlap_sentence
-from profiling.speed.baselines import COLUMNS, HEADWISE, LABELS, Speedup, cells, sentence, speedup
+from profiling.evaluation.rows import MEASURES, PERPLEXITY, SCORE, Row
+from profiling.quality.trials import BLOCK
 
-_MEASURES = {SCORE: "Accuracy", PERPLEXITY: "Perplexity"}
-
-
-def speed_sentences(record: dict[str, Any], length: int) -> list[str]:
-    """Say seconds to the first token, then of attention alone, as far as timed."""
-    sentences = []
-    timed = entry(record["prefill"], HEADWISE, length)
-    if timed:
-        sentences.append(
-            f"Seconds to the first token of {length:,} tokens: "
-            + _seconds(timed["seconds"], speedup_of(timed))
-        )
-    alone = entry(record["attention"], HEADWISE, length)
-    if alone:
-        dense = {name: [seconds] for name, seconds in alone["dense"].items()}
-        ratio = speedup([alone["seconds"]], dense)
-        sentences.append(
-            "Attention alone, index builds included: " + _seconds(alone["seconds"], ratio)
-        )
-    return sentences
+ALL = "all answers"
+BASELINE = "dense"
+# The least difference that a verdict may have: sums in another order are another number.
+_SHOWN = 5e-4
 
 
-def _seconds(own: float, ratio: Speedup) -> str:
-    """Seconds by the fastest dense baseline and by Headwise, with the speed-up."""
-    dense = own * ratio.over[ratio.fastest]
-    return f"{dense:.3f} {LABELS[ratio.fastest]}, {own:.3f} Headwise, {sentence(ratio)}."
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A measure of one method on one task at one length, with a 95% interval over `count` units.
+
+    A unit is a context with all its questions, a window of a text, or the same thing at every
+    depth: never a token.
+
+    Attributes:
+        difference, difference_low, difference_high: mean of method - dense over the same units; of
+            a perplexity, its ratio to dense's less 1. None for dense, and where dense was not run.
+        questions: asked in those units, or windows of a text.
+        needed: units that tell a loss of 5 points in 80% of runs, by the spread of the difference;
+            of scores alone.
+        p: of the difference, by sign_flip.
+        corrected: Holm-corrected over all comparisons of the evaluation.
+        verdict: "better" or "worse" than dense where the corrected p is below 0.05 and the
+            difference shows in three decimals, "" otherwise.
+        few: too few units for any verdict.
+        by_seed: the difference of each seed's prompts alone, where there are several.
+    """
+
+    task: str
+    length: int
+    method: str
+    measure: str
+    value: float
+    low: float
+    high: float
+    count: int
+    questions: int = 0
+    difference: float | None = None
+    difference_low: float | None = None
+    difference_high: float | None = None
+    needed: int | None = None
+    p: float | None = None
+    corrected: float | None = None
+    verdict: str = ""
+    few: bool = False
+    by_seed: tuple[float, ...] = ()
 
 
-def accuracy_sentences(record: dict[str, Any], length: int) -> list[str]:
-    """Accuracy of dense attention and of Headwise, task by task, as far as both were asked."""
-    sentences = []
-    for task, measure in summary_tasks(record, length):
-        own = figure(record, task, length, HEADWISE, measure)
-        dense = figure(record, task, length, BASELINE, measure)
-        if measure in _MEASURES and own and dense and own["difference"] is not None:
-            sentences.append(f"{_MEASURES[measure]} of {task}: {_difference(own, dense)}.")
-    return sentences
+# Rows by method.
+_Methods = dict[str, list[Row]]
 
 
-def _difference(own: dict[str, Any], dense: dict[str, Any]) -> str:
-    perplexity = own["measure"] == PERPLEXITY
-    if perplexity:
-        form = "+.1%"
-    else:
-        form = "+.3f"
-    fields = ("difference", "difference_low", "difference_high")
-    value, low, high = (format(own[name], form) for name in fields)
-    if own["few"]:
-        alike = "too few to tell it from dense"
-    else:
-        alike = "no significant difference"
-    verdicts = {
-        "better": "better than dense",
-        "worse": "worse than dense",
-        "": alike,
+def summarize(rows: Sequence[Row]) -> list[Estimate]:
+    """Estimate every measure; answers of all tasks together as well, where there are several."""
+    places = _by_place(rows)
+    estimates = []
+    for (task, length), methods in places.items():
+        estimates += _of_task(task, length, methods)
+    for length in dict.fromkeys(length for _, length in places):
+        answered = {
+            task: methods
+            for (task, other), methods in places.items()
+            if other == length and all(_is_answered(own) for own in methods.values())
+        }
+        if len(answered) > 1:
+            estimates += _of_task(ALL, length, _pooled(answered))
+    return _with_verdicts(estimates)
+
+
+def _by_place(rows: Sequence[Row]) -> dict[tuple[str, int], _Methods]:
+    """Group rows by task and length, then by method."""
+    places: dict[tuple[str, int], _Methods] = {}
+    for row in rows:
+        methods = places.setdefault((row.task, row.length), {})
+        methods.setdefault(row.method, []).append(row)
+    return places
+
+
+def _is_answered(rows: Sequence[Row]) -> bool:
+    """True if every prompt has a score."""
+    prompts = {row.prompt for row in rows}
+    return len(prompts) == sum(row.measure == SCORE for row in rows)
+
+
+def _pooled(tasks: Mapping[str, _Methods]) -> _Methods:
+    """Join the rows of all tasks, of methods that ran on all of them: means of others differ."""
+    names = dict.fromkeys(name for methods in tasks.values() for name in methods)
+    return {
+        name: [row for methods in tasks.values() for row in methods[name]]
+        for name in names
+        if all(name in methods for methods in tasks.values())
     }
-    if perplexity:
-        units = "windows"
+
+
+def _of_task(task: str, length: int, methods: _Methods) -> list[Estimate]:
+    estimates = []
+    for measure in MEASURES:
+        values = {method: _values(rows, measure) for method, rows in methods.items()}
+        base = values.get(BASELINE, {})
+        for method, own in values.items():
+            if not own:
+                continue
+            other = None
+            by_seed: tuple[float, ...] = ()
+            if method != BASELINE and own.keys() <= base.keys():
+                other = [base[unit] for unit in own]
+                seeds = {row.unit: row.seed for row in methods[method]}
+                by_seed = _by_seed(own, base, seeds, measure)
+            questions = {(row.task, row.prompt): row.questions for row in methods[method]}
+            estimates.append(
+                Estimate(
+                    task=task,
+                    length=length,
+                    method=method,
+                    measure=measure,
+                    questions=sum(questions.values()),
+                    by_seed=by_seed,
+                    **_estimated(measure, list(own.values()), other),
+                )
+            )
+    return estimates
+
+
+def _values(rows: Sequence[Row], measure: str) -> dict[str, float]:
+    """The mean of each unit; nothing if a prompt lacks the measure."""
+    prompts = {(row.task, row.prompt) for row in rows}
+    own = [row for row in rows if row.measure == measure]
+    if len(own) < len(prompts):
+        return {}
+    units: dict[str, list[float]] = {}
+    for row in own:
+        units.setdefault(row.unit, []).append(row.value)
+    return {unit: float(np.mean(values)) for unit, values in units.items()}
+
+
+def _by_seed(
+    own: Mapping[str, float], base: Mapping[str, float], seeds: Mapping[str, int], measure: str
+) -> tuple[float, ...]:
+    """The mean difference of each seed's units; nothing of one seed alone."""
+    differences: dict[int, list[float]] = {}
+    for unit, value in own.items():
+        differences.setdefault(seeds[unit], []).append(value - base[unit])
+    if len(differences) < 2:
+        return ()
+    means = [float(np.mean(differences[seed])) for seed in sorted(differences)]
+    if MEASURES[measure].kind == "perplexity":
+        means = [math.expm1(mean) for mean in means]
+    return tuple(means)
+
+
+def _estimated(measure: str, own: Sequence[float], base: Sequence[float] | None) -> dict[str, Any]:
+    """Compute an estimate's numbers from the values of its units, and dense attention's."""
+    kind = MEASURES[measure].kind
+    if kind == "score":
+        interval = mean_interval(own)
     else:
-        units = "questions"
-    return (
-        f"dense {number(dense['value'])}, Headwise {number(own['value'])} "
-        f"of {own['questions']} {units}, "
-        f"difference {value}, 95% interval {low} to {high}: {verdicts[own['verdict']]}"
+        interval = student(own)
+    if kind == "divergence":
+        # No divergence is below 0.
+        interval = replace(interval, low=max(interval.low, 0.0))
+    if kind == "perplexity":
+        interval = _transformed(interval, math.exp)
+    numbers: dict[str, Any] = {
+        "value": interval.value,
+        "low": interval.low,
+        "high": interval.high,
+        "count": interval.count,
+    }
+    if base is None:
+        return numbers
+    difference = paired_difference(own, base)
+    pairs = [a - b for a, b in zip(own, base, strict=True)]
+    if kind == "perplexity":
+        difference = _transformed(difference, math.expm1)
+    needed = None
+    if measure == SCORE and len(pairs) > 1:
+        needed = prompts_needed(pairs)
+    return {
+        **numbers,
+        "difference": difference.value,
+        "difference_low": difference.low,
+        "difference_high": difference.high,
+        "needed": needed,
+        "p": sign_flip(pairs),
+    }
+
+
+def _transformed(interval: Interval, function: Callable[[float], float]) -> Interval:
+    return Interval(
+        function(interval.value), function(interval.low), function(interval.high), interval.count
     )
 
 
-def other_methods(record: dict[str, Any], length: int) -> list[str]:
-    """Verdicts on the other methods, by the first column of the summary."""
-    columns = summary_tasks(record, length)
-    if not columns:
-        return []
-    task, measure = columns[0]
-    groups: dict[str, list[str]] = {}
-    for name in record["settings"]["methods"]:
-        entry = figure(record, task, length, name, measure)
-        if entry and name not in (BASELINE, HEADWISE) and entry["difference"] is not None:
-            verdict = entry["verdict"] or ("few" if entry["few"] else "alike")
-            groups.setdefault(verdict, []).append(name)
-    words = {
-        "better": "better than dense",
-        "worse": "worse than dense",
-        "alike": "not significantly different",
-        "few": "too few prompts to tell",
-    }
-    parts = [
-        f"{words[verdict]}: {', '.join(groups[verdict])}" for verdict in words if verdict in groups
-    ]
-    if not parts:
-        return []
-    return [f"Of the other methods, by {named(task, measure)}: {'; '.join(parts)}."]
-
-
-def seen_sentences(record: dict[str, Any]) -> list[str]:
-    """A sentence for each task of which the search had seen prompts."""
-    return [overlap_sentence(**each) for each in record["seen_by_search"]]
-
-
-def shown(figure: dict[str, Any] | None) -> str:
-    """Show a figure: value, + or - where better or worse than dense, ? for too few prompts."""
-    if figure is None:
-        return "-"
-    if figure.get("few"):
-        none = "?"
-    else:
-        none = " "
-    return number(figure["value"]) + {"better": "+", "worse": "-", "": none}[figure["verdict"]]
-
-
-def table(record: dict[str, Any]) -> str:
-    """The summary as text: sentences and a table of all methods for each length."""
-    blocks = []
-    for length in record["settings"]["lengths"]:
-        sentences = [*speed_sentences(record, length), *accuracy_sentences(record, length)]
-        head = f"{length:,} tokens"
-        if summary_tasks(record, length):
-            head += " (+ better, - worse than dense beyond chance, ? too few prompts to tell)"
-        blocks.append("\n".join([*sentences, "", head, *aligned(_rows(record, length))]))
-    blocks += seen_sentences(record)
-    return "\n\n".join(blocks)
-
-
-def _rows(record: dict[str, Any], length: int) -> list[list[str]]:
-    """A head and a row for each method: its times where any were taken, its sizes, its figures."""
-    columns = summary_tasks(record, length)
-    timed = any(each["length"] == length for each in record["prefill"])
-    if timed:
-        times = ["first token s", *COLUMNS, "attention s"]
-    else:
-        times = []
-    tasks = [task if measure == SCORE else f"{task} {measure}" for task, measure in columns]
-    rows = [["", *times, "density", "kept", *tasks]]
-    for method in methods_at(record, length):
-        name = method["name"]
-        row = [name]
-        if timed:
-            own = entry(record["prefill"], name, length)
-            if own:
-                row += [f"{own['seconds']:.3f}", *cells(speedup_of(own))]
+def _with_verdicts(estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Add verdicts, corrected over all comparisons."""
+    tested = [at for at, estimate in enumerate(estimates) if estimate.p is not None]
+    p_values = [estimates[at].p or 0.0 for at in tested]
+    ordered = sorted(p_values)
+    judged = list(estimates)
+    for at, p in zip(tested, holm(p_values), strict=True):
+        estimate = estimates[at]
+        difference = estimate.difference or 0.0
+        verdict = ""
+        if p < 1 - CONFIDENCE and abs(difference) >= _SHOWN:
+            more_is_better = MEASURES[estimate.measure].kind == "score"
+            if (difference > 0) == more_is_better:
+                verdict = "better"
             else:
-                row += ["-", *cells(None)]
-            row.append(number(attention_of(record, name, length)))
-        row += [number(method["density"]), number(method["kept"])]
-        row += [shown(figure(record, task, length, name, measure)) for task, measure in columns]
-        rows.append(row)
-    return rows
+                verdict = "worse"
+        # The least p that so many units can have, at its place among the comparisons.
+        least = 2.0 ** (1 - estimate.count)
+        few = (len(ordered) - bisect_left(ordered, least)) * least >= 1 - CONFIDENCE
+        judged[at] = replace(estimate, corrected=p, verdict=verdict, few=not verdict and few)
+    return judged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Perplexity of a text by position.
+
+    Attributes:
+        positions: the middle of each block of tokens.
+    """
+
+    task: str
+    length: int
+    method: str
+    positions: tuple[int, ...]
+    perplexity: tuple[float, ...]
+
+
+def curves(rows: Sequence[Row]) -> list[Curve]:
+    """Perplexity by position for each text, length and method that has it."""
+    found = []
+    for (task, length), methods in _by_place(rows).items():
+        for method, own in methods.items():
+            blocks = [row.blocks for row in own if row.measure == PERPLEXITY]
+            if blocks:
+                mean = np.exp(np.mean(blocks, axis=0))
+                found.append(
+                    Curve(
+                        task=task,
+                        length=length,
+                        method=method,
+                        positions=tuple(BLOCK * at + BLOCK // 2 for at in range(len(mean))),
+                        perplexity=tuple(mean.tolist()),
+                    )
+                )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridCell:
+    """Mean score of a method where the needle lies at a depth, in prompts of one length."""
+
+    method: str
+    length: int
+    depth: float
+    score: float
+    count: int
+
+
+def grid(rows: Sequence[Row]) -> list[GridCell]:
+    """The needle in a haystack, by length and depth."""
+    scores: dict[tuple[str, int, float, str], list[float]] = {}
+    for row in rows:
+        if row.depth is not None and row.measure == SCORE:
+            place = (row.task, row.length, row.depth, row.method)
+            scores.setdefault(place, []).append(row.value)
+    return [
+        GridCell(
+            method=method,
+            length=length,
+            depth=depth,
+            score=float(np.mean(values)),
+            count=len(values),
+        )
+        for (_, length, depth, method), values in scores.items()
+    ]

@@ -126,7 +126,8 @@ def invented(monkeypatch):
             answer = {"text": "", "score": value, "token_accuracy": value, "nll": 1 + value}
             loss = {"blocks": [1 + value], "forced": 1 + value}
             asks = prompt.answer is not None or prompt.scored
-            yield Trial(number, answer if asks else loss, None)
+            # A distribution over one token: nothing diverges from it.
+            yield Trial(number, answer if asks else loss, torch.zeros(1, 1))
 
     monkeypatch.setattr("profiling.evaluation.measure.trials", trials)
     return asked

@@ -16,7 +16,7 @@ from profiling.evaluate import parser
 from profiling.evaluation import measure as evaluation
 from profiling.evaluation import run as evaluation_run
 from profiling.evaluation.config import Config
-from profiling.evaluation.page import page
+from profiling.evaluation.report import page
 from profiling.models.loading import load_model
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import DEFAULT_TASKS, Prompt
@@ -57,11 +57,12 @@ def test_one_run_gives_a_table_a_page_and_a_json(command, tmp_path, searched, ca
     }
     assert timed["speedups"] == pytest.approx(by_hand)
     assert set(by_hand) == {"dense", "dense_kernel"}
-    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("headwise "))
+    out = capsys.readouterr().out
+    (line,) = (x for x in out.splitlines() if x.startswith("| headwise "))
     (alone,) = (each for each in record["attention"] if each["method"] == "headwise")
     assert set(alone["dense"]) == {"dense", "dense_kernel"}
     ratios = [f"{min(by_hand.values()):.2f}x", f"{by_hand['dense']:.2f}x"]
-    assert line.split()[2:5] == [*ratios, f"{alone['seconds']:.3f}"]
+    assert line.split()[5:10:2] == [*ratios, f"{alone['seconds']:.3f}"]
     assert (tmp_path / "report" / "index.html").read_text() == page(record)
     evidence = artifacts.load(tmp_path / "cfg.yaml").evidence.measurements
     score = next(each for each in evidence if each.name == "score: passkey")

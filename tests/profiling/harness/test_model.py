@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
 
 import artifacts
 from artifacts import HeadwiseError
-from profiling.evaluation.config import Evaluation
-from profiling.evaluation.measure import evaluate, open_ledger
 from profiling.evaluation.methods import Methods
 from profiling.lm_eval import main
 from profiling.models.loading import load_model, load_tokenizer
 from profiling.prompts.prompt import make_prompts
 from profiling.prompts.tokens import Encoder
 from profiling.quality.answers import new_tokens
+from profiling.quality.trials import trials
 from runtime.fingerprint import fingerprint
 from tests.runtime.conftest import search_info
 from tests.search.conftest import save_tiny
@@ -129,20 +129,19 @@ def harness(folder, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["dense", "headwise"])
-def test_answers_are_those_of_the_evaluation(harness, folder, tmp_path, method):
+def test_answers_are_those_of_the_evaluation(harness, folder, method):
     path = folder / "cfg.yaml"
     results, found = harness("dense" if method == "dense" else str(path), *NAMES)
     loaded = load_model(str(folder / "tiny"), dtype="float32")
-    config = Evaluation(
-        tasks=(TASK,), lengths=LENGTHS, methods=("dense", "headwise"), samples=SAMPLES, seed=SEED
-    )
-    with open_ledger(tmp_path / "ledger", fresh=True) as ledger:
-        outcomes = evaluate(
-            config, loaded, Methods(loaded, *artifacts.load_pair(path), ledger=ledger), ledger
-        )
-    texts = {name: {} for name in config.methods}
-    for each in outcomes:
-        texts[each.method][each.length] = [record["text"] for record in each.records]
+    methods = Methods(loaded, *artifacts.load_pair(path))
+    texts = {"dense": {}, "headwise": {}}
+    for name, length in product(texts, LENGTHS):
+        prompts = make_prompts(TASK, loaded.tokenizer, length=length, samples=SAMPLES, seed=SEED)
+        own = methods.make(name, length)
+        with own.asked(loaded.model):
+            answered = list(trials(loaded.model, loaded.tokenizer, prompts, own))
+        ordered = sorted(answered, key=lambda each: each.number)
+        texts[name][length] = [each.record["text"] for each in ordered]
     # The artifact makes a difference, or agreement would say nothing.
     assert texts["dense"] != texts["headwise"]
     for name, length in zip(NAMES, LENGTHS, strict=True):
