@@ -135,8 +135,8 @@ def _contexts(options: argparse.Namespace, loaded: LoadedModel, task: str) -> It
 
 def _methods(options: argparse.Namespace, loaded: LoadedModel) -> Iterator[Method]:
     yield of_policy(loaded, KERNEL, None)
-    for name, (policy, _) in CACHES.items():
-        made = policy(options.share, options.length)
+    for name, spec in CACHES.items():
+        made = spec.policy(options.share, options.length)
         yield of_policy(loaded, name, CacheKind(policy=made, random=name == RANDOM))
 
 

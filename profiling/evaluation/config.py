@@ -19,17 +19,10 @@ from artifacts.cli.options import (
     option,
     shared,
 )
+from profiling.evaluation.method_table import CACHES, METHODS, default_methods
 from profiling.prompts.prompt import DEFAULT_TASKS, parse_task
 
-DEFAULT_METHODS = (
-    "dense",
-    "headwise",
-    "headwise-tail",
-    "vertical_slash",
-    "vertical_slash-tail",
-    "a_shape",
-    "a_shape-tail",
-)
+DEFAULT_METHODS = default_methods(tails=True)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Name of all tasks that need no file.
 ALL_TASKS = "all"
@@ -116,7 +109,11 @@ class Config:
         within=_LENGTHS,
     )
     methods: tuple[str, ...] | None = option(
-        f"`all`, or some of them (default: {' '.join(DEFAULT_METHODS)})", default=None, nargs="+"
+        f"`all`, or some of {' '.join(METHODS)}, NAME-tail without a dense tail, dense+CACHE and "
+        f"headwise+CACHE, with {' '.join(CACHES)} omnikv own (default: "
+        f"{' '.join(DEFAULT_METHODS)})",
+        default=None,
+        nargs="+",
     )
     samples: int | None = option(
         "prompts, or contexts, of each task, length, seed and depth of the needle (default 12)",

@@ -23,16 +23,8 @@ from runtime.layers import layer_plans
 CALIBRATION_TASK = "passkey"
 CALIBRATION_SEED = 7_777_777
 _CHOOSING = ("vertical_slash", "block_sparse")
-
-
-# By kind, sizes along which a pattern grows: larger n never costs less.
-SIZES: dict[str, Callable[[int], Mapping[str, int | float]]] = {
-    # 1,024 sinks and 4,096 tokens of window, as MInference's budget has it.
-    "a_shape": lambda n: {"sink": n, "window": 4 * n},
-    # 1,000 columns and 6,096 diagonals, MInference's most frequent choice.
-    "vertical_slash": lambda n: {"vertical": n, "slash": 6 * n},
-    "block_sparse": lambda n: {"blocks": n},
-}
+# Sizes along which a pattern grows: larger n never costs less.
+Sizes = Callable[[int], Mapping[str, int | float]]
 
 
 class PatternCosts:
@@ -112,23 +104,22 @@ class PatternCosts:
         return sum(means) / len(means)
 
     def fit(
-        self, name: str, *, dense_tail: int, target: float | None = None
+        self, kind: str, sizes: Sizes, *, dense_tail: int, target: float | None = None
     ) -> tuple[dict[str, Any], float]:
-        """Find the largest sizes of SIZES[name] that cost no more than `target`, the tail included.
+        """Find the largest sizes that cost no more than `target`, the tail included.
 
         The target is the artifact's own density if None. The least sizes there are where even these
         cost more. Returns the pattern's fields with its kind, and its density.
         """
-        line = SIZES[name]
         if target is None:
             target = self.target
 
         def fields(n: int) -> dict[str, Any]:
-            return {"kind": name, **line(n)}
+            return {"kind": kind, **sizes(n)}
 
         cost = partial(self.density, dense_tail=dense_tail)
         low = 1
-        if name == "block_sparse":
+        if kind == "block_sparse":
             # Its n counts tiles.
             high = num_tiles(self.length)
         else:

@@ -1,4 +1,4 @@
-"""Methods that an evaluation knows, as one table: METHODS, and CACHES for either prefill.
+"""Methods that an evaluation knows: prefills in METHODS, and CACHES for either prefill.
 
 Every sparse method computes the last queries of a prompt densely, as many as the artifact does;
 `NAME-tail` is the same method without, its size fitted anew.
@@ -11,73 +11,169 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from artifacts import H2O, Artifact, SnapKV, Streaming
 from artifacts.schema.kv_cache import Policy
 from profiling.caches.parsing import RANDOM, SINKS
-from profiling.speed.baselines import KERNEL, MODEL
+from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
 
+if TYPE_CHECKING:
+    from profiling.evaluation.methods import Methods
+    from profiling.quality.method import Method
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """One row of METHODS.
-
-    Attributes:
-        sizes: a name of SIZES, where one size is fitted for all heads.
-    """
-
-    says: str
-    source: str
-    sizes: str | None = None
-
-
-METHODS: dict[str, Kind] = {
-    "dense": Kind(says="the model's own attention (sdpa)", source="Dao 2023"),
-    KERNEL: Kind(says="every key, by Headwise's kernel", source="this project"),
-    "headwise": Kind(says="the artifact's patterns", source="this project, after MInference 1.0"),
-    "vertical_slash": Kind(
-        says="vertical-slash for all heads",
-        source="MInference 1.0, ablation",
-        sizes="vertical_slash",
-    ),
-    "block_sparse": Kind(
-        says="block-sparse for all heads", source="MInference 1.0, ablation", sizes="block_sparse"
-    ),
-    "a_shape": Kind(
-        says="sinks and a window", source="StreamingLLM, Xiao et al. 2024", sizes="a_shape"
-    ),
-}
-
-CacheOf = Callable[[float, int], Policy]
-
-
-def _snapkv(share: float, length: int) -> SnapKV:
-    return SnapKV(budget=max(share * length, 65) / length)
-
-
-CACHES: dict[str, tuple[CacheOf, str]] = {
-    "snapkv": (_snapkv, "of the prompt what its last 64 queries vote for (Li et al. 2024)"),
-    RANDOM: (
-        _snapkv,
-        f"of the prompt the first {SINKS} tokens, the last 64, and others drawn (arXiv 2609.03430)",
-    ),
-    "h2o": (
-        lambda share, _: H2O(heavy=share / 2, recent=share / 2),
-        "heavy hitters and the latest (Zhang et al. 2023)",
-    ),
-    "streaming": (
-        lambda share, length: Streaming(sinks=SINKS, window=max(round(share * length) - SINKS, 1)),
-        "sinks and a window, prompts too (Xiao et al. 2024)",
-    ),
-}
-# These caches decide themselves how a prompt is attended to: patterns would change nothing.
-OF_PROMPTS = ("h2o", "streaming")
 OMNIKV = "omnikv"
 OWN = "own"
 # What a method's name ends with where it has no dense tail, and the tail of methods where the
 # artifact has none.
 NO_TAIL = "-tail"
 TAIL = 64
+
+# Builds a method for prompts of a length, with or without a dense tail.
+Build = Callable[["Methods", int, bool], "Method"]
+# The policy of a cache that keeps a share of a prompt of a length.
+PolicyOf = Callable[[float, int], Policy]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSpec:
+    """A way to prefill.
+
+    Attributes:
+        description: what it computes, in a line.
+        source: where it comes from.
+        build: makes the method.
+        has_tail: its last queries are dense, and NAME-tail is the method without.
+        is_default: runs by default.
+    """
+
+    description: str
+    source: str
+    build: Build
+    has_tail: bool = True
+    is_default: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """A cache that keeps a share of the prompt.
+
+    Attributes:
+        decides_prefill: it decides itself how a prompt is attended to: patterns change nothing.
+    """
+
+    description: str
+    policy: PolicyOf
+    decides_prefill: bool = False
+
+
+METHODS: dict[str, MethodSpec] = {}
+CACHES: dict[str, CacheSpec] = {}
+
+
+def method(
+    name: str, description: str, source: str, *, has_tail: bool = True, is_default: bool = False
+) -> Callable[[Build], Build]:
+    """Register the decorated function as a method."""
+
+    def register(build: Build) -> Build:
+        METHODS[name] = MethodSpec(
+            description=description,
+            source=source,
+            build=build,
+            has_tail=has_tail,
+            is_default=is_default,
+        )
+        return build
+
+    return register
+
+
+def cache(
+    name: str, description: str, *, decides_prefill: bool = False
+) -> Callable[[PolicyOf], PolicyOf]:
+    """Register the decorated function as a cache."""
+
+    def register(policy: PolicyOf) -> PolicyOf:
+        CACHES[name] = CacheSpec(
+            description=description, policy=policy, decides_prefill=decides_prefill
+        )
+        return policy
+
+    return register
+
+
+@method(MODEL, "the model's own attention (sdpa)", "Dao 2023", has_tail=False, is_default=True)
+def _model(methods: Methods, length: int, tailed: bool) -> Method:
+    return methods.dense(MODEL)
+
+
+@method(KERNEL, "every key, by Headwise's kernel", "this project", has_tail=False)
+def _kernel(methods: Methods, length: int, tailed: bool) -> Method:
+    return methods.dense(KERNEL)
+
+
+@method(HEADWISE, "the artifact's patterns", "this project, after MInference 1.0", is_default=True)
+def _headwise(methods: Methods, length: int, tailed: bool) -> Method:
+    return methods.own(length, tailed)
+
+
+@method(
+    "vertical_slash", "vertical-slash for all heads", "MInference 1.0, ablation", is_default=True
+)
+def _vertical_slash(methods: Methods, length: int, tailed: bool) -> Method:
+    # 1,000 columns and 6,096 diagonals, MInference's most frequent choice.
+    return methods.single(
+        "vertical_slash", lambda n: {"vertical": n, "slash": 6 * n}, length, tailed
+    )
+
+
+@method("block_sparse", "block-sparse for all heads", "MInference 1.0, ablation")
+def _block_sparse(methods: Methods, length: int, tailed: bool) -> Method:
+    return methods.single("block_sparse", lambda n: {"blocks": n}, length, tailed)
+
+
+@method("a_shape", "sinks and a window", "StreamingLLM, Xiao et al. 2024", is_default=True)
+def _a_shape(methods: Methods, length: int, tailed: bool) -> Method:
+    # 1,024 sinks and 4,096 tokens of window, as MInference's budget has it.
+    return methods.single("a_shape", lambda n: {"sink": n, "window": 4 * n}, length, tailed)
+
+
+@cache("snapkv", "of the prompt what its last 64 queries vote for (Li et al. 2024)")
+def _snapkv(share: float, length: int) -> Policy:
+    return SnapKV(budget=max(share * length, 65) / length)
+
+
+# runtime's SnapKV with tokens drawn by lot in place of a vote.
+cache(
+    RANDOM,
+    f"of the prompt the first {SINKS} tokens, the last 64, and others drawn (arXiv 2609.03430)",
+)(_snapkv)
+
+
+@cache("h2o", "heavy hitters and the latest (Zhang et al. 2023)", decides_prefill=True)
+def _h2o(share: float, length: int) -> Policy:
+    return H2O(heavy=share / 2, recent=share / 2)
+
+
+@cache("streaming", "sinks and a window, prompts too (Xiao et al. 2024)", decides_prefill=True)
+def _streaming(share: float, length: int) -> Policy:
+    return Streaming(sinks=SINKS, window=max(round(share * length) - SINKS, 1))
+
+
+def default_methods(*, tails: bool) -> tuple[str, ...]:
+    """List the methods that run by default.
+
+    Args:
+        tails: each is followed by the one without a dense tail.
+    """
+    names: list[str] = []
+    for name, spec in METHODS.items():
+        if spec.is_default:
+            names.append(name)
+            if tails and spec.has_tail:
+                names.append(name + NO_TAIL)
+    return tuple(names)
 
 
 def method_names(artifact: Artifact, beside: Iterable[str] = ()) -> tuple[str, ...]:
@@ -92,37 +188,48 @@ def method_names(artifact: Artifact, beside: Iterable[str] = ()) -> tuple[str, .
         *([OWN] if artifact.kv_cache else []),
     ]
     if not any(artifact.prefill.layers):
-        return (MODEL, KERNEL, *(f"dense+{cache}" for cache in caches))
-    with_caches = [f"{prefill}+{cache}" for cache in caches for prefill in ("dense", "headwise")]
-    without = (f"{name}{NO_TAIL}" for name in METHODS if name not in (MODEL, KERNEL))
-    return (
-        *METHODS,
-        *without,
-        *(
-            name
-            for name in with_caches
-            if name not in {f"headwise+{cache}" for cache in OF_PROMPTS}
-        ),
-        *(name + end for name in beside for end in ("", NO_TAIL)),
-    )
+        return (MODEL, KERNEL, *(f"{MODEL}+{name}" for name in caches))
+    with_caches: list[str] = []
+    for name in caches:
+        with_caches.append(f"{MODEL}+{name}")
+        if not decides_prefill(name):
+            with_caches.append(f"{HEADWISE}+{name}")
+    without = (name + NO_TAIL for name, spec in METHODS.items() if spec.has_tail)
+    others = (name + end for name in beside for end in ("", NO_TAIL))
+    return (*METHODS, *without, *with_caches, *others)
+
+
+def decides_prefill(name: str) -> bool:
+    """True if a cache decides itself how a prompt is attended to."""
+    return name in CACHES and CACHES[name].decides_prefill
 
 
 def says(name: str) -> tuple[str, str]:
     """Describe a method in a line, and name its source."""
-    prefill, _, cache = name.partition("+")
-    if not cache:
-        kind = METHODS[name.removesuffix(NO_TAIL)]
-        if name.endswith(NO_TAIL):
-            tail = ", without a dense tail"
-        else:
-            tail = ""
-        return kind.says + tail, kind.source
-    kept = {
-        OMNIKV: "decode by filter layers (OmniKV, Hao et al. 2025)",
-        OWN: "the artifact's kv_cache section",
-    }
-    if cache in kept:
-        cache_says = kept[cache]
-    else:
-        cache_says = f"cache: {CACHES[cache][1]}"
-    return f"{METHODS[prefill].says}; {cache_says}", ""
+    prefill, _, cache_name = name.partition("+")
+    spec = METHODS[prefill.removesuffix(NO_TAIL)]
+    if cache_name:
+        sections = {
+            OMNIKV: "decode by filter layers (OmniKV, Hao et al. 2025)",
+            OWN: "the artifact's kv_cache section",
+        }
+        description = sections.get(cache_name)
+        if description is None:
+            description = f"cache: {CACHES[cache_name].description}"
+        return f"{spec.description}; {description}", ""
+    if prefill.endswith(NO_TAIL):
+        return f"{spec.description}, without a dense tail", spec.source
+    return spec.description, spec.source
+
+
+def markdown_table() -> str:
+    """The methods and caches as a table of docs/evaluation.md."""
+    lines = ["| method | what it computes | source |", "|---|---|---|"]
+    lines += [f"| `{name}` | {s.description} | {s.source} |" for name, s in METHODS.items()]
+    lines += ["", "| cache | what it keeps |", "|---|---|"]
+    lines += [f"| `{name}` | {s.description} |" for name, s in CACHES.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown_table())

@@ -26,15 +26,15 @@ from artifacts.errors import shorten
 from artifacts.schema.kv_cache import Policy
 from profiling.caches.parsing import RANDOM
 from profiling.caches.policies import drawing
-from profiling.evaluation.matching import CALIBRATION_SEED, PatternCosts
+from profiling.evaluation.matching import CALIBRATION_SEED, PatternCosts, Sizes
 from profiling.evaluation.method_table import (
     CACHES,
     METHODS,
     NO_TAIL,
-    OF_PROMPTS,
     OMNIKV,
     OWN,
     TAIL,
+    decides_prefill,
     method_names,
     says,
 )
@@ -42,7 +42,7 @@ from profiling.ledger import Ledger
 from profiling.models.loading import LoadedModel
 from profiling.prompts.held_out import Seen
 from profiling.quality.method import Method, digest
-from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
+from profiling.speed.baselines import HEADWISE, MODEL
 from runtime import Headwise
 from runtime.layers import attention_layers, full_layers
 
@@ -142,48 +142,54 @@ class Methods:
             return replace(other.make(own, length), name=name)
         if name not in (known := method_names(self.artifact, self._beside)):
             hint = ""
-            if name.removeprefix("headwise+") in OF_PROMPTS:
-                hint = (
-                    " (that cache says itself how prompts are attended to: the "
-                    "patterns would change nothing)"
-                )
+            if decides_prefill(name.removeprefix(f"{HEADWISE}+")):
+                hint = " (that cache decides how prompts are attended to, whatever the patterns)"
             raise HeadwiseError(
                 f"unknown method {shorten(name)}{hint}; known for this artifact: {', '.join(known)}"
             )
         prefill, _, cache = name.partition("+")
-        base = self._plain(prefill, length)
+        kind = prefill.removesuffix(NO_TAIL)
+        base = METHODS[kind].build(self, length, prefill == kind)
         if cache:
             return self._with_cache(base, name, cache, length)
-        return base
+        return replace(base, name=name)
 
-    def _plain(self, name: str, length: int) -> Method:
-        """Make a method whose cache keeps everything."""
-        if name in (MODEL, KERNEL):
-            return Method(
-                name=name, make=lambda: None, density=1.0, kept=1.0, identity=name, dense=name
-            )
-        kind = name.removesuffix(NO_TAIL)
-        tailed = not name.endswith(NO_TAIL)
-        if tailed:
-            own_tail = self.artifact.prefill.dense_tail
-        else:
-            own_tail = 0
-        if tailed:
-            tail = own_tail or TAIL
-        else:
-            tail = 0
-        if kind == HEADWISE:
-            artifact = _with_tail(self._patterns_of(), own_tail)
-            density = self._own_density(length, own_tail)
-            make = partial(Headwise, artifact)
-            sizes = f"{len(self.artifact.patterns)} patterns"
-        else:
-            artifact, density = self._uniform(kind, length, tail)
-            make = partial(Headwise, artifact)
-            sizes = ", ".join(artifact.patterns)
+    def dense(self, name: str) -> Method:
+        """Dense attention of that name, MODEL or KERNEL."""
         return Method(
-            name=name,
-            make=make,
+            name=name, make=lambda: None, density=1.0, kept=1.0, identity=name, dense=name
+        )
+
+    def own(self, length: int, tailed: bool) -> Method:
+        """The artifact's own patterns, with its dense tail or without."""
+        tail = 0
+        if tailed:
+            tail = self.artifact.prefill.dense_tail
+        return self._sparse(
+            _with_tail(self._patterns_of(), tail),
+            self._own_density(length, tail),
+            f"{len(self.artifact.patterns)} patterns",
+        )
+
+    def single(self, kind: str, sizes: Sizes, length: int, tailed: bool) -> Method:
+        """One pattern for all heads, as large as the density allows.
+
+        Args:
+            kind: of the pattern.
+            sizes: along which it grows.
+            length: of the prompt, in tokens.
+            tailed: with the artifact's dense tail, or TAIL queries where it has none.
+        """
+        tail = 0
+        if tailed:
+            tail = self.artifact.prefill.dense_tail or TAIL
+        artifact, density = self._uniform(kind, sizes, length, tail)
+        return self._sparse(artifact, density, ", ".join(artifact.patterns))
+
+    def _sparse(self, artifact: Artifact, density: float, sizes: str) -> Method:
+        return Method(
+            name=HEADWISE,
+            make=partial(Headwise, artifact),
             density=density,
             kept=1.0,
             identity=_identity(artifact),
@@ -200,13 +206,10 @@ class Methods:
     def _patterns_of(self) -> Artifact:
         return self.artifact.model_copy(update={"decode": None, "kv_cache": None})
 
-    def _uniform(self, name: str, length: int, tail: int) -> tuple[Artifact, float]:
-        sizes = METHODS[name].sizes
-        assert sizes is not None
-
+    def _uniform(self, kind: str, sizes: Sizes, length: int, tail: int) -> tuple[Artifact, float]:
         def find() -> Any:
             fields, density = self._costs_at(length).fit(
-                sizes, dense_tail=tail, target=self._density
+                kind, sizes, dense_tail=tail, target=self._density
             )
             return {"fields": fields, "density": density}
 
@@ -214,7 +217,7 @@ class Methods:
             aim = ""
         else:
             aim = f"/{self._density:g}"
-        fitted = self._remember(f"sizes/{name}/{tail}{aim}", length, find)
+        fitted = self._remember(f"sizes/{kind}/{tail}{aim}", length, find)
         pattern = TypeAdapter(Pattern).validate_python(fitted["fields"])
         former = self.artifact.prefill.layers
         rows = tuple(None if row is None else (pattern_name(pattern),) * len(row) for row in former)
@@ -227,7 +230,7 @@ class Methods:
         ), fitted["density"]
 
     def _with_cache(self, base: Method, name: str, cache: str, length: int) -> Method:
-        if base.name == "dense":
+        if base.name == MODEL:
             artifact = self._without_patterns()
         else:
             artifact = self._patterns_of()
@@ -250,7 +253,7 @@ class Methods:
             kept = None
             density = None
         else:
-            policy = CACHES[cache][0](self._share, length)
+            policy = CACHES[cache].policy(self._share, length)
             artifact = artifact.model_copy(update={"kv_cache": self._section(policy)})
             sizes = ", ".join(
                 f"{key} {value}" for key, value in policy.model_dump(exclude={"kind"}).items()

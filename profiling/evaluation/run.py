@@ -17,7 +17,7 @@ from profiling.evaluation.config import (
     Speed,
 )
 from profiling.evaluation.measure import check_lengths, evaluate, open_ledger, tasks_of
-from profiling.evaluation.method_table import method_names
+from profiling.evaluation.method_table import default_methods, method_names
 from profiling.evaluation.methods import Methods, beside_of
 from profiling.evaluation.record import evidence_entries, record_of
 from profiling.evaluation.report import write_report
@@ -26,16 +26,16 @@ from profiling.ledger import Ledger
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import DEFAULT_TASKS
-from profiling.speed.baselines import LEAST
+from profiling.speed.baselines import HEADWISE, LEAST, MODEL
 from runtime.fingerprint import check
 
-_QUICK_METHODS = ("dense", "headwise", "vertical_slash", "a_shape")
+_QUICK_METHODS = default_methods(tails=False)
 _QUICK_LENGTH = 2048
 _QUICK_SAMPLES = 2
 _QUICK_REPEATS = 2
 _QUICK_DEPTHS = (0.0, 0.5, 1.0)
 _QUICK_TASKS = ("line_turns@questions=4", *DEFAULT_TASKS[1:])
-_SPEED_METHODS = ("dense", "headwise")
+_SPEED_METHODS = (MODEL, HEADWISE)
 
 
 def run(config: Config, loaded: LoadedModel | None = None) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def quality_of(config: Config, artifact: Artifact, beside: Sequence[str] = ()) -
     return Evaluation(
         tasks=tasks_of(tasks),
         lengths=tuple(sorted(set(lengths))),
-        methods=tuple(dict.fromkeys(("dense", *methods, *beside))),
+        methods=tuple(dict.fromkeys((MODEL, *methods, *beside))),
         samples=samples,
         depths=config.depths or usual_depths,
         share=config.share,
