@@ -10,7 +10,7 @@ from artifacts import HeadwiseError
 from artifacts.cli import arguments
 from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.options import add_arguments, at_least, check_ranges, config_of, option, shared
-from profiling.prompts.kind import Kind
+from profiling.prompts.kind import TaskSpec
 from profiling.prompts.prompt import KINDS, Prompt, make_prompts, parse_task
 
 _MARK = "\n... {} tokens ...\n"
@@ -40,6 +40,9 @@ class TaskPrompts:
     )
     samples: int = option("how many prompts", default=1, within=at_least(1))
     seed: int = shared(arguments.add_seed, default=0)
+    markdown: bool = option(
+        "list the tasks as the tables of docs/tasks.md", default=False, action="store_true"
+    )
     ends: bool = option(
         "show the start and the end of a prompt only",
         default=False,
@@ -53,6 +56,20 @@ class TaskPrompts:
 def listing() -> str:
     """List every task: spelling, question, metric, source and parameters."""
     return "\n\n".join(_described(kind) for kind in KINDS.values())
+
+
+def markdown_tables() -> str:
+    """List the tasks and their parameters as tables in Markdown."""
+    lines = ["| task | what it asks | how it is scored | source |", "|---|---|---|---|"]
+    lines += [f"| `{k.usage}` | {k.asks} | {k.scored} | {k.source} |" for k in KINDS.values()]
+    lines += ["", "| parameter | of | meaning |", "|---|---|---|"]
+    names: dict[tuple[str, str], list[str]] = {}
+    for kind in KINDS.values():
+        for parameter in kind.parameters:
+            names.setdefault((parameter.name, parameter.says), []).append(f"`{kind.name}`")
+    for (name, says), kinds in names.items():
+        lines.append(f"| `{name}` | {', '.join(kinds)} | {says} |")
+    return "\n".join(lines)
 
 
 def shown(prompt: Prompt, tokenizer: Any, *, whole: bool = True) -> str:
@@ -103,6 +120,9 @@ def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     config = config_of(TaskPrompts, vars(parser().parse_args(argv)))
     if config.task is None:
+        if config.markdown:
+            print(markdown_tables())
+            return 0
         if argv or (argv is None and sys.argv[1:]):
             raise HeadwiseError("say which task to show: --task TASK")
         print(listing())
@@ -118,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _described(kind: Kind) -> str:
+def _described(kind: TaskSpec) -> str:
     lines = [
         kind.usage,
         f"    asks: {kind.asks}",

@@ -14,7 +14,7 @@ from itertools import count, islice
 
 from artifacts import HeadwiseError
 from profiling.prompts.haystacks import laid_out
-from profiling.prompts.kind import RULER, SHARE, Kind, Parameter, Prompt, Request
+from profiling.prompts.kind import RULER, SHARE, Parameter, Prompt, Request, task
 from profiling.prompts.tokens import Encoder, Ids, flat
 from profiling.prompts.words import compounds
 
@@ -44,6 +44,18 @@ _LIST_NEW_TOKENS = 120
 _CODE_NEW_TOKENS = 50
 
 
+@task(
+    "cwe",
+    parameters=(
+        Parameter("words", int, "how many words are common (10)", 1, 1000),
+        Parameter("common", int, "how often these come up (30; 6 below 4096 tokens)", 2),
+        Parameter("uncommon", int, "how often the others do (3; 1 below 4096 tokens)", 1),
+    ),
+    asks="the ten most common words of a list",
+    metric="all",
+    scored=SHARE,
+    source=RULER,
+)
 def common_words(
     request: Request, *, words: int = 10, common: int | None = None, uncommon: int | None = None
 ) -> list[Prompt]:
@@ -89,6 +101,14 @@ def common_words(
     return request.prompts(make_prompt)
 
 
+@task(
+    "fwe",
+    parameters=(Parameter("alpha", float, "how fast counts fall with the rank (2)", 1.01, 4),),
+    asks="the three most frequent code words of a text",
+    metric="all",
+    scored=SHARE,
+    source=RULER,
+)
 def frequent_words(request: Request, *, alpha: float = 2.0) -> list[Prompt]:
     """Repeat code words by Zeta: counts fall with rank to the power `alpha`; rank one is dots."""
     encode = request.encode
@@ -211,29 +231,3 @@ def _coded(number: int, rng: random.Random) -> list[str]:
 
 def _numbered(words: Sequence[str]) -> str:
     return " ".join(f"{at}. {word}" for at, word in enumerate(words, start=1))
-
-
-KINDS = (
-    Kind(
-        name="cwe",
-        make=common_words,
-        parameters=(
-            Parameter("words", int, "how many words are common (10)", 1, 1000),
-            Parameter("common", int, "how often these come up (30; 6 below 4096 tokens)", 2),
-            Parameter("uncommon", int, "how often the others do (3; 1 below 4096 tokens)", 1),
-        ),
-        asks="the ten most common words of a list",
-        metric="all",
-        scored=SHARE,
-        source=RULER,
-    ),
-    Kind(
-        name="fwe",
-        make=frequent_words,
-        parameters=(Parameter("alpha", float, "how fast counts fall with the rank (2)", 1.01, 4),),
-        asks="the three most frequent code words of a text",
-        metric="all",
-        scored=SHARE,
-        source=RULER,
-    ),
-)

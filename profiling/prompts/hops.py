@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from profiling.prompts.kind import Find, Kind, Prompt, Request
+from profiling.prompts.kind import Find, Prompt, Request, task
 from profiling.prompts.retrieval import Hay
 from profiling.prompts.words import names
 
@@ -22,6 +22,13 @@ _OTHERS = 2
 _HOPS = 2
 
 
+@task(
+    "multi_hop",
+    takes_file="may",
+    asks="somebody's relation's relation, step by step",
+    scored="both are named in turn",
+    source="OmniKV, section 3",
+)
 def multi_hop(request: Request) -> list[Prompt]:
     """Multi-hop questions in chain-of-thought form, OmniKV's section 3.
 
@@ -78,15 +85,3 @@ def _chains(count: int, text: str, rng: random.Random) -> list[list[tuple[str, s
 def _worked(chain: list[tuple[str, str, str]]) -> str:
     (a, relation, b), (_, other, c) = chain
     return f"{_QUESTION.format(a=a, one=relation, other=other)} {b}. {b}'s {other} is {c}.\n\n"
-
-
-KINDS = (
-    Kind(
-        name="multi_hop",
-        make=multi_hop,
-        takes_file="may",
-        asks="somebody's relation's relation, step by step",
-        scored="both are named in turn",
-        source="OmniKV, section 3",
-    ),
-)

@@ -8,7 +8,7 @@ from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from profiling.prompts.kind import Kind, Prompt, Request
+from profiling.prompts.kind import Prompt, Request, task
 from profiling.prompts.texts import read_text
 
 _FIELDS = ("prompt", "text", "input")
@@ -16,6 +16,12 @@ _FIELDS = ("prompt", "text", "input")
 _HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+@task(
+    "jsonl",
+    takes_file="must",
+    asks="what your prompts ask",
+    source="your file",
+)
 def jsonl(request: Request) -> list[Prompt]:
     """Prompts of a file with one JSON object a line, in random order.
 
@@ -98,14 +104,3 @@ def _record(line: str, place: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise HeadwiseError(f"{place}: not a JSON object: {shorten(record)}")
     return record
-
-
-KINDS = (
-    Kind(
-        name="jsonl",
-        make=jsonl,
-        takes_file="must",
-        asks="what your prompts ask",
-        source="your file",
-    ),
-)

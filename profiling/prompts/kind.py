@@ -234,8 +234,12 @@ QUESTION_FIRST = Parameter(
 QUESTIONS = Parameter("questions", int, "how many questions share a context (8)", 1, 1000)
 
 
+Generator = Callable[..., list[Prompt]]
+"""Makes the prompts of a request; takes parameters by name."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class TaskSpec:
     """One kind of task: a generator and a metric. docs/tasks.md describes them all.
 
     Attributes:
@@ -252,7 +256,7 @@ class Kind:
     """
 
     name: str
-    make: Callable[..., list[Prompt]]
+    make: Generator
     asks: str
     source: str
     metric: Metric = "begins"
@@ -273,3 +277,22 @@ class Kind:
         else:
             suffix = ""
         return self.name + suffix + file
+
+
+# By name; profiling.prompts.prompt.KINDS has them all.
+REGISTERED: dict[str, TaskSpec] = {}
+
+
+def task(name: str, **fields: Any) -> Callable[[Generator], Generator]:
+    """Register the decorated generator as a kind of task.
+
+    Args:
+        name: the first word of a task.
+        fields: all others of a TaskSpec.
+    """
+
+    def register(make: Generator) -> Generator:
+        REGISTERED[name] = TaskSpec(name=name, make=make, **fields)
+        return make
+
+    return register

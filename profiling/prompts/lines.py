@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from itertools import islice
 
-from profiling.prompts.kind import QUESTION_FIRST, Find, Kind, Prompt, Request
+from profiling.prompts.kind import QUESTION_FIRST, Find, Prompt, Request, task
 from profiling.prompts.tokens import Ids, flat
 from profiling.prompts.words import five_digits, words
 
@@ -25,6 +25,12 @@ _EXAMPLES = 3
 _BATCH = 256
 
 
+@task(
+    "line_retrieval",
+    parameters=(QUESTION_FIRST,),
+    asks="the number of one word in a list of words with numbers",
+    source="LongEval, Li et al. 2023",
+)
 def line_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]:
     """Ask for the number of one word in a list of words with numbers (LongEval's lines).
 
@@ -54,6 +60,12 @@ def line_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]
     return request.prompts(make_prompt)
 
 
+@task(
+    "two_stage_retrieval",
+    asks="the box of an owner, then the value of that box",
+    scored="both are named in turn",
+    source="OmniKV, appendix A",
+)
 def two_stage_retrieval(request: Request) -> list[Prompt]:
     """Ask for the value of an owner's box, over owners with boxes and boxes with values.
 
@@ -135,21 +147,3 @@ def _listed(
         spans[at] = (len(ids), len(ids) + len(lines[at]))
         ids += lines[at]
     return (*ids, *asked), [spans[at] for at in range(len(needed))]
-
-
-KINDS = (
-    Kind(
-        name="line_retrieval",
-        make=line_retrieval,
-        parameters=(QUESTION_FIRST,),
-        asks="the number of one word in a list of words with numbers",
-        source="LongEval, Li et al. 2023",
-    ),
-    Kind(
-        name="two_stage_retrieval",
-        make=two_stage_retrieval,
-        asks="the box of an owner, then the value of that box",
-        scored="both are named in turn",
-        source="OmniKV, appendix A",
-    ),
-)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from profiling.prompts import haystacks
-from profiling.prompts.kind import DEPTH, RULER, SHARE, Find, Kind, Prompt, Request
+from profiling.prompts.kind import DEPTH, RULER, SHARE, Find, Prompt, Request, task
 from profiling.prompts.words import words
 
 _HEAD = (
@@ -164,16 +164,13 @@ def _listed(things: list[str]) -> str:
     return f"{', '.join(things[:-1])} and {things[-1]}"
 
 
-KINDS = tuple(
-    Kind(
-        name=name,
-        make=needles,
-        takes_file="may" if variant.haystack == "text" else "no",
-        parameters=(DEPTH,) if "single" in name else (),
-        asks=variant.asks,
+for _name, _variant in VARIANTS.items():
+    task(
+        _name,
+        takes_file="may" if _variant.haystack == "text" else "no",
+        parameters=(DEPTH,) if "single" in _name else (),
+        asks=_variant.asks,
         metric="all",
         scored=SHARE,
         source=RULER,
-    )
-    for name, variant in VARIANTS.items()
-)
+    )(needles)

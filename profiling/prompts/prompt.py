@@ -1,7 +1,7 @@
 """Calibration and test prompts: seeded, of exact length in tokens, the same in every process.
 
-KINDS are the tasks; docs/tasks.md explains them. A new task is one entry in the KINDS of a file of
-generators, and a new file of generators is a line in _FILES.
+KINDS are the tasks; docs/tasks.md explains them. A new task is a function with @task in a file of
+generators.
 """
 
 from __future__ import annotations
@@ -10,25 +10,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from artifacts import HeadwiseError
 from artifacts.errors import shorten
-from profiling.prompts import (
-    frequencies,
-    hops,
-    jsonl,
-    lines,
-    needles,
-    recalls,
-    retrieval,
-    texts,
-    turns,
-    variables,
-)
-from profiling.prompts.kind import Find, Kind, Prompt, Request
+from profiling.prompts.kind import REGISTERED, Find, Prompt, Request, TaskSpec
 from profiling.prompts.tokens import Encoder
 
 __all__ = [
@@ -43,19 +31,21 @@ __all__ = [
 ]
 __all__ += ["digest", "make_prompts", "parse_name", "parse_task", "per_context"]
 
-_FILES: tuple[ModuleType, ...] = (
-    retrieval,
-    lines,
-    hops,
-    turns,
-    recalls,
-    needles,
-    variables,
-    frequencies,
-    texts,
-    jsonl,
-)
-KINDS: dict[str, Kind] = {kind.name: kind for file in _FILES for kind in file.KINDS}
+for _file in (
+    "frequencies",
+    "hops",
+    "jsonl",
+    "lines",
+    "needles",
+    "recalls",
+    "retrieval",
+    "texts",
+    "turns",
+    "variables",
+):
+    import_module(f"profiling.prompts.{_file}")
+# By name: the order does not depend on what was imported first.
+KINDS: dict[str, TaskSpec] = dict(sorted(REGISTERED.items()))
 # What is evaluated on by default: docs/results.md has the table that they were chosen by. Questions
 # of a later turn share a context: 16 of them cost little more than one.
 DEFAULT_TASKS = ("line_turns@questions=16", "line_asked", "chain", "prose")
@@ -132,7 +122,7 @@ def parse_name(name: str) -> str:
     return name.partition(":")[0].partition("@")[0]
 
 
-def _parameters(kind: Kind, text: str) -> tuple[tuple[str, float | int], ...]:
+def _parameters(kind: TaskSpec, text: str) -> tuple[tuple[str, float | int], ...]:
     """`depth=0.5,hops=2` as pairs, in the order of the table: the same task has one name."""
     known = {parameter.name: parameter for parameter in kind.parameters}
     values: dict[str, float | int] = {}

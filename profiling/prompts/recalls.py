@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from operator import itemgetter
 
-from profiling.prompts.kind import BEGINS, QUESTIONS, Find, Kind, Prompt, Request
+from profiling.prompts.kind import BEGINS, QUESTIONS, Find, Prompt, Request, task
 from profiling.prompts.tokens import flat
 from profiling.prompts.words import compounds, words
 
@@ -61,7 +61,7 @@ class Form:
     """Forms of a task's items.
 
     Attributes:
-        asks, source: see Kind.
+        asks, source: see TaskSpec.
         things: without end, none twice; those of one prompt.
         new: of a thing that is new, text before the value and after it.
         again: of one that comes back, in turn.
@@ -218,14 +218,11 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
 
 _INSIDE = "the fraction of the answers inside the prompt of which every token is the likeliest"
 _LATER = f"; after the first question of a context, whether {BEGINS}"
-KINDS = tuple(
-    Kind(
-        name=name,
-        make=recalls,
-        parameters=(QUESTIONS,) if form.turn else (),
-        asks=form.asks,
-        scored=_INSIDE + (_LATER if form.turn else ""),
-        source=form.source,
-    )
-    for name, form in FORMS.items()
-)
+for _name, _form in FORMS.items():
+    task(
+        _name,
+        parameters=(QUESTIONS,) if _form.turn else (),
+        asks=_form.asks,
+        scored=_INSIDE + (_LATER if _form.turn else ""),
+        source=_form.source,
+    )(recalls)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import uuid
 
-from profiling.prompts.kind import DEPTH, QUESTION_FIRST, Find, Kind, Prompt, Request
+from profiling.prompts.kind import DEPTH, QUESTION_FIRST, Find, Prompt, Request, task
 from profiling.prompts.texts import disjoint_starts, read_ids, read_text
 from profiling.prompts.tokens import Encoder, Ids
 from profiling.prompts.words import sentences
@@ -28,6 +28,12 @@ _KV_BACK = '\n\nThe value that was asked for at the start: "'
 _BATCH = 256
 
 
+@task(
+    "kv_retrieval",
+    parameters=(QUESTION_FIRST,),
+    asks="the value of one UUID in a JSON object of UUIDs",
+    source="Liu et al. 2023, section 3",
+)
 def kv_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]:
     """Ask for the value of one key in a JSON object of UUIDs.
 
@@ -36,6 +42,13 @@ def kv_retrieval(request: Request, *, question_first: int = 0) -> list[Prompt]:
     return request.prompts(lambda rng: _key_values(request, rng, bool(question_first)))
 
 
+@task(
+    "passkey",
+    takes_file="may",
+    parameters=(DEPTH,),
+    asks="a seven-digit number hidden in a text",
+    source="Mohtashami & Jaggi 2023",
+)
 def passkey(request: Request, *, depth: float | None = None) -> list[Prompt]:
     """Hide a seven-digit key at some depth of a text, the user's or a generated one.
 
@@ -150,22 +163,3 @@ def _generated(encode: Encoder, count: int, rng: random.Random) -> Ids:
     while len(ids) < count:
         ids += encode("".join(next(source) for _ in range(_BATCH)))
     return tuple(ids[len(ids) - count :])
-
-
-KINDS = (
-    Kind(
-        name="kv_retrieval",
-        make=kv_retrieval,
-        parameters=(QUESTION_FIRST,),
-        asks="the value of one UUID in a JSON object of UUIDs",
-        source="Liu et al. 2023, section 3",
-    ),
-    Kind(
-        name="passkey",
-        make=passkey,
-        takes_file="may",
-        parameters=(DEPTH,),
-        asks="a seven-digit number hidden in a text",
-        source="Mohtashami & Jaggi 2023",
-    ),
-)

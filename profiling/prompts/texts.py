@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from artifacts import HeadwiseError
-from profiling.prompts.kind import Kind, Prompt, Request
+from profiling.prompts.kind import Prompt, Request, task
 from profiling.prompts.tokens import Encoder, Ids
 
 # Folders of the standard library whose docstrings are prose, and how many characters make one worth
@@ -35,6 +35,13 @@ _LEAST = 80
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
 
 
+@task(
+    "text",
+    takes_file="must",
+    asks="nothing: windows of a text, for perplexity",
+    scored="perplexity",
+    source="your file",
+)
 def windows(request: Request) -> list[Prompt]:
     """Cut windows at random places, disjoint where the text is long enough."""
     return _stretches(request, read_ids(request.encode, request.file), request.file.name)
@@ -76,6 +83,13 @@ def disjoint_starts(rng: random.Random, size: int, width: int) -> list[int]:
     return rng.sample(starts, len(starts))
 
 
+@task(
+    "prose",
+    has_text=True,
+    asks=("nothing: windows of Python's own documentation, where no text of the user's is at hand"),
+    scored="perplexity",
+    source="Python's help() and docstrings",
+)
 def prose(request: Request) -> list[Prompt]:
     """Stretches of the documentation that every Python carries: English of a technical kind.
 
@@ -147,25 +161,3 @@ def read_text(file: Path) -> str:
         raise HeadwiseError(
             f"cannot read {file.name}: {(error.strerror or str(error)).lower()}"
         ) from error
-
-
-KINDS = (
-    Kind(
-        name="text",
-        make=windows,
-        takes_file="must",
-        asks="nothing: windows of a text, for perplexity",
-        scored="perplexity",
-        source="your file",
-    ),
-    Kind(
-        name="prose",
-        make=prose,
-        has_text=True,
-        asks=(
-            "nothing: windows of Python's own documentation, where no text of the user's is at hand"
-        ),
-        scored="perplexity",
-        source="Python's help() and docstrings",
-    ),
-)

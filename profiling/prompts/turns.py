@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from profiling.prompts.kind import QUESTIONS, Find, Kind, Prompt, Request
+from profiling.prompts.kind import QUESTIONS, Find, Prompt, Request, task
 from profiling.prompts.tokens import Ids
 from profiling.prompts.words import five_digits, words
 
@@ -32,6 +32,13 @@ class Item(NamedTuple):
     answer: str
 
 
+@task(
+    "line_turns",
+    parameters=(QUESTIONS,),
+    asks="the number of one word in a list of words with numbers",
+    scored="the answer begins with the right one; the question comes in a later turn",
+    source="a shared context and later turns: SCBench, Li et al. 2024",
+)
 def line_turns(request: Request, *, questions: int = 8) -> list[Prompt]:
     """Contexts with `questions` questions each, the last one with what is left of `samples`."""
     made: list[Prompt] = []
@@ -88,15 +95,3 @@ def _context(request: Request, count: int, rng: random.Random) -> list[Prompt]:
         Prompt.to_find((*context, *asked[at]), Find(items[at].answer, spans[at]), turn=size)
         for at in chosen
     ]
-
-
-KINDS = (
-    Kind(
-        name="line_turns",
-        make=line_turns,
-        parameters=(QUESTIONS,),
-        asks="the number of one word in a list of words with numbers",
-        scored="the answer begins with the right one; the question comes in a later turn",
-        source="a shared context and later turns: SCBench, Li et al. 2024",
-    ),
-)

@@ -10,7 +10,7 @@ import random
 import string
 
 from profiling.prompts import haystacks
-from profiling.prompts.kind import RULER, SHARE, Find, Kind, Parameter, Prompt, Request
+from profiling.prompts.kind import RULER, SHARE, Find, Parameter, Prompt, Request, task
 from profiling.prompts.tokens import Encoder, Ids
 
 _HEAD = (
@@ -27,6 +27,17 @@ _EXAMPLE_LINES = 5
 _NEW_TOKENS = 30
 
 
+@task(
+    "vt",
+    parameters=(
+        Parameter("chains", int, "how many values are handed on (1)", 1, 1000),
+        Parameter("hops", int, "how many variables take a value from the one before (4)", 1, 1000),
+    ),
+    asks="all variables that have a value, by way of one another",
+    metric="all",
+    scored=SHARE,
+    source=RULER,
+)
 def variable_tracking(request: Request, *, chains: int = 1, hops: int = 4) -> list[Prompt]:
     """Assign `chains` chains of `hops` hops each; ask for all variables of one chain."""
     encode = request.encode
@@ -85,21 +96,3 @@ def _example(encode: Encoder, chains: int, hops: int, rng: random.Random) -> Ids
     ids, _ = haystacks.hide(encode.each(lines), depths, noise, 0)
     question = _QUESTION.format(value=value, count=len(names)) + " " + ", ".join(names) + "\n\n"
     return encode(_HEAD) + ids + encode(question)
-
-
-KINDS = (
-    Kind(
-        name="vt",
-        make=variable_tracking,
-        parameters=(
-            Parameter("chains", int, "how many values are handed on (1)", 1, 1000),
-            Parameter(
-                "hops", int, "how many variables take a value from the one before (4)", 1, 1000
-            ),
-        ),
-        asks="all variables that have a value, by way of one another",
-        metric="all",
-        scored=SHARE,
-        source=RULER,
-    ),
-)
