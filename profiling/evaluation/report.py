@@ -39,9 +39,9 @@ _VERDICTS = {
 
 
 def write_report(out: Path, record: dict[str, Any]) -> None:
-    """Write the record and its page into a folder."""
-    tables = [asdict(table) for table in _tables(record)]
-    content = json.dumps({**record, "tables": tables}, indent=1, allow_nan=False) + "\n"
+    """Add the tables to the record, and write it and its page into a folder."""
+    record["tables"] = [asdict(table) for table in _tables(record)]
+    content = json.dumps(record, indent=1, allow_nan=False) + "\n"
     atomic_write(out / OUTPUT, content.encode())
     atomic_write(out / PAGE, page(record).encode())
 

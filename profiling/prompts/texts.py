@@ -1,4 +1,4 @@
-"""Windows of texts, the user's or Python's own reference, and far copies within a text."""
+"""Windows of texts, the user's or Python's own reference."""
 
 from __future__ import annotations
 
