@@ -10,7 +10,7 @@ from artifacts.cli.command import FOUND
 from artifacts.cli.options import arg
 from artifacts.commands import Outcome, as_asked, file_arg, json_flag
 from artifacts.errors import HeadwiseError, shorten
-from artifacts.page.artifact import ARRAYS, render
+from artifacts.page.artifact import render
 from artifacts.page.head import render_head
 from artifacts.store.read import look
 
@@ -47,19 +47,15 @@ def run(config: Config) -> Outcome:
     if config.head is not None:
         return Outcome(text=f"{render_head(pair.artifact, pair.arrays, *_at(config.head))}\n")
     artifact = pair.artifact
-    entries = pair.entries
-    shape = (artifact.model.num_layers, artifact.model.num_heads)
-    fitting = [name for name in ARRAYS if name in entries and entries[name].shape[-2:] == shape]
     if artifact.sidecar:
-        state = f"{artifact.sidecar.file} (arrays: {len(entries)})"
+        state = f"{artifact.sidecar.file} (arrays: {len(pair.arrays)})"
     else:
         state = "none"
     if pair.fault:
         # The page needs only the YAML, which may well travel without its arrays.
         state = f"PROBLEM: {pair.fault}"
     width = min(max(shutil.get_terminal_size((96, 24)).columns, 80), 100)
-    arrays = {name: pair.arrays[name] for name in fitting}
-    text = render(artifact, file=config.file.name, arrays=arrays, sidecar=state, width=width)
+    text = render(artifact, file=config.file.name, arrays=pair.arrays, sidecar=state, width=width)
     if pair.fault:
         status = FOUND
     else:

@@ -19,7 +19,7 @@ from artifacts.store import strict_yaml
 from artifacts.store.arrays import check_arrays
 from artifacts.store.hashing import canonical_json, content_of
 from artifacts.store.pair import MAX_BYTES
-from artifacts.store.sidecar import Entry, Sidecar
+from artifacts.store.sidecar import read_arrays
 from artifacts.store.signing import Key, check_signature
 
 if TYPE_CHECKING:
@@ -37,23 +37,16 @@ class Pair:
 
     Attributes:
         data: the bytes of the YAML file.
-        arrays: the sidecar's, each read on demand; empty where there is none.
+        arrays: the sidecar's; empty where there is none.
         signed_by: fingerprint of the key that signed it; None where no signature was asked for.
         fault: of the sidecar, whose arrays are left out then (see look()).
     """
 
     artifact: Artifact
     data: bytes
-    arrays: Sidecar | dict[str, Array] = field(default_factory=dict)
+    arrays: dict[str, Array] = field(default_factory=dict)
     signed_by: str | None = None
     fault: str | None = None
-
-    @property
-    def entries(self) -> Mapping[str, Entry]:
-        """Dtypes and shapes of the arrays."""
-        if isinstance(self.arrays, Sidecar):
-            return self.arrays.entries
-        return {}
 
 
 def load(
@@ -63,8 +56,8 @@ def load(
 
     Args:
         path: the YAML file.
-        check_sidecar: also hash the sidecar, and check the arrays that sections need; without it
-            the sidecar need not be there.
+        check_sidecar: also read the sidecar, and check its hash and its arrays; without it the
+            sidecar need not be there.
         verify: a public key, by its file or as its bytes: a file that its holder did not sign is
             refused before anything else in it is read. None asks for no signature.
 
@@ -102,12 +95,11 @@ def load_pair(
         ArtifactError: as load().
     """
     pair = read_pair(Path(path), verify=verify)
-    with naming(Path(path)):
-        return pair.artifact, dict(pair.arrays)
+    return pair.artifact, pair.arrays
 
 
 def read_pair(path: Path, *, verify: Key | None = None, check_content: bool = True) -> Pair:
-    """Read an artifact and check its sidecar; arrays that nothing needs are read on demand.
+    """Read an artifact and its sidecar.
 
     Args:
         path: the YAML file.
@@ -139,13 +131,13 @@ def _with_sidecar(path: Path, pair: Pair, verify: Key | None, check_content: boo
         artifact = pair.artifact
         if artifact.sidecar is None:
             with naming(path):
-                check_arrays(artifact, None)
+                check_arrays(artifact, {})
             return pair
         file = path.with_name(artifact.sidecar.file)
         try:
             with naming(path):
-                arrays = Sidecar(file, artifact.sidecar.sha256)
-                check_arrays(artifact, arrays, arrays.entries)
+                arrays = read_arrays(file, artifact.sidecar.sha256)
+                check_arrays(artifact, arrays)
                 return replace(pair, arrays=arrays)
         except FileNotFoundError:
             # A writer may have switched to a new pair since the YAML was read.

@@ -17,7 +17,7 @@ from artifacts.files import atomic_write, check_writable
 from artifacts.schema.artifact import SCHEMA_VERSION, Artifact
 from artifacts.schema.validation import to_artifact
 from artifacts.store import strict_yaml
-from artifacts.store.arrays import check_arrays, check_scores
+from artifacts.store.arrays import check_arrays
 from artifacts.store.pair import MAX_BYTES, TIMEOUT, locked, replace_pair, sidecar_name
 from artifacts.store.read import content_sha256, load_pair, read_pair
 from artifacts.store.sidecar import to_bytes
@@ -108,9 +108,7 @@ def rehash(path: str | os.PathLike[str]) -> Artifact:
     check_writable(path)
     with locked(path):
         pair = read_pair(path, check_content=False)
-        with naming(path):
-            arrays = dict(pair.arrays)
-        return _prepared(pair.artifact, path, arrays)()
+        return _prepared(pair.artifact, path, pair.arrays)()
 
 
 def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tuple[Path, str]:
@@ -139,8 +137,7 @@ def _prepared(
             "sidecar": None,
             "content_sha256": "",
         }
-        check_arrays(to_artifact(fields), arrays)
-        check_scores(artifact, arrays or {})
+        check_arrays(to_artifact(fields), arrays or {})
         if arrays:
             data = to_bytes(arrays)
         else:
