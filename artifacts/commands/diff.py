@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ def run(config: Config) -> Outcome:
     """The differences; HeadwiseError where a YAML file or the length is not as it should be."""
     if config.length is not None and config.length < 1:
         raise HeadwiseError(f"--length must be at least 1, got {config.length}")
-    pairs = look(config.before), look(config.after)
+    # One sidecar in memory at a time.
+    pairs = [replace(look(file), arrays={}) for file in (config.before, config.after)]
     before, after = (pair.artifact for pair in pairs)
     length = config.length or _length(before, after)
     sections = _sections(before, after)
