@@ -38,14 +38,12 @@ class Pair:
     Attributes:
         data: the bytes of the YAML file.
         arrays: the sidecar's; empty where there is none.
-        signed_by: fingerprint of the key that signed it; None where no signature was asked for.
         fault: of the sidecar, whose arrays are left out then (see look()).
     """
 
     artifact: Artifact
     data: bytes
     arrays: dict[str, Array] = field(default_factory=dict)
-    signed_by: str | None = None
     fault: str | None = None
 
 
@@ -58,8 +56,8 @@ def load(
         path: the YAML file.
         check_sidecar: also read the sidecar, and check its hash and its arrays; without it the
             sidecar need not be there.
-        verify: a public key, by its file or as its bytes: a file that its holder did not sign is
-            refused before anything else in it is read. None asks for no signature.
+        verify: the PEM file of a public key: an artifact that its holder did not sign is refused
+            before anything else in it is read. None asks for no signature.
 
     Raises:
         ArtifactError: the file cannot be read, is no artifact, was changed, or is of a newer schema
@@ -152,10 +150,8 @@ def _with_sidecar(path: Path, pair: Pair, verify: Key | None, check_content: boo
 
 
 def _parse(path: Path, data: bytes, verify: Key | None, check_content: bool = True) -> Pair:
-    if verify is None:
-        signed_by = None
-    else:
-        signed_by = check_signature(path, data, verify)
+    if verify is not None:
+        check_signature(path, data, verify)
     with naming(path):
         try:
             data.decode()
@@ -181,7 +177,7 @@ def _parse(path: Path, data: bytes, verify: Key | None, check_content: bool = Tr
         artifact = to_artifact(fields)
         if check_content:
             _check_content(fields)
-        return Pair(artifact=artifact, data=data, signed_by=signed_by)
+        return Pair(artifact=artifact, data=data)
 
 
 def content_sha256(fields: Mapping[str, Any]) -> str:

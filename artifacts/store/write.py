@@ -21,7 +21,7 @@ from artifacts.store.arrays import check_arrays
 from artifacts.store.pair import MAX_BYTES, TIMEOUT, locked, replace_pair, sidecar_name
 from artifacts.store.read import content_sha256, load_pair, read_pair
 from artifacts.store.sidecar import to_bytes
-from artifacts.store.signing import Ask, Key, signature, signature_path
+from artifacts.store.signing import Key, signature, signature_path
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
@@ -111,11 +111,11 @@ def rehash(path: str | os.PathLike[str]) -> Artifact:
         return _prepared(pair.artifact, path, pair.arrays)()
 
 
-def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tuple[Path, str]:
+def sign(path: str | os.PathLike[str], key: Key, passphrase: bytes | None = None) -> Path:
     """Check the artifact at `path` and write the signature of the checked bytes next to it.
 
     Returns:
-        The signature's path, and the fingerprint of the public key.
+        The signature's path.
 
     Raises:
         ArtifactError: the artifact is not whole.
@@ -123,9 +123,9 @@ def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tupl
     """
     path = Path(path)
     with locked(path):
-        text, by = signature(read_pair(path).data, key, ask)
+        text = signature(path, read_pair(path).data, key, passphrase)
         atomic_write(signature_path(path), text)
-    return signature_path(path), by
+    return signature_path(path)
 
 
 def _prepared(
