@@ -17,7 +17,7 @@ from artifacts.errors import HeadwiseError
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.patterns import AnyPattern
 from artifacts.store.hashing import content_of
-from artifacts.store.read import look
+from artifacts.store.read import read_lenient
 
 SHORT = "say what changed from A to B: sections, heads, density, evidence; exit status 3 if any"
 EXAMPLES = """\
@@ -52,7 +52,7 @@ def run(config: Config) -> Outcome:
     if config.length is not None and config.length < 1:
         raise HeadwiseError(f"--length must be at least 1, got {config.length}")
     # One sidecar in memory at a time.
-    pairs = [replace(look(file), arrays={}) for file in (config.before, config.after)]
+    pairs = [replace(read_lenient(file), arrays={}) for file in (config.before, config.after)]
     before, after = (pair.artifact for pair in pairs)
     length = config.length or _length(before, after)
     sections = _sections(before, after)

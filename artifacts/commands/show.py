@@ -12,7 +12,7 @@ from artifacts.commands import Outcome, as_asked, file_arg, json_flag
 from artifacts.errors import HeadwiseError, shorten
 from artifacts.page.artifact import render
 from artifacts.page.head import render_head
-from artifacts.store.read import look
+from artifacts.store.read import read_lenient
 
 SHORT = "print it as a page: model, search, winners by kind, layer map, evidence"
 EXAMPLES = """\
@@ -43,7 +43,7 @@ def run(config: Config) -> Outcome:
     Raises:
         ArtifactError: the YAML file is not as it should be.
     """
-    pair = look(config.file)
+    pair = read_lenient(config.file)
     if config.head is not None:
         return Outcome(text=f"{render_head(pair.artifact, pair.arrays, *_at(config.head))}\n")
     artifact = pair.artifact

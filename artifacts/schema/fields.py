@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -69,6 +69,9 @@ def _share(value: float) -> float:
     return min(value, 1.0)
 
 
+T = TypeVar("T")
+# Of a list, too, which is what YAML has: strict mode takes tuples alone.
+Items = Annotated[tuple[T, ...], Field(strict=False)]
 Text = Annotated[str, Field(min_length=1)]
 Natural = Annotated[int, Field(ge=0, le=LARGEST)]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -89,7 +92,7 @@ PatternName = Annotated[
         "a letter and then up to 63 letters, digits, '_', '.' or '-'",
     ),
 ]
-Rows = tuple[tuple[PatternName, ...] | None, ...]
+Rows = Items[Items[PatternName] | None]
 
 
 class Imported(Record):

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from artifacts.errors import ArtifactError, HeadwiseError, one_line, shorten
 from artifacts.files import read_regular
@@ -107,4 +107,4 @@ def _library() -> ModuleType:
         raise HeadwiseError(
             "signatures need the package model-signing: pip install 'headwise[sign]'"
         ) from None
-    return model_signing
+    return cast(ModuleType, model_signing)

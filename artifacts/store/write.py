@@ -18,8 +18,9 @@ from artifacts.schema.artifact import SCHEMA_VERSION, Artifact
 from artifacts.schema.validation import to_artifact
 from artifacts.store import strict_yaml
 from artifacts.store.arrays import check_arrays
+from artifacts.store.hashing import content_sha256
 from artifacts.store.pair import MAX_BYTES, TIMEOUT, locked, replace_pair, sidecar_name
-from artifacts.store.read import content_sha256, load_pair, read_pair
+from artifacts.store.read import load_pair, read_pair
 from artifacts.store.sidecar import to_bytes
 from artifacts.store.signing import Key, signature, signature_path
 
@@ -133,29 +134,22 @@ def _prepared(
 ) -> Callable[[], Artifact]:
     """Check and serialise, which needs no lock; returns the function that writes."""
     with naming(path):
-        fields = artifact.model_dump(mode="json", warnings=False) | {
-            "sidecar": None,
-            "content_sha256": "",
-        }
-        check_arrays(to_artifact(fields), arrays or {})
+        data = None
+        sidecar = None
         if arrays:
             data = to_bytes(arrays)
-        else:
-            data = None
-        if data is not None:
             digest = hashlib.sha256(data).hexdigest()
-            fields["sidecar"] = {"file": sidecar_name(path, digest), "sha256": digest}
+            sidecar = {"file": sidecar_name(path, digest), "sha256": digest}
+        fields = artifact.model_dump(mode="json", warnings=False)
+        fields |= {"sidecar": sidecar, "content_sha256": ""}
         checked = to_artifact(fields)
+        check_arrays(checked, arrays or {})
         fields["content_sha256"] = content_sha256(fields)
         text = _to_yaml(fields)
     saved = checked.model_copy(update={"content_sha256": fields["content_sha256"]})
 
     def write() -> Artifact:
-        if saved.sidecar is None:
-            file = None
-        else:
-            file = saved.sidecar.file
-        replace_pair(path, text, file, data)
+        replace_pair(path, text, saved.sidecar and saved.sidecar.file, data)
         # It was of the file that is gone.
         with contextlib.suppress(OSError):
             signature_path(path).unlink()

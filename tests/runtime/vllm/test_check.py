@@ -53,7 +53,7 @@ def test_options():
         ),
         ({"artifact": "a", "point": 1}, "point"),
         ({"artifact": "a", "dense": "yes"}, "dense"),
-        ({"artifact": "a", "budget": 1}, "budget: unknown field"),
+        ({"artifact": "a", "budget": 1}, "budget: Extra inputs are not permitted"),
     ],
 )
 def test_options_that_are_wrong(given, field):
