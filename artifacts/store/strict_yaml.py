@@ -125,8 +125,8 @@ def _value(event: Any, events: Iterator[Any], loader: _Loader) -> Any:
 
 
 def _is_text(event: yaml.ScalarEvent, loader: _Loader) -> bool:
-    tag: str = loader.resolve(yaml.ScalarNode, event.value, event.implicit)
-    return tag.endswith(":str")
+    tag = loader.resolve(yaml.ScalarNode, event.value, event.implicit)  # type: ignore[no-untyped-call]
+    return str(tag).endswith(":str")
 
 
 def _scalar(event: yaml.ScalarEvent, loader: _Loader) -> Any:

@@ -149,7 +149,7 @@ def _prepared(
     saved = checked.model_copy(update={"content_sha256": fields["content_sha256"]})
 
     def write() -> Artifact:
-        replace_pair(path, text, saved.sidecar and saved.sidecar.file, data)
+        replace_pair(path, text, saved.sidecar.file if saved.sidecar else None, data)
         # It was of the file that is gone.
         with contextlib.suppress(OSError):
             signature_path(path).unlink()

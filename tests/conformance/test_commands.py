@@ -177,7 +177,6 @@ def test_a_file_that_is_not_there_is_named(verb, word, other, says, refused):
         ("kv --forced 256", "--forced must be below --length (256), got 256"),
         ("kv --target-bytes 64MiB", "not allowed with argument"),
         ("demo --length 0", "--length must be at least 128, got 0"),
-        ("show --head 9.0", "no head 9.0: 3 layers have 6 heads each"),
         ("convert --sinks four", "four"),
         ("schema --json none/out.json", "cannot write 'none/out.json'"),
         ("sign --key me.pub", "me.pub: must be a private key"),
