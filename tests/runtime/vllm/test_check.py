@@ -46,7 +46,7 @@ def test_options():
     ("given", "field"),
     [
         (3, "must be a path or an object, got 3"),
-        ({}, "artifact: missing"),
+        ({}, "artifact: Field required"),
         (
             {"artifact": "a", "point": "kl=nan"},
             "point: must be speedup=X, kl=X or .*, got 'kl=nan'",
