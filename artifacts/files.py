@@ -44,24 +44,6 @@ def atomic_write(path: str | os.PathLike[str], data: bytes) -> None:
         raise HeadwiseError(f"cannot write {_quoted(target)}: {reason(error)}") from error
 
 
-def write_secret(path: Path, data: bytes) -> None:
-    """Write a new file that its owner alone can read; after a failure it is not there.
-
-    Raises:
-        HeadwiseError: it is there already or cannot be written.
-    """
-    try:
-        try:
-            _write_new(path, data, mode=0o600)
-        except FileExistsError:
-            raise
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise HeadwiseError(f"cannot write {_quoted(path)}: {reason(error)}") from error
-
-
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Check before long work starts that `path` can be written; leaves nothing behind.
 

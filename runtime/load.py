@@ -25,7 +25,7 @@ def load(
     path: str | PathLike[str],
     *,
     point: str | None = None,
-    verify: str | PathLike[str] | bytes | None = None,
+    verify: str | PathLike[str] | None = None,
 ) -> Headwise:
     """Load an artifact; with `point`, at a point of its front.
 
@@ -37,7 +37,7 @@ def load(
             predicted at the front's length): of these points the one nearest to dense. "kl=0.01"
             for at most 0.01 nats a token from dense, "recall=0.95" for at least 0.95 of the
             attention mass: of these points the fastest.
-        verify: a public key: a file that its holder did not sign is refused.
+        verify: the PEM file of a public key: an artifact that its holder did not sign is refused.
 
     Raises:
         ArtifactError: the file or its sidecar is missing, damaged, or of a newer schema; it is not

@@ -103,7 +103,6 @@ import pytest
 import torch
 from artifacts.analysis.density import density
 from artifacts.page.artifact import render
-from artifacts.page.head import picture
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
 from profiling.pattern_map import figure
@@ -140,11 +139,10 @@ artifacts.save(build(patterns={"band_3": record}, prefill=prefill), here / "cfg.
 loaded, arrays = artifacts.load_pair(here / "cfg.yaml")
 assert torch.equal(layer_plans(loaded)[0].build(q, k).to_mask(), index.to_mask())
 
-# The page, the map, and the picture of a head.
+# The page and the map.
 page = render(loaded, file="cfg.yaml", arrays=arrays, sidecar="none")
 assert "map: N band" in page and "NNNN" in page, page
 assert {text.get_text() for text in figure(loaded, None).axes[0].texts} == {"N"}
-assert picture(record, length)
 
 # Suites that every kind goes through.
 suites = [

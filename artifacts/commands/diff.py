@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from artifacts.errors import HeadwiseError
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.patterns import AnyPattern
 from artifacts.store.hashing import content_of
-from artifacts.store.read import look
+from artifacts.store.read import read_lenient
 
 SHORT = "say what changed from A to B: sections, heads, density, evidence; exit status 3 if any"
 EXAMPLES = """\
@@ -51,7 +51,8 @@ def run(config: Config) -> Outcome:
     """The differences; HeadwiseError where a YAML file or the length is not as it should be."""
     if config.length is not None and config.length < 1:
         raise HeadwiseError(f"--length must be at least 1, got {config.length}")
-    pairs = look(config.before), look(config.after)
+    # One sidecar in memory at a time.
+    pairs = [replace(read_lenient(file), arrays={}) for file in (config.before, config.after)]
     before, after = (pair.artifact for pair in pairs)
     length = config.length or _length(before, after)
     sections = _sections(before, after)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from artifacts.cli.options import arg
 from artifacts.commands import Outcome, answer, file_arg, json_flag
-from artifacts.errors import naming
-from artifacts.store.arrays import check_scores
 from artifacts.store.read import read_pair
 from artifacts.store.write import rehash
 
@@ -51,13 +49,11 @@ def run(config: Config) -> Outcome:
         rehash(config.file)
     pair = read_pair(config.file)
     artifact = pair.artifact
-    with naming(config.file):
-        check_scores(artifact, pair.arrays)
     file = None
     beside = "no sidecar"
     if artifact.sidecar:
         file = artifact.sidecar.file
-        beside = f"sidecar {file}, arrays: {len(pair.entries)}"
+        beside = f"sidecar {file}, arrays: {len(pair.arrays)}"
     fits = ""
     if unknown := artifact.model.unknown:
         fits = f"; fits any model of its shape: {', '.join(unknown)} open"
@@ -69,8 +65,8 @@ def run(config: Config) -> Outcome:
         "fingerprint": not unknown,
         "sidecar": file,
         "arrays": {
-            name: {"dtype": entry.dtype, "shape": list(entry.shape)}
-            for name, entry in sorted(pair.entries.items())
+            name: {"dtype": str(array.dtype), "shape": list(array.shape)}
+            for name, array in sorted(pair.arrays.items())
         },
     }
     facts = (

@@ -11,13 +11,12 @@ from artifacts.store.read import read_pair
 
 SHORT = "check that it is whole and signed by the holder of a key; exit status 2 if not"
 EXAMPLES = """\
-Get the public key from its holder by a way that you trust; the fingerprint is what to compare.
-When a model is served: headwise.load("cfg.yaml", verify="me.key.pub").
+Get the public key from its holder by a way that you trust.
+When a model is served: headwise.load("cfg.yaml", verify="me.pub").
 
 examples:
-  headwise verify cfg.yaml --key me.key.pub
-  head -n 2 cfg.yaml.sig | cat - cfg.yaml > signed && tail -n 1 cfg.yaml.sig | base64 -d > signature
-  openssl pkeyutl -verify -pubin -inkey me.key.pub -rawin -in signed -sigfile signature
+  headwise verify cfg.yaml --key me.pub
+  model_signing verify key cfg.yaml --signature cfg.yaml.sig --public_key me.pub
 """
 
 
@@ -34,11 +33,11 @@ def run(config: Config) -> Outcome:
     """One line, or one JSON object.
 
     Raises:
-        HeadwiseError: it is not signed by the key, not whole, the key is none, or cryptography is
+        HeadwiseError: it is not signed by the key, not whole, the key is none, or model-signing is
             missing.
     """
     pair = read_pair(config.file, verify=config.key)
     content = pair.artifact.content_sha256
-    whole = {"signed": True, "fingerprint": pair.signed_by, "content_sha256": content}
-    facts = f"signed by the key {pair.signed_by}, content {content[:12]}"
+    whole = {"signed": True, "key": str(config.key), "content_sha256": content}
+    facts = f"signed by {config.key}, content {content[:12]}"
     return answer(config.as_json, whole, [f"ok: {config.file} ({facts})"])

@@ -1,1 +1,1 @@
-"""An artifact and one of its heads as text."""
+"""An artifact as text."""

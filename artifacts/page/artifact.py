@@ -13,7 +13,6 @@ from artifacts.page.layout import aligned, cell, labelled
 from artifacts.schema.artifact import Artifact
 from artifacts.schema.evidence import Evidence, PromptSet, TaskFigures
 from artifacts.schema.patterns import RECORDS
-from artifacts.store.front_rows import FRONT_ROWS
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
@@ -23,8 +22,6 @@ LEFT_ALONE = "."
 _MAP_HEADS = 48
 _MAP_WRAP = 32
 _MEANS = ("recall", "error", "density")
-ARRAYS = (*(f"chosen.{name}" for name in _MEANS), "imported.score", FRONT_ROWS)
-"""The arrays that a page is made of."""
 
 
 def render(

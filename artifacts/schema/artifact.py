@@ -5,9 +5,8 @@ What each field means is said where it is declared; docs/schema.md is made of it
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Literal, Self
 
@@ -20,6 +19,7 @@ from artifacts.schema.evidence import Evidence
 from artifacts.schema.fields import (
     Count,
     Imported,
+    Items,
     Natural,
     PatternName,
     Record,
@@ -93,6 +93,27 @@ class Prefill(Record):
         description="where the section comes from, if it was taken over from another tool's file",
     )
 
+    def validate_for(self, model: ModelInfo, patterns: Collection[str]) -> None:
+        """Raise ValueError where rows do not fit the model or name none of the patterns."""
+        if len(self.layers) != model.num_layers:
+            raise ValueError(
+                f"prefill.layers has {len(self.layers)} rows, the model has {model.num_layers} "
+                "layers"
+            )
+        for layer, row in enumerate(self.layers):
+            if row is None:
+                continue
+            if len(row) != model.num_heads:
+                raise ValueError(
+                    f"prefill.layers[{layer}] has {len(row)} names, the model has "
+                    f"{model.num_heads} query heads"
+                )
+            if unknown := next((name for name in row if name not in patterns), None):
+                raise ValueError(
+                    f"prefill.layers[{layer}][{row.index(unknown)}]: no pattern is called "
+                    f"{shorten(unknown)}, known: {', '.join(list(patterns)[:5]) or 'none'}"
+                )
+
 
 class Sidecar(Record):
     """The safetensors file beside the YAML."""
@@ -140,10 +161,10 @@ class Artifact(Record):
     evidence: Evidence = Field(
         default=Evidence(), description="what was measured, and on which prompts"
     )
-    costs: tuple[DeviceCosts, ...] = Field(
+    costs: Items[DeviceCosts] = Field(
         default=(), description="devices whose measured cost tables lie in the sidecar"
     )
-    edits: Annotated[tuple[Edit, ...], Field(max_length=MAX_EDITS)] = Field(
+    edits: Annotated[Items[Edit], Field(max_length=MAX_EDITS)] = Field(
         default=(),
         description=(
             "what was set by hand, the first change first; `search` and `evidence` are of before"
@@ -156,127 +177,82 @@ class Artifact(Record):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        used = self._check_rows()
+        self.prefill.validate_for(self.model, self.patterns)
         if self.search is None and self.prefill.imported is None and self.patterns:
             raise ValueError(
                 "search must say how the patterns were found, or prefill.imported where they come "
                 "from"
             )
-        front = self.prefill.front
+        used = {name for row in self.prefill.layers for name in row or ()}
+        unused = next((name for name in self.patterns if name not in used), None)
         # Which patterns the points of a front use, the sidecar says.
-        if front is None and (
-            unused := next((name for name in self.patterns if name not in used), None)
-        ):
+        if unused and self.prefill.front is None:
             raise ValueError(
                 f"patterns.{unused} is used by no head: remove it or use it in prefill.layers"
             )
-        if self.search is None:
-            cost = None
-        else:
-            cost = self.search.cost
-        if fault := _unpriced(cost, self.costs, front):
-            raise ValueError(fault)
-        if self.decode is not None and (fault := self.decode.omnikv.fault(self.model.num_layers)):
-            raise ValueError(f"decode.omnikv.{fault}")
+        cost = None if self.search is None else self.search.cost
+        _check_costs(cost, self.costs, self.prefill.front)
+        if self.search is not None:
+            self._check_winners(self.search)
+        if self.decode is not None:
+            self.decode.omnikv.validate_for(self.model)
         if self.kv_cache is not None:
-            if fault := self.kv_cache.fault(self.model.num_layers, self.model.num_kv_heads):
-                raise ValueError(f"kv_cache.{fault}")
-            if self.decode is not None and (fault := _both(self.decode.omnikv, self.kv_cache)):
-                raise ValueError(fault)
-        if fault := self._miscounted():
-            raise ValueError(fault)
+            self.kv_cache.validate_for(self.model)
+            if self.decode is not None:
+                _check_exclusive(self.decode.omnikv, self.kv_cache)
         return self
 
-    def _miscounted(self) -> str | None:
-        """Reason why the summary is not of the rows; None if it is, or nothing was searched."""
-        if self.search is None:
-            return None
+    def _check_winners(self, search: SearchInfo) -> None:
+        """Raise ValueError where the summary is not of the rows."""
         rows = Counter(
             str(self.patterns[name].kind) for row in self.prefill.layers for name in row or ()
         )
-        stated = {kind: count for kind, count in self.search.summary.winners.items() if count}
-        if stated == dict(rows):
-            return None
-        return (
-            f"search.summary.winners says {_counts(stated)}, prefill.layers has {_counts(rows)}: "
-            "after a change of rows by hand, write what they have"
-        )
-
-    def _check_rows(self) -> set[str]:
-        """Check that rows fit the model and name known patterns; returns the names."""
-        rows = self.prefill.layers
-        used = set[str]()
-        if len(rows) != self.model.num_layers:
+        stated = {kind: count for kind, count in search.summary.winners.items() if count}
+        if stated != dict(rows):
             raise ValueError(
-                f"prefill.layers has {len(rows)} rows, the model has {self.model.num_layers} layers"
+                f"search.summary.winners says {_counts(stated)}, prefill.layers has "
+                f"{_counts(rows)}: after a change of rows by hand, write what they have"
             )
-        for layer, row in enumerate(rows):
-            if row is None:
-                continue
-            if len(row) != self.model.num_heads:
-                raise ValueError(
-                    f"prefill.layers[{layer}] has {len(row)} names, the model has "
-                    f"{self.model.num_heads} query heads"
-                )
-            used.update(row)
-            if unknown := next((name for name in row if name not in self.patterns), None):
-                raise ValueError(
-                    f"prefill.layers[{layer}][{row.index(unknown)}]: "
-                    f"{_unknown(unknown, list(self.patterns))}"
-                )
-        return used
 
 
-def _unpriced(
-    cost: SearchCost | None, tables: tuple[DeviceCosts, ...], front: Front | None
-) -> str | None:
-    """Reason why tables and front do not fit the cost that the search counted; None if they do."""
-    if cost is None:
-        unit = None
-    else:
-        unit = cost.unit
+def _check_costs(
+    cost: SearchCost | None, tables: Sequence[DeviceCosts], front: Front | None
+) -> None:
+    """Raise ValueError where tables and front do not fit the cost that the search counted."""
+    unit = None if cost is None else cost.unit
     counted = [i for i, table in enumerate(tables) if table.optimised]
     if len(counted) != (unit == "seconds"):
         if unit == "seconds":
             wanted = "exactly one table is"
         else:
             wanted = "no table can be"
-        return (
+        raise ValueError(
             f"costs: {wanted} optimised for where search.cost has "
             f"{unit or 'no unit'}, but {len(counted)} say so"
         )
     for i in counted:
         if cost is not None and tables[i].device != cost.device:
-            return (
+            raise ValueError(
                 f"costs[{i}].device is {shorten(tables[i].device)}, but "
                 f"search.cost.device {shorten(cost.device)}"
             )
     if front is not None and front.unit != unit:
-        return f"prefill.front.unit is {front.unit}, but search.cost has {unit or 'no unit'}"
-    return None
+        raise ValueError(
+            f"prefill.front.unit is {front.unit}, but search.cost has {unit or 'no unit'}"
+        )
 
 
-def _both(omnikv: OmniKV, kv_cache: KVCache) -> str | None:
-    """Reason why the sections exclude each other, as OmniKV chooses among all tokens, or None."""
+def _check_exclusive(omnikv: OmniKV, kv_cache: KVCache) -> None:
+    """Raise ValueError where a policy drops tokens that OmniKV selects from."""
     for layer, row in enumerate(kv_cache.layers):
         names = (row,) if isinstance(row, str) else row or ()
         free = layer in omnikv.dense_layers or layer < omnikv.filter_layers[0]
         if not free and any(kv_cache.policies[name].kind != "full" for name in names):
-            return (
+            raise ValueError(
                 f"kv_cache.layers[{layer}] drops tokens that decode.omnikv chooses from: keep it "
                 "full, or name the layer in decode.omnikv.dense_layers"
             )
-    return None
 
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{kind} {counts[kind]}" for kind in sorted(counts)) or "none"
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        hint = f"did you mean {near[0]}?"
-    else:
-        hint = f"known: {', '.join(known[:5]) or 'none'}"
-    return f"no pattern is called {shorten(name)}, {hint}"

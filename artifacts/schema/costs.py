@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from artifacts.schema.fields import Record, Text
+from artifacts.schema.fields import Items, Record, Text
 
-Names = Annotated[tuple[Text, ...], Field(min_length=1)]
+Names = Annotated[Items[Text], Field(min_length=1)]
 
 
 class DeviceCosts(Record):

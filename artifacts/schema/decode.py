@@ -13,11 +13,13 @@ from artifacts.schema.fields import (
     Budget,
     Count,
     Imported,
+    Items,
     Positive,
     Record,
     Share,
     Text,
 )
+from artifacts.schema.model import ModelInfo
 
 
 def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -34,7 +36,7 @@ def _part(value: int | float) -> int | float:
     return value
 
 
-Layers = Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST)], ...], AfterValidator(_ascending)]
+Layers = Annotated[Items[Annotated[int, Field(ge=0, lt=MOST)]], AfterValidator(_ascending)]
 
 
 class Similarity(Record):
@@ -52,7 +54,7 @@ class Similarity(Record):
         ),
     )
     top_k: Count = Field(description="tokens of each filter that count as kept")
-    tasks: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(
+    tasks: Annotated[Items[Text], Field(min_length=1)] = Field(
         description="the held-out prompts' tasks"
     )
 
@@ -114,13 +116,15 @@ class OmniKV(Record):
             return before[-1]
         return None
 
-    def fault(self, num_layers: int) -> str | None:
-        """Reason why the section does not fit a model; None where it does."""
+    def validate_for(self, model: ModelInfo) -> None:
+        """Raise ValueError where the section does not fit the model."""
         for name in ("filter_layers", "dense_layers"):
             last = max(getattr(self, name), default=0)
-            if last >= num_layers:
-                return f"{name} names layer {last}, the model has {num_layers} layers"
-        return None
+            if last >= model.num_layers:
+                raise ValueError(
+                    f"decode.omnikv.{name} names layer {last}, the model has {model.num_layers} "
+                    "layers"
+                )
 
 
 class Decode(Record):

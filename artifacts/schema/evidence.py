@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from artifacts.schema.fields import (
     AtLeast0,
     Count,
+    Items,
     Natural,
     Positive,
     Record,
@@ -145,12 +146,10 @@ class Evidence(Record):
             "the prompts of `tasks`; no choice was made by them where they are not `chosen_on`"
         ),
     )
-    tasks: Annotated[tuple[TaskFigures, ...], Field(max_length=MAX_TASKS)] = Field(
+    tasks: Annotated[Items[TaskFigures], Field(max_length=MAX_TASKS)] = Field(
         default=(), description="for each task what its prompts lose against dense attention"
     )
-    measurements: tuple[Measurement, ...] = Field(
-        default=(), description="numbers against a baseline"
-    )
+    measurements: Items[Measurement] = Field(default=(), description="numbers against a baseline")
 
     @property
     def measured_length(self) -> int | None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
 )
 
 # No prompt is longer and no size larger; what a file may claim has to be small enough to be counted
@@ -49,19 +45,6 @@ def matching(pattern: str, wanted: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def either(wanted: str) -> WrapValidator:
-    """Value of one of several types, with one error instead of pydantic's one for each type."""
-
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        # Raised within the handler it would keep pydantic's error, of which a file may have
-        # thousands.
-        with suppress(ValidationError):
-            return handler(value)
-        raise ValueError(f"must be {wanted}")
-
-    return WrapValidator(check)
-
-
 def _share(value: float) -> float:
     # Means of float32 shares end up a rounding error above one.
     if not 0.0 <= value <= 1.0001:
@@ -69,6 +52,9 @@ def _share(value: float) -> float:
     return min(value, 1.0)
 
 
+T = TypeVar("T")
+# Of a list, too, which is what YAML has: strict mode takes tuples alone.
+Items = Annotated[tuple[T, ...], Field(strict=False)]
 Text = Annotated[str, Field(min_length=1)]
 Natural = Annotated[int, Field(ge=0, le=LARGEST)]
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -77,10 +63,8 @@ Share = Annotated[float, AfterValidator(_share)]
 Coverage = Annotated[float, Field(gt=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 AtLeast0 = Annotated[float, Field(ge=0.0)]
-Budget = Annotated[
-    Natural | Annotated[float, Field(ge=0.0, le=1.0)],
-    either("a whole number of tokens, or a share of them between 0 and 1"),
-]
+# A whole number of tokens, or a fraction of them.
+Budget = Natural | Annotated[float, Field(ge=0.0, le=1.0)]
 Sha256 = Annotated[str, matching("[0-9a-f]{64}", "a SHA-256 of 64 lower-case hex digits")]
 PatternName = Annotated[
     str,
@@ -89,7 +73,7 @@ PatternName = Annotated[
         "a letter and then up to 63 letters, digits, '_', '.' or '-'",
     ),
 ]
-Rows = tuple[tuple[PatternName, ...] | None, ...]
+Rows = Items[Items[PatternName] | None]
 
 
 class Imported(Record):

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from artifacts.errors import HeadwiseError, shorten
 from artifacts.schema.evidence import check_lost
-from artifacts.schema.fields import AtLeast0, Count, Natural, Positive, Record, Share
+from artifacts.schema.fields import AtLeast0, Count, Items, Natural, Positive, Record, Share
 
 MAX_POINTS = 32
 # Requests for a point of a front.
@@ -64,7 +64,7 @@ class Front(Record):
     measured_on: Literal["calibration", "held_out"] = Field(
         description="the prompts of `kl`, `recall` and `lost`"
     )
-    points: Annotated[tuple[Point, ...], Field(min_length=1, max_length=MAX_POINTS)] = Field(
+    points: Annotated[Items[Point], Field(min_length=1, max_length=MAX_POINTS)] = Field(
         description="ascending in cost and descending in kl: none is beaten in both; at most 32"
     )
 

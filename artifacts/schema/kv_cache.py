@@ -11,11 +11,12 @@ the model's own."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from artifacts.schema.fields import Budget, Count, Imported, Natural, Record, matching
+from artifacts.schema.fields import Budget, Count, Imported, Items, Natural, Record, matching
+from artifacts.schema.model import ModelInfo
 
 PolicyName = Annotated[
     str,
@@ -74,6 +75,12 @@ class H2O(Record):
         ),
     )
 
+    @model_validator(mode="after")
+    def _keeps_some(self) -> Self:
+        if self.heavy == 0 and self.recent == 0:
+            raise ValueError("keeps nothing: heavy and recent are both 0")
+        return self
+
 
 class SnapKV(Record):
     """of each prompt what its last queries attend to; all that is generated (SnapKV, section 4)"""
@@ -90,17 +97,28 @@ class SnapKV(Record):
         default=7, description="votes are averaged over so many neighbours, an odd number"
     )
 
+    @model_validator(mode="after")
+    def _sizes(self) -> Self:
+        if not self.budget:
+            raise ValueError("budget must be more than 0")
+        if self.pool % 2 == 0:
+            raise ValueError(f"pool must be odd, got {self.pool}")
+        if isinstance(self.budget, int) and self.budget <= self.window:
+            raise ValueError(
+                f"budget must be above its window of {self.window} tokens, got {self.budget}"
+            )
+        return self
+
 
 AnyPolicy = Full | Streaming | H2O | SnapKV
 Policy = Annotated[AnyPolicy, Field(discriminator="kind")]
 POLICY_KINDS: tuple[str, ...] = tuple(
     cls.model_fields["kind"].default for cls in get_args(AnyPolicy)
 )
-# The tags are no part of a field's path (artifacts.schema.validation).
 Row = Annotated[
-    Annotated[PolicyName, Tag("[name]")]
-    | Annotated[tuple[PolicyName, ...], Field(min_length=1), Tag("[names]")],
-    Discriminator(lambda row: "[name]" if isinstance(row, str) else "[names]"),
+    Annotated[PolicyName, Tag("name")]
+    | Annotated[Items[PolicyName], Field(min_length=1), Tag("names")],
+    Discriminator(lambda row: "name" if isinstance(row, str) else "names"),
 ]
 
 
@@ -110,7 +128,7 @@ class KVCache(Record):
     policies: dict[PolicyName, Policy] = Field(
         default_factory=dict, description="the policies in use; an unused one is an error"
     )
-    layers: Annotated[tuple[Row | None, ...], Field(min_length=1)] = Field(
+    layers: Annotated[Items[Row | None], Field(min_length=1)] = Field(
         description=(
             "a row for each layer: a policy's name for all its KV heads, or a list with one for "
             "each; `null`: the layer slides over a window of the model's own"
@@ -128,43 +146,30 @@ class KVCache(Record):
             return (row,) * num_kv_heads
         return row
 
-    def fault(self, num_layers: int, num_kv_heads: int) -> str | None:
-        """Reason why the section does not fit a model of this shape; None where it does."""
-        if len(self.layers) != num_layers:
-            return f"layers has {len(self.layers)} rows, the model has {num_layers} layers"
+    def validate_for(self, model: ModelInfo) -> None:
+        """Raise ValueError where the section does not fit the model."""
+        if len(self.layers) != model.num_layers:
+            raise ValueError(
+                f"kv_cache.layers has {len(self.layers)} rows, the model has {model.num_layers} "
+                "layers"
+            )
         unused = dict.fromkeys(self.policies)
-        for layer in range(num_layers):
-            row = self.layers[layer]
+        for layer, row in enumerate(self.layers):
             names = (row,) if isinstance(row, str) else row or ()
-            if not isinstance(row, str | None) and len(names) != num_kv_heads:
-                return (
-                    f"layers[{layer}] has {len(names)} names, the model has {num_kv_heads} KV heads"
+            if not isinstance(row, str | None) and len(names) != model.num_kv_heads:
+                raise ValueError(
+                    f"kv_cache.layers[{layer}] has {len(names)} names, the model has "
+                    f"{model.num_kv_heads} KV heads"
                 )
             for name in names:
                 if name not in self.policies:
-                    return (
-                        f"layers[{layer}]: no policy is called {name!r}; known: "
+                    raise ValueError(
+                        f"kv_cache.layers[{layer}]: no policy is called {name!r}; known: "
                         f"{', '.join(self.policies)}"
                     )
                 unused.pop(name, None)
         if unused:
-            return (
-                f"policies.{next(iter(unused))} is used by no layer: remove it or use it in layers"
+            raise ValueError(
+                f"kv_cache.policies.{next(iter(unused))} is used by no layer: remove it or use it "
+                "in layers"
             )
-        for name, policy in self.policies.items():
-            if isinstance(policy, H2O) and policy.heavy == 0 and policy.recent == 0:
-                return f"policies.{name} keeps nothing: heavy and recent are both 0"
-            if isinstance(policy, SnapKV) and not policy.budget:
-                return f"policies.{name}.budget must be more than 0"
-            if isinstance(policy, SnapKV) and policy.pool % 2 == 0:
-                return f"policies.{name}.pool must be odd, got {policy.pool}"
-            if (
-                isinstance(policy, SnapKV)
-                and isinstance(policy.budget, int)
-                and policy.budget <= policy.window
-            ):
-                return (
-                    f"policies.{name}.budget must be above its window of "
-                    f"{policy.window} tokens, got {policy.budget}"
-                )
-        return None

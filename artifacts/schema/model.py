@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from artifacts.errors import shorten
 from artifacts.schema.fields import (
     MOST_HEADS,
     Count,
@@ -16,27 +14,6 @@ from artifacts.schema.fields import (
     Sha256,
     Text,
 )
-
-
-def _plain(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Check for JSON that every reader takes alike: finite numbers, and integers below 2^53."""
-
-    def check(entry: JsonValue, path: str) -> None:
-        if isinstance(entry, float) and not isfinite(entry):
-            raise ValueError(f"must hold finite numbers only, got {entry} at {path}")
-        if isinstance(entry, int) and abs(entry) >= 2**53:
-            raise ValueError(
-                f"must hold whole numbers below 2^53 only, got {shorten(entry)} at {path}"
-            )
-        if isinstance(entry, dict):
-            for key, inner in entry.items():
-                check(inner, f"{path}.{key}" if path else key)
-        elif isinstance(entry, list):
-            for i, inner in enumerate(entry):
-                check(inner, f"{path}[{i}]")
-
-    check(value, "")
-    return value
 
 
 class ModelInfo(Record):
@@ -61,7 +38,7 @@ class ModelInfo(Record):
     num_heads: Few = Field(description="query heads a layer")
     num_kv_heads: Few = Field(description="KV heads a layer; divides `num_heads`")
     head_dim: Annotated[int, Field(ge=1, le=65_536)] = Field(description="channels a head")
-    rope: Annotated[dict[str, JsonValue], AfterValidator(_plain)] | None = Field(
+    rope: dict[str, JsonValue] | None = Field(
         description="the rotary embedding's parameters, as the configuration has them"
     )
     max_positions: Count = Field(

@@ -9,6 +9,7 @@ from pydantic import Field
 from artifacts.schema.fields import (
     AtLeast0,
     Count,
+    Items,
     Natural,
     Positive,
     Record,
@@ -25,7 +26,7 @@ CostUnit = Literal["seconds", "flops"]
 class Calibration(Record):
     """The prompts that the search looked at."""
 
-    tasks: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(
+    tasks: Annotated[Items[Text], Field(min_length=1)] = Field(
         description="`kv_retrieval`, `passkey`, `text`, `jsonl` and so on"
     )
     length: Count = Field(description="tokens of a prompt")

@@ -1,9 +1,9 @@
-"""Checks of arrays: those that sections need, and the scores of heads."""
+"""Checks of the arrays that sections need, and of the scores of heads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from artifacts.errors import ArtifactError, shorten
 from artifacts.schema.artifact import Artifact
@@ -11,7 +11,7 @@ from artifacts.store.front_rows import FRONT_ROWS
 from artifacts.store.windows import SEEN_WINDOWS
 
 if TYPE_CHECKING:
-    from artifacts.store.sidecar import Array, Entry
+    from artifacts.store.sidecar import Array
 
 T = TypeVar("T")
 # Arrays with a value for every query head, by how their names begin.
@@ -21,30 +21,20 @@ _PER_KV_HEAD = "imported.full_attention"
 _SCORES = ("chosen.recall", "chosen.error", "chosen.density")
 
 
-def check_arrays(
-    artifact: Artifact,
-    arrays: Mapping[str, Array] | None,
-    entries: Mapping[str, Entry] | None = None,
-) -> None:
+def check_arrays(artifact: Artifact, arrays: Mapping[str, Array]) -> None:
     """Check the arrays of every section that needs some, and those of heads.
-
-    Args:
-        artifact: whose sections.
-        arrays: the sidecar's; None where there is none.
-        entries: their dtypes and shapes, which are enough for those that nothing here looks into;
-            None asks the arrays.
 
     Raises:
         ArtifactError: the first that is missing or not as it has to be.
     """
     for number in range(len(artifact.costs)):
-        if fault := _cost_fault(number, entries or arrays or {}):
+        if fault := _cost_fault(number, arrays):
             raise ArtifactError(f"costs[{number}]: {fault}")
-    if fault := _front_fault(artifact, arrays or {}, entries):
+    if fault := _front_fault(artifact, arrays):
         raise ArtifactError(f"prefill.front: {fault}")
-    if fault := _windows_fault(artifact, entries or arrays or {}):
+    if fault := _windows_fault(artifact, arrays):
         raise ArtifactError(f"search.calibration.seen_windows: {fault}")
-    if fault := _heads_fault(artifact, entries or arrays or {}):
+    if fault := _heads_fault(artifact, arrays) or _scores_fault(artifact, arrays):
         raise ArtifactError(fault)
 
 
@@ -58,7 +48,7 @@ def columns(arrays: Mapping[str, T], number: int) -> dict[str, T]:
     }
 
 
-def _cost_fault(number: int, arrays: Mapping[str, Any]) -> str | None:
+def _cost_fault(number: int, arrays: Mapping[str, Array]) -> str | None:
     table = columns(arrays, number)
     if not table:
         return f"the sidecar has no arrays cost.{number}.*"
@@ -68,9 +58,7 @@ def _cost_fault(number: int, arrays: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _front_fault(
-    artifact: Artifact, arrays: Mapping[str, Array], entries: Mapping[str, Entry] | None
-) -> str | None:
+def _front_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:
     front = artifact.prefill.front
     model = artifact.model
     if front is None:
@@ -78,12 +66,11 @@ def _front_fault(
     if FRONT_ROWS not in arrays:
         return f"the sidecar has no array {FRONT_ROWS}, and the points' rows are there"
     shape = (len(front.points), model.num_layers, model.num_heads)
-    entry = (entries or arrays)[FRONT_ROWS]
-    if entry.dtype != "int16" or entry.shape != shape:
-        return (
-            f"{FRONT_ROWS} must be int16 of shape {shape}, got {entry.dtype} of shape {entry.shape}"
-        )
     table = arrays[FRONT_ROWS]
+    if table.dtype != "int16" or table.shape != shape:
+        return (
+            f"{FRONT_ROWS} must be int16 of shape {shape}, got {table.dtype} of shape {table.shape}"
+        )
     alone = [row is None for row in artifact.prefill.layers]
     if ((table < 0) != [[[left] for left in alone]]).any():
         return (
@@ -106,28 +93,7 @@ def _front_fault(
     return None
 
 
-def check_scores(artifact: Artifact, arrays: Mapping[str, Array]) -> None:
-    """Check that heads have scores where they have patterns; this reads the arrays of scores.
-
-    Raises:
-        ArtifactError: a layer has only one of the two.
-    """
-    for name in _SCORES:
-        if name not in arrays:
-            continue
-        table = arrays[name]
-        # A score that is not NaN equals itself.
-        scored = (table == table).any(axis=1).tolist()
-        rows = zip(scored, artifact.prefill.layers, strict=False)
-        for layer, (has_scores, row) in enumerate(rows):
-            if has_scores != (row is not None):
-                raise ArtifactError(
-                    f"{name} has scores without patterns or patterns without scores in layer "
-                    f"{layer}: YAML and sidecar are of two searches"
-                )
-
-
-def _heads_fault(artifact: Artifact, arrays: Mapping[str, Any]) -> str | None:
+def _heads_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:
     """Reason why an array of heads is of another model, or None."""
     model = artifact.model
     for name, array in sorted(arrays.items()):
@@ -137,7 +103,7 @@ def _heads_fault(artifact: Artifact, arrays: Mapping[str, Any]) -> str | None:
             heads = model.num_heads
         else:
             continue
-        shape = tuple(array.shape)
+        shape = array.shape
         if shape[:2] != (model.num_layers, heads) or (name in _SCORES and len(shape) > 2):
             return (
                 f"{shorten(name)} has the shape {shorten(shape)}, the model has "
@@ -146,7 +112,25 @@ def _heads_fault(artifact: Artifact, arrays: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _windows_fault(artifact: Artifact, arrays: Mapping[str, Any]) -> str | None:
+def _scores_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:
+    """Reason why scores are not where heads have patterns, or None."""
+    for name in _SCORES:
+        if name not in arrays:
+            continue
+        table = arrays[name]
+        # A score that is not NaN equals itself.
+        scored = (table == table).any(axis=1).tolist()
+        rows = zip(scored, artifact.prefill.layers, strict=False)
+        for layer, (has_scores, row) in enumerate(rows):
+            if has_scores != (row is not None):
+                return (
+                    f"{name} has scores without patterns or patterns without scores in layer "
+                    f"{layer}: YAML and sidecar are of two searches"
+                )
+    return None
+
+
+def _windows_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:
     if artifact.search is None:
         count = 0
     else:

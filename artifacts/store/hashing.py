@@ -8,6 +8,11 @@ from typing import Any
 
 import rfc8785
 
+from artifacts.errors import ArtifactError
+
+# Of canonical JSON: whatever the layout of a file within it, it can be written again.
+MAX_CONTENT = 4 * 2**20
+
 
 def canonical_json(value: Any) -> bytes:
     """JSON bytes in the form of RFC 8785 (JCS), which every language can write.
@@ -20,8 +25,20 @@ def canonical_json(value: Any) -> bytes:
 
 
 def content_sha256(artifact: Mapping[str, Any]) -> str:
-    """Hash of an artifact's content; 64 hex digits."""
-    return hashlib.sha256(canonical_json(content_of(artifact))).hexdigest()
+    """Hash of the content of an artifact's fields; 64 hex digits.
+
+    Raises:
+        ArtifactError: a field has no JSON form, or there is more content than an artifact may have.
+    """
+    try:
+        content = canonical_json(content_of(artifact))
+    except ValueError as error:
+        raise ArtifactError(f"holds what JSON has no place for: {error}") from None
+    if len(content) > MAX_CONTENT:
+        raise ArtifactError(
+            f"has {len(content)} bytes of content, an artifact may have {MAX_CONTENT}"
+        )
+    return hashlib.sha256(content).hexdigest()
 
 
 def content_of(artifact: Mapping[str, Any]) -> dict[str, Any]:

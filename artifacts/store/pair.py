@@ -105,9 +105,11 @@ def _own_sidecar(path: Path) -> Path | None:
     """Sidecar of the YAML at `path`, if save() named it; a hand-written name removes no file."""
     try:
         with open_regular(path) as stream:
-            name = strict_yaml.parse(stream.read(MAX_BYTES))["sidecar"]["file"]
+            lines = stream.read(MAX_BYTES).splitlines()
+        line = next(line for line in reversed(lines) if line.startswith(b"sidecar:"))
+        name = strict_yaml.parse(line)["sidecar"]["file"]
         ours = re.fullmatch(rf"{re.escape(path.stem)}\.[0-9a-f]{{8}}\.safetensors", name)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, StopIteration):
         return None
     if ours:
         return path.with_name(name)

@@ -4,12 +4,10 @@ A reader at any instant finds the old pair or the new one: see artifacts.store.p
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, naming, one_line, shorten
 from artifacts.files import read_regular
@@ -17,16 +15,14 @@ from artifacts.schema.artifact import SCHEMA_VERSION, Artifact
 from artifacts.schema.validation import to_artifact
 from artifacts.store import strict_yaml
 from artifacts.store.arrays import check_arrays
-from artifacts.store.hashing import canonical_json, content_of
+from artifacts.store.hashing import content_sha256
 from artifacts.store.pair import MAX_BYTES
-from artifacts.store.sidecar import Entry, Sidecar
+from artifacts.store.sidecar import read_arrays
 from artifacts.store.signing import Key, check_signature
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
-MAX_CONTENT = 4 * 2**20
-"""Bytes of canonical JSON: whatever the layout of a file within it, it can be written again."""
 # Each is another pair that was replaced between the two reads.
 _ATTEMPTS = 100
 
@@ -37,23 +33,14 @@ class Pair:
 
     Attributes:
         data: the bytes of the YAML file.
-        arrays: the sidecar's, each read on demand; empty where there is none.
-        signed_by: fingerprint of the key that signed it; None where no signature was asked for.
-        fault: of the sidecar, whose arrays are left out then (see look()).
+        arrays: the sidecar's; empty where there is none.
+        fault: of the sidecar, whose arrays are left out then (see read_lenient()).
     """
 
     artifact: Artifact
     data: bytes
-    arrays: Sidecar | dict[str, Array] = field(default_factory=dict)
-    signed_by: str | None = None
+    arrays: dict[str, Array] = field(default_factory=dict)
     fault: str | None = None
-
-    @property
-    def entries(self) -> Mapping[str, Entry]:
-        """Dtypes and shapes of the arrays."""
-        if isinstance(self.arrays, Sidecar):
-            return self.arrays.entries
-        return {}
 
 
 def load(
@@ -63,21 +50,21 @@ def load(
 
     Args:
         path: the YAML file.
-        check_sidecar: also hash the sidecar, and check the arrays that sections need; without it
-            the sidecar need not be there.
-        verify: a public key, by its file or as its bytes: a file that its holder did not sign is
-            refused before anything else in it is read. None asks for no signature.
+        check_sidecar: also read the sidecar, and check its hash and its arrays; without it the
+            sidecar need not be there.
+        verify: the PEM file of a public key: an artifact that its holder did not sign is refused
+            before anything else in it is read. None asks for no signature.
 
     Raises:
         ArtifactError: the file cannot be read, is no artifact, was changed, or is of a newer schema
             version; its sidecar is missing or changed; it is not signed by the key. The line names
-            the file, the field, its value and what would be right.
+            the file, the field, what would be right and its value.
         HeadwiseError: `verify` is no public key.
     """
     path = Path(path)
     if check_sidecar:
         return read_pair(path, verify=verify).artifact
-    return _parse(path, read_yaml(path), verify).artifact
+    return _parse(path, read_yaml(path), verify)
 
 
 def load_arrays(path: str | os.PathLike[str], *, verify: Key | None = None) -> dict[str, Array]:
@@ -86,7 +73,7 @@ def load_arrays(path: str | os.PathLike[str], *, verify: Key | None = None) -> d
     Raises:
         ArtifactError: as load().
     """
-    return load_pair(path, verify=verify)[1]
+    return read_pair(Path(path), verify=verify).arrays
 
 
 def load_pair(
@@ -102,12 +89,11 @@ def load_pair(
         ArtifactError: as load().
     """
     pair = read_pair(Path(path), verify=verify)
-    with naming(Path(path)):
-        return pair.artifact, dict(pair.arrays)
+    return pair.artifact, pair.arrays
 
 
 def read_pair(path: Path, *, verify: Key | None = None, check_content: bool = True) -> Pair:
-    """Read an artifact and check its sidecar; arrays that nothing needs are read on demand.
+    """Read an artifact and its sidecar.
 
     Args:
         path: the YAML file.
@@ -117,41 +103,15 @@ def read_pair(path: Path, *, verify: Key | None = None, check_content: bool = Tr
     Raises:
         ArtifactError: as load().
     """
-    pair = _parse(path, read_yaml(path), verify, check_content)
-    return _with_sidecar(path, pair, verify, check_content)
-
-
-def look(path: Path) -> Pair:
-    """As read_pair(), but a sidecar that is missing or wrong is a fault that the pair names.
-
-    Raises:
-        ArtifactError: as load() of the YAML alone.
-    """
-    pair = _parse(path, read_yaml(path), None)
-    try:
-        return _with_sidecar(path, pair, None)
-    except ArtifactError as error:
-        return replace(pair, fault=str(error).removeprefix(f"{one_line(str(path))}: "))
-
-
-def _with_sidecar(path: Path, pair: Pair, verify: Key | None, check_content: bool = True) -> Pair:
     for _ in range(_ATTEMPTS):
-        artifact = pair.artifact
-        if artifact.sidecar is None:
-            with naming(path):
-                check_arrays(artifact, None)
-            return pair
-        file = path.with_name(artifact.sidecar.file)
+        data = read_yaml(path)
+        artifact = _parse(path, data, verify, check_content)
         try:
-            with naming(path):
-                arrays = Sidecar(file, artifact.sidecar.sha256)
-                check_arrays(artifact, arrays, arrays.entries)
-                return replace(pair, arrays=arrays)
-        except FileNotFoundError:
+            return Pair(artifact=artifact, data=data, arrays=_arrays(path, artifact))
+        except FileNotFoundError as error:
+            file = Path(error.filename)
             # A writer may have switched to a new pair since the YAML was read.
-            if (data := read_yaml(path)) != pair.data:
-                pair = _parse(path, data, verify, check_content)
-            elif not file.exists():
+            if read_yaml(path) == data and not file.exists():
                 break
     raise ArtifactError(
         f"{one_line(str(path))}: sidecar.file: {shorten(file.name)} is missing from "
@@ -159,11 +119,36 @@ def _with_sidecar(path: Path, pair: Pair, verify: Key | None, check_content: boo
     )
 
 
-def _parse(path: Path, data: bytes, verify: Key | None, check_content: bool = True) -> Pair:
-    if verify is None:
-        signed_by = None
-    else:
-        signed_by = check_signature(path, data, verify)
+def read_lenient(path: Path) -> Pair:
+    """As read_pair(), but a sidecar that is missing or wrong is a fault that the pair names.
+
+    Raises:
+        ArtifactError: as load() of the YAML alone.
+    """
+    try:
+        return read_pair(path)
+    except ArtifactError as error:
+        data = read_yaml(path)
+        fault = str(error).removeprefix(f"{one_line(str(path))}: ")
+        return Pair(artifact=_parse(path, data), data=data, fault=fault)
+
+
+def read_yaml(path: Path) -> bytes:
+    """The bytes of the YAML file at `path`, as they are.
+
+    Raises:
+        ArtifactError: it cannot be read, or has more than 16 MiB.
+    """
+    if path.is_dir():
+        raise ArtifactError(f"{one_line(str(path))}: is a directory, give the artifact's YAML file")
+    return read_regular(path, MAX_BYTES, "an artifact's YAML file")
+
+
+def _parse(
+    path: Path, data: bytes, verify: Key | None = None, check_content: bool = True
+) -> Artifact:
+    if verify is not None:
+        check_signature(path, data, verify)
     with naming(path):
         try:
             data.decode()
@@ -182,50 +167,24 @@ def _parse(path: Path, data: bytes, verify: Key | None, check_content: bool = Tr
                 f"schema_version: this headwise reads {SCHEMA_VERSION}, got {shorten(version)}: a "
                 "file of a newer version needs a newer headwise"
             )
-        missing = [name for name in Artifact.model_fields if name not in fields]
-        if missing and fields.keys() <= Artifact.model_fields.keys():
-            # Otherwise a misspelt name is what is wrong, and to_artifact says so.
+        if missing := [name for name in Artifact.model_fields if name not in fields]:
             raise ArtifactError(f"{missing[0]}: missing (is the file cut short?)")
         artifact = to_artifact(fields)
-        if check_content:
-            _check_content(fields)
-        return Pair(artifact=artifact, data=data, signed_by=signed_by)
+        if check_content and (actual := content_sha256(fields)) != artifact.content_sha256:
+            raise ArtifactError(
+                f"content_sha256: says {shorten(artifact.content_sha256, 14)} but the content "
+                f"gives {shorten(actual, 14)}: the file was changed after it was written; restore "
+                "it, or keep the change with `headwise validate --rehash`"
+            )
+        return artifact
 
 
-def content_sha256(fields: Mapping[str, Any]) -> str:
-    """Content hash of an artifact's fields.
-
-    Raises:
-        ArtifactError: a field has no JSON form, or there is more content than an artifact may have.
-    """
-    try:
-        content = canonical_json(content_of(fields))
-    except ValueError as error:
-        raise ArtifactError(f"holds what JSON has no place for: {error}") from None
-    if len(content) > MAX_CONTENT:
-        raise ArtifactError(
-            f"has {len(content)} bytes of content, an artifact may have {MAX_CONTENT}"
-        )
-    return hashlib.sha256(content).hexdigest()
-
-
-def _check_content(fields: Mapping[str, Any]) -> None:
-    stated = fields.get("content_sha256")
-    actual = content_sha256(fields)
-    if stated != actual:
-        raise ArtifactError(
-            f"content_sha256: says {shorten(stated, 14)} but the content gives "
-            f"{shorten(actual, 14)}: the file was changed after it was written; restore it, or "
-            "keep the change with `headwise validate --rehash`"
-        )
-
-
-def read_yaml(path: Path) -> bytes:
-    """The bytes of the YAML file at `path`, as they are.
-
-    Raises:
-        ArtifactError: it cannot be read, or has more than 16 MiB.
-    """
-    if path.is_dir():
-        raise ArtifactError(f"{one_line(str(path))}: is a directory, give the artifact's YAML file")
-    return read_regular(path, MAX_BYTES, "an artifact's YAML file")
+def _arrays(path: Path, artifact: Artifact) -> dict[str, Array]:
+    """Arrays of the sidecar, if the artifact has one; FileNotFoundError where it is not there."""
+    with naming(path):
+        arrays: dict[str, Array] = {}
+        if artifact.sidecar is not None:
+            file = path.with_name(artifact.sidecar.file)
+            arrays = read_arrays(file, artifact.sidecar.sha256)
+        check_arrays(artifact, arrays)
+        return arrays

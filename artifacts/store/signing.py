@@ -1,43 +1,26 @@
-"""Signatures: Ed25519 over a context and the YAML's bytes, which name the sidecar's hash.
+"""Signatures by a key at hand, in the format of OpenSSF Model Signing; nothing asks a network.
 
-`cfg.yaml.sig` is three lines of text: the context, which key signed, and the signature in base64.
-Signed are the first two lines and after them the YAML file, so that no signature can pass for one
-of something else. Keys are PEM files, and other tools can check it too:
+`cfg.yaml.sig` is a bundle over the YAML file, which names the hash of the sidecar. The tool of that
+project checks it too:
 
-    head -n 2 cfg.yaml.sig | cat - cfg.yaml > signed; tail -n 1 cfg.yaml.sig | base64 -d > signature
-    openssl pkeyutl -verify -pubin -inkey KEY.pub -rawin -in signed -sigfile signature
-
-Needs the package cryptography, which is imported where it is used.
+    model_signing verify key cfg.yaml --signature cfg.yaml.sig --public_key PUBKEY
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
-import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import TypeAlias, cast
 
-from artifacts.errors import ArtifactError, HeadwiseError, one_line, reason, shorten
-from artifacts.files import atomic_write, check_writable, open_regular, write_secret
+from artifacts.errors import ArtifactError, HeadwiseError, one_line, shorten
+from artifacts.files import read_regular
 
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
-        Ed25519PrivateKey,
-        Ed25519PublicKey,
-    )
+# A PEM file.
+Key: TypeAlias = "str | os.PathLike[str]"
 
-# A key file, or its text.
-Key: TypeAlias = "str | os.PathLike[str] | bytes"
-# Gives the passphrase of an encrypted key.
-Ask: TypeAlias = Callable[[], bytes]
-
-CONTEXT = "headwise artifact signature v1"
-_LONGEST_KEY = 16_384
-_LONGEST_SIGNATURE = 1_024
-_LAYOUT = re.compile(rf"({CONTEXT}\nkey ([0-9a-f]{{16}})\n)([A-Za-z0-9+/]{{86}}==)\n".encode())
+_MAX_BYTES = 2**16
 
 
 def signature_path(path: Path) -> Path:
@@ -45,194 +28,83 @@ def signature_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.sig")
 
 
-def make_key(path: str | os.PathLike[str], *, passphrase: bytes | None = None) -> tuple[Path, str]:
-    """Write a private key to `path`, readable by its owner alone, and PATH.pub.
+def signature(path: Path, data: bytes, key: Key, passphrase: bytes | None = None) -> bytes:
+    """Signature of `data`, the checked bytes of the YAML file at `path`.
 
     Args:
-        path: the private key's file.
-        passphrase: encrypts it; None leaves it in the clear.
-
-    Returns:
-        The public key's path, and its fingerprint.
-
-    Raises:
-        HeadwiseError: either file is there already, or cannot be written.
-    """
-    _cryptography()
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import (
-        BestAvailableEncryption,
-        Encoding,
-        NoEncryption,
-        PrivateFormat,
-        PublicFormat,
-    )
-
-    private = Path(path)
-    public = Path(f"{os.fspath(path)}.pub")
-    for file in (private, public):
-        check_writable(file)
-        if file.exists():
-            raise HeadwiseError(
-                f"{one_line(str(file))}: is there already, and a key is never replaced: name "
-                f"another"
-            )
-    key = Ed25519PrivateKey.generate()
-    encryption = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
-    write_secret(private, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
-    atomic_write(
-        public, key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    )
-    return public, _fingerprint(key.public_key())
-
-
-def signature(data: bytes, key: Key, ask: Ask | None = None) -> tuple[bytes, str]:
-    """Signature file for the bytes of a YAML file, and the public key's fingerprint.
-
-    Args:
-        data: the bytes that were read and checked.
-        key: the private key.
-        ask: gives the passphrase where the key is encrypted.
+        path: gives the name that the signature shows.
+        data: what is signed.
+        key: the private key, in PEM, of an elliptic curve (P-256, P-384 or P-521).
+        passphrase: of an encrypted key.
 
     Raises:
-        HeadwiseError: `key` is no private Ed25519 key, others can read it, it is encrypted and its
-            passphrase is missing or wrong; or cryptography is missing.
+        HeadwiseError: `key` is no such key, or model-signing is not installed.
     """
-    private = _private(key, ask)
-    by = _fingerprint(private.public_key())
-    head = f"{CONTEXT}\nkey {by}\n".encode()
-    return head + base64.b64encode(private.sign(head + data)) + b"\n", by
+    library = _library()
+    try:
+        config = library.signing.Config().use_elliptic_key_signer(
+            private_key=key, password=passphrase
+        )
+    # A key of another kind is an AttributeError.
+    except Exception as error:
+        raise HeadwiseError(_refusal(key, "private", error)) from None
+    # A copy: the file may be replaced after it was checked.
+    with TemporaryDirectory() as folder:
+        copy = Path(folder) / path.name
+        copy.write_bytes(data)
+        config.sign(copy, signature_path(copy))
+        return signature_path(copy).read_bytes()
 
 
-def fingerprint(key: Key) -> str:
-    """Fingerprint of a public key: 16 hex digits of the SHA-256 of its 32 bytes.
-
-    Raises:
-        HeadwiseError: `key` is no public Ed25519 key, or cryptography is missing.
-    """
-    return _fingerprint(_public(key))
-
-
-def check_signature(path: Path, data: bytes, key: Key) -> str:
-    """Check that the holder of `key` signed `data`, the bytes of the YAML file at `path`.
-
-    Returns:
-        The key's fingerprint.
+def check_signature(path: Path, data: bytes, key: Key) -> None:
+    """Check that the holder of the public `key` signed `data`, the bytes of the file at `path`.
 
     Raises:
         ArtifactError: there is no signature, or it is by another key or of other bytes.
-        HeadwiseError: `key` is no public Ed25519 key, or cryptography is missing.
+        HeadwiseError: `key` is no public key, or model-signing is not installed.
     """
-    public = _public(key)
-    from cryptography.exceptions import InvalidSignature
-
-    file = signature_path(path)
-    by = _fingerprint(public)
+    library = _library()
+    try:
+        config = library.verifying.Config().use_elliptic_key_verifier(public_key=key)
+    except Exception as error:
+        raise HeadwiseError(_refusal(key, "public", error)) from None
+    config.set_hashing_config(library.hashing.Config())
     shown = one_line(str(path))
+    file = signature_path(path)
+    if not file.exists():
+        raise ArtifactError(f"{shown}: is not signed, {shorten(file.name)} is missing")
+    bundle = read_regular(file, _MAX_BYTES, "a signature")
+    with TemporaryDirectory() as folder:
+        copy = Path(folder) / path.name
+        copy.write_bytes(data)
+        signature_path(copy).write_bytes(bundle)
+        try:
+            config.verify(copy, signature_path(copy))
+        # The library passes on whatever a malformed bundle causes.
+        except Exception as error:
+            raise ArtifactError(
+                f"{shown}: {shorten(file.name)} is no signature of this file by {_shown(key)}, "
+                f"{_why(error)}"
+            ) from None
+
+
+def _refusal(key: Key, kind: str, error: Exception) -> str:
+    return f"{_shown(key)}: must be a {kind} key of P-256, P-384 or P-521 in PEM, {_why(error)}"
+
+
+def _shown(key: Key) -> str:
+    return one_line(os.fspath(key))
+
+
+def _why(error: Exception) -> str:
+    return one_line(f"got {type(error).__name__}: {error}")[:200]
+
+
+def _library() -> ModuleType:
     try:
-        with open_regular(file) as stream:
-            layout = _LAYOUT.fullmatch(stream.read(_LONGEST_SIGNATURE))
-    except FileNotFoundError:
-        raise ArtifactError(f"{shown}: is not signed, {shorten(file.name)} is missing") from None
-    except OSError as error:
-        raise ArtifactError(
-            f"{shown}: {shorten(file.name)} cannot be read, {reason(error)}"
-        ) from None
-    if layout is None:
-        raise ArtifactError(
-            f"{shown}: {shorten(file.name)} is no {CONTEXT}: sign the artifact again"
-        )
-    if layout[2].decode() != by:
-        raise ArtifactError(f"{shown}: is signed by the key {layout[2].decode()}, not by {by}")
-    try:
-        public.verify(base64.b64decode(layout[3]), layout[1] + data)
-    except InvalidSignature:
-        raise ArtifactError(
-            f"{shown}: {shorten(file.name)} is no signature of this file by the key {by}: the file "
-            "was changed after it was signed"
-        ) from None
-    return by
-
-
-def _private(key: Key, ask: Ask | None) -> Ed25519PrivateKey:
-    _cryptography()
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-    data, shown = _key_bytes(key, secret=True)
-    if b"PUBLIC KEY" in data:
-        raise HeadwiseError(f"{shown}: is a public key, signing takes the private one")
-    passphrase = None
-    if b"ENCRYPTED" in data:
-        if ask is None:
-            raise HeadwiseError(
-                f"{shown}: is encrypted, and there is no terminal to ask for its passphrase"
-            )
-        passphrase = ask()
-    private = _parsed(load_pem_private_key, data, password=passphrase)
-    if private is None and passphrase is not None:
-        raise HeadwiseError(f"{shown}: this is not its passphrase")
-    if not isinstance(private, Ed25519PrivateKey):
-        raise HeadwiseError(f"{shown}: is no private Ed25519 key in PEM; sign --new-key makes one")
-    return private
-
-
-def _public(key: Key) -> Ed25519PublicKey:
-    _cryptography()
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-
-    data, shown = _key_bytes(key)
-    if b"PRIVATE KEY" in data:
-        raise HeadwiseError(
-            f"{shown}: is a private key, keep it to yourself: verifying takes the public one"
-        )
-    public = _parsed(load_pem_public_key, data)
-    if not isinstance(public, Ed25519PublicKey):
-        raise HeadwiseError(f"{shown}: is no public Ed25519 key in PEM")
-    return public
-
-
-def _parsed(load: Callable[..., Any], data: bytes, **options: Any) -> Any:
-    from cryptography.exceptions import UnsupportedAlgorithm
-
-    try:
-        return load(data, **options)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        return None
-
-
-def _key_bytes(key: Key, *, secret: bool = False) -> tuple[bytes, str]:
-    if isinstance(key, bytes):
-        return key, "the key"
-    if not isinstance(key, str | os.PathLike):
-        raise HeadwiseError(f"the key must be a file or the bytes of one, got {shorten(key)}")
-    shown = one_line(os.fspath(key))
-    try:
-        with open_regular(key) as stream:
-            mode = os.fstat(stream.fileno()).st_mode & 0o777
-            data = stream.read(_LONGEST_KEY)
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError):
-            why = reason(error)
-        else:
-            why = str(error)
-        raise HeadwiseError(f"{shown}: the key cannot be read, {why}") from None
-    if secret and os.name == "posix" and mode & 0o077 and b"PRIVATE KEY" in data:
-        raise HeadwiseError(
-            f"{shown}: others can use the key (mode {mode:03o}): chmod 600 it, or make another"
-        )
-    return data, shown
-
-
-def _fingerprint(public: Ed25519PublicKey) -> str:
-    return hashlib.sha256(public.public_bytes_raw()).hexdigest()[:16]
-
-
-def _cryptography() -> None:
-    try:
-        import cryptography  # noqa: F401
+        import model_signing
     except ImportError:
         raise HeadwiseError(
-            "signatures need the package cryptography: pip install 'headwise[sign]'"
+            "signatures need the package model-signing: pip install 'headwise[sign]'"
         ) from None
+    return cast(ModuleType, model_signing)

@@ -7,6 +7,7 @@ than an artifact has, and plain scalars that YAML 1.1 and 1.2 take for different
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import yaml
@@ -53,8 +54,7 @@ def parse(text: str | bytes) -> Any:
     if data.count(b"%TAG") > 99:
         raise ArtifactError("directives (%TAG) are not allowed: remove them")
     try:
-        _check_events(data)
-        root = yaml.compose(data, Loader=_Loader)
+        return _document(_Loader(data))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         if mark:
@@ -63,9 +63,6 @@ def parse(text: str | bytes) -> Any:
             where = ""
         why = getattr(error, "problem", None) or getattr(error, "reason", None)
         raise ArtifactError(f"{where}not valid YAML, {why} (is the file cut short?)") from None
-    if root is None:
-        raise ArtifactError("the file is empty")
-    return _value(root)
 
 
 def dump(fields: Any) -> str:
@@ -74,10 +71,26 @@ def dump(fields: Any) -> str:
     return str(yaml.dump(fields, Dumper=_Dumper, allow_unicode=True, **layout))
 
 
-def _check_events(data: bytes) -> None:
-    """Refuse what must not be built, while it is read."""
+def _document(loader: _Loader) -> Any:
+    """Value of the one document in the stream."""
+    events = _events(loader)
+    first = next(events)
+    if isinstance(first, yaml.StreamEndEvent):
+        raise ArtifactError("the file is empty")
+    value = _value(next(events), events, loader)
+    next(events)
+    after = next(events)
+    if not isinstance(after, yaml.StreamEndEvent):
+        _refuse(after, "not valid YAML, but found another document (is the file cut short?)")
+    return value
+
+
+def _events(loader: _Loader) -> Iterator[Any]:
+    """Events after the start of the stream; what must not be built is refused on the way."""
     depth = values = 0
-    for event in yaml.parse(data, Loader=_Loader):
+    loader.get_event()
+    while loader.check_event():
+        event = loader.get_event()
         if isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         elif isinstance(event, yaml.NodeEvent):
@@ -89,22 +102,36 @@ def _check_events(data: bytes) -> None:
                 _refuse(
                     event, f"more than {MAX_VALUES} values, or nested more than {MAX_DEPTH} deep"
                 )
+        yield event
 
 
-def _value(node: Any) -> Any:
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(entry) for entry in node.value]
-    if isinstance(node, yaml.MappingNode):
-        result: dict[str, Any] = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode) or not key.tag.endswith(":str"):
+def _value(event: Any, events: Iterator[Any], loader: _Loader) -> Any:
+    """The value that begins with `event`; takes its events."""
+    if isinstance(event, yaml.SequenceStartEvent):
+        items = []
+        while not isinstance(entry := next(events), yaml.SequenceEndEvent):
+            items.append(_value(entry, events, loader))
+        return items
+    if isinstance(event, yaml.MappingStartEvent):
+        fields: dict[str, Any] = {}
+        while not isinstance(key := next(events), yaml.MappingEndEvent):
+            if not isinstance(key, yaml.ScalarEvent) or not _is_text(key, loader):
                 _refuse(key, "a key must be text, with quotes where it reads as something else")
-            if key.value in result:
+            if key.value in fields:
                 _refuse(key, f"the key {shorten(key.value)} is given twice: remove one")
-            result[key.value] = _value(value)
-        return result
-    text = node.value
-    if node.tag.endswith(":str"):
+            fields[key.value] = _value(next(events), events, loader)
+        return fields
+    return _scalar(event, loader)
+
+
+def _is_text(event: yaml.ScalarEvent, loader: _Loader) -> bool:
+    tag = loader.resolve(yaml.ScalarNode, event.value, event.implicit)  # type: ignore[no-untyped-call]
+    return str(tag).endswith(":str")
+
+
+def _scalar(event: yaml.ScalarEvent, loader: _Loader) -> Any:
+    text = event.value
+    if _is_text(event, loader):
         return text
     if text in _WORDS:
         return _WORDS[text]
@@ -114,7 +141,7 @@ def _value(node: Any) -> Any:
     if _INT.fullmatch(text) and abs(int(text)) <= 2**53:
         return int(text)
     _refuse(
-        node, f"readers disagree about {shorten(text)}: quote a text, write numbers like 1.0e-05"
+        event, f"readers disagree about {shorten(text)}: quote a text, write numbers like 1.0e-05"
     )
 
 

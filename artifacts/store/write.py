@@ -17,11 +17,12 @@ from artifacts.files import atomic_write, check_writable
 from artifacts.schema.artifact import SCHEMA_VERSION, Artifact
 from artifacts.schema.validation import to_artifact
 from artifacts.store import strict_yaml
-from artifacts.store.arrays import check_arrays, check_scores
+from artifacts.store.arrays import check_arrays
+from artifacts.store.hashing import content_sha256
 from artifacts.store.pair import MAX_BYTES, TIMEOUT, locked, replace_pair, sidecar_name
-from artifacts.store.read import content_sha256, load_pair, read_pair
+from artifacts.store.read import load_pair, read_pair
 from artifacts.store.sidecar import to_bytes
-from artifacts.store.signing import Ask, Key, signature, signature_path
+from artifacts.store.signing import Key, signature, signature_path
 
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
@@ -108,16 +109,14 @@ def rehash(path: str | os.PathLike[str]) -> Artifact:
     check_writable(path)
     with locked(path):
         pair = read_pair(path, check_content=False)
-        with naming(path):
-            arrays = dict(pair.arrays)
-        return _prepared(pair.artifact, path, arrays)()
+        return _prepared(pair.artifact, path, pair.arrays)()
 
 
-def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tuple[Path, str]:
+def sign(path: str | os.PathLike[str], key: Key, passphrase: bytes | None = None) -> Path:
     """Check the artifact at `path` and write the signature of the checked bytes next to it.
 
     Returns:
-        The signature's path, and the fingerprint of the public key.
+        The signature's path.
 
     Raises:
         ArtifactError: the artifact is not whole.
@@ -125,9 +124,9 @@ def sign(path: str | os.PathLike[str], key: Key, ask: Ask | None = None) -> tupl
     """
     path = Path(path)
     with locked(path):
-        text, by = signature(read_pair(path).data, key, ask)
+        text = signature(path, read_pair(path).data, key, passphrase)
         atomic_write(signature_path(path), text)
-    return signature_path(path), by
+    return signature_path(path)
 
 
 def _prepared(
@@ -135,30 +134,22 @@ def _prepared(
 ) -> Callable[[], Artifact]:
     """Check and serialise, which needs no lock; returns the function that writes."""
     with naming(path):
-        fields = artifact.model_dump(mode="json", warnings=False) | {
-            "sidecar": None,
-            "content_sha256": "",
-        }
-        check_arrays(to_artifact(fields), arrays)
-        check_scores(artifact, arrays or {})
+        data = None
+        sidecar = None
         if arrays:
             data = to_bytes(arrays)
-        else:
-            data = None
-        if data is not None:
             digest = hashlib.sha256(data).hexdigest()
-            fields["sidecar"] = {"file": sidecar_name(path, digest), "sha256": digest}
+            sidecar = {"file": sidecar_name(path, digest), "sha256": digest}
+        fields = artifact.model_dump(mode="json", warnings=False)
+        fields |= {"sidecar": sidecar, "content_sha256": ""}
         checked = to_artifact(fields)
+        check_arrays(checked, arrays or {})
         fields["content_sha256"] = content_sha256(fields)
         text = _to_yaml(fields)
     saved = checked.model_copy(update={"content_sha256": fields["content_sha256"]})
 
     def write() -> Artifact:
-        if saved.sidecar is None:
-            file = None
-        else:
-            file = saved.sidecar.file
-        replace_pair(path, text, file, data)
+        replace_pair(path, text, saved.sidecar.file if saved.sidecar else None, data)
         # It was of the file that is gone.
         with contextlib.suppress(OSError):
             signature_path(path).unlink()

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from artifacts import HeadwiseError
 from artifacts.schema.kv_cache import POLICY_KINDS, Policy
+from artifacts.schema.validation import explain
 
 # First tokens that caches keep, as StreamingLLM does.
 SINKS = 4
@@ -59,11 +60,7 @@ def parse_policy(text: str) -> Policy:
     try:
         made: Policy = TypeAdapter(Policy).validate_python(fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"][1:2])
-        raise HeadwiseError(
-            f"policy {text!r}: {field}: {first['msg'].removeprefix('Value error, ')}"
-        ) from None
+        raise HeadwiseError(f"policy {text!r}: {explain(error)}") from None
     return made
 
 

@@ -10,11 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 import artifacts
 from artifacts import Artifact, HeadwiseError, KVCache, Prefill
 from artifacts.schema.kv_cache import Policy
+from artifacts.schema.validation import explain
 from profiling.caches.parsing import SINKS
 from profiling.models.loading import LoadedModel
 from runtime import Headwise
@@ -53,13 +55,14 @@ def with_section(loaded: LoadedModel, section: KVCache | None) -> Headwise:
         HeadwiseError: the section does not fit the model.
     """
     model = fingerprint(loaded.model, name=loaded.name, revision=loaded.revision)
-    if section is not None and (fault := section.fault(model.num_layers, model.num_kv_heads)):
-        raise HeadwiseError(f"kv_cache.{fault}")
     # Layers without patterns are left alone: dense.
     prefill = Prefill(dense_below=0, layers=(None,) * model.num_layers)
-    return Headwise(
-        Artifact(model=model, search=None, patterns={}, prefill=prefill, kv_cache=section)
-    )
+    try:
+        return Headwise(
+            Artifact(model=model, search=None, patterns={}, prefill=prefill, kv_cache=section)
+        )
+    except ValidationError as error:
+        raise HeadwiseError(explain(error)) from None
 
 
 class RandomEviction(SnapKV):

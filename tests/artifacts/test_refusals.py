@@ -21,7 +21,7 @@ from artifacts.__main__ import main
 from artifacts.cli.command import FOUND
 from artifacts.schema.validation import to_artifact
 from artifacts.store import strict_yaml
-from artifacts.store.hashing import content_sha256
+from artifacts.store.hashing import canonical_json, content_of, content_sha256
 from tests.artifacts.conftest import as_yaml, build, build_every_kind, counting, replace_field
 from tests.sampling import sampled
 
@@ -54,9 +54,9 @@ def line(path) -> str:
 # What stands once in the saved file, what stands there instead, and what the line says.
 EDITS = [
     ("seed: 7", "seed: 8", "content_sha256: says"),
-    ("    recall: 0.93", "    recal: 0.93", "recal: unknown field, did you mean recall? (and 1 mo"),
+    ("    recall: 0.93", "    recal: 0.93", "search.summary.recall: Field required (and 1 more)"),
     ("    recall: 0.93", "    recall: .nan", "readers disagree about '.nan'"),
-    ("evidence:", "evidenc:", "evidenc: unknown field, did you mean evidence?"),
+    ("evidence:", "evidenc:", "evidence: missing (is the file cut short?)"),
     ("  name: tiny", "  name: tiny\n  name: other", "line 7: the key 'name' is given twice"),
     ("bs_9: {", "bs_8: {kind: dense}\n  bs_9: {", "patterns.bs_8 is used by no head: remove it"),
     ("schema_version: 1", "schema_version: 9", "schema_version: this headwise reads 1, got 9: "),
@@ -149,6 +149,8 @@ ARRAYS = [
     ("front.rows", lambda a: at(a, 0, 2, 3, 8), "front.rows names pattern 8, there are 8"),
     ("cost.0.pattern", lambda a: a[:1], "must be columns of one length, got [(1,), (2,)]"),
     ("calibration.seen_windows", lambda a: None, "says 2, and the sidecar has no array"),
+    ("chosen.recall", lambda a: np.full((5, 4), 0.5), "patterns without scores in layer 1: "),
+    ("chosen.recall", lambda a: np.full((5, 4), np.nan), "patterns without scores in layer 0: "),
     ("chosen.recall", lambda a: a[:4], "the shape (4, 4), the model has 5 layers of 4 heads"),
     ("candidates.0.recall", lambda a: np.ones((5, 3)), "the shape (5, 3), the model has 5 layers"),
     ("imported.full_attention", lambda a: np.ones((5, 4)), "the model has 5 layers of 2 heads"),
@@ -169,24 +171,6 @@ def test_arrays_that_cannot_be(tmp_path, every_kind, monkeypatch, name, change, 
         unchecked.setattr("artifacts.store.write.check_arrays", lambda artifact, arrays: None)
         save(artifact, path, arrays)
     assert says in line(path)
-
-
-@pytest.mark.parametrize(("value", "layer"), [(0.5, 1), (np.nan, 0)])
-def test_scores_of_another_search_are_refused(tmp_path, every_kind, monkeypatch, value, layer):
-    """By save, and by validate; what serves reads no scores."""
-    artifact, arrays = every_kind
-    arrays["chosen.density"] = np.full((5, 4), value)
-    path = tmp_path / "cfg.yaml"
-    says = f"patterns without scores in layer {layer}: "
-    with pytest.raises(ArtifactError, match=says):
-        save(artifact, path, arrays)
-    assert list(tmp_path.iterdir()) == []
-    with monkeypatch.context() as unchecked:
-        unchecked.setattr("artifacts.store.write.check_scores", lambda artifact, arrays: None)
-        save(artifact, path, arrays)
-    with pytest.raises(ArtifactError, match=says) as refused:
-        main(["validate", str(path)])
-    assert str(refused.value).startswith(f"{path}: ")
 
 
 def test_a_wrong_copy_is_refused_before_anything_is_written(tmp_path, make):
@@ -325,7 +309,7 @@ SIDECARS = {
     "header that lies": struct.pack("<Q", 2**63) + bytes(SIZE),
     "array larger than the file": array_of([2**40], 2**42),
     "many dimensions": array_of([1] * 100_000, 4),
-    "larger than any": bytes(2**28 + 1),
+    "larger than any": bytes(2**26 + 1),
 }
 
 
@@ -364,7 +348,8 @@ def test_what_was_made_to_break_a_reader_is_refused_and_costs_little(saved, name
         fields = load(HERE / "golden" / "v1.yaml").model_dump(mode="json") | {"sidecar": None}
         FIELDS[name](fields)
         if name != "counts beyond floats":
-            fields["content_sha256"] = content_sha256(fields)
+            content = canonical_json(content_of(fields))
+            fields["content_sha256"] = sha256(content).hexdigest()
         saved.write_bytes(as_yaml(fields, ensure_ascii=False).encode())
     else:
         with_sidecar(saved, "x.safetensors", SIDECARS[name])
@@ -374,7 +359,7 @@ def test_what_was_made_to_break_a_reader_is_refused_and_costs_little(saved, name
         assert "fields are not as the schema has them" in said
 
 
-LARGE = ("windows far away", "much evidence", "a sidecar of 220 MiB")
+LARGE = ("windows far away", "much evidence", "a sidecar of 50 MiB")
 
 
 def large():
@@ -395,11 +380,11 @@ def large():
     )
     entry = small.evidence.measurements[0].model_copy(update={"name": "\U0001f4a5\x85" * 300})
     many = tuple(entry.model_copy(update={"value": float(i)}) for i in range(600))
-    zeros = np.zeros((1, SIZE * 11), dtype=np.int8)
+    zeros = np.zeros((1, SIZE * 5 // 2), dtype=np.int8)
     return {
         "windows far away": (far, {}),
         "much evidence": (build(evidence=artifacts.Evidence(measurements=many)), {}),
-        "a sidecar of 220 MiB": (build(), {"similarity.mass": zeros, "imported.prefill": zeros}),
+        "a sidecar of 50 MiB": (build(), {"similarity.mass": zeros, "imported.prefill": zeros}),
     }
 
 

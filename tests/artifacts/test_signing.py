@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from functools import partial
@@ -15,30 +14,29 @@ from artifacts import ArtifactError, HeadwiseError, load, load_arrays, load_pair
 from artifacts.__main__ import main
 from artifacts.commands import sign as sign_verb
 from artifacts.store import read as store
-from artifacts.store.signing import CONTEXT, fingerprint, make_key, signature_path
+from artifacts.store.signing import signature_path
 from artifacts.store.write import sign
+from tests.artifacts.conftest import make_key
 
 
 @pytest.fixture
 def key(tmp_path):
-    """The path of a private key; the public one is beside it."""
+    """The path of a private key; the public one is next to it."""
     folder = tmp_path / "keys"
     folder.mkdir()
-    make_key(folder / "me.key")
+    make_key(folder / "me.key", folder / "me.pub")
     return folder / "me.key"
 
 
 @pytest.fixture
 def public(key):
-    return key.with_name("me.key.pub")
+    return key.with_name("me.pub")
 
 
-def test_what_was_signed_loads_and_so_it_does_without_asking(saved, key, public):
-    target, by = sign(saved, key)
-    assert target == signature_path(saved) and by == fingerprint(public)
-    assert target.read_text().splitlines()[:2] == [CONTEXT, f"key {by}"]
+def test_load_signed_artifact_accepts_its_key(saved, key, public):
+    assert sign(saved, key) == signature_path(saved)
     artifact, arrays = load_pair(saved, verify=public)
-    for verify in (None, public, str(public), public.read_bytes()):
+    for verify in (None, public, str(public)):
         assert load(saved, verify=verify) == artifact
     assert load(saved, verify=public, check_sidecar=False) == artifact
     assert load_arrays(saved, verify=public).keys() == arrays.keys()
@@ -54,36 +52,48 @@ def refusal(saved, public):
             read(saved, verify=public)
         lines.add(str(caught.value))
     (line,) = lines
-    assert line.isprintable() and len(line) < 400
+    assert line.isprintable() and len(line) < 600
     return line
 
 
-def test_the_signature_is_of_every_byte_and_comes_before_the_content(saved, key, public):
+def test_load_changed_artifact_is_refused_before_it_is_parsed(saved, key, public):
     """Commands and times are in nobody's hash, but a reader may copy a command."""
     sign(saved, key)
     saved.write_text(saved.read_text().replace("--model tiny", "--model evil"))
     assert "--model evil" in load(saved).search.command
-    assert "is no signature of this file by the key" in refusal(saved, public)
+    assert "is no signature of this file by" in refusal(saved, public)
     saved.write_text("[" * 1000)
-    assert "is no signature of this file by the key" in refusal(saved, public)
+    assert "is no signature of this file by" in refusal(saved, public)
 
 
-def test_every_bit_of_file_and_signature_counts(saved, key, public):
+def test_load_flipped_bit_in_artifact_is_refused(saved, key, public):
     sign(saved, key)
-    for path, said in (
-        (saved, "is no signature of this file"),
-        (signature_path(saved), r"cfg\.yaml(\.sig|: is signed)"),
-    ):
-        data = path.read_bytes()
-        for place in range(0, len(data), max(1, len(data) // 15)):
-            path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-            with pytest.raises(ArtifactError, match=said):
-                load(saved, verify=public)
-        path.write_bytes(data)
+    data = saved.read_bytes()
+    for place in range(0, len(data), max(1, len(data) // 15)):
+        saved.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(ArtifactError, match="is no signature of this file"):
+            load(saved, verify=public)
+    saved.write_bytes(data)
     load(saved, verify=public)
 
 
-def test_a_changed_sidecar_is_refused_though_the_yaml_is_signed(saved, key, public):
+def test_load_damaged_signature_is_refused(saved, key, public):
+    sign(saved, key)
+    signature = signature_path(saved)
+    whole = signature.read_bytes()
+    place = whole.index(b'"payload":"') + 50
+    changed = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+    for data in (b"", b"x" * 64, b"{}", b"[" * 10_000, changed, whole[: len(whole) // 2]):
+        signature.write_bytes(data)
+        assert "is no signature of this file" in refusal(saved, public)
+    signature.write_bytes(b"x" * 10**6)
+    assert "has more than 65536 bytes, too large for a signature" in refusal(saved, public)
+    signature.unlink()
+    os.mkfifo(signature)
+    assert "cannot be read, is no regular file" in refusal(saved, public)
+
+
+def test_load_changed_sidecar_of_signed_yaml_is_refused(saved, key, public):
     sign(saved, key)
     (sidecar,) = saved.parent.glob("*.safetensors")
     data = sidecar.read_bytes()
@@ -92,7 +102,7 @@ def test_a_changed_sidecar_is_refused_though_the_yaml_is_signed(saved, key, publ
         load_pair(saved, verify=public)
 
 
-def test_an_artifact_saved_again_has_to_be_signed_again(saved, key, public, make, arrays):
+def test_save_removes_the_signature(saved, key, public, make, arrays):
     assert "is not signed, 'cfg.yaml.sig' is missing" in refusal(saved, public)
     sign(saved, key)
     arrays["chosen.recall"][0, 0] = 0.75
@@ -102,75 +112,44 @@ def test_an_artifact_saved_again_has_to_be_signed_again(saved, key, public, make
     load_pair(saved, verify=public)
 
 
-def test_another_key_or_no_signature_at_all(saved, key, public, tmp_path):
+def test_load_other_key_is_refused(saved, key, tmp_path):
     sign(saved, key)
-    other, _ = make_key(tmp_path / "other.key")
-    keys = f"is signed by the key {fingerprint(public)}, not by {fingerprint(other)}"
-    assert keys in refusal(saved, other)
-    signature = signature_path(saved)
-    for data in (b"", b"x" * 64, b"x" * 10**6, signature.read_bytes().replace(b"v1", b"v2")):
-        signature.write_bytes(data)
-        assert f"is no {CONTEXT}" in refusal(saved, public)
-    signature.unlink()
-    os.mkfifo(signature)
-    assert "cannot be read, is no regular file" in refusal(saved, public)
+    make_key(tmp_path / "other.key", tmp_path / "other.pub")
+    assert "is no signature of this file by" in refusal(saved, tmp_path / "other.pub")
 
 
-def test_only_a_whole_artifact_is_signed(saved, key):
+def test_sign_changed_artifact_is_refused(saved, key):
     saved.write_text(saved.read_text().replace("seed: 7", "seed: 8"))
     with pytest.raises(ArtifactError, match="was changed after it was written"):
         sign(saved, key)
     assert not signature_path(saved).exists()
 
 
-def test_what_is_no_key_or_one_of_another_kind(saved, key, public, tmp_path):
+def test_sign_and_load_refuse_what_is_no_key(saved, key, public, tmp_path):
     from cryptography.hazmat.primitives import serialization as s
-    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    other = X25519PrivateKey.generate()
+    other = Ed25519PrivateKey.generate()
     private = other.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
-    of_other = other.public_key().public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo)
+    form = s.PublicFormat.SubjectPublicKeyInfo
+    of_other = other.public_key().public_bytes(s.Encoding.PEM, form)
     sign(saved, key)
     wrong = tmp_path / "wrong"
-    empty = b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"
-    signing = "is a public key, signing takes the private one"
-    none = "is no public Ed25519 key in PEM"
-    for data, signs, verifies in (
-        (b"", "is no private Ed25519 key", none),
-        (b"nonsense", "is no private Ed25519 key", none),
-        (empty, signing, none),
-        (of_other, signing, none),
-        (private, "is no private Ed25519 key", "is a private key, keep it to yourself"),
-    ):
+    for data in (b"", b"nonsense", of_other, private):
         wrong.write_bytes(data)
-        wrong.chmod(0o600)
-        for given, named in ((wrong, "wrong"), (data, "the key")):
-            with pytest.raises(HeadwiseError, match=f"{named}: {verifies}"):
-                load(saved, verify=given)
-            with pytest.raises(HeadwiseError, match=f"{named}: {signs}"):
-                sign(saved, given)
-    # The pair's own keys, taken for each other.
-    with pytest.raises(HeadwiseError, match=f"pub: {signing}"):
+        with pytest.raises(HeadwiseError, match="wrong: must be a public key of P-256"):
+            load(saved, verify=wrong)
+        with pytest.raises(HeadwiseError, match="wrong: must be a private key of P-256"):
+            sign(saved, wrong)
+    with pytest.raises(HeadwiseError, match=r"me\.pub: must be a private key"):
         sign(saved, public)
-    with pytest.raises(HeadwiseError, match="key: is a private key, keep it to yourself"):
+    with pytest.raises(HeadwiseError, match=r"me\.key: must be a public key"):
         load(saved, verify=key)
-    with pytest.raises(HeadwiseError, match="none: the key cannot be read, no such file"):
+    with pytest.raises(HeadwiseError, match="none: must be a public key"):
         load(saved, verify=tmp_path / "none")
 
 
-def test_a_key_is_its_owners_alone_and_never_replaced(key, public):
-    assert key.stat().st_mode & 0o777 == 0o600
-    for path in (key, public):
-        kept = path.read_bytes()
-        other = public if path == key else key
-        other.rename(other.with_suffix(".away"))
-        with pytest.raises(HeadwiseError, match="is there already, and a key is never replaced"):
-            make_key(key)
-        other.with_suffix(".away").rename(other)
-        assert path.read_bytes() == kept
-
-
-def test_what_is_signed_is_what_was_checked(saved, key, public, monkeypatch):
+def test_sign_covers_the_checked_bytes(saved, key, public, monkeypatch):
     """A file that is replaced during the check gets no signature."""
     checked, read = saved.read_bytes(), store.check_arrays
 
@@ -187,66 +166,37 @@ def test_what_is_signed_is_what_was_checked(saved, key, public, monkeypatch):
     load(saved, verify=public)
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604])
-def test_a_key_that_others_can_use_signs_nothing(saved, key, mode):
-    key.chmod(mode)
-    says = rf"me\.key: others can use the key \(mode {mode:03o}\): chmod 600"
-    with pytest.raises(HeadwiseError, match=says):
+def test_sign_asks_for_the_passphrase_of_an_encrypted_key(saved, key, public, monkeypatch):
+    from cryptography.hazmat.primitives import serialization as s
+
+    plain = s.load_pem_private_key(key.read_bytes(), None)
+    encryption = s.BestAvailableEncryption(b"secret")
+    key.write_bytes(plain.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, encryption))
+    with pytest.raises(HeadwiseError, match=r"me\.key: must be a private key .* encrypted"):
         sign(saved, key)
-    assert not signature_path(saved).exists()
-
-
-def test_an_encrypted_key_is_asked_for(saved, tmp_path, monkeypatch):
-    key = tmp_path / "me.key"
-    asked = []
-
-    def typed(*more, answers):
-        """Sign with the key, where the answers are typed at a terminal."""
-        replies = iter(answers)
-        monkeypatch.setattr(
-            sign_verb, "getpass", lambda prompt: asked.append(prompt) or next(replies)
-        )
-        main(["sign", str(saved), "--key", str(key), *more])
-
-    for wrong in (("secret", "secrat"), ("",)):
-        says = "the passphrase is empty, or not the same twice: nothing was written"
-        with pytest.raises(HeadwiseError, match=says):
-            typed("--new-key", "--encrypt", answers=wrong)
-        assert not key.exists()
-    with pytest.raises(HeadwiseError, match="--encrypt is for a key that --new-key makes"):
-        typed("--encrypt", answers=())
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    typed("--new-key", "--encrypt", answers=("secret",) * 3)
-    assert b"ENCRYPTED" in key.read_bytes()
-    typed(answers=("secret",))
-    load(saved, verify=tmp_path / "me.key.pub")
-    with pytest.raises(HeadwiseError, match=r"me\.key: this is not its passphrase"):
-        typed(answers=("wrong",))
-    assert asked[-1] == f"passphrase of {key}: "
-    with pytest.raises(HeadwiseError, match="is encrypted, and there is no terminal to ask"):
-        sign(saved, key)
+    monkeypatch.setattr(sign_verb, "getpass", lambda prompt: "wrong")
+    with pytest.raises(HeadwiseError, match=r"me\.key: must be a private key"):
+        main(["sign", str(saved), "--key", str(key)])
+    monkeypatch.setattr(sign_verb, "getpass", lambda prompt: "secret")
+    main(["sign", str(saved), "--key", str(key)])
+    load(saved, verify=public)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
-def test_openssl_checks_the_same_signature(saved, key, public):
+def test_model_signing_checks_the_same_signature(saved, key, public):
     sign(saved, key)
-    shell = (
-        "head -n 2 cfg.yaml.sig | cat - cfg.yaml > signed; tail -n 1 cfg.yaml.sig | base64 -d > "
-        f"signature; openssl pkeyutl -verify -pubin -inkey {public} -rawin -in signed -sigfile "
-        "signature"
-    )
-    done = subprocess.run(["sh", "-c", shell], cwd=saved.parent, capture_output=True, text=True)
-    if "unknown option" in done.stderr.lower():
-        pytest.skip("this openssl knows no -rawin")
+    words = ["verify", "key", str(saved), "--signature", str(signature_path(saved))]
+    words = ["model_signing", *words, "--public_key", str(public)]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_signatures_are_an_extra(saved):
+def test_load_without_the_extra_names_it(saved):
     """Without the package artifacts load; a signature names what to install."""
     code = (
-        "import sys; sys.modules['cryptography'] = None\nfrom artifacts import load\n"
-        f"load({str(saved)!r})\nprint('loaded')\nload({str(saved)!r}, verify=b'key')"
+        "import sys; sys.modules['model_signing'] = None\nfrom artifacts import load\n"
+        f"load({str(saved)!r})\nprint('loaded')\nload({str(saved)!r}, verify='key')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "loaded\n", done.stderr
-    assert "signatures need the package cryptography: pip install 'headwise[sign]'" in done.stderr
+    assert "signatures need the package model-signing: pip install 'headwise[sign]'" in done.stderr

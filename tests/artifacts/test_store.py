@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 
 import numpy as np
 import pytest
 
-import runtime
-from artifacts import HeadwiseError, load, load_arrays, load_pair, pattern_name, save
+from artifacts import HeadwiseError, load, load_arrays, pattern_name, save
 from artifacts.schema.kv_cache import POLICY_KINDS
 from artifacts.schema.patterns import KINDS
-from artifacts.store.sidecar import Sidecar, to_bytes
 from tests.artifacts.conftest import GOLDEN, files_of, names
 
 
@@ -116,28 +113,3 @@ def test_a_reader_between_yaml_and_sidecar_takes_the_new_pair(saved, make, array
 
     monkeypatch.setattr(store, "read_yaml", read)
     assert load_arrays(saved)["chosen.recall"][0, 0] == 0.75
-
-
-def test_a_sidecar_that_changes_under_a_reader_is_refused(tmp_path):
-    # More than a buffer of the reader holds.
-    data = bytearray(to_bytes({"x": np.arange(100_000)}))
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(data)
-    sidecar = Sidecar(file, hashlib.sha256(data).hexdigest())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(HeadwiseError, match="changed while it was read"):
-        sidecar["x"]
-
-
-def test_what_serves_reads_the_front_alone(tmp_path, every_kind, monkeypatch):
-    path = tmp_path / "cfg.yaml"
-    save(every_kind[0], path, every_kind[1])
-    read = []
-    real = Sidecar.__getitem__
-    monkeypatch.setattr(
-        Sidecar, "__getitem__", lambda self, name: read.append(name) or real(self, name)
-    )
-    runtime.load(path, point="speedup=4")
-    assert set(read) == {"front.rows"}
-    assert load_pair(path)[1].keys() == every_kind[1].keys()

@@ -17,10 +17,10 @@ import pytest
 import artifacts
 from artifacts import ArtifactError, Finding, HeadwiseError
 from artifacts.cli.command import ADVANCED, FOUND, run_command
-from artifacts.store.signing import make_key
 from artifacts.store.write import sign
 from headwise.__main__ import GROUPS, VERBS, main, parser_of
 from headwise.command_page import page
+from tests.artifacts.conftest import make_key
 from tests.search.conftest import by_head, tiny_model
 
 __all__ = ["by_head", "tiny_model"]
@@ -56,8 +56,8 @@ RUNS = {
     "diff": "cfg.yaml cfg.yaml",
     "convert": "cfg.yaml --to minference --out heads.json",
     "schema": "",
-    "sign": "cfg.yaml --key new.key --new-key",
-    "verify": "cfg.yaml --key me.key.pub",
+    "sign": "cfg.yaml --key me.key",
+    "verify": "cfg.yaml --key me.pub",
 }
 # tests/search/test_heads.py runs the one, which makes a search of several thousand tokens, and
 # .ci/lm-eval the other, which is the command line of another program.
@@ -73,7 +73,7 @@ def files(tiny_model, by_head, tmp_path_factory):
     (folder / "model").symlink_to(tiny_model)
     artifact, arrays = artifacts.load_pair(by_head)
     artifacts.save(artifact, folder / "cfg.yaml", arrays)
-    make_key(folder / "me.key")
+    make_key(folder / "me.key", folder / "me.pub")
     sign(folder / "cfg.yaml", folder / "me.key")
     (folder / "text.txt").write_text("The clerk counted seven boats. " * 20)
     return folder
@@ -177,11 +177,10 @@ def test_a_file_that_is_not_there_is_named(verb, word, other, says, refused):
         ("kv --forced 256", "--forced must be below --length (256), got 256"),
         ("kv --target-bytes 64MiB", "not allowed with argument"),
         ("demo --length 0", "--length must be at least 128, got 0"),
-        ("show --head 9.0", "no head 9.0: 3 layers have 6 heads each"),
         ("convert --sinks four", "four"),
         ("schema --json none/out.json", "cannot write 'none/out.json'"),
-        ("sign --key me.key --new-key", "is there already, and a key is never replaced"),
-        ("verify --key me.key", "is a private key"),
+        ("sign --key me.pub", "me.pub: must be a private key"),
+        ("verify --key me.key", "me.key: must be a public key"),
     ],
 )
 def test_a_value_that_cannot_be_is_named(words, says, refused):

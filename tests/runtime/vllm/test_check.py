@@ -46,14 +46,14 @@ def test_options():
     ("given", "field"),
     [
         (3, "must be a path or an object, got 3"),
-        ({}, "artifact: missing"),
+        ({}, "artifact: Field required"),
         (
             {"artifact": "a", "point": "kl=nan"},
             "point: must be speedup=X, kl=X or .*, got 'kl=nan'",
         ),
         ({"artifact": "a", "point": 1}, "point"),
         ({"artifact": "a", "dense": "yes"}, "dense"),
-        ({"artifact": "a", "budget": 1}, "budget: unknown field"),
+        ({"artifact": "a", "budget": 1}, "budget: Extra inputs are not permitted"),
     ],
 )
 def test_options_that_are_wrong(given, field):
