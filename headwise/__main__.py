@@ -53,7 +53,6 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "heatmaps": ("profiling.heatmaps", "pictures of layers and heads"),
         "map": ("profiling.pattern_map", "the picture of an artifact's patterns"),
         "stream": ("profiling.stream", "streams of any length (StreamingLLM)"),
-        "memory": ("profiling.memory", "peak memory of a prefill, measured or predicted"),
         "tasks": ("profiling.tasks", "the tasks that prompts are made of"),
         "bench": (
             "profiling.bench",

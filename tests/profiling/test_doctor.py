@@ -12,7 +12,6 @@ import pytest
 from artifacts import HeadwiseError
 from kernels.native import build
 from profiling import doctor, machine
-from profiling.memory_use.plan import Shape
 from profiling.speed import attention_speed
 from profiling.speed.attention_speed import Speed
 from profiling.speed.config import Size
@@ -26,15 +25,13 @@ def model(tmp_path_factory):
 
 def timing(**changes: Any) -> machine.LayerTiming:
     """A layer of 0.5 s on 4,096 tokens, 0.1 s of it attention, of a model of ten layers."""
-    shape = Shape(
+    shape = machine.Shape(
         layers=10,
         sliding=0,
         window=0,
-        hidden=576,
         heads=9,
         kv_heads=3,
         head_dim=64,
-        intermediate=1536,
         parameters=10**8,
         itemsize=2,
     )
