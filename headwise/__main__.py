@@ -54,10 +54,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "map": ("profiling.pattern_map", "the picture of an artifact's patterns"),
         "stream": ("profiling.stream", "streams of any length (StreamingLLM)"),
         "tasks": ("profiling.tasks", "the tasks that prompts are made of"),
-        "bench": (
-            "profiling.bench",
-            "the kernels against torch's, and a table of what attention costs",
-        ),
+        "bench": ("profiling.bench", "prefill by the kernels against torch's"),
     },
     "artifacts": {
         "validate": ("artifacts", "whether its files are whole and the record valid"),

@@ -27,10 +27,7 @@ print(json.dumps({"lines": lines, "torch": "torch" in sys.modules}))
 CASES = [
     ("bench --length 300 0", "length must be at least 1, got 0"),
     ("bench --density 3", "--density must be above 0 and at most 1, got 3.0"),
-    ("bench decode --chosen 0", "--chosen must be at least 1, got 0"),
-    ("bench decode --past 9", "--past is of attention alone"),
-    ("bench --attach c.yaml", "--attach puts a table into an artifact"),
-    ("bench --table b.safetensors", "--table measures nothing: name the artifact"),
+    ("bench --repeats 0", "--repeats must be at least 1, got 0"),
     ("decode --model m", "name an artifact with a decode section"),
     ("decode c.yaml --model m --texts 0", "--texts must be at least 1, got 0"),
     ("decode c.yaml --model m --forced 4096", "--forced must be below --text-length (4096)"),
