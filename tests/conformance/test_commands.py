@@ -47,8 +47,8 @@ RUNS = {
     "similarity": f"{SMALL} --out profile --length 256 --steps 2 --task prose",
     "heatmaps": "--model model --dtype float32 --out pictures --length 256 --picture sparsity",
     "map": "cfg.yaml --out picture",
-    "stream": "--model model --dtype float32 --out stream --text text.txt --tokens 64 --window 28 "
-    "--methods streaming",
+    "stream": "--model model --dtype float32 --out stream --text text.txt --tokens 64 "
+    "--policy streaming:sinks=4,window=28 --recompute 32",
     "tasks": "--model model --task passkey --length 256",
     "bench": "--length 128 --head-dims 64 --heads 2/1 --repeats 1",
     "validate": "cfg.yaml",
