@@ -67,6 +67,13 @@ class CostTable:
         x, y = (np.array(values) * length / near[0].length for values in zip(*known, strict=True))
         return x, y
 
+    def dense_seconds(self, *, length: int, head_dim: int, dtype: str, heads: int) -> float:
+        """Seconds of the dense kernel, from the nearest length by the square of both."""
+        rows = [c for c in self.costs if (c.head_dim, c.dtype) == (head_dim, dtype)]
+        near = self._nearest(rows, length, f"head dim {head_dim} in {dtype}")
+        per_head = float(np.median([c.dense_seconds / c.heads for c in near]))
+        return per_head * heads * (length / near[0].length) ** 2
+
     def _nearest(self, rows: Sequence[Cost], length: int, measurement: str) -> list[Cost]:
         if not rows:
             known = sorted({(c.pattern, c.head_dim, c.dtype) for c in self.costs})

@@ -118,6 +118,12 @@ def test_of_one_measurement_all_is_a_factor_or_half_of_it():
     assert factor * 0.2 + constant == pytest.approx(0.3) and factor >= 0.75
 
 
+def test_dense_seconds_go_with_the_square_of_the_length():
+    at = {"head_dim": 16, "dtype": "float32"}
+    assert linear_table().dense_seconds(length=LENGTH, heads=3, **at) == pytest.approx(6e-3)
+    assert linear_table().dense_seconds(length=2 * LENGTH, heads=6, **at) == pytest.approx(48e-3)
+
+
 def test_an_unknown_kind_is_refused_with_what_the_table_has():
     with pytest.raises(HeadwiseError, match=r"no tri with head dim 16 .*; it has: .*'dense'"):
         linear_table().line("tri", length=LENGTH, head_dim=16, dtype="float32")
