@@ -106,7 +106,7 @@ from artifacts.page.artifact import render
 from artifacts.page.head import picture
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
-from profiling.pattern_map import figure
+from profiling.pictures.patterns import figure
 from runtime.layers import layer_plans
 from search.model.candidates import candidate_grid
 from search.model.rows import as_artifact_pattern

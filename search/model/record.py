@@ -185,7 +185,7 @@ def write(
         return recorded
     saved = save_searched(artifact, config.out, dict(arrays))
     if config.picture:
-        from profiling.pattern_map import draw_pattern_map
+        from profiling.pictures.patterns import draw_pattern_map
 
         draw_pattern_map(config.out, config.out.with_suffix(""))
     return replace(recorded, artifact=saved, written=True)
