@@ -14,10 +14,22 @@ from artifacts.cli import command
 
 
 class Phase(tqdm):
-    """A bar of tqdm that also counts what an earlier run has finished."""
+    """A bar of tqdm that also counts what an earlier run has finished.
+
+    Attributes:
+        done: jobs of this run and of earlier ones, also where no bar is shown.
+    """
+
+    done = 0
+
+    def update(self, count: int = 1) -> None:
+        """Count so many more as done."""
+        self.done += count
+        super().update(count)
 
     def skip(self, count: int = 1) -> None:
         """Count so many as done by an earlier run; they do not count towards the rate."""
+        self.done += count
         if not self.disable:
             self.initial += count
             self.n += count
@@ -47,7 +59,7 @@ def phase(name: str, total: int, unit: str = "jobs", *, quiet: bool = False) -> 
         yield shown
     if not quiet and not terminal:
         seconds = tqdm.format_interval(time.monotonic() - start)
-        announce(f"{name}: {total} {unit} in {seconds}")
+        announce(f"{name}: {shown.done} of {total} {unit} in {seconds}")
 
 
 def bar(*iterables: Any, **options: Any) -> tqdm[Any]:

@@ -18,7 +18,7 @@ def test_phase_in_a_log_prints_start_and_end(capsys):
         shown.update(6)
     first, last = capsys.readouterr().err.splitlines()
     assert first == "curves: 8 prompts"
-    assert re.fullmatch(r"curves: 8 prompts in 00:0\d", last)
+    assert re.fullmatch(r"curves: 8 of 8 prompts in 00:0\d", last)
 
 
 def test_phase_that_fails_prints_no_end(capsys):
