@@ -50,15 +50,11 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "profiling.similarity",
             "which layers choose tokens for those after them (OmniKV)",
         ),
-        "heatmaps": ("profiling.heatmaps", "pictures of layers and heads"),
-        "map": ("profiling.pattern_map", "the picture of an artifact's patterns"),
+        "heatmaps": ("profiling.heatmaps", "pictures of layers and of a head's attention"),
+        "plot": ("profiling.plot", "the picture of an artifact's patterns"),
         "stream": ("profiling.stream", "streams of any length (StreamingLLM)"),
-        "memory": ("profiling.memory", "peak memory of a prefill, measured or predicted"),
         "tasks": ("profiling.tasks", "the tasks that prompts are made of"),
-        "bench": (
-            "profiling.bench",
-            "the kernels against torch's, and a table of what attention costs",
-        ),
+        "bench": ("profiling.bench", "prefill by the kernels against torch's"),
     },
     "artifacts": {
         "validate": ("artifacts", "whether its files are whole and the record valid"),

@@ -1,16 +1,8 @@
 """Speed of the kernels against torch's, side by side in one run, of right results only.
 
-attention (the default): prefill by SDPA, by Headwise over every key, and by Headwise with patterns;
-with --past N of new tokens behind N others. decode: one token by torch, and by Headwise over all
-and over chosen keys.
+Prefill by torch's attention, by Headwise over every key, and by Headwise with patterns.
 
     headwise bench --length 4096 8192 --head-dims 64 128 --json out.json
-    headwise bench --past 32768 --length 64 200 1000
-    headwise bench decode --length 8192 32768 --chosen 2048
-    headwise bench --costs cost.safetensors --attach cfg.yaml
-
---costs measures a table of what attention costs by pattern, density, length and head dim; an
-artifact can carry those of several devices.
 """
 
 from __future__ import annotations
@@ -37,12 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     command = arguments.as_typed("bench", argv)
     with while_importing():
         from profiling.models.device import settled
-        from profiling.speed.run import costs, tables
+        from profiling.speed.run import run
     config = settled(config)
-    if config.costs is not None or config.table is not None:
-        costs(config, command)
-        return 0
-    record = tables(config, command, show=options.json != arguments.STDOUT)
+    record = run(config, command, show=options.json != arguments.STDOUT)
     arguments.deliver_json(record, options.json)
     return 0
 

@@ -2,11 +2,9 @@
 
 headwise decode cfg.yaml --model smollm2 --context 8192 --text novel.txt --trials 20
 
-With --policy caches that drop tokens are compared, with an artifact or without one; with --memory
-also by the largest batch whose caches fit into it, and what that decodes in a second: caches that
-shrink serve more sequences at once. With --dense-prefill texts are prefilled once, densely, for all
-artifacts: what decode alone loses. With --json FILE an interrupted comparison goes on after the
-last method whose quality it has.
+With --policy caches that drop tokens are compared, with an artifact or without one. With
+--dense-prefill texts are prefilled densely for the artifact: what decode alone loses. With --json
+FILE an interrupted comparison resumes after the last method whose quality it has.
 
 Speed is measured on a cache of random keys and values (of random tokens where it drops some),
 whatever context the model was trained for; quality on prompts.
@@ -38,7 +36,6 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     config = config_of(Comparison, vars(options))
     with while_importing():
-        from profiling.decoding.losses import position_lines
         from profiling.decoding.run import run
         from profiling.decoding.table import table
         from profiling.ledger import Ledger
@@ -50,7 +47,6 @@ def main(argv: list[str] | None = None) -> int:
         record = {"command": arguments.as_typed("decode", argv), **record}
         lines = [
             table(rows, record["all_seconds"], config.trials),
-            *position_lines(record["by_position"]),
             *(overlap_sentence(**each) for each in record["seen_by_search"]),
         ]
         arguments.deliver("\n".join(lines), record, options.json)

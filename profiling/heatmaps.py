@@ -1,24 +1,40 @@
-"""headwise heatmaps: pictures of what attention does, layer by layer and head by head.
+"""headwise heatmaps: pictures of attention, layer by layer, and of one head.
 
-layers     from a saved profile, or one measured on the model: layer x layer similarity (OmniKV,
-           Figure 8), filtering ability, hit rate and variability (Figures 6a, 6b, 1c)
-maps       attention of single heads, an artifact's patterns drawn over it
-sparsity   of each head (H2O, Figure 2a), and with an artifact of its kernels (MInference 1.0,
-           Figure 12)
+similarity   layer x layer, of each task and on average (OmniKV, Figure 8)
+ability      fraction of attention that a layer's tokens keep in the layers after it (Figure 6a)
+hit          how often they hold the answer (Figure 6b)
+variability  attention missed when the tokens of the prompt are frozen (Figure 1c)
+attention    of --head, with an artifact's pattern drawn over it
 
-Each as PNG and SVG with the numbers beside it.
+All but attention are of a saved profile, or of one that is measured on the model. Each picture is
+written as PNG and SVG, its numbers as CSV.
 
-headwise heatmaps --profile profile/ --out pictures/
-headwise heatmaps cfg.yaml --model smollm2 --out pictures/ --task passkey --length 4096
+    headwise heatmaps --profile profile/ --out pictures/
+    headwise heatmaps cfg.yaml --model smollm2 --picture attention --head 12.5 --out pictures/
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from artifacts import Artifact, HeadwiseError, load_pair
 from artifacts.cli import arguments
 from artifacts.cli.command import ArgumentParser, run_command
 from artifacts.cli.interrupt import while_importing
 from artifacts.cli.options import add_arguments, config_of
+from artifacts.files import check_writable, out_folder
 from profiling.pictures.config import Heatmaps
+from profiling.pictures.registry import Source, pictures
+from profiling.similarities.config import DEFAULT_LENGTH, SimilarityConfig
+from profiling.similarities.similarity_profile import Profile, load_profile, save_profile
+
+if TYPE_CHECKING:
+    from profiling.models.loading import LoadedModel
+    from profiling.prompts.prompt import Prompt
 
 
 def parser() -> ArgumentParser:
@@ -28,14 +44,95 @@ def parser() -> ArgumentParser:
     return p
 
 
+def run(config: Heatmaps) -> list[Path]:
+    """Draw into the folder `config.out` and return the files.
+
+    Raises:
+        HeadwiseError: a mistake of the user.
+    """
+    known = pictures("model", "profile")
+    origins = {known[name].of for name in config.names}
+    profile = None
+    loaded = None
+    prompt = None
+    prompt_name = ""
+    written: list[Path] = []
+    artifact = None
+    arrays: Mapping[str, np.ndarray] = {}
+    if config.config is not None:
+        artifact, arrays = load_pair(config.config)
+    if config.profile is not None:
+        profile = load_profile(config.profile)
+        _check_profile(profile, artifact)
+    with out_folder(config.out):
+        check_writable(config.out / "similarity.png")
+        if config.model is not None:
+            with while_importing():
+                from profiling.models.device import settled
+                from profiling.models.loading import load_model
+                from profiling.similarities.layer_similarity import measure
+                from runtime.fingerprint import check
+            config = settled(config)
+            assert config.model is not None
+            loaded = load_model(
+                config.model, dtype=config.dtype, device=config.device, revision=config.revision
+            )
+            if artifact is not None:
+                check(artifact.model, loaded.model)
+            if "model" in origins:
+                prompt, prompt_name = _prompt(config, loaded)
+            if profile is None and "profile" in origins:
+                names = ("length", "seed", "dtype", "device", "command")
+                settings = {name: getattr(config, name) for name in names}
+                profile = measure(
+                    SimilarityConfig(model=config.model, tasks=(config.task,), **settings), loaded
+                )
+                written += save_profile(profile, config.out)[:1]
+        source = Source(
+            command=config.command,
+            artifact=artifact,
+            arrays=arrays,
+            profile=profile,
+            loaded=loaded,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            head=config.head,
+        )
+        for name in config.names:
+            for drawing in known[name].draw(source):
+                written += drawing.write(config.out / drawing.name)
+    return written
+
+
+def _check_profile(profile: Profile, artifact: Artifact | None) -> None:
+    about = profile.about
+    if artifact is not None and about["weights_sha256"] != artifact.model.weights_sha256:
+        raise HeadwiseError(
+            f"the profile is of {about['model']}, the artifact of {artifact.model.name}: give "
+            "those of one model"
+        )
+
+
+def _prompt(config: Heatmaps, loaded: LoadedModel) -> tuple[Prompt, str]:
+    """Make the prompt; return it with a description."""
+    from profiling.prompts.prompt import digest, make_prompts, parse_task
+    from runtime.layers import text_config
+
+    positions = getattr(text_config(loaded.model), "max_position_embeddings", None)
+    length = config.length or min(DEFAULT_LENGTH, positions or DEFAULT_LENGTH)
+    (prompt,) = make_prompts(
+        config.task, loaded.tokenizer, length=length, samples=1, seed=config.seed
+    )
+    name = parse_task(config.task).name
+    tokens = len(prompt.input_ids)
+    return prompt, f"prompt: {name}, {tokens} tokens, seed {config.seed} ({digest([prompt])[:8]})"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line entry point."""
     options = vars(parser().parse_args(argv))
     command = arguments.as_typed("heatmaps", argv)
-    config = config_of(Heatmaps, options, command=command)
-    with while_importing():
-        from profiling.pictures.picture_book import run
-    for path in run(config):
+    for path in run(config_of(Heatmaps, options, command=command)):
         print(path)
     return 0
 

@@ -1,4 +1,4 @@
-"""Plain values as bytes, without pickle, for resume files and between ranks; tables as CSV."""
+"""Plain values as bytes, without pickle, for resume files; tables as CSV."""
 
 from __future__ import annotations
 

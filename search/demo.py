@@ -21,7 +21,7 @@ from artifacts.errors import shorten
 from artifacts.files import out_folder
 from kernels.index import TILE
 from kernels.native import build
-from profiling.machine import search_seconds
+from profiling.doctor import PREFILLS
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel, load_model
 from profiling.prompts.prompt import make_prompts
@@ -161,7 +161,7 @@ def seconds_of_search(loaded: LoadedModel, length: int) -> float:
     attention = max(attention, 0.0)
     linear = max(seconds[str(short)] - attention, 0.0)
     times = length / short
-    return search_seconds(times * linear + times**2 * attention)
+    return PREFILLS * (times * linear + times**2 * attention)
 
 
 def _choose_length(loaded: LoadedModel) -> tuple[int, str]:

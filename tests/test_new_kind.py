@@ -105,7 +105,7 @@ from artifacts.analysis.density import density
 from artifacts.page.artifact import render
 from kernels.attention import sparse_attention
 from kernels.patterns import LayerPlan, make
-from profiling.pattern_map import figure
+from profiling.pictures.patterns import figure
 from runtime.layers import layer_plans
 from search.model.candidates import candidate_grid
 from search.model.rows import as_artifact_pattern

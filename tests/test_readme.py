@@ -29,7 +29,7 @@ SMALL = {
     "gate": "--length 512 --dtype float32 --task prose --max-kl 9 --max-perplexity 9",
     "evaluate": "--length 512 --dtype float32 --task passkey --samples 1 --no-speed "
     "--methods headwise",
-    "doctor": "--model tiny --dtype float32",
+    "doctor": "--dtype float32",
 }
 # The artifact that comes with a checkout, and serves the real model alone.
 EXAMPLE = "examples/smollm2.yaml"

@@ -49,14 +49,6 @@ def add_model(
     )
 
 
-def add_beside(p: ArgumentParser) -> None:
-    """--beside, further artifacts; a list."""
-    help = "more artifacts to compare, each a row by its name"
-    p.add_argument(
-        "--beside", metavar="ARTIFACT", type=Path, nargs="+", action="extend", default=[], help=help
-    )
-
-
 def add_length(
     p: ArgumentParser,
     help: str = "tokens of a prompt",

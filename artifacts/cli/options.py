@@ -13,6 +13,7 @@ and `config_by_name(Config, options)` one of what Python gives."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, field, fields
 from math import inf
@@ -39,11 +40,26 @@ Range = tuple[Callable[[Any], bool], str]
 POSITIVE: Range = (lambda value: 0 < value < inf, "a positive number")
 BETWEEN_0_AND_1: Range = (lambda value: 0 < value < 1, "between 0 and 1")
 SHARE: Range = (lambda value: 0 < value <= 1, "above 0 and at most 1")
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def at_least(least: float) -> Range:
     """Range from `least` on; NaN is not in it."""
     return (lambda value: value >= least, f"at least {least}")
+
+
+def bytes_of(text: str, option: str) -> int:
+    """Parse the bytes in a text such as 67108864 or 64MiB, a command's `option`.
+
+    Raises:
+        HeadwiseError: it is no positive number with a known unit.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if match is None or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise HeadwiseError(
+            f"{option} must be a number of bytes such as 67108864 or 64MiB, got {text!r}"
+        )
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def arg(

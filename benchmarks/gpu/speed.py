@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from decode_speed import measure_decode
 
 from artifacts import Artifact, AShape, BlockSparse, Imported, Prefill, VerticalSlash
 from artifacts.schema.patterns import PatternRecord
@@ -15,7 +16,6 @@ from kernels.patterns import LayerPlan, Pattern, make
 from profiling.speed.attention_speed import measure, paper_patterns, patterns_for
 from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds
 from profiling.speed.config import Size
-from profiling.speed.decode_speed import measure_decode
 from profiling.speed.latency import in_turn, interleaved, medians, prefill
 from runtime import Headwise
 from runtime.fingerprint import fingerprint

@@ -9,7 +9,6 @@ from artifacts import HeadwiseError
 from artifacts.cli import arguments
 from artifacts.cli.options import arg, at_least, check_ranges, option, shared
 from profiling.caches.parsing import CACHES, parse_cache
-from profiling.memory_use.config import bytes_of
 from runtime.memory import OFFLOADS
 
 
@@ -24,7 +23,6 @@ class Comparison:
         nargs="?",
         default=None,
     )
-    beside: tuple[Path, ...] = shared(arguments.add_beside, default=())
     policies: tuple[str, ...] = arg(
         "--policy",
         action="append",
@@ -33,12 +31,6 @@ class Comparison:
     )
     context: int = option(
         "tokens in the cache when decode is timed", default=8192, within=at_least(1)
-    )
-    memory: int | None = option(
-        "time also the largest batch whose caches fit into so many bytes, such as 1GiB (not "
-        "artifacts)",
-        default=None,
-        read=lambda text: bytes_of(text, "--memory"),
     )
     steps: int = option("tokens of a timed round", default=16, within=at_least(1), advanced=True)
     repeats: int = option(
@@ -63,7 +55,7 @@ class Comparison:
     )
     trials: int = option("seeded prompts of the task, 0 for none", default=20, within=at_least(0))
     dense_prefill: bool = option(
-        "prefill the texts once, densely, for all artifacts (not policies)",
+        "prefill the texts densely for the artifact: what decode alone loses (not policies)",
         default=False,
         action="store_true",
         advanced=True,
@@ -89,10 +81,8 @@ class Comparison:
         check_ranges(self)
         if self.config is None and not self.policies:
             raise HeadwiseError("name an artifact with a decode section, or caches with --policy")
-        if self.config is None and self.beside:
-            raise HeadwiseError("--beside goes with an artifact: name one first")
         if self.dense_prefill and self.offload != ("auto",):
-            raise HeadwiseError("--dense-prefill shares one cache: leave --offload away")
+            raise HeadwiseError("--dense-prefill makes a cache of its own: leave --offload away")
         for text in self.policies:
             parse_cache(text)
         if self.forced >= self.text_length:

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from artifacts import Artifact, HeadwiseError, load, load_pair
+from artifacts import HeadwiseError, load, load_pair
 from profiling.caches.parsing import parse_cache
 from profiling.decoding.config import Comparison
-from profiling.decoding.losses import apart, by_position, in_blocks
 from profiling.decoding.steps import filled, methods, step_seconds
-from profiling.decoding.table import Row
+from profiling.decoding.table import Row, apart, in_blocks
 from profiling.environment import environment
 from profiling.ledger import Ledger
 from profiling.models.device import settled
@@ -30,7 +29,7 @@ from profiling.prompts.prompt import Prompt, digest, parse_task
 from profiling.quality.answers import answers, is_right
 from profiling.quality.forced_decode import Begun, begin, dense_losses, forced_losses
 from profiling.quality.method import Method, of_policy
-from profiling.speed.baselines import HEADWISE, KERNEL, MODEL, dense, of_rounds
+from profiling.speed.baselines import KERNEL, MODEL, dense, of_rounds
 from runtime import Headwise
 from runtime import load as load_headwise
 from runtime.caches.make import make_cache
@@ -40,12 +39,10 @@ from runtime.memory import CacheBytes, cache_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Seconds of each round, cache bytes, largest batch and its seconds, by method."""
+    """Seconds of each round and cache bytes, by method."""
 
     seconds: dict[str, list[float]]
     held: dict[str, CacheBytes]
-    batches: dict[str, int]
-    batch_seconds: dict[str, list[float]]
 
 
 def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], dict[str, Any]]:
@@ -57,14 +54,13 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
     Raises:
         HeadwiseError: the artifact has no decode section, or is for another model.
     """
-    artifacts = _artifacts(config)
+    headwise = _artifact(config)
     config = settled(config)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    compared = methods(artifacts, config.offload)
+    compared = methods(headwise, config.offload)
     compared += [of_policy(loaded, text, parse_cache(text)) for text in config.policies]
     timed = _timed(config, loaded, compared)
-    files = [file for file in (config.config, *config.beside) if file is not None]
-    seen = Seen.by(load_pair(file)[1] for file in files)
+    seen = Seen.by([load_pair(config.config)[1]] if config.config else [])
     overlaps: list[dict[str, Any]] = []
     prompts: list[Prompt] = []
     if config.trials:
@@ -78,7 +74,6 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
             config, loaded, seen, f"text:{config.text}", config.text_length, config.texts
         )
         overlaps += known
-    begun = cache(partial(_shared, config, loaded, texts))
     depends: dict[str, Any] = {}
     if ledger is not None:
         depends = _depends(config, loaded, prompts, texts)
@@ -90,7 +85,7 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
             if timed.seconds:
                 rows.append(Row(method=method.name, **_timed_fields(config, method.name, timed)))
             continue
-        measure = partial(_quality, config, loaded, method, prompts, texts, begun)
+        measure = partial(_quality, config, loaded, method, prompts, texts)
         if ledger is None:
             quality = measure()
         else:
@@ -99,58 +94,42 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
         if texts:
             losses[method.name] = torch.as_tensor(quality["losses"], dtype=torch.float32)
         rows.append(_row(config, method.name, timed, prompts, quality, losses))
-    hashes = {name: each.artifact.content_sha256 for name, each in artifacts.items()}
-    record = _record(config, hashes, rows, timed, losses)
-    return rows, {**record, "seen_by_search": overlaps}
+    artifact = headwise and headwise.artifact.content_sha256
+    return rows, {**_record(config, artifact, rows, timed), "seen_by_search": overlaps}
 
 
-def _artifacts(config: Comparison) -> dict[str, Headwise]:
-    """Load the artifacts by the names of their rows: the first is `headwise`."""
+def _artifact(config: Comparison) -> Headwise | None:
+    """Load the artifact."""
     if config.config is None:
-        return {}
-    artifacts: dict[str, Headwise] = {}
-    for file in (config.config, *config.beside):
-        if artifacts:
-            name = file.stem
-        else:
-            name = HEADWISE
-        artifact = load(file)
-        if artifact.decode is None:
-            raise HeadwiseError(f"{file} has no decode section: headwise filters writes one")
-        if name in artifacts:
-            raise HeadwiseError(f"artifacts of one name cannot be told apart: {name}")
-        if config.dense_prefill:
-            _check_shared(artifact)
-        artifacts[name] = load_headwise(file)
-    return artifacts
+        return None
+    artifact = load(config.config)
+    if artifact.decode is None:
+        raise HeadwiseError(f"{config.config} has no decode section: headwise filters writes one")
+    if config.dense_prefill and (
+        artifact.kv_cache is not None or artifact.decode.omnikv.selector != "last"
+    ):
+        raise HeadwiseError(
+            "--dense-prefill fills a plain cache: an artifact with a kv_cache section, or a "
+            "selector other than last, needs its own"
+        )
+    return load_headwise(config.config)
 
 
 def _timed(config: Comparison, loaded: LoadedModel, compared: Sequence[Method]) -> Timed:
-    """Time one sequence by each method, and with --memory the largest batch."""
+    """Time one sequence by each method."""
     if not config.repeats:
-        return Timed(seconds={}, held={}, batches={}, batch_seconds={})
-    settings: dict[str, Any] = {
-        "context": config.context,
-        "steps": config.steps,
-        "repeats": config.repeats,
-    }
+        return Timed(seconds={}, held={})
     caches = filled(loaded, compared, context=config.context, seed=config.seed)
     held = {name: cache_bytes(cache) for name, cache in caches.items()}
-    seconds = step_seconds(loaded, compared, caches, **settings)
-    if config.memory is None:
-        return Timed(seconds=seconds, held=held, batches={}, batch_seconds={})
-    fitting = [method for method in compared if not _chooses(method)]
-    batches = {method.name: config.memory // held[method.name].device for method in fitting}
-    for name, batch in batches.items():
-        if batch < 1:
-            raise HeadwiseError(
-                f"--memory {config.memory} is too small for one sequence of {config.context} "
-                f"tokens under {name}, "
-                f"which takes {held[name].device}"
-            )
-        caches[name].batch_repeat_interleave(batch)
-    batch_seconds = step_seconds(loaded, fitting, caches, **settings, batches=batches)
-    return Timed(seconds=seconds, held=held, batches=batches, batch_seconds=batch_seconds)
+    seconds = step_seconds(
+        loaded,
+        compared,
+        caches,
+        context=config.context,
+        steps=config.steps,
+        repeats=config.repeats,
+    )
+    return Timed(seconds=seconds, held=held)
 
 
 def _chooses(method: Method) -> bool:
@@ -178,13 +157,13 @@ def _quality(
     method: Method,
     prompts: Sequence[Prompt],
     texts: Sequence[Prompt],
-    shared: Callable[[], Sequence[Begun]],
 ) -> dict[str, Any]:
     """Measure a method's answers, losses (T, F) of texts, and tokens read in a step."""
-    # Before the method is applied: it is a prefill of another one.
-    sharing = None
-    if texts and config.dense_prefill and _chooses(method):
-        sharing = shared()
+    prefilled: Sequence[Begun] = ()
+    if config.dense_prefill and _chooses(method):
+        with dense(loaded.model, KERNEL):
+            plain_cache = partial(make_cache, None, loaded.model, "never")
+            prefilled = list(begin(loaded.model, plain_cache, texts, config.forced))
     losses = None
     tokens = None
     new_cache = partial(method.cache, loaded.model)
@@ -201,66 +180,30 @@ def _quality(
         if texts and method.name == MODEL:
             losses = dense_losses(loaded.model, texts, config.forced).cpu().numpy()
         elif texts:
-            begun = sharing or begin(loaded.model, new_cache, texts, config.forced)
+            begun = prefilled or begin(loaded.model, new_cache, texts, config.forced)
             losses = forced_losses(loaded.model, begun, config.forced).cpu().numpy()
         if _chooses(method):
             tokens = applied.stats().get("tokens")
     return {"answers": given, "losses": losses, "tokens": tokens}
 
 
-def _check_shared(artifact: Artifact) -> None:
-    """Raise HeadwiseError where an artifact cannot go on from a cache of another prefill."""
-    if artifact.decode:
-        selector = artifact.decode.omnikv.selector
-    else:
-        selector = "last"
-    if artifact.kv_cache or selector != "last":
-        raise HeadwiseError(
-            "--dense-prefill shares one cache: artifacts with a kv_cache section, or a selector "
-            "other than last, need their own"
-        )
-
-
-def _shared(config: Comparison, loaded: LoadedModel, texts: Sequence[Prompt]) -> list[Begun]:
-    """Prefill the texts densely into caches for artifacts that choose by the last query."""
-    with dense(loaded.model, KERNEL):
-        return list(
-            begin(
-                loaded.model, lambda: make_cache(None, loaded.model, "never"), texts, config.forced
-            )
-        )
-
-
 def _record(
-    config: Comparison,
-    hashes: Mapping[str, str | None],
-    rows: Sequence[Row],
-    timed: Timed,
-    losses: Mapping[str, Tensor],
+    config: Comparison, artifact: str | None, rows: Sequence[Row], timed: Timed
 ) -> dict[str, Any]:
     """Make the JSON record: figures and settings.
 
     Args:
-        hashes: content hashes by artifact.
+        config: options of the comparison.
+        artifact: content hash.
+        rows: of all methods.
+        timed: seconds of all methods.
     """
-    if losses:
-        by_method = by_position(losses, losses[MODEL])
-    else:
-        by_method = {}
-    positions = {name: [asdict(part) for part in parts] for name, parts in by_method.items()}
-    file = config.config
     return {
         "rows": [asdict(row) for row in rows],
         "all_seconds": timed.seconds,
-        "by_position": positions,
-        "batch_seconds": timed.batch_seconds,
         "speedups": {name: of_rounds(timed.seconds, name).over for name in timed.seconds},
-        "settings": {
-            **asdict(config),
-            "config": file and file.name,
-            "beside": [each.name for each in config.beside],
-        },
-        "artifacts": hashes,
+        "settings": {**asdict(config), "config": config.config and config.config.name},
+        "artifact": artifact,
         "environment": environment(config.device),
     }
 
@@ -292,10 +235,6 @@ def _timed_fields(config: Comparison, name: str, timed: Timed) -> dict[str, Any]
         fields["token_seconds"] = statistics.median(timed.seconds[name]) / config.steps
         fields["device_bytes"] = timed.held[name].device
         fields["bank_bytes"] = timed.held[name].bank
-    if name in timed.batch_seconds:
-        tokens = timed.batches[name] * config.steps
-        fields["batch"] = timed.batches[name]
-        fields["batch_rate"] = tokens / statistics.median(timed.batch_seconds[name])
     return fields
 
 

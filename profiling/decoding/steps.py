@@ -14,7 +14,7 @@ import torch
 from profiling.models.loading import LoadedModel
 from profiling.progress import bar
 from profiling.quality.method import Method
-from profiling.speed.baselines import KERNEL, MODEL
+from profiling.speed.baselines import HEADWISE, KERNEL, MODEL
 from profiling.speed.latency import interleaved
 from runtime import Headwise
 from runtime.layers import heads_of, text_config
@@ -23,30 +23,23 @@ from runtime.layers import heads_of, text_config
 _CHUNK = 2048
 
 
-def methods(artifacts: Mapping[str, Headwise], offloads: Sequence[str]) -> list[Method]:
-    """Both dense attentions, and each artifact with each way to keep keys that are not chosen."""
+def methods(headwise: Headwise | None, offloads: Sequence[str]) -> list[Method]:
+    """Both dense attentions, and the artifact with each way to keep keys that are not chosen."""
     both = [
         Method(name=name, make=lambda: None, identity="", dense=name) for name in (MODEL, KERNEL)
     ]
+    if headwise is None:
+        return both
     return both + [
-        _of_artifact(name, headwise, offload)
-        for name, headwise in artifacts.items()
+        Method(
+            name=HEADWISE if offload == "auto" else f"{HEADWISE}, {offload}",
+            make=lambda: headwise,
+            identity=headwise.artifact.content_sha256 or "",
+            offload=offload,
+            check_weights=True,
+        )
         for offload in offloads
     ]
-
-
-def _of_artifact(name: str, headwise: Headwise, offload: str) -> Method:
-    if offload == "auto":
-        label = name
-    else:
-        label = f"{name}, {offload}"
-    return Method(
-        name=label,
-        make=lambda: headwise,
-        identity=headwise.artifact.content_sha256 or "",
-        offload=offload,
-        check_weights=True,
-    )
 
 
 @torch.no_grad()
@@ -74,13 +67,8 @@ def step_seconds(
     context: int,
     steps: int,
     repeats: int,
-    batches: Mapping[str, int] | None = None,
 ) -> dict[str, list[float]]:
-    """Time `steps` tokens of each sequence, the methods interleaved.
-
-    Args:
-        batches: sequences in each method's cache; 1 if None.
-    """
+    """Time `steps` tokens of one sequence, the methods interleaved."""
     model = loaded.model
     current: list[Any] = []
 
@@ -90,11 +78,7 @@ def step_seconds(
             extra = cache.get_seq_length() - context
             if extra and not method.evicts:
                 cache.crop(-extra)
-            if batches is None:
-                batch = 1
-            else:
-                batch = batches[method.name]
-            current[:] = [cache, torch.zeros(batch, 1, dtype=torch.long, device=model.device)]
+            current[:] = [cache, torch.zeros(1, 1, dtype=torch.long, device=model.device)]
             return method.apply(model)
 
         return enter

@@ -1,16 +1,23 @@
-"""Rows of a comparison of decode, and their table."""
+"""Rows of a comparison of decode, and their table.
+
+Shapes: T texts, F forced tokens at the end of each (profiling.quality.forced_decode).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from artifacts.page.layout import aligned
-from profiling.decoding.losses import changed
-from profiling.evaluation.intervals import Interval, wilson
+from profiling.evaluation.intervals import Interval, student, wilson
 from profiling.speed.baselines import COLUMNS, cells, of_rounds
 
 _MIB = 2**20
+# Tokens of a mean loss in a row.
+_BLOCK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +35,6 @@ class Row:
         losses: of 64 tokens, by text.
         tokens: that a KV head of a sparse layer read in a step, on average over all that was
             decoded.
-        batch: the most sequences whose caches fit into the memory asked for.
-        batch_rate: tokens a second of all of them.
     """
 
     method: str
@@ -43,8 +48,16 @@ class Row:
     answers: tuple[str, ...] = ()
     losses: tuple[tuple[float, ...], ...] = ()
     apart: Interval | None = None
-    batch: int | None = None
-    batch_rate: float | None = None
+
+
+def in_blocks(losses: Tensor) -> tuple[tuple[float, ...], ...]:
+    """Means of (T, F) losses over _BLOCK tokens each, text by text."""
+    return tuple(tuple(part.mean().item() for part in text.split(_BLOCK)) for text in losses)
+
+
+def apart(losses: Tensor, others: Tensor) -> Interval:
+    """Losses less those of the same tokens by another method, nats a token, over texts."""
+    return student((losses - others).double().mean(1).tolist())
 
 
 def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: int) -> str:
@@ -53,7 +66,6 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
     Args:
         seconds: of each method's rounds.
     """
-    rates = {row.method: [1 / row.batch_rate] for row in rows if row.batch_rate}
     to_first = any(row.apart for row in rows)
     if trials:
         accuracy = f"accuracy of {trials}"
@@ -63,8 +75,6 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
     header += ["perplexity", accuracy]
     if to_first:
         header.append("perplexity to the first's")
-    if rates:
-        header += ["batch", "tokens/s", *COLUMNS]
     lines = [header]
     for row in rows:
         if seconds:
@@ -81,12 +91,10 @@ def table(rows: Sequence[Row], seconds: Mapping[str, Sequence[float]], trials: i
         line.append(_accuracy(row.right, trials))
         if to_first:
             if row.apart:
-                apart = changed(row.apart)
+                apart = _changed(row.apart)
             else:
                 apart = "-"
             line.append(apart)
-        if rates:
-            line += _batch_cells(row, rates)
         lines.append(line)
     return "\n".join(aligned(lines))
 
@@ -109,10 +117,19 @@ def _perplexity(row: Row) -> str:
     if not row.perplexity:
         return "-"
     if row.change:
-        change = f" {changed(row.change)}"
+        change = f" {_changed(row.change)}"
     else:
         change = ""
     return f"{row.perplexity:.3f}{change}"
+
+
+def _changed(interval: Interval) -> str:
+    """Format a difference of losses as one of perplexities; a single text has no interval."""
+    value, low, high = (
+        100 * math.expm1(each) for each in (interval.value, interval.low, interval.high)
+    )
+    between = f" ({low:+.2f} to {high:+.2f})" if interval.count > 1 else ""
+    return f"{value:+.2f}%{between}"
 
 
 def _accuracy(right: int | None, questions: int) -> str:
@@ -121,10 +138,3 @@ def _accuracy(right: int | None, questions: int) -> str:
         return "-"
     interval = wilson(right, questions)
     return f"{interval.value:.2f} ({interval.low:.2f} to {interval.high:.2f})"
-
-
-def _batch_cells(row: Row, rates: Mapping[str, Sequence[float]]) -> list[str]:
-    """Cells of the largest batch: size, tokens a second, speed-up over dense batches."""
-    if row.batch_rate is None:
-        return ["-"] * (2 + len(COLUMNS))
-    return [str(row.batch), f"{row.batch_rate:.1f}", *cells(of_rounds(rates, row.method))]

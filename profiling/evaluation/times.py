@@ -10,6 +10,7 @@ from typing import Any
 from profiling.environment import environment
 from profiling.evaluation.config import Speed
 from profiling.evaluation.methods import Methods
+from profiling.evaluation.peak_memory import peak_of
 from profiling.evaluation.speed import (
     Timed,
     attention_seconds,
@@ -17,7 +18,6 @@ from profiling.evaluation.speed import (
     prefill_times,
 )
 from profiling.ledger import Ledger, Unit
-from profiling.memory_use.peak_memory import peak_of
 from profiling.models.loading import LoadedModel
 from profiling.progress import phase
 from profiling.quality.method import Method

@@ -15,12 +15,10 @@ from profiling.inside.capture import LayerInputs
 
 # Scores held at a time: 64 MiB in fp32.
 _SCORES = 1 << 24
-# An entry is negligible below this share of its row's largest (H2O, section 3.1).
-NEGLIGIBLE = 0.01
 
 
-def logits(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield chunks of queries with their logits (n, S) fp32, -inf for keys after the query."""
+def rows(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield chunks of queries with their attention (n, S) fp32; with sinks, rows sum below 1."""
     length = inputs.q.shape[2]
     group = inputs.q.shape[1] // inputs.k.shape[1]
     keys = inputs.k[0, head // group].float().T * inputs.scale
@@ -29,12 +27,7 @@ def logits(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Te
         scores = inputs.q[0, head, piece].float() @ keys
         if inputs.softcap is not None:
             scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
-        yield piece, scores.masked_fill(position > piece[:, None], float("-inf"))
-
-
-def rows(inputs: LayerInputs, head: int, queries: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield chunks of queries with their attention (n, S) fp32; with sinks, rows sum below 1."""
-    for piece, scores in logits(inputs, head, queries):
+        scores = scores.masked_fill(position > piece[:, None], float("-inf"))
         if inputs.sinks is None:
             yield piece, scores.softmax(-1)
         else:
@@ -52,19 +45,6 @@ def pooled_map(inputs: LayerInputs, head: int, cell: int) -> Tensor:
     counts = torch.full((size,), cell, device=pooled.device, dtype=torch.float32)
     counts[-1] = length - (size - 1) * cell
     return pooled / counts[:, None]
-
-
-def sparsity_of(inputs: LayerInputs, queries: Tensor) -> Tensor:
-    """Compute the fraction of visible entries that are negligible, (H) fp32 (H2O, Figure 2a)."""
-    heads = inputs.q.shape[1]
-    length = inputs.q.shape[2]
-    small = torch.zeros(heads, dtype=torch.float64, device=queries.device)
-    for head in range(heads):
-        for piece, attention in rows(inputs, head, queries):
-            # Keys after the query have no attention: they are below any limit.
-            below = (attention < NEGLIGIBLE * attention.amax(1, keepdim=True)).sum(1)
-            small[head] += (below - (length - 1 - piece)).sum()
-    return (small / (queries + 1).sum()).float()
 
 
 def cover(index: SparseIndex, head: int, cell: int) -> Tensor:

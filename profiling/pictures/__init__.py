@@ -1,1 +1,1 @@
-"""Pictures of layers and heads, and the numbers behind them."""
+"""Pictures of layers, heads and artifacts, and the numbers behind them."""

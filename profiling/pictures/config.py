@@ -10,19 +10,21 @@ from artifacts import HeadwiseError
 from artifacts.cli import arguments
 from artifacts.cli.options import arg, at_least, check_ranges, option, shared
 from artifacts.errors import shorten
+from profiling.pictures.registry import pictures
 from profiling.prompts.prompt import parse_task
 from profiling.similarities.config import DEFAULT_LENGTH
 
-PICTURES = ("layers", "maps", "sparsity")
+_PICTURES = pictures("model", "profile")
+_NAMES = ", ".join(_PICTURES)
 _SHORTEST = 16
 
 
-def _heads(text: str) -> tuple[tuple[int, int], ...]:
-    """Read `3.0,12.5`: layer and head of each."""
-    parts = [re.fullmatch(r"\s*(\d+)\.(\d+)\s*", part) for part in text.split(",")]
-    if not all(parts):
-        raise HeadwiseError(f"--heads must be layer.head, such as 3.0,12.5, got {shorten(text)}")
-    return tuple((int(part[1]), int(part[2])) for part in parts if part)
+def _head(text: str) -> tuple[int, int]:
+    """Read `12.5`: layer and head."""
+    match = re.fullmatch(r"\s*(\d+)\.(\d+)\s*", text)
+    if match is None:
+        raise HeadwiseError(f"--head must be layer.head, such as 12.5, got {shorten(text)}")
+    return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +32,12 @@ class Heatmaps:
     """Options of the pictures; None takes the default that depends on the rest.
 
     Attributes:
-        heads: (layer, head) of the maps.
+        head: (layer, query head).
     """
 
     config: Path | None = shared(
         arguments.add_artifact,
-        "artifact: its patterns are drawn over the maps, its filter layers marked",
+        "artifact: its pattern is drawn over a head's attention, its filter layers marked",
         nargs="?",
         default=None,
     )
@@ -46,12 +48,10 @@ class Heatmaps:
         "--picture",
         default=None,
         action="append",
-        help=f"one of {', '.join(PICTURES)}; repeatable (default: all that can be drawn)",
+        help=f"one of {_NAMES}; repeatable (default: all that can be drawn)",
     )
-    heads: tuple[tuple[int, int], ...] | None = option(
-        "heads of the maps as layer.head, such as 3.0,12.5 (default: a few typical ones)",
-        default=None,
-        read=_heads,
+    head: tuple[int, int] | None = option(
+        "head whose attention is drawn, as layer.head, such as 12.5", default=None, read=_head
     )
     task: str = shared(
         arguments.add_task,
@@ -77,11 +77,17 @@ class Heatmaps:
         if self.profile is None and self.model is None:
             raise HeadwiseError("nothing to draw from: give --profile DIR or --model M")
         for name in self.pictures or ():
-            if name not in PICTURES:
-                raise HeadwiseError(
-                    f"unknown picture {shorten(name)}; known: {', '.join(PICTURES)}"
-                )
-            if self.model is None and name != "layers":
-                raise HeadwiseError(
-                    f"the picture {name!r} needs --model: a profile has no single heads"
-                )
+            if name not in _PICTURES:
+                raise HeadwiseError(f"unknown picture {shorten(name)}; known: {_NAMES}")
+            if _PICTURES[name].of == "model" and (self.model is None or self.head is None):
+                raise HeadwiseError(f"the picture {name!r} needs --model and --head")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the pictures that are drawn."""
+        can_be = [
+            name
+            for name, each in _PICTURES.items()
+            if each.of == "profile" or (self.model is not None and self.head is not None)
+        ]
+        return [name for name in can_be if self.pictures is None or name in self.pictures]

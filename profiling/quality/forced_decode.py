@@ -6,8 +6,7 @@ vocabulary.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -56,16 +55,16 @@ def steps(model: Any, begun: Begun, forced: int) -> Iterator[tuple[Tensor, Tenso
         yield ids[:, at], logits
 
 
-def forced_losses(model: Any, begun: Iterator[Begun] | Sequence[Begun], forced: int) -> Tensor:
+def forced_losses(model: Any, begun: Iterable[Begun], forced: int) -> Tensor:
     """Compute -log p of the last `forced` tokens of each text (T, F), decoded one by one.
 
     Args:
-        begun: of `begin`; caches of a sequence are copied, so that it serves again.
+        model: the model, with the method applied.
+        begun: of `begin`; their caches grow.
+        forced: number of tokens.
     """
     losses = []
     for batch in begun:
-        if isinstance(begun, Sequence):
-            batch = batch._replace(cache=copy.deepcopy(batch.cache))
         by_step = [token_losses(logits, tokens) for tokens, logits in steps(model, batch, forced)]
         losses.append(torch.stack(by_step, dim=1))
     return torch.cat(losses)

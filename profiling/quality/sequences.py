@@ -188,11 +188,6 @@ class Reference:
         kept = torch.cat([self.positions(number), before])
         self._dense[number] = _Predicted(log_probs.half(), nll[before], likeliest[kept])
 
-    @property
-    def known(self) -> list[str]:
-        """The sequences whose dense predictions are here, by number."""
-        return sorted(map(str, self._dense))
-
     def losses(self, number: int, plans: Plans) -> Losses:
         """Run the model over a sequence with these patterns, and compare with dense attention."""
         sequence = self.sequences[number]

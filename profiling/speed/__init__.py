@@ -1,1 +1,1 @@
-"""Wall time: of kernels, of steps of decode; ratios, baselines and the cost table."""
+"""Wall time of kernels and layers; ratios and baselines."""

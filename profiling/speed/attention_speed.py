@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from artifacts import HeadwiseError
 from kernels.attention import AttentionCall, attend, sparse_attention
@@ -83,13 +82,13 @@ def paper_patterns() -> list[Pattern]:
 
 
 def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
-    """Make q (1, H, S, D), k and v (1, G, past + S, D): noise, nearness and heavy columns.
+    """Make q (1, H, S, D), k and v (1, G, S, D): noise, nearness and heavy columns.
 
     A phase makes logits fall with distance, a shared direction makes some keys heavy. In plain
     noise the best diagonals lie scattered, each in two tiles of every row: vertical-slash would be
     timed at a density that no model gives it.
     """
-    length = size.past + size.length
+    length = size.length
     generator = torch.Generator(size.device).manual_seed(size.seed)
 
     def noise(heads: int, dim: int = size.head_dim) -> Tensor:
@@ -114,7 +113,7 @@ def inputs(size: Size) -> tuple[Tensor, Tensor, Tensor]:
     dtype = getattr(torch, size.dtype)
     q = (noise(size.heads) + phase + direction / 2).to(dtype)
     k = (noise(size.kv_heads) + phase + direction * heavy).to(dtype)
-    return q[:, :, size.past :].contiguous(), k, noise(size.kv_heads).to(dtype)
+    return q, k, noise(size.kv_heads).to(dtype)
 
 
 def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int) -> list[Speed]:
@@ -157,16 +156,9 @@ def measure(size: Size, patterns: Sequence[Pattern], *, repeats: int) -> list[Sp
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
     """torch's dense attention; on a GPU each kernel that takes the call."""
 
-    # Behind a past the causal mask ends at the last key.
-    past = k.shape[2] > q.shape[2]
-    if past:
-        mask = causal_lower_right(q.shape[2], k.shape[2])
-    else:
-        mask = None
-
     def sdpa() -> Tensor:
         attention = torch.nn.functional.scaled_dot_product_attention
-        return attention(q, k, v, attn_mask=mask, is_causal=not past, enable_gqa=True)
+        return attention(q, k, v, is_causal=True, enable_gqa=True)
 
     runs: dict[str, Callable[[], object]] = {}
     backends: tuple[Any, ...] = ()
@@ -186,8 +178,6 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
 
 def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, name: str) -> None:
     """Compare the first head's first and last queries with the fp32 reference.
-
-    Behind a past only the last ones.
 
     Raises:
         HeadwiseError: the largest error, and what rounding would explain.
@@ -223,8 +213,7 @@ def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, index: SparseIndex, name
             slice(-count, None),
         ),
     ]
-    # Behind a past the first queries see more than a prompt's.
-    for k_len, part, queries in ends[index.k_len > index.q_len :]:
+    for k_len, part, queries in ends:
         keys = k[:, :1, :k_len].float()
         values = v[:, :1, :k_len].float()
         call = AttentionCall(q[:, :1, queries].float(), keys, values, part)

@@ -1,23 +1,19 @@
-"""Runs headwise bench: a table of attention or of decode, and the cost table of a device."""
+"""Runs headwise bench: a table of attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from artifacts import load as load_artifact
-from artifacts import update
-from artifacts.files import check_writable
+import torch
+
+from kernels import registry
+from kernels.call import Operands
 from profiling.environment import environment
 from profiling.speed.attention_speed import Speed, measure, paper_patterns, patterns_for
 from profiling.speed.baselines import COLUMNS
 from profiling.speed.baselines import cells as speedup_cells
 from profiling.speed.config import Bench, Size
-from profiling.speed.cost_grid import backend_of
-from profiling.speed.cost_grid import run as measure_costs
-from profiling.speed.cost_table import attach, load
-from profiling.speed.decode_speed import DECODE_HEADER, DecodeSpeed, decode_cells, measure_decode
 
 HEADER = ["length", "dim", "heads", "pattern", "density"]
 HEADER += ["sdpa ms", "dense ms", "sparse ms", "build ms", *COLUMNS, "without build", "rate/sdpa"]
@@ -45,46 +41,11 @@ def cells(size: Size, speed: Speed) -> list[str]:
     ]
 
 
-def run(config: Bench, show: Callable[[Size, Speed], None]) -> list[tuple[Size, Speed]]:
-    """Measure every size; its lines are shown when they are there."""
-    lines = []
-    for size in config.sizes:
-        patterns = paper_patterns()
-        if not config.paper_sizes:
-            seen = size.past + size.length
-            patterns = [
-                pattern
-                for density in config.density or (0.12,)
-                for pattern in patterns_for(seen, density)
-            ]
-        for speed in measure(size, patterns, repeats=config.repeats):
-            show(size, speed)
-            lines.append((size, speed))
-    return lines
-
-
-def run_decode(
-    config: Bench, show: Callable[[Size, DecodeSpeed], None]
-) -> list[tuple[Size, DecodeSpeed]]:
-    """Measure one token's attention at every size; its line is shown when it is there."""
-    lines = []
-    for size in config.sizes:
-        speed = measure_decode(size, chosen=config.chosen, repeats=config.repeats)
-        show(size, speed)
-        lines.append((size, speed))
-    return lines
-
-
-def tables(config: Bench, command: str, *, show: bool) -> dict[str, Any]:
+def run(config: Bench, command: str, *, show: bool) -> dict[str, Any]:
     """Measure every size and return the record; `show` prints a line as soon as it is measured."""
     where = environment(config.device)
-    if config.what == "decode":
-        header = DECODE_HEADER
-    else:
-        header = HEADER
-    widths = [max(len(name), 7) for name in header]
-    if config.what == "attention":
-        widths[header.index("pattern")] = 14
+    widths = [max(len(name), 7) for name in HEADER]
+    widths[HEADER.index("pattern")] = 14
 
     def print_line(cells: list[str]) -> None:
         if show:
@@ -93,44 +54,30 @@ def tables(config: Bench, command: str, *, show: bool) -> dict[str, Any]:
 
     if show:
         print(", ".join(f"{name} {value}" for name, value in where.items()))
-    print_line(header)
-    lines: list[tuple[Size, Any]] = []
-    if config.what == "attention":
-        lines += run(config, lambda size, speed: print_line(cells(size, speed)))
-    else:
-        lines += run_decode(config, lambda size, speed: print_line(decode_cells(size, speed)))
+    print_line(HEADER)
+    lines: list[tuple[Size, Speed]] = []
+    for size in config.sizes:
+        patterns = paper_patterns()
+        if not config.paper_sizes:
+            patterns = [
+                pattern
+                for density in config.density or (0.12,)
+                for pattern in patterns_for(size.length, density)
+            ]
+        for speed in measure(size, patterns, repeats=config.repeats):
+            print_line(cells(size, speed))
+            lines.append((size, speed))
     return {
         "command": command,
         "settings": asdict(config),
-        "environment": {**where, "backend": backend_of(config.sizes[0])},
+        "environment": {**where, "backend": _backend(config.sizes[0])},
         "lines": [asdict(size) | asdict(speed) for size, speed in lines],
     }
 
 
-def costs(config: Bench, command: str) -> None:
-    """Measure the cost table or read one, and put it into an artifact where one is named.
-
-    Raises:
-        HeadwiseError: a file is missing or cannot be written, before anything is measured; a wrong
-            result.
-    """
-    if config.costs is not None:
-        check_writable(config.costs)
-    if config.attach is not None:
-        load_artifact(config.attach)
-        check_writable(config.attach)
-    if config.costs is not None:
-        table = measure_costs(config.grid(), config.costs, command=command, fresh=config.fresh)
-        print(
-            f"{table.device}, backend {table.backend}: {len(table.costs)} measurements -> "
-            f"{config.costs}"
-        )
-    else:
-        assert config.table is not None
-        table = load(config.table)
-    if config.attach is not None:
-        saved = update(config.attach, lambda artifact, arrays: attach(artifact, arrays, table))
-        print(
-            f"{config.attach}: carries the costs of "
-            f"{', '.join(entry.device for entry in saved.costs)}"
-        )
+def _backend(size: Size) -> str:
+    """Return the kernel backend that serves tensors of that size."""
+    probe = torch.empty(
+        1, 1, 1, size.head_dim, dtype=getattr(torch, size.dtype), device=size.device
+    )
+    return registry.fast("attention", Operands(probe, probe, probe))[0] or "reference"

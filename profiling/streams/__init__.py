@@ -1,1 +1,1 @@
-"""Endless streams: what is streamed, how it is attended to, and what came out."""
+"""Endless streams: perplexity and cache size by cache policy."""

@@ -15,12 +15,11 @@ from pydantic import ValidationError
 
 from artifacts import H2O, Artifact, Full, HeadwiseError, KVCache, ModelInfo
 from artifacts.cli import arguments
-from artifacts.cli.options import SHARE, arg, at_least, check_ranges, option, shared
+from artifacts.cli.options import SHARE, arg, at_least, bytes_of, check_ranges, option, shared
 from artifacts.schema.kv_cache import Policy
 from profiling.caches.budget_curves import BudgetCurves, measure
 from profiling.caches.policies import with_policy, with_section
 from profiling.ledger import Ledger
-from profiling.memory_use.config import bytes_of
 from profiling.models.device import settled
 from profiling.models.loading import LoadedModel
 from profiling.progress import phase

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from artifacts import HeadwiseError
 from artifacts.cli import arguments
-from artifacts.cli.options import at_least, check_ranges, nested, option, shared
+from artifacts.cli.options import at_least, bytes_of, check_ranges, nested, option, shared
 from artifacts.schema.search import CostUnit
-from profiling.memory_use.config import bytes_of
 from profiling.prompts.prompt import CALIBRATED_TASKS, GATE_TASKS, parse_task
 from search.model.limits import Limits
 from search.study import STORAGE_HELP

@@ -14,8 +14,8 @@ from artifacts import ModelInfo
 from artifacts.schema.search import CostUnit
 from kernels.index import TILE, num_rows, num_tiles
 from kernels.patterns import Pattern
-from profiling.speed.cost_table import CostTable
 from search.model.candidates import LAST_Q
+from search.model.cost_table import CostTable
 
 
 @dataclass(frozen=True, kw_only=True)

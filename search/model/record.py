@@ -27,11 +27,11 @@ from artifacts import Point as FrontPoint
 from artifacts.analysis.sections import save_searched
 from profiling.prompts.prompt import digest
 from profiling.quality.sequences import TokenSequence
-from profiling.speed.cost_table import embed
 from profiling.speed.layer_times import ANCHOR
 from search.model.acceptance import Accepted
 from search.model.allocation import Allocation, Heads
 from search.model.config import ModelSearch
+from search.model.cost_table import embed
 from search.model.costs import Costs
 from search.model.curves import Curves
 from search.model.evidence import evidence
@@ -138,8 +138,7 @@ def build(
         layers, named = other.rows(run.candidates)
         patterns |= named
         point_rows.append(layers)
-    table = outcome.costs.table
-    section, arrays = embed([table] if table else [], optimised=table)
+    section, arrays = embed(outcome.costs.table)
     arrays |= front_arrays(patterns, point_rows)
     windows = run.seen.digests
     arrays |= window_arrays(windows)
@@ -186,7 +185,7 @@ def write(
         return recorded
     saved = save_searched(artifact, config.out, dict(arrays))
     if config.picture:
-        from profiling.pattern_map import draw_pattern_map
+        from profiling.pictures.patterns import draw_pattern_map
 
         draw_pattern_map(config.out, config.out.with_suffix(""))
     return replace(recorded, artifact=saved, written=True)

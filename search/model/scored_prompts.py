@@ -25,7 +25,6 @@ from profiling.ledger import Unit
 from profiling.models.loading import LoadedModel
 from profiling.progress import Phase, phase
 from profiling.quality.sequences import Reference, TokenSequence
-from profiling.ranks import Ranks
 from search.model.curves import Curves
 from search.model.scoring import Scores, score_layer
 from search.model.search_run import SearchRun
@@ -60,16 +59,17 @@ def score_prompts(run: SearchRun, reference: Reference) -> tuple[dict[int, Curve
     finished = ranks.gather_all([list(key) for key in scores])
     done = {(int(number), int(layer)) for keys in finished for number, layer in keys}
     left = sorted(key for key in units if key not in done)
-    mine = _deal(left, ranks)
+    # Ranks that share a sequence each make its dense pass, and score other layers of it.
+    mine = ranks.deal(left, lambda unit: unit[0])
     with phase("scoring candidates", len(units), "layers", quiet=not ranks.is_first) as shown:
-        shown.reach(len(units) - len(left))
+        shown.skip(len(units) - len(left))
         for number in sorted({number for number, _ in mine}):
             layers = {layer for own, layer in mine if own == number}
             shown.note(reference.sequences[number].task)
             scores |= _score(run, run.candidates, reference, number, layers, units, shown)
         by_name = {f"{number}/{layer}": value for (number, layer), value in scores.items()}
         values = ranks.gather(by_name)
-        shown.reach(len(units))
+        shown.update(len(left) - len(mine))
     by_prompt = []
     for number, sequence in enumerate(reference.sequences):
         by_layer = {layer: values[f"{number}/{layer}"] for layer in run.layers}
@@ -77,29 +77,6 @@ def score_prompts(run: SearchRun, reference: Reference) -> tuple[dict[int, Curve
     faults = [str(value["fault"]) for value in values.values() if value["fault"]]
     curves = {tail: Curves.mean([each[tail] for each in by_prompt]) for tail in run.tails}
     return curves, faults[0] if faults else None
-
-
-def _deal(units: Sequence[tuple[int, int]], ranks: Ranks) -> set[tuple[int, int]]:
-    """Return this rank's pairs of sequence and layer.
-
-    These are whole sequences, and some layers of the sequences left over. Ranks that share a
-    sequence each make its dense pass, and score other layers of it.
-    """
-    by_number: dict[int, list[tuple[int, int]]] = {}
-    for unit in units:
-        by_number.setdefault(unit[0], []).append(unit)
-    # Those with the most left to do first.
-    numbers = sorted(by_number, key=lambda number: (-len(by_number[number]), number))
-    whole = len(numbers) // ranks.count * ranks.count
-    mine = {
-        unit for number in numbers[ranks.rank : whole : ranks.count] for unit in by_number[number]
-    }
-    shared = numbers[whole:]
-    if shared:
-        turn, at = divmod(ranks.rank, len(shared))
-        sharing = len(range(at, ranks.count, len(shared)))
-        mine |= set(by_number[shared[at]][turn::sharing])
-    return mine
 
 
 def _score(

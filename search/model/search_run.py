@@ -17,6 +17,7 @@ from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import Prompt
 from profiling.quality.sequences import Losses, Reference, sequences
 from profiling.ranks import Ranks
+from profiling.shared_jobs import run_jobs
 from search.model.allocation import LARGEST_WEIGHT, Allocation, Heads
 from search.model.task_losses import TaskLoss, by_task
 from search.study import Study
@@ -157,14 +158,14 @@ class SearchRun:
         measured = [reference.sequences[number] for number in numbers]
         quiet = not name or not self.ranks.is_first
         with phase(name, len(units), "passes", quiet=quiet) as shown:
-            # A dense pass takes about as long as one by patterns: a rank that has it goes first.
-            values = self.ledger.run(
+            # A dense pass takes about as long as one by patterns: one rank runs all of a sequence.
+            values = run_jobs(
+                self.ledger,
+                self.ranks,
                 units,
                 work,
-                costs=[float(len(each.ids)) for each in measured] * len(allocations),
-                needs=[str(number) for number in numbers] * len(allocations),
-                has=reference.known,
-                done=shown.reach,
+                group=lambda unit: jobs[unit.key][1],
+                shown=shown,
             )
         losses = [Losses(**value) for value in values]
         results = []

@@ -17,10 +17,10 @@ from profiling.inside.capture import LayerInputs
 from profiling.inside.head_fidelity import worked_tiles
 from profiling.progress import phase
 from profiling.quality.sequences import TokenSequence
-from profiling.speed.cost_table import Cost, CostTable
 from profiling.speed.layer_times import ANCHOR, Timed, Timings, all_threads, spread, time_layers
 from search.model.allocation import Allocation, Heads
 from search.model.candidates import LAST_Q
+from search.model.cost_table import Cost, CostTable
 from search.model.costs import Costs
 from search.model.curves import Curves
 from search.model.search_run import SearchRun

@@ -234,7 +234,7 @@ def _write(
     artifact = Artifact(model=model, search=search, patterns=patterns, prefill=prefill)
     saved = save_searched(artifact, config.out, arrays | window_arrays(windows))
     if config.picture:
-        from profiling.pattern_map import draw_pattern_map
+        from profiling.pictures.patterns import draw_pattern_map
 
         draw_pattern_map(config.out, config.out.with_suffix(""))
     return saved

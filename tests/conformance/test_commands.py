@@ -45,11 +45,11 @@ RUNS = {
     "decode": "--model model --dtype float32 --policy full --policy streaming:window=28 "
     "--context 256 --trials 1 --task-length 256 --steps 1 --repeats 1",
     "similarity": f"{SMALL} --out profile --length 256 --steps 2 --task prose",
-    "heatmaps": "--model model --dtype float32 --out pictures --length 256 --picture sparsity",
-    "map": "cfg.yaml --out picture",
-    "stream": "--model model --dtype float32 --out stream --text text.txt --tokens 64 --window 28 "
-    "--methods streaming",
-    "memory": "--plan model --length 1024",
+    "heatmaps": "--model model --dtype float32 --out pictures --length 256 --picture attention "
+    "--head 1.2",
+    "plot": "cfg.yaml --out picture",
+    "stream": "--model model --dtype float32 --out stream --text text.txt --tokens 64 "
+    "--policy streaming:sinks=4,window=28 --recompute 32",
     "tasks": "--model model --task passkey --length 256",
     "bench": "--length 128 --head-dims 64 --heads 2/1 --repeats 1",
     "validate": "cfg.yaml",
@@ -125,8 +125,7 @@ def test_it_runs_and_its_json_is_json(verb, headwise):
     assert "Traceback" not in err and out
     if has_json:
         assert isinstance(json.loads(out), dict)
-    # A plan of memory is of no machine.
-    if "--device" in PARSERS[verb]._option_string_actions and verb != "memory":
+    if "--device" in PARSERS[verb]._option_string_actions:
         assert err.startswith("device: cpu ("), "the first line is the device"
 
 
@@ -176,6 +175,7 @@ def test_a_file_that_is_not_there_is_named(verb, word, other, says, refused):
         ("filters --profile nowhere", "there is no similarity profile"),
         ("kv --forced 256", "--forced must be below --length (256), got 256"),
         ("kv --target-bytes 64MiB", "not allowed with argument"),
+        ("search --max-memory much", "--max-memory must be a number of bytes"),
         ("demo --length 0", "--length must be at least 128, got 0"),
         ("convert --sinks four", "four"),
         ("schema --json none/out.json", "cannot write 'none/out.json'"),

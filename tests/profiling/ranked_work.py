@@ -17,7 +17,9 @@ from artifacts import HeadwiseError
 from artifacts.cli.command import run_command
 from artifacts.files import atomic_write
 from profiling.ledger import Ledger, Unit
+from profiling.progress import phase
 from profiling.ranks import ranks
+from profiling.shared_jobs import run_jobs
 
 UNITS = 7
 
@@ -52,12 +54,11 @@ def main(argv: list[str] | None = None) -> int:
         if options.all_fail:
             raise HeadwiseError("this cannot be for anybody")
         with Ledger(options.out, "work", ranks=joined) as ledger:
-            told: list[int] = []
             units = [ledger.unit(f"unit {number}") for number in range(UNITS)]
-            values = ledger.run(
-                units, work, costs=[float(n) for n in range(UNITS)], done=told.append
-            )
-            assert told[-1] == UNITS and told == sorted(told)
+            with phase("work", UNITS, quiet=not joined.is_first) as shown:
+                values = run_jobs(
+                    ledger, joined, units, work, group=lambda unit: unit.name, shown=shown
+                )
             assert joined.broadcast(joined.rank) == 0
             own = f"rank {joined.rank}"
             each = joined.gather({own: np.arange(joined.rank), "same": joined.rank})

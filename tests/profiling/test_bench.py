@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,10 +12,9 @@ import torch
 
 from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
-from kernels.decode import Decoded, decode_attention
 from kernels.patterns import LayerPlan, make
 from profiling import bench
-from profiling.speed import attention_speed, decode_speed
+from profiling.speed import attention_speed
 from profiling.speed.baselines import (
     KERNEL,
     MODEL,
@@ -27,7 +26,6 @@ from profiling.speed.baselines import (
     sentence,
 )
 from profiling.speed.config import Size
-from profiling.speed.decode_speed import DECODE_HEADER, decode_cells, measure_decode
 from profiling.speed.latency import in_turn, interleaved, medians
 from tests.profiling.conftest import tiny
 
@@ -39,7 +37,7 @@ def test_a_wrong_result_gets_no_speed(monkeypatch, capsys):
         return sparse_attention(*tensors, **options) * 1.1
 
     monkeypatch.setattr(attention_speed, "sparse_attention", slightly_off)
-    options = ["attention", "--length", "256", "--head-dims", "64", "--repeats", "1"]
+    options = ["--length", "256", "--head-dims", "64", "--repeats", "1"]
     with pytest.raises(HeadwiseError, match="headwise is wrong: largest error"):
         bench.main([*options, "--dtype", "float32"])
     assert "a_shape" not in capsys.readouterr().out
@@ -47,13 +45,13 @@ def test_a_wrong_result_gets_no_speed(monkeypatch, capsys):
 
 def test_table_and_record(tmp_path, capsys):
     out = tmp_path / "bench.json"
-    asked = "attention --length 70 --past 200 --head-dims 64 --repeats 1 --dtype float32 --json"
-    bench.main([*asked.split(), str(out)])
+    words = "--length 200 --head-dims 64 --repeats 1 --dtype float32 --json"
+    bench.main([*words.split(), str(out)])
     record = json.loads(out.read_text())
     lines = record["lines"]
     patterns = ["a_shape", "vertical_slash", "block_sparse", "dense"]
     assert [line["pattern"] for line in lines] == patterns
-    assert all((line["length"], line["past"]) == (70, 200) for line in lines)
+    assert all(line["length"] == 200 for line in lines)
     assert lines[3]["density"] == 1.0 and record["environment"]["device"]
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2 + 4
@@ -64,23 +62,12 @@ def test_table_and_record(tmp_path, capsys):
         assert shown == [word for word in text.split() if word.endswith("x")][:2]
 
 
-def test_decode_and_sizes_of_the_paper(tmp_path):
+def test_sizes_of_the_paper(tmp_path):
     out = tmp_path / "bench.json"
-    asked = f"--length 100 --head-dims 64 --repeats 1 --json {out}"
-    bench.main(f"decode {asked} --chosen 64".split())
-    (line,) = json.loads(out.read_text())["lines"]
-    assert (line["length"], line["chosen"]) == (100, 64) and line["chosen_seconds"] > 0
-    bench.main(f"attention {asked} --paper-sizes".split())
+    words = f"--length 100 --head-dims 64 --repeats 1 --paper-sizes --json {out}"
+    bench.main(words.split())
     lines = json.loads(out.read_text())["lines"]
     assert [line["sizes"].get("slash") for line in lines] == [None, 6096, None]
-
-
-def test_torch_attends_to_the_past_and_causally_to_new_tokens():
-    q, k, v = attention_speed.inputs(replace(SIZE, past=130))
-    assert (q.shape[2], k.shape[2], v.shape[2]) == (70, 200, 200)
-    index = LayerPlan([make("dense")] * 2, 1).build(q, k)
-    (run,) = attention_speed._dense(q, k, v).values()
-    torch.testing.assert_close(run(), sparse_attention(q, k, v, index), atol=1e-4, rtol=1e-4)
 
 
 def test_inputs_have_near_keys_and_heavy_columns():
@@ -88,36 +75,6 @@ def test_inputs_have_near_keys_and_heavy_columns():
     plan = LayerPlan([make("vertical_slash", vertical=128, slash=100)] * 2, 1)
     scattered = plan.build(torch.randn_like(q), torch.randn_like(k))
     assert (plan.build(q, k).density() < 0.7 * scattered.density()).all()
-
-
-def test_a_line_of_the_decode_table():
-    speed = measure_decode(SIZE, chosen=35, repeats=1)
-    assert speed.all_bytes == 2 * speed.chosen_bytes == 2 * 70 * 64 * 4
-    assert all(value > 0 for value in asdict(speed).values())
-    assert speed.dense_seconds <= speed.sdpa_seconds
-    cells = decode_cells(SIZE, speed)
-    assert len(cells) == len(DECODE_HEADER) and cells[:4] == ["70", "64", "2/1", "35"]
-
-
-@pytest.mark.parametrize("wrong", ["", " in its scores"])
-def test_a_wrong_decode_gets_no_speed(wrong, monkeypatch):
-    def slightly_off(*tensors, **options):
-        out, lse, scores = decode_attention(*tensors, **options)
-        if options.get("backend") == "reference":
-            return Decoded(out, lse, scores)
-        return Decoded(out, lse, scores * 1.5) if wrong else Decoded(out * 1.1, lse, scores)
-
-    monkeypatch.setattr(decode_speed, "decode_attention", slightly_off)
-    with pytest.raises(HeadwiseError, match=f"decode over all keys is wrong{wrong}: largest error"):
-        measure_decode(SIZE, chosen=35, repeats=1)
-
-
-def test_every_way_in_torch_is_the_same_attention():
-    q, k, v = torch.randn(1, 6, 1, 64), torch.randn(1, 2, 50, 64), torch.randn(1, 2, 50, 64)
-    found = [run().reshape(1, 6, 1, 64) for run in decode_speed._in_torch(q, k, v).values()]
-    assert len(found) == 3
-    for out in found:
-        torch.testing.assert_close(out, decode_attention(q, k, v).out, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

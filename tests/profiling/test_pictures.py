@@ -5,24 +5,24 @@ from __future__ import annotations
 import csv
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 import artifacts
 from artifacts import HeadwiseError
 from artifacts.schema.patterns import RECORDS
-from profiling import heatmaps, pattern_map
+from profiling import heatmaps, plot
 from profiling.models.loading import load_model
-from profiling.pattern_map import draw_pattern_map, figure
+from profiling.pictures.attention import HeadMap, attention_figure, measure
 from profiling.pictures.drawing import save, shade
-from profiling.pictures.head_pictures import grid_figure, maps_figure
-from profiling.pictures.head_survey import HeadMap
-from profiling.pictures.layer_pictures import curve_figure, similarity_figure
+from profiling.pictures.patterns import draw_pattern_map, figure
+from profiling.pictures.registry import pictures
+from profiling.pictures.similarity import curve_figure, similarity_figure
 from profiling.prompts.prompt import make_prompts
 from profiling.similarities.similarity_profile import save_profile
 from tests.artifacts.conftest import build_every_kind
@@ -61,33 +61,40 @@ def test_a_profile_becomes_pictures_with_their_numbers(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("sketched")
-def test_a_model_becomes_pictures_with_their_numbers(searched, tmp_path):
+def test_attention_of_a_head_is_pooled_and_has_its_pattern(searched, tmp_path):
     model, config = searched / "tiny", searched / "cfg.yaml"
-    heatmaps.main(
-        f"--model {model} {config} --length {LENGTH} --dtype float32 --out {tmp_path} "
-        "--heads 2.5,0.1 --picture maps --picture sparsity".split()
-    )
-    names = {"maps.safetensors", "maps.png", "maps.svg"}
-    for name in ("sparsity", "kernel_sparsity"):
-        names |= {f"{name}.{kind}" for kind in ("png", "svg", "csv")}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    arrays = load_file(tmp_path / "maps.safetensors")
-    kinds = ("attention", "computed")
-    assert set(arrays) == {f"{head}.{kind}" for head in ("2.5", "0.1") for kind in kinds}
+    words = f"--model {model} {config} --length {LENGTH} --dtype float32 --out {tmp_path}"
+    heatmaps.main(f"{words} --head 2.5 --picture attention".split())
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"attention.2.5.{kind}" for kind in ("png", "svg", "csv")
+    }
+    header, rows = read(tmp_path / "attention.2.5.csv")
+    assert header == ["query", "key", "attention", "computed"]
     loaded = load_model(str(model), dtype="float32")
     prompt = make_prompts("passkey", loaded.tokenizer, length=LENGTH, samples=1, seed=0)[0]
+    head_map = measure(loaded, prompt, 2, 5, artifacts.load(config))
     loaded.model.set_attn_implementation("eager")
     with torch.no_grad():
         weights = loaded.model(torch.tensor([prompt.input_ids]), output_attentions=True).attentions
     attention = weights[2][0, 5].numpy()
-    pooled = arrays["2.5.attention"]
-    np.testing.assert_allclose(pooled[1, 0], attention[64:128, :64].sum(1).mean(), rtol=1e-3)
-    np.testing.assert_allclose(pooled.sum(1), 1, rtol=1e-4)
-    density = artifacts.load_arrays(config)["chosen.density"]
-    drawn = read(tmp_path / "kernel_sparsity.csv")[1][:, 1:]
-    np.testing.assert_allclose(drawn, 1 - density, rtol=1e-3)
-    sparsity = read(tmp_path / "sparsity.csv")[1][:, 1:]
-    assert sparsity.shape == (3, 6) and 0 < sparsity.min() < sparsity.max() < 1
+    pooled = {(query, key): value for query, key, value, _ in rows.tolist()}
+    assert pooled[64, 0] == pytest.approx(attention[64:128, :64].sum(1).mean(), rel=1e-3)
+    cells = -(-LENGTH // 64)
+    assert len(rows) == cells * (cells + 1) // 2
+    for query in range(0, LENGTH, 64):
+        assert sum(rows[rows[:, 0] == query, 2]) == pytest.approx(1, rel=1e-4)
+    # All cells are one tile: their mean is the density.
+    assert rows[:, 3].mean() == pytest.approx(head_map.density, rel=1e-3)
+    assert head_map.recall is not None and 0 < head_map.recall <= 1
+
+
+@pytest.mark.usefixtures("sketched")
+def test_a_model_without_a_profile_is_measured_for_its_pictures(searched, tmp_path):
+    model = searched / "tiny"
+    words = f"--model {model} --length 256 --dtype float32 --out {tmp_path} --picture similarity"
+    heatmaps.main(words.split())
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"similarity.safetensors", *(f"similarity.{k}" for k in ("png", "svg", "csv"))}
 
 
 def test_the_same_numbers_give_the_same_files_without_a_window_system(tmp_path, monkeypatch):
@@ -147,13 +154,6 @@ def test_pattern_map_of_any_shape_holds_its_texts(layers, heads):
     assert texts_outside(figure(shaped, np.full((layers, heads), 0.8))) == []
 
 
-@pytest.mark.parametrize(("layers", "heads"), SHAPES)
-def test_grid_of_any_shape_holds_its_texts(layers, heads):
-    values = np.linspace(0, 1, layers * heads).reshape(layers, heads)
-    label = "fraction of entries below\n1% of the row's largest"
-    assert texts_outside(grid_figure(values, label, "caption")) == []
-
-
 @pytest.mark.parametrize("layers", [1, 12, 30, 80])
 def test_layer_pictures_of_long_names_hold_their_texts(layers):
     mass = np.triu(np.full((layers, layers), 0.8))
@@ -167,19 +167,24 @@ def test_layer_pictures_of_long_names_hold_their_texts(layers):
     assert texts_outside(drawn) == []
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_maps_of_any_number_hold_their_texts(count):
-    head_map = HeadMap(
-        layer=29,
-        head=13,
-        cell=64,
-        attention=np.full((8, 8), 0.1),
-        pattern="vertical_slash_1000_6096_q256_c0.95",
-        computed=np.full((8, 8), 0.6),
-        density=0.3,
-        recall=0.9,
-    )
-    assert texts_outside(maps_figure([head_map] * count, "caption")) == []
+@pytest.mark.parametrize("with_pattern", [False, True])
+def test_attention_figure_holds_its_texts(with_pattern):
+    head_map = HeadMap(layer=29, head=13, cell=64, attention=np.full((8, 8), 0.1))
+    if with_pattern:
+        head_map = replace(
+            head_map,
+            pattern="vertical_slash_1000_6096_q256_c0.95",
+            computed=np.full((8, 8), 0.6),
+            density=0.3,
+            recall=0.9,
+        )
+    assert texts_outside(attention_figure(head_map, "caption")) == []
+
+
+def test_registry_lists_pictures_by_what_they_are_drawn_from():
+    assert list(pictures("artifact")) == ["patterns"] and list(pictures("model")) == ["attention"]
+    assert set(pictures("profile")) == {"similarity", "ability", "hit", "variability"}
+    assert all(each.draw.__doc__ for each in pictures("artifact", "model", "profile").values())
 
 
 def test_shades_leave_out_what_was_not_measured():
@@ -188,9 +193,7 @@ def test_shades_leave_out_what_was_not_measured():
     assert len(set(colours[3].round(6))) == 1, "grey"
 
 
-@pytest.mark.usefixtures("sketched")
-def test_heads_of_a_layer_that_slides(tmp_path):
-    """The last layer slides, and has a row of its own."""
+def test_attention_of_an_impossible_head_is_refused(tmp_path):
     model = save_tiny(
         tmp_path / "hybrid",
         family="Gemma3",
@@ -199,18 +202,14 @@ def test_heads_of_a_layer_that_slides(tmp_path):
         sliding_window=32,
         head_dim=16,
     )
-    out = tmp_path / "out"
-    asked = f"--model {model} --length 400 --dtype float32 --out {out} --picture maps"
-    for heads, said in (
+    words = f"--model {model} --length 400 --dtype float32 --out {tmp_path / 'out'}"
+    for head, reason in (
         ("2.0", "layer 2 of hybrid does not see every token"),
         ("0.6", "no head 0.6"),
     ):
-        with pytest.raises(HeadwiseError, match=said):
-            heatmaps.main(f"{asked} --heads {heads}".split())
-    heatmaps.main(f"{asked} --picture sparsity".split())
-    sparsity = read(out / "sparsity.csv")[1][:, 1:]
-    np.testing.assert_array_equal(np.isfinite(sparsity).all(1), [False, True, False])
-    assert {name.partition(".")[0] for name in load_file(out / "maps.safetensors")} == {"1"}
+        with pytest.raises(HeadwiseError, match=reason):
+            heatmaps.main(f"{words} --picture attention --head {head}".split())
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_artifact_of_another_model_is_refused(searched, tmp_path):
@@ -235,7 +234,7 @@ def scored(tmp_path):
 @pytest.mark.usefixtures("sketched")
 def test_three_files_with_a_line_for_each_head(scored, tmp_path):
     for out, stem in (("x", "x"), ("y.png", "y"), ("model-1.5", "model-1.5")):
-        paths = draw_pattern_map(scored, tmp_path / out)
+        paths = plot.run(plot.Plot(config=scored, out=tmp_path / out))
         assert paths == [tmp_path / f"{stem}.{kind}" for kind in ("png", "svg", "csv")]
     png, svg, table = paths
     assert png.is_file() and svg.is_file()
@@ -248,12 +247,12 @@ def test_three_files_with_a_line_for_each_head(scored, tmp_path):
 
 def test_a_name_is_no_formula_and_moves_no_cursor(scored, tmp_path, capsys):
     stem = tmp_path / "map\x1b[2J"
-    assert pattern_map.main([str(scored), "--out", str(stem)]) == 0
+    assert plot.main([str(scored), "--out", str(stem)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown == [f"{tmp_path}/map\\x1b[2J.{kind}" for kind in ("png", "svg", "csv")]
     assert "\x1b" not in stem.with_name(f"{stem.name}.svg").read_text()
     with pytest.raises(HeadwiseError, match="--out: give the stem"):
-        pattern_map.main([str(scored), "--out", ""])
+        plot.main([str(scored), "--out", ""])
 
 
 @pytest.mark.usefixtures("sketched")

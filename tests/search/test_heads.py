@@ -14,8 +14,8 @@ from artifacts import HeadwiseError
 from kernels.attention import cpu
 from kernels.native import build
 from kernels.registry import CannotBuildError
+from profiling.doctor import PREFILLS
 from profiling.inside.head_fidelity import fidelity
-from profiling.machine import search_seconds
 from profiling.models.device import default_dtype
 from profiling.models.loading import load_model
 from profiling.prompts.prompt import make_prompts
@@ -92,7 +92,7 @@ def test_killed_in_mid_search_goes_on_and_finds_the_same(by_head, tiny_model, tm
     assert not out.exists()
     if finished == 3:
         pytest.skip("it finished all layers before the kill reached it")
-    assert main(words) == 0 and f"{finished} units are finished" in capsys.readouterr().err
+    assert main(words) == 0 and f"{finished} jobs are finished" in capsys.readouterr().err
     assert artifacts.load(out).content_sha256 == artifacts.load(by_head).content_sha256
     assert not resume.exists()
 
@@ -240,7 +240,7 @@ def test_demo_estimates_a_search_by_prefills_of_shorter_prompts(loaded, monkeypa
 
     monkeypatch.setattr(demo, "in_turn", clock)
     monkeypatch.setattr(demo, "_PROBES", (128, 256))
-    expected = search_seconds(2e-4 * 8192 + 1e-7 * 8192**2)
+    expected = PREFILLS * (2e-4 * 8192 + 1e-7 * 8192**2)
     assert demo.seconds_of_search(loaded, 8192) == pytest.approx(expected)
 
 

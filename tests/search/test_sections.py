@@ -79,7 +79,7 @@ def test_killed_filters_go_on_and_find_the_same(command, tmp_path, monkeypatch, 
         layer_similarity, "_decode", lambda *given: decoded.append(1) or decode(*given)
     )
     filters.main(cut)
-    assert len(decoded) == 4 and "2 units are finished" in capsys.readouterr().err
+    assert len(decoded) == 4 and "2 jobs are finished" in capsys.readouterr().err
     whole, cut_off = (artifacts.load(tmp_path / name) for name in ("whole.yaml", "cut.yaml"))
     assert whole.content_sha256 == cut_off.content_sha256
     assert not list(tmp_path.glob("*.ledger"))
@@ -190,7 +190,7 @@ def test_a_killed_kv_goes_on_and_another_total_reuses_the_curves(
         kv.main([*command, "--target-share", "0.25", "--seed", "1"])
     kv.main([*command, "--target-share", "0.25"])
     assert len(walked) == 2, "the curves do not depend on the total"
-    assert "going on with" in capsys.readouterr().err
+    assert "resuming from" in capsys.readouterr().err
     assert artifacts.load(whole).content_sha256 == artifacts.load(cut).content_sha256
     assert not list(tmp_path.glob("*.ledger"))
 

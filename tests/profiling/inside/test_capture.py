@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from artifacts import HeadwiseError
+from profiling.evaluation.peak_memory import high_water_mark
 from profiling.inside import capture as capturing
 from profiling.inside import decode_capture
 from profiling.inside.capture import LayerInputs, capture
 from profiling.inside.decode_capture import capture_decode
-from profiling.memory_use import peak_memory
 from tests.profiling.conftest import tiny
 from tests.profiling.inside.plain import output
 from tests.runtime.tiny import GEMMA4_SHARED, refused_model, tiny_model
@@ -156,9 +156,9 @@ def grown() -> int:
     # So narrow that a mask would be much of it.
     model = tiny("Gemma3", hidden_size=64, head_dim=32)
     capture(model, tokens(64), lambda x: None)
-    before = peak_memory._mark(model.device, reset=True)
+    before = high_water_mark(model.device, reset=True)
     capture(model, tokens(12_000), lambda x: None)
-    return peak_memory._mark(model.device, reset=False) - before
+    return high_water_mark(model.device, reset=False) - before
 
 
 @pytest.mark.exhaustive

@@ -13,7 +13,7 @@ import profiling.inside.attention_rows as attention_rows
 from artifacts import Artifact, AShape, Imported, Prefill
 from kernels.index import PAD, TILE
 from kernels.patterns import LayerPlan, make
-from profiling.inside.attention_rows import NEGLIGIBLE, cover, pooled_map, rows, sparsity_of
+from profiling.inside.attention_rows import cover, pooled_map, rows
 from profiling.inside.head_fidelity import (
     dense_of_layer,
     fidelity,
@@ -49,12 +49,6 @@ def test_rows_and_what_is_made_of_them(changes, monkeypatch):
         torch.testing.assert_close(found, attention[head, queries], atol=1e-6, rtol=1e-5)
         expected = by_tile(attention[head]) / torch.tensor([64.0, 64, 64, 64, 44])[:, None]
         torch.testing.assert_close(pooled_map(x, head, 64), expected, atol=1e-6, rtol=1e-5)
-    sparsity = sparsity_of(x, queries)
-    for head in range(HEADS):
-        seen = [attention[head, query, : query + 1] for query in queries.tolist()]
-        small = sum(int((row < NEGLIGIBLE * row.max()).sum()) for row in seen)
-        assert sparsity[head].item() == pytest.approx(small / sum(map(len, seen)))
-    assert sparsity.min() > 0.02 and sparsity.max() < 0.98
 
 
 @pytest.mark.parametrize("cell", [TILE, 2 * TILE])

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from artifacts import HeadwiseError
 from kernels.patterns import make
-from profiling.speed.cost_table import Cost, CostTable
+from search.model.cost_table import Cost, CostTable, embed
 from search.model.costs import Costs
 from search.model.timed_costs import line_through
 from tests.artifacts.conftest import build
@@ -115,3 +116,28 @@ def test_neither_part_of_a_line_is_below_0_and_sizes_are_not_free(measured):
 def test_of_one_measurement_all_is_a_factor_or_half_of_it():
     factor, constant = line_through([0.2] * 3, [0.3] * 3)
     assert factor * 0.2 + constant == pytest.approx(0.3) and factor >= 0.75
+
+
+def test_dense_seconds_go_with_the_square_of_the_length():
+    at = {"head_dim": 16, "dtype": "float32"}
+    assert linear_table().dense_seconds(length=LENGTH, heads=3, **at) == pytest.approx(6e-3)
+    assert linear_table().dense_seconds(length=2 * LENGTH, heads=6, **at) == pytest.approx(48e-3)
+
+
+def test_an_unknown_kind_is_refused_with_what_the_table_has():
+    with pytest.raises(HeadwiseError, match=r"no tri with head dim 16 .*; it has: .*'dense'"):
+        linear_table().line("tri", length=LENGTH, head_dim=16, dtype="float32")
+    empty = replace(linear_table(), costs=())
+    with pytest.raises(HeadwiseError, match="it has: nothing"):
+        empty.line("dense", length=LENGTH, head_dim=16, dtype="float32")
+
+
+def test_embed_writes_names_once_and_columns_of_places_in_them():
+    table = linear_table()
+    (entry,), arrays = embed(table)
+    assert (entry.device, entry.optimised, entry.dtypes) == ("Abacus 3000", True, ("float32",))
+    assert {name.removeprefix("cost.0.") for name in arrays} == set(vars(table.costs[0]))
+    patterns = [entry.patterns[place] for place in arrays["cost.0.pattern"]]
+    assert patterns == [cost.pattern for cost in table.costs]
+    assert arrays["cost.0.tiles"].tolist() == [cost.tiles for cost in table.costs]
+    assert embed(None) == ((), {})

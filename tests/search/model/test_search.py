@@ -22,7 +22,7 @@ from artifacts.commands import show
 from profiling.inside.head_fidelity import fidelity
 from profiling.ledger import Ledger
 from profiling.models.loading import load_model
-from profiling.pattern_map import figure
+from profiling.pictures.patterns import figure
 from profiling.prompts.held_out import Seen
 from profiling.prompts.prompt import digest, make_prompts
 from profiling.quality.sequences import Reference, sequences

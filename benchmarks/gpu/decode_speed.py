@@ -13,7 +13,6 @@ from torch import Tensor
 
 from artifacts import HeadwiseError
 from kernels.decode import Decoded, decode_attention
-from profiling.speed.baselines import COLUMNS, KERNEL, MODEL, speedup
 from profiling.speed.config import Size
 from profiling.speed.latency import in_turn, medians
 
@@ -41,52 +40,6 @@ class DecodeSpeed:
     chosen_scores_seconds: float
     all_bytes: int
     chosen_bytes: int
-
-
-DECODE_HEADER = [
-    *(
-        "keys",
-        "dim",
-        "heads",
-        "chosen",
-        "sdpa ms",
-        "torch ms",
-        "all ms",
-        "+scores",
-        "chosen ms",
-        "+scores",
-    ),
-    *("all x torch", "x sdpa", "chosen " + COLUMNS[0], "x sdpa", "all GB/s", "chosen GB/s"),
-]
-
-
-def decode_cells(size: Size, speed: DecodeSpeed) -> list[str]:
-    """A line of the table; GB/s is what has to be read by the time taken."""
-    milliseconds = [
-        speed.sdpa_seconds,
-        speed.dense_seconds,
-        speed.all_seconds,
-        speed.all_scores_seconds,
-        speed.chosen_seconds,
-        speed.chosen_scores_seconds,
-    ]
-    # Dense decode by Headwise's kernel is the one over all keys.
-    chosen = speedup(
-        [speed.chosen_seconds], {MODEL: [speed.dense_seconds], KERNEL: [speed.all_seconds]}
-    )
-    ratios = [
-        speed.dense_seconds / speed.all_seconds,
-        speed.sdpa_seconds / speed.all_seconds,
-        chosen.value,
-        speed.sdpa_seconds / speed.chosen_seconds,
-    ]
-    return [
-        *(str(size.length), str(size.head_dim), f"{size.heads}/{size.kv_heads}", str(speed.chosen)),
-        *(f"{1e3 * seconds:.3f}" for seconds in milliseconds),
-        *(f"{ratio:.2f}x" for ratio in ratios),
-        f"{speed.all_bytes / speed.all_seconds / 1e9:.1f}",
-        f"{speed.chosen_bytes / speed.chosen_seconds / 1e9:.1f}",
-    ]
 
 
 @torch.no_grad()

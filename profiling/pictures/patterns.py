@@ -1,26 +1,18 @@
-"""The pattern map: kind of each head's pattern (colour) and its recall (shade).
-
-headwise map cfg.yaml --out cfg
-"""
+"""Pattern map: kind of each head's pattern (color) and its recall (shade)."""
 
 from __future__ import annotations
 
-import csv
-import io
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from artifacts import Artifact, HeadwiseError, load_pair
-from artifacts.cli import arguments
-from artifacts.cli.command import ArgumentParser, run_command
-from artifacts.cli.options import add_arguments, config_of, shared
+from artifacts import Artifact, load_pair
 from artifacts.errors import one_line
-from artifacts.files import atomic_write, check_writable
 from artifacts.schema.patterns import RECORDS
 from profiling.pictures.drawing import wrapped
+from profiling.pictures.registry import Drawing, Source, picture
 
 LEFT_ALONE = "#D9D9D9"
 # Recall at which a cell is palest; below it shades no longer tell heads apart.
@@ -28,56 +20,37 @@ PALEST = 0.5
 # Points of the title's type, and inches of a line of it.
 _TITLE = 8
 _LINE = 0.15
-_SUFFIXES = (".png", ".svg", ".csv")
 _SCORES = ("chosen.recall", "chosen.error", "chosen.density")
 
 
 def draw_pattern_map(config: Path, stem: Path) -> list[Path]:
-    """Draw an artifact's pattern map.
-
-    Args:
-        config: the artifact; its sidecar holds the recall of every head, but for an import.
-        stem: <stem>.png, <stem>.svg and <stem>.csv are written, also where it is given as one of
-            these.
-
-    Returns:
-        The three paths. The CSV has a line for each head: layer, head, pattern, kind, recall,
-        error, density.
+    """Draw an artifact's pattern map as STEM.png, STEM.svg and STEM.csv, and return the paths.
 
     Raises:
         HeadwiseError: the artifact cannot be read, or a file cannot be written.
     """
     artifact, arrays = load_pair(config)
+    (drawing,) = patterns(Source(artifact=artifact, arrays=arrays))
+    return drawing.write(stem)
+
+
+@picture(of="artifact")
+def patterns(source: Source) -> Iterator[Drawing]:
+    """Kind of each head's pattern; the shade is its recall, where a search has measured it."""
+    artifact = source.artifact
+    assert artifact is not None
     shape = (artifact.model.num_layers, artifact.model.num_heads)
     scores = {
-        name: arrays[name] for name in _SCORES if name in arrays and arrays[name].shape == shape
+        name: source.arrays[name]
+        for name in _SCORES
+        if name in source.arrays and source.arrays[name].shape == shape
     }
-    if not stem.name:
-        raise HeadwiseError(
-            "--out: give the stem of the .png, .svg and .csv, such as maps/cfg, got nothing"
-        )
-    # --out maps/cfg.png means the stem maps/cfg; a dot elsewhere belongs to the name.
-    if stem.suffix in _SUFFIXES:
-        name = stem.stem
-    else:
-        name = stem.name
-    paths = [stem.with_name(name + suffix) for suffix in _SUFFIXES]
-    for path in paths:
-        check_writable(path)
-    drawn = figure(artifact, scores.get("chosen.recall"))
-    made = []
-    for path in paths[:2]:
-        stream = io.BytesIO()
-        # Without these two, the same map would be another file each time.
-        if path.suffix == ".svg":
-            metadata = {"Date": None}
-        else:
-            metadata = {"Software": None}
-        drawn.savefig(stream, format=path.suffix[1:], metadata=metadata)
-        made.append(stream.getvalue())
-    for path, data in zip(paths, (*made, _numbers(artifact, scores)), strict=True):
-        atomic_write(path, data)
-    return paths
+    yield Drawing(
+        name="patterns",
+        figure=figure(artifact, scores.get("chosen.recall")),
+        header=["layer", "head", "pattern", "kind", "recall", "error", "density"],
+        rows=_rows(artifact, scores),
+    )
 
 
 def figure(artifact: Artifact, recall: np.ndarray | None) -> Any:
@@ -194,43 +167,11 @@ def _label(kind: str) -> str:
     return kind
 
 
-def _numbers(artifact: Artifact, scores: dict[str, np.ndarray]) -> bytes:
-    stream = io.StringIO(newline="")
-    writer = csv.writer(stream)
-    writer.writerow(["layer", "head", "pattern", "kind", "recall", "error", "density"])
+def _rows(artifact: Artifact, scores: Mapping[str, np.ndarray]) -> Iterator[list[object]]:
+    """Rows of the numbers: a line for each head, empty where nothing was measured."""
     for layer, row in enumerate(artifact.prefill.layers):
         for head, name in enumerate(row or ()):
             measures = [
-                f"{scores[score][layer, head]:.6g}" if score in scores else "" for score in _SCORES
+                float(scores[score][layer, head]) if score in scores else "" for score in _SCORES
             ]
-            writer.writerow([layer, head, name, artifact.patterns[name].kind, *measures])
-    return stream.getvalue().encode()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """The artifact, and where its map goes."""
-
-    config: Path = shared(arguments.add_artifact)
-    out: Path = shared(
-        arguments.add_out, "stem of the .png, .svg and .csv to write", metavar="STEM"
-    )
-
-
-def parser() -> ArgumentParser:
-    """The command line of headwise map."""
-    p = ArgumentParser(prog="headwise map", description=__doc__)
-    add_arguments(p, Config)
-    return p
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line entry point."""
-    config = config_of(Config, vars(parser().parse_args(argv)))
-    for path in draw_pattern_map(config.config, config.out):
-        print(one_line(str(path)))
-    return 0
-
-
-if __name__ == "__main__":
-    run_command(main)
+            yield [layer, head, name, artifact.patterns[name].kind, *measures]

@@ -1,69 +1,94 @@
-"""Pictures of a similarity profile: layer by layer, and what each layer is worth as a filter.
+"""Pictures of a similarity profile: layer by layer, and the quality of each layer as a filter.
 
 Shapes: L layers, N decode steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from artifacts import OmniKV
 from profiling.pictures.drawing import (
     LEFT_OUT,
     MARK,
     legend_columns,
     line_style,
     new_figure,
-    save,
-    save_table,
     shade,
     ticks,
     wrapped,
 )
+from profiling.pictures.registry import Drawing, Source, picture
 from profiling.similarities.similarity_profile import Profile, file_name
 
 
-def draw_layers(
-    profile: Profile, folder: Path, command: str, decode: OmniKV | None = None
-) -> list[Path]:
-    """Draw a profile: similarity of each task and on average, ability, hit rate, variability.
+@picture(of="profile")
+def similarity(source: Source) -> Iterator[Drawing]:
+    """Layer x layer similarity of each task and on average (OmniKV, Figure 8).
 
-    Each picture is written as PNG and SVG, its numbers as CSV.
-
-    Args:
-        decode: an artifact's section, whose filter layers are marked.
+    The filter layers of an artifact's decode section are marked.
     """
-    paths: list[Path] = []
-    filters = () if decode is None else decode.filter_layers
+    profile = _profile(source)
+    filters: Sequence[int] = ()
+    if source.artifact is not None and source.artifact.decode is not None:
+        filters = source.artifact.decode.omnikv.filter_layers
     for task in [None, *(profile.tasks if len(profile.tasks) > 1 else [])]:
         mass = profile.mass(task)
         title = f"{profile.about['model']}, {task or 'mean over the tasks'}"
-        figure = similarity_figure(mass, title, _caption(profile, task, command), filters)
-        if task is None:
-            file_stem = "similarity"
-        else:
-            file_stem = f"similarity.{file_name(task)}"
-        stem = folder / file_stem
-        header = ["layer", *(f"layer {at}" for at in range(len(mass)))]
-        paths += [
-            *save(figure, stem),
-            save_table(stem, header, ([i, *row] for i, row in enumerate(mass.tolist()))),
-        ]
-    for name, lines in _curves(profile).items():
-        figure = curve_figure(name, lines, profile, _caption(profile, None, command))
-        table = (
-            [at, *row] for at, row in enumerate(np.stack(list(lines.values()), axis=1).tolist())
+        yield Drawing(
+            name="similarity" if task is None else f"similarity.{file_name(task)}",
+            figure=similarity_figure(mass, title, _caption(source, task), filters),
+            header=["layer", *(f"layer {at}" for at in range(len(mass)))],
+            rows=([at, *row] for at, row in enumerate(mass.tolist())),
         )
-        if name == "variability":
-            x = "step"
-        else:
-            x = "layer"
-        paths += [*save(figure, folder / name), save_table(folder / name, [x, *lines], table)]
-    return paths
+
+
+@picture(of="profile")
+def ability(source: Source) -> Iterator[Drawing]:
+    """Fraction of attention that a layer's tokens keep in the layers after it (Figure 6a)."""
+    profile = _profile(source)
+    lines = {
+        f"{task}, next {count}": profile.ability(task, count)
+        for task in profile.tasks
+        for count in (8, 16)
+    }
+    yield from _curves("ability", lines, source)
+
+
+@picture(of="profile")
+def hit(source: Source) -> Iterator[Drawing]:
+    """How much of the answer's block a layer's tokens hold (Figure 6b)."""
+    profile = _profile(source)
+    lines = {task: own for task in profile.tasks if (own := profile.hit(task)) is not None}
+    yield from _curves("hit", lines, source)
+
+
+@picture(of="profile")
+def variability(source: Source) -> Iterator[Drawing]:
+    """Attention missed by step when the tokens of the prompt are frozen (Figure 1c)."""
+    profile = _profile(source)
+    lines = {task: np.nanmean(profile.variability(task), axis=0) for task in profile.tasks}
+    yield from _curves("variability", lines, source)
+
+
+def _profile(source: Source) -> Profile:
+    assert source.profile is not None
+    return source.profile
+
+
+def _curves(name: str, lines: dict[str, np.ndarray], source: Source) -> Iterator[Drawing]:
+    """Yield the drawing of a picture of lines; none without lines."""
+    if not lines:
+        return
+    values = np.stack(list(lines.values()), axis=1).tolist()
+    yield Drawing(
+        name=name,
+        figure=curve_figure(name, lines, _profile(source), _caption(source, None)),
+        header=["step" if name == "variability" else "layer", *lines],
+        rows=([at, *row] for at, row in enumerate(values)),
+    )
 
 
 def similarity_figure(
@@ -161,21 +186,6 @@ def curve_figure(name: str, lines: Mapping[str, np.ndarray], profile: Profile, c
     return figure
 
 
-def _curves(profile: Profile) -> dict[str, dict[str, np.ndarray]]:
-    """The lines of each picture that has any."""
-    ability = {}
-    for task in profile.tasks:
-        ability[f"{task}, next 8"] = profile.ability(task, 8)
-        ability[f"{task}, next 16"] = profile.ability(task, 16)
-    hits = {task: hit for task in profile.tasks if (hit := profile.hit(task)) is not None}
-    missed = {task: np.nanmean(profile.variability(task), axis=0) for task in profile.tasks}
-    return {
-        name: lines
-        for name, lines in (("ability", ability), ("hit", hits), ("variability", missed))
-        if lines
-    }
-
-
 def _outline(corner: tuple[float, float], width: float, height: float) -> Any:
     from matplotlib.patches import Rectangle
 
@@ -184,8 +194,8 @@ def _outline(corner: tuple[float, float], width: float, height: float) -> Any:
     )
 
 
-def _caption(profile: Profile, task: str | None, command: str) -> str:
-    about = profile.about
+def _caption(source: Source, task: str | None) -> str:
+    about = _profile(source).about
     made = {
         entry["name"]: entry["sha256"][:8]
         for entry in about["tasks"]
@@ -199,6 +209,6 @@ def _caption(profile: Profile, task: str | None, command: str) -> str:
             f"{about['device']}",
             "prompts: " + ", ".join(f"{name} ({digest})" for name, digest in made.items()),
             f"measured: {about['command']}",
-            f"drawn: {command}",
+            f"drawn: {source.command}",
         ]
     )

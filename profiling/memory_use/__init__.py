@@ -1,1 +1,0 @@
-"""Memory of a prefill: predicted, and measured in processes of their own."""

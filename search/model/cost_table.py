@@ -1,0 +1,107 @@
+"""Cost table of a device: measured seconds by pattern, length and tiles.
+
+An artifact carries the table that its search counted by: columns of one length in the sidecar, a
+row for each measurement. docs/artifact.md describes each column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from artifacts import DeviceCosts, HeadwiseError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """One measurement of all query heads of a layer at once; tiles and seconds are the layer's.
+
+    Attributes:
+        dense_seconds: of Headwise's kernel over every key, in the same rounds: it shows a machine
+            that became slower.
+    """
+
+    pattern: str
+    dtype: str
+    length: int
+    head_dim: int
+    heads: int
+    kv_heads: int
+    density: float
+    tiles: int
+    sparse_seconds: float
+    build_seconds: float
+    dense_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """All measurements of one device and kernel backend."""
+
+    device: str
+    backend: str
+    versions: dict[str, str]
+    command: str
+    costs: tuple[Cost, ...]
+
+    def line(
+        self, pattern: str, *, length: int, head_dim: int, dtype: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Read one head's measurements: ascending tiles and their seconds at `length` tokens.
+
+        From the nearest length by ratio: seconds and tiles both go with the rows, for the same
+        tiles a row.
+
+        Raises:
+            HeadwiseError: nothing was measured for the pattern, head dim or dtype.
+        """
+        rows = [
+            c for c in self.costs if (c.pattern, c.head_dim, c.dtype) == (pattern, head_dim, dtype)
+        ]
+        near = self._nearest(rows, length, f"{pattern} with head dim {head_dim} in {dtype}")
+        known = sorted(
+            (c.tiles / c.heads, (c.sparse_seconds + c.build_seconds) / c.heads) for c in near
+        )
+        x, y = (np.array(values) * length / near[0].length for values in zip(*known, strict=True))
+        return x, y
+
+    def dense_seconds(self, *, length: int, head_dim: int, dtype: str, heads: int) -> float:
+        """Seconds of the dense kernel, from the nearest length by the square of both."""
+        rows = [c for c in self.costs if (c.head_dim, c.dtype) == (head_dim, dtype)]
+        near = self._nearest(rows, length, f"head dim {head_dim} in {dtype}")
+        per_head = float(np.median([c.dense_seconds / c.heads for c in near]))
+        return per_head * heads * (length / near[0].length) ** 2
+
+    def _nearest(self, rows: Sequence[Cost], length: int, measurement: str) -> list[Cost]:
+        if not rows:
+            known = sorted({(c.pattern, c.head_dim, c.dtype) for c in self.costs})
+            held = ", ".join(map(str, known)) or "nothing"
+            raise HeadwiseError(f"the cost table has no {measurement}; it has: {held}")
+        best = min({c.length for c in rows}, key=lambda n: abs(np.log(n / length)))
+        return [c for c in rows if c.length == best]
+
+
+def embed(table: CostTable | None) -> tuple[tuple[DeviceCosts, ...], dict[str, np.ndarray]]:
+    """Return an artifact's section `costs`, and its arrays for the sidecar.
+
+    Args:
+        table: the one that the search's objective is made of; None if it counts no seconds.
+    """
+    if table is None:
+        return (), {}
+    columns = {
+        field.name: [getattr(cost, field.name) for cost in table.costs] for field in fields(Cost)
+    }
+    names = {name: sorted(set(columns[name])) for name in ("pattern", "dtype")}
+    for name, known in names.items():
+        columns[name] = [known.index(value) for value in columns[name]]
+    about = ("device", "backend", "versions", "command")
+    entry = DeviceCosts(
+        **{name: getattr(table, name) for name in about},
+        optimised=True,
+        patterns=tuple(names["pattern"]),
+        dtypes=tuple(names["dtype"]),
+    )
+    return (entry,), {f"cost.0.{name}": np.array(column) for name, column in columns.items()}
