@@ -59,10 +59,10 @@ BACKENDS = {
     "reference": Backend(
         None,
         {
-            "attention": "kernels.attention.reference",
-            "decode": "kernels.decode.reference",
-            "gradient": "kernels.gradient.reference",
-            "estimate": "kernels.patterns.last_queries:Reference",
+            "attention": "kernels.reference:Attention",
+            "decode": "kernels.reference:Decode",
+            "gradient": "kernels.reference:Gradient",
+            "estimate": "kernels.reference:Estimate",
             "means": "kernels.patterns.block_sparse:ReferenceMeans",
             "tiles": "kernels.patterns.block_sparse:ReferenceTiles",
             "choose": "kernels.patterns.choose:Reference",

@@ -165,18 +165,6 @@ def scores_of_a_prompt(inputs: Inputs) -> tuple[float, float]:
     return max(wrong, score), 1.0
 
 
-def nan_among_values(inputs: Inputs) -> tuple[float, float]:
-    """Queries that see a NaN are NaN, the others as without it."""
-    q, k, v = inputs.tensors(inputs.length)
-    index = LayerPlan([make("a_shape", sink=64, window=128)] * HEADS, KV_HEADS).build(q, k)
-    v[:, :, inputs.length // 2] = float("nan")
-    found = sparse_attention(q, k, v, index, backend="triton").float()
-    expected = sparse_attention(q.float(), k.float(), v.float(), index, backend="reference")
-    if bool((found.isnan() != expected.isnan()).any()):
-        return float("inf"), ERROR[inputs.dtype]
-    return float((found - expected).abs().nan_to_num(nan=0.0).max()), ERROR[inputs.dtype]
-
-
 CHECKS: dict[str, Check] = {
     "attention, no lists": attention(PAIRED),
     "attention, lists of tiles": attention(LISTS),
@@ -187,7 +175,6 @@ CHECKS: dict[str, Check] = {
     "attention, packed sequences": attention(LISTS, cuts=True),
     "attention, pages of 64": attention(PAIRED, page=64),
     "attention, pages of 16, lists": attention(LISTS, page=16),
-    "attention, NaN among values": nan_among_values,
     "index of a layer": index_of_a_layer,
     "index of a layer, pages": index_in_pages,
     "decode, all keys": decode(chosen=False),

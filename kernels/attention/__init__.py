@@ -53,8 +53,9 @@ def sparse_attention(
         (B, H, Q, E) in q's dtype, a transposed view of a contiguous (B, Q, H, E). Rows of q that
         belong to no sequence of a ragged index get zeros.
 
-    Non-finite inputs: NaN or infinity in a query, a key or a value reaches exactly the outputs that
-    depend on it.
+    Non-finite inputs: NaN or infinity spreads inside its own head, as in torch's sdpa: a value
+    reaches all queries of its KV head that compute its tile. Memory outside of the sequences, and
+    behind the window of a sequence's first query, never reaches an output, whatever it holds.
 
     Raises:
         ValueError: shapes, dtypes, layouts or devices that do not go together; an index whose

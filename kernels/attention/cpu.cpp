@@ -31,7 +31,6 @@ struct Panel {
   const elem* k;
   const elem* v;
   uint64_t live;           // those that are computed: 0 for a column that a tile of this row holds already
-  uint64_t bad;            // those whose values are not finite: they are left out of v
   const int32_t* columns;  // positions of its `have` keys, ascending; null for a tile, whose keys begin at `first`
   int64_t first;
   int have;
@@ -44,7 +43,6 @@ struct Panel {
     if (columns) return live & bits(std::lower_bound(columns, columns + have, from) - columns, have);
     return live & bits(from - first, position + 1 - first);
   }
-  int64_t key(int j) const { return columns ? columns[j] : first + j; }
 };
 
 // Everything one thread needs for a task; allocated once a call.
@@ -120,8 +118,8 @@ struct Run {
   }
 
   Panel<elem> panel(int64_t at) const {
-    return {packed.k.get() + at * packed.k_size, packed.v.get() + at * packed.v_size, ~uint64_t(0), packed.bad[at],
-            nullptr, 0, TILE, false};
+    return {packed.k.get() + at * packed.k_size, packed.v.get() + at * packed.v_size, ~uint64_t(0), nullptr, 0, TILE,
+            false};
   }
 
   void add_tile(Scratch& w, const Block& block, int64_t t) const {
@@ -217,34 +215,17 @@ struct Run {
   // Softmax over the scores that queries [r0, r1) have for `step` panels from p0 on, and the values of these.
   void attend(Scratch& w, const Block& block, int64_t p0, int step, int r0, int r1, float* scores) const {
     const elem* values[STEP];
-    uint64_t bad = 0;
-    for (int t = 0; t < step; ++t) values[t] = w.panels[p0 + t].v, bad |= w.panels[p0 + t].bad;
+    for (int t = 0; t < step; ++t) values[t] = w.panels[p0 + t].v;
     for (int r = r0; r < r1; ++r) {
       float *s = scores + (r - r0) * LD, *o = w.o.get() + r * width;
       const float most = largest(s, step * TILE), rescale = rebase(most, factor, w.top[r]);
       w.highest[r] = std::max(w.highest[r], most);
       if (rescale != 1.0f)
         for (int e = 0; e < width; e += LANES) store(o + e, load(o + e) * rescale);
-      if (bad) add_bad_of(w, block, p0, step, r, s, o);
       w.total[r] = w.total[r] * rescale + weigh(s, reinterpret_cast<elem*>(s), step * TILE, exp2, w.top[r]);
     }
     constexpr int ldp = LD * sizeof(float) / sizeof(elem);
     Engine::pv(reinterpret_cast<elem*>(scores), r1 - r0, ldp, values, step, width, w.o.get() + r0 * width);
-  }
-
-  // Values that are not finite, with their weights, to the output of query r.
-  void add_bad_of(Scratch& w, const Block& block, int64_t p0, int step, int r, const float* s, float* o) const {
-    std::vector<T> wide(vs.stored.eight() ? TILE * E : 0);
-    for (int t = 0; t < step; ++t) {
-      const Panel<elem>& each = w.panels[p0 + t];
-      const T* rows_of[TILE];
-      const uint64_t seen = each.bad & each.seen(block.first + r, index.window);
-      for (uint64_t left = seen; left; left &= left - 1) {
-        const int j = __builtin_ctzll(left);
-        rows_of[j] = vs.at(index.sequences[block.s], block.s, block.h / group, each.key(j), E, wide.data(), j);
-      }
-      add_bad(seen, rows_of, s + t * TILE, w.top[r], factor, E, o);
-    }
   }
 
   // The panels after the anchors, but for those whose scores are too far below the anchors' (SparseIndex.skip).

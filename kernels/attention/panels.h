@@ -18,7 +18,6 @@ struct Panels {
   std::vector<int32_t> slot;         // panel of a key tile; -1 where no block wants it
   std::vector<int64_t> group_start;  // first panel of each (sequence, query head)'s columns
   std::vector<int64_t> count;        // columns of each (sequence, query head)
-  std::vector<uint64_t> bad;         // of each panel, a bit for each value that is not finite
   int64_t most_groups = 0;
   std::unique_ptr<elem[], Free> k, v;
 
@@ -55,7 +54,7 @@ struct Panels {
     }
     k = allocate<elem>(sources.size() * k_size);
     v = allocate<elem>(sources.size() * v_size);
-    bad.resize(sources.size());
+    const std::vector<T> zeros(std::max(D, E), T(0));
     at::parallel_for(0, sources.size(), 8, [&](int64_t from, int64_t to) {
       const T *k_rows[TILE], *v_rows[TILE];
       const auto wide = allocate<T>(ks.stored.eight() ? TILE * (D + E) : 0);
@@ -65,11 +64,16 @@ struct Panels {
         for (int j = 0; j < source.have; ++j) {
           const int64_t key = source.columns ? source.columns[j] : source.tile * TILE + j;
           TORCH_CHECK_VALUE(0 <= key && key < one.K, "column ", key, " is none of the ", one.K, " keys");
+          // The memory of keys behind the window of the first query may belong to another sequence by now.
+          if (key <= one.offset() - index.window) {
+            k_rows[j] = v_rows[j] = zeros.data();
+            continue;
+          }
           k_rows[j] = ks.at(one, source.s, source.g, key, D, wide.get(), j);
           v_rows[j] = vs.at(one, source.s, source.g, key, E, wide.get() + TILE * D, j);
         }
         pack_k<Engine>(k_rows, source.have, D, inner, k.get() + panel * k_size);
-        bad[panel] = pack_v<Engine>(v_rows, source.have, E, width, v.get() + panel * v_size);
+        pack_v<Engine>(v_rows, source.have, E, width, v.get() + panel * v_size);
       }
     });
   }

@@ -67,8 +67,8 @@ class How:
     Attributes:
         walk, tiles, columns: which sorts of entries some head of the launch has beside diagonal 0.
         page: tokens of a page, 0 for none.
-        split: a program takes a part of its keys.
-        safe: see `careful`. The others are a Launch's, or say that a call has that argument.
+        split: a program computes a part of its keys. The others are a Launch's, or say that a call
+            has that argument.
     """
 
     d: int
@@ -93,7 +93,6 @@ class How:
     skip: bool
     subset: bool
     split: bool
-    safe: bool = False
 
     def __repr__(self) -> str:
         # Part of the names of compiled functions, and what Triton's cache knows them by: also what
@@ -125,19 +124,6 @@ class How:
         if self.split and self.columns and self.d0 > 64:
             most = 32
         return min(most, self.keys)
-
-    @property
-    def careful(self) -> How:
-        """The same a few keys and columns at a time: bad values reach only queries that see them.
-
-        A part of a row is so many tiles, or pairs of them: done again, it must have the keys that
-        it had."""
-        keys = 16
-        if self.split and self.keys > 64:
-            keys = self.keys
-        return replace(
-            self, e0=min(self.e0, _NARROWEST_VALUES), e1=0, keys=keys, stages=1, safe=True
-        )
 
 
 # Largest padded head dim -> the build with one query tile a program and, where it is expected to be

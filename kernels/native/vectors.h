@@ -159,24 +159,6 @@ inline at::BFloat16 cast(float x) {
   return at::BFloat16(bits >> 16, at::BFloat16::from_bits());
 }
 
-// Whether all numbers of a row are finite.
-inline bool finite(const float* row, int dim) {
-  uint32_t bad = 0;
-  for (int e = 0; e < dim; ++e) {
-    uint32_t word;
-    std::memcpy(&word, row + e, sizeof word);
-    bad |= (word & 0x7f800000u) == 0x7f800000u;
-  }
-  return !bad;
-}
-template <class T>
-inline bool finite(const T* row, int dim) {
-  constexpr uint16_t exponent = std::is_same_v<T, at::Half> ? 0x7c00 : 0x7f80;
-  uint16_t bad = 0;
-  for (int e = 0; e < dim; ++e) bad |= static_cast<uint16_t>((row[e].x & exponent) == exponent);
-  return !bad;
-}
-
 inline int round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 template <class To, class From>

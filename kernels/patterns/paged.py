@@ -96,10 +96,10 @@ def part(k: Keys, start: int, stop: int) -> Tensor:
     return k.cache[pages, at % size].transpose(1, 2).to(k.dtype)
 
 
-def parts(k: Keys, start: int = 0) -> Iterator[Tensor]:
-    """Keys from `start` on, some at a time: (B, G, some, D).
+def parts(k: Keys) -> Iterator[Tensor]:
+    """All keys, some at a time: (B, G, some, D).
 
     A tensor is cut alike: what is computed from it does not depend on where the keys lie.
     """
-    for begin in range(start, k.shape[2], _AT_ONCE):
+    for begin in range(0, k.shape[2], _AT_ONCE):
         yield part(k, begin, min(begin + _AT_ONCE, k.shape[2]))

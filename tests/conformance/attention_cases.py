@@ -145,6 +145,9 @@ _SKIPPING = {
     "skip, lists, columns, 130 of 320, tail": last(
         130, 320, heads=3, index="random:3,4,60", skip=-2.0, softcap=30.0, dense_tail=70
     ),
+    "skip, window, freed pages": last(
+        130, 450, heads=2, index="random:7,0,0", skip=-3.0, window=200, page=16
+    ),
     "skip, window, padded, pages": padded(
         450, 30, 300, heads=2, index="random:8,0,0", skip=-3.0, window=280, page=16, queries=200
     ),
@@ -199,6 +202,12 @@ _WINDOWS = {
     "window 100, layer": last(140, 260, heads=5, window=100),
     "window of all keys": square(130, window=130, index="listless"),
     "window, pages": square(200, heads=2, window=70, index="random:2,2,90", page=16),
+    **{
+        f"window, freed pages of {size}": last(
+            70, 300, heads=2, window=70, index="random:2,2,90", page=size
+        )
+        for size in (16, 64)
+    },
 }
 _RAGGED = {
     "padded": padded(1, 64, 130, 65),
@@ -483,5 +492,18 @@ def _paged_call(
             [x[row, :, start : start + length] for row, start, length in places] for x in (k, v)
         )
         index = replace(index, ragged=replace(ragged, k_starts=(0,) * len(ragged)))
+    freed = [0] * len(keys)
+    if index.window is not None:
+        # A serving engine gives the pages behind the first query's window to other sequences.
+        lengths = [(index.q_len, index.k_len)] * len(keys)
+        if ragged is not None:
+            lengths = list(ragged.lengths)
+        freed = [max(0, k_len - q_len - index.window + 1) for q_len, k_len in lengths]
+        for parts in (keys, values):
+            for s, count in enumerate(freed):
+                parts[s] = parts[s].clone()
+                parts[s][:, :count] = float("nan")
     (k_cache, table), (v_cache, _) = paged(keys, size), paged(values, size)
+    for s, count in enumerate(freed):
+        table[s, : count // size] = PAD
     return index, k_cache, v_cache, table

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gradient import GradientCall, attention_gradients, cpu, reference
+from kernels import reference
+from kernels.gradient import GradientCall, attention_gradients, cpu
 from tests.conformance.attention_cases import Case, last, square
 from tests.conformance.tensors import laid_out
 from tests.conformance.test_kernel_backends import ENGINES, skip_without, threads
@@ -125,7 +126,7 @@ def test_gradients_are_those_of_plain_softmax(dtype, server, name):
 def test_blocks_of_the_reference_do_not_show(name, monkeypatch):
     _, right = problem(CASES[name], torch.float32)
     for scores in (1, 1 << 19):
-        monkeypatch.setattr(reference, "_SCORES", scores)
+        monkeypatch.setattr(reference, "_LOGITS", scores)
         found = gradients(CASES[name], torch.float32, "reference")
         check(found, right, TOLERANCES[torch.float32])
 

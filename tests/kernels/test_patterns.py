@@ -16,7 +16,6 @@ from kernels.patterns import (
     Inputs,
     LayerPlan,
     block_sparse,
-    last_queries,
     make,
 )
 from kernels.patterns.choose import best_places
@@ -269,8 +268,7 @@ def test_neither_company_nor_little_memory_changes_a_head(bytes_of_scratch, monk
         LayerPlan([pattern], 1).build(q[:, [head]], k[:, [head // 4]]).to_mask()
         for head, pattern in enumerate(patterns)
     ]
-    for module in (last_queries, block_sparse):
-        monkeypatch.setitem(module._SCRATCH_BYTES, "cpu", bytes_of_scratch)
+    monkeypatch.setitem(block_sparse._SCRATCH_BYTES, "cpu", bytes_of_scratch)
     together = LayerPlan(patterns, 2).build(q, k).to_mask()
     assert torch.equal(together, torch.cat(alone, dim=1))
 

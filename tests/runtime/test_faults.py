@@ -13,10 +13,11 @@ from transformers import DynamicCache
 
 from artifacts import HeadwiseError
 from kernels import registry
-from kernels.attention import cpu, reference
+from kernels.attention import cpu
 from kernels.decode import cpu as decode_cpu
 from kernels.native import build as native
 from kernels.patterns import LayerPlan
+from kernels.reference import Attention
 from kernels.registry import building, failure
 from runtime import apply_dense
 from tests.runtime.batches import fed
@@ -183,7 +184,7 @@ def unbuilt(monkeypatch):
     former = cpu.supports
     monkeypatch.setattr(cpu, "run", fails)
     monkeypatch.setattr(cpu, "supports", lambda call: former(call) or failure("attention", "here"))
-    monkeypatch.setattr(reference, "run", lambda call: pytest.fail("asked"))
+    monkeypatch.setattr(Attention, "run", lambda call: pytest.fail("asked"))
     yield tried
     registry.say_once.cache_clear()
 
