@@ -56,6 +56,8 @@ BACKENDS = {
             "evict": "kernels.decode.dropping:Native",
         },
     ),
+    # torch's own kernels.
+    "flash": Backend("cuda", {"gradient": "kernels.gradient.flash"}),
     "reference": Backend(
         None,
         {

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from kernels import triton_calls
-from kernels.attention import sparse_attention
+from kernels.attention import AttentionCall, attend, sparse_attention
 from kernels.decode import decode_attention
+from kernels.gradient import attention_gradients
 from kernels.patterns import LayerPlan, make
+from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
 
 # Largest error on standard normal inputs: one rounding of the output, and of the probabilities in
@@ -165,6 +167,21 @@ def scores_of_a_prompt(inputs: Inputs) -> tuple[float, float]:
     return max(wrong, score), 1.0
 
 
+def gradients(inputs: Inputs) -> tuple[float, float]:
+    """Largest error of the gradients of dense attention, in units of the largest gradient."""
+    q, k, v = inputs.tensors(inputs.length)
+    index = dense_index(1, HEADS, inputs.length, inputs.length, q.device)
+    out, lse = attend(AttentionCall(q, k, v, index))
+    tensors = (q, k, v, out, lse, torch.randn_like(out))
+    found = attention_gradients(*tensors, backend="flash")
+    expected = attention_gradients(*(x.float() for x in tensors), backend="reference")
+    errors = [
+        float((one.float() - right).abs().max() / right.abs().max())
+        for one, right in zip(found, expected, strict=True)
+    ]
+    return max(errors), ERROR[inputs.dtype]
+
+
 CHECKS: dict[str, Check] = {
     "attention, no lists": attention(PAIRED),
     "attention, lists of tiles": attention(LISTS),
@@ -181,6 +198,7 @@ CHECKS: dict[str, Check] = {
     "decode, chosen keys": decode(chosen=True),
     "decode, 5 queries": decode(chosen=False, queries=5),
     "scores of a prompt": scores_of_a_prompt,
+    "gradients": gradients,
 }
 # Between them they launch every kernel: a rehearsal runs no others.
 REHEARSED = (
