@@ -50,20 +50,20 @@ class Attention(_ServesAll):
         else:
             out.zero_()
         for s in range(index.batch):
-            one = index.sequence(s)
+            alone = index.sequence(s)
             ragged = index.ragged or Ragged.left_padded([index.k_len] * batch, q_len, index.k_len)
             row = ragged.rows[s]
-            queries = slice(ragged.q_starts[s], ragged.q_starts[s] + one.q_len)
+            queries = slice(ragged.q_starts[s], ragged.q_starts[s] + alone.q_len)
             if call.block_table is None:
                 first = ragged.k_starts[s]
-                keys, values = (x[row, :, first : first + one.k_len] for x in (k, v))
+                keys, values = (x[row, :, first : first + alone.k_len] for x in (k, v))
             else:
                 table = call.block_table[s : s + 1]
-                keys, values = (_unpaged(x, table)[0, :, : one.k_len] for x in (k, v))
+                keys, values = (_unpaged(x, table)[0, :, : alone.k_len] for x in (k, v))
             for head in range(num_heads):
                 kv_head = head // (num_heads // keys.shape[0])
                 out[row, head, queries], lse[row, head, queries], skipped = _one_head(
-                    call, one, head, q[row, head, queries], keys[kv_head], values[kv_head]
+                    call, alone, head, q[row, head, queries], keys[kv_head], values[kv_head]
                 )
                 if call.skipped is not None:
                     call.skipped[s, head] += skipped
@@ -168,7 +168,7 @@ class Gradient(_ServesAll):
                 if call.skip_below > 0:
                     weights = weights * _in_large_tiles(weights.detach(), start, call.skip_below)
                 delta = (out[..., block, :] * by_out[..., block, :]).sum(-1)
-                # The log-sum-exp is given here: the second sum has its own part of the gradient.
+                # The log-sum-exp is an input: the second sum stands for its derivative.
                 loss = (weights @ v[:, :, None, :end] * by_out[..., block, :]).sum()
                 loss = loss - (weights.sum(-1) * delta).sum()
                 gradients = torch.autograd.grad(loss, (some, k, v))
@@ -241,7 +241,7 @@ def _one_head(
 ) -> tuple[Tensor, Tensor, int]:
     """Output (Q, E), log-sum-exp (Q,) and skipped tiles of one head of one sequence."""
     offset = index.k_len - index.q_len
-    listed = index.listed()[0, head]
+    listed = index.padded_tiles()[0, head]
     positions = torch.arange(index.k_len, device=q.device)
     bound = float("-inf") if index.skip is None else float(index.skip[0, head])
     sink = None if call.sinks is None else call.sinks[head]
@@ -250,7 +250,7 @@ def _one_head(
     skipped = 0
     for row in range(index.num_rows):
         at = index.first_row + row
-        dense = at >= index.first_dense()
+        dense = at >= index.dense_from()
         first = max(at * TILE, offset)
         last = min((at + 1) * TILE, index.k_len)
         in_tiles = torch.isin(
@@ -272,7 +272,7 @@ def _one_head(
             tiles = torch.where(in_tiles[keys], keys // TILE, -1)
             low = _skipped(logits, tiles, at, bound)
             # Beyond a window there is nothing that could be computed.
-            skipped += int((tiles[low].unique() >= at - index.reach).sum())
+            skipped += int((tiles[low].unique() >= at - index.window_tiles).sum())
             logits = logits.masked_fill(low, float("-inf"))
         weights, lse = softmax(logits, sink)
         # Memory that no query sees may hold anything: zero times NaN is NaN.
@@ -303,8 +303,8 @@ def _causal(start: int, end: int, k_len: int, window: int | None, device: torch.
     return (distance >= 0) & (distance < (window or end))
 
 
-def _in_large_tiles(weights: Tensor, start: int, least: float) -> Tensor:
-    """Mask (..., R, keys) of the 64 x 64 tiles whose largest probability is at least `least`.
+def _in_large_tiles(weights: Tensor, start: int, minimum: float) -> Tensor:
+    """Mask (..., R, keys) of the 64 x 64 tiles whose largest probability is at least `minimum`.
 
     Args:
         weights: (..., R, keys), of queries from position `start` on.
@@ -313,7 +313,7 @@ def _in_large_tiles(weights: Tensor, start: int, least: float) -> Tensor:
     before = start % TILE
     padded = F.pad(weights, (0, -keys % TILE, before, -(start + rows) % TILE))
     peaks = padded.unflatten(-1, (-1, TILE)).unflatten(-3, (-1, TILE)).amax((-3, -1))
-    large = (peaks >= least).repeat_interleave(TILE, -1).repeat_interleave(TILE, -2)
+    large = (peaks >= minimum).repeat_interleave(TILE, -1).repeat_interleave(TILE, -2)
     return large[..., before : before + rows, :keys]
 
 
@@ -326,7 +326,7 @@ def _rows(x: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
 
 
 def _unpaged(cache: Tensor, block_table: Tensor) -> Tensor:
-    """(B, G, K, dim) from pages (pages, page size, G, dim); what is no page becomes page 0."""
+    """(B, G, K, dim) from pages (pages, page size, G, dim); page 0 replaces invalid numbers."""
     pages = block_table.where((block_table >= 0) & (block_table < cache.shape[0]), 0).long()
     return cache[pages].flatten(1, 2).transpose(1, 2)
 

@@ -42,7 +42,7 @@ def sparse_attention(
         softcap: logits become softcap * tanh(logits / softcap).
         block_table: (sequences, at least ceil(K / page size)) int32: the page that holds keys i *
             page size and on. A serving engine's cache is read where it lies.
-        sinks: (H,) a learned logit of each query head that takes its share of every softmax and has
+        sinks: (H,) a learned logit of each query head that takes part in every softmax and has
             no value (gpt-oss).
         out: (B, H, Q, E) of q's dtype to write to, E contiguous; allocated if None.
         skipped: (B or S, H) int32 contiguous, to which is added how many tiles each head skipped

@@ -4,7 +4,7 @@
 //
 // K and V are packed once a KV head into panels of 64 keys (K transposed, both in the order the inner product reads),
 // and the single columns of each query head once into panels of the same form. From there a column group costs exactly
-// what a tile costs. A task is one block of queries: it walks its panels up to STEP at a time, ROWS queries at a time, so
+// as much as a tile. A task is one block of queries: it walks its panels up to STEP at a time, ROWS queries at a time, so
 // that one softmax pass sees STEP * 64 keys, with the running maximum and sum of online softmax (Milakov and Gimelshein,
 // 2018; FlashAttention-2). Few queries behind many keys are cut into parts of the keys, whose results whoever finishes the
 // last of them puts together in order (Flash-Decoding; Dao et al., 2023).
@@ -95,11 +95,11 @@ struct Run {
   std::unique_ptr<std::atomic<int>[]> open;
 
   Run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& block_table,
-      const Index& given, Softmax softmax, const float* sink, at::Tensor& out, at::Tensor& log_sum_exp,
+      const Index& entries, Softmax softmax, const float* sink, at::Tensor& out, at::Tensor& log_sum_exp,
       int32_t* left_out)
-      : index(given), H(q.size(1)), D(q.size(3)), G(k.size(block_table ? 2 : 1)), E(v.size(3)), how(softmax),
+      : index(entries), H(q.size(1)), D(q.size(3)), G(k.size(block_table ? 2 : 1)), E(v.size(3)), how(softmax),
         sinks(sink), qs(q), os(out), ks(k, block_table), vs(v, block_table), lse(log_sum_exp),
-        skipped(left_out), blocks(given.blocks(group, parts)), packed(given, blocks, ks, vs, G, D, E, inner, width),
+        skipped(left_out), blocks(entries.blocks(group, parts)), packed(entries, blocks, ks, vs, G, D, E, inner, width),
         partial(allocate<float>(parts * TILE * width)), tops(allocate<float>(parts * TILE)),
         totals(allocate<float>(parts * TILE)), open(std::make_unique<std::atomic<int>[]>(parts)) {
     for (const Block& block : blocks)

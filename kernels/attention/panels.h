@@ -44,8 +44,8 @@ struct Panels {
     for (int64_t i = 0; i < S * H; ++i) {
       const int64_t s = i / H, K = index.sequences[s].K;
       const int32_t* c = index.columns.row(i);
-      // Where every query sees every key no column is looked at.
-      const bool needed = index.first_dense(s, i % H) > index.sequences[s].offset();
+      // Where every query sees every key no column is needed.
+      const bool needed = index.dense_from(s, i % H) > index.sequences[s].offset();
       count.push_back(needed ? std::lower_bound(c, c + index.columns.width, std::min<int64_t>(K, PAD)) - c : 0);
       group_start.push_back(sources.size());
       for (int64_t c0 = 0; c0 < count[i]; c0 += TILE)

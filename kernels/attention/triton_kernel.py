@@ -9,8 +9,8 @@ are too few programs for a GPU: each does a part of its keys (H.split), and comb
 parts together (Flash-Decoding; Dao et al., 2023).
 
 A head dim is two powers of two side by side, d0 + d1 >= d (80 = 64 + 16, 96 = 64 + 32), so that
-little is padded; the value dim likewise, the second part at least 64 wide. What a call does not
-need (kernels.attention.triton_launch.How) is not compiled in.
+little is padded; the value dim likewise, the second part at least 64 wide. Code that a
+call does not need is not compiled (kernels.attention.triton_launch.KernelConfig).
 
 No program takes the tiles of another after its own. As a device hands programs out, 32 heads of 8K
 tokens or more are done within 2% of the time of evenly shared work; persistent ones, longest first,
@@ -55,11 +55,10 @@ def _results(
 ):  # fmt: skip
     """Base and offsets of a program's rows, which of its queries exist, its head, and more.
 
-    The last are the places of its log-sum-exps, or of the maxima and sums of a part.
+    Last come the places of its log-sum-exps, or of the maxima and sums of a part.
 
-    All of it is worked out anew, from a number that the compiler cannot know: held since the
-    beginning it would take the registers of the loops. `zero` is where a 0 lies: the last number of
-    a head's tables, for no tile is as far away as there are tiles."""
+    Recomputed to free the registers of the loops, from a number unknown to the compiler: `zero`
+    points to a 0, the last number of a head's tables."""
     pid = tl.program_id(0) + tl.load(zero, volatile=True)
     _, batch, head, part, first_query, q_len, k_len, _, at = _queries(
         pid,
@@ -164,12 +163,12 @@ def sparse_attention_kernel(
     pages_width) int32 if H.page > 0; k_batch and v_batch are then the strides of a page. places (B,
     5) int32 if H.ragged: batch row, first query, queries, first key and keys of each sequence; B is
     then the number of sequences, and num_rows, q_len of q and the widths of all tables are those of
-    the longest. sinks (H) fp32 if H.sinks: a logit of each head that takes a share and has no
-    value. heads (head_count) int32 if H.subset: the heads that the launch serves, ascending,
-    `chunks` times H / G of them. skip (B, H) fp32 if H.skip: the log of each head's threshold;
-    skipped (B, H) int32: to which is added how many tiles it skips. tops, totals (B, G, P, H / G *
-    Q) and partial (..., E) fp32 if H.split, instead of out and lse: of each of the P = splits parts
-    maximum (as a power of two), sum and unnormalised output."""
+    the longest. sinks (H) fp32 if H.sinks: a logit of each head that takes part in the softmax
+    and has no value. heads (head_count) int32 if H.subset: the heads that the launch serves,
+    ascending, `chunks` times H / G of them. skip (B, H) fp32 if H.skip: the log of each head's
+    threshold; skipped (B, H) int32: to which is added how many tiles it skips. tops, totals (B, G,
+    P, H / G * Q) and partial (..., E) fp32 if H.split, instead of out and lse: of each of the P =
+    splits parts maximum (as a power of two), sum and unnormalised output."""
     tl.static_assert(H.rows == 1 or not (H.tiles or H.skip))
     pid = tl.program_id(0)
     if H.subset:  # noqa: SIM102 (known at compile time; the next is not)
@@ -218,7 +217,7 @@ def sparse_attention_kernel(
     else:
         pages += sequence * pages_width
 
-    # How many tiles before its own a query tile can see, and the last key that each query no longer
+    # Tiles before its own that a query tile can see, and the last key that each query no longer
     # sees.
     reach = at
     local = tl.arange(0, H.rows * TILE)

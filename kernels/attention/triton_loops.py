@@ -7,8 +7,8 @@ Tiles that every query of the program sees come in a loop without mask code (inn
 that one of the two query tiles wants, or that the window cuts, in a loop with it (edges). A softmax
 step takes H.keys keys, at most 64 where there is a mask; 128 are two tiles, wherever they lie. A
 loop looks its tiles up itself, in the step that copies them, so that Triton copies ahead: an
-address that comes from the step before makes every copy wait. What is looked up for an address may
-not be looked at for anything else.
+address that comes from the step before makes every copy wait. A value that is
+looked up for an address may not be used for anything else.
 
 Columns are gathered in every program. Copied once per head to where they lie end to end they would
 come as tiles do. By the compiler's count that saves 3 to 6% of this one loop's instructions (20%
@@ -138,11 +138,11 @@ def _edges(place, named, H: tl.constexpr):
 def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
     """Key tile of entry i of the inner tiles or the edges, and a bit for each query tile.
 
-    `wants` depends on no load that the tile depends on: Triton copies ahead only what is looked up
-    for one purpose.
+    `wants` depends on no load that the tile depends on: Triton copies ahead only values that are
+    used for one purpose.
 
     Args:
-        left: the inner tile that is an edge, too, for want of another beside it; -1 for none.
+        left: the inner tile without a second one to pair with, which becomes an edge; -1 for none.
     """
     held, at, _, _, _, _, _, _, dense, dense_last, _, _ = place
     walk, walk_width, _, _, inner, cut, tiles, listed = named
@@ -152,7 +152,7 @@ def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
         i -= (left >= 0).to(tl.int32)
         there = (i >= 0) & (i < edges)
         wants = tl.where(there, 3, 0)
-        # What is none of them is the tile before, wanted by nobody.
+        # Beyond the edges: the tile before, wanted by neither query tile.
         far = 1
         if H.walk:
             at_walk = walk_width + i
@@ -168,9 +168,11 @@ def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
             # dense, too.
             far = tl.where(there & (dense_last != 0), inner + 1 + i, far)
             if H.rows == 2:
-                one = (dense == 0) & (dense_last != 0) & there
+                second_alone = (dense == 0) & (dense_last != 0) & there
                 wants = tl.where(
-                    one & (tl.load(held + inner + 1 + i, mask=one, other=0) == 0), 2, wants
+                    second_alone & (tl.load(held + inner + 1 + i, mask=second_alone, other=0) == 0),
+                    2,
+                    wants,
                 )
         tile = at - far
         if H.tiles:

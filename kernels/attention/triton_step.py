@@ -2,11 +2,11 @@
 
 Shapes: M queries of a program, S keys of a step, D head dim, E value dim.
 
-What belongs together goes together: `asked` is (q0, q1, scale, softcap), the queries in two
+Tuples of arguments: `asked` is (q0, q1, scale, softcap), the queries in two
 parts and what their logits are scaled by; `state` is (acc0, acc1, top, total), the unnormalised
 output in two parts, maximum and sum; `kv` is (k, v, pages, k_page, k_row, v_page, v_row), a KV head
-with its strides, of pages or of batch elements; and H, kernels.attention.triton_launch.How, is what
-is compiled in."""
+with its strides, of pages or of batch elements; H is a
+kernels.attention.triton_launch.KernelConfig, the compile-time constants."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def key_rows(keys, present, kv, H: tl.constexpr):
 def step_rows(kv, one, two, part, H: tl.constexpr, KEYS: tl.constexpr):
     """Bases of K and V, and the offsets from there of the KEYS rows of a step.
 
-    The step holds KEYS keys of tile `one`, the part-th so many, or all of `one` and of `two`. Only
-    small pages need a look-up for each row; elsewhere it would cost registers. What is selected is
-    multiplied by a stride afterwards: of a selection of products the compiler would not know that
-    it is aligned, and would copy it with loads that wait."""
+    The step holds the part-th KEYS keys of tile `one`, or all of `one` and of `two`. Only small
+    pages need a look-up for each row; elsewhere it would cost registers. Select first, then
+    multiply by the stride: the compiler does not see that a selection of products is aligned, and
+    would copy it with loads that wait."""
     k, v, pages, k_page, k_row, v_page, v_row = kv
     lane = tl.arange(0, KEYS)
     within = lane
@@ -119,7 +119,7 @@ def step_rows(kv, one, two, part, H: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def widened(x, like):
-    """In 16 bits what is stored in 8, which hold it exactly; in 32 where `like` has them."""
+    """Convert 8 bits to 16, which is exact, or to 32 if `like` is fp32."""
     if x.dtype.is_fp8():
         if like.dtype == tl.float32:
             x = x.to(tl.float32)
@@ -195,8 +195,8 @@ def attend(
 
     In powers of two.
 
-    `present` (S) says which keys are read and is used if TAIL; `live`, (M, S) or what broadcasts to
-    it, which logits count, and is used if MASK."""
+    `present` (S) marks the keys to read, used if TAIL; `live`, broadcast to (M, S), marks the
+    logits that count, used if MASK."""
     logits = logits_of(asked, k, k_rows, present, live, H, TAIL, MASK)
     return weigh(asked, state, logits, v, v_rows, present, H, TAIL)
 

@@ -6,7 +6,7 @@
 // A task is some keys of one KV head with all query rows that read it, so that each row of K and V comes from memory
 // once. It leaves their maximum, sum and unnormalised output; whoever finishes the last split of a KV head combines
 // them in order (Flash-Decoding; Dao et al., 2023). Neither splits nor order depend on the number of threads. For
-// scores the probabilities are kept and multiplied in the end by what the other splits made of their share.
+// scores the probabilities are stored and in the end rescaled by the sums of all splits.
 //
 // Two engines read the rows as they lie, but those of 8 bits, which become the queries' dtype before: `Float` (compiler
 // vectors; any dtype becomes fp32) and `Dot` (AVX-512 bf16 dot products, pairs of adjacent head dims for K and of adjacent
@@ -303,7 +303,7 @@ struct Run {
   const std::vector<T> zeros = std::vector<T>(width, T(0));
 
   std::vector<Head> heads;
-  // Keys of a split, splits of all heads, and of the one with the most.
+  // Keys of a split, splits of all heads, and of the head with the most.
   int64_t share = SPLIT, splits = 0, most = 0;
   // Of each split and query row: maximum, sum and output; with scores also the probabilities.
   std::unique_ptr<float[], Free> tops, totals, partial, kept;
@@ -346,7 +346,7 @@ struct Run {
     }
     share = std::clamp<int64_t>(round_up(keys / FEW_TASKS, QK_KEYS), SMALL_SPLIT, SPLIT);
     for (Head& head : heads) {
-      // A head that sees nothing still has one split, which says so.
+      // A head that sees nothing still has one split, which writes zeros.
       const int64_t needed = std::max<int64_t>((head.count + share - 1) / share, 1);
       head.split = splits;
       splits += needed, most = std::max(most, needed);
@@ -403,7 +403,7 @@ struct Run {
       k_rows[j] = ks.stored.row(k + (key - page_first) * ks.row, D, w.wide.get(), j);
       v_rows[j] = vs.stored.row(v + (key - page_first) * vs.row, E, w.wide.get() + SPLIT * D, j);
     }
-    // What is read beyond counts for nothing.
+    // Rows beyond the last key have no weight.
     std::fill(k_rows + n, k_rows + whole, k_rows[n - 1]);
     std::fill(v_rows + n, v_rows + whole + AHEAD, zeros.data());
   }

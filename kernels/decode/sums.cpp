@@ -24,7 +24,7 @@ namespace {
 
 using namespace headwise;
 
-// What a probability of 1 counts; 2^26 queries fit.
+// The integer of a probability of 1; 2^26 queries fit.
 constexpr float ONE = static_cast<float>(int64_t(1) << 36);
 // Keys of a walk.
 constexpr int LD = TILE * WALK;

@@ -63,8 +63,8 @@ def _keys(
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
 
-    # Two loads give the address of a key that is chosen or paged: they need two stages more to be
-    # as far ahead.
+    # The address of a selected or paged key takes two loads, which need two stages more to be as
+    # far ahead.
     for start in tl.range(
         begin, stop, KEYS, num_stages=STAGES if PAGE == 0 and not TOKENS else STAGES + 2
     ):

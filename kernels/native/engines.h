@@ -336,11 +336,11 @@ inline float largest(const float* s, int n) {
   return maximum(larger(even, odd));
 }
 
-// How far, as a power of two, scores may rise above the one that a row's weights are relative to. Only beyond it what was
-// added up is rescaled, which for most rows is never: their first keys set the scale (FlashAttention-4).
+// How far, as a power of two, scores may rise above the reference of a row's weights. Only beyond it the sums are
+// rescaled, which for most rows is never: their first keys set the scale (FlashAttention-4).
 constexpr float SLACK = 8.0f;
 
-// Makes weights relative to the highest score where that is far above `top`; returns the factor of what was added up.
+// Makes weights relative to the highest score where that is far above `top`; returns the factor of the sums so far.
 inline float rebase(float highest, float factor, float& top) {
   if (highest <= top + SLACK / factor) return 1.0f;
   const float before = top;

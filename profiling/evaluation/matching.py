@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from artifacts import Artifact, HeadwiseError
-from kernels.index import TILE, SparseIndex, first_dense, num_tiles, with_dense_tail
+from kernels.index import TILE, SparseIndex, dense_from, num_tiles, with_dense_tail
 from kernels.patterns import KINDS, AShape, Inputs, LayerPlan, Pattern, SkipSoftmax, make
 from profiling.inside.capture import LayerInputs, capture
 from profiling.models.loading import LoadedModel
@@ -132,7 +132,7 @@ class PatternCosts:
         Of skip-softmax it is the fraction of tiles that are not skipped.
         """
         if isinstance(pattern, SkipSoftmax):
-            dense = first_dense(dense_tail, self.length)
+            dense = dense_from(dense_tail, self.length)
             bound = pattern.bound(self.length)
             kept = [
                 float(((gaps >= bound) | (rows >= dense)).float().mean())

@@ -17,7 +17,7 @@ from torch import Tensor
 from artifacts import HeadwiseError
 from kernels.attention import sparse_attention
 from kernels.index import TILE, SparseIndex, lists, num_tiles, with_dense_tail
-from kernels.patterns.choose import ascending
+from kernels.topk import ascending
 
 # Orders the tiles of each row, best first: (H, R, R) scores of key tiles from queries, keys, scale
 # and layer.

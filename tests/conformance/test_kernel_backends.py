@@ -177,11 +177,11 @@ def without_skipped(index: SparseIndex, mask: Tensor, logits: Tensor) -> tuple[T
     key = torch.arange(index.k_len)
     for head, bound in enumerate(index.skip[0].tolist()):
         columns = torch.isin(key, index.columns[0, head])
-        for at in range(index.first_row, min(num_tiles(index.k_len), index.first_dense())):
+        for at in range(index.first_row, min(num_tiles(index.k_len), index.dense_from())):
             queries = slice(max(at * TILE - offset, 0), (at + 1) * TILE - offset)
-            listed = index.listed()[0, head, at - index.first_row].tolist()
+            listed = index.padded_tiles()[0, head, at - index.first_row].tolist()
             tiles = {*(at - d for d in index.diagonals[0, head].tolist()), *listed}
-            tiles = {tile for tile in tiles if max(0, at - index.reach) <= tile <= at}
+            tiles = {tile for tile in tiles if max(0, at - index.window_tiles) <= tile <= at}
             whole = torch.isin(key // TILE, torch.tensor(sorted(tiles)))
             anchors = torch.isin(key // TILE, torch.tensor([0, at])) & whole | columns & ~whole
             seen = logits[head, queries].masked_fill(~mask[head, queries], float("-inf"))

@@ -16,7 +16,7 @@ import torch
 
 from kernels import copies, registry
 from kernels.attention import AttentionCall, attend, sparse_attention, triton
-from kernels.attention.triton_launch import architecture, choose, serves
+from kernels.attention.triton_launch import architecture, select_config, serves
 from kernels.gradient import GradientCall, attention_gradients
 from kernels.index import PAD, TILE
 from kernels.patterns import LayerPlan, make
@@ -115,18 +115,18 @@ def test_kernel_agrees_with_the_reference(name, dtype):
         pytest.skip("heads as wide as these do not fit the memory of this GPU")
     if case.cache == torch.float8_e4m3fn and torch.cuda.get_device_capability(DEVICE) < (8, 9):
         pytest.skip("this GPU does not read float8_e4m3fn")
-    if case.launch is not None:
-        precision = choose(
+    if case.config is not None:
+        precision = select_config(
             architecture(DEVICE), dim=64, itemsize=dtype.itemsize, has_tiles=True
         ).precision
         # Steps of 128 keys of 128 numbers in float32 ask for 272 KiB of shared memory, an H100 has
         # 227.
         keys = (
-            min(case.launch.keys, 32)
+            min(case.config.keys, 32)
             if dtype == torch.float32 and case.head_dim > 64
-            else case.launch.keys
+            else case.config.keys
         )
-        case = replace(case, launch=replace(case.launch, precision=precision, keys=keys))
+        case = replace(case, config=replace(case.config, precision=precision, keys=keys))
     out, lse = run(case, DEVICE)
     assert out <= TOLERANCES["out", dtype][0], f"out is off by {out}"
     assert lse <= TOLERANCES["lse", dtype][0], f"lse is off by {lse}"

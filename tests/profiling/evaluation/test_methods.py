@@ -148,6 +148,6 @@ def test_a_threshold_skips_what_is_below_it(length, softcap):
             q, k, v, index, scale=0.2, softcap=softcap, backend="reference", skipped=skipped
         )
         bound = math.log(factor / length) if factor < length else -math.inf
-        below = (gaps < bound) & (rows < index.first_dense())
+        below = (gaps < bound) & (rows < index.dense_from())
         assert below.sum(-1).tolist() == skipped[0].tolist()
         assert gaps.shape[1] == index.causal_tiles

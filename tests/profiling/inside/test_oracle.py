@@ -152,7 +152,7 @@ def test_random_tiles_differ_by_layer_and_head_and_not_by_prompt():
         for queries, layer in ((x.q, 1), (2 * x.q, 1), (x.q, 2))
     )
     assert torch.equal(one.tiles, again.tiles) and not torch.equal(one.tiles, other.tiles)
-    assert not torch.equal(one.listed()[:, 0], one.listed()[:, 1])
+    assert not torch.equal(one.padded_tiles()[:, 0], one.padded_tiles()[:, 1])
 
 
 @pytest.mark.parametrize("density", [0.3, 0.6])
