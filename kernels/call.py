@@ -39,7 +39,7 @@ MAX_QUERIES = 16
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Operands:
-    """Queries, keys and values: all that a backend looks at to know whether it serves a call.
+    """Queries, keys and values: the tensors by which a backend decides whether it serves a call.
 
     Nothing is checked, so that a backend can be asked before there is an index.
 
@@ -76,7 +76,7 @@ class AttentionCall(Operands):
             that of an index made by hand is read, once (SparseIndex.validate).
 
     Attributes:
-        factor: the scale, D ** -0.5 if none was given.
+        factor: the scale, D ** -0.5 by default.
     """
 
     index: SparseIndex
@@ -132,7 +132,9 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DecodeCall(Operands):
-    """A call of kernels.decode.decode_attention, whose arguments it has; a backend gives a Decoded.
+    """A call of kernels.decode.decode_attention, whose arguments it has.
+
+    A backend returns a Decoded.
 
     Raises:
         ValueError: arguments that do not go together, in one line with the values. No data is read.
@@ -140,7 +142,7 @@ class DecodeCall(Operands):
     Attributes:
         checked: False for a call that is known to be right: a step of decode that takes 26 us
             would take 6 to 15 more.
-        factor: the scale, D ** -0.5 if none was given.
+        factor: the scale, D ** -0.5 by default.
     """
 
     _: KW_ONLY
@@ -199,13 +201,14 @@ class DecodeCall(Operands):
 
     @property
     def is_prompt(self) -> bool:
-        """True for more queries than a step has: their scores are summed and nothing else given."""
+        """True for more queries than a step has: only summed scores are supported."""
         return self.q.shape[2] > MAX_QUERIES
 
     @property
     def _sums_alone(self) -> bool:
-        others = (self.tokens, self.starts, self.ends, self.window, self.block_table, self.sinks)
-        return self.scores == "sum" and all(x is None for x in others)
+        optional = (self.tokens, self.starts, self.ends, self.block_table, self.sinks)
+        alone = self.window is None and all(x is None for x in optional)
+        return self.scores == "sum" and alone
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -216,7 +219,7 @@ class GradientCall(Operands):
         ValueError: arguments that do not go together, in one line with the values.
 
     Attributes:
-        factor: the scale, D ** -0.5 if none was given.
+        factor: the scale, D ** -0.5 by default.
     """
 
     out: Tensor
@@ -287,7 +290,7 @@ def _check_states(call: AttentionCall | DecodeCall) -> tuple[torch.Size, torch.S
     check_tensors(q=q, k=k, v=v)
     if call.block_table is not None:
         check_tensor("block_table", call.block_table)
-    # Each look at a shape makes it anew.
+    # Every access to a shape creates it again.
     q_shape = q.shape
     k_shape = k.shape
     v_shape = v.shape
@@ -333,8 +336,9 @@ def _check_lengths(call: AttentionCall, q_shape: torch.Size, k_shape: torch.Size
         k_len = k_shape[2]
     check_query_length(q_shape[2], k_len)
     expected = (q_shape[0], q_shape[2], k_len)
-    if (found := (index.batch, index.q_len, index.k_len)) != expected:
-        raise ValueError(f"index is for (B, Q, K) = {found}, the call has {expected}")
+    sizes = (index.batch, index.q_len, index.k_len)
+    if sizes != expected:
+        raise ValueError(f"index is for (B, Q, K) = {sizes}, the call has {expected}")
 
 
 def _check_skipped(skipped: Tensor, index: SparseIndex) -> None:

@@ -16,7 +16,7 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Raise ValueError for what is no tensor or not laid out by strides (sparse, mkldnn ...)."""
+    """Raise ValueError unless x is a tensor with strides (not sparse, mkldnn ...)."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.layout is not torch.strided:
@@ -24,14 +24,14 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def check_tensors(**tensors: Tensor) -> None:
-    """Raise ValueError for what are no dense tensors (B, heads, length, dim)."""
+    """Raise ValueError unless all are dense tensors (B, heads, length, dim)."""
     flat = True
     for name, x in tensors.items():
         check_tensor(name, x)
         flat = flat and x.dim() == 4
     if not flat:
-        found = ", ".join(f"{name} {x.dim()}-D" for name, x in tensors.items())
-        raise ValueError(f"{_names(tensors)} must be 4-D (B, heads, length, dim), got {found}")
+        ranks = ", ".join(f"{name} {x.dim()}-D" for name, x in tensors.items())
+        raise ValueError(f"{_names(tensors)} must be 4-D (B, heads, length, dim), got {ranks}")
 
 
 def check_groups(num_heads: int, num_kv_heads: int) -> None:
@@ -52,32 +52,32 @@ def check_last(q_len: int, k_len: int) -> None:
         raise ValueError(f"queries are the last of the keys: got {q_len} queries and {k_len} keys")
 
 
-def check_devices(first: Tensor, *others: Tensor | None) -> None:
+def check_devices(first: Tensor, *rest: Tensor | None) -> None:
     """Raise ValueError for tensors on several devices."""
     device = first.device
-    for x in others:
+    for x in rest:
         if x is not None and x.device != device:
-            found = ", ".join(sorted((str(device), str(x.device))))
-            raise ValueError(f"all tensors of a call must share a device, got {found}")
+            devices = ", ".join(sorted((str(device), str(x.device))))
+            raise ValueError(f"all tensors of a call must share a device, got {devices}")
 
 
-def check_pages(table: Tensor, batch: int, least: int, *caches: Tensor) -> None:
+def check_pages(table: Tensor, batch: int, num_pages: int, *caches: Tensor) -> None:
     """Raise ValueError for a block table, or caches in pages, that kernels cannot read.
 
     Args:
         table: (batch, n) int32.
         batch: number of sequences.
-        least: fewest pages of a sequence.
+        num_pages: fewest pages of a sequence.
         caches: (pages, page size, G, dim) each.
     """
     if (
         table.dim() != 2
         or table.dtype != torch.int32
         or table.shape[0] != batch
-        or table.shape[1] < least
+        or table.shape[1] < num_pages
     ):
         raise ValueError(
-            f"the block table must be int32 ({batch}, at least {least}), got {table.dtype} "
+            f"the block table must be int32 ({batch}, at least {num_pages}), got {table.dtype} "
             f"{tuple(table.shape)}"
         )
     if any(cache.stride(-1) != 1 for cache in caches):
@@ -85,7 +85,7 @@ def check_pages(table: Tensor, batch: int, least: int, *caches: Tensor) -> None:
 
 
 def check_tokens(tokens: Tensor, batch: int, num_kv_heads: int) -> None:
-    """Raise ValueError for what are no lists of rows, of a sequence or of each of its KV heads."""
+    """Raise ValueError unless these are lists of rows, of a sequence or of each KV head."""
     if (
         tokens.dtype != torch.int32
         or tokens.shape[:-1] not in ((batch,), (batch, num_kv_heads))
@@ -106,10 +106,7 @@ def check_out(out: Tensor, q: Tensor, shape: tuple[int, ...]) -> None:
             f"{tuple(out.shape)}"
         )
     if _overlaps(out):
-        raise ValueError(
-            f"out must have a place of its own for each element, got strides {out.stride()} for "
-            f"{shape}"
-        )
+        raise ValueError(f"out must not overlap itself, got strides {out.stride()} for {shape}")
 
 
 def _overlaps(out: Tensor) -> bool:
@@ -136,8 +133,8 @@ def unfit(**tensors: Tensor) -> ValueError:
 
 def unlike_dtypes(**tensors: Tensor) -> ValueError:
     """The error of tensors that are not of one floating dtype."""
-    found = ", ".join(dict.fromkeys(str(x.dtype) for x in tensors.values()))
-    return ValueError(f"{_names(tensors)} must share a floating dtype, got {found}")
+    dtypes = ", ".join(dict.fromkeys(str(x.dtype) for x in tensors.values()))
+    return ValueError(f"{_names(tensors)} must share a floating dtype, got {dtypes}")
 
 
 def shapes_of(**tensors: Tensor) -> str:

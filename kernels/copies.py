@@ -18,7 +18,7 @@ _captured: list[Tensor] = []
 
 
 @dataclass(frozen=True, eq=False)
-class Copy:
+class DeviceConstant:
     """A tensor copied to a GPU without waiting, the stream that copies it, and its event.
 
     Attributes:
@@ -38,17 +38,17 @@ class Copy:
         return self.tensor.numel() * self.tensor.element_size()
 
     @classmethod
-    def of(cls, made: Tensor, device: torch.device) -> Copy:
-        """Copy a tensor of the host."""
+    def of(cls, tensor: Tensor, device: torch.device) -> DeviceConstant:
+        """DeviceConstant a tensor of the host."""
         if device.type != "cuda":
-            return cls(made.to(device))
-        pinned = made.pin_memory()
+            return cls(tensor.to(device))
+        pinned = tensor.pin_memory()
         if torch.cuda.is_current_stream_capturing():
             _captured.append(pinned)
             return cls(pinned, to=device)
         stream = torch.cuda.current_stream(device)
-        tensor = pinned.to(device, non_blocking=True)
-        return cls(tensor, stream, stream.record_event())
+        copied = pinned.to(device, non_blocking=True)
+        return cls(copied, stream, stream.record_event())
 
     def read(self) -> Tensor:
         """The tensor, for the current stream; not to be written to, since all who ask share it.
@@ -66,9 +66,9 @@ class Copy:
 
 
 @lru_cache(maxsize=4096)
-def _copied(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Copy:
+def _copied(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> DeviceConstant:
     with torch.inference_mode(False):
-        return Copy.of(torch.tensor(values, dtype=dtype, device="cpu"), device)
+        return DeviceConstant.of(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
 def on_device(
@@ -78,7 +78,7 @@ def on_device(
     return _copied(values, device, dtype).read()
 
 
-class Kept(Generic[_Asked, _Made]):
+class SizedCache(Generic[_Asked, _Made]):
     """A function of hashable positional arguments that keeps its results while there is room."""
 
     def __init__(
@@ -93,28 +93,28 @@ class Kept(Generic[_Asked, _Made]):
         self._made: dict[tuple[object, ...], tuple[_Made, int]] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, *asked: _Asked.args, **none: _Asked.kwargs) -> _Made:
+    def __call__(self, *args: _Asked.args, **none: _Asked.kwargs) -> _Made:
         with self._lock:
-            if (found := self._made.pop(asked, None)) is not None:
-                self._made[asked] = found
-                return found[0]
-        # Two threads may both make it: that is no worse than one that waits.
-        made = self.__wrapped__(*asked, **none)
-        size = self._nbytes(made)
+            if (entry := self._made.pop(args, None)) is not None:
+                self._made[args] = entry
+                return entry[0]
+        # Two threads may both compute it, which is no worse than one that waits.
+        result = self.__wrapped__(*args, **none)
+        size = self._nbytes(result)
         with self._lock:
-            self._held -= self._made.pop(asked, (made, 0))[1]
-            self._made[asked] = made, size
+            self._held -= self._made.pop(args, (result, 0))[1]
+            self._made[args] = result, size
             self._held += size
             while self._held > self._room and len(self._made) > 1:
                 self._held -= self._made.pop(next(iter(self._made)))[1]
-        return made
+        return result
 
 
-def kept(
+def sized_cache(
     nbytes: Callable[[Any], int], room: int
-) -> Callable[[Callable[_Asked, _Made]], Kept[_Asked, _Made]]:
-    """A decorator: see Kept."""
-    return lambda make: Kept(make, nbytes, room)
+) -> Callable[[Callable[_Asked, _Made]], SizedCache[_Asked, _Made]]:
+    """A decorator: see SizedCache."""
+    return lambda make: SizedCache(make, nbytes, room)
 
 
 def contiguous(x: Tensor | None) -> Tensor | None:

@@ -54,7 +54,7 @@ def dense_attention(
     check_tensors(q=q, k=k, v=v)
     check_window(window)
     if block_table is not None and ragged is None:
-        raise ValueError("a block table needs the lengths of its sequences: give a Ragged")
+        raise ValueError("a block table needs the lengths of its sequences: pass a Ragged")
     how: dict[str, Any] = {
         "scale": scale,
         "softcap": softcap,

@@ -4,7 +4,7 @@ Shapes: B batch, H query heads, Q query length, K key length, R query tiles (row
 
 Tiles are TILE x TILE and lie on the grid of absolute key positions. Queries are the last Q of the K
 positions, so row 0 holds the tile of the first query (position K - Q) and every row has exactly one
-tile on the causal diagonal. A key is computed for a row if one of three things says so:
+tile on the causal diagonal. A key is computed for a row if one of three entries names it:
 
 * `diagonals`: tile offsets d; row at tile t computes key tile t - d. The same for all rows of a
   head, so a slash costs one number however long the prompt is.
@@ -74,7 +74,7 @@ class SparseIndex:
         skip: (B, H) fp32 natural log of a threshold, at most 0 (-inf: nothing is skipped); None: no
             head skips. For each key left out a query loses at most exp(skip) of its largest weight.
         ragged: B is then its number of sequences, q_len and k_len the largest, and tiles and
-            columns count from the first key of their own sequence.
+            columns count from the first key of the sequence.
     """
 
     q_len: int
@@ -102,7 +102,7 @@ class SparseIndex:
         return index
 
     def changed(self, **fields: Any) -> SparseIndex:
-        """The index with other fields, as right as its own (dataclasses.replace checks anew)."""
+        """The index with other fields, as valid as before (dataclasses.replace checks again)."""
         index = replace(self, **fields)
         object.__setattr__(index, "_valid", self._valid)
         if not fields.keys() & {"diagonals", "tiles", "columns"}:
@@ -114,10 +114,10 @@ class SparseIndex:
 
         Reads no tensor.
         """
-        most = tuple(x.shape[-1] for x in (self.diagonals, self.tiles, self.columns))
-        return self._widths or (most,) * self.num_heads
+        widest = tuple(x.shape[-1] for x in (self.diagonals, self.tiles, self.columns))
+        return self._widths or (widest,) * self.num_heads
 
-    def listed(self, rows: slice = slice(None)) -> Tensor:
+    def padded_tiles(self, rows: slice = slice(None)) -> Tensor:
         """The lists of some rows, padded to the longest: (B, H, rows, any width) int32."""
         begin = self.offsets[..., :-1][..., rows, None]
         end = self.offsets[..., 1:][..., rows, None]
@@ -125,13 +125,9 @@ class SparseIndex:
             return empty_entries(*begin.shape[:-1], 0, device=self.tiles.device)
         # Where the longest is not known it is read, which waits for a GPU.
         if self._widths is None:
-            known = None
-        else:
-            known = max(width for _, width, _ in self._widths)
-        if known is None:
             width = int((end - begin).max())
         else:
-            width = known
+            width = max(width for _, width, _ in self._widths)
         at = begin + torch.arange(width, device=begin.device)
         return torch.where(at < end, self.tiles[at.clamp_max_(len(self.tiles) - 1)], PAD)
 
@@ -162,13 +158,13 @@ class SparseIndex:
             raise ValueError(
                 "sequences of a ragged index have each their own: ask index.sequence(i)"
             )
-        below = self.reach + 1
+        below = self.window_tiles + 1
         rows = range(self.first_row, num_tiles(self.k_len))
         short = range(rows.start, max(rows.start, min(rows.stop, below)))
         return sum(short) + len(short) + (len(rows) - len(short)) * below
 
     @property
-    def reach(self) -> int:
+    def window_tiles(self) -> int:
         """Tiles before its own that a row can see at most."""
         n = num_tiles(self.k_len)
         if self.window is None:
@@ -181,31 +177,31 @@ class SparseIndex:
         k_len = self.k_len
         if self.ragged is not None:
             q_len, k_len = self.ragged.lengths[s]
-        one = slice(s, s + 1)
-        found = self.changed(
+        row = slice(s, s + 1)
+        index = self.changed(
             q_len=q_len,
             k_len=k_len,
-            diagonals=self.diagonals[one],
-            offsets=self.offsets[one, :, : num_rows(q_len, k_len) + 1],
-            columns=self.columns[one],
-            skip=None if self.skip is None else self.skip[one],
+            diagonals=self.diagonals[row],
+            offsets=self.offsets[row, :, : num_rows(q_len, k_len) + 1],
+            columns=self.columns[row],
+            skip=None if self.skip is None else self.skip[row],
             ragged=None,
         )
-        object.__setattr__(found, "_widths", self._widths)
-        return found
+        object.__setattr__(index, "_widths", self._widths)
+        return index
 
     def of_heads(self, heads: slice) -> SparseIndex:
         """The index of some neighbouring heads alone."""
-        found = self.changed(
+        index = self.changed(
             **{name: getattr(self, name)[:, heads] for name in ("diagonals", "offsets", "columns")},
             skip=None if self.skip is None else self.skip[:, heads],
         )
-        object.__setattr__(found, "_widths", self.widths()[heads])
-        return found
+        object.__setattr__(index, "_widths", self.widths()[heads])
+        return index
 
-    def first_dense(self) -> int:
+    def dense_from(self) -> int:
         """Key tile of the first dense row, past the last row if none; not if ragged."""
-        return first_dense(self.dense_tail, self.k_len)
+        return dense_from(self.dense_tail, self.k_len)
 
     @property
     def nbytes(self) -> int:
@@ -221,11 +217,14 @@ class SparseIndex:
     def computed_tiles(self, every: int = 1) -> Tensor:
         """TILE x TILE products of each head, (B, H) int64, as the kernels execute them.
 
-        Those that `skip` leaves out are among them: a product is what says so.
+        Tiles that `skip` leaves out are included: their scores are computed to decide it.
 
         A group of TILE columns costs a tile in each row where at least one of its columns is not
-        already in a tile. With `every` only one row in so many is counted, from the middle of the
-        first so many on."""
+        already in a tile.
+
+        Args:
+            every: count one row in `every`, beginning in the middle of the first `every` rows.
+        """
         if self.ragged is not None:
             return torch.cat([self.sequence(s).computed_tiles(every) for s in range(self.batch)])
         count = torch.zeros(
@@ -241,7 +240,7 @@ class SparseIndex:
         return count
 
     def density(self, most_rows: int | None = None) -> Tensor:
-        """Fraction of the causal tiles that is computed, (B, H) fp32, of at most so many rows."""
+        """Fraction of the causal tiles that is computed, (B, H) fp32, of up to `most_rows` rows."""
         if self.ragged is not None:
             return torch.cat([self.sequence(s).density(most_rows) for s in range(self.batch)])
         every = 1
@@ -250,7 +249,8 @@ class SparseIndex:
         if every == 1:
             return self.computed_tiles().float() / self.causal_tiles
         own = range(self.first_row + every // 2, self.first_row + self.num_rows, every)
-        return self.computed_tiles(every).float() / sum(min(tile, self.reach) + 1 for tile in own)
+        causal = sum(min(tile, self.window_tiles) + 1 for tile in own)
+        return self.computed_tiles(every).float() / causal
 
     def flops(self, head_dim: int, v_dim: int | None = None) -> Tensor:
         """Floating-point operations of both matrix products, (B, H) int64.
@@ -282,8 +282,8 @@ class SparseIndex:
         for name in ("diagonals", "tiles", "offsets", "columns"):
             entries: Tensor = getattr(self, name)
             if not isinstance(entries, Tensor) or entries.layout is not torch.strided:
-                found = getattr(entries, "layout", type(entries).__name__)
-                raise ValueError(f"{name} must be a dense tensor, got {found}")
+                layout = getattr(entries, "layout", type(entries).__name__)
+                raise ValueError(f"{name} must be a dense tensor, got {layout}")
         if not 0 < self.q_len <= self.k_len:
             raise ValueError(f"q_len must be between 1 and k_len={self.k_len}, got {self.q_len}")
         check_window(self.window)
@@ -298,8 +298,10 @@ class SparseIndex:
             heads,
             device,
         ):
-            found = f"{skip.dtype} {tuple(skip.shape)} on {skip.device}"
-            raise ValueError(f"skip must be float32 {heads} on {device}, got {found}")
+            raise ValueError(
+                f"skip must be float32 {heads} on {device}, got {skip.dtype} "
+                f"{tuple(skip.shape)} on {skip.device}"
+            )
         if self.ragged is not None:
             longest = (max(self.ragged.q_lens), max(self.ragged.k_lens))
             if len(self.ragged) != self.batch or (self.q_len, self.k_len) != longest:
@@ -322,11 +324,11 @@ class SparseIndex:
                 )
             if entries.device != device:
                 raise ValueError(f"{name} must be on {device}, got {entries.device}")
-            given = tuple(entries.shape)
-            if len(given) != len(shape) or any(
-                a not in (b, some) for a, b in zip(shape, given, strict=True)
+            sizes = tuple(entries.shape)
+            if len(sizes) != len(shape) or any(
+                a not in (b, some) for a, b in zip(shape, sizes, strict=True)
             ):
-                raise ValueError(f"{name} must be ({', '.join(map(str, shape))}), got {given}")
+                raise ValueError(f"{name} must be ({', '.join(map(str, shape))}), got {sizes}")
 
     def validate(self) -> None:
         """Raise ValueError where an invariant is broken.
@@ -344,7 +346,7 @@ class SparseIndex:
             )
         for name, entries in (
             ("diagonals", self.diagonals),
-            ("tiles", self.listed()),
+            ("tiles", self.padded_tiles()),
             ("columns", self.columns),
         ):
             if entries.numel() and int(entries.min()) < 0:
@@ -362,7 +364,7 @@ class SparseIndex:
     def row_masks(self, every: int = 1) -> Iterator[tuple[range, Tensor]]:
         """Chunks of rows and the key tiles they compute, (B, H, rows, N) bool, without columns.
 
-        With `every` one row in so many, from the middle of the first so many on.
+        `every` and the first row are as in computed_tiles.
         """
         n = num_tiles(self.k_len)
         heads = self.batch * self.num_heads
@@ -379,18 +381,18 @@ class SparseIndex:
             )
             key = at - self.diagonals.long()[:, :, None]
             mask.scatter_(-1, torch.where(key >= 0, key, n), True)
-            listed = self.listed(slice(rows.start, rows.stop, every)).long()
+            listed = self.padded_tiles(slice(rows.start, rows.stop, every)).long()
             mask.scatter_(-1, torch.where(listed <= at, listed, n), True)
             tile = torch.arange(n, device=device)
             if self.dense_tail:
-                mask[..., :n] |= (at >= self.first_dense()) & (tile <= at)
-            yield rows, mask[..., :n] & (tile >= at - self.reach)
+                mask[..., :n] |= (at >= self.dense_from()) & (tile <= at)
+            yield rows, mask[..., :n] & (tile >= at - self.window_tiles)
 
     def _before(self, rows: range, device: torch.device) -> Tensor:
         """Key tiles before each row's own that it can see, (rows, N) bool."""
         at = torch.arange(rows.start, rows.stop, rows.step, device=device)[:, None] + self.first_row
         tile = torch.arange(num_tiles(self.k_len), device=device)
-        return (tile < at) & (tile >= at - self.reach)
+        return (tile < at) & (tile >= at - self.window_tiles)
 
     def _tiles_of_column_groups(self) -> Tensor:
         """Key tiles of the columns of each group of TILE, (B, H, N, groups) fp32 of 0 and 1."""
@@ -424,11 +426,11 @@ def empty_entries(*shape: int, device: torch.device) -> Tensor:
 def lists(tiles: Tensor) -> dict[str, Any]:
     """`tiles` and `offsets` of an index from lists (B, H, R, width) padded to one width."""
     batch, heads, rows, width = tiles.shape
-    each = torch.arange(rows + 1, device=tiles.device) * width
+    row = torch.arange(rows + 1, device=tiles.device) * width
     head = torch.arange(batch * heads, device=tiles.device) * (rows * width)
     return {
         "tiles": tiles.reshape(-1),
-        "offsets": (head[:, None] + each).view(batch, heads, rows + 1),
+        "offsets": (head[:, None] + row).view(batch, heads, rows + 1),
     }
 
 
@@ -441,19 +443,19 @@ def no_lists(batch: int, heads: int, rows: int, *, device: torch.device) -> dict
 
 
 def check_window(window: object) -> None:
-    """Raise ValueError for what is no window: an integer from 1 on, or None."""
+    """Raise ValueError unless window is an integer from 1 on, or None."""
     if window is not None and not is_count(window, -PAD):
         raise ValueError(f"window must be an integer, got {window!r}")
     if window is not None and not is_count(window):
         raise ValueError(f"window must be at least 1, got {window}")
 
 
-def is_count(value: object, least: int = 1) -> bool:
-    """True for an integer that is no less than `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_count(value: object, minimum: int = 1) -> bool:
+    """True for an integer that is no less than `minimum`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def first_dense(dense_tail: int, k_len: int) -> int:
+def dense_from(dense_tail: int, k_len: int) -> int:
     """Key tile of the first dense row: the one that holds the first of the last queries."""
     if not dense_tail:
         return num_tiles(k_len)

@@ -17,7 +17,7 @@ from kernels.index import PAD, SparseIndex
 from kernels.ragged import Ragged
 
 
-def cat_heads(
+def concat_heads(
     parts: Sequence[SparseIndex], order: Tensor, host_order: Sequence[int]
 ) -> SparseIndex:
     """One index from parts with some heads each; head i is head order[i] of all of them.
@@ -27,13 +27,15 @@ def cat_heads(
     if len(parts) == 1:
         return parts[0]
     joined = _joined(parts, 1)
-    # Lists stay where they are: only what says where they begin goes with its head.
-    made = {name: x if name == "tiles" else x.index_select(1, order) for name, x in joined.items()}
+    # Lists stay in place: only their offsets go with the head.
+    fields = {
+        name: x if name == "tiles" else x.index_select(1, order) for name, x in joined.items()
+    }
     widths = [width for part in parts for width in part.widths()]
-    return _changed(parts, tuple(widths[i] for i in host_order), **made)
+    return _changed(parts, tuple(widths[i] for i in host_order), **fields)
 
 
-def cat_sequences(parts: Sequence[SparseIndex], ragged: Ragged) -> SparseIndex:
+def concat_sequences(parts: Sequence[SparseIndex], ragged: Ragged) -> SparseIndex:
     """One index over a ragged batch from one for each of its sequences, all of the same heads."""
     widths = tuple(
         tuple(map(max, *sorts, sorts[0]))
@@ -45,17 +47,17 @@ def cat_sequences(parts: Sequence[SparseIndex], ragged: Ragged) -> SparseIndex:
 
 def _joined(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
     """The entries of all parts, padded to the widest, their lists, and their bounds, if any."""
-    made = _lists(parts, dim)
+    fields = _lists(parts, dim)
     for name in ("diagonals", "columns"):
         entries: list[Tensor] = [getattr(part, name) for part in parts]
         width = max(e.shape[-1] for e in entries)
-        made[name] = torch.cat([_widened(e, width) for e in entries], dim)
+        fields[name] = torch.cat([_pad(e, width) for e in entries], dim)
     if any(part.skip is not None for part in parts):
-        made["skip"] = torch.cat([_bounds(part) for part in parts], dim)
-    return made
+        fields["skip"] = torch.cat([_bounds(part) for part in parts], dim)
+    return fields
 
 
-def _widened(entries: Tensor, width: int) -> Tensor:
+def _pad(entries: Tensor, width: int) -> Tensor:
     """The entries padded to a width; to pad by nothing would be to copy."""
     if entries.shape[-1] == width:
         return entries
@@ -86,14 +88,14 @@ def _lists(parts: Sequence[SparseIndex], dim: int) -> dict[str, Tensor]:
         offsets.append(at)
     if len(tiles) > 1:
         tiles = [torch.cat(tiles)]
-    made, *_ = (*tiles, parts[0].tiles)
-    return {"tiles": made, "offsets": torch.cat(offsets, dim)}
+    every_tile, *_ = (*tiles, parts[0].tiles)
+    return {"tiles": every_tile, "offsets": torch.cat(offsets, dim)}
 
 
 def _changed(
     parts: Sequence[SparseIndex], widths: tuple[tuple[int, ...], ...], **fields: Any
 ) -> SparseIndex:
-    """The first part with other fields; known to be right only if all parts are."""
+    """The first part with other fields; known to be valid only if all parts are."""
     if all(part._valid for part in parts):
         first = parts[0]
     else:

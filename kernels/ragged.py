@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kernels.copies import Copy
+from kernels.copies import DeviceConstant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Ragged:
     q_lens: tuple[int, ...]
     k_starts: tuple[int, ...]
     k_lens: tuple[int, ...]
-    _tables: dict[torch.device, Copy] = field(
+    _tables: dict[torch.device, DeviceConstant] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -113,7 +113,7 @@ class Ragged:
     def table(self, device: torch.device) -> Tensor:
         """Row, q_start, q_len, k_start and k_len of each sequence, (S, 5) int32, once a device."""
         if device not in self._tables:
-            self._tables[device] = Copy.of(
+            self._tables[device] = DeviceConstant.of(
                 torch.tensor(self.flat, dtype=torch.int32).view(-1, 5), device
             )
         return self._tables[device].read()

@@ -40,7 +40,7 @@ BACKENDS = {
             "decode": "kernels.decode.triton",
             "estimate": "kernels.patterns.triton:Estimate",
             "means": "kernels.patterns.triton:Means",
-            "choose": "kernels.patterns.triton:Choice",
+            "top_k": "kernels.patterns.triton:TopK",
         },
     ),
     "cpu": Backend(
@@ -52,26 +52,28 @@ BACKENDS = {
             "estimate": "kernels.patterns.cpu:Estimate",
             "means": "kernels.patterns.cpu:Means",
             "tiles": "kernels.patterns.cpu:Tiles",
-            "choose": "kernels.patterns.cpu:Choice",
+            "top_k": "kernels.patterns.cpu:TopK",
             "evict": "kernels.decode.dropping:Native",
         },
     ),
+    # torch's own kernels.
+    "flash": Backend("cuda", {"gradient": "kernels.gradient.flash"}),
     "reference": Backend(
         None,
         {
-            "attention": "kernels.attention.reference",
-            "decode": "kernels.decode.reference",
-            "gradient": "kernels.gradient.reference",
-            "estimate": "kernels.patterns.last_queries:Reference",
+            "attention": "kernels.reference:Attention",
+            "decode": "kernels.reference:Decode",
+            "gradient": "kernels.reference:Gradient",
+            "estimate": "kernels.reference:Estimate",
             "means": "kernels.patterns.block_sparse:ReferenceMeans",
             "tiles": "kernels.patterns.block_sparse:ReferenceTiles",
-            "choose": "kernels.patterns.choose:Reference",
+            "top_k": "kernels.topk:Reference",
             "evict": "kernels.decode.dropping:Reference",
         },
     ),
 }
 # Of these the reference is fast enough on any device: only a failed build is reported.
-_QUIET = ("estimate", "means", "tiles", "choose", "evict")
+_QUIET = ("estimate", "means", "tiles", "top_k", "evict")
 
 _log = logging.getLogger("headwise")
 _failed: dict[tuple[object, ...], str] = {}
@@ -84,9 +86,9 @@ class CannotBuildError(RuntimeError):
 @functools.cache
 def implementation(op: str, name: str) -> Any:
     """What serves an op by a backend, imported on first use; ValueError names the known ones."""
-    known = [known for known, backend in BACKENDS.items() if op in backend.ops]
-    if name not in known:
-        raise ValueError(f"unknown backend {name!r}; known: auto, {', '.join(known)}")
+    names = [each for each, backend in BACKENDS.items() if op in backend.ops]
+    if name not in names:
+        raise ValueError(f"unknown backend {name!r}; known: auto, {', '.join(names)}")
     module, _, member = BACKENDS[name].ops[op].partition(":")
     served = importlib.import_module(module)
     if member:
@@ -124,8 +126,8 @@ def fast(op: str, call: Any) -> tuple[str, str | None]:
         if reason is None and name != "reference":
             return name, None
         reasons[name] = reason
-    known = [f"{name}: {reasons[name]}" for name in BACKENDS if reasons.get(name) is not None]
-    return "", "no fast kernel: " + "; ".join(known)
+    lines = [f"{name}: {reasons[name]}" for name in BACKENDS if reasons.get(name) is not None]
+    return "", "no fast kernel: " + "; ".join(lines)
 
 
 def run(op: str, call: Any, backend: str = "auto") -> Any:
@@ -168,8 +170,8 @@ def serve(
     Args:
         op: its name.
         call: its arguments.
-        report: gets each faster backend and the reason why it does not serve; None logs what is a
-            loss, once.
+        report: called with each faster backend and the reason why it does not serve; None logs
+            a loss once.
     """
     device = call.device.type
     for name in order(op, device):
@@ -179,12 +181,12 @@ def serve(
             try:
                 return name, served.run(call)
             except CannotBuildError as error:
-                # What builds for other calls is asked for them again: only `supports` declines all.
+                # It may build for other calls: only `supports` declines all of them.
                 reason = str(error)
         if report is not None:
             report(name, reason)
         elif BACKENDS[name].device == device and (op not in _QUIET or reason in _failed.values()):
-            say_once(name, reason)
+            log_once(name, reason)
     raise AssertionError("the reference serves every call")
 
 
@@ -193,34 +195,34 @@ def _refusal(backend: str, reason: object) -> ValueError:
 
 
 @functools.cache
-def say_once(backend: str, reason: str) -> None:
-    """Log one line, however often the same is the case."""
+def log_once(backend: str, reason: str) -> None:
+    """Log one line, once for each backend and reason."""
     _log.warning("backend %r not used: %s", backend, reason)
 
 
-def failure(*kernel: object) -> str | None:
+def build_failure(*kernel: object) -> str | None:
     """The reason why a kernel cannot be built; None if it can, or has not been tried."""
     return _failed.get(kernel)
 
 
-def any_failed() -> bool:
+def has_failures() -> bool:
     """True if there is a kernel that cannot be built."""
     return bool(_failed)
 
 
 def check_built(*kernel: object) -> None:
     """Raise CannotBuildError if the kernel is known to fail."""
-    if (reason := failure(*kernel)) is not None:
+    if (reason := build_failure(*kernel)) is not None:
         raise CannotBuildError(reason)
 
 
 @contextmanager
-def building(*kernel: object) -> Iterator[None]:
-    """Around a launch: what goes wrong in its build is remembered for these names.
+def build_guard(*kernel: object) -> Iterator[None]:
+    """Guard a launch: a failure of its build is remembered for these names.
 
     Raises:
-        CannotBuildError: the build failed. What a device reports while it runs (no memory left, an
-            illegal address) is none of the build's and goes through.
+        CannotBuildError: the build failed. Errors of a running device (no memory left, an illegal
+            address) are not the build's and pass through.
     """
     try:
         yield
@@ -229,7 +231,7 @@ def building(*kernel: object) -> Iterator[None]:
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         lines = lines or ["no message"]
-        # What the driver says of a kernel that runs.
+        # The driver's error of a running kernel.
         if lines[0].startswith("Triton Error ["):
             raise
         _failed[kernel] = f"its kernel failed to build: {type(error).__name__}: {lines[0]}"

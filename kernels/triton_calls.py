@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.registry import any_failed, building, check_built
+from kernels.registry import build_guard, check_built, has_failures
 
 _LOG2E = 1.4426950408889634
 
@@ -45,15 +45,15 @@ class KernelCall:
         return getattr(importlib.import_module(self.module), self.kernel)
 
 
-def given(x: Tensor | None, stand_in: Tensor) -> Tensor:
-    """An optional tensor, contiguous; what is absent is never read, and `stand_in` stands there."""
+def or_placeholder(x: Tensor | None, placeholder: Tensor) -> Tensor:
+    """An optional tensor, contiguous; the placeholder of an absent one is never read."""
     if x is None:
-        return stand_in
+        return placeholder
     return x.contiguous()
 
 
 def softmax_factors(scale: float, softcap: float | None) -> dict[str, float]:
-    """Scale and soft-cap with log2(e) folded in; soft-capped, scale gives the exponent of e^2x."""
+    """Scale and soft-cap with log2(e) folded in; soft-capped, scale yields the exponent of e^2x."""
     if softcap is None:
         return {"scale": scale * _LOG2E, "softcap": 0.0}
     return {"scale": 2 * scale / softcap * _LOG2E, "softcap": softcap * _LOG2E}
@@ -63,16 +63,16 @@ def run_calls(calls: Sequence[KernelCall], device: torch.device, *op: object) ->
     """Launch them in order, none where one is known to fail; `op` names their builds.
 
     Raises:
-        CannotBuildError: one cannot be built. What was launched before it is to be done again.
+        CannotBuildError: one cannot be built. The launches before it have to be repeated.
     """
-    if any_failed():
+    if has_failures():
         for call in calls:
             check_built(*call.build(op))
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
         for call in calls:
-            with building(*call.build(op)):
+            with build_guard(*call.build(op)):
                 _run(call)
 
 

@@ -91,9 +91,11 @@ def attach(
     Args:
         settings: what the user asked for; the handle's also have what depends on the model.
     """
-    if settings.backend not in ("auto", *BACKENDS):
-        known = ", ".join(BACKENDS)
-        raise HeadwiseError(f"unknown backend {settings.backend!r}; known: auto, {known}")
+    known = [name for name, backend in BACKENDS.items() if "attention" in backend.ops]
+    if settings.backend not in ("auto", *known):
+        raise HeadwiseError(
+            f"unknown backend {settings.backend!r}; known: auto, {', '.join(known)}"
+        )
     with _changing:
         layers, settings = _plan(model, settings, artifact, check_weights)
         if settings.evicts and rehearsed(model) is None:

@@ -42,7 +42,7 @@ def sparse_attention(
         softcap: logits become softcap * tanh(logits / softcap).
         block_table: (sequences, at least ceil(K / page size)) int32: the page that holds keys i *
             page size and on. A serving engine's cache is read where it lies.
-        sinks: (H,) a learned logit of each query head that takes its share of every softmax and has
+        sinks: (H,) a learned logit of each query head that takes part in every softmax and has
             no value (gpt-oss).
         out: (B, H, Q, E) of q's dtype to write to, E contiguous; allocated if None.
         skipped: (B or S, H) int32 contiguous, to which is added how many tiles each head skipped
@@ -53,8 +53,9 @@ def sparse_attention(
         (B, H, Q, E) in q's dtype, a transposed view of a contiguous (B, Q, H, E). Rows of q that
         belong to no sequence of a ragged index get zeros.
 
-    Non-finite inputs: NaN or infinity in a query, a key or a value reaches exactly the outputs that
-    depend on it.
+    Non-finite inputs: NaN or infinity spreads inside its own head, as in torch's sdpa: a value
+    reaches all queries of its KV head that compute its tile. Memory outside of the sequences, and
+    behind the window of a sequence's first query, never reaches an output, whatever it holds.
 
     Raises:
         ValueError: shapes, dtypes, layouts or devices that do not go together; an index whose

@@ -4,7 +4,7 @@
 //
 // K and V are packed once a KV head into panels of 64 keys (K transposed, both in the order the inner product reads),
 // and the single columns of each query head once into panels of the same form. From there a column group costs exactly
-// what a tile costs. A task is one block of queries: it walks its panels up to STEP at a time, ROWS queries at a time, so
+// as much as a tile. A task is one block of queries: it walks its panels up to STEP at a time, ROWS queries at a time, so
 // that one softmax pass sees STEP * 64 keys, with the running maximum and sum of online softmax (Milakov and Gimelshein,
 // 2018; FlashAttention-2). Few queries behind many keys are cut into parts of the keys, whose results whoever finishes the
 // last of them puts together in order (Flash-Decoding; Dao et al., 2023).
@@ -31,7 +31,6 @@ struct Panel {
   const elem* k;
   const elem* v;
   uint64_t live;           // those that are computed: 0 for a column that a tile of this row holds already
-  uint64_t bad;            // those whose values are not finite: they are left out of v
   const int32_t* columns;  // positions of its `have` keys, ascending; null for a tile, whose keys begin at `first`
   int64_t first;
   int have;
@@ -44,7 +43,6 @@ struct Panel {
     if (columns) return live & bits(std::lower_bound(columns, columns + have, from) - columns, have);
     return live & bits(from - first, position + 1 - first);
   }
-  int64_t key(int j) const { return columns ? columns[j] : first + j; }
 };
 
 // Everything one thread needs for a task; allocated once a call.
@@ -97,11 +95,11 @@ struct Run {
   std::unique_ptr<std::atomic<int>[]> open;
 
   Run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& block_table,
-      const Index& given, Softmax softmax, const float* sink, at::Tensor& out, at::Tensor& log_sum_exp,
+      const Index& entries, Softmax softmax, const float* sink, at::Tensor& out, at::Tensor& log_sum_exp,
       int32_t* left_out)
-      : index(given), H(q.size(1)), D(q.size(3)), G(k.size(block_table ? 2 : 1)), E(v.size(3)), how(softmax),
+      : index(entries), H(q.size(1)), D(q.size(3)), G(k.size(block_table ? 2 : 1)), E(v.size(3)), how(softmax),
         sinks(sink), qs(q), os(out), ks(k, block_table), vs(v, block_table), lse(log_sum_exp),
-        skipped(left_out), blocks(given.blocks(group, parts)), packed(given, blocks, ks, vs, G, D, E, inner, width),
+        skipped(left_out), blocks(entries.blocks(group, parts)), packed(entries, blocks, ks, vs, G, D, E, inner, width),
         partial(allocate<float>(parts * TILE * width)), tops(allocate<float>(parts * TILE)),
         totals(allocate<float>(parts * TILE)), open(std::make_unique<std::atomic<int>[]>(parts)) {
     for (const Block& block : blocks)
@@ -120,8 +118,8 @@ struct Run {
   }
 
   Panel<elem> panel(int64_t at) const {
-    return {packed.k.get() + at * packed.k_size, packed.v.get() + at * packed.v_size, ~uint64_t(0), packed.bad[at],
-            nullptr, 0, TILE, false};
+    return {packed.k.get() + at * packed.k_size, packed.v.get() + at * packed.v_size, ~uint64_t(0), nullptr, 0, TILE,
+            false};
   }
 
   void add_tile(Scratch& w, const Block& block, int64_t t) const {
@@ -217,34 +215,17 @@ struct Run {
   // Softmax over the scores that queries [r0, r1) have for `step` panels from p0 on, and the values of these.
   void attend(Scratch& w, const Block& block, int64_t p0, int step, int r0, int r1, float* scores) const {
     const elem* values[STEP];
-    uint64_t bad = 0;
-    for (int t = 0; t < step; ++t) values[t] = w.panels[p0 + t].v, bad |= w.panels[p0 + t].bad;
+    for (int t = 0; t < step; ++t) values[t] = w.panels[p0 + t].v;
     for (int r = r0; r < r1; ++r) {
       float *s = scores + (r - r0) * LD, *o = w.o.get() + r * width;
       const float most = largest(s, step * TILE), rescale = rebase(most, factor, w.top[r]);
       w.highest[r] = std::max(w.highest[r], most);
       if (rescale != 1.0f)
         for (int e = 0; e < width; e += LANES) store(o + e, load(o + e) * rescale);
-      if (bad) add_bad_of(w, block, p0, step, r, s, o);
       w.total[r] = w.total[r] * rescale + weigh(s, reinterpret_cast<elem*>(s), step * TILE, exp2, w.top[r]);
     }
     constexpr int ldp = LD * sizeof(float) / sizeof(elem);
     Engine::pv(reinterpret_cast<elem*>(scores), r1 - r0, ldp, values, step, width, w.o.get() + r0 * width);
-  }
-
-  // Values that are not finite, with their weights, to the output of query r.
-  void add_bad_of(Scratch& w, const Block& block, int64_t p0, int step, int r, const float* s, float* o) const {
-    std::vector<T> wide(vs.stored.eight() ? TILE * E : 0);
-    for (int t = 0; t < step; ++t) {
-      const Panel<elem>& each = w.panels[p0 + t];
-      const T* rows_of[TILE];
-      const uint64_t seen = each.bad & each.seen(block.first + r, index.window);
-      for (uint64_t left = seen; left; left &= left - 1) {
-        const int j = __builtin_ctzll(left);
-        rows_of[j] = vs.at(index.sequences[block.s], block.s, block.h / group, each.key(j), E, wide.data(), j);
-      }
-      add_bad(seen, rows_of, s + t * TILE, w.top[r], factor, E, o);
-    }
   }
 
   // The panels after the anchors, but for those whose scores are too far below the anchors' (SparseIndex.skip).

@@ -19,13 +19,13 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def supports(call: Operands) -> str | None:
     """The reason why this backend cannot serve the call; None where it can."""
     q = call.q
-    # Each step of decode asks: to look at a device takes longer than this.
+    # Every decode step runs this, and q.device would take longer.
     if not q.is_cpu or q.dtype not in _DTYPES:
-        return unread(q.device, q.dtype)
+        return unsupported(q.device, q.dtype)
     return derivative_wanted(call) or build.load()
 
 
-def unread(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason why native code does not read tensors of such a device and dtype."""
     if device.type != "cpu":
         return f"it serves tensors on the CPU, not on {device.type}"
@@ -41,8 +41,8 @@ def engines(dtype: torch.dtype) -> list[str]:
     """
     if reason := build.load():
         raise ValueError(reason)
-    found: list[str] = torch.ops.headwise.engines(dtype)
-    return found
+    names: list[str] = torch.ops.headwise.engines(dtype)
+    return names
 
 
 def why_no_tiles() -> str | None:

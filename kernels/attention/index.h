@@ -68,7 +68,7 @@ struct Keys {
 };
 
 // Up to TILE queries of one head, from position `first` on, that are computed together: by the entries of their query
-// tile, or over every key. Where few blocks walk over many keys, each part of the keys is a task of its own.
+// tile, or over every key. Where few blocks walk over many keys, each part of the keys is a separate task.
 struct Block {
   int64_t s, h, first;
   int rows;
@@ -94,7 +94,7 @@ struct Index {
 
   // The first query of a head that sees every key, as a position; K if none does. A head whose diagonals have no gap
   // is dense from the first query on.
-  int64_t first_dense(int64_t s, int64_t h) const {
+  int64_t dense_from(int64_t s, int64_t h) const {
     const Sequence& one = sequences[s];
     const int64_t far = std::min(one.tiles() - 1, reach);
     const bool gapless = diagonals.width > far && diagonals.row(s * heads + h)[far] == far;
@@ -126,16 +126,16 @@ struct Index {
   // All blocks, sequence by sequence and KV head by KV head, so that its panels are in the cache for its query heads;
   // the longest first, so that threads finish together. `parts` becomes the number of results kept.
   std::vector<Block> blocks(int64_t group, int64_t& parts) const {
-    std::vector<Block> found;
+    std::vector<Block> whole;
     for (int64_t s = 0; s < int64_t(sequences.size()); ++s)
-      for (int64_t g = 0; g < heads / group; ++g) blocks_of(s, g * group, (g + 1) * group, found);
+      for (int64_t g = 0; g < heads / group; ++g) blocks_of(s, g * group, (g + 1) * group, whole);
     parts = 0;
-    if (found.size() >= FEW_BLOCKS) return found;
+    if (whole.size() >= FEW_BLOCKS) return whole;
     std::vector<Block> cut;
-    for (const Block& block : found) {
+    for (const Block& block : whole) {
       const auto [from, to] = dense_tiles(block.first, block.first + block.rows - 1);
       const int64_t pieces = block.dense ? (to - from + 1) / MIN_PART : 1;
-      const int64_t most = (FEW_BLOCKS + found.size() - 1) / found.size(), n = std::clamp<int64_t>(pieces, 1, most);
+      const int64_t most = (FEW_BLOCKS + whole.size() - 1) / whole.size(), n = std::clamp<int64_t>(pieces, 1, most);
       for (int64_t part = 0; part < n; ++part) {
         cut.push_back(block);
         cut.back().part = part, cut.back().parts = n, cut.back().place = parts;
@@ -146,18 +146,18 @@ struct Index {
   }
 
  private:
-  void blocks_of(int64_t s, int64_t h0, int64_t h1, std::vector<Block>& found) const {
+  void blocks_of(int64_t s, int64_t h0, int64_t h1, std::vector<Block>& blocks) const {
     const Sequence& one = sequences[s];
     std::vector<int64_t> dense(h1 - h0);
-    for (int64_t h = h0; h < h1; ++h) dense[h - h0] = first_dense(s, h);
-    const int64_t begin = found.size();
+    for (int64_t h = h0; h < h1; ++h) dense[h - h0] = dense_from(s, h);
+    const int64_t begin = blocks.size();
     for (int64_t h = h0; h < h1; ++h) {
       for (int64_t first = dense[h - h0]; first < one.K; first += TILE)
-        found.push_back({s, h, first, int(std::min<int64_t>(TILE, one.K - first)), true, 0, 1, 0});
+        blocks.push_back({s, h, first, int(std::min<int64_t>(TILE, one.K - first)), true, 0, 1, 0});
       for (int64_t first = one.offset(); first < dense[h - h0]; first = (first / TILE + 1) * TILE)
-        found.push_back({s, h, first, int(std::min((first / TILE + 1) * TILE, dense[h - h0]) - first), false, 0, 1, 0});
+        blocks.push_back({s, h, first, int(std::min((first / TILE + 1) * TILE, dense[h - h0]) - first), false, 0, 1, 0});
     }
-    std::stable_sort(found.begin() + begin, found.end(),
+    std::stable_sort(blocks.begin() + begin, blocks.end(),
                      [](const Block& a, const Block& b) { return a.dense > b.dense || (a.dense == b.dense && a.first > b.first); });
   }
 };

@@ -18,7 +18,6 @@ struct Panels {
   std::vector<int32_t> slot;         // panel of a key tile; -1 where no block wants it
   std::vector<int64_t> group_start;  // first panel of each (sequence, query head)'s columns
   std::vector<int64_t> count;        // columns of each (sequence, query head)
-  std::vector<uint64_t> bad;         // of each panel, a bit for each value that is not finite
   int64_t most_groups = 0;
   std::unique_ptr<elem[], Free> k, v;
 
@@ -45,8 +44,8 @@ struct Panels {
     for (int64_t i = 0; i < S * H; ++i) {
       const int64_t s = i / H, K = index.sequences[s].K;
       const int32_t* c = index.columns.row(i);
-      // Where every query sees every key no column is looked at.
-      const bool needed = index.first_dense(s, i % H) > index.sequences[s].offset();
+      // Where every query sees every key no column is needed.
+      const bool needed = index.dense_from(s, i % H) > index.sequences[s].offset();
       count.push_back(needed ? std::lower_bound(c, c + index.columns.width, std::min<int64_t>(K, PAD)) - c : 0);
       group_start.push_back(sources.size());
       for (int64_t c0 = 0; c0 < count[i]; c0 += TILE)
@@ -55,7 +54,7 @@ struct Panels {
     }
     k = allocate<elem>(sources.size() * k_size);
     v = allocate<elem>(sources.size() * v_size);
-    bad.resize(sources.size());
+    const std::vector<T> zeros(std::max(D, E), T(0));
     at::parallel_for(0, sources.size(), 8, [&](int64_t from, int64_t to) {
       const T *k_rows[TILE], *v_rows[TILE];
       const auto wide = allocate<T>(ks.stored.eight() ? TILE * (D + E) : 0);
@@ -65,11 +64,16 @@ struct Panels {
         for (int j = 0; j < source.have; ++j) {
           const int64_t key = source.columns ? source.columns[j] : source.tile * TILE + j;
           TORCH_CHECK_VALUE(0 <= key && key < one.K, "column ", key, " is none of the ", one.K, " keys");
+          // The memory of keys behind the window of the first query may belong to another sequence by now.
+          if (key <= one.offset() - index.window) {
+            k_rows[j] = v_rows[j] = zeros.data();
+            continue;
+          }
           k_rows[j] = ks.at(one, source.s, source.g, key, D, wide.get(), j);
           v_rows[j] = vs.at(one, source.s, source.g, key, E, wide.get() + TILE * D, j);
         }
         pack_k<Engine>(k_rows, source.have, D, inner, k.get() + panel * k_size);
-        bad[panel] = pack_v<Engine>(v_rows, source.have, E, width, v.get() + panel * v_size);
+        pack_v<Engine>(v_rows, source.have, E, width, v.get() + panel * v_size);
       }
     });
   }

@@ -14,25 +14,25 @@ from torch import Tensor
 
 from kernels.attention import triton_launch
 from kernels.attention.triton_launch import (
-    How,
-    Launch,
+    KernelConfig,
+    TileConfig,
     architecture,
     build_options,
-    choose,
     combine,
+    dtype_unsupported,
     scratch,
+    select_config,
     serves,
     split,
     split_values,
     unavailable,
-    unread,
 )
 from kernels.call import AttentionCall, Operands, derivative_wanted
 from kernels.copies import on_device, with_rows
 from kernels.index import TILE, SparseIndex, num_tiles
 from kernels.ragged import Ragged
-from kernels.registry import failure
-from kernels.triton_calls import KernelCall, given, run_calls, softmax_factors
+from kernels.registry import build_failure
+from kernels.triton_calls import KernelCall, or_placeholder, run_calls, softmax_factors
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_DIM = 512
@@ -51,9 +51,9 @@ def supports(call: Operands) -> str | None:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
     if (widest := max(q.shape[-1], v.shape[-1])) > _MAX_DIM:
         return f"it serves head dims up to {_MAX_DIM}, not {widest}"
-    if reason := unread(call.k):
+    if reason := dtype_unsupported(call.k):
         return reason
-    if reason := derivative_wanted(call) or failure(*_build(q, v)):
+    if reason := derivative_wanted(call) or build_failure(*_build(q, v)):
         return reason
     if not serves(target := architecture(q.device), dim=widest, itemsize=q.element_size()):
         return (
@@ -64,10 +64,10 @@ def supports(call: Operands) -> str | None:
 
 
 def run(
-    call: AttentionCall, *, launch: Launch | None = None, splits: int | None = None
+    call: AttentionCall, *, config: TileConfig | None = None, splits: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a call; see `prepare`."""
-    calls = prepare(call, launch=launch, splits=splits)
+    calls = prepare(call, config=config, splits=splits)
     run_calls(calls, call.q.device, *_build(call.q, call.v))
     return calls[-1].arguments["out"], calls[-1].arguments["lse"]
 
@@ -78,11 +78,11 @@ def _build(q: Tensor, v: Tensor) -> tuple[object, ...]:
 
 
 def prepare(
-    call: AttentionCall, *, launch: Launch | None = None, splits: int | None = None
+    call: AttentionCall, *, config: TileConfig | None = None, splits: int | None = None
 ) -> list[KernelCall]:
     """The launches of a call: an index's tables, attention, and the merge of parts, if any.
 
-    `launch` takes another build than the table's, `splits` cuts keys into so many parts.
+    `config` replaces the table's build, `splits` is the number of parts that keys are cut into.
     """
     index = call.index
     softcap = call.softcap
@@ -105,19 +105,21 @@ def prepare(
 
     target = architecture(q.device)
     if splits is None:
-        few = triton_launch.few(index.batch * num_heads * index.num_rows, q.device)
+        few = triton_launch.underfills(index.batch * num_heads * index.num_rows, q.device)
     else:
         few = splits > 1
 
-    def build(has_tiles: bool, has_columns: bool) -> Launch:
-        if launch is not None:
-            return launch
-        # What is skipped is said for each query tile, so that one is a program, as it is where
-        # tiles are listed; and of few queries half a program would often be empty.
+    def build(has_tiles: bool, has_columns: bool) -> TileConfig:
+        if config is not None:
+            return config
+        # Skipping and lists of tiles need one program per query tile; and with few queries half of
+        # a program of two would often be empty.
         alone = has_tiles or skip is not None or few
-        found = choose(target, dim=max(dim, v_dim), itemsize=q.element_size(), has_tiles=alone)
-        # What is looked up for each key takes the registers of half a step, and so do a tail and
-        # values wider than they are.
+        selected = select_config(
+            target, dim=max(dim, v_dim), itemsize=q.element_size(), has_tiles=alone
+        )
+        # Look-ups for each key take the registers of half a step, and so do a tail and padded
+        # values.
         crowded = (
             sum(split_values(v_dim)) > v_dim
             or window is not None
@@ -125,29 +127,29 @@ def prepare(
             or skip is not None
             or index.dense_tail > 0
         )
-        most = 128
+        limit = 128
         if has_tiles and has_columns:
-            most = 32
+            limit = 32
         elif crowded:
-            most = TILE
-        return replace(found, keys=min(found.keys, most))
+            limit = TILE
+        return replace(selected, keys=min(selected.keys, limit))
 
-    # Heads with lists of tiles have a launch of their own, and the others are served two query
-    # tiles a program.
+    # Heads with lists of tiles get a separate launch; the others are served two query tiles a
+    # program.
     widths = index.widths()
     parts = [
         [head for head in range(num_heads) if bool(widths[head][1]) is listed]
         for listed in (False, True)
     ]
-    if launch is not None or skip is not None or not all(parts):
+    if config is not None or skip is not None or not all(parts):
         parts = [list(range(num_heads))]
     has = [[max(widths[head][sort] for head in part) for sort in range(3)] for part in parts]
-    launches = [build(has_tiles > 0, has_columns > 0) for _, has_tiles, has_columns in has]
+    configs = [build(has_tiles > 0, has_columns > 0) for _, has_tiles, has_columns in has]
     out, lse = _results(q, v_dim, ragged, call.out)
-    rows = max(each.rows for each in launches)
-    alone = (part for part, each in zip(parts, launches, strict=True) if each.rows < rows)
+    rows = max(each.rows for each in configs)
+    alone = (part for part, each in zip(parts, configs, strict=True) if each.rows < rows)
     first = tables(index, rows, window, alone=next(alone, []))
-    made = first.arguments["tables"]
+    table = first.arguments["tables"]
     # Where both layouts keep (batch or page, head, row).
     order = (0, 1, 2)
     page = 0
@@ -159,12 +161,12 @@ def prepare(
     num_kv_heads = k.shape[order[1]]
     group = num_heads // num_kv_heads
     if skip is not None:
-        # What is skipped depends on anchors that lie in one part.
+        # Skipping depends on anchors that lie in one part.
         splits = 1
     elif splits is None:
         splits = max(
             _splits(index, part, each, sizes, q, (k, v))
-            for part, each, sizes in zip(parts, launches, has, strict=True)
+            for part, each, sizes in zip(parts, configs, has, strict=True)
         )
     partial = {"tops": lse, "totals": lse, "partial": lse}
     holes = ragged is not None and not ragged.covers(q.shape[0], q_len)
@@ -173,20 +175,20 @@ def prepare(
     offsets = index.offsets
     if index.tiles.numel():
         offsets = offsets.contiguous()
-    places = made
+    places = table
     if ragged is not None:
         places = ragged.table(q.device)
     arguments: dict[str, Any] = {
-        "q": q, "k": k, "v": v, "out": out, "lse": lse, "tables": made,
+        "q": q, "k": k, "v": v, "out": out, "lse": lse, "tables": table,
         "tiles": index.tiles.contiguous(),
         "offsets": offsets,
         "columns": columns.contiguous(),
         "dense_tail": index.dense_tail,
-        "pages": given(block_table, made),
+        "pages": or_placeholder(block_table, table),
         "places": places,
-        "sinks": given(sinks, lse),
-        "skip": given(skip, lse),
-        "skipped": given(skipped, made),
+        "sinks": or_placeholder(sinks, lse),
+        "skip": or_placeholder(skip, lse),
+        "skipped": or_placeholder(skipped, table),
         **partial, **softmax_factors(call.factor, softcap),
     }  # fmt: skip
     for name, tensor, axes in (
@@ -205,27 +207,27 @@ def prepare(
         "k_len": index.k_len, "first_row": index.first_row, "num_rows": index.num_rows,
         "window": window or 0,
         "walk_width": first.arguments["walk_width"], "table_width": first.arguments["n"] + 1,
-        "table_size": made.shape[-1],
+        "table_size": table.shape[-1],
         "columns_width": columns.shape[-1],
         "pages_width": pages_width,
         "search_steps": min(max(width for _, width, _ in widths),
         num_tiles(index.k_len)).bit_length(),
     }  # fmt: skip
     calls = [first]
-    for part, (diagonals, listed, columned), each in zip(parts, has, launches, strict=True):
+    for part, (diagonals, listed, columned), each in zip(parts, has, configs, strict=True):
         # A product of fp32 without the matrix units holds whole operands in registers.
         widest = 256
         if q.dtype == torch.float32 and each.precision == "ieee":
             widest = 128
         subset = len(part) < num_heads
-        chosen = made
+        heads = table
         if subset:
-            chosen = on_device(tuple(part), q.device, torch.int32)
+            heads = on_device(tuple(part), q.device, torch.int32)
         chunks = -(-len(part) // group)
         per_chunk = group * -(-index.num_rows // each.rows) * splits
         d0, d1 = split(dim, widest)
         e0, e1 = split_values(v_dim, widest)
-        compiled = How(
+        compiled = KernelConfig(
             d=dim, d0=d0, d1=d1, e=v_dim, e0=e0, e1=e1,
             rows=each.rows, keys=each.keys, stages=each.stages, precision=each.precision,
             page=page,
@@ -235,7 +237,7 @@ def prepare(
             skip=skip is not None, subset=subset, split=splits > 1,
         )  # fmt: skip
         more = {
-            "heads": chosen,
+            "heads": heads,
             "head_count": len(part), "chunks": chunks, "per_chunk": per_chunk,
         }  # fmt: skip
         programs = index.batch * chunks * per_chunk
@@ -248,7 +250,7 @@ def prepare(
             {"H": compiled},
             options,
         )
-        calls.append(replace(attention, plain=compiled.plain and launch is None))
+        calls.append(replace(attention, plain=compiled.plain and config is None))
     if splits > 1:
         calls.append(
             combine(arguments, out, lse, sinks, rows=group * q_len, splits=splits, holes=holes)
@@ -259,7 +261,7 @@ def prepare(
 def _splits(
     index: SparseIndex,
     heads: Sequence[int],
-    launch: Launch,
+    config: TileConfig,
     sizes: Sequence[int],
     q: Tensor,
     kv: Sequence[Tensor],
@@ -270,12 +272,12 @@ def _splits(
         keys = index.k_len
     else:
         keys = min(index.k_len, (diagonals + listed) * TILE + columned)
-    programs = index.batch * len(heads) * -(-index.num_rows // launch.rows)
+    programs = index.batch * len(heads) * -(-index.num_rows // config.rows)
     k, v = kv
     query_bytes = sum(split(q.shape[-1])) * q.element_size()
     key_bytes = sum(split(k.shape[-1])) * k.element_size()
     key_bytes += sum(split_values(v.shape[-1])) * v.element_size()
-    at_once = triton_launch.at_once(launch, key_bytes, query_bytes, q.device)
+    at_once = triton_launch.concurrent_programs(config, key_bytes, query_bytes, q.device)
     return triton_launch.count(programs, keys // 128, at_once)
 
 
@@ -326,21 +328,21 @@ def tables(
     n = num_tiles(index.k_len)
     columns_width = index.columns.shape[-1]
     walk_width = min(n, 2 * width)
-    made = torch.empty(
+    table = torch.empty(
         batch, num_heads, 4 * walk_width + 7 * (n + 1), dtype=torch.int32, device=device
     )
-    flags = made
+    flags = table
     if alone:
-        each = tuple(int(head in alone) for head in range(num_heads))
-        flags = on_device(each, device, torch.int32)
+        marks = tuple(int(head in alone) for head in range(num_heads))
+        flags = on_device(marks, device, torch.int32)
     reach = n
     whole = n + 2
     if window is not None:
-        reach = index.reach
+        reach = index.window_tiles
         whole = window // TILE
     arguments = {
         "diagonals": index.diagonals.contiguous(), "columns": index.columns.contiguous(),
-        "tables": made,
+        "tables": table,
         "alone": flags, "heads": num_heads,
         "width": width, "columns_width": columns_width, "walk_width": walk_width, "n": n,
         "reach": reach, "window": whole,

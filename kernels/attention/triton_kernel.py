@@ -9,8 +9,8 @@ are too few programs for a GPU: each does a part of its keys (H.split), and comb
 parts together (Flash-Decoding; Dao et al., 2023).
 
 A head dim is two powers of two side by side, d0 + d1 >= d (80 = 64 + 16, 96 = 64 + 32), so that
-little is padded; the value dim likewise, the second part at least 64 wide. What a call does not
-need (kernels.attention.triton_launch.How) is not compiled in.
+little is padded; the value dim likewise, the second part at least 64 wide. Code that a
+call does not need is not compiled (kernels.attention.triton_launch.KernelConfig).
 
 No program takes the tiles of another after its own. As a device hands programs out, 32 heads of 8K
 tokens or more are done within 2% of the time of evenly shared work; persistent ones, longest first,
@@ -55,11 +55,10 @@ def _results(
 ):  # fmt: skip
     """Base and offsets of a program's rows, which of its queries exist, its head, and more.
 
-    The last are the places of its log-sum-exps, or of the maxima and sums of a part.
+    Last come the places of its log-sum-exps, or of the maxima and sums of a part.
 
-    All of it is worked out anew, from a number that the compiler cannot know: held since the
-    beginning it would take the registers of the loops. `zero` is where a 0 lies: the last number of
-    a head's tables, for no tile is as far away as there are tiles."""
+    Recomputed to free the registers of the loops, from a number unknown to the compiler: `zero`
+    points to a 0, the last number of a head's tables."""
     pid = tl.program_id(0) + tl.load(zero, volatile=True)
     _, batch, head, part, first_query, q_len, k_len, _, at = _queries(
         pid,
@@ -130,21 +129,59 @@ def _queries(
     )
 
 
-@triton.jit
-def _program(
-    pid,
+@triton.jit(
+    do_not_specialize=[
+        "num_heads", "num_kv_heads", "group", "head_count", "chunks", "per_chunk", "splits",
+        "q_len", "k_len",
+        "first_row", "num_rows", "window", "walk_width", "table_width", "table_size",
+        "columns_width", "pages_width",
+        "search_steps", "dense_tail",
+    ]
+)  # fmt: skip
+def sparse_attention_kernel(
     q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks, skip,
     skipped, heads,
     tops, totals, partial, scale, softcap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head,
     out_row,
-    num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, all_queries, all_keys,
-    first_row, num_rows,
-    window, walk_width, table_width, table_size, columns_width, pages_width, search_steps,
+    num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, q_len, k_len, first_row,
+    num_rows, window,
+    walk_width, table_width, table_size, columns_width, pages_width, search_steps,
     H: tl.constexpr,
 ):  # fmt: skip
-    """One program of sparse_attention_kernel; 1 if its output holds NaN: H.safe replaces it."""
+    """Sparse attention of H.rows query tiles of a head (MInference 1.0, Algorithm 5).
+
+    e is a distance in key tiles from a program's first query tile. tables (B, H, table_size) int32
+    by the tables kernel, table_width = N + 1 and table_size = 4 * walk_width + 7 * table_width; of
+    each head: walk (4, walk_width): distances in key tiles from a program's first query tile,
+    ascending, of tiles that both of its query tiles want, only the first, only the second, or
+    whoever does but the window cuts. counts (6, table_width), by the first query tile: how many
+    entries of each of these it has; by the last: columns before the unbroken run of diagonals; by
+    the first: columns before all tiles that it sees. held (table_width): whether the head has that
+    diagonal. tiles (T) int32 and offsets (B, H, R + 1) int64 if H.tiles, as in a SparseIndex.
+    If H.tail the last dense_tail queries of a sequence see every key. pages (B,
+    pages_width) int32 if H.page > 0; k_batch and v_batch are then the strides of a page. places (B,
+    5) int32 if H.ragged: batch row, first query, queries, first key and keys of each sequence; B is
+    then the number of sequences, and num_rows, q_len of q and the widths of all tables are those of
+    the longest. sinks (H) fp32 if H.sinks: a logit of each head that takes part in the softmax
+    and has no value. heads (head_count) int32 if H.subset: the heads that the launch serves,
+    ascending, `chunks` times H / G of them. skip (B, H) fp32 if H.skip: the log of each head's
+    threshold; skipped (B, H) int32: to which is added how many tiles it skips. tops, totals (B, G,
+    P, H / G * Q) and partial (..., E) fp32 if H.split, instead of out and lse: of each of the P =
+    splits parts maximum (as a power of two), sum and unnormalised output."""
     tl.static_assert(H.rows == 1 or not (H.tiles or H.skip))
+    pid = tl.program_id(0)
+    if H.subset:  # noqa: SIM102 (known at compile time; the next is not)
+        if pid // per_chunk % chunks * group + pid % per_chunk % group >= head_count:
+            return
+    if H.ragged:
+        mine = places + (pid // per_chunk // chunks).to(tl.int64) * 5
+        seen = tl.load(mine + 4)
+        have = (seen + TILE - 1) // TILE - (seen - tl.load(mine + 2)) // TILE
+        if pid % per_chunk // (group * splits) >= (have + H.rows - 1) // H.rows:
+            return
+    all_queries = q_len
+    all_keys = k_len
     sequence, batch, head, part, first_query, q_len, k_len, row, at = _queries(
         pid,
         places,
@@ -180,18 +217,21 @@ def _program(
     else:
         pages += sequence * pages_width
 
-    # How many tiles before its own a query tile can see, and the last key that each query no longer
+    # Tiles before its own that a query tile can see, and the last key that each query no longer
     # sees.
     reach = at
     local = tl.arange(0, H.rows * TILE)
     half = local // TILE
     position = at * TILE + local
     floor = position
+    # The first key that any query of the program sees.
+    first_key = 0
     # The farthest tile that no query's window cuts.
     uncut = at
     if H.window:
         reach = tl.minimum(at, (window + TILE - 2) // TILE)
         floor = position - window
+        first_key = tl.maximum(at * TILE, k_len - q_len) - window + 1
         uncut = tl.minimum(at, window // TILE - H.rows)
     # Whether the first and the last query tile see every key.
     dense = 0
@@ -253,139 +293,33 @@ def _program(
             column_count = tl.where(dense != 0, 0, column_count)
 
     kv = (k, v, pages, k_batch, k_row, v_batch, v_row)
-    place = (held, at, half, floor, position, exists, k_len, dense, dense_last, part, splits)
+    place = (
+        held, at, half, floor, position, exists, first_key, k_len, dense, dense_last, part, splits
+    )  # fmt: skip
     named = (walk, walk_width, table_width, reach, inner, cut, tiles, listed)
     columned = (columns, first_column, column_count, search_steps)
     bound = 0.0
     if H.skip:
         bound = tl.load(skip + heads_before)
-    spoilt = 0
-    if H.safe:
-        # A few keys and a few columns at a time, so as to take no more registers than the fast way
-        # does.
-        for e_first in range(0, H.e, H.e0):
-            state, _ = every_step(
-                (q0, q1, scale, softcap, e_first), kv, place, named, columned, bound, H
-            )
-            acc, _, top, total = state
-            to, rows, exists, head, lse_at = _results(
-                walk + table_size - 1, places, heads, out, partial,
-                num_heads, num_kv_heads, group, chunks, per_chunk, splits, all_queries, all_keys,
-                first_row, num_rows,
-                out_batch, out_head, out_row, H,
-            )  # fmt: skip
-            if not H.split:
-                _, left = _sums(top, total, exists, scale, sinks, head, H)
-                acc = acc * left[:, None]
-            e = e_first + tl.arange(0, H.e0)
-            there = exists[:, None] & (e < H.e)[None, :]
-            tl.store(to + rows[:, None] + e[None, :], acc.to(to.dtype.element_ty), mask=there)
-    else:
-        state, left_out = every_step(
-            (q0, q1, scale, softcap, 0), kv, place, named, columned, bound, H
-        )
-        acc0, acc1, top, total = state
-        if H.skip:
-            tl.atomic_add(skipped + heads_before, left_out)
-        to, rows, exists, head, lse_at = _results(
-            walk + table_size - 1, places, heads, out, partial,
-            num_heads, num_kv_heads, group, chunks, per_chunk, splits, all_queries, all_keys,
-            first_row, num_rows,
-            out_batch, out_head, out_row, H,
-        )  # fmt: skip
-        if H.split:
-            tl.store(tops + lse_at, scaled(top, scale, H), mask=exists)
-            tl.store(totals + lse_at, total, mask=exists)
-        else:
-            log_sum, left = _sums(top, total, exists, scale, sinks, head, H)
-            acc0 = acc0 * left[:, None]
-            if H.e1 > 0:
-                acc1 = acc1 * left[:, None]
-            tl.store(lse + lse_at, log_sum * LN2, mask=exists)
-        store_rows(to, rows, exists, acc0, 0, H.e0, H.e)
-        if H.e1 > 0:
-            store_rows(to, rows, exists, acc1, H.e0, H.e1, H.e)
-        spoilt = tl.max(tl.max((acc0 != acc0).to(tl.int32), 1), 0)
-        if H.e1 > 0:
-            spoilt = tl.maximum(spoilt, tl.max(tl.max((acc1 != acc1).to(tl.int32), 1), 0))
-    return spoilt
-
-
-@triton.jit(
-    do_not_specialize=[
-        "num_heads", "num_kv_heads", "group", "head_count", "chunks", "per_chunk", "splits",
-        "q_len", "k_len",
-        "first_row", "num_rows", "window", "walk_width", "table_width", "table_size",
-        "columns_width", "pages_width",
-        "search_steps", "dense_tail",
-    ]
-)  # fmt: skip
-def sparse_attention_kernel(
-    q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks, skip,
-    skipped, heads,
-    tops, totals, partial, scale, softcap,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_head,
-    out_row,
-    num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, q_len, k_len, first_row,
-    num_rows, window,
-    walk_width, table_width, table_size, columns_width, pages_width, search_steps,
-    H: tl.constexpr,
-):  # fmt: skip
-    """Sparse attention of H.rows query tiles of a head (MInference 1.0, Algorithm 5).
-
-    e is a distance in key tiles from a program's first query tile. tables (B, H, table_size) int32
-    by the tables kernel, table_width = N + 1 and table_size = 4 * walk_width + 7 * table_width; of
-    each head: walk (4, walk_width): distances in key tiles from a program's first query tile,
-    ascending, of tiles that both of its query tiles want, only the first, only the second, or
-    whoever does but the window cuts. counts (6, table_width), by the first query tile: how many
-    entries of each of these it has; by the last: columns before the unbroken run of diagonals; by
-    the first: columns before all tiles that it sees. held (table_width): whether the head has that
-    diagonal. tiles (T) int32 and offsets (B, H, R + 1) int64 if H.tiles, as in a SparseIndex.
-    If H.tail the last dense_tail queries of a sequence see every key. pages (B,
-    pages_width) int32 if H.page > 0; k_batch and v_batch are then the strides of a page. places (B,
-    5) int32 if H.ragged: batch row, first query, queries, first key and keys of each sequence; B is
-    then the number of sequences, and num_rows, q_len of q and the widths of all tables are those of
-    the longest. sinks (H) fp32 if H.sinks: a logit of each head that takes a share and has no
-    value. heads (head_count) int32 if H.subset: the heads that the launch serves, ascending,
-    `chunks` times H / G of them. skip (B, H) fp32 if H.skip: the log of each head's threshold;
-    skipped (B, H) int32: to which is added how many tiles it skips. tops, totals (B, G, P, H / G *
-    Q) and partial (..., E) fp32 if H.split, instead of out and lse: of each of the P = splits parts
-    maximum (as a power of two), sum and unnormalised output."""
-    pid = tl.program_id(0)
-    if H.subset:  # noqa: SIM102 (known at compile time; the next is not)
-        if pid // per_chunk % chunks * group + pid % per_chunk % group >= head_count:
-            return
-    if H.ragged:
-        mine = places + (pid // per_chunk // chunks).to(tl.int64) * 5
-        seen = tl.load(mine + 4)
-        have = (seen + TILE - 1) // TILE - (seen - tl.load(mine + 2)) // TILE
-        if pid % per_chunk // (group * splits) >= (have + H.rows - 1) // H.rows:
-            return
-    spoilt = _program(
-        pid, q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places, sinks,
-        skip, skipped, heads,
-        tops, totals, partial, scale, softcap,
-        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch,
-        out_head, out_row,
-        num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, q_len, k_len,
+    state, left_out = every_step((q0, q1, scale, softcap), kv, place, named, columned, bound, H)
+    acc0, acc1, top, total = state
+    if H.skip:
+        tl.atomic_add(skipped + heads_before, left_out)
+    to, rows, exists, head, lse_at = _results(
+        walk + table_size - 1, places, heads, out, partial,
+        num_heads, num_kv_heads, group, chunks, per_chunk, splits, all_queries, all_keys,
         first_row, num_rows,
-        window, walk_width, table_width, table_size, columns_width, pages_width, search_steps, H,
+        out_batch, out_head, out_row, H,
     )  # fmt: skip
-    # A zero weight times a value that is NaN or infinite is NaN. Such values are rare, so nobody
-    # looks for them until they show; then everything is done again with care.
-    if spoilt != 0:
-        # In truth the same number: whatever follows from it is worked out anew, and held in no
-        # register until then.
-        pid += spoilt - 1
-        CAREFUL: tl.constexpr = H.careful
-        _program(
-            pid, q, k, v, out, lse, tables, tiles, offsets, columns, dense_tail, pages, places,
-            sinks, skip, skipped,
-            heads, tops, totals, partial, scale, softcap,
-            q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch,
-            out_head, out_row,
-            num_heads, num_kv_heads, group, head_count, chunks, per_chunk, splits, q_len, k_len,
-            first_row, num_rows,
-            window, walk_width, table_width, table_size, columns_width, pages_width, search_steps,
-            CAREFUL,
-        )  # fmt: skip
+    if H.split:
+        tl.store(tops + lse_at, scaled(top, scale, H), mask=exists)
+        tl.store(totals + lse_at, total, mask=exists)
+    else:
+        log_sum, left = _sums(top, total, exists, scale, sinks, head, H)
+        acc0 = acc0 * left[:, None]
+        if H.e1 > 0:
+            acc1 = acc1 * left[:, None]
+        tl.store(lse + lse_at, log_sum * LN2, mask=exists)
+    store_rows(to, rows, exists, acc0, 0, H.e0, H.e)
+    if H.e1 > 0:
+        store_rows(to, rows, exists, acc1, H.e0, H.e1, H.e)

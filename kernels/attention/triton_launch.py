@@ -2,13 +2,13 @@
 
 Shapes: B batch, H query heads, G KV heads, Q query length, E value dim, P parts.
 
-They were chosen by what the compiler reports (registers that suffice, shared memory that fits) and
-by counting; on an H100, at head dim 128, none of twelve others is faster by more than 2%
-(docs/gpu.md). A multiprocessor of Hopper wants two warp groups at work, one in softmax, one
-multiplying. It reads a tile of keys and values from the L2 cache for every `rows` * 64 queries: at
-rows = 1 that is 64 operations for each byte, for which the cache delivers a little over half of the
-matrix rate. Of 128 keys a step the output is scaled half as often as of 64, where registers and
-shared memory suffice."""
+Selected by the compiler's report (enough registers, enough shared memory) and by counting; on an
+H100, at head dim 128, none of twelve others is faster by more than 2% (docs/gpu.md). A
+multiprocessor of Hopper wants two warp groups at work, one in softmax, one multiplying. It reads a
+tile of keys and values from the L2 cache for every `rows` * 64 queries: at rows = 1 that is 64
+operations for each byte, for which the cache delivers a little over half of the matrix rate. With
+128 keys a step the output is rescaled half as often as with 64, where registers and shared memory
+suffice."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ import torch
 from torch import Tensor
 
 from kernels.index import TILE
-from kernels.triton_calls import KernelCall, given
+from kernels.triton_calls import KernelCall, or_placeholder
 
 # Triton reads the variable once, when a kernel is defined.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# Beyond so many programs for each that runs at a time the last ones keep a GPU waiting for too
-# little to matter.
+# With more waves of programs than this, the GPU idles for a negligible time in the last one.
 _WAVES = 4
-# What a program and its part of the result cost, in steps of 128 keys.
+# Cost of a program and of its part of the result, in steps of 128 keys.
 OVERHEAD = 4
 _MOST = 64
 # Parts that combine_kernel reads at a time.
@@ -41,7 +40,7 @@ _SHARED_OF_A_PROGRAM = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class TileConfig:
     """A build: query tiles of a program, keys of a step, warps, and steps under way at once.
 
     A step of 128 keys is two tiles, wherever they lie. Two stages copy nothing ahead: a step's keys
@@ -59,16 +58,17 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class How:
+class KernelConfig:
     """Constants that are compiled into the attention kernel, no more than a call needs.
 
     d0 + d1 and e0 + e1 cover the head dim d and the value dim e (split, split_values).
 
     Attributes:
-        walk, tiles, columns: which sorts of entries some head of the launch has beside diagonal 0.
+        walk, tiles, columns: which entries some head of the launch has in addition to diagonal 0.
         page: tokens of a page, 0 for none.
-        split: a program takes a part of its keys.
-        safe: see `careful`. The others are a Launch's, or say that a call has that argument.
+        split: a program computes a part of its keys.
+
+    The other fields are those of a TileConfig, or flags for an argument of the call.
     """
 
     d: int
@@ -93,11 +93,10 @@ class How:
     skip: bool
     subset: bool
     split: bool
-    safe: bool = False
 
     def __repr__(self) -> str:
-        # Part of the names of compiled functions, and what Triton's cache knows them by: also what
-        # is worked out below.
+        # Part of the names of compiled functions and of Triton's cache keys. Derived values are
+        # included.
         return "_".join(str(value) for value in (*vars(self).values(), self.few))
 
     @property
@@ -119,43 +118,30 @@ class How:
     def few(self) -> int:
         """Keys of a step over columns or own tiles.
 
-        Columns are looked up ahead, in shared memory, too: in steps of 64 what parts of 64 keys
-        take of it would be too much for a second program on a multiprocessor of Hopper."""
-        most = 64
+        Columns are looked up ahead in shared memory, too: in steps of 64 keys the parts would leave
+        too little of it for a second program on a multiprocessor of Hopper."""
+        limit = 64
         if self.split and self.columns and self.d0 > 64:
-            most = 32
-        return min(most, self.keys)
-
-    @property
-    def careful(self) -> How:
-        """The same a few keys and columns at a time: bad values reach only queries that see them.
-
-        A part of a row is so many tiles, or pairs of them: done again, it must have the keys that
-        it had."""
-        keys = 16
-        if self.split and self.keys > 64:
-            keys = self.keys
-        return replace(
-            self, e0=min(self.e0, _NARROWEST_VALUES), e1=0, keys=keys, stages=1, safe=True
-        )
+            limit = 32
+        return min(limit, self.keys)
 
 
 # Largest padded head dim -> the build with one query tile a program and, where it is expected to be
 # faster, with two.
-_Builds = dict[int, tuple[Launch, ...]]
+_Builds = dict[int, tuple[TileConfig, ...]]
 
 
-def _one(keys: int, warps: int, stages: int, precision: str = "ieee", **more: Any) -> Launch:
-    return Launch(rows=1, keys=keys, warps=warps, stages=stages, precision=precision, **more)
+def _one(keys: int, warps: int, stages: int, precision: str = "ieee", **more: Any) -> TileConfig:
+    return TileConfig(rows=1, keys=keys, warps=warps, stages=stages, precision=precision, **more)
 
 
-def _two(keys: int, warps: int, stages: int, **more: Any) -> Launch:
-    return Launch(rows=2, keys=keys, warps=warps, stages=stages, registers=255, **more)
+def _two(keys: int, warps: int, stages: int, **more: Any) -> TileConfig:
+    return TileConfig(rows=2, keys=keys, warps=warps, stages=stages, registers=255, **more)
 
 
 # Compute capability 9. Two tiles a program take eight warps, and one such program fills a
-# multiprocessor; at small head dims three programs of one tile fit and hide each other's softmax:
-# worth more there than half the traffic.
+# multiprocessor; at small head dims three programs of one tile fit and hide each other's softmax,
+# which saves more time than half the traffic.
 _HOPPER_16: _Builds = {
     64: (_one(64, 4, 3),),
     128: (_one(64, 4, 3), _two(128, 8, 3)),
@@ -170,7 +156,7 @@ _CUDA_32: _Builds = {64: (_one(32, 8, 2),), 128: (_one(16, 4, 2),), 256: (_one(1
 # 64 KiB of shared memory.
 _CDNA_16: _Builds = {128: (_one(32, 4, 2),), 256: (_one(16, 4, 2),), 512: (_one(16, 8, 1),)}
 _CDNA_32: _Builds = {128: (_one(16, 4, 2),), 256: (_one(16, 4, 1),)}
-# Small steps make an interpreted run look at more of them.
+# Small steps, so that an interpreted run makes more of them.
 _INTERPRETER: _Builds = {512: (_one(32, 4, 1), _two(32, 4, 1))}
 
 
@@ -205,7 +191,7 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def unread(k: Tensor) -> str | None:
+def dtype_unsupported(k: Tensor) -> str | None:
     """The reason why keys of this dtype cannot be read on their device; None where they can."""
     target = architecture(k.device)
     if k.dtype == torch.float8_e4m3fn and (
@@ -215,7 +201,7 @@ def unread(k: Tensor) -> str | None:
     return None
 
 
-def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool) -> Launch:
+def select_config(target: str, *, dim: int, itemsize: int, has_tiles: bool) -> TileConfig:
     """Build for an architecture and the larger head dim; with lists one query tile a program."""
     if target == "interpreter":
         builds = _INTERPRETER
@@ -229,12 +215,12 @@ def choose(target: str, *, dim: int, itemsize: int, has_tiles: bool) -> Launch:
         builds = _HOPPER_16
     else:
         builds = _OTHERS_16
-    found, *two = next(builds for widest, builds in builds.items() if dim <= widest)
+    config, *two = next(builds for widest, builds in builds.items() if dim <= widest)
     if two and not has_tiles:
-        found = two[0]
+        config = two[0]
     if itemsize == 4:
-        found = replace(found, precision=precision_of_float32(target, dim))
-    return found
+        config = replace(config, precision=precision_of_float32(target, dim))
+    return config
 
 
 def precision_of_float32(target: str, dim: int) -> str:
@@ -259,8 +245,8 @@ def serves(target: str, *, dim: int, itemsize: int) -> bool:
     return itemsize == 2 or dim <= 256 or target == "interpreter"
 
 
-def split(dim: int, widest: int = 256, least: int = 16) -> tuple[int, int]:
-    """Two powers of two, the second 0 or at least `least`, that cover `dim` closest.
+def split(dim: int, widest: int = 256, narrowest: int = 16) -> tuple[int, int]:
+    """Split a head dim into two power-of-two widths, the second 0 or at least `narrowest`.
 
     80 = 64 + 16.
     """
@@ -268,29 +254,29 @@ def split(dim: int, widest: int = 256, least: int = 16) -> tuple[int, int]:
     if dim <= 16:
         return whole, 0
     first = whole // 2
-    second = max(least, 1 << (dim - first - 1).bit_length())
+    second = max(narrowest, 1 << (dim - first - 1).bit_length())
     if whole > widest or first + second < whole:
         return first, second
     return whole, 0
 
 
 def split_values(dim: int, widest: int = 256) -> tuple[int, int]:
-    """The same for a value dim, whose second part is at least 64 wide (80 -> 128, 192 = 128 + 64).
+    """Split a value dim; the second width is at least 64 (80 -> 128, 192 = 128 + 64).
 
-    With one of 16 or 32 an H100 by Triton 3.6 gives wrong values there, or reads what is not its.
+    With 16 or 32 columns Triton 3.6 computes wrong values on an H100, or reads out of bounds.
     """
     return split(dim, widest, _NARROWEST_VALUES)
 
 
-def build_options(launch: Launch) -> dict[str, Any]:
+def build_options(config: TileConfig) -> dict[str, Any]:
     """Triton's own options; fused multiply-adds are named, since their default will change."""
     options: dict[str, Any] = {
-        "num_warps": launch.warps,
-        "num_stages": launch.stages,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
         "enable_fp_fusion": True,
     }
-    if launch.registers is not None:
-        options["maxnreg"] = launch.registers
+    if config.registers is not None:
+        options["maxnreg"] = config.registers
     return options
 
 
@@ -302,29 +288,31 @@ def count(programs: int, steps: int, at_once: int) -> int:
     after the other."""
     if programs >= _WAVES * at_once:
         return 1
-    most = max(1, min(_MOST, steps // (2 * OVERHEAD)))
+    limit = max(1, min(_MOST, steps // (2 * OVERHEAD)))
     return min(
-        range(1, most + 1),
+        range(1, limit + 1),
         key=lambda parts: -(-programs * parts // at_once) * (-(-steps // parts) + OVERHEAD),
     )
 
 
-def few(programs: int, device: torch.device) -> bool:
-    """True if so many programs of four warps are too few for a GPU."""
+def underfills(programs: int, device: torch.device) -> bool:
+    """True if these programs, of four warps each, are too few for a GPU."""
     return device.type == "cuda" and programs < _WAVES * 2 * multiprocessors(device)
 
 
-def at_once(build: Launch, key_bytes: int, query_bytes: int, device: torch.device) -> int:
+def concurrent_programs(
+    build: TileConfig, key_bytes: int, query_bytes: int, device: torch.device
+) -> int:
     """Programs that a device runs at a time.
 
     Args:
         key_bytes: of a key and its value.
         query_bytes: of a query.
     """
-    return multiprocessors(device) * resident(build, key_bytes, query_bytes, _shared(device))
+    return multiprocessors(device) * occupancy(build, key_bytes, query_bytes, _shared(device))
 
 
-def resident(build: Launch, key_bytes: int, query_bytes: int, shared: int | None) -> int:
+def occupancy(build: TileConfig, key_bytes: int, query_bytes: int, shared: int | None) -> int:
     """Programs of a build that a multiprocessor holds; None: its shared memory is large enough.
 
     Registers suffice for two of four warps, or one of eight. Keys and values lie there stage by
@@ -390,7 +378,7 @@ def combine(
         grid=(lse.numel(),),
         arguments={
             **{name: arguments[name] for name in names}, "out": out, "lse": lse,
-            "sinks": given(sinks, lse),
+            "sinks": or_placeholder(sinks, lse),
             "out_batch": out.stride(0), "out_head": out.stride(1), "out_row": out.stride(2),
             "rows": rows, "splits": splits,
         },

@@ -7,18 +7,20 @@ Tiles that every query of the program sees come in a loop without mask code (inn
 that one of the two query tiles wants, or that the window cuts, in a loop with it (edges). A softmax
 step takes H.keys keys, at most 64 where there is a mask; 128 are two tiles, wherever they lie. A
 loop looks its tiles up itself, in the step that copies them, so that Triton copies ahead: an
-address that comes from the step before makes every copy wait. What is looked up for an address may
-not be looked at for anything else.
+address that comes from the step before makes every copy wait. A value that is
+looked up for an address may not be used for anything else.
 
 Columns are gathered in every program. Copied once per head to where they lie end to end they would
 come as tiles do. By the compiler's count that saves 3 to 6% of this one loop's instructions (20%
 where keys lie in pages), whose mask costs more: by estimate 1% of a prefill (4% in pages), for
 another launch and C * (D + E) numbers of each query head.
 
-`place` is (held, at, half, floor, position, exists, k_len, dense, dense_last, part, parts): which
-diagonals the head has, the first query tile, of each query its tile of the two, the last key that
-it no longer sees, its position and whether it is asked, whether the first and the last tile see
-every key, and which part of so many the program takes. `named` is (walk, walk_width, table_width,
+`place` is (held, at, half, floor, position, exists, first_key, k_len, dense, dense_last, part,
+parts): which diagonals the head has, the first query tile, of each query its tile of the two, the
+last key that it no longer sees, its position and whether it exists, the first key that any of them
+sees and the number of keys, whether the first and the last tile see every key, and which part of
+how many the program computes. Memory of keys before `first_key` is not read: it may belong to
+another sequence. `named` is (walk, walk_width, table_width,
 reach, inner, cut, tiles, listed): the entries of tables and lists, how many tiles before its own
 the first query tile can see, how many are inner tiles, and lists that are edges; `edged` is
 (firsts, seconds, edges), tiles wanted by the first alone, by the second alone, and edges in all;
@@ -49,7 +51,7 @@ def _part(count, place, H: tl.constexpr):
     begin = 0
     end = count
     if H.split:
-        _, _, _, _, _, _, _, _, _, part, parts = place
+        _, _, _, _, _, _, _, _, _, _, part, parts = place
         begin = count * part // parts
         end = count * (part + 1) // parts
     return begin, end
@@ -73,7 +75,7 @@ def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: 
 
     SEARCH seeks them in the row's listed tiles.
     """
-    held, at, half, floor, _, _, _, _, dense_last, _, _ = place
+    held, at, half, floor, _, _, first_key, _, _, dense_last, _, _ = place
     _, _, _, _, _, _, tiles, listed = named
     columns, first, count, search_steps = columned
     lane = tl.arange(0, H.few)
@@ -101,8 +103,9 @@ def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: 
         live = ((tl.where(lane[None, :] < 32, low, high) >> (lane % 32)[None, :]) & 1) == 1
         if H.window:
             live = live & (column[None, :] > floor[:, None])
-        # Places without a column read key 0, not page 0: that may be anybody's, and NaN times a
-        # zero weight is NaN.
+            column = tl.maximum(column, first_key)
+        # Places without a column read the first key, not page 0, which may belong to another
+        # sequence: NaN times a zero weight is NaN.
         k_rows, v_rows = key_rows(column, lane < H.few, kv, H)
         state = attend(asked, state, kv[0], kv[1], k_rows, v_rows, present, live, H, False, True)
     return state
@@ -111,7 +114,7 @@ def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: 
 @triton.jit
 def _edges(place, named, H: tl.constexpr):
     """`edged` of the module's docstring, looked up late: it would be held over the loops before."""
-    _, at, _, _, _, _, _, _, dense_last, _, _ = place
+    _, at, _, _, _, _, _, _, _, dense_last, _, _ = place
     walk, walk_width, table_width, reach, inner, _, _, _ = named
     counts = walk + 4 * walk_width + at
     firsts = 0
@@ -135,13 +138,13 @@ def _edges(place, named, H: tl.constexpr):
 def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
     """Key tile of entry i of the inner tiles or the edges, and a bit for each query tile.
 
-    `wants` depends on no load that the tile depends on: Triton copies ahead only what is looked up
-    for one purpose.
+    `wants` depends on no load that the tile depends on: Triton copies ahead only values that are
+    used for one purpose.
 
     Args:
-        left: the inner tile that is an edge, too, for want of another beside it; -1 for none.
+        left: the inner tile without a second one to pair with, which becomes an edge; -1 for none.
     """
-    held, at, _, _, _, _, _, dense, dense_last, _, _ = place
+    held, at, _, _, _, _, _, _, dense, dense_last, _, _ = place
     walk, walk_width, _, _, inner, cut, tiles, listed = named
     wants = 3
     if EDGE:
@@ -149,7 +152,7 @@ def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
         i -= (left >= 0).to(tl.int32)
         there = (i >= 0) & (i < edges)
         wants = tl.where(there, 3, 0)
-        # What is none of them is the tile before, wanted by nobody.
+        # Beyond the edges: the tile before, wanted by neither query tile.
         far = 1
         if H.walk:
             at_walk = walk_width + i
@@ -165,9 +168,11 @@ def _entry(i, left, place, named, edged, H: tl.constexpr, EDGE: tl.constexpr):
             # dense, too.
             far = tl.where(there & (dense_last != 0), inner + 1 + i, far)
             if H.rows == 2:
-                one = (dense == 0) & (dense_last != 0) & there
+                second_alone = (dense == 0) & (dense_last != 0) & there
                 wants = tl.where(
-                    one & (tl.load(held + inner + 1 + i, mask=one, other=0) == 0), 2, wants
+                    second_alone & (tl.load(held + inner + 1 + i, mask=second_alone, other=0) == 0),
+                    2,
+                    wants,
                 )
         tile = at - far
         if H.tiles:
@@ -198,7 +203,7 @@ def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.const
 
     Edges come in steps of at most a tile: what 128 keys and a mask take of registers is more than
     there are."""
-    _, _, half, floor, _, _, _, _, _, _, _ = place
+    _, _, half, floor, _, _, first_key, _, _, _, _, _ = place
     _, _, _, _, inner, cut, _, listed = named
     KEYS: tl.constexpr = H.few if EDGE else H.keys
     # Tiles of a step, or steps of a tile.
@@ -214,7 +219,8 @@ def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.const
     begin, end = _part(count, place, H)
     # Each look-up that an address waits for takes as many stages as a copy to be as far ahead. What
     # the window is compared with is not copied ahead.
-    NAMED: tl.constexpr = 1 if (H.walk or H.tiles) and not (H.window and EDGE) else 0
+    CUT: tl.constexpr = 1 if H.window and EDGE else 0
+    NAMED: tl.constexpr = 1 if (H.walk or H.tiles) and not CUT else 0
     LEVELS: tl.constexpr = NAMED + (1 if H.page > 0 else 0)
     for step in tl.range(begin * PARTS, end * PARTS, num_stages=1 + (H.stages - 1) * (1 + LEVELS)):
         part = step % PARTS
@@ -223,19 +229,20 @@ def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.const
         if PAIR == 2:
             two, wants = _entry(2 * step + 1, left, place, named, edged, H, EDGE)
         seen = (((wants >> half) & 1) == 1)[:, None]
-        if H.window and EDGE:
-            seen = seen & ((one * TILE + part * KEYS + lane)[None, :] > floor[:, None])
+        present = lane < KEYS
+        if CUT:
+            key = one * TILE + part * KEYS + lane
+            seen = seen & (key[None, :] > floor[:, None])
+            present = key >= first_key
         k_run, v_run, k_rows, v_rows = step_rows(kv, one, two, part, H, KEYS)
-        state = attend(
-            asked, state, k_run, v_run, k_rows, v_rows, lane < KEYS, seen, H, False, EDGE
-        )
+        state = attend(asked, state, k_run, v_run, k_rows, v_rows, present, seen, H, CUT, EDGE)
     return state
 
 
 @triton.jit
 def _own(asked, state, kv, place, H: tl.constexpr):
     """The own tiles: the only ones with the causal triangle, or in which keys may end."""
-    held, at, half, floor, position, _, k_len, _, dense_last, _, _ = place
+    held, at, half, floor, position, _, first_key, k_len, _, dense_last, _, _ = place
     PARTS: tl.constexpr = 64 // H.few
     begin, end = _part(H.rows, place, H)
     for part in tl.range(begin * PARTS, end * PARTS, num_stages=1):
@@ -244,6 +251,7 @@ def _own(asked, state, kv, place, H: tl.constexpr):
         live = key[None, :] <= position[:, None]
         if H.window:
             live = live & (key[None, :] > floor[:, None])
+            present = present & (key >= first_key)
         if H.rows == 2:
             # Does the second query tile want the first one's own?
             wanted = (dense_last != 0) | (tl.load(held + 1) != 0)
@@ -263,11 +271,15 @@ def _counts(logits, limit, exists):
 @triton.jit
 def _tile_again(asked, state, kv, tile, place, H: tl.constexpr):
     """All keys of one tile."""
-    _, _, _, floor, _, exists, _, _, _, _, _ = place
+    _, _, _, floor, _, _, first_key, _, _, _, _, _ = place
     for part in tl.range(0, 64 // H.keys, num_stages=1):
-        seen = (tile * TILE + part * H.keys + tl.arange(0, H.keys))[None, :] > floor[:, None]
+        key = tile * TILE + part * H.keys + tl.arange(0, H.keys)
+        seen = key[None, :] > floor[:, None]
         k_run, v_run, k_rows, v_rows = step_rows(kv, tile, tile, part, H, H.keys)
-        state = attend(asked, state, k_run, v_run, k_rows, v_rows, exists, seen, H, False, H.window)
+        state = attend(
+            asked, state, k_run, v_run, k_rows, v_rows, key >= first_key, seen, H, H.window,
+            H.window
+        )  # fmt: skip
     return state
 
 
@@ -278,7 +290,7 @@ def _or_skip(asked, state, kv, place, named, bound, H: tl.constexpr):
     `bound` is the log of the threshold. Columns and the own tile have been computed. A tile that
     takes several steps is multiplied once more where it counts."""
     PARTS: tl.constexpr = 64 // H.keys
-    held, at, _, floor, _, exists, _, dense, _, _, _ = place
+    held, at, _, floor, _, exists, first_key, _, dense, _, _, _ = place
     _, _, _, _, inner, cut, tiles, listed = named
     edged = _edges(place, named, H)
     _, _, edges = edged
@@ -293,7 +305,7 @@ def _or_skip(asked, state, kv, place, named, bound, H: tl.constexpr):
     )
     if anchored != 0:
         state = _tile_again(asked, state, kv, tl.full([], 0, tl.int32), place, H)
-    _, _, scale, _, _ = asked
+    _, _, scale, _ = asked
     _, _, top, total = state
     # Infinities and NaN among the anchors are in the sum as NaN.
     limit = tl.where(total == total, top + bound * LOG2E / scaled(1.0, scale, H), float("nan"))
@@ -312,16 +324,18 @@ def _or_skip(asked, state, kv, place, named, bound, H: tl.constexpr):
             wants = tl.where(i < whole, wants, wanted)
         counts = 0
         for part in tl.static_range(PARTS):
-            seen = (tile * TILE + part * H.keys + tl.arange(0, H.keys))[None, :] > floor[:, None]
+            key = tile * TILE + part * H.keys + tl.arange(0, H.keys)
+            seen = key[None, :] > floor[:, None]
+            present = key >= first_key
             k_run, v_run, k_rows, v_rows = step_rows(kv, tile, tile, part, H, H.keys)
-            logits = logits_of(asked, k_run, k_rows, exists, seen, H, False, H.window)
+            logits = logits_of(asked, k_run, k_rows, present, seen, H, H.window, H.window)
             counts = tl.maximum(counts, _counts(logits, limit, exists))
         candidate = tl.where((wants != 0) & ((tile > 0) | (anchored == 0)), 1, 0)
         counts *= candidate
         skipped += candidate - counts
         if counts != 0:
             if PARTS == 1:
-                state = weigh(asked, state, logits, v_run, v_rows, exists, seen, H, False, H.window)
+                state = weigh(asked, state, logits, v_run, v_rows, present, H, H.window)
             else:
                 state = _tile_again(asked, state, kv, tile, place, H)
     return state, skipped

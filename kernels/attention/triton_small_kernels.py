@@ -28,8 +28,8 @@ def combine_kernel(
     """Puts the parts of one query row together, in their order, SPLITS at a time.
 
     tops, totals (B, G, P, rows) and partial (B, G, P, rows, E) fp32, rows = H / G * Q; where a
-    total is 0 nothing else is read. sinks (H) fp32 if SINKS: a logit of each head that takes a
-    share and has no value. Rows without a part are left as they are if HOLES."""
+    total is 0 nothing else is read. sinks (H) fp32 if SINKS: a logit of each head that takes part
+    in the softmax and has no value. Rows without a part are left as they are if HOLES."""
     pid = tl.program_id(0).to(tl.int64)
     kv = pid // rows
     row = pid % rows
@@ -51,12 +51,12 @@ def combine_kernel(
         present = present & (some != 0.0)
         weight = tl.exp2(tl.load(tops + at, mask=present, other=LOWEST) - highest)
         total += tl.sum(weight * some)
-        each = tl.load(
+        part = tl.load(
             partial + at[:, None] * E + at_e[None, :], mask=present[:, None] & (at_e < E)[None, :],
             other=0.0
         )  # fmt: skip
-        acc += tl.sum(weight[:, None] * each, 0)
-    # A query that saw no key: zeros and -inf, which the logarithm gives.
+        acc += tl.sum(weight[:, None] * part, 0)
+    # A query that saw no key gets zeros, and the logarithm of 0, -inf.
     acc = acc / tl.where(total == 0.0, 1.0, total)
     head = kv % num_kv_heads * (rows // q_len) + row // q_len
     log_sum = highest + tl.log2(total)
@@ -91,13 +91,13 @@ def tables_kernel(
     steps, column_steps,
     ROWS: tl.constexpr, ALONE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The tables of one head; what they are sparse_attention_kernel says.
+    """The tables of one head, described in sparse_attention_kernel.
 
     Args:
         diagonals: (B, H, ND) int32, as in a SparseIndex.
         columns: (B, H, NC) int32, as in a SparseIndex.
         alone: (H) int32 if ALONE: 1 for each head whose programs serve one query tile, not two.
-        reach: the farthest diagonal that is looked at.
+        reach: the farthest diagonal that any query sees.
         window: the whole tiles that it holds, or more than there are.
     """
     head = tl.program_id(0).to(tl.int64)
@@ -113,7 +113,7 @@ def tables_kernel(
     counts = walk + 4 * walk_width
     held = counts + 6 * (n + 1)
     lane = tl.arange(0, CHUNK)
-    # Diagonals 0, 1, 2 ... without a gap hold whatever lies in so many tiles up to the own one.
+    # Diagonals 0, 1, 2 ... without a gap hold every tile from there up to the own one.
     unbroken = 0
     for start in range(0, width, CHUNK):
         i = start + lane

@@ -2,11 +2,11 @@
 
 Shapes: M queries of a program, S keys of a step, D head dim, E value dim.
 
-What belongs together goes together: `asked` is (q0, q1, scale, softcap, e_first), the queries in
-two parts and what their logits are scaled by; `state` is (acc0, acc1, top, total), the unnormalised
+Tuples of arguments: `asked` is (q0, q1, scale, softcap), the queries in two
+parts and what their logits are scaled by; `state` is (acc0, acc1, top, total), the unnormalised
 output in two parts, maximum and sum; `kv` is (k, v, pages, k_page, k_row, v_page, v_row), a KV head
-with its strides, of pages or of batch elements; and H, kernels.attention.triton_launch.How, is what
-is compiled in."""
+with its strides, of pages or of batch elements; H is a
+kernels.attention.triton_launch.KernelConfig, the compile-time constants."""
 
 from __future__ import annotations
 
@@ -48,21 +48,6 @@ def load_rows(
 
 
 @triton.jit
-def load_some(
-    base, rows, present, first, WIDTH: tl.constexpr, DIM: tl.constexpr, TAIL: tl.constexpr
-):
-    """Elements first ... first + WIDTH of rows at these offsets; zero beyond DIM.
-
-    With TAIL also zero where a row is not present.
-    """
-    at = first + tl.arange(0, WIDTH)
-    there = (at < DIM)[None, :]
-    if TAIL:
-        there = there & present[:, None]
-    return tl.load(base + rows[:, None] + at[None, :], mask=there, other=0.0)
-
-
-@triton.jit
 def store_rows(
     base, rows, present, values, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr
 ):
@@ -94,10 +79,10 @@ def key_rows(keys, present, kv, H: tl.constexpr):
 def step_rows(kv, one, two, part, H: tl.constexpr, KEYS: tl.constexpr):
     """Bases of K and V, and the offsets from there of the KEYS rows of a step.
 
-    The step holds KEYS keys of tile `one`, the part-th so many, or all of `one` and of `two`. Only
-    small pages need a look-up for each row; elsewhere it would cost registers. What is selected is
-    multiplied by a stride afterwards: of a selection of products the compiler would not know that
-    it is aligned, and would copy it with loads that wait."""
+    The step holds the part-th KEYS keys of tile `one`, or all of `one` and of `two`. Only small
+    pages need a look-up for each row; elsewhere it would cost registers. Select first, then
+    multiply by the stride: the compiler does not see that a selection of products is aligned, and
+    would copy it with loads that wait."""
     k, v, pages, k_page, k_row, v_page, v_row = kv
     lane = tl.arange(0, KEYS)
     within = lane
@@ -134,41 +119,13 @@ def step_rows(kv, one, two, part, H: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def widened(x, like):
-    """In 16 bits what is stored in 8, which hold it exactly; in 32 where `like` has them."""
+    """Convert 8 bits to 16, which is exact, or to 32 if `like` is fp32."""
     if x.dtype.is_fp8():
         if like.dtype == tl.float32:
             x = x.to(tl.float32)
         else:
             x = x.to(tl.float16)
     return x
-
-
-@triton.jit
-def finite_values(v):
-    """Zeros in place of what is not finite."""
-    return tl.where((v == v) & (tl.abs(v) != float("inf")), v, 0.0)
-
-
-@triton.jit
-def bad_values(p, v, live, MASK: tl.constexpr):
-    """NaN or infinity for each query and column of v that sees such a value, else 0.
-
-    Of p (M, S) and v (S, E).
-    """
-    seen = tl.full(p.shape, 1.0, p.dtype)
-    if MASK:
-        seen = tl.where(live, seen, 0.0)
-    positive = (v == float("inf")).to(tl.float32)
-    negative = (v == float("-inf")).to(tl.float32)
-    # One infinity, or several alike, are that infinity; with its opposite or a NaN they are NaN.
-    count = tl.dot(
-        seen, ((v != v).to(tl.float32) + positive + negative).to(p.dtype), input_precision="ieee"
-    )
-    balance = tl.dot(seen, (positive - negative).to(p.dtype), input_precision="ieee")
-    infinite = tl.where(
-        balance == count, float("inf"), tl.where(balance == -count, float("-inf"), float("nan"))
-    )
-    return tl.where(count == 0, 0.0, infinite)
 
 
 @triton.jit
@@ -195,7 +152,7 @@ def logits_of(
     asked, k, k_rows, present, live, H: tl.constexpr, TAIL: tl.constexpr, MASK: tl.constexpr
 ):
     """(M, S) logits, which weigh scales, -inf where not live. Arguments as in attend."""
-    q0, q1, scale, softcap, _ = asked
+    q0, q1, scale, softcap = asked
     k0 = load_rows(k, k_rows, present, 0, H.d0, H.d, TAIL).to(q0.dtype)
     logits = tl.dot(q0, tl.trans(k0), input_precision=H.precision)
     if H.d1 > 0:
@@ -210,20 +167,9 @@ def logits_of(
 
 
 @triton.jit
-def weigh(
-    asked,
-    state,
-    logits,
-    v,
-    v_rows,
-    present,
-    live,
-    H: tl.constexpr,
-    TAIL: tl.constexpr,
-    MASK: tl.constexpr,
-):
+def weigh(asked, state, logits, v, v_rows, present, H: tl.constexpr, TAIL: tl.constexpr):
     """The state with what logits (M, S) and their values add to it. Arguments as in attend."""
-    q0, _, scale, _, e_first = asked
+    q0, _, scale, _ = asked
     acc0, acc1, top, total = state
     # Differences are scaled, not logits: in a fused multiply-add the product would be exact and the
     # maximum rounded, and above 2^31 the rounding alone overflows.
@@ -231,18 +177,12 @@ def weigh(
     p = tl.exp2(scaled(logits - highest[:, None], scale, H))
     rescale = tl.exp2(scaled(top - highest, scale, H))
     total = total * rescale + tl.sum(p, 1)
-    if H.safe:
-        v0 = widened(load_some(v, v_rows, present, e_first, H.e0, H.e, TAIL), q0)
-        p = p.to(v0.dtype)
-        acc0 = acc0 * rescale[:, None] + bad_values(p, v0, live, MASK)
-        acc0 = tl.dot(p, finite_values(v0), acc0, input_precision=H.precision)
-    else:
-        v0 = widened(load_rows(v, v_rows, present, 0, H.e0, H.e, TAIL), q0)
-        p = p.to(v0.dtype)
-        acc0 = tl.dot(p, v0, acc0 * rescale[:, None], input_precision=H.precision)
-        if H.e1 > 0:
-            v1 = widened(load_rows(v, v_rows, present, H.e0, H.e1, H.e, TAIL), q0)
-            acc1 = tl.dot(p, v1, acc1 * rescale[:, None], input_precision=H.precision)
+    v0 = widened(load_rows(v, v_rows, present, 0, H.e0, H.e, TAIL), q0)
+    p = p.to(v0.dtype)
+    acc0 = tl.dot(p, v0, acc0 * rescale[:, None], input_precision=H.precision)
+    if H.e1 > 0:
+        v1 = widened(load_rows(v, v_rows, present, H.e0, H.e1, H.e, TAIL), q0)
+        acc1 = tl.dot(p, v1, acc1 * rescale[:, None], input_precision=H.precision)
     return acc0, acc1, highest, total
 
 
@@ -255,11 +195,10 @@ def attend(
 
     In powers of two.
 
-    `present` (S) says which keys exist and is looked at if TAIL; `live`, (M, S) or what broadcasts
-    to it, which logits count, and is looked at if MASK. If H.safe, values that are not finite stay
-    away from queries that do not see them, and acc0 is of the H.e0 columns from `e_first` on."""
+    `present` (S) marks the keys to read, used if TAIL; `live`, broadcast to (M, S), marks the
+    logits that count, used if MASK."""
     logits = logits_of(asked, k, k_rows, present, live, H, TAIL, MASK)
-    return weigh(asked, state, logits, v, v_rows, present, live, H, TAIL, MASK)
+    return weigh(asked, state, logits, v, v_rows, present, H, TAIL)
 
 
 @triton.jit

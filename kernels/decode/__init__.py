@@ -33,14 +33,13 @@ def decode_attention(
 ) -> Decoded:
     """Causal attention of each sequence's last queries, split over keys (Flash-Decoding; Dao).
 
-    Query i of sequence b stands at row ends[b] - Q + i of its keys and sees the rows up to there.
+    Query i of sequence b has row ends[b] - Q + i of its keys and sees the rows up to it.
     One that sees no row gets zeros, a log-sum-exp of -inf (or its sink's logit), and adds nothing
     to the scores. No tensor is read on the host.
 
     Args:
-        q: (B, H, Q, D) queries, at most MAX_QUERIES; any number of all K keys where their scores
-            are summed and no other keyword but scale, softcap and backend is given (H2O's scores of
-            a prompt; H2O, section 4).
+        q: (B, H, Q, D) queries, at most MAX_QUERIES; with summed scores and no other keyword but
+            scale, softcap and backend, up to K (H2O's scores of a prompt; H2O, section 4).
         k: (B, G, K, D) keys; query head i reads KV head i // (H // G). With a block table (pages,
             page size, G, D). As in sparse_attention, keys and values may be float8.
         v: (B, G, K, E) values. With a block table (pages, page size, G, E). One that no query sees
@@ -54,12 +53,12 @@ def decode_attention(
         window: a query sees itself and the window - 1 rows before it; None is all of them.
         scale: factor on the logits; D ** -0.5 if None.
         softcap: logits become softcap * tanh(logits / softcap).
-        scores: "sum" gives each key its probabilities in all queries of a KV head's query heads,
-            added up (what H2O accumulates); "max" the largest of them (what OmniKV chooses by);
-            rows that nobody sees get 0.
+        scores: "sum" returns for each key the sum of its probabilities over all queries and
+            query heads of a KV head (accumulated by H2O), "max" the largest of them (used by
+            OmniKV's selection); rows that no query sees get 0.
         block_table: (B, n) int32: the page that holds rows i * page size and on; K is then n * page
             size. Entries from a sequence's end on are not read.
-        sinks: (H,) a learned logit of each query head that takes its share of every softmax and has
+        sinks: (H,) a learned logit of each query head that takes part in every softmax and has
             no value (gpt-oss). The log-sum-exp counts it, and so do the scores' probabilities.
         backend: "auto" takes the fastest that serves the call; a name takes that one or raises.
 

@@ -6,7 +6,7 @@
 // A task is some keys of one KV head with all query rows that read it, so that each row of K and V comes from memory
 // once. It leaves their maximum, sum and unnormalised output; whoever finishes the last split of a KV head combines
 // them in order (Flash-Decoding; Dao et al., 2023). Neither splits nor order depend on the number of threads. For
-// scores the probabilities are kept and multiplied in the end by what the other splits made of their share.
+// scores the probabilities are stored and in the end rescaled by the sums of all splits.
 //
 // Two engines read the rows as they lie, but those of 8 bits, which become the queries' dtype before: `Float` (compiler
 // vectors; any dtype becomes fp32) and `Dot` (AVX-512 bf16 dot products, pairs of adjacent head dims for K and of adjacent
@@ -299,11 +299,11 @@ struct Run {
   const float factor = call.how.factor();
   const Exp2<Engine::TERMS> exp2{factor};
   const float* const sinks = call.sinks ? call.sinks->template const_data_ptr<float>() : nullptr;
-  // In place of a row of V that must not be multiplied: a zero weight times NaN is NaN.
-  const std::vector<T> nothing = std::vector<T>(width, T(0));
+  // The values of places beyond the last key: no memory of others is multiplied, not even by 0.
+  const std::vector<T> zeros = std::vector<T>(width, T(0));
 
   std::vector<Head> heads;
-  // Keys of a split, splits of all heads, and of the one with the most.
+  // Keys of a split, splits of all heads, and of the head with the most.
   int64_t share = SPLIT, splits = 0, most = 0;
   // Of each split and query row: maximum, sum and output; with scores also the probabilities.
   std::unique_ptr<float[], Free> tops, totals, partial, kept;
@@ -346,7 +346,7 @@ struct Run {
     }
     share = std::clamp<int64_t>(round_up(keys / FEW_TASKS, QK_KEYS), SMALL_SPLIT, SPLIT);
     for (Head& head : heads) {
-      // A head that sees nothing still has one split, which says so.
+      // A head that sees nothing still has one split, which writes zeros.
       const int64_t needed = std::max<int64_t>((head.count + share - 1) / share, 1);
       head.split = splits;
       splits += needed, most = std::max(most, needed);
@@ -403,9 +403,9 @@ struct Run {
       k_rows[j] = ks.stored.row(k + (key - page_first) * ks.row, D, w.wide.get(), j);
       v_rows[j] = vs.stored.row(v + (key - page_first) * vs.row, E, w.wide.get() + SPLIT * D, j);
     }
-    // What is read beyond counts for nothing.
+    // Rows beyond the last key have no weight.
     std::fill(k_rows + n, k_rows + whole, k_rows[n - 1]);
-    std::fill(v_rows + n, v_rows + whole + AHEAD, nothing.data());
+    std::fill(v_rows + n, v_rows + whole + AHEAD, zeros.data());
   }
 
   void task(int64_t split, Scratch& w) {
@@ -420,7 +420,7 @@ struct Run {
       return;
     }
     rows_of(head, first, n, whole, w);
-    const T *const *k_rows = w.rows, **const v_rows = w.rows + whole;
+    const T *const *k_rows = w.rows, *const *v_rows = w.rows + whole;
     for (int r = 0; r < R; ++r) {
       elem* to = w.q.get() + r * inner;
       copy(qs.at(head.b, head.g * (R / Q) + r / Q, r % Q), D, to);
@@ -431,15 +431,10 @@ struct Run {
         qk<Engine, count.value>(w.q.get() + r * inner, inner, k_rows + j, D, w.s.get() + r * SPLIT + j);
       });
     }
-    // Places from the first on that each query sees, and those that all of them see.
-    std::vector<std::pair<int, int>> seen_by(Q);
-    int all_from = 0, all_to = n;
     for (int i = 0; i < Q; ++i) {
       const int64_t at = head.end - Q + i;
       const Range seen = places(head.b, head.g, range(INT64_MIN / 2, at + 1, at));
       const int from = std::clamp<int64_t>(seen.first - first, 0, n), to = std::clamp<int64_t>(seen.last - first, 0, n);
-      seen_by[i] = {from, to};
-      all_from = std::max(all_from, from), all_to = std::min(all_to, to);
       for (int r = i; r < R; r += Q) {
         float* s = w.s.get() + r * SPLIT;
         if (call.how.softcap > 0) cap(s, whole, call.how);
@@ -449,28 +444,11 @@ struct Run {
         softmax<Engine>(s, w.p.get() + r * SPLIT, keep, whole, exp2, tops_[r], totals_[r]);
       }
     }
-    for (int j = 0; j < n; ++j)
-      if ((j < all_from || j >= all_to) && !finite(v_rows[j], E)) {
-        add_bad(j, v_rows[j], seen_by, w.s.get(), tops_, o);
-        v_rows[j] = nothing.data();
-      }
     for (int j = 0; j < whole; j += PV_KEYS) {
       const int some = std::min(PV_KEYS, whole - j);
       blocks_of_rows(R, [&](int r, auto count) {
         pv<Engine, count.value>(w.p.get() + r * SPLIT + j, v_rows + j, some, E, o + r * width, width);
       });
-    }
-  }
-
-  // Adds a value that is not finite to the output of the queries that see it, and of no other.
-  void add_bad(int j, const T* value, const std::vector<std::pair<int, int>>& seen_by, const float* s,
-               const float* tops_, float* o) const {
-    for (int r = 0; r < R; ++r) {
-      if (j < seen_by[r % Q].first || j >= seen_by[r % Q].second) continue;
-      const float weight = std::exp2((s[r * SPLIT + j] - tops_[r]) * factor);
-      for (int e = 0; e < width; ++e)
-        if (const int column = Engine::columns(e / 4 * 4) + e % 4; column < E)
-          o[r * width + e] += weight * cast<float>(value[column]);
     }
   }
 

@@ -24,8 +24,8 @@ def engines(dtype: torch.dtype) -> list[str]:
     """Engines of this build for a dtype, fastest first: "dot" (AVX-512 bf16), "float"."""
     if reason := build.load():
         raise ValueError(reason)
-    found: list[str] = torch.ops.headwise.decode_engines(dtype)
-    return found
+    names: list[str] = torch.ops.headwise.decode_engines(dtype)
+    return names
 
 
 def run(call: DecodeCall, *, engine: str | None = None) -> Decoded:

@@ -59,8 +59,8 @@ class EvictCall:
                 "keys, values, scores and positions must be contiguous: they are written in place"
             )
         batch, _, room = scores.shape
-        each = {"rows": self.rows, "latest": self.latest, "queries": self.queries}
-        for name, numbers in each.items():
+        arguments = {"rows": self.rows, "latest": self.latest, "queries": self.queries}
+        for name, numbers in arguments.items():
             if numbers is not None and len(numbers) != batch:
                 raise ValueError(
                     f"{name} must be {batch} numbers, one for each sequence, got {len(numbers)}"

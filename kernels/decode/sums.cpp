@@ -24,7 +24,7 @@ namespace {
 
 using namespace headwise;
 
-// What a probability of 1 counts; 2^26 queries fit.
+// The integer of a probability of 1; 2^26 queries fit.
 constexpr float ONE = static_cast<float>(int64_t(1) << 36);
 // Keys of a walk.
 constexpr int LD = TILE * WALK;
@@ -42,7 +42,6 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Softmax 
   const float factor = how.factor();
   const Exp2<Engine::TERMS> exp2(factor);
 
-  std::vector<uint64_t> bad(B * G * tiles);  // of each panel, a bit for each value that is not finite
   const auto k_panels = allocate<elem>(B * G * tiles * k_size), v_panels = allocate<elem>(B * G * tiles * v_size);
   at::parallel_for(0, B * G * tiles, 8, [&](int64_t from, int64_t to) {
     const T *k_rows[TILE], *v_rows[TILE];
@@ -52,7 +51,7 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Softmax 
       for (int j = 0; j < have; ++j)
         k_rows[j] = ks.at(head / G, head % G, first + j), v_rows[j] = vs.at(head / G, head % G, first + j);
       pack_k<Engine>(k_rows, have, D, inner, k_panels.get() + panel * k_size);
-      bad[panel] = pack_v<Engine>(v_rows, have, E, width, v_panels.get() + panel * v_size);
+      pack_v<Engine>(v_rows, have, E, width, v_panels.get() + panel * v_size);
     }
   });
 
@@ -92,15 +91,6 @@ void run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, Softmax 
         w.tops[t0 / WALK * TILE + r] = top[r];
         if (rescale != 1.0f)
           for (int e = 0; e < width; e += LANES) store(o + e, load(o + e) * rescale);
-        for (int t = 0; t < step; ++t) {
-          // The query's own tile is the last, and it sees it up to itself.
-          uint64_t seen = bad[head * tiles + t0 + t] & (t0 + t == at ? bits(0, r + 1) : ~uint64_t(0));
-          for (; seen; seen &= seen - 1) {
-            const int j = __builtin_ctzll(seen);
-            const T* value = vs.at(b, h / group, (t0 + t) * TILE + j);
-            for (int e = 0; e < E; ++e) o[e] += s[t * TILE + j] * cast<float>(value[e]);
-          }
-        }
       }
       Engine::pv(w.p.get(), TILE, LD, values, step, width, w.o.get());
     }

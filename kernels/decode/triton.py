@@ -14,11 +14,11 @@ from kernels.attention import triton as attention
 from kernels.attention.triton_launch import (
     architecture,
     combine,
+    dtype_unsupported,
     multiprocessors,
     precision_of_float32,
     split,
     unavailable,
-    unread,
 )
 from kernels.call import (
     MAX_QUERIES,
@@ -30,8 +30,8 @@ from kernels.call import (
 )
 from kernels.copies import with_rows
 from kernels.patterns.dense import dense_index
-from kernels.registry import failure
-from kernels.triton_calls import KernelCall, given, run_calls, softmax_factors
+from kernels.registry import build_failure
+from kernels.triton_calls import KernelCall, or_placeholder, run_calls, softmax_factors
 
 _MODULE = f"{__package__}.triton_kernel"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -72,14 +72,14 @@ def supports(call: Operands) -> str | None:
     q = call.q
     v = call.v
     if q.shape[2] > MAX_QUERIES:
-        return attention.supports(call) or failure(*_sums_build(q))
+        return attention.supports(call) or build_failure(*_sums_build(q))
     if reason := unavailable(q.device):
         return reason
     if q.dtype not in _DTYPES:
         return f"it serves float32, float16 and bfloat16, not {q.dtype}"
     if (widest := max(q.shape[-1], v.shape[-1])) > _MAX_DIM:
         return f"it serves head dims up to {_MAX_DIM}, not {widest}"
-    return unread(call.k) or derivative_wanted(call) or failure(*_build(q, v))
+    return dtype_unsupported(call.k) or derivative_wanted(call) or build_failure(*_build(q, v))
 
 
 def _build(q: Tensor, v: Tensor) -> tuple[object, ...]:
@@ -87,16 +87,16 @@ def _build(q: Tensor, v: Tensor) -> tuple[object, ...]:
     return "decode", str(q.device), q.dtype, v.dtype, q.shape[-1], v.shape[-1]
 
 
-def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
+def select_build(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
     """The build for an architecture, the larger padded head dim and the query rows of a KV head.
 
-    Untimed: about 48 KiB of keys and values under way, so that two programs or more fit a
-    multiprocessor and together ask for what its share of the memory's bandwidth takes to arrive;
-    query rows as many as the registers hold."""
-    most = 64
+    Untimed: about 48 KiB of keys and values in flight, so that two programs or more fit a
+    multiprocessor and together saturate its part of the memory's bandwidth; as many query rows as
+    the registers hold."""
+    limit = 64
     if dim > 128:
-        most = 32
-    rows = min(max(16, _power_of_two(rows)), most)
+        limit = 32
+    rows = min(max(16, _power_of_two(rows)), limit)
     warps = 4
     if rows > 32:
         warps = 8
@@ -115,10 +115,10 @@ def choose(target: str, *, dim: int, itemsize: int, rows: int) -> Build:
     return Build(rows=rows, keys=keys, warps=warps, stages=3)
 
 
-def resident(build: Build, *, dim: int, tokens: bool, paged: bool) -> int:
-    """Programs of a build given to a multiprocessor: as many as it holds, so that none is last.
+def occupancy(build: Build, *, dim: int, tokens: bool, paged: bool) -> int:
+    """Programs of a build per multiprocessor: as many as fit, so that there is one wave.
 
-    What is looked up for each key takes registers. Two have enough under way to ask for all of the
+    Look-ups for each key take registers. Two programs have enough loads in flight to use all of the
     memory's bandwidth."""
     if build.warps > 4 or dim > 128:
         return 2
@@ -135,9 +135,9 @@ def run(call: DecodeCall, *, splits: int | None = None) -> Decoded:
 
 
 def prepare(call: DecodeCall, *, splits: int | None = None) -> tuple[list[KernelCall], Decoded]:
-    """The launches that serve a call, and what they write.
+    """The launches that serve a call, and the results that they write.
 
-    `splits` takes another number of splits than the device's."""
+    `splits` replaces the number of splits that suits the device."""
     tokens = call.tokens
     starts = call.starts
     ends = call.ends
@@ -169,12 +169,12 @@ def prepare(call: DecodeCall, *, splits: int | None = None) -> tuple[list[Kernel
     rows = num_heads // num_kv_heads * q_len
     block_d, block_e = (max(16, _power_of_two(x)) for x in (dim, v_dim))
     target = architecture(q.device)
-    build = choose(target, dim=max(block_d, block_e), itemsize=q.element_size(), rows=rows)
+    build = select_build(target, dim=max(block_d, block_e), itemsize=q.element_size(), rows=rows)
     programs = batch * num_kv_heads * -(-rows // build.rows)
     seen = places
     if window is not None and tokens is None:
         seen = min(places, window + q_len - 1)
-    held = resident(build, dim=max(block_d, block_e), tokens=tokens is not None, paged=paged)
+    held = occupancy(build, dim=max(block_d, block_e), tokens=tokens is not None, paged=paged)
     at_once = held * multiprocessors(q.device)
     splits = splits or max(1, min(at_once // programs, seen // _FEWEST_KEYS, _MOST_SPLITS))
 
@@ -194,9 +194,9 @@ def prepare(call: DecodeCall, *, splits: int | None = None) -> tuple[list[Kernel
     else:
         mass = empty(*heads, places)
     if mass is None:
-        kept = totals
+        logits = totals
     else:
-        kept = empty(*heads, rows, places)
+        logits = empty(*heads, rows, places)
 
     listed = lse
     tokens_batch = 0
@@ -207,7 +207,7 @@ def prepare(call: DecodeCall, *, splits: int | None = None) -> tuple[list[Kernel
         listed = with_rows(tokens)
         tokens_batch = listed.stride(0)
         tokens_head = listed.stride(1)
-    bounds = {"starts": given(starts, lse), "ends": given(ends, lse)}
+    bounds = {"starts": or_placeholder(starts, lse), "ends": or_placeholder(ends, lse)}
     sizes = {
         "num_kv_heads": num_kv_heads, "rows": rows, "q_len": q_len, "k_len": k_len,
         "places": places,
@@ -228,8 +228,8 @@ def prepare(call: DecodeCall, *, splits: int | None = None) -> tuple[list[Kernel
         grid=(programs, splits),
         arguments={
             "q": q, "k": k, "v": v, "tokens": listed, **bounds,
-            "pages": given(block_table, lse),
-            "tops": tops, "totals": totals, "partial": partial, "kept": kept,
+            "pages": or_placeholder(block_table, lse),
+            "tops": tops, "totals": totals, "partial": partial, "kept": logits,
             **softmax_factors(call.factor, softcap), **strides, **sizes, "splits": splits,
             "tokens_batch": tokens_batch,
             "tokens_head": tokens_head,
@@ -290,7 +290,7 @@ def prepare_sums(
     if q.element_size() == 4:
         widest = 128
     d0, d1 = split(dim, widest)
-    build = choose_sums(target, dim=d0 + d1, itemsize=q.element_size())
+    build = select_sums_build(target, dim=d0 + d1, itemsize=q.element_size())
     scores = torch.empty(batch, num_kv_heads, k_len, dtype=torch.float32, device=q.device)
     strides = {
         f"{name}_{axis}": tensor.stride(i)
@@ -318,7 +318,7 @@ def prepare_sums(
     return call, scores
 
 
-def choose_sums(target: str, *, dim: int, itemsize: int) -> SumsBuild:
+def select_sums_build(target: str, *, dim: int, itemsize: int) -> SumsBuild:
     """The build of column_sums_kernel for an architecture and the padded head dim.
 
     Untimed: keys stay in shared memory and queries come by, as many bytes of both as let two

@@ -15,10 +15,7 @@ import triton.language as tl
 from kernels.attention.triton_step import (
     LOG2E,
     LOWEST,
-    bad_values,
-    finite_values,
     load_rows,
-    load_some,
     widened,
 )
 
@@ -53,24 +50,21 @@ def _bounds(
 def _keys(
     queries, k, v, tokens, pages, kept, scale, softcap, row, alive, position, first, end, begin,
     stop, window,
-    k_batch, k_row, v_batch, v_row, e_first,
+    k_batch, k_row, v_batch, v_row,
     D: tl.constexpr, BLOCK_D: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr, SAFE: tl.constexpr,
+    TOKENS: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Unnormalised output, maximum and sum over the places begin ... stop.
-
-    Of the columns from e_first on. SAFE keeps values that are not finite from queries that do not
-    see them."""
+    """Unnormalised output, maximum and sum over the places begin ... stop."""
     at_d = tl.arange(0, BLOCK_D)
     acc = tl.zeros([ROWS, BLOCK_E], tl.float32)
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
 
-    # Two loads give the address of a key that is chosen or paged: they need two stages more to be
-    # as far ahead.
+    # The address of a selected or paged key takes two loads, which need two stages more to be as
+    # far ahead.
     for start in tl.range(
         begin, stop, KEYS, num_stages=STAGES if PAGE == 0 and not TOKENS else STAGES + 2
     ):
@@ -114,13 +108,8 @@ def _keys(
         rescale = tl.exp2(top - highest)
         total = total * rescale + tl.sum(p, 1)
         top = highest
-        values = widened(load_some(v, v_rows, present, e_first, BLOCK_E, E, True), queries)
-        p = p.to(values.dtype)
-        acc = acc * rescale[:, None]
-        if SAFE:
-            acc += bad_values(p, values, live, True)
-            values = finite_values(values)
-        acc = tl.dot(p, values, acc, input_precision=PRECISION)
+        values = widened(load_rows(v, v_rows, present, 0, BLOCK_E, E, True), queries)
+        acc = tl.dot(p.to(values.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
     return acc, top, total
 
 
@@ -186,9 +175,8 @@ def split_kernel(
     acc, top, total = _keys(
         queries, k, v, tokens, pages, kept, scale, softcap, row, alive, position, first, end,
         begin, stop, window,
-        k_batch, k_row, v_batch, v_row, 0,
+        k_batch, k_row, v_batch, v_row,
         D, BLOCK_D, E, BLOCK_E, ROWS, KEYS, STAGES, PAGE, SOFTCAP, PRECISION, TOKENS, WINDOW, KEEP,
-        False,
     )  # fmt: skip
     to = (kv * splits + split) * rows + row
     tl.store(tops + to, top, mask=alive)
@@ -196,23 +184,6 @@ def split_kernel(
     tl.store(
         partial + to[:, None] * E + at_e[None, :], acc, mask=alive[:, None] & (at_e < E)[None, :]
     )
-    # A zero weight times a value that is NaN or infinite is NaN: where one shows everything is done
-    # again with care, a few keys and columns at a time so as to take no more registers.
-    if tl.max(tl.max((acc != acc).to(tl.int32), 1), 0) != 0:
-        for e_first in range(0, E, 16):
-            again, _, _ = _keys(
-                queries, k, v, tokens, pages, kept, scale, softcap, row, alive, position, first,
-                end, begin, stop,
-                window, k_batch, k_row, v_batch, v_row, e_first,
-                D, BLOCK_D, E, 16, ROWS, 16, 1, PAGE, SOFTCAP, PRECISION, TOKENS, WINDOW, False,
-                True,
-            )  # fmt: skip
-            e = e_first + tl.arange(0, 16)
-            tl.store(
-                partial + to[:, None] * E + e[None, :],
-                again,
-                mask=alive[:, None] & (e < E)[None, :],
-            )
 
 
 @triton.jit(do_not_specialize=["rows", "q_len", "k_len", "places", "window"])

@@ -27,7 +27,7 @@ def attention_gradients(
     skip_below: float = 0.0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a loss by q, k and v of dense causal attention, from its gradient by the output.
+    """Return the gradients of a loss by q, k and v of dense causal attention.
 
     No Q x K matrix is made (FlashAttention-2, Algorithm 2; Dao, 2023). The same bits in every run
     and for any number of threads.
@@ -36,17 +36,18 @@ def attention_gradients(
         q: (B, H, Q, D) queries, the last Q of the K positions.
         k: (B, G, K, D) keys; query head i reads KV head i // (H // G).
         v: (B, G, K, E) values.
-        out: (B, H, Q, E) what attention put out.
-        lse: (B, H, Q) natural log-sum-exp of each query's logits, as
-            kernels.attention.sparse_attention returns it.
+        out: (B, H, Q, E) attention's output.
+        lse: (B, H, Q) natural log-sum-exp of each query's logits, as kernels.attention.attend
+            returns it. With learned sinks it includes theirs, and so does `out`.
         grad_out: (B, H, Q, E) gradient of the loss by `out`.
         scale: factor on the logits; D ** -0.5 if None.
         softcap: logits become softcap * tanh(logits / softcap).
         window: a query sees itself and the window - 1 keys before it; None is all of them.
-        skip_below: leave out tiles of 64 x 64 positions in which no probability reaches this, as if
-            they were 0.
-        backend: "cpu" is native code, "reference" torch on any device; "auto" takes the first that
-            serves the call.
+        skip_below: tiles of 64 x 64 positions in which no probability reaches this may be left out,
+            as if they were 0: "cpu" and "reference" do, "flash" computes them.
+        backend: "cpu" is native code, "flash" torch's FlashAttention on a GPU or a CPU (no
+            soft-cap, no window, as many queries as keys), "reference" torch on any device; "auto"
+            takes the first that serves the call.
 
     Returns:
         dq, dk, dv with the shapes and dtypes of q, k and v.

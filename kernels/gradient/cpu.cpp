@@ -4,7 +4,7 @@
 //
 // FlashAttention-2, Algorithm 2 (Dao, 2023): the probabilities of a tile are computed again from the log-sum-exp, and
 // each tile of keys (64) meets each tile of queries (64) once. A tile of scores is held transposed, a row for each key:
-// its rows are then what the products for dk and dv read, and a row's lanes are queries, as log-sum-exps are.
+// the products for dk and dv read its rows as they are, and a row's lanes are queries, as log-sum-exps are.
 //
 // A task is a strip of query tiles of one head against a strip of key tiles. Tasks of one query strip add to the same
 // dq, tasks of one key strip to the same dk and dv. Each waits for those before it in a list that depends on the shapes
@@ -133,7 +133,7 @@ void softmax_gradient(const float* s, const float* dp, const float* lse, const f
   const float factor = how.factor(), cap = CAPPED ? 1.0f / how.softcap : 0.0f;
   const Exp2<Engine::TERMS> exp2{factor};
   for (int c = 0; c < TILE; c += 2 * LANES) {
-    // In the scores' own unit: differences are scaled, not what they are taken from.
+    // In the unit of the scores: differences are scaled, not their operands.
     const vf shift[2] = {load(lse + c) / factor, load(lse + c + LANES) / factor};
     const vf mean[2] = {load(delta + c), load(delta + c + LANES)};
     for (int j = 0; j < TILE; j += 2) {
@@ -236,7 +236,7 @@ struct Units {
       const bool there = 0 <= i && i < n.Q;
       q[r] = there ? tensors.q.at(b, h, i) : nothing;
       o[r] = there ? tensors.grad_out.at(b, h, i) : nothing;
-      // A query that does not exist gives every key the probability 0.
+      // For a query that does not exist every probability is 0.
       lse[at + r] = there ? tensors.lse.template const_data_ptr<float>()[(b * G * group + h) * n.Q + i] * LOG2E : -NEG_INF;
       delta[at + r] = there ? product(tensors.out.at(b, h, i), o[r], E) : 0.0f;
     }
@@ -396,7 +396,7 @@ template <class Engine, class T>
 void run(const Tensors<T>& tensors, at::IntArrayRef sizes, Options how) {
   const int64_t B = sizes[0], H = sizes[1], G = sizes[2], D = sizes[5], E = sizes[6];
   const Lengths n{sizes[3], sizes[4]};
-  // As many KV heads at once as keep every thread busy: what is kept of them is several times their queries.
+  // As many KV heads at once as keep every thread busy: their scratch memory is several times their queries.
   const int64_t together = std::max<int64_t>(n.strips() / 2, 1);
   const int64_t most = std::clamp<int64_t>((2 * at::get_num_threads() + together - 1) / together, 1, B * G);
   Units<Engine, T> units(tensors, n, how, H, G, D, E, most);

@@ -16,7 +16,7 @@ from kernels.native import build
 
 def supports(call: GradientCall) -> str | None:
     """The reason why this backend cannot serve the call; None where it can."""
-    return attention.unread(call.q.device, call.q.dtype) or build.load()
+    return attention.unsupported(call.q.device, call.q.dtype) or build.load()
 
 
 def run(call: GradientCall, *, engine: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,8 +26,7 @@ def run(call: GradientCall, *, engine: str | None = None) -> tuple[Tensor, Tenso
     the engine "float"."""
     tensors = (call.q, call.k, call.v, call.out, call.grad_out)
     q, k, v, out, grad_out = (with_rows(x.detach()) for x in tensors)
-    # Laid out as what they are the gradients of, as autograd likes it; each has a place of its own
-    # in memory.
+    # In the layout of the inputs, as autograd prefers; without overlaps.
     dq, dk, dv = (_like(x) for x in (q, k, v))
     torch.ops.headwise.attention_gradients(
         *(q, k, v, out, call.lse.detach().contiguous(), grad_out),
@@ -38,7 +37,7 @@ def run(call: GradientCall, *, engine: str | None = None) -> tuple[Tensor, Tenso
 
 
 def _like(x: Tensor) -> Tensor:
-    made = torch.empty_like(x)
-    if made.stride(-1) == 1:
-        return made
+    gradient = torch.empty_like(x)
+    if gradient.stride(-1) == 1:
+        return gradient
     return torch.empty_like(x, memory_format=torch.contiguous_format)

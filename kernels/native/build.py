@@ -69,10 +69,10 @@ def load() -> str | None:
 
     A library that the wheel brought for this processor is taken, unless CXX asks for a compiler.
     Else it is compiled, which is tried once a process, and done once by all processes of a machine
-    that start together: they wait for the first. It is compiled beside its place and renamed into
-    it, so that an interrupted build does no harm. One that is there and does not load (cut off, or
-    of another machine that shares the folder) is compiled again. The folder must be the user's own
-    and nobody else may write to it. HEADWISE_CACHE moves the cache folder, CXX names another
+    that start together: they wait for the first. It is compiled in a temporary folder and renamed,
+    so that an interrupted build does no harm. A library that does not load (cut off, or of another
+    machine that shares the folder) is compiled again. The folder must belong to the user, and
+    nobody else may write to it. HEADWISE_CACHE moves the cache folder, CXX names another
     compiler."""
     # Threads that come first together would compile and load two, and torch takes operators of a
     # name only once.
@@ -102,10 +102,10 @@ def _load() -> str | None:
         if library.exists() and _why_not_loaded(library) is None:
             return None
         with _lock(library):
-            found = library.exists()
+            exists = library.exists()
             # Another process may have compiled it in the meantime.
-            if not found or _why_not_loaded(library) is not None:
-                if found:
+            if not exists or _why_not_loaded(library) is not None:
+                if exists:
                     _log.warning("the compiled CPU kernels do not load: compiling them again")
                 _log.info("compiling the CPU kernels, once for this machine")
                 compile_library(compiler, library)
@@ -160,15 +160,15 @@ def _make_private(library: Path) -> str | None:
     ):
         if path is library and not library.exists():
             continue
-        found = path.stat()
+        status = path.stat()
         # Nobody needs to be kept from what root could do anyway; but the folder has to be written
         # to.
-        if found.st_uid != user and (found.st_uid != 0 or path is folder):
-            return f"{path} belongs to user {found.st_uid}, not to {user}"
-        # In a folder such as /tmp nobody can rename what is another's.
-        shared = path is root and found.st_mode & stat.S_ISVTX
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not shared:
-            return f"others can write to {path} (mode {found.st_mode & 0o777:03o}): {remedy}"
+        if status.st_uid != user and (status.st_uid != 0 or path is folder):
+            return f"{path} belongs to user {status.st_uid}, not to {user}"
+        # In a folder such as /tmp nobody can rename the files of other users.
+        shared = path is root and status.st_mode & stat.S_ISVTX
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not shared:
+            return f"others can write to {path} (mode {status.st_mode & 0o777:03o}): {remedy}"
     if folder.stat().st_mode & 0o077:
         folder.chmod(0o700)
     return None
@@ -204,15 +204,15 @@ def cache_folder() -> Path:
 
 def find_compiler() -> list[str] | str:
     """The compiler's command (CXX, c++ or g++), or why there is none."""
-    if chosen := os.environ.get("CXX"):
-        command = shlex.split(chosen)
+    if name := os.environ.get("CXX"):
+        command = shlex.split(name)
         if command and shutil.which(command[0]):
             return command
-        return f"no C++ compiler found: CXX is {chosen!r}"
-    found = shutil.which("c++") or shutil.which("g++")
-    if found is None:
+        return f"no C++ compiler found: CXX is {name!r}"
+    path = shutil.which("c++") or shutil.which("g++")
+    if path is None:
         return "no C++ compiler found (install g++, or set CXX)"
-    return [found]
+    return [path]
 
 
 def _first_error(message: str) -> str:

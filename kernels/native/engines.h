@@ -303,15 +303,12 @@ void pack_k(const T* const* rows, int have, int dim, int inner, typename Engine:
     }
 }
 
-// Panel of `have` values, zero up to 64: element (j, e), pairs of j together. Values that are not finite are left out, as
-// zeros, and their bit is set in what is returned: a zero weight times NaN is NaN, so each is added where it is seen.
+// Panel of `have` values, zero up to 64: element (j, e), pairs of j together.
 template <class Engine, class T>
-uint64_t pack_v(const T* const* rows, int have, int dim, int width, typename Engine::elem* __restrict to) {
+void pack_v(const T* const* rows, int have, int dim, int width, typename Engine::elem* __restrict to) {
   using elem = typename Engine::elem;
   constexpr int P = Engine::PAIR;
   if (have < TILE || dim < width) std::fill(to, to + width * TILE, elem(0));
-  uint64_t bad = 0;
-  for (int j = 0; j < have; ++j) bad |= uint64_t(!finite(rows[j], dim)) << j;
   constexpr int RUN = Engine::RUN;
   for (int j = 0; j < have; j += P)
     for (int64_t first = 0; first < dim; first += RUN) {
@@ -324,21 +321,6 @@ uint64_t pack_v(const T* const* rows, int have, int dim, int width, typename Eng
         for (int e = 0; e < n; ++e) at[e * P] = cast<elem>(rows[j][first + e]);
       }
     }
-  for (uint64_t left = bad; left; left &= left - 1) {
-    const int j = __builtin_ctzll(left);
-    for (int e = 0; e < dim; ++e) to[Engine::place(TILE, width, j, e)] = elem(0);
-  }
-  return bad;
-}
-
-// Adds to the output of a query, with their weights, the values that pack_v left out and the query sees.
-template <class T>
-inline void add_bad(uint64_t seen, const T* const* rows, const float* s, float top, float factor, int dim, float* o) {
-  for (; seen; seen &= seen - 1) {
-    const int j = __builtin_ctzll(seen);
-    const float weight = std::exp2((s[j] - top) * factor);
-    for (int e = 0; e < dim; ++e) o[e] += weight * cast<float>(rows[j][e]);
-  }
 }
 
 // ---- softmax ----
@@ -354,11 +336,11 @@ inline float largest(const float* s, int n) {
   return maximum(larger(even, odd));
 }
 
-// How far, as a power of two, scores may rise above the one that a row's weights are relative to. Only beyond it what was
-// added up is rescaled, which for most rows is never: their first keys set the scale (FlashAttention-4).
+// How far, as a power of two, scores may rise above the reference of a row's weights. Only beyond it the sums are
+// rescaled, which for most rows is never: their first keys set the scale (FlashAttention-4).
 constexpr float SLACK = 8.0f;
 
-// Makes weights relative to the highest score where that is far above `top`; returns the factor of what was added up.
+// Makes weights relative to the highest score where that is far above `top`; returns the factor of the sums so far.
 inline float rebase(float highest, float factor, float& top) {
   if (highest <= top + SLACK / factor) return 1.0f;
   const float before = top;

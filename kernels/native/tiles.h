@@ -1,7 +1,7 @@
 // The tile unit of AMX: eight registers of 16 rows of 64 bytes, and products of pairs of bf16 that are added up in fp32.
 //
 // A library for processors with AVX-512 bf16 holds this code, too, and `tiles::fault` says whether the processor at hand
-// and its operating system have what it needs. With -DHEADWISE_EMULATE_TILES the instructions are emulated, bit by bit, for
+// and its operating system support them. With -DHEADWISE_EMULATE_TILES the instructions are emulated, bit by bit, for
 // tests on processors that have none: CXX="c++ -DHEADWISE_EMULATE_TILES".
 #pragma once
 
@@ -73,7 +73,7 @@ void store(void* to, int64_t stride) {
 }
 
 // TDPBF16PS as Intel's manual has it: the first and the second of each pair are added up apart, each by a fused
-// multiply-add from zero on, then to each other, then to what was there. Rounding is to nearest even.
+// multiply-add from zero on, then to each other, then to the accumulator. Rounding is to nearest even.
 [[gnu::noinline]] inline void multiply(float (*c)[16], const uint32_t (*a)[16], const uint32_t (*b)[16]) {
   const __m512i high = _mm512_set1_epi32(0xffff0000);
   for (int row = 0; row < 16; ++row) {

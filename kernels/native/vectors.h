@@ -1,4 +1,4 @@
-// What the native kernels share: vectors of the widest kind this processor has, conversions, memory, and soft-capping.
+// Shared by the native kernels: vectors of the widest kind of this processor, conversions, memory, and soft-capping.
 //
 // Every source is compiled with the same flags (build.py), so that these types mean the same in all of them.
 #pragma once
@@ -159,24 +159,6 @@ inline at::BFloat16 cast(float x) {
   return at::BFloat16(bits >> 16, at::BFloat16::from_bits());
 }
 
-// Whether all numbers of a row are finite.
-inline bool finite(const float* row, int dim) {
-  uint32_t bad = 0;
-  for (int e = 0; e < dim; ++e) {
-    uint32_t word;
-    std::memcpy(&word, row + e, sizeof word);
-    bad |= (word & 0x7f800000u) == 0x7f800000u;
-  }
-  return !bad;
-}
-template <class T>
-inline bool finite(const T* row, int dim) {
-  constexpr uint16_t exponent = std::is_same_v<T, at::Half> ? 0x7c00 : 0x7f80;
-  uint16_t bad = 0;
-  for (int e = 0; e < dim; ++e) bad |= static_cast<uint16_t>((row[e].x & exponent) == exponent);
-  return !bad;
-}
-
 inline int round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 template <class To, class From>
@@ -200,7 +182,7 @@ inline void on_huge_pages(void* p, size_t bytes) {
 }
 
 // Memory of calls that are over, for the next: a layer's panels are as large as those of the layer before, and pages
-// that the system clears anew for each cost a twelfth of a sparse prefill. No more than MOST bytes wait.
+// that the system clears for each cost a twelfth of a sparse prefill. No more than MOST bytes wait.
 class Pool {
  public:
   static constexpr size_t MOST = size_t(64) << 20;
@@ -210,7 +192,7 @@ class Pool {
     static Pool* const pool = new Pool;
     return *pool;
   }
-  // At least so many bytes; `bytes` becomes how many.
+  // At least `bytes` bytes; `bytes` becomes the actual number.
   void* take(size_t& bytes) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -292,12 +274,12 @@ struct Stored {
 
 struct Softmax {
   float scale, softcap;
-  // Factor from what the score buffer holds to logits, and to powers of two.
+  // Factor from numbers of the score buffer to logits, and to powers of two.
   float to_logit() const { return softcap > 0 ? 1.0f : scale; }
   float factor() const { return to_logit() * LOG2E; }
 };
 
-// What a sink's logit makes of attention with this log-sum-exp: the share that is left, and the new log-sum-exp.
+// Attention with a sink's logit: the factor of the output, and the log-sum-exp.
 struct WithSink {
   float share, lse;
   WithSink(float sink, float before) {

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.checks import check_groups, check_query_length, check_tensors
 from kernels.copies import on_device
 from kernels.index import TILE, SparseIndex, num_tiles, with_dense_tail
-from kernels.joining import cat_heads, cat_sequences
+from kernels.joining import concat_heads, concat_sequences
 from kernels.patterns.a_shape import AShape
 from kernels.patterns.base import NOT_SIZES, Builder, Inputs, Pattern
 from kernels.patterns.block_sparse import BlockSparse
@@ -54,10 +54,12 @@ def make(kind: str, **sizes: Any) -> Pattern:
     """
     if kind not in KINDS:
         raise ValueError(f"unknown pattern kind {kind!r}; known: {', '.join(KINDS)}")
-    known = {field.name: field.default is MISSING for field in fields(KINDS[kind])}
-    if unknown := sorted(set(sizes) - set(known)):
-        raise ValueError(f"{kind} has no size {unknown[0]!r}; it has: {', '.join(known) or 'none'}")
-    if missing := [name for name, needed in known.items() if needed and name not in sizes]:
+    needed = {field.name: field.default is MISSING for field in fields(KINDS[kind])}
+    if unknown := sorted(set(sizes) - set(needed)):
+        raise ValueError(
+            f"{kind} has no size {unknown[0]!r}; it has: {', '.join(needed) or 'none'}"
+        )
+    if missing := [name for name, need in needed.items() if need and name not in sizes]:
         raise ValueError(f"{kind} needs a size {missing[0]!r}")
     return KINDS[kind](**sizes)
 
@@ -95,7 +97,7 @@ class LayerPlan:
         Args:
             patterns: in the order of the query heads.
             num_kv_heads: KV heads that they read.
-            dense_tail: the last so many queries of a call see every key in any case.
+            dense_tail: number of last queries of a call that see every key in any case.
             length: number of keys that the sizes are for; on more keys they grow in proportion.
                 None: they stay as they are.
 
@@ -125,11 +127,11 @@ class LayerPlan:
     def at(self, k_len: int) -> LayerPlan:
         """The plan with its patterns' sizes on `k_len` keys; itself where nothing grows.
 
-        Lengths count in whole tiles: a cache that grows does not plan anew for every token."""
+        Lengths count in whole tiles: a cache that grows does not plan again for every token."""
         tiles = num_tiles(k_len)
         if self.length is None or tiles <= num_tiles(self.length):
             return self
-        # Several requests may be served at once, each with a length of its own.
+        # Several requests of different lengths may be served at once.
         with _growing:
             # Taken out and put back, so that the one not asked for longest is the first.
             plan = self._lengths.pop(tiles, None)
@@ -163,8 +165,8 @@ class LayerPlan:
     ) -> SparseIndex:
         """The index of all heads for queries (B, H, Q, D), the last Q of the K positions.
 
-        Sizes that grow are those for K keys, or for each sequence's own number of them: what a
-        sequence gets does not depend on the others of its batch.
+        Growing sizes are those for K keys, or for the number of keys of each sequence: a sequence's
+        index does not depend on the rest of its batch.
 
         Args:
             q, k: queries and keys; with `ragged` each of its sequences has its queries last. With a
@@ -210,7 +212,7 @@ class LayerPlan:
                 queries = q[row : row + 1, :, q_start : q_start + q_len]
                 some = of_sequence(keys, s, row, k_start, length)
                 parts.append(self.at(length)._build(queries, some, scale, window))
-            index = cat_sequences(parts, ragged)
+            index = concat_sequences(parts, ragged)
         return with_dense_tail(index.changed(window=window), self.dense_tail)
 
     def _build(self, q: Tensor, k: Keys, scale: float, window: int | None) -> SparseIndex:
@@ -219,7 +221,7 @@ class LayerPlan:
             self.dense_tail
             and max(k.shape[2] - self.dense_tail, 0) // TILE <= (k.shape[2] - q.shape[2]) // TILE
         ):
-            # Every row is one of the tail: there is nothing to choose.
+            # Every row is one of the tail: there is nothing to select.
             return dense_index(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.device)
         order: list[int] = []
         parts = []
@@ -228,6 +230,6 @@ class LayerPlan:
             build = cls.prepare(patterns, Inputs(heads, q, k, scale, window))
             parts.append(build(patterns))
             order += heads
-        # Where each head stands in the concatenation of the parts.
+        # The place of each head in the concatenation of the parts.
         place = sorted(range(len(order)), key=order.__getitem__)
-        return cat_heads(parts, on_device(tuple(place), q.device), place)
+        return concat_heads(parts, on_device(tuple(place), q.device), place)

@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from kernels.copies import Copy, kept
+from kernels.copies import DeviceConstant, sized_cache
 from kernels.index import PAD, TILE, SparseIndex, no_lists, num_rows, num_tiles
 from kernels.patterns.base import Builder, Inputs, Pattern
 
@@ -55,18 +55,18 @@ class AShape(Pattern):
         return build
 
 
-@kept(lambda made: sum(copy.nbytes for copy in made), 1 << 26)
+@sized_cache(lambda copies: sum(copy.nbytes for copy in copies), 1 << 26)
 def _entries(
     patterns: tuple[AShape, ...], batch: int, k_len: int, device: torch.device
-) -> tuple[Copy, Copy]:
+) -> tuple[DeviceConstant, DeviceConstant]:
     """Diagonals and columns (B, h, any width), made once for each length; not to be written to."""
     tiles_before = num_tiles(k_len) - 1
     with torch.inference_mode(False):
         diagonals = _counted([min(num_tiles(p.window - 1), tiles_before) + 1 for p in patterns])
         columns = _counted([min(max(p.sink, TILE), k_len) for p in patterns])
         return (
-            Copy.of(diagonals.expand(batch, -1, -1).contiguous(), device),
-            Copy.of(columns.expand(batch, -1, -1).contiguous(), device),
+            DeviceConstant.of(diagonals.expand(batch, -1, -1).contiguous(), device),
+            DeviceConstant.of(columns.expand(batch, -1, -1).contiguous(), device),
         )
 
 

@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
         k: (B, G, K, D) keys, or pages that hold them; query head i reads KV head i // (H // G).
         scale: factor on the logits.
         window: in a sliding layer, how many keys a query sees, itself included: nothing is chosen
-            for what lies beyond. The index may name it all the same; it has a window of its own.
+            for what lies beyond. The index may name it all the same; it has a window, too.
     """
 
     heads: Sequence[int]
@@ -67,7 +67,7 @@ class Pattern:
     """Base of all patterns: fields are positive integers, in tokens unless a pattern says not.
 
     A field of another type has its rule in its metadata, as "fault": a function from the value to
-    what is wrong with it, or None.
+    the fault, or None.
 
     Attributes:
         growing: the sizes that grow in proportion to the number of keys, on more keys than the

@@ -16,11 +16,11 @@ from kernels import registry
 from kernels.copies import on_device
 from kernels.index import PAD, TILE, SparseIndex, empty_entries, num_tiles
 from kernels.patterns.base import SHARE, Builder, Inputs, Pattern
-from kernels.patterns.choose import best_places, offsets_of, put
 from kernels.patterns.paged import Keys, of_heads, part
+from kernels.topk import csr_offsets, scatter_rows, top_k_indices
 
-# Bytes of fp32 numbers held at once: on a GPU little beside 1M tokens, on a CPU what stays near its
-# cores.
+# Bytes of fp32 numbers held at once: on a GPU little compared with 1M tokens, on a CPU the size of
+# its caches.
 _SCRATCH_BYTES = {"cpu": 1 << 22}
 _SCRATCH_BYTES_ELSEWHERE = 1 << 28
 
@@ -29,10 +29,10 @@ _SCRATCH_BYTES_ELSEWHERE = 1 << 28
 class BlockSparse(Pattern):
     """For each query tile the `blocks` key tiles of the largest product of mean query and key.
 
-    With a `coverage`, only the smallest set of tiles that holds this share of the attention between
-    the means, still at most `blocks` (FlexPrefill, Lai 2025, Algorithm 4; XAttention, Xu 2025,
-    section 2.2). The query's own tile and the first tile are always among them, so that 1 and 2
-    blocks are the same."""
+    With a `coverage`, only the smallest set of tiles that holds this fraction of the attention
+    between the means, still at most `blocks` (FlexPrefill, Lai 2025, Algorithm 4; XAttention, Xu
+    2025, section 2.2). The query's own tile and the first tile are always among them, so that 1 and
+    2 blocks are the same."""
 
     kind: ClassVar[str] = "block_sparse"
     growing: ClassVar[tuple[str, ...]] = ("blocks",)
@@ -77,8 +77,8 @@ def select(
     else:
         reach = min(num_tiles(window - 1), n - 1)
     # The own tile is not listed.
-    most = tuple(min(max(p.blocks, 2) - 1, reach) for p in patterns)
-    offsets, total = offsets_of(most, batch, rows, first, device)
+    widths = tuple(min(max(p.blocks, 2) - 1, reach) for p in patterns)
+    offsets, total = csr_offsets(widths, batch, rows, first, device)
     tiles: Tensor = registry.run(
         "tiles",
         TilesCall(
@@ -95,7 +95,7 @@ def select(
         backend,
     )
     return SparseIndex.built(
-        widths=tuple((1, width, 0) for width in most),
+        widths=tuple((1, width, 0) for width in widths),
         q_len=q_len,
         k_len=k_len,
         diagonals=torch.zeros(batch, heads, 1, dtype=torch.int32, device=device),
@@ -109,13 +109,13 @@ def select(
 class TilesCall:
     """A choice of the best key tiles before each row's own, by means of queries and keys.
 
-    A backend gives the tiles, (total,) int32: of each row ascending and padded with PAD.
+    A backend returns the tiles, (total,) int32: of each row ascending and padded with PAD.
 
     Attributes:
-        queries: (B, h, R, D) fp32 means; row r stands at key tile first + r.
+        queries: (B, h, R, D) fp32 means; row r has key tile first + r.
         keys: (B, h, N, D) fp32 means.
         blocks: of each head, most tiles of a row, its own included.
-        coverage: of each head, None or the share of the attention that its tiles hold.
+        coverage: of each head, None or the fraction of the attention that its tiles hold.
         offsets: (B, h, R + 1) int64, where the lists lie; there is room for all that may be chosen.
         first: key tile of row 0.
         reach: how many tiles before its own a row sees.
@@ -164,7 +164,7 @@ class ReferenceTiles:
                 queries[:, :, some], call.keys[:, :, seen], own, reach, seen.start == 0, call
             )
             # Place 0 is the own tile, then come those that are seen.
-            put(
+            scatter_rows(
                 tiles,
                 call.offsets[:, :, some.start : some.stop + 1],
                 torch.where(best < PAD, best + (seen.start - 1), PAD),
@@ -189,7 +189,7 @@ def _best_tiles(
         from_first: True if these begin with the first tile of all.
     """
     tile = torch.arange(keys.shape[2], device=own.device)
-    # The own tile takes part in front of all others: it is always among the best, and its mass
+    # The own tile comes first: it is always among the best, and its mass
     # counts.
     scores = torch.empty(
         *queries.shape[:3], keys.shape[2] + 1, dtype=torch.float32, device=own.device
@@ -207,7 +207,7 @@ def _best_tiles(
     scores[..., :1] = scores[..., 1:].gather(-1, own.expand(*queries.shape[:3], 1))
     scores[..., 1:].masked_fill_((tile >= own) | (tile < own - reach), float("-inf"))
     sizes = [max(blocks, 2) for blocks in call.blocks]
-    return best_places(scores, sizes, coverage, forced=1 + from_first)[..., 1:]
+    return top_k_indices(scores, sizes, coverage, forced=1 + from_first)[..., 1:]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

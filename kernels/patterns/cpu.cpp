@@ -1,4 +1,4 @@
-// What builders of indices do to whole prompts, fused for the CPU: estimates, means of tiles, and the choice of the best.
+// Builders of indices over whole prompts, fused for the CPU: estimates, means of tiles, and top-k.
 //
 // Shapes: B batch, h heads of a kind, G KV heads, Q query length, K key length, D head dim, L last queries.
 
@@ -136,7 +136,7 @@ void estimate_with(const at::Tensor& q, const at::Tensor& k, const std::optional
     highest[row] = best, inverse[row] = 1 / all;
   }
 
-  // Second pass: columns are a task's own; diagonals cross chunks, so that each chunk keeps its share of them.
+  // Second pass: columns belong to one task; diagonals cross chunks, so that each chunk has its part of them.
   float *const columns = vertical.mutable_data_ptr<float>(), *const diagonals = slash.mutable_data_ptr<float>();
   std::fill_n(columns, B * h * K, 0.0f);
   const auto width = [&](int64_t m) { return CHUNK + last[m]; };
@@ -284,8 +284,8 @@ int64_t keep_best(const float* score, int64_t n, Choice how, int64_t forced, std
 
 // The places of the best entries in the last axis of contiguous fp32 scores (B, h, ..., n), padded with PAD: head i keeps
 // at most sizes[i] of each row, and of sequence b no more than counts[b] of the entries before ends[b] (contiguous int32
-// (B,) each, if there). See kernels.patterns.choose.best_places.
-at::Tensor best_places(const at::Tensor& scores, at::IntArrayRef sizes, at::ArrayRef<double> coverage, int64_t forced,
+// (B,) each, if there). See kernels.topk.top_k_indices.
+at::Tensor top_k_indices(const at::Tensor& scores, at::IntArrayRef sizes, at::ArrayRef<double> coverage, int64_t forced,
                        const std::optional<at::Tensor>& ends, const std::optional<at::Tensor>& counts) {
   const int64_t n = scores.size(-1), h = scores.size(1);
   const int64_t rows = scores.numel() / std::max<int64_t>(n, 1), rows_of_head = rows / (scores.size(0) * h);
@@ -379,7 +379,7 @@ TORCH_LIBRARY_FRAGMENT(headwise, m) {
       "vertical_slash_estimate(Tensor q, Tensor k, Tensor? block_table, int k_len, int[] heads, int[] last_q, "
       "float scale, int window, str engine) -> (Tensor, Tensor)");
   m.def("mean_pool(Tensor x, Tensor? block_table, int length, int lead) -> Tensor");
-  m.def("best_places(Tensor scores, int[] sizes, float[] coverage, int forced, Tensor? ends, Tensor? counts) -> Tensor");
+  m.def("top_k_indices(Tensor scores, int[] sizes, float[] coverage, int forced, Tensor? ends, Tensor? counts) -> Tensor");
   m.def(
       "best_tiles(Tensor queries, Tensor keys, int[] blocks, float[] coverage, Tensor offsets, int first, int reach, "
       "float scale, int total) -> Tensor");
@@ -388,6 +388,6 @@ TORCH_LIBRARY_FRAGMENT(headwise, m) {
 TORCH_LIBRARY_IMPL(headwise, CPU, m) {
   m.impl("vertical_slash_estimate", &vertical_slash_estimate);
   m.impl("mean_pool", &mean_pool);
-  m.impl("best_places", &best_places);
+  m.impl("top_k_indices", &top_k_indices);
   m.impl("best_tiles", &best_tiles);
 }

@@ -10,17 +10,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.attention.cpu import engines, unread
+from kernels.attention.cpu import engines, unsupported
 from kernels.copies import contiguous, with_rows
 from kernels.native import build
 from kernels.patterns.block_sparse import MeansCall, TilesCall, pooled
-from kernels.patterns.choose import ChoiceCall
 from kernels.patterns.last_queries import EstimateCall
 from kernels.patterns.paged import Keys
+from kernels.topk import TopKCall
 
 
 def _declined(x: Keys) -> str | None:
-    return unread(x.device, x.dtype) or build.load()
+    return unsupported(x.device, x.dtype) or build.load()
 
 
 class Estimate:
@@ -61,7 +61,7 @@ class Means:
 
 
 class Tiles:
-    """The choice of tiles by their means."""
+    """Selection of tiles by their means."""
 
     @staticmethod
     def supports(call: TilesCall) -> str | None:
@@ -81,18 +81,18 @@ class Tiles:
         return tiles
 
 
-class Choice:
-    """The choice of the best entries of each row."""
+class TopK:
+    """Top-k of each row."""
 
     @staticmethod
-    def supports(call: ChoiceCall) -> str | None:
+    def supports(call: TopKCall) -> str | None:
         """The reason why this backend cannot serve the call; None where it can."""
         return _declined(call.scores)
 
     @staticmethod
-    def run(call: ChoiceCall) -> Tensor:
-        """See kernels.patterns.choose.best_places."""
-        places: Tensor = torch.ops.headwise.best_places(
+    def run(call: TopKCall) -> Tensor:
+        """See kernels.topk.top_k_indices."""
+        places: Tensor = torch.ops.headwise.top_k_indices(
             call.scores.contiguous(),
             call.sizes,
             [share or 0.0 for share in call.coverage],

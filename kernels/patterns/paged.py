@@ -24,7 +24,7 @@ class Paged:
     """Keys (B, G, K, D) in pages of `cache` (P, S, G, D), named by int32 `table` (B, ceil(K / S)).
 
     Attributes:
-        dtype: what they are read as, which holds what the cache holds exactly.
+        dtype: of the keys when read, which represents the cache's numbers exactly.
     """
 
     cache: Tensor
@@ -51,16 +51,16 @@ class Paged:
         Raises:
             ValueError: no lengths; a table, a cache or dtypes that do not go together.
         """
-        known = [length for length in lengths if length is not None]
-        if len(known) < len(lengths):
+        numbers = [length for length in lengths if length is not None]
+        if len(numbers) < len(lengths):
             raise ValueError(
                 "a block table does not say how many keys there are: k_len does, or ragged"
             )
         size = cache.shape[1]
-        k_len = max(known)
+        k_len = max(numbers)
         if not size:
             raise ValueError("a page must have at least one token")
-        check_pages(table, len(known), -(-k_len // size), cache)
+        check_pages(table, len(numbers), -(-k_len // size), cache)
         if cache.dtype not in (dtype, *EIGHT_BITS):
             raise ValueError(
                 f"a cache must be of the queries' dtype, {dtype}, or of 8 bits, got {cache.dtype}"
@@ -96,10 +96,10 @@ def part(k: Keys, start: int, stop: int) -> Tensor:
     return k.cache[pages, at % size].transpose(1, 2).to(k.dtype)
 
 
-def parts(k: Keys, start: int = 0) -> Iterator[Tensor]:
-    """Keys from `start` on, some at a time: (B, G, some, D).
+def parts(k: Keys) -> Iterator[Tensor]:
+    """All keys, some at a time: (B, G, some, D).
 
-    A tensor is cut alike: what is computed from it does not depend on where the keys lie.
+    A tensor is cut in the same way: results do not depend on whether the keys are paged.
     """
-    for begin in range(start, k.shape[2], _AT_ONCE):
+    for begin in range(0, k.shape[2], _AT_ONCE):
         yield part(k, begin, min(begin + _AT_ONCE, k.shape[2]))

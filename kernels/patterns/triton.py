@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention.triton_launch import architecture, choose, split, unavailable
+from kernels.attention.triton_launch import architecture, select_config, split, unavailable
 from kernels.copies import on_device, with_rows
 from kernels.index import TILE, num_tiles
 from kernels.patterns.block_sparse import MeansCall
-from kernels.patterns.choose import ChoiceCall
 from kernels.patterns.last_queries import EstimateCall
 from kernels.patterns.paged import Keys
-from kernels.registry import failure
-from kernels.triton_calls import KernelCall, given, run_calls
+from kernels.registry import build_failure
+from kernels.topk import TopKCall
+from kernels.triton_calls import KernelCall, or_placeholder, run_calls
 
 _MODULE = f"{__package__}.triton_kernels"
 _MEANS = f"{__package__}.triton_means_kernels"
-_CHOICE = f"{__package__}.triton_choice_kernel"
+_TOPK = f"{__package__}.triton_topk_kernel"
 _LOG2E = 1.4426950408889634
 _MAX_DIM = 256
 # The widest heads of which two at a time fit the smaller shared memories.
@@ -49,7 +49,7 @@ def _declined(x: Keys) -> str | None:
         return f"it builds indices in float16 and bfloat16, not in {x.dtype}"
     if x.shape[-1] > _MAX_DIM:
         return f"it builds indices for head dims up to {_MAX_DIM}, not {x.shape[-1]}"
-    return failure("builders", str(x.device))
+    return build_failure("builders", str(x.device))
 
 
 class Estimate:
@@ -99,29 +99,29 @@ class Means:
         return made
 
 
-class Choice:
-    """The choice of the best entries of each row, by number alone."""
+class TopK:
+    """Top-k of each row, by number alone."""
 
     @staticmethod
-    def supports(call: ChoiceCall) -> str | None:
+    def supports(call: TopKCall) -> str | None:
         """The reason why this backend cannot serve the call; None where it can."""
         if reason := unavailable(call.device):
             return reason
         if not call.scores.numel():
-            return "there is nothing to choose from"
+            return "there is nothing to select from"
         if any(share is not None for share in call.coverage):
-            return "it chooses by number, not by coverage"
-        return failure("builders", str(call.device))
+            return "it selects by number, not by coverage"
+        return build_failure("builders", str(call.device))
 
     @staticmethod
-    def run(call: ChoiceCall) -> Tensor:
-        """See kernels.patterns.choose.best_places."""
-        places, kernel = choice(call)
+    def run(call: TopKCall) -> Tensor:
+        """See kernels.topk.top_k_indices."""
+        places, kernel = top_k(call)
         launch(kernel, call.device)
         return places
 
 
-def choice(call: ChoiceCall) -> tuple[Tensor, KernelCall]:
+def top_k(call: TopKCall) -> tuple[Tensor, KernelCall]:
     """Memory for the places, and the launch that fills it."""
     scores = call.scores
     n = scores.shape[-1]
@@ -131,12 +131,12 @@ def choice(call: ChoiceCall) -> tuple[Tensor, KernelCall]:
     arguments = {
         "scores": scores.contiguous(), "sizes": on_device(tuple(call.sizes), scores.device),
         "places": places,
-        "ends": given(call.ends, places), "counts": given(call.counts, places),
+        "ends": or_placeholder(call.ends, places), "counts": or_placeholder(call.counts, places),
         "heads": scores.shape[1], "rows": scores.shape[2:-1].numel(), "n": n, "width": width,
     }  # fmt: skip
     return places, KernelCall(
-        module=_CHOICE,
-        kernel="best_places_kernel",
+        module=_TOPK,
+        kernel="top_k_kernel",
         grid=(scores.shape[:-1].numel(),),
         arguments=arguments,
         constants={
@@ -155,17 +155,17 @@ def means(x: Keys, heads: Sequence[int], *, lead: int) -> tuple[Tensor, KernelCa
     starts = [i for i, head in enumerate(heads) if not i or head != heads[i - 1]]
     places = [(heads[i], i, j) for i, j in pairwise([*starts, len(heads)])]
     tiles = num_tiles(lead + x.shape[2])
-    made = torch.empty(
+    averages = torch.empty(
         x.shape[0], len(heads), tiles, x.shape[3], dtype=torch.float32, device=x.device
     )
     arguments = {
-        "means": made, "places": on_device(tuple(n for place in places for n in place), x.device,
-        torch.int32),
+        "means": averages,
+        "places": on_device(tuple(n for place in places for n in place), x.device, torch.int32),
         "heads": len(heads), "wanted": len(places), "tiles": tiles, "length": x.shape[2],
         "lead": lead,
         **_rows_of(x, "x"),
     }  # fmt: skip
-    return made, KernelCall(
+    return averages, KernelCall(
         module=_MEANS,
         kernel="means_kernel",
         grid=(x.shape[0] * len(places) * tiles,),
@@ -179,7 +179,7 @@ def _rows_of(x: Keys, name: str) -> dict[str, Any]:
     """Arguments that say where keys lie."""
     if isinstance(x, Tensor):
         held = with_rows(x)
-        # Pages that are absent are never read; some tensor has to stand there.
+        # Absent pages are never read; any tensor serves as the argument.
         pages = held
         width = 0
         order = (0, 1, 2)
@@ -286,7 +286,7 @@ def plan(call: EstimateCall) -> Plan:
         "MEMBERS": len(members[0]), "WINDOW": window is not None and window < k_len,
     }  # fmt: skip
     target = architecture(q.device)
-    build = choose(target, dim=dim, itemsize=q.element_size(), has_tiles=False)
+    build = select_config(target, dim=dim, itemsize=q.element_size(), has_tiles=False)
     warps = 4
     if len(members[0]) == 2 or dim > _MOST_FOR_TWO or max(last) > TILE:
         warps = 8
@@ -302,13 +302,13 @@ def plan(call: EstimateCall) -> Plan:
 
 
 def _members(
-    heads: Sequence[int], last: Sequence[int], group_size: int, most: int
+    heads: Sequence[int], last: Sequence[int], group_size: int, limit: int
 ) -> list[list[tuple[int, int, int]]]:
-    """Up to `most` heads of a KV head, each with its place and queries; empty partners fill up."""
+    """Up to `limit` heads of a KV head, each with its place and queries; empty partners fill up."""
     by_kv: dict[int, list[tuple[int, int, int]]] = {}
     for place, head in enumerate(heads):
         by_kv.setdefault(head // group_size, []).append((head, place, last[place]))
-    size = min(most, max(map(len, by_kv.values())))
+    size = min(limit, max(map(len, by_kv.values())))
     groups = [
         some[i : i + size] for _, some in sorted(by_kv.items()) for i in range(0, len(some), size)
     ]

@@ -3,7 +3,7 @@
 Shapes: B batch, h heads asked for, H query heads, G KV heads, Q query length, K key length, D head
 dim, N key tiles, C chunks of tiles, at most 64; M queries of a program.
 
-The last queries of MEMBERS heads that share a KV head stand in one product, MEMBERS * 64 rows, so
+The last queries of MEMBERS heads that share a KV head form one product, MEMBERS * 64 rows, so
 that its keys are read once for all of them. Query blocks and key tiles are counted from the end:
 block or tile 0 ends with the last position, and the distance between block b and tile t is 64 * (t
 - b) + row - column, whatever the lengths.
@@ -97,7 +97,7 @@ def normalisers_kernel(
         q1 = load_rows(q, q_rows, asked, D0, D1, D, True)
     top = tl.full([MEMBERS * TILE], LOWEST, tl.float32)
     total = tl.zeros([MEMBERS * TILE], tl.float32)
-    # The page of a key is looked up before it: what is copied ahead takes twice as many stages.
+    # The page of a key is looked up before it: copying ahead takes twice as many stages.
     LEVELS: tl.constexpr = 2 if PAGE > 0 else 1
     for tile in tl.range(
         part * chunk, tl.minimum((part + 1) * chunk, tiles), num_stages=1 + (STAGES - 1) * LEVELS
@@ -164,10 +164,12 @@ def _masses(
         q1 = load_rows(q, q_rows, asked, D0, D1, D, True)
     row = tl.arange(0, MEMBERS * TILE) % TILE
     at = (batch * heads + place) * rows + block * TILE + row
-    each = tl.arange(0, 64)
-    kept = asked[:, None] & (each < chunks)[None, :]
+    lane = tl.arange(0, 64)
+    present = asked[:, None] & (lane < chunks)[None, :]
     sums = (
-        tl.load(normalisers + at[:, None] * chunks + each[None, :], mask=kept, other=float("-inf"))
+        tl.load(
+            normalisers + at[:, None] * chunks + lane[None, :], mask=present, other=float("-inf")
+        )
         * LOG2E
     )
     top = tl.maximum(tl.max(sums, 1), LOWEST)
@@ -222,8 +224,8 @@ def _masses(
         skewed = tl.gather(weights, skew, 1)
         own = column[None, :] <= row[:, None]
         offset = (tile - block) * TILE
-        # Before the distances of block 0 lies nothing: what it would add there is 0, and goes to
-        # the end.
+        # There are no distances before those of block 0: it would add zeros, which go to the
+        # end.
         before = tl.where(offset == 0, tiles * TILE, offset) - TILE
         width = member * tiles * TILE + column[None, :]
         _keep(
@@ -256,7 +258,7 @@ def masses_kernel(
 ):  # fmt: skip
     """Attention of query blocks by key and distance (MInference 1.0, Algorithm 2, lines 3-6).
 
-    A tile touches 127 distances: those of its own 64 and, where the column is right of the row,
+    A tile touches 127 distances: the 64 of its diagonal and, where the column is right of the row,
     those before them. Each has its array, so that one program alone writes a place: a program has
     the keys and the distances of its chunk of tiles. For block b these are not the same tiles: b of
     them are another program's, too (BLOCKS: there are several).

@@ -3,8 +3,8 @@
 Imports triton. Shapes: B batch, h heads asked for, D head dim.
 
 Means are of tiles on the grid of positions, counted from the first. If PAGE > 0, keys lie in pages
-of so many tokens: k_batch is the stride of a page, and `pages` (B, pages_width) int32 says which
-page holds keys i * PAGE and on."""
+of PAGE tokens: k_batch is the stride of a page, and `pages` (B, pages_width) int32 names the page
+that holds keys i * PAGE and on."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def element_of(k, pages, batch, k_batch, pages_width, PAGE: tl.constexpr):
 def rows_of(k, pages, start, last, present, k_page, k_row, PAGE: tl.constexpr):
     """Base and offsets of 64 keys from `start` on; `last` is the last that exists.
 
-    They touch two pages at most; only smaller ones need a look-up for each row. What is selected is
-    multiplied by a stride afterwards (kernels.attention.triton_step)."""
+    They touch two pages at most; only smaller ones need a look-up for each row. Select
+    first, then multiply by the stride (kernels.attention.triton_step)."""
     column = tl.arange(0, TILE)
     if PAGE == 0:
         k += start.to(tl.int64) * k_row

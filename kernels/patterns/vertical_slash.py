@@ -1,6 +1,6 @@
 """Vertical-slash: columns and diagonals chosen at run time (MInference 1.0, Algorithms 2, 4).
 
-A build is `estimate`, which reads q and k, and `select`, which chooses by what it found.
+A build is `estimate`, which reads q and k, and `select`, which selects by the estimate.
 
 Shapes: B batch, h heads of this kind, K key length, N key tiles.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kernels.index import TILE, SparseIndex, no_lists, num_rows, num_tiles
 from kernels.patterns.base import SHARE, Builder, Inputs, Pattern
-from kernels.patterns.choose import ascending, best_places
 from kernels.patterns.last_queries import estimate
+from kernels.topk import ascending, top_k_indices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class VerticalSlash(Pattern):
         """See Pattern.prepare."""
         heads, q, k, scale, window = inputs
         masses = estimate(q, k, heads, [p.last_q for p in largest], scale=scale, window=window)
-        # The function holds what was found, not the queries.
+        # The function holds the masses, not the queries.
         q_len = q.shape[2]
         return lambda patterns: select(*masses, patterns, q_len=q_len)
 
@@ -58,12 +58,12 @@ def select(
     device = vertical.device
     n = num_tiles(k_len)
     coverage = [p.coverage for p in patterns]
-    columns = best_places(
+    columns = top_k_indices(
         vertical, [max(p.vertical, TILE) for p in patterns], coverage, forced=TILE
     )
-    distance = best_places(slash, [max(p.slash, TILE) for p in patterns], coverage, forced=TILE).to(
-        torch.int64
-    )
+    distance = top_k_indices(
+        slash, [max(p.slash, TILE) for p in patterns], coverage, forced=TILE
+    ).to(torch.int64)
     offsets = torch.zeros(batch, heads, n + 1, dtype=torch.bool, device=device)
     for rounding in (0, TILE - 1):
         offsets.scatter_(-1, ((distance + rounding) // TILE).clamp_max_(n), True)

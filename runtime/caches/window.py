@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import artifacts
 from kernels.copies import on_device
-from kernels.merging import with_few_keys
+from kernels.merge import merge_attention
 from runtime.caches.policy import Policy, Step, grown, write
 from runtime.caches.rotation import Rotation, rotation_of
 
@@ -187,4 +187,4 @@ class Window(Policy):
             seen = torch.arange(sinks, device=q.device) <= positions[:, None]
         k = self.first[:, :, :sinks]
         v = self.values[:, :, :sinks]
-        return with_few_keys(out, lse, q, k, v, seen=seen, scale=call.scale, softcap=call.softcap)
+        return merge_attention(out, lse, q, k, v, seen=seen, scale=call.scale, softcap=call.softcap)

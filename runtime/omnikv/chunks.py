@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kernels.dense import dense_attention
-from kernels.patterns.choose import best_places
 from kernels.ragged import Ragged
+from kernels.topk import top_k_indices
 from runtime.omnikv.bank import OffloadedTensor
 
 
@@ -49,7 +49,7 @@ class Past:
         if starts is not None:
             padding = torch.arange(past, device=scores.device) < starts[:, None]
             scores.masked_fill_(padding, float("-inf"))
-        tokens = best_places(scores[:, None], [most], [None], forced=0)[:, 0].long()
+        tokens = top_k_indices(scores[:, None], [most], [None], forced=0)[:, 0].long()
         counts = tuple(max(min(most, past - first), 0) for first in firsts)
         if min(counts) < most:
             missing = torch.tensor(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import artifacts
 from kernels.index import PAD
-from kernels.patterns.choose import best_places
+from kernels.topk import top_k_indices
 
 # Weights of the selector "exponential" halve from a query to the one before it.
 _DECAY = 0.5
@@ -169,10 +169,10 @@ def _best(
 
     Args:
         newest: (B or 1, Q) the tokens that ask: always among the best, since a query sees itself.
-        ends, counts: see best_places.
+        ends, counts: see top_k_indices.
     """
     scores.scatter_(-1, newest.long().expand(len(scores), -1), float("inf"))
-    best = best_places(scores[:, None], [most], [None], forced=0, ends=ends, counts=counts)
+    best = top_k_indices(scores[:, None], [most], [None], forced=0, ends=ends, counts=counts)
     return best[:, 0]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import artifacts
 from kernels.index import PAD
-from kernels.merging import with_few_keys
+from kernels.merge import merge_attention
 from runtime.caches.snapkv import elect, left_of, votes_of
 from runtime.vllm.batch import Chunk, Group
 from runtime.vllm.step import LayerStep
@@ -115,7 +115,7 @@ class Stream(Keeps):
         k = step.k[slots].transpose(0, 1)[None]
         v = step.v[slots].transpose(0, 1)[None]
         seen = first <= positions[:, None] - window
-        return with_few_keys(out, lse, query, k, v, seen=seen, **step.scoring)
+        return merge_attention(out, lse, query, k, v, seen=seen, **step.scoring)
 
     def _tokens(self, group: Group) -> Tensor:
         """Tokens (n, s + W) that the last query of each request sees."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.index import TILE, first_dense, num_tiles
+from kernels.index import TILE, dense_from, num_tiles
 
 # One query tile in this many is drawn, but never fewer than _LEAST of a prompt.
 _EVERY = 8
@@ -49,7 +49,7 @@ def sampled(by_out: Tensor | None, length: int, tails: Sequence[int], seed: int)
         norms = by_out[0, :, :length].float().square().sum((0, 2))
         padded = torch.nn.functional.pad(norms, (0, -length % TILE))
         size = padded.unflatten(0, (-1, TILE)).sum(-1).sqrt().cpu().double().numpy()
-    bounds = sorted({0, n, *(first_dense(tail, length) for tail in tails)})
+    bounds = sorted({0, n, *(dense_from(tail, length) for tail in tails)})
     often = max(1 / _EVERY, _LEAST / n)
     edges = [0]
     for first, last in pairwise(bounds):

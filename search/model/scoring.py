@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.attention import attend
 from kernels.call import AttentionCall
-from kernels.index import PAD, TILE, SparseIndex, first_dense, lists, num_tiles
+from kernels.index import PAD, TILE, SparseIndex, dense_from, lists, num_tiles
 from kernels.patterns import KINDS, Builder, Inputs, Pattern, largest
 from profiling.inside.capture import LayerInputs
 from profiling.inside.gradients import LayerGradients
@@ -93,7 +93,7 @@ def score_layer(
     heads = inputs.q.shape[1]
     count = len(candidates)
     # A tail's first tile: rows from there on compute everything.
-    firsts = {tail: first_dense(tail, length) for tail in tails}
+    firsts = {tail: dense_from(tail, length) for tail in tails}
     names = ("change", "squared", "recall", "first_order", "fisher", "skipped")
     sums = {tail: {name: np.zeros((heads, count)) for name in names} for tail in tails}
     sizes = np.zeros((heads, 1))
@@ -196,7 +196,7 @@ class _Joined:
 
     def of_row(self, row: int, start: int, stop: int) -> SparseIndex:
         """Of one query tile."""
-        tiles = _join([index.listed(slice(row, row + 1)) for index in self.indices])
+        tiles = _join([index.padded_tiles(slice(row, row + 1)) for index in self.indices])
         return SparseIndex.built(
             q_len=stop - start,
             k_len=stop,
@@ -297,7 +297,7 @@ def _tail_tiles(indices: Sequence[SparseIndex], tail: int) -> np.ndarray:
         return np.zeros((indices[0].num_heads, len(indices)))
     more = []
     for index in indices:
-        first = first_dense(tail, index.k_len)
+        first = dense_from(tail, index.k_len)
         n = num_tiles(index.k_len)
         causal = n * (n + 1) // 2 - first * (first + 1) // 2
         rows = replace(

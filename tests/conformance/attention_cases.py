@@ -16,12 +16,12 @@ from torch import Tensor
 
 from kernels.attention import AttentionCall, attend
 from kernels.attention import triton as backend
-from kernels.attention.triton_launch import Launch
+from kernels.attention.triton_launch import TileConfig
 from kernels.index import PAD, TILE, SparseIndex, empty_entries, lists, num_rows, num_tiles
-from kernels.joining import cat_sequences
+from kernels.joining import concat_sequences
 from kernels.patterns import LayerPlan, make
-from kernels.patterns.choose import ascending
 from kernels.ragged import Ragged
+from kernels.topk import ascending
 from tests.conformance.tensors import difference, laid_out, paged
 from tests.kernels import kinds
 
@@ -43,7 +43,7 @@ class Case:
 
     Keys and values are of dtype `cache`, or of the queries'; `given` hands `out` to the call.
     `skip` is the bound of every head but the first; q and k are then such that tiles of keys are
-    wanted more or less. Logits rise by `rise` nats from key to key. `launch` and `splits` are
+    wanted more or less. Logits rise by `rise` nats from key to key. `config` and `splits` are
     Triton's alone."""
 
     q_len: int
@@ -67,7 +67,7 @@ class Case:
     page: int | None = None
     layout: str = "contiguous"
     given: bool = False
-    launch: Launch | None = None
+    config: TileConfig | None = None
     splits: int | None = None
 
 
@@ -97,8 +97,8 @@ def packed(*lengths: tuple[int, int], **more: Any) -> Case:
     )
 
 
-def _launch(rows: int, keys: int) -> Launch:
-    return Launch(rows=rows, keys=keys, warps=4, stages=2)
+def _config(rows: int, keys: int) -> TileConfig:
+    return TileConfig(rows=rows, keys=keys, warps=4, stages=2)
 
 
 _PLAIN = {
@@ -138,12 +138,15 @@ _PLAIN = {
 }
 # Tiles that are computed only where they may matter.
 _SKIPPING = {
-    "skip": square(450, heads=2, index="random:7,0,0", skip=-3.0, launch=_launch(1, 64)),
+    "skip": square(450, heads=2, index="random:7,0,0", skip=-3.0, config=_config(1, 64)),
     "skip, 16 keys a step": square(
-        450, heads=2, index="random:7,0,0", skip=-3.0, launch=_launch(1, 16)
+        450, heads=2, index="random:7,0,0", skip=-3.0, config=_config(1, 16)
     ),
     "skip, lists, columns, 130 of 320, tail": last(
         130, 320, heads=3, index="random:3,4,60", skip=-2.0, softcap=30.0, dense_tail=70
+    ),
+    "skip, window, freed pages": last(
+        130, 450, heads=2, index="random:7,0,0", skip=-3.0, window=200, page=16
     ),
     "skip, window, padded, pages": padded(
         450, 30, 300, heads=2, index="random:8,0,0", skip=-3.0, window=280, page=16, queries=200
@@ -152,21 +155,21 @@ _SKIPPING = {
 _FORMS = {
     **{
         f"{rows} x 64 queries, {keys} keys": square(
-            260, heads=2, index="random:2,0,90", launch=_launch(rows, keys)
+            260, heads=2, index="random:2,0,90", config=_config(rows, keys)
         )
         for rows, keys in ((1, 64), (2, 64), (2, 16), (1, 128))
     },
     **{
         f"pairs of tiles, tail {tail}": square(
-            300, heads=2, index="random:5,0,90", dense_tail=tail, launch=_launch(2, 128)
+            300, heads=2, index="random:5,0,90", dense_tail=tail, config=_config(2, 128)
         )
         for tail in (70, 130)
     },
     "pairs of tiles, pages": last(
-        260, 300, heads=2, index="random:4,0,0", page=64, launch=_launch(2, 128)
+        260, 300, heads=2, index="random:4,0,0", page=64, config=_config(2, 128)
     ),
     "pairs of tiles, window": square(
-        330, heads=2, index="random:4,0,90", window=200, launch=_launch(2, 128)
+        330, heads=2, index="random:4,0,90", window=200, config=_config(2, 128)
     ),
     "pairs of tiles, lists, window, tail": last(
         200,
@@ -175,7 +178,7 @@ _FORMS = {
         index="random:3,3,60",
         window=230,
         dense_tail=70,
-        launch=_launch(1, 128),
+        config=_config(1, 128),
     ),
 }
 # A row of tiles is dense or not; with lists a program has one row, without it has two.
@@ -199,6 +202,12 @@ _WINDOWS = {
     "window 100, layer": last(140, 260, heads=5, window=100),
     "window of all keys": square(130, window=130, index="listless"),
     "window, pages": square(200, heads=2, window=70, index="random:2,2,90", page=16),
+    **{
+        f"window, freed pages of {size}": last(
+            70, 300, heads=2, window=70, index="random:2,2,90", page=size
+        )
+        for size in (16, 64)
+    },
 }
 _RAGGED = {
     "padded": padded(1, 64, 130, 65),
@@ -251,7 +260,7 @@ _PARTS = {
         heads=2,
         index="random:5,0,90",
         dense_tail=100,
-        launch=_launch(2, 128),
+        config=_config(2, 128),
         splits=3,
     ),
     "3 parts, D 80, E 17, batch 2, sinks, window": last(
@@ -392,8 +401,8 @@ def run(case: Case, device: torch.device) -> tuple[float, float]:
     """Largest errors of Triton's out and lse; infinite where nothing was written."""
     given = problem(case, device)
     op = partial(attend, backend="triton")
-    if case.launch is not None or case.splits is not None:
-        op = partial(backend.run, launch=case.launch, splits=case.splits)
+    if case.config is not None or case.splits is not None:
+        op = partial(backend.run, config=case.config, splits=case.splits)
     out, lse = served(case, given, op)
     return float(difference(out, given.out).max()), float(difference(lse, given.lse).max())
 
@@ -436,7 +445,7 @@ def _index(case: Case, q: Tensor, k: Tensor) -> SparseIndex:
         parts = [
             _random_index(case, 1, q_len, k_len, q.device) for q_len, k_len in case.ragged.lengths
         ]
-        index = cat_sequences(parts, case.ragged)
+        index = concat_sequences(parts, case.ragged)
     index = replace(index, dense_tail=case.dense_tail, window=case.window)
     if case.skip is not None:
         bounds = torch.full(index.diagonals.shape[:2], case.skip, device=q.device)
@@ -483,5 +492,18 @@ def _paged_call(
             [x[row, :, start : start + length] for row, start, length in places] for x in (k, v)
         )
         index = replace(index, ragged=replace(ragged, k_starts=(0,) * len(ragged)))
+    freed = [0] * len(keys)
+    if index.window is not None:
+        # A serving engine gives the pages behind the first query's window to other sequences.
+        lengths = [(index.q_len, index.k_len)] * len(keys)
+        if ragged is not None:
+            lengths = list(ragged.lengths)
+        freed = [max(0, k_len - q_len - index.window + 1) for q_len, k_len in lengths]
+        for parts in (keys, values):
+            for s, count in enumerate(freed):
+                parts[s] = parts[s].clone()
+                parts[s][:, :count] = float("nan")
     (k_cache, table), (v_cache, _) = paged(keys, size), paged(values, size)
+    for s, count in enumerate(freed):
+        table[s, : count // size] = PAD
     return index, k_cache, v_cache, table

@@ -17,9 +17,9 @@ from kernels.attention import triton as attention
 from kernels.index import PAD, SparseIndex, no_lists, num_tiles
 from kernels.patterns import LayerPlan, make, triton
 from kernels.patterns.block_sparse import MeansCall, mean_of_tiles
-from kernels.patterns.choose import best_places
 from kernels.patterns.last_queries import estimate
 from kernels.patterns.paged import Paged
+from kernels.topk import top_k_indices
 from kernels.triton_calls import run_calls
 from tests.conformance import tensors
 from tests.conformance.tensors import difference
@@ -167,12 +167,12 @@ def choice_error(
         )
         each = {"ends": ends[: shape[0]], "counts": counts[: shape[0]]} if ragged else {}
         there = {name: x.to(device) for name, x in each.items()}
-        found = best_places(scores.to(device), sizes, **how, **there, backend=backend).cpu()
-        expected = best_places(scores, sizes, **how, **each, backend="reference")
+        found = top_k_indices(scores.to(device), sizes, **how, **there, backend=backend).cpu()
+        expected = top_k_indices(scores, sizes, **how, **each, backend="reference")
         wrong += int((found != expected).sum())
         if poisoned:
             bad = scores.masked_fill(torch.rand(shape) < 0.2, float("nan"))
-            taken = best_places(bad.to(device), sizes, **how, **there, backend=backend).cpu()
+            taken = top_k_indices(bad.to(device), sizes, **how, **there, backend=backend).cpu()
             at = taken.clamp(max=shape[-1] - 1).long()
             wild = (taken < 0) | (taken != PAD) & bad.gather(-1, at).isnan()
             wrong += int(wild.sum())
@@ -324,7 +324,7 @@ def tables_error(case: tuple[int, int | None], device: torch.device) -> float:
     )
     call = attention.tables(index, rows, window)
     run_calls([call], device, "tables")
-    width, reach = call.arguments["walk_width"], index.reach
+    width, reach = call.arguments["walk_width"], index.window_tiles
     made = call.arguments["tables"].cpu()[0].split([4 * width, 6 * (n + 1), n + 1], dim=-1)
     wrong = 0
     for walk, counts, held, diagonals, columns in zip(*made, DIAGONALS, COLUMNS, strict=True):

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels.call import MAX_QUERIES
-from kernels.decode import DecodeCall, Decoded, decode_attention, reference, triton
+from kernels.decode import DecodeCall, Decoded, decode_attention, triton
 from kernels.index import PAD
+from kernels.reference import Decode
 from tests.conformance.tensors import difference, laid_out, paged
 
 
@@ -264,7 +265,7 @@ def by_triton(case: Case) -> Callable[..., Decoded]:
 def oracle(case: Case, device: torch.device, scores: str) -> Decoded:
     """Results of the reference for the rounded inputs, in fp32."""
     qkv, rest, _ = problem(case, device)
-    return serve(reference)(*(x.float() for x in qkv), **rest, scores=scores)
+    return serve(Decode)(*(x.float() for x in qkv), **rest, scores=scores)
 
 
 def run(

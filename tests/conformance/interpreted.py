@@ -51,6 +51,7 @@ KEPT = {
         "skip, lists, columns, 130 of 320, tail",
         "pairs of tiles, window",
         "3 parts, packed, pages, tail",
+        "window, freed pages of 64",
     ),
     "decode": (
         "65 keys",

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gradient import GradientCall, attention_gradients, cpu, reference
+from kernels import reference
+from kernels.gradient import GradientCall, attention_gradients, cpu, flash
 from tests.conformance.attention_cases import Case, last, square
 from tests.conformance.tensors import laid_out
 from tests.conformance.test_kernel_backends import ENGINES, skip_without, threads
@@ -101,14 +102,14 @@ def check(found: tuple[Tensor, ...], right: tuple[Tensor, ...], most: tuple[floa
 def gradients(
     case: Case, dtype: torch.dtype, server: str, *, number: int = 2, skip_below: float = 0.0
 ) -> tuple[Tensor, ...]:
-    """Gradients of a backend's engine, "cpu dot", or of the reference."""
+    """Gradients of a backend's engine, "cpu dot", or of a backend."""
     engine = skip_without(server, cpu.attention.engines(dtype))
     tensors, _ = problem(case, dtype)
     rest = {**how(case), "skip_below": skip_below}
-    if not engine:
-        return attention_gradients(*tensors, **rest, backend=server)
     with threads(number):
-        return cpu.run(GradientCall(*tensors, **rest), engine=engine)
+        if engine:
+            return cpu.run(GradientCall(*tensors, **rest), engine=engine)
+        return attention_gradients(*tensors, **rest, backend=server)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -125,12 +126,77 @@ def test_gradients_are_those_of_plain_softmax(dtype, server, name):
 def test_blocks_of_the_reference_do_not_show(name, monkeypatch):
     _, right = problem(CASES[name], torch.float32)
     for scores in (1, 1 << 19):
-        monkeypatch.setattr(reference, "_SCORES", scores)
+        monkeypatch.setattr(reference, "_LOGITS", scores)
         found = gradients(CASES[name], torch.float32, "reference")
         check(found, right, TOLERANCES[torch.float32])
 
 
-@pytest.mark.parametrize(("dtype", "server"), [pair for pair in SERVERS if pair[1] != "reference"])
+def is_plain(case: Case) -> bool:
+    """True if torch's kernels serve the case."""
+    whole = case.window is None or case.window >= case.k_len
+    return whole and (case.q_len, case.head_dim, case.softcap) == (case.k_len, case.v_dim, None)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_flash_serves_plain_attention_and_declines_the_rest(dtype, name):
+    case = CASES[name]
+    tensors, right = problem(case, dtype)
+    assert (flash.supports(GradientCall(*tensors, **how(case))) is None) == is_plain(case)
+    if is_plain(case):
+        for skip_below in (0.0, 0.5):
+            found = gradients(case, dtype, "flash", skip_below=skip_below)
+            assert [x.dtype for x in found] == [dtype] * 3
+            check(found, right, TOLERANCES[dtype])
+        return
+    with pytest.raises(ValueError, match="backend 'flash' cannot serve this call"):
+        gradients(case, dtype, "flash")
+
+
+@pytest.mark.parametrize("server", ["cpu", "flash", "reference"])
+def test_sinks_in_the_log_sum_exp_are_part_of_the_gradients(server):
+    """A key of a logit of its own and without a value, as gpt-oss learns it."""
+    case = CASES["batch 2"]
+    tensors, _ = problem(case, torch.float32)
+    q, k, v = (x.double().requires_grad_() for x in tensors[:3])
+    group = case.heads // case.kv_heads
+    logits = logits_of(q, k, case)
+    sinks = torch.linspace(-2, 3, case.heads, dtype=torch.float64).view(-1, 1, 1)
+    with_sinks = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
+    out = with_sinks.softmax(-1)[..., :-1] @ v.repeat_interleave(group, 1)
+    right = torch.autograd.grad(out, (q, k, v), tensors[5].double())
+    lse = with_sinks.logsumexp(-1)
+    given = [*tensors[:3], out.detach().float(), lse.detach().float(), tensors[5]]
+    found = attention_gradients(*given, **how(case), backend=server)
+    check(found, right, TOLERANCES[torch.float32])
+
+
+UNLIKE = [
+    ({"softcap": 2.0}, "it has no soft-cap"),
+    ({"window": 5}, "it has no sliding window"),
+    ({"q": (1, 4, 7, 16)}, "it serves as many queries as keys, not 7 and 10"),
+    ({"v": (1, 2, 10, 8)}, "it serves keys and values of one head dim, not 16 and 8"),
+    ({"device": "meta"}, "it serves tensors on a GPU or the CPU, not on meta"),
+    ({"dtype": torch.float64}, "on cpu it serves float32 and float16 and bfloat16, not torch.flo"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), UNLIKE)
+def test_flash_names_what_it_lacks(changes, reason):
+    made = {"device": changes.get("device", "cpu"), "dtype": changes.get("dtype", torch.float32)}
+    q = torch.zeros(changes.get("q", (1, 4, 10, 16)), **made)
+    k = torch.zeros(1, 2, 10, 16, **made)
+    v = torch.zeros(changes.get("v", (1, 2, 10, 16)), **made)
+    out = torch.zeros(*q.shape[:3], v.shape[3], **made)
+    rest = {name: value for name, value in changes.items() if name in ("softcap", "window")}
+    call = GradientCall(q, k, v, out, q[..., 0], out, **rest)
+    assert flash.supports(call).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "server"),
+    [pair for pair in SERVERS if pair[1] != "reference"] + [(torch.float32, "flash")],
+)
 def test_same_bits_again_and_for_any_number_of_threads(dtype, server):
     case = square(300, batch=2, heads=6, kv_heads=2, scale=0.2)
     first, *others = (gradients(case, dtype, server, number=number) for number in (1, 2, 3))
@@ -230,7 +296,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"window": 0}, "window must be at least 1, got 0"),
     ({"skip_below": 1.0}, "skip_below must be at least 0 and below 1, got 1.0"),
     ({"skip_below": float("nan")}, "skip_below .* got nan"),
-    ({"backend": "fast"}, "unknown backend 'fast'; known: auto, cpu, reference"),
+    ({"backend": "fast"}, "unknown backend 'fast'; known: auto, cpu, flash, reference"),
 ]
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from kernels.attention import AttentionCall, attend, cpu
 from kernels.decode import Decoded, decode_attention
 from kernels.decode import cpu as decode_cpu
-from kernels.decode import reference as decode_reference
 from kernels.index import TILE, SparseIndex, num_tiles
+from kernels.reference import Decode
 from tests.conformance import attention_cases, builder_cases, decode_cases, extremes, interpreted
 from tests.conformance.attention_cases import check, served
 from tests.kernels.conftest import builder, one_thread, poisoned_memory
@@ -177,11 +177,11 @@ def without_skipped(index: SparseIndex, mask: Tensor, logits: Tensor) -> tuple[T
     key = torch.arange(index.k_len)
     for head, bound in enumerate(index.skip[0].tolist()):
         columns = torch.isin(key, index.columns[0, head])
-        for at in range(index.first_row, min(num_tiles(index.k_len), index.first_dense())):
+        for at in range(index.first_row, min(num_tiles(index.k_len), index.dense_from())):
             queries = slice(max(at * TILE - offset, 0), (at + 1) * TILE - offset)
-            listed = index.listed()[0, head, at - index.first_row].tolist()
+            listed = index.padded_tiles()[0, head, at - index.first_row].tolist()
             tiles = {*(at - d for d in index.diagonals[0, head].tolist()), *listed}
-            tiles = {tile for tile in tiles if max(0, at - index.reach) <= tile <= at}
+            tiles = {tile for tile in tiles if max(0, at - index.window_tiles) <= tile <= at}
             whole = torch.isin(key // TILE, torch.tensor(sorted(tiles)))
             anchors = torch.isin(key // TILE, torch.tensor([0, at])) & whole | columns & ~whole
             seen = logits[head, queries].masked_fill(~mask[head, queries], float("-inf"))
@@ -244,7 +244,7 @@ def test_the_reference_of_decode_is_softmax_over_what_is_visible(name):
     for scores, wanted in (("sum", mass.sum(2)), ("max", mass.amax(2))):
         if scores not in case.kinds:
             continue
-        found = decode_cases.serve(decode_reference)(qp, kp, vp, **paged, scores=scores)
+        found = decode_cases.serve(Decode)(qp, kp, vp, **paged, scores=scores)
         expected = Decoded(shares @ values, lse, _listed(wanted, found, rest))
         assert max(decode_cases.errors(found, expected, groups * case.q_len)) <= 1e-5
 
@@ -306,7 +306,7 @@ STORED = [
 )
 @pytest.mark.parametrize(("dtype", "stored"), STORED)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_bad_numbers_reach_those_who_see_them(op, dtype, stored, window, backend):
+def test_attention_with_nan_spreads_inside_its_head_alone(op, dtype, stored, window, backend):
     q_len = 150
     keys = (200, 250, 329)
     if op == "decode":

@@ -17,8 +17,8 @@ from kernels.decode import triton as decode
 from kernels.index import SparseIndex, lists
 from kernels.patterns import LayerPlan, make
 from kernels.patterns import triton as builders
-from kernels.patterns.choose import ChoiceCall
 from kernels.ragged import Ragged
+from kernels.topk import TopKCall
 from kernels.triton_calls import KernelCall
 from tests.conformance import attention_cases, decode_cases
 from tests.conformance.attention_cases import square
@@ -162,7 +162,7 @@ def test_builders(target, dim, window, page):
     for name in ("normalisers_kernel", "masses_kernel"):
         for call in calls.pop(name):
             assert compiled(call, target).fault(target, HALF) is None, name
-    assert calls.keys() == {"means_kernel", "best_places_kernel"}
+    assert calls.keys() == {"means_kernel", "top_k_kernel"}
     for name, some in calls.items():
         for call in some:
             assert compiled(call, target).excess(target, HALF) is None, name
@@ -183,7 +183,7 @@ def test_tables_of_unlike_heads_and_a_choice_for_unlike_sequences(target):
     tiles = lists(torch.zeros(1, 4, 4, 1, dtype=torch.int32))
     index = SparseIndex(q_len=256, k_len=256, diagonals=entries, **tiles, columns=entries)
     scores, each = torch.empty(1, 4, 3, 16_385), torch.empty(1, dtype=torch.int32)
-    _, choice = builders.choice(ChoiceCall(scores, [50] * 4, [None] * 4, 1, each, each))
+    _, choice = builders.top_k(TopKCall(scores, [50] * 4, [None] * 4, 1, each, each))
     for call in (backend.tables(index, 2, None, alone=(1,)), choice):
         assert compiled(call, target).excess(target, HALF) is None, call.kernel
 

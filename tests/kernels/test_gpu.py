@@ -14,9 +14,10 @@ from functools import partial
 import pytest
 import torch
 
-from kernels import copies
+from kernels import copies, registry
 from kernels.attention import AttentionCall, attend, sparse_attention, triton
-from kernels.attention.triton_launch import architecture, choose, serves
+from kernels.attention.triton_launch import architecture, select_config, serves
+from kernels.gradient import GradientCall, attention_gradients
 from kernels.index import PAD, TILE
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
@@ -114,18 +115,18 @@ def test_kernel_agrees_with_the_reference(name, dtype):
         pytest.skip("heads as wide as these do not fit the memory of this GPU")
     if case.cache == torch.float8_e4m3fn and torch.cuda.get_device_capability(DEVICE) < (8, 9):
         pytest.skip("this GPU does not read float8_e4m3fn")
-    if case.launch is not None:
-        precision = choose(
+    if case.config is not None:
+        precision = select_config(
             architecture(DEVICE), dim=64, itemsize=dtype.itemsize, has_tiles=True
         ).precision
         # Steps of 128 keys of 128 numbers in float32 ask for 272 KiB of shared memory, an H100 has
         # 227.
         keys = (
-            min(case.launch.keys, 32)
+            min(case.config.keys, 32)
             if dtype == torch.float32 and case.head_dim > 64
-            else case.launch.keys
+            else case.config.keys
         )
-        case = replace(case, launch=replace(case.launch, precision=precision, keys=keys))
+        case = replace(case, config=replace(case.config, precision=precision, keys=keys))
     out, lse = run(case, DEVICE)
     assert out <= TOLERANCES["out", dtype][0], f"out is off by {out}"
     assert lse <= TOLERANCES["lse", dtype][0], f"lse is off by {lse}"
@@ -148,6 +149,25 @@ def test_auto_takes_triton_and_repeats_to_the_bit():
     expected, expected_lse = attend(exact, "reference")
     assert float((first.float() - expected).abs().max()) <= TOLERANCES["out", torch.bfloat16][0]
     assert float((lse - expected_lse).abs().max()) <= TOLERANCES["lse", torch.bfloat16][0]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (9, 3, 64), (4, 1, 256)])
+def test_gradients_agree_with_the_reference_and_repeat_to_the_bit(heads, kv_heads, dim):
+    """torch's FlashAttention, which a search's backward pass takes."""
+    torch.manual_seed(0)
+    q, grad_out = torch.randn(2, 1, heads, 1000, dim, device=DEVICE).bfloat16()
+    k, v = torch.randn(2, 1, kv_heads, 1000, dim, device=DEVICE).bfloat16()
+    out, lse = attend(AttentionCall(q, k, v, dense_index(1, heads, 1000, 1000, DEVICE)))
+    assert registry.fast("gradient", GradientCall(q, k, v, out, lse, grad_out)) == ("flash", None)
+    found, again = (
+        attention_gradients(q, k, v, out, lse, grad_out, skip_below=1e-3) for _ in range(2)
+    )
+    exact = (x.float() for x in (q, k, v, out, lse, grad_out))
+    right = attention_gradients(*exact, backend="reference")
+    for one, other, expected in zip(found, again, right, strict=True):
+        assert torch.equal(one, other) and one.dtype == torch.bfloat16
+        assert float((one.float() - expected).norm() / expected.norm()) <= 1e-2
 
 
 ESTIMATES = {

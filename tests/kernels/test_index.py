@@ -40,7 +40,7 @@ def layers(draw: st.DrawFn) -> tuple[list[Pattern], int, Tensor, Tensor]:
 def executed(index: SparseIndex, b: int, head: int, row: int) -> tuple[set[int], list[list[int]]]:
     """Key tiles and groups of key columns that a row computes, by SparseIndex's definition."""
     at = index.first_row + row
-    named = [at - d for d in index.diagonals[b, head].tolist()] + index.listed()[
+    named = [at - d for d in index.diagonals[b, head].tolist()] + index.padded_tiles()[
         b, head, row
     ].tolist()
     tiles = {t for t in named if 0 <= t <= at}
@@ -176,8 +176,8 @@ def test_a_head_takes_what_its_own_rows_list():
     tiles = range(index.first_row, 50)
     assert len(index.tiles) == 2 * sum(min(19, at) + min(2, at) for at in tiles)
     assert (
-        index.listed()[:, 1:7].eq(PAD).all()
-        and index.listed(slice(-1, None))[:, 7].ne(PAD).sum() == 2 * 2
+        index.padded_tiles()[:, 1:7].eq(PAD).all()
+        and index.padded_tiles(slice(-1, None))[:, 7].ne(PAD).sum() == 2 * 2
     )
     one = index.sequence(1)
     assert torch.equal(one.to_mask()[0], index.to_mask()[1])

@@ -156,8 +156,7 @@ def test_what_waits_and_what_is_made_is_counted():
 def test_nothing_as_large_as_the_past_is_made(patterns, monkeypatch):
     """By a short chunk on it, but for torch's scratch, which does not grow: here it is small."""
     monkeypatch.setattr("kernels.patterns.paged._AT_ONCE", 512)
-    for scratch in ("block_sparse", "last_queries"):
-        monkeypatch.setattr(f"kernels.patterns.{scratch}._SCRATCH_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr("kernels.patterns.block_sparse._SCRATCH_BYTES", {"cpu": 1 << 16})
     k_len = 16_384
     q, k = torch.randn(1, 6, 8, 128).half(), torch.randn(1, 2, k_len, 128).half()
     where = paged(k, Build(q_len=8, k_len=k_len, page=64))

@@ -16,8 +16,8 @@ from kernels.attention import AttentionCall, attend, sparse_attention
 from kernels.decode.dropping import drop_lowest, ranks
 from kernels.dense import dense_attention
 from kernels.index import TILE, num_tiles
-from kernels.joining import cat_heads
-from kernels.merging import with_few_keys
+from kernels.joining import concat_heads
+from kernels.merge import merge_attention
 from kernels.native import build
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
@@ -113,7 +113,7 @@ def test_two_parts_are_one_softmax(few, masked, softcap):
     values = v.repeat_interleave(H // G, 1)
     lse = logits[..., few:].logsumexp(-1)
     out = (logits[..., few:] - lse[..., None]).exp().nan_to_num() @ values[:, :, few:]
-    found = with_few_keys(
+    found = merge_attention(
         *(out, lse, q, k[:, :, :few], v[:, :, :few]),
         seen=seen[:, :few] if masked else None,
         scale=0.3,
@@ -234,7 +234,7 @@ def test_heads_without_a_bound_and_short_prompts_skip_nothing():
     skips = LayerPlan([make("skip_softmax", scale_factor=30.0)] * 2, 1).build(q[:, :2], k)
     dense = LayerPlan([make("dense")], 1).build(q[:, :1], k)
     order = [2, 0, 1]
-    index = cat_heads([skips, dense], torch.tensor(order), order)
+    index = concat_heads([skips, dense], torch.tensor(order), order)
     assert index.skip is not None and index.skip[0, 0] == -math.inf
     skipped = torch.zeros(1, 3, dtype=torch.int32)
     sparse_attention(q, k, v, index, skipped=skipped)

@@ -131,7 +131,7 @@ def test_sizes_hold_whatever_the_scores(kind, coverage):
     index = LayerPlan([make(kind, **sizes, coverage=coverage)] * 2, 1).build(q, k)
     check_entries(index)
     assert (
-        index.listed().shape[-1] <= 4
+        index.padded_tiles().shape[-1] <= 4
         and index.columns.shape[-1] <= 100
         and index.diagonals.shape[-1] <= 160
     )

@@ -16,11 +16,10 @@ from kernels.patterns import (
     Inputs,
     LayerPlan,
     block_sparse,
-    last_queries,
     make,
 )
-from kernels.patterns.choose import best_places
 from kernels.patterns.last_queries import estimate
+from kernels.topk import top_k_indices
 from tests.kernels.kinds import KINDS_DRAWN, LAYER
 
 LENGTHS = [(1, 1), (63, 63), (1000, 1000), (1, 300), (200, 450)]
@@ -70,7 +69,7 @@ def masses(
     return weights.sum(2), slash
 
 
-def offsets_of(distances: set[int], k_len: int) -> set[int]:
+def csr_offsets(distances: set[int], k_len: int) -> set[int]:
     """Tile diagonals in which these distances lie, two for each that is no whole number of them."""
     offsets = {offset for s in distances for offset in (s // TILE, -(-s // TILE))}
     return {offset for offset in offsets if offset < -(-k_len // TILE)}
@@ -105,7 +104,7 @@ def test_vertical_slash_takes_the_fewest_that_hold_the_share(
             columns = smallest(by_column[b, h].tolist(), share, max(vertical, TILE), TILE)
             assert kept(index.columns[b, h]) == columns
             distances = smallest(by_distance[b, h].tolist(), share, max(slash, TILE), TILE)
-            assert kept(index.diagonals[b, h]) == offsets_of(distances, k_len)
+            assert kept(index.diagonals[b, h]) == csr_offsets(distances, k_len)
 
 
 def tile_masses(q: Tensor, k: Tensor, reach: int) -> dict[int, dict[int, float]]:
@@ -145,7 +144,7 @@ def test_block_sparse_takes_the_fewest_that_hold_the_share(q_len, k_len, window,
     reach = k_len if window is None else -(-(window - 1) // TILE)
     for b in range(2):
         for h, blocks in enumerate(sizes):
-            listed = index.listed()[b, h]
+            listed = index.padded_tiles()[b, h]
             for at, tiles in tile_masses(q[b, h], k[b, h // 2], reach).items():
                 # The own tile stands first, then the first of all: both are always in.
                 order = [at, *(tile for tile in sorted(tiles) if tile != at)]
@@ -165,20 +164,20 @@ def test_all_of_the_mass_is_all_that_has_any():
     index = LayerPlan(patterns, 1).build(q, k)
     assert kept(index.columns[0, 0]) == {*range(TILE), 70, 71, 140, 300}
     distances = {0, 1, *(499 - column for column in (70, 71, 140, 300))}
-    assert kept(index.diagonals[0, 0]) == offsets_of(distances, 500)
+    assert kept(index.diagonals[0, 0]) == csr_offsets(distances, 500)
     assert kept(index.columns[0, 1]) == set(range(500))
     k[:] = -100.0
     k[:, :, 2 * TILE : 3 * TILE] = 0.1
     tiles = LayerPlan([make("block_sparse", blocks=99, coverage=1.0)] * 2, 1).build(q, k)
     # Before tile 2 all keys are equally far: their shares are equal, and none is 0.
-    seen = [kept(row) for row in tiles.listed()[0, 0]]
+    seen = [kept(row) for row in tiles.padded_tiles()[0, 0]]
     assert seen == [set(), {0}, {0}, *[{0, 2}] * 5]
 
 
 @pytest.mark.usefixtures("builder")
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_best_places(data):
+def test_top_k_indices(data):
     """Native code and torch alike: ties, entries not to be taken, forced ones, shares."""
     n, forced = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 4))
     # Sixteenths add up exactly, in whatever order.
@@ -200,7 +199,7 @@ def test_best_places(data):
     }
     scores = torch.tensor(rows, dtype=torch.float32).view(2, 3, 1, n)
     before = scores.clone()
-    found = best_places(scores, sizes, coverage, forced=forced, **each)
+    found = top_k_indices(scores, sizes, coverage, forced=forced, **each)
     assert (
         torch.equal(scores, before)
         and found.dtype == torch.int32
@@ -227,9 +226,9 @@ def test_best_places(data):
 @pytest.mark.usefixtures("builder")
 def test_negative_scores_and_not_a_number():
     scores = torch.tensor([[[-1.0, -5.0, -0.5, 3.0, -0.0, 0.0]]])
-    assert best_places(scores, [4], [None], forced=0).tolist() == [[[2, 3, 4, 5]]]
+    assert top_k_indices(scores, [4], [None], forced=0).tolist() == [[[2, 3, 4, 5]]]
     scores = torch.tensor([[[float("nan"), 1.0, 2.0, 3.0]]])
-    places = best_places(scores, [2], [None], forced=1)
+    places = top_k_indices(scores, [2], [None], forced=1)
     assert places[0, 0, 0] == 0, "a forced entry is taken, whatever it is"
 
 
@@ -269,8 +268,7 @@ def test_neither_company_nor_little_memory_changes_a_head(bytes_of_scratch, monk
         LayerPlan([pattern], 1).build(q[:, [head]], k[:, [head // 4]]).to_mask()
         for head, pattern in enumerate(patterns)
     ]
-    for module in (last_queries, block_sparse):
-        monkeypatch.setitem(module._SCRATCH_BYTES, "cpu", bytes_of_scratch)
+    monkeypatch.setitem(block_sparse._SCRATCH_BYTES, "cpu", bytes_of_scratch)
     together = LayerPlan(patterns, 2).build(q, k).to_mask()
     assert torch.equal(together, torch.cat(alone, dim=1))
 
@@ -314,7 +312,7 @@ def test_of_equals_the_first_are_taken():
     index = plan.build(q, k)
     index.validate()
     assert kept(index.columns[0, 0]) == set(range(100)) and kept(index.diagonals[0, 0]) == {0, 1, 2}
-    assert [kept(row) for row in index.listed()[0, 1]] == [set(), {0}, *[{0, 1}] * 6]
+    assert [kept(row) for row in index.padded_tiles()[0, 1]] == [set(), {0}, *[{0, 1}] * 6]
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (65, 65), (1000, 1000), (100, 450)])

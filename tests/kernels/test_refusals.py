@@ -56,7 +56,7 @@ ATTENTION = [
     ({"q": torch.zeros(1, 2, 100, 64)}, r"= \(1, 200, 200\), the call has \(1, 100, 200\)"),
     ({"q": torch.zeros(1, 3, 200, 64)}, "index is for 2 heads, q has 3"),
     ({"out": torch.zeros(1, 2, 200, 32)}, r"out must be .* got .* \(1, 2, 200, 32\)"),
-    ({"out": torch.zeros(1, 1, 200, 64).expand(1, 2, 200, 64)}, "a place of its own"),
+    ({"out": torch.zeros(1, 1, 200, 64).expand(1, 2, 200, 64)}, "must not overlap itself"),
     ({"out": torch.zeros(20_000).as_strided((1, 2, 200, 64), (0, 64, 16, 1))}, "of its own"),
     ({"skipped": torch.zeros(1, 2, dtype=torch.int64)}, r"contiguous int32 \(1, 2\), got .*int64"),
     ({"scale": float("nan")}, "scale must be a positive finite number, got nan"),
@@ -203,7 +203,7 @@ def test_inputs_that_are_no_dense_tensors(op):
 def test_dense_attention_names_what_is_wrong():
     q, k, v, _ = inputs(length=40)
     table = torch.zeros(1, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"a block table needs the lengths .*: give a Ragged"):
+    with pytest.raises(ValueError, match=r"a block table needs the lengths .*: pass a Ragged"):
         dense_attention(q, k, v, block_table=table)
     with pytest.raises(ValueError, match="between 1 and key length 30, got 40"):
         dense_attention(q, k[:, :, :30], v[:, :, :30])

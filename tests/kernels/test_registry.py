@@ -16,14 +16,14 @@ from kernels.decode import cpu as decode
 from kernels.decode import decode_attention
 from kernels.decode import triton as decode_triton
 from kernels.patterns.dense import dense_index
-from kernels.registry import CannotBuildError, building, failure
+from kernels.registry import CannotBuildError, build_failure, build_guard
 from tests.kernels.recording import recorded
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
     monkeypatch.setattr(registry, "_failed", {})
-    monkeypatch.setattr(registry, "say_once", cache(registry.say_once.__wrapped__))
+    monkeypatch.setattr(registry, "log_once", cache(registry.log_once.__wrapped__))
 
 
 def test_a_build_that_fails_is_tried_once(monkeypatch, caplog):
@@ -32,11 +32,11 @@ def test_a_build_that_fails_is_tried_once(monkeypatch, caplog):
 
     def fails(call):
         tried.append(1)
-        with building("decode", "here"):
+        with build_guard("decode", "here"):
             raise RuntimeError("PassManager::run failed\nat line 3")
 
     monkeypatch.setattr(decode, "run", fails)
-    monkeypatch.setattr(decode, "supports", lambda call: failure("decode", "here"))
+    monkeypatch.setattr(decode, "supports", lambda call: build_failure("decode", "here"))
     x = torch.randn(1, 2, 5, 16)
     expected = decode_attention(x, x, x, backend="reference")
     reason = "its kernel failed to build: RuntimeError: PassManager::run failed"
@@ -59,9 +59,9 @@ def test_a_build_that_fails_is_tried_once(monkeypatch, caplog):
     "error", [torch.OutOfMemoryError(), RuntimeError("Triton Error [CUDA]: illegal memory access")]
 )
 def test_what_a_device_reports_is_no_build_that_failed(error):
-    with pytest.raises(type(error)) as raised, building("here"):
+    with pytest.raises(type(error)) as raised, build_guard("here"):
         raise error
-    assert not isinstance(raised.value, CannotBuildError) and failure("here") is None
+    assert not isinstance(raised.value, CannotBuildError) and build_failure("here") is None
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ import torch
 
 from kernels import copies
 from kernels.attention import triton, triton_launch
-from kernels.attention.triton_launch import choose, serves, split, split_values
+from kernels.attention.triton_launch import select_config, serves, split, split_values
 from kernels.call import AttentionCall, Operands
-from kernels.copies import Copy, Kept
+from kernels.copies import DeviceConstant, SizedCache
 from kernels.decode import triton as decode
 from kernels.patterns.dense import dense_index
 from kernels.ragged import Ragged
@@ -66,8 +66,11 @@ def test_gpus_that_cannot_read_eight_bits_are_declined(target, reads, monkeypatc
     monkeypatch.setattr(triton_launch, "architecture", lambda _: target)
     x = torch.ones(1, 1, 4, 64)
     reason = None if reads else f"float8_e4m3fn needs compute capability 8.9, this GPU is {target}"
-    assert triton_launch.unread(x.to(torch.float8_e4m3fn)) == reason
-    assert triton_launch.unread(x.to(torch.float8_e5m2)) is None and triton_launch.unread(x) is None
+    assert triton_launch.dtype_unsupported(x.to(torch.float8_e4m3fn)) == reason
+    assert (
+        triton_launch.dtype_unsupported(x.to(torch.float8_e5m2)) is None
+        and triton_launch.dtype_unsupported(x) is None
+    )
 
 
 def test_old_gpus_and_a_missing_triton_are_declined(monkeypatch):
@@ -103,8 +106,8 @@ def test_float32_does_not_go_to_hopper_s_matrix_units():
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "hip"])
 def test_every_target_has_a_build(target):
     for dim, itemsize in itertools.product((8, 64, 80, 96, 128, 192, 256), (2, 4)):
-        assert choose(target, dim=dim, itemsize=itemsize, has_tiles=True).rows == 1
-        assert 128 % choose(target, dim=dim, itemsize=itemsize, has_tiles=False).keys == 0
+        assert select_config(target, dim=dim, itemsize=itemsize, has_tiles=True).rows == 1
+        assert 128 % select_config(target, dim=dim, itemsize=itemsize, has_tiles=False).keys == 0
         assert serves(target, dim=dim, itemsize=itemsize)
     # Tensor memory of 512 columns holds no output of more than 256 of them beside logits.
     assert serves(target, dim=512, itemsize=2) == (target != "sm_100")
@@ -116,7 +119,7 @@ def test_what_a_build_works_out_is_part_of_its_name(monkeypatch):
     call = AttentionCall(x, x, x, dense_index(1, 1, 4, 4, x.device))
     how = triton.prepare(call)[1].constants["H"]
     name = repr(how)
-    monkeypatch.setattr(triton_launch.How, "few", 8)
+    monkeypatch.setattr(triton_launch.KernelConfig, "few", 8)
     assert repr(how) != name
 
 
@@ -134,7 +137,7 @@ def test_only_rows_of_nobody_are_cleared_beforehand():
 @pytest.mark.parametrize("capturing", [False, True])
 def test_only_another_stream_waits_and_holds_the_memory(capturing, monkeypatch):
     tensor, copying, other, event = (mock.Mock() for _ in range(4))
-    copy = Copy(tensor, copying, event)
+    copy = DeviceConstant(tensor, copying, event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     for current in (copying, other, other):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, at=current: at)
@@ -150,7 +153,7 @@ def test_what_a_graph_copies_stays_and_nobody_else_reads_the_graph_s_own(monkeyp
     device = torch.device("cuda", 0)
     source = mock.Mock()
     pinned = source.pin_memory()
-    copy = Copy.of(source, device)
+    copy = DeviceConstant.of(source, device)
     copy.read()
     # Until the graph is replayed the graph's own holds anything.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -167,7 +170,7 @@ def test_what_was_not_asked_for_longest_goes_first():
         made.append(name)
         return name
 
-    keep = Kept(make_one, len, room=6)
+    keep = SizedCache(make_one, len, room=6)
     for name in ("a", "bb", "ccc", "a", "dd", "a", "ccc", "bb"):
         assert keep(name) == name
     # dd takes the place of bb, which is made again.
@@ -186,7 +189,7 @@ def test_threads_that_make_the_same_thing_count_it_once():
             both.wait()
         return name
 
-    keep = Kept(make_one, len, room=4)
+    keep = SizedCache(make_one, len, room=4)
     threads = [threading.Thread(target=keep, args=("aa",)) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -9,8 +9,8 @@ from kernels import registry
 from kernels.call import AttentionCall, DecodeCall, GradientCall
 from kernels.decode.dropping import EvictCall
 from kernels.patterns.block_sparse import MeansCall, TilesCall
-from kernels.patterns.choose import ChoiceCall
 from kernels.patterns.last_queries import EstimateCall
+from kernels.topk import TopKCall
 
 OPS = {
     AttentionCall: "attention",
@@ -19,7 +19,7 @@ OPS = {
     EstimateCall: "estimate",
     MeansCall: "means",
     TilesCall: "tiles",
-    ChoiceCall: "choose",
+    TopKCall: "top_k",
     EvictCall: "evict",
 }
 served: Counter[str] = Counter()

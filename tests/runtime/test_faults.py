@@ -13,11 +13,12 @@ from transformers import DynamicCache
 
 from artifacts import HeadwiseError
 from kernels import registry
-from kernels.attention import cpu, reference
+from kernels.attention import cpu
 from kernels.decode import cpu as decode_cpu
 from kernels.native import build as native
 from kernels.patterns import LayerPlan
-from kernels.registry import building, failure
+from kernels.reference import Attention
+from kernels.registry import build_failure, build_guard
 from runtime import apply_dense
 from tests.runtime.batches import fed
 from tests.runtime.omnikv import CLOSE, LAYERS, steps
@@ -172,20 +173,22 @@ def unbuilt(monkeypatch):
     """The fastest backend, here in place of a GPU's, fails as a Triton build does: at its first
     launch, not before. The reference, which is slower than dense attention, must not be asked."""
     monkeypatch.setattr(registry, "_failed", {})
-    registry.say_once.cache_clear()
+    registry.log_once.cache_clear()
     tried: list[int] = []
 
     def fails(call):
         tried.append(1)
-        with building("attention", "here"):
+        with build_guard("attention", "here"):
             raise RuntimeError("PassManager::run failed\nat line 3")
 
     former = cpu.supports
     monkeypatch.setattr(cpu, "run", fails)
-    monkeypatch.setattr(cpu, "supports", lambda call: former(call) or failure("attention", "here"))
-    monkeypatch.setattr(reference, "run", lambda call: pytest.fail("asked"))
+    monkeypatch.setattr(
+        cpu, "supports", lambda call: former(call) or build_failure("attention", "here")
+    )
+    monkeypatch.setattr(Attention, "run", lambda call: pytest.fail("asked"))
     yield tried
-    registry.say_once.cache_clear()
+    registry.log_once.cache_clear()
 
 
 @pytest.mark.parametrize("backend", ["auto", "cpu"])

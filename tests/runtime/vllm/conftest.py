@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 import artifacts
-from kernels.attention import AttentionCall, reference
+from kernels.attention import AttentionCall
 from kernels.patterns import LayerPlan, make
 from kernels.patterns.dense import dense_index
+from kernels.reference import Attention
 from runtime.vllm.builder import SparseBuilder
 from runtime.vllm.counters import Counters
 from runtime.vllm.engine import Engine, ServedLayer, number_of
@@ -127,7 +128,7 @@ class Parent:
                 q = query[start:end].transpose(0, 1)[None]
                 index = dense_index(1, H, end - start, k_len, q.device)
                 call = AttentionCall(q, k, v, index, scale=self.scale, block_table=table)
-                out, _ = reference.run(call)
+                out, _ = Attention.run(call)
                 output[start:end] = out[0].transpose(0, 1)
         return output
 
@@ -263,7 +264,7 @@ def by_plan(patterns: list[Any], inputs: Inputs, sinks: Tensor | None = None) ->
     """Attention (Q, H, D) of a chunk by patterns, with learned logits of each query head."""
     q, k, v = (x.transpose(0, 1)[None] for x in inputs)
     index = LayerPlan(patterns, G).build(q, k, scale=Parent.scale)
-    out, lse = reference.run(AttentionCall(q, k, v, index, scale=Parent.scale))
+    out, lse = Attention.run(AttentionCall(q, k, v, index, scale=Parent.scale))
     if sinks is not None:
         out = out * (1 - 1 / (1 + torch.exp(lse - sinks[:, None])))[..., None]
     return out[0].transpose(0, 1)

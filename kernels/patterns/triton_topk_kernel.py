@@ -1,5 +1,4 @@
-"""The device code that chooses the best of many scores; kernels.patterns.triton launches it.
-Importing imports triton.
+"""Device code of top-k; kernels.patterns.triton launches it. Imports triton.
 
 Shapes: B batch, H query heads, h heads of one kind, R query tiles, N key tiles, K key length.
 """
@@ -15,8 +14,8 @@ PAD = tl.constexpr(2**31 - 1)
 @triton.jit
 def _scores(scores, at, n):
     """Scores of some places; -inf for NaN and from n on."""
-    found = tl.load(scores + at, mask=at < n, other=float("-inf"))
-    return tl.where(found == found, found, float("-inf"))
+    score = tl.load(scores + at, mask=at < n, other=float("-inf"))
+    return tl.where(score == score, score, float("-inf"))
 
 
 @triton.jit
@@ -30,16 +29,15 @@ def _ordered(scores):
 def _worst(scores, first, n, wanted, CHUNK: tl.constexpr):
     """The worst of the best `wanted` scores of first ... n, _ordered, and its equals among them.
 
-    Eight bits at a time, from the highest: how many scores have each value of them says which one
-    it is."""
+    A radix select: a histogram of eight bits at a time, from the highest, yields the digit."""
     bins = tl.arange(0, 256)
     worst = tl.full([], 0, tl.uint32)
     for level in tl.static_range(4):
         counts = tl.zeros([256], tl.int32)
         for start in range(first, n, CHUNK):
-            found = _scores(scores, start + tl.arange(0, CHUNK), n)
-            order = _ordered(found)
-            alike = found > float("-inf")
+            score = _scores(scores, start + tl.arange(0, CHUNK), n)
+            order = _ordered(score)
+            alike = score > float("-inf")
             if level > 0:
                 alike = alike & ((order >> (32 - 8 * level)) == (worst >> (32 - 8 * level)))
             counts += tl.histogram(
@@ -56,9 +54,9 @@ def _worst(scores, first, n, wanted, CHUNK: tl.constexpr):
 @triton.jit
 def _taken(scores, at, n, forced, worst, room):
     """Mask of the places that are taken, and the number of those that equal the worst."""
-    found = _scores(scores, at, n)
-    order = _ordered(found)
-    there = found > float("-inf")
+    score = _scores(scores, at, n)
+    order = _ordered(score)
+    there = score > float("-inf")
     equal = (there & (at >= forced) & (order == worst)).to(tl.int32)
     best = (order > worst) | ((equal != 0) & (tl.cumsum(equal, 0) <= room))
     return there & ((at < forced) | best), tl.sum(equal)
@@ -69,13 +67,13 @@ def _search(scores, forced, n, size, CHUNK: tl.constexpr):
     """The worst score and the room for its equals next to the first `forced` places."""
     held = 0
     for start in range(0, tl.minimum(forced, n), CHUNK):
-        found = _scores(scores, start + tl.arange(0, CHUNK), tl.minimum(forced, n))
-        held += tl.sum((found > float("-inf")).to(tl.int32))
+        score = _scores(scores, start + tl.arange(0, CHUNK), tl.minimum(forced, n))
+        held += tl.sum((score > float("-inf")).to(tl.int32))
     return _worst(scores, forced, n, tl.maximum(size - held, 0), CHUNK)
 
 
 @triton.jit(do_not_specialize=["heads", "rows", "n", "width"])
-def best_places_kernel(
+def top_k_kernel(
     scores, sizes, places, ends, counts, heads, rows, n, width,
     FORCED: tl.constexpr, ENDS: tl.constexpr, COUNTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +81,7 @@ def best_places_kernel(
 
     scores (B * heads * rows, n) fp32; sizes (heads) int64; places (B * heads * rows, width) int32,
     padded with PAD. The first FORCED are taken before all others. ends, counts (B) int32 if ENDS,
-    if COUNTS: of a sequence's rows only the entries before its end are there, and no more than its
+    if COUNTS: of a sequence's rows only the entries before its end are read, and no more than its
     count are taken."""
     row = tl.program_id(0).to(tl.int64)
     sequence = row // rows // heads
@@ -96,14 +94,14 @@ def best_places_kernel(
     scores += row * n
     places += row * width
     worst, room = _search(scores, FORCED, end, size, CHUNK)
-    found = 0
+    count = 0
     for start in range(0, end, CHUNK):
         at = start + tl.arange(0, CHUNK)
         taken, equal = _taken(scores, at, end, FORCED, worst, room)
-        place = found + tl.cumsum(taken.to(tl.int32), 0) - 1
+        place = count + tl.cumsum(taken.to(tl.int32), 0) - 1
         tl.store(places + place, at, mask=taken & (place < size))
         room -= equal
-        found = tl.minimum(found + tl.sum(taken.to(tl.int32)), size)
+        count = tl.minimum(count + tl.sum(taken.to(tl.int32)), size)
     for start in range(0, width, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        tl.store(places + at, tl.zeros_like(at) + PAD, mask=(at >= found) & (at < width))
+        tl.store(places + at, tl.zeros_like(at) + PAD, mask=(at >= count) & (at < width))

@@ -1,4 +1,4 @@
-"""Attention over a few keys, merged with that over others: two parts of one softmax.
+"""Attention over a few keys, merged with attention over the rest: two parts of one softmax.
 
 Shapes: B batch, H query heads, G KV heads, Q query length, s a few keys, D head dim, E value dim.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def with_few_keys(
+def merge_attention(
     out: Tensor,
     lse: Tensor,
     q: Tensor,
@@ -20,14 +20,14 @@ def with_few_keys(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Attention over the keys that `out` is over and over s others: (B, H, Q, E).
+    """Merge attention over some keys, `out`, with attention over s more: (B, H, Q, E).
 
     Two parts of a softmax over disjoint keys add up, weighted by their log-sum-exp (Flash-Decoding;
     Dao et al.).
 
     Args:
         out, lse: (B, H, Q, E) and fp32 (B, H, Q); a query that sees nothing there has -inf. A
-            learned logit counts in there.
+            learned sink is included.
         q, k, v: (B, H, Q, D), (B, G, s, D) and (B, G, s, E): torch multiplies them in fp32, so s
             should be small.
         seen: (Q, s) bool, which of these keys a query sees; None for all of them.

@@ -1,6 +1,6 @@
-"""Choice of the best entries of each row, by number or by mass, for all built patterns.
+"""Top-k of each row, by number or by mass, for patterns, OmniKV and vLLM.
 
-Shapes: B batch, h heads of one kind, n entries to choose from, W the most that any head takes.
+Shapes: B batch, h heads of one kind, n entries of a row, W the largest number that any head takes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import registry
-from kernels.copies import Copy, kept, on_device
+from kernels.copies import DeviceConstant, on_device, sized_cache
 from kernels.index import PAD
 
 # Mass is added up in whole numbers: what fp32 adds up to depends on the order, and on a GPU the
@@ -22,8 +22,8 @@ _LOWER_HALF = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class ChoiceCall:
-    """A call of best_places, whose arguments it has."""
+class TopKCall:
+    """A call of top_k_indices, whose arguments it has."""
 
     scores: Tensor
     sizes: Sequence[int]
@@ -37,7 +37,7 @@ class ChoiceCall:
         return self.scores.device
 
 
-def best_places(
+def top_k_indices(
     scores: Tensor,
     sizes: Sequence[int],
     coverage: Sequence[float | None],
@@ -53,13 +53,14 @@ def best_places(
         scores: any numbers; -inf for what must not be taken. Where a head has a coverage, its mass:
             none below 0, in all at most 1,024.
         sizes: how many of its entries head i takes at most; W is the largest of these, or n.
-        coverage: None, or the share of all its mass that head i wants: it takes the fewest entries
-            that hold it, and none without mass.
-        forced: the first so many entries are taken before all others, whatever their scores (but
+        coverage: None, or the fraction of all its mass that head i wants: it takes the fewest
+            entries that hold it, and none without mass.
+        forced: number of first entries that are taken before the rest, whatever their scores (but
             -inf).
-        ends: (B,) int32, the entry behind the last of each row of a sequence: what stands there is
-            not read. n if None.
-        counts: (B,) int32, how many entries any head of a sequence takes at most, beside `sizes`.
+        ends: (B,) int32, the end of each row of a sequence: entries from there on are not read; n
+            by default.
+        counts: (B,) int32, how many entries any head of a sequence takes at most, in addition to
+            `sizes`.
         backend: as for sparse_attention; the reference is torch.
 
     Returns:
@@ -68,22 +69,22 @@ def best_places(
         decides, each time alike.
     """
     places: Tensor = registry.run(
-        "choose", ChoiceCall(scores, sizes, coverage, forced, ends, counts), backend
+        "top_k", TopKCall(scores, sizes, coverage, forced, ends, counts), backend
     )
     return places
 
 
 class Reference:
-    """The choice in torch, on any device."""
+    """Top-k in torch, on any device."""
 
     @staticmethod
-    def supports(call: ChoiceCall) -> str | None:
+    def supports(call: TopKCall) -> str | None:
         """The reason why this backend cannot serve the call: always None."""
         return None
 
     @staticmethod
-    def run(call: ChoiceCall) -> Tensor:
-        """See best_places."""
+    def run(call: TopKCall) -> Tensor:
+        """See top_k_indices."""
         scores = call.scores
         sizes = call.sizes
         coverage = call.coverage
@@ -100,9 +101,9 @@ class Reference:
         best = _best_first(marked, width)
         score = scores.gather(-1, best)
         place = torch.arange(width, device=scores.device)
-        kept = (place < _each_head(sizes, scores)) & (score != float("-inf"))
+        taken = (place < _each_head(sizes, scores)) & (score != float("-inf"))
         if call.counts is not None:
-            kept &= place < _each_sequence(call.counts, scores)
+            taken &= place < _each_sequence(call.counts, scores)
         if any(share is not None for share in coverage):
             units = score.clamp_min(0).mul_(_UNITS).to(torch.int64)
             before = units.cumsum(dim=-1).sub_(units).to(torch.float64).div_(_UNITS)
@@ -111,16 +112,16 @@ class Reference:
             shares = [2.0 if share is None or share >= 1 else share for share in coverage]
             wanted = (before < total * _each_head(shares, scores, torch.float64)) & (score > 0)
             whole = _each_head([share is None for share in coverage], scores, torch.bool)
-            kept &= wanted | whole | (best < forced)
-        return torch.where(kept, best, PAD).to(torch.int32).sort(dim=-1).values
+            taken &= wanted | whole | (best < forced)
+        return torch.where(taken, best, PAD).to(torch.int32).sort(dim=-1).values
 
 
 def _best_first(scores: Tensor, width: int) -> Tensor:
     """Places of the `width` largest scores (..., n) of each row, largest first, int64."""
     if scores.device.type != "cpu":
         return scores.topk(width, dim=-1).indices
-    # Bits and place make one 64-bit key: no two are equal, and topk gives what a stable sort of
-    # everything would.
+    # Bits and place make one 64-bit key: no two are equal, and topk returns the same as a stable
+    # sort.
     bits = scores.contiguous().view(torch.int32)
     # As integers the bits of negative numbers run the wrong way round.
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
@@ -145,8 +146,8 @@ def ascending(mask: Tensor, width: int) -> Tensor:
     return torch.where(mask, at, PAD).sort(dim=-1).values[..., :width].contiguous()
 
 
-def offsets_of(
-    most: tuple[int, ...],
+def csr_offsets(
+    sizes: tuple[int, ...],
     batch: int,
     rows: int,
     first: int,
@@ -154,40 +155,40 @@ def offsets_of(
 ) -> tuple[Tensor, int]:
     """Offsets of each row's list, (B, h, R + 1) int64, and the number of entries in all.
 
-    Head i lists at most most[i] tiles, and no more than lie before the row's own, at key tile first
-    + r. Not to be written to."""
-    offsets, total = _made(most, batch, rows, first, device)
+    Head i lists at most sizes[i] tiles, and no more than lie before the row's own, at key tile
+    first + r. Not to be written to."""
+    offsets, total = _made(sizes, batch, rows, first, device)
     return offsets.read(), total
 
 
-@kept(lambda made: made[0].nbytes, 1 << 26)
+@sized_cache(lambda made: made[0].nbytes, 1 << 26)
 def _made(
-    most: tuple[int, ...],
+    sizes: tuple[int, ...],
     batch: int,
     rows: int,
     first: int,
     device: torch.device,
-) -> tuple[Copy, int]:
+) -> tuple[DeviceConstant, int]:
     with torch.inference_mode(False):
         before, limit = (
             torch.as_tensor(x, device="cpu", dtype=torch.long)
-            for x in (range(first, first + rows), most)
+            for x in (range(first, first + rows), sizes)
         )
         counts = torch.minimum(limit[:, None], before).repeat(batch, 1)
-        ends = counts.flatten().cumsum(0).view(batch * len(most), rows)
-        made = torch.cat([ends[:, :1] - counts[:, :1], ends], dim=1).view(
-            batch, len(most), rows + 1
+        ends = counts.flatten().cumsum(0).view(batch * len(sizes), rows)
+        offsets = torch.cat([ends[:, :1] - counts[:, :1], ends], dim=1).view(
+            batch, len(sizes), rows + 1
         )
         total = 0
-        if made.numel():
+        if offsets.numel():
             total = int(ends.max())
-        return Copy.of(made, device), total
+        return DeviceConstant.of(offsets, device), total
 
 
-def put(tiles: Tensor, offsets: Tensor, lists: Tensor) -> None:
+def scatter_rows(tiles: Tensor, offsets: Tensor, lists: Tensor) -> None:
     """Write the lists (B, h, rows, any width) to their offsets (B, h, rows + 1).
 
-    tiles (T + 1): its last entry takes what a list has no room for, which is padding.
+    tiles (T + 1): its last entry takes the padding that exceeds a list.
     """
     at = offsets[..., :-1, None] + on_device(tuple(range(lists.shape[-1])), tiles.device)
     tiles.scatter_(
