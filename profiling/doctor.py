@@ -137,7 +137,7 @@ def estimates(text: Any, timed: int, layer_s: float, attention: Any) -> list[dic
     fastest = min(attention.sdpa_seconds, attention.kernel_seconds)
     sparse = (attention.sparse_seconds + attention.build_seconds) / attention.density
     rest = max(0.0, layer_s - attention.kernel_seconds) / timed
-    rows = {}
+    rows: dict[int, dict[str, float]] = {}
     for longest, density in _DENSITIES.items():
         tokens = min(longest, getattr(text, "max_position_embeddings", longest))
         triangle = (tokens / timed) ** 2

@@ -94,7 +94,9 @@ def run(config: Comparison, ledger: Ledger | None = None) -> tuple[list[Row], di
         if texts:
             losses[method.name] = torch.as_tensor(quality["losses"], dtype=torch.float32)
         rows.append(_row(config, method.name, timed, prompts, quality, losses))
-    artifact = headwise and headwise.artifact.content_sha256
+    artifact = None
+    if headwise is not None:
+        artifact = headwise.artifact.content_sha256
     return rows, {**_record(config, artifact, rows, timed), "seen_by_search": overlaps}
 
 

@@ -162,11 +162,12 @@ def _times(record: Mapping[str, Any], name: str, length: int) -> dict[str, Cell]
 
 def _attention(record: Mapping[str, Any], name: str, length: int) -> float | None:
     """Seconds of attention alone by a method; of dense attention those of Headwise's rounds."""
-    if name in (MODEL, KERNEL):
-        own = entry_of(record["attention"], HEADWISE, length)
-        return own and own["dense"].get(name)
-    own = entry_of(record["attention"], name, length)
-    return own and own["seconds"]
+    is_dense = name in (MODEL, KERNEL)
+    own = entry_of(record["attention"], HEADWISE if is_dense else name, length)
+    if own is None:
+        return None
+    seconds: float | None = own["dense"].get(name) if is_dense else own["seconds"]
+    return seconds
 
 
 def _cell(estimate: Mapping[str, Any]) -> Cell:
