@@ -1,4 +1,4 @@
-"""An artifact: YAML and safetensors files that give each head an attention pattern.
+"""Artifacts: YAML and safetensors files with an attention pattern for each head.
 
 Data only: imports neither torch nor, until arrays are read or written, numpy.
 """

@@ -1,1 +1,1 @@
-"""Measures: commands on top, and rooms for what they use."""
+"""Measurements: the commands, and the packages that they use."""

@@ -1,1 +1,1 @@
-"""Finds the cheapest attention pattern that each head can live with; writes the artifact."""
+"""The search: finds an attention pattern for each head, and writes the artifact."""

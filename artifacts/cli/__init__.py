@@ -1,1 +1,1 @@
-"""Command lines: what argparse does not do, and options declared once."""
+"""Command lines on top of argparse, with options declared once."""

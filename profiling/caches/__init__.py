@@ -1,1 +1,1 @@
-"""KV caches: policies made in memory, and what each KV head loses with a budget."""
+"""KV caches: policies made in memory, and the loss of each KV head at a budget."""

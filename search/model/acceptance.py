@@ -161,7 +161,7 @@ def _raised(heads: Heads, allocation: Allocation, budget: float, strain: float) 
     """The budget at which the predicted loss is _AIM of the limits.
 
     Losses are taken to be proportional to those that the curves predict, kinds of prompts alike
-    (docs/search.md has the measurements).
+    (docs/internals.md has the measurements).
 
     Args:
         heads: curves and costs.

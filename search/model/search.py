@@ -1,8 +1,8 @@
 """The search with one budget for the whole model, phase by phase.
 
 Prompts, curves, costs, allocation, refinement, gate, timing, record: `search_model` calls them in
-this order, and docs/search.md describes them. Ranks of torchrun share curves, refinement and gate.
-Finished work is kept in the resume file next to the output."""
+this order, and docs/internals.md describes them. Ranks of torchrun share curves, refinement and
+gate. Finished work is kept in the resume file next to the output."""
 
 from __future__ import annotations
 
