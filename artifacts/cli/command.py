@@ -35,6 +35,7 @@ ADVANCED = "advanced"
 _ALWAYS = "every command: -q no progress and no warnings, -v more on stderr, --version"
 # Packages that serving does without, and the extra that installs each.
 EXTRAS = {
+    "jinja2": "search",
     "lm_eval": "lm-eval",
     "matplotlib": "search",
     "optuna": "search",
