@@ -55,7 +55,7 @@ CASES = [
         "--policy full is given twice",
     ),
     ("stream --model m --out o --tokens 9 --text none.txt", "there is no text file 'none.txt'"),
-    ("tasks --task riddle", "unknown task 'riddle'; known: kv_retrieval, passkey"),
+    ("tasks --task riddle", "unknown task 'riddle'; known: chain, cwe, facts"),
     ("tasks --task vt --length 0", "--length must be at least 1, got 0"),
     ("tasks --length 9", "say which task to show: --task TASK"),
 ]

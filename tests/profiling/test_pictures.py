@@ -83,9 +83,12 @@ def test_attention_of_a_head_is_pooled_and_has_its_pattern(searched, tmp_path):
     assert len(rows) == cells * (cells + 1) // 2
     for query in range(0, LENGTH, 64):
         assert sum(rows[rows[:, 0] == query, 2]) == pytest.approx(1, rel=1e-4)
-    # All cells are one tile: their mean is the density.
-    assert rows[:, 3].mean() == pytest.approx(head_map.density, rel=1e-3)
-    assert head_map.recall is not None and 0 < head_map.recall <= 1
+    assert head_map.computed is not None and head_map.recall is not None
+    expected = head_map.computed[np.tril_indices(cells)]
+    np.testing.assert_allclose(rows[:, 3], expected, rtol=1e-4)
+    # A kernel computes whole tiles of single columns, of which a cell has its part.
+    assert 0 < expected.mean() <= head_map.density
+    assert 0 < head_map.recall <= 1
 
 
 @pytest.mark.usefixtures("sketched")
@@ -94,7 +97,8 @@ def test_a_model_without_a_profile_is_measured_for_its_pictures(searched, tmp_pa
     words = f"--model {model} --length 256 --dtype float32 --out {tmp_path} --picture similarity"
     heatmaps.main(words.split())
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"similarity.safetensors", *(f"similarity.{k}" for k in ("png", "svg", "csv"))}
+    assert names >= {"similarity.safetensors", *(f"similarity.{k}" for k in ("png", "svg", "csv"))}
+    assert len([name for name in names if name.endswith(".png")]) == 1
 
 
 def test_the_same_numbers_give_the_same_files_without_a_window_system(tmp_path, monkeypatch):
