@@ -1,17 +1,13 @@
-"""Cost table of a device: measured seconds by pattern, length and tiles.
-
-An artifact carries the table that its search counted by: columns of one length in the sidecar, a
-row for each measurement. docs/artifact.md describes each column.
-"""
+"""Cost table of a device: measured seconds by pattern, length and tiles."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
-from artifacts import DeviceCosts, HeadwiseError
+from artifacts import HeadwiseError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,27 +77,3 @@ class CostTable:
             raise HeadwiseError(f"the cost table has no {measurement}; it has: {held}")
         best = min({c.length for c in rows}, key=lambda n: abs(np.log(n / length)))
         return [c for c in rows if c.length == best]
-
-
-def embed(table: CostTable | None) -> tuple[tuple[DeviceCosts, ...], dict[str, np.ndarray]]:
-    """Return an artifact's section `costs`, and its arrays for the sidecar.
-
-    Args:
-        table: the one that the search's objective is made of; None if it counts no seconds.
-    """
-    if table is None:
-        return (), {}
-    columns = {
-        field.name: [getattr(cost, field.name) for cost in table.costs] for field in fields(Cost)
-    }
-    names = {name: sorted(set(columns[name])) for name in ("pattern", "dtype")}
-    for name, known in names.items():
-        columns[name] = [known.index(value) for value in columns[name]]
-    about = ("device", "backend", "versions", "command")
-    entry = DeviceCosts(
-        **{name: getattr(table, name) for name in about},
-        optimised=True,
-        patterns=tuple(names["pattern"]),
-        dtypes=tuple(names["dtype"]),
-    )
-    return (entry,), {f"cost.0.{name}": np.array(column) for name, column in columns.items()}
