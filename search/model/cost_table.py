@@ -15,6 +15,8 @@ class Cost:
     """One measurement of all query heads of a layer at once; tiles and seconds are the layer's.
 
     Attributes:
+        tiles: 64 x 64, as the kernel executes them.
+        seconds: of attention and its index.
         dense_seconds: of Headwise's kernel over every key, in the same rounds: it shows a machine
             that became slower.
     """
@@ -24,22 +26,16 @@ class Cost:
     length: int
     head_dim: int
     heads: int
-    kv_heads: int
-    density: float
     tiles: int
-    sparse_seconds: float
-    build_seconds: float
+    seconds: float
     dense_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
-    """All measurements of one device and kernel backend."""
+    """All measurements of one device."""
 
     device: str
-    backend: str
-    versions: dict[str, str]
-    command: str
     costs: tuple[Cost, ...]
 
     def line(
@@ -57,9 +53,7 @@ class CostTable:
             c for c in self.costs if (c.pattern, c.head_dim, c.dtype) == (pattern, head_dim, dtype)
         ]
         near = self._nearest(rows, length, f"{pattern} with head dim {head_dim} in {dtype}")
-        known = sorted(
-            (c.tiles / c.heads, (c.sparse_seconds + c.build_seconds) / c.heads) for c in near
-        )
+        known = sorted((c.tiles / c.heads, c.seconds / c.heads) for c in near)
         x, y = (np.array(values) * length / near[0].length for values in zip(*known, strict=True))
         return x, y
 

@@ -33,18 +33,14 @@ def linear_table(*, tiles: tuple[int, ...] = (10, 40, 136), factor: float = 1.0)
             length=LENGTH,
             head_dim=16,
             heads=6,
-            kv_heads=2,
-            density=count / 136,
             tiles=6 * count,
-            sparse_seconds=6 * factor * count * 1e-6,
-            build_seconds=6 * factor * start,
+            seconds=6 * factor * (count * 1e-6 + start),
             dense_seconds=6 * factor * 2e-3,
         )
         for kind, start in START.items()
         for count in tiles
     ]
-    source = {"device": "Abacus 3000", "backend": "cpu", "command": "by hand"}
-    return CostTable(**source, versions={"torch": "0"}, costs=tuple(costs))
+    return CostTable(device="Abacus 3000", costs=tuple(costs))
 
 
 def measured(table: CostTable) -> Costs:
