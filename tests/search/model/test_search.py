@@ -172,23 +172,6 @@ def test_budget_has_the_same_words_in_report_page_and_map(found):
         assert spending in text and density in text
 
 
-def test_a_head_shows_its_curve_its_neighbours_and_its_picture(found):
-    artifact, arrays = artifacts.load_pair(found)
-    for head in range(6):
-        said = show.run(show.Config(file=found, head=f"1.{head}")).text.splitlines()
-        name = artifact.prefill.layers[1][head]
-        assert said[0] == f"layer 1, head {head}: {name}"
-        table = [line for line in said if " frontier" in line or line.startswith("*")]
-        (chosen,) = (line for line in said if line.startswith("*  "))
-        number = int(arrays["chosen.candidate"][1, head])
-        loss = arrays[f"candidates.{number}.{name}.objective"][1, head]
-        assert chosen.split()[1:3] == [name, f"{loss:.3g}"] and len(table) > 1
-        assert any(line.startswith("next dearer") for line in said) or name == "dense"
-        assert any(line.startswith("the price of the model's budget") for line in said)
-        picture = [line for line in said if line.startswith("  ") and not line.strip(" ·░▒▓█")]
-        assert len(picture) == 24
-
-
 def test_the_front_ascends_and_what_is_served_keeps_to_the_budget(found):
     artifact, arrays = artifacts.load_pair(found)
     front = artifact.prefill.front
