@@ -5,7 +5,6 @@ Data only: imports neither torch nor, until arrays are read or written, numpy.
 
 from artifacts.errors import ArtifactError, Finding, HeadwiseError
 from artifacts.schema.artifact import Artifact, Prefill, Sidecar
-from artifacts.schema.costs import DeviceCosts
 from artifacts.schema.decode import Decode, OmniKV, Similarity
 from artifacts.schema.evidence import Evidence, Measurement, PromptSet, TaskFigures, Verdict
 from artifacts.schema.fields import Imported
@@ -37,7 +36,6 @@ __all__ = [
     "Calibration",
     "Decode",
     "Dense",
-    "DeviceCosts",
     "Evidence",
     "Finding",
     "Front",

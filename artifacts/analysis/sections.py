@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError
 from artifacts.schema.artifact import Artifact
-from artifacts.schema.costs import DeviceCosts
 from artifacts.schema.model import ModelInfo
-from artifacts.store.arrays import columns
 from artifacts.store.windows import seen_windows, window_arrays
 from artifacts.store.write import save, update
 
@@ -36,8 +34,8 @@ def save_searched(
 ) -> Artifact:
     """Write a search's result to `path`, and keep sections of the same model's artifact there.
 
-    Their arrays are kept with them, and so are the windows of text that their searches have seen,
-    and cost tables of other devices. Their evidence is not: it was measured with the patterns that
+    Their arrays are kept with them, and so are the windows of text that their searches have seen.
+    Their evidence is not: it was measured with the patterns that
     are replaced. What is no whole artifact, or of another model, is replaced altogether.
 
     Returns:
@@ -64,13 +62,10 @@ def _with_sections(
     kept = {name: getattr(old, name) for name in _OF_OTHERS if getattr(artifact, name) is None}
     kept = {name: section for name, section in kept.items() if section is not None}
     theirs = {name: array for name, array in old_arrays.items() if section_of(name) in kept}
-    costs, tables = _with_others(artifact.costs, old.costs, old_arrays)
-    merged = artifact.model_copy(update={**kept, "costs": costs})
+    merged = artifact.model_copy(update=kept)
     # The list does not say which search saw a window: while a section of others is there, all of
     # them count.
-    return with_seen(
-        merged, {**theirs, **arrays, **tables}, seen_windows(old_arrays) if kept else ()
-    )
+    return with_seen(merged, {**theirs, **arrays}, seen_windows(old_arrays) if kept else ())
 
 
 def put_section(
@@ -78,10 +73,10 @@ def put_section(
 ) -> tuple[Artifact, dict[str, Array]]:
     """The artifact `old` with the section that an import is about, and with its arrays.
 
-    With other patterns go the search, the evidence and the costs of those before."""
+    With other patterns go the search and the evidence of those before."""
     section = "prefill" if imported.kv_cache is None else "kv_cache"
     fields = {
-        "prefill": ("search", "patterns", "prefill", "evidence", "costs"),
+        "prefill": ("search", "patterns", "prefill", "evidence"),
         "kv_cache": ("kv_cache",),
     }[section]
     changes = {name: getattr(imported, name) for name in fields}
@@ -106,23 +101,3 @@ def with_seen(
 
 def _identity(model: ModelInfo) -> dict[str, object]:
     return model.model_dump(exclude=_NAMES)
-
-
-def _with_others(
-    own: Sequence[DeviceCosts], old: Sequence[DeviceCosts], arrays: Mapping[str, Array]
-) -> tuple[tuple[DeviceCosts, ...], dict[str, Array]]:
-    """Append the cost tables of other devices and backends to `own`, with their arrays.
-
-    A device costs the same whatever was searched; only a table of `own` is one that the search
-    counted by."""
-    priced = {(table.device, table.backend) for table in own}
-    section = list(own)
-    kept: dict[str, Array] = {}
-    for number, table in enumerate(old):
-        if (table.device, table.backend) not in priced:
-            kept |= {
-                f"cost.{len(section)}.{name}": array
-                for name, array in columns(arrays, number).items()
-            }
-            section.append(table.model_copy(update={"optimised": False}))
-    return tuple(section), kept

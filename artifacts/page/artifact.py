@@ -71,7 +71,6 @@ def _head(artifact: Artifact, file: str, sidecar: str, width: int) -> list[str]:
             f"{facts}{unknown}",
         ),
         *search.origin(artifact),
-        *search.costs(artifact),
         *search.lengths(artifact),
     ]
     rows += [("decode" * (i == 0), text) for i, text in enumerate(_decode(artifact))]

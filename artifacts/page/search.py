@@ -1,4 +1,4 @@
-"""Page's part on the search: origin of the patterns, costs, and points of the front."""
+"""Page's part on the search: origin of the patterns, and points of the front."""
 
 from __future__ import annotations
 
@@ -69,17 +69,6 @@ def lengths(artifact: Artifact) -> Iterator[Row]:
     yield "prefill", sparse
     if prefill.length:
         yield "", f"sizes grow in proportion on prompts of more than {prefill.length:,} tokens"
-
-
-def costs(artifact: Artifact) -> Iterator[Row]:
-    """The devices whose cost tables the artifact carries."""
-    for i, entry in enumerate(artifact.costs):
-        if entry.optimised:
-            made = "; the search counted by it"
-        else:
-            made = ""
-        kinds = f"{', '.join(entry.patterns)} in {', '.join(entry.dtypes)}"
-        yield "costs" * (i == 0), f"{entry.device}, {entry.backend} kernels: {kinds}{made}"
 
 
 def front(artifact: Artifact, arrays: Mapping[str, Array]) -> list[str]:

@@ -6,36 +6,32 @@ What each field means is said where it is declared; docs/schema.md is made of it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from artifacts.errors import shorten
-from artifacts.schema.costs import DeviceCosts
 from artifacts.schema.decode import Decode, OmniKV
 from artifacts.schema.evidence import Evidence
 from artifacts.schema.fields import (
     Count,
     Imported,
-    Items,
     Natural,
     PatternName,
     Record,
     Rows,
     Sha256,
-    Text,
     matching,
 )
 from artifacts.schema.front import Front
 from artifacts.schema.kv_cache import KVCache
 from artifacts.schema.model import ModelInfo
 from artifacts.schema.patterns import Pattern
-from artifacts.schema.search import SearchCost, SearchInfo
+from artifacts.schema.search import SearchInfo
 
 SCHEMA_VERSION = 1
-MAX_EDITS = 256
 
 SavedSha256 = Annotated[str, matching("([0-9a-f]{64})?", "a SHA-256 of 64 lower-case hex digits")]
 Timestamp = Annotated[
@@ -122,15 +118,6 @@ class Sidecar(Record):
     sha256: Sha256 = Field(description="of its bytes")
 
 
-class Edit(Record):
-    """A field that a person set to another value, as written down by hand."""
-
-    field: Text = Field(description="its path, such as `prefill.dense_below`")
-    before: Text = Field(description="what it was, as JSON, of long values the beginning")
-    after: Text = Field(description="what it became")
-    over: Sha256 = Field(description="`content_sha256` of the artifact that was changed")
-
-
 class Artifact(Record):
     """Everything found for a model: patterns of heads, how they were found, what was measured.
 
@@ -161,15 +148,6 @@ class Artifact(Record):
     evidence: Evidence = Field(
         default=Evidence(), description="what was measured, and on which prompts"
     )
-    costs: Items[DeviceCosts] = Field(
-        default=(), description="devices whose measured cost tables lie in the sidecar"
-    )
-    edits: Annotated[Items[Edit], Field(max_length=MAX_EDITS)] = Field(
-        default=(),
-        description=(
-            "what was set by hand, the first change first; `search` and `evidence` are of before"
-        ),
-    )
     sidecar: Sidecar | None = Field(default=None, description="the file with the arrays")
     content_sha256: SavedSha256 = Field(
         default="", description="hash of the content, see [Hashes](artifact.md#hashes)"
@@ -190,8 +168,8 @@ class Artifact(Record):
             raise ValueError(
                 f"patterns.{unused} is used by no head: remove it or use it in prefill.layers"
             )
-        cost = None if self.search is None else self.search.cost
-        _check_costs(cost, self.costs, self.prefill.front)
+        if self.prefill.front is not None:
+            self._check_unit(self.prefill.front)
         if self.search is not None:
             self._check_winners(self.search)
         if self.decode is not None:
@@ -201,6 +179,15 @@ class Artifact(Record):
             if self.decode is not None:
                 _check_exclusive(self.decode.omnikv, self.kv_cache)
         return self
+
+    def _check_unit(self, front: Front) -> None:
+        """Raise ValueError where the front counts in another unit than the search."""
+        cost = None if self.search is None else self.search.cost
+        unit = None if cost is None else cost.unit
+        if front.unit != unit:
+            raise ValueError(
+                f"prefill.front.unit is {front.unit}, but search.cost has {unit or 'no unit'}"
+            )
 
     def _check_winners(self, search: SearchInfo) -> None:
         """Raise ValueError where the summary is not of the rows."""
@@ -213,33 +200,6 @@ class Artifact(Record):
                 f"search.summary.winners says {_counts(stated)}, prefill.layers has "
                 f"{_counts(rows)}: after a change of rows by hand, write what they have"
             )
-
-
-def _check_costs(
-    cost: SearchCost | None, tables: Sequence[DeviceCosts], front: Front | None
-) -> None:
-    """Raise ValueError where tables and front do not fit the cost that the search counted."""
-    unit = None if cost is None else cost.unit
-    counted = [i for i, table in enumerate(tables) if table.optimised]
-    if len(counted) != (unit == "seconds"):
-        if unit == "seconds":
-            wanted = "exactly one table is"
-        else:
-            wanted = "no table can be"
-        raise ValueError(
-            f"costs: {wanted} optimised for where search.cost has "
-            f"{unit or 'no unit'}, but {len(counted)} say so"
-        )
-    for i in counted:
-        if cost is not None and tables[i].device != cost.device:
-            raise ValueError(
-                f"costs[{i}].device is {shorten(tables[i].device)}, but "
-                f"search.cost.device {shorten(cost.device)}"
-            )
-    if front is not None and front.unit != unit:
-        raise ValueError(
-            f"prefill.front.unit is {front.unit}, but search.cost has {unit or 'no unit'}"
-        )
 
 
 def _check_exclusive(omnikv: OmniKV, kv_cache: KVCache) -> None:

@@ -62,12 +62,10 @@ def share_of_dense(share: float, unit: CostUnit) -> str:
 
 
 class SearchCost(Record):
-    """Cost that the search counted: seconds of a device in `costs`, or FLOPs of any."""
+    """Cost that the search counted: seconds of a device, or FLOPs of any."""
 
     unit: CostUnit = Field(description="measured seconds of a device, or floating-point operations")
-    device: Text = Field(
-        description="whose seconds; `costs` has its table. With `flops` where the search ran"
-    )
+    device: Text = Field(description="whose seconds; with `flops` where the search ran")
 
 
 class SearchInfo(Record):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from artifacts.errors import ArtifactError, shorten
 from artifacts.schema.artifact import Artifact
@@ -13,7 +13,6 @@ from artifacts.store.windows import SEEN_WINDOWS
 if TYPE_CHECKING:
     from artifacts.store.sidecar import Array
 
-T = TypeVar("T")
 # Arrays with a value for every query head, by how their names begin.
 _PER_HEAD = ("chosen.", "candidates.", "imported.score")
 _PER_KV_HEAD = "imported.full_attention"
@@ -27,35 +26,12 @@ def check_arrays(artifact: Artifact, arrays: Mapping[str, Array]) -> None:
     Raises:
         ArtifactError: the first that is missing or not as it has to be.
     """
-    for number in range(len(artifact.costs)):
-        if fault := _cost_fault(number, arrays):
-            raise ArtifactError(f"costs[{number}]: {fault}")
     if fault := _front_fault(artifact, arrays):
         raise ArtifactError(f"prefill.front: {fault}")
     if fault := _windows_fault(artifact, arrays):
         raise ArtifactError(f"search.calibration.seen_windows: {fault}")
     if fault := _heads_fault(artifact, arrays) or _scores_fault(artifact, arrays):
         raise ArtifactError(fault)
-
-
-def columns(arrays: Mapping[str, T], number: int) -> dict[str, T]:
-    """The columns of the table with that number, by name; empty where there are none."""
-    begins = f"cost.{number}."
-    return {
-        name.removeprefix(begins): array
-        for name, array in arrays.items()
-        if name.startswith(begins)
-    }
-
-
-def _cost_fault(number: int, arrays: Mapping[str, Array]) -> str | None:
-    table = columns(arrays, number)
-    if not table:
-        return f"the sidecar has no arrays cost.{number}.*"
-    shapes: set[tuple[int, ...]] = {array.shape for array in table.values()}
-    if len(shapes) > 1 or len(next(iter(shapes))) != 1 or not next(iter(shapes))[0]:
-        return f"the arrays cost.{number}.* must be columns of one length, got {sorted(shapes)}"
-    return None
 
 
 def _front_fault(artifact: Artifact, arrays: Mapping[str, Array]) -> str | None:

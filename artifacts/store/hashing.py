@@ -45,30 +45,18 @@ def content_of(artifact: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of an artifact that its hash covers, as plain JSON data.
 
     Left out is what differs between two runs that found the same: content_sha256 itself,
-    created_at, search.command, the command of each measurement and cost table, and sidecar.file,
-    which is a place and not a content (its sha256 is covered)."""
-    content = {
-        key: value for key, value in artifact.items() if key not in ("content_sha256", "created_at")
-    }
-    content["search"] = _without(content.get("search"), "command")
-    content["sidecar"] = _without(content.get("sidecar"), "file")
-    evidence = content.get("evidence")
-    if isinstance(evidence, Mapping) and "measurements" in evidence:
-        content["evidence"] = {
-            **evidence,
-            "measurements": _without_commands(evidence.get("measurements")),
-        }
-    content["costs"] = _without_commands(content.get("costs"))
+    created_at, search.command, the command of each measurement, and sidecar.file, which is a place
+    and not a content (its sha256 is covered)."""
+    content = _without(artifact, "content_sha256", "created_at")
+    for section, field in (("search", "command"), ("sidecar", "file")):
+        if content[section] is not None:
+            content[section] = _without(content[section], field)
+    evidence = content["evidence"]
+    if "measurements" in evidence:
+        entries = [_without(entry, "command") for entry in evidence["measurements"]]
+        content["evidence"] = {**evidence, "measurements": entries}
     return content
 
 
-def _without(value: Any, key: str) -> Any:
-    if isinstance(value, Mapping):
-        return {k: v for k, v in value.items() if k != key}
-    return value
-
-
-def _without_commands(entries: Any) -> Any:
-    if isinstance(entries, list | tuple):
-        return [_without(entry, "command") for entry in entries]
-    return entries
+def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}

@@ -88,9 +88,7 @@ def _without_arrays(artifact: Artifact) -> Artifact:
     if search is not None:
         calibration = search.calibration.model_copy(update={"seen_windows": 0})
         search = search.model_copy(update={"calibration": calibration, "cost": None})
-    return artifact.model_copy(
-        update={"prefill": prefill, "patterns": patterns, "search": search, "costs": ()}
-    )
+    return artifact.model_copy(update={"prefill": prefill, "patterns": patterns, "search": search})
 
 
 @torch.no_grad()

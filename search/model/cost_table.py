@@ -1,17 +1,13 @@
-"""Cost table of a device: measured seconds by pattern, length and tiles.
-
-An artifact carries the table that its search counted by: columns of one length in the sidecar, a
-row for each measurement. docs/artifact.md describes each column.
-"""
+"""Cost table of a device: measured seconds by pattern, length and tiles."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
-from artifacts import DeviceCosts, HeadwiseError
+from artifacts import HeadwiseError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +15,8 @@ class Cost:
     """One measurement of all query heads of a layer at once; tiles and seconds are the layer's.
 
     Attributes:
+        tiles: 64 x 64, as the kernel executes them.
+        seconds: of attention and its index.
         dense_seconds: of Headwise's kernel over every key, in the same rounds: it shows a machine
             that became slower.
     """
@@ -28,22 +26,16 @@ class Cost:
     length: int
     head_dim: int
     heads: int
-    kv_heads: int
-    density: float
     tiles: int
-    sparse_seconds: float
-    build_seconds: float
+    seconds: float
     dense_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
-    """All measurements of one device and kernel backend."""
+    """All measurements of one device."""
 
     device: str
-    backend: str
-    versions: dict[str, str]
-    command: str
     costs: tuple[Cost, ...]
 
     def line(
@@ -61,9 +53,7 @@ class CostTable:
             c for c in self.costs if (c.pattern, c.head_dim, c.dtype) == (pattern, head_dim, dtype)
         ]
         near = self._nearest(rows, length, f"{pattern} with head dim {head_dim} in {dtype}")
-        known = sorted(
-            (c.tiles / c.heads, (c.sparse_seconds + c.build_seconds) / c.heads) for c in near
-        )
+        known = sorted((c.tiles / c.heads, c.seconds / c.heads) for c in near)
         x, y = (np.array(values) * length / near[0].length for values in zip(*known, strict=True))
         return x, y
 
@@ -81,27 +71,3 @@ class CostTable:
             raise HeadwiseError(f"the cost table has no {measurement}; it has: {held}")
         best = min({c.length for c in rows}, key=lambda n: abs(np.log(n / length)))
         return [c for c in rows if c.length == best]
-
-
-def embed(table: CostTable | None) -> tuple[tuple[DeviceCosts, ...], dict[str, np.ndarray]]:
-    """Return an artifact's section `costs`, and its arrays for the sidecar.
-
-    Args:
-        table: the one that the search's objective is made of; None if it counts no seconds.
-    """
-    if table is None:
-        return (), {}
-    columns = {
-        field.name: [getattr(cost, field.name) for cost in table.costs] for field in fields(Cost)
-    }
-    names = {name: sorted(set(columns[name])) for name in ("pattern", "dtype")}
-    for name, known in names.items():
-        columns[name] = [known.index(value) for value in columns[name]]
-    about = ("device", "backend", "versions", "command")
-    entry = DeviceCosts(
-        **{name: getattr(table, name) for name in about},
-        optimised=True,
-        patterns=tuple(names["pattern"]),
-        dtypes=tuple(names["dtype"]),
-    )
-    return (entry,), {f"cost.0.{name}": np.array(column) for name, column in columns.items()}

@@ -1,4 +1,4 @@
-"""The artifact of a search: rows, frontier, costs, evidence and every score.
+"""The artifact of a search: rows, frontier, evidence and every score.
 
 Shapes: L layers, H query heads, C candidates."""
 
@@ -31,7 +31,6 @@ from profiling.speed.layer_times import ANCHOR
 from search.model.acceptance import Accepted
 from search.model.allocation import Allocation, Heads
 from search.model.config import ModelSearch
-from search.model.cost_table import embed
 from search.model.costs import Costs
 from search.model.curves import Curves
 from search.model.evidence import evidence
@@ -138,8 +137,7 @@ def build(
         layers, named = other.rows(run.candidates)
         patterns |= named
         point_rows.append(layers)
-    section, arrays = embed(outcome.costs.table)
-    arrays |= front_arrays(patterns, point_rows)
+    arrays = front_arrays(patterns, point_rows)
     windows = run.seen.digests
     arrays |= window_arrays(windows)
     measured_on: Literal["held_out", "calibration"] = "calibration"
@@ -165,7 +163,6 @@ def build(
         search=_search_info(config, outcome, len(windows)),
         patterns=patterns,
         prefill=prefill,
-        costs=section,
     )
     return artifact, arrays | _score_arrays(outcome)
 

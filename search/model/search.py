@@ -41,7 +41,7 @@ from search.model.timed_costs import time_candidates
 from search.study import check_storage
 
 # Raised where the resume file would keep another value under the same name.
-_VERSION = 6
+_VERSION = 7
 
 
 def run(config: ModelSearch, loaded: LoadedModel | None = None) -> Recorded | None:
@@ -128,9 +128,7 @@ def search_model(
         if config.cost == "flops":
             costs = Costs.flops(model, length=length, dtype=search_run.dtype)
         else:
-            costs = time_candidates(
-                search_run, calibration.sequences[0], curves, config.share, command=config.command
-            )
+            costs = time_candidates(search_run, calibration.sequences[0], curves, config.share)
 
         # Allocation: the budget, spent over the heads.
         heads = Heads.of(curves, costs, candidates)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from kernels.index import num_tiles
 from kernels.patterns import LayerPlan, Pattern, make
 from profiling.environment import environment
 from profiling.inside.capture import LayerInputs
@@ -38,8 +37,6 @@ def time_candidates(
     sequence: TokenSequence,
     curves: Mapping[int, Curves],
     share: float,
-    *,
-    command: str,
 ) -> Costs:
     """Time candidates in the first rank while the others wait; all ranks get the costs.
 
@@ -48,7 +45,6 @@ def time_candidates(
         sequence: a real prompt of about its length.
         curves: by dense tail.
         share: the budget that was asked for, as a fraction of dense attention's cost.
-        command: of the search, for the cost table.
     """
     with all_threads():
         machine = environment(run.device)
@@ -57,7 +53,7 @@ def time_candidates(
     unit = run.ledger.unit("times", depends)
     record = None
     if run.ranks.is_first:
-        record = run.ledger.once(unit, lambda: _time(run, sequence, curves, share, command))
+        record = run.ledger.once(unit, lambda: _time(run, sequence, curves, share))
     record = dict(run.ranks.broadcast(record))
     scale, overhead = record.pop("fit")
     costs = tuple(Cost(**cost) for cost in record.pop("costs"))
@@ -72,7 +68,6 @@ def _time(
     sequence: TokenSequence,
     curves: Mapping[int, Curves],
     share: float,
-    command: str,
 ) -> dict[str, Any]:
     """Time kinds by their tiles, and fit what mixing them in a layer adds.
 
@@ -104,7 +99,7 @@ def _time(
             run.loaded, ids, [timed], run.layers, look=count, backend=run.backend
         )
         shown.update()
-    table = _table(run, len(ids), timings, patterns, tiles, command)
+    table = _table(run, len(ids), timings, patterns, tiles)
     by_table = Costs.measured(table, model, length=run.length, dtype=run.dtype)
     heads = Heads.of(curves, by_table, run.candidates)
     # Summed over the timed layers, which differ in cost, and scaled to all layers.
@@ -132,12 +127,8 @@ def _table(
     timings: Timings,
     patterns: Mapping[str, Pattern],
     tiles: Mapping[str, Sequence[float]],
-    command: str,
 ) -> CostTable:
     """The cost table of the kinds of these patterns, by the tiles that they compute."""
-    versions = environment(str(run.loaded.model.device))
-    device = versions.pop("device")
-    causal = num_tiles(length) * (num_tiles(length) + 1) / 2
     layers = len(run.layers)
     heads = run.model.num_heads
     costs = [
@@ -147,25 +138,17 @@ def _table(
             length=length,
             head_dim=run.model.head_dim,
             heads=heads,
-            kv_heads=run.model.num_kv_heads,
             # The same sizes compute different tiles by layer, and one layer's times are noisy:
             # the means over layers are a point.
-            density=float(np.mean(tiles[key])) / heads / causal,
             tiles=round(np.mean(tiles[key])),
             # An index build is part of what serving takes, and is timed with it.
-            sparse_seconds=timings.seconds[key] / layers,
-            build_seconds=0.0,
+            seconds=timings.seconds[key] / layers,
             dense_seconds=timings.seconds[ANCHOR] / layers,
         )
         for key, pattern in patterns.items()
     ]
-    return CostTable(
-        device=device,
-        backend=run.backend,
-        versions=versions,
-        command=command or "headwise search",
-        costs=tuple(costs),
-    )
+    device = environment(str(run.loaded.model.device))["device"]
+    return CostTable(device=device, costs=tuple(costs))
 
 
 def line_through(predicted: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:

@@ -62,7 +62,7 @@ def hash_by_other_tools(fields: dict[str, Any]) -> str:
         fields["search"].pop("command")
     if fields["sidecar"] is not None:
         fields["sidecar"].pop("file")
-    for entry in (*fields["evidence"].get("measurements", ()), *fields["costs"]):
+    for entry in fields["evidence"].get("measurements", ()):
         entry.pop("command")
     return hashlib.sha256(rfc8785.dumps(fields)).hexdigest()
 

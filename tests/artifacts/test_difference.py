@@ -42,11 +42,13 @@ def test_diff_of_equal_content_ignores_times_and_commands(pair, make):
     assert found(files)["sections"] == []
 
 
-def test_diff_ignores_commands_of_measurements_and_cost_tables(tmp_path, every_kind):
+def test_diff_ignores_commands_of_measurements(tmp_path, every_kind):
     artifact, arrays = every_kind
-    again = artifact.costs[0].model_copy(update={"command": "another day"})
+    first, *others = artifact.evidence.measurements
+    again = (first.model_copy(update={"command": "another day"}), *others)
+    evidence = artifact.evidence.model_copy(update={"measurements": again})
     save(artifact, tmp_path / "a.yaml", arrays)
-    save(artifact.model_copy(update={"costs": (again,)}), tmp_path / "b.yaml", arrays)
+    save(artifact.model_copy(update={"evidence": evidence}), tmp_path / "b.yaml", arrays)
     files = {"before": tmp_path / "a.yaml", "after": tmp_path / "b.yaml"}
     assert not found(files)["differs"]
     front = artifact.prefill.front.model_copy(update={"dense_right": 15})

@@ -147,7 +147,6 @@ ARRAYS = [
     ("front.rows", lambda a: at(a, 0, 1, 0), "the layers that prefill.layers leaves alone"),
     ("front.rows", lambda a: at(a, 1, 2, 0, -1), "the layers that prefill.layers leaves alone"),
     ("front.rows", lambda a: at(a, 0, 2, 3, 8), "front.rows names pattern 8, there are 8"),
-    ("cost.0.pattern", lambda a: a[:1], "must be columns of one length, got [(1,), (2,)]"),
     ("calibration.seen_windows", lambda a: None, "says 2, and the sidecar has no array"),
     ("chosen.recall", lambda a: np.full((5, 4), 0.5), "patterns without scores in layer 1: "),
     ("chosen.recall", lambda a: np.full((5, 4), np.nan), "patterns without scores in layer 0: "),
@@ -250,7 +249,7 @@ def counted(heads):
     def change(fields):
         fields["model"].update(num_heads=heads, num_kv_heads=heads, num_layers=17)
         fields.update(patterns={}, search=None, prefill=fields["prefill"] | prefill)
-        fields.update(costs=[], decode=None, kv_cache=cache)
+        fields.update(decode=None, kv_cache=cache)
 
     return change
 
@@ -375,7 +374,7 @@ def large():
             "prefill": artifacts.Prefill(dense_below=2**23, layers=rows),
             "search": counting(build().search, rows, {name: windows[0] for name in named}),
             "model": small.model.model_copy(update=wide),
-            **{"costs": (), "decode": None, "kv_cache": None},
+            **{"decode": None, "kv_cache": None},
         }
     )
     entry = small.evidence.measurements[0].model_copy(update={"name": "\U0001f4a5\x85" * 300})

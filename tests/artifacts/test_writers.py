@@ -26,7 +26,7 @@ from artifacts import (
 from artifacts.analysis.sections import save_searched, with_seen
 from artifacts.store.pair import locked
 from artifacts.store.windows import seen_windows
-from tests.artifacts.conftest import build_every_kind, files_of, names
+from tests.artifacts.conftest import files_of, names
 
 DECODE = Decode(omnikv=OmniKV(filter_layers=(2,)))
 
@@ -199,30 +199,6 @@ def test_a_search_keeps_what_the_searches_of_kept_sections_have_seen(saved, make
     prefill = artifact.prefill.model_copy(update={"layers": (None,) * 3})
     imported = make(search=None, prefill=prefill, patterns={})
     assert with_seen(imported, {}, [first]) == (imported, {})
-
-
-def devices(path):
-    return [(table.device, table.optimised) for table in load(path).costs]
-
-
-def test_a_search_keeps_the_cost_tables_of_other_devices(saved, make):
-    """Its own come first, and none of the others is what it counted by."""
-    (costs,) = build_every_kind()[0].costs
-    here, there = (costs.model_copy(update={"device": device}) for device in ("here", "there"))
-    seconds = {"cost": artifacts.SearchCost(unit="seconds", device="here")}
-    searched = make().search.model_copy(update=seconds)
-
-    def tables(*values):
-        return {f"cost.{i}.sparse_seconds": np.array([value]) for i, value in enumerate(values)}
-
-    both = (there.model_copy(update={"optimised": False}), here)
-    save(make(search=searched, costs=both), saved, tables(1.0, 2.0))
-    save_searched(make(), saved, {})
-    assert devices(saved) == [("there", False), ("here", False)]
-    assert load_pair(saved)[1] == tables(1.0, 2.0)
-    save_searched(make(search=searched, costs=(here,)), saved, tables(3.0))
-    assert devices(saved) == [("here", True), ("there", False)]
-    assert load_pair(saved)[1] == tables(3.0, 1.0)
 
 
 def test_a_search_of_another_model_or_over_no_artifact_replaces_all(saved, make):

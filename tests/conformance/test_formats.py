@@ -418,7 +418,7 @@ def test_sections_of_two_tools_in_one_artifact_and_both_files_come_back(tmp_path
     report = convert(tmp_path / "config.json", None, into=both)
     after, left = load_pair(both)
     assert (after.model, after.decode, after.kv_cache) == (artifact.model, artifact.decode, own)
-    assert after.search is None and not after.evidence and after.costs == ()
+    assert after.search is None and not after.evidence
     assert left.keys() == {"imported.prefill", *(n for n in arrays if n.startswith("similarity."))}
     assert report["heads"] == 20
     artifacts.update(both, lambda a, b: (a.model_copy(update={"decode": None}), b))

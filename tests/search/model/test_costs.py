@@ -9,7 +9,7 @@ import pytest
 
 from artifacts import HeadwiseError
 from kernels.patterns import make
-from search.model.cost_table import Cost, CostTable, embed
+from search.model.cost_table import Cost, CostTable
 from search.model.costs import Costs
 from search.model.timed_costs import line_through
 from tests.artifacts.conftest import build
@@ -33,18 +33,14 @@ def linear_table(*, tiles: tuple[int, ...] = (10, 40, 136), factor: float = 1.0)
             length=LENGTH,
             head_dim=16,
             heads=6,
-            kv_heads=2,
-            density=count / 136,
             tiles=6 * count,
-            sparse_seconds=6 * factor * count * 1e-6,
-            build_seconds=6 * factor * start,
+            seconds=6 * factor * (count * 1e-6 + start),
             dense_seconds=6 * factor * 2e-3,
         )
         for kind, start in START.items()
         for count in tiles
     ]
-    source = {"device": "Abacus 3000", "backend": "cpu", "command": "by hand"}
-    return CostTable(**source, versions={"torch": "0"}, costs=tuple(costs))
+    return CostTable(device="Abacus 3000", costs=tuple(costs))
 
 
 def measured(table: CostTable) -> Costs:
@@ -130,14 +126,3 @@ def test_an_unknown_kind_is_refused_with_what_the_table_has():
     empty = replace(linear_table(), costs=())
     with pytest.raises(HeadwiseError, match="it has: nothing"):
         empty.line("dense", length=LENGTH, head_dim=16, dtype="float32")
-
-
-def test_embed_writes_names_once_and_columns_of_places_in_them():
-    table = linear_table()
-    (entry,), arrays = embed(table)
-    assert (entry.device, entry.optimised, entry.dtypes) == ("Abacus 3000", True, ("float32",))
-    assert {name.removeprefix("cost.0.") for name in arrays} == set(vars(table.costs[0]))
-    patterns = [entry.patterns[place] for place in arrays["cost.0.pattern"]]
-    assert patterns == [cost.pattern for cost in table.costs]
-    assert arrays["cost.0.tiles"].tolist() == [cost.tiles for cost in table.costs]
-    assert embed(None) == ((), {})
