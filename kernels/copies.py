@@ -38,7 +38,7 @@ class DeviceConstant:
         return self.tensor.numel() * self.tensor.element_size()
 
     @classmethod
-    def of(cls, tensor: Tensor, device: torch.device) -> DeviceConstant:
+    def from_host(cls, tensor: Tensor, device: torch.device) -> DeviceConstant:
         """DeviceConstant a tensor of the host."""
         if device.type != "cuda":
             return cls(tensor.to(device))
@@ -68,7 +68,7 @@ class DeviceConstant:
 @lru_cache(maxsize=4096)
 def _copied(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> DeviceConstant:
     with torch.inference_mode(False):
-        return DeviceConstant.of(torch.tensor(values, dtype=dtype, device="cpu"), device)
+        return DeviceConstant.from_host(torch.tensor(values, dtype=dtype, device="cpu"), device)
 
 
 def on_device(

@@ -60,7 +60,7 @@ class Ragged:
             ends[row] = (q_start + self.q_lens[s], s)
 
     @classmethod
-    def of(cls, sequences: Iterable[Sequence[int]]) -> Self:
+    def from_sequences(cls, sequences: Iterable[Sequence[int]]) -> Self:
         """Sequences from row, q_start, q_len, k_start, k_len of one after another, at least one."""
         rows, q_starts, q_lens, k_starts, k_lens = zip(*sequences, strict=True)
         return cls(rows=rows, q_starts=q_starts, q_lens=q_lens, k_starts=k_starts, k_lens=k_lens)
@@ -113,7 +113,7 @@ class Ragged:
     def table(self, device: torch.device) -> Tensor:
         """Row, q_start, q_len, k_start and k_len of each sequence, (S, 5) int32, once a device."""
         if device not in self._tables:
-            self._tables[device] = DeviceConstant.of(
+            self._tables[device] = DeviceConstant.from_host(
                 torch.tensor(self.flat, dtype=torch.int32).view(-1, 5), device
             )
         return self._tables[device].read()

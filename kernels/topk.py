@@ -182,7 +182,7 @@ def _made(
         total = 0
         if offsets.numel():
             total = int(ends.max())
-        return DeviceConstant.of(offsets, device), total
+        return DeviceConstant.from_host(offsets, device), total
 
 
 def scatter_rows(tiles: Tensor, offsets: Tensor, lists: Tensor) -> None:

@@ -97,7 +97,7 @@ class KernelConfig:
     def __repr__(self) -> str:
         # Part of the names of compiled functions and of Triton's cache keys. Derived values are
         # included.
-        return "_".join(str(value) for value in (*vars(self).values(), self.few))
+        return "_".join(str(value) for value in (*vars(self).values(), self.masked_keys))
 
     @property
     def plain(self) -> bool:
@@ -115,7 +115,7 @@ class KernelConfig:
         return not (self.page or self.subset or self.split or any(more))
 
     @property
-    def few(self) -> int:
+    def masked_keys(self) -> int:
         """Keys of a step over columns or own tiles.
 
         Columns are looked up ahead in shared memory, too: in steps of 64 keys the parts would leave

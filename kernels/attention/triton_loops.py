@@ -78,14 +78,16 @@ def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: 
     held, at, half, floor, _, _, first_key, _, _, dense_last, _, _ = place
     _, _, _, _, _, _, tiles, listed = named
     columns, first, count, search_steps = columned
-    lane = tl.arange(0, H.few)
+    lane = tl.arange(0, H.masked_keys)
     if H.split:
         begin, end = _part((tl.maximum(count - first, 0) + 63) // 64, place, H)
         count = tl.minimum(count, first + end * 64)
         first += begin * 64
     # As for tiles (_tiles): the column is looked up, and the page of its key.
     LEVELS: tl.constexpr = (0 if H.window else 1) + (1 if H.page > 0 else 0)
-    for start in tl.range(first, count, H.few, num_stages=1 + (H.stages - 1) * (1 + LEVELS)):
+    for start in tl.range(
+        first, count, H.masked_keys, num_stages=1 + (H.stages - 1) * (1 + LEVELS)
+    ):
         present = start + lane < count
         column = tl.load(columns + start + lane, mask=present, other=0)
         tile = column // TILE
@@ -94,10 +96,10 @@ def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: 
         if SEARCH:
             free = free & (is_listed(tiles, tile, listed, search_steps) == 0)
         # By way of two numbers: else each thread of a product would look up all of them itself.
-        low, high = _words(free, H.few)
+        low, high = _words(free, H.masked_keys)
         if H.rows == 2:
             free = present & (dense_last == 0) & (tl.load(held + tl.maximum(at + 1 - tile, 0)) == 0)
-            second_low, second_high = _words(free, H.few)
+            second_low, second_high = _words(free, H.masked_keys)
             low = tl.where(half == 0, low, second_low)[:, None]
             high = tl.where(half == 0, high, second_high)[:, None]
         live = ((tl.where(lane[None, :] < 32, low, high) >> (lane % 32)[None, :]) & 1) == 1
@@ -106,7 +108,7 @@ def _columns(asked, state, kv, place, named, columned, H: tl.constexpr, SEARCH: 
             column = tl.maximum(column, first_key)
         # Places without a column read the first key, not page 0, which may belong to another
         # sequence: NaN times a zero weight is NaN.
-        k_rows, v_rows = key_rows(column, lane < H.few, kv, H)
+        k_rows, v_rows = key_rows(column, lane < H.masked_keys, kv, H)
         state = attend(asked, state, kv[0], kv[1], k_rows, v_rows, present, live, H, False, True)
     return state
 
@@ -205,7 +207,7 @@ def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.const
     there are."""
     _, _, half, floor, _, _, first_key, _, _, _, _, _ = place
     _, _, _, _, inner, cut, _, listed = named
-    KEYS: tl.constexpr = H.few if EDGE else H.keys
+    KEYS: tl.constexpr = H.masked_keys if EDGE else H.keys
     # Tiles of a step, or steps of a tile.
     PAIR: tl.constexpr = 2 if KEYS > 64 else 1
     PARTS: tl.constexpr = 1 if KEYS > 64 else 64 // KEYS
@@ -243,10 +245,10 @@ def _tiles(asked, state, kv, left, place, named, H: tl.constexpr, EDGE: tl.const
 def _own(asked, state, kv, place, H: tl.constexpr):
     """The own tiles: the only ones with the causal triangle, or in which keys may end."""
     held, at, half, floor, position, _, first_key, k_len, _, dense_last, _, _ = place
-    PARTS: tl.constexpr = 64 // H.few
+    PARTS: tl.constexpr = 64 // H.masked_keys
     begin, end = _part(H.rows, place, H)
     for part in tl.range(begin * PARTS, end * PARTS, num_stages=1):
-        key = at * TILE + part * H.few + tl.arange(0, H.few)
+        key = at * TILE + part * H.masked_keys + tl.arange(0, H.masked_keys)
         present = key < k_len
         live = key[None, :] <= position[:, None]
         if H.window:

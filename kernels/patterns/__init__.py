@@ -115,7 +115,7 @@ class LayerPlan:
         self._parts: dict[tuple[int, ...], LayerPlan] = {}
         self._lengths: dict[int, LayerPlan] = {}
 
-    def of(self, kv_heads: tuple[int, ...]) -> LayerPlan:
+    def select_kv_heads(self, kv_heads: tuple[int, ...]) -> LayerPlan:
         """The plan of these KV heads and the query heads that read them."""
         if kv_heads not in self._parts:
             some = [self.patterns[head] for head in self.query_heads(kv_heads)]
@@ -189,7 +189,7 @@ class LayerPlan:
                 lengths = (k_len,) * q.shape[0]
             else:
                 lengths = ragged.k_lens
-            keys = Paged.of(k, block_table, lengths, q.dtype)
+            keys = Paged.from_cache(k, block_table, lengths, q.dtype)
         if q.shape[3] != keys.shape[3] or (ragged is None and q.shape[0] != keys.shape[0]):
             raise ValueError(
                 f"q and k must share batch and head dim, got q {tuple(q.shape)}, k "

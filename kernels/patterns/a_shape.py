@@ -65,8 +65,8 @@ def _entries(
         diagonals = _counted([min(num_tiles(p.window - 1), tiles_before) + 1 for p in patterns])
         columns = _counted([min(max(p.sink, TILE), k_len) for p in patterns])
         return (
-            DeviceConstant.of(diagonals.expand(batch, -1, -1).contiguous(), device),
-            DeviceConstant.of(columns.expand(batch, -1, -1).contiguous(), device),
+            DeviceConstant.from_host(diagonals.expand(batch, -1, -1).contiguous(), device),
+            DeviceConstant.from_host(columns.expand(batch, -1, -1).contiguous(), device),
         )
 
 

@@ -43,7 +43,7 @@ class Paged:
         return self.table.shape[0], self.cache.shape[2], self.k_len, self.cache.shape[3]
 
     @classmethod
-    def of(
+    def from_cache(
         cls, cache: Tensor, table: Tensor, lengths: Sequence[int | None], dtype: torch.dtype
     ) -> Self:
         """The keys of sequences of these lengths, one a row of the table; K is the largest of them.

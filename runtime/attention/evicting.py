@@ -71,7 +71,7 @@ def _prefill(
         if no_kernel is None:
             settings.check_length(k.shape[2])
             if heads is not None:
-                plan = plan.of(heads)
+                plan = plan.select_kv_heads(heads)
             out = attempt(call, _by_patterns, plan, options, q, k, v, kernel)
             if isinstance(out, Tensor):
                 layer.count("sparse")

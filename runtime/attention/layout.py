@@ -145,7 +145,7 @@ class Context:
     def _launch(self, parts: tuple[Part, ...]) -> tuple[slice | None, Ragged | None]:
         alike = len(parts) == self.batch and len({part[1:] for part in parts}) == 1
         if not alike or parts[0].q_len != self.q_len:
-            return None, Ragged.of(parts)
+            return None, Ragged.from_sequences(parts)
         if parts[0].k_len == self.k_len:
             return None, None
         return parts[0].slots[2], None

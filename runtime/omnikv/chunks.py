@@ -96,4 +96,4 @@ class Past:
             real = self.q_len - padded
             if real:
                 ranges.append((row, padded, real, most - count + padded, count + real))
-        return Ragged.of(ranges)
+        return Ragged.from_sequences(ranges)

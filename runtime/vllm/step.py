@@ -122,7 +122,10 @@ class LayerStep:
     def dense(self, chunk: Chunk, **more: Any) -> tuple[Tensor, Tensor]:
         """Dense attention of a chunk from its pages, see kernels.dense.dense_attention."""
         query, _, table = self.of(chunk)
-        more |= {"ragged": Ragged.of([(0, 0, chunk.q_len, 0, chunk.k_len)]), "block_table": table}
+        more |= {
+            "ragged": Ragged.from_sequences([(0, 0, chunk.q_len, 0, chunk.k_len)]),
+            "block_table": table,
+        }
         return dense_attention(query, self.k, self.v, **more, **self.options)
 
     def attend(self, served: Sequence[Chunk]) -> None:

@@ -250,7 +250,7 @@ def paged(k: Tensor, case: Build) -> Paged:
         pages, size, kv_heads, dim = cache.shape
         wide = cache.new_full((pages, kv_heads, 2, size, dim), float("nan"))
         cache = wide[:, :, 0].copy_(cache.transpose(1, 2)).transpose(1, 2)
-    return Paged.of(cache, table, [k.shape[2]] * len(k), case.dtype)
+    return Paged.from_cache(cache, table, [k.shape[2]] * len(k), case.dtype)
 
 
 def differences(case: Build, device: torch.device) -> dict[str, int]:

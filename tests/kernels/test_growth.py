@@ -68,7 +68,7 @@ def test_build_ragged_sequence_is_independent_of_its_batch():
 def test_of_some_kv_heads_grows_as_all_do():
     q, k = problem(300, 600)
     plan = LayerPlan(PATTERNS, 2, length=SEARCHED)
-    some = plan.of((1,)).build(q[:, 8:], k[:, 1:])
+    some = plan.select_kv_heads((1,)).build(q[:, 8:], k[:, 1:])
     assert torch.equal(some.to_mask(), plan.build(q, k).to_mask()[:, 8:])
 
 

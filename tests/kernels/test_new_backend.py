@@ -81,7 +81,7 @@ def means() -> None:
         assert builder_cases.means_error(case, HOST, "toy") <= builder_cases.ERROR
 
 
-def choose() -> None:
+def top_k() -> None:
     for case in builder_cases.CHOICES.values():
         # For torch NaN is the largest number.
         assert builder_cases.choice_error(case, HOST, "toy", poisoned=False) == 0
@@ -110,7 +110,7 @@ def evict() -> None:
         assert torch.equal(one, other) and not torch.equal(one, before)
 
 
-CASES = (attention, decode, gradient, estimate, means, tiles, choose, evict)
+CASES = (attention, decode, gradient, estimate, means, tiles, top_k, evict)
 
 
 @pytest.mark.parametrize("cases", CASES, ids=lambda cases: cases.__name__)

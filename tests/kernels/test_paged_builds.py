@@ -24,11 +24,11 @@ def test_sequences_of_unlike_lengths_have_pages_of_their_own():
         whole[row, :, : part.shape[2]] = part
     where = paged(whole, Build(q_len=1, k_len=200, page=48))
     starts = [0, 70, 71]
-    apart = Ragged.of(
+    apart = Ragged.from_sequences(
         (0, start, *each[:1], 0, each[1]) for start, each in zip(starts, lengths, strict=True)
     )
     ends = [0, 200, 265]
-    packed = Ragged.of(
+    packed = Ragged.from_sequences(
         (0, s, each[0], e, each[1]) for s, e, each in zip(starts, ends, lengths, strict=True)
     )
     plan = LayerPlan(LAYER, 2, dense_tail=5)

@@ -57,7 +57,10 @@ ATTENTION = [
     ({"q": torch.zeros(1, 3, 200, 64)}, "index is for 2 heads, q has 3"),
     ({"out": torch.zeros(1, 2, 200, 32)}, r"out must be .* got .* \(1, 2, 200, 32\)"),
     ({"out": torch.zeros(1, 1, 200, 64).expand(1, 2, 200, 64)}, "must not overlap itself"),
-    ({"out": torch.zeros(20_000).as_strided((1, 2, 200, 64), (0, 64, 16, 1))}, "of its own"),
+    (
+        {"out": torch.zeros(20_000).as_strided((1, 2, 200, 64), (0, 64, 16, 1))},
+        "must not overlap itself",
+    ),
     ({"skipped": torch.zeros(1, 2, dtype=torch.int64)}, r"contiguous int32 \(1, 2\), got .*int64"),
     ({"scale": float("nan")}, "scale must be a positive finite number, got nan"),
     ({"softcap": 0.0}, "softcap must be a positive finite number, got 0.0"),

@@ -119,7 +119,7 @@ def test_what_a_build_works_out_is_part_of_its_name(monkeypatch):
     call = AttentionCall(x, x, x, dense_index(1, 1, 4, 4, x.device))
     how = triton.prepare(call)[1].constants["H"]
     name = repr(how)
-    monkeypatch.setattr(triton_launch.KernelConfig, "few", 8)
+    monkeypatch.setattr(triton_launch.KernelConfig, "masked_keys", 8)
     assert repr(how) != name
 
 
@@ -153,7 +153,7 @@ def test_what_a_graph_copies_stays_and_nobody_else_reads_the_graph_s_own(monkeyp
     device = torch.device("cuda", 0)
     source = mock.Mock()
     pinned = source.pin_memory()
-    copy = DeviceConstant.of(source, device)
+    copy = DeviceConstant.from_host(source, device)
     copy.read()
     # Until the graph is replayed the graph's own holds anything.
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
